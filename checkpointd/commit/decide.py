@@ -1,0 +1,98 @@
+"""The coordinator's and recovery's decision: from votes to an outcome.
+
+Invariants
+  D1  Commit needs a valid yes vote of every rank for this very attempt, and plans that are whole together.
+  D2  A no vote or an invalid vote aborts at once; a missing vote aborts only when the deadline passed or nobody can vote
+      any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from checkpointd.layout.manifest import ErrorReport, Vote
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Commit where `error` is None, else abort because of it; `ranks` are those at fault."""
+
+    error: ErrorReport | None = None
+    ranks: tuple[int, ...] = field(default=())
+
+    @property
+    def commit(self) -> bool:
+        return self.error is None
+
+
+def decide(votes: Mapping[int, Vote | None], *, tag: str, attempt: str, world_size: int) -> Decision | None:
+    """Commit, abort, or None while votes are missing and none of those present forbids a commit.
+
+    A vote that is there but cannot be read is given as None: it is invalid, and decides for abort.
+    """
+    bad = sorted(r for r, v in votes.items() if v is None or vote_fault(v, r, tag, attempt, world_size) is not None)
+    if bad:
+        vote = votes[bad[0]]
+        why = "cannot be read" if vote is None else vote_fault(vote, bad[0], tag, attempt, world_size)
+        return _abort("AbortedError", f"the vote of rank {bad[0]} {why}", bad)
+    no = sorted(r for r, v in votes.items() if v is not None and v.vote == "no")
+    if no:
+        return _refused(votes, no)
+    return Decision() if len(votes) == world_size else None
+
+
+def _refused(votes: Mapping[int, Vote | None], no: list[int]) -> Decision:
+    reports = {r: v.error for r in no if (v := votes[r]) is not None and v.error is not None}
+    # A skip explains less than a failure: name the failure first where both are there.
+    ordered = sorted(reports.items(), key=lambda item: (item[1].code == "SkippedError", item[0]))
+    if not ordered:
+        return _abort("AbortedError", f"ranks {no} voted no without a reason", no)
+    rank, report = ordered[0]
+    more = f" (and {len(no) - 1} more ranks voted no)" if len(no) > 1 else ""
+    message = f"rank {rank} failed while {report.phase}: {report.message}{more}"
+    return Decision(ErrorReport(code=report.code, message=message, phase=report.phase), tuple(no))
+
+
+def vote_fault(vote: Vote, rank: int, tag: str, attempt: str, world_size: int) -> str | None:
+    """Why `vote` is not rank `rank`'s valid word on this attempt; None where it is."""
+    if (vote.rank, vote.tag, vote.attempt) != (rank, tag, attempt):
+        return f"belongs to rank {vote.rank} of {vote.tag}/{vote.attempt}"
+    if vote.world_size != world_size:
+        return f"speaks of {vote.world_size} ranks, not {world_size}"
+    if vote.vote == "yes" and (vote.index is None or vote.plan is None):
+        return "says yes without naming an index and a plan"
+    return None
+
+
+def deadline(missing: Mapping[int, str], *, timeout_s: float) -> Decision:
+    """The abort when votes are still missing after `timeout_s`; `missing` maps each rank to what is known of it."""
+    ranks = sorted(missing)
+    shown = ", ".join(f"rank {r} ({missing[r]})" if missing[r] else f"rank {r}" for r in ranks[:8])
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    message = (
+        f"no vote from {shown}{more} within {timeout_s:g} s: every rank must call save() for the same step and tag; "
+        "the next save starts afresh"
+    )
+    return Decision(ErrorReport(code="DeadlineError", message=message, phase="vote"), tuple(ranks))
+
+
+def unshared(fault: str) -> Decision:
+    """The abort of an attempt whose ranks describe the state differently."""
+    return _abort("AbortedError", f"the ranks do not describe one state: {fault}", [])
+
+
+def recover(votes: Mapping[int, Vote | None], *, tag: str, attempt: str) -> Decision:
+    """What a new epoch makes of an attempt of an older one without an outcome: nobody will vote any more."""
+    world_size = next((v.world_size for v in votes.values() if v is not None), 0)
+    decision = decide(votes, tag=tag, attempt=attempt, world_size=world_size) if votes else None
+    if decision is not None:
+        return decision
+    missing = sorted(set(range(world_size)) - set(votes))
+    who = f"ranks {missing} had not voted" if missing else "no rank had voted"
+    message = f"the job ended before the attempt was decided: {who}"
+    return Decision(ErrorReport(code="AbortedError", message=message, phase="recovery"), tuple(missing))
+
+
+def _abort(code: str, message: str, ranks: list[int]) -> Decision:
+    return Decision(ErrorReport(code=code, message=message, phase="vote"), tuple(ranks))

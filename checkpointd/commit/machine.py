@@ -1,0 +1,97 @@
+"""One rank's side of an attempt: a table from (phase, event) to (phase, action).
+
+Invariants
+  M1  The phase only moves forward; `committed`, `aborted`, `failed` and `skipped` are final.
+  M2  A rank votes once: yes only from `persisting`, no only when it enters `failing` or `skipping`.
+  M3  `committed` is entered only on seeing a commit outcome, never on the rank's own word.
+  M4  A rank that voted no, or never voted, never sees a commit: that pair raises ProtocolError, since it means
+      that a vote was forged or an object was overwritten.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from checkpointd.errors import CheckpointdError
+
+
+class ProtocolError(CheckpointdError):
+    """An event that the commit protocol does not allow in this phase: the store holds what no writer can have written."""
+
+    exit_code = 12
+
+
+class Phase(StrEnum):
+    STAGING = "staging"
+    STAGED = "staged"
+    PERSISTING = "persisting"
+    PREPARED = "prepared"
+    FAILING = "failing"
+    SKIPPING = "skipping"
+    COMMITTED = "committed"
+    ABORTED = "aborted"
+    FAILED = "failed"
+    SKIPPED = "skipped"
+
+
+class Event(StrEnum):
+    SNAPSHOT_TAKEN = "snapshot taken"
+    SNAPSHOT_FAILED = "snapshot failed"
+    SKIP = "skip asked for"
+    PERSIST_STARTED = "persist started"
+    VOTED_YES = "yes vote durable"
+    SHARD_FAILED = "shard failed"
+    DEADLINE = "deadline passed"
+    SAW_COMMIT = "commit seen"
+    SAW_ABORT = "abort seen"
+    OUTCOME_LOST = "outcome out of reach"
+
+
+class Action(StrEnum):
+    NONE = "-"
+    PERSIST = "persist the snapshot, then vote"
+    VOTE_NO = "drop own chunks, vote no"
+    AWAIT_OUTCOME = "wait for the outcome"
+    PUT_ABORT = "put the abort outcome"
+    FINISH = "finish the handle"
+
+
+FINAL = frozenset({Phase.COMMITTED, Phase.ABORTED, Phase.FAILED, Phase.SKIPPED})
+ORDER = (Phase.STAGING, Phase.STAGED, Phase.PERSISTING, Phase.PREPARED, Phase.COMMITTED)
+
+TABLE: dict[tuple[Phase, Event], tuple[Phase, Action]] = {
+    (Phase.STAGING, Event.SNAPSHOT_TAKEN): (Phase.STAGED, Action.PERSIST),
+    (Phase.STAGING, Event.SNAPSHOT_FAILED): (Phase.FAILING, Action.VOTE_NO),
+    (Phase.STAGING, Event.SKIP): (Phase.SKIPPING, Action.VOTE_NO),
+    (Phase.STAGED, Event.PERSIST_STARTED): (Phase.PERSISTING, Action.NONE),
+    (Phase.STAGED, Event.SHARD_FAILED): (Phase.FAILING, Action.VOTE_NO),
+    (Phase.PERSISTING, Event.VOTED_YES): (Phase.PREPARED, Action.AWAIT_OUTCOME),
+    (Phase.PERSISTING, Event.SHARD_FAILED): (Phase.FAILING, Action.VOTE_NO),
+    (Phase.PREPARED, Event.SAW_COMMIT): (Phase.COMMITTED, Action.FINISH),
+    (Phase.FAILING, Event.SAW_ABORT): (Phase.FAILED, Action.FINISH),
+    (Phase.FAILING, Event.OUTCOME_LOST): (Phase.FAILED, Action.FINISH),
+    (Phase.SKIPPING, Event.SAW_ABORT): (Phase.SKIPPED, Action.FINISH),
+    (Phase.SKIPPING, Event.OUTCOME_LOST): (Phase.SKIPPED, Action.FINISH),
+    (Phase.FAILING, Event.DEADLINE): (Phase.FAILING, Action.PUT_ABORT),
+    (Phase.SKIPPING, Event.DEADLINE): (Phase.SKIPPING, Action.PUT_ABORT),
+}
+for _phase in (Phase.STAGING, Phase.STAGED, Phase.PERSISTING, Phase.PREPARED):
+    TABLE[(_phase, Event.SAW_ABORT)] = (Phase.ABORTED, Action.FINISH)
+    TABLE[(_phase, Event.DEADLINE)] = (_phase, Action.PUT_ABORT)
+TABLE[(Phase.PREPARED, Event.OUTCOME_LOST)] = (Phase.FAILED, Action.FINISH)
+
+
+def step(phase: Phase, event: Event) -> tuple[Phase, Action]:
+    """The next phase and what the caller must do; ProtocolError where the pair stands not in the table."""
+    try:
+        return TABLE[(phase, event)]
+    except KeyError:
+        raise ProtocolError(
+            f"{event} while {phase}: this cannot happen while every writer follows the protocol; "
+            "run `checkpointd explain` on the tag and keep the store as it is"
+        ) from None
+
+
+def reached(phase: Phase, until: Phase) -> bool:
+    """Whether an attempt in `phase` has passed `until`, one of ORDER."""
+    return phase in ORDER and ORDER.index(phase) >= ORDER.index(until)

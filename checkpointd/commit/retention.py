@@ -1,0 +1,52 @@
+"""Which attempts are dead weight: what collection may remove, decided from what a listing shows.
+
+Invariants
+  R1  A committed attempt is removed only when a newer commit of the same tag exists.
+  R2  An undecided attempt is never touched: recovery decides it first.
+  R3  Outcome and votes of an aborted attempt stay, as the record that `explain` reads and so that no late vote can revive it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from checkpointd.layout.keys import AttemptId
+
+State = Literal["committed", "aborted", "in-doubt", "deleted", "damaged"]
+Order = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptFacts:
+    """What a listing says of an attempt; `order` is set for a committed one, `bulk` where chunks or indexes are there."""
+
+    tag: str
+    attempt: AttemptId
+    state: State
+    order: Order | None
+    bulk: bool
+
+
+def dead_weight(attempts: Iterable[AttemptFacts]) -> list[tuple[AttemptFacts, str]]:
+    """The attempts whose bulk can go, with the reason in words."""
+    known = list(attempts)
+    newest: dict[str, Order] = {}
+    for facts in known:
+        if facts.state == "committed" and facts.order is not None:
+            newest[facts.tag] = max(newest.get(facts.tag, facts.order), facts.order)
+    dead = []
+    for facts in known:
+        if facts.state == "aborted" and facts.bulk:
+            dead.append((facts, "the attempt was aborted"))
+        elif facts.state == "deleted" and facts.bulk:
+            dead.append((facts, "its removal was interrupted"))
+        elif facts.state == "committed" and facts.order is not None and facts.order < newest[facts.tag]:
+            dead.append((facts, "the tag was saved again since"))
+    return dead
+
+
+def moves_latest(current: Order | None, candidate: Order) -> bool:
+    """Whether `latest` may go from a checkpoint of order `current` to one of order `candidate`: only forward."""
+    return current is None or candidate > current

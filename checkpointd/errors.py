@@ -1,0 +1,155 @@
+"""One tree of errors: each class carries the exit code of the command line and whether a retry can help.
+
+A message says what happened, to what, and what to do next. Exit codes are part of the interface: scripts branch on them.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class CheckpointdError(Exception):
+    """Base of every error that this project raises on purpose."""
+
+    exit_code: ClassVar[int] = 1
+    retryable: ClassVar[bool] = False
+
+    @property
+    def code(self) -> str:
+        """The class name: the stable identifier that votes, status and JSON output carry."""
+        return type(self).__name__
+
+
+class UsageError(CheckpointdError):
+    """A call or an argument that cannot work; nothing was started."""
+
+    exit_code = 2
+
+
+class ClosedError(UsageError):
+    """The checkpointer was closed before the call."""
+
+
+class StateError(UsageError):
+    """The state holds something that cannot be stored safely; names the FQN and the type."""
+
+
+class MismatchError(CheckpointdError):
+    """The checkpoint and the objects to load into disagree; every mismatch is listed and nothing was loaded."""
+
+    exit_code = 3
+
+    def __init__(self, message: str, mismatches: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.mismatches = mismatches
+
+
+class WorldSizeError(MismatchError):
+    """The checkpoint was saved by another number of ranks than the one that loads it."""
+
+
+class NotFoundError(CheckpointdError):
+    """A tag, an attempt or an object that was asked for by name does not exist."""
+
+    exit_code = 4
+
+
+class DamagedError(CheckpointdError):
+    """Stored bytes are not what was written; names the object, and the FQN and rank where known."""
+
+    exit_code = 5
+
+    def __init__(self, message: str, *, key: str = "", fqn: str = "", rank: int | None = None) -> None:
+        super().__init__(message)
+        self.key, self.fqn, self.rank = key, fqn, rank
+
+
+class CodecError(DamagedError):
+    """A stored chunk does not decode: truncated, malformed, or of another size than the index says."""
+
+
+class FormatError(DamagedError):
+    """An object of this store has an unknown format version or does not follow the format."""
+
+
+class StoreError(CheckpointdError):
+    """The storage refused or failed; the message carries the system's own reason."""
+
+    exit_code = 6
+    retryable = True
+
+
+class StoreFullError(StoreError):
+    """No space, or the quota is used up: free some and save again."""
+
+
+class RootNotSharedError(StoreError):
+    """The ranks do not see the same root: every rank must mount the same file system at the path given."""
+
+    retryable = False
+
+
+class AbortedError(CheckpointdError):
+    """An attempt whose outcome is abort: says why and which ranks; the next save starts afresh."""
+
+    exit_code = 7
+    retryable = True
+
+    def __init__(self, message: str, *, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+
+
+class DeadlineError(AbortedError):
+    """The deadline passed before every rank had voted; names the missing ranks."""
+
+
+class SkippedError(AbortedError):
+    """The save was skipped because earlier ones were still in flight (`when_busy="skip"`)."""
+
+    exit_code = 8
+
+
+class FencedError(CheckpointdError):
+    """A newer incarnation of the job has taken over this root."""
+
+    exit_code = 9
+
+
+class StagingError(CheckpointdError):
+    """The snapshot could not be taken whole: it would have been torn, so it was thrown away."""
+
+    exit_code = 10
+    retryable = True
+
+
+class WaitTimeoutError(CheckpointdError, TimeoutError):
+    """`wait(timeout=...)` gave up; the save itself goes on."""
+
+    exit_code = 11
+    retryable = True
+
+
+ERRORS: dict[str, type[CheckpointdError]] = {
+    cls.__name__: cls
+    for cls in (
+        UsageError,
+        ClosedError,
+        StateError,
+        MismatchError,
+        WorldSizeError,
+        NotFoundError,
+        DamagedError,
+        CodecError,
+        FormatError,
+        StoreError,
+        StoreFullError,
+        RootNotSharedError,
+        AbortedError,
+        DeadlineError,
+        SkippedError,
+        FencedError,
+        StagingError,
+        WaitTimeoutError,
+    )
+}

@@ -1,0 +1,112 @@
+"""Boxes: n-d rectangles of a global tensor, the only description of a part of a tensor.
+
+A flat range (a ZeRO partition, an FSDP1 flat parameter) is split into at most 2*ndim-1 boxes by `boxes_of_range`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+import msgspec
+
+from checkpointd.errors import FormatError
+
+
+class Box(msgspec.Struct, frozen=True, array_like=True):
+    """The rectangle `[offsets, offsets + sizes)` of a global tensor, in elements."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    def numel(self) -> int:
+        return math.prod(self.sizes)
+
+    def check(self, shape: Sequence[int]) -> None:
+        """Raise FormatError unless this box lies inside a tensor of `shape`."""
+        fits = len(self.offsets) == len(self.sizes) == len(shape) and all(
+            o >= 0 and s >= 0 and o + s <= n for o, s, n in zip(self.offsets, self.sizes, shape, strict=True)
+        )
+        if not fits:
+            raise FormatError(f"box {self.offsets}+{self.sizes} does not lie inside shape {tuple(shape)}")
+
+
+def whole(shape: Sequence[int]) -> Box:
+    """The box that is the entire tensor."""
+    return Box((0,) * len(shape), tuple(shape))
+
+
+def intersect(a: Box, b: Box) -> Box | None:
+    """The common part of two boxes of one tensor, or None where no element is in both."""
+    offsets = tuple(max(x, y) for x, y in zip(a.offsets, b.offsets, strict=True))
+    ends = (min(x + m, y + n) for x, m, y, n in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True))
+    sizes = tuple(e - o for o, e in zip(offsets, ends, strict=True))
+    return Box(offsets, sizes) if all(s > 0 for s in sizes) else None
+
+
+def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> list[Box]:
+    """Split elements `[start, stop)` of the row-major tensor of `shape` into at most 2*ndim-1 boxes, in order."""
+    total = math.prod(shape)
+    if not 0 <= start <= stop <= total:
+        raise ValueError(f"range [{start}, {stop}) does not lie inside {total} elements")
+    if start == stop:
+        return []
+    if not shape:
+        return [Box((), ())]
+    return list(_split(tuple(shape), start, stop))
+
+
+def _split(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    if len(shape) == 1:
+        yield Box((start,), (stop - start,))
+        return
+    inner = math.prod(shape[1:])
+    first, last = start // inner, (stop - 1) // inner
+    if first == last:
+        for box in _split(shape[1:], start - first * inner, stop - first * inner):
+            yield Box((first, *box.offsets), (1, *box.sizes))
+        return
+    if start % inner:
+        yield from _split(shape, start, (first + 1) * inner)
+        first += 1
+    full_end = stop // inner
+    if full_end > first:
+        yield Box((first, *(0,) * (len(shape) - 1)), (full_end - first, *shape[1:]))
+    if stop % inner:
+        yield from _split(shape, full_end * inner, stop)
+
+
+def tiling_fault(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
+    """Why `boxes` do not cover every element of `shape` exactly once, in words; None where they do.
+
+    Sorts along the first dimension and compares only boxes that overlap there: linear for layouts that are sharded on one
+    dimension, quadratic only inside one slab.
+    """
+    filled = [b for b in boxes if b.numel() > 0]
+    for box in filled:
+        box.check(shape)
+    covered, total = sum(b.numel() for b in filled), math.prod(shape)
+    if not shape and len(filled) > 1:
+        return f"the one element is written {len(filled)} times"
+    overlap = _first_overlap(filled) if shape else None
+    if overlap:
+        a, b = overlap
+        return f"boxes {a.offsets}+{a.sizes} and {b.offsets}+{b.sizes} overlap"
+    if covered != total:
+        return f"{total - covered} of {total} elements are written by no rank"
+    return None
+
+
+def _first_overlap(boxes: list[Box]) -> tuple[Box, Box] | None:
+    ordered = sorted(boxes, key=lambda b: b.offsets)
+    if ordered and len(ordered[0].sizes) == 1:
+        return next(((a, b) for a, b in pairwise(ordered) if intersect(a, b)), None)
+    active: list[Box] = []
+    for box in ordered:
+        active = [a for a in active if a.offsets[0] + a.sizes[0] > box.offsets[0]]
+        for other in active:
+            if intersect(box, other):
+                return other, box
+        active.append(box)
+    return None

@@ -1,0 +1,137 @@
+"""Names of the objects in a store, and the rules for tags and FQNs.
+
+Invariants: every key is relative, `/`-separated and free of `..`; a name that came out of a file is checked here before it
+reaches a store (`check_object_name`), so that no checkpoint can make a reader leave its attempt.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from checkpointd.errors import FormatError, UsageError
+
+LATEST = "latest"
+SERVICE = ".checkpointd"
+OUTCOME = "outcome"
+DELETED = "deleted"
+
+_TAG_BYTES_MAX = 200
+_ATTEMPT = re.compile(r"(\d{8,12})-(\d{1,9})\Z")
+_OBJECT = re.compile(r"(?:(\d{5,7})-(\d{1,4})\.chunks|(\d{5,7})\.(?:index|vote)|outcome|deleted)\Z")
+_VOTE = re.compile(r"(\d{5,7})\.vote\Z")
+_EPOCH = re.compile(r"\d{8,12}\Z")
+_DIGEST = re.compile(r"[0-9a-f]{32}\Z")
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class AttemptId:
+    """`<epoch>-<k>`: k counts one rank's saves of one tag in one epoch, from 0."""
+
+    epoch: int
+    k: int
+
+    def __str__(self) -> str:
+        return f"{self.epoch:08d}-{self.k}"
+
+    @staticmethod
+    def parse(text: str) -> AttemptId | None:
+        """The attempt that `text` names, or None where it names none."""
+        match = _ATTEMPT.match(text)
+        return AttemptId(int(match[1]), int(match[2])) if match else None
+
+
+def check_tag(tag: str) -> str:
+    """Return `tag` if it can be a directory name below a root, else raise UsageError saying why."""
+    if not isinstance(tag, str):
+        raise UsageError(f"a tag is a string, not {type(tag).__name__}: {tag!r}")
+    why = None
+    if not tag:
+        why = "it is empty"
+    elif "/" in tag or "\\" in tag:
+        why = "it contains a slash"
+    elif tag in {".", ".."} or tag.startswith("."):
+        why = "it starts with a dot"
+    elif any(ord(c) < 32 or ord(c) == 127 for c in tag):
+        why = "it contains a control character"
+    elif tag != tag.strip():
+        why = "it starts or ends with white space"
+    elif tag == LATEST:
+        why = "that name is the pointer to the newest checkpoint"
+    elif not tag.isprintable() or any(0xD800 <= ord(c) <= 0xDFFF for c in tag):
+        why = "it contains a character that cannot be printed"
+    elif len(tag.encode()) > _TAG_BYTES_MAX:
+        why = f"it is longer than {_TAG_BYTES_MAX} bytes"
+    if why:
+        raise UsageError(f"tag {tag!r} cannot be used: {why}; use a plain name such as 'global_step100'")
+    return tag
+
+
+def is_tag(name: str) -> bool:
+    """Whether `name` could be a tag: how a listing tells tags from everything else at a root."""
+    try:
+        check_tag(name)
+    except UsageError:
+        return False
+    return True
+
+
+def default_tag(step: int) -> str:
+    return f"global_step{step}"
+
+
+def attempt_prefix(tag: str, attempt: AttemptId) -> str:
+    return f"{tag}/{attempt}"
+
+
+def chunks_name(rank: int, part: int) -> str:
+    return f"{rank:05d}-{part}.chunks"
+
+
+def index_name(rank: int) -> str:
+    return f"{rank:05d}.index"
+
+
+def vote_name(rank: int) -> str:
+    return f"{rank:05d}.vote"
+
+
+def vote_rank(name: str) -> int | None:
+    """The rank whose vote `name` is, or None where it is no vote."""
+    match = _VOTE.match(name)
+    return int(match[1]) if match else None
+
+
+def object_rank(name: str) -> int | None:
+    """The rank that wrote the object `name` of an attempt; None for `outcome` and `deleted`."""
+    head = name[:5]
+    return int(re.split(r"[-.]", name)[0]) if head.isdigit() else None
+
+
+def check_object_name(name: str) -> str:
+    """Return `name` if it is the name of an object inside an attempt, else raise FormatError."""
+    if not _OBJECT.match(name):
+        raise FormatError(f"{name!r} is not the name of an object of an attempt; the index is damaged or hostile")
+    return name
+
+
+def check_chunks_ref(name: str, writer: int) -> str:
+    """Return `name` if it is a chunks object of rank `writer`, else raise FormatError."""
+    check_object_name(name)
+    if not name.endswith(".chunks") or object_rank(name) != writer:
+        raise FormatError(f"index of rank {writer} refers to {name!r}, which is not a chunks object of that rank")
+    return name
+
+
+def epoch_key(epoch: int) -> str:
+    return f"{SERVICE}/epochs/{epoch:08d}"
+
+
+def epoch_of(name: str) -> int | None:
+    return int(name) if _EPOCH.match(name) else None
+
+
+def plan_key(digest: str) -> str:
+    if not _DIGEST.match(digest):
+        raise FormatError(f"{digest!r} is not a plan digest (32 hexadecimal digits)")
+    return f"{SERVICE}/plans/{digest}"

@@ -1,0 +1,276 @@
+"""The objects of a checkpoint as types, and their bytes. `docs/FORMAT.md` describes the same for other languages.
+
+The chain of digests: outcome -> votes -> indexes -> chunks, and votes -> plans. Small objects are JSON; an index is msgpack
+(measured against JSON in `benchmarks/index.py`). Each object begins with its format and version; an unknown one is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypeVar
+
+import msgspec
+import xxhash
+from typing_extensions import Buffer
+
+from checkpointd.errors import FormatError
+from checkpointd.layout.boxes import Box
+from checkpointd.layout.keys import check_chunks_ref
+
+VERSION = 1
+
+Scope = Literal["rank", "global"]
+"""`rank`: this rank's own, never mixed with another's. `global`: a part of a tensor that the ranks hold together."""
+
+
+class _Object(msgspec.Struct, frozen=True, kw_only=True):
+    pass
+
+
+class Writer(_Object, frozen=True, kw_only=True):
+    """Who wrote an object: for people, never for a decision."""
+
+    host: str
+    pid: int
+    time: str
+    """UTC, ISO 8601, by that machine's clock."""
+
+
+class Epoch(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpointd.epoch"):
+    """Who runs an epoch. `nonce` is what the other ranks compare to know that they share the root."""
+
+    version: int = VERSION
+    epoch: int
+    nonce: str
+    world_size: int
+    writer: Writer
+
+
+class PlanTensor(msgspec.Struct, frozen=True, array_like=True):
+    """One part of one tensor that a rank writes."""
+
+    fqn: str
+    dtype: str
+    shape: tuple[int, ...]
+    box: Box
+    scope: Scope = "rank"
+
+
+class Plan(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpointd.plan"):
+    """What one rank writes. `box` is in elements of the global `shape`."""
+
+    version: int = VERSION
+    rank: int
+    world_size: int
+    tensors: tuple[PlanTensor, ...]
+
+
+class ObjectRef(_Object, frozen=True, kw_only=True):
+    """A chunks object: its name inside the attempt and its size in bytes."""
+
+    name: str
+    size: int
+
+
+class Chunk(msgspec.Struct, frozen=True, array_like=True):
+    """A run of whole elements of one box, row-major. Sizes and offsets in bytes."""
+
+    object: int
+    """Position in the index's `objects`."""
+    offset: int
+    stored: int
+    raw: int
+    codec: str
+    checksum: int
+    """xxh3-64 of the stored bytes."""
+    digest: bytes
+    """xxh3-128 of the raw bytes, 16 bytes, big-endian."""
+
+
+class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
+    """Where the bytes of one box of one tensor lie; the chunks follow each other in the box, row-major."""
+
+    fqn: str
+    dtype: str
+    shape: tuple[int, ...]
+    box: Box
+    scope: Scope
+    chunks: tuple[Chunk, ...]
+
+
+class Alias(msgspec.Struct, frozen=True, array_like=True):
+    """A tensor that shares the memory of `owner`: element strides and offset into the owner's contiguous elements."""
+
+    fqn: str
+    owner: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+class Index(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpointd.index"):
+    """Everything that one rank stored in one attempt."""
+
+    version: int = VERSION
+    tag: str
+    attempt: str
+    rank: int
+    world_size: int
+    step: int
+    objects: tuple[ObjectRef, ...]
+    tensors: tuple[TensorEntry, ...]
+    aliases: tuple[Alias, ...]
+    excluded: tuple[str, ...]
+    """FQNs of frozen parameters that were left out on purpose."""
+    tree: bytes
+    """The state tree (`tree.py`), msgpack."""
+
+
+class ErrorReport(_Object, frozen=True, kw_only=True):
+    """An error as votes, outcomes and status carry it: a class of `errors.ERRORS`, the phase it struck in, its message."""
+
+    code: str
+    message: str
+    phase: str = ""
+
+
+class IndexRef(_Object, frozen=True, kw_only=True):
+    name: str
+    size: int
+    digest: str
+
+
+class Vote(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpointd.vote"):
+    """A rank's durable word on its shard of an attempt."""
+
+    version: int = VERSION
+    tag: str
+    attempt: str
+    rank: int
+    world_size: int
+    step: int
+    n: int
+    """This rank's saves in its epoch before this one: rank 0's is the checkpoint's place in the order."""
+    save_latest: bool
+    vote: Literal["yes", "no"]
+    index: IndexRef | None = None
+    plan: str | None = None
+    raw_bytes: int = 0
+    stored_bytes: int = 0
+    tensors: int = 0
+    error: ErrorReport | None = None
+    writer: Writer
+
+
+class VoteRef(_Object, frozen=True, kw_only=True):
+    digest: str
+    size: int
+
+
+class Outcome(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpointd.outcome"):
+    """The one object that decides an attempt. Commit: the digest of every rank's vote. Abort: why, and which ranks."""
+
+    version: int = VERSION
+    tag: str
+    attempt: str
+    step: int
+    world_size: int
+    outcome: Literal["commit", "abort"]
+    order: tuple[int, int]
+    save_latest: bool
+    votes: dict[str, VoteRef] = {}
+    error: ErrorReport | None = None
+    ranks: tuple[int, ...] = ()
+    decided_by: int
+    """The rank that put the outcome; -1 for recovery at a start or by the command line."""
+    writer: Writer
+
+
+class Deleted(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpointd.deleted"):
+    """The mark that an attempt is being, or was, removed: it is not a checkpoint whatever else it holds."""
+
+    version: int = VERSION
+    reason: str
+    writer: Writer
+
+
+SmallObject = Epoch | Plan | Vote | Outcome | Deleted
+_T = TypeVar("_T", Epoch, Plan, Vote, Outcome, Deleted)
+
+
+class _Header(msgspec.Struct):
+    format: str = ""
+    version: int = 0
+
+
+def digest(data: Buffer) -> str:
+    """xxh3-128 of `data`, 32 hexadecimal digits: what every object's digest means."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def encode(obj: SmallObject) -> bytes:
+    """`obj` as JSON that a person can read, ending in a newline."""
+    return msgspec.json.format(msgspec.json.encode(obj), indent=2) + b"\n"
+
+
+def decode(data: bytes, kind: type[_T], key: str) -> _T:
+    """The object of type `kind` in `data`; FormatError names `key` and what is wrong."""
+    try:
+        header = msgspec.json.decode(data, type=_Header)
+        _check_header(header, kind, key)
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise FormatError(f"{key} is damaged: {error}", key=key) from error
+
+
+def encode_index(index: Index) -> bytes:
+    return msgspec.msgpack.encode(index)
+
+
+def decode_index(data: bytes, key: str) -> Index:
+    """The index in `data`, its references checked to stay inside its attempt and its sizes to add up."""
+    try:
+        header = msgspec.msgpack.decode(data, type=_Header)
+        _check_header(header, Index, key)
+        index = msgspec.msgpack.decode(data, type=Index)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise FormatError(f"{key} is damaged: {error}", key=key) from error
+    _check_index(index, key)
+    return index
+
+
+def _check_header(header: _Header, kind: type, key: str) -> None:
+    expected = kind.__struct_config__.tag  # type: ignore[attr-defined]  # msgspec puts it on every Struct class
+    if header.format != expected:
+        raise FormatError(f"{key} is not a {expected} object (it says {header.format!r})", key=key)
+    if header.version != VERSION:
+        raise FormatError(
+            f"{key} has format version {header.version}, and this release reads version {VERSION}: "
+            "read it with the release that wrote it, or a newer one",
+            key=key,
+        )
+
+
+def _check_index(index: Index, key: str) -> None:
+    for ref in index.objects:
+        check_chunks_ref(ref.name, index.rank)
+    seen: set[str] = set()
+    parts: set[tuple[str, Box]] = set()
+    for entry in index.tensors:
+        if (entry.fqn, entry.box) in parts:
+            raise FormatError(f"{key} lists {entry.fqn} twice", key=key, fqn=entry.fqn)
+        parts.add((entry.fqn, entry.box))
+        seen.add(entry.fqn)
+        entry.box.check(entry.shape)
+        for chunk in entry.chunks:
+            _check_chunk(chunk, index, entry.fqn, key)
+    for alias in index.aliases:
+        if alias.owner not in seen or alias.fqn in seen:
+            raise FormatError(f"{key}: {alias.fqn} shares memory with {alias.owner}, which is not stored", key=key)
+
+
+def _check_chunk(chunk: Chunk, index: Index, fqn: str, key: str) -> None:
+    inside = 0 <= chunk.object < len(index.objects) and chunk.offset >= 0 and chunk.stored >= 0 and chunk.raw >= 0
+    if not inside or chunk.offset + chunk.stored > index.objects[chunk.object].size:
+        raise FormatError(f"{key}: a chunk of {fqn} lies outside the objects of its attempt", key=key, fqn=fqn)
+    if len(chunk.digest) != 16:
+        raise FormatError(f"{key}: a chunk of {fqn} has a digest of {len(chunk.digest)} bytes", key=key, fqn=fqn)

@@ -1,0 +1,126 @@
+"""The store contract: what every back end promises. `testing/contract.py` is the suite that each of them passes.
+
+Durable: after the call has returned, a power cut loses nothing of it. Visible: another process sees it from then on.
+
+Invariants
+  S1  `put_if_absent` has one winner among any number of racing processes and machines, and a reader sees the winner's bytes
+      whole or nothing. When it returns, with True or False, the object is durable.
+  S2  `put` and `put_if_match` replace whole: a reader sees the old bytes or the new ones, also after a power cut.
+  S3  An object written by `open_writer` is durable when `finish` has returned. Before that it may be visible, torn or absent:
+      nothing may refer to it. Its key is new: writing an existing key is refused.
+  S4  What `get`, `stat` or `list` show may still be lost by a power cut until its writer has returned, or `settle` has.
+  S5  `delete` of what is not there succeeds. A store removes only what it is told to remove.
+  S6  Every system error leaves as a StoreError (StoreFullError where space or quota is used up) that names the key and the reason.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol, Self
+
+from typing_extensions import Buffer
+
+SMALL_BYTES_MAX = 64 * 1024 * 1024
+"""Above this size an object is not read by `get` in one piece unless the caller says how large it may be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One child of a prefix: an object with its size in bytes, or a deeper prefix (`is_prefix`, size 0)."""
+
+    name: str
+    size: int
+    is_prefix: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """What a back end can do beyond the contract."""
+
+    alignment: int
+    """Writes whose offset, length and address are multiples of this many bytes go without a copy; 1 where it does not matter."""
+    shared: bool
+    """Whether other processes can see this store."""
+
+
+class ObjectWriter(Protocol):
+    """One large object being written. Parts may come in any order and concurrently, never overlapping."""
+
+    async def write_at(self, offset: int, data: Buffer) -> None:
+        """Write `data` at byte `offset`. The caller keeps `data` unchanged until this returns."""
+        ...
+
+    async def finish(self, size: int) -> None:
+        """Cut the object to `size` bytes and make it durable (S3)."""
+        ...
+
+    async def discard(self) -> None:
+        """Drop the object, as far as that is possible; never raises. After `finish` it does nothing."""
+        ...
+
+
+class Store(Protocol):
+    """Named objects below one root. Keys are relative, `/`-separated, and never contain `..`."""
+
+    @property
+    def url(self) -> str:
+        """Where this store is, for messages."""
+        ...
+
+    @property
+    def capabilities(self) -> Capabilities: ...
+
+    async def put_if_absent(self, key: str, data: bytes) -> bool:
+        """Create `key`; False where it already exists. Durable either way (S1)."""
+        ...
+
+    async def put(self, key: str, data: bytes) -> None:
+        """Create or replace `key` atomically and durably (S2)."""
+        ...
+
+    async def put_if_match(self, key: str, expected: bytes | None, data: bytes) -> bool:
+        """Replace `key` if its content is `expected` (None: absent); False where it is not (S2)."""
+        ...
+
+    async def open_writer(self, key: str, *, size_hint: int = 0) -> ObjectWriter:
+        """Start a large object; `size_hint` bytes are reserved where the back end can, so that a full disk shows at once."""
+        ...
+
+    async def get(self, key: str, *, size_max: int = SMALL_BYTES_MAX) -> bytes:
+        """The whole object. NotFoundError where there is none, DamagedError where it is larger than `size_max`."""
+        ...
+
+    async def get_range(self, key: str, offset: int, out: memoryview) -> None:
+        """Fill `out` from byte `offset`. NotFoundError, or DamagedError where the object ends before."""
+        ...
+
+    async def list(self, prefix: str) -> list[Entry]:
+        """The children of `prefix` (`""` for the root), sorted by name; empty where there is nothing."""
+        ...
+
+    async def stat(self, key: str) -> int | None:
+        """Size of the object in bytes, or None."""
+        ...
+
+    async def delete(self, key: str) -> None:
+        """Remove the object, durably (S5)."""
+        ...
+
+    async def settle(self, key: str) -> None:
+        """Make durable what is visible of `key` (S4). For readers that act on what they saw."""
+        ...
+
+    async def sweep(self) -> int:
+        """Remove what interrupted calls of dead writers left behind (never an object); how many pieces went."""
+        ...
+
+    async def close(self) -> None:
+        """Release what the store holds; it cannot be used afterwards."""
+        ...
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...

@@ -1,0 +1,102 @@
+"""The few file system calls that the POSIX store is made of, as an interface, so that a simulated disk can stand in for the real one.
+
+Paths are absolute strings. Every call may fail with OSError; nothing here translates errors. What is durable: the content of a file
+after `File.sync`, the names in a directory after `sync_directory`; nothing else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from typing_extensions import Buffer
+
+
+@dataclass(frozen=True, slots=True)
+class Child:
+    """One name in a directory; `size` in bytes, 0 for a directory."""
+
+    name: str
+    size: int
+    is_directory: bool
+
+
+class File(Protocol):
+    """A file open for writing."""
+
+    async def write_at(self, offset: int, data: Buffer) -> None:
+        """Write all of `data` at `offset`, past short writes."""
+        ...
+
+    async def reserve(self, size: int) -> None:
+        """Reserve `size` bytes on the disk where the file system can; OSError ENOSPC where they are not there."""
+        ...
+
+    async def truncate(self, size: int) -> None: ...
+
+    async def sync(self) -> None:
+        """fsync: the content is durable; the file's name is not, until its directory is synced."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class Disk(Protocol):
+    """A file system."""
+
+    @property
+    def alignment(self) -> int:
+        """Offsets, lengths and addresses that are multiples of this are written without a copy."""
+        ...
+
+    async def create(self, path: str) -> File:
+        """Create a new file and open it; FileExistsError where the name is taken."""
+        ...
+
+    async def read(self, path: str, size_max: int) -> bytes:
+        """The content; OSError EFBIG where it is longer than `size_max`."""
+        ...
+
+    async def read_at(self, path: str, offset: int, out: memoryview) -> int:
+        """Fill `out` from `offset`; the bytes read, fewer only at the end of the file."""
+        ...
+
+    async def sync_file(self, path: str) -> None:
+        """fsync an existing file by name."""
+        ...
+
+    async def sync_directory(self, path: str) -> None: ...
+
+    async def make_directory(self, path: str) -> None:
+        """mkdir; FileExistsError where the name is taken."""
+        ...
+
+    async def remove_directory(self, path: str) -> None:
+        """rmdir."""
+        ...
+
+    async def link(self, source: str, target: str) -> None:
+        """Hard link; FileExistsError where `target` exists. Atomic."""
+        ...
+
+    async def rename(self, source: str, target: str) -> None:
+        """Atomic; replaces `target`."""
+        ...
+
+    async def unlink(self, path: str) -> None: ...
+
+    async def children(self, path: str) -> list[Child]:
+        """The names in a directory, unsorted."""
+        ...
+
+    async def size(self, path: str) -> int:
+        """Size of a regular file; FileNotFoundError where there is none, IsADirectoryError for a directory."""
+        ...
+
+    async def locked(self, path: str) -> Lock:
+        """An exclusive lock on the file `path` (created if need be), held until `Lock.release` or the holder's death."""
+        ...
+
+
+class Lock(Protocol):
+    async def release(self) -> None: ...
