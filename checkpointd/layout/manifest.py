@@ -6,6 +6,7 @@ The chain of digests: outcome -> votes -> indexes -> chunks, and votes -> plans.
 
 from __future__ import annotations
 
+import re
 from typing import Literal, TypeVar
 
 import msgspec
@@ -207,9 +208,28 @@ def digest(data: Buffer) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
+_NO_CHECKSUM = b"0" * 32
+_CHECKSUM = re.compile(rb'"checksum": "([0-9a-f]{32})"\n}\n\Z')
+
+
 def encode(obj: SmallObject) -> bytes:
-    """`obj` as JSON that a person can read, ending in a newline."""
-    return msgspec.json.format(msgspec.json.encode(obj), indent=2) + b"\n"
+    """`obj` as JSON that a person can read, ending in its own checksum and a newline.
+
+    The checksum is the digest of the very bytes of the object with 32 zeros in the checksum's place.
+    """
+    body = msgspec.json.format(msgspec.json.encode(obj), indent=2)
+    data = body[: body.rindex(b"\n}")] + b',\n  "checksum": "' + _NO_CHECKSUM + b'"\n}\n'
+    head, tail = data.rsplit(_NO_CHECKSUM, 1)
+    return head + digest(data).encode() + tail
+
+
+def _check_seal(data: bytes, key: str) -> None:
+    match = _CHECKSUM.search(data)
+    if match is None:
+        raise FormatError(f"{key} is damaged: it does not end in its checksum", key=key)
+    blank = data[: match.start(1)] + _NO_CHECKSUM + data[match.end(1) :]
+    if digest(blank).encode() != match[1]:
+        raise FormatError(f"{key} is damaged: its checksum is {match[1].decode()}, its bytes give another", key=key)
 
 
 def decode(data: bytes, kind: type[_T], key: str) -> _T:
@@ -217,6 +237,7 @@ def decode(data: bytes, kind: type[_T], key: str) -> _T:
     try:
         header = msgspec.json.decode(data, type=_Header)
         _check_header(header, kind, key)
+        _check_seal(data, key)
         return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise FormatError(f"{key} is damaged: {error}", key=key) from error

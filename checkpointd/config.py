@@ -1,0 +1,92 @@
+"""Settings as frozen, keyword-only dataclasses that refuse bad combinations. The only reader of the environment."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import get_args
+
+from checkpointd.codec import Compression
+from checkpointd.errors import UsageError
+
+MIB = 1 << 20
+
+
+def _positive(**values: float) -> None:
+    for name, value in values.items():
+        if not value > 0:
+            raise UsageError(f"{name} is {value!r}; it must be greater than 0")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PersistConfig:
+    """How one shard is encoded and written. Sizes in bytes."""
+
+    compression: Compression = "auto"
+    chunk_bytes: int = 4 * MIB
+    """The most raw bytes in one chunk."""
+    block_bytes: int = 8 * MIB
+    """One write; a multiple of the page size."""
+    writes: int = 4
+    """Writes in flight at once."""
+    encoders: int = field(default_factory=lambda: max(1, min(4, (os.cpu_count() or 2) - 1)))
+    """Chunks that are encoded at once, each on a thread."""
+    budget_bytes: int = 256 * MIB
+    """Host memory beside the snapshot, whatever the state's size."""
+
+    def __post_init__(self) -> None:
+        _positive(chunk_bytes=self.chunk_bytes, writes=self.writes, encoders=self.encoders)
+        if self.compression not in get_args(Compression):
+            raise UsageError(f"compression is {self.compression!r}; choose one of {', '.join(get_args(Compression))}")
+        if self.chunk_bytes < 4096 or self.chunk_bytes > 1 << 30:
+            raise UsageError(f"chunk_bytes is {self.chunk_bytes}; choose 4 KiB to 1 GiB (4 MiB is a good size)")
+        if self.block_bytes <= 0 or self.block_bytes % 4096:
+            raise UsageError(f"block_bytes is {self.block_bytes}; it must be a multiple of 4096")
+        least = self.block_bytes * 2 + self.chunk_bytes * 4
+        if self.budget_bytes < least:
+            raise UsageError(f"budget_bytes is {self.budget_bytes}; with these chunks and blocks at least {least} are needed")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommitConfig:
+    """How long the ranks wait for each other. Seconds, measured on each rank's own monotonic clock."""
+
+    timeout_s: float = 600.0
+    """From a rank's save() until it gives the attempt up."""
+    poll_min_s: float = 0.01
+    poll_max_s: float = 0.25
+
+    def __post_init__(self) -> None:
+        _positive(timeout_s=self.timeout_s, poll_min_s=self.poll_min_s)
+        if self.poll_max_s < self.poll_min_s:
+            raise UsageError(f"poll_max_s ({self.poll_max_s}) is below poll_min_s ({self.poll_min_s})")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ranks:
+    """This process's place in the job."""
+
+    rank: int = 0
+    world_size: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world_size:
+            raise UsageError(f"rank {self.rank} does not exist in a world of {self.world_size}")
+
+
+def environment_root() -> str | None:
+    """The root that the command line takes where none is given: CHECKPOINTD_ROOT."""
+    return os.environ.get("CHECKPOINTD_ROOT") or None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadConfig:
+    """How a shard is read. Memory: `reads` times `block_bytes`, plus one decoded chunk each."""
+
+    reads: int = 4
+    """Reads in flight at once."""
+    block_bytes: int = 8 * MIB
+    """Chunks that lie next to each other are read together up to this size."""
+
+    def __post_init__(self) -> None:
+        _positive(reads=self.reads, block_bytes=self.block_bytes)

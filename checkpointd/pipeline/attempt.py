@@ -1,0 +1,301 @@
+"""One rank's run through one attempt: drives `commit/machine.py`, performs its actions, and always ends.
+
+Invariants
+  A1  `run` returns with the phase final, whatever fails; it never raises a storage error.
+  A2  The phase `committed` is reported only after a commit outcome was read back or put durably.
+  A3  The snapshot's memory is in use at most until `run` returns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from checkpointd.commit import decide as decisions
+from checkpointd.commit.decide import Decision
+from checkpointd.commit.machine import FINAL, Action, Event, Phase, step
+from checkpointd.config import CommitConfig, PersistConfig
+from checkpointd.errors import (
+    ERRORS,
+    AbortedError,
+    CheckpointdError,
+    FencedError,
+    NotFoundError,
+    SkippedError,
+    StagingError,
+    StoreError,
+)
+from checkpointd.layout.keys import OUTCOME
+from checkpointd.layout.manifest import ErrorReport, Outcome
+from checkpointd.pipeline import catalog, epochs
+from checkpointd.pipeline.collect import collect_tag
+from checkpointd.pipeline.pointer import move_latest
+from checkpointd.pipeline.publish import Ballot, PlanCheck, missing_ranks, outcome_of, put_outcome
+from checkpointd.pipeline.save import Persist, Rates, persist, vote_no
+from checkpointd.pipeline.shard import AttemptInfo, Progress, Shard
+from checkpointd.pipeline.workers import Stopped
+from checkpointd.store.base import Store
+
+log = logging.getLogger("checkpointd")
+
+COORDINATOR = 0
+FENCE_GRACE_S = 5.0
+"""How long a fenced coordinator leaves the decision to the newer epoch's recovery before it gives up."""
+GIVE_UP_TRIES = 3
+
+
+@dataclass(slots=True, kw_only=True)
+class WriterState:
+    """What one rank's attempts share: settings, measured rates, checked plans."""
+
+    store: Store
+    persist: PersistConfig = field(default_factory=PersistConfig)
+    commit: CommitConfig = field(default_factory=CommitConfig)
+    rates: Rates = field(default_factory=Rates)
+    plans: PlanCheck = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.plans = PlanCheck(self.store)
+
+
+class Attempt:
+    """One attempt on one rank. `on_phase` is called at every change of phase, on the writer's thread."""
+
+    def __init__(
+        self,
+        state: WriterState,
+        info: AttemptInfo,
+        *,
+        deadline: float,
+        progress: Progress | None = None,
+        on_phase: Callable[[Phase], None] = lambda _: None,
+    ) -> None:
+        self.info = info
+        self.phase = Phase.STAGING
+        self.error: CheckpointdError | None = None
+        self.outcome: Outcome | None = None
+        self.progress = progress or Progress()
+        self._state, self._store = state, state.store
+        self._deadline = deadline
+        self._on_phase = on_phase
+        self._ballot = Ballot(state.store, info.tag, info.attempt)
+        self._own_error: BaseException | None = None
+        self._fenced: FencedError | None = None
+
+    async def run(self, staged: Awaitable[Shard]) -> None:
+        """Persist what `staged` gives, vote, and follow the attempt to its outcome.
+
+        `staged` raising SkippedError is a skip, any other error a failed snapshot; both vote no.
+        """
+        work = asyncio.ensure_future(self._work(staged))
+        try:
+            outcome = await self._follow()
+        except CheckpointdError as error:
+            await work
+            self._lost(error)
+            return
+        if outcome.outcome == "commit":
+            await work
+        self.outcome = outcome
+        if self.info.rank == COORDINATOR:
+            await self._point(outcome)
+        self._conclude(outcome)
+        await work
+        if self.info.rank == COORDINATOR:
+            await self._tidy(outcome)
+
+    # --- this rank's shard -----------------------------------------------------------------------------------
+
+    async def _work(self, staged: Awaitable[Shard]) -> None:
+        try:
+            shard = await staged
+            self._fire(Event.SNAPSHOT_TAKEN)
+            if self.outcome is None:
+                await self._persist(shard)
+        except Stopped:
+            return
+        except SkippedError as error:
+            await self._fail(error, Event.SKIP)
+        except Exception as error:  # A1: whatever it is becomes this rank's no
+            await self._fail(error, Event.SNAPSHOT_FAILED if self.phase is Phase.STAGING else Event.SHARD_FAILED)
+
+    async def _persist(self, shard: Shard) -> None:
+        self._fire(Event.PERSIST_STARTED)
+        state = self._state
+        await persist(
+            Persist(
+                store=self._store,
+                info=self.info,
+                shard=shard,
+                config=state.persist,
+                rates=state.rates,
+                progress=self.progress,
+                stopped=lambda: self.outcome is not None,
+            )
+        )
+        self._fire(Event.VOTED_YES)
+
+    async def _fail(self, error: BaseException, event: Event) -> None:
+        self._own_error = error
+        phase = self.phase
+        if self._fire(event) is not Action.VOTE_NO:
+            return
+        report = ErrorReport(code=_code(error), message=str(error) or repr(error), phase=str(phase))
+        if event is not Event.SKIP:
+            log.error("%s: rank %d failed while %s: %s", self.info.prefix, self.info.rank, phase, error)
+        try:
+            await vote_no(self._store, self.info, report)
+        except CheckpointdError as second:
+            log.error("%s: rank %d cannot vote no either (%s); putting the abort", self.info.prefix, self.info.rank, second)
+            await self._put_abort_anyway(Decision(report, (self.info.rank,)))
+
+    async def _put_abort_anyway(self, decision: Decision) -> None:
+        try:
+            await put_outcome(self._store, outcome_of(self.info, decision, {}, decided_by=self.info.rank))
+        except CheckpointdError as error:
+            log.error("%s: the abort cannot be put (%s); the other ranks learn it at the deadline", self.info.prefix, error)
+
+    # --- the outcome -----------------------------------------------------------------------------------------
+
+    async def _follow(self) -> Outcome:
+        """See the outcome, or make it: as the coordinator when the votes are in, as any rank when the deadline passes."""
+        config, loop = self._state.commit, asyncio.get_running_loop()
+        delay = config.poll_min_s
+        while True:
+            outcome = await self._look()
+            if outcome is not None:
+                return outcome
+            if loop.time() >= self._deadline:
+                return await self._give_up()
+            await asyncio.sleep(max(0.0, min(delay, self._deadline - loop.time())))
+            delay = min(delay * 1.5, config.poll_max_s)
+
+    async def _look(self) -> Outcome | None:
+        try:
+            if self.info.rank == COORDINATOR:
+                return await self._coordinate()
+            return await self._seen()
+        except CheckpointdError as error:
+            # Storage may come back before the deadline; the phase shows that the attempt still waits.
+            log.warning("%s: cannot look for the outcome: %s", self.info.prefix, error)
+            return None
+
+    async def _seen(self) -> Outcome | None:
+        try:
+            outcome = await catalog.read_outcome(self._store, self.info.tag, self.info.attempt)
+        except NotFoundError:
+            return None
+        await self._store.settle(self.info.key(OUTCOME))
+        return outcome
+
+    async def _coordinate(self) -> Outcome | None:
+        entries = await self._store.list(self.info.prefix)
+        if any(entry.name == OUTCOME for entry in entries):
+            return await self._seen()
+        await self._ballot.gather(entries)
+        decision = self._ballot.decide(self.info.world_size)
+        if decision is None:
+            return None
+        if decision.commit:
+            decision = await self._state.plans.fault(self._ballot.votes) or decision
+        if decision.commit and await self._is_fenced():
+            return None
+        return await put_outcome(self._store, self._outcome_of(decision))
+
+    async def _is_fenced(self) -> bool:
+        """Whether a newer epoch has begun: then its recovery decides, and this coordinator only waits a little for it."""
+        try:
+            await epochs.check_fence(self._store, self.info.attempt.epoch)
+        except FencedError as error:
+            if self._fenced is None:
+                self._fenced = error
+                self._deadline = min(self._deadline, asyncio.get_running_loop().time() + FENCE_GRACE_S)
+                log.error("%s: %s", self.info.prefix, error)
+            return True
+        return False
+
+    async def _give_up(self) -> Outcome:
+        """Put the abort that the passed deadline calls for; the outcome that stands. Raises where the store does not answer."""
+        self._fire(Event.DEADLINE)
+        for tries in range(1, GIVE_UP_TRIES + 1):
+            try:
+                return await put_outcome(self._store, self._outcome_of(await self._too_late()))
+            except CheckpointdError as error:
+                if tries == GIVE_UP_TRIES:
+                    raise
+                log.warning("%s: the abort cannot be put: %s; trying again", self.info.prefix, error)
+                await asyncio.sleep(self._state.commit.poll_max_s * tries)
+        raise AssertionError("unreachable")
+
+    async def _too_late(self) -> Decision:
+        if self._fenced is not None:
+            return Decision(ErrorReport(code="FencedError", message=str(self._fenced), phase="vote"), (self.info.rank,))
+        entries = await self._store.list(self.info.prefix)
+        missing = missing_ranks(entries, self.info.world_size)
+        if not missing:
+            missing = {COORDINATOR: "coordinator: all ranks have voted, but it put no outcome"}
+        return decisions.deadline(missing, timeout_s=self._state.commit.timeout_s)
+
+    def _outcome_of(self, decision: Decision) -> Outcome:
+        return outcome_of(self.info, decision, self._ballot.refs, decided_by=self.info.rank)
+
+    # --- the end ---------------------------------------------------------------------------------------------
+
+    def _conclude(self, outcome: Outcome) -> None:
+        if outcome.outcome == "commit":
+            self._fire(Event.SAW_COMMIT)
+            return
+        self.error = _abort_error(self.info, outcome)
+        self.error.__cause__ = self._own_error
+        self._fire(Event.SAW_ABORT)
+
+    def _lost(self, error: CheckpointdError) -> None:
+        self.error = StoreError(
+            f"{self.info.prefix}: no outcome can be read or put ({error}); it is in doubt until the next start decides it"
+        )
+        self.error.__cause__ = self._own_error or error
+        if self.phase not in FINAL:
+            self._enter(Phase.SKIPPED if self.phase is Phase.SKIPPING else Phase.FAILED)
+
+    async def _point(self, outcome: Outcome) -> None:
+        if outcome.outcome != "commit" or not outcome.save_latest:
+            return
+        try:
+            await move_latest(self._store, outcome.tag, outcome.order)
+        except CheckpointdError as error:
+            log.error("%s: committed, but latest could not be moved: %s; the next start repairs it", self.info.prefix, error)
+
+    async def _tidy(self, outcome: Outcome) -> None:
+        try:
+            await collect_tag(self._store, outcome.tag)
+        except CheckpointdError as error:
+            log.warning("%s: left-overs could not be removed: %s; the next start tries again", outcome.tag, error)
+
+    def _fire(self, event: Event) -> Action:
+        if self.phase in FINAL:
+            return Action.FINISH
+        phase, action = step(self.phase, event)
+        if phase is not self.phase:
+            self._enter(phase)
+        return action
+
+    def _enter(self, phase: Phase) -> None:
+        self.phase = phase
+        self._on_phase(phase)
+
+
+def _code(error: BaseException) -> str:
+    return error.code if isinstance(error, CheckpointdError) else StagingError.__name__
+
+
+def _abort_error(info: AttemptInfo, outcome: Outcome) -> CheckpointdError:
+    report = outcome.error or ErrorReport(code="AbortedError", message="no reason was recorded")
+    kind = ERRORS.get(report.code, AbortedError)
+    message = f"{info.tag} (attempt {info.attempt}) was not committed: {report.message}"
+    if issubclass(kind, AbortedError):
+        return kind(message, ranks=tuple(outcome.ranks))
+    if issubclass(kind, FencedError):
+        return kind(message)
+    return AbortedError(message, ranks=tuple(outcome.ranks))

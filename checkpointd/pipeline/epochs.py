@@ -1,0 +1,49 @@
+"""Epochs: which incarnation of the job runs at a root, and how older ones learn that they do not."""
+
+from __future__ import annotations
+
+import secrets
+
+from checkpointd.errors import FencedError
+from checkpointd.layout.keys import SERVICE, epoch_key, epoch_of
+from checkpointd.layout.manifest import Epoch, decode, encode
+from checkpointd.pipeline.identity import writer
+from checkpointd.store.base import Store
+
+
+async def newest(store: Store) -> int:
+    """The number of the newest epoch; 0 where no job ever ran here."""
+    entries = await store.list(f"{SERVICE}/epochs")
+    return max((number for entry in entries if (number := epoch_of(entry.name)) is not None), default=0)
+
+
+async def take(store: Store, world_size: int) -> Epoch:
+    """Begin the next epoch. Whoever ran an older one at this root is fenced from here on."""
+    number = await newest(store)
+    while True:
+        number += 1
+        epoch = Epoch(epoch=number, nonce=secrets.token_hex(16), world_size=world_size, writer=writer())
+        if await store.put_if_absent(epoch_key(number), encode(epoch)):
+            return epoch
+
+
+async def read(store: Store, number: int) -> Epoch:
+    """Who runs epoch `number`. NotFoundError where this store does not show it."""
+    key = epoch_key(number)
+    return decode(await store.get(key), Epoch, key)
+
+
+async def check_fence(store: Store, number: int) -> None:
+    """Raise FencedError where an epoch newer than `number` has begun."""
+    current = await newest(store)
+    if current > number:
+        raise FencedError(await fence_message(store, number, current))
+
+
+async def fence_message(store: Store, number: int, current: int) -> str:
+    """Who took over, in words."""
+    who = (await read(store, current)).writer
+    return (
+        f"epoch {number} of {store.url} is over: epoch {current} was begun by process {who.pid} on {who.host} at {who.time}. "
+        "If both jobs are meant to run, give each its own root"
+    )

@@ -1,0 +1,177 @@
+"""Read a shard back: the chain of digests first, then chunks, each verified before anybody sees its bytes.
+
+Invariants
+  L1  No byte of a chunk reaches a sink before its stored checksum, its codec and its raw digest have agreed.
+  L2  What is read is bounded by the digests: sizes come from objects that were verified, reads never exceed them.
+  L3  Memory stays below `reads` times (`block_bytes` + one chunk), whatever the shard's size.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+
+from checkpointd.codec import decode as decode_chunk
+from checkpointd.codec.checksum import xxh3_64, xxh3_128
+from checkpointd.config import LoadConfig
+from checkpointd.errors import CodecError, DamagedError, NotFoundError, WorldSizeError
+from checkpointd.layout.keys import vote_name
+from checkpointd.layout.manifest import Chunk, Index, TensorEntry, Vote, decode_index, digest
+from checkpointd.pipeline.catalog import Checkpoint, read_vote
+from checkpointd.pipeline.shard import Bytes
+from checkpointd.pipeline.workers import run_workers
+from checkpointd.store.base import Store
+
+Sink = Callable[[int, Bytes], None]
+"""Takes the raw bytes of one chunk at a byte offset of its box. Runs on a thread; keeps nothing of what it is given."""
+
+GAP_BYTES_MAX = 64 << 10
+"""Chunks at most this far apart are read in one go."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """One chunk to read: of which tensor, where in its box, and where it goes (None: only verify it)."""
+
+    entry: TensorEntry
+    chunk: Chunk
+    start: int
+    sink: Sink | None
+
+
+@dataclass(slots=True)
+class Group:
+    """Chunks of one object that are read together."""
+
+    object: int
+    start: int
+    stop: int
+    wanted: list[Wanted] = field(default_factory=list)
+
+
+async def read_index(store: Store, checkpoint: Checkpoint, rank: int) -> Index:
+    """The index of `rank`, verified along outcome, vote and index. WorldSizeError where the rank did not exist."""
+    outcome = checkpoint.outcome
+    ref = outcome.votes.get(str(rank))
+    if ref is None:
+        raise WorldSizeError(
+            f"{checkpoint.tag} was saved by {outcome.world_size} ranks, so there is nothing for rank {rank}: "
+            "start the job with as many ranks as saved it"
+        )
+    try:
+        vote = await read_vote(store, f"{checkpoint.prefix}/{vote_name(rank)}", ref.digest)
+        return await _index_of(store, checkpoint.prefix, vote)
+    except (NotFoundError, DamagedError) as error:
+        key = error.key if isinstance(error, DamagedError) else ""
+        raise DamagedError(f"{error} (rank {rank} of {checkpoint.tag})", key=key, rank=rank) from error
+
+
+async def _index_of(store: Store, prefix: str, vote: Vote) -> Index:
+    ref = vote.index
+    if ref is None:
+        raise DamagedError(f"{prefix}/{vote_name(vote.rank)} names no index")
+    key = f"{prefix}/{ref.name}"
+    data = await store.get(key, size_max=ref.size)
+    if len(data) != ref.size or digest(data) != ref.digest:
+        raise DamagedError(f"{key} is damaged: its bytes are not those that its vote names", key=key)
+    index = decode_index(data, key)
+    if (index.tag, index.attempt, index.rank) != (vote.tag, vote.attempt, vote.rank):
+        raise DamagedError(f"{key} belongs to rank {index.rank} of {index.tag}/{index.attempt}", key=key)
+    return index
+
+
+def entries_by_fqn(index: Index) -> dict[str, TensorEntry]:
+    return {entry.fqn: entry for entry in index.tensors}
+
+
+async def read_tensors(
+    store: Store,
+    prefix: str,
+    index: Index,
+    sinks: Mapping[str, Sink | None],
+    config: LoadConfig,
+    on_bytes: Callable[[int], None] = lambda _: None,
+) -> list[DamagedError]:
+    """Read and verify the chunks of the tensors named in `sinks` and hand them over; a sink of None only verifies.
+
+    Returns every damage found, in the order of the objects; chunks that are whole were handed over all the same, so a
+    caller that must not touch anything verifies first. Raises StoreError where the storage fails.
+    """
+    damage: list[DamagedError] = []
+    loop = asyncio.get_running_loop()
+
+    async def read(group: Group) -> None:
+        buffer = np.empty(group.stop - group.start, dtype=np.uint8)
+        key = f"{prefix}/{index.objects[group.object].name}"
+        try:
+            await store.get_range(key, group.start, buffer.data)
+        except (NotFoundError, DamagedError) as error:
+            first = group.wanted[0].entry.fqn
+            damage.append(DamagedError(f"{error} (rank {index.rank}, {first})", key=key, fqn=first, rank=index.rank))
+            return
+        damage.extend(await loop.run_in_executor(None, _deliver, group, buffer, key, index.rank))
+        on_bytes(buffer.nbytes)
+
+    groups = group_chunks(_wanted(index, sinks), config.block_bytes)
+    await run_workers([partial(read, group) for group in groups], config.reads, lambda: None)
+    return damage
+
+
+def _wanted(index: Index, sinks: Mapping[str, Sink | None]) -> Iterable[Wanted]:
+    for entry in index.tensors:
+        if entry.fqn not in sinks:
+            continue
+        start = 0
+        for chunk in entry.chunks:
+            yield Wanted(entry, chunk, start, sinks[entry.fqn])
+            start += chunk.raw
+
+
+def group_chunks(wanted: Iterable[Wanted], block_bytes: int) -> list[Group]:
+    """Neighbouring chunks in reads of at most `block_bytes` (one chunk that is larger is read alone)."""
+    groups: list[Group] = []
+    for item in sorted(wanted, key=lambda w: (w.chunk.object, w.chunk.offset)):
+        start, stop = item.chunk.offset, item.chunk.offset + item.chunk.stored
+        last = groups[-1] if groups else None
+        near = last is not None and last.object == item.chunk.object and start - last.stop <= GAP_BYTES_MAX
+        if last is None or not near or stop - last.start > block_bytes:
+            last = Group(item.chunk.object, start, stop)
+            groups.append(last)
+        last.stop = max(last.stop, stop)
+        last.wanted.append(item)
+    return groups
+
+
+def _deliver(group: Group, buffer: Bytes, key: str, rank: int) -> list[DamagedError]:
+    """Verify each chunk of `group`, and hand over those that are whole."""
+    damage = []
+    for item in group.wanted:
+        at = item.chunk.offset - group.start
+        try:
+            raw = decoded(item.chunk, buffer[at : at + item.chunk.stored])
+        except CodecError as error:
+            fqn = item.entry.fqn
+            message = f"{key} is damaged at byte {item.chunk.offset}: {error} (rank {rank}, {fqn})"
+            damage.append(DamagedError(message, key=key, fqn=fqn, rank=rank))
+            continue
+        if item.sink is not None:
+            item.sink(item.start, raw)
+    return damage
+
+
+def decoded(chunk: Chunk, stored: Bytes) -> Bytes:
+    """The raw bytes of `chunk`, verified (L1); CodecError where they are not what was saved."""
+    if xxh3_64(stored) != chunk.checksum:
+        raise CodecError(f"the checksum of {chunk.stored} stored bytes does not match")
+    if chunk.codec == "raw" and chunk.raw == chunk.stored:
+        raw = stored
+    else:
+        raw = np.empty(chunk.raw, dtype=np.uint8)
+        decode_chunk(stored, codec=chunk.codec, raw_size=chunk.raw, out=raw)
+    if xxh3_128(raw) != chunk.digest:
+        raise CodecError(f"the digest of {chunk.raw} decoded bytes does not match")
+    return raw

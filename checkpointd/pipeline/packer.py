@@ -1,0 +1,118 @@
+"""Encoded chunks back to back into one object, through a few aligned blocks."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from checkpointd.codec import Codec, ElementType
+from checkpointd.codec import encode as encode_chunk
+from checkpointd.codec.checksum import xxh3_64, xxh3_128
+from checkpointd.config import PersistConfig
+from checkpointd.pipeline.pages import page_buffer, page_up
+from checkpointd.pipeline.shard import Bytes
+from checkpointd.store.base import ObjectWriter
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """One chunk after its codec; `seconds` is what encoding took on its thread."""
+
+    codec: Codec
+    stored: memoryview
+    checksum: int
+    digest: bytes
+    seconds: float
+
+    @staticmethod
+    def of(data: Bytes, codec: Codec, element: ElementType) -> Encoded:
+        """Encode `data`; stored raw where the codec does not shrink it."""
+        began = time.perf_counter()
+        stored = encode_chunk(data, codec=codec, itemsize=element.itemsize, kind=element.kind)
+        if len(stored) >= data.nbytes:
+            codec, stored = "raw", data.data
+        seconds = time.perf_counter() - began
+        return Encoded(codec, stored, xxh3_64(stored), xxh3_128(data), seconds)
+
+
+class Packer:
+    """Gathers bytes into blocks and writes each full block; at most `writes` blocks exist at once."""
+
+    def __init__(self, target: ObjectWriter, config: PersistConfig) -> None:
+        self._target = target
+        self._block_bytes = config.block_bytes
+        blocks = max(2, min(config.writes, (config.budget_bytes // 2) // config.block_bytes))
+        self._free: asyncio.Queue[Bytes] = asyncio.Queue()
+        self._unmade = blocks
+        self._block: Bytes | None = None
+        self._filled = 0
+        self._base = 0
+        self._writing: set[asyncio.Task[None]] = set()
+        self._error: BaseException | None = None
+        self._turn = asyncio.Lock()
+
+    async def add(self, data: memoryview) -> int:
+        """Append `data` and return its byte offset in the object."""
+        async with self._turn:
+            offset, left = self._base + self._filled, np.frombuffer(data, dtype=np.uint8)
+            while left.size:
+                block = await self._current()
+                taken = min(left.size, self._block_bytes - self._filled)
+                block[self._filled : self._filled + taken] = left[:taken]
+                self._filled, left = self._filled + taken, left[taken:]
+                if self._filled == self._block_bytes:
+                    self._send(self._block_bytes)
+            return offset
+
+    async def flush(self) -> int:
+        """Write what is left and wait for all blocks; the object's size in bytes."""
+        size = self._base + self._filled
+        if self._filled and self._block is not None:
+            self._block[self._filled :] = 0
+            self._send(page_up(self._filled))
+        await self.drain()
+        if self._error:
+            raise self._error
+        return size
+
+    async def drain(self) -> None:
+        """Wait until no block is being written."""
+        while self._writing:
+            await asyncio.wait(set(self._writing))
+
+    async def _current(self) -> Bytes:
+        if self._error:
+            raise self._error
+        if self._block is None:
+            if self._unmade and self._free.empty():
+                self._unmade -= 1
+                self._block = page_buffer(self._block_bytes)
+            else:
+                self._block = await self._free.get()
+            if self._error:
+                raise self._error
+        return self._block
+
+    def _send(self, nbytes: int) -> None:
+        block, base = self._block, self._base
+        assert block is not None
+        self._block, self._base, self._filled = None, base + self._filled, 0
+        self._spawn(self._write(block, base, nbytes))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._writing.add(task)
+        task.add_done_callback(self._writing.discard)
+
+    async def _write(self, block: Bytes, base: int, nbytes: int) -> None:
+        try:
+            await self._target.write_at(base, block[:nbytes].data)
+        except BaseException as error:  # kept for the next add or flush, which raises it to the caller
+            self._error = self._error or error
+        finally:
+            self._free.put_nowait(block)

@@ -1,0 +1,52 @@
+"""Page-aligned memory and runs of pages: what lets raw tensors go from the snapshot to the disk without a copy."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from checkpointd.pipeline.shard import PAGE, Bytes, ShardTensor
+
+
+def page_buffer(size: int) -> Bytes:
+    """`size` bytes of zeroed, page-aligned memory of its own."""
+    return np.frombuffer(mmap.mmap(-1, max(size, PAGE)), dtype=np.uint8)[:size]
+
+
+def page_up(size: int) -> int:
+    return -(-size // PAGE) * PAGE
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Whole pages `[start, stop)` of the image that are stored from byte `base` of the raw object on."""
+
+    start: int
+    stop: int
+    base: int
+
+
+def runs_of(tensors: Iterable[ShardTensor]) -> list[Run]:
+    """The pages that hold the given tensors, neighbours merged, laid out back to back in the object."""
+    runs: list[Run] = []
+    for tensor in sorted((t for t in tensors if t.nbytes), key=lambda t: t.offset):
+        start, stop = tensor.offset // PAGE * PAGE, page_up(tensor.offset + tensor.nbytes)
+        if runs and start <= runs[-1].stop:
+            last = runs.pop()
+            runs.append(Run(last.start, max(last.stop, stop), last.base))
+        else:
+            base = runs[-1].base + runs[-1].stop - runs[-1].start if runs else 0
+            runs.append(Run(start, stop, base))
+    return runs
+
+
+def locate(runs: list[Run], offset: int) -> int:
+    """Where byte `offset` of the image lies in the raw object."""
+    low, high = 0, len(runs)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if runs[middle].start <= offset else (low, middle)
+    return runs[low].base + offset - runs[low].start

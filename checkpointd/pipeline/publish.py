@@ -1,0 +1,134 @@
+"""The coordinator's part: gather votes, decide, put the outcome, move `latest`.
+
+Invariants
+  C1  The outcome is put only with `put_if_absent`: whoever is first decides, and everybody reads that one.
+  C2  A commit is put only by the coordinator of the newest epoch, or by recovery, and only with every vote read and valid.
+  C3  `latest` moves after the outcome is durable, never before.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from checkpointd.commit.decide import Decision, decide, unshared
+from checkpointd.errors import DamagedError, NotFoundError
+from checkpointd.layout.keys import OUTCOME, AttemptId, attempt_prefix, object_rank, plan_key, vote_name, vote_rank
+from checkpointd.layout.manifest import Outcome, Plan, Vote, VoteRef, decode, digest, encode
+from checkpointd.layout.plan import union_fault
+from checkpointd.pipeline import catalog
+from checkpointd.pipeline.identity import writer
+from checkpointd.pipeline.shard import AttemptInfo
+from checkpointd.store.base import Entry, Store
+
+RECOVERY = -1
+"""`decided_by` of an outcome that no rank of the attempt put."""
+
+
+@dataclass(slots=True)
+class Ballot:
+    """The votes of one attempt as far as they were read; a vote that cannot be read stands as None."""
+
+    store: Store
+    tag: str
+    attempt: AttemptId
+    votes: dict[int, Vote | None] = field(default_factory=dict)
+    refs: dict[int, VoteRef] = field(default_factory=dict)
+
+    @property
+    def prefix(self) -> str:
+        return attempt_prefix(self.tag, self.attempt)
+
+    async def gather(self, entries: list[Entry]) -> None:
+        """Read the votes among `entries` that were not read before."""
+        for entry in entries:
+            rank = vote_rank(entry.name)
+            if rank is not None and rank not in self.votes:
+                await self._read(rank)
+
+    async def _read(self, rank: int) -> None:
+        key = f"{self.prefix}/{vote_name(rank)}"
+        data = await self.store.get(key)
+        self.refs[rank] = VoteRef(digest=digest(data), size=len(data))
+        try:
+            self.votes[rank] = decode(data, Vote, key)
+        except DamagedError:
+            self.votes[rank] = None
+
+    def decide(self, world_size: int) -> Decision | None:
+        return decide(self.votes, tag=self.tag, attempt=str(self.attempt), world_size=world_size)
+
+
+@dataclass(slots=True)
+class PlanCheck:
+    """Whether the plans that the votes name are whole together; remembered, since plans rarely change."""
+
+    store: Store
+    _plans: dict[str, Plan] = field(default_factory=dict)
+    _whole: set[tuple[str, ...]] = field(default_factory=set)
+
+    async def fault(self, votes: Mapping[int, Vote | None]) -> Decision | None:
+        """The abort that the plans call for, or None."""
+        digests = tuple((vote.plan or "") if vote else "" for _, vote in sorted(votes.items()))
+        if digests in self._whole:
+            return None
+        try:
+            plans = {rank: await self._plan(name) for rank, name in zip(sorted(votes), digests, strict=True)}
+        except (NotFoundError, DamagedError) as error:
+            return unshared(str(error))
+        fault = union_fault(plans)
+        if fault:
+            return unshared(fault)
+        self._whole = {digests}
+        self._plans = {name: self._plans[name] for name in digests}
+        return None
+
+    async def _plan(self, name: str) -> Plan:
+        if name not in self._plans:
+            key = plan_key(name)
+            data = await self.store.get(key, size_max=1 << 30)
+            if digest(data) != name:
+                raise DamagedError(f"{key} is damaged: its digest is {digest(data)}", key=key)
+            self._plans[name] = decode(data, Plan, key)
+        return self._plans[name]
+
+
+async def put_outcome(store: Store, outcome: Outcome) -> Outcome:
+    """Put `outcome` if the attempt has none; the outcome that stands, durable."""
+    attempt = AttemptId.parse(outcome.attempt)
+    assert attempt is not None
+    key = f"{attempt_prefix(outcome.tag, attempt)}/{OUTCOME}"
+    if await store.put_if_absent(key, encode(outcome)):
+        return outcome
+    return await catalog.read_outcome(store, outcome.tag, attempt)
+
+
+def outcome_of(info: AttemptInfo, decision: Decision, refs: Mapping[int, VoteRef], *, decided_by: int) -> Outcome:
+    """The outcome that `decision` stands for."""
+    return Outcome(
+        tag=info.tag,
+        attempt=str(info.attempt),
+        step=info.step,
+        world_size=info.world_size,
+        outcome="commit" if decision.commit else "abort",
+        order=(info.attempt.epoch, info.n),
+        save_latest=info.save_latest,
+        votes={str(rank): ref for rank, ref in sorted(refs.items())},
+        error=decision.error,
+        ranks=decision.ranks,
+        decided_by=decided_by,
+        writer=writer(),
+    )
+
+
+def missing_ranks(entries: list[Entry], world_size: int) -> dict[int, str]:
+    """The ranks without a vote, and what their objects say of how far they came."""
+    names = [entry.name for entry in entries]
+    voted = {rank for name in names if (rank := vote_rank(name)) is not None}
+    begun = {object_rank(n) for n in names if re.search(r"\.(chunks|index)$", n)}
+    return {
+        rank: "had begun to write" if rank in begun else "had written nothing"
+        for rank in range(world_size)
+        if rank not in voted
+    }

@@ -1,0 +1,121 @@
+"""Starting up: take the next epoch, decide what the older ones left in doubt, set `latest` right, remove left-overs.
+
+Invariants
+  V1  An attempt of an older epoch is rolled forward exactly when every vote is there, valid, and what it names is there too.
+  V2  After recovery every attempt of an older epoch has an outcome, durable, and `latest` names the newest commit that asked
+      for it.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+
+from checkpointd.commit import decide as decisions
+from checkpointd.commit.decide import Decision
+from checkpointd.errors import DamagedError, NotFoundError
+from checkpointd.layout.keys import OUTCOME, AttemptId
+from checkpointd.layout.manifest import Outcome, Vote, decode_index, digest
+from checkpointd.pipeline import catalog
+from checkpointd.pipeline.catalog import AttemptView
+from checkpointd.pipeline.collect import collect
+from checkpointd.pipeline.pointer import move_latest
+from checkpointd.pipeline.publish import RECOVERY, Ballot, PlanCheck, outcome_of, put_outcome
+from checkpointd.pipeline.shard import AttemptInfo
+from checkpointd.store.base import Store
+
+log = logging.getLogger("checkpointd")
+
+
+@dataclass(slots=True)
+class Recovery:
+    """What a recovery did: the attempts it decided, whether `latest` moved, attempts swept, stray pieces removed."""
+
+    decided: list[Outcome] = field(default_factory=list)
+    latest_moved_to: str | None = None
+    swept: int = 0
+    strays: int = 0
+
+
+async def recover(store: Store, epoch: int) -> Recovery:
+    """Do all of it for attempts of epochs before `epoch`, which the caller has taken."""
+    done = Recovery()
+    views = [await _settled(store, attempt, epoch, done) for attempt in await catalog.scan(store)]
+    for checkpoint in catalog.checkpoints_of(views):
+        if checkpoint.outcome.save_latest:
+            if await move_latest(store, checkpoint.tag, checkpoint.outcome.order):
+                done.latest_moved_to = checkpoint.tag
+            break
+    done.swept = await collect(store, [view.facts for view in views])
+    done.strays = await store.sweep()
+    _report(done)
+    return done
+
+
+async def _settled(store: Store, attempt: AttemptView, epoch: int, done: Recovery) -> AttemptView:
+    if attempt.attempt.epoch >= epoch:
+        return attempt
+    if attempt.state == "in-doubt":
+        done.decided.append(await resolve(store, attempt))
+        return await catalog.view(store, attempt.tag, attempt.attempt)
+    if OUTCOME in attempt.sizes:
+        # Its writer may have died between making it visible and making it durable.
+        await store.settle(f"{attempt.prefix}/{OUTCOME}")
+    return attempt
+
+
+async def resolve(store: Store, attempt: AttemptView) -> Outcome:
+    """Decide one attempt that nobody will vote on any more."""
+    ballot = Ballot(store, attempt.tag, attempt.attempt)
+    await ballot.gather(await store.list(attempt.prefix))
+    decision = decisions.recover(ballot.votes, tag=attempt.tag, attempt=str(attempt.attempt))
+    if decision.commit:
+        decision = await PlanCheck(store).fault(ballot.votes) or await _storage_fault(store, attempt, ballot) or decision
+    info = _info(attempt.tag, attempt.attempt, ballot)
+    return await put_outcome(store, outcome_of(info, decision, ballot.refs, decided_by=RECOVERY))
+
+
+def _info(tag: str, attempt: AttemptId, ballot: Ballot) -> AttemptInfo:
+    """What the votes say of the attempt; rank 0's word on the order counts, since it is the coordinator."""
+    votes = [vote for _, vote in sorted(ballot.votes.items()) if vote is not None]
+    first = votes[0] if votes else None
+    return AttemptInfo(
+        tag=tag,
+        attempt=attempt,
+        rank=RECOVERY,
+        world_size=first.world_size if first else 0,
+        step=first.step if first else -1,
+        n=first.n if first else 0,
+        save_latest=first.save_latest if first else True,
+    )
+
+
+async def _storage_fault(store: Store, attempt: AttemptView, ballot: Ballot) -> Decision | None:
+    """The abort where something that a yes vote names is missing or of another size."""
+    for rank, vote in sorted(ballot.votes.items()):
+        try:
+            await _check_named(store, attempt.prefix, vote)
+        except (NotFoundError, DamagedError) as error:
+            return decisions.unshared(f"rank {rank} voted yes, but {error}")
+    return None
+
+
+async def _check_named(store: Store, prefix: str, vote: Vote | None) -> None:
+    ref = vote.index if vote else None
+    assert ref is not None
+    key = f"{prefix}/{ref.name}"
+    data = await store.get(key, size_max=ref.size)
+    if digest(data) != ref.digest:
+        raise DamagedError(f"{key} is damaged: its digest is not the one that its vote names", key=key)
+    for named in decode_index(data, key).objects:
+        size = await store.stat(f"{prefix}/{named.name}")
+        if size != named.size:
+            raise DamagedError(f"{prefix}/{named.name} has {size} bytes, not {named.size}", key=f"{prefix}/{named.name}")
+
+
+def _report(done: Recovery) -> None:
+    for outcome in done.decided:
+        what = "rolled forward" if outcome.outcome == "commit" else f"aborted: {outcome.error.message if outcome.error else ''}"
+        log.warning("%s/%s was left in doubt; %s", outcome.tag, outcome.attempt, what)
+    if done.latest_moved_to:
+        log.warning("latest was behind the newest commit; it names %s now", done.latest_moved_to)

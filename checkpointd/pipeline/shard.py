@@ -1,0 +1,87 @@
+"""What the writer is handed: one rank's snapshot in host memory, and which attempt it belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from checkpointd.layout.boxes import Box
+from checkpointd.layout.keys import AttemptId, attempt_prefix
+from checkpointd.layout.manifest import Alias, Plan, PlanTensor, Scope
+
+Bytes = NDArray[np.uint8]
+
+TENSOR_ALIGNMENT = 64
+PAGE = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptInfo:
+    """One try at one tag, as one rank sees it; `n` counts this rank's saves in its epoch."""
+
+    tag: str
+    attempt: AttemptId
+    rank: int
+    world_size: int
+    step: int
+    n: int
+    save_latest: bool = True
+
+    @property
+    def prefix(self) -> str:
+        return attempt_prefix(self.tag, self.attempt)
+
+    def key(self, name: str) -> str:
+        return f"{self.prefix}/{name}"
+
+
+@dataclass(frozen=True, slots=True)
+class ShardTensor:
+    """One box of one tensor, row-major at byte `offset` of the image, `nbytes` long; `itemsize` bytes per element."""
+
+    fqn: str
+    dtype: str
+    shape: tuple[int, ...]
+    box: Box
+    scope: Scope
+    offset: int
+    nbytes: int
+    itemsize: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """A complete snapshot: `image` is the slot's memory, page-aligned, a whole number of pages, unchanged until persisted."""
+
+    image: Bytes
+    tensors: tuple[ShardTensor, ...]
+    aliases: tuple[Alias, ...] = ()
+    excluded: tuple[str, ...] = ()
+    tree: bytes
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self.tensors)
+
+    def plan(self, info: AttemptInfo) -> Plan:
+        parts = tuple(PlanTensor(t.fqn, t.dtype, t.shape, t.box, t.scope) for t in self.tensors)
+        return Plan(rank=info.rank, world_size=info.world_size, tensors=parts)
+
+
+@dataclass(slots=True)
+class Progress:
+    """Bytes of one shard, as far as persisting has come; written by the writer's thread alone, read by any."""
+
+    raw_total: int = 0
+    raw_done: int = 0
+    stored: int = 0
+    on_change: Callable[[], None] | None = field(default=None, repr=False)
+
+    def add(self, raw: int, stored: int) -> None:
+        self.raw_done += raw
+        self.stored += stored
+        if self.on_change:
+            self.on_change()

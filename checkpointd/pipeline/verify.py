@@ -1,0 +1,75 @@
+"""Is a checkpoint whole? Read all of it, rank by rank, and list every damage instead of stopping at the first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from checkpointd.config import LoadConfig
+from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError
+from checkpointd.layout.keys import plan_key, vote_name
+from checkpointd.layout.manifest import Index, Plan, decode, digest
+from checkpointd.layout.plan import cover_fault
+from checkpointd.pipeline.catalog import Checkpoint, read_vote
+from checkpointd.pipeline.load import read_index, read_tensors
+from checkpointd.store.base import Store
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What verification of one checkpoint found: bytes read, and every damage in words (none: it is whole)."""
+
+    tag: str
+    attempt: str
+    bytes_read: int = 0
+    damage: list[str] = field(default_factory=list)
+
+    @property
+    def whole(self) -> bool:
+        return not self.damage
+
+
+async def verify(
+    store: Store, checkpoint: Checkpoint, config: LoadConfig, on_bytes: Callable[[int], None] = lambda _: None
+) -> Verdict:
+    """Verify outcome, votes, plans, indexes and every chunk of every rank."""
+    verdict = Verdict(checkpoint.tag, str(checkpoint.attempt))
+
+    def count(nbytes: int) -> None:
+        verdict.bytes_read += nbytes
+        on_bytes(nbytes)
+
+    for rank in range(checkpoint.outcome.world_size):
+        try:
+            await _verify_rank(store, checkpoint, rank, config, count, verdict.damage)
+        except (DamagedError, NotFoundError) as error:
+            verdict.damage.append(str(error))
+    return verdict
+
+
+async def _verify_rank(
+    store: Store,
+    checkpoint: Checkpoint,
+    rank: int,
+    config: LoadConfig,
+    count: Callable[[int], None],
+    damage: list[str],
+) -> None:
+    index = await read_index(store, checkpoint, rank)
+    try:
+        await _check_plan(store, checkpoint, rank, index)
+    except CheckpointdError as error:
+        damage.append(f"{error} (rank {rank})")
+    found = await read_tensors(store, checkpoint.prefix, index, {t.fqn: None for t in index.tensors}, config, count)
+    damage.extend(str(error) for error in found)
+
+
+async def _check_plan(store: Store, checkpoint: Checkpoint, rank: int, index: Index) -> None:
+    vote = await read_vote(store, f"{checkpoint.prefix}/{vote_name(rank)}")
+    key = plan_key(vote.plan or "")
+    data = await store.get(key, size_max=1 << 30)
+    if digest(data) != vote.plan:
+        raise DamagedError(f"{key} is damaged: its digest is {digest(data)}", key=key)
+    fault = cover_fault(decode(data, Plan, key), index)
+    if fault:
+        raise DamagedError(f"the index of {checkpoint.tag} is not what its plan says: {fault}", key=key, rank=rank)
