@@ -1,0 +1,103 @@
+"""Train a small GPT on two or more CPU ranks, saving in the background and resuming from the newest checkpoint.
+
+    torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/train_gpt.py --root runs/gpt
+
+Kill it, or any of its processes, at any moment and start it again: it goes on as if nothing had happened.
+The four lines that matter are marked with (1) to (4).
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import OneCycleLR
+
+from checkpointd_client import Checkpointer, RngState
+from corpus import Batches, standard_library
+from gpt import GPT
+from runlog import RunLog
+
+
+def train(args: argparse.Namespace) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+
+    seed_generators(args.seed)  # the same weights on every rank ...
+    model = GPT(layers=args.layers, width=args.width, length=args.length)
+    seed_generators(args.seed + 1 + rank)  # ... and a dropout of its own on each
+    ddp = DistributedDataParallel(model)
+    optimizer = AdamW(model.parameters(), lr=args.lr)
+    scheduler = OneCycleLR(optimizer, max_lr=args.lr, total_steps=args.steps + 1)
+    batches = Batches(standard_library(), batch=args.batch, length=args.length, rank=rank, world=world, seed=args.seed)
+
+    # (1) All that the next step depends on. `batches` and `rng` differ from rank to rank, and are kept per rank.
+    state = {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": scheduler,
+        "batches": batches,
+        "rng": RngState(),
+    }
+    with Checkpointer(args.root, compression=args.compression) as ckpt:  # (2) leaving waits for what is in flight
+        loaded = ckpt.load(state)  # (3) in place; None where there is no checkpoint yet
+        start = loaded.step + 1 if loaded else 0
+        if rank == 0:
+            print(f"resumed from {loaded.tag} at step {start}" if loaded else "starting at step 0", flush=True)
+
+        log = RunLog(args.out, rank=rank, start=start)
+        for step in range(start, args.steps):
+            inputs, targets = next(batches)
+            loss = F.cross_entropy(ddp(inputs).flatten(0, 1), targets.flatten())
+            loss.backward()
+            clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            log.step(step, loss.item())
+
+            if (step + 1) % args.save_every == 0:
+                handle = ckpt.save(step, state, client_state={"seed": args.seed})  # (4) returns at once
+                log.saving(step, handle)
+            if rank == 0 and (step + 1) % args.print_every == 0:
+                print(f"step {step:4d}  loss {loss.item():.4f}  lr {scheduler.get_last_lr()[0]:.2e}", flush=True)
+    log.finish(state)
+
+
+def seed_generators(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--root", type=Path, required=True, help="folder of the checkpoints")
+    parser.add_argument("--out", type=Path, help="folder of losses, timings and digests (default: ROOT-log)")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--save-every", type=int, default=10, help="steps")
+    parser.add_argument("--print-every", type=int, default=10, help="steps")
+    parser.add_argument("--compression", choices=["auto", "none", "zstd", "planes"], default="auto")
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--width", type=int, default=384, help="a multiple of 64")
+    parser.add_argument("--length", type=int, default=128, help="bytes of one window")
+    parser.add_argument("--batch", type=int, default=2, help="windows per rank and step")
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    args.out = args.out or args.root.with_name(args.root.name + "-log")
+    return args
+
+
+if __name__ == "__main__":
+    arguments = parse_args()
+    dist.init_process_group("gloo")
+    train(arguments)
+    dist.destroy_process_group()
