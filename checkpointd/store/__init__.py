@@ -1,1 +1,5 @@
 """EFFECTS: where objects lie. `base` is the contract, `posix` and `memory` keep it."""
+
+from checkpointd.store.opening import open_store
+
+__all__ = ["open_store"]

@@ -10,7 +10,8 @@ Invariants
       nothing may refer to it. Its key is new: writing an existing key is refused.
   S4  What `get`, `stat` or `list` show may still be lost by a power cut until its writer has returned, or `settle` has.
   S5  `delete` of what is not there succeeds. A store removes only what it is told to remove.
-  S6  Every system error leaves as a StoreError (StoreFullError where space or quota is used up) that names the key and the reason.
+  S6  Every system error leaves as a StoreError (StoreFullError where space or quota is used up) that names the key and
+      the reason.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Capabilities:
     """What a back end can do beyond the contract."""
 
     alignment: int
-    """Writes whose offset, length and address are multiples of this many bytes go without a copy; 1 where it does not matter."""
+    """Writes whose offset, length and address are multiples of this many bytes go without a copy; 1: it does not matter."""
     shared: bool
     """Whether other processes can see this store."""
 
@@ -52,7 +53,10 @@ class ObjectWriter(Protocol):
         ...
 
     async def finish(self, size: int) -> None:
-        """Cut the object to `size` bytes and make it durable (S3)."""
+        """Cut the object to `size` bytes and make it durable (S3).
+
+        Where this raises, or a `write_at` did, the object is lost: `discard` it. `finish` then keeps raising.
+        """
         ...
 
     async def discard(self) -> None:
@@ -61,7 +65,11 @@ class ObjectWriter(Protocol):
 
 
 class Store(Protocol):
-    """Named objects below one root. Keys are relative, `/`-separated, and never contain `..`."""
+    """Named objects below one root. Keys are relative, `/`-separated, and never contain `..`: others raise UsageError.
+
+    A key is never the beginning of another one up to a `/` ("a" and "a/b"): a file system refuses the second.
+    A call that was cancelled may have had its effect, or not.
+    """
 
     @property
     def url(self) -> str:
@@ -96,7 +104,10 @@ class Store(Protocol):
         ...
 
     async def list(self, prefix: str) -> list[Entry]:
-        """The children of `prefix` (`""` for the root), sorted by name; empty where there is nothing."""
+        """The children of `prefix` (`""` for the root), sorted by name; empty where there is nothing.
+
+        A prefix may be listed although nothing lies under it (any more).
+        """
         ...
 
     async def stat(self, key: str) -> int | None:
@@ -108,7 +119,7 @@ class Store(Protocol):
         ...
 
     async def settle(self, key: str) -> None:
-        """Make durable what is visible of `key` (S4). For readers that act on what they saw."""
+        """Make durable what is visible of `key` (S4), for readers that act on what they saw. NotFoundError where it is not."""
         ...
 
     async def sweep(self) -> int:

@@ -1,7 +1,7 @@
-"""The few file system calls that the POSIX store is made of, as an interface, so that a simulated disk can stand in for the real one.
+"""The few file system calls that the POSIX store is made of, as an interface: a simulated disk can stand in for the real one.
 
-Paths are absolute strings. Every call may fail with OSError; nothing here translates errors. What is durable: the content of a file
-after `File.sync`, the names in a directory after `sync_directory`; nothing else.
+Paths are absolute strings. Every call may fail with OSError; nothing here translates errors. What is durable: the content of
+a file after `File.sync`, the names in a directory after `sync_directory`; nothing else.
 """
 
 from __future__ import annotations

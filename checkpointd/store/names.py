@@ -1,0 +1,51 @@
+"""Which keys a store accepts, and which names below `.checkpointd` belong to the store itself."""
+
+from __future__ import annotations
+
+from checkpointd.errors import UsageError
+
+SERVICE = ".checkpointd"
+TEMPORARY = f"{SERVICE}/tmp"
+LOCK = f"{SERVICE}/lock"
+
+
+def check_key(key: str) -> str:
+    """Return `key` if it can name an object, else raise UsageError saying why."""
+    why = _fault(key)
+    if why:
+        raise UsageError(f"{key!r} is not a key: {why}; a key is relative and '/'-separated, such as 'global_step100/outcome'")
+    return key
+
+
+def check_prefix(prefix: str) -> str:
+    """Return `prefix` if it is empty (the root) or could be a key, else raise UsageError."""
+    return check_key(prefix) if prefix else prefix
+
+
+def is_key(text: str) -> bool:
+    """Whether `text` could be a key: a listing leaves out what could not."""
+    return _fault(text) is None
+
+
+def _is_internal(key: str) -> bool:
+    """Whether `key` is a temporary file or the lock."""
+    return key in {TEMPORARY, LOCK} or key.startswith((f"{TEMPORARY}/", f"{LOCK}/"))
+
+
+def _fault(key: str) -> str | None:
+    if not key:
+        return "it is empty"
+    if "\0" in key:
+        return "it contains a NUL"
+    if key.startswith("/"):
+        return "it is absolute"
+    parts = key.split("/")
+    if "" in parts:
+        return "it has an empty part"
+    if "." in parts or ".." in parts:
+        return "it has a part '.' or '..'"
+    if any(0xD800 <= ord(c) <= 0xDFFF for c in key):
+        return "it cannot be encoded as UTF-8"
+    if _is_internal(key):
+        return "that name belongs to the store"
+    return None

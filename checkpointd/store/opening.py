@@ -1,0 +1,29 @@
+"""From what a user calls a root to the store behind it."""
+
+from __future__ import annotations
+
+import os
+import re
+from urllib.parse import unquote, urlsplit
+
+from checkpointd.errors import UsageError
+from checkpointd.store.base import Store
+from checkpointd.store.memory import MemoryStore
+from checkpointd.store.posix import PosixStore
+
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+
+
+def open_store(root: str | os.PathLike[str]) -> Store:
+    """The store at a path, a `file:///path` or a `memory://name`; UsageError for every other URL. Touches nothing yet."""
+    text = os.fspath(root)
+    if not _SCHEME.match(text):
+        return PosixStore(text)
+    url = urlsplit(text)
+    if url.scheme == "memory":
+        return MemoryStore(url.netloc or "memory")
+    if url.scheme != "file":
+        raise UsageError(f"{text!r}: there is no store for {url.scheme}:// URLs; give the path of a directory, or file:///path")
+    if url.netloc not in {"", "localhost"} or url.query or url.fragment:
+        raise UsageError(f"{text!r}: a file URL has three slashes and nothing after the path, such as file:///mnt/ckpts/run1")
+    return PosixStore(unquote(url.path))

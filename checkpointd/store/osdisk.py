@@ -1,0 +1,188 @@
+"""The real file system: aiofiles for names and small files, own threads for bulk bytes and fsync.
+
+`checkpointd.store.disk` is the contract. Every call ends when its system call has ended, cancelled or not. Works under any
+asyncio loop; all waiting is done without the GIL.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import fcntl
+import os
+import stat
+
+import aiofiles
+import aiofiles.os
+import numpy as np
+
+from checkpointd.store.disk import Child, File, Lock
+from checkpointd.store.osfile import BLOCK_BYTES, OsFile
+from checkpointd.store.threads import Threads, to_the_end
+
+BULK_THREADS = 4
+SMALL_THREADS = 4
+_LOCK_POLL_S_MIN, _LOCK_POLL_S_MAX = 0.001, 0.05
+
+
+class OsDisk:
+    """The file system of this machine. Bulk writes and reads never keep names, small files and fsyncs waiting for a thread."""
+
+    def __init__(self, *, bulk_threads: int = BULK_THREADS) -> None:
+        self._bulk = Threads(bulk_threads, "checkpointd-bulk")
+        self._small = Threads(SMALL_THREADS, "checkpointd-disk")
+
+    @property
+    def alignment(self) -> int:
+        return BLOCK_BYTES
+
+    async def create(self, path: str) -> File:
+        made: list[OsFile] = []
+        try:
+            await self._small.run(lambda: made.append(OsFile(path, bulk=self._bulk, small=self._small)))
+        except asyncio.CancelledError:
+            for file in made:
+                file.close_now()
+            raise
+        return made[0]
+
+    async def read(self, path: str, size_max: int) -> bytes:
+        content = await to_the_end(self._read(path, size_max + 1))
+        if len(content) > size_max:
+            raise OSError(errno.EFBIG, f"longer than the {size_max} bytes that were asked for")
+        return content
+
+    async def _read(self, path: str, size: int) -> bytes:
+        async with aiofiles.open(path, "rb", executor=self._small.executor) as file:
+            return await file.read(size)
+
+    async def read_at(self, path: str, offset: int, out: memoryview) -> int:
+        return await self._bulk.run(_read_at, path, offset, out)
+
+    async def sync_file(self, path: str) -> None:
+        await self._small.run(_sync, path, os.O_RDONLY)
+
+    async def sync_directory(self, path: str) -> None:
+        await self._small.run(_sync, path, os.O_RDONLY | os.O_DIRECTORY)
+
+    async def make_directory(self, path: str) -> None:
+        await to_the_end(aiofiles.os.mkdir(path, executor=self._small.executor))
+
+    async def remove_directory(self, path: str) -> None:
+        await to_the_end(aiofiles.os.rmdir(path, executor=self._small.executor))
+
+    async def link(self, source: str, target: str) -> None:
+        await self._small.run(_link, source, target)
+
+    async def rename(self, source: str, target: str) -> None:
+        await to_the_end(aiofiles.os.rename(source, target, executor=self._small.executor))
+
+    async def unlink(self, path: str) -> None:
+        await to_the_end(aiofiles.os.unlink(path, executor=self._small.executor))
+
+    async def children(self, path: str) -> list[Child]:
+        return await self._small.run(_children, path)
+
+    async def size(self, path: str) -> int:
+        status = await to_the_end(aiofiles.os.stat(path, executor=self._small.executor))
+        if stat.S_ISDIR(status.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+        return status.st_size
+
+    async def locked(self, path: str) -> Lock:
+        lock = OsLock(path, self._small)
+        try:
+            await lock.acquire()
+        except BaseException:
+            await lock.release()
+            raise
+        return lock
+
+    async def close(self) -> None:
+        """Let the threads end. Calls in flight go on, new ones are refused."""
+        self._bulk.close()
+        self._small.close()
+
+
+class OsLock:
+    """flock on a file of its own descriptor: excludes other processes, and other holders in this one. A dead holder lets go."""
+
+    def __init__(self, path: str, threads: Threads) -> None:
+        self._path, self._threads = path, threads
+        self._descriptor: int | None = None
+
+    async def acquire(self) -> None:
+        """Wait for the lock. By polling: a blocked call would keep a thread, perhaps the one that the holder needs."""
+        await self._threads.run(self._open)
+        pause_s = _LOCK_POLL_S_MIN
+        while not await self._threads.run(self._try):
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LOCK_POLL_S_MAX)
+
+    async def release(self) -> None:
+        await self._threads.run(self._close)
+
+    def _open(self) -> None:
+        self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+
+    def _try(self) -> bool:
+        assert self._descriptor is not None
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def _close(self) -> None:
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is None:
+            return
+        try:
+            # Closing is not enough where a fork took the descriptor along.
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+        finally:
+            os.close(descriptor)
+
+
+def _read_at(path: str, offset: int, out: memoryview) -> int:
+    part = np.frombuffer(out, np.uint8)
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        done = 0
+        while done < part.size:
+            count = os.preadv(descriptor, [part.data[done:]], offset + done)
+            if not count:
+                break
+            done += count
+        return done
+    finally:
+        os.close(descriptor)
+
+
+def _sync(path: str, flags: int) -> None:
+    descriptor = os.open(path, flags | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except FileExistsError:
+        # A file server that was asked twice (a lost answer, sent again) meets its own link.
+        if not os.path.samefile(source, target):
+            raise
+
+
+def _children(path: str) -> list[Child]:
+    found = []
+    with os.scandir(path) as entries:
+        for entry in entries:
+            try:
+                directory = entry.is_dir()
+                found.append(Child(entry.name, 0 if directory else entry.stat().st_size, directory))
+            except FileNotFoundError:
+                continue  # Removed since, or a link to nowhere.
+    return found

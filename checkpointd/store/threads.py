@@ -1,0 +1,59 @@
+"""System calls in a bounded pool of threads, under any asyncio loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class _Pool(ThreadPoolExecutor):
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        try:
+            return super().submit(fn, *args, **kwargs)
+        except RuntimeError as error:  # After close(), and when the interpreter is ending.
+            raise OSError(errno.ESHUTDOWN, str(error)) from error
+
+
+class Threads:
+    """A pool of at most `count` threads, started as they are needed; a call that it can no longer take raises OSError ESHUTDOWN."""
+
+    def __init__(self, count: int, name: str) -> None:
+        self.executor = _Pool(count, thread_name_prefix=name)
+
+    async def run(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run a blocking call and wait for its end, cancelled or not; one that has not begun is dropped instead."""
+        job = self.executor.submit(call, *args, **kwargs)
+        return await to_the_end(asyncio.wrap_future(job), job)
+
+    def close(self) -> None:
+        """Let the threads go once they are idle."""
+        self.executor.shutdown(wait=False)
+
+
+async def to_the_end(work: Awaitable[T], job: Future[T] | None = None) -> T:
+    """Await `work`; a cancellation goes on only when `work` has ended, or `job` behind it has not begun and was dropped.
+
+    A system call cannot be called back: were the caller to go on, it would reuse memory and descriptors that are still in use.
+    """
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        if job is None or not job.cancel():
+            await _ended(task)
+        raise
+
+
+async def _ended(task: asyncio.Future[T]) -> None:
+    while not task.done():
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.wait({task})
+    if not task.cancelled():
+        task.exception()  # The cancellation is what the caller learns of.
