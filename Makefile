@@ -1,0 +1,57 @@
+# The one task runner: the README, CI and contributors use these verbs. `make` alone explains them.
+
+# Any Python from 3.11 on: PYTHON names one; otherwise the first of these that runs.
+PYTHON  ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$p && break; done)
+# How many test processes, and what else pytest is told: make test ARGS="-k codec -x"
+WORKERS ?= 2
+ARGS    ?=
+
+VENV := .venv
+BIN  := $(VENV)/bin
+PIP  := $(BIN)/python -m pip install -c constraints.txt
+# Named by what it was made from, so that an environment is brought up to date once and then left alone.
+READY := $(VENV)/ready-$(firstword $(shell cat pyproject.toml constraints.txt | cksum))
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint type bench docs setup clean
+
+help: ## What can be done here
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+demo: setup ## Train a small GPT on two ranks, kill one in the middle of a save, and compare the end bit for bit
+	$(BIN)/python examples/demo.py
+
+test: setup ## All tests (narrow it: make test ARGS="-k codec")
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
+
+lint: setup ## ruff: rules and formatting
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+
+type: setup ## mypy, strict: both packages, and user code in tests/typing
+	$(BIN)/python -m mypy checkpointd client/checkpointd_client $(wildcard tests/typing)
+
+bench: setup ## Measure against the peers, which get an environment of their own (minutes, a few GiB of disk)
+	$(BIN)/python benchmarks/compare.py
+
+docs: setup ## Write the generated parts of the documentation again
+	$(BIN)/python docs/generate.py
+
+setup: $(READY) ## Make .venv, or bring it up to date; every verb above does it first
+
+# torch comes first and by itself: it is by far the largest, and one that is there already is kept.
+# The build backend is installed like the rest, so that it is pinned like the rest.
+$(READY):
+	@test -x $(BIN)/python || test -n "$(PYTHON)" || \
+		{ echo "checkpointd needs Python 3.11 or newer. Name one: make PYTHON=/path/to/python3" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) "$$(grep '^torch==' constraints.txt)"
+	$(PIP) -q hatchling
+	$(PIP) -q --no-build-isolation -e '.[torch,test,lint]'
+	@rm -f $(VENV)/ready-*
+	@touch $@
+
+clean: ## Remove what was built and cached, not the environment
+	rm -rf build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name '.?*' -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

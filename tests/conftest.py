@@ -1,0 +1,79 @@
+"""How every test runs: on uvloop, with the markers' needs checked, heavy ones one at a time, Hypothesis profiles."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import uvloop
+from hypothesis import HealthCheck, settings
+
+# Tests with one of these markers share the two cores and the loop devices badly: under `--dist loadgroup` they all go
+# to one worker, one after another. A test's own `xdist_group` wins.
+ONE_AT_A_TIME = ("e2e", "power_cut")
+
+# Neither times an example: the machine decides how long one takes. Both print what reproduces a failure.
+settings.register_profile("dev", deadline=None, print_blob=True, max_examples=200)
+settings.register_profile(
+    "ci", deadline=None, print_blob=True, max_examples=50, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
+
+
+def pytest_asyncio_loop_factories(
+    config: pytest.Config, item: pytest.Item
+) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """Every async test runs on the loop that the writer uses."""
+    return {"uvloop": loop_that_times_out}
+
+
+def loop_that_times_out() -> asyncio.AbstractEventLoop:
+    """A uvloop loop that a test's timeout can end.
+
+    The timeout raises from a signal handler, and uvloop only reports what a signal handler raises: a test that
+    waits for ever would go on waiting.
+    """
+    loop = uvloop.new_event_loop()
+    loop.set_exception_handler(cancel_on_timeout)
+    return loop
+
+
+def cancel_on_timeout(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    error = context.get("exception")
+    if not isinstance(error, pytest.fail.Exception):
+        loop.default_exception_handler(context)
+        return
+    for task in asyncio.all_tasks(loop):
+        task.cancel(str(error))
+
+
+# First: xdist reads the groups in the same hook.
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None and any(map(item.get_closest_marker, ONE_AT_A_TIME)):
+            item.add_marker(pytest.mark.xdist_group("one-at-a-time"))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("root") and os.geteuid() != 0:
+        pytest.skip(f"needs root; this is user id {os.geteuid()}")
+    if item.get_closest_marker("gpu"):
+        missing = why_no_cuda()
+        if missing:
+            pytest.skip(missing)
+
+
+def why_no_cuda() -> str | None:
+    """What keeps a CUDA test from running here, in words; None where it can run."""
+    if importlib.util.find_spec("torch") is None:
+        return "needs a CUDA device; torch is not installed"
+    import torch
+
+    if not torch.cuda.is_available():
+        return f"needs a CUDA device; torch {torch.__version__} sees none"
+    return None
