@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from checkpointd.config import LoadConfig
-from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError
+from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, StoreError
 from checkpointd.layout.keys import plan_key, vote_name
 from checkpointd.layout.manifest import Index, Plan, decode, digest
 from checkpointd.layout.plan import cover_fault
@@ -15,14 +17,31 @@ from checkpointd.pipeline.load import read_index, read_tensors
 from checkpointd.store.base import Store
 
 
+class Damage(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing that is not as it was written: the class of the error, its words, and the object, FQN and rank where known."""
+
+    code: str
+    message: str
+    key: str = ""
+    fqn: str = ""
+    rank: int | None = None
+
+    @staticmethod
+    def of(error: CheckpointdError, rank: int | None = None) -> Damage:
+        if isinstance(error, DamagedError):
+            known = rank if error.rank is None else error.rank
+            return Damage(code=error.code, message=str(error), key=error.key, fqn=error.fqn, rank=known)
+        return Damage(code=error.code, message=str(error), rank=rank)
+
+
 @dataclass(slots=True)
 class Verdict:
-    """What verification of one checkpoint found: bytes read, and every damage in words (none: it is whole)."""
+    """What verification of one checkpoint found: bytes read, and every damage (none: it is whole)."""
 
     tag: str
     attempt: str
     bytes_read: int = 0
-    damage: list[str] = field(default_factory=list)
+    damage: list[Damage] = field(default_factory=list)
 
     @property
     def whole(self) -> bool:
@@ -32,7 +51,7 @@ class Verdict:
 async def verify(
     store: Store, checkpoint: Checkpoint, config: LoadConfig, on_bytes: Callable[[int], None] = lambda _: None
 ) -> Verdict:
-    """Verify outcome, votes, plans, indexes and every chunk of every rank."""
+    """Verify outcome, votes, plans, indexes and every chunk of every rank. What the storage cannot read is damage as well."""
     verdict = Verdict(checkpoint.tag, str(checkpoint.attempt))
 
     def count(nbytes: int) -> None:
@@ -42,8 +61,8 @@ async def verify(
     for rank in range(checkpoint.outcome.world_size):
         try:
             await _verify_rank(store, checkpoint, rank, config, count, verdict.damage)
-        except (DamagedError, NotFoundError) as error:
-            verdict.damage.append(str(error))
+        except (DamagedError, NotFoundError, StoreError) as error:
+            verdict.damage.append(Damage.of(error, rank))
     return verdict
 
 
@@ -53,15 +72,15 @@ async def _verify_rank(
     rank: int,
     config: LoadConfig,
     count: Callable[[int], None],
-    damage: list[str],
+    damage: list[Damage],
 ) -> None:
     index = await read_index(store, checkpoint, rank)
     try:
         await _check_plan(store, checkpoint, rank, index)
     except CheckpointdError as error:
-        damage.append(f"{error} (rank {rank})")
+        damage.append(Damage.of(error, rank))
     found = await read_tensors(store, checkpoint.prefix, index, {t.fqn: None for t in index.tensors}, config, count)
-    damage.extend(str(error) for error in found)
+    damage.extend(Damage.of(error, rank) for error in found)
 
 
 async def _check_plan(store: Store, checkpoint: Checkpoint, rank: int, index: Index) -> None:
