@@ -1,0 +1,215 @@
+"""Checkpoints for tests, written by the real pipelines with all ranks in one loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from checkpointd.codec import Compression
+from checkpointd.commit.machine import Phase
+from checkpointd.config import CommitConfig, LoadConfig, PersistConfig
+from checkpointd.layout import tree
+from checkpointd.layout.boxes import whole
+from checkpointd.layout.keys import AttemptId
+from checkpointd.layout.manifest import Alias, ErrorReport
+from checkpointd.pipeline import catalog, epochs
+from checkpointd.pipeline.attempt import Attempt, WriterState
+from checkpointd.pipeline.load import read_index, read_tensors
+from checkpointd.pipeline.pages import page_buffer, page_up
+from checkpointd.pipeline.save import Persist, Rates, persist, vote_no
+from checkpointd.pipeline.shard import TENSOR_ALIGNMENT, AttemptInfo, Bytes, Progress, Shard, ShardTensor
+from checkpointd.store.base import Store
+
+Arrays = Mapping[str, NDArray[np.generic]]
+Values = Mapping[str, tree.Node]
+
+DEADLINE_S = 60.0
+NO_VALUES: Values = MappingProxyType({})
+
+
+def rank_arrays(rank: int) -> Arrays:
+    """A small state that differs from rank to rank: floats, integers, flags, a 0-d and an empty tensor."""
+    random = np.random.default_rng(rank)
+    return {
+        "model.weight": random.normal(size=(64, 48)).astype(np.float32),
+        "model.half": random.normal(size=(33,)).astype(np.float16),
+        "optimizer.steps": np.arange(rank, rank + 7, dtype=np.int64),
+        "optimizer.flags": random.random(5) < 0.5,
+        "optimizer.step": np.array(10 + rank, dtype=np.int64),
+        "model.empty": np.zeros((0, 4), dtype=np.float32),
+    }
+
+
+def make_shard(
+    arrays: Arrays, values: Values = NO_VALUES, *, aliases: tuple[Alias, ...] = (), excluded: tuple[str, ...] = ()
+) -> Shard:
+    """`arrays` as a snapshot: row-major at 64-byte offsets of a page-aligned image."""
+    offset, tensors, parts = 0, [], []
+    for fqn, array in arrays.items():
+        flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        shape = tuple(array.shape)
+        tensors.append(ShardTensor(fqn, array.dtype.name, shape, whole(shape), "rank", offset, flat.nbytes, array.itemsize))
+        parts.append((offset, flat))
+        offset += -(-flat.nbytes // TENSOR_ALIGNMENT) * TENSOR_ALIGNMENT
+    image = page_buffer(page_up(offset))
+    for at, flat in parts:
+        image[at : at + flat.nbytes] = flat
+    leaves = {**{fqn: tree.Tensor(fqn) for fqn in arrays}, **{alias.fqn: tree.Tensor(alias.fqn) for alias in aliases}}
+    root = tree.Dict("dict", (*leaves.items(), *values.items()))
+    return Shard(image=image, tensors=tuple(tensors), aliases=aliases, excluded=excluded, tree=tree.encode(root))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Save:
+    """One save of all ranks at a store. `failing` ranks raise while staging, `absent` ones never call save()."""
+
+    store: Store
+    tag: str = "global_step1"
+    step: int = 1
+    world_size: int = 2
+    epoch: int
+    k: int = 0
+    n: int = 0
+    save_latest: bool = True
+    shard_of: Callable[[int], Shard]
+    compression: Compression = "none"
+    chunk_bytes: int = 4096
+    timeout_s: float = DEADLINE_S
+    failing: Mapping[int, Exception] = field(default_factory=dict)
+    absent: frozenset[int] = frozenset()
+
+    @property
+    def persist(self) -> PersistConfig:
+        return PersistConfig(compression=self.compression, chunk_bytes=self.chunk_bytes, block_bytes=8192, budget_bytes=1 << 20)
+
+    def info(self, rank: int) -> AttemptInfo:
+        return AttemptInfo(
+            tag=self.tag,
+            attempt=AttemptId(self.epoch, self.k),
+            rank=rank,
+            world_size=self.world_size,
+            step=self.step,
+            n=self.n,
+            save_latest=self.save_latest,
+        )
+
+    async def staged(self, rank: int) -> Shard:
+        if rank in self.failing:
+            raise self.failing[rank]
+        return self.shard_of(rank)
+
+    async def run(self, rank: int) -> Attempt:
+        """The whole attempt of one rank."""
+        commit = CommitConfig(timeout_s=self.timeout_s, poll_min_s=0.001, poll_max_s=0.01)
+        state = WriterState(store=self.store, persist=self.persist, commit=commit)
+        attempt = Attempt(state, self.info(rank), deadline=asyncio.get_running_loop().time() + self.timeout_s)
+        await attempt.run(self.staged(rank))
+        return attempt
+
+    async def vote(self, rank: int) -> None:
+        """Persist and vote, and nothing after that: what a rank leaves that dies then."""
+        if rank in self.failing:
+            await vote_no(self.store, self.info(rank), ErrorReport(code="StagingError", message=str(self.failing[rank])))
+            return
+        job = Persist(
+            store=self.store,
+            info=self.info(rank),
+            shard=self.shard_of(rank),
+            config=self.persist,
+            rates=Rates(),
+            progress=Progress(),
+            stopped=lambda: False,
+        )
+        await persist(job)
+
+
+async def begin_epoch(store: Store, world_size: int = 2) -> int:
+    """Take the next epoch, as rank 0 of a starting job does."""
+    return (await epochs.take(store, world_size)).epoch
+
+
+async def plan_save(
+    store: Store,
+    *,
+    tag: str = "global_step1",
+    step: int | None = None,
+    world_size: int = 2,
+    epoch: int | None = None,
+    tensors: Callable[[int], Arrays] = rank_arrays,
+    values: Values = NO_VALUES,
+    aliases: tuple[Alias, ...] = (),
+    excluded: tuple[str, ...] = (),
+    **others: object,
+) -> Save:
+    """A Save in `epoch` (the newest by default, begun where there is none); `step` is read from a tag like global_step5."""
+    current = epoch or await epochs.newest(store) or await begin_epoch(store, world_size)
+    while await epochs.newest(store) < current:
+        await begin_epoch(store, world_size)
+    digits = tag.removeprefix("global_step")
+    step = step if step is not None else int(digits) if digits.isdecimal() else 0
+    save = Save(
+        store=store,
+        tag=tag,
+        step=step,
+        world_size=world_size,
+        epoch=current,
+        n=step,
+        shard_of=lambda rank: make_shard(tensors(rank), values, aliases=aliases, excluded=excluded),
+    )
+    return replace(save, **others)  # type: ignore[arg-type]  # the fields of Save, named by the test
+
+
+async def save_checkpoint(store: Store, **options: object) -> list[Attempt]:
+    """Save on all ranks at once; every present rank's finished attempt. Options: those of `plan_save` and fields of Save."""
+    save = await plan_save(store, **options)  # type: ignore[arg-type]  # named by the test
+    return list(await asyncio.gather(*(save.run(r) for r in range(save.world_size) if r not in save.absent)))
+
+
+async def leave_in_doubt(store: Store, *, voting: tuple[int, ...] = (0, 1), **options: object) -> Save:
+    """Votes of the ranks `voting`, one after another, and no outcome: what a killed job leaves."""
+    save = await plan_save(store, **options)  # type: ignore[arg-type]  # named by the test
+    for rank in voting:
+        await save.vote(rank)
+    return save
+
+
+async def load_arrays(store: Store, tag: str, rank: int) -> dict[str, bytes]:
+    """Every tensor of one rank as its raw bytes, read and verified by the real loader."""
+    checkpoint = await catalog.find(store, tag)
+    index = await read_index(store, checkpoint, rank)
+    found = {t.fqn: bytearray(sum(c.raw for c in t.chunks)) for t in index.tensors}
+
+    def sink(fqn: str) -> Callable[[int, Bytes], None]:
+        def take(start: int, raw: Bytes) -> None:
+            found[fqn][start : start + raw.nbytes] = raw.tobytes()
+
+        return take
+
+    damage = await read_tensors(store, checkpoint.prefix, index, {fqn: sink(fqn) for fqn in found}, LoadConfig())
+    if damage:
+        raise damage[0]
+    return {fqn: bytes(data) for fqn, data in found.items()}
+
+
+def phases(attempts: list[Attempt]) -> list[Phase]:
+    return [attempt.phase for attempt in attempts]
+
+
+def objects(folder: Path, suffix: str) -> list[Path]:
+    """The files below `folder` whose names end in `suffix`, sorted."""
+    return sorted(folder.rglob(f"*{suffix}"))
+
+
+def break_file(path: Path, fault: str) -> None:
+    """Damage one object: `flip` a bit of a byte in its first half, `truncate` it to half its size, or `remove` it."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 3] ^= 1
+    path.unlink()
+    if fault != "remove":
+        path.write_bytes(data if fault == "flip" else data[: len(data) // 2])
