@@ -86,6 +86,7 @@ class Root:
 
     async def settle(self, path: str) -> None:
         """Make durable what another process may have left half-way: the content, then the names."""
+        await self.disk.size(path)  # Refuses a directory, which could be synced as well.
         await self.disk.sync_file(path)
         await self.directories.sync_names(path)
 

@@ -22,7 +22,7 @@ class _Pool(ThreadPoolExecutor):
 
 
 class Threads:
-    """A pool of at most `count` threads, started as they are needed; a call that it can no longer take raises OSError ESHUTDOWN."""
+    """A pool of at most `count` threads, started as they are needed; calls that come too late raise OSError ESHUTDOWN."""
 
     def __init__(self, count: int, name: str) -> None:
         self.executor = _Pool(count, thread_name_prefix=name)
