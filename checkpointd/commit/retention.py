@@ -4,6 +4,7 @@ Invariants
   R1  A committed attempt is removed only when a newer commit of the same tag exists.
   R2  An undecided attempt is never touched: recovery decides it first.
   R3  Outcome and votes of an aborted attempt stay, as the record that `explain` reads and so that no late vote can revive it.
+  R4  Only an attempt that was committed ever loses its votes: a rank whose yes vote is gone knows that it was.
 """
 
 from __future__ import annotations
@@ -45,6 +46,19 @@ def dead_weight(attempts: Iterable[AttemptFacts]) -> list[tuple[AttemptFacts, st
         elif facts.state == "committed" and facts.order is not None and facts.order < newest[facts.tag]:
             dead.append((facts, "the tag was saved again since"))
     return dead
+
+
+RECORDS_KEPT = 16
+"""How many removed attempts of a tag leave their outcome and votes behind, for people and for ranks that have not read them."""
+
+
+def spent_records(attempts: Iterable[AttemptFacts]) -> list[AttemptFacts]:
+    """The removed attempts whose records can go as well: all but the newest RECORDS_KEPT of each tag, oldest first."""
+    removed: dict[str, list[AttemptFacts]] = {}
+    for facts in attempts:
+        if facts.state == "deleted" and not facts.bulk:
+            removed.setdefault(facts.tag, []).append(facts)
+    return [facts for known in removed.values() for facts in sorted(known, key=lambda f: f.attempt)[:-RECORDS_KEPT]]
 
 
 def moves_latest(current: Order | None, candidate: Order) -> bool:

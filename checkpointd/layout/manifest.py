@@ -15,9 +15,13 @@ from typing_extensions import Buffer
 
 from checkpointd.errors import FormatError
 from checkpointd.layout.boxes import Box
+from checkpointd.layout.dtypes import ITEM_BYTES
 from checkpointd.layout.keys import check_chunks_ref
 
 VERSION = 1
+
+CHUNK_BYTES_MAX = (1 << 30) + (1 << 23)
+"""No chunk is larger, raw or stored: 1 GiB and what a codec may add."""
 
 Scope = Literal["rank", "global"]
 """`rank`: this rank's own, never mixed with another's. `global`: a part of a tensor that the ranks hold together."""
@@ -37,12 +41,17 @@ class Writer(_Object, frozen=True, kw_only=True):
 
 
 class Epoch(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpointd.epoch"):
-    """Who runs an epoch. `nonce` is what the other ranks compare to know that they share the root."""
+    """Who runs an epoch. `nonce` is what the other ranks compare to know that they share the root.
+
+    `world_size` 0: no ranks run in it, it was taken by `checkpointd recover`.
+    """
 
     version: int = VERSION
     epoch: int
     nonce: str
     world_size: int
+    process: str = ""
+    """The holder, exactly (`store/writers.py` makes the name): what tells on its own machine whether it still runs."""
     writer: Writer
 
 
@@ -282,6 +291,7 @@ def _check_index(index: Index, key: str) -> None:
         parts.add((entry.fqn, entry.box))
         seen.add(entry.fqn)
         entry.box.check(entry.shape)
+        _check_size(entry, key)
         for chunk in entry.chunks:
             _check_chunk(chunk, index, entry.fqn, key)
     for alias in index.aliases:
@@ -289,9 +299,19 @@ def _check_index(index: Index, key: str) -> None:
             raise FormatError(f"{key}: {alias.fqn} shares memory with {alias.owner}, which is not stored", key=key)
 
 
+def _check_size(entry: TensorEntry, key: str) -> None:
+    if entry.dtype not in ITEM_BYTES:
+        raise FormatError(f"{key}: {entry.fqn} has the unknown dtype {entry.dtype!r}; a newer release may know it", key=key)
+    stored, needed = sum(chunk.raw for chunk in entry.chunks), entry.box.numel() * ITEM_BYTES[entry.dtype]
+    if stored != needed:
+        raise FormatError(f"{key}: {entry.fqn} needs {needed} bytes, and its chunks hold {stored}", key=key, fqn=entry.fqn)
+
+
 def _check_chunk(chunk: Chunk, index: Index, fqn: str, key: str) -> None:
     inside = 0 <= chunk.object < len(index.objects) and chunk.offset >= 0 and chunk.stored >= 0 and chunk.raw >= 0
     if not inside or chunk.offset + chunk.stored > index.objects[chunk.object].size:
         raise FormatError(f"{key}: a chunk of {fqn} lies outside the objects of its attempt", key=key, fqn=fqn)
+    if max(chunk.raw, chunk.stored) > CHUNK_BYTES_MAX:
+        raise FormatError(f"{key}: a chunk of {fqn} declares {max(chunk.raw, chunk.stored)} bytes", key=key, fqn=fqn)
     if len(chunk.digest) != 16:
         raise FormatError(f"{key}: a chunk of {fqn} has a digest of {len(chunk.digest)} bytes", key=key, fqn=fqn)

@@ -17,18 +17,38 @@ class _Node(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     pass
 
 
+class Overlap(_Node, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Where a stored tensor lay that shared memory with others, or with itself, in a way that no alias can express.
+
+    Such tensors are stored in full, each for itself. Memory that overlaps in just the same way may be filled with them again: the
+    bytes agree where they meet. `offset` is in bytes from the lowest address of the `group`, `stride` in bytes.
+    """
+
+    group: int
+    offset: int
+    stride: tuple[int, ...]
+    conjugate: bool = False
+    negative: bool = False
+
+
 class Tensor(_Node, frozen=True, array_like=True, forbid_unknown_fields=True, tag="T"):
-    """A torch tensor stored under `fqn`."""
+    """A torch tensor stored under `fqn`. `device` is the type that it was on (`cpu`, `cuda`), without the index."""
 
     fqn: str
     requires_grad: bool = False
+    device: str = "cpu"
+    overlap: Overlap | None = None
 
 
 class Array(_Node, frozen=True, array_like=True, forbid_unknown_fields=True, tag="A"):
-    """A numpy array stored as the tensor `fqn`; `dtype` is numpy's name with byte order (`<u4`)."""
+    """A numpy array stored as the tensor `fqn`; `dtype` is numpy's name with byte order (`<u4`).
+
+    A dtype that torch lacks (`>f8`, `<M8[ns]`, `<U5`) is stored as uint8 with one more dimension: the bytes of an item.
+    """
 
     fqn: str
     dtype: str
+    overlap: Overlap | None = None
 
 
 class NumpyScalar(_Node, frozen=True, array_like=True, forbid_unknown_fields=True, tag="N"):
@@ -66,7 +86,7 @@ class Sequence(_Node, frozen=True, array_like=True, forbid_unknown_fields=True, 
 
 
 class TorchName(_Node, frozen=True, array_like=True, forbid_unknown_fields=True, tag="Y"):
-    """A torch dtype, device, layout or memory format, by its name without `torch.`."""
+    """A torch dtype, by its name without `torch.`, or a device, as `str(device)` writes it."""
 
     kind: Literal["dtype", "device"]
     name: str

@@ -3,7 +3,7 @@
 Invariants
   A1  `run` returns with the phase final, whatever fails; it never raises a storage error.
   A2  The phase `committed` is reported only after a commit outcome was read back or put durably.
-  A3  The snapshot's memory is in use at most until `run` returns.
+  A3  The snapshot's memory is in use at most until `on_free` is called, which happens once, before `run` returns.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from checkpointd.errors import (
     StagingError,
     StoreError,
 )
-from checkpointd.layout.keys import OUTCOME
+from checkpointd.layout.keys import OUTCOME, vote_name
 from checkpointd.layout.manifest import ErrorReport, Outcome
 from checkpointd.pipeline import catalog, epochs
 from checkpointd.pipeline.collect import collect_tag
@@ -61,7 +61,9 @@ class WriterState:
 
 
 class Attempt:
-    """One attempt on one rank. `on_phase` is called at every change of phase, on the writer's thread."""
+    """One attempt on one rank. `on_phase` is called at every change of phase, `on_free` when the snapshot is not read any more;
+    both on the writer's thread.
+    """
 
     def __init__(
         self,
@@ -71,6 +73,7 @@ class Attempt:
         deadline: float,
         progress: Progress | None = None,
         on_phase: Callable[[Phase], None] = lambda _: None,
+        on_free: Callable[[], None] = lambda: None,
     ) -> None:
         self.info = info
         self.phase = Phase.STAGING
@@ -80,9 +83,17 @@ class Attempt:
         self._state, self._store = state, state.store
         self._deadline = deadline
         self._on_phase = on_phase
+        self._on_free = on_free
         self._ballot = Ballot(state.store, info.tag, info.attempt)
         self._own_error: BaseException | None = None
         self._fenced: FencedError | None = None
+
+    @property
+    def votes_missing(self) -> tuple[int, ...] | None:
+        """The ranks whose vote was not seen yet; None where this rank does not gather votes."""
+        if self.info.rank != COORDINATOR:
+            return None
+        return tuple(rank for rank in range(self.info.world_size) if rank not in self._ballot.votes)
 
     async def run(self, staged: Awaitable[Shard]) -> None:
         """Persist what `staged` gives, vote, and follow the attempt to its outcome.
@@ -120,6 +131,8 @@ class Attempt:
             await self._fail(error, Event.SKIP)
         except Exception as error:  # A1: whatever it is becomes this rank's no
             await self._fail(error, Event.SNAPSHOT_FAILED if self.phase is Phase.STAGING else Event.SHARD_FAILED)
+        finally:
+            self._on_free()
 
     async def _persist(self, shard: Shard) -> None:
         self._fire(Event.PERSIST_STARTED)
@@ -221,6 +234,8 @@ class Attempt:
         self._fire(Event.DEADLINE)
         for tries in range(1, GIVE_UP_TRIES + 1):
             try:
+                if self.phase is Phase.PREPARED and await self._store.stat(self.info.key(vote_name(self.info.rank))) is None:
+                    return self._outcome_of(Decision())  # committed, replaced and forgotten: only a commit loses its votes (R4)
                 return await put_outcome(self._store, self._outcome_of(await self._too_late()))
             except CheckpointdError as error:
                 if tries == GIVE_UP_TRIES:

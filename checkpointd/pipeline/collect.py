@@ -2,14 +2,15 @@
 
 Invariants
   G1  The `deleted` mark of a committed attempt is durable before any of its objects goes.
-  G2  Outcome and votes stay: no late vote can revive a dead attempt.
+  G2  Outcome and votes of an aborted attempt stay: no late vote can revive it.
+  G3  The `deleted` mark is the last object of an attempt to go.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from checkpointd.commit.retention import AttemptFacts, dead_weight
+from checkpointd.commit.retention import AttemptFacts, dead_weight, spent_records
 from checkpointd.layout.keys import DELETED, attempt_prefix
 from checkpointd.layout.manifest import Deleted, encode
 from checkpointd.pipeline import catalog
@@ -18,13 +19,16 @@ from checkpointd.store.base import Store
 
 
 async def collect(store: Store, attempts: Iterable[AttemptFacts]) -> int:
-    """Remove what `dead_weight` names among `attempts`; the number of attempts swept."""
-    dead = dead_weight(attempts)
+    """Remove what `dead_weight` and `spent_records` name among `attempts`; the number of attempts swept of their bulk."""
+    known = list(attempts)
+    dead = dead_weight(known)
     for facts, reason in dead:
         prefix = attempt_prefix(facts.tag, facts.attempt)
         if facts.state == "committed":
             await store.put_if_absent(f"{prefix}/{DELETED}", encode(Deleted(reason=reason, writer=writer())))
         await _sweep(store, prefix)
+    for facts in spent_records(known):
+        await _forget(store, attempt_prefix(facts.tag, facts.attempt))
     return len(dead)
 
 
@@ -37,3 +41,9 @@ async def _sweep(store: Store, prefix: str) -> None:
     for entry in await store.list(prefix):
         if entry.name.endswith((".index", ".chunks")):
             await store.delete(f"{prefix}/{entry.name}")
+
+
+async def _forget(store: Store, prefix: str) -> None:
+    names = [entry.name for entry in await store.list(prefix) if entry.name != DELETED]
+    for name in [*names, DELETED]:
+        await store.delete(f"{prefix}/{name}")

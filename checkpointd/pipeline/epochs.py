@@ -9,6 +9,7 @@ from checkpointd.layout.keys import SERVICE, epoch_key, epoch_of
 from checkpointd.layout.manifest import Epoch, decode, encode
 from checkpointd.pipeline.identity import writer
 from checkpointd.store.base import Store
+from checkpointd.store.writers import new_writer
 
 
 async def newest(store: Store) -> int:
@@ -18,11 +19,14 @@ async def newest(store: Store) -> int:
 
 
 async def take(store: Store, world_size: int) -> Epoch:
-    """Begin the next epoch. Whoever ran an older one at this root is fenced from here on."""
+    """Begin the next epoch, for a job of `world_size` ranks (0: for a recovery without one).
+
+    Whoever ran an older one at this root is fenced from here on.
+    """
     number = await newest(store)
     while True:
         number += 1
-        epoch = Epoch(epoch=number, nonce=secrets.token_hex(16), world_size=world_size, writer=writer())
+        epoch = Epoch(epoch=number, nonce=secrets.token_hex(16), world_size=world_size, process=new_writer(), writer=writer())
         if await store.put_if_absent(epoch_key(number), encode(epoch)):
             return epoch
 
