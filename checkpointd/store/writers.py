@@ -27,6 +27,11 @@ def is_alive(writer: str) -> bool:
     return now == start or not now
 
 
+def is_within_sight(writer: str) -> bool:
+    """Whether `is_alive` can tell for sure: `writer` was named in this boot of this machine and this pid namespace."""
+    return _split(writer)[0] == _place()
+
+
 def _split(writer: str) -> tuple[str, int, str]:
     parts = writer.rsplit(".", 3)
     if len(parts) != 4 or not parts[1].isdecimal():
