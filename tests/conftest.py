@@ -18,9 +18,7 @@ ONE_AT_A_TIME = ("e2e", "power_cut")
 
 # Neither times an example: the machine decides how long one takes. Both print what reproduces a failure.
 settings.register_profile("dev", deadline=None, print_blob=True, max_examples=200)
-settings.register_profile(
-    "ci", deadline=None, print_blob=True, max_examples=50, suppress_health_check=[HealthCheck.too_slow]
-)
+settings.register_profile("ci", deadline=None, print_blob=True, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
 
