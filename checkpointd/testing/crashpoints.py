@@ -1,0 +1,65 @@
+"""Every crash point of a scenario, one after another: run it, stop the world just after effect number n, look at what is left.
+
+A scenario is a function of a `Crash` that makes a SimDisk, sets up, and then awaits `crash.strikes(disk, tasks)`, which says
+whether the crash came before the tasks were done. `every_crash_point` calls it with n = 1, 2, 3, ... until it did not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from checkpointd.testing import simloop
+from checkpointd.testing.simdisk import Effect, SimDisk
+
+POINTS_MAX = 20_000
+
+
+@dataclass(frozen=True, slots=True)
+class Crash:
+    """Stop just after effect `number`, counted from 1 at the call of `strikes`; `how` does it, a power cut by default."""
+
+    number: int
+    how: Callable[[SimDisk, Effect], None] = lambda disk, _: disk.power_cut()
+
+    async def strikes(self, disk: SimDisk, tasks: Iterable[asyncio.Task[Any]]) -> bool:
+        """Wait until the crash or the end of `tasks`, whichever is first; errors of the tasks are raised."""
+        struck = disk.loop.create_future()
+        base = disk.effects
+
+        def after(effect: Effect) -> None:
+            if effect.number - base == self.number:
+                self.how(disk, effect)
+                struck.set_result(None)
+
+        disk.after = after
+        done = asyncio.gather(*tasks)
+        await asyncio.wait({done, struck}, return_when=asyncio.FIRST_COMPLETED)
+        if done.done():
+            done.result()
+        return struck.done()
+
+
+Scenario: TypeAlias = Callable[[Crash], Coroutine[Any, Any, bool]]
+
+
+def every_crash_point(scenario: Scenario, seeds: Iterable[int], how: Callable[[SimDisk, Effect], None] | None = None) -> int:
+    """Run `scenario` with a crash after each effect, for each seed; the number of runs. A failure names seed and effect."""
+    runs = 0
+    for seed in seeds:
+        for number in itertools.count(1):
+            crash = Crash(number, how) if how else Crash(number)
+            runs += 1
+            try:
+                struck = simloop.run(seed, scenario(crash))
+            except BaseException as error:
+                error.add_note(f"crash after effect {number}")
+                raise
+            if not struck:
+                break
+            if number >= POINTS_MAX:
+                raise simloop.StuckError(f"seed {seed}: the scenario has more than {POINTS_MAX} effects")
+    return runs

@@ -1,0 +1,325 @@
+"""A simulated disk, seen by simulated processes: the POSIX store runs on it as it runs on the real one.
+
+What a power cut and a failing fsync may do is stated in `simfs.py` (F1 to F7). This module adds the processes:
+  P1  Every effect (create, write, reserve, truncate, fsync, link, rename, unlink, mkdir, rmdir, fsync of a directory) has a
+      number, counted from 1 over all processes. Just after any of them, `after` may kill, pause or cut the power.
+  P2  A killed process performs no later effect and its calls never return. What it had done stays, also where it never learned
+      of it. A write of more than a page may stop in between. Its locks are free at once.
+  P3  A paused process keeps its locks; when it is resumed it goes on where it stood.
+  P4  Effects take seeded virtual time before and after they happen, so that calls in flight overtake each other.
+  P5  `before` may refuse any effect with an error of the system (ENOSPC, EIO); F5 to F7 then say what is left of it.
+Calls are made by tasks of the process that the view belongs to (`Process.spawn`); anything else is a fault of the test.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from typing_extensions import Buffer
+
+from checkpointd.store.disk import Child
+from checkpointd.testing.simfs import SimDirectory, SimFile, SimFs
+from checkpointd.testing.simloop import Process, ProcessState, SimLoop, current_process
+
+T = TypeVar("T")
+
+PAGE_BYTES = 4096
+ALIGNMENT = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """One change of the disk: its number from 1, virtual time in seconds, who, what, and to which path; `size` in bytes."""
+
+    number: int
+    time_s: float
+    process: str
+    kind: str
+    path: str
+    size: int = 0
+
+    def __str__(self) -> str:
+        size = f" {self.size} B" if self.size else ""
+        return f"{self.number:5d} {self.time_s:11.6f} s  {self.process:12} {self.kind:9} {self.path}{size}"
+
+
+class SimDisk:
+    """The disk of one simulated run, shared by its processes. Made inside the run, on its SimLoop."""
+
+    def __init__(self, *, root: str = "/root", alignment: int = ALIGNMENT) -> None:
+        loop = asyncio.get_running_loop()
+        if not isinstance(loop, SimLoop):
+            raise RuntimeError("a SimDisk lives on a SimLoop: use simloop.run")
+        self.loop = loop
+        self.rng = random.Random(f"disk {loop.seed}")
+        self.fs = SimFs()
+        self.alignment = alignment
+        self.root = root
+        self.trace: list[Effect | str] = []
+        self.effects = 0
+        self.before: Callable[[Effect], int | None] = lambda _: None
+        """Asked just before each effect; an errno makes it fail (P5)."""
+        self.after: Callable[[Effect], None] = lambda _: None
+        """Told just after each effect (P1)."""
+        self._alive: dict[str, ProcessDisk] = {}
+        self.fs.make_directory(root)
+        self.fs.make_all_durable()
+
+    def process(self, name: str, kind: type[ProcessDisk] | None = None) -> ProcessDisk:
+        """A new process and its view of the disk, of class `kind`; the name may be that of a dead process."""
+        view = (kind or ProcessDisk)(self, self.loop.process(name))
+        self._alive[name] = view
+        return view
+
+    def kill(self, name: str) -> None:
+        """SIGKILL (P2)."""
+        self.note(f"kill {name}")
+        self._alive.pop(name).process.kill()
+
+    def pause(self, name: str) -> None:
+        """SIGSTOP (P3)."""
+        self.note(f"pause {name}")
+        self._alive[name].process.pause()
+
+    def resume(self, name: str) -> None:
+        """SIGCONT."""
+        self.note(f"resume {name}")
+        self._alive[name].process.resume()
+
+    def alive(self) -> list[str]:
+        """The processes that were not killed, in order of their start."""
+        return list(self._alive)
+
+    def power_cut(self) -> None:
+        """Kill all processes and leave what F1 to F4 allow."""
+        self.note("power cut")
+        for view in self._alive.values():
+            view.process.kill()
+        self._alive.clear()
+        self.fs.power_cut(self.rng)
+
+    def note(self, text: str) -> None:
+        """Add a line to the trace."""
+        self.trace.append(f"      {self.loop.time():11.6f} s  -- {text}")
+
+    def story(self, lines_max: int = 200) -> str:
+        """The end of the trace, for the message of a failure."""
+        return "\n".join(str(line) for line in self.trace[-lines_max:])
+
+    def record(self, process: str, kind: str, path: str, size: int) -> Effect:
+        self.effects += 1
+        effect = Effect(self.effects, self.loop.time(), process, kind, path, size)
+        self.trace.append(effect)
+        return effect
+
+    def delay_s(self) -> float:
+        """Mostly below 2 ms, now and then up to 50 ms, rarely up to 2 s."""
+        draw = self.rng.random()
+        scale = 0.002 if draw < 0.94 else 0.05 if draw < 0.995 else 2.0
+        return scale * self.rng.random()
+
+
+class ProcessDisk:
+    """The disk as one process sees it; `checkpointd.store.disk.Disk` is the contract."""
+
+    def __init__(self, disk: SimDisk, process: Process) -> None:
+        self.disk, self.process = disk, process
+        self._fs = disk.fs
+
+    @property
+    def alignment(self) -> int:
+        return self.disk.alignment
+
+    async def create(self, path: str) -> SimOpenFile:
+        return SimOpenFile(self, await self.effect("create", path, lambda: self._fs.create(path)), path)
+
+    async def read(self, path: str, size_max: int) -> bytes:
+        return await self.look(lambda: _content(self._fs.file(path), size_max))
+
+    async def read_at(self, path: str, offset: int, out: memoryview) -> int:
+        return await self.look(lambda: _copy_out(self._fs.file(path), offset, out))
+
+    async def sync_file(self, path: str) -> None:
+        await self.sync_node(self._fs.file(path), path)
+
+    async def sync_directory(self, path: str) -> None:
+        await self.effect("sync-dir", path, lambda: self._fs.sync_directory(path))
+
+    async def make_directory(self, path: str) -> None:
+        await self.effect("mkdir", path, lambda: self._fs.make_directory(path))
+
+    async def remove_directory(self, path: str) -> None:
+        await self.effect("rmdir", path, lambda: self._fs.remove_directory(path))
+
+    async def link(self, source: str, target: str) -> None:
+        await self.effect("link", f"{source} -> {target}", lambda: self._fs.link(source, target))
+
+    async def rename(self, source: str, target: str) -> None:
+        await self.effect("rename", f"{source} -> {target}", lambda: self._fs.rename(source, target))
+
+    async def unlink(self, path: str) -> None:
+        await self.effect("unlink", path, lambda: self._fs.unlink(path))
+
+    async def children(self, path: str) -> list[Child]:
+        found = await self.look(lambda: _children(self._fs.directory(path)))
+        self.disk.rng.shuffle(found)
+        return found
+
+    async def size(self, path: str) -> int:
+        return await self.look(lambda: len(self._fs.file(path).data))
+
+    async def locked(self, path: str) -> SimLock:
+        file = await self.effect("lock", path, lambda: self._open_lock(path))
+        lock = SimLock(file)
+        while file.locked_by is not None:
+            waiter: asyncio.Future[None] = self.disk.loop.create_future()
+            file.waiters.append(waiter)
+            await waiter
+        file.locked_by = lock
+        self.process.on_death(lock.let_go)
+        return lock
+
+    def _open_lock(self, path: str) -> SimFile:
+        try:
+            return self._fs.create(path)
+        except FileExistsError:
+            return self._fs.file(path)
+
+    # --- how a call runs ---------------------------------------------------------------------------------------
+
+    async def look(self, act: Callable[[], T]) -> T:
+        """A call that changes nothing: what it saw may be old when it returns."""
+        self._check()
+        try:
+            return act()
+        finally:
+            await asyncio.sleep(self.disk.delay_s())
+
+    async def effect(
+        self, kind: str, path: str, act: Callable[[], T], *, size: int = 0, spoil: Callable[[], None] = lambda: None
+    ) -> T:
+        """A call that changes the disk by `act`; where `before` refuses it, by `spoil`."""
+        self._check()
+        await asyncio.sleep(self.disk.delay_s())
+        self._check()
+        effect = self.disk.record(self.process.name, kind, path, size)
+        refused = self.disk.before(effect)
+        if self.process.state is ProcessState.DEAD:
+            await self.disk.loop.create_future()
+        try:
+            if refused is not None:
+                self.disk.note(f"{errno.errorcode[refused]} at {effect.number}")
+                spoil()
+                raise OSError(refused, os.strerror(refused), path)
+            return act()
+        finally:
+            self.disk.after(effect)
+            await asyncio.sleep(self.disk.delay_s())
+
+    async def sync_node(self, file: SimFile, path: str) -> None:
+        await self.effect("fsync", path, lambda: self._fs.sync(file), spoil=lambda: self._fs.drop_dirty(file, self.disk.rng))
+
+    def _check(self) -> None:
+        if self.disk.loop.closing:
+            raise asyncio.CancelledError
+        if current_process() is not self.process:
+            raise RuntimeError(f"a task outside process {self.process.name!r} uses its view of the disk: start it with spawn")
+
+
+class SimOpenFile:
+    """A file open for writing; `checkpointd.store.disk.File` is the contract."""
+
+    def __init__(self, view: ProcessDisk, file: SimFile, path: str) -> None:
+        self._view, self._file, self._path = view, file, path
+        self._open = True
+
+    async def write_at(self, offset: int, data: Buffer) -> None:
+        part = memoryview(data).cast("B")
+        cut = self._cut(offset, len(part))
+        for start, stop in ((0, cut), (cut, len(part))):
+            if stop > start or not len(part):
+                await self._write(offset + start, part[start:stop])
+
+    def _cut(self, offset: int, size: int) -> int:
+        """Where a write of more than a page may be stopped, in bytes from its start: a page boundary of the file."""
+        pages = range(PAGE_BYTES - offset % PAGE_BYTES, size, PAGE_BYTES)
+        return self._view.disk.rng.choice(pages) if pages else size
+
+    async def _write(self, offset: int, part: memoryview) -> None:
+        rng, fs = self._view.disk.rng, self._view.disk.fs
+        # Copied when it happens, not when it is asked for: a caller that changes the memory too early is found out.
+        await self._effect(
+            "write",
+            lambda: fs.write(self._file, offset, bytes(part)),
+            size=len(part),
+            spoil=lambda: fs.write(self._file, offset, bytes(part[: int(rng.random() * len(part))])),
+        )
+
+    async def reserve(self, size: int) -> None:
+        await self._effect("reserve", lambda: self._grow(size), size=size)
+
+    def _grow(self, size: int) -> None:
+        if size > len(self._file.data):
+            self._view.disk.fs.truncate(self._file, size)
+
+    async def truncate(self, size: int) -> None:
+        await self._effect("truncate", lambda: self._view.disk.fs.truncate(self._file, size), size=size)
+
+    async def sync(self) -> None:
+        self._check_open()
+        await self._view.sync_node(self._file, self._path)
+
+    async def close(self) -> None:
+        self._open = False
+
+    async def _effect(self, kind: str, act: Callable[[], None], *, size: int, spoil: Callable[[], None] = lambda: None) -> None:
+        self._check_open()
+        await self._view.effect(kind, self._path, act, size=size, spoil=spoil)
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise OSError(errno.EBADF, "the file is closed")
+
+
+class SimLock:
+    """flock: on the file, whatever its name is by now."""
+
+    def __init__(self, file: SimFile) -> None:
+        self._file = file
+
+    async def release(self) -> None:
+        self.let_go()
+
+    def let_go(self) -> None:
+        if self._file.locked_by is not self:
+            return
+        self._file.locked_by = None
+        waiters, self._file.waiters = self._file.waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+
+def _content(file: SimFile, size_max: int) -> bytes:
+    if len(file.data) > size_max:
+        raise OSError(errno.EFBIG, f"longer than the {size_max} bytes that were asked for")
+    return bytes(file.data)
+
+
+def _copy_out(file: SimFile, offset: int, out: memoryview) -> int:
+    part = file.data[offset : offset + len(out)]
+    out[: len(part)] = part
+    return len(part)
+
+
+def _children(directory: SimDirectory) -> list[Child]:
+    return [
+        Child(name, 0, True) if isinstance(node, SimDirectory) else Child(name, len(node.data), False)
+        for name, node in sorted(directory.live.items())
+    ]

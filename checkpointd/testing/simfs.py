@@ -1,0 +1,323 @@
+"""The state of a simulated file system, and what a power cut may leave of it. Synchronous; `simdisk.py` puts processes on it.
+
+The legal faults. A power cut may do exactly this, each choice from the seed:
+  F1  Content that no successful fsync covered may vanish, be there in part (any subset of its 512-byte sectors, of any part of
+      the writes), or be whole. A size may survive without its content: the missing bytes read as zeros.
+  F2  A name (create, link, rename, unlink, mkdir, rmdir) that no fsync of its directory covered may or may not survive, each
+      independently of all others and of the content. A link or a rename survives whole or not at all: no name ever refers to a
+      mixture, and no name that was replaced is missing.
+  F3  A rename between directories is durable at its target once the target's directory is synced; the name at its source may
+      come back until the source's directory is synced too. Syncing the source's directory makes all of it durable.
+  F4  What an fsync covered always survives: content by the file's, names by their own directory's (a directory's own name is in
+      its parent). Content whose name is lost is lost.
+Without a power cut:
+  F5  A failed fsync (EIO, ENOSPC) drops the file's dirty pages: they are clean but lost, any part of them may have reached the
+      disk, a later fsync succeeds and writes nothing. A reader may see the new content or, where pages were evicted, the old.
+  F6  A failed fsync of a directory leaves its names in doubt; a later one that succeeds makes them durable (journalled names).
+  F7  A write that fails may have written any part from its beginning.
+Not modelled: bytes that decay after they were durable, blocks of other files showing up, caches of a network file system.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+SECTOR_BYTES = 512
+
+
+@dataclass(slots=True, eq=False)
+class SimFile:
+    """An inode: `data` is what readers see, `durable` what the disk holds, `dirty` the changes between, in order."""
+
+    number: int
+    data: bytearray = field(default_factory=bytearray)
+    durable: bytes = b""
+    dirty: list[Change] = field(default_factory=list)
+    locked_by: object | None = None
+    """The holder of the flock on it, and who waits for that."""
+    waiters: list[asyncio.Future[None]] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class SimDirectory:
+    live: dict[str, Node] = field(default_factory=dict)
+    durable: dict[str, Node] = field(default_factory=dict)
+
+
+Node: TypeAlias = SimFile | SimDirectory
+Part: TypeAlias = tuple[SimDirectory, str, Node | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Bytes written at `offset`, or, with `data` None, the size set to `offset`."""
+
+    offset: int
+    data: bytes | None
+
+
+@dataclass(slots=True)
+class NameChange:
+    """One operation on names that survives whole or not at all; `node` None means that the name goes."""
+
+    parts: list[Part]
+    source: SimDirectory | None = None
+    """Where a rename took its file from (F3)."""
+
+
+class SimFs:
+    """Files, directories, and what of them is durable. Raises OSError as the kernel would."""
+
+    def __init__(self) -> None:
+        self._root = SimDirectory()
+        self._pending: list[NameChange] = []
+        self._made = 0
+
+    # --- names -------------------------------------------------------------------------------------------------
+
+    def create(self, path: str) -> SimFile:
+        parent, name = self._place(path)
+        if name in parent.live:
+            raise _error(errno.EEXIST, path)
+        file = self._new_file()
+        self._change(NameChange([(parent, name, file)]))
+        return file
+
+    def make_directory(self, path: str) -> None:
+        parent, name = self._place(path)
+        if name in parent.live:
+            raise _error(errno.EEXIST, path)
+        self._change(NameChange([(parent, name, SimDirectory())]))
+
+    def remove_directory(self, path: str) -> None:
+        parent, name = self._place(path)
+        if self.directory(path).live:
+            raise _error(errno.ENOTEMPTY, path)
+        self._change(NameChange([(parent, name, None)]))
+
+    def link(self, source: str, target: str) -> None:
+        file = self.file(source)
+        parent, name = self._place(target)
+        if name in parent.live:
+            raise _error(errno.EEXIST, target)
+        self._change(NameChange([(parent, name, file)]))
+
+    def rename(self, source: str, target: str) -> None:
+        file = self.file(source)
+        origin, old = self._place(source)
+        parent, name = self._place(target)
+        if isinstance(parent.live.get(name), SimDirectory):
+            raise _error(errno.EISDIR, target)
+        if parent.live.get(name) is file:
+            return  # POSIX: two names of one file stay as they are.
+        self._change(NameChange([(parent, name, file), (origin, old, None)], source=origin))
+
+    def unlink(self, path: str) -> None:
+        self.file(path)
+        parent, name = self._place(path)
+        self._change(NameChange([(parent, name, None)]))
+
+    def node(self, path: str) -> Node:
+        """What `path` names; OSError ENOENT or ENOTDIR."""
+        found: Node = self._root
+        for part in _parts(path):
+            if not isinstance(found, SimDirectory):
+                raise _error(errno.ENOTDIR, path)
+            if part not in found.live:
+                raise _error(errno.ENOENT, path)
+            found = found.live[part]
+        return found
+
+    def file(self, path: str) -> SimFile:
+        node = self.node(path)
+        if isinstance(node, SimDirectory):
+            raise _error(errno.EISDIR, path)
+        return node
+
+    def directory(self, path: str) -> SimDirectory:
+        node = self.node(path)
+        if isinstance(node, SimFile):
+            raise _error(errno.ENOTDIR, path)
+        return node
+
+    def sync_directory(self, path: str) -> None:
+        """Make the names in `path` durable (F2, F3, F4)."""
+        directory = self.directory(path)
+        covered: set[tuple[int, str]] = set()
+        # Newest first: of several changes to one name only the last one counts, and the earlier ones must not come back.
+        for change in reversed(self._pending):
+            whole = change.source is directory
+            left = []
+            for part in change.parts:
+                place = (id(part[0]), part[1])
+                if place not in covered and not (whole or part[0] is directory):
+                    left.append(part)
+                elif place not in covered:
+                    covered.add(place)
+                    _set(*_durable(part))
+            change.parts = left
+        self._pending = [change for change in self._pending if change.parts]
+
+    def _change(self, change: NameChange) -> None:
+        for directory, name, node in change.parts:
+            _set(directory.live, name, node)
+        self._pending.append(change)
+
+    def _place(self, path: str) -> tuple[SimDirectory, str]:
+        parent, _, name = path.rpartition("/")
+        return self.directory(parent), name
+
+    def _new_file(self) -> SimFile:
+        self._made += 1
+        return SimFile(self._made)
+
+    # --- content -----------------------------------------------------------------------------------------------
+
+    def write(self, file: SimFile, offset: int, data: bytes) -> None:
+        change = Change(offset, data)
+        _apply(file.data, change)
+        file.dirty.append(change)
+
+    def truncate(self, file: SimFile, size: int) -> None:
+        change = Change(size, None)
+        _apply(file.data, change)
+        file.dirty.append(change)
+
+    def sync(self, file: SimFile) -> None:
+        """fsync: the content is durable, save what an earlier failed fsync dropped (F5)."""
+        disk = bytearray(file.durable)
+        for change in file.dirty:
+            _apply(disk, change)
+        file.durable, file.dirty = bytes(disk), []
+
+    def drop_dirty(self, file: SimFile, rng: random.Random) -> None:
+        """A failed fsync (F5)."""
+        file.durable, file.dirty = _survivors(file, rng), []
+        if rng.random() < 0.5:
+            kept = file.durable[: len(file.data)]
+            file.data[:] = kept + bytes(len(file.data) - len(kept))
+
+    # --- the power cut -----------------------------------------------------------------------------------------
+
+    def power_cut(self, rng: random.Random) -> None:
+        """Leave what the fault model allows, chosen by `rng`; everything that is left is durable."""
+        survival = rng.choice((0.0, 0.5, 0.5, 1.0))
+        for change in self._pending:
+            if rng.random() < survival:
+                for part in change.parts:
+                    _set(*_durable(part))
+        self._pending = []
+        seen: set[int] = set()
+        for node in list(_reachable(self._root)):
+            if id(node) in seen:
+                continue
+            seen.add(id(node))
+            if isinstance(node, SimDirectory):
+                node.live = dict(node.durable)
+            else:
+                node.durable, node.dirty = _survivors(node, rng), []
+                node.data, node.locked_by = bytearray(node.durable), None
+
+    def make_all_durable(self) -> None:
+        """What `sync(1)` does: the starting point of a run."""
+        for node in list(_everything(self._root)):
+            if isinstance(node, SimFile):
+                self.sync(node)
+            else:
+                node.durable = dict(node.live)
+        self._pending = []
+
+    def dump(self) -> list[str]:
+        """Every name below the root with its size, sorted: for messages."""
+        return [
+            f"{path} {len(node.data)}" if isinstance(node, SimFile) else f"{path}/"
+            for path, node in _walk(self._root, "")
+            if path
+        ]
+
+
+def _parts(path: str) -> list[str]:
+    if path and not path.startswith("/"):
+        raise ValueError(f"{path!r} is not absolute")
+    return [part for part in path.split("/") if part]
+
+
+def _error(number: int, path: str) -> OSError:
+    return OSError(number, os.strerror(number), path)
+
+
+def _durable(part: Part) -> tuple[dict[str, Node], str, Node | None]:
+    return part[0].durable, part[1], part[2]
+
+
+def _set(names: dict[str, Node], name: str, node: Node | None) -> None:
+    if node is None:
+        names.pop(name, None)
+    else:
+        names[name] = node
+
+
+def _apply(content: bytearray, change: Change) -> None:
+    end = change.offset + len(change.data or b"")
+    if len(content) < end:
+        content.extend(bytes(end - len(content)))
+    if change.data is None:
+        del content[change.offset :]
+    else:
+        content[change.offset : end] = change.data
+
+
+def _survivors(file: SimFile, rng: random.Random) -> bytes:
+    """What the disk holds of `file` if nothing more is written to it (F1)."""
+    disk = bytearray(file.durable)
+    fate = rng.choice(("vanished", "whole", "torn", "torn", "size only"))
+    for change in file.dirty:
+        if fate == "whole" or (change.data is None and fate != "vanished" and rng.random() < 0.5):
+            _apply(disk, change)
+        elif fate == "torn" and change.data is not None:
+            for piece in _sectors(change):
+                if rng.random() < 0.5:
+                    _apply(disk, piece)
+    if fate == "size only":
+        _apply(disk, Change(len(file.data), None))
+    return bytes(disk)
+
+
+def _sectors(change: Change) -> Iterator[Change]:
+    """The write in pieces that end at sector boundaries of the file: each reaches the disk whole or not at all."""
+    data = change.data or b""
+    at = 0
+    while at < len(data):
+        offset = change.offset + at
+        size = min(SECTOR_BYTES - offset % SECTOR_BYTES, len(data) - at)
+        yield Change(offset, data[at : at + size])
+        at += size
+
+
+def _walk(directory: SimDirectory, path: str) -> Iterator[tuple[str, Node]]:
+    yield path, directory
+    for name, node in sorted(directory.live.items()):
+        if isinstance(node, SimDirectory):
+            yield from _walk(node, f"{path}/{name}")
+        else:
+            yield f"{path}/{name}", node
+
+
+def _everything(directory: SimDirectory) -> Iterator[Node]:
+    return (node for _, node in _walk(directory, ""))
+
+
+def _reachable(directory: SimDirectory) -> Iterator[Node]:
+    """All that the durable names lead to, in an order that the names decide."""
+    yield directory
+    for _, node in sorted(directory.durable.items()):
+        if isinstance(node, SimDirectory):
+            yield from _reachable(node)
+        else:
+            yield node

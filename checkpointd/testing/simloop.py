@@ -1,0 +1,346 @@
+"""A deterministic event loop: virtual time, a seeded choice among what is ready, and processes that die, stop and go on.
+
+Invariants
+  L1  The same seed and the same coroutine run the same callbacks in the same order: no clock, socket or thread is asked.
+  L2  Time moves only when nothing is ready, and then to the next timer: a run never sleeps.
+  L3  Any callback that is ready may be next. asyncio promises first-in first-out; code that needs it fails here, on purpose.
+  L4  A killed process runs no further callback; a paused one runs none until it is resumed, and then finds its timers overdue.
+  L5  A run ends: with nothing to do (deadlock), or past its bounds of virtual time and callbacks, it raises StuckError.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import random
+import sys
+import threading
+from asyncio import events
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from contextvars import Context, ContextVar, copy_context
+from enum import StrEnum
+from typing import Any, TypeVar, TypeVarTuple
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+TIME_MAX_S = 7 * 24 * 3600.0
+CALLBACKS_MAX = 5_000_000
+EXECUTOR_DELAY_S_MAX = 0.005
+_UNWIND_ROUNDS_MAX = 100
+_TASKS_KEPT_MAX = 1000
+
+
+class StuckError(AssertionError):
+    """A simulated run that cannot end; names the seed and the tasks that wait."""
+
+
+class ProcessState(StrEnum):
+    RUNNING = "running"
+    PAUSED = "paused"
+    DEAD = "dead"
+
+
+class Process:
+    """A group of tasks that live and die together. Made by `SimLoop.process`."""
+
+    def __init__(self, name: str, loop: SimLoop) -> None:
+        self.name = name
+        self.state = ProcessState.RUNNING
+        self._loop = loop
+        self._parked: list[asyncio.Handle] = []
+        self._on_death: list[Callable[[], None]] = []
+
+    def spawn(self, coro: Coroutine[Any, Any, T], *, name: str | None = None) -> asyncio.Task[T]:
+        """Run `coro`, and every task that it starts, in this process."""
+        context = copy_context()
+        context.run(_PROCESS.set, self)
+        return self._loop.create_task(coro, name=f"{self.name}: {name or getattr(coro, '__name__', 'task')}", context=context)
+
+    def on_death(self, callback: Callable[[], None]) -> None:
+        """Call `callback` when this process is killed: what the kernel does for it."""
+        self._on_death.append(callback)
+
+    def kill(self) -> None:
+        """SIGKILL: nothing of it runs any more. Its tasks stay pending until the loop ends."""
+        if self.state is ProcessState.DEAD:
+            return
+        self.state = ProcessState.DEAD
+        for callback in self._on_death:
+            callback()
+
+    def pause(self) -> None:
+        """SIGSTOP."""
+        if self.state is ProcessState.RUNNING:
+            self.state = ProcessState.PAUSED
+
+    def resume(self) -> None:
+        """SIGCONT."""
+        if self.state is ProcessState.PAUSED:
+            self.state = ProcessState.RUNNING
+            self.release()
+
+    def park(self, handle: asyncio.Handle) -> None:
+        self._parked.append(handle)
+
+    def release(self) -> None:
+        """Hand what was parked back to the loop."""
+        parked, self._parked = self._parked, []
+        for handle in parked:
+            self._loop.ready(handle, self)
+
+
+_PROCESS: ContextVar[Process | None] = ContextVar("simulated process", default=None)
+
+
+def current_process() -> Process | None:
+    """The process that the running task belongs to."""
+    return _PROCESS.get()
+
+
+class SimLoop(asyncio.AbstractEventLoop):
+    """The loop of one simulated run. No threads, no sockets, no signals: what asks for them fails with NotImplementedError."""
+
+    def __init__(self, seed: int, *, time_max_s: float = TIME_MAX_S, callbacks_max: int = CALLBACKS_MAX) -> None:
+        self.seed = seed
+        self.rng = random.Random(f"loop {seed}")
+        self.closing = False
+        """True while what is left is being cancelled: the run is over, and effects must not happen any more."""
+        self.faults: list[dict[str, Any]] = []
+        """What reached the exception handler: errors that nobody awaited."""
+        self._time = 0.0
+        self._time_max_s = time_max_s
+        self._callbacks_left = callbacks_max
+        self._ready: list[tuple[asyncio.Handle, Process | None]] = []
+        self._timers: list[tuple[float, int, asyncio.TimerHandle, Process | None]] = []
+        self._timers_made = 0
+        # Strong: a task of a dead process waits for nothing that anybody else refers to, and must not be collected.
+        self._tasks: list[asyncio.Task[Any]] = []
+        self._processes: list[Process] = []
+        self._thread = threading.get_ident()
+        self._running = False
+        self._closed = False
+
+    # --- processes ---------------------------------------------------------------------------------------------
+
+    def process(self, name: str) -> Process:
+        """A new process; a name may be used again when its last holder is dead."""
+        if any(p.name == name and p.state is not ProcessState.DEAD for p in self._processes):
+            raise ValueError(f"process {name!r} is still alive")
+        process = Process(name, self)
+        self._processes.append(process)
+        return process
+
+    # --- scheduling --------------------------------------------------------------------------------------------
+
+    def time(self) -> float:
+        return self._time
+
+    def ready(self, handle: asyncio.Handle, process: Process | None) -> None:
+        self._ready.append((handle, process))
+
+    def call_soon(self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None) -> asyncio.Handle:
+        handle = asyncio.Handle(callback, args, self, context)
+        self._ready.append((handle, _process_in(context)))
+        return handle
+
+    def call_soon_threadsafe(
+        self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.Handle:
+        if threading.get_ident() != self._thread:
+            raise RuntimeError("a simulated run has one thread: use run_in_executor, which runs inline here")
+        return self.call_soon(callback, *args, context=context)
+
+    def call_later(
+        self, delay: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        return self.call_at(self._time + delay, callback, *args, context=context)
+
+    def call_at(
+        self, when: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        self._timers_made += 1
+        heapq.heappush(self._timers, (when, self._timers_made, timer, _process_in(context)))
+        return timer
+
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        """A cancelled timer is dropped when its time comes."""
+
+    def _advance(self) -> bool:
+        """Move to the next timer and make ready what is due; False where there is none."""
+        while self._timers and not self._ready:
+            when, _, timer, process = heapq.heappop(self._timers)
+            if timer.cancelled() or (process is not None and process.state is ProcessState.DEAD):
+                continue
+            self._time = max(self._time, when)
+            self._ready.append((timer, process))
+            while self._timers and self._timers[0][0] <= self._time:
+                _, _, due, owner = heapq.heappop(self._timers)
+                self._ready.append((due, owner))
+        return bool(self._ready)
+
+    def _run_one(self) -> None:
+        chosen = int(self.rng.random() * len(self._ready))
+        self._ready[chosen], self._ready[-1] = self._ready[-1], self._ready[chosen]
+        handle, process = self._ready.pop()
+        if handle.cancelled():
+            return
+        if process is not None and process.state is not ProcessState.RUNNING and not self.closing:
+            process.park(handle)
+            return
+        self._callbacks_left -= 1
+        handle._run()
+
+    # --- running -----------------------------------------------------------------------------------------------
+
+    def run_main(self, main: Coroutine[Any, Any, T]) -> T:
+        """Run until `main` is done. StuckError where it never will be."""
+        with self._entered():
+            task = self.create_task(main, name="main")
+            while not task.done():
+                self._check_bounds()
+                self._run_one()
+            return task.result()
+
+    @contextmanager
+    def _entered(self) -> Iterator[None]:
+        if events._get_running_loop() is not None:
+            raise RuntimeError("a simulated run cannot start inside a running event loop: make the test a plain function")
+        hooks = sys.get_asyncgen_hooks()
+        sys.set_asyncgen_hooks(finalizer=self._close_generator)
+        events._set_running_loop(self)
+        self._running = True
+        try:
+            yield
+        finally:
+            self._running = False
+            events._set_running_loop(None)
+            sys.set_asyncgen_hooks(*hooks)
+
+    def _close_generator(self, generator: AsyncGenerator[Any, Any]) -> None:
+        self.create_task(_aclose(generator), name="close an abandoned generator")
+
+    def _check_bounds(self) -> None:
+        if not self._ready and not self._advance():
+            raise StuckError(self._stuck("nothing is ready and no timer is set"))
+        if self._time > self._time_max_s:
+            raise StuckError(self._stuck(f"virtual time passed {self._time_max_s:g} s"))
+        if self._callbacks_left <= 0:
+            raise StuckError(self._stuck("the bound on callbacks is used up"))
+
+    def _stuck(self, why: str) -> str:
+        waiting = "\n".join(f"  {task.get_name()}: {_where(task)}" for task in self.pending()) or "  no task"
+        stopped = ", ".join(f"{p.name} {p.state}" for p in self._processes if p.state is not ProcessState.RUNNING)
+        where = f"seed {self.seed}, at {self._time:.6f} s: {why}"
+        return f"{where}; processes not running: {stopped or 'none'}; waiting:\n{waiting}"
+
+    def pending(self) -> list[asyncio.Task[Any]]:
+        """The tasks that are not done, in order of creation."""
+        return [task for task in self._tasks if not task.done()]
+
+    def close(self) -> None:
+        """Cancel what is left, let it unwind, and refuse further work."""
+        self.closing = True
+        with self._entered():
+            for _ in range(_UNWIND_ROUNDS_MAX):
+                self._unwind()
+                if not self.pending():
+                    break
+        self._closed = True
+        if self.pending():
+            raise StuckError(self._stuck(f"tasks go on after {_UNWIND_ROUNDS_MAX} cancellations"))
+
+    def _unwind(self) -> None:
+        for process in self._processes:
+            process.release()
+        for task in self.pending():
+            task.cancel()
+        while self._ready:
+            self._run_one()
+
+    # --- what asyncio asks of a loop ---------------------------------------------------------------------------
+
+    def create_future(self) -> asyncio.Future[Any]:
+        return asyncio.Future(loop=self)
+
+    def create_task(  # type: ignore[override]  # typeshed allows generators as well, for versions before this one
+        self, coro: Coroutine[Any, Any, T], *, name: str | None = None, context: Context | None = None
+    ) -> asyncio.Task[T]:
+        task = asyncio.Task(coro, loop=self, name=name, context=context)
+        if len(self._tasks) > _TASKS_KEPT_MAX:
+            self.forget_done()
+        self._tasks.append(task)
+        return task
+
+    def forget_done(self) -> None:
+        """Drop finished tasks; one whose error nobody awaited reports it now."""
+        self._tasks = self.pending()
+
+    def run_in_executor(self, executor: object, func: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
+        """Run `func` inline after a seeded delay; like a thread's work, it runs whether or not anybody still waits for it."""
+        future: asyncio.Future[T] = asyncio.Future(loop=self)
+        self.call_later(self.rng.random() * EXECUTOR_DELAY_S_MAX, _run_inline, future, func, args)
+        return future
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        if not self.closing:
+            self.faults.append(context)
+
+    def get_debug(self) -> bool:
+        return False
+
+    def is_running(self) -> bool:
+        return self._running
+
+    def is_closed(self) -> bool:
+        return self._closed
+
+
+def run(seed: int, main: Coroutine[Any, Any, T], *, time_max_s: float = TIME_MAX_S, callbacks_max: int = CALLBACKS_MAX) -> T:
+    """The result of `main` on a SimLoop of `seed`. An error, also one that no task awaited, carries the seed as a note."""
+    loop = SimLoop(seed, time_max_s=time_max_s, callbacks_max=callbacks_max)  # type: ignore[abstract]  # no sockets: see the class
+    try:
+        result = loop.run_main(main)
+        loop.forget_done()
+        if loop.faults:
+            raise _unawaited(loop.faults[0])
+    except BaseException as error:
+        error.add_note(f"simulated run, seed {seed}, ended at {loop.time():.6f} s")
+        raise
+    finally:
+        loop.close()
+    return result
+
+
+def _unawaited(fault: dict[str, Any]) -> BaseException:
+    error = fault.get("exception")
+    if not isinstance(error, BaseException):
+        return AssertionError(f"a background fault: {fault.get('message')}")
+    error.add_note(f"nobody awaited it: {fault.get('message')}")
+    return error
+
+
+async def _aclose(generator: AsyncGenerator[Any, Any]) -> None:
+    await generator.aclose()
+
+
+def _process_in(context: Context | None) -> Process | None:
+    return _PROCESS.get() if context is None else context.get(_PROCESS)
+
+
+def _run_inline(future: asyncio.Future[T], func: Callable[[*Ts], T], args: tuple[*Ts]) -> None:
+    try:
+        result = func(*args)
+    except BaseException as error:
+        if not future.done():
+            future.set_exception(error)
+    else:
+        if not future.done():
+            future.set_result(result)
+
+
+def _where(task: asyncio.Task[Any]) -> str:
+    frames = task.get_stack(limit=1)
+    return f"{frames[0].f_code.co_filename}:{frames[0].f_lineno}" if frames else "not started"

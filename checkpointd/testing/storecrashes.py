@@ -1,0 +1,314 @@
+"""What each call of the POSIX store promises at a power cut and in a race, as scenarios on the simulated disk.
+
+S1 to S5 of `checkpointd.store.base`. Each scenario takes the class of the disk's views, so that a disk that forgets a step (a
+mutation) can be shown to break it, and returns whether its crash came before the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeAlias
+
+from checkpointd.errors import NotFoundError
+from checkpointd.store.posix import PosixStore
+from checkpointd.testing import simloop
+from checkpointd.testing.crashpoints import Crash, Scenario
+from checkpointd.testing.simdisk import ProcessDisk, SimDisk
+
+ROOT = "/root/run"
+KEY = "tag/00000001-0/outcome"
+OLD, NEW = b"old " * 300, b"new " * 500
+
+View: TypeAlias = type[ProcessDisk]
+Work: TypeAlias = Callable[[PosixStore], Coroutine[Any, Any, Any]]
+
+
+class World:
+    """A disk, and stores of processes on it; `view` is what the processes under test see it through."""
+
+    def __init__(self, view: View = ProcessDisk) -> None:
+        self.disk = SimDisk()
+        self._view = view
+
+    def spawn(self, name: str, work: Work) -> asyncio.Task[Any]:
+        return self._spawn(name, work, self._view)
+
+    async def honest(self, name: str, work: Work) -> Any:
+        """Run `work` in a process that forgets nothing: to prepare, and to look at what is left."""
+        try:
+            return await self._spawn(name, work, ProcessDisk)
+        finally:
+            self.disk.kill(name)
+
+    def _spawn(self, name: str, work: Work, view: View) -> asyncio.Task[Any]:
+        disk = self.disk.process(name, view)
+        store = PosixStore(ROOT, disk, writer=name, is_alive=lambda writer: writer in self.disk.alive())
+        return disk.process.spawn(work(store))
+
+    async def content(self, key: str = KEY) -> bytes | None:
+        return await self.honest("reader", lambda store: content(store, key))  # type: ignore[no-any-return]
+
+
+async def content(store: PosixStore, key: str) -> bytes | None:
+    try:
+        return await store.get(key)
+    except NotFoundError:
+        return None
+
+
+async def prepare(store: PosixStore) -> None:
+    assert await store.put_if_absent(KEY, OLD)
+
+
+# --- the scenarios: what each call promises at a power cut --------------------------------------------------------
+
+
+def put_if_absent(view: View = ProcessDisk) -> Scenario:
+    """S1: whole or nothing; durable once it returned."""
+
+    async def scenario(crash: Crash) -> bool:
+        world, returned = World(view), list[bool]()
+
+        async def create(store: PosixStore) -> None:
+            returned.append(await store.put_if_absent(KEY, NEW))
+            await store.stat(KEY)
+
+        struck = await crash.strikes(world.disk, [world.spawn("a", create)])
+        if not struck:
+            world.disk.power_cut()
+        assert await world.content() in ({NEW} if returned else {NEW, None})
+        return struck
+
+    return scenario
+
+
+def lost_put_if_absent(view: View = ProcessDisk) -> Scenario:
+    """S1: also who lost the race may rely on the object: it is durable, though its writer died half-way."""
+
+    async def scenario(crash: Crash) -> bool:
+        world, returned = World(view), list[bool]()
+
+        async def create(store: PosixStore) -> None:
+            returned.append(await store.put_if_absent(KEY, NEW))
+
+        struck = await Crash(crash.number, lambda disk, _: disk.kill("a")).strikes(world.disk, [world.spawn("a", create)])
+        await world.spawn("b", create)
+        world.disk.power_cut()
+        assert await world.content() == NEW
+        return struck
+
+    return scenario
+
+
+def put(view: View = ProcessDisk) -> Scenario:
+    """S2: the old bytes or the new ones; the new ones once it returned."""
+
+    async def scenario(crash: Crash) -> bool:
+        world, returned = World(view), list[bool]()
+        await world.honest("before", prepare)
+
+        async def replace(store: PosixStore) -> None:
+            await store.put(KEY, NEW)
+            returned.append(True)
+
+        struck = await crash.strikes(world.disk, [world.spawn("a", replace)])
+        if not struck:
+            world.disk.power_cut()
+        assert await world.content() in ({NEW} if returned else {NEW, OLD})
+        return struck
+
+    return scenario
+
+
+def put_if_match(view: View = ProcessDisk) -> Scenario:
+    """S2: a chain of replacements, as `latest` sees them: never back behind one that returned."""
+    values = [None, b"1\n", b"2\n", b"3\n"]
+
+    async def scenario(crash: Crash) -> bool:
+        world, returned = World(view), [0]
+
+        async def replace(store: PosixStore) -> None:
+            for at in (1, 2, 3):
+                data = values[at]
+                assert data is not None
+                assert await store.put_if_match("latest", values[at - 1], data)
+                assert not await store.put_if_match("latest", values[at - 1], b"wrong")
+                returned.append(at)
+
+        struck = await crash.strikes(world.disk, [world.spawn("a", replace)])
+        if not struck:
+            world.disk.power_cut()
+        assert await world.content("latest") in values[returned[-1] : returned[-1] + 2]
+        return struck
+
+    return scenario
+
+
+def large_object(view: View = ProcessDisk) -> Scenario:
+    """S3: durable once `finish` has returned."""
+    blocks = [bytes([65 + at]) * 6000 for at in range(3)]
+
+    async def scenario(crash: Crash) -> bool:
+        world, returned = World(view), list[bool]()
+
+        async def write(store: PosixStore) -> None:
+            writer = await store.open_writer("tag/00000001-0/00000-0.chunks", size_hint=20_000)
+            await asyncio.gather(*(writer.write_at(6000 * at, block) for at, block in enumerate(blocks)))
+            await writer.finish(18_000)
+            returned.append(True)
+
+        struck = await crash.strikes(world.disk, [world.spawn("a", write)])
+        if not struck:
+            world.disk.power_cut()
+        found = await world.content("tag/00000001-0/00000-0.chunks")
+        assert not returned or found == b"".join(blocks)
+        return struck
+
+    return scenario
+
+
+def settle(view: View = ProcessDisk) -> Scenario:
+    """S4: what a writer left half-way is durable once `settle` has returned to a reader that saw it."""
+
+    async def scenario(crash: Crash) -> bool:
+        world = World(view)
+        seen: dict[str, bytes] = {}
+
+        async def write(store: PosixStore) -> None:
+            writer = await store.open_writer("tag/large")
+            await writer.write_at(0, NEW)
+            await writer.finish(len(NEW))
+            await store.put_if_absent(KEY, NEW)
+
+        async def look(store: PosixStore) -> None:
+            for key in (KEY, "tag/large"):
+                found = await content(store, key)
+                if found is not None:
+                    await store.settle(key)
+                    seen[key] = found
+
+        struck = await Crash(crash.number, lambda disk, _: disk.kill("a")).strikes(world.disk, [world.spawn("a", write)])
+        await world.spawn("b", look)
+        world.disk.power_cut()
+        for key, found in seen.items():
+            assert await world.content(key) == found
+        return struck
+
+    return scenario
+
+
+def delete(view: View = ProcessDisk) -> Scenario:
+    """S5: gone for good once it returned, and nothing else with it."""
+
+    async def scenario(crash: Crash) -> bool:
+        world, returned = World(view), list[bool]()
+        await world.honest("before", prepare)
+        await world.honest("neighbour", lambda store: store.put("tag/other", OLD))
+
+        async def remove(store: PosixStore) -> None:
+            await store.delete(KEY)
+            returned.append(True)
+
+        struck = await crash.strikes(world.disk, [world.spawn("a", remove)])
+        if not struck:
+            world.disk.power_cut()
+        assert await world.content() in ({None} if returned else {OLD, None})
+        assert await world.content("tag/other") == OLD
+        return struck
+
+    return scenario
+
+
+def put_while_emptied(view: View = ProcessDisk) -> Scenario:
+    """S1 and S5 together: a directory that one process empties and removes while another puts an object into it."""
+
+    async def scenario(crash: Crash) -> bool:
+        world, returned = World(view), list[bool]()
+        await world.honest("before", lambda store: store.put("tag/00000001-0/left-over", OLD))
+
+        async def create(store: PosixStore) -> None:
+            returned.append(await store.put_if_absent(KEY, NEW))
+
+        async def remove(store: PosixStore) -> None:
+            await store.delete("tag/00000001-0/left-over")
+
+        struck = await crash.strikes(world.disk, [world.spawn("a", create), world.spawn("b", remove)])
+        if not struck:
+            world.disk.power_cut()
+        assert await world.content() in ({NEW} if returned else {NEW, None})
+        return struck
+
+    return scenario
+
+
+SCENARIOS: list[Callable[[View], Scenario]] = [
+    put_if_absent,
+    lost_put_if_absent,
+    put,
+    put_if_match,
+    large_object,
+    settle,
+    delete,
+    put_while_emptied,
+]
+
+
+# --- races ------------------------------------------------------------------------------------------------------
+
+
+def one_winner(seed: int, view: View = ProcessDisk) -> None:
+    """S1: five processes create one object, one of them dies on the way: one winner, and its bytes are what all see."""
+
+    async def main() -> None:
+        world = World(view)
+        won: list[bytes] = []
+        seen: set[bytes | None] = set()
+
+        def creates(data: bytes) -> Work:
+            async def create(store: PosixStore) -> None:
+                if await store.put_if_absent(KEY, data):
+                    won.append(data)
+                seen.add(await content(store, KEY))
+
+            return create
+
+        tasks = [world.spawn(name, creates(name.encode() * 1000)) for name in "abcde"]
+        await Crash(1 + seed % 70, lambda disk, _: disk.kill("a")).strikes(world.disk, tasks[1:])
+        await asyncio.gather(*tasks[1:])
+        assert len(won) <= 1
+        assert len(seen) == 1
+        assert not won or seen == set(won)
+        assert won or seen == {b"a" * 1000}
+        world.disk.power_cut()
+        assert {await world.content()} == seen
+
+    simloop.run(seed, main())
+
+
+def nothing_overwritten(seed: int, view: View = ProcessDisk) -> None:
+    """S2: processes that count up one object by compare and replace lose no step, whoever dies or is stopped meanwhile."""
+
+    async def main() -> None:
+        world, steps = World(view), list[int]()
+
+        async def count(store: PosixStore) -> None:
+            for _ in range(3):
+                while True:
+                    found = await content(store, "latest")
+                    value = int(found or b"0") + 1
+                    if await store.put_if_match("latest", found, b"%d" % value):
+                        steps.append(value)
+                        break
+
+        tasks = [world.spawn(name, count) for name in "abcd"]
+        world.disk.pause("b")
+        await Crash(10 + seed % 60, lambda disk, _: disk.kill("a")).strikes(world.disk, [tasks[0], *tasks[2:]])
+        world.disk.resume("b")
+        await asyncio.gather(*tasks[1:])
+        assert len(steps) == len(set(steps))
+        world.disk.power_cut()
+        # One more than was counted: the dead one may have replaced without learning of it.
+        assert int(await world.content("latest") or b"0") in {max(steps), max(steps) + 1}
+
+    simloop.run(seed, main())
