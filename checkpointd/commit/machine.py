@@ -78,7 +78,7 @@ TABLE: dict[tuple[Phase, Event], tuple[Phase, Action]] = {
 for _phase in (Phase.STAGING, Phase.STAGED, Phase.PERSISTING, Phase.PREPARED):
     TABLE[(_phase, Event.SAW_ABORT)] = (Phase.ABORTED, Action.FINISH)
     TABLE[(_phase, Event.DEADLINE)] = (_phase, Action.PUT_ABORT)
-TABLE[(Phase.PREPARED, Event.OUTCOME_LOST)] = (Phase.FAILED, Action.FINISH)
+    TABLE[(_phase, Event.OUTCOME_LOST)] = (Phase.FAILED, Action.FINISH)
 
 
 def step(phase: Phase, event: Event) -> tuple[Phase, Action]:

@@ -271,8 +271,7 @@ class Attempt:
             f"{self.info.prefix}: no outcome can be read or put ({error}); it is in doubt until the next start decides it"
         )
         self.error.__cause__ = self._own_error or error
-        if self.phase not in FINAL:
-            self._enter(Phase.SKIPPED if self.phase is Phase.SKIPPING else Phase.FAILED)
+        self._fire(Event.OUTCOME_LOST)
 
     async def _point(self, outcome: Outcome) -> None:
         if outcome.outcome != "commit" or not outcome.save_latest:
