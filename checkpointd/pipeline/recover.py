@@ -66,13 +66,18 @@ async def _settled(store: Store, attempt: AttemptView, epoch: int, done: Recover
 
 async def resolve(store: Store, attempt: AttemptView) -> Outcome:
     """Decide one attempt that nobody will vote on any more."""
+    return await put_outcome(store, await judge(store, attempt))
+
+
+async def judge(store: Store, attempt: AttemptView) -> Outcome:
+    """The outcome that `resolve` would put; nothing is written."""
     ballot = Ballot(store, attempt.tag, attempt.attempt)
     await ballot.gather(await store.list(attempt.prefix))
     decision = decisions.recover(ballot.votes, tag=attempt.tag, attempt=str(attempt.attempt))
     if decision.commit:
         decision = await PlanCheck(store).fault(ballot.votes) or await _storage_fault(store, attempt, ballot) or decision
     info = _info(attempt.tag, attempt.attempt, ballot)
-    return await put_outcome(store, outcome_of(info, decision, ballot.refs, decided_by=RECOVERY))
+    return outcome_of(info, decision, ballot.refs, decided_by=RECOVERY)
 
 
 def _info(tag: str, attempt: AttemptId, ballot: Ballot) -> AttemptInfo:
