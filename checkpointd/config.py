@@ -90,3 +90,9 @@ class LoadConfig:
 
     def __post_init__(self) -> None:
         _positive(reads=self.reads, block_bytes=self.block_bytes)
+
+
+def environment_world_size() -> int:
+    """How many ranks the launcher says it started: WORLD_SIZE, 1 where it is unset or no number."""
+    text = os.environ.get("WORLD_SIZE", "1")
+    return int(text) if text.isdecimal() else 1

@@ -157,7 +157,7 @@ class Attempt:
             return
         report = ErrorReport(code=_code(error), message=str(error) or repr(error), phase=str(phase))
         if event is not Event.SKIP:
-            log.error("%s: rank %d failed while %s: %s", self.info.prefix, self.info.rank, phase, error)
+            log.info("%s: rank %d failed while %s: %s", self.info.prefix, self.info.rank, phase, error)
         try:
             await vote_no(self._store, self.info, report)
         except CheckpointdError as second:

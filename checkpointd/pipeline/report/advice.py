@@ -1,0 +1,60 @@
+"""What to do next, in words, for each way in which an attempt can end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from checkpointd.layout.manifest import ErrorReport
+from checkpointd.pipeline.report.holder import Holder
+
+AFRESH = "The next save starts afresh; nothing needs to be removed by hand."
+
+_BY_CODE = {
+    "DeadlineError": "Look at the log of {who}: it did not call save() for this step and tag, or was stopped, stuck or killed "
+    "before its vote. Every rank must call save().",
+    "SkippedError": "{Who} was still busy with earlier saves: save less often, or use when_busy='wait'.",
+    "StoreFullError": "Free some space, or raise the quota, where {who} writes.",
+    "StoreError": "Check the file system of the root on the machine of {who}: mounts, permissions, the kernel's log.",
+    "RootNotSharedError": "Mount the same file system at this root on every machine of the job.",
+    "FencedError": "A newer job runs at this root. If both are meant to run, give each a root of its own.",
+    "StateError": "Change what is handed to save() on {who}: the message names the part that cannot be stored.",
+    "StagingError": "See the log of {who} for the snapshot that failed.",
+}
+_AFTER_END = "The job ended in the middle of this save, and there was nothing whole to keep."
+
+
+def ranks_text(ranks: Sequence[int], most: int = 8) -> str:
+    """`rank 3`, or `ranks 0, 1 and 5 more`."""
+    shown = ", ".join(str(rank) for rank in ranks[:most])
+    more = f" and {len(ranks) - most} more" if len(ranks) > most else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
+
+
+def after_abort(error: ErrorReport | None, ranks: Sequence[int]) -> str:
+    """What to do after an abort because of `error`, with `ranks` at fault."""
+    if error is None:
+        return AFRESH
+    if error.phase == "recovery":
+        return f"{_AFTER_END} {AFRESH}"
+    who = ranks_text(ranks) if ranks else "the ranks"
+    advice = _BY_CODE.get(error.code, "See the log of {who}.").format(who=who, Who=who[:1].upper() + who[1:])
+    return f"{advice} {AFRESH}"
+
+
+def in_doubt(holder: Holder | None, epoch: int, root: str, *, would_commit: bool) -> str:
+    """What to do about an attempt of `epoch` without an outcome, when `holder` has the newest epoch."""
+    fate = "keep it as a checkpoint" if would_commit else "abort it"
+    recover = f"the next start of the job, or `checkpointd recover {root}`, would {fate}"
+    if holder is not None and (holder.epoch > epoch or holder.life == "ended"):
+        return f"Its job has ended: {recover}."
+    if holder is not None and holder.life == "running":
+        return f"Wait: it is in flight, and its job ({holder}) lives and will decide it."
+    who = f" ({holder})" if holder else ""
+    return f"If its job{who} still runs, wait for it; if it has ended, {recover}."
+
+
+def after_damage(key: str) -> str:
+    return (
+        "No job loads it: loading falls back to the newest whole checkpoint, and `checkpointd verify` tells which ones are whole. "
+        f"Bring {key} back from a copy if there is one. Find out what changed the file: checkpointd never does."
+    )

@@ -1,0 +1,168 @@
+"""What lies in one checkpoint: tensors, sizes, codecs and values, rank by rank."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatchcase
+from typing import TypeAlias
+
+import msgspec
+
+from checkpointd.errors import DamagedError, NotFoundError, UsageError
+from checkpointd.layout import tree
+from checkpointd.layout.boxes import Box, whole
+from checkpointd.layout.manifest import Alias, Chunk, Index, ObjectRef, Scope, TensorEntry
+from checkpointd.pipeline import catalog
+from checkpointd.pipeline.catalog import Checkpoint
+from checkpointd.pipeline.load import read_index
+from checkpointd.pipeline.report.values import Value, values_of
+from checkpointd.pipeline.verify import Damage
+from checkpointd.store.base import Store
+
+Totals: TypeAlias = tuple["CodecTotal", ...]
+
+
+class CodecTotal(msgspec.Struct, frozen=True, kw_only=True):
+    """All chunks of one codec; sizes in bytes before and after encoding."""
+
+    codec: str
+    chunks: int
+    raw_bytes: int
+    stored_bytes: int
+
+
+class TensorReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One box of one tensor on one rank; `box` is None where it is the whole tensor."""
+
+    fqn: str
+    dtype: str
+    shape: tuple[int, ...]
+    box: Box | None
+    scope: Scope
+    raw_bytes: int
+    stored_bytes: int
+    codecs: Totals
+
+
+class RankReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank stored, or the damage that keeps its index from being read."""
+
+    rank: int
+    raw_bytes: int = 0
+    stored_bytes: int = 0
+    objects: tuple[ObjectRef, ...] = ()
+    tensors: tuple[TensorReport, ...] = ()
+    aliases: tuple[Alias, ...] = ()
+    excluded: tuple[str, ...] = ()
+    values: tuple[Value, ...] | None = None
+    damage: Damage | None = None
+
+
+class Inspection(msgspec.Struct, frozen=True, kw_only=True):
+    """The sizes and totals are of what is shown: all of the checkpoint, or the ranks and tensors asked for."""
+
+    root: str
+    tag: str
+    attempt: str
+    step: int
+    world_size: int
+    time: str
+    raw_bytes: int
+    stored_bytes: int
+    codecs: Totals
+    ranks: tuple[RankReport, ...]
+
+    @property
+    def damage(self) -> list[Damage]:
+        return [report.damage for report in self.ranks if report.damage]
+
+
+async def inspection(
+    store: Store, tag: str, *, rank: int | None = None, tensors: str = "*", values: bool = False
+) -> Inspection:
+    """Read the indexes of checkpoint `tag`: of `rank` or of all, tensors whose FQN matches the glob `tensors`.
+
+    Raises NotFoundError where there is no such checkpoint or tensor, UsageError where there is no such rank.
+    """
+    checkpoint = await catalog.find(store, tag)
+    reports = [await _rank(store, checkpoint, r, tensors, values) for r in _ranks(checkpoint, rank)]
+    shown = [tensor for report in reports for tensor in report.tensors]
+    if tensors != "*" and not shown and not any(report.damage for report in reports):
+        raise NotFoundError(f"no tensor of {tag} matches {tensors!r}; without --tensors all of them are shown")
+    outcome = checkpoint.outcome
+    return Inspection(
+        root=store.url,
+        tag=tag,
+        attempt=str(checkpoint.attempt),
+        step=outcome.step,
+        world_size=outcome.world_size,
+        time=outcome.writer.time,
+        raw_bytes=sum(t.raw_bytes for t in shown),
+        stored_bytes=sum(t.stored_bytes for t in shown),
+        codecs=_merged(total for tensor in shown for total in tensor.codecs),
+        ranks=tuple(reports),
+    )
+
+
+def _ranks(checkpoint: Checkpoint, rank: int | None) -> list[int]:
+    size = checkpoint.outcome.world_size
+    if rank is None:
+        return list(range(size))
+    if not 0 <= rank < size:
+        raise UsageError(f"there is no rank {rank}: {checkpoint.tag} was saved by {size} ranks, 0 to {size - 1}")
+    return [rank]
+
+
+async def _rank(store: Store, checkpoint: Checkpoint, rank: int, pattern: str, values: bool) -> RankReport:
+    try:
+        index = await read_index(store, checkpoint, rank)
+        found = tuple(values_of(tree.decode(index.tree, f"the index of rank {rank}"))) if values else None
+    except DamagedError as error:
+        return RankReport(rank=rank, damage=Damage.of(error, rank))
+    return _report(index, pattern, found)
+
+
+def _report(index: Index, pattern: str, values: tuple[Value, ...] | None) -> RankReport:
+    tensors = tuple(_tensor(entry) for entry in index.tensors if fnmatchcase(entry.fqn, pattern))
+    return RankReport(
+        rank=index.rank,
+        raw_bytes=sum(t.raw_bytes for t in tensors),
+        stored_bytes=sum(t.stored_bytes for t in tensors),
+        objects=index.objects,
+        tensors=tensors,
+        aliases=tuple(alias for alias in index.aliases if fnmatchcase(alias.fqn, pattern)),
+        excluded=tuple(fqn for fqn in index.excluded if fnmatchcase(fqn, pattern)),
+        values=values,
+    )
+
+
+def _tensor(entry: TensorEntry) -> TensorReport:
+    return TensorReport(
+        fqn=entry.fqn,
+        dtype=entry.dtype,
+        shape=entry.shape,
+        box=None if entry.box == whole(entry.shape) else entry.box,
+        scope=entry.scope,
+        raw_bytes=sum(chunk.raw for chunk in entry.chunks),
+        stored_bytes=sum(chunk.stored for chunk in entry.chunks),
+        codecs=_merged(_of_chunks(entry.chunks)),
+    )
+
+
+def _of_chunks(chunks: Iterable[Chunk]) -> Iterator[CodecTotal]:
+    for chunk in chunks:
+        yield CodecTotal(codec=chunk.codec, chunks=1, raw_bytes=chunk.raw, stored_bytes=chunk.stored)
+
+
+def _merged(parts: Iterable[CodecTotal]) -> Totals:
+    sums: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
+    for part in parts:
+        known = sums[part.codec]
+        known[0] += part.chunks
+        known[1] += part.raw_bytes
+        known[2] += part.stored_bytes
+    return tuple(
+        CodecTotal(codec=codec, chunks=chunks, raw_bytes=raw, stored_bytes=stored)
+        for codec, (chunks, raw, stored) in sorted(sums.items())
+    )

@@ -1,0 +1,176 @@
+"""The arena: reused host memory for snapshots, in slots.
+
+Invariants
+  R1  A slot is handed to one snapshot at a time; it is free again only when nobody reads it any more.
+  R2  A slot's memory is a sealed memfd mapped shared: it never shrinks or grows, and its descriptor can be handed to another
+      process.
+  R3  A slot is allocated when it is first needed, and replaced only while it is free.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import logging
+import mmap
+import os
+import threading
+
+import numpy as np
+import torch
+
+from checkpointd.pipeline.pages import page_up
+from checkpointd.pipeline.shard import Bytes
+
+log = logging.getLogger("checkpointd")
+
+_MADV_POPULATE_WRITE = 23
+_F_ADD_SEALS, _F_SEAL_SHRINK, _F_SEAL_GROW = 1033, 2, 4
+_STEP = 64 << 20
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+class Slot:
+    """Memory for one snapshot: `capacity` bytes at `image` (numpy) and `memory` (torch, uint8), the same bytes."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = page_up(max(capacity, 1))
+        self.fd = os.memfd_create("checkpointd-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self.fd, self.capacity)
+            fcntl.fcntl(self.fd, _F_ADD_SEALS, _F_SEAL_SHRINK | _F_SEAL_GROW)
+            self._map = mmap.mmap(self.fd, self.capacity)
+        except BaseException:
+            os.close(self.fd)
+            raise
+        self.image: Bytes = np.frombuffer(self._map, dtype=np.uint8)
+        self.memory = torch.from_numpy(self.image)
+        self.pinned = False
+        self._views: tuple[object, list[torch.Tensor]] | None = None
+
+    def populate(self, nbytes: int) -> None:
+        """Make the kernel allocate the first `nbytes` now, in steps that release the GIL."""
+        address = self.image.ctypes.data
+        for start in range(0, page_up(min(nbytes, self.capacity)), _STEP):
+            length = min(_STEP, self.capacity - start)
+            if _LIBC.madvise(ctypes.c_void_p(address + start), ctypes.c_size_t(length), _MADV_POPULATE_WRITE) != 0:
+                return  # an older kernel: the pages come with the first copy
+
+    def pin(self) -> None:
+        """Register the memory with CUDA, so that copies from the device run without the host; once."""
+        if self.pinned:
+            return
+        code = torch.cuda.cudart().cudaHostRegister(self.image.ctypes.data, self.capacity, 0)
+        if int(code) != 0:
+            log.warning("the arena cannot be pinned (CUDA error %s): copies from the device will be slower", int(code))
+            return
+        self.pinned = True
+
+    def views(self, layout: object, parts: list[tuple[int, int, torch.dtype, tuple[int, ...]]]) -> list[torch.Tensor]:
+        """A tensor per part (offset, bytes, dtype, shape) over this memory; remembered for the same `layout` object."""
+        if self._views is None or self._views[0] is not layout:
+            made = [self.memory[at : at + n].view(dtype).view(shape) for at, n, dtype, shape in parts]
+            self._views = (layout, made)
+        return self._views[1]
+
+    def release(self) -> None:
+        """Give the memory back. A view that somebody still holds keeps the mapping alive until it goes."""
+        if self.pinned:
+            torch.cuda.cudart().cudaHostUnregister(self.image.ctypes.data)
+            self.pinned = False
+        self._views = None
+        del self.memory, self.image
+        with contextlib.suppress(BufferError):
+            self._map.close()
+        os.close(self.fd)
+
+
+class Arena:
+    """Two slots; see the invariants above. All calls are thread-safe."""
+
+    def __init__(self, slots: int = 2) -> None:
+        self._free: list[Slot] = []
+        self._unmade = slots
+        self._busy = 0
+        self._change = threading.Condition()
+        self._closed = False
+
+    @property
+    def allocated_bytes(self) -> int:
+        with self._change:
+            return sum(slot.capacity for slot in self._free)
+
+    def acquire(self, nbytes: int, timeout: float | None) -> Slot | None:
+        """A free slot of at least `nbytes`; None where none became free within `timeout` seconds (0: do not wait)."""
+        with self._change:
+            free = self._change.wait_for(lambda: self._free or self._unmade or self._closed, timeout)
+            if not free or self._closed:
+                return None
+            slot = self._take(nbytes)
+            self._busy += 1
+        if slot is None or slot.capacity < nbytes:
+            try:
+                slot = self._replace(slot, nbytes)
+            except BaseException:
+                with self._change:
+                    self._busy -= 1
+                    self._unmade += 1
+                    self._change.notify()
+                raise
+        return slot
+
+    def _take(self, nbytes: int) -> Slot | None:
+        if self._free:
+            fits = [slot for slot in self._free if slot.capacity >= nbytes]
+            slot = min(fits or self._free, key=lambda s: s.capacity)
+            self._free.remove(slot)
+            return slot
+        self._unmade -= 1
+        return None
+
+    @staticmethod
+    def _replace(slot: Slot | None, nbytes: int) -> Slot:
+        if slot is not None:
+            slot.release()
+        return Slot(nbytes)
+
+    def release(self, slot: Slot) -> None:
+        """Put `slot` back: nobody reads it any more."""
+        with self._change:
+            self._busy -= 1
+            if self._closed:
+                slot.release()
+            else:
+                self._free.append(slot)
+            self._change.notify()
+
+    def prewarm(self, nbytes: int, *, pin: bool) -> None:
+        """Allocate the first slot with `nbytes` of real memory, unless a slot exists already. Meant for a background thread."""
+        with self._change:
+            if self._closed or self._free or self._busy:
+                return
+            self._unmade -= 1
+            self._busy += 1
+        try:
+            slot = Slot(nbytes)
+            slot.populate(nbytes)
+            if pin:
+                slot.pin()
+        except OSError as error:
+            log.warning("the arena cannot be prewarmed with %d bytes: %s; the first save allocates it", nbytes, error)
+            with self._change:
+                self._busy -= 1
+                self._unmade += 1
+                self._change.notify()
+            return
+        self.release(slot)
+
+    def close(self) -> None:
+        """Give all free slots back; a busy one follows when it is released."""
+        with self._change:
+            self._closed = True
+            for slot in self._free:
+                slot.release()
+            self._free.clear()
+            self._change.notify_all()

@@ -1,0 +1,86 @@
+"""The saves of this process: those in flight, and the last ones that ended."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+from checkpointd.commit.machine import FINAL, Phase
+from checkpointd.errors import CheckpointdError
+from checkpointd.layout.manifest import ErrorReport
+from checkpointd.pipeline.attempt import Attempt
+from checkpointd_client.handle import SaveHandle
+from checkpointd_client.status import AttemptStatus
+
+log = logging.getLogger("checkpointd")
+
+KEPT = 64
+
+
+@dataclass(slots=True)
+class Save:
+    """One save: its handle, and the attempt once the writer has it."""
+
+    handle: SaveHandle
+    attempt: Attempt | None = None
+    began: float = field(default_factory=time.monotonic)
+
+    def status(self) -> AttemptStatus:
+        handle, error = self.handle, self.handle.peek()
+        report = None
+        if error is not None:
+            code = error.code if isinstance(error, CheckpointdError) else type(error).__name__
+            report = ErrorReport(code=code, message=str(error), phase=handle.phase)
+        return AttemptStatus(
+            tag=handle.tag,
+            attempt=handle.attempt,
+            step=handle.step,
+            phase=handle.phase,
+            progress=handle.progress,
+            bytes_total=handle.bytes_total,
+            bytes_done=handle.bytes_done,
+            bytes_stored=handle.bytes_stored,
+            age_s=time.monotonic() - self.began,
+            votes_missing=self.attempt.votes_missing if self.attempt else None,
+            error=report,
+        )
+
+
+class History:
+    """Thread-safe record of the saves, oldest first."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._live: list[Save] = []
+        self._ended: deque[Save] = deque(maxlen=KEPT)
+        self.committed = 0
+        self.failed = 0
+        self.last_failed: SaveHandle | None = None
+
+    def add(self, save: Save) -> None:
+        with self._lock:
+            self._live.append(save)
+
+    def end(self, save: Save, phase: Phase) -> None:
+        """Move `save` to those that ended; counts it."""
+        assert phase in FINAL
+        with self._lock:
+            if save not in self._live:
+                return
+            self._live.remove(save)
+            self._ended.append(save)
+            self.committed += phase is Phase.COMMITTED
+            self.failed += phase is not Phase.COMMITTED
+            self.last_failed = None if phase is Phase.COMMITTED else save.handle
+
+    def in_flight(self) -> list[SaveHandle]:
+        with self._lock:
+            return [save.handle for save in self._live]
+
+    def statuses(self) -> tuple[AttemptStatus, ...]:
+        with self._lock:
+            saves = [*self._ended, *self._live]
+        return tuple(save.status() for save in saves)

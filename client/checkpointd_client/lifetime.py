@@ -1,0 +1,48 @@
+"""The edges of a Checkpointer's life: one per root in a process, and an orderly end when the interpreter leaves."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable
+
+from checkpointd.errors import UsageError
+
+_claimed: set[str] = set()
+_lock = threading.Lock()
+
+
+def claim_root(root: str | os.PathLike[str]) -> Callable[[], None]:
+    """Take `root` for this process; returns what gives it back. UsageError where another Checkpointer has it."""
+    text = os.fspath(root)
+    name = text if "://" in text else os.path.realpath(text)
+    with _lock:
+        if name in _claimed:
+            raise UsageError(
+                f"another Checkpointer of this process uses {text}: close() it first, or share the one you have; "
+                "two would number their saves independently and spoil each other's"
+            )
+        _claimed.add(name)
+
+    def give_back() -> None:
+        with _lock:
+            _claimed.discard(name)
+
+    return give_back
+
+
+def at_exit(method: Callable[[], None]) -> None:
+    """Call the bound `method` when the interpreter leaves, while threads can still be used; forgotten when its object is.
+
+    `atexit` comes too late: by then the thread pools refuse work. The hook that they use themselves is private, and there is no
+    other.
+    """
+    reference = weakref.WeakMethod(method)
+
+    def leave() -> None:
+        call = reference()
+        if call is not None:
+            call()
+
+    threading._register_atexit(leave)  # type: ignore[attr-defined]  # private to CPython 3.9+, see above

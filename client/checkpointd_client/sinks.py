@@ -1,0 +1,61 @@
+"""Where the bytes of a chunk go: into the memory of the tensor that is loaded."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from checkpointd.layout.dtypes import ITEM_BYTES
+from checkpointd.pipeline.load import Sink
+from checkpointd.pipeline.shard import Bytes
+from checkpointd_client.dtypes import bits, copy_bits
+
+
+def sink_for(target: torch.Tensor, dtype: str) -> Sink:
+    """A sink that fills `target` in place, whatever its device and strides; `dtype` is its dtype by name."""
+    live = target.detach()
+    if live.device.type == "cpu" and live.is_contiguous() and not live.is_conj() and not live.is_neg():
+        return _into_bytes(live)
+    if live.is_contiguous():
+        return _into_flat(live, ITEM_BYTES[dtype])
+    return _Gathering(live)
+
+
+def _into_bytes(live: torch.Tensor) -> Sink:
+    memory = live.reshape(-1).view(torch.uint8).numpy()
+
+    def sink(start: int, data: Bytes) -> None:
+        memory[start : start + data.nbytes] = data
+
+    return sink
+
+
+def _into_flat(live: torch.Tensor, item: int) -> Sink:
+    flat = live.view(-1)
+
+    def sink(start: int, data: Bytes) -> None:
+        part = flat[start // item : (start + data.nbytes) // item]
+        with torch.no_grad():
+            bits(part).copy_(bits(torch.from_numpy(data).view(live.dtype)))
+
+    return sink
+
+
+class _Gathering:
+    """For a tensor whose elements do not lie in a row: gather its bytes, then copy them in one go."""
+
+    def __init__(self, live: torch.Tensor) -> None:
+        self._live = live
+        self._left = live.numel() * live.itemsize
+        self._bytes: Bytes | None = None
+
+    def __call__(self, start: int, data: Bytes) -> None:
+        if self._bytes is None:
+            self._bytes = np.empty(self._left, dtype=np.uint8)
+        self._bytes[start : start + data.nbytes] = data
+        self._left -= data.nbytes
+        if self._left == 0:
+            whole = torch.from_numpy(self._bytes).view(self._live.dtype).view(self._live.shape)
+            with torch.no_grad():
+                copy_bits(self._live, whole)
+            self._bytes = None

@@ -1,0 +1,259 @@
+"""Staging: the copy of a shard into a slot of the arena, beside the training that goes on.
+
+Invariants
+  N1  What may change outside `optimizer.step()` is copied (on the host) or cloned in stream order (on a device) before save()
+      returns.
+  N2  What changes only inside `optimizer.step()` is copied in the background, and no step begins before the copy has read it:
+      on the host the step's pre-hook copies what is left, on a device the compute stream waits for the copy's event.
+  N3  A snapshot whose sources changed while they were copied is thrown away with a StagingError, where torch can tell (version
+      counters); it is never persisted.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from checkpointd.errors import StagingError
+from checkpointd.layout.boxes import whole
+from checkpointd.layout.dtypes import ITEM_BYTES
+from checkpointd.pipeline.pages import page_up
+from checkpointd.pipeline.shard import TENSOR_ALIGNMENT, ShardTensor
+from checkpointd_client.arena import Slot
+from checkpointd_client.dtypes import bits, copy_bits
+from checkpointd_client.state import Captured, Leaf
+
+StagingMode = Literal["lazy", "eager"]
+
+TASK_BYTES = 16 << 20
+"""The background copy goes on in tasks of about this size, which a waiting trainer can take over."""
+
+Part = tuple[int, int, torch.dtype, tuple[int, ...]]
+Signature = tuple[tuple[str, str, tuple[int, ...]], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class SlotLayout:
+    """Where each tensor of a state lies in a slot; planned once and reused while the state keeps its `signature`."""
+
+    signature: Signature
+    tensors: tuple[ShardTensor, ...]
+    parts: list[Part]
+    nbytes: int
+
+
+def signature_of(captured: Captured) -> Signature:
+    """What a slot's layout depends on: the FQN, dtype and shape of every leaf."""
+    return tuple((leaf.fqn, leaf.dtype, tuple(leaf.tensor.shape)) for leaf in captured.leaves)
+
+
+def plan_slot(captured: Captured) -> SlotLayout:
+    """Lay the tensors out one after the other, at multiples of 64 bytes; `nbytes` is a whole number of pages."""
+    tensors: list[ShardTensor] = []
+    parts: list[Part] = []
+    offset = 0
+    for leaf in captured.leaves:
+        item = ITEM_BYTES[leaf.dtype]
+        shape = tuple(leaf.tensor.shape)
+        nbytes = leaf.tensor.numel() * item
+        tensors.append(ShardTensor(leaf.fqn, leaf.dtype, shape, whole(shape), "rank", offset, nbytes, item))
+        parts.append((offset, nbytes, leaf.tensor.dtype, shape))
+        offset += -(-nbytes // TENSOR_ALIGNMENT) * TENSOR_ALIGNMENT
+    return SlotLayout(signature_of(captured), tuple(tensors), parts, page_up(max(offset, 1)))
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """One tensor's way into the slot; `version` is the source's version counter at save(), None where it has none."""
+
+    fqn: str
+    source: torch.Tensor
+    target: torch.Tensor
+    version: int | None
+
+    def run(self) -> None:
+        copy_bits(self.target, self.source)
+
+    def changed(self) -> bool:
+        return self.version is not None and self.source._version != self.version
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
+
+
+_TORN = (
+    "{fqn} was changed while its snapshot was taken, outside an optimizer step; the snapshot was thrown away. "
+    "Call ckpt.fence() before you change parameters by hand, or use Checkpointer(..., staging='eager')"
+)
+
+
+@dataclass
+class Staging:
+    """One snapshot being taken. `done` resolves when the slot holds all of it, or with the StagingError that spoiled it."""
+
+    slot: Slot
+    done: Future[None] = field(default_factory=Future)
+    began: float = field(default_factory=time.perf_counter)
+    fence_s: float = 0.0
+    """Seconds that the trainer's steps were held for this snapshot."""
+    _tasks: deque[list[Copy]] = field(default_factory=deque)
+    _events: list[tuple[torch.device, torch.cuda.Event]] = field(default_factory=list)
+    _held: list[torch.Tensor] = field(default_factory=list)
+    _left: int = 0
+    _spoiled: StagingError | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def fence(self) -> None:
+        """Return when the sources may change: on the host after copying what is left, on a device at once: its stream waits."""
+        for device, event in self._events:
+            torch.cuda.current_stream(device).wait_event(event)
+        if self._left == 0:
+            return
+        began = time.perf_counter()
+        self.help()
+        self._host_copied.wait()
+        self.fence_s += time.perf_counter() - began
+
+    def help(self) -> None:
+        """Copy tasks until none is left to take."""
+        while True:
+            try:
+                task = self._tasks.popleft()
+            except IndexError:
+                return
+            self._run(task)
+
+    def _run(self, task: list[Copy]) -> None:
+        try:
+            with torch.no_grad():
+                for copy in task:
+                    copy.run()
+            torn = next((copy.fqn for copy in task if copy.changed()), None)
+            spoiled = StagingError(_TORN.format(fqn=torn)) if torn else None
+        except Exception as error:  # whatever torch raises: the snapshot is spoiled, training goes on
+            spoiled = StagingError(f"the snapshot of {task[0].fqn} and others failed: {error}")
+            spoiled.__cause__ = error
+        with self._lock:
+            self._spoiled = self._spoiled or spoiled
+            self._left -= 1
+            if self._left == 0:
+                self._host_copied.set()
+
+    def __post_init__(self) -> None:
+        self._host_copied = threading.Event()
+
+    def finish(self) -> None:
+        """On the stager's thread: copy on, wait for the device, then resolve `done`."""
+        self.help()
+        self._host_copied.wait()
+        try:
+            for _, event in self._events:
+                event.synchronize()
+        except Exception as error:  # a failed kernel anywhere on the device shows here
+            self._spoiled = self._spoiled or StagingError(f"the copy from the device failed: {error}")
+        self._held.clear()
+        if self._spoiled:
+            self.done.set_exception(self._spoiled)
+        else:
+            self.done.set_result(None)
+
+
+class Stager:
+    """Takes snapshots; one thread of its own copies in the background."""
+
+    def __init__(self, mode: StagingMode) -> None:
+        self.mode = mode
+        self._queue: deque[Staging] = deque()
+        self._wake = threading.Condition()
+        self._closing = False
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._thread = threading.Thread(target=self._work, name="checkpointd-stager", daemon=True)
+        self._thread.start()
+
+    def begin(self, captured: Captured, layout: SlotLayout, slot: Slot) -> Staging:
+        """Start the snapshot. When this returns, everything that may change outside a step is safe (N1)."""
+        staging = Staging(slot)
+        targets = slot.views(layout, layout.parts)
+        lazy: list[Copy] = []
+        now: list[Copy] = []
+        device: dict[torch.device, list[tuple[Leaf, torch.Tensor]]] = {}
+        for leaf, target in zip(captured.leaves, targets, strict=True):
+            if leaf.tensor.numel() == 0:
+                continue
+            if leaf.tensor.device.type == "cuda":
+                device.setdefault(leaf.tensor.device, []).append((leaf, target))
+            else:
+                background = leaf.lazy and self.mode == "lazy"
+                copies = lazy if background else now
+                copies.append(Copy(leaf.fqn, leaf.tensor, target, _version(leaf.tensor) if background else None))
+        for where, pairs in device.items():
+            slot.pin()
+            staging._events.append((where, self._copy_from(where, pairs, staging)))
+        with torch.no_grad():
+            for copy in now:
+                copy.run()
+        staging._tasks.extend(_tasks_of(lazy))
+        staging._left = len(staging._tasks)
+        if staging._left == 0:
+            staging._host_copied.set()
+        if self.mode == "eager" or not (lazy or device):
+            staging.finish()
+        else:
+            self._hand_over(staging)
+        return staging
+
+    def _copy_from(self, where: torch.device, pairs: list[tuple[Leaf, torch.Tensor]], staging: Staging) -> torch.cuda.Event:
+        """Queue the copies on a side stream behind what the compute stream has queued; the event that ends them."""
+        compute = torch.cuda.current_stream(where)
+        side = self._streams.setdefault(where, torch.cuda.Stream(where))
+        still = self.mode == "eager"
+        sources = [leaf.tensor if leaf.lazy or still else leaf.tensor.detach().clone() for leaf, _ in pairs]
+        side.wait_stream(compute)
+        with torch.cuda.stream(side), torch.no_grad():
+            for source, (_, target) in zip(sources, pairs, strict=True):
+                bits(target).copy_(bits(source), non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(side)
+        # Held until the copy is done: freed earlier, the allocator could hand their memory to the compute stream.
+        staging._held.extend(sources)
+        return event
+
+    def _hand_over(self, staging: Staging) -> None:
+        with self._wake:
+            self._queue.append(staging)
+            self._wake.notify()
+
+    def _work(self) -> None:
+        while True:
+            with self._wake:
+                self._wake.wait_for(lambda: self._queue or self._closing)
+                if not self._queue:
+                    return
+                staging = self._queue.popleft()
+            staging.finish()
+
+    def close(self) -> None:
+        """End the thread after what it was given."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        self._thread.join()
+
+
+def _tasks_of(copies: list[Copy]) -> list[list[Copy]]:
+    tasks: list[list[Copy]] = []
+    filled = TASK_BYTES
+    for copy in copies:
+        if filled >= TASK_BYTES:
+            tasks.append([])
+            filled = 0
+        tasks[-1].append(copy)
+        filled += copy.target.nbytes
+    return tasks

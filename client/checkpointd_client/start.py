@@ -1,0 +1,106 @@
+"""Starting up: rank 0 begins the epoch and recovers; every rank learns of it, and that it sees the same root."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from dataclasses import dataclass
+
+from checkpointd.config import Ranks
+from checkpointd.errors import CheckpointdError, NotFoundError, RootNotSharedError
+from checkpointd.layout.keys import epoch_key
+from checkpointd.pipeline import catalog, epochs
+from checkpointd.pipeline.recover import recover
+from checkpointd.store.base import Store
+from checkpointd_client.ranks import Board, broadcast_from_coordinator
+from checkpointd_client.writer import Writer
+
+log = logging.getLogger("checkpointd")
+
+_LOOKS = 6
+"""How often a rank looks for the epoch before it says that the root is not shared: network file systems cache for a while."""
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """The epoch that this incarnation of the job runs in."""
+
+    number: int
+    nonce: str
+    latest: str | None
+
+
+def begin_epoch(writer: Writer, store: Store, ranks: Ranks) -> Begun:
+    """On rank 0: take the next epoch, recover what older ones left; on every rank: learn its number and nonce."""
+
+    def begin() -> dict[str, object]:
+        begun = writer.call(_begin(store, ranks.world_size))
+        return {"number": begun.number, "nonce": begun.nonce, "latest": begun.latest}
+
+    heard = broadcast_from_coordinator(ranks, begin)
+    latest = heard["latest"]
+    return Begun(int(str(heard["number"])), str(heard["nonce"]), None if latest is None else str(latest))
+
+
+async def _begin(store: Store, world_size: int) -> Begun:
+    before = await epochs.newest(store)
+    if before:
+        await _say_who_is_fenced(store, before)
+    epoch = await epochs.take(store, world_size)
+    await recover(store, epoch.epoch)
+    try:
+        latest = await catalog.latest(store)
+    except CheckpointdError as error:
+        log.error("%s", error)
+        latest = None
+    return Begun(epoch.epoch, epoch.nonce, latest)
+
+
+async def _say_who_is_fenced(store: Store, before: int) -> None:
+    try:
+        who = (await epochs.read(store, before)).writer
+    except CheckpointdError as error:
+        log.error("the record of epoch %d cannot be read: %s", before, error)
+        return
+    log.info(
+        "epoch %d of %s (process %d on %s, %s) is over: this job runs it now", before, store.url, who.pid, who.host, who.time
+    )
+
+
+def check_shared(writer: Writer, store: Store, ranks: Ranks, board: Board, begun: Begun, timeout_s: float) -> None:
+    """Raise RootNotSharedError on every rank, naming those that do not see the epoch that rank 0 wrote."""
+    if ranks.world_size == 1:
+        return
+    problem = _what_is_wrong(writer, store, begun)
+    board.post("root", problem)
+    heard = board.read("root", None, timeout_s, "making its Checkpointer")
+    blind = {rank: text for rank, text in heard.items() if text != "ok"}
+    if blind:
+        named = "; ".join(f"rank {rank}: {text}" for rank, text in sorted(blind.items())[:8])
+        raise RootNotSharedError(
+            f"the ranks do not share {store.url}: {named}. Every rank must see one and the same directory there: "
+            "give the path of a file system that all nodes mount"
+        )
+
+
+def _what_is_wrong(writer: Writer, store: Store, begun: Begun) -> str:
+    """`ok`, or why this rank does not see what rank 0 wrote."""
+    problem = ""
+    pause = threading.Event()
+    for look in range(_LOOKS):
+        pause.wait(0.05 * (2**look - 1))
+        try:
+            seen = writer.call(epochs.read(store, begun.number))
+        except NotFoundError:
+            problem = f"{socket.gethostname()} does not have {epoch_key(begun.number)}"
+            continue
+        except CheckpointdError as error:
+            problem = str(error)
+            continue
+        if seen.nonce == begun.nonce:
+            return "ok"
+        problem = (
+            f"{socket.gethostname()} has another epoch {begun.number}, begun by process {seen.writer.pid} on {seen.writer.host}"
+        )
+    return problem

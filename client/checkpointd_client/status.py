@@ -1,0 +1,41 @@
+"""What `Checkpointer.status()` returns: plain typed data, cheap to make at every step, serialisable by msgspec."""
+
+from __future__ import annotations
+
+import msgspec
+
+from checkpointd.layout.manifest import ErrorReport
+
+
+class AttemptStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One save of this rank. Bytes and seconds; `votes_missing` is known on the coordinator (rank 0) only, else None."""
+
+    tag: str
+    attempt: str
+    step: int
+    phase: str
+    progress: float
+    bytes_total: int
+    bytes_done: int
+    bytes_stored: int
+    age_s: float
+    votes_missing: tuple[int, ...] | None = None
+    error: ErrorReport | None = None
+
+
+class Status(msgspec.Struct, frozen=True, kw_only=True):
+    """This rank's view of its root: saves in flight and the last ones that ended, newest last."""
+
+    root: str
+    epoch: int
+    rank: int
+    world_size: int
+    latest: str | None
+    in_flight: int
+    saves_committed: int
+    saves_failed: int
+    attempts: tuple[AttemptStatus, ...]
+
+    def to_json(self) -> str:
+        """The same as JSON."""
+        return msgspec.json.encode(self).decode()
