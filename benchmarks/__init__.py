@@ -1,0 +1,1 @@
+"""The benchmark: checkpointd beside torch.save, torch.distributed.checkpoint and torch-checkpointing."""

@@ -1,0 +1,173 @@
+"""A whole run of the benchmark as JSON, and as the page that benchmarks/RESULTS.md is."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from benchmarks import report
+from benchmarks.limits import Limits
+from benchmarks.measures import Trial, trial
+from benchmarks.report import Results
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Everything that one run of the benchmark measured."""
+
+    command: str
+    machine: dict[str, str]
+    gib: float
+    gate_s: float
+    limits: list[Limits]
+    trials: list[Trial]
+
+
+def write(run: Run, path: Path) -> None:
+    """Keep a run as JSON."""
+    path.write_text(json.dumps(asdict(run), indent=1) + "\n")
+
+
+def read(path: Path) -> Run:
+    """A run that `write` kept."""
+    data: dict[str, Any] = json.loads(path.read_text())
+    data["limits"] = [Limits(**limits) for limits in data["limits"]]
+    data["trials"] = [trial(one) for one in data["trials"]]
+    return Run(**data)
+
+
+def machine(directory: Path) -> dict[str, str]:
+    """What the figures depend on, without naming a particular machine."""
+    import torch
+
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / report.GIB
+    return {
+        "cores": str(os.cpu_count()),
+        "memory": f"{memory:.0f} GiB",
+        "GPU": "yes, not used" if torch.cuda.is_available() else "none",
+        "file system": _file_system(directory),
+        "kernel": ".".join(platform.release().split(".")[:2]),
+        "Python": platform.python_version(),
+        "torch": torch.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def _file_system(directory: Path) -> str:
+    mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
+    resolved = directory.resolve()
+    around = [(point, kind) for point, kind in mounts if resolved.is_relative_to(point)]
+    return max(around, key=lambda mount: len(mount[0]))[1]
+
+
+def flaws(run: Run) -> list[str]:
+    """One line for each trial that failed or gave back other bytes than it saved."""
+    lines = [f"{one.system}, {one.ranks} rank(s), run {one.run + 1} failed: {one.error}" for one in run.trials if one.error]
+    for results in _by_ranks(run):
+        for system in results.systems:
+            lines += _wrong_bytes(results, system)
+    return lines
+
+
+def _wrong_bytes(results: Results, system: str) -> list[str]:
+    paths = report.wrong(results, system)
+    return [f"{system}, {results.ranks} rank(s): wrong bytes in {', '.join(paths[:3])} ..."] if paths else []
+
+
+def _by_ranks(run: Run) -> list[Results]:
+    return [report.results(run.trials, ranks) for ranks in sorted({one.ranks for one in run.trials})]
+
+
+def text(run: Run) -> str:
+    """The page."""
+    all_results = _by_ranks(run)
+    tables = [_tables(results) for results in all_results]
+    ratios = ["## Ratios", _RATIO_WORDS, report.ratio_table(all_results)]
+    parts = [_opening(run), _limits(run), *tables, *ratios, _notes(run)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _opening(run: Run) -> str:
+    facts = ", ".join(f"{name} {value}" for name, value in run.machine.items())
+    first = next((one.reports[0] for one in run.trials if one.reports), None)
+    tensors = first.tensors if first else 0
+    runs = len({one.run for one in run.trials})
+    return f"""# Results
+
+Written by `{run.command}`; do not edit by hand. [README.md](README.md) says what is measured and how.
+
+Machine: {facts}.
+
+State: {run.gib:g} GiB over all ranks in {tensors} tensors: bf16 weights, fp32 master weights, `exp_avg`,
+`exp_avg_sq` and AdamW's step, moved on by a real optimizer step between any two saves. {runs} run(s), systems
+interleaved in shuffled order, each in fresh processes. Seconds, unless a heading says otherwise: the median, and
+in brackets the smallest and the largest."""
+
+
+def _limits(run: Run) -> str:
+    rows = [
+        [field.name.replace("_", " "), str(report.spread(getattr(limits, field.name) for limits in run.limits))]
+        for field in fields(Limits)
+        if run.limits
+    ]
+    return "## Limits of the machine, measured in the same runs\n\n" + report.table(["one thread", "s/GiB"], rows)
+
+
+def _tables(results: Results) -> str:
+    exact = report.exactness(results)
+    return "\n\n".join(
+        [
+            f"## {results.ranks} rank{'s' if results.ranks > 1 else ''}",
+            "A save while nothing else runs. *call* blocks; *safe* until tensors may change; *done* when the system"
+            "\nsays so; *durable* when a power cut loses nothing, with our fsync of what the last column names.",
+            report.metric_table(results, report.SAVES, _synced(results), "our fsync"),
+            "The first save of a fresh process, once what the system starts in the background has come to rest.",
+            report.metric_table(results, report.COLD, _synced(results), "our fsync"),
+            "Training while a warm save runs: what it lost, and the steps of that time in milliseconds.",
+            report.metric_table(results, report.TRAINING, exact, "bit-exact"),
+            "Loading the last save into the existing tensors.",
+            report.metric_table(results, report.LOADS, exact, "bit-exact"),
+        ]
+    )
+
+
+def _synced(results: Results) -> dict[str, str]:
+    from benchmarks.systems import SYSTEMS
+
+    return {system: SYSTEMS[system].ours_to_sync for system in results.systems}
+
+
+_RATIO_WORDS = """Each system over the best peer (**1**, the smallest median) of that column: below 1 is better than every peer.
+Ratios are taken within one run; `-` where a figure is not above zero, or where no training step ran beside a blocking save."""
+
+
+def _notes(run: Run) -> str:
+    others = report.spread(one.other_cores for one in run.trials)
+    resident = max((r.load.resident for one in run.trials for r in one.reports), default=0.0)
+    lines = [
+        "durable of torch.save and torch-checkpointing holds our fsync of files and directories, since they make"
+        " none; that of DCP our fsync of the directory alone. checkpointd needs none, and its *done* is the commit"
+        " that all ranks agree on; torch.save has no commit across ranks at all.",
+        "With several ranks each saves its own plain tensors. DCP gets them under names of their own for each rank,"
+        " since it takes tensors of one name for replicas and would keep one rank's alone; as DTensors sharded by"
+        " rows they took it longer to save, and less long to load.",
+        "torch-checkpointing runs with direct I/O switched off: as it comes, its first save fails on this file"
+        " system with EINVAL, because its O_DIRECT writes are not aligned.",
+        "cold takes each system as it comes; torch-checkpointing-prewarmed had `prewarm_staging` called before it, and"
+        " checkpointd was asked for the newest checkpoint, as a job does when it starts.",
+        "dcp-thread and dcp-process are async_save as it comes; -reused keeps one stager with its buffers, and"
+        " -background lets that stager copy in a thread. checkpointd chooses compression by itself"
+        ' (`compression="auto"`); checkpointd-raw stores every byte as it is.',
+        f"The training loop holds an optimizer step every {run.gate_s:g} s, which waits until the state is safe; then"
+        " every tensor is scribbled over, so that bit-exact also means not torn.",
+        "Peak memory counts private pages of all ranks and their children, and shared pages once; page cache is not in it.",
+        f"Other work on the machine during the trials, kernel threads included: {others} cores. Of dropped files at"
+        f" most {resident:.1%} stayed in the page cache.",
+        *flaws(run),
+    ]
+    return "## Notes\n\n" + "\n".join(f"- {line}" for line in lines)

@@ -1,0 +1,115 @@
+"""What one trial yields: plain records that travel from the measured processes to the report as JSON.
+
+A trial is one system, once, in fresh processes. All times are wall seconds by `time.perf_counter`, counted
+from the moment the save call was made, unless a name says otherwise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveTimes:
+    """One save of one rank."""
+
+    call_s: float
+    """How long the call blocked."""
+    safe_s: float
+    """Until the caller may change the tensors."""
+    done_s: float
+    """Until the system itself says that it is done."""
+    durable_s: float
+    """Until a power cut loses nothing of it: `done_s`, plus our fsync where the system leaves one out."""
+    cpu_s: float
+    """CPU seconds of this rank and its child processes from the call until it was durable."""
+    reported: dict[str, float]
+    """What the system says of itself, by its own names; empty for those that say nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopTimes:
+    """Training while one warm save runs."""
+
+    lost_s: float
+    """From the call until durable, less what the steps done in that time take undisturbed."""
+    window_s: float
+    steps: int
+    undisturbed_ms: float
+    """Mean step, averaged over the stretch before and the stretch after the save."""
+    undisturbed_p99_ms: float
+    mean_ms: float
+    p50_ms: float
+    p99_ms: float
+    max_ms: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadTimes:
+    """Loads of the last save into the existing tensors."""
+
+    cold_s: float
+    """With the page cache dropped; the first load of its process."""
+    cached_s: float
+    """With every file read once just before."""
+    resident: float
+    """Share of the files' pages still in memory after they were dropped, 0 to 1."""
+    wrong: list[str]
+    """Names of tensors whose bytes differ from the saved ones, after either load."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankReport:
+    """All that one rank measured in one trial."""
+
+    rank: int
+    tensors: int
+    state_bytes: int
+    setup_s: float
+    """Making the system's objects; what it goes on to start in the background is not in it."""
+    cold: SaveTimes
+    warm: list[SaveTimes]
+    loop: LoopTimes
+    load: LoadTimes
+    stored_bytes: int
+    """What lies on disk for the last save, all ranks together."""
+    base_bytes: int
+    """Memory of this rank before the system was set up."""
+    load_base_bytes: int
+    """Memory of this rank and its children, with the system open again, before the first load."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One system, once; `error` says why there are no reports."""
+
+    system: str
+    ranks: int
+    run: int
+    order: int
+    other_cores: float
+    """Cores that were busy with something else than this trial while it ran, kernel threads included."""
+    reports: list[RankReport]
+    save_peak_bytes: int
+    """Largest memory seen of all ranks and their children together, from set-up to the last save."""
+    load_peak_bytes: int
+    error: str = ""
+
+
+def rank_report(data: dict[str, Any]) -> RankReport:
+    """A `RankReport` from the dictionary that `dataclasses.asdict` made of one."""
+    return RankReport(
+        **{
+            **data,
+            "cold": SaveTimes(**data["cold"]),
+            "warm": [SaveTimes(**times) for times in data["warm"]],
+            "loop": LoopTimes(**data["loop"]),
+            "load": LoadTimes(**data["load"]),
+        }
+    )
+
+
+def trial(data: dict[str, Any]) -> Trial:
+    """A `Trial` from the dictionary that `dataclasses.asdict` made of one."""
+    return Trial(**{**data, "reports": [rank_report(report) for report in data["reports"]]})

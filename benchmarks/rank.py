@@ -1,0 +1,228 @@
+"""One rank of one trial, in a process of its own.
+
+Order of events: build the state; set the system up and let it come to rest; one cold save; warm saves; one warm save under the
+training loop, whose bytes are the ones checked; then a load with the page cache dropped, and one with it filled.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import os
+import threading
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks import disk, processes
+from benchmarks.measures import LoadTimes, LoopTimes, RankReport, SaveTimes
+from benchmarks.state import State
+from benchmarks.systems import SYSTEMS, Saving, System
+from benchmarks.training import TrainingLoop, loop_times
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What the driver asks of one rank."""
+
+    system: str
+    root: str
+    result: str
+    rank: int
+    ranks: int
+    target_bytes: int
+    warm_saves: int
+    gate_s: float
+    quiet_s: float
+    seed: int
+
+
+class Clock:
+    """One save, timed: the call, then safe on this thread and durable on a second one."""
+
+    def __init__(self, system: System, step: int) -> None:
+        self._cpu_before = processes.cpu_seconds(processes.tree(os.getpid()))
+        dist.barrier()
+        self.start = time.perf_counter()
+        self.saving: Saving = system.save(step)
+        self.call_s = self._since()
+        self.safe_s = 0.0
+        self.finished = threading.Event()
+        self._done_s = self._durable_s = 0.0
+        self._failure: BaseException | None = None
+        self._waiter = threading.Thread(target=self._wait, args=(system, step), name="bench-wait")
+        self._waiter.start()
+
+    def _since(self) -> float:
+        return time.perf_counter() - self.start
+
+    def _wait(self, system: System, step: int) -> None:
+        try:
+            self.saving.wait_done()
+            self._done_s = self._since()
+            system.make_durable(step)
+            self._durable_s = self._since()
+        except BaseException as failure:  # handed to the thread that joins
+            self._failure = failure
+        self.finished.set()
+
+    def wait_safe(self) -> None:
+        """Until the tensors may change; the first call alone counts."""
+        if self.safe_s == 0.0:
+            self.saving.wait_safe()
+            self.safe_s = self._since()
+
+    def times(self) -> SaveTimes:
+        """Wait until durable; raises what the save raised."""
+        self._waiter.join()
+        if self._failure is not None:
+            raise self._failure
+        cpu = processes.cpu_seconds(processes.tree(os.getpid())) - self._cpu_before
+        return SaveTimes(
+            call_s=self.call_s,
+            safe_s=self.safe_s,
+            done_s=self._done_s,
+            durable_s=self._durable_s,
+            cpu_s=cpu,
+            reported=self.saving.reported(),
+        )
+
+
+def quiet_save(system: System, state: State, step: int) -> SaveTimes:
+    """A save while nothing else runs; afterwards the state moves on by one optimizer step."""
+    clock = Clock(system, step)
+    clock.wait_safe()
+    times = clock.times()
+    dist.barrier()
+    state.advance()
+    return times
+
+
+def save_under_load(system: System, state: State, step: int, loop: TrainingLoop, quiet_s: float) -> LoopTimes:
+    """A save while the loop runs. As soon as it is safe, the whole state is scribbled over."""
+    dist.barrier()
+    before = loop.undisturbed(quiet_s)
+    clock = Clock(system, step)
+    scribbled_s = 0.0
+
+    def gate() -> None:
+        nonlocal scribbled_s
+        first = clock.safe_s == 0.0
+        clock.wait_safe()
+        if first:
+            start = time.perf_counter()
+            state.scribble()
+            scribbled_s = time.perf_counter() - start
+
+    busy = loop.until(clock.finished, gate)
+    window_s = time.perf_counter() - clock.start - scribbled_s
+    gate()
+    clock.times()
+    dist.barrier()
+    return loop_times(before + loop.undisturbed(quiet_s), busy, window_s)
+
+
+def load_and_check(system: System, state: State, step: int, expected: dict[str, str]) -> LoadTimes:
+    """Both loads, each into a cleared state that must afterwards equal the saved one bit for bit."""
+    resident = disk.drop(system.path(step)) if system.rank == 0 else 0.0
+    cold_s, wrong = _load(system, state, step, expected)
+    disk.warm(system.path(step))
+    cached_s, wrong_cached = _load(system, state, step, expected)
+    return LoadTimes(cold_s=cold_s, cached_s=cached_s, resident=resident, wrong=sorted({*wrong, *wrong_cached}))
+
+
+def _load(system: System, state: State, step: int, expected: dict[str, str]) -> tuple[float, list[str]]:
+    state.clear()
+    dist.barrier()
+    start = time.perf_counter()
+    system.load(step)
+    seconds = time.perf_counter() - start
+    found = state.digests()
+    dist.barrier()
+    return seconds, [path for path, digest in expected.items() if found[path] != digest]
+
+
+def settle() -> None:
+    """Until what the system started in the background is at rest on every rank, at most a minute.
+
+    A trainer's first save comes long after its start: a writer process is up by then, a prewarmed buffer warm.
+    """
+    end = time.monotonic() + 60.0
+    spent = -1.0
+    while time.monotonic() < end:
+        before, spent = spent, processes.cpu_seconds(processes.tree(os.getpid()))
+        if spent - before < 0.02:
+            break
+        time.sleep(0.3)
+    dist.barrier()
+
+
+def announce(phase: str) -> None:
+    """Tell the driver, which watches our memory, what comes now."""
+    print(f"phase {phase}", flush=True)
+
+
+def measure(job: Job) -> RankReport:
+    """All of one rank's trial."""
+    state = State(target_bytes=job.target_bytes, ranks=job.ranks, rank=job.rank, seed=job.seed)
+    loop = TrainingLoop(gate_s=job.gate_s)
+    base_bytes = _own_memory()
+    announce("save")
+    start = time.perf_counter()
+    system = SYSTEMS[job.system](Path(job.root), state, job.rank, job.ranks)
+    setup_s = time.perf_counter() - start
+    settle()
+    cold = quiet_save(system, state, 0)
+    warm = [quiet_save(system, state, step) for step in range(1, job.warm_saves + 1)]
+    last = job.warm_saves + 1
+    expected = state.digests()
+    times = save_under_load(system, state, last, loop, job.quiet_s)
+    system.close()
+    system.open()
+    settle()
+    load_base_bytes = _own_memory()
+    announce("load")
+    load = load_and_check(system, state, last, expected)
+    announce("end")
+    system.close()
+    tensors = [tensor for _, tensor in state.tensors()]
+    return RankReport(
+        rank=job.rank,
+        tensors=len(tensors),
+        state_bytes=sum(tensor.nbytes for tensor in tensors),
+        setup_s=setup_s,
+        cold=cold,
+        warm=warm,
+        loop=times,
+        load=load,
+        stored_bytes=disk.size(system.path(last)),
+        base_bytes=base_bytes,
+        load_base_bytes=load_base_bytes,
+    )
+
+
+def _own_memory() -> int:
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what was freed is not ours any more
+    return processes.memory(processes.tree(os.getpid()))
+
+
+def main(job: Job) -> None:
+    """Join the other ranks, measure, and write the report."""
+    os.environ.update(RANK=str(job.rank), LOCAL_RANK=str(job.rank), WORLD_SIZE=str(job.ranks))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    try:
+        report: dict[str, Any] = asdict(measure(job))
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)  # threads and processes of the failed system cannot hold this one back
+    Path(job.result).write_text(json.dumps(report))
+    dist.barrier()
+    dist.destroy_process_group()
