@@ -14,7 +14,7 @@ import sys
 import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path, PurePosixPath
 
 import pytest
@@ -238,6 +238,7 @@ RULES: tuple[Rule, ...] = (
 )
 
 
+@cache
 def sources() -> list[Source]:
     files = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
     return [Source(path.relative_to(ROOT).as_posix(), path.read_text()) for path in files]
