@@ -1,0 +1,27 @@
+"""PURE: chunk bytes <-> stored bytes. `docs/format/CODECS.md` describes the stored bytes for other languages.
+
+Everything here is a function of its arguments, keeps nothing between calls and may run in any number of threads at
+once; what takes longer than some microseconds per call (numpy, zstd, xxh3) releases the GIL.
+"""
+
+from __future__ import annotations
+
+from checkpointd.codec.buffers import Buffer
+from checkpointd.codec.choose import Compression, Estimate, choose, sample
+from checkpointd.codec.chunk import CODECS, Codec, decode, encode, stored_size_max
+from checkpointd.codec.element import ElementType, Kind
+
+__all__ = [
+    "CODECS",
+    "Buffer",
+    "Codec",
+    "Compression",
+    "ElementType",
+    "Estimate",
+    "Kind",
+    "choose",
+    "decode",
+    "encode",
+    "sample",
+    "stored_size_max",
+]

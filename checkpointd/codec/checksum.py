@@ -1,0 +1,25 @@
+"""xxh3 digests: 64 bits guard stored bytes against accidents, 128 bits identify raw bytes. Not against forgery.
+
+All release the GIL and copy nothing. A buffer that is not C-contiguous raises ValueError.
+"""
+
+from __future__ import annotations
+
+import xxhash
+
+from checkpointd.codec.buffers import Buffer, byte_view
+
+
+def xxh3_64(data: Buffer) -> int:
+    """XXH3-64 of the bytes of `data`, seed 0, as an unsigned integer."""
+    return xxhash.xxh3_64_intdigest(byte_view(data).data)
+
+
+def xxh3_128(data: Buffer) -> bytes:
+    """XXH3-128 of the bytes of `data`, seed 0: 16 bytes, big-endian (the canonical form)."""
+    return xxhash.xxh3_128_digest(byte_view(data).data)
+
+
+def xxh3_128_hex(data: Buffer) -> str:
+    """XXH3-128 of the bytes of `data`, seed 0: 32 lower-case hexadecimal digits, the canonical form's."""
+    return xxhash.xxh3_128_hexdigest(byte_view(data).data)

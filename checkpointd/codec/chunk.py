@@ -1,0 +1,88 @@
+"""One chunk through one codec: the only two calls that the pipelines need.
+
+Who decides what: `choose` names the codec of a tensor; `encode` does as told, even where the result is not smaller; its
+caller compares the sizes, stores the raw bytes where encoding did not shrink them, and names in the index what it stored.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeAlias, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from checkpointd.codec import zstd
+from checkpointd.codec.buffers import Buffer, Bytes, byte_view, writable_view
+from checkpointd.codec.element import ElementType, Kind
+from checkpointd.codec.frame import decode_frame, encode_frame
+from checkpointd.errors import CodecError
+
+Codec: TypeAlias = Literal["raw", "zstd", "planes"]
+"""How the bytes of one chunk are stored; the name stands in the index."""
+
+CODECS: tuple[Codec, ...] = ("raw", "zstd", "planes")
+
+
+def stored_size_max(raw_size: int) -> int:
+    """The most bytes that `raw_size` bytes can be stored in, by any codec: what `encode` asks of its `out`."""
+    # zstd's own bound is n + n/256 + 64; a planes frame adds a header of at most 84 bytes.
+    return raw_size + (raw_size >> 8) + 128
+
+
+def encode(data: Buffer, *, codec: str, itemsize: int, kind: str, out: memoryview | NDArray[Any] | None = None) -> memoryview:
+    """The stored bytes of `data`, any length of bytes, whole elements or not.
+
+    Without `out`, `raw` gives a view of `data` itself and the others fresh memory. With `out`, which must have
+    `stored_size_max(size of data)` bytes or more and not overlap `data`, the result is the part of `out` written to. No bytes
+    are stored as no bytes, whatever the codec. Not smaller than `data` is possible: the caller then stores `data` as `raw`.
+
+    Raises:
+        ValueError: unknown codec, itemsize or kind; data or out not C-contiguous; out read-only or too small.
+    """
+    element = ElementType(itemsize, cast(Kind, kind))
+    raw = byte_view(data)
+    target = None if out is None else writable_view(out, stored_size_max(raw.size))
+    if codec == "raw" or (raw.size == 0 and codec in CODECS):
+        return _placed(raw, target)
+    if codec == "zstd":
+        return _placed(np.frombuffer(zstd.compress(raw, zstd.GENERAL), dtype=np.uint8), target)
+    if codec == "planes":
+        target = np.empty(stored_size_max(raw.size), dtype=np.uint8) if target is None else target
+        return target[: encode_frame(raw, element, target)].data
+    raise ValueError(f"codec is {codec!r}, not one of {', '.join(CODECS)}")
+
+
+def _placed(stored: Bytes, target: Bytes | None) -> memoryview:
+    if target is None:
+        return stored.data
+    target[: stored.size] = stored
+    return target[: stored.size].data
+
+
+def decode(stored: Buffer, *, codec: str, raw_size: int, out: memoryview | NDArray[Any]) -> None:
+    """Write the `raw_size` raw bytes of `stored` to the start of `out`; what `out` has beyond them is left alone.
+
+    `stored` need not be trusted: beside `out`, no more than raw_size + 16 MiB is ever allocated, and `out` is written only
+    after all of `stored` has been checked. Give no `out` and `stored` that overlap.
+
+    Raises:
+        CodecError: `stored` is not exactly what `codec` makes of raw_size bytes, or the codec is unknown.
+        ValueError: `out` is read-only, not C-contiguous or smaller than raw_size; raw_size is negative.
+    """
+    if raw_size < 0:
+        raise ValueError(f"raw_size is {raw_size}")
+    source, target = byte_view(stored), writable_view(out, raw_size)[:raw_size]
+    if codec not in CODECS:
+        raise CodecError(f"the codec {codec!r} is unknown: a newer version may have written it")
+    if raw_size == 0 or codec == "raw":
+        _decode_raw(source, target)
+    elif codec == "zstd":
+        np.copyto(target, zstd.decompress(source, raw_size))
+    else:
+        decode_frame(source, target)
+
+
+def _decode_raw(source: Bytes, target: Bytes) -> None:
+    if source.size != target.size:
+        raise CodecError(f"{source.size} bytes are stored, not {target.size}")
+    np.copyto(target, source)
