@@ -1,0 +1,61 @@
+"""A process of which one system call on one path fails, or never returns: by strace. Skips where there is no strace to use."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """How the process ended, what it printed, and the watched calls, one a line; `(INJECTED)` stands in those made to fail."""
+
+    returncode: int
+    output: str
+    calls: tuple[str, ...]
+
+    @property
+    def was_killed(self) -> bool:
+        return self.returncode == -signal.SIGKILL
+
+    @property
+    def failed_calls(self) -> int:
+        return sum("(INJECTED)" in call for call in self.calls)
+
+
+def run_python(command: Sequence[str], *, calls: str, on: Path, fault: str) -> Traced:
+    """Run `python *command` with `fault` (`error=EIO`, `signal=KILL`) at its system calls `calls` (`link,linkat`) on a path.
+
+    A call is on a path that it names (of a rename: the old name), or of which it has a descriptor. All threads and children are
+    watched.
+    """
+    _skip_without_strace()
+    with tempfile.TemporaryDirectory() as directory:
+        log = Path(directory) / "log"
+        strace = ["strace", "-f", "-e", f"trace={calls}", "-P", str(on), "-e", f"inject={calls}:{fault}"]
+        done = subprocess.run(
+            [*strace, "-o", str(log), sys.executable, *command],
+            stdout=subprocess.PIPE,
+            text=True,
+            check=False,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        watched = tuple(line for line in log.read_text().splitlines() if any(f"{call}(" in line for call in calls.split(",")))
+    return Traced(done.returncode, done.stdout, watched)
+
+
+def _skip_without_strace() -> None:
+    if shutil.which("strace") is None:
+        pytest.skip("needs strace, to make system calls fail")
+    probe = subprocess.run(["strace", "-o", os.devnull, "true"], capture_output=True, text=True, check=False)
+    if probe.returncode:
+        pytest.skip(f"cannot trace a process here: {probe.stderr.strip()}")
