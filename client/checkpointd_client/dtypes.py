@@ -1,0 +1,64 @@
+"""Torch's dtypes by name, and tensors as plain bits: what is copied is never converted, so every NaN keeps its payload."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from checkpointd.layout.dtypes import ITEM_BYTES
+
+ALL: dict[str, torch.dtype] = {
+    str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
+}
+"""Every dtype of this torch by its name without `torch.`."""
+
+DTYPES: dict[str, torch.dtype] = {name: ALL[name] for name in ITEM_BYTES if name in ALL}
+"""The dtypes that a stored tensor may have. Left out: quantized ones, and those that torch itself cannot copy (int4, bits8)."""
+
+NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
+
+_CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, shape and strides as integers of the same width; complex128, which torch copies bit for bit, stays."""
+    carrier = _CARRIERS.get(tensor.itemsize)
+    return tensor if carrier is None or carrier == tensor.dtype else tensor.view(carrier)
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A new contiguous tensor with arbitrary content; made as bits, because torch warns when it makes complex32."""
+    carrier = _CARRIERS.get(dtype.itemsize)
+    made = torch.empty(tuple(shape), dtype=carrier or dtype, device=device)
+    return made if carrier is None or carrier == dtype else made.view(dtype)
+
+
+def copy_bits(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Fill `target` with the elements of `source`, of the same shape and dtype, on any devices.
+
+    A `target` whose elements share memory (an expanded one) is filled where each memory location is written once; its elements
+    must then agree in `source`.
+    """
+    for dim, (size, stride) in enumerate(zip(target.shape, target.stride(), strict=True)):
+        if size > 1 and stride == 0:
+            target, source = target.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
+    if overlaps_itself(target):
+        for part, part_source in zip(target.unbind(0), source.unbind(0), strict=True):
+            copy_bits(part, part_source)
+    elif target.is_conj() or target.is_neg():
+        target.copy_(source)
+    else:
+        bits(target).copy_(bits(source))
+
+
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether two elements of `tensor` may lie at one address (a stride of 0, sliding windows)."""
+    if tensor.is_contiguous():
+        return False
+    reach = 0
+    for stride, size in sorted((s, n) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1):
+        if stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False

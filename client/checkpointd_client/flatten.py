@@ -1,0 +1,209 @@
+"""The walk over the user's state: every tensor gets an FQN, everything else becomes a node of the state tree."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from checkpointd.errors import StateError
+from checkpointd.layout import tree
+from checkpointd_client import objects
+from checkpointd_client.tensors import PLAIN_TENSORS, array_tensor, refusal
+from checkpointd_client.values import SCALAR_TYPES, encode, key_node, key_text, refused, type_name
+
+_T = TypeVar("_T")
+
+DEPTH_MAX = 200
+"""Containers inside one another; the decoder of the tree must be able to read what is written."""
+
+CLIENT_STATE = "client_state"
+"""The reserved first part of the FQNs of client_state."""
+
+DictKind = Literal["dict", "OrderedDict", "Counter"]
+SequenceKind = Literal["list", "tuple", "set", "frozenset", "Size"]
+
+# defaultdict loads as dict: its factory is code.
+DICT_KINDS: dict[type, DictKind] = {
+    dict: "dict",
+    collections.OrderedDict: "OrderedDict",
+    collections.defaultdict: "dict",
+    collections.Counter: "Counter",
+}
+SEQUENCE_KINDS: dict[type, SequenceKind] = {
+    list: "list",
+    tuple: "tuple",
+    set: "set",
+    frozenset: "frozenset",
+    torch.Size: "Size",
+}
+
+
+class Flattener:
+    """One walk. `tensors[i]` belongs to `fqns[i]`, in the order of the state; `stepped` has the positions of what an
+    optimizer's own state holds, `optimizers` every optimizer met, `excluded` the FQNs of frozen parameters left out.
+    """
+
+    def __init__(self, *, exclude_frozen_parameters: bool) -> None:
+        self.fqns: list[str] = []
+        self.tensors: list[torch.Tensor] = []
+        self.stepped: set[int] = set()
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.excluded: list[str] = []
+        self._exclude = exclude_frozen_parameters
+        self._objects_allowed = True
+        self._path: set[int] = set()
+
+    def root(self, state: Mapping[str, object], client_state: Mapping[str, object] | None) -> tree.Node:
+        """The tree of both; StateError for what cannot be stored."""
+        self._check_names(state)
+        stored = self._items(state, "")
+        self._objects_allowed = False
+        client = None if client_state is None else self._plain_mapping(client_state)
+        return tree.Dict("dict", (("state", tree.Dict("dict", stored)), (CLIENT_STATE, client)))
+
+    @staticmethod
+    def _check_names(state: object) -> None:
+        if not isinstance(state, Mapping):
+            raise StateError(f"the state must map names to objects, not be a {type_name(state)}: pass {{'model': model, ...}}")
+        for name in state:
+            if type(name) is not str:
+                raise StateError(f"the state's names must be str, not {type_name(name)} ({name!r:.80})")
+        if CLIENT_STATE in state:
+            raise StateError(f"the name {CLIENT_STATE!r} in the state is reserved: pass client_state=... instead")
+
+    def _plain_mapping(self, client_state: Mapping[str, object]) -> tree.Node:
+        if not isinstance(client_state, Mapping):
+            raise StateError(f"client_state must be a dict, not a {type_name(client_state)}")
+        return tree.Dict("dict", self._items(client_state, CLIENT_STATE))
+
+    def node(self, value: object, fqn: str) -> tree.Node:
+        """The node for any value at `fqn`, and the tensors inside it noted."""
+        kind = type(value)
+        handler = _HANDLERS.get(kind)
+        if handler is not None:
+            return handler(self, value, fqn)
+        if kind in SCALAR_TYPES:
+            return encode(value, fqn)
+        return self._other(value, fqn)
+
+    def _tensor(self, value: torch.Tensor, fqn: str) -> tree.Node:
+        self.fqns.append(fqn)
+        self.tensors.append(value)
+        return tree.Tensor(fqn, value.requires_grad, "cpu" if value.is_cpu else value.device.type)
+
+    def _array(self, value: NDArray[np.generic], fqn: str) -> tree.Node:
+        self.fqns.append(fqn)
+        self.tensors.append(array_tensor(value, fqn))
+        return tree.Array(fqn, value.dtype.str)
+
+    def _dict(self, value: dict[object, object], fqn: str) -> tree.Node:
+        return tree.Dict(DICT_KINDS[type(value)], self._inside(value, fqn, self._items))
+
+    def _sequence(self, value: Iterable[object], fqn: str) -> tree.Node:
+        return tree.Sequence(SEQUENCE_KINDS[type(value)], self._inside(value, fqn, self._elements))
+
+    def _inside(self, value: Any, fqn: str, walk: Callable[[Any, str], _T]) -> _T:
+        """Walk a container, refusing one that holds itself or lies too deep."""
+        path, me = self._path, id(value)
+        if me in path:
+            raise StateError(f"{fqn}: this {type_name(value)} contains itself: a cycle cannot be stored")
+        if len(path) >= DEPTH_MAX:
+            raise StateError(f"{fqn:.200}: nested deeper than {DEPTH_MAX} containers: flatten it, or store it as bytes")
+        path.add(me)
+        try:
+            return walk(value, fqn)
+        finally:
+            path.discard(me)
+
+    def _items(self, value: Mapping[Any, object], fqn: str) -> tuple[tuple[tree.Node, tree.Node], ...]:
+        return self._pairs(value.items(), fqn)
+
+    def _pairs(self, pairs: Iterable[tuple[Any, object]], fqn: str) -> tuple[tuple[tree.Node, tree.Node], ...]:
+        prefix = f"{fqn}." if fqn else ""
+        items: list[tuple[tree.Node, tree.Node]] = []
+        for key, child in pairs:
+            # What nearly all keys and values are is tested here: this runs for every tensor of every save.
+            plain = type(key) is str and key.isascii()
+            path = prefix + (key if plain else key_text(key))
+            node = self._tensor(child, path) if type(child) in PLAIN_TENSORS else self.node(child, path)
+            items.append((key if plain else key_node(key, fqn), node))
+        return tuple(items)
+
+    def _elements(self, value: Iterable[object], fqn: str) -> tuple[tree.Node, ...]:
+        return tuple([self.node(child, f"{fqn}.{i}") for i, child in enumerate(value)])
+
+    def _other(self, value: Any, fqn: str) -> tree.Node:
+        if isinstance(value, torch.Tensor):
+            raise StateError(f"{fqn}: {refusal(value)}")
+        if isinstance(value, np.generic):
+            return encode(value, fqn)
+        if not objects.is_object(value):
+            raise refused(value, fqn)
+        if not self._objects_allowed:
+            raise StateError(
+                f"{fqn}: {type_name(value)} in client_state, which holds plain values: put it into the state by a name"
+            )
+        return self._inside(value, fqn, self._object)
+
+    def _object(self, value: Any, fqn: str) -> tree.Node:
+        if isinstance(value, nn.Module):
+            return self._module(value, fqn)
+        if isinstance(value, torch.Generator):
+            return self._tensor(value.get_state(), fqn)
+        if isinstance(value, torch.optim.Optimizer):
+            return self._optimizer(value, fqn)
+        return self.node(objects.state_dict_of(value, fqn), fqn)
+
+    def _module(self, wrapped: nn.Module, fqn: str) -> tree.Node:
+        module = objects.unwrap(wrapped)
+        tensors = objects.module_tensors(module, fqn)
+        renamed = objects.clean_names(module, tensors)
+        left_out = objects.frozen_names(module, tensors) if self._exclude else ()
+        self.excluded.extend(f"{fqn}.{renamed.get(key, key)}" for key in tensors if key in left_out)
+        if renamed or left_out:
+            # Pairs, not a dict: two keys that are cleaned to the same name must be seen, and refused.
+            kept = [(renamed.get(key, key), value) for key, value in tensors.items() if key not in left_out]
+            return tree.Dict("OrderedDict", self._pairs(kept, fqn))
+        return tree.Dict("OrderedDict", self._pairs(tensors.items(), fqn))
+
+    def _optimizer(self, optimizer: torch.optim.Optimizer, fqn: str) -> tree.Node:
+        self.optimizers.append(optimizer)
+        stored = objects.state_dict_of(optimizer, fqn)
+        first = len(self.tensors)
+        node = self.node(stored, fqn)
+        if isinstance(stored, dict):
+            self._note_stepped(optimizer, first)
+        return node
+
+    def _note_stepped(self, optimizer: torch.optim.Optimizer, first: int) -> None:
+        """Of the tensors from `first` on, those that the optimizer itself keeps (a state_dict hook may have added others)."""
+        own: set[int] = set()
+        _note_ids(optimizer.state, own)
+        self.stepped.update(i for i in range(first, len(self.tensors)) if id(self.tensors[i]) in own)
+
+
+def _note_ids(value: Any, ids: set[int]) -> None:
+    """Add the identity of everything inside a dict, list or tuple."""
+    children = value.values() if isinstance(value, Mapping) else value
+    ids.update(map(id, children))
+    for child in children:
+        if type(child) in _NESTING:
+            _note_ids(child, ids)
+
+
+_NESTING = frozenset({dict, collections.OrderedDict, collections.defaultdict, list, tuple})
+
+
+_HANDLERS: dict[type, Callable[[Flattener, Any, str], tree.Node]] = {
+    torch.Tensor: Flattener._tensor,
+    nn.Parameter: Flattener._tensor,
+    np.ndarray: Flattener._array,
+    **dict.fromkeys(DICT_KINDS, Flattener._dict),
+    **dict.fromkeys(SEQUENCE_KINDS, Flattener._sequence),
+}

@@ -1,0 +1,210 @@
+"""The match of what is stored against what the user's objects hold: where each stored tensor goes, and what fits nowhere.
+
+Nothing is touched and nothing is allocated here. The outcome is a set of slots, steps to take once the slots are filled, and
+three lists of what did not match.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Hashable, Mapping, MutableMapping
+from functools import partial
+from operator import setitem
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from checkpointd.layout import tree
+from checkpointd_client import building, objects, tensors, values
+from checkpointd_client.building import Build
+from checkpointd_client.dtypes import NAMES
+from checkpointd_client.match_objects import match_object
+from checkpointd_client.slots import Slot, Slots
+from checkpointd_client.steps import Step, Turn
+from checkpointd_client.stored import Stored
+
+_CPU = torch.device("cpu")
+
+
+class Matcher:
+    """One match. A method that returns a Build wants its value put into the parent; None leaves the parent's value in place."""
+
+    def __init__(self, stored: Stored, excluded: frozenset[str]) -> None:
+        self.slots = Slots()
+        self.steps: list[Step] = []
+        self.missing: list[str] = []
+        self.unexpected: list[str] = []
+        self.mismatched: list[str] = []
+        self.stored = stored
+        self._excluded = excluded
+
+    # --- what is there -------------------------------------------------------------------------------------------
+
+    def value(self, live: Any, node: tree.Node, fqn: str) -> Build | None:
+        """Match one value of the user's, whatever it is."""
+        if live is None:
+            return self.fresh(node)
+        if isinstance(live, torch.Tensor):
+            return self.tensor(live, node, fqn)
+        if type(live) is np.ndarray:
+            return self._array(live, node, fqn)
+        if isinstance(live, dict) and not objects.is_object(live):
+            return self._counter(live, node, fqn) if isinstance(live, collections.Counter) else self.mapping(live, node, fqn)
+        if isinstance(live, list | tuple) and not objects.is_object(live):
+            return self._sequence(live, node, fqn)
+        if isinstance(live, set | frozenset):
+            return self._set(live, node, fqn)
+        if values.is_scalar(live):
+            return building.constant(node) if building.is_scalar(node) else self.note_kind(live, node, fqn)
+        return self._object(live, node, fqn)
+
+    def note_kind(self, live: object, node: tree.Node, fqn: str) -> Build | None:
+        self.mismatched.append(f"{fqn}: {building.words(node)} is stored, and a {values.type_name(live)} is there now")
+        return None
+
+    # --- tensors -------------------------------------------------------------------------------------------------
+
+    def tensor(self, live: torch.Tensor, node: tree.Node, fqn: str, *, replaceable: bool = False) -> Build | None:
+        why = tensors.refusal(live)
+        if why is not None:
+            self.mismatched.append(f"{fqn}: it cannot be filled: {why}")
+            return None
+        if not isinstance(node, tree.Tensor):
+            return self.note_kind(live, node, fqn)
+        place = self.stored.place(node.fqn)
+        if not self._fits(fqn, (place.dtype, place.shape), (NAMES[live.dtype], tuple(live.shape))):
+            return None
+        slot = Slot(node, place, live.device, live.detach(), live, replaceable)
+        self.slots.add(slot)
+        return (lambda: slot.value) if replaceable else None
+
+    def _array(self, live: NDArray[np.generic], node: tree.Node, fqn: str) -> Build | None:
+        if not isinstance(node, tree.Array):
+            return self.note_kind(live, node, fqn)
+        place = self.stored.place(node.fqn)
+        dtype = tensors.array_dtype(node.dtype, place.dtype)
+        shape = place.shape if tensors.is_native(dtype) else place.shape[:-1]
+        if not self._fits(fqn, (dtype.str, shape), (live.dtype.str, live.shape)):
+            return None
+        if not tensors.in_place(live):
+            return self.fresh(node)
+        self.slots.add(Slot(node, place, _CPU, tensors.array_tensor(live, fqn), live))
+        return None
+
+    def _fits(self, fqn: str, stored: tuple[str, tuple[int, ...]], live: tuple[str, tuple[int, ...]]) -> bool:
+        wrong = [
+            f"{what} {was} is stored, and {now} is there now"
+            for what, was, now in zip(("dtype", "shape"), stored, live, strict=True)
+            if was != now
+        ]
+        if wrong:
+            self.mismatched.append(f"{fqn}: {'; '.join(wrong)}")
+        return not wrong
+
+    # --- what is not there yet -----------------------------------------------------------------------------------
+
+    def fresh(self, node: tree.Node, device: torch.device | None = None) -> Build:
+        """Whatever is stored, made anew: on `device`, or on the kind of device where it was."""
+        if isinstance(node, tree.Tensor | tree.Array):
+            place = self.stored.place(node.fqn)
+            if isinstance(node, tree.Array):
+                tensors.array_dtype(node.dtype, place.dtype)
+            where = _CPU if isinstance(node, tree.Array) else device or _device(node.device)
+            slot = Slot(node, place, where, replaceable=True)
+            self.slots.add(slot)
+            return lambda: slot.value
+        if isinstance(node, tree.Dict):
+            children = self.stored.children(node)
+            return building.dict_of(node.kind, {key: self.fresh(child, device) for key, child in children})
+        if isinstance(node, tree.Sequence):
+            return building.sequence_of(node.kind, [self.fresh(child, device) for child in node.items])
+        return building.constant(node)
+
+    # --- containers ----------------------------------------------------------------------------------------------
+
+    def mapping(self, live: MutableMapping[Any, Any], node: tree.Node, fqn: str) -> Build | None:
+        """Match a dict key by key, to be changed in place; an empty one takes whatever is stored."""
+        if not isinstance(node, tree.Dict):
+            return self.note_kind(live, node, fqn)
+        if not live:
+            return self.do(Turn.CONTAINERS, self.fresh(node), live.update)
+        stored = dict(self.stored.children(node))
+        for key, child in live.items():
+            path = _join(fqn, key)
+            if key not in stored:
+                self.note_missing(path)
+                continue
+            build = self.value(child, stored.pop(key), path)
+            if build is not None:
+                self.do(Turn.CONTAINERS, build, partial(setitem, live, key))
+        self.unexpected.extend(_join(fqn, key) for key in stored)
+        return None
+
+    def _counter(self, live: collections.Counter[Any], node: tree.Node, fqn: str) -> Build | None:
+        if not isinstance(node, tree.Dict):
+            return self.note_kind(live, node, fqn)
+        return self.do(Turn.CONTAINERS, self.fresh(node), partial(_refill, live))
+
+    def _sequence(self, live: list[Any] | tuple[Any, ...], node: tree.Node, fqn: str) -> Build | None:
+        kind = "list" if isinstance(live, list) else "Size" if isinstance(live, torch.Size) else "tuple"
+        if not isinstance(node, tree.Sequence) or node.kind != kind or hasattr(live, "_fields"):
+            return self.note_kind(live, node, fqn)
+        if not _holds_objects(live):
+            build = self.fresh(node)
+            return self.do(Turn.CONTAINERS, build, partial(setitem, live, slice(None))) if isinstance(live, list) else build
+        self.missing.extend(f"{fqn}.{i}" for i in range(len(node.items), len(live)))
+        self.unexpected.extend(f"{fqn}.{i}" for i in range(len(live), len(node.items)))
+        pairs = enumerate(zip(live, node.items, strict=False))
+        changes = {i: change for i, (child, stored) in pairs if (change := self.value(child, stored, f"{fqn}.{i}")) is not None}
+        if isinstance(live, tuple):
+            return (lambda: tuple(changes[i]() if i in changes else old for i, old in enumerate(live))) if changes else None
+        for i, change in changes.items():
+            self.do(Turn.CONTAINERS, change, partial(setitem, live, i))
+        return None
+
+    def _set(self, live: set[Any] | frozenset[Any], node: tree.Node, fqn: str) -> Build | None:
+        if not isinstance(node, tree.Sequence) or node.kind != ("set" if isinstance(live, set) else "frozenset"):
+            return self.note_kind(live, node, fqn)
+        build = self.fresh(node)
+        return self.do(Turn.CONTAINERS, build, partial(_refill, live)) if isinstance(live, set) else build
+
+    def note_missing(self, fqn: str) -> None:
+        if fqn not in self._excluded:
+            self.missing.append(fqn)
+
+    def do(self, turn: Turn, build: Build, apply: Callable[[Any], object]) -> Build | None:
+        """Note a step; what it changes is no matter of the parent's."""
+        self.steps.append(Step(turn, build, apply))
+        return None
+
+    def _object(self, live: Any, node: tree.Node, fqn: str) -> Build | None:
+        matched = match_object(self, live, node, fqn)
+        return None if matched else self.note_kind(live, node, fqn)
+
+
+def _join(fqn: str, key: Hashable) -> str:
+    return f"{fqn}.{values.key_text(key)}" if fqn else values.key_text(key)
+
+
+def _refill(live: Any, value: Any) -> None:
+    live.clear()
+    live.update(value)
+
+
+def _holds_objects(value: object) -> bool:
+    """Whether anything inside must be kept (tensors, arrays, objects); plain data is replaced whole."""
+    if isinstance(value, torch.Tensor | np.ndarray) or objects.is_object(value):
+        return True
+    if isinstance(value, Mapping):
+        return any(map(_holds_objects, value.values()))
+    return isinstance(value, list | tuple) and any(map(_holds_objects, value))
+
+
+def _device(kind: str) -> torch.device:
+    """This process's device of the kind where a tensor was when it was saved; the host where there is none."""
+    backend = getattr(torch, kind, None)
+    if kind == "cpu" or backend is None or not backend.is_available():
+        return _CPU
+    return torch.device(kind, backend.current_device())

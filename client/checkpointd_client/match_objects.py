@@ -1,0 +1,80 @@
+"""The match for objects that load themselves: modules, optimizers, generators, and whatever has load_state_dict()."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from checkpointd.layout import tree
+from checkpointd_client import objects
+from checkpointd_client.building import Build
+from checkpointd_client.match_optimizer import match_optimizer
+from checkpointd_client.rng import RngState
+from checkpointd_client.steps import Turn
+
+if TYPE_CHECKING:
+    from checkpointd_client.match import Matcher
+
+
+def match_object(match: Matcher, live: Any, node: tree.Node, fqn: str) -> bool:
+    """Match one object; False where it is of no kind that can be loaded, or what is stored cannot be for it."""
+    if isinstance(live, nn.Module):
+        return isinstance(node, tree.Dict) and _module(match, objects.unwrap(live), node, fqn)
+    if isinstance(live, torch.Generator):
+        return isinstance(node, tree.Tensor) and _generator(match, live, node, fqn)
+    if isinstance(live, torch.optim.Optimizer):
+        return isinstance(node, tree.Dict) and match_optimizer(match, live, node, fqn)
+    if objects.is_stateful(live):
+        # Its own state_dict() is not asked for: that may start workers, and what it returns need not be its memory.
+        turn = Turn.RANDOMNESS if isinstance(live, RngState) else Turn.OTHERS
+        match.do(turn, match.fresh(node), live.load_state_dict)
+        return True
+    return False
+
+
+def _module(match: Matcher, module: nn.Module, node: tree.Dict, fqn: str) -> bool:
+    """Fill what state_dict() hands out, then hand it back: no copy for live parameters, and hooks see what they expect."""
+    live = objects.module_tensors(module, fqn)
+    renamed = objects.clean_names(module, live)
+    stored = dict(match.stored.children(node))
+    extra: dict[str, Build] = {}
+    absent: set[str] = set()
+    for live_key, value in live.items():
+        key = renamed.get(live_key, live_key)
+        path = f"{fqn}.{key}"
+        if key not in stored:
+            match.note_missing(path)
+            absent.add(live_key)
+        elif isinstance(value, torch.Tensor) and not live_key.endswith("_extra_state"):
+            match.tensor(value, stored.pop(key), path)
+        else:
+            extra[live_key] = match.fresh(stored.pop(key))
+    match.unexpected.extend(f"{fqn}.{key}" for key in stored)
+
+    def build() -> dict[str, Any]:
+        # What is absent stays as it is, tensors by being copied onto themselves.
+        filled = {key: value for key, value in live.items() if key not in absent or isinstance(value, torch.Tensor)}
+        return _with_metadata(live, filled | {key: part() for key, part in extra.items()})
+
+    options = {"strict": False} if objects.takes(module.load_state_dict, "strict") else {}
+    match.do(Turn.MODULES, build, lambda filled: module.load_state_dict(filled, **options))
+    return True
+
+
+def _with_metadata(live: Mapping[str, Any], filled: Mapping[str, Any]) -> dict[str, Any]:
+    """`filled` with the versions of the module's parts, which torch keeps in an attribute of the dict."""
+    made = collections.OrderedDict(filled)
+    if hasattr(live, "_metadata"):
+        made._metadata = live._metadata  # type: ignore[attr-defined]  # how torch hands it over
+    return made
+
+
+def _generator(match: Matcher, live: torch.Generator, node: tree.Tensor, fqn: str) -> bool:
+    build = match.tensor(live.get_state(), node, fqn, replaceable=True)
+    if build is not None:
+        match.do(Turn.GENERATORS, build, live.set_state)
+    return True

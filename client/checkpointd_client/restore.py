@@ -1,0 +1,90 @@
+"""Restore: what is stored, put back into the user's objects, in place.
+
+Invariants
+  R1  `prepare` changes nothing of the user's; whatever can be found wrong is found there, all of it at once.
+  R2  What is filled is the user's own memory wherever there is some; only what has none is allocated, after every check.
+  R3  After `finish` the objects hold the captured values, bit for bit, in the stored dtypes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any
+
+from checkpointd.errors import MismatchError
+from checkpointd.layout import tree
+from checkpointd.layout.manifest import Alias
+from checkpointd_client.match import Matcher
+from checkpointd_client.slots import Target
+from checkpointd_client.stored import Entries, Stored
+
+__all__ = ["Restoration", "Target", "prepare"]
+
+
+@dataclass
+class Restoration:
+    """A load that is ready to begin: read every target's tensor in, then call `finish` once.
+
+    `targets` are the stored tensors to read, each once. `missing` names what is in the user's objects and not in the
+    checkpoint, `unexpected` the other way round, both by FQN; `mismatched` says in words what is in both and does not fit.
+    """
+
+    targets: tuple[Target, ...]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    mismatched: tuple[str, ...]
+    _copies: list[Callable[[], None]] = field(repr=False)
+    _steps: list[tuple[Callable[[Any], object], Any]] = field(repr=False)
+    _client_state: dict[str, object] = field(repr=False)
+
+    def finish(self) -> dict[str, object]:
+        """Tie and copy what shares a stored tensor, set every other value, let the objects load; returns client_state."""
+        for copy in self._copies:
+            copy()
+        for apply, value in self._steps:
+            apply(value)
+        return self._client_state
+
+
+def prepare(
+    state: MutableMapping[str, object],
+    stored_tree: tree.Node,
+    entries: Entries,
+    aliases: Sequence[Alias],
+    excluded: Sequence[str],
+    *,
+    strict: bool,
+) -> Restoration:
+    """Match a checkpoint against the objects in `state`, touching none of them.
+
+    `entries` maps the FQN of every stored tensor to its dtype and shape. With `strict`, MismatchError lists everything that is
+    missing, unexpected or of another shape, dtype or kind; without, the rest is loaded. FormatError for a tree that contradicts
+    itself, StateError for an object that this version cannot load into.
+    """
+    stored = Stored(stored_tree, entries, aliases)
+    match = Matcher(stored, frozenset(excluded))
+    match.mapping(state, stored.state, "")
+    client = match.fresh(stored.client_state or tree.Dict("dict", ()))
+    match.mismatched.extend(dict.fromkeys(match.slots.conflicts()))
+    if strict:
+        _raise_mismatches(match)
+    targets, copies = match.slots.bind(entries)
+    steps = [(step.apply, step.build()) for step in sorted(match.steps, key=attrgetter("turn"))]
+    return Restoration(targets, tuple(match.missing), tuple(match.unexpected), tuple(match.mismatched), copies, steps, client())
+
+
+def _raise_mismatches(match: Matcher) -> None:
+    found = (
+        *(f"{fqn}: missing from the checkpoint" for fqn in match.missing),
+        *(f"{fqn}: in the checkpoint, and nowhere in the objects" for fqn in match.unexpected),
+        *match.mismatched,
+    )
+    if found:
+        raise MismatchError(
+            f"the checkpoint and the objects to load into differ in {len(found)} "
+            f"{'place' if len(found) == 1 else 'places'}; nothing was loaded. Make them alike, or load what fits with "
+            "strict=False:\n  " + "\n  ".join(found),
+            found,
+        )

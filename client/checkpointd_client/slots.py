@@ -1,0 +1,213 @@
+"""Slots: the places in the user's objects, and in objects still to be made, where stored tensors go; and how they are bound.
+
+Invariants
+  B1  Every stored tensor that is wanted is read once, into one target, whatever number of slots it fills.
+  B2  Slots that were tied when saved are tied after loading where their memory is made here; where the user's objects hold them
+      apart, each gets its copy.
+  B3  No memory is filled with two different stored tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from checkpointd.errors import FormatError
+from checkpointd.layout import tree
+from checkpointd_client.dtypes import DTYPES, copy_bits, empty, overlaps_itself
+from checkpointd_client.memory import Region, overlapping_pairs
+from checkpointd_client.stored import Entries, Place
+from checkpointd_client.tensors import array_dtype, tensor_array
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where one stored tensor goes: `tensor` is the live memory to fill in place, detached; strides and device may be any, but
+    no two of its elements share memory.
+    """
+
+    fqn: str
+    tensor: torch.Tensor
+
+
+@dataclass(slots=True)
+class Slot:
+    """One place for one stored tensor. `value` is what the user's containers hold or will hold: a tensor or an array."""
+
+    node: tree.Tensor | tree.Array
+    place: Place
+    device: torch.device
+    """Where to allocate, if nothing is there."""
+    live: torch.Tensor | None = None
+    """The memory that is there, detached."""
+    value: object = None
+    replaceable: bool = False
+    """Whether a new tensor may take the place of the live one."""
+
+    @property
+    def fqn(self) -> str:
+        return self.place.fqn
+
+    def vacate(self) -> None:
+        """Let a new tensor take the place of the live one."""
+        self.live = self.value = None
+
+
+class Slots:
+    """All slots of one load, by FQN; each FQN has one."""
+
+    def __init__(self) -> None:
+        self.by_fqn: dict[str, Slot] = {}
+
+    def add(self, slot: Slot) -> None:
+        if slot.fqn in self.by_fqn:
+            raise FormatError(f"the state tree names {slot.fqn} twice", fqn=slot.fqn)
+        self.by_fqn[slot.fqn] = slot
+
+    def conflicts(self) -> Iterator[str]:
+        """Every way in which the live memory cannot hold what is stored, in words; the slots concerned are dropped."""
+        dropped: set[str] = set()
+        for fqn, words in [*self._self_overlaps(), *self._shared()]:
+            dropped.add(fqn)
+            yield words
+        for fqn in dropped:
+            self.by_fqn.pop(fqn, None)
+
+    def _live(self) -> list[tuple[Slot, Region]]:
+        return [(slot, Region.of(slot.live)) for slot in self.by_fqn.values() if slot.live is not None]
+
+    def _self_overlaps(self) -> Iterator[tuple[str, str]]:
+        for slot, region in self._live():
+            assert slot.live is not None
+            if not overlaps_itself(slot.live) or _same_overlap(slot, region):
+                continue
+            if slot.replaceable:
+                slot.vacate()
+            else:
+                yield slot.fqn, f"{slot.fqn}: its elements share memory now (it is expanded), and did not when it was saved"
+
+    def _shared(self) -> Iterator[tuple[str, str]]:
+        live = self._live()
+        for i, j in overlapping_pairs([region for _, region in live]):
+            (one, one_region), (two, two_region) = live[i], live[j]
+            if one.live is None or two.live is None or _consistent(one, one_region, two, two_region):
+                continue
+            if two.replaceable or one.replaceable:
+                (two if two.replaceable else one).vacate()
+                continue
+            words = f"{one.fqn} and {two.fqn} share memory now, and were stored as different tensors"
+            yield one.fqn, words
+            yield two.fqn, words
+
+    def bind(self, entries: Entries) -> tuple[tuple[Target, ...], list[Callable[[], None]]]:
+        """Allocate what is missing and give every slot its value. The targets, and the copies to make when they are filled."""
+        groups: dict[str, list[Slot]] = {}
+        for slot in self.by_fqn.values():
+            groups.setdefault(slot.place.owner, []).append(slot)
+        copies: list[Callable[[], None]] = []
+        targets = [_bind_group(owner, entries[owner], group, copies) for owner, group in groups.items()]
+        return tuple(targets), copies
+
+
+def _same_overlap(slot: Slot, region: Region) -> bool:
+    """Whether the slot's own elements share memory in the way in which they did when it was saved."""
+    if slot.node.overlap is not None:
+        return slot.node.overlap.stride == region.byte_stride
+    return region.byte_stride == _expected_stride(slot.place, region.dtype.itemsize)
+
+
+def _expected_stride(place: Place, itemsize: int) -> tuple[int, ...]:
+    return tuple(s * itemsize if n > 1 else 0 for n, s in zip(place.shape, place.stride, strict=True))
+
+
+def _consistent(one: Slot, one_region: Region, two: Slot, two_region: Region) -> bool:
+    """Whether filling both slots writes the same bytes wherever their memory meets."""
+    if one.place.owner == two.place.owner:
+        if one.place.whole and two.place.whole and one_region.equals(two_region):
+            return True
+        origin = _origin(one.place, one_region)
+        return origin is not None and origin == _origin(two.place, two_region)
+    was, is_now = (one.node.overlap, two.node.overlap), (one_region, two_region)
+    if was[0] is None or was[1] is None or was[0].group != was[1].group:
+        return False
+    return was[1].offset - was[0].offset == two_region.start - one_region.start and all(
+        (w.stride, (w.conjugate, w.negative)) == (r.byte_stride, r.lazy_bits) for w, r in zip(was, is_now, strict=True) if w
+    )
+
+
+def _origin(place: Place, region: Region) -> int | None:
+    """The address at which the owner's elements would begin, if the slot lies in them as it did when saved."""
+    if any(region.lazy_bits) or region.byte_stride != _expected_stride(place, region.dtype.itemsize):
+        return None
+    return region.start - place.offset * region.dtype.itemsize
+
+
+def _bind_group(owner: str, entry: tuple[str, tuple[int, ...]], group: list[Slot], copies: list[Callable[[], None]]) -> Target:
+    """One stored tensor and all its slots. Memory of the user's that holds all of it, in plain elements, is filled directly."""
+    dtype, shape = entry
+    direct = next((slot.live for slot in group if slot.place.whole and slot.live is not None and _fillable(slot.live)), None)
+    filled = empty(shape, DTYPES[dtype], _device_of(group)) if direct is None else direct
+    for slot in group:
+        if slot.live is None:
+            slot.live = _made(slot, filled, copies)
+            slot.value = _value(slot)
+        elif not _tied(slot, filled):
+            copies.append(_copy(slot.live, filled, slot.place))
+    return Target(owner, filled.detach())
+
+
+def _device_of(group: Iterable[Slot]) -> torch.device:
+    slots = list(group)
+    return next((slot.device for slot in slots if slot.place.whole), slots[0].device)
+
+
+def _fillable(tensor: torch.Tensor) -> bool:
+    return not (tensor.is_conj() or tensor.is_neg() or overlaps_itself(tensor))
+
+
+def _made(slot: Slot, filled: torch.Tensor, copies: list[Callable[[], None]]) -> torch.Tensor:
+    """The memory for a slot that has none: tied to `filled` where that can be."""
+    place = slot.place
+    # numpy sees host memory alone, and reads an item of a dtype that torch lacks only where its bytes lie in a row.
+    fit_for_array = filled.device.type == "cpu" and filled.is_contiguous()
+    if fit_for_array or isinstance(slot.node, tree.Tensor):
+        if place.whole:
+            return filled.detach()
+        if filled.is_contiguous():
+            return _view(filled, place)
+    made = empty(place.shape, DTYPES[place.dtype], slot.device)
+    copies.append(_copy(made, filled, place))
+    return made
+
+
+def _value(slot: Slot) -> object:
+    assert slot.live is not None
+    if isinstance(slot.node, tree.Array):
+        return tensor_array(slot.live, array_dtype(slot.node.dtype, slot.place.dtype))
+    # Only floating and complex tensors can require gradients.
+    wants = slot.node.requires_grad and (slot.live.is_floating_point() or slot.live.is_complex())
+    value = slot.live.detach()
+    return value.requires_grad_() if wants else value
+
+
+def _tied(slot: Slot, filled: torch.Tensor) -> bool:
+    """Whether filling `filled` fills the slot's live memory as well."""
+    assert slot.live is not None
+    region, base = Region.of(slot.live), Region.of(filled)
+    if slot.place.whole and region.equals(base):
+        return True
+    return filled.is_contiguous() and region.start < region.end and _origin(slot.place, region) == base.start
+
+
+def _view(filled: torch.Tensor, place: Place) -> torch.Tensor:
+    return filled.detach().as_strided(place.shape, place.stride, filled.storage_offset() + place.offset)
+
+
+def _copy(live: torch.Tensor, filled: torch.Tensor, place: Place) -> Callable[[], None]:
+    def copy() -> None:
+        with torch.no_grad():
+            copy_bits(live, filled if place.whole else _view(filled.contiguous(), place))
+
+    return copy
