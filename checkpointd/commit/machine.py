@@ -2,7 +2,8 @@
 
 Invariants
   M1  The phase only moves forward; `committed`, `aborted`, `failed` and `skipped` are final.
-  M2  A rank votes once: yes only from `persisting`, no only when it enters `failing` or `skipping`.
+  M2  A rank votes once: yes only from `persisting`, no only when it enters `failing` or `skipping`. Where storing the yes
+      failed, it may be there all the same: the rank counts as prepared, and asks for the abort.
   M3  `committed` is entered only on seeing a commit outcome, never on the rank's own word.
   M4  A rank that voted no, or never voted, never sees a commit: that pair raises ProtocolError, since it means
       that a vote was forged or an object was overwritten.
@@ -40,6 +41,7 @@ class Event(StrEnum):
     SKIP = "skip asked for"
     PERSIST_STARTED = "persist started"
     VOTED_YES = "yes vote durable"
+    VOTE_UNCERTAIN = "yes vote uncertain"
     SHARD_FAILED = "shard failed"
     DEADLINE = "deadline passed"
     SAW_COMMIT = "commit seen"
@@ -66,6 +68,7 @@ TABLE: dict[tuple[Phase, Event], tuple[Phase, Action]] = {
     (Phase.STAGED, Event.PERSIST_STARTED): (Phase.PERSISTING, Action.NONE),
     (Phase.STAGED, Event.SHARD_FAILED): (Phase.FAILING, Action.VOTE_NO),
     (Phase.PERSISTING, Event.VOTED_YES): (Phase.PREPARED, Action.AWAIT_OUTCOME),
+    (Phase.PERSISTING, Event.VOTE_UNCERTAIN): (Phase.PREPARED, Action.PUT_ABORT),
     (Phase.PERSISTING, Event.SHARD_FAILED): (Phase.FAILING, Action.VOTE_NO),
     (Phase.PREPARED, Event.SAW_COMMIT): (Phase.COMMITTED, Action.FINISH),
     (Phase.FAILING, Event.SAW_ABORT): (Phase.FAILED, Action.FINISH),

@@ -33,7 +33,7 @@ from checkpointd.pipeline import catalog, epochs
 from checkpointd.pipeline.collect import collect_tag
 from checkpointd.pipeline.pointer import move_latest
 from checkpointd.pipeline.publish import Ballot, PlanCheck, missing_ranks, outcome_of, put_outcome
-from checkpointd.pipeline.save import Persist, Rates, persist, vote_no
+from checkpointd.pipeline.save import Persist, Rates, VoteUncertain, persist, vote_no
 from checkpointd.pipeline.shard import AttemptInfo, Progress, Shard
 from checkpointd.pipeline.workers import Stopped
 from checkpointd.store.base import Store
@@ -87,6 +87,7 @@ class Attempt:
         self._ballot = Ballot(state.store, info.tag, info.attempt)
         self._own_error: BaseException | None = None
         self._fenced: FencedError | None = None
+        self._hopeless: CheckpointdError | None = None
 
     @property
     def votes_missing(self) -> tuple[int, ...] | None:
@@ -127,6 +128,8 @@ class Attempt:
                 await self._persist(shard)
         except Stopped:
             return
+        except VoteUncertain as error:
+            await self._doubt(error)
         except SkippedError as error:
             await self._fail(error, Event.SKIP)
         except Exception as error:  # A1: whatever it is becomes this rank's no
@@ -162,13 +165,24 @@ class Attempt:
             await vote_no(self._store, self.info, report)
         except CheckpointdError as second:
             log.error("%s: rank %d cannot vote no either (%s); putting the abort", self.info.prefix, self.info.rank, second)
-            await self._put_abort_anyway(Decision(report, (self.info.rank,)))
+            # Without this rank's yes there can be no commit, so its own save has failed for certain if this fails, too.
+            self._hopeless = await self._put_abort(Decision(report, (self.info.rank,)))
 
-    async def _put_abort_anyway(self, decision: Decision) -> None:
+    async def _doubt(self, error: VoteUncertain) -> None:
+        """The yes vote may or may not be there: nothing may be removed, and only an outcome can tell."""
+        self._own_error = error.__cause__
+        self._fire(Event.VOTE_UNCERTAIN)
+        report = ErrorReport(code=_code(error), message=str(error), phase=str(Phase.PERSISTING))
+        await self._put_abort(Decision(report, (self.info.rank,)))
+
+    async def _put_abort(self, decision: Decision) -> CheckpointdError | None:
+        """Put the abort unless there is an outcome; the error that prevented it."""
         try:
             await put_outcome(self._store, outcome_of(self.info, decision, {}, decided_by=self.info.rank))
         except CheckpointdError as error:
             log.error("%s: the abort cannot be put (%s); the other ranks learn it at the deadline", self.info.prefix, error)
+            return error
+        return None
 
     # --- the outcome -----------------------------------------------------------------------------------------
 
@@ -180,6 +194,8 @@ class Attempt:
             outcome = await self._look()
             if outcome is not None:
                 return outcome
+            if self._hopeless is not None:
+                raise self._hopeless
             if loop.time() >= self._deadline:
                 return await self._give_up()
             await asyncio.sleep(max(0.0, min(delay, self._deadline - loop.time())))
@@ -267,9 +283,13 @@ class Attempt:
         self._fire(Event.SAW_ABORT)
 
     def _lost(self, error: CheckpointdError) -> None:
-        self.error = StoreError(
-            f"{self.info.prefix}: no outcome can be read or put ({error}); it is in doubt until the next start decides it"
-        )
+        if self._own_error is not None:
+            message = f"{self.info.prefix} failed: {self._own_error}; the storage took no word of it ({error})"
+        else:
+            message = (
+                f"{self.info.prefix}: no outcome can be read or put ({error}); it is in doubt until the next start decides it"
+            )
+        self.error = StoreError(message)
         self.error.__cause__ = self._own_error or error
         self._fire(Event.OUTCOME_LOST)
 

@@ -4,7 +4,8 @@ Invariants
   P1  The vote is put only after the chunks objects and the index are durable.
   P2  When `persist` returns or raises, no thread reads the image any more: the slot may be reused.
   P3  Memory beside the image stays below `budget_bytes`.
-  P4  An object of an attempt is written once; a key that exists already is an error, never overwritten.
+  P4  Once the yes vote was tried, nothing that it names is removed by this rank.
+  P5  An object of an attempt is written once; a key that exists already is an error, never overwritten.
 """
 
 from __future__ import annotations
@@ -81,6 +82,10 @@ class Persist:
             raise Stopped
 
 
+class VoteUncertain(StoreError):
+    """Storing the yes vote failed, so it may be there or not: what it names must stay until there is an outcome."""
+
+
 async def persist(job: Persist) -> Vote:
     """Write the shard of `job` and vote yes. Raises Stopped when told to stop, else the error that struck."""
     plan = job.shard.plan(job.info)
@@ -117,7 +122,10 @@ async def _vote_yes(job: Persist, index: Index, plan_digest: str) -> Vote:
         tensors=len(index.tensors),
         writer=writer(),
     )
-    await put_new(job.store, info.key(vote_name(info.rank)), encode(vote))
+    try:
+        await put_new(job.store, info.key(vote_name(info.rank)), encode(vote))
+    except CheckpointdError as error:
+        raise VoteUncertain(f"the yes vote of rank {info.rank} could not be stored for certain: {error}") from error
     return vote
 
 

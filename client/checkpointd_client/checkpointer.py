@@ -17,7 +17,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, MutableMapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from types import TracebackType
 from typing import Literal, Self
 
@@ -60,6 +60,7 @@ log = logging.getLogger("checkpointd")
 
 WhenBusy = Literal["wait", "skip"]
 START_TIMEOUT_S = 120.0
+TIDY_TIMEOUT_S = 10.0
 
 
 class Checkpointer:
@@ -115,6 +116,7 @@ class Checkpointer:
         self._stagings: list[Staging] = []
         self._layout: SlotLayout | None = None
         self._history = History()
+        self._running: set[Future[None]] = set()
         self._saves_of_tag: Counter[str] = Counter()
         self._saves = 0
         self._loads = 0
@@ -238,7 +240,9 @@ class Checkpointer:
         staging.done.add_done_callback(taken)
 
     def _submit(self, save: Save, info: AttemptInfo, progress: Progress, staged: Future[Shard], slot: Slot | None) -> None:
-        self._writer.submit(self._attempt(save, info, progress, staged, slot))
+        running = self._writer.submit(self._attempt(save, info, progress, staged, slot))
+        self._running.add(running)
+        running.add_done_callback(self._running.discard)
 
     async def _attempt(
         self, save: Save, info: AttemptInfo, progress: Progress, staged: Future[Shard], slot: Slot | None
@@ -402,13 +406,12 @@ class Checkpointer:
             raise error
 
     def _drain(self) -> None:
+        """Wait for the saves in flight, without counting as having looked at their results."""
         grace = self._preemption.grace_left_s() if self._preemption else None
-        try:
-            self.wait(grace)
-        except WaitTimeoutError as error:
-            log.error("leaving with a save in flight, since the grace period is over: %s", error)
-        except CheckpointdError as error:
-            log.debug("a save in flight failed: %s", error)  # logged where it happened, and kept in its handle
+        until = None if grace is None else time.monotonic() + grace
+        for handle in self._history.in_flight():
+            if not handle.ended_within(None if until is None else max(0.0, until - time.monotonic())):
+                log.error("leaving while %s is still %s: the grace period is over", handle.tag, handle.phase)
 
     def _release(self) -> None:
         self._step_hook.remove()
@@ -417,8 +420,10 @@ class Checkpointer:
             self._preemption.close()
         if self._prewarming is not None:
             self._prewarming.join()
+        # Handles end at the outcome; moving `latest` and tidying up may take a moment more.
+        wait(set(self._running), TIDY_TIMEOUT_S)
         try:
-            self._writer.call(self._store.close(), timeout=10)
+            self._writer.call(self._store.close(), TIDY_TIMEOUT_S)
         finally:
             self._writer.close()
             self._arena.close()
@@ -429,7 +434,8 @@ class Checkpointer:
         try:
             self.close()
         except CheckpointdError as error:
-            print(f"checkpointd: the last save failed: {error}", file=sys.stderr)
+            # A handler may be gone or silent by now, and somebody must hear of this.
+            sys.stderr.write(f"checkpointd: the last save failed: {error}\n")
 
     def _check_open(self, call: str) -> None:
         if self._closed:

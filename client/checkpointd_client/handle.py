@@ -113,6 +113,11 @@ class SaveHandle:
     def __await__(self) -> Generator[Any, None, SaveHandle]:
         return asyncio.wrap_future(self._future).__await__()
 
+    def ended_within(self, timeout: float | None) -> bool:
+        """Wait until the save has ended, without counting as having looked."""
+        with self._change:
+            return self._change.wait_for(self.done, timeout)
+
     def peek(self) -> BaseException | None:
         """The same as `exception`, without counting as having looked."""
         return self._error

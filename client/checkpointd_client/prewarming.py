@@ -29,5 +29,5 @@ def expected_bytes(state: Mapping[str, object]) -> int:
 
 
 def _moments(optimizer: torch.optim.Optimizer) -> int:
-    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    parameters: list[torch.Tensor] = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     return MOMENTS * sum(p.nbytes for p in parameters if p not in optimizer.state)

@@ -29,8 +29,16 @@ class Writer:
         self._thread.start()
 
     def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
+        """The thread: the loop's whole life, so that closing works from inside another running loop, too."""
+        loop = self._loop
+        asyncio.set_event_loop(loop)
+        loop.run_forever()
+        abandoned = asyncio.all_tasks(loop)
+        for task in abandoned:
+            task.cancel()
+        loop.run_until_complete(asyncio.gather(*abandoned, return_exceptions=True))
+        loop.run_until_complete(loop.shutdown_default_executor())
+        loop.close()
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Start `work` on the loop; its result or error ends up in the future."""
@@ -50,13 +58,3 @@ class Writer:
         self._closed = True
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
-        for task in asyncio.all_tasks(self._loop):
-            task.cancel()
-        self._loop.run_until_complete(_settle(self._loop))
-        self._loop.run_until_complete(self._loop.shutdown_default_executor())
-        self._loop.close()
-
-
-async def _settle(loop: asyncio.AbstractEventLoop) -> None:
-    others = asyncio.all_tasks(loop) - {asyncio.current_task()}
-    await asyncio.gather(*others, return_exceptions=True)

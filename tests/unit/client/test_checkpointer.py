@@ -1,0 +1,404 @@
+"""The client API in one process: what each call promises, and what it says when it cannot work."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from checkpointd.errors import (
+    AbortedError,
+    ClosedError,
+    MismatchError,
+    NotFoundError,
+    SkippedError,
+    StagingError,
+    StateError,
+    StoreError,
+    UsageError,
+    WaitTimeoutError,
+)
+from checkpointd.pipeline import attempt as attempt_module
+from checkpointd.pipeline.save import Persist
+from checkpointd_client import Checkpointer, RngState, Status
+
+
+class HeldPersist:
+    """Holds every persist until `go` is set, so that a test can look at saves in flight."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.go = threading.Event()
+        persist = attempt_module.persist
+
+        async def held(job: Persist) -> object:
+            while not self.go.is_set():
+                await asyncio.sleep(0.005)
+            return await persist(job)
+
+        monkeypatch.setattr(attempt_module, "persist", held)
+
+
+def _state(value: float = 1.0) -> dict[str, object]:
+    return {"w": torch.full((64, 64), value), "epoch": 3, "name": "x", "nested": {"list": [torch.arange(5), None, b"b"]}}
+
+
+def test_save_then_load_gives_the_state_back_in_place(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as ckpt:
+        assert ckpt.load(_state()) is None
+        assert ckpt.latest() is None
+        handle = ckpt.save(7, _state(2.0), client_state={"lr": 0.1, "seen": [1, 2]})
+        assert handle.wait() is handle
+        assert (handle.tag, handle.phase, handle.progress) == ("global_step7", "committed", 1.0)
+        assert handle.done()
+        assert handle.exception() is None
+        assert ckpt.latest() == "global_step7"
+        assert [c.tag for c in ckpt.list()] == ["global_step7"]
+    target = _state(0.0)
+    weight = target["w"]
+    with Checkpointer(tmp_path) as ckpt:
+        loaded = ckpt.load(target)
+    assert loaded is not None
+    assert (loaded.tag, loaded.step, loaded.client_state) == ("global_step7", 7, {"lr": 0.1, "seen": [1, 2]})
+    assert target["w"] is weight
+    assert torch.equal(weight, torch.full((64, 64), 2.0))
+    assert torch.equal(target["nested"]["list"][0], torch.arange(5))
+
+
+def test_timings_follow_the_phases(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as ckpt:
+        times = ckpt.save(1, _state()).wait().timings
+    assert times.call_s is not None
+    assert times.safe_s is not None
+    assert times.safe_s <= times.durable_s <= times.committed_s
+
+
+def test_a_handle_can_be_awaited_in_another_loop(tmp_path: Path) -> None:
+    async def train() -> str:
+        with Checkpointer(tmp_path) as ckpt:
+            return (await ckpt.save(1, _state())).phase
+
+    assert asyncio.run(train()) == "committed"
+
+
+def test_wait_with_a_timeout_leaves_the_save_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = HeldPersist(monkeypatch)
+    with Checkpointer(tmp_path) as ckpt:
+        handle = ckpt.save(1, _state())
+        with pytest.raises(WaitTimeoutError, match="global_step1 is still persisting"):
+            handle.wait(timeout=0.2)
+        with pytest.raises(WaitTimeoutError):
+            ckpt.wait(timeout=0.05)
+        with pytest.raises(UsageError, match="until is 'done'"):
+            handle.wait(until="done")
+        assert handle.wait(until="staged").phase == "persisting"
+        held.go.set()
+        assert handle.wait().phase == "committed"
+
+
+def test_a_third_save_waits_for_a_slot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = HeldPersist(monkeypatch)
+    with Checkpointer(tmp_path) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, _state(step))
+        third: list[object] = []
+        thread = threading.Thread(target=lambda: third.append(ckpt.save(3, _state(3.0))))
+        thread.start()
+        thread.join(0.3)
+        assert thread.is_alive()
+        assert ckpt.status().in_flight == 3
+        held.go.set()
+        thread.join(30)
+        ckpt.wait()
+        assert ckpt.latest() == "global_step3"
+
+
+def test_when_busy_skip_skips_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = HeldPersist(monkeypatch)
+    with Checkpointer(tmp_path, when_busy="skip") as ckpt:
+        first = [ckpt.save(step, _state(step)) for step in (1, 2)]
+        third = ckpt.save(3, _state(3))
+        with pytest.raises(SkippedError, match="two saves are still in flight"):
+            third.wait(30)
+        assert third.phase == "skipped"
+        held.go.set()
+        assert [handle.wait().phase for handle in first] == ["committed", "committed"]
+        assert ckpt.latest() == "global_step2"
+        assert ckpt.save(4, _state(4)).wait().phase == "committed"
+
+
+def test_status_is_typed_serialisable_and_has_errors(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as ckpt:
+        ckpt.save(1, _state()).wait()
+        with pytest.raises(StateError):
+            ckpt.save(2, {"bad": object()})
+        ckpt.save(3, _state()).wait()
+        status = ckpt.status()
+        assert msgspec.json.decode(status.to_json(), type=Status) == status
+    assert [a.phase for a in status.attempts] == ["committed", "failed", "committed"]
+    assert "bad" in status.attempts[1].error.message
+    assert (status.saves_committed, status.saves_failed, status.latest) == (2, 1, "global_step3")
+
+
+@pytest.mark.parametrize("tag", ["a/b", "..", "", ".hidden", "latest", "x\n", " x", "a\\b", "y" * 300, 5])
+def test_bad_tags_are_refused_with_the_reason(tmp_path: Path, tag: object) -> None:
+    with Checkpointer(tmp_path) as ckpt:
+        with pytest.raises(UsageError, match="tag"):
+            ckpt.save(1, _state(), tag=tag)
+        with pytest.raises(UsageError, match="tag"):
+            ckpt.load(_state(), tag=tag)
+        assert ckpt.status().attempts == ()
+
+
+@pytest.mark.parametrize("step", [-1, 1.5, True, "1", None])
+def test_bad_steps_are_refused(tmp_path: Path, step: object) -> None:
+    with Checkpointer(tmp_path) as ckpt, pytest.raises(UsageError, match="step is"):
+        ckpt.save(step, _state())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        ({"compression": "gzip"}, "compression"),
+        ({"staging": "never"}, "staging"),
+        ({"when_busy": "cry"}, "when_busy"),
+        ({"commit_timeout_s": 0}, "timeout_s"),
+        ({"chunk_bytes": 1}, "chunk_bytes"),
+        ({"budget_bytes": 1}, "budget_bytes"),
+    ],
+)
+def test_bad_settings_are_refused(tmp_path: Path, arguments: dict[str, object], word: str) -> None:
+    with pytest.raises(UsageError, match=word):
+        Checkpointer(tmp_path, **arguments)
+    Checkpointer(tmp_path).close()  # and nothing was left claimed
+
+
+def test_a_root_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    root = tmp_path / "file"
+    root.write_text("x")
+    with pytest.raises(UsageError, match="file"):
+        Checkpointer(root)
+
+
+def test_a_second_checkpointer_at_one_root_is_refused(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path), pytest.raises(UsageError, match="another Checkpointer"):
+        Checkpointer(tmp_path / ".." / tmp_path.name)
+    Checkpointer(tmp_path).close()
+
+
+def test_calls_after_close_are_refused(tmp_path: Path) -> None:
+    ckpt = Checkpointer(tmp_path)
+    ckpt.close()
+    ckpt.close()
+    for call in (lambda: ckpt.save(1, {}), lambda: ckpt.load({}), ckpt.latest, ckpt.list):
+        with pytest.raises(ClosedError, match="after close"):
+            call()
+    assert ckpt.status().in_flight == 0
+
+
+def test_unsafe_state_is_refused_by_name_and_the_next_save_works(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as ckpt:
+        with pytest.raises(StateError, match=r"model\.thing"):
+            ckpt.save(1, {"model": {"thing": threading.Lock()}})
+        with pytest.raises(StateError, match=r"m\.weight.*meta"):
+            ckpt.save(1, {"m": torch.nn.Linear(2, 2, device="meta")})
+        assert ckpt.save(1, _state()).wait().phase == "committed"
+
+
+def test_load_lists_every_mismatch_and_touches_nothing(tmp_path: Path) -> None:
+    saved = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
+    other = torch.nn.Sequential(torch.nn.Linear(4, 9), torch.nn.Linear(9, 2))
+    before = {name: value.clone() for name, value in other.state_dict().items()}
+    with Checkpointer(tmp_path) as ckpt:
+        ckpt.save(1, {"model": saved}).wait()
+        with pytest.raises(MismatchError) as caught:
+            ckpt.load({"model": other})
+        for fqn in ("model.0.weight", "model.0.bias", "model.1.weight"):
+            assert fqn in str(caught.value)
+        for name, value in other.state_dict().items():
+            assert torch.equal(value, before[name])
+        loaded = ckpt.load({"model": other}, strict=False)
+    assert loaded is not None
+    assert len(loaded.mismatched) == 3
+    assert torch.equal(other[1].bias, saved[1].bias)
+
+
+def test_loading_a_tag_that_is_not_there_names_those_that_are(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as ckpt:
+        ckpt.save(1, _state()).wait()
+        with pytest.raises(NotFoundError, match="checkpoints are: global_step1"):
+            ckpt.load(_state(), tag="global_step9")
+
+
+def test_save_latest_false_leaves_the_pointer_alone(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as ckpt:
+        ckpt.save(1, _state(1.0)).wait()
+        ckpt.save(2, _state(2.0), save_latest=False).wait()
+        assert ckpt.latest() == "global_step1"
+    target = _state(0.0)
+    with Checkpointer(tmp_path) as ckpt:
+        assert ckpt.load(target).step == 1
+        assert ckpt.load(target, tag="global_step2").step == 2
+    assert torch.equal(target["w"], torch.full((64, 64), 2.0))
+
+
+def test_saving_a_tag_again_replaces_it_and_bounds_what_is_left(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as ckpt:
+        for step in range(24):
+            ckpt.save(step, _state(float(step)), tag="last").wait()
+        target = _state(0.0)
+        assert ckpt.load(target).step == 23
+    assert torch.equal(target["w"], torch.full((64, 64), 23.0))
+    assert len(list(tmp_path.glob("last/*/*.chunks"))) == 1
+    assert len(list(tmp_path.glob("last/*"))) <= 18
+
+
+def test_an_interrupted_save_votes_and_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Checkpointer(tmp_path) as ckpt:
+        monkeypatch.setattr(ckpt._stager, "begin", lambda *_: (_ for _ in ()).throw(RuntimeError("device lost")))
+        with pytest.raises(StagingError, match="device lost"):
+            ckpt.save(1, _state())
+        monkeypatch.undo()
+        ckpt.save(2, _state()).wait()
+        assert [a.phase for a in ckpt.status().attempts] == ["failed", "committed"]
+
+
+def test_a_storage_error_is_the_handles_not_the_trainers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Checkpointer(tmp_path) as ckpt:
+
+        async def broken(job: Persist) -> object:
+            raise StoreError("the disk is on fire")
+
+        monkeypatch.setattr(attempt_module, "persist", broken)
+        handle = ckpt.save(1, _state())
+        with pytest.raises(AbortedError, match="the disk is on fire"):
+            handle.wait()
+        assert isinstance(handle.exception().__cause__, StoreError)
+        monkeypatch.undo()
+        assert ckpt.save(2, _state()).wait().phase == "committed"
+
+
+def test_close_raises_a_failure_that_nobody_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken(job: Persist) -> object:
+        raise StoreError("no luck")
+
+    monkeypatch.setattr(attempt_module, "persist", broken)
+    ckpt = Checkpointer(tmp_path)
+    ckpt.save(1, _state())
+    with pytest.raises(AbortedError, match="no luck"):
+        ckpt.close()
+    seen = Checkpointer(tmp_path)
+    seen.save(1, _state()).exception()
+    with pytest.raises(AbortedError):
+        seen.wait()
+    seen.close()
+
+
+@pytest.mark.parametrize("compression", ["auto", "none", "zstd", "planes"])
+def test_every_compression_gives_the_same_bits_back(tmp_path: Path, compression: str) -> None:
+    torch.manual_seed(0)
+    bits = torch.randint(-(2**31), 2**31, (1 << 18,), dtype=torch.int64).to(torch.int32)
+    state = {
+        "any float": bits.view(torch.float32).clone(),
+        "any half": bits.view(torch.bfloat16).clone(),
+        "weights": torch.randn(1 << 18) * 0.02,
+        "zeros": torch.zeros(1 << 18),
+        "small": torch.tensor([float("nan"), -0.0, 5e-324], dtype=torch.float64),
+    }
+    expected = {name: tensor.view(torch.uint8).clone() for name, tensor in state.items()}
+    with Checkpointer(tmp_path, compression=compression, chunk_bytes=1 << 16) as ckpt:
+        ckpt.save(1, state).wait()
+        handle = ckpt.save(2, state).wait()
+    target = {name: torch.empty_like(tensor) for name, tensor in state.items()}
+    with Checkpointer(tmp_path) as ckpt:
+        ckpt.load(target)
+    for name, value in expected.items():
+        assert torch.equal(target[name].view(torch.uint8), value), name
+    if compression in ("zstd", "planes"):
+        assert handle.bytes_stored < handle.bytes_total
+
+
+def test_rng_states_come_back(tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    rng = RngState()
+    with Checkpointer(tmp_path) as ckpt:
+        ckpt.save(1, {"rng": rng}).wait()
+        expected = torch.rand(4)
+        ckpt.load({"rng": rng})
+        assert torch.equal(torch.rand(4), expected)
+
+
+def test_exit_without_close_finishes_the_save_and_reports_a_failure(tmp_path: Path) -> None:
+    script = (
+        "import sys, torch\n"
+        "from checkpointd_client import Checkpointer\n"
+        "ckpt = Checkpointer(sys.argv[1])\n"
+        "ckpt.save(1, {'w': torch.ones(1 << 22)})\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path / "a")], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    assert (tmp_path / "a" / "latest").read_text() == "global_step1\n"
+    failing = script.replace(
+        "ckpt.save", "import shutil; shutil.rmtree(sys.argv[1]); open(sys.argv[1], 'w').close()\nckpt.save"
+    )
+    done = subprocess.run([sys.executable, "-c", failing, str(tmp_path / "b")], capture_output=True, text=True, check=False)
+    assert "the last save failed" in done.stderr
+    assert "global_step1" in done.stderr
+
+
+def test_the_first_slot_is_made_ready_while_load_returns(tmp_path: Path) -> None:
+    model = torch.nn.Linear(256, 256)
+    optimizer = torch.optim.Adam(model.parameters())
+    with Checkpointer(tmp_path) as ckpt:
+        ckpt.load({"model": model, "optimizer": optimizer})
+        ckpt._prewarming.join()
+        ready = ckpt._arena.allocated_bytes
+        assert ready >= 3 * 256 * 256 * 4
+        model(torch.ones(1, 256)).sum().backward()
+        optimizer.step()
+        ckpt.save(1, {"model": model, "optimizer": optimizer}).wait()
+        assert ckpt._arena.allocated_bytes == ready
+
+
+def test_preempted_is_false_until_the_signal_comes(tmp_path: Path) -> None:
+    import os
+    import signal
+
+    before = signal.getsignal(signal.SIGUSR1)
+    with Checkpointer(tmp_path, preempt_signal=signal.SIGUSR1) as ckpt:
+        assert ckpt.preempted is False
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert ckpt.preempted is True
+        ckpt.save(1, _state())
+    assert signal.getsignal(signal.SIGUSR1) == before
+    assert (tmp_path / "latest").read_text() == "global_step1\n"
+
+
+def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_is_loaded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Checkpointer(tmp_path) as ckpt:
+        ckpt.save(1, _state(1.0)).wait()
+        ckpt.save(2, _state(2.0)).wait()
+    chunks = next(tmp_path.glob("global_step2/*/*.chunks"))
+    with chunks.open("r+b") as file:
+        file.seek(100)
+        file.write(b"\xff" * 16)
+    target = _state(0.0)
+    with Checkpointer(tmp_path) as ckpt, caplog.at_level(logging.ERROR, "checkpointd"):
+        loaded = ckpt.load(target)
+        assert loaded is not None
+        assert loaded.step == 1
+        assert "global_step2" in loaded.fell_back_from[0]
+        assert any("w" in r.getMessage() and "global_step2" in r.getMessage() for r in caplog.records)
+        assert torch.equal(target["w"], torch.full((64, 64), 1.0))
+        with pytest.raises(Exception, match="damaged"):
+            ckpt.load(target, fallback=False)
+        with pytest.raises(Exception, match="damaged"):
+            ckpt.load(target, tag="global_step2")
