@@ -20,9 +20,11 @@ from checkpointd.layout.keys import AttemptId
 from checkpointd.layout.manifest import Alias, ErrorReport
 from checkpointd.pipeline import catalog, epochs
 from checkpointd.pipeline.attempt import Attempt, WriterState
+from checkpointd.pipeline.chunks import Persist
 from checkpointd.pipeline.load import read_index, read_tensors
 from checkpointd.pipeline.pages import page_buffer, page_up
-from checkpointd.pipeline.save import Persist, Rates, persist, vote_no
+from checkpointd.pipeline.rates import Rates
+from checkpointd.pipeline.save import persist, vote_no
 from checkpointd.pipeline.shard import TENSOR_ALIGNMENT, AttemptInfo, Bytes, Progress, Shard, ShardTensor
 from checkpointd.store.base import Store
 

@@ -30,10 +30,12 @@ from checkpointd.errors import (
 from checkpointd.layout.keys import OUTCOME, vote_name
 from checkpointd.layout.manifest import ErrorReport, Outcome
 from checkpointd.pipeline import catalog, epochs
+from checkpointd.pipeline.chunks import Persist
 from checkpointd.pipeline.collect import collect_tag
 from checkpointd.pipeline.pointer import move_latest
 from checkpointd.pipeline.publish import Ballot, PlanCheck, missing_ranks, outcome_of, put_outcome
-from checkpointd.pipeline.save import Persist, Rates, VoteUncertain, persist, vote_no
+from checkpointd.pipeline.rates import Rates
+from checkpointd.pipeline.save import VoteUncertain, persist, vote_no
 from checkpointd.pipeline.shard import AttemptInfo, Progress, Shard
 from checkpointd.pipeline.workers import Stopped
 from checkpointd.store.base import Store

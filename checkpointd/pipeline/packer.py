@@ -15,6 +15,7 @@ from checkpointd.codec import encode as encode_chunk
 from checkpointd.codec.checksum import xxh3_64, xxh3_128
 from checkpointd.config import PersistConfig
 from checkpointd.pipeline.pages import page_buffer, page_up
+from checkpointd.pipeline.rates import Meter
 from checkpointd.pipeline.shard import Bytes
 from checkpointd.store.base import ObjectWriter
 
@@ -43,8 +44,9 @@ class Encoded:
 class Packer:
     """Gathers bytes into blocks and writes each full block; at most `writes` blocks exist at once."""
 
-    def __init__(self, target: ObjectWriter, config: PersistConfig) -> None:
+    def __init__(self, target: ObjectWriter, config: PersistConfig, meter: Meter) -> None:
         self._target = target
+        self._meter = meter
         self._block_bytes = config.block_bytes
         blocks = max(2, min(config.writes, (config.budget_bytes // 2) // config.block_bytes))
         self._free: asyncio.Queue[Bytes] = asyncio.Queue()
@@ -111,7 +113,8 @@ class Packer:
 
     async def _write(self, block: Bytes, base: int, nbytes: int) -> None:
         try:
-            await self._target.write_at(base, block[:nbytes].data)
+            async with self._meter.writing(nbytes):
+                await self._target.write_at(base, block[:nbytes].data)
         except BaseException as error:  # kept for the next add or flush, which raises it to the caller
             self._error = self._error or error
         finally:

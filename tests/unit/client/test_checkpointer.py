@@ -26,7 +26,7 @@ from checkpointd.errors import (
     WaitTimeoutError,
 )
 from checkpointd.pipeline import attempt as attempt_module
-from checkpointd.pipeline.save import Persist
+from checkpointd.pipeline.chunks import Persist
 from checkpointd_client import Checkpointer, RngState, Status
 
 
