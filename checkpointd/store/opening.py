@@ -8,7 +8,6 @@ from urllib.parse import unquote, urlsplit
 
 from checkpointd.errors import UsageError
 from checkpointd.store.base import Store
-from checkpointd.store.memory import MemoryStore
 from checkpointd.store.posix import PosixStore
 
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
@@ -21,6 +20,8 @@ def open_store(root: str | os.PathLike[str]) -> Store:
         return PosixStore(text)
     url = urlsplit(text)
     if url.scheme == "memory":
+        from checkpointd.store.memory import MemoryStore  # brings in numpy, which a command that only looks does without
+
         return MemoryStore(url.netloc or "memory")
     if url.scheme != "file":
         raise UsageError(f"{text!r}: there is no store for {url.scheme}:// URLs; give the path of a directory, or file:///path")

@@ -14,7 +14,6 @@ import stat
 
 import aiofiles
 import aiofiles.os
-import numpy as np
 
 from checkpointd.store.disk import Child, File, Lock
 from checkpointd.store.osfile import BLOCK_BYTES, OsFile
@@ -145,12 +144,12 @@ class OsLock:
 
 
 def _read_at(path: str, offset: int, out: memoryview) -> int:
-    part = np.frombuffer(out, np.uint8)
+    part = out.cast("B") if out.nbytes else memoryview(b"")
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         done = 0
-        while done < part.size:
-            count = os.preadv(descriptor, [part.data[done:]], offset + done)
+        while done < part.nbytes:
+            count = os.preadv(descriptor, [part[done:]], offset + done)
             if not count:
                 break
             done += count

@@ -15,13 +15,17 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
 from typing_extensions import Buffer
 
 from checkpointd.store.threads import Threads
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 BLOCK_BYTES: Final = 4096
 """Offsets, lengths and addresses of direct writes are multiples of this. A disk with larger blocks refuses: buffered then."""
@@ -29,7 +33,6 @@ BLOCK_BYTES: Final = 4096
 DIRECT_BYTES_MIN: Final = 64 * 1024
 """Below this a copy through the page cache costs less than waiting for the disk."""
 
-Bytes = npt.NDArray[np.uint8]
 _REFUSED: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
 _CANNOT_RESERVE: Final = frozenset({errno.EOPNOTSUPP, errno.ENOSYS})
 
@@ -52,6 +55,8 @@ class OsFile:
         self._bulk, self._small = bulk, small
 
     async def write_at(self, offset: int, data: Buffer) -> None:
+        import numpy as np  # only where bytes are written: a command that only looks starts in half the time without
+
         part = np.frombuffer(memoryview(data), np.uint8)
         threads = self._bulk if part.size >= DIRECT_BYTES_MIN else self._small
         await threads.run(self._write, offset, part)
