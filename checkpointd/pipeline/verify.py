@@ -28,10 +28,10 @@ class Damage(msgspec.Struct, frozen=True, kw_only=True):
 
     @staticmethod
     def of(error: CheckpointdError, rank: int | None = None) -> Damage:
-        if isinstance(error, DamagedError):
-            known = rank if error.rank is None else error.rank
-            return Damage(code=error.code, message=str(error), key=error.key, fqn=error.fqn, rank=known)
-        return Damage(code=error.code, message=str(error), rank=rank)
+        """`rank` where the error itself does not know it; the words then end in it."""
+        key, fqn, known = (error.key, error.fqn, error.rank) if isinstance(error, DamagedError) else ("", "", None)
+        where = f" (rank {rank})" if known is None and rank is not None and f"rank {rank}" not in str(error) else ""
+        return Damage(code=error.code, message=f"{error}{where}", key=key, fqn=fqn, rank=rank if known is None else known)
 
 
 @dataclass(slots=True)

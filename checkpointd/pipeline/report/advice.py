@@ -11,7 +11,7 @@ AFRESH = "The next save starts afresh; nothing needs to be removed by hand."
 
 _BY_CODE = {
     "DeadlineError": "Look at the log of {who}: it did not call save() for this step and tag, or was stopped, stuck or killed "
-    "before its vote. Every rank must call save().",
+    "before its vote.",
     "SkippedError": "{Who} was still busy with earlier saves: save less often, or use when_busy='wait'.",
     "StoreFullError": "Free some space, or raise the quota, where {who} writes.",
     "StoreError": "Check the file system of the root on the machine of {who}: mounts, permissions, the kernel's log.",
@@ -55,6 +55,6 @@ def in_doubt(holder: Holder | None, epoch: int, root: str, *, would_commit: bool
 
 def after_damage(key: str) -> str:
     return (
-        "No job loads it: loading falls back to the newest whole checkpoint, and `checkpointd verify` tells which ones are whole. "
+        "No job loads it: loading falls back to the newest whole checkpoint (`checkpointd verify` tells which ones are whole). "
         f"Bring {key} back from a copy if there is one. Find out what changed the file: checkpointd never does."
     )

@@ -66,10 +66,11 @@ async def explanation(store: Store, tag: str) -> Explanation:
 async def _no_such_tag(store: Store, tag: str) -> str:
     known = await catalog.tags(store)
     similar = difflib.get_close_matches(tag, known, n=3, cutoff=0.4) or [name for name in known if name.endswith(tag)][:3]
-    hint = (
-        f"did you mean {' or '.join(similar)}?" if similar else f"{len(known)} tags are there; `checkpointd list --all` shows"
-    )
-    return f"nobody ever saved the tag {tag!r} at {store.url}, or it was removed whole: {hint if known else 'it has no tags'}"
+    if similar:
+        hint = f"did you mean {' or '.join(similar)}?"
+    else:
+        hint = "`checkpointd list --all` shows what is there" if known else "nothing is there at all"
+    return f"nobody ever saved the tag {tag!r} at {store.url}, or it was removed whole: {hint}"
 
 
 async def _newest_holder(store: Store) -> Holder | None:
@@ -149,7 +150,7 @@ def decider(outcome: Outcome) -> str:
 
 
 def _committed(attempt: AttemptView, attempts: list[AttemptView], outcome: Outcome, words: RankWords) -> tuple[str, str]:
-    why = f"all {outcome.world_size} ranks voted yes, and {decider(outcome)} committed it"
+    why = f"every rank voted yes, and {decider(outcome)} committed it"
     [current] = catalog.checkpoints_of(attempts)
     if current.attempt != attempt.attempt:
         return f"{why}; attempt {current.attempt} of the same tag has replaced it", "Nothing: it is about to be collected."

@@ -9,8 +9,10 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from checkpointd.commit.retention import State
+from checkpointd.layout.manifest import Outcome
 from checkpointd.pipeline import catalog
 from checkpointd.pipeline.catalog import AttemptView
+from checkpointd.pipeline.report.advice import ranks_text
 from checkpointd.pipeline.report.pointer import Pointer, pointer
 from checkpointd.pipeline.report.ranks import rank_words
 from checkpointd.pipeline.workers import run_workers
@@ -39,6 +41,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """When it was decided, by the clock of the machine that did."""
     why: str = ""
     """Why it is not a checkpoint; empty where it is one."""
+    brief: str = ""
+    """The same for an aborted one in two words: the class of the error and the ranks at fault."""
 
 
 class Listing(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,6 +93,7 @@ async def _row(store: Store, attempt: AttemptView, is_current: bool, is_latest: 
         object_bytes=sum(attempt.sizes.values()),
         time=attempt.outcome.writer.time if attempt.outcome else None,
         why=_why(attempt, state, words.missing()),
+        brief=_brief(attempt.outcome),
     )
 
 
@@ -104,9 +109,10 @@ def _why(attempt: AttemptView, state: RowState, missing: list[int]) -> str:
         case "damaged":
             return attempt.damage or ""
         case "in-doubt":
-            return f"no outcome; no vote of rank {_ranks(missing)}" if missing else "no outcome, although every vote is there"
+            return f"no outcome; no vote of {ranks_text(missing)}" if missing else "no outcome, although every vote is there"
 
 
-def _ranks(ranks: list[int]) -> str:
-    shown = ", ".join(str(rank) for rank in ranks[:8])
-    return f"{shown} and {len(ranks) - 8} more" if len(ranks) > 8 else shown
+def _brief(outcome: Outcome | None) -> str:
+    if outcome is None or outcome.error is None:
+        return ""
+    return f"{outcome.error.code}, {ranks_text(outcome.ranks)}" if outcome.ranks else outcome.error.code

@@ -98,13 +98,14 @@ def _word(attempt: AttemptView, rank: int, vote: Vote | str | None) -> RankWord:
         return RankWord(rank=rank, vote="missing", object_bytes=nbytes)
     if isinstance(vote, str):
         return RankWord(rank=rank, vote="unreadable", object_bytes=nbytes, problem=vote)
+    is_yes = vote.vote == "yes"
     return RankWord(
         rank=rank,
         vote=vote.vote,
         writer=vote.writer,
         error=vote.error,
-        raw_bytes=vote.raw_bytes,
-        stored_bytes=vote.stored_bytes,
-        tensors=vote.tensors,
+        raw_bytes=vote.raw_bytes if is_yes else None,
+        stored_bytes=vote.stored_bytes if is_yes else None,
+        tensors=vote.tensors if is_yes else None,
         object_bytes=nbytes,
     )

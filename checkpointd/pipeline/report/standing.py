@@ -6,19 +6,19 @@ import msgspec
 
 from checkpointd.errors import DamagedError
 from checkpointd.pipeline import catalog
-from checkpointd.pipeline.catalog import AttemptView
+from checkpointd.pipeline.catalog import AttemptView, Checkpoint
 from checkpointd.pipeline.report.holder import Holder, newest_holder
 from checkpointd.pipeline.report.listing import newest_last
 from checkpointd.pipeline.report.pointer import Pointer, pointer
 from checkpointd.pipeline.report.ranks import RankWord, rank_words
 from checkpointd.store.base import Store
 
-FAILURES = 5
-"""How many failed attempts are shown."""
+RECENT = 5
+"""How many commits and how many failures are told of, the newest ones."""
 
 
 class Flight(msgspec.Struct, frozen=True, kw_only=True):
-    """An attempt without an outcome. `stale`: of an older epoch, so that nobody works on it any more."""
+    """An attempt without an outcome. `stale`: its job has ended, so that nobody works on it any more."""
 
     tag: str
     attempt: str
@@ -30,6 +30,16 @@ class Flight(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def votes(self) -> int:
         return sum(word.vote != "missing" for word in self.ranks)
+
+
+class Commit(msgspec.Struct, frozen=True, kw_only=True):
+    """A checkpoint, its place in the order, and when it was committed."""
+
+    tag: str
+    attempt: str
+    step: int
+    order: tuple[int, int]
+    time: str
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,9 +60,8 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
     holder: Holder | None
     holder_problem: str = ""
     latest: Pointer
-    latest_step: int | None
-    latest_time: str | None
     checkpoints: int
+    commits: tuple[Commit, ...]
     damaged: tuple[str, ...]
     """Attempts with an outcome that cannot be read."""
     flights: tuple[Flight, ...]
@@ -64,7 +73,6 @@ async def standing(store: Store) -> Standing:
     attempts = [attempt for attempt in await catalog.scan(store) if attempt.sizes]
     checkpoints = catalog.checkpoints_of(attempts)
     named = await pointer(store, checkpoints)
-    newest = next((c for c in checkpoints if c.tag == named.tag), None)
     holder, problem = await _holder(store)
     undecided = sorted((a for a in attempts if a.state == "in-doubt"), key=newest_last, reverse=True)
     return Standing(
@@ -72,9 +80,8 @@ async def standing(store: Store) -> Standing:
         holder=holder,
         holder_problem=problem,
         latest=named,
-        latest_step=newest.outcome.step if newest else None,
-        latest_time=newest.outcome.writer.time if newest else None,
         checkpoints=len(checkpoints),
+        commits=tuple(_commit(checkpoint) for checkpoint in checkpoints[:RECENT]),
         damaged=tuple(attempt.prefix for attempt in attempts if attempt.state == "damaged"),
         flights=tuple([await _flight(store, attempt, holder) for attempt in undecided]),
         failures=_failures(attempts),
@@ -94,10 +101,21 @@ async def _flight(store: Store, attempt: AttemptView, holder: Holder | None) -> 
     return Flight(
         tag=attempt.tag,
         attempt=str(attempt.attempt),
-        stale=holder is not None and attempt.attempt.epoch < holder.epoch,
+        stale=holder is not None and (not is_newest or holder.life == "ended"),
         world_size=words.world_size,
         object_bytes=sum(attempt.sizes.values()),
         ranks=words.ranks,
+    )
+
+
+def _commit(checkpoint: Checkpoint) -> Commit:
+    outcome = checkpoint.outcome
+    return Commit(
+        tag=checkpoint.tag,
+        attempt=str(checkpoint.attempt),
+        step=outcome.step,
+        order=outcome.order,
+        time=outcome.writer.time,
     )
 
 
@@ -112,6 +130,6 @@ def _failures(attempts: list[AttemptView]) -> tuple[Failure, ...]:
             message=attempt.outcome.error.message if attempt.outcome.error else "no reason was recorded",
             ranks=attempt.outcome.ranks,
         )
-        for attempt in aborted[:FAILURES]
+        for attempt in aborted[:RECENT]
         if attempt.outcome is not None
     )
