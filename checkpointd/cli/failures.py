@@ -1,0 +1,72 @@
+"""Errors as the command line reports them: on standard error, in words or as JSON, with the exit code of their class."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+import msgspec
+
+from checkpointd.cli.words import printable
+from checkpointd.errors import AbortedError, CheckpointdError, DamagedError, UsageError
+
+INTERRUPTED = 130
+BROKEN_PIPE = 141
+DEFECT = 1
+"""128 plus the signal's number, as a shell reports it; and the code of an error that nobody foresaw."""
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """`code` is the class of the error; key, FQN and rank stand where they are known."""
+
+    code: str
+    message: str
+    exit_code: int
+    retryable: bool = False
+    key: str = ""
+    fqn: str = ""
+    rank: int | None = None
+    ranks: tuple[int, ...] = ()
+
+
+class FailureDocument(msgspec.Struct, frozen=True, kw_only=True):
+    error: Failure
+
+
+def of_error(error: CheckpointdError) -> Failure:
+    damage = error if isinstance(error, DamagedError) else DamagedError("")
+    return Failure(
+        code=error.code,
+        message=str(error),
+        exit_code=error.exit_code,
+        retryable=error.retryable,
+        key=damage.key,
+        fqn=damage.fqn,
+        rank=damage.rank,
+        ranks=error.ranks if isinstance(error, AbortedError) else (),
+    )
+
+
+def of_usage(error: click.ClickException) -> Failure:
+    context = error.ctx if isinstance(error, click.UsageError) else None
+    hint = f"; `{context.command_path} --help` shows what it takes" if context else ""
+    message = f"{error.format_message().removesuffix('.')}{hint}"
+    return Failure(code=UsageError.__name__, message=message, exit_code=UsageError.exit_code)
+
+
+def of_defect(error: Exception) -> Failure:
+    message = (
+        f"{type(error).__name__}: {error}: this is a defect of checkpointd, please report it; "
+        "`checkpointd --debug ...` shows where it happened"
+    )
+    return Failure(code=type(error).__name__, message=message, exit_code=DEFECT)
+
+
+def report(failure: Failure, *, as_json: bool) -> int:
+    """Print `failure` and return its exit code."""
+    if as_json:
+        click.echo(msgspec.json.encode(FailureDocument(error=failure)), file=sys.stderr)
+    else:
+        lines = [printable(line) for line in failure.message.splitlines()]
+        click.echo("\n".join([f"error: {lines[0] if lines else failure.code}", *lines[1:]]), file=sys.stderr)
+    return failure.exit_code

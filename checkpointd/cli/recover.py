@@ -1,0 +1,62 @@
+"""`checkpointd recover`: decide what a dead job left in doubt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import click
+
+from checkpointd.cli.arguments import as_json, only_root, places
+from checkpointd.cli.asking import ask, show_json
+from checkpointd.cli.attempts import job_text
+from checkpointd.cli.render import Block, Cell, Facts, Heading, Table, show, warn
+from checkpointd.cli.words import count
+from checkpointd.pipeline.report.recovery import Decided, RecoveryReport, preview, recovery
+
+
+@click.command("recover", short_help="Decide what a dead job left in doubt.")
+@places("[ROOT]")
+@click.option("--dry-run", is_flag=True, help="Only say what would be decided; nothing is written.")
+@click.option("--force", is_flag=True, help="Also where it cannot be checked from here that the job has ended.")
+@as_json()
+def command(places: tuple[str, ...], dry_run: bool, force: bool, as_json: bool) -> None:
+    """Decide what a dead job left in doubt at ROOT, set `latest` right and remove left-overs.
+
+    A job does this itself when it starts: this is for roots where none will. It takes a new epoch without ranks, which fences a
+    job that still runs, so it is refused where one does.
+    """
+    act = preview if dry_run else recovery
+    found = ask(only_root(places, "recover"), lambda store: act(store, force=force))
+    if as_json:
+        show_json(found)
+        return
+    show(page(found))
+    if found.refused:
+        warn(f"without --dry-run this is refused: {found.refused}")
+
+
+def page(found: RecoveryReport) -> Iterator[Block]:
+    """The page for people."""
+    would = "would be " if found.dry_run else ""
+    facts: list[tuple[str, str | Cell]] = [("job", job_text(found.holder) if found.holder else "none known")]
+    if found.epoch is not None:
+        facts.append(("taken", f"epoch {found.epoch}"))
+    facts.append((f"{would}decided".strip(), count(len(found.decided), "attempt")))
+    facts.append(
+        (
+            "latest",
+            f"{'would move' if found.dry_run else 'moved'} to {found.latest_moved_to}" if found.latest_moved_to else "stays",
+        )
+    )
+    facts.append((f"{would}swept", count(found.swept, "attempt")))
+    if found.strays is not None:
+        facts.append(("removed", f"{count(found.strays, 'file')} of interrupted writes"))
+    yield Facts(facts)
+    if found.decided:
+        yield Heading("would be decided" if found.dry_run else "decided")
+        yield Table(("tag", "attempt", "outcome", "why"), [_cells(d) for d in found.decided], prose=frozenset({"why"}))
+
+
+def _cells(decided: Decided) -> tuple[str | Cell, ...]:
+    outcome = Cell(decided.outcome, "good" if decided.outcome == "commit" else "bad")
+    return decided.tag, decided.attempt, outcome, decided.why

@@ -1,0 +1,215 @@
+"""Pages of headings, facts, tables and notes, as rich output on a terminal and as plain columns anywhere else.
+
+A command says what to show; nothing here knows checkpoints. Plain output is stable: one line per row, columns by two or more
+blanks, `-` for nothing, no colours and no boxes. rich is imported for terminals alone.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import IO, TYPE_CHECKING, Literal, TypeAlias
+
+import click
+
+from checkpointd.cli.words import ABSENT, printable
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleRenderable
+    from rich.text import Text
+
+Mood: TypeAlias = Literal["", "good", "bad", "doubt", "quiet"]
+
+PROSE_WIDTH_MIN = 30
+"""Columns that a terminal keeps for prose before optional columns go."""
+
+_STYLES: dict[Mood, str] = {"": "", "good": "green", "bad": "bold red", "doubt": "yellow", "quiet": "dim"}
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A piece of text and what it means; the mood shows as a colour, never alone."""
+
+    text: str
+    mood: Mood = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Heading:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    text: str
+    mood: Mood = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Labels and values, one pair a line."""
+
+    pairs: Sequence[tuple[str, str | Cell]]
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Columns by title. `right`: numbers. `prose`: may be broken over lines on a terminal. `optional`: left out, the first one
+    first, on a terminal that is too narrow for all.
+    """
+
+    titles: Sequence[str]
+    rows: Sequence[Sequence[str | Cell]]
+    right: frozenset[str] = frozenset()
+    prose: frozenset[str] = frozenset()
+    optional: tuple[str, ...] = ()
+
+    def without(self, title: str) -> Table:
+        """The same without one column."""
+        at = list(self.titles).index(title)
+        rows = [[*row[:at], *row[at + 1 :]] for row in self.rows]
+        return replace(self, titles=[t for t in self.titles if t != title], rows=rows)
+
+
+Block: TypeAlias = Heading | Note | Facts | Table
+
+
+def show(blocks: Iterable[Block], file: IO[str] | None = None) -> None:
+    """Print a page to `file`, standard output by default."""
+    out = file or sys.stdout
+    if out.isatty():
+        _show_rich(blocks, out)
+    else:
+        click.echo(plain(blocks), file=out)
+
+
+def warn(text: str) -> None:
+    """One line for people on standard error, where it is in no script's way."""
+    show([Note(f"warning: {text}", "doubt")], sys.stderr)
+
+
+# --- plain ---------------------------------------------------------------------------------------------------
+
+
+def plain(blocks: Iterable[Block]) -> str:
+    """The page as text, a blank line before each heading but the first."""
+    lines: list[str] = []
+    for block in blocks:
+        if isinstance(block, Heading) and lines:
+            lines.append("")
+        lines += _plain_lines(block)
+    return "\n".join(lines)
+
+
+def _plain_lines(block: Block) -> list[str]:
+    match block:
+        case Heading(text) | Note(text):
+            return [printable(text)]
+        case Facts(pairs):
+            return [f"{label}: {_text(value) or ABSENT}" for label, value in pairs]
+        case Table():
+            return _columns(block)
+
+
+def _columns(table: Table) -> list[str]:
+    rows = [[title.upper() for title in table.titles], *([_text(cell) or ABSENT for cell in row] for row in table.rows)]
+    widths = _widths(table)
+    right = [title in table.right for title in table.titles]
+    return ["  ".join(_padded(*part) for part in zip(row, widths, right, strict=True)).rstrip() for row in rows]
+
+
+def _widths(table: Table) -> list[int]:
+    """The characters that each column needs for its longest cell, its title included."""
+    return [max(len(title), 1, *(len(_text(row[i])) for row in table.rows)) for i, title in enumerate(table.titles)]
+
+
+def _padded(text: str, width: int, right: bool) -> str:
+    return text.rjust(width) if right else text.ljust(width)
+
+
+def _text(value: str | Cell) -> str:
+    return printable(value.text if isinstance(value, Cell) else value)
+
+
+# --- terminal ------------------------------------------------------------------------------------------------
+
+
+def console(file: IO[str]) -> Console:
+    """The rich console for a terminal. rich itself looks at NO_COLOR and TERM."""
+    from rich.console import Console
+
+    return Console(file=file, highlight=False, markup=False, emoji=False)
+
+
+def _show_rich(blocks: Iterable[Block], file: IO[str]) -> None:
+    target = console(file)
+    for part in rich_page(blocks, target.width):
+        target.print(part)
+
+
+def rich_page(blocks: Iterable[Block], width: int) -> list[ConsoleRenderable]:
+    """The page as rich renderables for a terminal of `width` columns."""
+    from rich.padding import Padding
+    from rich.text import Text
+
+    page: list[ConsoleRenderable] = []
+    for block in blocks:
+        match block:
+            case Heading(text):
+                page.append(Padding(Text(printable(text), style="bold"), (1 if page else 0, 0, 0, 0)))
+            case Note(text, mood):
+                page.append(Text(printable(text), style=_STYLES[mood]))
+            case Facts():
+                page.append(_rich_facts(block))
+            case Table():
+                page.append(_rich_table(fitted(block, width)))
+    return page
+
+
+def _rich_facts(facts: Facts) -> ConsoleRenderable:
+    from rich.table import Table as Grid
+
+    grid = Grid.grid(padding=(0, 2, 0, 0))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for label, value in facts.pairs:
+        grid.add_row(label, _rich_text(value))
+    return grid
+
+
+def fitted(table: Table, width: int) -> Table:
+    """`table` without as many of its optional columns as it takes to fit into `width`."""
+    for title in table.optional:
+        if _least_width(table) <= width:
+            break
+        table = table.without(title)
+    return table
+
+
+def _least_width(table: Table) -> int:
+    needed = zip(table.titles, _widths(table), strict=True)
+    return sum(min(n, PROSE_WIDTH_MIN) if title in table.prose else n for title, n in needed) + 2 * (len(table.titles) - 1)
+
+
+def _rich_table(table: Table) -> ConsoleRenderable:
+    from rich import box
+    from rich.table import Table as Columns
+
+    columns = Columns(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    for title in table.titles:
+        columns.add_column(
+            title,
+            justify="right" if title in table.right else "left",
+            no_wrap=title not in table.prose,
+            overflow="fold",
+        )
+    for row in table.rows:
+        columns.add_row(*(_rich_text(cell) for cell in row))
+    return columns
+
+
+def _rich_text(value: str | Cell) -> Text:
+    from rich.text import Text
+
+    return Text(_text(value), style=_STYLES[value.mood] if isinstance(value, Cell) else "")

@@ -1,0 +1,152 @@
+"""`checkpointd status`: who runs a root, what is in flight, what failed."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Iterator
+from datetime import UTC, datetime
+
+import click
+
+from checkpointd.cli.arguments import as_json, only_root, places
+from checkpointd.cli.asking import ask, show_json
+from checkpointd.cli.attempts import job_text, votes_table
+from checkpointd.cli.render import Block, Cell, Facts, Heading, Note, console, rich_page, show, warn
+from checkpointd.cli.words import count, moment, printable, size
+from checkpointd.errors import StoreError
+from checkpointd.pipeline.report.advice import ranks_text
+from checkpointd.pipeline.report.changes import changes
+from checkpointd.pipeline.report.standing import Failure, Flight, Standing, standing
+from checkpointd.store.base import Store
+
+RANKS_SHOWN = 16
+"""In a larger job only the ranks without a yes vote are shown, and at most so many of them."""
+
+
+@click.command("status", short_help="Who runs a root, what is in flight, what failed.")
+@places("[ROOT]")
+@click.option("--watch", is_flag=True, help="Go on looking until Ctrl-C; where piped, print a line for every change.")
+@click.option("--interval", type=click.FloatRange(min=0.01), default=2.0, show_default=True, help="Seconds between two looks.")
+@as_json()
+def command(places: tuple[str, ...], watch: bool, interval: float, as_json: bool) -> None:
+    """Who runs ROOT, what `latest` is, which saves are in flight, and what failed last, as the store shows it.
+
+    An object that is being written counts with the space reserved for it. --watch --json prints a document for every change.
+    """
+    root = only_root(places, "status")
+    if not watch:
+        found = ask(root, standing)
+        show_json(found) if as_json else show(page(found))
+        return
+    try:
+        ask(root, lambda store: _watch(store, interval, as_json))
+    except KeyboardInterrupt:
+        return
+
+
+# --- watching ------------------------------------------------------------------------------------------------
+
+
+async def _watch(store: Store, interval: float, as_json: bool) -> None:
+    looks = _looks(store, interval)
+    if as_json:
+        async for found in looks:
+            show_json(found)
+            sys.stdout.flush()
+    elif sys.stdout.isatty():
+        await _watch_live(looks)
+    else:
+        await _watch_lines(looks)
+
+
+async def _looks(store: Store, interval: float) -> AsyncIterator[Standing]:
+    """Every standing that differs from the one before. A storage that does not answer is said once, and waited for."""
+    before: Standing | str | None = None
+    while True:
+        try:
+            found = await standing(store)
+            if found != before:
+                yield found
+            before = found
+        except StoreError as error:
+            if str(error) != before:
+                warn(str(error))
+            before = str(error)
+        await asyncio.sleep(interval)
+
+
+async def _watch_live(looks: AsyncIterator[Standing]) -> None:
+    from rich.console import Group
+    from rich.live import Live
+
+    with Live(console=console(sys.stdout), auto_refresh=False, vertical_overflow="crop") as live:
+        async for found in looks:
+            live.update(Group(*rich_page(page(found), live.console.width)), refresh=True)
+
+
+async def _watch_lines(looks: AsyncIterator[Standing]) -> None:
+    before: Standing | None = None
+    async for found in looks:
+        for line in changes(before, found):
+            click.echo(f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}  {printable(line)}")
+        sys.stdout.flush()
+        before = found
+
+
+# --- the page ------------------------------------------------------------------------------------------------
+
+
+def page(found: Standing) -> Iterator[Block]:
+    """The page for people."""
+    yield Facts(
+        [
+            ("root", found.root),
+            ("job", _job_cell(found)),
+            ("latest", _latest_cell(found)),
+            ("checkpoints", str(found.checkpoints)),
+            ("in flight", str(len([flight for flight in found.flights if not flight.stale]))),
+        ]
+    )
+    for name in found.damaged:
+        yield Note(f"the outcome of {name} is damaged: `checkpointd explain` says more", "bad")
+    for flight in found.flights:
+        yield from _flight_blocks(flight)
+    if found.failures:
+        yield Heading("last failures")
+        yield Facts([(failure.tag, _failure_text(failure)) for failure in found.failures])
+
+
+def _job_cell(found: Standing) -> Cell:
+    if found.holder is None:
+        return Cell(found.holder_problem or "none ever ran here", "bad" if found.holder_problem else "quiet")
+    mood = {"running": "good", "ended": "quiet", "unknown": ""}
+    return Cell(job_text(found.holder), mood[found.holder.life])  # type: ignore[arg-type]  # values of Mood
+
+
+def _latest_cell(found: Standing) -> Cell:
+    if found.latest.problem:
+        return Cell(found.latest.problem, "bad" if found.latest.damage else "doubt")
+    if found.latest.tag is None:
+        return Cell("none", "quiet")
+    known = next((c for c in found.commits if c.tag == found.latest.tag), None)
+    details = f", step {known.step}, committed {moment(known.time)}" if known else ""
+    return Cell(f"{found.latest.tag}{details}", "good")
+
+
+def _flight_blocks(flight: Flight) -> Iterator[Block]:
+    what = "left in doubt by a job that has ended" if flight.stale else "in flight"
+    of = f" of {flight.world_size}" if flight.world_size else ""
+    yield Heading(f"{flight.tag} (attempt {flight.attempt}): {what}, {flight.votes}{of} voted, {size(flight.object_bytes)}")
+    shown = flight.ranks
+    if len(shown) > RANKS_SHOWN:
+        waiting = [word for word in shown if word.vote != "yes"]
+        shown = tuple(waiting[:RANKS_SHOWN])
+        yield Note(f"{count(len(flight.ranks) - len(waiting), 'rank')} voted yes; {len(waiting)} did not, the first of them:")
+    if shown:
+        yield votes_table(shown)
+
+
+def _failure_text(failure: Failure) -> str:
+    who = f", {ranks_text(failure.ranks)}" if failure.ranks else ""
+    return f"{failure.code}{who}, {moment(failure.time)}: {failure.message}"

@@ -1,0 +1,60 @@
+"""Numbers, times and foreign text as people read them. Sizes and times have no blank in them, so that columns can be cut."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+ABSENT = "-"
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def size(nbytes: int | None) -> str:
+    """`1.5GiB`; `-` for None."""
+    if nbytes is None:
+        return ABSENT
+    value, unit = float(nbytes), 0
+    while value >= 1023.95 and unit < len(_UNITS) - 1:
+        value, unit = value / 1024, unit + 1
+    return f"{value:.1f}{_UNITS[unit]}" if unit else f"{nbytes}B"
+
+
+def ratio(raw: int | None, stored: int | None) -> str:
+    """Stored bytes per raw byte: below 1 where the codec saved space."""
+    return f"{stored / raw:.3f}" if raw and stored is not None else ABSENT
+
+
+def moment(text: str | None) -> str:
+    """A time of the store as UTC to the second; what is none stays as it is."""
+    if not text:
+        return ABSENT
+    try:
+        return datetime.fromisoformat(text).astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    except ValueError:
+        return text
+
+
+def number(value: int | None) -> str:
+    return ABSENT if value is None else str(value)
+
+
+def count(value: int, noun: str) -> str:
+    """`1 rank`, `2 ranks`."""
+    return f"{value} {noun}" if value == 1 else f"{value} {noun}s"
+
+
+def shape(sizes: tuple[int, ...]) -> str:
+    """`64x48`; `scalar` for a 0-d tensor."""
+    return "x".join(str(n) for n in sizes) or "scalar"
+
+
+def printable(text: str) -> str:
+    """`text` on one line, with nothing in it that a terminal would obey: names in a checkpoint are anybody's."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in text)
+
+
+def shortened(text: str, most: int) -> str:
+    """`text` cut to `most` characters, saying how much was left out."""
+    if len(text) <= most:
+        return text
+    note = f"... ({len(text)} characters)"
+    return text[: max(most - len(note), 0)] + note
