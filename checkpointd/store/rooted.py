@@ -72,7 +72,7 @@ class Root:
     async def link(self, temporary: str, path: str, key: str) -> None:
         """Give the temporary file its name, durably; FileExistsError where the name is taken."""
         try:
-            await self._name(lambda: self.disk.link(temporary, path), temporary, path, key)
+            await self._name(self.disk.link, temporary, path, key)
         except OSError as error:
             if is_without_links(error):
                 raise links_error(error, key=key, url=self.path) from error
@@ -81,7 +81,7 @@ class Root:
 
     async def rename(self, temporary: str, path: str, key: str) -> None:
         """Give the temporary file its name, durably, instead of what has that name."""
-        await self._name(lambda: self.disk.rename(temporary, path), temporary, path, key)
+        await self._name(self.disk.rename, temporary, path, key)
         await self.directories.sync_names(path)
 
     async def settle(self, path: str) -> None:
@@ -108,12 +108,15 @@ class Root:
             await self.check(error)
             return []
 
-    async def _name(self, act: Callable[[], Awaitable[None]], temporary: str, path: str, key: str) -> None:
-        try:
-            await self.directories.within(path, act)
-        except FileNotFoundError:
-            await self._check_not_swept(temporary, key)
-            raise
+    async def _name(self, by: Callable[[str, str], Awaitable[None]], temporary: str, path: str, key: str) -> None:
+        async def act() -> None:
+            try:
+                await by(temporary, path)
+            except FileNotFoundError:
+                await self._check_not_swept(temporary, key)
+                raise
+
+        await self.directories.within(path, act)
 
     async def _check_not_swept(self, temporary: str, key: str) -> None:
         try:
