@@ -8,59 +8,40 @@ Invariants
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import signal
 import sys
-import threading
 import time
-from collections import Counter
 from collections.abc import Mapping, MutableMapping
-from concurrent.futures import Future, wait
 from types import TracebackType
-from typing import Literal, Self
+from typing import Self
 
-import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from checkpointd.codec import Compression
-from checkpointd.commit.machine import FINAL, Phase
 from checkpointd.config import MIB, CommitConfig, LoadConfig, PersistConfig
-from checkpointd.errors import (
-    CheckpointdError,
-    ClosedError,
-    SkippedError,
-    StagingError,
-    UsageError,
-    WaitTimeoutError,
-)
-from checkpointd.layout import tree
-from checkpointd.layout.keys import AttemptId, check_tag, default_tag
+from checkpointd.errors import CheckpointdError, ClosedError, UsageError, WaitTimeoutError
+from checkpointd.layout.keys import check_tag, default_tag
 from checkpointd.pipeline import catalog
-from checkpointd.pipeline.attempt import Attempt, WriterState
+from checkpointd.pipeline.attempt import WriterState
 from checkpointd.pipeline.catalog import Checkpoint
-from checkpointd.pipeline.shard import AttemptInfo, Progress, Shard
 from checkpointd.store import open_store
-from checkpointd_client.arena import Arena, Slot
+from checkpointd_client.arena import Arena
 from checkpointd_client.handle import SaveHandle
-from checkpointd_client.history import History, Save
 from checkpointd_client.lifetime import at_exit, claim_root
 from checkpointd_client.loading import Loaded, Loader
 from checkpointd_client.preemption import Preemption
-from checkpointd_client.prewarming import expected_bytes
 from checkpointd_client.ranks import find_ranks, open_board
-from checkpointd_client.snapshot import SlotLayout, Stager, Staging, StagingMode, plan_slot, signature_of
+from checkpointd_client.saving import TIDY_TIMEOUT_S, Request, Saver, WhenBusy, check_step
+from checkpointd_client.snapshot import Stager, StagingMode
 from checkpointd_client.start import begin_epoch, check_shared
-from checkpointd_client.state import Captured, capture
 from checkpointd_client.status import Status
 from checkpointd_client.writer import Writer
 
 log = logging.getLogger("checkpointd")
 
-WhenBusy = Literal["wait", "skip"]
 START_TIMEOUT_S = 120.0
-TIDY_TIMEOUT_S = 10.0
 
 
 class Checkpointer:
@@ -94,7 +75,6 @@ class Checkpointer:
         self._closed = True  # until everything below has worked, so that close() and the exit hook have nothing to do
         persist = PersistConfig(compression=compression, chunk_bytes=chunk_bytes, budget_bytes=budget_bytes)
         commit = CommitConfig(timeout_s=commit_timeout_s)
-        self._when_busy = when_busy
         self._ranks = find_ranks()
         self._give_back_root = claim_root(root)
         self._writer = Writer(threads=persist.encoders + persist.writes)
@@ -110,18 +90,19 @@ class Checkpointer:
             self._writer.close()
             self._give_back_root()
             raise
-        self._state = WriterState(store=self._store, persist=persist, commit=commit)
+        self._commit = commit
         self._arena = Arena()
-        self._stager = Stager(staging)
-        self._stagings: list[Staging] = []
-        self._layout: SlotLayout | None = None
-        self._history = History()
-        self._running: set[Future[None]] = set()
-        self._saves_of_tag: Counter[str] = Counter()
-        self._saves = 0
+        self._saver = Saver(
+            writer=self._writer,
+            state=WriterState(store=self._store, persist=persist, commit=commit),
+            ranks=self._ranks,
+            epoch=self._epoch,
+            arena=self._arena,
+            stager=Stager(staging),
+            when_busy=when_busy,
+        )
+        self._history = self._saver.history
         self._loads = 0
-        self._latest: str | None = self._epoch.latest
-        self._prewarming: threading.Thread | None = None
         self._step_hook = register_optimizer_step_pre_hook(self._before_step)
         self._closed = False
         at_exit(self._leave)
@@ -144,154 +125,21 @@ class Checkpointer:
         and lists of tensors and plain values. Raises UsageError for a bad tag or step, StateError for what cannot be stored
         (the save is then aborted on all ranks at once), ClosedError after close().
         """
-        began = time.perf_counter()
         self._check_open("save")
-        info = self._next_attempt(step, tag, save_latest)
-        progress = Progress()
-        save = Save(SaveHandle(info.tag, str(info.attempt), step, progress))
-        staged: Future[Shard] = Future()
-        slot: Slot | None = None
-        self._history.add(save)
-        try:
-            captured = capture(state, client_state, exclude_frozen_parameters=exclude_frozen_parameters)
-            layout = self._layout_of(captured)
-            slot = self._slot_for(layout, info)
-            staging = self._stager.begin(captured, layout, slot)
-            self._track(staging, staged, save.handle, layout, captured)
-        except SkippedError as error:
-            staged.set_exception(error)
-        except BaseException as error:
-            if slot is not None:
-                self._arena.release(slot)
-                slot = None
-            staged.set_exception(error if isinstance(error, Exception) else StagingError(f"save() was interrupted: {error!r}"))
-            self._submit(save, info, progress, staged, None)
-            if isinstance(error, CheckpointdError) or not isinstance(error, Exception):
-                raise
-            raise StagingError(f"the snapshot of {info.tag} failed: {error}") from error
-        self._submit(save, info, progress, staged, slot)
-        save.handle.timings.call_s = time.perf_counter() - began
-        return save.handle
-
-    def _next_attempt(self, step: int, tag: str | None, save_latest: bool) -> AttemptInfo:
-        if type(step) is not int or step < 0:
-            raise UsageError(f"step is {step!r}; it must be a whole number, 0 or more")
+        check_step(step)
         tag = check_tag(default_tag(step) if tag is None else tag)
-        attempt = AttemptId(self._epoch.number, self._saves_of_tag[tag])
-        info = AttemptInfo(
-            tag=tag,
-            attempt=attempt,
-            rank=self._ranks.rank,
-            world_size=self._ranks.world_size,
-            step=step,
-            n=self._saves,
-            save_latest=save_latest,
-        )
-        self._saves_of_tag[tag] += 1
-        self._saves += 1
-        return info
-
-    def _layout_of(self, captured: Captured) -> SlotLayout:
-        """The cached layout while the state keeps its shape; planned anew when it changes."""
-        if self._layout is None or self._layout.signature != signature_of(captured):
-            self._layout = plan_slot(captured)
-        return self._layout
-
-    def _slot_for(self, layout: SlotLayout, info: AttemptInfo) -> Slot:
-        if self._prewarming is not None:
-            self._prewarming.join()
-            self._prewarming = None
-        if self._when_busy == "skip":
-            slot = self._arena.acquire(layout.nbytes, timeout=0)
-            if slot is None:
-                raise SkippedError(
-                    f"{info.tag} was skipped on rank {info.rank}: two saves are still in flight", ranks=(info.rank,)
-                )
-            return slot
-        slot = self._arena.acquire(layout.nbytes, timeout=self._state.commit.timeout_s)
-        if slot is None:
-            raise SkippedError(
-                f"{info.tag} was skipped on rank {info.rank}: two saves were still being written after "
-                f"{self._state.commit.timeout_s:g} s; look at the storage",
-                ranks=(info.rank,),
-            )
-        return slot
-
-    def _track(
-        self, staging: Staging, staged: Future[Shard], handle: SaveHandle, layout: SlotLayout, captured: Captured
-    ) -> None:
-        self._stagings.append(staging)
-        shard = Shard(
-            image=staging.slot.image[: layout.nbytes],
-            tensors=layout.tensors,
-            aliases=captured.aliases,
-            excluded=captured.excluded,
-            tree=tree.encode(captured.tree),
-        )
-
-        def taken(done: Future[None]) -> None:
-            error = done.exception()
-            if error is not None:
-                staged.set_exception(error)
-                return
-            handle.snapshot_taken(staging.fence_s)
-            staged.set_result(shard)
-
-        staging.done.add_done_callback(taken)
-
-    def _submit(self, save: Save, info: AttemptInfo, progress: Progress, staged: Future[Shard], slot: Slot | None) -> None:
-        running = self._writer.submit(self._attempt(save, info, progress, staged, slot))
-        self._running.add(running)
-        running.add_done_callback(self._running.discard)
-
-    async def _attempt(
-        self, save: Save, info: AttemptInfo, progress: Progress, staged: Future[Shard], slot: Slot | None
-    ) -> None:
-        """On the writer's thread: the attempt from snapshot to outcome. Its error belongs to the handle."""
-
-        def entered(phase: Phase) -> None:
-            save.handle.advance(phase, attempt.error)
-            if phase in FINAL:
-                self._ended(save, attempt, phase)
-
-        attempt = Attempt(
-            self._state,
-            info,
-            deadline=asyncio.get_running_loop().time() + self._state.commit.timeout_s,
-            progress=progress,
-            on_phase=entered,
-            on_free=lambda: self._arena.release(slot) if slot is not None else None,
-        )
-        save.attempt = attempt
-        try:
-            await attempt.run(asyncio.wrap_future(staged))
-        except Exception as error:
-            log.exception("%s: the writer failed in an unforeseen way; please report it", info.prefix)
-            save.handle.advance(Phase.FAILED, CheckpointdError(f"the writer failed: {error!r}; please report it"))
-            self._ended(save, attempt, Phase.FAILED)
-
-    def _ended(self, save: Save, attempt: Attempt, phase: Phase) -> None:
-        self._history.end(save, phase)
-        if phase is Phase.COMMITTED:
-            if attempt.info.save_latest:
-                self._latest = attempt.info.tag
-        elif phase is Phase.SKIPPED:
-            log.warning("%s", attempt.error)
-        else:
-            log.error("%s: %s", phase, attempt.error)
+        request = Request(tag, step, save_latest, exclude_frozen_parameters)
+        return self._saver.save(request, state, client_state)
 
     def fence(self) -> None:
         """Wait until the snapshots in flight have read everything: before you change parameters outside an optimizer step.
 
         On a GPU it costs the host nothing: the current stream waits for the copies instead.
         """
-        alive = [staging for staging in self._stagings if not staging.done.done()]
-        for staging in alive:
-            staging.fence()
-        self._stagings = alive
+        self._saver.fence()
 
     def _before_step(self, *_: object) -> None:
-        self.fence()
+        self._saver.fence()
 
     # --- loading ---------------------------------------------------------------------------------------------
 
@@ -310,7 +158,7 @@ class Checkpointer:
         self._check_open("load")
         if tag is not None:
             check_tag(tag)
-        self.fence()
+        self._saver.fence()
         self._loads += 1
         loader = Loader(
             store=self._store,
@@ -319,23 +167,13 @@ class Checkpointer:
             ranks=self._ranks,
             config=LoadConfig(),
             turn=self._loads,
-            timeout_s=self._state.commit.timeout_s,
+            timeout_s=self._commit.timeout_s,
             state=state,
             strict=strict,
         )
         loaded = loader.load(tag, fallback=fallback)
-        self._prewarm(state)
+        self._saver.prewarm(state)
         return loaded
-
-    def _prewarm(self, state: Mapping[str, object]) -> None:
-        """Allocate the arena's first slot in the background, for the size that the first save will probably have."""
-        if self._saves or self._prewarming is not None:
-            return
-        nbytes, pin = expected_bytes(state), torch.cuda.is_available()
-        self._prewarming = threading.Thread(
-            target=self._arena.prewarm, args=(nbytes,), kwargs={"pin": pin}, name="checkpointd-prewarm", daemon=True
-        )
-        self._prewarming.start()
 
     # --- looking ---------------------------------------------------------------------------------------------
 
@@ -347,7 +185,7 @@ class Checkpointer:
             epoch=self._epoch.number,
             rank=self._ranks.rank,
             world_size=self._ranks.world_size,
-            latest=self._latest,
+            latest=self._saver.latest,
             in_flight=len(self._history.in_flight()),
             saves_committed=self._history.committed,
             saves_failed=self._history.failed,
@@ -415,13 +253,9 @@ class Checkpointer:
 
     def _release(self) -> None:
         self._step_hook.remove()
-        self._stager.close()
         if self._preemption is not None:
             self._preemption.close()
-        if self._prewarming is not None:
-            self._prewarming.join()
-        # Handles end at the outcome; moving `latest` and tidying up may take a moment more.
-        wait(set(self._running), TIDY_TIMEOUT_S)
+        self._saver.close()
         try:
             self._writer.call(self._store.close(), TIDY_TIMEOUT_S)
         finally:

@@ -141,10 +141,9 @@ class SaveHandle:
         if phase in FINAL:
             self._resolve()
 
-    def snapshot_taken(self, fence_s: float) -> None:
+    def snapshot_taken(self) -> None:
         """The snapshot is whole: from here on the tensors may change."""
         self.timings.safe_s = self.timings.staged_s = self.seconds()
-        self.timings.fence_s = fence_s
 
     def _resolve(self) -> None:
         if self._future.done():

@@ -193,12 +193,17 @@ class Stager:
                 background = leaf.lazy and self.mode == "lazy"
                 copies = lazy if background else now
                 copies.append(Copy(leaf.fqn, leaf.tensor, target, _version(leaf.tensor) if background else None))
-        for where, pairs in device.items():
-            slot.pin()
-            staging._events.append((where, self._copy_from(where, pairs, staging)))
-        with torch.no_grad():
-            for copy in now:
-                copy.run()
+        try:
+            for where, pairs in device.items():
+                slot.pin()
+                staging._events.append((where, self._copy_from(where, pairs, staging)))
+            with torch.no_grad():
+                for copy in now:
+                    copy.run()
+        except BaseException:
+            for _, event in staging._events:
+                event.synchronize()  # the caller gives the slot away
+            raise
         staging._tasks.extend(_tasks_of(lazy))
         staging._left = len(staging._tasks)
         if staging._left == 0:

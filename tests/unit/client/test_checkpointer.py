@@ -261,7 +261,7 @@ def test_saving_a_tag_again_replaces_it_and_bounds_what_is_left(tmp_path: Path) 
 
 def test_an_interrupted_save_votes_and_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Checkpointer(tmp_path) as ckpt:
-        monkeypatch.setattr(ckpt._stager, "begin", lambda *_: (_ for _ in ()).throw(RuntimeError("device lost")))
+        monkeypatch.setattr(ckpt._saver._stager, "begin", lambda *_: (_ for _ in ()).throw(RuntimeError("device lost")))
         with pytest.raises(StagingError, match="device lost"):
             ckpt.save(1, _state())
         monkeypatch.undo()
@@ -357,7 +357,7 @@ def test_the_first_slot_is_made_ready_while_load_returns(tmp_path: Path) -> None
     optimizer = torch.optim.Adam(model.parameters())
     with Checkpointer(tmp_path) as ckpt:
         ckpt.load({"model": model, "optimizer": optimizer})
-        ckpt._prewarming.join()
+        ckpt._saver._prewarming.join()
         ready = ckpt._arena.allocated_bytes
         assert ready >= 3 * 256 * 256 * 4
         model(torch.ones(1, 256)).sum().backward()

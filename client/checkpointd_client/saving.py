@@ -1,0 +1,249 @@
+"""The saving half of a Checkpointer: from a request to an attempt that runs on the writer.
+
+Invariants
+  Q1  Once `save` was entered, this rank votes on the attempt, whatever happens: nobody waits for it in vain.
+  Q2  Every slot that is acquired is released once: by the attempt that it was handed to, or here where the snapshot failed.
+  Q3  The attempts of one tag are numbered as save() was called, on this rank alone; nothing is asked of other ranks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from checkpointd.commit.machine import FINAL, Phase
+from checkpointd.config import Ranks
+from checkpointd.errors import CheckpointdError, SkippedError, StagingError, UsageError
+from checkpointd.layout import tree
+from checkpointd.layout.keys import AttemptId
+from checkpointd.pipeline.attempt import Attempt, WriterState
+from checkpointd.pipeline.shard import AttemptInfo, Progress, Shard
+from checkpointd_client.arena import Arena, Slot
+from checkpointd_client.handle import SaveHandle
+from checkpointd_client.history import History, Save
+from checkpointd_client.prewarming import expected_bytes
+from checkpointd_client.snapshot import SlotLayout, Stager, Staging, plan_slot, signature_of
+from checkpointd_client.start import Begun
+from checkpointd_client.state import Captured, capture
+from checkpointd_client.writer import Writer
+
+log = logging.getLogger("checkpointd")
+
+WhenBusy = Literal["wait", "skip"]
+TIDY_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a user asked to save, beside the state itself."""
+
+    tag: str
+    step: int
+    save_latest: bool
+    exclude_frozen_parameters: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """One save on its way: who it is, its handle, and the snapshot that will come."""
+
+    info: AttemptInfo
+    save: Save
+    progress: Progress
+    staged: Future[Shard]
+
+
+def check_step(step: int) -> None:
+    """Raise UsageError unless `step` is a whole number, 0 or more."""
+    if type(step) is not int or step < 0:
+        raise UsageError(f"step is {step!r}; it must be a whole number, 0 or more")
+
+
+class Saver:
+    """Snapshots and submits; `history` is the record of what became of it, `latest` the newest tag known here."""
+
+    def __init__(
+        self,
+        *,
+        writer: Writer,
+        state: WriterState,
+        ranks: Ranks,
+        epoch: Begun,
+        arena: Arena,
+        stager: Stager,
+        when_busy: WhenBusy,
+    ) -> None:
+        self.history = History()
+        self.latest = epoch.latest
+        self._writer, self._state, self._ranks, self._epoch = writer, state, ranks, epoch
+        self._arena, self._stager, self._when_busy = arena, stager, when_busy
+        self._layout: SlotLayout | None = None
+        self._stagings: list[tuple[Staging, SaveHandle]] = []
+        self._running: set[Future[None]] = set()
+        self._saves_of_tag: Counter[str] = Counter()
+        self._saves = 0
+        self._prewarming: threading.Thread | None = None
+
+    def save(self, request: Request, state: Mapping[str, object], client_state: Mapping[str, object] | None) -> SaveHandle:
+        """Take the snapshot, or begin it, and hand the attempt to the writer."""
+        began = time.perf_counter()
+        job = self._new_job(request)
+        slot: Slot | None = None
+        try:
+            captured = capture(state, client_state, exclude_frozen_parameters=request.exclude_frozen_parameters)
+            layout = self._layout_of(captured)
+            slot = self._slot_for(layout, job.info)
+            self._stage(job, captured, layout, slot)
+        except SkippedError as error:
+            job.staged.set_exception(error)
+        except BaseException as error:
+            if slot is not None:
+                self._arena.release(slot)
+            self._refuse(job, error)
+        self._submit(job, slot)
+        job.save.handle.timings.call_s = time.perf_counter() - began
+        return job.save.handle
+
+    def _new_job(self, request: Request) -> _Job:
+        info = AttemptInfo(
+            tag=request.tag,
+            attempt=AttemptId(self._epoch.number, self._saves_of_tag[request.tag]),
+            rank=self._ranks.rank,
+            world_size=self._ranks.world_size,
+            step=request.step,
+            n=self._saves,
+            save_latest=request.save_latest,
+        )
+        self._saves_of_tag[request.tag] += 1
+        self._saves += 1
+        progress = Progress()
+        save = Save(SaveHandle(info.tag, str(info.attempt), info.step, progress))
+        self.history.add(save)
+        return _Job(info, save, progress, Future())
+
+    def _refuse(self, job: _Job, error: BaseException) -> None:
+        """Vote no with `error` (Q1), then raise it to the caller of save()."""
+        told = error if isinstance(error, Exception) else StagingError(f"save() was interrupted: {error!r}")
+        job.staged.set_exception(told)
+        self._submit(job, None)
+        if isinstance(error, CheckpointdError) or not isinstance(error, Exception):
+            raise error
+        raise StagingError(f"the snapshot of {job.info.tag} failed: {error}") from error
+
+    def _layout_of(self, captured: Captured) -> SlotLayout:
+        """The cached layout while the state keeps its shape; planned anew when it changes."""
+        if self._layout is None or self._layout.signature != signature_of(captured):
+            self._layout = plan_slot(captured)
+        return self._layout
+
+    def _slot_for(self, layout: SlotLayout, info: AttemptInfo) -> Slot:
+        if self._prewarming is not None:
+            self._prewarming.join()
+            self._prewarming = None
+        patience_s = 0.0 if self._when_busy == "skip" else self._state.commit.timeout_s
+        slot = self._arena.acquire(layout.nbytes, timeout=patience_s)
+        if slot is None:
+            still = f"still in flight after {patience_s:g} s; look at the storage" if patience_s else "still in flight"
+            message = f"{info.tag} was skipped on rank {info.rank}: two saves are {still}"
+            raise SkippedError(message, ranks=(info.rank,))
+        return slot
+
+    def _stage(self, job: _Job, captured: Captured, layout: SlotLayout, slot: Slot) -> None:
+        encoded = tree.encode(captured.tree)
+        staging = self._stager.begin(captured, layout, slot)
+        shard = Shard(
+            image=slot.image[: layout.nbytes],
+            tensors=layout.tensors,
+            aliases=captured.aliases,
+            excluded=captured.excluded,
+            tree=encoded,
+        )
+
+        def taken(done: Future[None]) -> None:
+            error = done.exception()
+            if error is not None:
+                job.staged.set_exception(error)
+            else:
+                job.save.handle.snapshot_taken()
+                job.staged.set_result(shard)
+
+        self._stagings.append((staging, job.save.handle))
+        staging.done.add_done_callback(taken)
+
+    def fence(self) -> None:
+        """Return when no snapshot in flight still has to read its sources; the time that takes is the save's `fence_s`."""
+        alive = [(staging, handle) for staging, handle in self._stagings if not staging.done.done()]
+        for staging, handle in alive:
+            staging.fence()
+            handle.timings.fence_s = staging.fence_s
+        self._stagings = alive
+
+    # --- on the writer -----------------------------------------------------------------------------------------
+
+    def _submit(self, job: _Job, slot: Slot | None) -> None:
+        running = self._writer.submit(self._run(job, slot))
+        self._running.add(running)
+        running.add_done_callback(self._running.discard)
+
+    async def _run(self, job: _Job, slot: Slot | None) -> None:
+        """The attempt from snapshot to outcome. Its error belongs to the handle."""
+
+        def entered(phase: Phase) -> None:
+            job.save.handle.advance(phase, attempt.error)
+            if phase in FINAL:
+                self._ended(job, attempt, phase)
+
+        attempt = Attempt(
+            self._state,
+            job.info,
+            deadline=asyncio.get_running_loop().time() + self._state.commit.timeout_s,
+            progress=job.progress,
+            on_phase=entered,
+            on_free=lambda: self._arena.release(slot) if slot is not None else None,
+        )
+        job.save.attempt = attempt
+        try:
+            await attempt.run(asyncio.wrap_future(job.staged))
+        except Exception as error:  # a defect of ours must not hang the trainer that waits for the handle
+            log.exception("%s: the writer failed in an unforeseen way; please report it", job.info.prefix)
+            attempt.error = CheckpointdError(f"the writer failed: {error!r}; please report it")
+            entered(Phase.FAILED)
+
+    def _ended(self, job: _Job, attempt: Attempt, phase: Phase) -> None:
+        self.history.end(job.save, phase)
+        if phase is Phase.COMMITTED:
+            self.latest = job.info.tag if job.info.save_latest else self.latest
+        elif phase is Phase.SKIPPED:
+            log.warning("%s", attempt.error)
+        else:
+            log.error("%s: %s", phase, attempt.error)
+
+    # --- around ------------------------------------------------------------------------------------------------
+
+    def prewarm(self, state: Mapping[str, object]) -> None:
+        """Allocate the arena's first slot in the background, for the size that the first save will probably have."""
+        if self._saves or self._prewarming is not None:
+            return
+        nbytes, pin = expected_bytes(state), torch.cuda.is_available()
+        if nbytes == 0:
+            return
+        self._prewarming = threading.Thread(
+            target=self._arena.prewarm, args=(nbytes,), kwargs={"pin": pin}, name="checkpointd-prewarm", daemon=True
+        )
+        self._prewarming.start()
+
+    def close(self) -> None:
+        """End the background threads. Handles end at the outcome; moving `latest` and tidying up may take a moment more."""
+        self._stager.close()
+        if self._prewarming is not None:
+            self._prewarming.join()
+        wait(set(self._running), TIDY_TIMEOUT_S)
