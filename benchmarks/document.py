@@ -165,7 +165,8 @@ def _notes(run: Run) -> str:
         ' (`compression="auto"`); checkpointd-raw stores every byte as it is.',
         f"The training loop holds an optimizer step every {run.gate_s:g} s, which waits until the state is safe; then"
         " every tensor is scribbled over, so that bit-exact also means not torn.",
-        "Peak memory counts private pages of all ranks and their children, and shared pages once; page cache is not in it.",
+        "Peak memory counts private pages of all ranks and their children, and shared pages once; page cache is not"
+        " in it. checkpointd's load peak holds its snapshot buffer, which a load prepares for the next save.",
         f"Other work on the machine during the trials, kernel threads included: {others} cores. Of dropped files at"
         f" most {resident:.1%} stayed in the page cache.",
         *flaws(run),

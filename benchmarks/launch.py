@@ -128,12 +128,12 @@ class _Ranks:
         """
         peaks: dict[str, int] = defaultdict(int)
         end, count = time.monotonic() + timeout_s, 0
-        pids: list[int] = []
+        trees: list[list[int]] = []
         while any(process.poll() is None for process in self._started):
             if count % _TREE_EVERY == 0:
-                pids = [pid for process in self._started for pid in processes.tree(process.pid)]
+                trees = [processes.tree(process.pid) for process in self._started]
             phase = self._phase
-            peaks[phase] = max(peaks[phase], processes.memory(pids))
+            peaks[phase] = max(peaks[phase], sum(processes.memory(tree) for tree in trees))
             self._raise_if_failed()
             if time.monotonic() > end:
                 raise RuntimeError(f"not done after {timeout_s:.0f} s: {self._last_words(0)}")

@@ -24,6 +24,8 @@ class SaveTimes:
     """Until a power cut loses nothing of it: `done_s`, plus our fsync where the system leaves one out."""
     cpu_s: float
     """CPU seconds of this rank and its child processes from the call until it was durable."""
+    stored_bytes: int
+    """What lies on disk for this save, all ranks together."""
     reported: dict[str, float]
     """What the system says of itself, by its own names; empty for those that say nothing."""
 
@@ -72,8 +74,6 @@ class RankReport:
     warm: list[SaveTimes]
     loop: LoopTimes
     load: LoadTimes
-    stored_bytes: int
-    """What lies on disk for the last save, all ranks together."""
     base_bytes: int
     """Memory of this rank before the system was set up."""
     load_base_bytes: int

@@ -28,7 +28,7 @@ def _children(pid: int) -> list[int]:
 
 
 def memory(pids: list[int]) -> int:
-    """Bytes that these processes hold: their private pages, and once what they share.
+    """Bytes that the processes of one rank hold: their private pages, and once what they share.
 
     Shared memory counts as much as the process with the most of it: a trainer and its writer map the same
     snapshot. Pages of files (libraries, page cache, a mapped checkpoint) do not count.

@@ -13,7 +13,7 @@ import os
 import threading
 import time
 import traceback
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +90,7 @@ class Clock:
             done_s=self._done_s,
             durable_s=self._durable_s,
             cpu_s=cpu,
+            stored_bytes=0,  # the others may still be writing
             reported=self.saving.reported(),
         )
 
@@ -100,8 +101,9 @@ def quiet_save(system: System, state: State, step: int) -> SaveTimes:
     clock.wait_safe()
     times = clock.times()
     dist.barrier()
+    stored_bytes = disk.size(system.path(step))
     state.advance()
-    return times
+    return replace(times, stored_bytes=stored_bytes)
 
 
 def save_under_load(system: System, state: State, step: int, loop: TrainingLoop, quiet_s: float) -> LoopTimes:
@@ -201,7 +203,6 @@ def measure(job: Job) -> RankReport:
         warm=warm,
         loop=times,
         load=load,
-        stored_bytes=disk.size(system.path(last)),
         base_bytes=base_bytes,
         load_base_bytes=load_base_bytes,
     )

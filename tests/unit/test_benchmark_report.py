@@ -15,7 +15,9 @@ from benchmarks import measures, report
 
 
 def saving(durable_s: float, *, call_s: float = 0.01, cpu_s: float = 0.1) -> measures.SaveTimes:
-    return measures.SaveTimes(call_s=call_s, safe_s=0.1, done_s=durable_s, durable_s=durable_s, cpu_s=cpu_s, reported={})
+    return measures.SaveTimes(
+        call_s=call_s, safe_s=0.1, done_s=durable_s, durable_s=durable_s, cpu_s=cpu_s, stored_bytes=100, reported={}
+    )
 
 
 def rank(number: int, warm: list[measures.SaveTimes], *, lost_s: float = 0.2, wrong: list[str]) -> measures.RankReport:
@@ -26,7 +28,7 @@ def rank(number: int, warm: list[measures.SaveTimes], *, lost_s: float = 0.2, wr
     return measures.RankReport(
         rank=number, tensors=700, state_bytes=100, setup_s=0.0, cold=saving(2.0), warm=warm, loop=loop,
         load=measures.LoadTimes(cold_s=1.0, cached_s=0.5, resident=0.0, wrong=wrong),
-        stored_bytes=100, base_bytes=50 * report.MIB, load_base_bytes=60 * report.MIB,
+        base_bytes=50 * report.MIB, load_base_bytes=60 * report.MIB,
     )  # fmt: skip
 
 
