@@ -48,8 +48,10 @@ class PosixStore:
         writer: str | None = None,
         is_alive: Callable[[str], bool] = writers.is_alive,
     ) -> None:
-        self._own_disk = None if disk else OsDisk()
-        self._disk: Disk = disk or self._own_disk or OsDisk()
+        self._own_disk: OsDisk | None = None
+        if disk is None:
+            disk = self._own_disk = OsDisk()
+        self._disk = disk
         self._root = Root(root, self._disk, writer or writers.new_writer())
         self._is_alive = is_alive
         self._closed = False
