@@ -68,21 +68,18 @@ async def write_chunks(job: Persist) -> Index:
 
 
 async def _choose_codecs(job: Persist) -> dict[str, Codec]:
-    config, rates, tensors = job.config, job.rates, job.shard.tensors
-    if config.compression == "auto" and rates.disk_bps is not None:
-        estimates = await asyncio.get_running_loop().run_in_executor(None, rates.estimates, job.shard)
-    else:
-        estimates = dict.fromkeys((t.fqn for t in tensors), Estimate(zstd=1.0, planes=1.0))
-    return {
-        t.fqn: choose(
-            config.compression,
-            estimates[t.fqn],
-            disk_bps=rates.disk_bps,
-            encode_bps=rates.encode_bps,
-            threads=config.encoders,
-        )
-        for t in tensors
-    }
+    """The codec of each tensor by FQN. Samples only where it can make a difference."""
+    tensors, nothing, perfect = job.shard.tensors, Estimate(zstd=1.0, planes=1.0), Estimate(zstd=0.0, planes=0.0)
+    forced = job.config.compression != "auto"
+    if forced or _chosen(job, perfect) == "raw":
+        return dict.fromkeys((t.fqn for t in tensors), _chosen(job, nothing))
+    estimates = await asyncio.get_running_loop().run_in_executor(None, job.rates.estimates, job.shard)
+    return {t.fqn: _chosen(job, estimates[t.fqn]) for t in tensors}
+
+
+def _chosen(job: Persist, estimate: Estimate) -> Codec:
+    config, rates = job.config, job.rates
+    return choose(config.compression, estimate, disk_bps=rates.disk_bps, encode_bps=rates.encode_bps, threads=config.encoders)
 
 
 ChunkKey = tuple[str, int, int]
