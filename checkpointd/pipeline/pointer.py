@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from checkpointd.commit.retention import Order, moves_latest
-from checkpointd.errors import DamagedError, NotFoundError
+from checkpointd.errors import DamagedError, NotFoundError, StoreError
 from checkpointd.layout.keys import LATEST, is_tag
 from checkpointd.pipeline import catalog
 from checkpointd.pipeline.catalog import LATEST_BYTES_MAX
 from checkpointd.store.base import Store
 
 
+PATIENCE_S = 30.0
+"""How long a process that holds the pointer's lock is waited for: it may have been stopped with the lock in its hand."""
+
+
 async def move_latest(store: Store, tag: str, order: Order) -> bool:
-    """Point `latest` at `tag`, whose commit has `order`, unless it names a newer checkpoint already; whether it was moved."""
+    """Point `latest` at `tag`, whose commit has `order`, unless it names a newer checkpoint already; whether it was moved.
+
+    Raises StoreError where the storage fails, or another process holds the pointer for longer than PATIENCE_S.
+    """
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            return await _move(store, tag, order)
+    except TimeoutError as error:
+        raise StoreError(
+            f"another process has held the lock of {LATEST} at {store.url} for {PATIENCE_S:g} s; is one stopped there?"
+        ) from error
+
+
+async def _move(store: Store, tag: str, order: Order) -> bool:
     while True:
         current = await _content(store)
         if current == f"{tag}\n".encode():
@@ -26,6 +45,10 @@ async def _content(store: Store) -> bytes | None:
     try:
         return await store.get(LATEST, size_max=LATEST_BYTES_MAX)
     except NotFoundError:
+        return None
+    except DamagedError:
+        # Far too long for a tag, so nobody here wrote it, and it cannot be compared and replaced: it goes.
+        await store.delete(LATEST)
         return None
 
 
