@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -12,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from checkpointd.codec import Compression
-from checkpointd.commit.machine import Phase
+from checkpointd.commit.machine import FINAL, Phase
 from checkpointd.config import CommitConfig, LoadConfig, PersistConfig
 from checkpointd.layout import tree
 from checkpointd.layout.boxes import whole
@@ -69,7 +70,10 @@ def make_shard(
 
 @dataclass(frozen=True, kw_only=True)
 class Save:
-    """One save of all ranks at a store. `failing` ranks raise while staging, `absent` ones never call save()."""
+    """One save of all ranks at a store. `failing` ranks raise while staging, `absent` ones never call save().
+
+    `run_all` settles the races: failing ranks raise, and the deadline for absent ones passes, once the others have voted.
+    """
 
     store: Store
     tag: str = "global_step1"
@@ -101,23 +105,55 @@ class Save:
             save_latest=self.save_latest,
         )
 
-    async def staged(self, rank: int) -> Shard:
-        if rank in self.failing:
-            raise self.failing[rank]
-        return self.shard_of(rank)
-
     async def run(self, rank: int) -> Attempt:
-        """The whole attempt of one rank."""
+        """The whole attempt of one rank, racing whatever others the caller runs."""
+        attempt = self._attempt(rank)
+        await attempt.run(self._staged(rank))
+        return attempt
+
+    async def run_all(self) -> list[Attempt]:
+        """The attempts of all present ranks, to their ends."""
+        present = [rank for rank in range(self.world_size) if rank not in self.absent]
+        voted, waited_for = asyncio.Event(), set(present) - set(self.failing)
+
+        def on_phase(rank: int, phase: Phase) -> None:
+            if phase is Phase.PREPARED or phase in FINAL:
+                waited_for.discard(rank)
+            if not waited_for:
+                voted.set()
+
+        if not waited_for:
+            voted.set()
+        attempts = {rank: self._attempt(rank, partial(on_phase, rank)) for rank in present}
+        works = [attempt.run(self._staged(rank, voted)) for rank, attempt in attempts.items()]
+        await asyncio.gather(self._expire(list(attempts.values()), voted), *works)
+        return list(attempts.values())
+
+    def _attempt(self, rank: int, on_phase: Callable[[Phase], None] = lambda _: None) -> Attempt:
         commit = CommitConfig(timeout_s=self.timeout_s, poll_min_s=0.001, poll_max_s=0.01)
         state = WriterState(store=self.store, persist=self.persist, commit=commit)
-        attempt = Attempt(state, self.info(rank), deadline=asyncio.get_running_loop().time() + self.timeout_s)
-        await attempt.run(self.staged(rank))
-        return attempt
+        deadline = asyncio.get_running_loop().time() + self.timeout_s
+        return Attempt(state, self.info(rank), deadline=deadline, on_phase=on_phase)
+
+    async def _staged(self, rank: int, voted: asyncio.Event | None = None) -> Shard:
+        if rank not in self.failing:
+            return self.shard_of(rank)
+        if voted is not None:
+            await voted.wait()
+        raise self.failing[rank]
+
+    async def _expire(self, attempts: list[Attempt], voted: asyncio.Event) -> None:
+        if self.absent:
+            await voted.wait()
+            for attempt in attempts:
+                attempt._deadline = asyncio.get_running_loop().time()
 
     async def vote(self, rank: int) -> None:
         """Persist and vote, and nothing after that: what a rank leaves that dies then."""
         if rank in self.failing:
-            await vote_no(self.store, self.info(rank), ErrorReport(code="StagingError", message=str(self.failing[rank])))
+            error = self.failing[rank]
+            report = ErrorReport(code=type(error).__name__, message=str(error), phase="staging")
+            await vote_no(self.store, self.info(rank), report)
             return
         job = Persist(
             store=self.store,
@@ -170,7 +206,7 @@ async def plan_save(
 async def save_checkpoint(store: Store, **options: object) -> list[Attempt]:
     """Save on all ranks at once; every present rank's finished attempt. Options: those of `plan_save` and fields of Save."""
     save = await plan_save(store, **options)  # type: ignore[arg-type]  # named by the test
-    return list(await asyncio.gather(*(save.run(r) for r in range(save.world_size) if r not in save.absent)))
+    return await save.run_all()
 
 
 async def leave_in_doubt(store: Store, *, voting: tuple[int, ...] = (0, 1), **options: object) -> Save:

@@ -33,7 +33,7 @@ class RankWord(msgspec.Struct, frozen=True, kw_only=True):
     tensors: int | None = None
     object_bytes: int = 0
     problem: str = ""
-    """Why the vote cannot be read."""
+    """Why the vote cannot be read, or why there was none to wait for."""
 
 
 class RankWords(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,6 +88,13 @@ async def _vote(store: Store, attempt: AttemptView, rank: int) -> Vote | str:
         return str(error)
 
 
+def _no_vote(attempt: AttemptView, rank: int) -> str:
+    """An abort because of others may come before a rank has voted, and it then stops."""
+    outcome = attempt.outcome
+    cut_short = outcome is not None and outcome.outcome == "abort" and outcome.ranks and rank not in outcome.ranks
+    return "the abort came before its vote" if cut_short else ""
+
+
 def _writers(attempt: AttemptView) -> set[int]:
     return {rank for name in attempt.sizes if (rank := object_rank(name)) is not None}
 
@@ -95,7 +102,7 @@ def _writers(attempt: AttemptView) -> set[int]:
 def _word(attempt: AttemptView, rank: int, vote: Vote | str | None) -> RankWord:
     nbytes = sum(size for name, size in attempt.sizes.items() if object_rank(name) == rank)
     if vote is None:
-        return RankWord(rank=rank, vote="missing", object_bytes=nbytes)
+        return RankWord(rank=rank, vote="missing", object_bytes=nbytes, problem=_no_vote(attempt, rank))
     if isinstance(vote, str):
         return RankWord(rank=rank, vote="unreadable", object_bytes=nbytes, problem=vote)
     is_yes = vote.vote == "yes"

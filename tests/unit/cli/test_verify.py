@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from checkpointd.pipeline import catalog
+from checkpointd.pipeline.collect import collect_tag
+from checkpointd.pipeline.report.verification import tasks, verified
+from checkpointd.store.base import Store
+from tests.builders import break_file, objects, save_checkpoint
+from tests.unit.cli.conftest import Cli, With
+
+
+async def three(store: Store) -> None:
+    for step in (1, 2, 3):
+        await save_checkpoint(store, tag=f"global_step{step}")
+
+
+def test_whole_checkpoints_end_with_code_0(root: Path, at: With, cli: Cli) -> None:
+    at(three)
+    answer = cli("verify", root)
+    assert (answer.code, answer.err) == (0, "")
+    assert [line.split()[:3] for line in answer.lines[1:]] == [
+        ["global_step3", "00000001-0", "whole"],
+        ["global_step2", "00000001-0", "whole"],
+        ["global_step1", "00000001-0", "whole"],
+    ]
+    found = cli("verify", root, "--json").json
+    assert all(verdict["bytes_read"] > 0 and verdict["damage"] == [] for verdict in found["checkpoints"])
+
+
+def test_every_damage_is_listed_with_its_object_tensor_and_rank(root: Path, at: With, cli: Cli) -> None:
+    at(three)
+    for rank in range(2):
+        break_file(root / f"global_step2/00000001-0/{rank:05d}-0.chunks", "flip")
+    break_file(root / "global_step3/00000001-0/00001.index", "truncate")
+    answer = cli("verify", root, "--json")
+    assert answer.code == 5
+    damage = {v["tag"]: [(d["key"], d["fqn"], d["rank"]) for d in v["damage"]] for v in answer.json["checkpoints"]}
+    assert damage == {
+        "global_step1": [],
+        "global_step2": [
+            ("global_step2/00000001-0/00000-0.chunks", "model.weight", 0),
+            ("global_step2/00000001-0/00001-0.chunks", "model.weight", 1),
+        ],
+        "global_step3": [("global_step3/00000001-0/00001.index", "", 1)],
+    }
+    text = cli("verify", root)
+    assert text.code == 5
+    assert "3 damages found" in text.lines
+    assert "global_step2/00000001-0/00001-0.chunks is damaged" in text.out
+    assert "(rank 1, model.weight)" in text.out
+
+
+def test_one_tag_alone(root: Path, at: With, cli: Cli) -> None:
+    at(three)
+    break_file(root / "global_step2/00000001-0/00000-0.chunks", "remove")
+    assert cli("verify", root, "global_step1").code == 0
+    assert cli("verify", root, "latest").lines[1].split()[0] == "global_step3"
+    answer = cli("verify", root, "global_step2")
+    assert answer.code == 5
+    assert "rank 0" in answer.out
+
+
+@pytest.mark.parametrize("suffix", ["00001.vote", "00001.index", "00001-0.chunks", "outcome"])
+@pytest.mark.parametrize("fault", ["flip", "truncate", "remove"])
+def test_damage_to_any_object_is_found(root: Path, at: With, cli: Cli, suffix: str, fault: str) -> None:
+    at(three)
+    break_file(objects(root / "global_step3", suffix)[0], fault)
+    answer = cli("verify", root)
+    assert answer.code == 5
+    assert suffix in answer.out or (suffix, fault) == ("outcome", "remove")
+
+
+def test_a_damaged_plan_is_found_on_every_rank_that_has_it(root: Path, at: With, cli: Cli) -> None:
+    at(three)
+    plans = objects(root / ".checkpointd/plans", "")
+    for plan in plans:
+        break_file(plan, "flip")
+    answer = cli("verify", root, "global_step1", "--json")
+    assert answer.code == 5
+    [verdict] = answer.json["checkpoints"]
+    assert [(d["rank"], d["key"].startswith(".checkpointd/plans/")) for d in verdict["damage"]] == [(0, True), (1, True)]
+    assert all(f"(rank {d['rank']})" in d["message"] for d in verdict["damage"])
+
+
+def test_latest_that_names_no_checkpoint_is_damage_and_one_that_lags_is_not(root: Path, at: With, cli: Cli) -> None:
+    at(three)
+    (root / "latest").write_text("global_step1\n")
+    assert cli("verify", root).code == 0
+    (root / "latest").write_text("global_step77\n")
+    answer = cli("verify", root)
+    assert answer.code == 5
+    assert "latest names global_step77, which cannot be loaded" in answer.out
+    assert cli("verify", root, "global_step1").code == 0
+
+
+def test_no_such_tag(root: Path, at: With, cli: Cli) -> None:
+    at(three)
+    answer = cli("verify", root, "global_step9")
+    assert answer.code == 4
+    assert "there is no tag 'global_step9'" in answer.err
+
+
+def test_nothing_to_verify_is_no_damage(root: Path, cli: Cli) -> None:
+    answer = cli("verify", root)
+    assert (answer.code, answer.out) == (0, "")
+    assert "there are no checkpoints" in answer.err
+
+
+def test_what_is_replaced_while_it_is_read_is_removed_not_damaged(at: With) -> None:
+    async def race(store: Store) -> None:
+        await save_checkpoint(store, tag="best", k=0, n=0)
+        todo = await tasks(store, None)
+        await save_checkpoint(store, tag="best", k=1, n=1)
+        await collect_tag(store, "best")
+        assert (await catalog.find(store, "best")).attempt.k == 1
+        [verdict] = await verified(store, todo)
+        assert (verdict.state, verdict.damage) == ("removed", ())
+
+    at(race)
