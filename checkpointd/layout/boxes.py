@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 
 import msgspec
 
 from checkpointd.errors import FormatError
+
+NDIM_MAX = 1000
+"""More dimensions than any tensor has: the size of a shape is a product, and costs time in proportion to its square."""
 
 
 class Box(msgspec.Struct, frozen=True, array_like=True):
@@ -25,6 +27,8 @@ class Box(msgspec.Struct, frozen=True, array_like=True):
 
     def check(self, shape: Sequence[int]) -> None:
         """Raise FormatError unless this box lies inside a tensor of `shape`."""
+        if len(shape) > NDIM_MAX:
+            raise FormatError(f"a tensor of {len(shape)} dimensions cannot be: {NDIM_MAX} are the limit")
         fits = len(self.offsets) == len(self.sizes) == len(shape) and all(
             o >= 0 and s >= 0 and o + s <= n for o, s, n in zip(self.offsets, self.sizes, shape, strict=True)
         )
@@ -80,12 +84,15 @@ def _split(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
 def tiling_fault(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
     """Why `boxes` do not cover every element of `shape` exactly once, in words; None where they do.
 
-    Sorts along the first dimension and compares only boxes that overlap there: linear for layouts that are sharded on one
+    Sorts along one dimension and compares only boxes that overlap there: linear for layouts that are sharded on any one
     dimension, quadratic only inside one slab.
     """
+    try:
+        for box in boxes:
+            box.check(shape)
+    except FormatError as error:
+        return str(error)
     filled = [b for b in boxes if b.numel() > 0]
-    for box in filled:
-        box.check(shape)
     covered, total = sum(b.numel() for b in filled), math.prod(shape)
     if not shape and len(filled) > 1:
         return f"the one element is written {len(filled)} times"
@@ -99,12 +106,13 @@ def tiling_fault(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
 
 
 def _first_overlap(boxes: list[Box]) -> tuple[Box, Box] | None:
-    ordered = sorted(boxes, key=lambda b: b.offsets)
-    if ordered and len(ordered[0].sizes) == 1:
-        return next(((a, b) for a, b in pairwise(ordered) if intersect(a, b)), None)
+    if not boxes:
+        return None
+    # Along the dimension that tells the boxes apart best, whichever the tensor was cut along.
+    dim = max(range(len(boxes[0].offsets)), key=lambda d: len({box.offsets[d] for box in boxes}))
     active: list[Box] = []
-    for box in ordered:
-        active = [a for a in active if a.offsets[0] + a.sizes[0] > box.offsets[0]]
+    for box in sorted(boxes, key=lambda b: b.offsets[dim]):
+        active = [a for a in active if a.offsets[dim] + a.sizes[dim] > box.offsets[dim]]
         for other in active:
             if intersect(box, other):
                 return other, box

@@ -17,11 +17,16 @@ OUTCOME = "outcome"
 DELETED = "deleted"
 
 _TAG_BYTES_MAX = 200
-_ATTEMPT = re.compile(r"(\d{8,12})-(\d{1,9})\Z")
-_OBJECT = re.compile(r"(?:(\d{5,7})-(\d{1,4})\.chunks|(\d{5,7})\.(?:index|vote)|outcome|deleted)\Z")
-_VOTE = re.compile(r"(\d{5,7})\.vote\Z")
-_EPOCH = re.compile(r"\d{8,12}\Z")
+# Each number has one spelling: without it, two names could mean one object.
+_RANK = r"(\d{5}|[1-9]\d{5,6})"
+_ATTEMPT = re.compile(r"(\d{8}|[1-9]\d{8,11})-(0|[1-9]\d{0,8})\Z", re.ASCII)
+_OBJECT = re.compile(rf"(?:{_RANK}(?:-(?:0|[1-9]\d{{0,3}})\.chunks|\.(?:index|vote))|outcome|deleted)\Z", re.ASCII)
+_VOTE = re.compile(rf"{_RANK}\.vote\Z", re.ASCII)
+_EPOCH = re.compile(r"(?:\d{8}|[1-9]\d{8,11})\Z", re.ASCII)
 _DIGEST = re.compile(r"[0-9a-f]{32}\Z")
+
+WORLD_SIZE_MAX = 1 << 18
+"""No job has more ranks: what an object declares beyond it is damage, and nothing is sized by it."""
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -103,9 +108,9 @@ def vote_rank(name: str) -> int | None:
 
 
 def object_rank(name: str) -> int | None:
-    """The rank that wrote the object `name` of an attempt; None for `outcome` and `deleted`."""
-    head = name[:5]
-    return int(re.split(r"[-.]", name)[0]) if head.isdigit() else None
+    """The rank that wrote the object `name` of an attempt; None for `outcome`, `deleted` and what is no object."""
+    match = _OBJECT.match(name)
+    return int(match[1]) if match and match[1] else None
 
 
 def check_object_name(name: str) -> str:

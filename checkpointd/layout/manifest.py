@@ -7,6 +7,7 @@ The chain of digests: outcome -> votes -> indexes -> chunks, and votes -> plans.
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from typing import Literal, TypeVar
 
 import msgspec
@@ -16,12 +17,15 @@ from typing_extensions import Buffer
 from checkpointd.errors import FormatError
 from checkpointd.layout.boxes import Box
 from checkpointd.layout.dtypes import ITEM_BYTES
-from checkpointd.layout.keys import check_chunks_ref
+from checkpointd.layout.keys import WORLD_SIZE_MAX, check_chunks_ref, index_name
 
 VERSION = 1
 
 CHUNK_BYTES_MAX = (1 << 30) + (1 << 23)
 """No chunk is larger, raw or stored: 1 GiB and what a codec may add."""
+
+LISTING_BYTES_MAX = 1 << 28
+"""No index and no plan is larger; a reader holds one in memory. About 4 million chunks, or 700,000 tensors."""
 
 Scope = Literal["rank", "global"]
 """`rank`: this rank's own, never mixed with another's. `global`: a part of a tensor that the ranks hold together."""
@@ -247,9 +251,38 @@ def decode(data: bytes, kind: type[_T], key: str) -> _T:
         header = msgspec.json.decode(data, type=_Header)
         _check_header(header, kind, key)
         _check_seal(data, key)
-        return msgspec.json.decode(data, type=kind)
+        found = msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise FormatError(f"{key} is damaged: {error}", key=key) from error
+    fault = _fault(found)
+    if fault:
+        raise FormatError(f"{key} {fault}", key=key)
+    return found
+
+
+def _fault(obj: SmallObject) -> str | None:
+    if isinstance(obj, Vote):
+        return _vote_fault(obj)
+    return _outcome_fault(obj) if isinstance(obj, Outcome) else None
+
+
+def _vote_fault(vote: Vote) -> str | None:
+    """What in `vote` would lead a reader astray: a rank outside its world, another index than this rank's."""
+    if not 0 <= vote.rank < vote.world_size <= WORLD_SIZE_MAX:
+        return f"is a vote of rank {vote.rank} of {vote.world_size}, which cannot be"
+    ref = vote.index
+    if ref is not None and (ref.name != index_name(vote.rank) or not 0 <= ref.size <= LISTING_BYTES_MAX):
+        return f"names an index {ref.name!r} of {ref.size} bytes, which cannot be rank {vote.rank}'s"
+    return None
+
+
+def _outcome_fault(outcome: Outcome) -> str | None:
+    """What in `outcome` would lead a reader astray: ranks without votes in a commit."""
+    if not 0 <= outcome.world_size <= WORLD_SIZE_MAX:
+        return f"speaks of {outcome.world_size} ranks, which cannot be"
+    if outcome.outcome == "commit" and outcome.votes.keys() != {str(rank) for rank in range(outcome.world_size)}:
+        return f"is a commit of {outcome.world_size} ranks, and does not have the vote of each"
+    return None
 
 
 def encode_index(index: Index) -> bytes:
@@ -290,28 +323,45 @@ def _check_index(index: Index, key: str) -> None:
             raise FormatError(f"{key} lists {entry.fqn} twice", key=key, fqn=entry.fqn)
         parts.add((entry.fqn, entry.box))
         seen.add(entry.fqn)
-        entry.box.check(entry.shape)
-        _check_size(entry, key)
-        for chunk in entry.chunks:
-            _check_chunk(chunk, index, entry.fqn, key)
+        _check_entry(entry, index, key)
+    _check_apart(index, key)
     for alias in index.aliases:
         if alias.owner not in seen or alias.fqn in seen:
             raise FormatError(f"{key}: {alias.fqn} shares memory with {alias.owner}, which is not stored", key=key)
 
 
-def _check_size(entry: TensorEntry, key: str) -> None:
+def _check_entry(entry: TensorEntry, index: Index, key: str) -> None:
     if entry.dtype not in ITEM_BYTES:
         raise FormatError(f"{key}: {entry.fqn} has the unknown dtype {entry.dtype!r}; a newer release may know it", key=key)
-    stored, needed = sum(chunk.raw for chunk in entry.chunks), entry.box.numel() * ITEM_BYTES[entry.dtype]
+    entry.box.check(entry.shape)
+    item = ITEM_BYTES[entry.dtype]
+    stored, needed = sum(chunk.raw for chunk in entry.chunks), entry.box.numel() * item
     if stored != needed:
         raise FormatError(f"{key}: {entry.fqn} needs {needed} bytes, and its chunks hold {stored}", key=key, fqn=entry.fqn)
+    for chunk in entry.chunks:
+        fault = _chunk_fault(chunk, index, item)
+        if fault:
+            raise FormatError(f"{key}: a chunk of {entry.fqn} {fault}", key=key, fqn=entry.fqn)
 
 
-def _check_chunk(chunk: Chunk, index: Index, fqn: str, key: str) -> None:
-    inside = 0 <= chunk.object < len(index.objects) and chunk.offset >= 0 and chunk.stored >= 0 and chunk.raw >= 0
-    if not inside or chunk.offset + chunk.stored > index.objects[chunk.object].size:
-        raise FormatError(f"{key}: a chunk of {fqn} lies outside the objects of its attempt", key=key, fqn=fqn)
-    if max(chunk.raw, chunk.stored) > CHUNK_BYTES_MAX:
-        raise FormatError(f"{key}: a chunk of {fqn} declares {max(chunk.raw, chunk.stored)} bytes", key=key, fqn=fqn)
+def _chunk_fault(chunk: Chunk, index: Index, item: int) -> str | None:
+    if not 0 <= chunk.object < len(index.objects) or chunk.offset < 0:
+        return "lies outside the objects of its attempt"
+    if chunk.raw < 1 or chunk.stored < 1 or max(chunk.raw, chunk.stored) > CHUNK_BYTES_MAX:
+        return f"declares {chunk.raw} bytes, stored as {chunk.stored}"
+    if chunk.offset + chunk.stored > index.objects[chunk.object].size:
+        return "lies outside the objects of its attempt"
+    if chunk.raw % item:
+        return f"holds {chunk.raw} bytes, which is no whole number of elements of {item}"
     if len(chunk.digest) != 16:
-        raise FormatError(f"{key}: a chunk of {fqn} has a digest of {len(chunk.digest)} bytes", key=key, fqn=fqn)
+        return f"has a digest of {len(chunk.digest)} bytes"
+    return None
+
+
+def _check_apart(index: Index, key: str) -> None:
+    """Chunks may be the same bytes, but never share a part of them."""
+    placed = sorted((c.object, c.offset, c.offset + c.stored) for entry in index.tensors for c in entry.chunks)
+    for one, two in pairwise(placed):
+        if one[0] == two[0] and two[1] < one[2] and one != two:
+            name = index.objects[one[0]].name
+            raise FormatError(f"{key}: chunks overlap at byte {two[1]} of {name}", key=key)

@@ -6,11 +6,16 @@ class or a function, so decoding a tree can never run code.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import chain
 from typing import Any, Literal, TypeAlias
 
 import msgspec
 
 from checkpointd.errors import FormatError
+
+DEPTH_MAX = 256
+"""Levels of a tree, the root and the leaves included. A writer stays well below: it counts the user's containers alone."""
 
 
 class _Node(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -20,8 +25,8 @@ class _Node(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 class Overlap(_Node, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Where a stored tensor lay that shared memory with others, or with itself, in a way that no alias can express.
 
-    Such tensors are stored in full, each for itself. Memory that overlaps in just the same way may be filled with them again: the
-    bytes agree where they meet. `offset` is in bytes from the lowest address of the `group`, `stride` in bytes.
+    Such tensors are stored in full, each for itself. Memory that overlaps in just the same way may be filled with them again:
+    the bytes agree where they meet. `offset` is in bytes from the lowest address of the `group`, `stride` in bytes.
     """
 
     group: int
@@ -93,7 +98,7 @@ class TorchName(_Node, frozen=True, array_like=True, forbid_unknown_fields=True,
 
 
 Node: TypeAlias = (
-    None | bool | int | float | str | Tensor | Array | NumpyScalar | Bytes | BigInt | Complex | Dict | Sequence | TorchName
+    bool | int | float | str | Tensor | Array | NumpyScalar | Bytes | BigInt | Complex | Dict | Sequence | TorchName | None
 )
 
 
@@ -105,9 +110,28 @@ def encode(tree: Node) -> bytes:
 def decode(data: bytes, key: str = "") -> Node:
     """The tree in `data`; FormatError where it is not one, or is nested too deeply to be read."""
     try:
-        return _DECODER.decode(data)  # type: ignore[no-any-return]  # the union is recursive: msgspec types it as Any
-    except (msgspec.DecodeError, RecursionError) as error:
+        root: Node = _DECODER.decode(data)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise FormatError(f"the state tree in {key or 'an index'} cannot be read: {error}", key=key) from error
+    if not _is_flat_enough(root):
+        raise FormatError(f"the state tree in {key or 'an index'} is nested deeper than {DEPTH_MAX} levels", key=key)
+    return root
+
+
+def _is_flat_enough(root: Node) -> bool:
+    """Level by level, since what walks a tree by calling itself must be able to rely on the answer."""
+    level: list[Node] = [root]
+    for _ in range(DEPTH_MAX):
+        level = [child for node in level for child in _children(node)]
+        if not level:
+            return True
+    return False
+
+
+def _children(node: Node) -> Iterable[Node]:
+    if isinstance(node, Dict):
+        return chain.from_iterable(node.items)
+    return node.items if isinstance(node, Sequence) else ()
 
 
 _ENCODER = msgspec.msgpack.Encoder()
