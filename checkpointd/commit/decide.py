@@ -39,7 +39,7 @@ def decide(votes: Mapping[int, Vote | None], *, tag: str, attempt: str, world_si
     no = sorted(r for r, v in votes.items() if v is not None and v.vote == "no")
     if no:
         return _refused(votes, no)
-    return Decision() if len(votes) == world_size else None
+    return Decision() if votes.keys() >= set(range(world_size)) else None
 
 
 def _refused(votes: Mapping[int, Vote | None], no: list[int]) -> Decision:
@@ -60,6 +60,8 @@ def vote_fault(vote: Vote, rank: int, tag: str, attempt: str, world_size: int) -
         return f"belongs to rank {vote.rank} of {vote.tag}/{vote.attempt}"
     if vote.world_size != world_size:
         return f"speaks of {vote.world_size} ranks, not {world_size}"
+    if not 0 <= rank < world_size:
+        return f"is that of a rank that {world_size} ranks do not have"
     if vote.vote == "yes" and (vote.index is None or vote.plan is None):
         return "says yes without naming an index and a plan"
     return None
@@ -68,10 +70,9 @@ def vote_fault(vote: Vote, rank: int, tag: str, attempt: str, world_size: int) -
 def deadline(missing: Mapping[int, str], *, timeout_s: float) -> Decision:
     """The abort when votes are still missing after `timeout_s`; `missing` maps each rank to what is known of it."""
     ranks = sorted(missing)
-    shown = ", ".join(f"rank {r} ({missing[r]})" if missing[r] else f"rank {r}" for r in ranks[:8])
-    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    shown = _listed([f"rank {r} ({missing[r]})" if missing[r] else f"rank {r}" for r in ranks])
     message = (
-        f"no vote from {shown}{more} within {timeout_s:g} s: every rank must call save() for the same step and tag; "
+        f"no vote from {shown} within {timeout_s:g} s: every rank must call save() for the same step and tag; "
         "the next save starts afresh"
     )
     return Decision(ErrorReport(code="DeadlineError", message=message, phase="vote"), tuple(ranks))
@@ -89,9 +90,15 @@ def recover(votes: Mapping[int, Vote | None], *, tag: str, attempt: str) -> Deci
     if decision is not None:
         return decision
     missing = sorted(set(range(world_size)) - set(votes))
-    who = f"ranks {missing} had not voted" if missing else "no rank had voted"
+    who = f"ranks {_listed(list(map(str, missing)))} had not voted" if missing else "no rank had voted"
     message = f"the job ended before the attempt was decided: {who}"
     return Decision(ErrorReport(code="AbortedError", message=message, phase="recovery"), tuple(missing))
+
+
+def _listed(names: list[str]) -> str:
+    """At most eight of `names`, and how many more there are."""
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return ", ".join(names[:8]) + more
 
 
 def _abort(code: str, message: str, ranks: list[int]) -> Decision:
