@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 
-from checkpointd.errors import FencedError
+from checkpointd.errors import DamagedError, FencedError, NotFoundError
 from checkpointd.layout.keys import SERVICE, epoch_key, epoch_of
 from checkpointd.layout.manifest import Epoch, decode, encode
 from checkpointd.pipeline.identity import writer
@@ -45,9 +45,13 @@ async def check_fence(store: Store, number: int) -> None:
 
 
 async def fence_message(store: Store, number: int, current: int) -> str:
-    """Who took over, in words."""
-    who = (await read(store, current)).writer
+    """Who took over, in words; the fence holds although its record cannot be read."""
+    try:
+        found = (await read(store, current)).writer
+        who = f"process {found.pid} on {found.host} at {found.time}"
+    except (NotFoundError, DamagedError) as error:
+        who = f"a process whose record cannot be read ({error})"
     return (
-        f"epoch {number} of {store.url} is over: epoch {current} was begun by process {who.pid} on {who.host} at {who.time}. "
+        f"epoch {number} of {store.url} is over: epoch {current} was begun by {who}. "
         "If both jobs are meant to run, give each its own root"
     )

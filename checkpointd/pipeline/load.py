@@ -18,7 +18,8 @@ import numpy as np
 from checkpointd.codec import decode as decode_chunk
 from checkpointd.codec.checksum import xxh3_64, xxh3_128
 from checkpointd.config import LoadConfig
-from checkpointd.errors import CodecError, DamagedError, NotFoundError, WorldSizeError
+from checkpointd.errors import CodecError, DamagedError, FormatError, NotFoundError, WorldSizeError
+from checkpointd.layout.boxes import whole
 from checkpointd.layout.keys import vote_name
 from checkpointd.layout.manifest import Chunk, Index, TensorEntry, Vote, decode_index, digest
 from checkpointd.pipeline.catalog import Checkpoint, read_vote
@@ -85,6 +86,11 @@ async def _index_of(store: Store, prefix: str, vote: Vote) -> Index:
 
 
 def entries_by_fqn(index: Index) -> dict[str, TensorEntry]:
+    """The tensors of `index` by FQN. FormatError where one lies there in part: who puts parts together is not built yet."""
+    part = next((entry for entry in index.tensors if entry.scope != "rank" or entry.box != whole(entry.shape)), None)
+    if part is not None:
+        message = f"rank {index.rank} of {index.tag} holds a part of {part.fqn}; this release loads whole tensors only"
+        raise FormatError(message, fqn=part.fqn, rank=index.rank)
     return {entry.fqn: entry for entry in index.tensors}
 
 

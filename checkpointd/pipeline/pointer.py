@@ -11,7 +11,6 @@ from checkpointd.pipeline import catalog
 from checkpointd.pipeline.catalog import LATEST_BYTES_MAX
 from checkpointd.store.base import Store
 
-
 PATIENCE_S = 30.0
 """How long a process that holds the pointer's lock is waited for: it may have been stopped with the lock in its hand."""
 

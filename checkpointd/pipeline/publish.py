@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from checkpointd.commit.decide import Decision, decide, unshared
 from checkpointd.errors import DamagedError, NotFoundError
 from checkpointd.layout.keys import OUTCOME, AttemptId, attempt_prefix, object_rank, plan_key, vote_name, vote_rank
-from checkpointd.layout.manifest import Outcome, Plan, Vote, VoteRef, decode, digest, encode
+from checkpointd.layout.manifest import LISTING_BYTES_MAX, Outcome, Plan, Vote, VoteRef, decode, digest, encode
 from checkpointd.layout.plan import union_fault
 from checkpointd.pipeline import catalog
 from checkpointd.pipeline.identity import writer
@@ -49,9 +49,9 @@ class Ballot:
 
     async def _read(self, rank: int) -> None:
         key = f"{self.prefix}/{vote_name(rank)}"
-        data = await self.store.get(key)
-        self.refs[rank] = VoteRef(digest=digest(data), size=len(data))
         try:
+            data = await self.store.get(key)
+            self.refs[rank] = VoteRef(digest=digest(data), size=len(data))
             self.votes[rank] = decode(data, Vote, key)
         except DamagedError:
             self.votes[rank] = None
@@ -87,7 +87,7 @@ class PlanCheck:
     async def _plan(self, name: str) -> Plan:
         if name not in self._plans:
             key = plan_key(name)
-            data = await self.store.get(key, size_max=1 << 30)
+            data = await self.store.get(key, size_max=LISTING_BYTES_MAX)
             if digest(data) != name:
                 raise DamagedError(f"{key} is damaged: its digest is {digest(data)}", key=key)
             self._plans[name] = decode(data, Plan, key)

@@ -10,9 +10,9 @@ Invariants
 
 from __future__ import annotations
 
-from checkpointd.errors import CheckpointdError, StoreError
+from checkpointd.errors import CheckpointdError, StoreError, UsageError
 from checkpointd.layout.keys import chunks_name, index_name, plan_key, vote_name
-from checkpointd.layout.manifest import ErrorReport, Index, IndexRef, Vote, digest, encode, encode_index
+from checkpointd.layout.manifest import LISTING_BYTES_MAX, ErrorReport, Index, IndexRef, Vote, digest, encode, encode_index
 from checkpointd.layout.plan import cover_fault
 from checkpointd.pipeline.chunks import ENCODED_PART, RAW_PART, Persist, write_chunks
 from checkpointd.pipeline.identity import writer
@@ -43,14 +43,21 @@ async def _stored_plan(job: Persist) -> KnownPlan:
         return known
     plan = job.shard.plan(job.info)
     data = encode(plan)
+    _check_listing(f"plan of {job.info.tag}", data)
     known = KnownPlan(job.shard.tensors, plan, digest(data))
     await job.store.put_if_absent(plan_key(known.digest), data)
     job.rates.plan = known
     return known
 
 
+def _check_listing(what: str, data: bytes) -> None:
+    if len(data) > LISTING_BYTES_MAX:
+        raise UsageError(f"the {what} has {len(data)} bytes, more than {LISTING_BYTES_MAX}: use larger chunks or fewer tensors")
+
+
 async def _vote_yes(job: Persist, index: Index, plan_digest: str) -> Vote:
     info, data = job.info, encode_index(index)
+    _check_listing(f"index of {info.tag}", data)
     await put_new(job.store, info.key(index_name(info.rank)), data)
     job.check_stop()
     vote = Vote(
@@ -78,8 +85,7 @@ async def _vote_yes(job: Persist, index: Index, plan_digest: str) -> Vote:
 
 async def vote_no(store: Store, info: AttemptInfo, error: ErrorReport) -> None:
     """Drop what this rank wrote, which frees the space that a vote may need, then vote no."""
-    for name in (index_name(info.rank), chunks_name(info.rank, RAW_PART), chunks_name(info.rank, ENCODED_PART)):
-        await store.delete(info.key(name))
+    await drop_shard(store, info)
     vote = Vote(
         tag=info.tag,
         attempt=str(info.attempt),
@@ -93,6 +99,12 @@ async def vote_no(store: Store, info: AttemptInfo, error: ErrorReport) -> None:
         writer=writer(),
     )
     await store.put_if_absent(info.key(vote_name(info.rank)), encode(vote))
+
+
+async def drop_shard(store: Store, info: AttemptInfo) -> None:
+    """Delete this rank's chunks and index of an attempt that will not be, or was not, committed."""
+    for name in (index_name(info.rank), chunks_name(info.rank, RAW_PART), chunks_name(info.rank, ENCODED_PART)):
+        await store.delete(info.key(name))
 
 
 async def put_new(store: Store, key: str, data: bytes) -> None:

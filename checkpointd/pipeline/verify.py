@@ -10,7 +10,7 @@ import msgspec
 from checkpointd.config import LoadConfig
 from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, StoreError
 from checkpointd.layout.keys import plan_key, vote_name
-from checkpointd.layout.manifest import Index, Plan, decode, digest
+from checkpointd.layout.manifest import LISTING_BYTES_MAX, Index, Plan, decode, digest
 from checkpointd.layout.plan import cover_fault
 from checkpointd.pipeline.catalog import Checkpoint, read_vote
 from checkpointd.pipeline.load import read_index, read_tensors
@@ -86,7 +86,7 @@ async def _verify_rank(
 async def _check_plan(store: Store, checkpoint: Checkpoint, rank: int, index: Index) -> None:
     vote = await read_vote(store, f"{checkpoint.prefix}/{vote_name(rank)}")
     key = plan_key(vote.plan or "")
-    data = await store.get(key, size_max=1 << 30)
+    data = await store.get(key, size_max=LISTING_BYTES_MAX)
     if digest(data) != vote.plan:
         raise DamagedError(f"{key} is damaged: its digest is {digest(data)}", key=key)
     fault = cover_fault(decode(data, Plan, key), index)

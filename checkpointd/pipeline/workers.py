@@ -13,35 +13,33 @@ class Stopped(Exception):
 async def run_workers(works: Sequence[Callable[[], Awaitable[None]]], width: int, check: Callable[[], None]) -> None:
     """Run `works` in order, at most `width` at once; `check` may raise to stop before the next one.
 
-    The first error stops the rest. Works that have begun are waited for, never cancelled: a thread behind a cancelled future
-    would go on reading the caller's memory.
+    The first error stops the rest, and so does being cancelled. Works that have begun are waited for, never cancelled: a thread
+    behind a cancelled future would go on reading the caller's memory.
     """
     todo = iter(works)
-    failed = False
+    stopped = False
 
     async def worker() -> None:
-        nonlocal failed
+        nonlocal stopped
         for work in todo:
-            if failed:
+            if stopped:
                 return
             try:
                 check()
                 await work()
             except BaseException:
-                failed = True
+                stopped = True
                 raise
 
-    results = await _join([asyncio.ensure_future(worker()) for _ in range(min(width, len(works)))])
-    for result in results:
+    gathered = asyncio.gather(*(worker() for _ in range(min(width, len(works)))), return_exceptions=True)
+    cancelled: asyncio.CancelledError | None = None
+    while not gathered.done():
+        try:
+            await asyncio.shield(gathered)
+        except asyncio.CancelledError as error:
+            stopped, cancelled = True, error
+    if cancelled is not None:
+        raise cancelled
+    for result in gathered.result():
         if isinstance(result, BaseException):
             raise result
-
-
-async def _join(tasks: list[asyncio.Future[None]]) -> list[BaseException | None]:
-    """Wait for all `tasks`, also while being cancelled."""
-    gathered = asyncio.gather(*tasks, return_exceptions=True)
-    try:
-        return await asyncio.shield(gathered)
-    except asyncio.CancelledError:
-        await gathered
-        raise
