@@ -1,0 +1,216 @@
+"""The index as bytes: what is written is read, and nothing that could lead a reader astray is."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from checkpointd.errors import FormatError
+from checkpointd.layout.boxes import NDIM_MAX, Box, whole
+from checkpointd.layout.dtypes import ITEM_BYTES
+from checkpointd.layout.keys import chunks_name
+from checkpointd.layout.manifest import (
+    CHUNK_BYTES_MAX,
+    Alias,
+    Chunk,
+    Index,
+    ObjectRef,
+    Scope,
+    TensorEntry,
+    decode_index,
+    encode_index,
+)
+
+KEY = "tag/00000001-0/00003.index"
+texts = st.text(st.characters(codec="utf-8"), max_size=20)
+sizes = st.integers(0, 2**63 - 1)
+scopes: st.SearchStrategy[Scope] = st.sampled_from(["rank", "global"])
+
+CHUNK = Chunk(0, 0, 48, 48, "raw", 7, bytes(16))
+ENTRY = TensorEntry("model.weight", "float32", (3, 4), whole((3, 4)), "rank", (CHUNK,))
+INDEX = Index(
+    tag="global_step1",
+    attempt="00000001-0",
+    rank=3,
+    world_size=4,
+    step=1,
+    objects=(ObjectRef(name=chunks_name(3, 0), size=4096),),
+    tensors=(ENTRY,),
+    aliases=(Alias("model.tied", "model.weight", (3, 4), (4, 1), 0),),
+    excluded=("model.frozen",),
+    tree=b"\xc0",
+)
+
+
+def edited_index(**changes: Any) -> bytes:
+    return msgspec.msgpack.encode(msgspec.msgpack.decode(encode_index(INDEX)) | changes)
+
+
+def with_chunks(*chunks: Chunk, size: int = 4096) -> Index:
+    """An index of one tensor that just holds what the chunks declare."""
+    count = sum(chunk.raw for chunk in chunks) // 4
+    entry = TensorEntry("model.weight", "float32", (count,), whole((count,)), "rank", chunks)
+    objects = (ObjectRef(name=chunks_name(3, 0), size=size),)
+    return msgspec.structs.replace(INDEX, objects=objects, tensors=(entry,), aliases=())
+
+
+@st.composite
+def indexes(draw: st.DrawFn) -> Index:
+    rank = draw(st.integers(0, 100_000))
+    entries, offset = [], 0
+    for number in range(draw(st.integers(0, 4))):
+        shape = draw(st.lists(st.integers(0, 6), max_size=3).map(tuple))
+        dtype = draw(st.sampled_from(["float32", "bool", "complex128"]))
+        item = ITEM_BYTES[dtype]
+        left, chunks = whole(shape).numel() * item, []
+        while left:
+            raw = min(left, item * draw(st.integers(1, 50)))
+            stored = draw(st.integers(1, 100))
+            codec = draw(st.sampled_from(["raw", "zstd", "planes"]))
+            checksum, raw_digest = draw(st.integers(0, 2**64 - 1)), draw(st.binary(min_size=16, max_size=16))
+            chunks.append(Chunk(0, offset, stored, raw, codec, checksum, raw_digest))
+            left, offset = left - raw, offset + stored
+        entries.append(TensorEntry(f"t{number}", dtype, shape, whole(shape), draw(scopes), tuple(chunks)))
+    return Index(
+        tag=draw(texts),
+        attempt=draw(texts),
+        rank=rank,
+        world_size=draw(sizes),
+        step=draw(sizes),
+        objects=(ObjectRef(name=chunks_name(rank, draw(st.integers(0, 9999))), size=offset),),
+        tensors=tuple(entries),
+        aliases=tuple(Alias("a", e.fqn, e.shape, (0,) * len(e.shape), 0) for e in entries[:1]),
+        excluded=tuple(draw(st.lists(texts, max_size=2))),
+        tree=draw(st.binary(max_size=30)),
+    )
+
+
+@given(indexes())
+def test_an_index_is_read_as_it_was_written(index: Index) -> None:
+    assert decode_index(encode_index(index), KEY) == index
+
+
+def test_the_index_that_the_others_are_made_from_is_sound() -> None:
+    assert decode_index(edited_index(), KEY) == INDEX
+
+
+@pytest.mark.parametrize("version", [0, 2])
+def test_an_index_of_an_unknown_version_is_refused(version: int) -> None:
+    with pytest.raises(FormatError, match=f"has format version {version}"):
+        decode_index(edited_index(version=version), KEY)
+
+
+def test_an_index_of_another_format_is_refused() -> None:
+    with pytest.raises(FormatError, match=r"is not a checkpointd\.index object \(it says 'checkpointd\.vote'\)"):
+        decode_index(edited_index(format="checkpointd.vote"), KEY)
+
+
+def test_keys_of_a_newer_release_in_an_index_are_ignored() -> None:
+    assert decode_index(edited_index(novelty=[1, {"x": b"y"}]), KEY) == INDEX
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"\xc0", b"\x80", b"\x91" * 100_000, b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xc1"],
+    ids=["empty", "nil", "empty map", "deep", "2**32 items", "2**32 keys", "no type"],
+)
+def test_what_is_no_index_at_all_is_refused(data: bytes) -> None:
+    with pytest.raises(FormatError, match=re.escape(KEY)):
+        decode_index(data, KEY)
+
+
+@given(st.data())
+def test_an_index_with_any_bytes_changed_is_read_or_refused(data: st.DataObject) -> None:
+    changed = bytearray(encode_index(INDEX))
+    for _ in range(data.draw(st.integers(1, 4))):
+        changed[data.draw(st.integers(0, len(changed) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        decode_index(bytes(changed), KEY)
+    except FormatError:
+        return
+
+
+CHUNK_FAULTS: dict[str, tuple[dict[str, Any], str]] = {
+    "outside: object": ({"object": 1}, "outside the objects"),
+    "outside: negative object": ({"object": -1}, "outside the objects"),
+    "outside: negative offset": ({"offset": -1}, "outside the objects"),
+    "outside: end": ({"offset": 4049}, "outside the objects"),
+    "outside: far end": ({"offset": 2**63 - 1}, "outside the objects"),
+    "stored too large": ({"stored": CHUNK_BYTES_MAX + 1}, f"stored as {CHUNK_BYTES_MAX + 1}"),
+    "raw too large": ({"raw": 1 << 40}, f"declares {1 << 40} bytes"),
+    "nothing stored": ({"stored": 0}, "stored as 0"),
+    "nothing in it": ({"raw": 0}, "declares 0 bytes"),
+    "negative": ({"stored": -48}, "stored as -48"),
+    "half an element": ({"raw": 46}, "no whole number of elements of 4"),
+    "digest": ({"digest": bytes(15)}, "digest of 15 bytes"),
+}
+
+
+@pytest.mark.parametrize("fault", CHUNK_FAULTS)
+def test_a_chunk_that_cannot_be_is_refused(fault: str) -> None:
+    changes, words = CHUNK_FAULTS[fault]
+    bad = msgspec.structs.replace(CHUNK, **changes)
+    filler = Chunk(0, 96, 50, 52 - bad.raw % 4, "raw", 7, bytes(16))
+    with pytest.raises(FormatError, match=words) as caught:
+        decode_index(encode_index(with_chunks(bad, filler)), KEY)
+    assert caught.value.fqn == "model.weight"
+    assert caught.value.key == KEY
+
+
+@pytest.mark.parametrize(("offset", "stored"), [(0, 44), (4, 48), (47, 48), (0, 100)])
+def test_chunks_that_overlap_are_refused(offset: int, stored: int) -> None:
+    other = Chunk(0, offset, stored, 48, "zstd", 8, bytes(16))
+    with pytest.raises(FormatError, match=r"chunks overlap at byte \d+ of 00003-0.chunks"):
+        decode_index(encode_index(with_chunks(CHUNK, other)), KEY)
+
+
+def test_chunks_side_by_side_or_the_very_same_bytes_are_fine() -> None:
+    beside = msgspec.structs.replace(CHUNK, offset=48)
+    index = with_chunks(CHUNK, beside, CHUNK)
+    assert decode_index(encode_index(index), KEY) == index
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        (TensorEntry("w", "float32", (3, 5), whole((3, 5)), "rank", (CHUNK,)), "needs 60 bytes, and its chunks hold 48"),
+        (TensorEntry("w", "float32", (3, 4), whole((3, 4)), "rank", ()), "needs 48 bytes, and its chunks hold 0"),
+        (TensorEntry("w", "float32", (3, 4), Box((0, 1), (3, 4)), "rank", (CHUNK,)), "does not lie inside shape"),
+        (TensorEntry("w", "float32", (-3, -4), Box((0, 0), (-3, -4)), "rank", (CHUNK,)), "does not lie inside shape"),
+        (TensorEntry("w", "float32", (2**62,) * 4, whole((2**62,) * 4), "rank", (CHUNK,)), f"needs {2**250} bytes"),
+        (TensorEntry("w", "float31", (3, 4), whole((3, 4)), "rank", (CHUNK,)), "unknown dtype 'float31'"),
+        (TensorEntry("w", "float32", (1,) * 1001, whole((1,) * 1001), "rank", (CHUNK,)), f"{NDIM_MAX} are the limit"),
+    ],
+)
+def test_a_tensor_that_cannot_be_is_refused(entry: TensorEntry, words: str) -> None:
+    with pytest.raises(FormatError, match=words):
+        decode_index(encode_index(msgspec.structs.replace(INDEX, tensors=(entry,), aliases=())), KEY)
+
+
+def test_a_tensor_listed_twice_is_refused() -> None:
+    with pytest.raises(FormatError, match=r"lists model\.weight twice"):
+        decode_index(encode_index(msgspec.structs.replace(INDEX, tensors=(ENTRY, ENTRY))), KEY)
+
+
+@pytest.mark.parametrize("name", ["00002-0.chunks", "../../etc/passwd", "/etc/passwd", "00003.index", "outcome", "latest", ""])
+def test_an_index_names_chunks_objects_of_its_own_rank_alone(name: str) -> None:
+    with pytest.raises(FormatError, match=re.escape(repr(name))):
+        decode_index(edited_index(objects=[{"name": name, "size": 4096}]), KEY)
+
+
+@pytest.mark.parametrize(("fqn", "owner"), [("a", "nobody"), ("a", "a"), ("model.weight", "model.weight")])
+def test_an_alias_of_what_is_not_stored_is_refused(fqn: str, owner: str) -> None:
+    aliases = (Alias(fqn, owner, (3, 4), (4, 1), 0),)
+    with pytest.raises(FormatError, match=f"{fqn} shares memory with {owner}"):
+        decode_index(encode_index(msgspec.structs.replace(INDEX, aliases=aliases)), KEY)
+
+
+def test_aliases_of_each_other_are_refused() -> None:
+    aliases = (Alias("a", "b", (1,), (1,), 0), Alias("b", "a", (1,), (1,), 0))
+    with pytest.raises(FormatError, match="a shares memory with b, which is not stored"):
+        decode_index(encode_index(msgspec.structs.replace(INDEX, aliases=aliases)), KEY)

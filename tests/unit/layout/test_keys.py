@@ -1,0 +1,163 @@
+"""Names: what may be one, that each thing has one name only, and that none leads out of its attempt."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from checkpointd.errors import FormatError, UsageError
+from checkpointd.layout import keys
+from checkpointd.layout.keys import AttemptId
+from checkpointd.store.names import is_key
+
+ranks = st.integers(0, 9_999_999)
+attempts = st.builds(AttemptId, st.integers(0, 10**12 - 1), st.integers(0, 10**9 - 1))
+names = st.text(st.characters(codec="utf-8") | st.sampled_from("0123456789-./\\.chunksindexvote\u0663\u00b2\n\0"), max_size=30)
+
+TRAVERSALS = [
+    "../../etc/passwd",
+    "/etc/passwd",
+    "..",
+    ".",
+    "",
+    "00000-0.chunks/../../x",
+    "../00000-0.chunks",
+    "./00000-0.chunks",
+    "00000-0.chunks\0",
+    "00000-0.chunks\n",
+    "\\\\host\\00000-0.chunks",
+    "C:00000-0.chunks",
+    "~/00000-0.chunks",
+]
+
+
+@pytest.mark.parametrize("tag", ["global_step1", "best", "a b", "步骤", "x" * 200, "a.b", "0", "émile", "100%", "-rf"])
+def test_tags_that_are_directory_names(tag: str) -> None:
+    assert keys.check_tag(tag) == tag
+    assert keys.is_tag(tag)
+
+
+@pytest.mark.parametrize(
+    ("tag", "why"),
+    [
+        ("", "empty"),
+        ("a/b", "slash"),
+        ("a\\b", "slash"),
+        ("..", "dot"),
+        (".", "dot"),
+        (".checkpointd", "dot"),
+        ("a\nb", "control character"),
+        ("a\x7f", "control character"),
+        (" a", "white space"),
+        ("a\u2003", "white space"),
+        ("latest", "pointer"),
+        ("a\u200b", "cannot be printed"),
+        ("a\ud800", "cannot be printed"),
+        ("x" * 201, "longer than 200 bytes"),
+        ("é" * 101, "longer than 200 bytes"),
+    ],
+)
+def test_tags_that_cannot_be_say_why_and_what_could_be(tag: str, why: str) -> None:
+    with pytest.raises(UsageError, match=why) as caught:
+        keys.check_tag(tag)
+    assert "global_step100" in str(caught.value)
+    assert not keys.is_tag(tag)
+
+
+@pytest.mark.parametrize("tag", [None, 7, b"best"])
+def test_a_tag_that_is_no_string_is_refused_by_its_type(tag: object) -> None:
+    with pytest.raises(UsageError, match=f"not {type(tag).__name__}"):
+        keys.check_tag(tag)  # type: ignore[arg-type]  # what is shown
+
+
+@given(st.text(max_size=210))
+def test_whatever_is_a_tag_makes_keys_that_every_store_accepts(tag: str) -> None:
+    if keys.is_tag(tag):
+        prefix = keys.attempt_prefix(tag, AttemptId(1, 0))
+        assert prefix.split("/") == [tag, "00000001-0"]
+        assert is_key(f"{prefix}/{keys.OUTCOME}")
+
+
+@given(attempts)
+def test_an_attempt_is_named_and_found_again(attempt: AttemptId) -> None:
+    assert AttemptId.parse(str(attempt)) == attempt
+
+
+@given(names)
+@example("000000001-0")
+@example("00000001-00")
+@example("0000001-0")
+@example("\u0660\u0660\u0660\u0660\u0660\u0660\u0660\u0661-0")
+@example("00000001-0\n")
+@example("00000001--1")
+def test_no_other_spelling_names_an_attempt(name: str) -> None:
+    found = AttemptId.parse(name)
+    assert found is None or str(found) == name
+
+
+@given(st.lists(attempts, min_size=2, max_size=2))
+def test_attempts_are_in_the_order_of_epoch_then_count(pair: list[AttemptId]) -> None:
+    a, b = pair
+    assert (a < b) == ((a.epoch, a.k) < (b.epoch, b.k))
+
+
+@given(ranks, st.integers(0, 9999))
+def test_every_object_of_a_rank_is_known_as_its_own(rank: int, part: int) -> None:
+    for name in (keys.chunks_name(rank, part), keys.index_name(rank), keys.vote_name(rank)):
+        assert keys.check_object_name(name) == name
+        assert keys.object_rank(name) == rank
+        assert keys.vote_rank(name) == (rank if name.endswith(".vote") else None)
+    assert keys.check_chunks_ref(keys.chunks_name(rank, part), rank)
+
+
+@pytest.mark.parametrize("name", [keys.OUTCOME, keys.DELETED])
+def test_objects_of_no_rank(name: str) -> None:
+    assert keys.check_object_name(name) == name
+    assert keys.object_rank(name) is None
+
+
+@given(names)
+@example("000003.vote")
+@example("\u0660\u0660\u0660\u0660\u0663.vote")
+@example("\u00b2\u00b2\u00b2\u00b2\u00b2-0.chunks")
+@example("00003.vote\n")
+def test_no_other_spelling_names_an_object(name: str) -> None:
+    rank, voter = keys.object_rank(name), keys.vote_rank(name)
+    if voter is not None:
+        assert name == keys.vote_name(voter)
+    if rank is not None:
+        head = f"{rank:05d}"
+        assert name.startswith((f"{head}-", f"{head}."))
+        assert keys.check_object_name(name) == name
+
+
+@pytest.mark.parametrize("name", TRAVERSALS)
+def test_no_name_from_a_file_leads_out_of_its_attempt(name: str) -> None:
+    with pytest.raises(FormatError, match="not the name of an object"):
+        keys.check_object_name(name)
+    with pytest.raises(FormatError):
+        keys.check_chunks_ref(name, 0)
+
+
+@pytest.mark.parametrize("name", ["00001-0.chunks", "00000.index", "00000.vote", "outcome", "deleted"])
+def test_an_index_may_refer_to_chunks_of_its_own_rank_alone(name: str) -> None:
+    with pytest.raises(FormatError, match="not a chunks object of that rank"):
+        keys.check_chunks_ref(name, 0)
+
+
+@pytest.mark.parametrize("digest", ["", "0" * 31, "0" * 33, "A" * 32, "../" + "0" * 29, "0" * 32 + "\n", "\u0660" * 32])
+def test_a_plan_is_named_by_a_digest_and_nothing_else(digest: str) -> None:
+    with pytest.raises(FormatError, match="not a plan digest"):
+        keys.plan_key(digest)
+    assert keys.plan_key("0123456789abcdef" * 2) == ".checkpointd/plans/" + "0123456789abcdef" * 2
+
+
+@given(st.integers(0, 10**12 - 1))
+def test_an_epoch_is_named_and_found_again(epoch: int) -> None:
+    assert keys.epoch_of(keys.epoch_key(epoch).rpartition("/")[2]) == epoch
+
+
+@pytest.mark.parametrize("name", ["", "1", "000000001", "0000000\u0661", "00000001.tmp", "00000001\n", "-0000001"])
+def test_no_other_spelling_names_an_epoch(name: str) -> None:
+    assert keys.epoch_of(name) is None

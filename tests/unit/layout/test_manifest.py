@@ -1,0 +1,265 @@
+"""The objects as bytes: what is written is read, what was changed is noticed, what cannot be is refused."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, get_args
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from checkpointd.errors import FormatError
+from checkpointd.layout.boxes import whole
+from checkpointd.layout.keys import WORLD_SIZE_MAX, index_name
+from checkpointd.layout.manifest import (
+    LISTING_BYTES_MAX,
+    Deleted,
+    Epoch,
+    ErrorReport,
+    IndexRef,
+    Outcome,
+    Plan,
+    PlanTensor,
+    SmallObject,
+    Vote,
+    VoteRef,
+    Writer,
+    decode,
+    digest,
+    encode,
+)
+
+KEY = "tag/00000001-0/object"
+texts = st.text(st.characters(codec="utf-8"), max_size=20)
+sizes = st.integers(0, 2**63 - 1)
+digests = st.binary(max_size=4).map(digest)
+writers = st.builds(Writer, host=texts, pid=sizes, time=texts)
+errors = st.none() | st.builds(ErrorReport, code=texts, message=texts, phase=texts)
+shapes = st.lists(st.integers(0, 1 << 40), max_size=4).map(tuple)
+scopes = st.sampled_from(["rank", "global"])
+plan_tensors = st.builds(
+    lambda fqn, dtype, shape, scope: PlanTensor(fqn, dtype, shape, whole(shape), scope), texts, texts, shapes, scopes
+)
+
+
+@st.composite
+def votes(draw: st.DrawFn) -> Vote:
+    world_size = draw(st.integers(1, WORLD_SIZE_MAX))
+    rank = draw(st.integers(0, world_size - 1))
+    ref = st.builds(IndexRef, name=st.just(index_name(rank)), size=st.integers(0, LISTING_BYTES_MAX), digest=digests)
+    return Vote(
+        tag=draw(texts),
+        attempt=draw(texts),
+        rank=rank,
+        world_size=world_size,
+        step=draw(sizes),
+        n=draw(sizes),
+        save_latest=draw(st.booleans()),
+        vote=draw(st.sampled_from(["yes", "no"])),
+        index=draw(st.none() | ref),
+        plan=draw(st.none() | digests),
+        raw_bytes=draw(sizes),
+        stored_bytes=draw(sizes),
+        tensors=draw(sizes),
+        error=draw(errors),
+        writer=draw(writers),
+    )
+
+
+@st.composite
+def outcomes(draw: st.DrawFn) -> Outcome:
+    world_size = draw(st.integers(0, 5))
+    ref = st.builds(VoteRef, digest=digests, size=sizes)
+    return Outcome(
+        tag=draw(texts),
+        attempt=draw(texts),
+        step=draw(sizes),
+        world_size=world_size,
+        outcome=draw(st.sampled_from(["commit", "abort"])),
+        order=draw(st.tuples(sizes, sizes)),
+        save_latest=draw(st.booleans()),
+        votes={str(rank): draw(ref) for rank in range(world_size)},
+        error=draw(errors),
+        ranks=tuple(draw(st.lists(sizes, max_size=3))),
+        decided_by=draw(st.integers(-1, 100)),
+        writer=draw(writers),
+    )
+
+
+small_objects: st.SearchStrategy[SmallObject] = st.one_of(
+    st.builds(Epoch, epoch=sizes, nonce=texts, world_size=sizes, process=texts, writer=writers),
+    st.builds(Plan, rank=sizes, world_size=sizes, tensors=st.lists(plan_tensors, max_size=3).map(tuple)),
+    votes(),
+    outcomes(),
+    st.builds(Deleted, reason=texts, writer=writers),
+)
+
+WRITER = Writer(host="node7", pid=4711, time="2026-01-01T00:00:00.000+00:00")
+VOTE = Vote(
+    tag="global_step1",
+    attempt="00000001-0",
+    rank=1,
+    world_size=2,
+    step=1,
+    n=0,
+    save_latest=True,
+    vote="yes",
+    index=IndexRef(name="00001.index", size=100, digest=digest(b"index")),
+    plan=digest(b"plan"),
+    writer=WRITER,
+)
+OUTCOME = Outcome(
+    tag="global_step1",
+    attempt="00000001-0",
+    step=1,
+    world_size=2,
+    outcome="commit",
+    order=(1, 0),
+    save_latest=True,
+    votes={str(rank): VoteRef(digest=digest(b"%d" % rank), size=500) for rank in range(2)},
+    decided_by=0,
+    writer=WRITER,
+)
+
+
+def edited(data: bytes, **changes: Any) -> bytes:
+    """The small object in `data` with some keys changed or added, under a checksum of its own."""
+    fields = msgspec.json.decode(data) | changes
+    del fields["checksum"]
+    body = msgspec.json.format(msgspec.json.encode(fields), indent=2)[:-2] + b',\n  "checksum": "'
+    return body + digest(body + b"0" * 32 + b'"\n}\n').encode() + b'"\n}\n'
+
+
+@given(small_objects)
+def test_what_is_encoded_is_decoded(obj: SmallObject) -> None:
+    data = encode(obj)
+    assert decode(data, type(obj), KEY) == obj  # type: ignore[type-var]  # one of the five, whichever was drawn
+    assert encode(obj) == data
+
+
+@given(small_objects)
+def test_format_stands_first_and_the_checksum_last_on_a_line_of_its_own(obj: SmallObject) -> None:
+    lines = encode(obj).decode().split("\n")
+    assert re.fullmatch(r'  "format": "checkpointd\.[a-z]+",', lines[1])
+    assert lines[2] == '  "version": 1,'
+    assert re.fullmatch(r'  "checksum": "[0-9a-f]{32}"', lines[-3])
+    assert lines[-2:] == ["}", ""]
+
+
+def every_object() -> list[SmallObject]:
+    return [
+        VOTE,
+        msgspec.structs.replace(OUTCOME, error=ErrorReport(code="AbortedError", message="é")),
+        Epoch(epoch=12, nonce="ab" * 16, world_size=2, writer=WRITER),
+        Plan(rank=0, world_size=2, tensors=(PlanTensor("w", "float32", (2,), whole((2,))),)),
+        Deleted(reason="the tag was saved again since", writer=WRITER),
+    ]
+
+
+def test_every_kind_of_small_object_is_tried() -> None:
+    assert {type(obj) for obj in every_object()} == set(get_args(SmallObject))
+
+
+@pytest.mark.parametrize("obj", every_object(), ids=lambda obj: type(obj).__name__)
+def test_every_change_of_a_single_byte_is_noticed(obj: SmallObject) -> None:
+    data = encode(obj)
+    for position in range(len(data)):
+        for flip in (*(1 << bit for bit in range(8)), 0xFF):
+            changed = bytearray(data)
+            changed[position] ^= flip
+            with pytest.raises(FormatError):
+                decode(bytes(changed), type(obj), KEY)  # type: ignore[type-var]  # one of the five
+
+
+@pytest.mark.parametrize("obj", every_object(), ids=lambda obj: type(obj).__name__)
+def test_every_truncation_and_every_addition_is_noticed(obj: SmallObject) -> None:
+    data = encode(obj)
+    for changed in (*(data[:size] for size in range(len(data))), data + b"\n", data + b" ", b" " + data, data + data):
+        with pytest.raises(FormatError):
+            decode(changed, type(obj), KEY)  # type: ignore[type-var]  # one of the five
+
+
+def test_an_object_of_another_kind_is_refused_by_name() -> None:
+    with pytest.raises(FormatError, match=r"tag/00000001-0/object is not a checkpointd\.outcome object .*checkpointd\.vote"):
+        decode(encode(VOTE), Outcome, KEY)
+
+
+@pytest.mark.parametrize("version", [0, 2, 1 << 70])
+def test_an_unknown_version_is_refused_with_what_to_do(version: int) -> None:
+    with pytest.raises(FormatError, match=f"has format version {version}, and this release reads version 1: read it with"):
+        decode(edited(encode(VOTE), version=version), Vote, KEY)
+
+
+def test_keys_of_a_newer_release_are_ignored() -> None:
+    assert decode(edited(encode(VOTE), compressed_with=["love", {"x": None}]), Vote, KEY) == VOTE
+
+
+def test_a_sealed_object_of_wrong_types_is_refused() -> None:
+    with pytest.raises(FormatError, match=r"Expected `int`.*rank"):
+        decode(edited(encode(VOTE), rank="one"), Vote, KEY)
+
+
+@pytest.mark.parametrize(("rank", "world_size"), [(-1, 2), (2, 2), (0, 0), (0, WORLD_SIZE_MAX + 1), (0, 1 << 70)])
+def test_a_vote_of_a_rank_that_cannot_be_is_refused(rank: int, world_size: int) -> None:
+    with pytest.raises(FormatError, match="which cannot be"):
+        decode(edited(encode(VOTE), rank=rank, world_size=world_size, index=None), Vote, KEY)
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("00000.index", 100),
+        ("../../etc/passwd", 100),
+        ("/etc/passwd", 100),
+        ("00001-0.chunks", 100),
+        ("00001.index", -1),
+        ("00001.index", LISTING_BYTES_MAX + 1),
+        ("00001.index", 1 << 62),
+    ],
+)
+def test_a_vote_names_the_index_of_its_rank_and_nothing_else(name: str, size: int) -> None:
+    ref = {"name": name, "size": size, "digest": digest(b"")}
+    with pytest.raises(FormatError, match=f"names an index '{re.escape(name)}' of {size} bytes"):
+        decode(edited(encode(VOTE), index=ref), Vote, KEY)
+
+
+@pytest.mark.parametrize("ranks", [[], ["0"], ["0", "1", "2"], ["0", "2"], ["0", "01"], ["0", "one"]])
+def test_a_commit_has_the_vote_of_every_rank(ranks: list[str]) -> None:
+    refs = {rank: {"digest": digest(b""), "size": 1} for rank in ranks}
+    with pytest.raises(FormatError, match="does not have the vote of each"):
+        decode(edited(encode(OUTCOME), votes=refs), Outcome, KEY)
+    assert decode(edited(encode(OUTCOME), votes=refs, outcome="abort"), Outcome, KEY).outcome == "abort"
+
+
+@pytest.mark.parametrize("world_size", [-1, WORLD_SIZE_MAX + 1, 1 << 62, 1 << 70])
+@pytest.mark.parametrize("outcome", ["commit", "abort"])
+def test_an_outcome_of_more_ranks_than_can_be_is_refused(outcome: str, world_size: int) -> None:
+    with pytest.raises(FormatError, match=f"speaks of {world_size} ranks"):
+        decode(edited(encode(OUTCOME), world_size=world_size, outcome=outcome), Outcome, KEY)
+
+
+@pytest.mark.parametrize("data", [b"", b"{}", b"[]", b"null", b"\xff\xfe", b"[" * 100_000, b'{"a":' * 100_000])
+def test_what_is_no_object_at_all_is_refused(data: bytes) -> None:
+    with pytest.raises(FormatError, match=re.escape(KEY)):
+        decode(data, Vote, KEY)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | texts,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(st.sampled_from(every_object()), st.data())
+def test_a_sealed_object_with_any_value_anywhere_is_read_or_refused(obj: SmallObject, data: st.DataObject) -> None:
+    fields = msgspec.json.decode(encode(obj))
+    name = data.draw(st.sampled_from([key for key in fields if key != "checksum"]))
+    changed = edited(encode(obj), **{name: data.draw(json_values)})
+    try:
+        found = decode(changed, type(obj), KEY)  # type: ignore[type-var]  # one of the five
+    except FormatError:
+        return
+    assert isinstance(found, type(obj))

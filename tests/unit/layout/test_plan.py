@@ -1,0 +1,167 @@
+"""Plans: what the ranks say they write must be the whole state, and an index must be what its plan says."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from checkpointd.layout.boxes import Box, boxes_of_range, whole
+from checkpointd.layout.manifest import Chunk, Index, ObjectRef, Plan, PlanTensor, TensorEntry
+from checkpointd.layout.plan import cover_fault, raw_bytes, union_fault
+
+
+def plan(rank: int, *tensors: PlanTensor, world_size: int = 2) -> Plan:
+    return Plan(rank=rank, world_size=world_size, tensors=tensors)
+
+
+def part(fqn: str, offsets: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...] = (4, 4)) -> PlanTensor:
+    return PlanTensor(fqn, "float32", shape, Box(offsets, sizes), "global")
+
+
+def own(fqn: str, *sizes: int) -> PlanTensor:
+    return PlanTensor(fqn, "float32", sizes, whole(sizes), "rank")
+
+
+TOP, BOTTOM = part("w", (0, 0), (2, 4)), part("w", (2, 0), (2, 4))
+
+
+def test_parts_of_two_ranks_that_are_one_tensor_together() -> None:
+    assert union_fault({0: plan(0, TOP), 1: plan(1, BOTTOM)}) is None
+
+
+def test_each_rank_has_its_own_tensors_whatever_the_others_call_theirs() -> None:
+    assert union_fault({0: plan(0, own("rng", 16)), 1: plan(1, own("rng", 624), own("more", 1))}) is None
+
+
+def test_no_rank_and_no_tensor_is_whole() -> None:
+    assert union_fault({}) is None
+    assert union_fault({0: plan(0)}) is None
+
+
+def test_a_gap_names_the_tensor_and_the_ranks_that_have_the_rest() -> None:
+    assert union_fault({0: plan(0, TOP)}) == "w (ranks [0]): 8 of 16 elements are written by no rank"
+    short = part("w", (2, 0), (2, 3))
+    assert union_fault({0: plan(0, TOP), 3: plan(3, short)}) == "w (ranks [0, 3]): 2 of 16 elements are written by no rank"
+
+
+def test_an_overlap_names_the_tensor_the_ranks_and_the_boxes() -> None:
+    fault = union_fault({0: plan(0, TOP), 1: plan(1, part("w", (1, 0), (3, 4)))})
+    assert fault == "w (ranks [0, 1]): boxes (0, 0)+(2, 4) and (1, 0)+(3, 4) overlap"
+
+
+def test_a_rank_must_cover_its_own_tensor_alone() -> None:
+    half = PlanTensor("w", "float32", (4,), Box((0,), (2,)), "rank")
+    rest = PlanTensor("w", "float32", (4,), Box((2,), (2,)), "rank")
+    assert union_fault({0: plan(0, half, rest)}) is None
+    assert union_fault({0: plan(0, half), 1: plan(1, rest)}) == "w (ranks [0]): 2 of 4 elements are written by no rank"
+
+
+@pytest.mark.parametrize(("dtype", "shape"), [("bfloat16", (4, 4)), ("float32", (4, 8))])
+def test_ranks_that_describe_a_tensor_differently_are_both_named(dtype: str, shape: tuple[int, ...]) -> None:
+    other = msgspec.structs.replace(BOTTOM, dtype=dtype, shape=shape)
+    fault = union_fault({4: plan(4, TOP), 5: plan(5, other)})
+    assert fault == f"w is float32[4, 4] on rank 4 and {dtype}{list(shape)} on rank 5"
+
+
+def test_a_box_outside_its_tensor_is_a_fault_and_no_surprise() -> None:
+    fault = union_fault({0: plan(0, TOP), 1: plan(1, part("w", (2, 0), (3, 4)))})
+    assert fault == "w (ranks [0, 1]): box (2, 0)+(3, 4) does not lie inside shape (4, 4)"
+
+
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple), st.integers(1, 7), st.data())
+def test_a_flat_partition_over_any_number_of_ranks_is_whole_until_one_is_missing(
+    shape: tuple[int, ...], world_size: int, data: st.DataObject
+) -> None:
+    total = math.prod(shape)
+    cuts = [0, *sorted(data.draw(st.integers(0, total)) for _ in range(world_size - 1)), total]
+    plans = {
+        rank: plan(rank, *(part("w", b.offsets, b.sizes, shape) for b in boxes_of_range(shape, cuts[rank], cuts[rank + 1])))
+        for rank in range(world_size)
+    }
+    assert union_fault(plans) is None
+    lost = data.draw(st.integers(0, world_size - 1))
+    count = cuts[lost + 1] - cuts[lost]
+    rest = {rank: found for rank, found in plans.items() if rank != lost}
+    fault = union_fault(rest)
+    if count and any(p.tensors for p in rest.values()):
+        assert fault is not None
+        assert f"{count} of {total} elements are written by no rank" in fault
+    else:
+        assert fault is None
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_thousand_ranks_with_hundreds_of_tensors_each(dim: int) -> None:
+    """204,800 boxes, cut along rows or along columns: to compare each tensor's with all others would take 100 million pairs."""
+    ranks, tensors = 1024, 200
+    shape = (ranks, 8) if dim == 0 else (8, ranks)
+    sizes = (1, 8) if dim == 0 else (8, 1)
+
+    def at(rank: int) -> tuple[int, int]:
+        return (rank, 0) if dim == 0 else (0, rank)
+
+    plans = {
+        rank: plan(rank, *(part(f"layer{n}", at(rank), sizes, shape) for n in range(tensors)), world_size=ranks)
+        for rank in range(ranks)
+    }
+    assert union_fault(plans) is None
+    plans[700] = plan(700, *plans[700].tensors[:-1], world_size=ranks)
+    fault = union_fault(plans)
+    assert fault is not None
+    assert fault.endswith("8 of 8192 elements are written by no rank")
+    assert fault.startswith("layer199 (ranks [0, 1, ")
+
+
+# --- an index against its plan -----------------------------------------------------------------------------------------
+
+
+def entry(planned: PlanTensor) -> TensorEntry:
+    nbytes = planned.box.numel() * 4
+    chunk = Chunk(0, 0, nbytes, nbytes, "raw", 0, bytes(16))
+    return TensorEntry(planned.fqn, planned.dtype, planned.shape, planned.box, planned.scope, (chunk,))
+
+
+def index(*tensors: PlanTensor) -> Index:
+    return Index(
+        tag="t",
+        attempt="00000001-0",
+        rank=0,
+        world_size=2,
+        step=1,
+        objects=(ObjectRef(name="00000-0.chunks", size=4096),),
+        tensors=tuple(map(entry, tensors)),
+        aliases=(),
+        excluded=(),
+        tree=b"",
+    )
+
+
+def test_an_index_that_is_what_its_plan_says() -> None:
+    assert cover_fault(plan(0, TOP, own("rng", 3)), index(own("rng", 3), TOP)) is None
+
+
+@pytest.mark.parametrize(
+    ("written", "words"),
+    [
+        ((TOP,), "rng stands in the plan but was not written"),
+        ((TOP, own("rng", 3), own("x", 1)), "x was written but stands not in the plan"),
+        ((TOP, own("rng", 4)), "rng was written but stands not in the plan"),
+        ((BOTTOM, own("rng", 3)), "w was written but stands not in the plan"),
+        ((TOP, TOP, own("rng", 3)), "w was written but stands not in the plan"),
+        ((TOP, msgspec.structs.replace(own("rng", 3), scope="global")), "rng was written but stands not in the plan"),
+        ((TOP, msgspec.structs.replace(own("rng", 3), dtype="int32")), "rng was written but stands not in the plan"),
+    ],
+)
+def test_an_index_that_is_not_what_its_plan_says(written: tuple[PlanTensor, ...], words: str) -> None:
+    assert cover_fault(plan(0, TOP, own("rng", 3)), index(*written)) == words
+
+
+def test_the_size_of_a_shard_or_of_some_of_its_tensors() -> None:
+    found = index(TOP, own("rng", 3))
+    assert raw_bytes(found) == 44
+    assert raw_bytes(found, ["rng"]) == 12
+    assert raw_bytes(found, []) == 0
