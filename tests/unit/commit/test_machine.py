@@ -1,0 +1,160 @@
+"""M1 to M4 of commit/machine.py: the table, and every run that it allows."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from checkpointd.commit.machine import FINAL, ORDER, TABLE, Action, Event, Phase, ProtocolError, reached, step
+
+ROOT = Path(__file__).parents[3]
+LEVEL = {
+    Phase.STAGING: 0,
+    Phase.STAGED: 1,
+    Phase.PERSISTING: 2,
+    Phase.PREPARED: 3,
+    Phase.FAILING: 3,
+    Phase.SKIPPING: 3,
+    **dict.fromkeys(FINAL, 4),
+}
+EVERY_PAIR = list(product(Phase, Event))
+
+
+def runs() -> list[list[tuple[Phase, Event]]]:
+    """Every way through the table from staging to an end, each pair at most once in it."""
+    found: list[list[tuple[Phase, Event]]] = []
+
+    def go(phase: Phase, way: list[tuple[Phase, Event]]) -> None:
+        if phase in FINAL:
+            found.append(way)
+        for event in Event:
+            if (phase, event) in TABLE and (phase, event) not in way:
+                go(TABLE[phase, event][0], [*way, (phase, event)])
+
+    go(Phase.STAGING, [])
+    return found
+
+
+RUNS = runs()
+
+
+@pytest.mark.parametrize(("phase", "event"), EVERY_PAIR)
+def test_every_pair_is_in_the_table_or_a_breach_of_the_protocol(phase: Phase, event: Event) -> None:
+    if (phase, event) in TABLE:
+        assert step(phase, event) == TABLE[phase, event]
+        return
+    with pytest.raises(ProtocolError, match=f"{event} while {phase}") as caught:
+        step(phase, event)
+    assert "explain" in str(caught.value)
+    assert caught.value.exit_code == 12
+
+
+def test_m1_phases_only_move_forward_and_the_last_ones_are_final() -> None:
+    for (phase, _), (after, _) in TABLE.items():
+        assert phase not in FINAL
+        assert LEVEL[after] > LEVEL[phase] or after is phase
+
+
+def test_m1_a_pair_that_stays_in_its_phase_is_only_the_deadline() -> None:
+    assert {event for (phase, event), (after, _) in TABLE.items() if after is phase} == {Event.DEADLINE}
+
+
+def test_m2_yes_is_voted_from_persisting_alone() -> None:
+    voting = {(phase, event) for phase, event in TABLE if event in (Event.VOTED_YES, Event.VOTE_UNCERTAIN)}
+    assert voting == {(Phase.PERSISTING, Event.VOTED_YES), (Phase.PERSISTING, Event.VOTE_UNCERTAIN)}
+    assert {TABLE[pair][0] for pair in voting} == {Phase.PREPARED}
+
+
+def test_m2_no_is_voted_exactly_when_failing_or_skipping_is_entered() -> None:
+    for (phase, _), (after, action) in TABLE.items():
+        enters = after in (Phase.FAILING, Phase.SKIPPING) and after is not phase
+        assert (action is Action.VOTE_NO) == enters
+
+
+def test_m2_an_uncertain_yes_is_never_taken_back() -> None:
+    after, action = step(Phase.PERSISTING, Event.VOTE_UNCERTAIN)
+    assert (after, action) == (Phase.PREPARED, Action.PUT_ABORT)
+    assert all(Action.VOTE_NO is not act for (phase, _), (_, act) in TABLE.items() if phase is Phase.PREPARED)
+
+
+def test_m2_no_run_votes_twice() -> None:
+    for run in RUNS:
+        yes = sum(event in (Event.VOTED_YES, Event.VOTE_UNCERTAIN) for _, event in run)
+        no = sum(TABLE[pair][1] is Action.VOTE_NO for pair in run)
+        assert yes + no <= 1
+
+
+def test_m3_committed_is_entered_on_seeing_a_commit_and_on_nothing_else() -> None:
+    assert {pair for pair, (after, _) in TABLE.items() if after is Phase.COMMITTED} == {(Phase.PREPARED, Event.SAW_COMMIT)}
+
+
+def test_m4_a_rank_that_has_not_voted_yes_never_sees_a_commit() -> None:
+    for phase in set(Phase) - {Phase.PREPARED}:
+        with pytest.raises(ProtocolError):
+            step(phase, Event.SAW_COMMIT)
+
+
+def test_every_run_ends_and_finishes_the_handle() -> None:
+    assert len(RUNS) > 20
+    for run in RUNS:
+        after, action = TABLE[run[-1]]
+        assert after in FINAL
+        assert action is Action.FINISH
+        assert [pair for pair in run if TABLE[pair][1] is Action.FINISH] == [run[-1]]
+
+
+def test_every_phase_and_event_and_action_is_in_use() -> None:
+    assert {phase for phase, _ in TABLE} | {after for after, _ in TABLE.values()} == set(Phase)
+    assert {event for _, event in TABLE} == set(Event)
+    assert {action for _, action in TABLE.values()} == set(Action)
+
+
+def test_an_abort_or_a_lost_outcome_ends_an_attempt_in_any_phase() -> None:
+    for phase in set(Phase) - FINAL:
+        assert step(phase, Event.SAW_ABORT)[0] in (Phase.ABORTED, Phase.FAILED, Phase.SKIPPED)
+        assert step(phase, Event.OUTCOME_LOST)[0] in (Phase.FAILED, Phase.SKIPPED)
+        assert step(phase, Event.DEADLINE) == (phase, Action.PUT_ABORT)
+
+
+@given(st.lists(st.sampled_from(Event), max_size=12))
+def test_whatever_happens_a_run_commits_only_after_its_yes(events: list[Event]) -> None:
+    phase, votes = Phase.STAGING, []
+    for event in events:
+        try:
+            phase, action = step(phase, event)
+        except ProtocolError:
+            continue
+        votes += ["yes"] if event in (Event.VOTED_YES, Event.VOTE_UNCERTAIN) else ["no"] if action is Action.VOTE_NO else []
+    assert len(votes) <= 1
+    if phase is Phase.COMMITTED:
+        assert votes == ["yes"]
+
+
+@pytest.mark.parametrize(("phase", "until"), list(product(Phase, ORDER)))
+def test_a_phase_is_reached_when_it_or_a_later_one_is(phase: Phase, until: Phase) -> None:
+    assert reached(phase, until) == (phase in ORDER and LEVEL[phase] >= LEVEL[until])
+
+
+def generated(code: str) -> subprocess.CompletedProcess[str]:
+    """Run docs/generate.py --check as a program, after `code`, which may change the module."""
+    program = f"import sys, generate\nsys.argv[1:] = ['--check']\n{code}\nsys.exit(generate.main())"
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'docs'}:{ROOT}"}
+    return subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+
+
+def test_the_page_of_the_table_is_up_to_date() -> None:
+    done = generated("")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_page_that_is_not_up_to_date_is_noticed() -> None:
+    done = generated("generate.page = lambda page=generate.page(): page.replace('prepared', 'ready', 1)")
+    assert done.returncode == 1
+    assert "run `make docs`" in done.stderr
