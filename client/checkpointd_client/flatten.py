@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -14,10 +14,8 @@ from torch import nn
 from checkpointd.errors import StateError
 from checkpointd.layout import tree
 from checkpointd_client import objects
-from checkpointd_client.tensors import PLAIN_TENSORS, array_tensor, refusal
+from checkpointd_client.tensors import array_tensor, refusal
 from checkpointd_client.values import SCALAR_TYPES, encode, key_node, key_text, refused, type_name
-
-_T = TypeVar("_T")
 
 DEPTH_MAX = 200
 """Containers inside one another; the decoder of the tree must be able to read what is written."""
@@ -62,7 +60,7 @@ class Flattener:
     def root(self, state: Mapping[str, object], client_state: Mapping[str, object] | None) -> tree.Node:
         """The tree of both; StateError for what cannot be stored."""
         self._check_names(state)
-        stored = self._items(state, "")
+        stored = self._pairs(state.items(), "")
         self._objects_allowed = False
         client = None if client_state is None else self._plain_mapping(client_state)
         return tree.Dict("dict", (("state", tree.Dict("dict", stored)), (CLIENT_STATE, client)))
@@ -80,17 +78,11 @@ class Flattener:
     def _plain_mapping(self, client_state: Mapping[str, object]) -> tree.Node:
         if not isinstance(client_state, Mapping):
             raise StateError(f"client_state must be a dict, not a {type_name(client_state)}")
-        return tree.Dict("dict", self._items(client_state, CLIENT_STATE))
+        return tree.Dict("dict", self._pairs(client_state.items(), CLIENT_STATE))
 
     def node(self, value: object, fqn: str) -> tree.Node:
         """The node for any value at `fqn`, and the tensors inside it noted."""
-        kind = type(value)
-        handler = _HANDLERS.get(kind)
-        if handler is not None:
-            return handler(self, value, fqn)
-        if kind in SCALAR_TYPES:
-            return encode(value, fqn)
-        return self._other(value, fqn)
+        return _HANDLERS.get(type(value), Flattener._other)(self, value, fqn)
 
     def _tensor(self, value: torch.Tensor, fqn: str) -> tree.Node:
         self.fqns.append(fqn)
@@ -103,26 +95,26 @@ class Flattener:
         return tree.Array(fqn, value.dtype.str)
 
     def _dict(self, value: dict[object, object], fqn: str) -> tree.Node:
-        return tree.Dict(DICT_KINDS[type(value)], self._inside(value, fqn, self._items))
+        self._enter(value, fqn)
+        node = tree.Dict(DICT_KINDS[type(value)], self._pairs(value.items(), fqn))
+        self._path.discard(id(value))
+        return node
 
     def _sequence(self, value: Iterable[object], fqn: str) -> tree.Node:
-        return tree.Sequence(SEQUENCE_KINDS[type(value)], self._inside(value, fqn, self._elements))
+        self._enter(value, fqn)
+        nodes: list[tree.Node] = []
+        for i, child in enumerate(value):  # no comprehension and no call between: a level must cost little of Python's stack
+            nodes.append(_HANDLERS.get(type(child), Flattener._other)(self, child, f"{fqn}.{i}"))
+        self._path.discard(id(value))
+        return tree.Sequence(SEQUENCE_KINDS[type(value)], tuple(nodes))
 
-    def _inside(self, value: Any, fqn: str, walk: Callable[[Any, str], _T]) -> _T:
-        """Walk a container, refusing one that holds itself or lies too deep."""
-        path, me = self._path, id(value)
-        if me in path:
+    def _enter(self, value: object, fqn: str) -> None:
+        """Refuse a container that holds itself or lies too deep."""
+        if id(value) in self._path:
             raise StateError(f"{fqn}: this {type_name(value)} contains itself: a cycle cannot be stored")
-        if len(path) >= DEPTH_MAX:
+        if len(self._path) >= DEPTH_MAX:
             raise StateError(f"{fqn:.200}: nested deeper than {DEPTH_MAX} containers: flatten it, or store it as bytes")
-        path.add(me)
-        try:
-            return walk(value, fqn)
-        finally:
-            path.discard(me)
-
-    def _items(self, value: Mapping[Any, object], fqn: str) -> tuple[tuple[tree.Node, tree.Node], ...]:
-        return self._pairs(value.items(), fqn)
+        self._path.add(id(value))
 
     def _pairs(self, pairs: Iterable[tuple[Any, object]], fqn: str) -> tuple[tuple[tree.Node, tree.Node], ...]:
         prefix = f"{fqn}." if fqn else ""
@@ -131,25 +123,23 @@ class Flattener:
             # What nearly all keys and values are is tested here: this runs for every tensor of every save.
             plain = type(key) is str and key.isascii()
             path = prefix + (key if plain else key_text(key))
-            node = self._tensor(child, path) if type(child) in PLAIN_TENSORS else self.node(child, path)
+            node = _HANDLERS.get(type(child), Flattener._other)(self, child, path)
             items.append((key if plain else key_node(key, fqn), node))
         return tuple(items)
 
-    def _elements(self, value: Iterable[object], fqn: str) -> tuple[tree.Node, ...]:
-        return tuple([self.node(child, f"{fqn}.{i}") for i, child in enumerate(value)])
-
     def _other(self, value: Any, fqn: str) -> tree.Node:
+        if type(value) in SCALAR_TYPES or isinstance(value, np.generic):
+            return encode(value, fqn)
         if isinstance(value, torch.Tensor):
             raise StateError(f"{fqn}: {refusal(value)}")
-        if isinstance(value, np.generic):
-            return encode(value, fqn)
         if not objects.is_object(value):
             raise refused(value, fqn)
         if not self._objects_allowed:
-            raise StateError(
-                f"{fqn}: {type_name(value)} in client_state, which holds plain values: put it into the state by a name"
-            )
-        return self._inside(value, fqn, self._object)
+            raise StateError(f"{fqn}: {type_name(value)} in client_state, which holds plain values: put it into the state")
+        self._enter(value, fqn)
+        node = self._object(value, fqn)
+        self._path.discard(id(value))
+        return node
 
     def _object(self, value: Any, fqn: str) -> tree.Node:
         if isinstance(value, nn.Module):

@@ -61,7 +61,7 @@ class Matcher:
         return self._object(live, node, fqn)
 
     def note_kind(self, live: object, node: tree.Node, fqn: str) -> Build | None:
-        self.mismatched.append(f"{fqn}: {building.words(node)} is stored, and a {values.type_name(live)} is there now")
+        self.mismatched.append(f"{fqn}: {building.words(node)} is stored, and {values.type_name(live)} is there now")
         return None
 
     # --- tensors -------------------------------------------------------------------------------------------------

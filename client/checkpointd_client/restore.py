@@ -49,7 +49,7 @@ class Restoration:
 
 
 def prepare(
-    state: MutableMapping[str, object],
+    state: MutableMapping[str, Any],
     stored_tree: tree.Node,
     entries: Entries,
     aliases: Sequence[Alias],

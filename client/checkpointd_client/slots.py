@@ -128,7 +128,8 @@ def _consistent(one: Slot, one_region: Region, two: Slot, two_region: Region) ->
         if one.place.whole and two.place.whole and one_region.equals(two_region):
             return True
         origin = _origin(one.place, one_region)
-        return origin is not None and origin == _origin(two.place, two_region)
+        if origin is not None and origin == _origin(two.place, two_region):
+            return True
     was, is_now = (one.node.overlap, two.node.overlap), (one_region, two_region)
     if was[0] is None or was[1] is None or was[0].group != was[1].group:
         return False

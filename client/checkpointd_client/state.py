@@ -60,7 +60,10 @@ def capture(
     With `exclude_frozen_parameters`, parameters (not buffers) of modules that have requires_grad off are left out and listed.
     """
     walk = Flattener(exclude_frozen_parameters=exclude_frozen_parameters)
-    root = walk.root(state, client_state)
+    try:
+        root = walk.root(state, client_state)
+    except RecursionError as error:
+        raise StateError("the state is nested too deeply for what is left of Python's stack: flatten it") from error
     _check_unique(walk, root)
     # A mode such as torch.set_default_device would make each of the small calls in here a Python call.
     with torch._C.DisableTorchFunction():
@@ -86,27 +89,28 @@ def _check_unique(walk: Flattener, root: tree.Node) -> None:
     if len(set(names)) == len(names):
         return
     fqn, count = collections.Counter(names).most_common(1)[0]
-    places = [path for path, node in _places(root, "") if node.fqn == fqn] or [f"{count} frozen parameters"]
+    places = [_way(path) for path, node in _places(root, ()) if node.fqn == fqn] or [f"{count} frozen parameters"]
     raise StateError(
         f"{fqn}: {count} tensors of the state would get this name, at {' and '.join(places)}: "
         "rename one (names are the keys joined by dots, so 0 and '0', or 'a.b' and a nested 'a', 'b', are the same)"
     )
 
 
-def _places(node: tree.Node, path: str) -> Iterator[tuple[str, tree.Tensor | tree.Array]]:
-    """Every tensor of the tree with the way to it in Python's own notation, for messages."""
+def _places(node: tree.Node, path: tuple[object, ...]) -> Iterator[tuple[tuple[object, ...], tree.Tensor | tree.Array]]:
+    """Every tensor of the tree with the keys that lead to it."""
     if isinstance(node, tree.Tensor | tree.Array):
         yield path, node
     elif isinstance(node, tree.Dict):
         for key, child in node.items:
-            yield from _places(child, f"{path}[{_key(key)}]" if path else str(key))
+            yield from _places(child, (*path, decode_key(key)))
     elif isinstance(node, tree.Sequence):
         for i, child in enumerate(node.items):
-            yield from _places(child, f"{path}[{i}]")
+            yield from _places(child, (*path, i))
 
 
-def _key(node: tree.Node) -> str:
-    return repr(decode_key(node))
+def _way(path: tuple[object, ...]) -> str:
+    """The keys as the user would write them: the root (state or client_state) and what is indexed in it."""
+    return str(path[0]) + "".join(f"[{key!r}]" for key in path[1:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,17 +181,21 @@ def _plain(region: Region) -> bool:
 
 
 def _overlaps(found: _Found, aliases: _Aliases) -> dict[str, tree.Overlap]:
-    """For every FQN stored in full although it shares memory with another, or with itself: how it lies there."""
-    owners = [i for i in range(len(found.fqns)) if i not in aliases]
-    groups = overlapping([found.starts[i] for i in owners], [found.ends[i] for i in owners])
-    grouped = [[owners[k] for k in group] for group in groups]
-    together = {i for group in grouped for i in group}
-    alone = [[i] for i in found.strided if i not in together and i not in aliases and overlaps_itself(found.live[i])]
+    """For every FQN that shares memory in a way that its alias, if it is one, does not tell: how it lies there."""
+    folded = {i for i in found.strided if i not in aliases and overlaps_itself(found.live[i])}
+    groups = [group for group in overlapping(found.starts, found.ends) if _needs_telling(group, aliases, folded)]
+    alone = folded.difference(*groups)
     return {
         found.fqns[i]: overlap_of(Region.of(found.live[i]), number, min(found.starts[j] for j in group))
-        for number, group in enumerate([*grouped, *alone])
+        for number, group in enumerate([*groups, *([i] for i in sorted(alone))])
         for i in group
     }
+
+
+def _needs_telling(group: list[int], aliases: _Aliases, folded: set[int]) -> bool:
+    """Whether the group holds two owners that overlap, or one whose own elements do."""
+    owners = {aliases[i][0] if i in aliases else i for i in group}
+    return len(owners) > 1 or not folded.isdisjoint(owners)
 
 
 _NOWHERE = (-1, -1)
