@@ -13,16 +13,26 @@ from statistics import median
 class SaveCost:
     """Seconds from the call of `save()` on, of the slower rank; None where a save did not get so far."""
 
-    call_s: float | None  # until save() had returned: training was held
-    safe_s: float | None  # until the tensors could change: what the optimizer's step would have waited for
-    durable_s: float | None  # until the rank's shard and vote were on the disk
-    committed_s: float | None  # until the checkpoint was committed on all ranks
+    call_s: float | None = None  # until save() had returned: training was held
+    fence_s: float | None = (
+        None  # not from the call on: how long the next optimizer step was held, since the snapshot was not whole
+    )
+    safe_s: float | None = (
+        None  # until the tensors could change again; beside the forward and backward pass, which do not change them
+    )
+    durable_s: float | None = None  # until the rank's shard and vote were on the disk
+    committed_s: float | None = None  # until the checkpoint was committed on all ranks
+
+
+def epoch_of(attempt: str) -> int:
+    """An attempt is called `<epoch>-<k>`: every start of the job is an epoch."""
+    return int(attempt.partition("-")[0])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Save:
     tag: str
-    start: int  # how often torchrun had restarted the job
+    attempt: str
     phase: str
     cost: SaveCost
 
@@ -33,23 +43,23 @@ def read_saves(folder: Path, *, ranks: int) -> list[Save]:
     return [_of_all_ranks([log[key] for log in logs]) for key in logs[0] if all(key in log for log in logs)]
 
 
-def _read_rank(path: Path) -> dict[tuple[int, str], Save]:
+def _read_rank(path: Path) -> dict[tuple[str, str], Save]:
     entries = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     saves = [
         Save(
             tag=entry["tag"],
-            start=entry["restart"],
+            attempt=entry["attempt"],
             phase=entry["phase"],
             cost=SaveCost(**{field.name: entry[field.name] for field in fields(SaveCost)}),
         )
         for entry in entries
     ]
-    return {(save.start, save.tag): save for save in saves}
+    return {(save.tag, save.attempt): save for save in saves}
 
 
 def _of_all_ranks(saves: Sequence[Save]) -> Save:
     cost = SaveCost(**{field.name: _slowest(saves, field.name) for field in fields(SaveCost)})
-    return Save(tag=saves[0].tag, start=saves[0].start, phase=saves[0].phase, cost=cost)
+    return Save(tag=saves[0].tag, attempt=saves[0].attempt, phase=saves[0].phase, cost=cost)
 
 
 def _slowest(saves: Sequence[Save], name: str) -> float | None:
@@ -67,10 +77,13 @@ def _median(values: Iterator[float | None]) -> float | None:
     return median(known) if known else None
 
 
-def step_seconds(folder: Path, *, ranks: int) -> float:
-    """The median time of a training step over all ranks, without each rank's first, which warms up."""
-    seconds: list[float] = []
+def step_seconds(folder: Path, *, ranks: int, save_every: int) -> tuple[float, float]:
+    """Median seconds of a training step over all ranks: of those beside which a save began, and of the others."""
+    beside: list[float] = []
+    others: list[float] = []
     for rank in range(ranks):
-        lines = (folder / f"losses-{rank}.jsonl").read_text(encoding="utf-8").splitlines()[1:]
-        seconds += [json.loads(line)["step_s"] for line in lines]
-    return median(seconds)
+        for line in (folder / f"losses-{rank}.jsonl").read_text(encoding="utf-8").splitlines():
+            entry = json.loads(line)
+            if entry["step_s"] is not None:
+                (others if entry["step"] % save_every else beside).append(entry["step_s"])
+    return median(beside), median(others)

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,24 +18,37 @@ from typing import Self
 POLL_S = 0.002
 """How often the watchers look: short against a save, and cheap against training."""
 
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    # By default torchrun keeps one store over all restarts, and a restarted rank may then read the address of a process that is
+    # dead (PyTorch issue 135712): init_process_group hangs or fails. This gives every restart a store of its own.
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+}
+
 
 class Job:
-    """One torchrun job of two ranks. Iterating over it yields what the ranks print, until the job has ended.
+    """One torchrun job of two ranks. Iterating over it yields what the ranks print, until the job ends. Use it with `with`.
 
     Args:
         script, arguments: what each rank runs.
         errors: file for stderr, where torchrun also writes.
         restarts: how often torchrun starts all ranks again after one has died.
+        seconds: after this time the job is killed, and iterating raises.
     """
 
-    def __init__(self, script: Path, arguments: Sequence[str], *, errors: Path, restarts: int = 0) -> None:
+    def __init__(
+        self, script: Path, arguments: Sequence[str], *, errors: Path, restarts: int = 0, seconds: float = 300.0
+    ) -> None:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         command = [*torchrun, "--max-restarts", str(restarts), str(script), *arguments]
         self.errors = errors
         with errors.open("w") as stderr:
             self.process = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=stderr, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+                command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=os.environ | ENVIRONMENT
             )
+
+        self.timer = threading.Timer(seconds, self.kill_all)
+        self.timer.start()
 
     def __iter__(self) -> Iterator[str]:
         if self.process.stdout is None:
@@ -43,7 +57,8 @@ class Job:
             yield line.rstrip("\n")
         if self.process.wait() != 0:
             tail = "\n".join(self.errors.read_text().splitlines()[-30:])
-            raise RuntimeError(f"torchrun ended with {self.process.returncode}; the end of {self.errors}:\n{tail}")
+            late = "" if self.timer.is_alive() else ", killed since it did not end in time"
+            raise RuntimeError(f"torchrun ended with {self.process.returncode}{late}; the end of {self.errors}:\n{tail}")
 
     def running(self) -> bool:
         return self.process.poll() is None
@@ -69,6 +84,7 @@ class Job:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.timer.cancel()
         if self.running():
             self.kill_all()
         if self.process.stdout is not None:
@@ -102,18 +118,20 @@ class Strike:
     attempt: str
     latest: str
     written: int  # bytes of the rank's chunks that hold data
-    reserved: int  # bytes that its chunks objects occupy
+    expected: int  # bytes that they had in the checkpoint before
     present: tuple[str, ...]  # every object of the attempt
 
 
-def kill_during_save(job: Job, root: Path, tags: Sequence[str], *, rank: int, after_bytes: int) -> Strike | None:
-    """SIGKILL `rank` when it has written `after_bytes` of a save of one of `tags`; None where every save was too quick.
+def kill_during_save(job: Job, root: Path, tags: Sequence[str], *, rank: int, after: float) -> Strike | None:
+    """SIGKILL `rank` when it has written so much of its shard, saving one of `tags`; None where every save was too quick.
+
+    `after` is a part of what the rank's shard took in the checkpoint before.
 
     A kill that came too late (the rank's vote is there) does not count: torchrun restarts the job, and the next tag is tried.
     """
     for tag in tags:
         save = SaveInFlight(root, tag, rank)
-        pid = save.wait_for(after_bytes, job)
+        pid = save.wait_for(after, job)
         if pid is None:
             continue
         _kill(pid)
@@ -137,14 +155,15 @@ class SaveInFlight:
                 return attempt
         return None
 
-    def wait_for(self, written: int, job: Job) -> int | None:
-        """The rank's process id as soon as it has written so many bytes; None where its save, or the job, was over before."""
+    def wait_for(self, part: float, job: Job) -> int | None:
+        """The rank's process id as soon as it has written this part of its shard; None where its save ended before."""
         seen = False
         while job.running():
             attempt = self.attempt()
             if attempt is not None:
                 seen = True
-                pid = job.pids().get(self.rank) if self.written(attempt) >= written else None
+                written = self.written(attempt)
+                pid = job.pids().get(self.rank) if written > part * self.expected() else None
                 if pid is not None:
                     return pid
             elif seen or any((self.root / self.tag).glob("*/outcome")):
@@ -154,6 +173,17 @@ class SaveInFlight:
 
     def written(self, attempt: Path) -> int:
         return sum(data_bytes(path) for path in self.chunks(attempt))
+
+    def expected(self) -> int:
+        """What the rank's chunks took in the checkpoint that `latest` names, in bytes; 0 where there is none."""
+        latest = self.latest()
+        sizes = [sum(map(data_bytes, self.chunks(attempt.parent))) for attempt in (self.root / latest).glob("*/outcome")]
+        return max(sizes, default=0) if latest else 0
+
+    def latest(self) -> str:
+        """The tag that `latest` names; empty where there is none."""
+        path = self.root / "latest"
+        return path.read_text().strip() if path.exists() else ""
 
     def chunks(self, attempt: Path) -> list[Path]:
         return list(attempt.glob(f"{self.rank:05d}-*.chunks"))
@@ -168,9 +198,9 @@ class SaveInFlight:
             pid=pid,
             tag=self.tag,
             attempt=attempt.name,
-            latest=(self.root / "latest").read_text().strip(),
+            latest=self.latest(),
             written=self.written(attempt),
-            reserved=sum(path.stat().st_size for path in self.chunks(attempt)),
+            expected=self.expected(),
             present=tuple(sorted(path.name for path in attempt.iterdir())),
         )
 

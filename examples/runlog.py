@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -29,12 +28,15 @@ class RunLog:
         self._losses = _keep_lines(folder / f"losses-{rank}.jsonl", start)
         self._saves = (folder / f"saves-{rank}.jsonl").open("a", encoding="utf-8")
         self._pending: list[tuple[int, SaveHandle]] = []
-        self._last = time.perf_counter()
+        self._last: float | None = None
 
     def step(self, step: int, loss: float) -> None:
-        """Write the loss exactly (`float.hex`), the seconds since the step before, and the saves that have ended meanwhile."""
+        """Write the loss exactly (`float.hex`), the seconds since the step before, and the saves that have ended meanwhile.
+
+        The seconds of step n+1 include a `save()` that was called after step n. A process's first step has none.
+        """
         now = time.perf_counter()
-        _write(self._losses, {"step": step, "loss": loss.hex(), "step_s": now - self._last})
+        _write(self._losses, {"step": step, "loss": loss.hex(), "step_s": None if self._last is None else now - self._last})
         self._last = now
         self._finished_saves()
 
@@ -61,8 +63,9 @@ def _save_entry(step: int, handle: SaveHandle) -> dict[str, object]:
         "step": step,
         "tag": handle.tag,
         "phase": str(handle.phase),
-        "restart": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        "attempt": handle.attempt,
         "call_s": timings.call_s,
+        "fence_s": timings.fence_s,
         "safe_s": timings.safe_s,
         "durable_s": timings.durable_s,
         "committed_s": timings.committed_s,

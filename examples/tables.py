@@ -8,14 +8,15 @@ from rich import box
 from rich.table import Table
 
 from compare import Comparison
-from costs import Save, SaveCost, typical
+from costs import Save, SaveCost, epoch_of, typical
 from launch import Strike
 
 MEGA = 1e6
 
 COSTS_EXPLAINED = (
-    "From the call on, of the slower rank. call: until save() returned. safe: until the tensors could change again;\n"
-    "training goes on meanwhile, up to the next optimizer step. durable: until the rank's shard is on the disk."
+    "Of the slower rank. Training was held for call (until save() returned) and for fence (by the next optimizer step). "
+    "Counted from the call on: safe, until the tensors could change again; durable, until the shard was on the disk; "
+    "committed on all ranks."
 )
 
 
@@ -37,33 +38,32 @@ def strike(strike: Strike) -> str:
     """What the kill left in the store, in a few lines."""
     return (
         f"  [bold red]SIGKILL[/] rank {strike.rank} (process {strike.pid}) while it was writing "
-        f"{strike.tag}/{strike.attempt}: {strike.written / MEGA:.0f} of {strike.reserved / MEGA:.0f} MB on disk.\n"
+        f"{strike.tag}/{strike.attempt}.\n"
+        f"  It had written {strike.written / MEGA:.1f} MB; its shard took {strike.expected / MEGA:.1f} MB the time before.\n"
         f"  In that attempt: {', '.join(strike.present)}; no vote of rank {strike.rank}, no outcome. "
         f"`latest` says {strike.latest}."
     )
 
 
 def costs(saves: Sequence[Save], killed: Strike | None, blocking: Sequence[SaveCost]) -> Table:
-    """Each save of the run, their median, and torch.save of the same state."""
-    table = _table("save", "start", "call", "safe", "durable", "committed", "phase")
-    shown = False
-    for save in saves:
-        if killed is not None and save.start > 0 and not shown:
-            table.add_row(killed.tag, "1st", "", "", "", "", "[red]killed in flight[/]")
-            shown = True
-        table.add_row(save.tag, "1st" if save.start == 0 else "restart", *_cells(save.cost), save.phase)
-    table.add_section()
-    table.add_row("[bold]median[/]", "", *_cells(typical([save.cost for save in saves])), "")
-    table.add_row("[bold]torch.save[/] + fsync, blocking", "", *_cells(typical(blocking)), "no commit")
+    """Each save of the run, first those before the kill, their median, and torch.save of the same state."""
+    table = _table("milliseconds", "call", "fence", "safe", "durable", "committed", "end")
+    attempts = [save.attempt for save in saves] + ([killed.attempt] if killed else [])
+    for epoch in sorted(set(map(epoch_of, attempts))):
+        for save in saves:
+            if epoch_of(save.attempt) == epoch:
+                table.add_row(save.tag, *_cells(save.cost), save.phase)
+        if killed is not None and epoch_of(killed.attempt) == epoch:
+            table.add_row(killed.tag, *_cells(SaveCost()), "[red]killed[/]")
+        table.add_section()
+    table.add_row("median", *_cells(typical([save.cost for save in saves])), "", style="bold")
+    table.add_row("torch.save + fsync", *_cells(typical(blocking)), "", style="bold")
     return table
 
 
 def _cells(cost: SaveCost) -> list[str]:
-    return [_seconds(value) for value in (cost.call_s, cost.safe_s, cost.durable_s, cost.committed_s)]
-
-
-def _seconds(value: float | None) -> str:
-    return "" if value is None else f"{value * 1e3:.1f} ms" if value < 0.1 else f"{value * 1e3:.0f} ms"
+    durations = (cost.call_s, cost.fence_s, cost.safe_s, cost.durable_s, cost.committed_s)
+    return ["" if seconds is None else f"{seconds * 1e3:.1f}" for seconds in durations]
 
 
 def _table(first: str, *others: str) -> Table:

@@ -1,5 +1,6 @@
 """Train a small GPT on two or more CPU ranks, saving in the background and resuming from the newest checkpoint.
 
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # or a restarted rank may read a dead one's address: PyTorch issue 135712
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/train_gpt.py --root runs/gpt
 
 Kill it, or any of its processes, at any moment and start it again: it goes on as if nothing had happened.
