@@ -35,7 +35,7 @@ from checkpointd.pipeline.collect import collect_tag
 from checkpointd.pipeline.pointer import move_latest
 from checkpointd.pipeline.publish import Ballot, PlanCheck, missing_ranks, outcome_of, put_outcome
 from checkpointd.pipeline.rates import Rates
-from checkpointd.pipeline.save import VoteUncertain, persist, vote_no
+from checkpointd.pipeline.save import VoteUncertain, drop_shard, persist, vote_no
 from checkpointd.pipeline.shard import AttemptInfo, Progress, Shard
 from checkpointd.pipeline.workers import Stopped
 from checkpointd.store.base import Store
@@ -119,6 +119,8 @@ class Attempt:
         await work
         if self.info.rank == COORDINATOR:
             await self._tidy(outcome)
+        elif outcome.outcome == "abort":
+            await self._drop()
 
     # --- this rank's shard -----------------------------------------------------------------------------------
 
@@ -308,6 +310,13 @@ class Attempt:
             await collect_tag(self._store, outcome.tag)
         except CheckpointdError as error:
             log.warning("%s: left-overs could not be removed: %s; the next start tries again", outcome.tag, error)
+
+    async def _drop(self) -> None:
+        """What this rank wrote after the coordinator had tidied up, as one that was late or asleep."""
+        try:
+            await drop_shard(self._store, self.info)
+        except CheckpointdError as error:
+            log.warning("%s: left-overs could not be removed: %s; the next start tries again", self.info.prefix, error)
 
     def _fire(self, event: Event) -> Action:
         if self.phase in FINAL:

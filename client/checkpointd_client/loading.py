@@ -76,7 +76,7 @@ class Loader:
                 self._check_nothing()
                 return None
             restoration, index, problem = self._examine(candidate)
-            verdict = self._agree(f"load/{self.turn}/{number}/verdict", problem, "loading")
+            verdict = self._agree(f"load/{self.turn}/{number}/verdict", problem, "calling load()")
             if verdict is None:
                 assert restoration is not None
                 assert index is not None
@@ -175,7 +175,7 @@ class Loader:
             client_state = restoration.finish()
         except CheckpointdError as error:
             problem = error
-        verdict = self._agree(f"load/{self.turn}/filled", problem, "loading")
+        verdict = self._agree(f"load/{self.turn}/filled", problem, "calling load()")
         if verdict is not None:
             raise verdict
         return Loaded(
