@@ -81,15 +81,17 @@ def environment_root() -> str | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadConfig:
-    """How a shard is read. Memory: `reads` times `block_bytes`, plus one decoded chunk each."""
+    """How a shard is read. Sizes in bytes."""
 
     reads: int = 4
     """Reads in flight at once."""
     block_bytes: int = 8 * MIB
     """Chunks that lie next to each other are read together up to this size."""
+    budget_bytes: int = 256 * MIB
+    """Host memory beside what is filled; a chunk that needs more is read while no other is."""
 
     def __post_init__(self) -> None:
-        _positive(reads=self.reads, block_bytes=self.block_bytes)
+        _positive(reads=self.reads, block_bytes=self.block_bytes, budget_bytes=self.budget_bytes)
 
 
 def environment_world_size() -> int:

@@ -3,7 +3,7 @@
 Invariants
   L1  No byte of a chunk reaches a sink before its stored checksum, its codec and its raw digest have agreed.
   L2  What is read is bounded by the digests: sizes come from objects that were verified, reads never exceed them.
-  L3  Memory stays below `reads` times (`block_bytes` + one chunk), whatever the shard's size.
+  L3  Memory stays below `budget_bytes`, or what the one largest chunk needs, whatever the shard's size.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from checkpointd.errors import CodecError, DamagedError, FormatError, NotFoundEr
 from checkpointd.layout.boxes import whole
 from checkpointd.layout.keys import vote_name
 from checkpointd.layout.manifest import Chunk, Index, TensorEntry, Vote, decode_index, digest
+from checkpointd.pipeline.budget import Budget
 from checkpointd.pipeline.catalog import Checkpoint, read_vote
 from checkpointd.pipeline.shard import Bytes
 from checkpointd.pipeline.workers import run_workers
@@ -52,6 +53,12 @@ class Group:
     start: int
     stop: int
     wanted: list[Wanted] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        """What reading the group takes: its stored bytes, and a chunk at a time as a codec gives it out and as it is wanted."""
+        decoded_max = max(w.chunk.raw if w.chunk.codec != "raw" else 0 for w in self.wanted)
+        return self.stop - self.start + 2 * decoded_max
 
 
 async def read_index(store: Store, checkpoint: Checkpoint, rank: int) -> Index:
@@ -107,24 +114,29 @@ async def read_tensors(
     Returns every damage found, in the order of the objects; chunks that are whole were handed over all the same, so a
     caller that must not touch anything verifies first. Raises StoreError where the storage fails.
     """
-    damage: list[DamagedError] = []
-    loop = asyncio.get_running_loop()
+    loop, budget = asyncio.get_running_loop(), Budget(config.budget_bytes)
+    groups = group_chunks(_wanted(index, sinks), config.block_bytes)
+    damage: list[list[DamagedError]] = [[] for _ in groups]
 
-    async def read(group: Group) -> None:
+    async def read(group: Group, found: list[DamagedError]) -> None:
+        async with budget.hold(group.nbytes):
+            found += await read_now(group)
+
+    async def read_now(group: Group) -> list[DamagedError]:
         buffer = np.empty(group.stop - group.start, dtype=np.uint8)
         key = f"{prefix}/{index.objects[group.object].name}"
         try:
             await store.get_range(key, group.start, buffer.data)
         except (NotFoundError, DamagedError) as error:
             first = group.wanted[0].entry.fqn
-            damage.append(DamagedError(f"{error} (rank {index.rank}, {first})", key=key, fqn=first, rank=index.rank))
-            return
-        damage.extend(await loop.run_in_executor(None, _deliver, group, buffer, key, index.rank))
+            return [DamagedError(f"{error} (rank {index.rank}, {first})", key=key, fqn=first, rank=index.rank)]
+        found = await loop.run_in_executor(None, _deliver, group, buffer, key, index.rank)
         on_bytes(buffer.nbytes)
+        return found
 
-    groups = group_chunks(_wanted(index, sinks), config.block_bytes)
-    await run_workers([partial(read, group) for group in groups], config.reads, lambda: None)
-    return damage
+    works = [partial(read, group, found) for group, found in zip(groups, damage, strict=True)]
+    await run_workers(works, config.reads, lambda: None)
+    return [error for found in damage for error in found]
 
 
 def _wanted(index: Index, sinks: Mapping[str, Sink | None]) -> Iterable[Wanted]:
