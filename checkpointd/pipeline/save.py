@@ -10,7 +10,9 @@ Invariants
 
 from __future__ import annotations
 
-from checkpointd.errors import CheckpointdError, StoreError, UsageError
+import logging
+
+from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, StoreError, UsageError
 from checkpointd.layout.keys import chunks_name, index_name, plan_key, vote_name
 from checkpointd.layout.manifest import LISTING_BYTES_MAX, ErrorReport, Index, IndexRef, Vote, digest, encode, encode_index
 from checkpointd.layout.plan import cover_fault
@@ -19,6 +21,8 @@ from checkpointd.pipeline.identity import writer
 from checkpointd.pipeline.rates import KnownPlan
 from checkpointd.pipeline.shard import AttemptInfo
 from checkpointd.store.base import Store
+
+log = logging.getLogger("checkpointd")
 
 
 class VoteUncertain(StoreError):
@@ -45,9 +49,19 @@ async def _stored_plan(job: Persist) -> KnownPlan:
     data = encode(plan)
     _check_listing(f"plan of {job.info.tag}", data)
     known = KnownPlan(job.shard.tensors, plan, digest(data))
-    await job.store.put_if_absent(plan_key(known.digest), data)
+    key = plan_key(known.digest)
+    if not await job.store.put_if_absent(key, data) and not await _holds(job.store, key, data):
+        log.error("%s is damaged; it is written again, since its name is the digest of what belongs there", key)
+        await job.store.put(key, data)
     job.rates.plan = known
     return known
+
+
+async def _holds(store: Store, key: str, data: bytes) -> bool:
+    try:
+        return await store.get(key, size_max=len(data)) == data
+    except (DamagedError, NotFoundError):
+        return False
 
 
 def _check_listing(what: str, data: bytes) -> None:
