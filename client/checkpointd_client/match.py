@@ -204,7 +204,12 @@ def _holds_objects(value: object) -> bool:
 
 def _device(kind: str) -> torch.device:
     """This process's device of the kind where a tensor was when it was saved; the host where there is none."""
-    backend = getattr(torch, kind, None)
-    if kind == "cpu" or backend is None or not backend.is_available():
+    if kind == "cpu":
         return _CPU
-    return torch.device(kind, backend.current_device())
+    try:
+        backend = torch.get_device_module(kind)
+    except RuntimeError:  # a kind that this torch does not have
+        return _CPU
+    if not backend.is_available():
+        return _CPU
+    return torch.device(kind, backend.current_device()) if hasattr(backend, "current_device") else torch.device(kind)

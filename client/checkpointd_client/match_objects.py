@@ -31,7 +31,7 @@ def match_object(match: Matcher, live: Any, node: tree.Node, fqn: str) -> bool:
     if objects.is_stateful(live):
         # Its own state_dict() is not asked for: that may start workers, and what it returns need not be its memory.
         turn = Turn.RANDOMNESS if isinstance(live, RngState) else Turn.OTHERS
-        match.do(turn, match.fresh(node), live.load_state_dict)
+        match.do(turn, match.fresh(node), objects.loading(live, fqn, live.load_state_dict))
         return True
     return False
 
@@ -61,7 +61,7 @@ def _module(match: Matcher, module: nn.Module, node: tree.Dict, fqn: str) -> boo
         return _with_metadata(live, filled | {key: part() for key, part in extra.items()})
 
     options = {"strict": False} if objects.takes(module.load_state_dict, "strict") else {}
-    match.do(Turn.MODULES, build, lambda filled: module.load_state_dict(filled, **options))
+    match.do(Turn.MODULES, build, objects.loading(module, fqn, lambda filled: module.load_state_dict(filled, **options)))
     return True
 
 
@@ -76,5 +76,5 @@ def _with_metadata(live: Mapping[str, Any], filled: Mapping[str, Any]) -> dict[s
 def _generator(match: Matcher, live: torch.Generator, node: tree.Tensor, fqn: str) -> bool:
     build = match.tensor(live.get_state(), node, fqn, replaceable=True)
     if build is not None:
-        match.do(Turn.GENERATORS, build, live.set_state)
+        match.do(Turn.GENERATORS, build, objects.loading(live, fqn, live.set_state))
     return True

@@ -32,7 +32,7 @@ def match_optimizer(match: Matcher, optimizer: torch.optim.Optimizer, node: tree
     live = objects.state_dict_of(optimizer, fqn)
     live_ids = _live_ids(live)
     if live_ids is None or not isinstance(live, dict):  # an optimizer with a state_dict of its own making
-        match.do(Turn.OPTIMIZERS, match.fresh(node), optimizer.load_state_dict)
+        match.do(Turn.OPTIMIZERS, match.fresh(node), objects.loading(optimizer, fqn, optimizer.load_state_dict))
         return True
     stored_ids = _stored_ids(match, node)
     if stored_ids is None:
@@ -43,7 +43,8 @@ def match_optimizer(match: Matcher, optimizer: torch.optim.Optimizer, node: tree
         return True
     params = _params(optimizer, stored_ids, live_ids)
     build = _whole(match, params, dict(match.stored.children(node)), live, fqn)
-    match.do(Turn.OPTIMIZERS, build, lambda state: _load_optimizer(optimizer, params, state))
+    load = objects.loading(optimizer, fqn, lambda state: _load_optimizer(optimizer, params, state))
+    match.do(Turn.OPTIMIZERS, build, load)
     return True
 
 

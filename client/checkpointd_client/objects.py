@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeGuard
 
 import torch
@@ -107,6 +107,21 @@ def takes(function: object, argument: str) -> bool:
     except (TypeError, ValueError):
         return False
     return argument in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def loading(value: object, fqn: str, load: Callable[[Any], object]) -> Callable[[Any], None]:
+    """`load`, the object's own, with a StateError naming the object where it raises."""
+
+    def run(state: Any) -> None:
+        try:
+            load(state)
+        except Exception as error:  # the user's code: whatever it raises, every rank must hear of it
+            raise StateError(
+                f"{fqn}: load_state_dict() of {type_name(value)} failed, and the objects are now loaded in part: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+    return run
 
 
 def state_dict_of(value: Any, fqn: str, **options: bool) -> object:

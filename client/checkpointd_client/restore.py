@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
-from checkpointd.errors import MismatchError
+from checkpointd.errors import FormatError, MismatchError
 from checkpointd.layout import tree
 from checkpointd.layout.manifest import Alias
 from checkpointd_client.match import Matcher
@@ -63,14 +63,20 @@ def prepare(
     missing, unexpected or of another shape, dtype or kind; without, the rest is loaded. FormatError for a tree that contradicts
     itself, StateError for an object that this version cannot load into.
     """
-    stored = Stored(stored_tree, entries, aliases)
+    try:
+        return _prepare(state, Stored(stored_tree, entries, aliases), excluded, strict=strict)
+    except RecursionError as error:
+        raise FormatError("the state tree is nested too deeply for what is left of Python's stack") from error
+
+
+def _prepare(state: MutableMapping[str, Any], stored: Stored, excluded: Sequence[str], *, strict: bool) -> Restoration:
     match = Matcher(stored, frozenset(excluded))
     match.mapping(state, stored.state, "")
     client = match.fresh(stored.client_state or tree.Dict("dict", ()))
     match.mismatched.extend(dict.fromkeys(match.slots.conflicts()))
     if strict:
         _raise_mismatches(match)
-    targets, copies = match.slots.bind(entries)
+    targets, copies = match.slots.bind(stored.entries)
     steps = [(step.apply, step.build()) for step in sorted(match.steps, key=attrgetter("turn"))]
     return Restoration(targets, tuple(match.missing), tuple(match.unexpected), tuple(match.mismatched), copies, steps, client())
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from checkpointd.errors import FormatError
+from checkpointd.errors import FormatError, StateError
 from checkpointd.layout import tree
 from checkpointd_client.dtypes import DTYPES, copy_bits, empty, overlaps_itself
 from checkpointd_client.memory import Region, overlapping_pairs
@@ -149,7 +149,7 @@ def _bind_group(owner: str, entry: tuple[str, tuple[int, ...]], group: list[Slot
     """One stored tensor and all its slots. Memory of the user's that holds all of it, in plain elements, is filled directly."""
     dtype, shape = entry
     direct = next((slot.live for slot in group if slot.place.whole and slot.live is not None and _fillable(slot.live)), None)
-    filled = empty(shape, DTYPES[dtype], _device_of(group)) if direct is None else direct
+    filled = _allocate(owner, shape, dtype, _device_of(group)) if direct is None else direct
     for slot in group:
         if slot.live is None:
             slot.live = _made(slot, filled, copies)
@@ -157,6 +157,13 @@ def _bind_group(owner: str, entry: tuple[str, tuple[int, ...]], group: list[Slot
         elif not _tied(slot, filled):
             copies.append(_copy(slot.live, filled, slot.place))
     return Target(owner, filled.detach())
+
+
+def _allocate(fqn: str, shape: tuple[int, ...], dtype: str, device: torch.device) -> torch.Tensor:
+    try:
+        return empty(shape, DTYPES[dtype], device)
+    except RuntimeError as error:  # torch's way to say that memory is short, or that there can be no such tensor
+        raise StateError(f"{fqn}: there is no memory on {device} for a new {dtype} tensor of shape {shape}: {error}") from error
 
 
 def _device_of(group: Iterable[Slot]) -> torch.device:
@@ -178,7 +185,7 @@ def _made(slot: Slot, filled: torch.Tensor, copies: list[Callable[[], None]]) ->
             return filled.detach()
         if filled.is_contiguous():
             return _view(filled, place)
-    made = empty(place.shape, DTYPES[place.dtype], slot.device)
+    made = _allocate(slot.fqn, place.shape, place.dtype, slot.device)
     copies.append(_copy(made, filled, place))
     return made
 

@@ -61,6 +61,8 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
 
 
 def write(captured: Captured) -> Saved:
+    # A conjugate or negative bit would be lost on the way: a leaf's memory must be its elements.
+    assert not any(leaf.tensor.is_conj() or leaf.tensor.is_neg() for leaf in captured.leaves)
     return Saved(
         {leaf.fqn: bytes_of(leaf.tensor) for leaf in captured.leaves},
         {leaf.fqn: (leaf.dtype, tuple(leaf.tensor.shape)) for leaf in captured.leaves},

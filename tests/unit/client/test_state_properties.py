@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 from checkpointd.errors import MismatchError, StateError
@@ -192,6 +192,8 @@ def all_bytes(state: dict[str, Any]) -> dict[str, bytes]:
     return {name: bytes_of(view) for name, view in state.items()}
 
 
+@example([(0, (2,), (2,)), (0, (), ()), (0, (), ())], torch.float32, False)
+@example([(0, (2,), (0,)), (1, (), ()), (0, (2,), (0,))], torch.float32, False)
 @given(view_shapes.flatmap(layouts), st.sampled_from([torch.float32, torch.complex64]), st.booleans())
 def test_views_of_one_memory_come_back_in_place_anew_and_apart(layout: Layout, dtype: torch.dtype, with_base: bool) -> None:
     base, blank = torch.arange(ELEMENTS).to(dtype), torch.zeros(ELEMENTS, dtype=dtype)

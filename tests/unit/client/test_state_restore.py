@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from checkpointd.errors import FormatError, MismatchError
+from checkpointd.errors import FormatError, MismatchError, StateError
 from checkpointd.layout import manifest, tree
 from checkpointd_client.dtypes import DTYPES
 from checkpointd_client.restore import prepare
@@ -572,6 +572,20 @@ def test_a_lazy_module_must_have_been_run() -> None:
         save({"m": nn.Linear(2, 2)}).prepare({"m": nn.LazyLinear(2)})
 
 
+def test_an_object_that_fails_to_load_is_named() -> None:
+    class Broken:
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            raise KeyError("position")
+
+    with pytest.raises(
+        StateError, match=r"^deep\.loader: load_state_dict\(\) of .*Broken failed.*in part: KeyError: 'position'"
+    ):
+        save({"deep": {"loader": Broken()}}).load({"deep": {"loader": Broken()}})
+
+
 # --- trees that no capture made ----------------------------------------------------------------------------------------
 
 
@@ -630,6 +644,27 @@ def test_an_alias_outside_its_owner_is_refused(shape: Any, stride: Any, offset: 
 def test_an_unknown_dtype_is_refused(dtype: str) -> None:
     with pytest.raises(FormatError, match=dtype):
         prepare({"x": None}, stored(tree.Tensor("x")), {"x": (dtype, (2,))}, (), (), strict=True)
+
+
+@pytest.mark.parametrize("device", ["cuda", "nn", "meta", "privateuseone"])
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here the tensor goes back to the device")
+def test_what_was_on_a_device_that_is_not_here_comes_to_the_host(device: str) -> None:
+    target: dict[str, Any] = {"x": None}
+    prepare(target, stored(tree.Tensor("x", device=device)), {"x": ("int64", (2,))}, (), (), strict=True).finish()
+    assert target["x"].device.type == "cpu"
+
+
+def test_a_tensor_larger_than_any_memory_is_refused() -> None:
+    with pytest.raises(StateError, match="x: there is no memory on cpu"):
+        prepare({"x": None}, stored(tree.Tensor("x")), {"x": ("int64", (2**62,))}, (), (), strict=True)
+
+
+def test_a_tree_deeper_than_pythons_stack_is_refused() -> None:
+    node: tree.Node = None
+    for _ in range(2000):
+        node = tree.Sequence("list", (node,))
+    with pytest.raises(FormatError, match="nested too deeply"):
+        prepare({"x": None}, stored(node), {}, (), (), strict=True)
 
 
 def test_gradients_are_not_asked_of_what_cannot_have_them() -> None:
