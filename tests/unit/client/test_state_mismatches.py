@@ -1,4 +1,4 @@
-"""R1 of restore.py: what does not fit is found before anything is touched, all of it, and a tree that no capture made is refused."""
+"""R1 of restore.py: what does not fit is found before anything is touched, all of it; impossible trees are refused."""
 
 from __future__ import annotations
 
