@@ -16,11 +16,11 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int) 
         first = loaded.step + 1 if loaded else 0
         for step in range(first, steps):
             handle: SaveHandle = ckpt.save(step, state, client_state={"epoch": 3})
+            seconds: float | None = handle.timings.safe_s
+            assert seconds is None or seconds >= 0
             if ckpt.preempted:
                 handle.wait(timeout=30.0, until="prepared")
                 break
-        seconds: float | None = handle.timings.safe_s
-        assert seconds is None or seconds >= 0
         names: list[str] = [checkpoint.tag for checkpoint in ckpt.list()]
         assert ckpt.latest() in names
         return ckpt.status()
