@@ -5,8 +5,9 @@ from __future__ import annotations
 import secrets
 
 from checkpointd.errors import DamagedError, FencedError, NotFoundError
-from checkpointd.layout.keys import SERVICE, epoch_key, epoch_of
+from checkpointd.layout.keys import SERVICE, AttemptId, epoch_key, epoch_of
 from checkpointd.layout.manifest import Epoch, decode, encode
+from checkpointd.pipeline import catalog
 from checkpointd.pipeline.identity import writer
 from checkpointd.store.base import Store
 from checkpointd.store.writers import new_writer
@@ -23,12 +24,21 @@ async def take(store: Store, world_size: int) -> Epoch:
 
     Whoever ran an older one at this root is fenced from here on.
     """
-    number = await newest(store)
+    number = max(await newest(store), await _newest_named(store))
     while True:
         number += 1
         epoch = Epoch(epoch=number, nonce=secrets.token_hex(16), world_size=world_size, process=new_writer(), writer=writer())
         if await store.put_if_absent(epoch_key(number), encode(epoch)):
             return epoch
+
+
+async def _newest_named(store: Store) -> int:
+    """The newest epoch that the name of an attempt bears; 0 where there is none.
+
+    An epoch's own record may be lost. Begun again, it would write into attempts that exist.
+    """
+    names = [entry.name for tag in await catalog.tags(store) for entry in await store.list(tag)]
+    return max((attempt.epoch for name in names if (attempt := AttemptId.parse(name))), default=0)
 
 
 async def read(store: Store, number: int) -> Epoch:

@@ -70,11 +70,12 @@ async def read_index(store: Store, checkpoint: Checkpoint, rank: int) -> Index:
             f"{checkpoint.tag} was saved by {outcome.world_size} ranks, so there is nothing for rank {rank}: "
             "start the job with as many ranks as saved it"
         )
+    key = f"{checkpoint.prefix}/{vote_name(rank)}"
     try:
-        vote = await read_vote(store, f"{checkpoint.prefix}/{vote_name(rank)}", ref.digest)
+        vote = await read_vote(store, key, ref.digest)
+        key = f"{checkpoint.prefix}/{vote.index.name}" if vote.index else key
         return await _index_of(store, checkpoint.prefix, vote)
     except (NotFoundError, DamagedError) as error:
-        key = error.key if isinstance(error, DamagedError) else ""
         raise DamagedError(f"{error} (rank {rank} of {checkpoint.tag})", key=key, rank=rank) from error
 
 

@@ -86,7 +86,10 @@ async def _verify_rank(
 async def _check_plan(store: Store, checkpoint: Checkpoint, rank: int, index: Index) -> None:
     vote = await read_vote(store, f"{checkpoint.prefix}/{vote_name(rank)}")
     key = plan_key(vote.plan or "")
-    data = await store.get(key, size_max=LISTING_BYTES_MAX)
+    try:
+        data = await store.get(key, size_max=LISTING_BYTES_MAX)
+    except NotFoundError as error:
+        raise DamagedError(f"{error}, which the vote of rank {rank} names", key=key, rank=rank) from error
     if digest(data) != vote.plan:
         raise DamagedError(f"{key} is damaged: its digest is {digest(data)}", key=key)
     fault = cover_fault(decode(data, Plan, key), index)

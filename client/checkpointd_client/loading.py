@@ -8,27 +8,22 @@ Invariants
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 
 from checkpointd.config import LoadConfig, Ranks
-from checkpointd.errors import (
-    ERRORS,
-    CheckpointdError,
-    DamagedError,
-    MismatchError,
-    NotFoundError,
-    WorldSizeError,
-)
+from checkpointd.errors import CheckpointdError, DamagedError, MismatchError, WorldSizeError
 from checkpointd.layout import tree
 from checkpointd.layout.keys import AttemptId
 from checkpointd.layout.manifest import Index
 from checkpointd.pipeline import catalog
+from checkpointd.pipeline.candidates import candidates
 from checkpointd.pipeline.catalog import Checkpoint
 from checkpointd.pipeline.load import entries_by_fqn, read_index, read_tensors
 from checkpointd.store.base import Store
+from checkpointd_client import notes
+from checkpointd_client.notes import Choice, Problem, Verdict
 from checkpointd_client.ranks import Board
 from checkpointd_client.restore import Restoration, prepare
 from checkpointd_client.sinks import sink_for
@@ -64,14 +59,14 @@ class Loader:
     config: LoadConfig
     turn: int
     timeout_s: float
-    state: MutableMapping[str, object]
+    state: MutableMapping[str, Any]
     strict: bool
     _failures: list[str] = field(default_factory=list)
 
     def load(self, tag: str | None, *, fallback: bool) -> Loaded | None:
         """Agree, verify, load. None where there is no checkpoint and no tag was asked for."""
         for number in range(1 << 30):
-            candidate = self._candidate(number, tag)
+            candidate = self._candidate(number, tag, fallback=fallback)
             if candidate is None:
                 self._check_nothing()
                 return None
@@ -95,41 +90,51 @@ class Loader:
 
     # --- agreeing on a candidate -----------------------------------------------------------------------------
 
-    def _candidate(self, number: int, tag: str | None) -> Checkpoint | None:
+    def _candidate(self, number: int, tag: str | None, *, fallback: bool) -> Checkpoint | None:
         """The `number`th checkpoint to try, chosen by rank 0 and read by every rank; raises what choosing raised there."""
         key = f"load/{self.turn}/{number}/candidate"
         if self.ranks.rank == 0:
-            self.board.post(key, json.dumps(self._choose(number, tag)))
-        heard = json.loads(self.board.read(key, [0], self.timeout_s, "calling load()")[0])
-        if "error" in heard:
-            raise _error(heard["error"], heard["message"])
-        if heard["tag"] is None:
+            self.board.post(key, notes.written(self._choose(number, tag)))
+        choice = notes.read(self.board.read(key, [0], self.timeout_s, "calling load()")[0], Choice)
+        if choice.problem is not None:
+            raise choice.problem.error()
+        for damage in choice.passed_over:
+            if not fallback:
+                raise damage.error()
+            log.error("%s. Trying the checkpoint before it", damage.message)
+            self._failures.append(damage.message)
+        if choice.tag is None:
             return None
-        attempt = AttemptId.parse(heard["attempt"])
+        attempt = AttemptId.parse(choice.attempt)
         assert attempt is not None
-        outcome = self.writer.call(catalog.read_outcome(self.store, heard["tag"], attempt))
-        return Checkpoint(heard["tag"], attempt, outcome)
+        outcome = self.writer.call(catalog.read_outcome(self.store, choice.tag, attempt))
+        return Checkpoint(choice.tag, attempt, outcome)
 
-    def _choose(self, number: int, tag: str | None) -> dict[str, str | None]:
+    def _choose(self, number: int, tag: str | None) -> Choice:
         try:
-            chosen = self.writer.call(self._chosen(number, tag))
+            chosen, passed_over = self.writer.call(self._chosen(number, tag))
             if chosen is not None and chosen.outcome.world_size != self.ranks.world_size:
                 raise WorldSizeError(
                     f"{chosen.tag} was saved by {chosen.outcome.world_size} ranks and this job has {self.ranks.world_size}: "
                     f"start it with {chosen.outcome.world_size} ranks; this version cannot load across world sizes"
                 )
         except CheckpointdError as error:
-            return {"error": error.code, "message": str(error)}
-        return {"tag": chosen.tag if chosen else None, "attempt": str(chosen.attempt) if chosen else None}
+            return Choice(problem=Problem.of(error))
+        damage = tuple(map(Problem.of, passed_over))
+        if chosen is None:
+            return Choice(passed_over=damage)
+        return Choice(tag=chosen.tag, attempt=str(chosen.attempt), passed_over=damage)
 
-    async def _chosen(self, number: int, tag: str | None) -> Checkpoint | None:
+    async def _chosen(self, number: int, tag: str | None) -> tuple[Checkpoint | None, tuple[DamagedError, ...]]:
         if tag is not None:
-            return await catalog.find(self.store, tag)
-        attempts = await catalog.scan(self.store)
-        if number == 0:
-            _warn_of_damaged_outcomes(attempts)
-        found = [c for c in catalog.checkpoints_of(attempts) if c.outcome.save_latest]
-        return found[number] if number < len(found) else None
+            return await catalog.find(self.store, tag), ()
+        found = await candidates(self.store)
+        chosen = found.checkpoints[number] if number < len(found.checkpoints) else None
+        if number > 0:
+            return chosen, ()
+        for damage in found.other:
+            log.error("%s. What is loaded does not need it", damage)
+        return chosen, found.passed_over
 
     # --- looking before touching -----------------------------------------------------------------------------
 
@@ -149,17 +154,17 @@ class Loader:
 
     def _agree(self, key: str, problem: CheckpointdError | None, doing: str) -> CheckpointdError | None:
         """None where no rank has a problem; else this rank's own, or the first of the others'."""
-        note = {"error": problem.code, "message": str(problem)} if problem else {}
-        self.board.post(key, json.dumps(note))
+        self.board.post(key, notes.written(Verdict(problem=Problem.of(problem) if problem else None)))
         heard = self.board.read(key, None, self.timeout_s, doing)
-        notes = {rank: json.loads(text) for rank, text in heard.items() if text != "{}"}
-        if not notes:
+        verdicts = {rank: notes.read(text, Verdict).problem for rank, text in sorted(heard.items())}
+        problems = {rank: found for rank, found in verdicts.items() if found is not None}
+        if not problems:
             return None
         # A mismatch is the caller's to mend and ends the load on every rank: it goes before damage.
-        worst = next((r for r, n in notes.items() if not issubclass(_kind(n["error"]), DamagedError)), min(notes))
-        if problem is not None and problem.code == notes[worst]["error"]:
+        worst = next((r for r, p in problems.items() if not issubclass(p.kind, DamagedError)), min(problems))
+        if problem is not None and problem.code == problems[worst].code:
             return problem
-        return _error(notes[worst]["error"], f"rank {worst}: {notes[worst]['message']}")
+        return problems[worst].error(f"rank {worst}: ")
 
     # --- touching --------------------------------------------------------------------------------------------
 
@@ -187,21 +192,6 @@ class Loader:
             mismatched=restoration.mismatched,
             fell_back_from=tuple(self._failures),
         )
-
-
-def _warn_of_damaged_outcomes(attempts: list[catalog.AttemptView]) -> None:
-    for attempt in attempts:
-        if attempt.state == "damaged":
-            log.error("the outcome of %s cannot be read, so it is not loaded: %s", attempt.prefix, attempt.damage)
-
-
-def _kind(code: str) -> type[CheckpointdError]:
-    return ERRORS.get(code, CheckpointdError)
-
-
-def _error(code: str, message: str) -> CheckpointdError:
-    kind = _kind(code)
-    return kind(message) if kind is not NotFoundError else NotFoundError(message)
 
 
 __all__ = ["Loaded", "Loader", "MismatchError"]

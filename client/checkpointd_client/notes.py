@@ -1,0 +1,66 @@
+"""What the ranks write to each other on the board while they agree on a load: plain data, as JSON."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import msgspec
+
+from checkpointd.errors import ERRORS, CheckpointdError, DamagedError
+
+
+class Problem(msgspec.Struct, frozen=True, kw_only=True):
+    """An error of one rank, for the others to raise: its class, message, and for damage the object, FQN and rank."""
+
+    code: str
+    message: str
+    key: str = ""
+    fqn: str = ""
+    rank: int | None = None
+
+    @staticmethod
+    def of(error: CheckpointdError) -> Problem:
+        if isinstance(error, DamagedError):
+            return Problem(code=error.code, message=str(error), key=error.key, fqn=error.fqn, rank=error.rank)
+        return Problem(code=error.code, message=str(error))
+
+    @property
+    def kind(self) -> type[CheckpointdError]:
+        return ERRORS.get(self.code, CheckpointdError)
+
+    def error(self, prefix: str = "") -> CheckpointdError:
+        """The same error again, its words after `prefix`."""
+        if issubclass(self.kind, DamagedError):
+            return self.kind(f"{prefix}{self.message}", key=self.key, fqn=self.fqn, rank=self.rank)
+        return self.kind(f"{prefix}{self.message}")
+
+
+class Choice(msgspec.Struct, frozen=True, kw_only=True):
+    """What rank 0 chose to try next: an attempt at a tag, nothing (no tag), or the problem that choosing ran into.
+
+    `passed_over`: damage to what may be newer.
+    """
+
+    tag: str | None = None
+    attempt: str = ""
+    problem: Problem | None = None
+    passed_over: tuple[Problem, ...] = ()
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank found out about a candidate; no problem: it can be loaded."""
+
+    problem: Problem | None = None
+
+
+Note = TypeVar("Note", Choice, Verdict)
+
+
+def written(note: Choice | Verdict) -> str:
+    """`note` as the text to post."""
+    return msgspec.json.encode(note).decode()
+
+
+def read(text: str, kind: type[Note]) -> Note:
+    """The note of type `kind` in a posted text."""
+    return msgspec.json.decode(text, type=kind)
