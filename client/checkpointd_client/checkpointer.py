@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Mapping, MutableMapping
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -144,7 +144,7 @@ class Checkpointer:
     # --- loading ---------------------------------------------------------------------------------------------
 
     def load(
-        self, state: MutableMapping[str, object], tag: str | None = None, *, strict: bool = True, fallback: bool = True
+        self, state: MutableMapping[str, Any], tag: str | None = None, *, strict: bool = True, fallback: bool = True
     ) -> Loaded | None:
         """Load the newest checkpoint, or `tag`, into the objects of `state`, in place; None where there is none.
 
