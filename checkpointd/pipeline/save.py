@@ -98,8 +98,13 @@ async def _vote_yes(job: Persist, index: Index, plan_digest: str) -> Vote:
 
 
 async def vote_no(store: Store, info: AttemptInfo, error: ErrorReport) -> None:
-    """Drop what this rank wrote, which frees the space that a vote may need, then vote no."""
-    await drop_shard(store, info)
+    """Drop what this rank wrote, which frees the space that a vote may need, then vote no.
+
+    Where this rank has a vote already, another process runs as the same rank: what that vote names is not ours to drop (P4).
+    """
+    key = info.key(vote_name(info.rank))
+    if await store.stat(key) is None:
+        await drop_shard(store, info)
     vote = Vote(
         tag=info.tag,
         attempt=str(info.attempt),
@@ -112,7 +117,7 @@ async def vote_no(store: Store, info: AttemptInfo, error: ErrorReport) -> None:
         error=error,
         writer=writer(),
     )
-    await store.put_if_absent(info.key(vote_name(info.rank)), encode(vote))
+    await store.put_if_absent(key, encode(vote))
 
 
 async def drop_shard(store: Store, info: AttemptInfo) -> None:
