@@ -22,6 +22,11 @@ settings.register_profile("ci", deadline=None, print_blob=True, max_examples=50,
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--kill-rounds", type=int, default=10, help="rounds of SIGKILL under torchrun (default: 10)")
+    parser.addoption("--power-cuts", type=int, default=10, help="power cuts under a saving job (default: 10)")
+
+
 def pytest_asyncio_loop_factories(
     config: pytest.Config, item: pytest.Item
 ) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:

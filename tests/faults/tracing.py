@@ -38,12 +38,10 @@ def run_python(command: Sequence[str], *, calls: str, on: Path, fault: str) -> T
     A call is on a path that it names (of a rename: the old name), or of which it has a descriptor. All threads and children are
     watched.
     """
-    _skip_without_strace()
     with tempfile.TemporaryDirectory() as directory:
         log = Path(directory) / "log"
-        strace = ["strace", "-f", "-e", f"trace={calls}", "-P", str(on), "-e", f"inject={calls}:{fault}"]
         done = subprocess.run(
-            [*strace, "-o", str(log), sys.executable, *command],
+            [*prefix(calls=calls, on=[on], fault=fault, log=log), sys.executable, *command],
             stdout=subprocess.PIPE,
             text=True,
             check=False,
@@ -51,6 +49,13 @@ def run_python(command: Sequence[str], *, calls: str, on: Path, fault: str) -> T
         )
         watched = tuple(line for line in log.read_text().splitlines() if any(f"{call}(" in line for call in calls.split(",")))
     return Traced(done.returncode, done.stdout, watched)
+
+
+def prefix(*, calls: str, on: Sequence[Path], fault: str, log: Path) -> list[str]:
+    """What goes before a command line so that it runs with `fault` at its system calls `calls` on any of the paths `on`."""
+    _skip_without_strace()
+    paths = [word for path in on for word in ("-P", str(path))]
+    return ["strace", "-f", "-o", str(log), "-e", f"trace={calls}", *paths, "-e", f"inject={calls}:{fault}"]
 
 
 def _skip_without_strace() -> None:

@@ -1,0 +1,153 @@
+"""One rank of a job that does what it is told: a command a line on standard input, an answer a line on standard output.
+
+`tests/faults/jobs.py` is the other end. A command is the name of a method of `Rank` below and its arguments, as JSON; an answer
+is what the method returned, or the error that it raised.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from datetime import timedelta
+from typing import Any, TextIO
+
+import torch
+import torch.distributed as dist
+
+from checkpointd.errors import AbortedError, CheckpointdError
+from checkpointd_client import Checkpointer, SaveHandle
+from tests.faults.trainer import Training
+
+TRAINING_TIMEOUT = timedelta(seconds=100)
+
+
+class Records(logging.Handler):
+    """Keeps what is logged, as (level, message)."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.kept: list[tuple[str, str]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.kept.append((record.levelname, record.getMessage()))
+
+
+class Rank:
+    """This process; its public methods are the commands."""
+
+    def __init__(self, records: Records) -> None:
+        self._records = records
+        self._rank = int(os.environ["RANK"])
+        self._checkpointer: Checkpointer | None = None
+        self._handles: dict[str, SaveHandle] = {}
+        self._training = Training(seed=0, rank=self._rank, nbytes=4096)
+
+    @property
+    def _ckpt(self) -> Checkpointer:
+        assert self._checkpointer is not None, "no root is open"
+        return self._checkpointer
+
+    def open(self, root: str, seed: int, nbytes: int, **options: Any) -> dict[str, object]:
+        """Begin a training of its own with a Checkpointer at `root`."""
+        self._training = Training(seed=seed, rank=self._rank, nbytes=nbytes)
+        self._handles = {}
+        self._records.kept.clear()
+        self._checkpointer = Checkpointer(root, **options)
+        return {"epoch": self._ckpt.status().epoch}
+
+    def save(self, step: int, **options: Any) -> str:
+        """Train `step` and save it; returns the attempt's name as soon as save() does. Nothing is waited for."""
+        self._training.advance(step)
+        handle = self._ckpt.save(step, self._training.state, client_state=self._training.client_state, **options)
+        self._handles[handle.tag] = handle
+        return handle.attempt
+
+    def save_unsafe(self, step: int) -> None:
+        """Save a state that cannot be stored; raises."""
+        tag = f"global_step{step}"
+        try:
+            self._ckpt.save(step, {**self._training.state, "socket": sys.stdin})
+        finally:
+            status = next(s for s in self._ckpt.status().attempts if s.tag == tag)
+            assert status.step == step
+
+    def end(self, step: int, until: str = "committed") -> dict[str, object]:
+        """How the save of `step` ended; waits for that. A cause is an error that only this rank knows."""
+        handle = self._handles[f"global_step{step}"]
+        try:
+            handle.wait(until=until)  # type: ignore[arg-type]  # the tests name a phase
+        except CheckpointdError as error:
+            ranks = error.ranks if isinstance(error, AbortedError) else ()
+            cause = str(error.__cause__) if error.__cause__ else ""
+            return {"phase": handle.phase, "code": error.code, "message": str(error), "ranks": ranks, "cause": cause}
+        return {"phase": handle.phase}
+
+    def load(self, **options: Any) -> dict[str, object] | None:
+        """Load into objects that hold something else; says which leaves are wrong afterwards."""
+        target = Training(seed=self._training.seed, rank=self._rank, nbytes=self._training.nbytes)
+        target.advance(999_999)
+        loaded = self._ckpt.load(target.state, **options)
+        if loaded is None:
+            return None
+        client_state = loaded.client_state == {"seed": target.seed, "step": loaded.step}
+        wrong = target.wrong(loaded.step) + ([] if client_state else ["client_state"])
+        return {"tag": loaded.tag, "step": loaded.step, "wrong": wrong, "fell_back_from": loaded.fell_back_from}
+
+    def train_until_preempted(self, steps: int) -> int | None:
+        """Train with the other ranks until the job is told to stop, save then; the step, or None after `steps` steps."""
+        for step in range(steps):
+            self._training.advance(step)
+            dist.barrier()
+            if self._ckpt.preempted:
+                self.save(step)
+                return step
+        return None
+
+    def logs(self) -> list[tuple[str, str]]:
+        """What was logged since open(), from INFO on."""
+        return list(self._records.kept)
+
+    def close(self) -> None:
+        """Close the Checkpointer, if there is one."""
+        ckpt, self._checkpointer = self._checkpointer, None
+        if ckpt is not None:
+            ckpt.close()
+
+    def leave(self) -> None:
+        """End the process as a script ends, with nothing closed."""
+        sys.exit(0)
+
+
+def obey(rank: Rank, commands: TextIO, answers: TextIO) -> None:
+    """Until there are no more commands."""
+    for line in commands:
+        name, arguments = json.loads(line)
+        try:
+            answer = {"value": getattr(rank, name)(**arguments)}
+        except Exception as error:  # it is the test's, whatever it is
+            code = error.code if isinstance(error, CheckpointdError) else type(error).__name__
+            answer = {"error": code, "message": str(error)}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+def main() -> None:
+    # What torch prints must not stand between the answers.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    records = Records()
+    logging.getLogger("checkpointd").addHandler(records)
+    logging.getLogger("checkpointd").setLevel(logging.INFO)
+    torch.set_num_threads(1)
+    if int(os.environ["WORLD_SIZE"]) > 1:
+        dist.init_process_group("gloo", timeout=TRAINING_TIMEOUT)
+    answers.write(json.dumps({"value": os.getpid()}) + "\n")
+    answers.flush()
+    obey(Rank(records), sys.stdin, answers)
+    os._exit(0)  # the test is over, or dead: what is in flight is nobody's any more
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,316 @@
+"""A flipped bit, a truncation, a missing file: at every kind of object, found before any tensor is touched, and said.
+
+What load() may do, whatever is damaged: load the newest checkpoint, every bit of it right; load the one before and log an error
+that names the object; or raise. Never anything else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from checkpointd.errors import DamagedError, NotFoundError
+from checkpointd.pipeline.report.verification import Verification, pointer_now, tasks, verified
+from checkpointd.store import open_store
+from checkpointd_client import Checkpointer
+from checkpointd_client.loading import Loaded
+from tests.builders import break_file
+from tests.faults.trainer import KIB, Training
+
+SEED = 3
+NBYTES = 160 * KIB
+FAULTS = ("flip", "truncate", "remove")
+
+NEWEST = "global_step2/00000001-1"
+"""The second attempt at its tag; the first was replaced and has a `deleted` mark."""
+VERIFIED_OBJECTS = {
+    "chunks": f"{NEWEST}/00000-*.chunks",
+    "index": f"{NEWEST}/00000.index",
+    "vote": f"{NEWEST}/00000.vote",
+}
+"""What loading reads: damage there costs the checkpoint, and nothing else."""
+OUTCOME = f"{NEWEST}/outcome"
+UNREAD_OBJECTS = {
+    "plan": ".checkpointd/plans/*",
+    "latest": "latest",
+    "epoch": ".checkpointd/epochs/00000001",
+    "deleted": "global_step2/00000001-0/deleted",
+    "vote of a replaced attempt": "global_step2/00000001-0/00000.vote",
+    "outcome of a replaced attempt": "global_step2/00000001-0/outcome",
+}
+"""What loading does without: damage there costs nothing."""
+
+
+def new_training() -> Training:
+    """Objects that hold something else than any checkpoint."""
+    training = Training(seed=SEED, rank=0, nbytes=NBYTES)
+    training.advance(99)
+    return training
+
+
+@pytest.fixture(scope="module", params=["none", "planes"])
+def whole(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """A root with two checkpoints, of step 1 and, saved twice, of step 2; stored raw or encoded."""
+    root = tmp_path_factory.mktemp(request.param) / "root"
+    training = Training(seed=SEED, rank=0, nbytes=NBYTES)
+    with Checkpointer(root, compression=request.param, chunk_bytes=8 * KIB) as ckpt:
+        for step in (1, 2, 2):
+            training.advance(step)
+            ckpt.save(step, training.state, client_state=training.client_state).wait()
+    return root
+
+
+@pytest.fixture
+def root(whole: Path, tmp_path: Path) -> Path:
+    """A copy that a test may damage."""
+    return Path(shutil.copytree(whole, tmp_path / "root"))
+
+
+def only(root: Path, pattern: str) -> str:
+    """The key of the one object that `pattern` names."""
+    [path] = root.glob(pattern)
+    return path.relative_to(root).as_posix()
+
+
+def load(ckpt: Checkpointer, **options: object) -> tuple[Training, Loaded]:
+    training = new_training()
+    loaded = ckpt.load(training.state, **options)  # type: ignore[arg-type]  # options of load(), named by the test
+    assert loaded is not None
+    return training, loaded
+
+
+def errors(caplog: pytest.LogCaptureFixture) -> str:
+    return "\n".join(r.getMessage() for r in caplog.records if r.levelno >= logging.ERROR)
+
+
+def must_load(ckpt: Checkpointer, step: int) -> Loaded:
+    training, loaded = load(ckpt)
+    assert (loaded.step, training.wrong(step)) == (step, [])
+    assert loaded.client_state == {"seed": SEED, "step": step}
+    return loaded
+
+
+def must_save_and_load(ckpt: Checkpointer, *steps: int) -> None:
+    """The damage does not spoil what is saved from now on."""
+    training = new_training()
+    for step in steps:
+        training.advance(step)
+        ckpt.save(step, training.state, client_state=training.client_state).wait()
+        must_load(ckpt, step)
+
+
+def verdict(root: Path) -> Verification:
+    """What `checkpointd verify` finds."""
+
+    async def found() -> Verification:
+        async with open_store(root) as store:
+            verdicts = await verified(store, await tasks(store, None))
+            return Verification(root=str(root), checkpoints=tuple(verdicts), latest=await pointer_now(store))
+
+    return asyncio.run(found())
+
+
+def test_without_damage_everything_is_found_whole(root: Path) -> None:
+    """Otherwise the tests below would show nothing."""
+    for pattern in (*VERIFIED_OBJECTS.values(), OUTCOME, *UNREAD_OBJECTS.values()):
+        assert (root / only(root, pattern)).stat().st_size > 0
+    assert verdict(root).damage == []
+    with Checkpointer(root) as ckpt:
+        assert must_load(ckpt, 2).fell_back_from == ()
+
+
+# --- what loading reads ---
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("kind", VERIFIED_OBJECTS)
+def test_damage_to_what_is_read(root: Path, kind: str, fault: str, caplog: pytest.LogCaptureFixture) -> None:
+    key = only(root, VERIFIED_OBJECTS[kind])
+    break_file(root / key, fault)
+
+    [found] = verdict(root).damage
+    assert (found.key, found.rank) == (key, 0)
+    assert key in found.message
+
+    with Checkpointer(root) as ckpt:
+        loaded = must_load(ckpt, 1)
+        assert key in loaded.fell_back_from[0]
+        assert f"global_step2 cannot be loaded: {loaded.fell_back_from[0]}" in errors(caplog)
+        for options in ({"tag": "global_step2"}, {"fallback": False}):
+            training = new_training()
+            with pytest.raises(DamagedError, match=r"rank 0") as caught:
+                ckpt.load(training.state, **options)
+            assert (caught.value.key, caught.value.rank) == (key, 0)
+            assert bool(caught.value.fqn) is (kind == "chunks")
+            assert caught.value.fqn in str(caught.value)
+            assert training.wrong(99) == [], "the objects were touched"
+        must_save_and_load(ckpt, 3, 2)
+
+
+@pytest.mark.parametrize("kind", VERIFIED_OBJECTS)
+def test_damage_to_every_checkpoint_raises(root: Path, kind: str) -> None:
+    newest = only(root, VERIFIED_OBJECTS[kind])
+    oldest = newest.replace(NEWEST, "global_step1/00000001-0")
+    for key in (newest, oldest):
+        break_file(root / key, "flip")
+    with Checkpointer(root) as ckpt:
+        with pytest.raises(DamagedError, match="no whole checkpoint is left") as caught:
+            ckpt.load(new_training().state)
+        assert newest in str(caught.value)
+        assert oldest in str(caught.value)
+        must_save_and_load(ckpt, 3)
+
+
+# --- the outcome ---
+
+
+@pytest.mark.parametrize("restarted", [True, False])
+@pytest.mark.parametrize("fault", ["flip", "truncate"])
+def test_a_damaged_outcome(root: Path, fault: str, restarted: bool, caplog: pytest.LogCaptureFixture) -> None:
+    if restarted:
+        break_file(root / OUTCOME, fault)
+    with Checkpointer(root) as ckpt:
+        if not restarted:
+            break_file(root / OUTCOME, fault)
+        [found, *others] = verdict(root).damage
+        assert found.key == OUTCOME
+        assert all(damage.key == "latest" for damage in others)
+        loaded = must_load(ckpt, 1)
+        assert OUTCOME in loaded.fell_back_from[0]
+        assert OUTCOME in errors(caplog)
+        for options in ({"tag": "global_step2"}, {"fallback": False}):
+            with pytest.raises(DamagedError, match=OUTCOME) as caught:
+                ckpt.load(new_training().state, **options)
+            assert caught.value.key == OUTCOME
+        must_save_and_load(ckpt, 3, 2)
+
+
+def test_a_missing_outcome_is_decided_again_at_the_next_start(root: Path) -> None:
+    """All votes are there: that is how a job that died before the commit leaves it."""
+    break_file(root / OUTCOME, "remove")
+    with Checkpointer(root) as ckpt:
+        must_load(ckpt, 2)
+        must_save_and_load(ckpt, 3, 2)
+
+
+def test_an_outcome_that_goes_missing_meanwhile_is_no_silent_step_back(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Checkpointer(root) as ckpt:
+        break_file(root / OUTCOME, "remove")
+        assert "latest names global_step2" in must_load(ckpt, 1).fell_back_from[0]
+        assert "latest names global_step2" in errors(caplog)
+        with pytest.raises(DamagedError, match="latest names global_step2"):
+            ckpt.load(new_training().state, fallback=False)
+        with pytest.raises(NotFoundError, match=r"global_step2 is not a checkpoint: .*00000001-1 is in-doubt"):
+            ckpt.load(new_training().state, tag="global_step2")
+        must_save_and_load(ckpt, 3, 2)
+
+
+def test_an_older_outcome_that_is_damaged_stops_nobody(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    key = "global_step1/00000001-0/outcome"
+    break_file(root / key, "flip")
+    with Checkpointer(root) as ckpt:
+        for options in ({}, {"fallback": False}):
+            training, loaded = load(ckpt, **options)
+            assert (loaded.step, training.wrong(2), loaded.fell_back_from) == (2, [], ())
+        assert key in errors(caplog)
+
+
+# --- what loading does without ---
+
+
+@pytest.mark.parametrize("restarted", [True, False])
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("kind", UNREAD_OBJECTS)
+def test_damage_to_what_is_not_read(root: Path, kind: str, fault: str, restarted: bool) -> None:
+    path = root / only(root, UNREAD_OBJECTS[kind])
+    if restarted:
+        break_file(path, fault)
+    with Checkpointer(root) as ckpt:
+        if not restarted:
+            break_file(path, fault)
+        training, loaded = load(ckpt, fallback=False)
+        assert (loaded.tag, loaded.step, training.wrong(2)) == ("global_step2", 2, [])
+        must_save_and_load(ckpt, 3, 2)
+        assert ckpt.latest() == "global_step2"
+    with Checkpointer(root) as ckpt:
+        must_load(ckpt, 2)
+        must_save_and_load(ckpt, 4, 2)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_verify_finds_a_damaged_plan_and_the_next_start_mends_it(root: Path, fault: str) -> None:
+    key = only(root, UNREAD_OBJECTS["plan"])
+    break_file(root / key, fault)
+    assert {damage.key for damage in verdict(root).damage} == {key}
+    with Checkpointer(root) as ckpt:
+        must_save_and_load(ckpt, 3)
+    assert verdict(root).damage == []
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_verify_finds_a_damaged_pointer_and_the_next_start_mends_it(root: Path, fault: str) -> None:
+    break_file(root / "latest", fault)
+    report = verdict(root).latest
+    assert report is not None
+    assert report.damage or report.behind
+    Checkpointer(root).close()
+    assert (root / "latest").read_text() == "global_step2\n"
+    assert verdict(root).damage == []
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_lost_epoch_is_not_begun_again(root: Path, fault: str) -> None:
+    """Attempts of two jobs under one name would overwrite each other."""
+    break_file(root / ".checkpointd/epochs/00000001", fault)
+    with Checkpointer(root) as ckpt:
+        assert ckpt.status().epoch == 2
+
+
+# --- anything, anywhere ---
+
+
+@dataclass(frozen=True)
+class Flip:
+    key: str
+    byte: int
+    bit: int
+
+    def do(self, root: Path) -> None:
+        data = bytearray((root / self.key).read_bytes())
+        data[self.byte] ^= 1 << self.bit
+        (root / self.key).write_bytes(data)
+
+
+def flips(root: Path, seed: int, count: int) -> Iterator[Flip]:
+    """Of every object about as many, small ones and large ones alike."""
+    chance = random.Random(seed)
+    keys = [path.relative_to(root).as_posix() for path in sorted(root.rglob("*")) if path.is_file()]
+    keys = [key for key in keys if (root / key).stat().st_size]
+    for number in range(count):
+        key = keys[number % len(keys)]
+        yield Flip(key, chance.randrange((root / key).stat().st_size), chance.randrange(8))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_random_flips_never_give_a_wrong_bit(whole: Path, tmp_path: Path, seed: int, caplog: pytest.LogCaptureFixture) -> None:
+    fell_back = 0
+    for number, flip in enumerate(flips(whole, seed, 60)):
+        root = Path(shutil.copytree(whole, tmp_path / str(number)))
+        flip.do(root)
+        caplog.clear()
+        with Checkpointer(root) as ckpt:
+            training, loaded = load(ckpt)  # one of them is always whole
+        assert loaded.step in (1, 2), (seed, flip)
+        assert training.wrong(loaded.step) == [], (seed, flip)
+        if loaded.step == 1:
+            fell_back += 1
+            assert flip.key.startswith(NEWEST), (seed, flip)
+            assert flip.key in errors(caplog), (seed, flip)
+    assert fell_back > 0

@@ -1,0 +1,350 @@
+"""What the ranks of a job do to each other: one is missing, stopped, dead, failing, fenced, elsewhere, preempted, gone.
+
+Where a test sets no deadline for the commit, it is one that no test lives to see (jobs.NEVER_S): the answer came for another
+reason.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from checkpointd.errors import WorldSizeError
+from checkpointd_client import Checkpointer
+from tests.builders import objects
+from tests.faults import tracing
+from tests.faults.jobs import End, Job, Rank, wait_until
+from tests.faults.trainer import Training
+
+pytestmark = pytest.mark.e2e
+
+SOON_S = 1.5
+"""A deadline that a test waits for. Whatever the machine's load, what comes within it is not asserted."""
+MIB = 1 << 20
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "root"
+
+
+def attempt(root: Path, step: int, name: str = "00000001-0") -> Path:
+    return root / f"global_step{step}" / name
+
+
+def bulk(root: Path, step: int) -> list[str]:
+    """Chunks and indexes of any attempt at `step`."""
+    folder = root / f"global_step{step}"
+    return [path.name for suffix in (".chunks", ".index") for path in objects(folder, suffix)]
+
+
+def alike(ends: list[End], phase: str, code: str) -> str:
+    """The message of ends that all say the same."""
+    assert {(end.phase, end.code) for end in ends} == {(phase, code)}, ends
+    assert len({end.message for end in ends}) == 1, ends
+    return ends[0].message
+
+
+# --- a rank that is missing ---
+
+
+def test_a_rank_that_never_calls_save_is_named_and_the_next_save_works(pair: Job, root: Path) -> None:
+    pair.open(root, commit_timeout_s=SOON_S)
+    pair.must_commit(1)
+    pair.ranks[0].do("save", step=2)
+    end = pair.ranks[0].end(2)
+    assert (end.phase, end.code, end.ranks) == ("aborted", "DeadlineError", [1])
+    assert "no vote from rank 1 (had written nothing)" in end.message
+    assert "every rank must call save()" in end.message
+    pair.must_commit(3)
+    pair.ranks[1].do("save", step=2)  # far too late: it learns what the others learnt
+    assert pair.ranks[1].end(2) == end
+    wait_until(lambda: not bulk(root, 2), "the pieces of the aborted attempt go")
+    pair.must_load(3)
+
+
+def test_the_coordinator_that_never_calls_save_is_named_by_the_others(pair: Job, root: Path) -> None:
+    pair.open(root, commit_timeout_s=SOON_S)
+    pair.ranks[1].do("save", step=1)
+    end = pair.ranks[1].end(1)
+    assert (end.phase, end.code, end.ranks) == ("aborted", "DeadlineError", [0])
+    pair.must_commit(2)
+
+
+@pytest.mark.parametrize("absent", [0, 1])
+def test_a_rank_that_does_not_call_load_is_named(pair: Job, root: Path, absent: int) -> None:
+    pair.open(root, commit_timeout_s=SOON_S)
+    pair.must_commit(1)
+    rank = pair.ranks[1 - absent]
+    rank.tell("load")
+    with pytest.raises(Exception, match=rf"DeadlineError: ranks \[{absent}\] did not answer .* calling load\(\)"):
+        rank.answer()
+
+
+# --- a rank that is stopped ---
+
+
+def test_a_rank_stopped_before_it_saves_learns_the_same_when_it_wakes_up(pair: Job, root: Path) -> None:
+    pair.open(root, commit_timeout_s=SOON_S)
+    sleeper = pair.ranks[1]
+    sleeper.send(signal.SIGSTOP)
+    pair.tell("save", step=1)
+    end = pair.ranks[0].end(1)
+    assert (end.code, end.ranks) == ("DeadlineError", [1])
+    sleeper.send(signal.SIGCONT)
+    assert sleeper.end(1) == end
+    pair.must_commit(2)
+    pair.must_load(2)
+    assert not objects(root / "global_step1", ".chunks")
+
+
+def test_a_rank_stopped_in_the_middle_of_writing_learns_the_same_when_it_wakes_up(pair: Job, root: Path) -> None:
+    pair.open(root, commit_timeout_s=2 * SOON_S, compression="none", nbytes=48 * MIB)
+    sleeper = pair.ranks[1]
+    step = stop_while_writing(pair, root, sleeper)
+    end = pair.ranks[0].end(step)
+    assert (end.code, end.ranks) == ("DeadlineError", [1])
+    assert "rank 1 (had begun to write)" in end.message
+    sleeper.send(signal.SIGCONT)
+    assert sleeper.end(step) == end
+    pair.must_commit(step + 1)
+    wait_until(lambda: not bulk(root, step), "the pieces of the aborted attempt go")
+    pair.must_load(step + 1)
+
+
+def stop_while_writing(job: Job, root: Path, sleeper: Rank) -> int:
+    """SIGSTOP to rank 1, the `sleeper`, when it has begun to write and has not voted; the step that it was saving."""
+    for step in range(20):
+        job.tell("save", step=step)
+        chunks, vote = attempt(root, step) / "00001-0.chunks", attempt(root, step) / "00001.vote"
+        wait_until(chunks.exists, "rank 1 begins to write")
+        sleeper.send(signal.SIGSTOP)
+        if not vote.exists():
+            return step
+        sleeper.send(signal.SIGCONT)  # it was too quick
+        job.ends(step)
+    raise AssertionError("rank 1 was never caught in the middle of writing")
+
+
+# --- a rank that fails ---
+
+
+def test_the_storage_error_of_one_rank_aborts_all_at_once(pair: Job, root: Path) -> None:
+    pair.open(root)
+    pair.must_commit(1)
+    obstacle = attempt(root, 2) / "00001-0.chunks"
+    obstacle.parent.mkdir(parents=True)
+    obstacle.write_bytes(b"in the way")
+    message = alike_but_for_the_phase(pair.save(2), at_fault=1)
+    assert "rank 1 failed while persisting: creating 'global_step2/00000001-0/00001-0.chunks'" in message
+    assert "that name is taken" in message
+    wait_until(lambda: not bulk(root, 2), "the pieces of the aborted attempt go")
+    pair.must_commit(3)
+    pair.must_load(3)
+
+
+def test_a_state_that_one_rank_cannot_store_aborts_all_at_once(pair: Job, root: Path) -> None:
+    pair.open(root)
+    pair.ranks[0].tell("save", step=1)
+    with pytest.raises(Exception, match="StateError: socket: "):
+        pair.ranks[1].do("save_unsafe", step=1)
+    end = pair.ranks[0].end(1)
+    assert (end.phase, end.ranks) == ("aborted", [1])
+    assert "rank 1 failed while staging: socket: " in end.message
+    pair.must_commit(2)
+
+
+def alike_but_for_the_phase(ends: list[End], *, at_fault: int) -> str:
+    """The message that all ranks got; the one at fault knows its own error as well."""
+    assert [end.phase for end in ends] == ["failed" if rank == at_fault else "aborted" for rank in range(len(ends))], ends
+    assert {end.code for end in ends} == {"AbortedError"}
+    assert len({end.message for end in ends}) == 1, ends
+    assert ends[at_fault].cause
+    return ends[0].message
+
+
+# --- a rank that is gone ---
+
+
+def test_a_rank_that_dies_for_good_leaves_the_others_with_an_answer(pair: Job, root: Path, tmp_path: Path) -> None:
+    with Job(folder=tmp_path) as job:
+        job.open(root, commit_timeout_s=SOON_S)
+        job.must_commit(1)
+        job.ranks[1].kill()
+        job.ranks[0].do("save", step=2)
+        end = job.ranks[0].end(2)
+        assert (end.code, end.ranks) == ("DeadlineError", [1])
+        job.ranks[0].do("close")
+    restart(pair, root, loads=1)
+
+
+def test_a_dead_coordinator_leaves_the_others_with_an_answer(pair: Job, root: Path, tmp_path: Path) -> None:
+    """Rank 0 is the host of torch.distributed's store as well: that is gone, too."""
+    with Job(folder=tmp_path) as job:
+        job.open(root, commit_timeout_s=SOON_S)
+        job.must_commit(1)
+        job.ranks[0].kill()
+        job.ranks[1].do("save", step=2)
+        end = job.ranks[1].end(2)
+        assert (end.code, end.ranks) == ("DeadlineError", [0])
+        job.ranks[1].do("close")
+    restart(pair, root, loads=1)
+
+
+@pytest.fixture
+def dies_at_the_commit(root: Path, tmp_path: Path) -> Iterator[Job]:
+    """Rank 0 is killed as it gives the outcome of step 2 its name."""
+    outcome = attempt(root, 2) / "outcome"
+    prefix = tracing.prefix(calls="link,linkat", on=[outcome], fault="signal=KILL", log=tmp_path / "strace")
+    with Job(folder=tmp_path, prefixes={0: prefix}) as job:
+        yield job
+
+
+def test_a_coordinator_that_dies_at_the_commit_is_named_and_the_next_start_agrees(
+    dies_at_the_commit: Job, pair: Job, root: Path
+) -> None:
+    job = dies_at_the_commit
+    job.open(root, commit_timeout_s=4 * SOON_S)
+    job.must_commit(1)
+    job.tell("save", step=2)
+    end = job.ranks[1].end(2)
+    assert job.ranks[0].process.wait() != 0
+    if end.phase == "committed":  # the name was given before the signal came
+        restart(pair, root, loads=2)
+        return
+    assert (end.phase, end.code, end.ranks) == ("aborted", "DeadlineError", [0])
+    assert "all ranks have voted, but it put no outcome" in end.message
+    restart(pair, root, loads=1)
+
+
+def restart(job: Job, root: Path, *, loads: int) -> None:
+    """The next start, here `job`, finds `loads`, and what it saves then is found again."""
+    job.open(root)
+    job.must_load(loads)
+    job.must_commit(3)
+    job.must_load(3)
+
+
+def test_ranks_that_leave_right_after_save_have_committed(pair: Job, root: Path, tmp_path: Path) -> None:
+    with Job(folder=tmp_path, nbytes=16 * MIB) as job:
+        job.open(root)
+        job.all("save", step=1)
+        job.tell("leave")
+        assert [rank.process.wait() for rank in job.ranks] == [0, 0], [rank.said() for rank in job.ranks]
+        assert (root / "latest").read_text() == "global_step1\n"
+        assert [path.name for path in objects(root, "outcome")] == ["outcome"]
+    pair.open(root, nbytes=16 * MIB)
+    pair.must_load(1)
+
+
+# --- another job, another place, another size ---
+
+
+def test_a_second_job_fences_the_first_and_both_say_so(pair: Job, root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first = pair.ranks[0]
+    pair.open(root)
+    pair.must_commit(1)
+    caplog.set_level("INFO", "checkpointd")
+    with Checkpointer(root) as second:
+        about_the_first = next(text for text in caplog.messages if "epoch 1 of" in text)
+        assert f"process {first.pid} on {socket.gethostname()}" in about_the_first
+        assert time_of(root, epoch=1) in about_the_first
+
+        message = alike(pair.save(2), "aborted", "FencedError")
+        assert f"epoch 2 was begun by process {os.getpid()} on {socket.gethostname()} at {time_of(root, epoch=2)}" in message
+        assert "give each its own root" in message
+        assert message in first.logged("ERROR")
+
+        second.save(4, {"w": torch.ones(4)}).wait()
+        assert second.latest() == "global_step4"
+    assert (root / "latest").read_text() == "global_step4\n"
+
+
+def time_of(root: Path, *, epoch: int) -> str:
+    written = json.loads((root / ".checkpointd" / "epochs" / f"{epoch:08d}").read_text())
+    return str(written["writer"]["time"])
+
+
+def test_ranks_with_different_roots_are_told_at_the_start(pair: Job, tmp_path: Path) -> None:
+    for rank in pair.ranks:
+        rank.tell("open", root=str(tmp_path / f"node-{rank.rank}"), seed=1, nbytes=4096)
+    for rank in pair.ranks:
+        with pytest.raises(Exception, match=r"RootNotSharedError: the ranks do not share .*rank 1: .*epochs/00000001"):
+            rank.answer()
+    pair.open(tmp_path / "shared")
+    pair.must_commit(1)
+
+
+def test_a_node_that_has_an_older_root_of_its_own_is_told_at_the_start(pair: Job, tmp_path: Path) -> None:
+    """Both see an epoch 1, each its own one."""
+    with Checkpointer(tmp_path / "node-1"):
+        pass
+    for rank in pair.ranks:
+        rank.tell("open", root=str(tmp_path / f"node-{rank.rank}"), seed=1, nbytes=4096)
+    for rank in pair.ranks:
+        with pytest.raises(
+            Exception, match=rf"RootNotSharedError: .*rank 1: .*another epoch 1, begun by process {os.getpid()}"
+        ):
+            rank.answer()
+
+
+def test_another_world_size_is_refused_on_every_rank(pair: Job, root: Path) -> None:
+    pair.open(root)
+    pair.must_commit(1)
+    pair.all("close")
+    alone = Training(seed=pair.seed, rank=0, nbytes=pair.nbytes)
+    alone.advance(5)
+    with Checkpointer(root) as ckpt:
+        with pytest.raises(WorldSizeError, match="was saved by 2 ranks and this job has 1"):
+            ckpt.load(alone.state)
+        assert alone.wrong(5) == []
+        ckpt.save(2, alone.state).wait()
+    pair.open(root)
+    for error in pair.errors_of("load"):
+        assert error.code == "WorldSizeError"
+        assert "global_step2 was saved by 1 ranks and this job has 2" in error.message
+    pair.must_load(1, tag="global_step1")
+
+
+# --- preemption ---
+
+
+@pytest.mark.parametrize("signalled", [0, 1])
+def test_a_signal_to_one_rank_stops_all_at_the_same_step_and_the_last_save_commits(
+    pair: Job, root: Path, signalled: int
+) -> None:
+    pair.open(root, preempt_signal=int(signal.SIGTERM))
+    pair.must_commit(0)
+    pair.tell("train_until_preempted", steps=1_000_000)
+    pair.ranks[signalled].send(signal.SIGTERM)
+    steps = [rank.answer() for rank in pair.ranks]
+    assert steps[0] == steps[1] is not None
+    pair.all("close")
+    pair.open(root)
+    pair.must_load(steps[0])
+
+
+@pytest.mark.parametrize("damaged", [0, 1])
+def test_damage_that_one_rank_finds_sends_all_ranks_to_the_checkpoint_before(pair: Job, root: Path, damaged: int) -> None:
+    pair.open(root)
+    pair.must_commit(1)
+    pair.must_commit(2)
+    chunks = attempt(root, 2) / f"{damaged:05d}-0.chunks"
+    data = bytearray(chunks.read_bytes())
+    data[5000] ^= 1
+    chunks.write_bytes(data)
+    found = pair.load()
+    assert [(loaded.step, loaded.wrong) for loaded in found if loaded] == [(1, []), (1, [])]
+    for rank in pair.ranks:
+        assert f"{chunks.relative_to(root)} is damaged" in rank.logged("ERROR")
+    for options in ({"tag": "global_step2"}, {"fallback": False}):
+        for error in pair.errors_of("load", **options):
+            assert error.code == "DamagedError"
+            assert f"(rank {damaged}, model." in error.message
