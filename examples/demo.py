@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -135,6 +136,7 @@ class Demo:
 
 def main() -> int:
     options = parse_args()
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # ends the running job on the way out
     # Piped output has no width of its own; a fixed one keeps the tables readable in a log.
     console = Console(width=None if sys.stdout.isatty() else 110, highlight=False)
     started = time.monotonic()
