@@ -85,7 +85,7 @@ class Demo:
 
     def job(self, out: Path, *arguments: str, restarts: int = 0) -> Job:
         shape = ["--layers", str(self.options.layers), "--width", str(self.options.width)]
-        length = ["--steps", str(self.options.steps), "--batch", "4", "--print-every", "5", "--out", str(out)]
+        length = ["--steps", str(self.options.steps), "--batch", "3", "--print-every", "4", "--out", str(out)]
         errors = self.folder / f"{out.name}.stderr"
         return Job(HERE / "train_gpt.py", [*shape, *length, *arguments], errors=errors, restarts=restarts)
 
@@ -160,8 +160,8 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=HERE.parent / "build" / "demo", help="where to work; some GB are needed")
     parser.add_argument("--keep", action="store_true", help="leave the folder for a closer look")
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--save-every", type=int, default=5, help="steps")
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--save-every", type=int, default=4, help="steps")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=384, help="a multiple of 64")
     parser.add_argument("--compression", choices=["auto", "none", "zstd", "planes"], default="auto")

@@ -16,7 +16,7 @@ MEGA = 1e6
 COSTS_EXPLAINED = (
     "Of the slower rank. Training was held for call (until save() returned) and for fence (by the next optimizer step). "
     "Counted from the call on: safe, until the tensors could change again; durable, until the shard was on the disk; "
-    "committed on all ranks."
+    "committed on all ranks. torch.save of the same state holds training for all of its call; it is durable after the fsync."
 )
 
 
