@@ -10,6 +10,7 @@ from checkpointd.codec import Compression
 from checkpointd.errors import UsageError
 
 MIB = 1 << 20
+TIMEOUT_S_MAX = 30 * 86400.0
 
 
 def _positive(**values: float) -> None:
@@ -58,6 +59,8 @@ class CommitConfig:
 
     def __post_init__(self) -> None:
         _positive(timeout_s=self.timeout_s, poll_min_s=self.poll_min_s)
+        if self.timeout_s > TIMEOUT_S_MAX:
+            raise UsageError(f"timeout_s is {self.timeout_s!r}; choose {TIMEOUT_S_MAX:g} (30 days) or less")
         if self.poll_max_s < self.poll_min_s:
             raise UsageError(f"poll_max_s ({self.poll_max_s}) is below poll_min_s ({self.poll_min_s})")
 

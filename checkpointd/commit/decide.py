@@ -1,7 +1,7 @@
 """The coordinator's and recovery's decision: from votes to an outcome.
 
 Invariants
-  D1  Commit needs a valid yes vote of every rank for this very attempt, and plans that are whole together.
+  D1  Commit needs a valid yes vote of every rank for this very attempt and one step, and plans that are whole together.
   D2  A no vote or an invalid vote aborts at once; a missing vote aborts only when the deadline passed or nobody can vote
       any more.
 """
@@ -39,7 +39,20 @@ def decide(votes: Mapping[int, Vote | None], *, tag: str, attempt: str, world_si
     no = sorted(r for r, v in votes.items() if v is not None and v.vote == "no")
     if no:
         return _refused(votes, no)
-    return Decision() if votes.keys() >= set(range(world_size)) else None
+    if not votes.keys() >= set(range(world_size)):
+        return None
+    steps = {rank: vote.step for rank, vote in votes.items() if vote is not None}
+    return Decision() if len(set(steps.values())) == 1 else _other_step(steps)
+
+
+def _other_step(steps: Mapping[int, int]) -> Decision:
+    first = min(steps)
+    others = sorted(rank for rank, step in steps.items() if step != steps[first])
+    message = (
+        f"rank {first} saved step {steps[first]} and rank {others[0]} step {steps[others[0]]} under one tag: they "
+        "have called save() for this tag a different number of times; every rank must do so each time, or the tag name the step"
+    )
+    return _abort("AbortedError", message, others)
 
 
 def _refused(votes: Mapping[int, Vote | None], no: list[int]) -> Decision:

@@ -37,7 +37,7 @@ from checkpointd.pipeline.publish import Ballot, PlanCheck, missing_ranks, outco
 from checkpointd.pipeline.rates import Rates
 from checkpointd.pipeline.save import VoteUncertain, drop_shard, persist, vote_no
 from checkpointd.pipeline.shard import AttemptInfo, Progress, Shard
-from checkpointd.pipeline.workers import Stopped
+from checkpointd.pipeline.workers import Stopped, answered
 from checkpointd.store.base import Store
 
 log = logging.getLogger("checkpointd")
@@ -46,6 +46,8 @@ COORDINATOR = 0
 FENCE_GRACE_S = 5.0
 """How long a fenced coordinator leaves the decision to the newer epoch's recovery before it gives up."""
 GIVE_UP_TRIES = 3
+ANSWER_S = 10.0
+"""How long a store is waited for once the deadline has passed."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -90,6 +92,8 @@ class Attempt:
         self._own_error: BaseException | None = None
         self._fenced: FencedError | None = None
         self._hopeless: CheckpointdError | None = None
+        self._doubted: Decision | None = None
+        """The abort that this rank asks for at every look, since its own yes vote may be there or not."""
 
     @property
     def votes_missing(self) -> tuple[int, ...] | None:
@@ -106,9 +110,9 @@ class Attempt:
         work = asyncio.ensure_future(self._work(staged))
         try:
             outcome = await self._follow()
-        except CheckpointdError as error:
-            await work
+        except Exception as error:  # A1: an unforeseen one, too, ends the attempt on this rank
             self._lost(error)
+            await work
             return
         if outcome.outcome == "commit":
             await work
@@ -177,7 +181,7 @@ class Attempt:
         self._own_error = error.__cause__
         self._fire(Event.VOTE_UNCERTAIN)
         report = ErrorReport(code=_code(error), message=str(error), phase=str(Phase.PERSISTING))
-        await self._put_abort(Decision(report, (self.info.rank,)))
+        self._doubted = Decision(report, (self.info.rank,))
 
     async def _put_abort(self, decision: Decision) -> CheckpointdError | None:
         """Put the abort unless there is an outcome; the error that prevented it."""
@@ -195,7 +199,7 @@ class Attempt:
         config, loop = self._state.commit, asyncio.get_running_loop()
         delay = config.poll_min_s
         while True:
-            outcome = await self._look()
+            outcome = await self._look_in_time()
             if outcome is not None:
                 return outcome
             if self._hopeless is not None:
@@ -205,8 +209,19 @@ class Attempt:
             await asyncio.sleep(max(0.0, min(delay, self._deadline - loop.time())))
             delay = min(delay * 1.5, config.poll_max_s)
 
+    async def _look_in_time(self) -> Outcome | None:
+        """One look, given up at the deadline where the store does not answer."""
+        left_s = max(self._deadline - asyncio.get_running_loop().time(), self._state.commit.poll_min_s)
+        try:
+            return await answered(self._look(), left_s)
+        except StoreError as error:
+            log.error("%s: %s", self.info.prefix, error)
+            return None
+
     async def _look(self) -> Outcome | None:
         try:
+            if self._doubted is not None:
+                return await put_outcome(self._store, self._outcome_of(self._doubted))
             if self.info.rank == COORDINATOR:
                 return await self._coordinate()
             return await self._seen()
@@ -254,15 +269,20 @@ class Attempt:
         self._fire(Event.DEADLINE)
         for tries in range(1, GIVE_UP_TRIES + 1):
             try:
-                if self.phase is Phase.PREPARED and await self._store.stat(self.info.key(vote_name(self.info.rank))) is None:
-                    return self._outcome_of(Decision())  # committed, replaced and forgotten: only a commit loses its votes (R4)
-                return await put_outcome(self._store, self._outcome_of(await self._too_late()))
+                return await answered(self._abort_late(), ANSWER_S)
             except CheckpointdError as error:
                 if tries == GIVE_UP_TRIES:
                     raise
                 log.warning("%s: the abort cannot be put: %s; trying again", self.info.prefix, error)
                 await asyncio.sleep(self._state.commit.poll_max_s * tries)
         raise AssertionError("unreachable")
+
+    async def _abort_late(self) -> Outcome:
+        own_vote = self.info.key(vote_name(self.info.rank))
+        if self.phase is Phase.PREPARED and self._doubted is None and await self._store.stat(own_vote) is None:
+            # Removed by somebody, or its records went after a commit (R4): an abort put now could contradict what was decided.
+            raise StoreError(f"{own_vote}, this rank's own vote, is gone")
+        return await put_outcome(self._store, self._outcome_of(await self._too_late()))
 
     async def _too_late(self) -> Decision:
         if self._fenced is not None:
@@ -286,7 +306,9 @@ class Attempt:
         self.error.__cause__ = self._own_error
         self._fire(Event.SAW_ABORT)
 
-    def _lost(self, error: CheckpointdError) -> None:
+    def _lost(self, error: Exception) -> None:
+        if not isinstance(error, CheckpointdError):
+            log.error("%s: unforeseen, please report it", self.info.prefix, exc_info=error)
         if self._own_error is not None:
             message = f"{self.info.prefix} failed: {self._own_error}; the storage took no word of it ({error})"
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from checkpointd.commit.retention import AttemptFacts, Order, State
-from checkpointd.errors import DamagedError, NotFoundError
+from checkpointd.errors import DamagedError, NotFoundError, StoreError
 from checkpointd.layout.keys import (
     DELETED,
     LATEST,
@@ -99,7 +99,8 @@ async def _view(store: Store, tag: str, attempt: AttemptId) -> AttemptView:
         return AttemptView(tag, attempt, sizes, None)
     try:
         return AttemptView(tag, attempt, sizes, await read_outcome(store, tag, attempt))
-    except (DamagedError, NotFoundError) as error:
+    except (DamagedError, NotFoundError, StoreError) as error:
+        # One sector that cannot be read must not hide every other checkpoint.
         return AttemptView(tag, attempt, sizes, None, str(error))
 
 

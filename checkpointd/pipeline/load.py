@@ -74,7 +74,10 @@ async def read_index(store: Store, checkpoint: Checkpoint, rank: int) -> Index:
     try:
         vote = await read_vote(store, key, ref.digest)
         key = f"{checkpoint.prefix}/{vote.index.name}" if vote.index else key
-        return await _index_of(store, checkpoint.prefix, vote)
+        index = await _index_of(store, checkpoint.prefix, vote)
+        if index.step != outcome.step:
+            raise DamagedError(f"{key} is of step {index.step}, the outcome of step {outcome.step}")
+        return index
     except (NotFoundError, DamagedError) as error:
         raise DamagedError(f"{error} (rank {rank} of {checkpoint.tag})", key=key, rank=rank) from error
 

@@ -80,18 +80,21 @@ class PlanCheck:
         fault = union_fault(plans)
         if fault:
             return unshared(fault)
+        # Two attempts may be checked at once, so nothing that the other needs lies in what is replaced here.
         self._whole = {digests}
-        self._plans = {name: self._plans[name] for name in digests}
+        self._plans = {name: plans[rank] for rank, name in zip(sorted(votes), digests, strict=True)}
         return None
 
     async def _plan(self, name: str) -> Plan:
-        if name not in self._plans:
-            key = plan_key(name)
-            data = await self.store.get(key, size_max=LISTING_BYTES_MAX)
-            if digest(data) != name:
-                raise DamagedError(f"{key} is damaged: its digest is {digest(data)}", key=key)
-            self._plans[name] = decode(data, Plan, key)
-        return self._plans[name]
+        known = self._plans.get(name)
+        if known is not None:
+            return known
+        key = plan_key(name)
+        data = await self.store.get(key, size_max=LISTING_BYTES_MAX)
+        if digest(data) != name:
+            raise DamagedError(f"{key} is damaged: its digest is {digest(data)}", key=key)
+        self._plans[name] = plan = decode(data, Plan, key)
+        return plan
 
 
 async def put_outcome(store: Store, outcome: Outcome) -> Outcome:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from checkpointd.commit import decide as decisions
 from checkpointd.commit.decide import Decision
-from checkpointd.errors import DamagedError, NotFoundError
+from checkpointd.errors import DamagedError, NotFoundError, StoreError
 from checkpointd.layout.keys import OUTCOME, AttemptId
 from checkpointd.layout.manifest import Outcome, Vote, decode_index, digest
 from checkpointd.pipeline import catalog
@@ -38,16 +38,20 @@ class Recovery:
 
 
 async def recover(store: Store, epoch: int) -> Recovery:
-    """Do all of it for attempts of epochs before `epoch`, which the caller has taken."""
+    """Do all of it for attempts of epochs before `epoch`, which the caller has taken.
+
+    What the storage refuses is logged and left for the next start: it must not keep the job from loading what is whole.
+    """
     done = Recovery()
     views = [await _settled(store, attempt, epoch, done) for attempt in await catalog.scan(store)]
-    for checkpoint in catalog.checkpoints_of(views):
-        if checkpoint.outcome.save_latest:
-            if await move_latest(store, checkpoint.tag, checkpoint.outcome.order):
-                done.latest_moved_to = checkpoint.tag
-            break
-    done.swept = await collect(store, [view.facts for view in views])
-    done.strays = await store.sweep()
+    newest = next((c for c in catalog.checkpoints_of(views) if c.outcome.save_latest), None)
+    try:
+        done.swept = await collect(store, [view.facts for view in views])
+        done.strays = await store.sweep()
+        if newest is not None and await move_latest(store, newest.tag, newest.outcome.order):
+            done.latest_moved_to = newest.tag
+    except StoreError as error:
+        log.error("recovery at %s is not complete: %s; the next start goes on with it", store.url, error)
     _report(done)
     return done
 
@@ -55,12 +59,15 @@ async def recover(store: Store, epoch: int) -> Recovery:
 async def _settled(store: Store, attempt: AttemptView, epoch: int, done: Recovery) -> AttemptView:
     if attempt.attempt.epoch >= epoch:
         return attempt
-    if attempt.state == "in-doubt":
-        done.decided.append(await resolve(store, attempt))
-        return await catalog.view(store, attempt.tag, attempt.attempt)
-    if OUTCOME in attempt.sizes:
-        # Its writer may have died between making it visible and making it durable.
-        await store.settle(f"{attempt.prefix}/{OUTCOME}")
+    try:
+        if attempt.state == "in-doubt":
+            done.decided.append(await resolve(store, attempt))
+            return await catalog.view(store, attempt.tag, attempt.attempt)
+        if OUTCOME in attempt.sizes:
+            # Its writer may have died between making it visible and making it durable.
+            await store.settle(f"{attempt.prefix}/{OUTCOME}")
+    except (StoreError, NotFoundError, DamagedError) as error:
+        log.error("%s cannot be decided now: %s; the next start tries again", attempt.prefix, error)
     return attempt
 
 

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+from checkpointd.errors import StoreError
+
+T = TypeVar("T")
 
 
 class Stopped(Exception):
@@ -43,3 +48,17 @@ async def run_workers(works: Sequence[Callable[[], Awaitable[None]]], width: int
     for result in gathered.result():
         if isinstance(result, BaseException):
             raise result
+
+
+async def answered(work: Coroutine[Any, Any, T], seconds: float) -> T:
+    """The result of `work`; StoreError where it takes longer than `seconds`.
+
+    A system call that hangs cannot be cancelled, so `work` is then left to itself; what it returns in the end is dropped.
+    """
+    task = asyncio.ensure_future(work)
+    done, _ = await asyncio.wait({task}, timeout=seconds)
+    if not done:
+        task.cancel()
+        task.add_done_callback(lambda late: late.cancelled() or late.exception())
+        raise StoreError(f"the storage has not answered for {seconds:.3g} s")
+    return task.result()

@@ -145,8 +145,11 @@ class Arena:
                 self._free.append(slot)
             self._change.notify()
 
-    def prewarm(self, nbytes: int, *, pin: bool) -> None:
-        """Allocate the first slot with `nbytes` of real memory, unless a slot exists already. Meant for a background thread."""
+    def prewarm(self, nbytes: int, *, device: int | None) -> None:
+        """Allocate the first slot with `nbytes` of real memory, unless a slot exists already.
+
+        Meant for a background thread. `device`: pin the memory for that CUDA device, None for none.
+        """
         with self._change:
             if self._closed or self._free or self._busy:
                 return
@@ -155,7 +158,8 @@ class Arena:
         try:
             slot = Slot(nbytes)
             slot.populate(nbytes)
-            if pin:
+            if device is not None:
+                torch.cuda.set_device(device)  # of this thread: pinning on another would open a context there
                 slot.pin()
         except OSError as error:
             log.warning("the arena cannot be prewarmed with %d bytes: %s; the first save allocates it", nbytes, error)

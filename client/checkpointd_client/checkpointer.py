@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from checkpointd.codec import Compression
 from checkpointd.config import MIB, CommitConfig, LoadConfig, PersistConfig
-from checkpointd.errors import CheckpointdError, ClosedError, UsageError, WaitTimeoutError
+from checkpointd.errors import CheckpointdError, ClosedError, StoreError, UsageError, WaitTimeoutError
 from checkpointd.layout.keys import check_tag, default_tag
 from checkpointd.pipeline import catalog
 from checkpointd.pipeline.attempt import WriterState
@@ -40,6 +40,8 @@ from checkpointd_client.status import Status
 from checkpointd_client.writer import Writer
 
 log = logging.getLogger("checkpointd")
+
+_SLICE_S = 0.25
 
 START_TIMEOUT_S = 120.0
 
@@ -91,6 +93,7 @@ class Checkpointer:
             self._give_back_root()
             raise
         self._commit = commit
+        self._process = os.getpid()
         self._arena = Arena()
         self._saver = Saver(
             writer=self._writer,
@@ -159,6 +162,8 @@ class Checkpointer:
         if tag is not None:
             check_tag(tag)
         self._saver.fence()
+        for handle in self._history.in_flight():
+            handle.ended_within(None)  # what is being committed may replace what would be read
         self._loads += 1
         loader = Loader(
             store=self._store,
@@ -195,12 +200,12 @@ class Checkpointer:
     def latest(self) -> str | None:
         """The tag that `latest` names in the store now, or None."""
         self._check_open("latest")
-        return self._writer.call(catalog.latest(self._store))
+        return self._writer.call(catalog.latest(self._store), self._commit.timeout_s)
 
     def list(self) -> list[Checkpoint]:
         """All checkpoints in the store, newest first: `.tag`, `.outcome.step` and more of each."""
         self._check_open("list")
-        return self._writer.call(catalog.checkpoints(self._store))
+        return self._writer.call(catalog.checkpoints(self._store), self._commit.timeout_s)
 
     @property
     def preempted(self) -> bool:
@@ -231,7 +236,7 @@ class Checkpointer:
         Raises the error of the last save where it failed and nobody has looked at its handle. After a preemption signal it
         waits no longer than what is left of `grace_s`.
         """
-        if self._closed:
+        if self._closed or os.getpid() != self._process:
             return
         self._closed = True
         try:
@@ -245,19 +250,26 @@ class Checkpointer:
 
     def _drain(self) -> None:
         """Wait for the saves in flight, without counting as having looked at their results."""
-        grace = self._preemption.grace_left_s() if self._preemption else None
-        until = None if grace is None else time.monotonic() + grace
         for handle in self._history.in_flight():
-            if not handle.ended_within(None if until is None else max(0.0, until - time.monotonic())):
-                log.error("leaving while %s is still %s: the grace period is over", handle.tag, handle.phase)
+            # In slices, since the signal that ends all patience may come while we wait.
+            while not handle.ended_within(_SLICE_S):
+                if self._grace_left_s() == 0:
+                    self._saver.abandon("the grace period after the signal is over")
+
+    def _grace_left_s(self) -> float | None:
+        return self._preemption.grace_left_s() if self._preemption else None
 
     def _release(self) -> None:
         self._step_hook.remove()
+        grace_s = self._grace_left_s()
+        tidy_s = TIDY_TIMEOUT_S if grace_s is None else min(TIDY_TIMEOUT_S, grace_s)
         if self._preemption is not None:
             self._preemption.close()
-        self._saver.close()
+        self._saver.close(tidy_s)
         try:
-            self._writer.call(self._store.close(), TIDY_TIMEOUT_S)
+            self._writer.call(self._store.close(), max(tidy_s, _SLICE_S))
+        except StoreError as error:
+            log.error("closing %s: %s", self._store.url, error)
         finally:
             self._writer.close()
             self._arena.close()
@@ -274,6 +286,8 @@ class Checkpointer:
     def _check_open(self, call: str) -> None:
         if self._closed:
             raise ClosedError(f"{call}() after close(): make a new Checkpointer for this root")
+        if os.getpid() != self._process:
+            raise ClosedError(f"{call}() in a forked process, which has none of the threads: call it in the one that made it")
 
     def __enter__(self) -> Self:
         return self

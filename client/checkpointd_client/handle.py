@@ -51,6 +51,7 @@ class SaveHandle:
         self._error: BaseException | None = None
         self._change = threading.Condition()
         self._future: Future[SaveHandle] = Future()
+        self._future.set_running_or_notify_cancel()
         self.observed = False
 
     def __repr__(self) -> str:
@@ -111,7 +112,15 @@ class SaveHandle:
         return self
 
     def __await__(self) -> Generator[Any, None, SaveHandle]:
-        return asyncio.wrap_future(self._future).__await__()
+        return self._awaited().__await__()
+
+    async def _awaited(self) -> SaveHandle:
+        try:
+            # Shielded: whoever stops waiting, by a time-out say, must not end the save for all others.
+            return await asyncio.shield(asyncio.wrap_future(self._future))
+        except CheckpointdError:
+            self.observed = True
+            raise
 
     def ended_within(self, timeout: float | None) -> bool:
         """Wait until the save has ended, without counting as having looked."""
@@ -128,9 +137,11 @@ class SaveHandle:
         return time.perf_counter() - self._began
 
     def advance(self, phase: Phase, error: CheckpointdError | None = None) -> None:
-        """Enter `phase`; called on the writer's thread, in the order of the phases."""
+        """Enter `phase`, in the order of the phases. Nothing follows a final one."""
         now = self.seconds()
         with self._change:
+            if self.done():
+                return
             self._phase = phase
             self._error = error or self._error
             if phase is Phase.PREPARED:

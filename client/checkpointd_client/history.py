@@ -76,6 +76,10 @@ class History:
             self.failed += phase is not Phase.COMMITTED
             self.last_failed = None if phase is Phase.COMMITTED else save.handle
 
+    def live(self) -> list[Save]:
+        with self._lock:
+            return list(self._live)
+
     def in_flight(self) -> list[SaveHandle]:
         with self._lock:
             return [save.handle for save in self._live]

@@ -38,11 +38,12 @@ def at_exit(method: Callable[[], None]) -> None:
     `atexit` comes too late: by then the thread pools refuse work. The hook that they use themselves is private, and there is no
     other.
     """
-    reference = weakref.WeakMethod(method)
+    reference, process = weakref.WeakMethod(method), os.getpid()
 
     def leave() -> None:
         call = reference()
-        if call is not None:
+        # A forked child (a data loader's worker) runs this as well, and has none of the threads.
+        if call is not None and os.getpid() == process:
             call()
 
     threading._register_atexit(leave)  # type: ignore[attr-defined]  # private to CPython 3.9+, see above

@@ -9,18 +9,20 @@ Invariants
 from __future__ import annotations
 
 import logging
-from collections.abc import MutableMapping
+import threading
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from checkpointd.config import LoadConfig, Ranks
-from checkpointd.errors import CheckpointdError, DamagedError, MismatchError, WorldSizeError
+from checkpointd.errors import CheckpointdError, DamagedError, MismatchError, NotFoundError, StoreError, WorldSizeError
 from checkpointd.layout import tree
 from checkpointd.layout.keys import AttemptId
 from checkpointd.layout.manifest import Index
 from checkpointd.pipeline import catalog
 from checkpointd.pipeline.candidates import candidates
 from checkpointd.pipeline.catalog import Checkpoint
-from checkpointd.pipeline.load import entries_by_fqn, read_index, read_tensors
+from checkpointd.pipeline.load import Sink, entries_by_fqn, read_index, read_tensors
 from checkpointd.store.base import Store
 from checkpointd_client import notes
 from checkpointd_client.notes import Choice, Problem, Verdict
@@ -48,6 +50,26 @@ class Loaded:
     """Newer checkpoints that were damaged, in words."""
 
 
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """The attempt that the ranks try next."""
+
+    tag: str
+    attempt: AttemptId
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """A candidate that is whole on this rank, and where its tensors will go."""
+
+    checkpoint: Checkpoint
+    index: Index
+    restoration: Restoration
+
+
+READ_TRIES = 2
+
+
 @dataclass(slots=True)
 class Loader:
     """One load() call on one rank."""
@@ -62,6 +84,7 @@ class Loader:
     state: MutableMapping[str, Any]
     strict: bool
     _failures: list[str] = field(default_factory=list)
+    _tried: set[str] = field(default_factory=set)
 
     def load(self, tag: str | None, *, fallback: bool) -> Loaded | None:
         """Agree, verify, load. None where there is no checkpoint and no tag was asked for."""
@@ -70,12 +93,11 @@ class Loader:
             if candidate is None:
                 self._check_nothing()
                 return None
-            restoration, index, problem = self._examine(candidate)
+            found, problem = self._examined(candidate)
             verdict = self._agree(f"load/{self.turn}/{number}/verdict", problem, "calling load()")
             if verdict is None:
-                assert restoration is not None
-                assert index is not None
-                return self._fill(candidate, index, restoration)
+                assert found is not None
+                return self._fill(found)
             self._failures.append(str(verdict))
             if not fallback or tag is not None or not isinstance(verdict, DamagedError):
                 raise verdict
@@ -90,7 +112,7 @@ class Loader:
 
     # --- agreeing on a candidate -----------------------------------------------------------------------------
 
-    def _candidate(self, number: int, tag: str | None, *, fallback: bool) -> Checkpoint | None:
+    def _candidate(self, number: int, tag: str | None, *, fallback: bool) -> Candidate | None:
         """The `number`th checkpoint to try, chosen by rank 0 and read by every rank; raises what choosing raised there."""
         key = f"load/{self.turn}/{number}/candidate"
         if self.ranks.rank == 0:
@@ -107,12 +129,11 @@ class Loader:
             return None
         attempt = AttemptId.parse(choice.attempt)
         assert attempt is not None
-        outcome = self.writer.call(catalog.read_outcome(self.store, choice.tag, attempt))
-        return Checkpoint(choice.tag, attempt, outcome)
+        return Candidate(choice.tag, attempt)
 
     def _choose(self, number: int, tag: str | None) -> Choice:
         try:
-            chosen, passed_over = self.writer.call(self._chosen(number, tag))
+            chosen, passed_over = self.writer.call(self._chosen(number, tag), self.timeout_s)
             if chosen is not None and chosen.outcome.world_size != self.ranks.world_size:
                 raise WorldSizeError(
                     f"{chosen.tag} was saved by {chosen.outcome.world_size} ranks and this job has {self.ranks.world_size}: "
@@ -129,7 +150,10 @@ class Loader:
         if tag is not None:
             return await catalog.find(self.store, tag), ()
         found = await candidates(self.store)
-        chosen = found.checkpoints[number] if number < len(found.checkpoints) else None
+        # By name, not by position: the list may have grown since the last look.
+        chosen = next((c for c in found.checkpoints if c.prefix not in self._tried), None)
+        if chosen is not None:
+            self._tried.add(chosen.prefix)
         if number > 0:
             return chosen, ()
         for damage in found.other:
@@ -138,19 +162,46 @@ class Loader:
 
     # --- looking before touching -----------------------------------------------------------------------------
 
-    def _examine(self, candidate: Checkpoint) -> tuple[Restoration | None, Index | None, CheckpointdError | None]:
-        """Everything that can be wrong with `candidate` on this rank, found without touching anything."""
-        try:
-            index = self.writer.call(read_index(self.store, candidate, self.ranks.rank))
-            entries = {fqn: (entry.dtype, entry.shape) for fqn, entry in entries_by_fqn(index).items()}
-            restoration = prepare(
-                self.state, tree.decode(index.tree), entries, index.aliases, index.excluded, strict=self.strict
-            )
-            sinks = {target.fqn: None for target in restoration.targets}
-            damage = self.writer.call(read_tensors(self.store, candidate.prefix, index, sinks, self.config))
-            return restoration, index, damage[0] if damage else None
-        except CheckpointdError as error:
-            return None, None, error
+    def _examined(self, candidate: Candidate) -> tuple[Examined | None, CheckpointdError | None]:
+        """What is needed to load `candidate`, or everything that can be wrong with it on this rank. Touches nothing.
+
+        Whatever goes wrong is returned, never raised: the other ranks wait for this one's word.
+        """
+        problem: CheckpointdError | None = None
+        for look in range(READ_TRIES):
+            try:
+                return self._examine(candidate), None
+            except StoreError as error:
+                log.warning("reading %s: %s", candidate.tag, error)
+                # What cannot be read twice is as lost as what was overwritten: an older checkpoint may be whole.
+                problem = DamagedError(
+                    f"{candidate.tag} cannot be read on rank {self.ranks.rank}: {error}", rank=self.ranks.rank
+                )
+                threading.Event().wait(look)
+            except NotFoundError as error:
+                return None, DamagedError(str(error), rank=self.ranks.rank)
+            except CheckpointdError as error:
+                return None, error
+            except Exception as error:
+                log.exception("examining %s", candidate.tag)
+                return None, CheckpointdError(f"{candidate.tag} cannot be loaded on rank {self.ranks.rank}: {error!r}")
+        return None, problem
+
+    def _examine(self, candidate: Candidate) -> Examined:
+        outcome = self.writer.call(catalog.read_outcome(self.store, candidate.tag, candidate.attempt), self.timeout_s)
+        checkpoint = Checkpoint(candidate.tag, candidate.attempt, outcome)
+        index = self.writer.call(read_index(self.store, checkpoint, self.ranks.rank), self.timeout_s)
+        entries = {fqn: (entry.dtype, entry.shape) for fqn, entry in entries_by_fqn(index).items()}
+        restoration = prepare(self.state, tree.decode(index.tree), entries, index.aliases, index.excluded, strict=self.strict)
+        damage = self._read(checkpoint, index, {target.fqn: None for target in restoration.targets})
+        if damage:
+            raise damage[0]
+        return Examined(checkpoint, index, restoration)
+
+    def _read(self, checkpoint: Checkpoint, index: Index, sinks: Mapping[str, Sink | None]) -> list[DamagedError]:
+        return self.writer.call_while_moving(
+            lambda on_bytes: read_tensors(self.store, checkpoint.prefix, index, sinks, self.config, on_bytes), self.timeout_s
+        )
 
     def _agree(self, key: str, problem: CheckpointdError | None, doing: str) -> CheckpointdError | None:
         """None where no rank has a problem; else this rank's own, or the first of the others'."""
@@ -168,23 +219,27 @@ class Loader:
 
     # --- touching --------------------------------------------------------------------------------------------
 
-    def _fill(self, candidate: Checkpoint, index: Index, restoration: Restoration) -> Loaded:
+    def _fill(self, found: Examined) -> Loaded:
         problem: CheckpointdError | None = None
         client_state: dict[str, object] = {}
+        index, restoration = found.index, found.restoration
         entries = entries_by_fqn(index)
         try:
             sinks = {t.fqn: sink_for(t.tensor, entries[t.fqn].dtype) for t in restoration.targets}
-            damage = self.writer.call(read_tensors(self.store, candidate.prefix, index, sinks, self.config))
+            damage = self._read(found.checkpoint, index, sinks)
             if damage:
                 raise DamagedError(f"{damage[0]}; it was whole a moment ago, so the objects are now loaded in part: load again")
             client_state = restoration.finish()
         except CheckpointdError as error:
             problem = error
+        except Exception as error:  # the other ranks wait for this one's word, whatever it is
+            log.exception("loading %s", found.checkpoint.tag)
+            problem = CheckpointdError(f"{found.checkpoint.tag} was loaded in part on rank {self.ranks.rank}: {error!r}")
         verdict = self._agree(f"load/{self.turn}/filled", problem, "calling load()")
         if verdict is not None:
             raise verdict
         return Loaded(
-            tag=candidate.tag,
+            tag=found.checkpoint.tag,
             step=index.step,
             client_state=client_state,
             missing=restoration.missing,

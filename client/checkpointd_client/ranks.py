@@ -44,6 +44,14 @@ class Board(Protocol):
         """
         ...
 
+    def post_count(self, key: str, count: int) -> None:
+        """Note how far this rank has come; the newest count stands."""
+        ...
+
+    def counts(self, key: str) -> list[int]:
+        """How far the ranks have come that noted it, without waiting for the others."""
+        ...
+
     def agree(self, key: str, proposal: str) -> str:
         """The first proposal made under `key` by any rank; ours if we are first."""
         ...
@@ -80,6 +88,12 @@ class SoloBoard:
     def read(self, key: str, ranks: list[int] | None, timeout_s: float, doing: str) -> dict[int, str]:
         del ranks, timeout_s, doing  # the only rank posts before it reads
         return {0: self._notes[key]}
+
+    def post_count(self, key: str, count: int) -> None:
+        self._notes[key] = str(count)
+
+    def counts(self, key: str) -> list[int]:
+        return [int(self._notes[key])]
 
     def agree(self, key: str, proposal: str) -> str:
         return self._notes.setdefault(key, proposal)
@@ -119,6 +133,14 @@ class StoreBoard:
             delay = min(delay * 1.5, _POLL_MAX_S)
         return {r: _translated(partial(self.store.get, n)).decode() for r, n in zip(wanted, names, strict=True)}
 
+    def post_count(self, key: str, count: int) -> None:
+        self.post(key, str(count))
+
+    def counts(self, key: str) -> list[int]:
+        names = [f"{key}/{rank}" for rank in range(self.ranks.world_size)]
+        noted = [name for name in names if _translated(partial(self.store.check, [name]))]
+        return [int(_translated(partial(self.store.get, name))) for name in noted]
+
     def agree(self, key: str, proposal: str) -> str:
         return str(_translated(lambda: self.store.compare_set(key, "", proposal)).decode())
 
@@ -134,8 +156,10 @@ def open_board(ranks: Ranks, nonce: str) -> Board:
         return SoloBoard()
     base = dist.distributed_c10d._get_default_store()
     # A client of its own: a wait of training on the shared one would hold ours, and the other way round.
-    own = base.clone() if hasattr(base, "clone") else base
-    own.set_timeout(timedelta(seconds=60))
+    own = base
+    if hasattr(base, "clone"):
+        own = base.clone()
+        own.set_timeout(timedelta(seconds=60))
     return StoreBoard(PrefixStore(f"checkpointd/{nonce}", own), ranks)
 
 
@@ -173,8 +197,11 @@ def _broadcast(message: dict[str, object]) -> dict[str, object]:
 
 
 def _has_host_backend() -> bool:
-    backend = str(dist.get_backend())
-    return "gloo" in backend or "mpi" in backend
+    """Whether the default group can broadcast from host memory."""
+    if not torch.cuda.is_available():
+        return True
+    # "undefined" is what get_backend() says where the group has a backend for each kind of device.
+    return any(name in str(dist.get_backend_config()) for name in ("gloo", "mpi", "ucc"))
 
 
 def _translated(call: Callable[[], T]) -> T:

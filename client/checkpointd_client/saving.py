@@ -22,7 +22,7 @@ import torch
 
 from checkpointd.commit.machine import FINAL, Phase
 from checkpointd.config import Ranks
-from checkpointd.errors import CheckpointdError, SkippedError, StagingError, UsageError
+from checkpointd.errors import CheckpointdError, SkippedError, StagingError, StoreError, UsageError
 from checkpointd.layout import tree
 from checkpointd.layout.keys import AttemptId
 from checkpointd.pipeline.attempt import Attempt, WriterState
@@ -109,6 +109,7 @@ class Saver:
             if slot is not None:
                 self._arena.release(slot)
             self._refuse(job, error)
+            return job.save.handle
         self._submit(job, slot)
         job.save.handle.timings.call_s = time.perf_counter() - began
         return job.save.handle
@@ -131,13 +132,18 @@ class Saver:
         return _Job(info, save, progress, Future())
 
     def _refuse(self, job: _Job, error: BaseException) -> None:
-        """Vote no with `error` (Q1), then raise it to the caller of save()."""
-        told = error if isinstance(error, Exception) else StagingError(f"save() was interrupted: {error!r}")
+        """Vote no with `error` (Q1). Raise it to the caller where it is theirs: a state that cannot be stored, an interruption.
+
+        Memory or descriptors that ran out are not: they end up in the handle, and training goes on.
+        """
+        told = error
+        if not isinstance(error, CheckpointdError):
+            told = StagingError(f"the snapshot of {job.info.tag} failed: {error!r}")
+            told.__cause__ = error
         job.staged.set_exception(told)
         self._submit(job, None)
         if isinstance(error, CheckpointdError) or not isinstance(error, Exception):
             raise error
-        raise StagingError(f"the snapshot of {job.info.tag} failed: {error}") from error
 
     def _layout_of(self, captured: Captured) -> SlotLayout:
         """The cached layout while the state keeps its shape; planned anew when it changes."""
@@ -217,6 +223,8 @@ class Saver:
             log.exception("%s: the writer failed in an unforeseen way; please report it", job.info.prefix)
             attempt.error = CheckpointdError(f"the writer failed: {error!r}; please report it")
             entered(Phase.FAILED)
+        finally:
+            job.save.attempt = None  # it holds the snapshot's memory
 
     def _ended(self, job: _Job, attempt: Attempt, phase: Phase) -> None:
         self.history.end(job.save, phase)
@@ -233,17 +241,29 @@ class Saver:
         """Allocate the arena's first slot in the background, for the size that the first save will probably have."""
         if self._saves or self._prewarming is not None:
             return
-        nbytes, pin = expected_bytes(state), torch.cuda.is_available()
+        nbytes = expected_bytes(state)
+        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         if nbytes == 0:
             return
         self._prewarming = threading.Thread(
-            target=self._arena.prewarm, args=(nbytes,), kwargs={"pin": pin}, name="checkpointd-prewarm", daemon=True
+            target=self._arena.prewarm, args=(nbytes,), kwargs={"device": device}, name="checkpointd-prewarm", daemon=True
         )
         self._prewarming.start()
 
-    def close(self) -> None:
-        """End the background threads. Handles end at the outcome; moving `latest` and tidying up may take a moment more."""
-        self._stager.close()
+    def abandon(self, why: str) -> None:
+        """End the handles of the saves in flight: nobody will follow them any more."""
+        for save in self.history.live():
+            save.handle.advance(
+                Phase.FAILED, StoreError(f"{save.handle.tag} was left in flight: {why}; the next start decides it")
+            )
+            self.history.end(save, Phase.FAILED)
+
+    def close(self, tidy_s: float) -> None:
+        """End the background threads, within about `tidy_s` seconds.
+
+        Handles end at the outcome; moving `latest` and tidying up may take a moment more.
+        """
+        self._stager.close(tidy_s)
         if self._prewarming is not None:
-            self._prewarming.join()
-        wait(set(self._running), TIDY_TIMEOUT_S)
+            self._prewarming.join(tidy_s)
+        wait(set(self._running), tidy_s)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import torch
 
@@ -48,14 +50,20 @@ class _Gathering:
         self._live = live
         self._left = live.numel() * live.itemsize
         self._bytes: Bytes | None = None
+        self._lock = threading.Lock()
 
     def __call__(self, start: int, data: Bytes) -> None:
-        if self._bytes is None:
-            self._bytes = np.empty(self._left, dtype=np.uint8)
-        self._bytes[start : start + data.nbytes] = data
-        self._left -= data.nbytes
-        if self._left == 0:
-            whole = torch.from_numpy(self._bytes).view(self._live.dtype).view(self._live.shape)
+        # Chunks come on several threads at once; the lock is held for the bookkeeping, not for the copy.
+        with self._lock:
+            if self._bytes is None:
+                self._bytes = np.empty(self._left, dtype=np.uint8)
+            gathered = self._bytes
+        gathered[start : start + data.nbytes] = data
+        with self._lock:
+            self._left -= data.nbytes
+            last = self._left == 0
+        if last:
+            whole = torch.from_numpy(gathered).view(self._live.dtype).view(self._live.shape)
             with torch.no_grad():
                 copy_bits(self._live, whole)
             self._bytes = None

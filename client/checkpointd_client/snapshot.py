@@ -31,6 +31,8 @@ from checkpointd_client.state import Captured, Leaf
 
 StagingMode = Literal["lazy", "eager"]
 
+STUCK_S = 120.0
+"""A copy of one task takes milliseconds; one that takes longer than this was begun by a thread that is gone."""
 TASK_BYTES = 16 << 20
 """The background copy goes on in tasks of about this size, which a waiting trainer can take over."""
 
@@ -94,6 +96,11 @@ _TORN = (
 )
 
 
+def _torn(copies: list[Copy]) -> StagingError | None:
+    fqn = next((copy.fqn for copy in copies if copy.changed()), None)
+    return StagingError(_TORN.format(fqn=fqn)) if fqn else None
+
+
 @dataclass
 class Staging:
     """One snapshot being taken. `done` resolves when the slot holds all of it, or with the StagingError that spoiled it."""
@@ -106,12 +113,15 @@ class Staging:
     _tasks: deque[list[Copy]] = field(default_factory=deque)
     _events: list[tuple[torch.device, torch.cuda.Event]] = field(default_factory=list)
     _held: list[torch.Tensor] = field(default_factory=list)
+    _device_copies: list[Copy] = field(default_factory=list)
+    _unfenced: bool = True
     _left: int = 0
     _spoiled: StagingError | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def fence(self) -> None:
         """Return when the sources may change: on the host after copying what is left, on a device at once: its stream waits."""
+        self._check_device_sources()
         for device, event in self._events:
             torch.cuda.current_stream(device).wait_event(event)
         if self._left == 0:
@@ -131,20 +141,32 @@ class Staging:
             self._run(task)
 
     def _run(self, task: list[Copy]) -> None:
+        spoiled: StagingError | None = StagingError(f"the copy of {task[0].fqn} and others was interrupted")
         try:
             with torch.no_grad():
                 for copy in task:
                     copy.run()
-            torn = next((copy.fqn for copy in task if copy.changed()), None)
-            spoiled = StagingError(_TORN.format(fqn=torn)) if torn else None
+            spoiled = _torn(task)
         except Exception as error:  # whatever torch raises: the snapshot is spoiled, training goes on
             spoiled = StagingError(f"the snapshot of {task[0].fqn} and others failed: {error}")
             spoiled.__cause__ = error
+        finally:  # also where Ctrl-C strikes the trainer in here: the task is done for, one way or the other
+            with self._lock:
+                self._spoiled = self._spoiled or spoiled
+                self._left -= 1
+                if self._left == 0:
+                    self._host_copied.set()
+
+    def _check_device_sources(self) -> None:
+        """Once, before the first step that may change them: whether the sources on a device were changed by hand (N3).
+
+        A step's own changes come after this look, and on the device after the copy, whose event the stream waits for.
+        """
         with self._lock:
-            self._spoiled = self._spoiled or spoiled
-            self._left -= 1
-            if self._left == 0:
-                self._host_copied.set()
+            if not self._unfenced:
+                return
+            self._unfenced = False
+            self._spoiled = self._spoiled or _torn(self._device_copies)
 
     def __post_init__(self) -> None:
         self._host_copied = threading.Event()
@@ -152,13 +174,16 @@ class Staging:
     def finish(self) -> None:
         """On the stager's thread: copy on, wait for the device, then resolve `done`."""
         self.help()
-        self._host_copied.wait()
+        if not self._host_copied.wait(STUCK_S):
+            self._spoiled = self._spoiled or StagingError("a copy that another thread had begun never ended")
         try:
             for _, event in self._events:
                 event.synchronize()
+            self._check_device_sources()
         except Exception as error:  # a failed kernel anywhere on the device shows here
             self._spoiled = self._spoiled or StagingError(f"the copy from the device failed: {error}")
         self._held.clear()
+        self._device_copies.clear()
         if self._spoiled:
             self.done.set_exception(self._spoiled)
         else:
@@ -228,6 +253,9 @@ class Stager:
             event.record(side)
         # Held until the copy is done: freed earlier, the allocator could hand their memory to the compute stream.
         staging._held.extend(sources)
+        staging._device_copies += [
+            Copy(leaf.fqn, leaf.tensor, target, _version(leaf.tensor)) for leaf, target in pairs if leaf.lazy and not still
+        ]
         return event
 
     def _hand_over(self, staging: Staging) -> None:
@@ -244,12 +272,12 @@ class Stager:
                 staging = self._queue.popleft()
             staging.finish()
 
-    def close(self) -> None:
-        """End the thread after what it was given."""
+    def close(self, timeout: float) -> None:
+        """End the thread after what it was given; one that is stuck is left behind after `timeout` seconds."""
         with self._wake:
             self._closing = True
             self._wake.notify()
-        self._thread.join()
+        self._thread.join(timeout)
 
 
 def _tasks_of(copies: list[Copy]) -> list[list[Copy]]:

@@ -8,16 +8,20 @@ import threading
 from dataclasses import dataclass
 
 from checkpointd.config import Ranks
-from checkpointd.errors import CheckpointdError, NotFoundError, RootNotSharedError
+from checkpointd.errors import CheckpointdError, NotFoundError, RootNotSharedError, StoreFullError
 from checkpointd.layout.keys import epoch_key
-from checkpointd.pipeline import catalog, epochs
+from checkpointd.pipeline import ballast, catalog, epochs
 from checkpointd.pipeline.recover import recover
+from checkpointd.store import writers
 from checkpointd.store.base import Store
 from checkpointd_client.ranks import Board, broadcast_from_coordinator
 from checkpointd_client.writer import Writer
 
 log = logging.getLogger("checkpointd")
 
+RECOVERY_TIMEOUT_S = 900.0
+"""A root with very many attempts on a slow file system takes a while; a storage that does not answer takes for ever."""
+LOOK_TIMEOUT_S = 30.0
 _LOOKS = 6
 """How often a rank looks for the epoch before it says that the root is not shared: network file systems cache for a while."""
 
@@ -35,7 +39,7 @@ def begin_epoch(writer: Writer, store: Store, ranks: Ranks) -> Begun:
     """On rank 0: take the next epoch, recover what older ones left; on every rank: learn its number and nonce."""
 
     def begin() -> dict[str, object]:
-        begun = writer.call(_begin(store, ranks.world_size))
+        begun = writer.call(_begin(store, ranks.world_size), RECOVERY_TIMEOUT_S)
         return {"number": begun.number, "nonce": begun.nonce, "latest": begun.latest}
 
     heard = broadcast_from_coordinator(ranks, begin)
@@ -47,8 +51,14 @@ async def _begin(store: Store, world_size: int) -> Begun:
     before = await epochs.newest(store)
     if before:
         await _say_who_is_fenced(store, before)
-    epoch = await epochs.take(store, world_size)
+    try:
+        epoch = await epochs.take(store, world_size)
+    except StoreFullError as error:
+        log.error("%s; dropping the ballast to make room for a start", error)
+        await ballast.drop(store)
+        epoch = await epochs.take(store, world_size)
     await recover(store, epoch.epoch)
+    await ballast.take_aboard(store)
     try:
         latest = await catalog.latest(store)
     except CheckpointdError as error:
@@ -59,12 +69,20 @@ async def _begin(store: Store, world_size: int) -> Begun:
 
 async def _say_who_is_fenced(store: Store, before: int) -> None:
     try:
-        who = (await epochs.read(store, before)).writer
+        holder = await epochs.read(store, before)
     except CheckpointdError as error:
         log.error("the record of epoch %d cannot be read: %s", before, error)
         return
-    log.info(
-        "epoch %d of %s (process %d on %s, %s) is over: this job runs it now", before, store.url, who.pid, who.host, who.time
+    who, ended = holder.writer, writers.is_within_sight(holder.process) and not writers.is_alive(holder.process)
+    log.log(
+        logging.INFO if ended else logging.WARNING,
+        "epoch %d of %s (process %d on %s, %s) is over: this job runs it now%s",
+        before,
+        store.url,
+        who.pid,
+        who.host,
+        who.time,
+        "" if ended else "; if that one still runs, its saves fail from here on",
     )
 
 
@@ -91,7 +109,7 @@ def _what_is_wrong(writer: Writer, store: Store, begun: Begun) -> str:
     for look in range(_LOOKS):
         pause.wait(0.05 * (2**look - 1))
         try:
-            seen = writer.call(epochs.read(store, begun.number))
+            seen = writer.call(epochs.read(store, begun.number), LOOK_TIMEOUT_S)
         except NotFoundError:
             problem = f"{socket.gethostname()} does not have {epoch_key(begun.number)}"
             continue

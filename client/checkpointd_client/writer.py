@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Coroutine
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
 import uvloop
 
-from checkpointd.errors import ClosedError
+from checkpointd.errors import ClosedError, StoreError
 
 log = logging.getLogger("checkpointd")
 T = TypeVar("T")
+ABANDON_S = 5.0
+"""How long what is abandoned may take to notice."""
 
 
 class Writer:
@@ -23,7 +25,8 @@ class Writer:
     def __init__(self, threads: int) -> None:
         self._loop = uvloop.new_event_loop()
         # Encoding, hashing and delivering run here; the store has threads of its own for the disk.
-        self._loop.set_default_executor(ThreadPoolExecutor(threads, thread_name_prefix="checkpointd-worker"))
+        self._workers = ThreadPoolExecutor(threads, thread_name_prefix="checkpointd-worker")
+        self._loop.set_default_executor(self._workers)
         self._thread = threading.Thread(target=self._run, name="checkpointd-writer", daemon=True)
         self._closed = False
         self._thread.start()
@@ -36,8 +39,9 @@ class Writer:
         abandoned = asyncio.all_tasks(loop)
         for task in abandoned:
             task.cancel()
-        loop.run_until_complete(asyncio.gather(*abandoned, return_exceptions=True))
-        loop.run_until_complete(loop.shutdown_default_executor())
+        if abandoned:
+            loop.run_until_complete(asyncio.wait(abandoned, timeout=ABANDON_S))
+        self._workers.shutdown(wait=False, cancel_futures=True)
         loop.close()
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
@@ -47,14 +51,44 @@ class Writer:
             raise ClosedError("the writer is closed")
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    def call(self, work: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
-        """Run `work` on the loop and wait for it."""
-        return self.submit(work).result(timeout)
+    def call(self, work: Coroutine[Any, Any, T], timeout: float) -> T:
+        """Run `work` on the loop and wait for it; StoreError where the storage does not answer within `timeout` seconds."""
+        future = self.submit(work)
+        try:
+            return future.result(timeout)
+        except TimeoutError as error:
+            if future.done():
+                raise
+            future.cancel()
+            raise StoreError(f"the storage has not answered for {timeout:g} s; is it mounted and reachable?") from error
+
+    def call_while_moving(self, work: Callable[[Callable[[int], None]], Coroutine[Any, Any, T]], patience: float) -> T:
+        """Run what `work` makes, however long it takes, as long as it reports bytes to the function that it is given.
+
+        StoreError where none come for `patience` seconds.
+        """
+        moved = 0
+
+        def on_bytes(nbytes: int) -> None:
+            nonlocal moved
+            moved += nbytes
+
+        future = self.submit(work(on_bytes))
+        while True:
+            before = moved
+            finished, _ = wait({future}, patience)
+            if finished:
+                return future.result()
+            if moved == before:
+                future.cancel()
+                raise StoreError(f"the storage has not answered for {patience:g} s; is it mounted and reachable?")
 
     def close(self) -> None:
-        """Stop the loop; what still runs is abandoned."""
+        """Stop the loop; what still runs is abandoned, and a thread inside a system call that hangs is left behind."""
         if self._closed:
             return
         self._closed = True
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
+        self._thread.join(2 * ABANDON_S)
+        if self._thread.is_alive():
+            log.error("the writer's thread does not end: the storage does not answer")

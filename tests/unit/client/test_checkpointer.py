@@ -262,8 +262,10 @@ def test_saving_a_tag_again_replaces_it_and_bounds_what_is_left(tmp_path: Path) 
 def test_an_interrupted_save_votes_and_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Checkpointer(tmp_path) as ckpt:
         monkeypatch.setattr(ckpt._saver._stager, "begin", lambda *_: (_ for _ in ()).throw(RuntimeError("device lost")))
-        with pytest.raises(StagingError, match="device lost"):
-            ckpt.save(1, _state())
+        handle = ckpt.save(1, _state())
+        with pytest.raises(AbortedError, match="device lost"):
+            handle.wait()
+        assert isinstance(handle.exception().__cause__, StagingError)
         monkeypatch.undo()
         ckpt.save(2, _state()).wait()
         assert [a.phase for a in ckpt.status().attempts] == ["failed", "committed"]
