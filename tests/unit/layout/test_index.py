@@ -114,6 +114,13 @@ def test_keys_of_a_newer_release_in_an_index_are_ignored() -> None:
     assert decode_index(edited_index(novelty=[1, {"x": b"y"}]), KEY) == INDEX
 
 
+def test_what_a_newer_release_adds_to_an_array_is_ignored() -> None:
+    plain = msgspec.msgpack.decode(encode_index(INDEX))
+    *entry, chunks = plain["tensors"][0]
+    longer = [*entry, [[*chunk, "new"] for chunk in chunks], {"new": 1}]
+    assert decode_index(edited_index(tensors=[longer], aliases=[[*plain["aliases"][0], 7]]), KEY) == INDEX
+
+
 @pytest.mark.parametrize(
     "data",
     [b"", b"\xc0", b"\x80", b"\x91" * 100_000, b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xc1"],

@@ -1,0 +1,210 @@
+"""A reader of format version 1 made from docs/FORMAT.md and docs/format/CODECS.md alone: it shows that they are enough.
+
+It imports nothing of checkpointd and checks every digest on the way. What it finds is given as `tests/golden/describe.py`
+describes values.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import xxhash
+import zstandard
+
+ITEM_BYTES = {
+    **dict.fromkeys(("bool", "uint8", "int8", "float8_e4m3fn", "float8_e5m2"), 1),
+    **dict.fromkeys(("float16", "bfloat16", "int16", "uint16"), 2),
+    **dict.fromkeys(("float32", "int32", "uint32", "complex32"), 4),
+    **dict.fromkeys(("float64", "int64", "uint64", "complex64"), 8),
+    "complex128": 16,
+}
+
+
+class Damaged(Exception):
+    """Something does not agree with what the page says."""
+
+
+def check(holds: bool, what: object) -> None:
+    if not holds:
+        raise Damaged(what)
+
+
+def digest(data: bytes) -> str:
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+# --- small objects, and the way to the indexes -------------------------------------------------------------------------
+
+
+def small_object(path: Path, kind: str) -> dict[str, Any]:
+    data = path.read_bytes()
+    match = re.search(rb'\n  "checksum": "([0-9a-f]{32})"\n}\n\Z', data)
+    check(match is not None, f"{path}: no checksum")
+    assert match is not None
+    check(digest(data[: match.start(1)] + b"0" * 32 + data[match.end(1) :]) == match[1].decode(), f"{path}: checksum")
+    found: dict[str, Any] = json.loads(data)
+    check((next(iter(found)), found["format"], found["version"]) == ("format", f"checkpointd.{kind}", 1), f"{path}: format")
+    return found
+
+
+def latest(root: Path) -> str:
+    return (root / "latest").read_text().removesuffix("\n")
+
+
+def tags(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
+
+
+def attempts(root: Path, tag: str) -> dict[str, dict[str, Any] | None]:
+    """Outcome of every attempt at `tag`; None for one that is not to be considered."""
+    found = sorted(path for path in (root / tag).iterdir() if re.fullmatch(r"\d{8,}-\d+", path.name))
+    return {p.name: None if (p / "deleted").exists() else small_object(p / "outcome", "outcome") for p in found}
+
+
+def checkpoint(root: Path, tag: str) -> tuple[Path, dict[str, Any]]:
+    """Directory and outcome of the newest commit of `tag`."""
+    commits = {name: o for name, o in attempts(root, tag).items() if o is not None and o["outcome"] == "commit"}
+    check(bool(commits), f"{tag} is no checkpoint")
+    name, outcome = max(commits.items(), key=lambda item: item[1]["order"])
+    check((outcome["tag"], outcome["attempt"]) == (tag, name), f"{tag}/{name}: another's outcome")
+    return root / tag / name, outcome
+
+
+def index_of(root: Path, tag: str, rank: int) -> tuple[Path, dict[str, Any]]:
+    folder, outcome = checkpoint(root, tag)
+    check(set(outcome["votes"]) == {str(r) for r in range(outcome["world_size"])}, "votes")
+    path, ref = folder / f"{rank:05d}.vote", outcome["votes"][str(rank)]
+    data = path.read_bytes()
+    check((digest(data), len(data)) == (ref["digest"], ref["size"]), path)
+    vote = small_object(path, "vote")
+    check((vote["tag"], vote["attempt"], vote["rank"], vote["vote"]) == (tag, folder.name, rank, "yes"), path)
+    check_plan(root, vote)
+    return folder, read_index(folder, vote)
+
+
+def read_index(folder: Path, vote: dict[str, Any]) -> dict[str, Any]:
+    ref = vote["index"]
+    data = (folder / ref["name"]).read_bytes()
+    check((digest(data), len(data)) == (ref["digest"], ref["size"]), ref["name"])
+    index: dict[str, Any] = msgspec.msgpack.decode(data)
+    check((index["format"], index["version"]) == ("checkpointd.index", 1), ref["name"])
+    for name in ("tag", "attempt", "rank", "world_size", "step"):
+        check(index[name] == vote[name], f"{ref['name']}: {name}")
+    check(len(index["tensors"]) == vote["tensors"], "number of tensors")
+    chunks = [chunk for tensor in index["tensors"] for chunk in tensor[5]]
+    check(sum(c[3] for c in chunks) == vote["raw_bytes"], "raw bytes")
+    check(sum(c[2] for c in chunks) == vote["stored_bytes"], "stored bytes")
+    for item in index["objects"]:
+        check(re.fullmatch(rf"{vote['rank']:05d}-\d+\.chunks", item["name"]) is not None, item["name"])
+        check((folder / item["name"]).stat().st_size == item["size"], item["name"])
+    return index
+
+
+def check_plan(root: Path, vote: dict[str, Any]) -> None:
+    path = root / ".checkpointd" / "plans" / vote["plan"]
+    check(digest(path.read_bytes()) == vote["plan"], path)
+    plan = small_object(path, "plan")
+    check((plan["rank"], plan["world_size"], len(plan["tensors"])) == (vote["rank"], vote["world_size"], vote["tensors"]), path)
+
+
+# --- tensors -----------------------------------------------------------------------------------------------------------
+
+
+def unpacked(stored: bytes, codec: str, raw_size: int) -> bytes:
+    if codec == "raw":
+        return stored
+    if codec == "zstd":
+        return zstandard.ZstdDecompressor().decompress(stored)
+    check(codec == "planes", codec)
+    version, width, rotation, reserved, size = struct.unpack_from("<BBBBQ", stored)
+    check((version, reserved, size) == (1, 0, raw_size), "frame")
+    count, position = size // width, 12 + 9 * width
+    planes = {}
+    for plane in reversed(range(width)):
+        method, length = struct.unpack_from("<BQ", stored, 12 + 9 * (width - 1 - plane))
+        body = stored[position : position + length]
+        planes[plane] = zstandard.decompress(body) if method == 1 and count else body
+        position += length
+    words = [sum(planes[i][k] << 8 * i for i in range(width)) for k in range(count)]
+    top = 8 * width - 1
+    turned = [(word >> 1 | (word & 1) << top) if rotation else word for word in words]
+    return b"".join(word.to_bytes(width, "little") for word in turned) + stored[position:]
+
+
+def tensor_bytes(folder: Path, index: dict[str, Any], entry: list[Any]) -> bytes:
+    fqn, dtype, shape, (offsets, sizes), scope, chunks = entry
+    check((sizes, set(offsets) <= {0}, scope) == (shape, True, "rank"), f"{fqn} is not whole")
+    parts = []
+    for number, offset, stored, raw, codec, checksum, raw_digest in chunks:
+        with open(folder / index["objects"][number]["name"], "rb") as file:
+            file.seek(offset)
+            data = file.read(stored)
+        check(xxhash.xxh3_64_intdigest(data) == checksum, f"{fqn}: checksum")
+        parts.append(unpacked(data, codec, raw))
+        check(xxhash.xxh3_128_digest(parts[-1]) == raw_digest, f"{fqn}: digest")
+    whole = b"".join(parts)
+    check(len(whole) == int(np.prod(shape)) * ITEM_BYTES[dtype], f"{fqn}: size")
+    return whole
+
+
+def tensors_of(folder: Path, index: dict[str, Any]) -> dict[str, tuple[str, list[int], bytes]]:
+    """FQN -> dtype, shape, bytes; aliases included."""
+    found = {entry[0]: (entry[1], entry[2], tensor_bytes(folder, index, entry)) for entry in index["tensors"]}
+    for fqn, owner, shape, stride, offset in index["aliases"]:
+        dtype, _, data = found[owner]
+        items = np.frombuffer(data, dtype=f"V{ITEM_BYTES[dtype]}")
+        strides = [step * items.itemsize for step in stride]
+        view = np.lib.stride_tricks.as_strided(items[offset:], shape, strides)
+        found[fqn] = (dtype, shape, view.tobytes())
+    return found
+
+
+# --- the state tree ----------------------------------------------------------------------------------------------------
+
+
+def described(node: Any, tensors: dict[str, tuple[str, list[int], bytes]]) -> Any:
+    if node is None or isinstance(node, bool | int | str):
+        return node
+    if isinstance(node, float):
+        return {"float": struct.pack("<d", node).hex()}
+    kind, *rest = node
+    if kind == "T":
+        dtype, shape, data = tensors[rest[0]]
+        return {"tensor": dtype, "shape": shape, "requires_grad": rest[1], "hex": data.hex()}
+    if kind == "A":
+        dtype, shape, data = tensors[rest[0]]
+        as_bytes = dtype == "uint8" and rest[1] != "|u1"
+        return {"array": rest[1], "shape": shape[:-1] if as_bytes else shape, "hex": data.hex()}
+    if kind == "D":
+        return {"mapping": rest[0], "items": [[described(k, tensors), described(v, tensors)] for k, v in rest[1]]}
+    if kind == "L":
+        items = [described(item, tensors) for item in rest[1]]
+        return {"sequence": rest[0], "items": sorted(items, key=json.dumps) if rest[0] in ("set", "frozenset") else items}
+    return scalar(kind, rest)
+
+
+def scalar(kind: str, rest: list[Any]) -> Any:
+    if kind == "N":
+        return {"scalar": rest[0], "hex": rest[1].hex()}
+    if kind == "B":
+        return {"bytes": rest[0].hex()}
+    if kind == "I":
+        return {"int": hex(int(rest[0], 16))}
+    if kind == "C":
+        return {"complex": struct.pack("<dd", *rest).hex()}
+    check(kind == "Y", kind)
+    return {"torch": rest[0], "name": rest[1]}
+
+
+def read(root: Path, tag: str, rank: int) -> Any:
+    """What `rank` saved under `tag`: `state` and `client_state`, described."""
+    folder, index = index_of(root, tag, rank)
+    tree = msgspec.msgpack.decode(index["tree"])
+    found = described(tree, tensors_of(folder, index))
+    return dict(found["items"])

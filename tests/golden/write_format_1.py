@@ -1,0 +1,199 @@
+"""How the roots in format-1/ were written: `python -m tests.golden.write_format_1 DIR` writes such roots into the new DIR.
+
+Never into format-1/ itself: those files stay as they are, and every later release must read them. What stands in `expected/`
+is a description of what was saved, made from the live values before they were handed over (`describe.py`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from torch import nn
+
+from checkpointd.errors import CheckpointdError
+from checkpointd.pipeline import epochs, identity
+from checkpointd_client import Checkpointer
+from tests.golden.describe import describe
+
+CHUNK_BYTES = 4096
+DTYPES = ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64", "complex64")
+
+
+class Model(nn.Module):
+    """Tied weights, a buffer, a frozen parameter, and a tensor of several chunks whose last is not full."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(37, 48)
+        self.norm = nn.BatchNorm1d(48)
+        self.frozen = nn.Linear(5, 3).requires_grad_(False)
+        self.head = nn.Linear(48, 37, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.head(self.norm(self.embed(tokens)))
+        return found
+
+
+def trained(seed: int) -> tuple[Model, torch.optim.AdamW]:
+    """A model and its optimizer after two steps."""
+    torch.manual_seed(seed)
+    model = Model()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.randint(37, (16,))).pow(2).mean().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def values() -> dict[object, object]:
+    """A value of every kind that a state tree knows."""
+    return {
+        "none": None,
+        "flags": [True, False],
+        "integers": [0, -1, 2**63 - 1, -(2**63), 2**64 - 1, 2**64, -(2**200)],
+        "floats": [0.5, -0.0, float("inf"), float("-inf"), float("nan"), 5e-324],
+        "text": ["", "plain", "Gr\u00fc\u00dfe, \u4e16\u754c \U0001f600\0"],
+        "bytes": [b"", bytes(range(256))],
+        "complex": [1.5 - 2j, complex(-0.0, float("inf"))],
+        "numpy scalars": [np.float32(1.5), np.int64(-7), np.bool_(True), np.complex64(1j), np.datetime64(12345, "ns")],
+        "dicts": {
+            "ordered": collections.OrderedDict([("b", 1), ("a", 2)]),
+            "counter": collections.Counter("abracadabra"),
+            "default": collections.defaultdict(list, {"x": [1]}),
+            "empty": {},
+        },
+        "sequences": [[1, [2]], (3, (4,)), {5, "six"}, frozenset({7}), torch.Size([8, 9]), [], ()],
+        "torch names": [torch.bfloat16, torch.device("cpu"), torch.device("cuda", 3)],
+        1: "one",
+        -2.5: "a float as key",
+        None: "none as key",
+        ("a", (1, None)): "a tuple as key",
+    }
+
+
+def tensors() -> dict[str, object]:
+    """Tensors of many dtypes and of every shape that is not ordinary; memory that overlaps."""
+    torch.manual_seed(5)
+    base = torch.arange(20, dtype=torch.float32)
+    matrix = torch.randn(6, 4)
+    return {
+        **{name: (torch.randn(7, 3) * 3).to(getattr(torch, name)) for name in DTYPES},
+        "float8_e4m3fn": torch.randn(9).to(torch.float8_e4m3fn),
+        "scalar": torch.tensor(-0.0),
+        "empty": torch.zeros(0, 4),
+        "gradient": torch.randn(3, requires_grad=True),
+        "matrix": matrix,
+        "transposed": matrix.t(),
+        "row of it": matrix[2],
+        "strided": torch.arange(30).reshape(5, 6)[::2, 1::2],
+        "expanded": torch.tensor([1.0, 2.0]).expand(3, 2),
+        "overlapping": [base[:12], base[8:]],
+        "nan payloads": torch.tensor([0x7FC00001, 0x7F800001, -1, 1, 0], dtype=torch.int32).view(torch.float32),
+        "zeros": torch.zeros(1100),
+        "ramp": torch.arange(600, dtype=torch.int64),
+        "noise": torch.randn(2100, dtype=torch.bfloat16),
+    }
+
+
+def arrays() -> dict[str, object]:
+    """numpy arrays: of a dtype that torch has too, and of those that are stored as bytes."""
+    return {
+        "float64": np.linspace(0, 1, 11),
+        "fortran": np.asfortranarray(np.arange(6, dtype=np.uint32).reshape(2, 3)),
+        "big-endian": np.array([1.5, -2.5], dtype=">f8"),
+        "times": np.array(["2026-01-01", "NaT"], dtype="<M8[ns]"),
+        "text": np.array([["ab", "c"], ["", "d\u00e9f"]], dtype="<U3"),
+        "scalar": np.array(3, dtype=np.int16),
+        "empty": np.zeros((2, 0), dtype=np.complex128),
+    }
+
+
+def everything(seed: int = 1) -> dict[str, object]:
+    model, optimizer = trained(seed)
+    return {"model": model, "optimizer": optimizer, "values": values(), "tensors": tensors(), "arrays": arrays()}
+
+
+CLIENT_STATE: dict[str, object] = {"epoch": 3, "loss": 0.25, "positions": torch.arange(4), "done": (1, 2)}
+
+
+def keep(folder: Path, name: str, state: dict[str, object], client_state: dict[str, object] | None) -> None:
+    found = json.dumps({"state": describe(state), "client_state": describe(client_state)}, separators=(",", ":"))
+    (folder / "expected" / f"{name}.json").write_text(found.replace(',["', ',\n["') + "\n")
+
+
+def write_solo(folder: Path, compression: str) -> None:
+    state = everything()
+    keep(folder, "solo", state, CLIENT_STATE)
+    with Checkpointer(folder / f"solo-{compression}", compression=compression, chunk_bytes=CHUNK_BYTES) as ckpt:  # type: ignore[arg-type]
+        ckpt.save(7, state, client_state=CLIENT_STATE).wait()
+
+
+def write_as_rank(folder: Path, rank: int) -> None:
+    """`best` twice, an aborted global_step2, and global_step3 without frozen parameters, which `latest` names."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    model, optimizer = trained(10 + rank)
+    state: dict[str, object] = {"model": model, "optimizer": optimizer, "rank": rank, "own": torch.full((rank + 1,), rank)}
+    with Checkpointer(folder / "two-ranks", compression="planes", chunk_bytes=CHUNK_BYTES) as ckpt:
+        ckpt.save(1, {"first": torch.zeros(3)}, tag="best").wait()
+        keep(folder, f"two-ranks-best-{rank}", state, None)
+        ckpt.save(1, state, tag="best").wait()
+        try:
+            ckpt.save(2, {**state, "refused": object()} if rank else state).wait()
+        except CheckpointdError as error:
+            print(f"rank {rank}: as intended: {error}")
+        ckpt.save(3, state, client_state={"rank": rank}, exclude_frozen_parameters=True).wait()
+        thawed = model.state_dict(keep_vars=True)
+        del thawed["frozen.weight"], thawed["frozen.bias"]
+        last = {**state, "model": thawed}
+        keep(folder, f"two-ranks-global_step3-{rank}", last, {"rank": rank})
+    torch.distributed.destroy_process_group()
+
+
+def anonymous() -> None:
+    """Write as nobody, from nowhere: the files stay in the repository for ever."""
+    noon = datetime(2026, 1, 1, 12, tzinfo=UTC)
+    for module, name, value in (
+        (identity, "os", SimpleNamespace(getpid=lambda: 4711)),
+        (identity, "socket", SimpleNamespace(gethostname=lambda: "node7")),
+        (identity, "datetime", SimpleNamespace(now=lambda _: noon)),
+        (epochs, "new_writer", lambda: "node7.000000000000.0.4711.0.00000000"),
+    ):
+        setattr(module, name, value)
+
+
+def main() -> None:
+    """Write all roots, the ranks of the last one as processes of their own."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--rank", type=int)
+    options = parser.parse_args()
+    anonymous()
+    folder = options.folder.absolute()
+    if options.rank is not None:
+        write_as_rank(folder, options.rank)
+        return
+    (folder / "expected").mkdir(parents=True)
+    for compression in ("none", "zstd", "planes"):
+        write_solo(folder, compression)
+    program = [sys.executable, "-m", "tests.golden.write_format_1", str(folder), "--rank"]
+    ranks = [subprocess.Popen([*program, str(rank)]) for rank in range(2)]
+    if any(rank.wait() for rank in ranks):
+        raise SystemExit("a rank failed")
+    (folder / "meeting").unlink(missing_ok=True)
+    for own in folder.glob("*/.checkpointd/lock"):  # the store's, and no part of the format
+        own.unlink()
+
+
+if __name__ == "__main__":
+    main()

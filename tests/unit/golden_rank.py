@@ -1,0 +1,36 @@
+"""One of the two ranks that load a golden root: `python golden_rank.py ROOT RANK OUT` writes what it found as JSON, by tag."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from checkpointd.errors import NotFoundError
+from checkpointd_client import Checkpointer
+from tests.golden.describe import Described, describe
+
+
+def load(ckpt: Checkpointer, tag: str | None) -> dict[str, Described]:
+    state: dict[str, object] = {}
+    loaded = ckpt.load(state, tag)
+    assert loaded is not None
+    return {"tag": loaded.tag, "state": describe(state), "client_state": describe(loaded.client_state)}
+
+
+def main(root: Path, rank: int, out: Path) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{root}.meeting", rank=rank, world_size=2)
+    with Checkpointer(root) as ckpt:
+        found: dict[str, object] = {str(tag): load(ckpt, tag) for tag in (None, "best")}
+        try:
+            ckpt.load({}, "global_step2")
+        except NotFoundError as error:
+            found["global_step2"] = str(error)
+    torch.distributed.destroy_process_group()
+    out.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

@@ -1,0 +1,221 @@
+"""The roots in tests/golden/format-1: read by this release, and by a reader that knows nothing but docs/FORMAT.md."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+
+from checkpointd.config import LoadConfig
+from checkpointd.errors import NotFoundError
+from checkpointd.layout import tree
+from checkpointd.layout.manifest import (
+    Deleted,
+    Epoch,
+    Outcome,
+    Plan,
+    SmallObject,
+    Vote,
+    decode,
+    decode_index,
+    encode,
+    encode_index,
+)
+from checkpointd.pipeline import catalog
+from checkpointd.pipeline.verify import verify
+from checkpointd.store.posix import PosixStore
+from checkpointd_client import Checkpointer
+from tests import format_reader
+from tests.golden.describe import describe
+
+ROOT = Path(__file__).parents[2]
+GOLDEN = ROOT / "tests" / "golden" / "format-1"
+SOLO = ["solo-none", "solo-zstd", "solo-planes"]
+SHARDS = [
+    *((root, "global_step7", 0, "solo") for root in SOLO),
+    *(("two-ranks", tag, rank, f"two-ranks-{tag}-{rank}") for tag in ("best", "global_step3") for rank in range(2)),
+]
+KINDS: dict[str, type[SmallObject]] = {"epochs": Epoch, "plans": Plan, ".vote": Vote, "outcome": Outcome, "deleted": Deleted}
+
+
+def expected(name: str) -> Any:
+    return json.loads((GOLDEN / "expected" / f"{name}.json").read_text())
+
+
+def small_objects() -> list[tuple[Path, type[SmallObject]]]:
+    files = sorted(path for path in GOLDEN.rglob("*") if path.is_file())
+    return [(p, kind) for p in files for hint, kind in KINDS.items() if p.name.endswith(hint) or p.parent.name == hint]
+
+
+def indexes() -> list[Path]:
+    return sorted(GOLDEN.rglob("*.index"))
+
+
+def copy(root: str, tmp_path: Path) -> Path:
+    """A copy to load from, since that begins an epoch."""
+    return Path(shutil.copytree(GOLDEN / root, tmp_path / root))
+
+
+# --- what is there -----------------------------------------------------------------------------------------------------
+
+
+def test_every_kind_of_object_node_and_codec_is_among_them() -> None:
+    assert {kind for _, kind in small_objects()} == set(get_args(SmallObject))
+    found = [decode_index(path.read_bytes(), path.name) for path in indexes()]
+    assert {chunk.codec for index in found for entry in index.tensors for chunk in entry.chunks} == {"raw", "zstd", "planes"}
+    assert max(len(entry.chunks) for index in found for entry in index.tensors) > 1
+    assert any(alias.offset for index in found for alias in index.aliases)
+    assert any(index.excluded for index in found)
+    nodes = [node for index in found for node in walk(tree.decode(index.tree))]
+    kinds = {(type(node), getattr(node, "kind", "")) for node in nodes}
+    assert kinds >= {
+        *((tree.Dict, kind) for kind in ("dict", "OrderedDict", "Counter")),
+        *((tree.Sequence, kind) for kind in ("list", "tuple", "set", "frozenset", "Size")),
+        *((tree.TorchName, kind) for kind in ("dtype", "device")),
+    }
+    assert {kind for kind, _ in kinds} == {type(None) if kind is None else kind for kind in get_args(tree.Node)}
+    assert any(isinstance(node, tree.Tensor) and node.overlap for node in nodes)
+
+
+def walk(node: tree.Node) -> list[tree.Node]:
+    children: tuple[tree.Node, ...] = ()
+    if isinstance(node, tree.Dict):
+        children = tuple(part for item in node.items for part in item)
+    elif isinstance(node, tree.Sequence):
+        children = node.items
+    return [node, *(found for child in children for found in walk(child))]
+
+
+def test_they_name_nobody() -> None:
+    for path, kind in small_objects():
+        found = decode(path.read_bytes(), kind, path.name)  # type: ignore[type-var]  # one of the five
+        if not isinstance(found, Plan):
+            assert (found.writer.host, found.writer.pid) == ("node7", 4711)
+
+
+# --- the bytes ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("path", "kind"), small_objects(), ids=lambda value: getattr(value, "name", None))
+def test_this_release_still_writes_the_same_bytes(path: Path, kind: type[SmallObject]) -> None:
+    data = path.read_bytes()
+    assert encode(decode(data, kind, path.name)) == data  # type: ignore[type-var]  # one of the five
+
+
+@pytest.mark.parametrize("path", indexes(), ids=lambda path: f"{path.parents[2].name}-{path.parents[1].name}-{path.name}")
+def test_this_release_still_writes_the_same_indexes_and_trees(path: Path) -> None:
+    index = decode_index(path.read_bytes(), path.name)
+    assert encode_index(index) == path.read_bytes()
+    assert tree.encode(tree.decode(index.tree)) == index.tree
+
+
+# --- by this release ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("root", [*SOLO, "two-ranks"])
+async def test_every_checkpoint_is_whole(root: str) -> None:
+    async with PosixStore(GOLDEN / root) as store:
+        for checkpoint in await catalog.checkpoints(store):
+            verdict = await verify(store, checkpoint, LoadConfig())
+            assert verdict.whole, verdict.damage
+
+
+async def test_attempts_are_what_they_were() -> None:
+    async with PosixStore(GOLDEN / "two-ranks") as store:
+        assert {view.prefix: view.state for view in await catalog.scan(store)} == {
+            "best/00000001-0": "deleted",
+            "best/00000001-1": "committed",
+            "global_step2/00000001-0": "aborted",
+            "global_step3/00000001-0": "committed",
+        }
+        assert await catalog.latest(store) == "global_step3"
+        with pytest.raises(NotFoundError, match="global_step2 is not a checkpoint: 00000001-0 is aborted"):
+            await catalog.find(store, "global_step2")
+
+
+@pytest.mark.parametrize("root", SOLO)
+def test_a_state_loads_bit_for_bit(root: str, tmp_path: Path) -> None:
+    state: dict[str, object] = {}
+    with Checkpointer(copy(root, tmp_path)) as ckpt:
+        loaded = ckpt.load(state)
+    assert loaded is not None
+    assert (loaded.tag, loaded.step) == ("global_step7", 7)
+    assert {"state": describe(state), "client_state": describe(loaded.client_state)} == expected("solo")
+    model = state["model"]
+    assert isinstance(model, dict)
+    assert model["head.weight"].data_ptr() == model["embed.weight"].data_ptr()
+
+
+def test_a_state_loads_in_place(tmp_path: Path) -> None:
+    embed, norm = torch.nn.Embedding(37, 48), torch.nn.BatchNorm1d(48)
+    with Checkpointer(copy("solo-planes", tmp_path)) as ckpt:
+        loaded = ckpt.load({"model": {"embed.weight": embed.weight, "norm.weight": norm.weight}}, strict=False)
+    assert loaded is not None
+    stored = dict(expected("solo")["state"]["items"][0][1]["items"])
+    assert describe(embed.weight) == stored["embed.weight"]
+    assert describe(norm.weight) == stored["norm.weight"]
+    assert "tensors" in loaded.unexpected
+
+
+@pytest.mark.e2e
+def test_two_ranks_load_what_each_of_them_saved(tmp_path: Path) -> None:
+    root = copy("two-ranks", tmp_path)
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'client'}", "OMP_NUM_THREADS": "1"}
+    program: list[str | Path] = [sys.executable, Path(__file__).with_name("golden_rank.py"), root]
+    outs = [tmp_path / f"rank{rank}.json" for rank in range(2)]
+    ranks = [subprocess.Popen([*program, str(rank), out], env=environment) for rank, out in enumerate(outs)]
+    assert [rank.wait() for rank in ranks] == [0, 0]
+    for rank, out in enumerate(outs):
+        found = json.loads(out.read_text())
+        assert found["None"] == {"tag": "global_step3", **expected(f"two-ranks-global_step3-{rank}")}
+        best = expected(f"two-ranks-best-{rank}")
+        assert found["best"]["state"] == best["state"]
+        assert "00000001-0 is aborted" in found["global_step2"]
+
+
+# --- by a reader made from the page ------------------------------------------------------------------------------------
+
+
+def test_the_reader_knows_nothing_of_checkpointd() -> None:
+    source = ast.parse(Path(format_reader.__file__).read_text())
+    imported = {alias.name for node in ast.walk(source) if isinstance(node, ast.Import) for alias in node.names}
+    imported |= {str(node.module) for node in ast.walk(source) if isinstance(node, ast.ImportFrom)}
+    assert {name.partition(".")[0] for name in imported} <= {
+        *("__future__", "json", "re", "struct", "pathlib", "typing"),
+        *("msgspec", "numpy", "xxhash", "zstandard"),
+    }
+
+
+@pytest.mark.parametrize(("root", "tag", "rank", "name"), SHARDS)
+def test_a_reader_made_from_the_page_finds_the_same(root: str, tag: str, rank: int, name: str) -> None:
+    assert format_reader.read(GOLDEN / root, tag, rank) == expected(name)
+
+
+def test_a_reader_made_from_the_page_finds_the_way() -> None:
+    root = GOLDEN / "two-ranks"
+    assert format_reader.latest(root) == "global_step3"
+    assert format_reader.tags(root) == ["best", "global_step2", "global_step3"]
+    outcomes = format_reader.attempts(root, "best")
+    assert outcomes["00000001-0"] is None
+    assert format_reader.checkpoint(root, "best")[0].name == "00000001-1"
+    with pytest.raises(format_reader.Damaged, match="global_step2 is no checkpoint"):
+        format_reader.read(root, "global_step2", 0)
+
+
+@pytest.mark.parametrize("suffix", ["outcome", ".vote", ".index", ".chunks", "plans/*"])
+def test_a_reader_made_from_the_page_notices_damage(suffix: str, tmp_path: Path) -> None:
+    root = copy("solo-zstd", tmp_path)
+    [path, *_] = root.rglob(suffix if "/" in suffix else f"*{suffix}")
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises((format_reader.Damaged, ValueError)):
+        format_reader.read(root, "global_step7", 0)
