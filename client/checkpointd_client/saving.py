@@ -182,6 +182,8 @@ class Saver:
                 job.save.handle.snapshot_taken()
                 job.staged.set_result(shard)
 
+        # Those that are done hold their slots' memory, which may have been replaced since.
+        self._stagings = [pair for pair in self._stagings if not pair[0].done.done()]
         self._stagings.append((staging, job.save.handle))
         staging.done.add_done_callback(taken)
 

@@ -1,0 +1,336 @@
+"""Cases that a hostile reader found: each would once have lost, torn or hung something."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import gc
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from checkpointd.commit.machine import Phase
+from checkpointd.errors import AbortedError, StagingError, StoreError, StoreFullError
+from checkpointd.layout.keys import vote_name
+from checkpointd.pipeline import attempt as attempt_module
+from checkpointd.pipeline import catalog
+from checkpointd.pipeline.chunks import Persist
+from checkpointd.store.posix import PosixStore
+from checkpointd_client import Checkpointer
+from checkpointd_client.preemption import LEAD, Preemption
+from checkpointd_client.ranks import SoloBoard
+from checkpointd_client.sinks import sink_for
+from checkpointd_client.snapshot import Copy
+from tests.builders import plan_save, rank_arrays, save_checkpoint
+
+
+def _state(value: float = 1.0, size: int = 64) -> dict[str, object]:
+    return {"w": torch.full((size, size), value)}
+
+
+class VoteLosingStore(PosixStore):
+    """Fails to store this rank's vote, and for a while everything small after it."""
+
+    refusing = 0
+
+    async def put_if_absent(self, key: str, data: bytes) -> bool:
+        if key.endswith(".vote") and self.refusing:
+            raise StoreFullError("no space for the vote")
+        if key.endswith("outcome") and self.refusing:
+            self.refusing -= 1
+            raise StoreFullError("no space for the outcome")
+        return await super().put_if_absent(key, data)
+
+
+async def test_an_uncertain_vote_is_never_taken_for_a_commit(tmp_path: Path) -> None:
+    store = VoteLosingStore(tmp_path / "root")
+    await save_checkpoint(store, tag="global_step1", world_size=1)
+    store.refusing = 2
+    (attempt,) = await save_checkpoint(store, tag="global_step2", world_size=1, timeout_s=1.0)
+    assert attempt.phase is Phase.ABORTED
+    assert isinstance(attempt.error, AbortedError)
+    assert [c.tag for c in await catalog.checkpoints(store)] == ["global_step1"]
+    assert await catalog.latest(store) == "global_step1"
+
+
+async def test_a_vote_that_vanishes_is_no_commit_either(tmp_path: Path) -> None:
+    store = PosixStore(tmp_path / "root")
+    plan = await plan_save(store, world_size=2, timeout_s=1.0)
+    run = asyncio.ensure_future(plan.run(0))
+    vote = tmp_path / "root" / plan.info(0).key(vote_name(0))
+    while not vote.exists():
+        await asyncio.sleep(0.005)
+    vote.unlink()
+    attempt = await run
+    assert attempt.phase is Phase.FAILED
+    assert "in doubt" in str(attempt.error)
+    assert await catalog.latest(store) is None
+
+
+async def test_two_steps_under_one_tag_do_not_commit_as_one(tmp_path: Path) -> None:
+    store = PosixStore(tmp_path / "root")
+    early = await plan_save(store, tag="best", step=50, world_size=2)
+    late = await plan_save(store, tag="best", step=60, world_size=2)
+    attempts = await asyncio.gather(early.run(0), late.run(1))
+    for attempt in attempts:
+        assert attempt.phase is Phase.ABORTED
+        assert "rank 0 saved step 50 and rank 1 step 60" in str(attempt.error)
+    assert not await catalog.checkpoints(store)
+
+
+async def test_two_layouts_in_flight_at_once_both_commit(tmp_path: Path) -> None:
+    store = PosixStore(tmp_path / "root")
+    small = await plan_save(store, tag="a", world_size=2)
+    large = await plan_save(
+        store, tag="b", world_size=2, tensors=lambda r: {**rank_arrays(r), "more": np.ones(5, dtype=np.float32)}
+    )
+    attempts = await asyncio.gather(*(plan.run(rank) for plan in (small, large) for rank in (0, 1)))
+    assert {a.phase for a in attempts} == {Phase.COMMITTED}
+
+
+def test_chunks_of_a_strided_tensor_may_come_on_many_threads() -> None:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        source = torch.randn(64, 3, 32, 32)
+        raw = source.numpy().reshape(-1).view(np.uint8)
+        for _ in range(40):
+            target = torch.empty_like(source).contiguous(memory_format=torch.channels_last)
+            sink = sink_for(target, "float32")
+            part = raw.nbytes // 8
+            gate = threading.Barrier(8)
+
+            def deliver(at: int, sink: object = sink, gate: threading.Barrier = gate, part: int = part) -> None:
+                gate.wait()
+                sink(at, raw[at : at + part])
+
+            threads = [threading.Thread(target=deliver, args=(i * part,)) for i in range(8)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert torch.equal(target, source)
+    finally:
+        sys.setswitchinterval(before)
+
+
+def test_a_forked_child_leaves_at_once_and_hears_its_signals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go = threading.Event()
+    persist = attempt_module.persist
+
+    async def held(job: Persist) -> object:
+        while not go.is_set():
+            await asyncio.sleep(0.005)
+        return await persist(job)
+
+    monkeypatch.setattr(attempt_module, "persist", held)
+    fork = multiprocessing.get_context("fork")
+    with Checkpointer(tmp_path, preempt_signal=signal.SIGTERM) as ckpt:
+        ckpt.save(1, _state())
+        child = fork.Process(target=os.getpid)
+        child.start()
+        child.join(30)
+        assert child.exitcode == 0
+        asleep = fork.Process(target=threading.Event().wait)
+        asleep.start()
+        os.kill(asleep.pid, signal.SIGTERM)
+        asleep.join(30)
+        assert asleep.exitcode == -signal.SIGTERM
+        assert not ckpt.preempted
+        go.set()
+    assert (tmp_path / "latest").read_text() == "global_step1\n"
+
+
+def test_an_interrupted_copy_spoils_its_snapshot_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(self: Copy) -> None:
+        raise KeyboardInterrupt
+
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Checkpointer(tmp_path) as ckpt:
+        # The stager is kept away, so that the step's hook is what copies.
+        monkeypatch.setattr(ckpt._saver._stager, "_hand_over", lambda _: None)
+        handle = ckpt.save(1, {"model": model, "optimizer": optimizer})
+        (staging, _) = ckpt._saver._stagings[0]
+        with monkeypatch.context() as patch:
+            patch.setattr(Copy, "run", interrupted)
+            model(torch.ones(1, 8)).sum().backward()
+            with pytest.raises(KeyboardInterrupt):
+                optimizer.step()
+        staging.finish()
+        with pytest.raises(AbortedError, match="was interrupted"):
+            handle.wait()
+        monkeypatch.undo()
+        assert ckpt.save(2, {"model": model, "optimizer": optimizer}).wait().phase == "committed"
+
+
+def test_memory_that_runs_out_in_save_is_the_handles_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_descriptor(name: str, flags: int) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with Checkpointer(tmp_path) as ckpt:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "memfd_create", no_descriptor)
+            handle = ckpt.save(1, _state())
+        with pytest.raises(AbortedError, match="Too many open files"):
+            handle.wait()
+        assert isinstance(handle.exception().__cause__, StagingError)
+        assert ckpt.save(2, _state()).wait().phase == "committed"
+
+
+def test_storage_that_does_not_answer_ends_the_handle_at_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ckpt = Checkpointer(tmp_path, commit_timeout_s=0.5)
+    monkeypatch.setattr(attempt_module, "ANSWER_S", 0.2)
+
+    async def silent(*_: object, **__: object) -> object:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    for call in ("list", "get", "stat", "put_if_absent", "open_writer"):
+        monkeypatch.setattr(ckpt._store, call, silent)
+    handle = ckpt.save(1, _state())
+    with pytest.raises(StoreError, match="not answered"):
+        handle.wait()
+    monkeypatch.setattr("checkpointd_client.checkpointer.TIDY_TIMEOUT_S", 0.2)
+    ckpt.close()
+
+
+def test_a_grace_period_that_ends_while_closing_ends_the_handles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def held(job: Persist) -> object:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    monkeypatch.setattr(attempt_module, "persist", held)
+    ckpt = Checkpointer(tmp_path, preempt_signal=signal.SIGUSR2, grace_s=0.3)
+    handle = ckpt.save(1, _state())
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR2)).start()
+    with pytest.raises(StoreError, match="the grace period after the signal is over"):
+        ckpt.close()
+    assert handle.phase == "failed"
+
+
+def test_an_unreadable_newest_checkpoint_falls_back_loudly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Checkpointer(tmp_path) as ckpt:
+        ckpt.save(1, _state(1.0)).wait()
+        ckpt.save(2, _state(2.0)).wait()
+    get_range = PosixStore.get_range
+
+    async def bad_sector(self: PosixStore, key: str, offset: int, out: memoryview) -> None:
+        if key.startswith("global_step2/"):
+            raise StoreError(f"reading {key}: Input/output error")
+        await get_range(self, key, offset, out)
+
+    monkeypatch.setattr(PosixStore, "get_range", bad_sector)
+    target = _state(0.0)
+    with Checkpointer(tmp_path) as ckpt, caplog.at_level(logging.ERROR, "checkpointd"):
+        loaded = ckpt.load(target)
+    assert loaded is not None
+    assert loaded.step == 1
+    assert bool((target["w"] == 1.0).all())
+    assert any("Input/output error" in record.getMessage() for record in caplog.records)
+
+
+def test_giving_up_on_await_leaves_the_save_to_everybody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go = threading.Event()
+    persist = attempt_module.persist
+
+    async def held(job: Persist) -> object:
+        while not go.is_set():
+            await asyncio.sleep(0.005)
+        return await persist(job)
+
+    monkeypatch.setattr(attempt_module, "persist", held)
+
+    async def impatient(ckpt: Checkpointer) -> str:
+        handle = ckpt.save(1, _state())
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(handle, 0.05)
+        go.set()
+        return (await handle).phase
+
+    with Checkpointer(tmp_path) as ckpt:
+        assert asyncio.run(impatient(ckpt)) == "committed"
+
+
+def test_replaced_slots_give_their_memory_back(tmp_path: Path) -> None:
+    def mapped() -> int:
+        return sum("checkpointd-arena" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+    with Checkpointer(tmp_path) as ckpt:
+        for size in (64, 128, 192, 256, 320):
+            ckpt.save(size, _state(1.0, size)).wait()
+            ckpt.wait()
+        ckpt._saver.close(10.0)
+        gc.collect()
+        assert mapped() <= 2
+
+
+def test_loading_waits_for_a_save_of_the_same_tag(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as ckpt:
+        for value in range(1, 6):
+            ckpt.save(value, _state(float(value)), tag="last")
+            target = _state(0.0)
+            assert ckpt.load(target).step == value
+            assert bool((target["w"] == float(value)).all())
+
+
+def test_a_root_copied_without_its_dot_files_goes_on_in_order(tmp_path: Path) -> None:
+    import shutil
+
+    with Checkpointer(tmp_path / "a") as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, _state(float(step)), tag="last").wait()
+    shutil.copytree(tmp_path / "a", tmp_path / "b", ignore=shutil.ignore_patterns(".*"))
+    with Checkpointer(tmp_path / "b") as ckpt:
+        assert ckpt.load(_state()).step == 2
+        ckpt.save(3, _state(3.0), tag="last").wait()
+    with Checkpointer(tmp_path / "b") as ckpt:
+        assert ckpt.load(_state()).step == 3
+
+
+class SharedBoard(SoloBoard):
+    """A board that several ranks of a test look at; `me` says whose turn it is."""
+
+    is_solo = False
+
+    def __init__(self, shared: dict[str, str], me: int) -> None:
+        self._notes, self._me = shared, me
+
+    def post_count(self, key: str, count: int) -> None:
+        self._notes[f"{key}/{self._me}"] = str(count)
+
+    def counts(self, key: str) -> list[int]:
+        return [int(text) for name, text in self._notes.items() if name.startswith(f"{key}/")]
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 4, 9])
+def test_preempted_is_one_answer_however_far_a_host_runs_ahead(ahead: int) -> None:
+    shared: dict[str, str] = {}
+    behind = Preemption(signal.SIGUSR1, 30.0, SharedBoard(shared, 0))
+    try:
+        in_front = Preemption(signal.SIGUSR2, 30.0, SharedBoard(shared, 1))
+        try:
+            for _ in range(ahead):
+                assert not in_front.ask()
+            os.kill(os.getpid(), signal.SIGUSR1)
+            stops = {}
+            for _ in range(40):
+                for name, rank in (("behind", behind), ("in front", in_front)):
+                    if name not in stops and rank.ask():
+                        stops[name] = rank._asked
+            assert stops["behind"] == stops["in front"]
+            assert stops["behind"] >= ahead + LEAD
+        finally:
+            in_front.close()
+    finally:
+        behind.close()
