@@ -4,7 +4,7 @@ Invariants
   R1  A committed attempt is removed only when a newer commit of the same tag exists.
   R2  An undecided attempt is never touched: recovery decides it first.
   R3  Outcome and votes of an aborted attempt stay, as the record that `explain` reads and so that no late vote can revive it.
-  R4  Only an attempt that was committed ever loses its votes: a rank whose yes vote is gone knows that it was.
+  R4  Only an attempt that was committed ever loses its votes, and only when many newer commits of its tag exist.
 """
 
 from __future__ import annotations
