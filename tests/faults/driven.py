@@ -11,15 +11,19 @@ import logging
 import os
 import sys
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
 
 from checkpointd.errors import AbortedError, CheckpointdError
+from checkpointd.store import osfile
+from checkpointd.store.osdisk import OsDisk
 from checkpointd_client import Checkpointer, SaveHandle
-from tests.faults.trainer import Training
+from tests.faults.trainer import Journal, Training, save_endlessly
 
+DIRECT_BYTES_MIN = osfile.DIRECT_BYTES_MIN
 TRAINING_TIMEOUT = timedelta(seconds=100)
 
 
@@ -49,13 +53,13 @@ class Rank:
         assert self._checkpointer is not None, "no root is open"
         return self._checkpointer
 
-    def open(self, root: str, seed: int, nbytes: int, **options: Any) -> dict[str, object]:
-        """Begin a training of its own with a Checkpointer at `root`."""
+    def open(self, root: str, seed: int, nbytes: int, direct: bool = True, **options: Any) -> None:
+        """Begin a training of its own with a Checkpointer at `root`; without `direct`, all writes go through the page cache."""
+        osfile.DIRECT_BYTES_MIN = DIRECT_BYTES_MIN if direct else sys.maxsize  # type: ignore[misc]  # as where it is refused
         self._training = Training(seed=seed, rank=self._rank, nbytes=nbytes)
         self._handles = {}
         self._records.kept.clear()
         self._checkpointer = Checkpointer(root, **options)
-        return {"epoch": self._ckpt.status().epoch}
 
     def save(self, step: int, **options: Any) -> str:
         """Train `step` and save it; returns the attempt's name as soon as save() does. Nothing is waited for."""
@@ -95,6 +99,15 @@ class Rank:
         wrong = target.wrong(loaded.step) + ([] if client_state else ["client_state"])
         return {"tag": loaded.tag, "step": loaded.step, "wrong": wrong, "fell_back_from": loaded.fell_back_from}
 
+    def forget_to_sync_files(self) -> None:
+        """From now on fsync of a file does nothing; that of a directory goes on."""
+        setattr(osfile.OsFile, "_sync", lambda _: None)  # noqa: B010  # a mutation, which mypy need not understand
+        setattr(OsDisk, "sync_file", _no_sync)  # noqa: B010
+
+    def save_endlessly(self, journal: str, after: int) -> None:
+        """Train and save every step after `after`; the end of every save is noted in `journal`. Does not return."""
+        save_endlessly(self._ckpt, self._training, Journal(Path(journal)), after=after, every=1)
+
     def train_until_preempted(self, steps: int) -> int | None:
         """Train with the other ranks until the job is told to stop, save then; the step, or None after `steps` steps."""
         for step in range(steps):
@@ -118,6 +131,10 @@ class Rank:
     def leave(self) -> None:
         """End the process as a script ends, with nothing closed."""
         sys.exit(0)
+
+
+async def _no_sync(disk: OsDisk, path: str) -> None:
+    pass
 
 
 def obey(rank: Rank, commands: TextIO, answers: TextIO) -> None:

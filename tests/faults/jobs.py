@@ -189,11 +189,16 @@ class Job:
         for rank in self.ranks:
             rank.tell(command, **arguments)
 
-    def open(self, root: Path, *, commit_timeout_s: float = NEVER_S, **options: Any) -> int:
-        """Make every rank's Checkpointer at `root`; the epoch."""
+    def open(self, root: Path, **options: Any) -> None:
+        """Make every rank's Checkpointer at `root`."""
+        self.tell_open(root, **options)
+        for rank in self.ranks:
+            rank.answer()
+
+    def tell_open(self, root: Path, *, commit_timeout_s: float = NEVER_S, **options: Any) -> None:
+        """The same, not waited for."""
         arguments = {"seed": self.seed, "nbytes": self.nbytes, "commit_timeout_s": commit_timeout_s, **options}
-        opened = self.all("open", root=str(root), **arguments)
-        return int(opened[0]["epoch"])
+        self.tell("open", root=str(root), **arguments)
 
     def ends(self, step: int) -> list[End]:
         """How the save of `step` ended on every rank."""
@@ -285,36 +290,22 @@ def wait_until(true: Callable[[], object], what: str, *, limit_s: float = 60.0) 
 
 
 class Torchrun:
-    """The endless training under torchrun, which starts it again whenever a rank dies."""
+    """The endless training under torchrun, which starts all ranks again when one dies. What they see they note in `folder`."""
 
     def __init__(self, folder: Path, arguments: Sequence[str], *, world_size: int = 2, restarts: int = 1000) -> None:
-        self._journals = folder / "journals"
-        self._journals.mkdir(exist_ok=True)
         self._stderr = folder / "torchrun.stderr"
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
         torchrun += ["--max-restarts", str(restarts), "--monitor-interval", "0.05"]
         environment = {k: v for k, v in rank_environment(world_size).items() if not k.startswith(("MASTER", "WORLD"))}
-        self._read = {rank: self._size(rank) for rank in range(world_size)}
+        # By default one store serves all restarts, and a rank may read the address of a dead one (PyTorch issue 135712).
+        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         with self._stderr.open("a") as errors:
             self.process = subprocess.Popen(
-                [*torchrun, str(HERE / "trainer.py"), "--journal", str(self._journals), *arguments],
+                [*torchrun, str(HERE / "trainer.py"), "--journal", str(folder), *arguments],
                 stdout=errors,
                 stderr=errors,
                 env=environment,
-                start_new_session=True,
             )
-
-    def events(self, rank: int) -> list[dict[str, Any]]:
-        """What `rank` has noted since this torchrun was started."""
-        path = self._journals / f"rank-{rank}.jsonl"
-        if not path.exists():
-            return []
-        text = path.read_bytes()[self._read[rank] :]
-        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith(b"\n")]
-
-    def pids(self) -> list[int]:
-        """The process of every rank that has noted one, newest each."""
-        return [events[-1]["pid"] for rank in self._read if (events := self.events(rank))]
 
     def check_running(self) -> None:
         assert self.process.poll() is None, f"torchrun has ended with {self.process.returncode}:\n{self._stderr.read_text()}"
@@ -329,10 +320,6 @@ class Torchrun:
     def close(self) -> None:
         if self.process.poll() is None:
             self.kill_all()
-
-    def _size(self, rank: int) -> int:
-        path = self._journals / f"rank-{rank}.jsonl"
-        return path.stat().st_size if path.exists() else 0
 
     def __enter__(self) -> Self:
         return self

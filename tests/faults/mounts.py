@@ -13,7 +13,7 @@ import os
 import struct
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,16 +63,18 @@ def ext4_image(size: int, backing_dir: Path) -> Iterator[Ext4]:
         image.unlink()
 
 
-def power_cut(mounted: Ext4) -> None:
+def power_cut(mounted: Ext4, *, while_off: Callable[[], None] = lambda: None) -> None:
     """Cut the power and put it on again: what was not synced is gone. Files open across the cut only give errors from then on.
 
-    What had reached the disk stays, flushed or not: the disk's own cache is not part of this.
+    `while_off` is where to end the processes that a real cut would end with it. What had reached the disk stays, flushed or
+    not: the disk's own cache is not part of this.
     """
     descriptor = os.open(mounted.path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.ioctl(descriptor, _SHUTDOWN, _SHUTDOWN_NOTHING_FLUSHED)
     finally:
         os.close(descriptor)
+    while_off()
     _unmount(mounted.path)
     _mount_image(mounted)
 

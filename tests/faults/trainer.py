@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import itertools
 import json
 import os
 import queue
@@ -178,31 +179,34 @@ class Watch:
 
 
 def train(options: argparse.Namespace) -> None:
-    """Load, check every bit, train and save without end."""
+    """Load, check every bit, then train and save without end."""
     rank = dist.get_rank()
     journal = Journal(options.journal / f"rank-{rank}.jsonl")
     training = Training(seed=options.seed, rank=rank, nbytes=options.nbytes)
-    watch = Watch(journal)
     journal.note("up")
     with Checkpointer(options.root, compression=options.compression) as ckpt:
         loaded = ckpt.load(training.state)
-        journal.note("loaded", **_facts(training, loaded))
-        step = loaded.step if loaded else -1
-        while True:
-            step += 1
-            training.advance(step)
-            dist.barrier()
-            if step % options.save_every == 0:
-                watch.add(ckpt.save(step, training.state, client_state=training.client_state))
+        journal.note("loaded", epoch=ckpt.status().epoch, **_facts(training, loaded))
+        save_endlessly(ckpt, training, journal, after=loaded.step if loaded else -1, every=options.save_every)
+
+
+def save_endlessly(ckpt: Checkpointer, training: Training, journal: Journal, *, after: int, every: int) -> None:
+    """Train the steps after `after` together with the other ranks, and save every so many."""
+    watch = Watch(journal)
+    for step in itertools.count(after + 1):
+        training.advance(step)
+        dist.barrier()
+        if step % every == 0:
+            watch.add(ckpt.save(step, training.state, client_state=training.client_state))
 
 
 def _facts(training: Training, loaded: Any) -> dict[str, object]:
     if loaded is None:
-        return {"tag": None}
+        return {"step": -1, "wrong": [], "fell_back_from": []}
     wrong = training.wrong(loaded.step)
     if loaded.client_state != {"seed": training.seed, "step": loaded.step}:
         wrong.append("client_state")
-    return {"tag": loaded.tag, "step": loaded.step, "wrong": wrong, "fell_back_from": loaded.fell_back_from}
+    return {"step": loaded.step, "wrong": wrong, "fell_back_from": loaded.fell_back_from}
 
 
 def _options() -> argparse.Namespace:
