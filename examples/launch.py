@@ -56,9 +56,10 @@ class Job:
         for line in self.process.stdout:
             yield line.rstrip("\n")
         if self.process.wait() != 0:
-            tail = "\n".join(self.errors.read_text().splitlines()[-30:])
+            # The ranks' own words come first; torchrun's summary of them stands at the end.
+            words = "\n".join(self.errors.read_text().splitlines()[:40])
             late = "" if self.timer.is_alive() else ", killed since it did not end in time"
-            raise RuntimeError(f"torchrun ended with {self.process.returncode}{late}; the end of {self.errors}:\n{tail}")
+            raise RuntimeError(f"torchrun ended with {self.process.returncode}{late}; {self.errors} begins:\n{words}")
 
     def running(self) -> bool:
         return self.process.poll() is None

@@ -40,8 +40,8 @@ def strike(strike: Strike) -> str:
         f"  [bold red]SIGKILL[/] rank {strike.rank} (process {strike.pid}) while it was writing "
         f"{strike.tag}/{strike.attempt}.\n"
         f"  It had written {strike.written / MEGA:.1f} MB; its shard took {strike.expected / MEGA:.1f} MB the time before.\n"
-        f"  In that attempt: {', '.join(strike.present)}; no vote of rank {strike.rank}, no outcome. "
-        f"`latest` says {strike.latest}."
+        f"  In that attempt: {', '.join(strike.present)}.\n"
+        f"  No vote of rank {strike.rank} and no outcome. `latest` says {strike.latest}."
     )
 
 
