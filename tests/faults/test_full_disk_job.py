@@ -88,6 +88,23 @@ def test_space_that_ends_to_the_last_byte(pair: Job, small: Path) -> None:
     pair.all("close")
 
 
+@pytest.mark.root
+def test_a_start_on_a_full_disk_finds_the_newest_checkpoint(pair: Job, small: Path) -> None:
+    """A job that died has filled it, say; starting needs to write, too."""
+    root = small / "root"
+    pair.open(root, nbytes=2 * MIB)
+    pair.must_commit(1)
+    pair.all("close")
+    ballast = small / "ballast"
+    fill(ballast)
+    pair.open(root, nbytes=2 * MIB)
+    pair.must_load(1)
+    failed_at_once(pair, 2, "no space is left")
+    ballast.unlink()
+    goes_on(pair, root, failed=2, step=3)
+    pair.all("close")
+
+
 def fill(path: Path) -> None:
     """Take all space that there is."""
     with path.open("wb", buffering=0) as file:
