@@ -25,6 +25,7 @@ _VOTE = re.compile(rf"{_RANK}\.vote\Z", re.ASCII)
 _EPOCH = re.compile(r"(?:\d{8}|[1-9]\d{8,11})\Z", re.ASCII)
 _DIGEST = re.compile(r"[0-9a-f]{32}\Z")
 
+EPOCH_MAX = 10**12 - 1
 WORLD_SIZE_MAX = 1 << 18
 """No job has more ranks: what an object declares beyond it is damage, and nothing is sized by it."""
 
@@ -129,6 +130,9 @@ def check_chunks_ref(name: str, writer: int) -> str:
 
 
 def epoch_key(epoch: int) -> str:
+    """Where the record of `epoch` lies. FormatError beyond the last one that has a name."""
+    if epoch > EPOCH_MAX:
+        raise FormatError(f"epoch {epoch} has no name; no job gets that far: remove {SERVICE}/epochs/{EPOCH_MAX}")
     return f"{SERVICE}/epochs/{epoch:08d}"
 
 

@@ -14,9 +14,10 @@ from checkpointd.layout.keys import (
     attempt_prefix,
     check_tag,
     is_tag,
+    plan_key,
     vote_rank,
 )
-from checkpointd.layout.manifest import Outcome, Vote, decode, digest
+from checkpointd.layout.manifest import LISTING_BYTES_MAX, Outcome, Plan, Vote, decode, digest
 from checkpointd.store.base import Store
 
 LATEST_BYTES_MAX = 4096
@@ -119,6 +120,15 @@ async def read_vote(store: Store, key: str, expected_digest: str | None = None) 
     if expected_digest is not None and digest(data) != expected_digest:
         raise DamagedError(f"{key} is not the vote that the outcome names: its bytes changed since the commit", key=key)
     return decode(data, Vote, key)
+
+
+async def read_plan(store: Store, name: str) -> Plan:
+    """The plan whose digest is `name`. FormatError where that is no digest, DamagedError where the bytes do not have it."""
+    key = plan_key(name)
+    data = await store.get(key, size_max=LISTING_BYTES_MAX)
+    if digest(data) != name:
+        raise DamagedError(f"{key} is damaged: its digest is {digest(data)}", key=key)
+    return decode(data, Plan, key)
 
 
 async def scan(store: Store) -> list[AttemptView]:

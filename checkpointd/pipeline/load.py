@@ -74,7 +74,7 @@ async def read_index(store: Store, checkpoint: Checkpoint, rank: int) -> Index:
     try:
         vote = await read_vote(store, key, ref.digest)
         key = f"{checkpoint.prefix}/{vote.index.name}" if vote.index else key
-        index = await _index_of(store, checkpoint.prefix, vote)
+        index = await index_named_by(store, checkpoint.prefix, vote)
         if index.step != outcome.step:
             raise DamagedError(f"{key} is of step {index.step}, the outcome of step {outcome.step}")
         return index
@@ -82,7 +82,8 @@ async def read_index(store: Store, checkpoint: Checkpoint, rank: int) -> Index:
         raise DamagedError(f"{error} (rank {rank} of {checkpoint.tag})", key=key, rank=rank) from error
 
 
-async def _index_of(store: Store, prefix: str, vote: Vote) -> Index:
+async def index_named_by(store: Store, prefix: str, vote: Vote) -> Index:
+    """The index that `vote` names, checked to be that rank's, of this attempt. DamagedError where it is not."""
     ref = vote.index
     if ref is None:
         raise DamagedError(f"{prefix}/{vote_name(vote.rank)} names no index")
@@ -91,8 +92,8 @@ async def _index_of(store: Store, prefix: str, vote: Vote) -> Index:
     if len(data) != ref.size or digest(data) != ref.digest:
         raise DamagedError(f"{key} is damaged: its bytes are not those that its vote names", key=key)
     index = decode_index(data, key)
-    if (index.tag, index.attempt, index.rank) != (vote.tag, vote.attempt, vote.rank):
-        raise DamagedError(f"{key} belongs to rank {index.rank} of {index.tag}/{index.attempt}", key=key)
+    if (index.tag, index.attempt, index.rank, index.step) != (vote.tag, vote.attempt, vote.rank, vote.step):
+        raise DamagedError(f"{key} belongs to rank {index.rank} of {index.tag}/{index.attempt}, step {index.step}", key=key)
     return index
 
 

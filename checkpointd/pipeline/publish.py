@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 from checkpointd.commit.decide import Decision, decide, unshared
 from checkpointd.errors import DamagedError, NotFoundError
-from checkpointd.layout.keys import OUTCOME, AttemptId, attempt_prefix, object_rank, plan_key, vote_name, vote_rank
-from checkpointd.layout.manifest import LISTING_BYTES_MAX, Outcome, Plan, Vote, VoteRef, decode, digest, encode
+from checkpointd.layout.keys import OUTCOME, AttemptId, attempt_prefix, object_rank, vote_name, vote_rank
+from checkpointd.layout.manifest import Outcome, Plan, Vote, VoteRef, decode, digest, encode
 from checkpointd.layout.plan import union_fault
 from checkpointd.pipeline import catalog
 from checkpointd.pipeline.identity import writer
@@ -89,11 +89,7 @@ class PlanCheck:
         known = self._plans.get(name)
         if known is not None:
             return known
-        key = plan_key(name)
-        data = await self.store.get(key, size_max=LISTING_BYTES_MAX)
-        if digest(data) != name:
-            raise DamagedError(f"{key} is damaged: its digest is {digest(data)}", key=key)
-        self._plans[name] = plan = decode(data, Plan, key)
+        self._plans[name] = plan = await catalog.read_plan(self.store, name)
         return plan
 
 

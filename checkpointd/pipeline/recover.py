@@ -15,10 +15,12 @@ from checkpointd.commit import decide as decisions
 from checkpointd.commit.decide import Decision
 from checkpointd.errors import DamagedError, NotFoundError, StoreError
 from checkpointd.layout.keys import OUTCOME, AttemptId
-from checkpointd.layout.manifest import Outcome, Vote, decode_index, digest
+from checkpointd.layout.manifest import Outcome, Vote
+from checkpointd.layout.plan import cover_fault
 from checkpointd.pipeline import catalog
 from checkpointd.pipeline.catalog import AttemptView
 from checkpointd.pipeline.collect import collect
+from checkpointd.pipeline.load import index_named_by
 from checkpointd.pipeline.pointer import move_latest
 from checkpointd.pipeline.publish import RECOVERY, Ballot, PlanCheck, outcome_of, put_outcome
 from checkpointd.pipeline.shard import AttemptInfo
@@ -113,13 +115,13 @@ async def _storage_fault(store: Store, attempt: AttemptView, ballot: Ballot) -> 
 
 
 async def _check_named(store: Store, prefix: str, vote: Vote | None) -> None:
-    ref = vote.index if vote else None
-    assert ref is not None
-    key = f"{prefix}/{ref.name}"
-    data = await store.get(key, size_max=ref.size)
-    if digest(data) != ref.digest:
-        raise DamagedError(f"{key} is damaged: its digest is not the one that its vote names", key=key)
-    for named in decode_index(data, key).objects:
+    """The same checks as loading makes, down to the chunks: of those, only the objects' sizes are looked at."""
+    assert vote is not None
+    index = await index_named_by(store, prefix, vote)
+    fault = cover_fault(await catalog.read_plan(store, vote.plan or ""), index)
+    if fault:
+        raise DamagedError(f"its index is not what its plan says: {fault}")
+    for named in index.objects:
         size = await store.stat(f"{prefix}/{named.name}")
         if size != named.size:
             raise DamagedError(f"{prefix}/{named.name} has {size} bytes, not {named.size}", key=f"{prefix}/{named.name}")

@@ -9,10 +9,11 @@ import msgspec
 
 from checkpointd.config import LoadConfig
 from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, StoreError
-from checkpointd.layout.keys import plan_key, vote_name
-from checkpointd.layout.manifest import LISTING_BYTES_MAX, Index, Plan, decode, digest
+from checkpointd.layout import tree
+from checkpointd.layout.keys import index_name, plan_key, vote_name
+from checkpointd.layout.manifest import Index
 from checkpointd.layout.plan import cover_fault
-from checkpointd.pipeline.catalog import Checkpoint, read_vote
+from checkpointd.pipeline.catalog import Checkpoint, read_plan, read_vote
 from checkpointd.pipeline.load import read_index, read_tensors
 from checkpointd.store.base import Store
 
@@ -76,6 +77,7 @@ async def _verify_rank(
 ) -> None:
     index = await read_index(store, checkpoint, rank)
     try:
+        tree.decode(index.tree, f"{checkpoint.prefix}/{index_name(rank)}")
         await _check_plan(store, checkpoint, rank, index)
     except CheckpointdError as error:
         damage.append(Damage.of(error, rank))
@@ -87,11 +89,9 @@ async def _check_plan(store: Store, checkpoint: Checkpoint, rank: int, index: In
     vote = await read_vote(store, f"{checkpoint.prefix}/{vote_name(rank)}")
     key = plan_key(vote.plan or "")
     try:
-        data = await store.get(key, size_max=LISTING_BYTES_MAX)
+        plan = await read_plan(store, vote.plan or "")
     except NotFoundError as error:
         raise DamagedError(f"{error}, which the vote of rank {rank} names", key=key, rank=rank) from error
-    if digest(data) != vote.plan:
-        raise DamagedError(f"{key} is damaged: its digest is {digest(data)}", key=key)
-    fault = cover_fault(decode(data, Plan, key), index)
+    fault = cover_fault(plan, index)
     if fault:
         raise DamagedError(f"the index of {checkpoint.tag} is not what its plan says: {fault}", key=key, rank=rank)
