@@ -46,14 +46,16 @@ class OsDisk:
         return made[0]
 
     async def read(self, path: str, size_max: int) -> bytes:
-        content = await to_the_end(self._read(path, size_max + 1))
-        if len(content) > size_max:
+        content = await to_the_end(self._read(path, size_max))
+        if content is None or len(content) > size_max:
             raise OSError(errno.EFBIG, f"longer than the {size_max} bytes that were asked for")
         return content
 
-    async def _read(self, path: str, size: int) -> bytes:
+    async def _read(self, path: str, size_max: int) -> bytes | None:
+        """Up to a byte more than `size_max`; None where the file is longer, of which nothing is read then."""
         async with aiofiles.open(path, "rb", executor=self._small.executor) as file:
-            return await file.read(size)
+            status = await aiofiles.os.stat(file.fileno(), executor=self._small.executor)
+            return await file.read(status.st_size + 1) if status.st_size <= size_max else None
 
     async def read_at(self, path: str, offset: int, out: memoryview) -> int:
         return await self._bulk.run(_read_at, path, offset, out)
@@ -176,11 +178,14 @@ def _link(source: str, target: str) -> None:
 
 
 def _children(path: str) -> list[Child]:
+    """What lies in `path`. Links to directories are left out: whoever clears one away would do it in somebody else's house."""
     found = []
     with os.scandir(path) as entries:
         for entry in entries:
             try:
                 directory = entry.is_dir()
+                if directory and entry.is_symlink():
+                    continue
                 found.append(Child(entry.name, 0 if directory else entry.stat().st_size, directory))
             except FileNotFoundError:
                 continue  # Removed since, or a link to nowhere.
