@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any, get_args
+from typing import get_args
 
 import msgspec
 import pytest
@@ -30,6 +30,7 @@ from checkpointd.layout.manifest import (
     digest,
     encode,
 )
+from tests.forging import edited
 
 KEY = "tag/00000001-0/object"
 texts = st.text(st.characters(codec="utf-8"), max_size=20)
@@ -122,14 +123,6 @@ OUTCOME = Outcome(
     decided_by=0,
     writer=WRITER,
 )
-
-
-def edited(data: bytes, **changes: Any) -> bytes:
-    """The small object in `data` with some keys changed or added, under a checksum of its own."""
-    fields = msgspec.json.decode(data) | changes
-    del fields["checksum"]
-    body = msgspec.json.format(msgspec.json.encode(fields), indent=2)[:-2] + b',\n  "checksum": "'
-    return body + digest(body + b"0" * 32 + b'"\n}\n').encode() + b'"\n}\n'
 
 
 @given(small_objects)

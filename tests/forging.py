@@ -1,0 +1,97 @@
+"""Roots as somebody forges them who may write there and can count: what is changed is sealed again, digest by digest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import xxhash
+
+from checkpointd.layout.manifest import digest
+
+Fields = dict[str, Any]
+
+
+def sealed(fields: Mapping[str, Any] | bytes) -> bytes:
+    """A small object of these fields (or of this JSON text, up to its closing brace) under a checksum that fits."""
+    text = fields if isinstance(fields, bytes) else msgspec.json.format(msgspec.json.encode(dict(fields)), indent=2)[:-2]
+    body = text + b',\n  "checksum": "'
+    return body + digest(body + b"0" * 32 + b'"\n}\n').encode() + b'"\n}\n'
+
+
+def opened(data: bytes) -> Fields:
+    """The fields of a small object, without its checksum."""
+    fields: Fields = msgspec.json.decode(data)
+    del fields["checksum"]
+    return fields
+
+
+def edited(data: bytes, **changes: Any) -> bytes:
+    """The small object in `data` with some keys changed or added, under a checksum of its own."""
+    return sealed(opened(data) | changes)
+
+
+def chunk_of(stored: bytes, raw: bytes, /, *, offset: int = 0, codec: str = "raw", **changes: Any) -> list[Any]:
+    """A chunk of an index, whose digests fit its bytes, with fields changed by name."""
+    names = ("object", "offset", "stored", "raw", "codec", "checksum", "digest")
+    fitting = (0, offset, len(stored), len(raw), codec, xxhash.xxh3_64_intdigest(stored), xxhash.xxh3_128_digest(raw))
+    return [changes.get(name, value) for name, value in zip(names, fitting, strict=True)]
+
+
+@dataclass(frozen=True)
+class Forger:
+    """Changes the one attempt of `tag` below `root`, of one rank, and makes all digests fit again."""
+
+    root: Path
+    tag: str
+
+    @property
+    def folder(self) -> Path:
+        [attempt] = (self.root / self.tag).iterdir()
+        return attempt
+
+    @property
+    def chunks(self) -> Path:
+        return next(self.folder.glob("*.chunks"))
+
+    def index(self) -> Fields:
+        found: Fields = msgspec.msgpack.decode((self.folder / "00000.index").read_bytes())
+        return found
+
+    def put_index(self, fields: Mapping[str, Any] | bytes) -> None:
+        data = fields if isinstance(fields, bytes) else msgspec.msgpack.encode(dict(fields))
+        (self.folder / "00000.index").write_bytes(data)
+        self.edit_vote(index={"name": "00000.index", "size": len(data), "digest": digest(data)})
+
+    def edit_index(self, **changes: Any) -> None:
+        self.put_index(self.index() | changes)
+
+    def put_chunks(self, stored: bytes, tensors: list[Any], **changes: Any) -> None:
+        """Other chunks, and the tensors that lie in them; the object's size as it is, unless `objects` are given."""
+        self.chunks.write_bytes(stored)
+        objects = [{"name": self.chunks.name, "size": len(stored)}]
+        self.edit_index(**{"objects": objects, "tensors": tensors, "aliases": [], **changes})
+
+    def put_vote(self, data: bytes) -> None:
+        (self.folder / "00000.vote").write_bytes(data)
+        self.edit_outcome(votes={"0": {"digest": digest(data), "size": len(data)}})
+
+    def edit_vote(self, **changes: Any) -> None:
+        self.put_vote(edited((self.folder / "00000.vote").read_bytes(), **changes))
+
+    def put_outcome(self, data: bytes) -> None:
+        (self.folder / "outcome").write_bytes(data)
+
+    def edit_outcome(self, **changes: Any) -> None:
+        self.put_outcome(edited((self.folder / "outcome").read_bytes(), **changes))
+
+    def sparse(self, name: str, size: int, head: bytes = b"") -> None:
+        """An object of the attempt (or a path from the root, with a slash) that declares `size` bytes and holds a few."""
+        path = self.root / name if "/" in name else self.folder / name
+        path.unlink(missing_ok=True)
+        with open(path, "wb") as file:
+            file.write(head)
+            file.truncate(size)

@@ -1,0 +1,223 @@
+"""Hostile roots: refused with a clear error, in bounded memory, and the whole checkpoint before them still loads.
+
+Whoever can write to a root can compute every digest: nothing here is found by a checksum that does not fit.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from checkpointd.config import LoadConfig
+from checkpointd.errors import DamagedError, FormatError
+from checkpointd.layout.keys import plan_key
+from checkpointd.pipeline import catalog, epochs
+from checkpointd.pipeline.recover import recover
+from checkpointd.pipeline.report.explanation import explanation
+from checkpointd.pipeline.report.inspection import inspection
+from checkpointd.pipeline.report.listing import listing
+from checkpointd.pipeline.verify import verify
+from checkpointd.store.posix import PosixStore
+from checkpointd_client import Checkpointer
+from tests.forging import Forger
+from tests.unit.hostile import DECIDED, GIB, UNDECIDED, Case
+
+ROOT = Path(__file__).parents[2]
+GOOD, BAD = "global_step1", "global_step2"
+
+
+def state(fill: float) -> dict[str, object]:
+    return {"model": {"weight": torch.full((64, 48), float(fill))}}
+
+
+def weight(found: dict[str, object]) -> torch.Tensor:
+    model = found["model"]
+    assert isinstance(model, dict)
+    tensor = model["weight"]
+    assert isinstance(tensor, torch.Tensor)
+    return tensor
+
+
+def make_root(path: Path) -> Path:
+    """Two whole checkpoints; the second is there to be forged."""
+    with Checkpointer(path, compression="none") as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, state(step), client_state={"epoch": 3}).wait()
+    return path
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_root(tmp_path_factory.mktemp("made") / "root")
+
+
+@pytest.fixture
+def root(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made, tmp_path / "root"))
+
+
+def test_an_untouched_root_and_one_that_was_only_sealed_again_load(root: Path) -> None:
+    forger = Forger(root, BAD)
+    forger.put_index(forger.index())
+    found = state(0)
+    with Checkpointer(root) as ckpt:
+        loaded = ckpt.load(found)
+    assert loaded is not None
+    assert (loaded.tag, loaded.fell_back_from) == (BAD, ())
+    assert (weight(found) == 2).all()
+
+
+@pytest.mark.parametrize("name", DECIDED)
+def test_load_refuses_it_by_name_and_loads_the_one_before_it(name: str, root: Path) -> None:
+    refuse_and_fall_back(root, DECIDED[name])
+
+
+def refuse_and_fall_back(root: Path, case: Case) -> None:
+    case.forge(Forger(root, BAD))
+    found = state(0)
+    with Checkpointer(root) as ckpt:
+        with pytest.raises(DamagedError, match=case.words):
+            ckpt.load(found, BAD)
+        assert not weight(found).any(), "nothing is touched by what is refused"
+        with pytest.raises(DamagedError, match=case.words):
+            ckpt.load(found, fallback=False)
+        loaded = ckpt.load(found)
+    assert loaded is not None
+    assert loaded.tag == GOOD
+    assert re.search(case.words, loaded.fell_back_from[0])
+    assert (weight(found) == 1).all()
+
+
+@pytest.mark.parametrize("name", DECIDED)
+async def test_the_pipelines_refuse_it_and_nothing_else_escapes_them(name: str, root: Path) -> None:
+    await refuse(root, DECIDED[name])
+
+
+async def refuse(root: Path, case: Case) -> None:
+    case.forge(Forger(root, BAD))
+    async with PosixStore(root) as store:
+        try:
+            verdict = await verify(store, await catalog.find(store, BAD), LoadConfig())
+            words = " ".join(damage.message for damage in verdict.damage)
+            await inspection(store, BAD, values=True)
+        except DamagedError as error:
+            words = str(error)
+        assert (re.search(case.words, words) is not None) == case.verify, words
+        assert (await verify(store, await catalog.find(store, GOOD), LoadConfig())).whole
+        await explanation(store, BAD)
+        await listing(store)
+
+
+@pytest.mark.parametrize("name", UNDECIDED)
+async def test_recovery_decides_it_and_the_job_starts(name: str, root: Path) -> None:
+    await decide(root, UNDECIDED[name])
+
+
+async def decide(root: Path, case: Case) -> None:
+    forger = Forger(root, BAD)
+    case.forge(forger)
+    (forger.folder / "outcome").unlink()
+    async with PosixStore(root) as store:
+        done = await recover(store, 2)
+        assert [(found.tag, found.outcome) for found in done.decided] == [(BAD, case.undecided)]
+        assert await catalog.latest(store) == (GOOD if case.undecided == "abort" else BAD)
+
+
+# --- what lies beside checkpoints ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"../../etc/passwd\n", b"/etc/passwd\n", b"..\n", b"\n", b"", b"\x00" * 20, b"\xff\n", b"a\nb\n", b"x" * 5000, None],
+    ids=["traversal", "absolute", "dots", "newline", "empty", "nul", "no text", "two lines", "too long", "1 GiB"],
+)
+async def test_latest_that_names_no_tag_is_refused_and_the_next_start_sets_it_right(content: bytes | None, root: Path) -> None:
+    if content is None:
+        os.truncate(root / "latest", GIB)
+    else:
+        (root / "latest").write_bytes(content)
+    async with PosixStore(root) as store:
+        with pytest.raises(DamagedError, match="latest"):
+            await catalog.latest(store)
+    with Checkpointer(root) as ckpt:
+        assert ckpt.latest() == BAD
+        assert ckpt.load(state(0))
+
+
+@pytest.mark.parametrize("name", [b"..x", b".hidden", b"a\nb", b"\xff\xfe", b" ", b"a\\b", b"\xe2\x80\xae", b"lost+found"])
+async def test_folders_that_are_no_tags_are_no_trouble(name: bytes, root: Path) -> None:
+    os.makedirs(os.path.join(os.fsencode(root), name, b"00000001-0"))
+    async with PosixStore(root) as store:
+        assert [checkpoint.tag for checkpoint in await catalog.checkpoints(store)] == [BAD, GOOD]
+        await recover(store, 2)
+
+
+async def test_an_attempt_that_is_a_link_is_not_followed(root: Path, tmp_path: Path) -> None:
+    """Recovery would otherwise decide, and clear away, what belongs to somebody else."""
+    outside = tmp_path / "outside"
+    shutil.copytree(root / BAD / "00000001-0", outside)
+    (outside / "outcome").unlink()
+    before = sorted(path.name for path in outside.iterdir())
+    (root / "global_step3").mkdir()
+    (root / "global_step3" / "00000001-0").symlink_to(outside)
+    (root / "global_step4").symlink_to(tmp_path / "outside")
+    async with PosixStore(root) as store:
+        await recover(store, 2)
+        assert [checkpoint.tag for checkpoint in await catalog.checkpoints(store)] == [BAD, GOOD]
+    assert sorted(path.name for path in outside.iterdir()) == before
+
+
+@pytest.mark.parametrize("digest", ["../../../../etc/passwd", "/etc/passwd", "", "0" * 31])
+async def test_a_plan_that_is_a_path_is_refused(digest: str, root: Path) -> None:
+    Forger(root, BAD).edit_vote(plan=digest)
+    async with PosixStore(root) as store:
+        verdict = await verify(store, await catalog.find(store, BAD), LoadConfig())
+        assert [damage.message for damage in verdict.damage] == [
+            f"{digest!r} is not a plan digest (32 hexadecimal digits) (rank 0)"
+        ]
+        (Forger(root, BAD).folder / "outcome").unlink()
+        assert [found.outcome for found in (await recover(store, 2)).decided] == ["abort"]
+
+
+async def test_a_plan_of_1_gib_is_refused(root: Path) -> None:
+    async with PosixStore(root) as store:
+        vote = await catalog.read_vote(store, f"{BAD}/00000001-0/00000.vote")
+        os.truncate(root / plan_key(vote.plan or ""), GIB)
+        verdict = await verify(store, await catalog.find(store, BAD), LoadConfig())
+        assert len(verdict.damage) == 1
+        assert "larger than" in verdict.damage[0].message
+
+
+async def test_an_epoch_of_1_gib_fences_all_the_same_and_the_next_job_starts(root: Path) -> None:
+    os.truncate(root / ".checkpointd/epochs/00000001", GIB)
+    with Checkpointer(root) as ckpt:
+        assert ckpt.load(state(0))
+
+
+async def test_an_epoch_after_which_no_other_has_a_name_is_refused(root: Path) -> None:
+    (root / ".checkpointd/epochs/999999999999").write_bytes(b"")
+    async with PosixStore(root) as store:
+        with pytest.raises(FormatError, match=r"remove \.checkpointd/epochs/999999999999"):
+            await epochs.take(store, 1)
+
+
+# --- in bounded memory -----------------------------------------------------------------------------------------------------
+
+
+def test_all_of_it_takes_bounded_memory(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, Path(__file__).with_name("hostile_child.py"), tmp_path / "root"],
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'client'}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"{len(DECIDED)} cases" in done.stdout, done.stdout
