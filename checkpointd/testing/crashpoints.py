@@ -30,7 +30,7 @@ class Crash:
         struck = disk.loop.create_future()
         base = disk.effects
 
-        def after(effect: Effect) -> None:
+        def after(effect: Effect, _done: bool) -> None:
             if effect.number - base == self.number:
                 self.how(disk, effect)
                 struck.set_result(None)

@@ -65,8 +65,8 @@ class SimDisk:
         self.effects = 0
         self.before: Callable[[Effect], int | None] = lambda _: None
         """Asked just before each effect; an errno makes it fail (P5)."""
-        self.after: Callable[[Effect], None] = lambda _: None
-        """Told just after each effect (P1)."""
+        self.after: Callable[[Effect, bool], None] = lambda _effect, _done: None
+        """Told just after each effect (P1), and whether it was done: False where the call failed."""
         self._alive: dict[str, ProcessDisk] = {}
         self.fs.make_directory(root)
         self.fs.make_all_durable()
@@ -212,14 +212,17 @@ class ProcessDisk:
         refused = self.disk.before(effect)
         if self.process.state is ProcessState.DEAD:
             await self.disk.loop.create_future()
+        done = False
         try:
             if refused is not None:
                 self.disk.note(f"{errno.errorcode[refused]} at {effect.number}")
                 spoil()
                 raise OSError(refused, os.strerror(refused), path)
-            return act()
+            result = act()
+            done = True
+            return result
         finally:
-            self.disk.after(effect)
+            self.disk.after(effect, done)
             await asyncio.sleep(self.disk.delay_s())
 
     async def sync_node(self, file: SimFile, path: str) -> None:

@@ -134,6 +134,15 @@ class SimFs:
             found = found.live[part]
         return found
 
+    def durable_node(self, path: str) -> Node | None:
+        """What `path` would name if nothing that is in doubt survived."""
+        found: Node = self._root
+        for part in _parts(path):
+            if not isinstance(found, SimDirectory) or part not in found.durable:
+                return None
+            found = found.durable[part]
+        return found
+
     def file(self, path: str) -> SimFile:
         node = self.node(path)
         if isinstance(node, SimDirectory):
@@ -278,11 +287,13 @@ def _survivors(file: SimFile, rng: random.Random) -> bytes:
     disk = bytearray(file.durable)
     fate = rng.choice(("vanished", "whole", "torn", "torn", "size only"))
     for change in file.dirty:
-        if fate == "whole" or (change.data is None and fate != "vanished" and rng.random() < 0.5):
+        # A stream of its own for every change: what else happens must not hang on how many sectors it had.
+        draw = random.Random(rng.random())
+        if fate == "whole" or (change.data is None and fate != "vanished" and draw.random() < 0.5):
             _apply(disk, change)
         elif fate == "torn" and change.data is not None:
             for piece in _sectors(change):
-                if rng.random() < 0.5:
+                if draw.random() < 0.5:
                     _apply(disk, piece)
     if fate == "size only":
         _apply(disk, Change(len(file.data), None))

@@ -51,7 +51,7 @@ def test_after_a_kill_no_effect_happens(number: int) -> None:  # P2
         view = disk.process("a")
         returned: list[str] = []
 
-        def after(effect: Effect) -> None:
+        def after(effect: Effect, done: bool) -> None:
             if effect.number == number:
                 disk.kill("a")
 
@@ -92,7 +92,7 @@ def test_a_large_write_may_stop_in_between() -> None:  # P2
             disk = SimDisk()
             view = disk.process("a")
 
-            def after(effect: Effect) -> None:
+            def after(effect: Effect, done: bool) -> None:
                 if effect.kind == "write":
                     disk.kill("a")
 

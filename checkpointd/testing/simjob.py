@@ -1,0 +1,290 @@
+"""A simulated training job on a simulated disk, its faults, and what must be true at its end.
+
+A job is a series of incarnations, each of `world_size` ranks with processes of their own. What may happen to it, all of it
+drawn from the seed: ranks are killed, stopped and go on later; the power fails; the disk refuses one rank's calls for a while;
+a new incarnation starts while ranks of the old one still run. When the faults are over, one more incarnation must load and
+commit. The invariants are those of `simledger.py`; a run that breaks one raises, with schedule and trace as notes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from contextvars import Context
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from checkpointd.commit.machine import Phase
+from checkpointd.config import CommitConfig
+from checkpointd.errors import CheckpointdError
+from checkpointd.layout.manifest import Outcome
+from checkpointd.pipeline import catalog
+from checkpointd.pipeline.catalog import Checkpoint
+from checkpointd.store.posix import PosixStore
+from checkpointd.testing import simloop
+from checkpointd.testing.simdisk import Effect, SimDisk
+from checkpointd.testing.simledger import InvariantError, Key, Ledger
+from checkpointd.testing.simrank import Board, JobConfig, Rank, read_contents
+from checkpointd.testing.simschedule import NAMES, Fault, Kill, Moment, Pause, PowerCut, Refuse, Schedule, SecondJob
+
+ROOT = "/root/run"
+INCARNATIONS_MAX = 30
+ZOMBIES_END_S = 500.0
+
+
+@dataclass(slots=True)
+class Report:
+    """What a run did: effects up to the end of the faults, faults that struck, attempts committed and aborted, incarnations."""
+
+    effects: int = 0
+    struck: int = 0
+    committed: int = 0
+    aborted: int = 0
+    incarnations: int = 0
+
+
+@dataclass(slots=True)
+class Incarnation:
+    """The ranks that one launcher started."""
+
+    number: int
+    ranks: list[Rank]
+    tasks: list[asyncio.Task[None]]
+    interrupted: asyncio.Future[str]
+    """What the launcher does next: `kill` or `leave` its other ranks, or, after a power cut, nothing (`gone`)."""
+
+    def interrupt(self, how: str) -> None:
+        if not self.interrupted.done():
+            self.interrupted.set_result(how)
+
+
+@dataclass(slots=True)
+class SimJob:
+    """One run of a schedule. Made inside the run."""
+
+    schedule: Schedule
+    disk: SimDisk = field(default_factory=lambda: SimDisk(root="/root"))
+    report: Report = field(default_factory=Report)
+    ledger: Ledger = field(init=False)
+    _faults: dict[int | Moment, Fault] = field(init=False)
+    _counts: Counter[tuple[str, str]] = field(default_factory=Counter)
+    _refusals: dict[str, Refuse] = field(default_factory=dict)
+    _newest: Incarnation | None = None
+    _rng: random.Random = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.ledger = Ledger(self.disk, ROOT, hindered=self.schedule.sweeps_foreign)
+        self._faults = dict(self.schedule.faults)
+        self._rng = random.Random(f"job {self.schedule.seed}")
+        self.disk.after = self._after
+        self.disk.before = self._refusal
+
+    async def run(self) -> Report:
+        """Incarnations until one ends by itself, then the check of what is left."""
+        await self._until_done()
+        await self._end_zombies()
+        self.report.effects = self.disk.effects
+        self._faults.clear()
+        self._refusals.clear()
+        if self.schedule.cut_at_end:
+            self._cut_power()
+        await self._last_incarnation()
+        await self._check_all()
+        self._raise_if_broken()
+        return self.report
+
+    # --- incarnations ------------------------------------------------------------------------------------------
+
+    async def _until_done(self) -> None:
+        for _ in range(INCARNATIONS_MAX):
+            incarnation = self._start(self.schedule.job)
+            await self._ended(incarnation)
+            if not incarnation.interrupted.done():
+                return
+            await asyncio.sleep(self._rng.random() * 3)
+            if incarnation.interrupted.result() == "kill":
+                self._kill_all(incarnation)
+        raise simloop.StuckError(f"no incarnation of {INCARNATIONS_MAX} came to its end")
+
+    async def _ended(self, incarnation: Incarnation) -> None:
+        """Wait until all its ranks have ended, or it was interrupted."""
+        first: list[asyncio.Future[Any]] = [asyncio.gather(*incarnation.tasks), incarnation.interrupted]
+        await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+        self._raise_if_broken()
+
+    def _start(self, config: JobConfig) -> Incarnation:
+        self.report.incarnations += 1
+        number, board = self.report.incarnations, Board(self.disk.loop)
+        ranks, tasks = [], []
+        for rank in range(config.world_size):
+            name = f"{rank}.{number}"
+            view = self.disk.process(name, self.schedule.view)
+            store = PosixStore(ROOT, view, writer=name, is_alive=self._is_alive)
+            made = Rank(
+                config=config,
+                incarnation=number,
+                rank=rank,
+                name=name,
+                store=store,
+                board=board,
+                ledger=self.ledger,
+                rng=random.Random(f"rank {config.seed} {name}"),
+            )
+            ranks.append(made)
+            tasks.append(view.process.spawn(self._watched(made), name=name))
+        self._newest = Incarnation(number, ranks, tasks, self.disk.loop.create_future())
+        return self._newest
+
+    async def _watched(self, rank: Rank) -> None:
+        """A rank whose start fails ends its incarnation, as an exception in a training script does."""
+        incarnation = self._newest
+        assert incarnation is not None
+        try:
+            await rank.train()
+        except CheckpointdError as error:
+            self.disk.note(f"{rank.name} ends: {error}")
+            incarnation.interrupt("kill")
+        except Exception as error:
+            self.ledger.report(_innermost(error))
+            incarnation.interrupt("kill")
+
+    def _is_alive(self, writer: str) -> bool:
+        return not self.schedule.sweeps_foreign and writer in self.disk.alive()
+
+    def _kill_all(self, incarnation: Incarnation) -> None:
+        for rank in incarnation.ranks:
+            if rank.name in self.disk.alive():
+                self.disk.kill(rank.name)
+
+    def _raise_if_broken(self) -> None:
+        if self.ledger.broken is not None:
+            raise self.ledger.broken
+
+    async def _end_zombies(self) -> None:
+        """Let every process that still runs go on to its end."""
+        for name in self.disk.alive():
+            self.disk.resume(name)
+        await asyncio.sleep(ZOMBIES_END_S)
+        for name in self.disk.alive():
+            self.disk.kill(name)
+        self._raise_if_broken()
+
+    async def _last_incarnation(self) -> None:
+        config = replace(self.schedule.job, deviations=False, steps=1, commit=CommitConfig(timeout_s=600.0, poll_max_s=0.5))
+        last = self._start(config)
+        await self._ended(last)
+        for rank in last.ranks:
+            if list(rank.done.values()) != [Phase.COMMITTED]:
+                raise InvariantError("next-save-works", f"rank {rank.name} ended its last save with {rank.done}")
+        self._kill_all(last)
+
+    # --- the end -----------------------------------------------------------------------------------------------
+
+    async def _check_all(self) -> None:
+        self._cut_power()
+        view = self.disk.process("checker")
+        await view.process.spawn(self._check(PosixStore(ROOT, view, writer="checker", is_alive=self._is_alive)))
+
+    async def _check(self, store: PosixStore) -> None:
+        """Everything that was ever seen committed is still there, and every checkpoint loads whole."""
+        views = await catalog.scan(store)
+        now: dict[Key, Outcome | None] = {(v.tag, str(v.attempt)): v.outcome for v in views}
+        self.ledger.check_kept(now, {(v.tag, str(v.attempt)) for v in views if v.state == "deleted"})
+        for attempt in views:
+            if attempt.state == "committed" and attempt.outcome is not None:
+                await self._check_whole(store, Checkpoint(attempt.tag, attempt.attempt, attempt.outcome))
+        states = [attempt.state for attempt in views]
+        self.report.committed, self.report.aborted = states.count("committed"), states.count("aborted")
+
+    async def _check_whole(self, store: PosixStore, checkpoint: Checkpoint) -> None:
+        for rank in range(self.schedule.job.world_size):
+            try:
+                contents = await read_contents(store, checkpoint, rank)
+            except CheckpointdError as error:
+                raise InvariantError("nothing-lost", f"{checkpoint.prefix} is committed, but {error}") from error
+            self.ledger.whole((checkpoint.tag, str(checkpoint.attempt)), rank, contents)
+
+    # --- faults ------------------------------------------------------------------------------------------------
+
+    def _after(self, effect: Effect, done: bool) -> None:
+        try:
+            if done:
+                self.ledger.watch(effect)
+        except InvariantError as error:
+            self.ledger.report(error)
+        for when in (effect.number, self._moment(effect)):
+            fault = self._faults.pop(when, None)
+            if fault is not None and self._newest is not None:
+                self.report.struck += 1
+                self._strike(fault, self._newest, effect.process)
+
+    def _moment(self, effect: Effect) -> Moment:
+        name = next((name for name in NAMES if effect.path.endswith(name)), "")
+        self._counts[effect.kind, name] += 1
+        return Moment(effect.kind, name, self._counts[effect.kind, name])
+
+    def _strike(self, fault: Fault, incarnation: Incarnation, actor: str) -> None:
+        alive = self.disk.alive()
+        names = [*(rank.name for rank in incarnation.ranks), actor]
+        match fault:
+            case PowerCut():
+                self._cut_power()
+                incarnation.interrupt("gone")
+            case SecondJob():
+                incarnation.interrupt("leave")
+            case Kill(rank, zombies) if (name := names[rank]) in alive:
+                self.disk.kill(name)
+                incarnation.interrupt("leave" if zombies else "kill")
+            case Pause(rank, seconds, replaced) if (name := names[rank]) in alive:
+                self.ledger.hindered = True
+                self.disk.pause(name)
+                # In no process: this runs in the one whose effect triggered the fault, and that may be the paused one.
+                self.disk.loop.call_later(seconds, self._resume, name, context=Context())
+                if replaced:
+                    incarnation.interrupt("leave")
+            case Refuse(rank):
+                self._refusals[names[rank]] = fault
+
+    def _resume(self, name: str) -> None:
+        if name in self.disk.alive():
+            self.disk.resume(name)
+
+    def _cut_power(self) -> None:
+        self.disk.power_cut()
+        try:
+            self.ledger.after_power_cut()
+        except InvariantError as error:
+            self.ledger.report(error)
+
+    def _refusal(self, effect: Effect) -> int | None:
+        fault = self._refusals.get(effect.process)
+        if fault is None or (fault.kind and fault.kind != effect.kind):
+            return None
+        if fault.count <= 1:
+            del self._refusals[effect.process]
+        else:
+            self._refusals[effect.process] = replace(fault, count=fault.count - 1)
+        self.ledger.refused.add(effect.process)
+        return fault.number
+
+
+def _innermost(error: Exception) -> Exception:
+    return _innermost(error.exceptions[0]) if isinstance(error, ExceptionGroup) else error
+
+
+def run_schedule(schedule: Schedule) -> Report:
+    """Run `schedule`; an error carries the schedule and the end of the trace."""
+    jobs: list[SimJob] = []
+
+    async def main() -> Report:
+        jobs.append(SimJob(schedule))
+        return await jobs[0].run()
+
+    try:
+        return simloop.run(schedule.seed, main())
+    except BaseException as error:
+        error.add_note(f"replay: run_schedule({schedule!r})")
+        if jobs:
+            error.add_note(jobs[0].disk.story())
+        raise

@@ -1,0 +1,211 @@
+"""What a simulated job must never do: named invariants, checked while it runs and at its end.
+
+  one-outcome          Everybody who learns an attempt's outcome learns the same one, and nothing overwrites or removes it.
+  ranks-agree          No rank's handle says committed while another's of the same attempt says aborted.
+  latest-whole         `latest` only ever names a tag with a durable commit; what it names loads with all digests, bit for bit.
+  latest-forward       `latest` never goes back in order, and is not behind a commit that its mover has reported.
+  nothing-lost         What was once seen as committed stays a checkpoint, or was replaced by a newer one of the same tag.
+  aborted-never-loaded No rank loads an attempt that anybody saw aborted.
+  fenced               No coordinator commits an attempt of its epoch once a newer epoch's recovery has returned.
+  always-ends          An attempt ends in a final phase, and in doubt only where something hindered it.
+  next-save-works      When the faults are over, the next incarnation loads and commits.
+The ledger sees everything, also what no process of the job could know: it is the test's eye, not a part of the protocol.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from checkpointd.commit.machine import Phase
+from checkpointd.errors import FormatError
+from checkpointd.layout.keys import LATEST, OUTCOME, AttemptId
+from checkpointd.layout.manifest import Outcome, decode
+from checkpointd.pipeline.publish import RECOVERY
+from checkpointd.testing.simdisk import Effect, SimDisk
+from checkpointd.testing.simfs import SimDirectory, SimFile
+
+Contents: TypeAlias = Mapping[str, bytes]
+"""The tensors of one rank: FQN to raw bytes."""
+Key: TypeAlias = tuple[str, str]
+"""An attempt: tag and attempt name."""
+Order: TypeAlias = tuple[int, int]
+
+
+class InvariantError(AssertionError):
+    """A run broke the invariant `name`."""
+
+    def __init__(self, name: str, what: str) -> None:
+        super().__init__(f"{name}: {what}")
+        self.name = name
+
+
+@dataclass(slots=True)
+class Ledger:
+    """What was saved, reported and seen in one run on `disk`, whose store lies at `root`."""
+
+    disk: SimDisk
+    root: str
+    saved: dict[tuple[Key, int], Contents] = field(default_factory=dict)
+    """What each rank handed to save()."""
+    outcomes: dict[Key, Outcome] = field(default_factory=dict)
+    """The outcome of each attempt, as the first who learned it reported it."""
+    refused: set[str] = field(default_factory=set)
+    """Processes that have met an injected error: what they failed to do is excused."""
+    broken: Exception | None = None
+    """The first violation, also one that was raised where the code under test caught it."""
+    hindered: bool = False
+    """Whether any process may have been kept from its work: stopped, waiting for one that was, its temporary files swept."""
+    recovered: int = 0
+    """The newest epoch whose recovery has returned."""
+    latest_floor: Order | None = None
+    """`latest` was reported to stand at this order: it is durable there."""
+    _latest_seen: Order | None = None
+
+    # --- what the job reports ----------------------------------------------------------------------------------
+
+    def save_called(self, key: Key, rank: int, contents: Contents) -> None:
+        self.saved[key, rank] = contents
+
+    def learned(self, key: Key, outcome: Outcome, who: str) -> None:
+        """`who` acts on `outcome`: from here on it must be durable and the only one."""
+        known = self.outcomes.setdefault(key, outcome)
+        if known != outcome:
+            name = "one-outcome" if known.outcome == outcome.outcome else "ranks-agree"
+            raise InvariantError(name, f"{who} learned {outcome.outcome} of {_shown(key)}, others {known.outcome}")
+
+    def report(self, violation: Exception) -> None:
+        """The run is broken: what raised `violation` goes on, and the run fails when it next looks."""
+        self.broken = self.broken or violation
+
+    def ended(self, key: Key, process: str, rank: int, phase: Phase, outcome: Outcome | None) -> None:
+        """An attempt ended on one rank's handle; `outcome` None: it lies in doubt."""
+        if outcome is None:
+            if phase is Phase.COMMITTED:
+                raise InvariantError("ranks-agree", f"{process} reports {_shown(key)} committed without an outcome")
+            if not self.excuses(process):
+                raise InvariantError("always-ends", f"{process} left {_shown(key)} in doubt, and nothing hindered it")
+            return
+        if (phase is Phase.COMMITTED) != (outcome.outcome == "commit"):
+            raise InvariantError(
+                "ranks-agree", f"{process} reports {phase} for {_shown(key)}, whose outcome is {outcome.outcome}"
+            )
+        self.learned(key, outcome, process)
+        if phase is Phase.COMMITTED and rank == 0 and outcome.save_latest and not self.excuses(process):
+            self.latest_stands(outcome.order, process)
+
+    def excuses(self, process: str) -> bool:
+        """Whether `process` may have failed to do what it should, so that only what it reports as done counts."""
+        return self.hindered or process in self.refused
+
+    def latest_stands(self, order: Order, who: str) -> None:
+        """`who` relies on `latest` being at `order` or beyond, durably."""
+        current = self._live_latest()
+        if current is None or current < order:
+            raise InvariantError("latest-forward", f"{who} reports order {order}, but latest stands at {current}")
+        self.latest_floor = max(self.latest_floor or order, order)
+
+    def recovery_returned(self, epoch: int) -> None:
+        self.recovered = max(self.recovered, epoch)
+
+    def loaded(self, rank: int, outcome: Outcome, contents: Contents) -> None:
+        """A rank loaded an attempt at its start."""
+        key = (outcome.tag, outcome.attempt)
+        self.whole(key, rank, contents)
+        known = self.outcomes.get(key)
+        if known is not None and known.outcome != "commit":
+            raise InvariantError("aborted-never-loaded", f"rank {rank} loaded {_shown(key)}")
+
+    def whole(self, key: Key, rank: int, contents: Contents) -> None:
+        """What was read of an attempt must be what was saved."""
+        if contents != self.saved.get((key, rank)):
+            raise InvariantError("latest-whole", f"rank {rank} of {_shown(key)} loads other bytes than were saved")
+
+    # --- what the disk shows -----------------------------------------------------------------------------------
+
+    def watch(self, effect: Effect) -> None:
+        """Told after every effect that was done."""
+        target = effect.path.rpartition(" -> ")[2]
+        if target.endswith(f"/{OUTCOME}"):
+            self._outcome_touched(effect, target)
+        elif target == f"{self.root}/{LATEST}" and effect.kind in ("link", "rename"):
+            self._latest_moved(effect)
+
+    def _outcome_touched(self, effect: Effect, path: str) -> None:
+        if effect.kind in ("rename", "unlink", "write", "truncate"):
+            raise InvariantError("one-outcome", f"{effect.process} did {effect.kind} on {path}")
+        if effect.kind != "link":
+            return
+        outcome = _outcome(self.disk.fs.file(path), path)
+        epoch = AttemptId.parse(outcome.attempt) if outcome else None
+        by_rank = outcome is not None and outcome.decided_by != RECOVERY
+        if outcome and epoch and by_rank and outcome.outcome == "commit" and epoch.epoch < self.recovered:
+            raise InvariantError("fenced", f"{effect.process} committed {path} after epoch {self.recovered} had recovered")
+
+    def _latest_moved(self, effect: Effect) -> None:
+        order, before = self._live_latest(), self._latest_seen
+        if order is None:
+            raise InvariantError("latest-whole", f"{effect.process} moved latest to a tag without a durable commit")
+        if before is not None and order < before:
+            raise InvariantError("latest-forward", f"{effect.process} moved latest from order {before} back to {order}")
+        self._latest_seen = order
+
+    def after_power_cut(self) -> None:
+        """What survived must hold everything that was reported."""
+        self._latest_seen = self._live_latest()
+        floor = self.latest_floor
+        if floor is not None and (self._latest_seen is None or self._latest_seen < floor):
+            raise InvariantError("latest-forward", f"latest came back at {self._latest_seen}; it was reported at {floor}")
+
+    def _live_latest(self) -> Order | None:
+        """The order of the durable commit that `latest` names."""
+        try:
+            pointer = self.disk.fs.file(f"{self.root}/{LATEST}")
+        except FileNotFoundError:
+            return None
+        orders = self._durable_commits(bytes(pointer.data).decode(errors="replace").strip())
+        return max(orders, default=None)
+
+    def _durable_commits(self, tag: str) -> list[Order]:
+        directory = self.disk.fs.durable_node(f"{self.root}/{tag}")
+        if not isinstance(directory, SimDirectory):
+            return []
+        found = []
+        for name, attempt in sorted(directory.durable.items()):
+            file = attempt.durable.get(OUTCOME) if isinstance(attempt, SimDirectory) else None
+            outcome = _outcome(file, name) if isinstance(file, SimFile) else None
+            if outcome is not None and outcome.outcome == "commit":
+                found.append(outcome.order)
+        return found
+
+    # --- the end -----------------------------------------------------------------------------------------------
+
+    def check_kept(self, now: Mapping[Key, Outcome | None], replaced: set[Key]) -> None:
+        """`now` has the outcome of every attempt that is there, `replaced` those that are marked as removed."""
+        newest: dict[str, Order] = defaultdict(lambda: (-1, -1))
+        for (tag, _), outcome in now.items():
+            if outcome is not None and outcome.outcome == "commit":
+                newest[tag] = max(newest[tag], outcome.order)
+        for key, known in self.outcomes.items():
+            found = now.get(key)
+            if known.outcome == "abort":
+                if found != known:
+                    raise InvariantError("one-outcome", f"{_shown(key)} was aborted and is {found and found.outcome} now")
+            elif key in replaced:
+                if newest[key[0]] <= known.order:
+                    raise InvariantError("nothing-lost", f"{_shown(key)} was removed, and nothing newer replaced it")
+            elif found != known:
+                raise InvariantError("nothing-lost", f"{_shown(key)} was committed and is {found and found.outcome} now")
+
+
+def _outcome(file: SimFile, path: str) -> Outcome | None:
+    try:
+        return decode(file.durable, Outcome, path)
+    except FormatError:
+        return None
+
+
+def _shown(key: Key) -> str:
+    return "/".join(key)

@@ -1,0 +1,306 @@
+"""One rank of a simulated training job: starts, loads, computes, saves in the background. What the client does, without torch.
+
+The order of steps is that of `checkpointd_client`: rank 0 takes the epoch, recovers and says so to the others; all load the
+newest checkpoint; each save is an `Attempt` of its own, two at most in flight.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from checkpointd.commit.machine import FINAL, Phase
+from checkpointd.config import CommitConfig, LoadConfig, PersistConfig
+from checkpointd.errors import CheckpointdError, SkippedError, StagingError
+from checkpointd.layout.boxes import whole
+from checkpointd.layout.keys import AttemptId, default_tag
+from checkpointd.layout.manifest import Outcome
+from checkpointd.pipeline import catalog, epochs
+from checkpointd.pipeline.attempt import Attempt, WriterState
+from checkpointd.pipeline.candidates import candidates
+from checkpointd.pipeline.catalog import Checkpoint
+from checkpointd.pipeline.load import read_index, read_tensors
+from checkpointd.pipeline.pages import page_buffer, page_up
+from checkpointd.pipeline.recover import recover
+from checkpointd.pipeline.shard import TENSOR_ALIGNMENT, AttemptInfo, Bytes, Shard, ShardTensor
+from checkpointd.store.base import Store
+from checkpointd.testing.simledger import Contents, InvariantError, Ledger
+
+IN_FLIGHT_MAX = 2
+COMPUTE_S_MAX = 2.0
+REUSED_TAG = "best"
+
+
+class Board:
+    """What torch.distributed's Store is to the real ranks: values that one rank posts once and others wait for."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._values: dict[str, object] = {}
+        self._waiting: dict[str, list[asyncio.Future[None]]] = {}
+
+    def post(self, key: str, value: object) -> None:
+        self._values[key] = value
+        for waiter in self._waiting.pop(key, []):
+            if not waiter.done():
+                waiter.set_result(None)
+
+    async def read(self, key: str) -> object:
+        while key not in self._values:
+            waiter: asyncio.Future[None] = self._loop.create_future()
+            self._waiting.setdefault(key, []).append(waiter)
+            await waiter
+        return self._values[key]
+
+
+@dataclass(frozen=True, slots=True)
+class SavePlan:
+    """One step's save, as the training script of all ranks has it; the ranks that deviate from it, if any."""
+
+    step: int
+    tag: str
+    save_latest: bool = True
+    absent: int | None = None
+    """Never calls save()."""
+    failing: int | None = None
+    """Its snapshot fails."""
+    skipping: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobConfig:
+    """What all ranks of a simulated job run."""
+
+    seed: int
+    world_size: int = 3
+    steps: int = 3
+    compression: str = "none"
+    deviations: bool = False
+    """Whether ranks now and then skip, fail or forget a save, reuse a tag, or save without moving latest."""
+    commit: CommitConfig = field(default_factory=lambda: CommitConfig(timeout_s=20.0, poll_min_s=0.02, poll_max_s=0.5))
+
+    @property
+    def persist(self) -> PersistConfig:
+        return PersistConfig(
+            compression="planes" if self.compression == "planes" else "none",
+            chunk_bytes=4096,
+            block_bytes=8192,
+            budget_bytes=1 << 20,
+            writes=2,
+            encoders=2,
+        )
+
+    def plan(self, incarnation: int, step: int) -> SavePlan:
+        """The save after `step`; the same on all ranks."""
+        rng = random.Random(f"plan {self.seed} {incarnation} {step}")
+        if not self.deviations:
+            return SavePlan(step, default_tag(step))
+        deviation = rng.choice(("none", "none", "none", "absent", "failing", "skipping"))
+        rank = rng.randrange(self.world_size)
+        reused = rng.random() < 0.3
+        return SavePlan(
+            step,
+            tag=REUSED_TAG if reused else default_tag(step),
+            save_latest=reused or rng.random() < 0.8,
+            absent=rank if deviation == "absent" else None,
+            failing=rank if deviation == "failing" else None,
+            skipping=rank if deviation == "skipping" else None,
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class Rank:
+    """One rank of incarnation number `incarnation`; runs in the process `name`."""
+
+    config: JobConfig
+    incarnation: int
+    rank: int
+    name: str
+    store: Store
+    board: Board
+    ledger: Ledger
+    rng: random.Random
+    done: dict[str, Phase] = field(default_factory=dict)
+    """The phase in which each attempt ended on this rank's handle."""
+    _epoch: int = 0
+    _saves: int = 0
+    _saves_of_tag: Counter[str] = field(default_factory=Counter)
+    _state: WriterState = field(init=False)
+
+    async def train(self) -> None:
+        """Start, load, and save after every step up to the last. Raises CheckpointdError where starting or loading fails."""
+        self._state = WriterState(store=self.store, persist=self.config.persist, commit=self.config.commit)
+        self._epoch = await self._begin()
+        first = await self._load()
+        free = asyncio.Semaphore(IN_FLIGHT_MAX)
+        async with asyncio.TaskGroup() as attempts:
+            for step in range(first, first + self.config.steps):
+                await asyncio.sleep(self.rng.random() * COMPUTE_S_MAX)
+                plan = self.config.plan(self.incarnation, step)
+                if plan.absent != self.rank:
+                    await free.acquire()
+                    attempts.create_task(self._save(plan, self._next_attempt(plan), free.release))
+
+    # --- starting ----------------------------------------------------------------------------------------------
+
+    async def _begin(self) -> int:
+        if self.rank == 0:
+            try:
+                self.board.post("epoch", await self._take_epoch())
+            except CheckpointdError as error:
+                self.board.post("epoch", error)
+        heard = await self.board.read("epoch")
+        if isinstance(heard, CheckpointdError):
+            raise heard
+        assert isinstance(heard, int)
+        await epochs.read(self.store, heard)
+        return heard
+
+    async def _take_epoch(self) -> int:
+        epoch = (await epochs.take(self.store, self.config.world_size)).epoch
+        done = await recover(self.store, epoch)
+        for outcome in done.decided:
+            self.ledger.learned((outcome.tag, outcome.attempt), outcome, f"recovery by {self.name}")
+        if not self.ledger.excuses(self.name):
+            self.ledger.recovery_returned(epoch)
+        return epoch
+
+    async def _load(self) -> int:
+        """The step to go on from."""
+        if self.rank == 0:
+            self.board.post("candidate", await self._newest())
+        chosen = await self.board.read("candidate")
+        if chosen is None:
+            return 0
+        assert isinstance(chosen, Checkpoint)
+        try:
+            contents = await read_contents(self.store, chosen, self.rank)
+        except CheckpointdError as error:
+            if self.name not in self.ledger.refused and await self._is_newest():
+                raise InvariantError("latest-whole", f"{self.name} cannot load {chosen.prefix}: {error}") from error
+            raise
+        self.ledger.loaded(self.rank, chosen.outcome, contents)
+        return chosen.outcome.step + 1
+
+    async def _newest(self) -> Checkpoint | None:
+        """What load() takes: the newest checkpoint that moved latest; `latest` must name it while nobody newer has begun."""
+        floor = self.ledger.latest_floor
+        found = await candidates(self.store)
+        named = await catalog.latest(self.store)
+        newest = found.checkpoints[0] if found.checkpoints else None
+        if not await self._is_newest():
+            return newest
+        if found.passed_over:
+            raise InvariantError("nothing-lost", f"{self.name} passes over: {found.passed_over[0]}")
+        if self.ledger.excuses(self.name):
+            return newest
+        if named != (newest.tag if newest else None):
+            raise InvariantError("latest-forward", f"latest names {named}, the newest is {newest and newest.prefix}")
+        if floor is not None and (newest is None or newest.outcome.order < floor):
+            raise InvariantError(
+                "nothing-lost", f"{self.name} finds {newest and newest.prefix}; latest was reported at {floor}"
+            )
+        if newest is not None:
+            self.ledger.latest_stands(newest.outcome.order, f"recovery by {self.name}")
+        return newest
+
+    async def _is_newest(self) -> bool:
+        return await epochs.newest(self.store) == self._epoch
+
+    # --- saving ------------------------------------------------------------------------------------------------
+
+    def _next_attempt(self, plan: SavePlan) -> AttemptInfo:
+        info = AttemptInfo(
+            tag=plan.tag,
+            attempt=AttemptId(self._epoch, self._saves_of_tag[plan.tag]),
+            rank=self.rank,
+            world_size=self.config.world_size,
+            step=plan.step,
+            n=self._saves,
+            save_latest=plan.save_latest,
+        )
+        self._saves_of_tag[plan.tag] += 1
+        self._saves += 1
+        return info
+
+    async def _save(self, plan: SavePlan, info: AttemptInfo, free: Callable[[], None]) -> None:
+        key = (info.tag, str(info.attempt))
+        contents = tensors_of(f"{self.config.seed} {info.prefix} {self.rank} {self.incarnation}")
+        self.ledger.save_called(key, self.rank, contents)
+        attempt = Attempt(
+            self._state,
+            info,
+            deadline=asyncio.get_running_loop().time() + self.config.commit.timeout_s,
+            on_phase=lambda phase: self._entered(key, phase, attempt.outcome),
+            on_free=free,
+        )
+        try:
+            await attempt.run(self._staged(plan, contents))
+        except Exception as error:
+            raise InvariantError("always-ends", f"{self.name}: {info.prefix} raised {error!r}") from error
+        if attempt.phase not in FINAL:
+            raise InvariantError("always-ends", f"{self.name}: {info.prefix} ended in phase {attempt.phase}")
+
+    def _entered(self, key: tuple[str, str], phase: Phase, outcome: Outcome | None) -> None:
+        if phase in FINAL:
+            self.done["/".join(key)] = phase
+            try:
+                self.ledger.ended(key, self.name, self.rank, phase, outcome)
+            except InvariantError as error:
+                self.ledger.report(error)
+
+    async def _staged(self, plan: SavePlan, contents: Contents) -> Shard:
+        await asyncio.sleep(self.rng.random())
+        if plan.failing == self.rank:
+            raise StagingError("the snapshot was torn, as the schedule asks")
+        if plan.skipping == self.rank:
+            raise SkippedError("skipped, as the schedule asks")
+        return make_shard(contents)
+
+
+def tensors_of(seed: str) -> Contents:
+    """The state of one rank for one save: a few small tensors of random bytes, different in every save."""
+    rng = random.Random(seed)
+    return {
+        "model.weight": rng.randbytes(4 * rng.randrange(300, 1500)),
+        "model.bias": rng.randbytes(4 * rng.randrange(1, 40)),
+        "model.empty": b"",
+        "optimizer.step": rng.randbytes(4),
+    }
+
+
+def make_shard(contents: Contents) -> Shard:
+    """`contents` as a snapshot: float32 vectors at 64-byte offsets of a page-aligned image."""
+    tensors: list[ShardTensor] = []
+    offset = 0
+    for fqn, data in contents.items():
+        shape = (len(data) // 4,)
+        tensors.append(ShardTensor(fqn, "float32", shape, whole(shape), "rank", offset, len(data), 4))
+        offset += -(-len(data) // TENSOR_ALIGNMENT) * TENSOR_ALIGNMENT
+    image = page_buffer(page_up(offset))
+    for tensor, data in zip(tensors, contents.values(), strict=True):
+        image[tensor.offset : tensor.offset + tensor.nbytes] = np.frombuffer(data, np.uint8)
+    return Shard(image=image, tensors=tuple(tensors), tree=b"\xc0")
+
+
+async def read_contents(store: Store, checkpoint: Checkpoint, rank: int) -> Contents:
+    """Every tensor of `rank`, read and verified by the real loader; raises the first damage."""
+    index = await read_index(store, checkpoint, rank)
+    found = {entry.fqn: bytearray(sum(chunk.raw for chunk in entry.chunks)) for entry in index.tensors}
+
+    def sink(fqn: str) -> Callable[[int, Bytes], None]:
+        def take(start: int, raw: Bytes) -> None:
+            found[fqn][start : start + raw.nbytes] = raw.tobytes()
+
+        return take
+
+    sinks = {fqn: sink(fqn) for fqn in found}
+    damage = await read_tensors(store, checkpoint.prefix, index, sinks, LoadConfig(reads=2, block_bytes=8192))
+    if damage:
+        raise damage[0]
+    return {fqn: bytes(data) for fqn, data in found.items()}

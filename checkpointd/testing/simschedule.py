@@ -1,0 +1,135 @@
+"""Schedules of a simulated job: which faults strike it, and when.
+
+A schedule is data, printed when a run breaks and run again to replay it. `random_schedule` draws one from a seed.
+"""
+
+from __future__ import annotations
+
+import errno
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from checkpointd.testing.simdisk import ProcessDisk
+from checkpointd.testing.simrank import JobConfig
+
+ACTOR = -1
+"""As a rank: the process that did the effect after which the fault strikes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """SIGKILL of one rank of the newest incarnation. Its launcher ends the others, or (`zombies`) leaves them running."""
+
+    rank: int = ACTOR
+    zombies: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """SIGSTOP of one rank for some virtual seconds; with `replaced`, its launcher takes it for dead and starts anew."""
+
+    rank: int
+    seconds: float
+    replaced: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PowerCut:
+    """All processes end, and the disk keeps what it must."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """The disk refuses one rank's next calls of kind `kind` (all kinds: empty) with `number`, up to `count` of them."""
+
+    rank: int
+    number: int
+    count: int
+    kind: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SecondJob:
+    """A new incarnation starts while all ranks of the old one still run."""
+
+
+Fault: TypeAlias = Kill | Pause | PowerCut | Refuse | SecondJob
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """The `count`th effect, from 1, of kind `kind` on an object whose name ends in `name`."""
+
+    kind: str
+    name: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """A job and its faults: each strikes just after a Moment, or after the effect of that number, from 1 over the whole run."""
+
+    job: JobConfig
+    faults: tuple[tuple[int | Moment, Fault], ...] = ()
+    sweeps_foreign: bool = False
+    """Whether recovery takes the temporary files of running processes for dead ones', as it does on another machine."""
+    cut_at_end: bool = False
+    view: type[ProcessDisk] = ProcessDisk
+
+    @property
+    def seed(self) -> int:
+        return self.job.seed
+
+
+EFFECTS_PER_STEP = 120
+KINDS = ("", "", "fsync", "sync-dir", "write", "link", "create")
+NAMES = (".chunks", ".index", ".vote", "/outcome", "/latest", "/deleted")
+"""The kinds of objects that a Moment can name."""
+MOMENTS = (
+    (".vote", ("link",), 3),
+    ("/outcome", ("link", "fsync"), 1),
+    ("/latest", ("link", "rename"), 1),
+    (".index", ("link",), 3),
+    (".chunks", ("write", "fsync"), 3),
+)
+"""What the protocol turns on: name, kinds of effects, how often in a save of three ranks."""
+
+
+def random_schedule(seed: int) -> Schedule:
+    """The schedule that `seed` stands for."""
+    rng = random.Random(f"schedule {seed}")
+    steps = rng.choice((1, 2, 2, 3))
+    job = JobConfig(
+        seed=seed,
+        world_size=rng.choice((1, 2, 3, 3, 3, 4)),
+        steps=steps,
+        deviations=rng.random() < 0.5,
+        compression=rng.choice(("none", "none", "planes")),
+    )
+    count = rng.choice((0, 1, 1, 2, 2, 3, 4))
+    faults = [(_random_time(rng, steps), _random_fault(rng, job)) for _ in range(count)]
+    if rng.random() < 0.3:
+        # Somebody is stopped in the middle of something, the others go on a little, and all is lost that can be.
+        faults += [(_random_time(rng, steps), Pause(ACTOR, 30.0)), (_random_time(rng, steps), PowerCut())]
+    return Schedule(job=job, faults=tuple(faults), sweeps_foreign=rng.random() < 0.3, cut_at_end=rng.random() < 0.5)
+
+
+def _random_time(rng: random.Random, steps: int) -> int | Moment:
+    if rng.random() < 0.5:
+        return rng.randrange(1, EFFECTS_PER_STEP * (steps + 1))
+    name, kinds, often = rng.choice(MOMENTS)
+    return Moment(rng.choice(kinds), name, rng.randrange(1, 1 + often * steps))
+
+
+def _random_fault(rng: random.Random, job: JobConfig) -> Fault:
+    rank = rng.randrange(job.world_size)
+    kinds: tuple[Callable[[], Fault], ...] = (
+        lambda: Kill(rank, zombies=rng.random() < 0.4),
+        lambda: Pause(rank, rng.choice((1.0, 10.0, 40.0)) * rng.random(), replaced=rng.random() < 0.5),
+        lambda: PowerCut(),
+        lambda: Refuse(rank, rng.choice((errno.EIO, errno.ENOSPC)), rng.choice((1, 1, 3, 20)), rng.choice(KINDS)),
+        lambda: SecondJob(),
+    )
+    return rng.choice(kinds)()

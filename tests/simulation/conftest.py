@@ -1,0 +1,23 @@
+"""How many random schedules run: `pytest tests/simulation --sim-schedules=20000 --sim-first=0`."""
+
+from __future__ import annotations
+
+import pytest
+
+SCHEDULES_IN_CI = 500
+SEEDS_PER_TEST = 50
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("simulation")
+    group.addoption("--sim-schedules", type=int, default=SCHEDULES_IN_CI, help="random schedules to run (%(default)s)")
+    group.addoption("--sim-first", type=int, default=0, help="the first one's seed (%(default)s)")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "seeds" not in metafunc.fixturenames:
+        return
+    first = metafunc.config.getoption("--sim-first", default=0)
+    last = first + metafunc.config.getoption("--sim-schedules", default=SCHEDULES_IN_CI)
+    parts = [range(at, min(at + SEEDS_PER_TEST, last)) for at in range(first, last, SEEDS_PER_TEST)]
+    metafunc.parametrize("seeds", parts, ids=lambda part: f"{part.start}-{part.stop - 1}")

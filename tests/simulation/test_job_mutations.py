@@ -1,0 +1,387 @@
+"""Mutations of the commit protocol: each leaves out, or turns round, one of its steps, and the simulation must notice.
+
+Each names the invariants that may catch it and the faults under which it shows; it must be caught within RUNS_MAX seeds. Steps
+that another mechanism covers are not here, with the reason:
+- recovery that aborts every attempt in doubt, also a complete one: put-if-absent keeps a commit that was made, and an attempt
+  that nobody saw committed may be aborted;
+- a coordinator that does not check that plans are whole together: ranks here never disagree on the state, tests of
+  `commit/decide.py` and `layout/plan.py` do.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from checkpointd.commit import decide as decisions
+from checkpointd.commit.decide import Decision
+from checkpointd.commit.machine import Event
+from checkpointd.commit.retention import AttemptFacts, dead_weight
+from checkpointd.errors import FencedError, NotFoundError, StoreError
+from checkpointd.layout.keys import OUTCOME, AttemptId, attempt_prefix, vote_name
+from checkpointd.layout.manifest import Epoch, ErrorReport, Outcome, Vote, VoteRef, decode, digest, encode
+from checkpointd.pipeline import attempt, catalog, collect, epochs, pointer, publish, recover, save
+from checkpointd.pipeline.attempt import Attempt
+from checkpointd.store.base import Store
+from checkpointd.testing.simdisk import ProcessDisk
+from checkpointd.testing.simfs import SimFile
+from checkpointd.testing.simjob import run_schedule
+from checkpointd.testing.simledger import InvariantError
+from checkpointd.testing.simrank import JobConfig
+from checkpointd.testing.simschedule import ACTOR, Fault, Kill, Moment, Pause, PowerCut, Refuse, Schedule, SecondJob
+
+RUNS_MAX = 100
+
+Faults = tuple[tuple[int | Moment, Fault], ...]
+Patch = pytest.MonkeyPatch
+
+
+def always(*faults: tuple[int | Moment, Fault]) -> Callable[[int], Faults]:
+    """The same faults for every seed."""
+
+    def same(_: int) -> Faults:
+        return faults
+
+    return same
+
+
+NO_FAULTS = always()
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """`apply` breaks the code; `faults` may differ from seed to seed."""
+
+    apply: Callable[[Patch], None]
+    invariants: tuple[str, ...]
+    faults: Callable[[int], Faults] = NO_FAULTS
+    steps: int = 1
+    deviations: bool = False
+    view: type[ProcessDisk] = ProcessDisk
+
+
+# --- votes --------------------------------------------------------------------------------------------------------
+
+
+def outcome_before_all_votes(patch: Patch) -> None:
+    """The coordinator commits on its own vote."""
+
+    def hasty(votes: Mapping[int, Vote | None], **_: object) -> Decision | None:
+        return Decision() if 0 in votes else None
+
+    patch.setattr(publish, "decide", hasty)
+
+
+def vote_before_index(patch: Patch) -> None:
+    """The yes vote is put before the index that it names."""
+    put_new, waiting = save.put_new, dict[str, bytes]()
+
+    async def turned_round(store: Store, key: str, data: bytes) -> None:
+        if key.endswith(".index"):
+            waiting[key] = data
+            return
+        await put_new(store, key, data)
+        index = key.replace(".vote", ".index")
+        if index in waiting:
+            await put_new(store, index, waiting.pop(index))
+
+    patch.setattr(save, "put_new", turned_round)
+
+
+def nothing(patch: Patch) -> None:
+    """The code stays as it is; the disk is what breaks."""
+
+
+class ForgetsChunks(ProcessDisk):
+    """Never syncs chunks."""
+
+    async def sync_node(self, file: SimFile, path: str) -> None:
+        if not path.endswith(".chunks"):
+            await super().sync_node(file, path)
+
+
+def uncertain_vote_taken_back(patch: Patch) -> None:
+    """A yes vote whose put failed, but which may be there, is treated as if it were not: the shard goes."""
+
+    async def fail(self: Attempt, error: StoreError) -> None:
+        await self._fail(error, Event.SHARD_FAILED)
+
+    patch.setattr(Attempt, "_doubt", fail)
+
+
+def votes_not_settled(patch: Patch) -> None:
+    """A vote counts as soon as it is visible, durable or not."""
+
+    async def read(self: publish.Ballot, rank: int) -> None:
+        key = f"{self.prefix}/{vote_name(rank)}"
+        data = await self.store.get(key)
+        self.refs[rank] = VoteRef(digest=digest(data), size=len(data))
+        self.votes[rank] = decode(data, Vote, key)
+
+    patch.setattr(publish.Ballot, "_read", read)
+
+
+# --- the outcome --------------------------------------------------------------------------------------------------
+
+
+def outcome_overwritten(patch: Patch) -> None:
+    """Who puts an outcome replaces the one that is there."""
+
+    async def put(store: Store, outcome: Outcome) -> Outcome:
+        parsed = AttemptId.parse(outcome.attempt)
+        assert parsed is not None
+        await store.put(f"{attempt_prefix(outcome.tag, parsed)}/{OUTCOME}", encode(outcome))
+        return outcome
+
+    patch.setattr(attempt, "put_outcome", put)
+
+
+def own_outcome_believed(patch: Patch) -> None:
+    """Who put an outcome too late believes in its own all the same."""
+    put_outcome = publish.put_outcome
+
+    async def put(store: Store, outcome: Outcome) -> Outcome:
+        await put_outcome(store, outcome)
+        return outcome
+
+    patch.setattr(attempt, "put_outcome", put)
+
+
+def outcome_not_settled(patch: Patch) -> None:
+    """A rank reports an outcome that it saw, durable or not."""
+
+    async def seen(self: Attempt) -> Outcome | None:
+        try:
+            return await catalog.read_outcome(self._store, self.info.tag, self.info.attempt)
+        except NotFoundError:
+            return None
+
+    patch.setattr(Attempt, "_seen", seen)
+
+
+def committed_on_own_vote(patch: Patch) -> None:
+    """A rank reports committed once its own vote is there."""
+    fire = Attempt._fire
+
+    def hasty(self: Attempt, event: Event) -> Any:
+        done = fire(self, event)
+        return fire(self, Event.SAW_COMMIT) if event is Event.VOTED_YES else done
+
+    patch.setattr(Attempt, "_fire", hasty)
+
+
+def everybody_fenced(patch: Patch) -> None:
+    """Every coordinator takes itself for an older epoch's."""
+
+    async def check(store: Store, number: int) -> None:
+        raise FencedError("the mutation")
+
+    patch.setattr(epochs, "check_fence", check)
+
+
+def no_fence(patch: Patch) -> None:
+    """A coordinator does not look whether a newer epoch has begun."""
+
+    async def check(store: Store, number: int) -> None:
+        return None
+
+    patch.setattr(epochs, "check_fence", check)
+
+
+def aborted_counts(patch: Patch) -> None:
+    """Whatever has an outcome is taken for a checkpoint."""
+
+    def state(self: catalog.AttemptView) -> str:
+        return "committed" if self.outcome else "in-doubt"
+
+    patch.setattr(catalog.AttemptView, "state", property(state))
+
+
+def epoch_begun_twice(patch: Patch) -> None:
+    """A starting job goes on in the newest epoch instead of taking the next."""
+    take = epochs.take
+
+    async def reuse(store: Store, world_size: int) -> Epoch:
+        newest = await epochs.newest(store)
+        return await epochs.read(store, newest) if newest else await take(store, world_size)
+
+    patch.setattr(epochs, "take", reuse)
+
+
+def unforeseen_error(patch: Patch) -> None:
+    """Checking the plans fails with an error of no kind that is expected."""
+
+    async def fail(self: publish.PlanCheck, votes: Mapping[int, Vote | None]) -> Decision | None:
+        raise KeyError("plans")
+
+    patch.setattr(publish.PlanCheck, "fault", fail)
+
+
+# --- latest -------------------------------------------------------------------------------------------------------
+
+
+def latest_before_outcome(patch: Patch) -> None:
+    """`latest` moves when the votes are in, before the outcome is put."""
+    put_outcome = publish.put_outcome
+
+    async def put(store: Store, outcome: Outcome) -> Outcome:
+        if outcome.outcome == "commit":
+            await store.put("latest", f"{outcome.tag}\n".encode())
+        return await put_outcome(store, outcome)
+
+    patch.setattr(attempt, "put_outcome", put)
+
+
+def latest_goes_back(patch: Patch) -> None:
+    """Whoever commits last moves `latest`, whatever it names."""
+
+    def always_moves(*_: object) -> bool:
+        return True
+
+    patch.setattr(pointer, "moves_latest", always_moves)
+
+
+def latest_not_repaired(patch: Patch) -> None:
+    """Recovery leaves `latest` where it finds it."""
+
+    async def stay(store: Store, tag: str, order: tuple[int, int]) -> bool:
+        return False
+
+    patch.setattr(recover, "move_latest", stay)
+
+
+# --- recovery and collection --------------------------------------------------------------------------------------
+
+
+def recovery_commits_what_is_incomplete(patch: Patch) -> None:
+    """An attempt in doubt is committed though votes are missing."""
+
+    def rash(votes: Mapping[int, Vote | None], **_: object) -> Decision:
+        return Decision() if votes else Decision(ErrorReport(code="AbortedError", message="no rank had voted"))
+
+    patch.setattr(decisions, "recover", rash)
+
+
+def removed_without_a_mark(patch: Patch) -> None:
+    """A replaced attempt's chunks go while its outcome still says that it is a checkpoint."""
+
+    async def sweep(store: Store, attempts: list[AttemptFacts]) -> int:
+        dead = dead_weight(attempts)
+        for facts, _ in dead:
+            await collect._sweep(store, attempt_prefix(facts.tag, facts.attempt))
+        return len(dead)
+
+    patch.setattr(collect, "collect", sweep)
+
+
+def newest_removed(patch: Patch) -> None:
+    """Collection takes every commit of a tag for replaced."""
+
+    def dead(attempts: list[AttemptFacts]) -> list[tuple[AttemptFacts, str]]:
+        return [(facts, "the mutation") for facts in attempts if facts.state == "committed"]
+
+    patch.setattr(collect, "dead_weight", dead)
+
+
+def in_doubt_removed(patch: Patch) -> None:
+    """Collection takes the bulk of attempts that are not decided yet."""
+
+    def dead(attempts: list[AttemptFacts]) -> list[tuple[AttemptFacts, str]]:
+        return [(facts, "the mutation") for facts in attempts if facts.state == "in-doubt" and facts.bulk]
+
+    patch.setattr(collect, "dead_weight", dead)
+
+
+def stop_coordinator(seed: int) -> Faults:
+    """The coordinator stops between outcome visible and durable; the power fails when the others have gone on to the next."""
+    return (Moment("link", "/outcome", 1), Pause(0, 30.0)), (Moment("link", ".vote", 4 + seed % 3), PowerCut())
+
+
+MUTATIONS = {
+    "the outcome before all votes are there": Mutation(
+        outcome_before_all_votes, ("latest-whole", "always-ends", "nothing-lost"), lambda seed: ((60 + seed, Kill(2)),)
+    ),
+    "the vote before the index": Mutation(
+        vote_before_index, ("latest-whole", "nothing-lost"), lambda seed: ((Moment("link", ".vote", 1 + seed % 3), Kill()),)
+    ),
+    "chunks never synced": Mutation(
+        nothing,
+        ("latest-whole", "nothing-lost"),
+        always((Moment("link", "/latest", 1), PowerCut())),
+        view=ForgetsChunks,
+    ),
+    "an uncertain vote taken back": Mutation(
+        uncertain_vote_taken_back,
+        ("latest-whole", "always-ends", "nothing-lost"),
+        lambda seed: ((Moment("link", ".vote", 1 + seed % 3), Refuse(ACTOR, errno.EIO, 1, "sync-dir")),),
+    ),
+    "votes counted before they are durable": Mutation(
+        votes_not_settled,
+        ("latest-whole", "nothing-lost"),
+        always((Moment("link", ".vote", 3), Pause(ACTOR, 30.0)), (Moment("link", "/outcome", 1), PowerCut())),
+    ),
+    "an outcome overwritten": Mutation(
+        outcome_overwritten,
+        ("one-outcome",),
+    ),
+    "one's own outcome believed": Mutation(
+        own_outcome_believed,
+        ("ranks-agree", "one-outcome"),
+        lambda seed: ((Moment("link", ".vote", 3), Pause(0, 19.0 + seed / 20)),),
+    ),
+    "an outcome reported before it is durable": Mutation(
+        outcome_not_settled, ("one-outcome", "ranks-agree", "nothing-lost"), stop_coordinator, steps=2
+    ),
+    "committed on one's own vote": Mutation(committed_on_own_vote, ("ranks-agree", "always-ends")),
+    "an aborted attempt taken for a checkpoint": Mutation(
+        aborted_counts,
+        ("aborted-never-loaded", "latest-whole", "latest-forward"),
+        lambda seed: ((Moment("link", ".vote", 3), Pause(0, 25.0)), (150 + seed, Kill(1))),
+    ),
+    "an epoch begun twice": Mutation(
+        epoch_begun_twice, ("always-ends", "next-save-works"), lambda seed: ((80 + seed, Kill(1)),)
+    ),
+    "an error that nobody foresaw": Mutation(unforeseen_error, ("always-ends",)),
+    "the newest epoch fenced": Mutation(everybody_fenced, ("next-save-works",)),
+    "no fence": Mutation(no_fence, ("fenced",), lambda seed: ((100 + seed, SecondJob()),), steps=3),
+    "latest before the outcome": Mutation(latest_before_outcome, ("latest-whole",)),
+    "latest goes back": Mutation(latest_goes_back, ("latest-forward",), steps=3),
+    "latest not repaired": Mutation(latest_not_repaired, ("latest-forward",), always((Moment("link", "/outcome", 1), Kill(0)))),
+    "recovery commits what is incomplete": Mutation(
+        recovery_commits_what_is_incomplete,
+        ("latest-whole", "nothing-lost"),
+        lambda seed: ((Moment("link", ".vote", 1 + seed % 2), Kill(2)),),
+    ),
+    "removed without a mark": Mutation(removed_without_a_mark, ("nothing-lost",), steps=3, deviations=True),
+    "the newest removed": Mutation(newest_removed, ("latest-whole", "latest-forward", "nothing-lost")),
+    "what is in doubt removed": Mutation(in_doubt_removed, ("latest-whole", "nothing-lost"), steps=3, deviations=True),
+}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_mutations_are_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutation = MUTATIONS[name]
+    with monkeypatch.context() as patch:
+        mutation.apply(patch)
+        seed, caught = first_violation(mutation)
+    assert caught in mutation.invariants
+    # The same schedule does not break the code as it is.
+    run_schedule(replace(schedule_of(mutation, seed), view=ProcessDisk))
+
+
+def first_violation(mutation: Mutation) -> tuple[int, str]:
+    for seed in range(RUNS_MAX):
+        try:
+            run_schedule(schedule_of(mutation, seed))
+        except InvariantError as error:
+            return seed, error.name
+    raise AssertionError(f"not caught within {RUNS_MAX} seeds")
+
+
+def schedule_of(mutation: Mutation, seed: int) -> Schedule:
+    job = JobConfig(seed=seed, steps=mutation.steps, deviations=mutation.deviations)
+    return Schedule(job=job, faults=mutation.faults(seed), view=mutation.view)
