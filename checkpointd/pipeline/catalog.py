@@ -15,9 +15,10 @@ from checkpointd.layout.keys import (
     check_tag,
     is_tag,
     plan_key,
+    vote_name,
     vote_rank,
 )
-from checkpointd.layout.manifest import LISTING_BYTES_MAX, Outcome, Plan, Vote, decode, digest
+from checkpointd.layout.manifest import LISTING_BYTES_MAX, Index, Outcome, Plan, Vote, decode, decode_index, digest
 from checkpointd.store.base import Store
 
 LATEST_BYTES_MAX = 4096
@@ -120,6 +121,21 @@ async def read_vote(store: Store, key: str, expected_digest: str | None = None) 
     if expected_digest is not None and digest(data) != expected_digest:
         raise DamagedError(f"{key} is not the vote that the outcome names: its bytes changed since the commit", key=key)
     return decode(data, Vote, key)
+
+
+async def index_named_by(store: Store, prefix: str, vote: Vote) -> Index:
+    """The index that `vote` names, checked to be that rank's, of this attempt. DamagedError where it is not."""
+    ref = vote.index
+    if ref is None:
+        raise DamagedError(f"{prefix}/{vote_name(vote.rank)} names no index")
+    key = f"{prefix}/{ref.name}"
+    data = await store.get(key, size_max=ref.size)
+    if len(data) != ref.size or digest(data) != ref.digest:
+        raise DamagedError(f"{key} is damaged: its bytes are not those that its vote names", key=key)
+    index = decode_index(data, key)
+    if (index.tag, index.attempt, index.rank, index.step) != (vote.tag, vote.attempt, vote.rank, vote.step):
+        raise DamagedError(f"{key} belongs to rank {index.rank} of {index.tag}/{index.attempt}, step {index.step}", key=key)
+    return index
 
 
 async def read_plan(store: Store, name: str) -> Plan:

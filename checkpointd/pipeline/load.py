@@ -21,9 +21,9 @@ from checkpointd.config import LoadConfig
 from checkpointd.errors import CodecError, DamagedError, FormatError, NotFoundError, WorldSizeError
 from checkpointd.layout.boxes import whole
 from checkpointd.layout.keys import vote_name
-from checkpointd.layout.manifest import Chunk, Index, TensorEntry, Vote, decode_index, digest
+from checkpointd.layout.manifest import Chunk, Index, TensorEntry
 from checkpointd.pipeline.budget import Budget
-from checkpointd.pipeline.catalog import Checkpoint, read_vote
+from checkpointd.pipeline.catalog import Checkpoint, index_named_by, read_vote
 from checkpointd.pipeline.shard import Bytes
 from checkpointd.pipeline.workers import run_workers
 from checkpointd.store.base import Store
@@ -80,21 +80,6 @@ async def read_index(store: Store, checkpoint: Checkpoint, rank: int) -> Index:
         return index
     except (NotFoundError, DamagedError) as error:
         raise DamagedError(f"{error} (rank {rank} of {checkpoint.tag})", key=key, rank=rank) from error
-
-
-async def index_named_by(store: Store, prefix: str, vote: Vote) -> Index:
-    """The index that `vote` names, checked to be that rank's, of this attempt. DamagedError where it is not."""
-    ref = vote.index
-    if ref is None:
-        raise DamagedError(f"{prefix}/{vote_name(vote.rank)} names no index")
-    key = f"{prefix}/{ref.name}"
-    data = await store.get(key, size_max=ref.size)
-    if len(data) != ref.size or digest(data) != ref.digest:
-        raise DamagedError(f"{key} is damaged: its bytes are not those that its vote names", key=key)
-    index = decode_index(data, key)
-    if (index.tag, index.attempt, index.rank, index.step) != (vote.tag, vote.attempt, vote.rank, vote.step):
-        raise DamagedError(f"{key} belongs to rank {index.rank} of {index.tag}/{index.attempt}, step {index.step}", key=key)
-    return index
 
 
 def entries_by_fqn(index: Index) -> dict[str, TensorEntry]:

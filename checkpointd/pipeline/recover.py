@@ -20,7 +20,6 @@ from checkpointd.layout.plan import cover_fault
 from checkpointd.pipeline import catalog
 from checkpointd.pipeline.catalog import AttemptView
 from checkpointd.pipeline.collect import collect
-from checkpointd.pipeline.load import index_named_by
 from checkpointd.pipeline.pointer import move_latest
 from checkpointd.pipeline.publish import RECOVERY, Ballot, PlanCheck, outcome_of, put_outcome
 from checkpointd.pipeline.shard import AttemptInfo
@@ -117,7 +116,7 @@ async def _storage_fault(store: Store, attempt: AttemptView, ballot: Ballot) -> 
 async def _check_named(store: Store, prefix: str, vote: Vote | None) -> None:
     """The same checks as loading makes, down to the chunks: of those, only the objects' sizes are looked at."""
     assert vote is not None
-    index = await index_named_by(store, prefix, vote)
+    index = await catalog.index_named_by(store, prefix, vote)
     fault = cover_fault(await catalog.read_plan(store, vote.plan or ""), index)
     if fault:
         raise DamagedError(f"its index is not what its plan says: {fault}")
