@@ -50,6 +50,8 @@ class Ballot:
     async def _read(self, rank: int) -> None:
         key = f"{self.prefix}/{vote_name(rank)}"
         try:
+            # Its voter may not have made it durable yet, and what is decided on it must never outlive it (S4).
+            await self.store.settle(key)
             data = await self.store.get(key)
             self.refs[rank] = VoteRef(digest=digest(data), size=len(data))
             self.votes[rank] = decode(data, Vote, key)
