@@ -35,7 +35,8 @@ async def candidates(store: Store) -> Candidates:
     pointer = await _pointer(store)
     attempts = await catalog.scan(store)
     known = catalog.checkpoints_of(attempts)
-    found = tuple(c for c in known if c.outcome.save_latest)
+    # What the pointer names counts, too, where its tag was saved again without asking for it.
+    found = tuple(c for c in known if c.outcome.save_latest or c.tag == pointer)
     over: list[DamagedError] = []
     other: list[DamagedError] = []
     for attempt in attempts:

@@ -284,6 +284,15 @@ def test_loading_waits_for_a_save_of_the_same_tag(tmp_path: Path) -> None:
             assert bool((target["w"] == float(value)).all())
 
 
+def test_a_tag_saved_again_without_asking_for_latest_is_still_found(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as ckpt:
+        ckpt.save(1, _state(1.0), tag="last").wait()
+        ckpt.save(2, _state(2.0), tag="last", save_latest=False).wait()
+    with Checkpointer(tmp_path) as ckpt:
+        assert ckpt.latest() == "last"
+        assert ckpt.load(_state()).step == 2
+
+
 def test_a_root_copied_without_its_dot_files_goes_on_in_order(tmp_path: Path) -> None:
     import shutil
 
