@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -10,6 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
 from checkpointd.codec import Compression
@@ -19,6 +21,7 @@ from checkpointd.layout import tree
 from checkpointd.layout.boxes import whole
 from checkpointd.layout.keys import AttemptId
 from checkpointd.layout.manifest import Alias, ErrorReport
+from checkpointd.pipeline import attempt as attempt_module
 from checkpointd.pipeline import catalog, epochs
 from checkpointd.pipeline.attempt import Attempt, WriterState
 from checkpointd.pipeline.chunks import Persist
@@ -251,3 +254,18 @@ def break_file(path: Path, fault: str) -> None:
     path.unlink()
     if fault != "remove":
         path.write_bytes(data if fault == "flip" else data[: len(data) // 2])
+
+
+class HeldPersist:
+    """Holds every persist until `go` is set, so that a test can look at saves in flight."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.go = threading.Event()
+        persist = attempt_module.persist
+
+        async def held(job: Persist) -> object:
+            while not self.go.is_set():
+                await asyncio.sleep(0.005)
+            return await persist(job)
+
+        monkeypatch.setattr(attempt_module, "persist", held)

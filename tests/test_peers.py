@@ -17,7 +17,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,7 +44,7 @@ from checkpointd.store.disk import File
 from checkpointd.store.osdisk import OsDisk
 from checkpointd.store.posix import PosixStore
 from checkpointd_client import Checkpointer
-from tests.builders import leave_in_doubt, load_arrays, plan_save, rank_arrays, save_checkpoint
+from tests.builders import HeldPersist, leave_in_doubt, load_arrays, plan_save, rank_arrays, save_checkpoint
 
 LONG_S = 3600.0
 """A deadline that no test waits for: what is known before it is known at once."""
@@ -273,22 +272,14 @@ async def test_10_latest_moves_after_the_outcome_is_durable_and_in_one_piece(
 def test_11_a_snapshot_is_not_overwritten_while_it_is_persisted_and_no_save_is_stale(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    go = threading.Event()
-    persist = attempt_module.persist
-
-    async def held(job: Persist) -> object:
-        while not go.is_set():
-            await asyncio.sleep(0.005)
-        return await persist(job)
-
-    monkeypatch.setattr(attempt_module, "persist", held)
+    gate = HeldPersist(monkeypatch)
     with Checkpointer(tmp_path) as ckpt:
         state = _weights(0.0)
         for step in (1, 2):
             state["w"].fill_(step)
             ckpt.save(step, state)
         state["w"].fill_(-5.0)
-        go.set()
+        gate.go.set()
         ckpt.wait()
         for step in (3, 4, 5):
             state["w"].fill_(step)

@@ -53,7 +53,7 @@ class OsDisk:
 
     async def _read(self, path: str, size_max: int) -> bytes | None:
         """Up to a byte more than `size_max`; None where the file is longer, of which nothing is read then."""
-        async with aiofiles.open(path, "rb", executor=self._small.executor) as file:
+        async with aiofiles.open(path, "rb", opener=_open_to_read, executor=self._small.executor) as file:
             status = await aiofiles.os.stat(file.fileno(), executor=self._small.executor)
             return await file.read(status.st_size + 1) if status.st_size <= size_max else None
 
@@ -147,7 +147,7 @@ class OsLock:
 
 def _read_at(path: str, offset: int, out: memoryview) -> int:
     part = out.cast("B") if out.nbytes else memoryview(b"")
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = _open_to_read(path)
     try:
         done = 0
         while done < part.nbytes:
@@ -160,8 +160,18 @@ def _read_at(path: str, offset: int, out: memoryview) -> int:
         os.close(descriptor)
 
 
+def _open_to_read(path: str, flags: int = os.O_RDONLY) -> int:
+    """A descriptor of a file or directory. O_NONBLOCK: opening a FIFO that nobody writes to would keep the thread for ever."""
+    descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK)
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
+        return descriptor
+    os.close(descriptor)
+    raise OSError(errno.EINVAL, "it is neither a file nor a directory, but a pipe or a device: remove it", path)
+
+
 def _sync(path: str, flags: int) -> None:
-    descriptor = os.open(path, flags | os.O_CLOEXEC)
+    descriptor = _open_to_read(path, flags)
     try:
         os.fsync(descriptor)
     finally:

@@ -37,6 +37,7 @@ from checkpointd_client.saving import TIDY_TIMEOUT_S, Request, Saver, WhenBusy, 
 from checkpointd_client.snapshot import Stager, StagingMode
 from checkpointd_client.start import begin_epoch, check_shared
 from checkpointd_client.status import Status
+from checkpointd_client.turns import Turns
 from checkpointd_client.writer import Writer
 
 log = logging.getLogger("checkpointd")
@@ -105,7 +106,7 @@ class Checkpointer:
             when_busy=when_busy,
         )
         self._history = self._saver.history
-        self._loads = 0
+        self._turns = Turns(self._board, self._ranks, commit.timeout_s)
         self._step_hook = register_optimizer_step_pre_hook(self._before_step)
         self._closed = False
         at_exit(self._leave)
@@ -164,14 +165,12 @@ class Checkpointer:
         self._saver.fence()
         for handle in self._history.in_flight():
             handle.ended_within(None)  # what is being committed may replace what would be read
-        self._loads += 1
         loader = Loader(
             store=self._store,
             writer=self._writer,
-            board=self._board,
             ranks=self._ranks,
             config=LoadConfig(),
-            turn=self._loads,
+            turn=self._turns.begin(),
             timeout_s=self._commit.timeout_s,
             state=state,
             strict=strict,

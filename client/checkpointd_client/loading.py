@@ -24,11 +24,10 @@ from checkpointd.pipeline.candidates import candidates
 from checkpointd.pipeline.catalog import Checkpoint
 from checkpointd.pipeline.load import Sink, entries_by_fqn, read_index, read_tensors
 from checkpointd.store.base import Store
-from checkpointd_client import notes
-from checkpointd_client.notes import Choice, Problem, Verdict
-from checkpointd_client.ranks import Board
+from checkpointd_client.notes import Choice, Problem
 from checkpointd_client.restore import Restoration, prepare
 from checkpointd_client.sinks import sink_for
+from checkpointd_client.turns import Turn
 from checkpointd_client.writer import Writer
 
 log = logging.getLogger("checkpointd")
@@ -76,10 +75,9 @@ class Loader:
 
     store: Store
     writer: Writer
-    board: Board
     ranks: Ranks
     config: LoadConfig
-    turn: int
+    turn: Turn
     timeout_s: float
     state: MutableMapping[str, Any]
     strict: bool
@@ -91,10 +89,10 @@ class Loader:
         for number in range(1 << 30):
             candidate = self._candidate(number, tag, fallback=fallback)
             if candidate is None:
-                self._check_nothing()
+                self._nothing()
                 return None
             found, problem = self._examined(candidate)
-            verdict = self._agree(f"load/{self.turn}/{number}/verdict", problem, "calling load()")
+            verdict = self.turn.agree(f"{number}/verdict", problem)
             if verdict is None:
                 assert found is not None
                 return self._fill(found)
@@ -104,7 +102,10 @@ class Loader:
             log.error("%s cannot be loaded: %s. Trying the checkpoint before it", candidate.tag, verdict)
         raise AssertionError("unreachable")
 
-    def _check_nothing(self) -> None:
+    def _nothing(self) -> None:
+        absent = self.turn.agree("nothing", None)  # a rank that misses this load() would take the answer for its next one
+        if absent is not None:
+            raise absent
         if self._failures:
             raise DamagedError(
                 f"no whole checkpoint is left at {self.store.url}; every one is damaged: " + "; ".join(self._failures)
@@ -114,15 +115,12 @@ class Loader:
 
     def _candidate(self, number: int, tag: str | None, *, fallback: bool) -> Candidate | None:
         """The `number`th checkpoint to try, chosen by rank 0 and read by every rank; raises what choosing raised there."""
-        key = f"load/{self.turn}/{number}/candidate"
-        if self.ranks.rank == 0:
-            self.board.post(key, notes.written(self._choose(number, tag)))
-        choice = notes.read(self.board.read(key, [0], self.timeout_s, "calling load()")[0], Choice)
+        choice = self.turn.chosen(f"{number}/candidate", lambda: self._choose(number, tag))
         if choice.problem is not None:
-            raise choice.problem.error()
+            raise self.turn.agree("nothing", None) or choice.problem.error()
         for damage in choice.passed_over:
             if not fallback:
-                raise damage.error()
+                raise self.turn.agree("nothing", None) or damage.error()
             log.error("%s. Trying the checkpoint before it", damage.message)
             self._failures.append(damage.message)
         if choice.tag is None:
@@ -203,20 +201,6 @@ class Loader:
             lambda on_bytes: read_tensors(self.store, checkpoint.prefix, index, sinks, self.config, on_bytes), self.timeout_s
         )
 
-    def _agree(self, key: str, problem: CheckpointdError | None, doing: str) -> CheckpointdError | None:
-        """None where no rank has a problem; else this rank's own, or the first of the others'."""
-        self.board.post(key, notes.written(Verdict(problem=Problem.of(problem) if problem else None)))
-        heard = self.board.read(key, None, self.timeout_s, doing)
-        verdicts = {rank: notes.read(text, Verdict).problem for rank, text in sorted(heard.items())}
-        problems = {rank: found for rank, found in verdicts.items() if found is not None}
-        if not problems:
-            return None
-        # A mismatch is the caller's to mend and ends the load on every rank: it goes before damage.
-        worst = next((r for r, p in problems.items() if not issubclass(p.kind, DamagedError)), min(problems))
-        if problem is not None and problem.code == problems[worst].code:
-            return problem
-        return problems[worst].error(f"rank {worst}: ")
-
     # --- touching --------------------------------------------------------------------------------------------
 
     def _fill(self, found: Examined) -> Loaded:
@@ -235,7 +219,7 @@ class Loader:
         except Exception as error:  # the other ranks wait for this one's word, whatever it is
             log.exception("loading %s", found.checkpoint.tag)
             problem = CheckpointdError(f"{found.checkpoint.tag} was loaded in part on rank {self.ranks.rank}: {error!r}")
-        verdict = self._agree(f"load/{self.turn}/filled", problem, "calling load()")
+        verdict = self.turn.agree("filled", problem)
         if verdict is not None:
             raise verdict
         return Loaded(

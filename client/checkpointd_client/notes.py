@@ -53,10 +53,17 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     problem: Problem | None = None
 
 
-Note = TypeVar("Note", Choice, Verdict)
+class Word(msgspec.Struct, frozen=True, kw_only=True):
+    """What rank 0 made of all verdicts; `rank`: whose problem it is, None where it is everybody's."""
+
+    problem: Problem | None = None
+    rank: int | None = None
 
 
-def written(note: Choice | Verdict) -> str:
+Note = TypeVar("Note", Choice, Verdict, Word)
+
+
+def written(note: Choice | Verdict | Word) -> str:
     """`note` as the text to post."""
     return msgspec.json.encode(note).decode()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import pty
@@ -122,7 +123,9 @@ class Watching:
 
     def __init__(self, root: Path, *options: str) -> None:
         command = [*COMMAND, "status", str(root), "--watch", "--interval", "0.01", *options]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        # Where the tests run in the background of a shell, Ctrl-C is ignored, and a child would inherit that.
+        hear = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=hear)
 
     def until(self, text: str) -> list[str]:
         """The lines up to one that holds `text`."""

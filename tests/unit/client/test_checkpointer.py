@@ -28,21 +28,7 @@ from checkpointd.errors import (
 from checkpointd.pipeline import attempt as attempt_module
 from checkpointd.pipeline.chunks import Persist
 from checkpointd_client import Checkpointer, RngState, Status
-
-
-class HeldPersist:
-    """Holds every persist until `go` is set, so that a test can look at saves in flight."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.go = threading.Event()
-        persist = attempt_module.persist
-
-        async def held(job: Persist) -> object:
-            while not self.go.is_set():
-                await asyncio.sleep(0.005)
-            return await persist(job)
-
-        monkeypatch.setattr(attempt_module, "persist", held)
+from tests.builders import HeldPersist
 
 
 def _state(value: float = 1.0) -> dict[str, object]:

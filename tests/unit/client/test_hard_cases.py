@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +30,7 @@ from checkpointd_client.preemption import LEAD, Preemption
 from checkpointd_client.ranks import SoloBoard
 from checkpointd_client.sinks import sink_for
 from checkpointd_client.snapshot import Copy
-from tests.builders import plan_save, rank_arrays, save_checkpoint
+from tests.builders import HeldPersist, plan_save, rank_arrays, save_checkpoint
 
 
 def _state(value: float = 1.0, size: int = 64) -> dict[str, object]:
@@ -122,16 +123,14 @@ def test_chunks_of_a_strided_tensor_may_come_on_many_threads() -> None:
         sys.setswitchinterval(before)
 
 
+def _sleep_for_good(awake: Event) -> None:
+    awake.set()
+    while True:
+        threading.Event().wait(0.1)
+
+
 def test_a_forked_child_leaves_at_once_and_hears_its_signals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    go = threading.Event()
-    persist = attempt_module.persist
-
-    async def held(job: Persist) -> object:
-        while not go.is_set():
-            await asyncio.sleep(0.005)
-        return await persist(job)
-
-    monkeypatch.setattr(attempt_module, "persist", held)
+    gate = HeldPersist(monkeypatch)
     fork = multiprocessing.get_context("fork")
     with Checkpointer(tmp_path, preempt_signal=signal.SIGTERM) as ckpt:
         ckpt.save(1, _state())
@@ -139,13 +138,16 @@ def test_a_forked_child_leaves_at_once_and_hears_its_signals(tmp_path: Path, mon
         child.start()
         child.join(30)
         assert child.exitcode == 0
-        asleep = fork.Process(target=threading.Event().wait)
+        awake = fork.Event()
+        asleep = fork.Process(target=_sleep_for_good, args=(awake,))
         asleep.start()
+        # CPython forgets a signal that comes between fork() and the child's first line, whoever handles it.
+        assert awake.wait(30)
         os.kill(asleep.pid, signal.SIGTERM)
         asleep.join(30)
         assert asleep.exitcode == -signal.SIGTERM
         assert not ckpt.preempted
-        go.set()
+        gate.go.set()
     assert (tmp_path / "latest").read_text() == "global_step1\n"
 
 
@@ -241,21 +243,13 @@ def test_an_unreadable_newest_checkpoint_falls_back_loudly(
 
 
 def test_giving_up_on_await_leaves_the_save_to_everybody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    go = threading.Event()
-    persist = attempt_module.persist
-
-    async def held(job: Persist) -> object:
-        while not go.is_set():
-            await asyncio.sleep(0.005)
-        return await persist(job)
-
-    monkeypatch.setattr(attempt_module, "persist", held)
+    gate = HeldPersist(monkeypatch)
 
     async def impatient(ckpt: Checkpointer) -> str:
         handle = ckpt.save(1, _state())
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(handle, 0.05)
-        go.set()
+        gate.go.set()
         return (await handle).phase
 
     with Checkpointer(tmp_path) as ckpt:

@@ -158,3 +158,17 @@ def test_it_works_under_plain_asyncio_too(tmp_path: Path) -> None:
 def _open_files(below: Path) -> list[str]:
     names = [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
     return [name for name in names if name.startswith(str(below))]
+
+
+async def test_a_pipe_in_place_of_a_file_is_an_error_and_keeps_no_thread_waiting(disk: OsDisk, tmp_path: Path) -> None:
+    path = str(tmp_path / "object")
+    os.mkfifo(path)
+    for call in (disk.read(path, 10), disk.read_at(path, 0, memoryview(bytearray(4))), disk.sync_file(path)):
+        with pytest.raises(OSError, match="neither a file nor a directory") as caught:
+            await call
+        assert caught.value.errno == errno.EINVAL
+
+
+async def test_a_directory_in_place_of_a_file_is_named_as_one(disk: OsDisk, tmp_path: Path) -> None:
+    with pytest.raises(IsADirectoryError):
+        await disk.read(str(tmp_path), 10)

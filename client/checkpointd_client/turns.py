@@ -1,0 +1,96 @@
+"""The ranks' load() calls, numbered alike on all of them: every rank takes part in a load, or it ends with an error for all.
+
+Invariants
+  N1  What rank 0 says of a question is every rank's answer: no rank goes on where another stops.
+  N2  A turn that not every rank joined is given up by rank 0, and joined by none afterwards: the next load() works again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from checkpointd.config import Ranks
+from checkpointd.errors import CheckpointdError, DamagedError, DeadlineError
+from checkpointd_client import notes
+from checkpointd_client.notes import Choice, Problem, Verdict, Word
+from checkpointd_client.ranks import Board
+
+_DOING = "calling load()"
+_LEADER = 0
+
+
+@dataclass(slots=True)
+class Turns:
+    """Counts the load() calls that this rank took part in."""
+
+    board: Board
+    ranks: Ranks
+    timeout_s: float
+    _done: int = 0
+
+    def begin(self) -> Turn:
+        """The turn that the other ranks are in, or will be."""
+        while self.board.peek(_given_up(self._done + 1)) is not None:
+            self._done += 1
+        return Turn(self, self._done + 1)
+
+    def end(self, number: int) -> None:
+        """No later load() of this rank belongs to turn `number`."""
+        self._done = number
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One load() call of all ranks."""
+
+    turns: Turns
+    number: int
+
+    def chosen(self, name: str, choose: Callable[[], Choice]) -> Choice:
+        """What `choose` gives on rank 0, on every rank."""
+        turns, key = self.turns, self._key(name)
+        if turns.ranks.rank == _LEADER:
+            turns.end(self.number)
+            turns.board.post(key, notes.written(choose()))
+        choice = notes.read(turns.board.read(key, [_LEADER], turns.timeout_s, _DOING)[_LEADER], Choice)
+        # Not before: where rank 0 has not called load() yet, its next call is this turn.
+        turns.end(self.number)
+        return choice
+
+    def agree(self, name: str, problem: CheckpointdError | None) -> CheckpointdError | None:
+        """None where no rank has a problem; else this rank's own, or the first of the others'."""
+        board, key = self.turns.board, self._key(name)
+        board.post(key, notes.written(Verdict(problem=Problem.of(problem) if problem else None)))
+        if self.turns.ranks.rank == _LEADER:
+            board.post(f"{key}/word", notes.written(self._gathered(key)))
+        # Twice as long as rank 0 waits for the slowest: its word comes also where it has to name who is missing.
+        heard = board.read(f"{key}/word", [_LEADER], 2 * self.turns.timeout_s, _DOING)
+        word = notes.read(heard[_LEADER], Word)
+        if word.problem is None:
+            return None
+        if problem is not None and problem.code == word.problem.code:
+            return problem
+        return word.problem.error() if word.rank is None else word.problem.error(f"rank {word.rank}: ")
+
+    def _gathered(self, key: str) -> Word:
+        turns = self.turns
+        try:
+            heard = turns.board.read(key, None, turns.timeout_s, _DOING)
+        except DeadlineError as error:
+            turns.board.agree(_given_up(self.number), "yes")
+            return Word(problem=Problem.of(error))
+        verdicts = {rank: notes.read(text, Verdict).problem for rank, text in sorted(heard.items())}
+        problems = {rank: found for rank, found in verdicts.items() if found is not None}
+        if not problems:
+            return Word()
+        # A mismatch is the caller's to mend and ends the load on every rank: it goes before damage.
+        worst = next((r for r, p in problems.items() if not issubclass(p.kind, DamagedError)), min(problems))
+        return Word(problem=problems[worst], rank=worst)
+
+    def _key(self, name: str) -> str:
+        return f"load/{self.number}/{name}"
+
+
+def _given_up(number: int) -> str:
+    return f"load/{number}/given-up"
