@@ -48,7 +48,7 @@ $(READY):
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) "$$(grep '^torch==' constraints.txt)"
 	$(PIP) -q hatchling
-	$(PIP) -q --no-build-isolation -e '.[torch,test,lint]'
+	$(PIP) -q --no-build-isolation -e '.[torch,serve,test,lint]'
 	@rm -f $(VENV)/ready-*
 	@touch $@
 
