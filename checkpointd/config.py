@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from typing import get_args
+from typing import Literal, get_args
 
 from checkpointd.codec import Compression
 from checkpointd.errors import UsageError
@@ -101,3 +101,68 @@ def environment_world_size() -> int:
     """How many ranks the launcher says it started: WORLD_SIZE, 1 where it is unset or no number."""
     text = os.environ.get("WORLD_SIZE", "1")
     return int(text) if text.isdecimal() else 1
+
+
+def _half_of_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServeConfig:
+    """A sidecar: where it listens, for whom, and its bounds. Sizes in bytes, times in seconds."""
+
+    socket: str
+    roots: tuple[str, ...]
+    """Directories that clients may name as their root, or as one above it."""
+    uids: tuple[int, ...] = field(default_factory=lambda: (os.geteuid(),))
+    """User ids that may connect."""
+    group: str | None = None
+    """A group whose members may open the socket, too; None: its owner alone."""
+    clients_max: int = 256
+    slots_max: int = 4
+    """Per client: two in use, and two that are being replaced."""
+    saves_max: int = 4
+    """In flight, per client."""
+    client_bytes_max: int = field(default_factory=_half_of_memory)
+    """Slots mapped for one client."""
+    memory_bytes_max: int = field(default_factory=_half_of_memory)
+    """Slots mapped for all clients. It is the trainers' memory; the daemon's own is `budget_bytes` per save."""
+    held_bytes_max: int = field(default_factory=_half_of_memory)
+    """Snapshots held for restarts; 0: none."""
+    hold_s: float = 1800.0
+    """How long a snapshot is held after its trainer has gone."""
+    budget_bytes: int | None = None
+    """The most that one save may take beside its snapshot; None: what the client asks for."""
+    encoders: int = field(default_factory=lambda: max(1, min(4, (os.cpu_count() or 2) - 1)))
+    """Chunks of one save that are encoded at once: the cap on compression threads."""
+    bandwidth_bps: float | None = None
+    """Bytes per second that persisting may write, over all clients; None: as fast as the storage takes them."""
+    niceness: int = 0
+    io_class: Literal["none", "best-effort", "idle"] = "none"
+    http: str | None = None
+    """Where status is served over HTTP: HOST:PORT, or the path of a Unix socket; None: nowhere."""
+    grace_s: float = 60.0
+    """After SIGTERM, how long saves in flight may take."""
+    progress_interval_s: float = 0.2
+    hello_s: float = 5.0
+    """How long a connection may take to say who it is."""
+
+    def __post_init__(self) -> None:
+        if not self.roots:
+            raise UsageError("a sidecar needs at least one root that it may serve: give --root")
+        for root in self.roots:
+            if not os.path.isabs(root):
+                raise UsageError(f"root {root!r} must be an absolute path")
+        if len(os.fsencode(self.socket)) > 107:
+            raise UsageError(
+                f"the socket's path has {len(os.fsencode(self.socket))} bytes; Linux takes up to 107: {self.socket}"
+            )
+        _positive(clients_max=self.clients_max, slots_max=self.slots_max, saves_max=self.saves_max, encoders=self.encoders)
+        _positive(progress_interval_s=self.progress_interval_s, hello_s=self.hello_s)
+        if self.bandwidth_bps is not None and self.bandwidth_bps < MIB:
+            raise UsageError(f"bandwidth_bps is {self.bandwidth_bps:g}; choose 1 MiB/s or more")
+        if not -20 <= self.niceness <= 19:
+            raise UsageError(f"niceness is {self.niceness}; choose -20 to 19")
+        for name in ("client_bytes_max", "memory_bytes_max", "held_bytes_max", "hold_s", "grace_s"):
+            if getattr(self, name) < 0:
+                raise UsageError(f"{name} is {getattr(self, name)}; it cannot be negative")

@@ -130,6 +130,19 @@ class WaitTimeoutError(CheckpointdError, TimeoutError):
     retryable = True
 
 
+class WireError(CheckpointdError):
+    """What came over the sidecar's socket is not its protocol; the connection is of no further use."""
+
+    exit_code = 14
+
+
+class SidecarError(CheckpointdError):
+    """The sidecar cannot be reached, refused the request, or went away with it."""
+
+    exit_code = 13
+    retryable = True
+
+
 ERRORS: dict[str, type[CheckpointdError]] = {
     cls.__name__: cls
     for cls in (
@@ -143,6 +156,8 @@ ERRORS: dict[str, type[CheckpointdError]] = {
         CodecError,
         FormatError,
         StoreError,
+        WireError,
+        SidecarError,
         StoreFullError,
         RootNotSharedError,
         AbortedError,

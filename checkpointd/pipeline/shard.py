@@ -20,7 +20,11 @@ PAGE = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptInfo:
-    """One try at one tag, as one rank sees it; `n` counts this rank's saves in its epoch."""
+    """One try at one tag, as one rank sees it; `n` counts this rank's saves in its epoch.
+
+    `hand`: which writer of this snapshot this is; the first is 0, and whoever takes the attempt over from one that was lost
+    takes the next. `handed`: other hands may write the same snapshot, so a vote of this rank may be another hand's.
+    """
 
     tag: str
     attempt: AttemptId
@@ -29,6 +33,8 @@ class AttemptInfo:
     step: int
     n: int
     save_latest: bool = True
+    hand: int = 0
+    handed: bool = False
 
     @property
     def prefix(self) -> str:

@@ -1,0 +1,111 @@
+"""What all connections of a daemon share: roots, jobs, the memory tier, what is known of each rank, and the bounds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from checkpointd.commit.machine import FINAL, Phase
+from checkpointd.config import ServeConfig
+from checkpointd.daemon.jobs import Job, Jobs
+from checkpointd.daemon.memory import Account
+from checkpointd.daemon.roots import Roots
+from checkpointd.daemon.status import CheckpointStatus
+from checkpointd.daemon.tier import Tier
+from checkpointd.layout.manifest import ErrorReport
+
+COMMITS_KEPT = 64
+
+
+@dataclass(eq=False, slots=True)
+class RankRecord:
+    """One rank at one root, through all its incarnations on this node."""
+
+    root: str
+    rank: int
+    world_size: int
+    pid: int
+    epoch: int | None = None
+    since: float = field(default_factory=time.time)
+    connections: int = 0
+    committed: int = 0
+    failed: int = 0
+    bytes_persisted: int = 0
+    bytes_stored: int = 0
+    stall_s: float = 0.0
+    commit_s: list[float] = field(default_factory=list)
+    """On the coordinator: from save() to the commit, the newest last."""
+
+    def ended(self, job: Job) -> None:
+        """Count a save that came to its end."""
+        if job.phase is not Phase.COMMITTED:
+            self.failed += 1
+            return
+        self.committed += 1
+        if self.rank == 0 and job.times.ended is not None:
+            self.commit_s = [*self.commit_s[-COMMITS_KEPT + 1 :], max(0.0, job.times.ended - job.times.began)]
+
+    def persisted(self, job: Job) -> None:
+        """Count the bytes of a shard whose vote is durable."""
+        self.bytes_persisted += job.progress.raw_done
+        self.bytes_stored += job.progress.stored
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What a root held when it was last looked at."""
+
+    latest: str | None = None
+    newest_step: int | None = None
+    newest_committed_at: float | None = None
+    checkpoints: tuple[CheckpointStatus, ...] = ()
+    problem: ErrorReport | None = None
+
+
+class Hub:
+    """One daemon's state; everything on one loop, so nothing here locks."""
+
+    def __init__(self, config: ServeConfig) -> None:
+        self.config = config
+        self.roots = Roots(config.roots)
+        self.jobs = Jobs()
+        self.account = Account(config.memory_bytes_max)
+        self.tier = Tier(config.held_bytes_max)
+        self.started_at = time.time()
+        self.clients = 0
+        self.refused = 0
+        self.leaving = False
+        self.looks: dict[str, Look] = {}
+        self._ranks: dict[tuple[str, int], RankRecord] = {}
+
+    def rank(self, root: str, rank: int, *, world_size: int, pid: int) -> RankRecord:
+        """The record of a rank, which `pid` runs now."""
+        record = self._ranks.get((root, rank))
+        if record is None:
+            record = self._ranks[(root, rank)] = RankRecord(root, rank, world_size, pid)
+        if record.pid != pid or record.world_size != world_size:
+            record.pid, record.world_size, record.since, record.epoch = pid, world_size, time.time(), None
+        return record
+
+    def ranks_at(self, root: str) -> list[RankRecord]:
+        return sorted((r for r in self._ranks.values() if r.root == root), key=lambda r: r.rank)
+
+    def known_roots(self) -> list[str]:
+        """Every root that a client joined, or whose attempts this daemon looked after."""
+        return sorted({root for root, _ in self._ranks} | self.jobs.roots() | set(self.roots.known()))
+
+    def changed(self, job: Job) -> None:
+        """A job entered a phase: counters, and the phase of its snapshot in the tier."""
+        record = self._ranks.get((job.root, job.info.rank))
+        if record is not None:
+            if job.phase is Phase.PREPARED:
+                record.persisted(job)
+            if job.phase in FINAL:
+                record.ended(job)
+        kept = self.tier.of(job.root, job.info.rank)
+        if kept is not None and kept.info == job.info:
+            kept.phase = str(job.phase)
+
+    def __iter__(self) -> Iterator[RankRecord]:
+        return iter(self._ranks.values())

@@ -1,0 +1,216 @@
+"""The saves that the daemon works at: each runs the same `Attempt` as the in-process writer, and outlives its client.
+
+Invariants
+  J1  One job per (root, tag, attempt, rank): a client that comes back is attached to the job that there is.
+  J2  A snapshot is persisted only after its client said that it is whole; one whose client died before votes no.
+  J3  A slot is read until the job has left it, whatever becomes of the client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from checkpointd.commit.machine import FINAL, Phase
+from checkpointd.daemon.memory import SlotMemory
+from checkpointd.daemon.status import SaveStatus
+from checkpointd.errors import CheckpointdError
+from checkpointd.layout.manifest import ErrorReport
+from checkpointd.pipeline.attempt import Attempt, WriterState
+from checkpointd.pipeline.shard import AttemptInfo, Progress, Shard
+
+log = logging.getLogger("checkpointd")
+
+ENDED_KEPT = 64
+"""Ended saves that are remembered per root and rank, for a client that comes back and for people."""
+
+JobKey = tuple[str, str, str, int]
+
+
+@dataclass(slots=True)
+class Times:
+    """When the save reached each point, in seconds since 1970."""
+
+    began: float = field(default_factory=time.time)
+    staged: float | None = None
+    persisting: float | None = None
+    voted: float | None = None
+    ended: float | None = None
+
+
+class Job:
+    """One save of one rank. `on_change(job)` and every listener are called at each change of phase, on the loop."""
+
+    def __init__(
+        self, root: str, state: WriterState, info: AttemptInfo, *, left_s: float, on_change: Callable[[Job], None]
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self.root, self.info = root, info
+        self.times = Times()
+        self.slot: SlotMemory | None = None
+        self._on_change = on_change
+        self._listeners: dict[object, Callable[[Job], None]] = {}
+        self._staged: asyncio.Future[Shard] = loop.create_future()
+        self._persist_began: float | None = None
+        self.progress = Progress()
+        self.attempt = Attempt(
+            state, info, deadline=loop.time() + left_s, progress=self.progress, on_phase=self._entered, on_free=self._free
+        )
+        self.task = loop.create_task(self._run())
+
+    @property
+    def key(self) -> JobKey:
+        return (self.root, self.info.tag, str(self.info.attempt), self.info.rank)
+
+    @property
+    def phase(self) -> Phase:
+        return self.attempt.phase
+
+    @property
+    def error(self) -> ErrorReport | None:
+        error = self.attempt.error
+        return None if error is None else ErrorReport(code=error.code, message=str(error), phase=str(self.phase))
+
+    @property
+    def has_snapshot(self) -> bool:
+        return self._staged.done()
+
+    def staged(self, slot: SlotMemory, shard: Shard) -> None:
+        """The slot holds the whole snapshot."""
+        self.slot = slot
+        slot.use(self)
+        self.times.staged = time.time()
+        self._staged.set_result(shard)
+
+    def spoiled(self, error: CheckpointdError) -> None:
+        """There will be no snapshot; does nothing where there is one."""
+        if not self._staged.done():
+            self._staged.set_exception(error)
+
+    async def _run(self) -> None:
+        try:
+            await self.attempt.run(self._staged)
+        except Exception as error:  # a defect of ours must not end the daemon, nor leave the client waiting
+            log.exception("%s: the writer failed in an unforeseen way; please report it", self.info.prefix)
+            self.attempt.error = CheckpointdError(f"the writer failed: {error!r}; please report it")
+            self.attempt.phase = Phase.FAILED
+            self._entered(Phase.FAILED)
+        finally:
+            self._free()
+            if not self._staged.done():
+                self._staged.cancel()
+            elif not self._staged.cancelled():
+                self._staged.exception()  # an attempt that ended early never looked
+
+    def _free(self) -> None:
+        if self.slot is not None:
+            self.slot.leave(self)
+
+    def _entered(self, phase: Phase) -> None:
+        now = time.time()
+        if phase is Phase.PERSISTING:
+            self.times.persisting = now
+            self._persist_began = time.monotonic()
+        elif phase is Phase.PREPARED:
+            self.times.voted = now
+        elif phase in FINAL:
+            self.times.ended = now
+            self._say()
+        self._on_change(self)
+        for listener in list(self._listeners.values()):
+            listener(self)
+
+    def listen(self, who: object, listener: Callable[[Job], None]) -> None:
+        """Call `listener` at each change of phase from here on, in place of an earlier one of `who`."""
+        self._listeners[who] = listener
+
+    def unlisten(self, who: object) -> None:
+        self._listeners.pop(who, None)
+
+    def _say(self) -> None:
+        if self.phase is Phase.COMMITTED:
+            log.info("%s: committed (rank %d)", self.info.prefix, self.info.rank)
+        else:
+            log.error("%s: %s (rank %d): %s", self.info.prefix, self.phase, self.info.rank, self.attempt.error)
+
+    def status(self) -> SaveStatus:
+        """As people and machines see it."""
+        speed = self._speed()
+        left = self.progress.raw_total - self.progress.raw_done
+        persisting = self.phase is Phase.PERSISTING
+        return SaveStatus(
+            tag=self.info.tag,
+            attempt=str(self.info.attempt),
+            step=self.info.step,
+            rank=self.info.rank,
+            phase=SHOWN.get(self.phase, str(self.phase)),
+            raw_total=self.progress.raw_total,
+            raw_done=self.progress.raw_done,
+            stored=self.progress.stored,
+            speed_bps=speed,
+            eta_s=left / speed if persisting and speed else None,
+            votes_missing=None if self.phase in FINAL else self.attempt.votes_missing,
+            error=self.error,
+            began_at=self.times.began,
+            staged_at=self.times.staged,
+            persisting_at=self.times.persisting,
+            voted_at=self.times.voted,
+            ended_at=self.times.ended,
+        )
+
+    def _speed(self) -> float | None:
+        if self._persist_began is None or not self.progress.raw_done:
+            return None
+        if self.times.voted is not None and self.times.persisting is not None:
+            seconds = self.times.voted - self.times.persisting
+        else:
+            seconds = time.monotonic() - self._persist_began
+        return self.progress.raw_done / seconds if seconds > 0 else None
+
+
+SHOWN = {Phase.FAILING: "failed", Phase.SKIPPING: "skipped"}
+
+
+@dataclass(slots=True)
+class Jobs:
+    """All jobs of this daemon: those in flight, and the last ones that ended."""
+
+    _live: dict[JobKey, Job] = field(default_factory=dict)
+    _ended: dict[tuple[str, int], deque[Job]] = field(default_factory=dict)
+
+    def add(self, job: Job) -> None:
+        self._live[job.key] = job
+        job.task.add_done_callback(lambda _: self._end(job))
+
+    def _end(self, job: Job) -> None:
+        del self._live[job.key]
+        rank = (job.root, job.info.rank)
+        self._ended.setdefault(rank, deque(maxlen=ENDED_KEPT)).append(job)
+
+    def live(self, key: JobKey) -> Job | None:
+        return self._live.get(key)
+
+    def find(self, key: JobKey) -> Job | None:
+        """The job, live or ended."""
+        if key in self._live:
+            return self._live[key]
+        return next((job for job in reversed(self._ended.get((key[0], key[3]), deque())) if job.key == key), None)
+
+    def at(self, root: str) -> list[Job]:
+        """The jobs in flight at a root, in the order in which they came."""
+        return [job for job in self._live.values() if job.root == root]
+
+    def ended_at(self, root: str) -> list[Job]:
+        """The last jobs that ended at a root, in the order in which they began."""
+        ended = [job for (where, _), jobs in self._ended.items() if where == root for job in jobs]
+        return sorted(ended, key=lambda job: job.times.began)
+
+    def all(self) -> list[Job]:
+        return list(self._live.values())
+
+    def roots(self) -> set[str]:
+        return {job.root for job in self._live.values()} | {root for root, _ in self._ended}

@@ -1,0 +1,70 @@
+"""Which roots the daemon serves, and the stores behind them.
+
+Invariant: no path that a client names reaches a store unless it lies at or below a configured root, spelt without `..` and
+with no symbolic link in it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+from checkpointd.errors import UsageError
+from checkpointd.layout.keys import SERVICE
+from checkpointd.store.base import Store
+from checkpointd.store.posix import PosixStore
+
+
+class Roots:
+    """Stores by root, opened at the first use and kept; `bandwidth` wraps each one where persisting is limited."""
+
+    def __init__(self, allowed: Iterable[str]) -> None:
+        self._allowed = tuple(os.path.realpath(path) for path in allowed)
+        self._stores: dict[str, Store] = {}
+
+    def known(self) -> dict[str, Store]:
+        """The stores that were opened, by root."""
+        return dict(self._stores)
+
+    def store(self, root: str) -> Store:
+        """The store at `root`. UsageError where this daemon does not serve it."""
+        path = self.check(root)
+        if path not in self._stores:
+            self._stores[path] = PosixStore(path)
+        return self._stores[path]
+
+    def check(self, root: str) -> str:
+        """`root` as this daemon calls it; UsageError saying why it is not served."""
+        if not os.path.isabs(root) or "\0" in root or not root.isprintable():
+            raise UsageError(f"root {root!r} must be an absolute path")
+        if ".." in root.split("/"):
+            raise UsageError(f"root {root!r} has '..' in it: give the path itself")
+        path = os.path.normpath(root)
+        if not any(_within(path, allowed) for allowed in self._allowed):
+            raise UsageError(
+                f"this daemon does not serve {path}: it serves {', '.join(self._allowed)} and what lies below; "
+                "start it with --root for this one"
+            )
+        if os.path.realpath(path) != path:
+            raise UsageError(f"root {path} has a symbolic link in it, and leads to {os.path.realpath(path)}: give that path")
+        return path
+
+    def found(self) -> list[str]:
+        """The roots that lie at, or directly below, the configured ones."""
+        places: list[str] = []
+        for allowed in self._allowed:
+            try:
+                below = sorted(entry.path for entry in os.scandir(allowed) if entry.is_dir(follow_symlinks=False))
+            except OSError:
+                continue
+            places += [path for path in (allowed, *below) if os.path.isdir(f"{path}/{SERVICE}/epochs")]
+        return places
+
+    async def close(self) -> None:
+        for store in self._stores.values():
+            await store.close()
+        self._stores.clear()
+
+
+def _within(path: str, above: str) -> bool:
+    return path == above or path.startswith(above.rstrip("/") + "/")
