@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+import tomllib
+from dataclasses import dataclass, field, fields
 from typing import Literal, get_args
 
 from checkpointd.codec import Compression
@@ -101,6 +102,44 @@ def environment_world_size() -> int:
     """How many ranks the launcher says it started: WORLD_SIZE, 1 where it is unset or no number."""
     text = os.environ.get("WORLD_SIZE", "1")
     return int(text) if text.isdecimal() else 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Watched:
+    """What systemd told this process about itself: sd_notify(3) and sd_watchdog_enabled(3)."""
+
+    notify_socket: str | None = None
+    watchdog_s: float | None = None
+    watchdog_pid: int | None = None
+
+
+def environment_watched() -> Watched:
+    """NOTIFY_SOCKET, WATCHDOG_USEC and WATCHDOG_PID, as far as they are set and make sense."""
+    period, pid = os.environ.get("WATCHDOG_USEC", ""), os.environ.get("WATCHDOG_PID", "")
+    return Watched(
+        notify_socket=os.environ.get("NOTIFY_SOCKET") or None,
+        watchdog_s=int(period) / 1e6 if period.isdecimal() and int(period) > 0 else None,
+        watchdog_pid=int(pid) if pid.isdecimal() else None,
+    )
+
+
+def read_serve_file(path: str) -> dict[str, object]:
+    """The table `[serve]` of a TOML file: fields of ServeConfig by name. UsageError where it cannot be read or names others."""
+    try:
+        with open(path, "rb") as file:
+            found = tomllib.load(file)
+    except OSError as error:
+        raise UsageError(f"the configuration {path} cannot be read: {error.strerror}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"the configuration {path} is no TOML: {error}") from error
+    table = found.pop("serve", None)
+    if not isinstance(table, dict) or found:
+        raise UsageError(f"the configuration {path} must have one table, [serve], and nothing else")
+    known = {f.name for f in fields(ServeConfig)}
+    strange = sorted(set(table) - known)
+    if strange:
+        raise UsageError(f"the configuration {path} names {', '.join(strange)}; there are {', '.join(sorted(known))}")
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in table.items()}
 
 
 def _half_of_memory() -> int:

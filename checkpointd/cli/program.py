@@ -16,7 +16,7 @@ from checkpointd import __version__
 from checkpointd.cli import failures
 from checkpointd.errors import CheckpointdError
 
-COMMANDS = ("list", "inspect", "verify", "status", "explain", "recover")
+COMMANDS = ("list", "inspect", "verify", "status", "explain", "recover", "serve")
 
 EPILOG = (
     "ROOT is the directory that the job was given; it may be left out where CHECKPOINTD_ROOT names it. "
@@ -41,7 +41,7 @@ class Commands(click.Group):
 @click.version_option(__version__, prog_name="checkpointd", message="%(prog)s %(version)s")
 @click.option("--debug", is_flag=True, expose_value=False, help="Show the log, and where an error came from.")
 def commands() -> None:
-    """See and check the checkpoints of a training job."""
+    """See and check the checkpoints of a training job, and run the sidecar that persists them."""
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

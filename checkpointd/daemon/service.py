@@ -68,6 +68,10 @@ class Service:
         """Return once clients can connect."""
         await self._ready.wait()
 
+    async def leaving(self) -> None:
+        """Return once `leave` was called."""
+        await self._told_to_leave.wait()
+
     def leave(self) -> None:
         """Take nothing new, finish what is in flight, then return from `run`."""
         self.hub.leaving = True

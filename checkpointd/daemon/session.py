@@ -46,7 +46,7 @@ class Session:
         self._account = Account(hub.config.client_bytes_max, hub.account)
         self._record: RankRecord | None = None
         self._state: WriterState | None = None
-        self._epoch = -1
+        self._epoch, self._nonce = -1, ""
         self._slots: dict[int, SlotMemory] = {}
         self._layouts: OrderedDict[int, tuple[int, tuple[ShardTensor, ...]]] = OrderedDict()
         self._saves: dict[int, Job] = {}
@@ -143,6 +143,10 @@ class Session:
             match message:
                 case wire.Join():
                     self._join(message)
+                case wire.Look():
+                    self._show()
+                case wire.Ping():
+                    self._post(wire.Pong())
                 case wire.Begin():
                     self._begin(message)
                 case wire.Slot():
@@ -182,13 +186,17 @@ class Session:
         self._hub.roots.store(root)
         self._record = self._hub.rank(root, message.rank, world_size=message.world_size, pid=self._pid)
         self._record.connections += 1
-        kept = self._hub.tier.of(root, message.rank)
+        self._show()
+
+    def _show(self) -> None:
+        """What is held for this rank, and in flight at its root. The trainer is back: what is held stays until it has newer."""
+        record = self._joined()
+        kept = self._hub.tier.of(record.root, record.rank)
         if kept is not None:
             self._hub.tier.wanted(kept)
-        in_flight = [
-            wire.InFlight(tag=j.info.tag, attempt=str(j.info.attempt), rank=j.info.rank) for j in self._hub.jobs.at(root)
-        ]
-        self._post(wire.Joined(held=(kept.described(),) if kept else (), in_flight=tuple(in_flight)))
+        jobs = self._hub.jobs.at(record.root)
+        in_flight = tuple(wire.InFlight(tag=j.info.tag, attempt=str(j.info.attempt), rank=j.info.rank) for j in jobs)
+        self._post(wire.Joined(held=(kept.described(),) if kept else (), in_flight=in_flight))
 
     def _joined(self) -> RankRecord:
         if self._record is None:
@@ -209,6 +217,7 @@ class Session:
         commit = CommitConfig(timeout_s=message.commit_timeout_s)
         self._state = WriterState(store=self._hub.roots.store(record.root), persist=persist, commit=commit)
         self._epoch = record.epoch = message.epoch
+        self._nonce = message.nonce
 
     def _begun(self) -> WriterState:
         if self._state is None:
@@ -307,7 +316,7 @@ class Session:
         shard = Shard(
             image=slot.image[:nbytes], tensors=tensors, aliases=message.aliases, excluded=message.excluded, tree=message.tree
         )
-        self._hub.tier.offer(record.root, job.info, slot, shard)
+        self._hub.tier.offer(record.root, job.info, slot, shard, self._nonce)
         job.staged(slot, shard)
 
     def _spoiled(self, message: wire.Spoiled) -> None:

@@ -27,6 +27,7 @@ class Kept:
     slot: SlotMemory
     shard: Shard
     digests: asyncio.Future[tuple[bytes, ...]]
+    nonce: str
     phase: str = "staged"
     timer: asyncio.TimerHandle | None = None
 
@@ -44,6 +45,7 @@ class Kept:
             world_size=info.world_size,
             nbytes=self.slot.nbytes,
             phase=self.phase,
+            nonce=self.nonce,
         )
 
 
@@ -58,7 +60,7 @@ class Tier:
     def nbytes(self) -> int:
         return sum(kept.slot.nbytes for kept in self._kept.values())
 
-    def offer(self, root: str, info: AttemptInfo, slot: SlotMemory, shard: Shard) -> Kept | None:
+    def offer(self, root: str, info: AttemptInfo, slot: SlotMemory, shard: Shard, nonce: str) -> Kept | None:
         """Hold this complete snapshot instead of the older one of its rank; None where it is older, or there is no room."""
         key = (root, info.rank)
         before = self._kept.get(key)
@@ -66,7 +68,7 @@ class Tier:
             return None
         if self.nbytes - (before.slot.nbytes if before else 0) + slot.nbytes > self.held_bytes_max:
             return None
-        kept = Kept(root, info, slot, shard, _digests(shard))
+        kept = Kept(root, info, slot, shard, _digests(shard), nonce)
         slot.use(kept)
         self._kept[key] = kept
         if before is not None:

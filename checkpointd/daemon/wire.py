@@ -84,10 +84,16 @@ class Join(_Message, frozen=True, kw_only=True, tag="join"):
     world_size: Annotated[int, Meta(ge=1, le=1 << 18)]
 
 
+class Look(_Message, frozen=True, kw_only=True, tag="look"):
+    """What do you hold and work at now? Answered by Joined."""
+
+
 class Begin(_Message, frozen=True, kw_only=True, tag="begin"):
     """The epoch that the saves from here on belong to, and how they are persisted."""
 
     epoch: _Count
+    nonce: _Name
+    """The epoch's, from its record: tells a root from another one that had its place before."""
     compression: _Name
     chunk_bytes: _Count
     budget_bytes: _Count
@@ -167,6 +173,10 @@ class Fetch(_Message, frozen=True, kw_only=True, tag="fetch"):
     tag: _Name
 
 
+class Ping(_Message, frozen=True, kw_only=True, tag="ping"):
+    """Are you there? Answered by Pong."""
+
+
 class Leave(_Message, frozen=True, kw_only=True, tag="leave"):
     """The trainer ends well: its snapshot need not be held for a restart."""
 
@@ -184,6 +194,8 @@ class Held(_Message, frozen=True, kw_only=True):
     world_size: int
     nbytes: int
     phase: str
+    nonce: str
+    """Of the epoch that it was saved in."""
 
 
 class InFlight(_Message, frozen=True, kw_only=True):
@@ -224,6 +236,10 @@ class Free(_Message, frozen=True, kw_only=True, tag="free"):
     slot: _Id
 
 
+class Pong(_Message, frozen=True, kw_only=True, tag="pong"):
+    """Here I am."""
+
+
 class Snapshot(_Message, frozen=True, kw_only=True, tag="snapshot"):
     """A snapshot given back: what Layout and Staged said of it, and each tensor's xxh3-128. One descriptor comes with it."""
 
@@ -254,6 +270,7 @@ Message = (
     | Welcome
     | Refused
     | Join
+    | Look
     | Begin
     | Slot
     | DropSlot
@@ -263,10 +280,12 @@ Message = (
     | Spoiled
     | Fetch
     | Leave
+    | Ping
     | Joined
     | Phase
     | Progress
     | Free
+    | Pong
     | Snapshot
     | Query
     | Report

@@ -1,0 +1,81 @@
+"""The daemon as a process: signals, systemd's readiness and watchdog, and the parts that run beside the socket."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+from collections.abc import Callable
+
+import uvloop
+
+from checkpointd.config import ServeConfig, Watched, environment_watched
+from checkpointd.daemon.service import Service
+
+log = logging.getLogger("checkpointd")
+
+
+def serve(config: ServeConfig, *, on_ready: Callable[[str | None], None] = lambda _: None) -> None:
+    """Serve until SIGTERM or SIGINT. `on_ready` is told the URL of the status page, None where there is none."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(config, on_ready))
+
+
+async def _serve(config: ServeConfig, on_ready: Callable[[str | None], None]) -> None:
+    loop = asyncio.get_running_loop()
+    service, supervisor = Service(config), Supervisor(environment_watched())
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, service.leave)
+    running = asyncio.create_task(service.run())
+    ready = asyncio.create_task(service.ready())
+    await asyncio.wait({running, ready}, return_when=asyncio.FIRST_COMPLETED)
+    async with contextlib.AsyncExitStack() as beside:
+        if not running.done():
+            url = None
+            beside.push_async_callback(_ended, asyncio.create_task(supervisor.watch()))
+            supervisor.tell(f"READY=1\nSTATUS=listening at {config.socket}")
+            on_ready(url)
+            beside.push_async_callback(_ended, asyncio.create_task(_say_stopping(service, supervisor)))
+        await running
+    ready.cancel()
+
+
+async def _say_stopping(service: Service, supervisor: Supervisor) -> None:
+    await service.leaving()
+    supervisor.tell("STOPPING=1\nSTATUS=finishing the saves in flight")
+
+
+async def _ended(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+class Supervisor:
+    """systemd, where it started us (sd_notify(3)): told when we are ready, and regularly that the loop turns."""
+
+    def __init__(self, watched: Watched) -> None:
+        self._watched = watched
+
+    def tell(self, state: str) -> None:
+        """Send `state`; nothing where nobody asked for it."""
+        address = self._watched.notify_socket
+        if address is None:
+            return
+        name = "\0" + address[1:] if address.startswith("@") else address
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as out:
+                out.sendto(state.encode(), name)
+        except OSError as error:
+            log.warning("systemd cannot be told at %s: %s", address, error.strerror)
+
+    async def watch(self) -> None:
+        """Feed the watchdog from the loop that does the work: one that hangs is seen to hang."""
+        period_s = self._watched.watchdog_s
+        if period_s is None or self._watched.watchdog_pid not in (None, os.getpid()):
+            return
+        while True:
+            self.tell("WATCHDOG=1")
+            await asyncio.sleep(period_s / 2)
