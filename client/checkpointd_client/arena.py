@@ -5,6 +5,7 @@ Invariants
   R2  A slot's memory is a sealed memfd mapped shared: it never shrinks or grows, and its descriptor can be handed to another
       process.
   R3  A slot is allocated when it is first needed, and replaced only while it is free.
+  R4  A slot that a lost sidecar may still read is never used again: what it reads must not change under it.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import itertools
 import logging
 import mmap
 import os
 import threading
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -28,6 +31,7 @@ log = logging.getLogger("checkpointd")
 _MADV_POPULATE_WRITE = 23
 _F_ADD_SEALS, _F_SEAL_SHRINK, _F_SEAL_GROW = 1033, 2, 4
 _STEP = 64 << 20
+_NUMBERS = itertools.count()
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -35,6 +39,9 @@ class Slot:
     """Memory for one snapshot: `capacity` bytes at `image` (numpy) and `memory` (torch, uint8), the same bytes."""
 
     def __init__(self, capacity: int) -> None:
+        self.number = next(_NUMBERS)
+        self.lost = False
+        """A sidecar that may still read it is out of reach (R4)."""
         self.capacity = page_up(max(capacity, 1))
         self.fd = os.memfd_create("checkpointd-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -86,10 +93,25 @@ class Slot:
         os.close(self.fd)
 
 
-class Arena:
-    """Two slots; see the invariants above. All calls are thread-safe."""
+class Lease:
+    """One snapshot's hold on a slot; releasing it twice does nothing."""
 
-    def __init__(self, slots: int = 2) -> None:
+    def __init__(self, slot: Slot, arena: Arena) -> None:
+        self.slot, self._arena = slot, arena
+        self._held = True
+
+    def release(self) -> None:
+        """Nobody reads or writes the slot for this snapshot any more."""
+        if self._held:
+            self._held = False
+            self._arena.release(self.slot)
+
+
+class Arena:
+    """Two slots; see the invariants above. Thread-safe. `on_gone` hears the number of a slot that was replaced."""
+
+    def __init__(self, slots: int = 2, on_gone: Callable[[int], None] = lambda _: None) -> None:
+        self._on_gone = on_gone
         self._free: list[Slot] = []
         self._unmade = slots
         self._busy = 0
@@ -129,10 +151,10 @@ class Arena:
         self._unmade -= 1
         return None
 
-    @staticmethod
-    def _replace(slot: Slot | None, nbytes: int) -> Slot:
+    def _replace(self, slot: Slot | None, nbytes: int) -> Slot:
         if slot is not None:
             slot.release()
+            self._on_gone(slot.number)
         return Slot(nbytes)
 
     def release(self, slot: Slot) -> None:
@@ -141,6 +163,9 @@ class Arena:
             self._busy -= 1
             if self._closed:
                 slot.release()
+            elif slot.lost:
+                slot.release()
+                self._unmade += 1
             else:
                 self._free.append(slot)
             self._change.notify()

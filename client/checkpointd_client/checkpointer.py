@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Mapping, MutableMapping
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -34,8 +34,9 @@ from checkpointd_client.loading import Loaded, Loader
 from checkpointd_client.preemption import Preemption
 from checkpointd_client.ranks import find_ranks, open_board
 from checkpointd_client.saving import TIDY_TIMEOUT_S, Request, Saver, WhenBusy, check_step
+from checkpointd_client.sidecar import OnSidecarLoss, Sidecar
 from checkpointd_client.snapshot import Stager, StagingMode
-from checkpointd_client.start import begin_epoch, check_shared
+from checkpointd_client.start import begin_epoch, check_shared, reach_sidecars
 from checkpointd_client.status import Status
 from checkpointd_client.turns import Turns
 from checkpointd_client.writer import Writer
@@ -45,6 +46,7 @@ log = logging.getLogger("checkpointd")
 _SLICE_S = 0.25
 
 START_TIMEOUT_S = 120.0
+SIDECAR_PATIENCE_S = 30.0
 
 
 class Checkpointer:
@@ -53,9 +55,12 @@ class Checkpointer:
     `root` is a directory that every rank sees. Sizes in bytes, times in seconds. `staging`: "lazy" copies beside the next
     forward and backward pass, "eager" inside save(). `when_busy`: what a third save does while two are in flight.
     `commit_timeout_s`: how long the ranks wait for each other before a save is given up. `preempt_signal`: see `preempted`;
-    `grace_s` is what the machine gives you after it.
+    `grace_s` is what the machine gives you after it. `sidecar`: the socket of this node's `checkpointd serve`, which then
+    persists the snapshots and outlives this process; `on_sidecar_loss`: without it, "inline" persists here until it is back,
+    "wait" waits for it as long as the save may take, "raise" fails the save.
 
-    Raises UsageError (bad arguments, a root that is a file, a second Checkpointer at the root), RootNotSharedError, StoreError.
+    Raises UsageError (bad arguments, a root that is a file, a second Checkpointer at the root), RootNotSharedError, StoreError,
+    SidecarError (it refuses this rank, or is not there and `on_sidecar_loss` is not "inline").
     """
 
     def __init__(
@@ -70,11 +75,15 @@ class Checkpointer:
         budget_bytes: int = 256 * MIB,
         preempt_signal: signal.Signals | int | None = None,
         grace_s: float = 25.0,
+        sidecar: str | os.PathLike[str] | None = None,
+        on_sidecar_loss: OnSidecarLoss = "inline",
     ) -> None:
         if staging not in ("lazy", "eager"):
             raise UsageError(f"staging is {staging!r}; choose 'lazy' or 'eager'")
         if when_busy not in ("wait", "skip"):
             raise UsageError(f"when_busy is {when_busy!r}; choose 'wait' or 'skip'")
+        if on_sidecar_loss not in get_args(OnSidecarLoss):
+            raise UsageError(f"on_sidecar_loss is {on_sidecar_loss!r}; choose one of {', '.join(get_args(OnSidecarLoss))}")
         self._closed = True  # until everything below has worked, so that close() and the exit hook have nothing to do
         persist = PersistConfig(compression=compression, chunk_bytes=chunk_bytes, budget_bytes=budget_bytes)
         commit = CommitConfig(timeout_s=commit_timeout_s)
@@ -83,9 +92,11 @@ class Checkpointer:
         self._writer = Writer(threads=persist.encoders + persist.writes)
         try:
             self._store = open_store(root)
-            self._epoch = begin_epoch(self._writer, self._store, self._ranks)
+            self._sidecar = self._reach(sidecar, on_sidecar_loss)
+            self._epoch = begin_epoch(self._writer, self._store, self._ranks, self._start_sidecar)
             self._board = open_board(self._ranks, self._epoch.nonce)
             check_shared(self._writer, self._store, self._ranks, self._board, self._epoch, START_TIMEOUT_S)
+            self._begin_sidecar(persist, commit)
             self._preemption = (
                 Preemption(signal.Signals(preempt_signal), grace_s, self._board) if preempt_signal is not None else None
             )
@@ -95,7 +106,7 @@ class Checkpointer:
             raise
         self._commit = commit
         self._process = os.getpid()
-        self._arena = Arena()
+        self._arena = Arena(on_gone=self._slot_is_gone)
         self._saver = Saver(
             writer=self._writer,
             state=WriterState(store=self._store, persist=persist, commit=commit),
@@ -104,12 +115,40 @@ class Checkpointer:
             arena=self._arena,
             stager=Stager(staging),
             when_busy=when_busy,
+            sidecar=self._sidecar,
         )
         self._history = self._saver.history
         self._turns = Turns(self._board, self._ranks, commit.timeout_s)
         self._step_hook = register_optimizer_step_pre_hook(self._before_step)
         self._closed = False
         at_exit(self._leave)
+
+    # --- the sidecar -----------------------------------------------------------------------------------------
+
+    def _reach(self, path: str | os.PathLike[str] | None, on_loss: OnSidecarLoss) -> Sidecar | None:
+        if path is None:
+            return None
+        if not self._store.capabilities.shared:
+            raise UsageError(f"{self._store.url} lives in this process alone: a sidecar cannot write there")
+        return Sidecar(os.path.abspath(path), os.path.realpath(self._store.url), self._ranks, on_loss)
+
+    def _start_sidecar(self) -> tuple[str, ...]:
+        """Connect; the attempts of earlier incarnations that the daemon still works at ("tag/attempt")."""
+        if self._sidecar is None:
+            return ()
+        joined = self._writer.call(self._sidecar.start(SIDECAR_PATIENCE_S), 2 * SIDECAR_PATIENCE_S)
+        return tuple(f"{flight.tag}/{flight.attempt}" for flight in joined.in_flight) if joined is not None else ()
+
+    def _begin_sidecar(self, persist: PersistConfig, commit: CommitConfig) -> None:
+        if self._sidecar is None:
+            return
+        reach_sidecars(self._ranks, self._board, self._start_sidecar, START_TIMEOUT_S)
+        begun = self._sidecar.begin(self._epoch.number, self._epoch.nonce, persist, commit)
+        self._writer.call(begun, 2 * SIDECAR_PATIENCE_S)
+
+    def _slot_is_gone(self, number: int) -> None:
+        if self._sidecar is not None:
+            self._writer.call_soon(self._sidecar.drop_slot, number)
 
     # --- saving ----------------------------------------------------------------------------------------------
 
@@ -174,6 +213,7 @@ class Checkpointer:
             timeout_s=self._commit.timeout_s,
             state=state,
             strict=strict,
+            sidecar=self._sidecar,
         )
         loaded = loader.load(tag, fallback=fallback)
         self._saver.prewarm(state)

@@ -7,11 +7,11 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from checkpointd.commit.machine import FINAL, Phase
 from checkpointd.errors import CheckpointdError
 from checkpointd.layout.manifest import ErrorReport
-from checkpointd.pipeline.attempt import Attempt
 from checkpointd_client.handle import SaveHandle
 from checkpointd_client.status import AttemptStatus
 
@@ -20,12 +20,19 @@ log = logging.getLogger("checkpointd")
 KEPT = 64
 
 
+class Voting(Protocol):
+    """Whoever follows the attempt, here or in the sidecar."""
+
+    @property
+    def votes_missing(self) -> tuple[int, ...] | None: ...
+
+
 @dataclass(slots=True)
 class Save:
-    """One save: its handle, and the attempt once the writer has it."""
+    """One save: its handle, and whoever follows the attempt, once there is one."""
 
     handle: SaveHandle
-    attempt: Attempt | None = None
+    voting: Voting | None = None
     began: float = field(default_factory=time.monotonic)
 
     def status(self) -> AttemptStatus:
@@ -44,7 +51,7 @@ class Save:
             bytes_done=handle.bytes_done,
             bytes_stored=handle.bytes_stored,
             age_s=time.monotonic() - self.began,
-            votes_missing=self.attempt.votes_missing if self.attempt else None,
+            votes_missing=self.voting.votes_missing if self.voting else None,
             error=report,
         )
 
@@ -64,17 +71,18 @@ class History:
         with self._lock:
             self._live.append(save)
 
-    def end(self, save: Save, phase: Phase) -> None:
-        """Move `save` to those that ended; counts it."""
+    def end(self, save: Save, phase: Phase) -> bool:
+        """Move `save` to those that ended, and count it; False where it is there already."""
         assert phase in FINAL
         with self._lock:
             if save not in self._live:
-                return
+                return False
             self._live.remove(save)
             self._ended.append(save)
             self.committed += phase is Phase.COMMITTED
             self.failed += phase is not Phase.COMMITTED
             self.last_failed = None if phase is Phase.COMMITTED else save.handle
+            return True
 
     def live(self) -> list[Save]:
         with self._lock:

@@ -10,12 +10,23 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping, MutableMapping
+import time
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from checkpointd.config import LoadConfig, Ranks
-from checkpointd.errors import CheckpointdError, DamagedError, MismatchError, NotFoundError, StoreError, WorldSizeError
+from checkpointd.daemon.wire import Held
+from checkpointd.errors import (
+    CheckpointdError,
+    DamagedError,
+    MismatchError,
+    NotFoundError,
+    SidecarError,
+    StoreError,
+    UsageError,
+    WorldSizeError,
+)
 from checkpointd.layout import tree
 from checkpointd.layout.keys import AttemptId
 from checkpointd.layout.manifest import Index
@@ -24,8 +35,10 @@ from checkpointd.pipeline.candidates import candidates
 from checkpointd.pipeline.catalog import Checkpoint
 from checkpointd.pipeline.load import Sink, entries_by_fqn, read_index, read_tensors
 from checkpointd.store.base import Store
-from checkpointd_client.notes import Choice, Problem
+from checkpointd_client.held import HeldSnapshot, belongs, common
+from checkpointd_client.notes import Choice, Holding, Problem
 from checkpointd_client.restore import Restoration, prepare
+from checkpointd_client.sidecar import Sidecar
 from checkpointd_client.sinks import sink_for
 from checkpointd_client.turns import Turn
 from checkpointd_client.writer import Writer
@@ -47,26 +60,34 @@ class Loaded:
     mismatched: tuple[str, ...] = ()
     fell_back_from: tuple[str, ...] = ()
     """Newer checkpoints that were damaged, in words."""
+    source: Literal["store", "memory"] = "store"
+    """memory: from the snapshot that the sidecar held."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """The attempt that the ranks try next."""
+    """The attempt that the ranks try next, at the root or `in_memory`."""
 
     tag: str
     attempt: AttemptId
+    in_memory: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Examined:
     """A candidate that is whole on this rank, and where its tensors will go."""
 
-    checkpoint: Checkpoint
-    index: Index
+    tag: str
+    step: int
+    source: Literal["store", "memory"]
+    entries: Mapping[str, tuple[str, tuple[int, ...]]]
     restoration: Restoration
+    read: Callable[[Mapping[str, Sink]], None]
+    """Fills the sinks; raises what went wrong."""
 
 
 READ_TRIES = 2
+_FLIGHT_POLL_S = 0.1
 
 
 @dataclass(slots=True)
@@ -81,11 +102,15 @@ class Loader:
     timeout_s: float
     state: MutableMapping[str, Any]
     strict: bool
+    sidecar: Sidecar | None = None
+    _held: dict[tuple[str, str], Held] = field(default_factory=dict)
     _failures: list[str] = field(default_factory=list)
     _tried: set[str] = field(default_factory=set)
 
     def load(self, tag: str | None, *, fallback: bool) -> Loaded | None:
         """Agree, verify, load. None where there is no checkpoint and no tag was asked for."""
+        if tag is None:
+            self._offer_held()
         for number in range(1 << 30):
             candidate = self._candidate(number, tag, fallback=fallback)
             if candidate is None:
@@ -127,11 +152,18 @@ class Loader:
             return None
         attempt = AttemptId.parse(choice.attempt)
         assert attempt is not None
-        return Candidate(choice.tag, attempt)
+        return Candidate(choice.tag, attempt, choice.in_memory)
 
     def _choose(self, number: int, tag: str | None) -> Choice:
         try:
+            held = self._held_by_all() if number == 0 and tag is None else None
+            if held is None and number == 0 and self.sidecar is not None:
+                self._wait_for_flights(self.sidecar)
             chosen, passed_over = self.writer.call(self._chosen(number, tag), self.timeout_s)
+            if held is not None and (chosen is None or held.order >= chosen.outcome.order):
+                # The one in the store stays untried: it comes next where a rank finds its memory damaged.
+                self._tried.discard(chosen.prefix if chosen is not None else "")
+                return Choice(in_memory=True, tag=held.tag, attempt=held.attempt)
             if chosen is not None and chosen.outcome.world_size != self.ranks.world_size:
                 raise WorldSizeError(
                     f"{chosen.tag} was saved by {chosen.outcome.world_size} ranks and this job has {self.ranks.world_size}: "
@@ -157,6 +189,31 @@ class Loader:
         for damage in found.other:
             log.error("%s. What is loaded does not need it", damage)
         return chosen, found.passed_over
+
+    def _offer_held(self) -> None:
+        """Tell rank 0 what this rank's sidecar holds; nothing where there is none."""
+        held: tuple[Held, ...] = ()
+        if self.sidecar is not None:
+            try:
+                held = self.writer.call(self.sidecar.held(), self.timeout_s)
+            except StoreError as error:
+                log.warning("the sidecar does not say what it holds: %s", error)
+        self._held = {(one.tag, one.attempt): one for one in held}
+        self.turn.offer("held", Holding(held=held))
+
+    def _held_by_all(self) -> Held | None:
+        """On rank 0: the newest snapshot that all sidecars hold, of this very root."""
+        held = common({rank: note.held for rank, note in self.turn.offers("held").items()}, self.ranks)
+        if held is None or not self.writer.call(belongs(self.store, held), self.timeout_s):
+            return None
+        return held
+
+    def _wait_for_flights(self, sidecar: Sidecar) -> None:
+        """Until what the sidecar still persists of an earlier incarnation is decided: it may be the newest checkpoint."""
+        until = time.monotonic() + self.timeout_s
+        pause = threading.Event()
+        while time.monotonic() < until and self.writer.call(sidecar.in_flight(), self.timeout_s):
+            pause.wait(_FLIGHT_POLL_S)
 
     # --- looking before touching -----------------------------------------------------------------------------
 
@@ -186,6 +243,26 @@ class Loader:
         return None, problem
 
     def _examine(self, candidate: Candidate) -> Examined:
+        return self._examine_held(candidate) if candidate.in_memory else self._examine_stored(candidate)
+
+    def _examine_held(self, candidate: Candidate) -> Examined:
+        """Fetch the snapshot and check its digests. Whatever is wrong with it is damage: an older checkpoint may be whole."""
+        held = self._held.get((candidate.tag, str(candidate.attempt)))
+        if held is None or self.sidecar is None:
+            raise DamagedError(f"rank {self.ranks.rank} holds no snapshot of {candidate.tag}", rank=self.ranks.rank)
+        try:
+            snapshot, descriptor = self.writer.call(self.sidecar.fetch(held), self.timeout_s)
+            found = HeldSnapshot(snapshot, descriptor, self.ranks.rank)
+            entries = found.entries
+        except (SidecarError, UsageError) as error:
+            raise DamagedError(f"the held snapshot cannot be had: {error}", rank=self.ranks.rank) from error
+        restoration = prepare(
+            self.state, tree.decode(snapshot.tree), entries, snapshot.aliases, snapshot.excluded, strict=self.strict
+        )
+        found.check(target.fqn for target in restoration.targets)
+        return Examined(held.tag, held.step, "memory", entries, restoration, found.read)
+
+    def _examine_stored(self, candidate: Candidate) -> Examined:
         outcome = self.writer.call(catalog.read_outcome(self.store, candidate.tag, candidate.attempt), self.timeout_s)
         checkpoint = Checkpoint(candidate.tag, candidate.attempt, outcome)
         index = self.writer.call(read_index(self.store, checkpoint, self.ranks.rank), self.timeout_s)
@@ -194,7 +271,13 @@ class Loader:
         damage = self._read(checkpoint, index, {target.fqn: None for target in restoration.targets})
         if damage:
             raise damage[0]
-        return Examined(checkpoint, index, restoration)
+
+        def read(sinks: Mapping[str, Sink]) -> None:
+            late = self._read(checkpoint, index, sinks)
+            if late:
+                raise DamagedError(f"{late[0]}; it was whole a moment ago, so the objects are now loaded in part: load again")
+
+        return Examined(checkpoint.tag, index.step, "store", entries, restoration, read)
 
     def _read(self, checkpoint: Checkpoint, index: Index, sinks: Mapping[str, Sink | None]) -> list[DamagedError]:
         return self.writer.call_while_moving(
@@ -206,25 +289,22 @@ class Loader:
     def _fill(self, found: Examined) -> Loaded:
         problem: CheckpointdError | None = None
         client_state: dict[str, object] = {}
-        index, restoration = found.index, found.restoration
-        entries = entries_by_fqn(index)
+        restoration = found.restoration
         try:
-            sinks = {t.fqn: sink_for(t.tensor, entries[t.fqn].dtype) for t in restoration.targets}
-            damage = self._read(found.checkpoint, index, sinks)
-            if damage:
-                raise DamagedError(f"{damage[0]}; it was whole a moment ago, so the objects are now loaded in part: load again")
+            found.read({t.fqn: sink_for(t.tensor, found.entries[t.fqn][0]) for t in restoration.targets})
             client_state = restoration.finish()
         except CheckpointdError as error:
             problem = error
         except Exception as error:  # the other ranks wait for this one's word, whatever it is
-            log.exception("loading %s", found.checkpoint.tag)
-            problem = CheckpointdError(f"{found.checkpoint.tag} was loaded in part on rank {self.ranks.rank}: {error!r}")
+            log.exception("loading %s", found.tag)
+            problem = CheckpointdError(f"{found.tag} was loaded in part on rank {self.ranks.rank}: {error!r}")
         verdict = self.turn.agree("filled", problem)
         if verdict is not None:
             raise verdict
         return Loaded(
-            tag=found.checkpoint.tag,
-            step=index.step,
+            tag=found.tag,
+            step=found.step,
+            source=found.source,
             client_state=client_state,
             missing=restoration.missing,
             unexpected=restoration.unexpected,

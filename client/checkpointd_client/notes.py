@@ -6,6 +6,7 @@ from typing import TypeVar
 
 import msgspec
 
+from checkpointd.daemon.wire import Held
 from checkpointd.errors import ERRORS, CheckpointdError, DamagedError
 
 
@@ -35,12 +36,19 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
         return self.kind(f"{prefix}{self.message}")
 
 
+class Holding(msgspec.Struct, frozen=True, kw_only=True):
+    """The snapshots that one rank's sidecar holds."""
+
+    held: tuple[Held, ...] = ()
+
+
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
     """What rank 0 chose to try next: an attempt at a tag, nothing (no tag), or the problem that choosing ran into.
 
-    `passed_over`: damage to what may be newer.
+    `in_memory`: from the snapshots that the sidecars hold. `passed_over`: damage to what may be newer.
     """
 
+    in_memory: bool = False
     tag: str | None = None
     attempt: str = ""
     problem: Problem | None = None
@@ -60,10 +68,10 @@ class Word(msgspec.Struct, frozen=True, kw_only=True):
     rank: int | None = None
 
 
-Note = TypeVar("Note", Choice, Verdict, Word)
+Note = TypeVar("Note", Choice, Verdict, Word, Holding)
 
 
-def written(note: Choice | Verdict | Word) -> str:
+def written(note: Choice | Verdict | Word | Holding) -> str:
     """`note` as the text to post."""
     return msgspec.json.encode(note).decode()
 

@@ -8,29 +8,30 @@ Invariants
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
 import time
 from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
-from checkpointd.commit.machine import FINAL, Phase
+from checkpointd.commit.machine import Phase
 from checkpointd.config import Ranks
 from checkpointd.errors import CheckpointdError, SkippedError, StagingError, StoreError, UsageError
 from checkpointd.layout import tree
 from checkpointd.layout.keys import AttemptId
-from checkpointd.pipeline.attempt import Attempt, WriterState
+from checkpointd.pipeline.attempt import WriterState
 from checkpointd.pipeline.shard import AttemptInfo, Progress, Shard
-from checkpointd_client.arena import Arena, Slot
+from checkpointd_client.arena import Arena, Lease, Slot
 from checkpointd_client.handle import SaveHandle
 from checkpointd_client.history import History, Save
 from checkpointd_client.prewarming import expected_bytes
+from checkpointd_client.running import Endings, InlineRunner, Job, Runner
+from checkpointd_client.sidecar import Sidecar, SidecarRunner
 from checkpointd_client.snapshot import SlotLayout, Stager, Staging, plan_slot, signature_of
 from checkpointd_client.start import Begun
 from checkpointd_client.state import Captured, capture
@@ -52,16 +53,6 @@ class Request:
     exclude_frozen_parameters: bool
 
 
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """One save on its way: who it is, its handle, and the snapshot that will come."""
-
-    info: AttemptInfo
-    save: Save
-    progress: Progress
-    staged: Future[Shard]
-
-
 def check_step(step: int) -> None:
     """Raise UsageError unless `step` is a whole number, 0 or more."""
     if type(step) is not int or step < 0:
@@ -69,7 +60,7 @@ def check_step(step: int) -> None:
 
 
 class Saver:
-    """Snapshots and submits; `history` is the record of what became of it, `latest` the newest tag known here."""
+    """Snapshots and submits; `history` is the record of what became of it."""
 
     def __init__(
         self,
@@ -81,17 +72,26 @@ class Saver:
         arena: Arena,
         stager: Stager,
         when_busy: WhenBusy,
+        sidecar: Sidecar | None = None,
     ) -> None:
         self.history = History()
-        self.latest = epoch.latest
         self._writer, self._state, self._ranks, self._epoch = writer, state, ranks, epoch
         self._arena, self._stager, self._when_busy = arena, stager, when_busy
+        self._endings = Endings(self.history, epoch.latest)
+        inline = InlineRunner(state, self._endings)
+        self._runner: Runner = inline if sidecar is None else SidecarRunner(sidecar, inline, self._endings, state.commit)
+        self._handed = sidecar is not None
         self._layout: SlotLayout | None = None
         self._stagings: list[tuple[Staging, SaveHandle]] = []
         self._running: set[Future[None]] = set()
         self._saves_of_tag: Counter[str] = Counter()
         self._saves = 0
         self._prewarming: threading.Thread | None = None
+
+    @property
+    def latest(self) -> str | None:
+        """The newest tag known here."""
+        return self._endings.latest
 
     def save(self, request: Request, state: Mapping[str, object], client_state: Mapping[str, object] | None) -> SaveHandle:
         """Take the snapshot, or begin it, and hand the attempt to the writer."""
@@ -110,11 +110,11 @@ class Saver:
                 self._arena.release(slot)
             self._refuse(job, error)
             return job.save.handle
-        self._submit(job, slot)
+        self._submit(replace(job, lease=Lease(slot, self._arena) if slot is not None else None))
         job.save.handle.timings.call_s = time.perf_counter() - began
         return job.save.handle
 
-    def _new_job(self, request: Request) -> _Job:
+    def _new_job(self, request: Request) -> Job:
         info = AttemptInfo(
             tag=request.tag,
             attempt=AttemptId(self._epoch.number, self._saves_of_tag[request.tag]),
@@ -123,15 +123,16 @@ class Saver:
             step=request.step,
             n=self._saves,
             save_latest=request.save_latest,
+            handed=self._handed,
         )
         self._saves_of_tag[request.tag] += 1
         self._saves += 1
         progress = Progress()
         save = Save(SaveHandle(info.tag, str(info.attempt), info.step, progress))
         self.history.add(save)
-        return _Job(info, save, progress, Future())
+        return Job(info, save, progress, Future())
 
-    def _refuse(self, job: _Job, error: BaseException) -> None:
+    def _refuse(self, job: Job, error: BaseException) -> None:
         """Vote no with `error` (Q1). Raise it to the caller where it is theirs: a state that cannot be stored, an interruption.
 
         Memory or descriptors that ran out are not: they end up in the handle, and training goes on.
@@ -141,7 +142,7 @@ class Saver:
             told = StagingError(f"the snapshot of {job.info.tag} failed: {error!r}")
             told.__cause__ = error
         job.staged.set_exception(told)
-        self._submit(job, None)
+        self._submit(job)
         if isinstance(error, CheckpointdError) or not isinstance(error, Exception):
             raise error
 
@@ -163,7 +164,7 @@ class Saver:
             raise SkippedError(message, ranks=(info.rank,))
         return slot
 
-    def _stage(self, job: _Job, captured: Captured, layout: SlotLayout, slot: Slot) -> None:
+    def _stage(self, job: Job, captured: Captured, layout: SlotLayout, slot: Slot) -> None:
         encoded = tree.encode(captured.tree)
         staging = self._stager.begin(captured, layout, slot)
         shard = Shard(
@@ -197,45 +198,10 @@ class Saver:
 
     # --- on the writer -----------------------------------------------------------------------------------------
 
-    def _submit(self, job: _Job, slot: Slot | None) -> None:
-        running = self._writer.submit(self._run(job, slot))
+    def _submit(self, job: Job) -> None:
+        running = self._writer.submit(self._runner.run(job))
         self._running.add(running)
         running.add_done_callback(self._running.discard)
-
-    async def _run(self, job: _Job, slot: Slot | None) -> None:
-        """The attempt from snapshot to outcome. Its error belongs to the handle."""
-
-        def entered(phase: Phase) -> None:
-            job.save.handle.advance(phase, attempt.error)
-            if phase in FINAL:
-                self._ended(job, attempt, phase)
-
-        attempt = Attempt(
-            self._state,
-            job.info,
-            deadline=asyncio.get_running_loop().time() + self._state.commit.timeout_s,
-            progress=job.progress,
-            on_phase=entered,
-            on_free=lambda: self._arena.release(slot) if slot is not None else None,
-        )
-        job.save.attempt = attempt
-        try:
-            await attempt.run(asyncio.wrap_future(job.staged))
-        except Exception as error:  # a defect of ours must not hang the trainer that waits for the handle
-            log.exception("%s: the writer failed in an unforeseen way; please report it", job.info.prefix)
-            attempt.error = CheckpointdError(f"the writer failed: {error!r}; please report it")
-            entered(Phase.FAILED)
-        finally:
-            job.save.attempt = None  # it holds the snapshot's memory
-
-    def _ended(self, job: _Job, attempt: Attempt, phase: Phase) -> None:
-        self.history.end(job.save, phase)
-        if phase is Phase.COMMITTED:
-            self.latest = job.info.tag if job.info.save_latest else self.latest
-        elif phase is Phase.SKIPPED:
-            log.warning("%s", attempt.error)
-        else:
-            log.error("%s: %s", phase, attempt.error)
 
     # --- around ------------------------------------------------------------------------------------------------
 
@@ -269,3 +235,7 @@ class Saver:
         if self._prewarming is not None:
             self._prewarming.join(tidy_s)
         wait(set(self._running), tidy_s)
+        try:
+            self._writer.call(self._runner.close(), tidy_s)
+        except CheckpointdError as error:
+            log.warning("the sidecar was not told that this trainer ends: %s", error)

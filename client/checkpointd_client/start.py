@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import socket
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from checkpointd.config import Ranks
-from checkpointd.errors import CheckpointdError, NotFoundError, RootNotSharedError, StoreFullError
+from checkpointd.errors import CheckpointdError, NotFoundError, RootNotSharedError, SidecarError, StoreFullError
 from checkpointd.layout.keys import epoch_key
 from checkpointd.pipeline import ballast, catalog, epochs
 from checkpointd.pipeline.recover import recover
@@ -35,11 +36,14 @@ class Begun:
     latest: str | None
 
 
-def begin_epoch(writer: Writer, store: Store, ranks: Ranks) -> Begun:
-    """On rank 0: take the next epoch, recover what older ones left; on every rank: learn its number and nonce."""
+def begin_epoch(writer: Writer, store: Store, ranks: Ranks, spares: Callable[[], tuple[str, ...]] = tuple) -> Begun:
+    """On rank 0: take the next epoch, recover what older ones left; on every rank: learn its number and nonce.
+
+    `spares`, called on rank 0: attempts of older epochs ("tag/attempt") that its sidecar still works at, and may still commit.
+    """
 
     def begin() -> dict[str, object]:
-        begun = writer.call(_begin(store, ranks.world_size), RECOVERY_TIMEOUT_S)
+        begun = writer.call(_begin(store, ranks.world_size, spares()), RECOVERY_TIMEOUT_S)
         return {"number": begun.number, "nonce": begun.nonce, "latest": begun.latest}
 
     heard = broadcast_from_coordinator(ranks, begin)
@@ -47,7 +51,7 @@ def begin_epoch(writer: Writer, store: Store, ranks: Ranks) -> Begun:
     return Begun(int(str(heard["number"])), str(heard["nonce"]), None if latest is None else str(latest))
 
 
-async def _begin(store: Store, world_size: int) -> Begun:
+async def _begin(store: Store, world_size: int, spares: tuple[str, ...]) -> Begun:
     before = await epochs.newest(store)
     if before:
         await _say_who_is_fenced(store, before)
@@ -100,6 +104,24 @@ def check_shared(writer: Writer, store: Store, ranks: Ranks, board: Board, begun
             f"the ranks do not share {store.url}: {named}. Every rank must see one and the same directory there: "
             "give the path of a file system that all nodes mount"
         )
+
+
+def reach_sidecars(ranks: Ranks, board: Board, reach: Callable[[], object], timeout_s: float) -> None:
+    """Call `reach` on this rank; raise on every rank where one could not reach its sidecar, naming those."""
+    problem: SidecarError | None = None
+    try:
+        reach()
+    except SidecarError as error:
+        problem = error
+    if ranks.world_size > 1:
+        board.post("sidecar", str(problem) if problem else "ok")
+        heard = board.read("sidecar", None, timeout_s, "making its Checkpointer, with sidecar=... as well")
+        without = {rank: text for rank, text in heard.items() if text != "ok"}
+        if without and problem is None:
+            named = "; ".join(f"rank {rank}: {text}" for rank, text in sorted(without.items())[:8])
+            raise SidecarError(f"ranks {sorted(without)} have no sidecar: {named}")
+    if problem is not None:
+        raise problem
 
 
 def _what_is_wrong(writer: Writer, store: Store, begun: Begun) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from checkpointd.config import Ranks
 from checkpointd.errors import CheckpointdError, DamagedError, DeadlineError
 from checkpointd_client import notes
-from checkpointd_client.notes import Choice, Problem, Verdict, Word
+from checkpointd_client.notes import Choice, Holding, Problem, Verdict, Word
 from checkpointd_client.ranks import Board
 
 _DOING = "calling load()"
@@ -57,6 +57,15 @@ class Turn:
         # Not before: where rank 0 has not called load() yet, its next call is this turn.
         turns.end(self.number)
         return choice
+
+    def offer(self, name: str, note: Holding) -> None:
+        """Tell rank 0 what this rank has to offer."""
+        self.turns.board.post(self._key(name), notes.written(note))
+
+    def offers(self, name: str) -> dict[int, Holding]:
+        """On rank 0: what every rank offered, waited for. DeadlineError names who is missing."""
+        heard = self.turns.board.read(self._key(name), None, self.turns.timeout_s, _DOING)
+        return {rank: notes.read(text, Holding) for rank, text in heard.items()}
 
     def agree(self, name: str, problem: CheckpointdError | None) -> CheckpointdError | None:
         """None where no rank has a problem; else this rank's own, or the first of the others'."""

@@ -51,6 +51,11 @@ class Writer:
             raise ClosedError("the writer is closed")
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
+    def call_soon(self, call: Callable[..., object], *arguments: object) -> None:
+        """Run `call` on the loop at its next turn; nothing where the writer is closed."""
+        if not self._closed:
+            self._loop.call_soon_threadsafe(call, *arguments)
+
     def call(self, work: Coroutine[Any, Any, T], timeout: float) -> T:
         """Run `work` on the loop and wait for it; StoreError where the storage does not answer within `timeout` seconds."""
         future = self.submit(work)

@@ -1,0 +1,394 @@
+"""One connection to the sidecar: the handshake, the saves that go over it, and what comes back. Runs on the writer's loop.
+
+Invariants
+  K1  Every save that was begun on a link ends with the daemon's word or with LinkLost, never without either.
+  K2  A slot that the daemon may read is not given back to the arena before the daemon says that it is free, or the link is
+      lost; then it is marked lost, and never used again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections import deque
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from checkpointd import __version__
+from checkpointd.commit.machine import FINAL, Phase
+from checkpointd.config import CommitConfig, PersistConfig, Ranks
+from checkpointd.daemon import wire
+from checkpointd.daemon.channel import Channel, Received, connect
+from checkpointd.daemon.layouts import wire_tensors
+from checkpointd.errors import ERRORS, AbortedError, CheckpointdError, SidecarError, StagingError
+from checkpointd.layout.manifest import ErrorReport
+from checkpointd.pipeline.shard import Progress, Shard, ShardTensor
+from checkpointd_client.arena import Lease, Slot
+from checkpointd_client.running import Job
+
+log = logging.getLogger("checkpointd")
+T = TypeVar("T")
+
+ANSWER_S = 10.0
+"""How long the daemon may take to answer, or to show that it is there at all while saves are in flight."""
+_LAYOUTS_KNOWN = 4
+
+
+class LinkLost(SidecarError):
+    """The connection to the sidecar ended, or the sidecar does not answer any more."""
+
+
+class Track:
+    """One save on a link: what the daemon said of it so far."""
+
+    def __init__(self, job: Job, on_phase: Callable[[Phase, CheckpointdError | None], None]) -> None:
+        self.job = job
+        self.votes_missing: tuple[int, ...] | None = None
+        self.known = False
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._on_phase = on_phase
+
+    def entered(self, message: wire.Phase) -> None:
+        phase = Phase(message.phase)
+        self.known = True
+        if phase in FINAL and not self.ended.done():
+            self.ended.set_result(None)
+        self._on_phase(phase, error_of(message.error, message.ranks))
+
+    def moved(self, message: wire.Progress, progress: Progress) -> None:
+        progress.raw_total, progress.raw_done, progress.stored = message.raw_total, message.raw_done, message.stored
+        self.votes_missing = message.votes_missing
+
+    def lost(self, error: LinkLost) -> None:
+        if not self.ended.done():
+            self.ended.set_exception(error)
+            self.ended.exception()  # whoever waits hears it; nobody may
+
+
+def error_of(report: ErrorReport | None, ranks: tuple[int, ...]) -> CheckpointdError | None:
+    """The error that the daemon reported, as its class."""
+    if report is None:
+        return None
+    kind = ERRORS.get(report.code, CheckpointdError)
+    return kind(report.message, ranks=ranks) if issubclass(kind, AbortedError) else kind(report.message)
+
+
+class Link:
+    """See the module."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._numbers = itertools.count()
+        self._saves: dict[int, Track] = {}
+        self._slots: dict[int, Slot] = {}
+        self._read: dict[int, Lease] = {}
+        """Slots that the daemon was told to read, and has not freed."""
+        self._layouts: deque[tuple[int, tuple[ShardTensor, ...]]] = deque(maxlen=_LAYOUTS_KNOWN)
+        self._layout_numbers = itertools.count()
+        self._answers: deque[tuple[type, asyncio.Future[Received]]] = deque()
+        self._heard = 0.0
+        self._beside: set[asyncio.Task[None]] = set()
+        self._pinging: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self.error: LinkLost | None = None
+
+    # --- its life ------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    async def open(path: str) -> Link:
+        """Connect and shake hands. SidecarError saying why not."""
+        try:
+            channel = await connect(path)
+        except OSError as error:
+            raise LinkLost(f"no sidecar answers at {path} ({error.strerror or error}): start `checkpointd serve`") from error
+        link = Link(channel)
+        try:
+            await link._greet(path)
+        except BaseException:
+            channel.close()
+            raise
+        loop = asyncio.get_running_loop()
+        link._heard = loop.time()
+        link._tasks = [loop.create_task(link._receive_on()), loop.create_task(link._watch())]
+        return link
+
+    async def _greet(self, path: str) -> None:
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                await self._channel.send(wire.Hello(protocols=wire.PROTOCOLS, release=__version__, role="rank"))
+                received = await self._channel.receive()
+        except (OSError, TimeoutError) as error:
+            raise LinkLost(f"the sidecar at {path} does not answer: {str(error) or 'too late'}") from error
+        if received is None:
+            raise LinkLost(f"the sidecar at {path} closed the connection at once")
+        message = received.message
+        if isinstance(message, wire.Refused):
+            raise SidecarError(f"the sidecar at {path} refused: {message.error.message}")
+        if not isinstance(message, wire.Welcome):
+            raise SidecarError(f"what listens at {path} is no sidecar: it answered with a {type(message).__name__}")
+        self._channel.allow_frames(message.frame_bytes_max)
+
+    def lose(self, why: str) -> None:
+        """The connection is over: every save on it hears so, and the slots that the daemon may read are given up (K2)."""
+        if self.error is not None:
+            return
+        self.error = LinkLost(why)
+        self._channel.close()
+        for task in self._tasks:
+            if task is not asyncio.current_task():
+                task.cancel()
+        for slot in self._slots.values():
+            slot.lost = True
+        working = {id(track.job.lease) for track in self._saves.values()}
+        for track in self._saves.values():
+            track.lost(self.error)
+        for _, answer in self._answers:
+            if not answer.done():
+                answer.set_exception(self.error)
+        for lease in self._read.values():
+            if id(lease) not in working:
+                lease.release()
+        self._read.clear()
+
+    async def close(self) -> None:
+        """Say that this trainer ends well, and hang up."""
+        if self.error is None:
+            try:
+                async with asyncio.timeout(ANSWER_S):
+                    await self._send(wire.Leave())
+                    await self._ask(wire.Look(), wire.Joined)  # heard, that is: nothing is lost in the buffer
+            except (SidecarError, TimeoutError):
+                pass
+            self.lose("this trainer has closed the connection")
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _receive_on(self) -> None:
+        why = "the sidecar has closed the connection"
+        try:
+            while (received := await self._channel.receive()) is not None:
+                self._heard = asyncio.get_running_loop().time()
+                self._hear(received)
+        except (OSError, CheckpointdError) as error:
+            why = f"the connection to the sidecar broke: {error}"
+        self.lose(why)
+
+    async def _watch(self) -> None:
+        """While anything is waited for, see to it that the daemon answers; one that hangs is as lost as one that died."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(ANSWER_S / 5)
+            if not self._saves and not self._answers:
+                self._heard = loop.time()
+            elif loop.time() - self._heard > ANSWER_S:
+                self.lose(f"the sidecar has not answered for {ANSWER_S:g} s")
+                return
+            elif self._pinging is None or self._pinging.done():
+                self._pinging = self._spawn(self._tell(wire.Ping()))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._beside.add(task)
+        task.add_done_callback(self._beside.discard)
+        return task
+
+    async def _tell(self, message: wire.Message) -> None:
+        """Send what needs no answer; a link that is lost needs it no more."""
+        try:
+            await self._send(message)
+        except LinkLost:
+            return
+
+    # --- what comes ----------------------------------------------------------------------------------------------
+
+    def _hear(self, received: Received) -> None:
+        message = received.message
+        match message:
+            case wire.Phase():
+                track = self._saves.get(message.save)
+                if track is not None:
+                    track.entered(message)
+            case wire.Progress():
+                track = self._saves.get(message.save)
+                if track is not None:
+                    track.moved(message, track.job.progress)
+            case wire.Free():
+                lease = self._read.pop(message.slot, None)
+                if lease is not None:
+                    lease.release()
+            case wire.Refused():
+                self._refused(message)
+            case wire.Pong():
+                pass
+            case _:
+                self._answered(received)
+
+    def _answered(self, received: Received) -> None:
+        if not self._answers or not isinstance(received.message, self._answers[0][0]):
+            raise SidecarError(f"the sidecar sent a {type(received.message).__name__} that nobody asked for")
+        _, answer = self._answers.popleft()
+        if not answer.done():
+            answer.set_result(received)
+
+    def _refused(self, message: wire.Refused) -> None:
+        error = SidecarError(f"the sidecar refused: {message.error.message}")
+        track = self._saves.get(message.save) if message.save is not None else None
+        if track is not None:
+            if not track.known:
+                track.lost(LinkLost(str(error)))
+            return
+        if self._answers:
+            _, answer = self._answers.popleft()
+            if not answer.done():
+                answer.set_exception(error)
+            return
+        self.lose(str(error))
+
+    # --- asking --------------------------------------------------------------------------------------------------
+
+    async def _send(self, message: wire.Message, descriptor: int | None = None) -> None:
+        if self.error is not None:
+            raise self.error
+        try:
+            await self._channel.send(message, descriptor)
+        except OSError as error:
+            self.lose(f"the connection to the sidecar broke: {error}")
+            assert self.error is not None
+            raise self.error from error
+
+    async def _ask(self, message: wire.Message, kind: type[T]) -> tuple[T, int | None]:
+        """Send `message`; the answer of type `kind` and the descriptor that came with it. SidecarError where it is refused."""
+        answer: asyncio.Future[Received] = asyncio.get_running_loop().create_future()
+        self._answers.append((kind, answer))
+        await self._send(message)
+        received = await answer
+        assert isinstance(received.message, kind)
+        return received.message, received.descriptor
+
+    async def join(self, root: str, ranks: Ranks) -> wire.Joined:
+        """Say who this is; what the daemon holds and works at."""
+        joined, _ = await self._ask(wire.Join(root=root, rank=ranks.rank, world_size=ranks.world_size), wire.Joined)
+        return joined
+
+    async def look(self) -> wire.Joined:
+        """What the daemon holds and works at now."""
+        joined, _ = await self._ask(wire.Look(), wire.Joined)
+        return joined
+
+    async def begin(self, epoch: int, nonce: str, persist: PersistConfig, commit: CommitConfig) -> None:
+        """The epoch of the saves from here on, and how they are persisted."""
+        await self._send(
+            wire.Begin(
+                epoch=epoch,
+                nonce=nonce,
+                compression=persist.compression,
+                chunk_bytes=persist.chunk_bytes,
+                budget_bytes=persist.budget_bytes,
+                commit_timeout_s=commit.timeout_s,
+            )
+        )
+
+    async def fetch(self, held: wire.Held) -> tuple[wire.Snapshot, int]:
+        """A snapshot that the daemon holds, and the descriptor of its memory, which is the caller's to close."""
+        snapshot, descriptor = await self._ask(wire.Fetch(tag=held.tag, attempt=held.attempt), wire.Snapshot)
+        if descriptor is None:
+            raise SidecarError("the sidecar gave a snapshot without its memory")
+        return snapshot, descriptor
+
+    # --- saves ---------------------------------------------------------------------------------------------------
+
+    async def persist(
+        self, job: Job, *, hand: int, left_s: float, on_phase: Callable[[Phase, CheckpointdError | None], None]
+    ) -> None:
+        """Hand `job` over and follow it to its end. LinkLost where the daemon is lost before it said how it ended."""
+        number, track = next(self._numbers), Track(job, on_phase)
+        self._saves[number] = track
+        job.save.voting = track
+        try:
+            await self._send(_save(number, job, hand, left_s))
+            if job.lease is not None:
+                await self._hand_over(job.lease.slot)
+            await self._send_snapshot(number, track)
+            await track.ended
+        finally:
+            job.save.voting = None
+            del self._saves[number]
+
+    async def _send_snapshot(self, number: int, track: Track) -> None:
+        job = track.job
+        staging = asyncio.ensure_future(job.snapshot())
+        waited: list[asyncio.Future[Any]] = [staging, track.ended]
+        await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+        if not staging.done():
+            staging.cancel()
+            if track.ended.exception() is None:
+                self._spawn(job.free_when_copied())
+            return
+        try:
+            shard = staging.result()
+        except CheckpointdError as error:
+            await self._send(wire.Spoiled(save=number, error=ErrorReport(code=error.code, message=str(error))))
+            job.free()
+            return
+        except Exception as error:
+            report = ErrorReport(code=StagingError.__name__, message=f"the snapshot failed: {error!r}")
+            await self._send(wire.Spoiled(save=number, error=report))
+            job.free()
+            return
+        if track.ended.done() and track.ended.exception() is None:
+            job.free()  # decided without us; the daemon never heard of the slot's contents
+            return
+        await self._send_staged(number, job, shard)
+
+    async def _send_staged(self, number: int, job: Job, shard: Shard) -> None:
+        assert job.lease is not None
+        slot = job.lease.slot
+        layout = await self._layout(shard)
+        timings = job.save.handle.timings
+        self._read[slot.number] = job.lease
+        await self._send(
+            wire.Staged(
+                save=number,
+                slot=slot.number,
+                layout=layout,
+                aliases=shard.aliases,
+                excluded=shard.excluded,
+                tree=shard.tree,
+                held_s=max(0.0, (timings.call_s or 0.0) + timings.fence_s),
+            )
+        )
+        job.save.handle.advance(Phase.STAGED)
+
+    async def _hand_over(self, slot: Slot) -> None:
+        if slot.number not in self._slots:
+            self._slots[slot.number] = slot
+            await self._send(wire.Slot(slot=slot.number, nbytes=slot.capacity), slot.fd)
+
+    async def _layout(self, shard: Shard) -> int:
+        """The number of the shard's layout, which the daemon is told once."""
+        for number, tensors in self._layouts:
+            if tensors is shard.tensors:
+                return number
+        number = next(self._layout_numbers)
+        await self._send(wire.Layout(layout=number, nbytes=len(shard.image), tensors=wire_tensors(shard.tensors)))
+        self._layouts.append((number, shard.tensors))
+        return number
+
+    def drop_slot(self, number: int) -> None:
+        """The arena has replaced a slot."""
+        if self._slots.pop(number, None) is not None and self.error is None:
+            self._spawn(self._tell(wire.DropSlot(slot=number)))
+
+
+def _save(number: int, job: Job, hand: int, left_s: float) -> wire.Save:
+    info = job.info
+    return wire.Save(
+        save=number,
+        tag=info.tag,
+        attempt=str(info.attempt),
+        step=info.step,
+        n=info.n,
+        save_latest=info.save_latest,
+        hand=hand,
+        left_s=left_s,
+    )

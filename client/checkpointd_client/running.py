@@ -1,0 +1,125 @@
+"""One save on its way from the snapshot to the outcome, and who drives it: this process, or the sidecar.
+
+Invariants
+  F1  A runner's `run` returns when the job has ended; it never raises. The error belongs to the handle.
+  F2  The slot is released once, when nobody reads it any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from checkpointd.commit.machine import FINAL, Phase
+from checkpointd.errors import CheckpointdError
+from checkpointd.pipeline.attempt import Attempt, WriterState
+from checkpointd.pipeline.shard import AttemptInfo, Progress, Shard
+from checkpointd_client.arena import Lease
+from checkpointd_client.history import History, Save
+
+log = logging.getLogger("checkpointd")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Who the save is, its handle, and the snapshot that will come. `lease` is None where there is none to come."""
+
+    info: AttemptInfo
+    save: Save
+    progress: Progress
+    staged: Future[Shard]
+    lease: Lease | None = None
+
+    async def snapshot(self) -> Shard:
+        """The snapshot, once it is whole; raises what spoiled it. Giving up on this leaves it to others."""
+        taken = asyncio.wrap_future(self.staged)
+        taken.add_done_callback(lambda future: future.cancelled() or future.exception())  # somebody else looks at it, then
+        return await asyncio.shield(taken)
+
+    def free(self) -> None:
+        """Nobody reads the slot for this job any more."""
+        if self.lease is not None:
+            self.lease.release()
+
+    async def free_when_copied(self) -> None:
+        """The same, once the copy into the slot is over, however it ended."""
+        try:
+            await self.snapshot()
+        except Exception as error:
+            log.debug("%s: the snapshot that nobody needs failed: %s", self.info.prefix, error)
+        self.free()
+
+    def left_s(self, timeout_s: float) -> float:
+        """Seconds until the attempt's deadline, `timeout_s` after save() was called."""
+        return max(0.0, self.save.began + timeout_s - time.monotonic())
+
+
+class Runner(Protocol):
+    """Brings jobs to their end."""
+
+    async def run(self, job: Job) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class Endings:
+    """What the end of a save does to the history, the log, and the newest tag that is known here."""
+
+    def __init__(self, history: History, latest: str | None) -> None:
+        self.history, self.latest = history, latest
+
+    def entered(self, job: Job, phase: Phase, error: CheckpointdError | None) -> None:
+        """The save entered `phase`; a final one ends it. A second end does nothing."""
+        job.save.handle.advance(phase, error)
+        if phase not in FINAL or not self.history.end(job.save, phase):
+            return
+        if phase is Phase.COMMITTED:
+            self.latest = job.info.tag if job.info.save_latest else self.latest
+        elif phase is Phase.SKIPPED:
+            log.warning("%s", error)
+        else:
+            log.error("%s: %s", phase, error)
+
+
+class InlineRunner:
+    """Runs attempts on the writer of this process."""
+
+    def __init__(self, state: WriterState, endings: Endings) -> None:
+        self._state, self._endings = state, endings
+
+    async def run(self, job: Job) -> None:
+        await self.take(job, job.info, left_s=job.left_s(self._state.commit.timeout_s))
+
+    async def take(self, job: Job, info: AttemptInfo, *, left_s: float) -> None:
+        """Run the attempt as the hand that `info` names, with `left_s` until its deadline."""
+        attempt = Attempt(
+            self._state,
+            info,
+            deadline=asyncio.get_running_loop().time() + left_s,
+            progress=job.progress,
+            on_phase=lambda phase: self._endings.entered(job, phase, attempt.error),
+            on_free=job.free,
+        )
+        job.save.voting = attempt
+        try:
+            await attempt.run(job.snapshot())
+        except Exception as error:  # a defect of ours must not hang the trainer that waits for the handle
+            log.exception("%s: the writer failed in an unforeseen way; please report it", info.prefix)
+            failed = CheckpointdError(f"the writer failed: {error!r}; please report it")
+            self._endings.entered(job, Phase.FAILED, failed)
+        finally:
+            job.save.voting = None  # it holds the snapshot's memory
+
+    async def refuse(self, job: Job, error: CheckpointdError, *, hand: int, left_s: float) -> None:
+        """Vote no with `error`, unless another hand has voted, and end as the attempt ends."""
+        refused: Future[Shard] = Future()
+        refused.set_exception(error)
+        info = replace(job.info, hand=hand, handed=True)
+        await asyncio.gather(self.take(replace(job, staged=refused, lease=None), info, left_s=left_s), job.free_when_copied())
+
+    async def close(self) -> None:
+        """Nothing is open here."""
