@@ -34,11 +34,14 @@ LAYERS = {
     "store": 2,
     "pipeline": 3,
     "daemon": 4,
-    "cli": 5,
-    "__main__": 6,
-    "testing": 6,
+    "doctor": 5,
+    "cli": 6,
+    "__main__": 7,
+    "testing": 7,
 }
 PURE = {"layout", "codec", "commit"}
+EXTRAS = {"testing": "test", "daemon": "serve"}
+"""The extra whose dependencies a part of the service may import."""
 # What a pure package may import from outside; of the service: `errors` and its own kind.
 PURE_MODULES = {
     *("__future__", "abc", "array", "base64", "binascii", "bisect", "collections", "copy", "dataclasses", "enum"),
@@ -161,7 +164,7 @@ def dependencies_are_declared(source: Source) -> Iterator[str]:
     if not source.shipped:
         return
     own = {"checkpointd"} if source.part is not None else {"checkpointd", "checkpointd_client", "torch"}
-    allowed = declared("test" if source.part == "testing" else None) | own | sys.stdlib_module_names
+    allowed = declared(EXTRAS.get(source.part or "")) | own | sys.stdlib_module_names
     for line, name in source.imports:
         if outside(name) not in allowed:
             yield f"{line}: {name} is not a dependency; instead: declare it in pyproject.toml, or use what is there"
@@ -279,6 +282,8 @@ BAD: list[tuple[Rule, str, str]] = [
     (only_tests_use_testing, "client/checkpointd_client/a.py", "from checkpointd import testing"),
     (dependencies_are_declared, "checkpointd/store/a.py", "import obstore"),
     (dependencies_are_declared, "checkpointd/store/a.py", "import pytest"),
+    (dependencies_are_declared, "checkpointd/store/a.py", "import psutil"),
+    (dependencies_are_declared, "checkpointd/daemon/a.py", "import pytest"),
     (dependencies_are_declared, "client/checkpointd_client/a.py", "from deepspeed import zero"),
     (nothing_is_pickled, "checkpointd/store/a.py", "import pickle"),
     (nothing_is_pickled, "client/checkpointd_client/a.py", "from pickle import loads"),
@@ -305,6 +310,7 @@ GOOD: list[tuple[Rule, str, str]] = [
     (pure_packages_are_pure, "checkpointd/pipeline/a.py", "import os"),
     (only_tests_use_testing, "tests/unit/a.py", "from checkpointd.testing import simfs"),
     (dependencies_are_declared, "checkpointd/testing/a.py", "import pytest\nimport hypothesis"),
+    (dependencies_are_declared, "checkpointd/daemon/a.py", "import aiohttp, prometheus_client, psutil"),
     (dependencies_are_declared, "client/checkpointd_client/a.py", "import torch\nfrom . import arena\nimport checkpointd"),
     (nothing_is_pickled, "tests/a.py", "import pickle"),
     (nobody_sleeps, "checkpointd/pipeline/a.py", "import asyncio, time\nawait asyncio.sleep(time.monotonic())"),

@@ -68,7 +68,7 @@ class Hub:
 
     def __init__(self, config: ServeConfig) -> None:
         self.config = config
-        self.roots = Roots(config.roots)
+        self.roots = Roots(config.roots, config.bandwidth_bps)
         self.jobs = Jobs()
         self.account = Account(config.memory_bytes_max)
         self.tier = Tier(config.held_bytes_max)

@@ -12,14 +12,16 @@ from collections.abc import Iterable
 from checkpointd.errors import UsageError
 from checkpointd.layout.keys import SERVICE
 from checkpointd.store.base import Store
+from checkpointd.store.limited import LimitedStore, TokenBucket
 from checkpointd.store.posix import PosixStore
 
 
 class Roots:
-    """Stores by root, opened at the first use and kept; `bandwidth` wraps each one where persisting is limited."""
+    """Stores by root, opened at the first use and kept. All together write `bandwidth_bps` bytes per second where it is set."""
 
-    def __init__(self, allowed: Iterable[str]) -> None:
+    def __init__(self, allowed: Iterable[str], bandwidth_bps: float | None = None) -> None:
         self._allowed = tuple(os.path.realpath(path) for path in allowed)
+        self._bucket = None if bandwidth_bps is None else TokenBucket(bandwidth_bps)
         self._stores: dict[str, Store] = {}
 
     def known(self) -> dict[str, Store]:
@@ -30,7 +32,8 @@ class Roots:
         """The store at `root`. UsageError where this daemon does not serve it."""
         path = self.check(root)
         if path not in self._stores:
-            self._stores[path] = PosixStore(path)
+            store = PosixStore(path)
+            self._stores[path] = store if self._bucket is None else LimitedStore(store, self._bucket)
         return self._stores[path]
 
     def check(self, root: str) -> str:
@@ -59,6 +62,11 @@ class Roots:
                 continue
             places += [path for path in (allowed, *below) if os.path.isdir(f"{path}/{SERVICE}/epochs")]
         return places
+
+    def lift_limit(self) -> None:
+        """Write as fast as the storage takes it: the daemon is leaving, and what is in flight should be durable before."""
+        if self._bucket is not None:
+            self._bucket.lift()
 
     async def close(self) -> None:
         for store in self._stores.values():

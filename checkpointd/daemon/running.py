@@ -13,6 +13,7 @@ from collections.abc import Callable
 import uvloop
 
 from checkpointd.config import ServeConfig, Watched, environment_watched
+from checkpointd.daemon import manners
 from checkpointd.daemon.service import Service
 
 log = logging.getLogger("checkpointd")
@@ -20,6 +21,7 @@ log = logging.getLogger("checkpointd")
 
 def serve(config: ServeConfig, *, on_ready: Callable[[str | None], None] = lambda _: None) -> None:
     """Serve until SIGTERM or SIGINT. `on_ready` is told the URL of the status page, None where there is none."""
+    manners.apply(config)  # before there is a thread to overlook
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(config, on_ready))
 

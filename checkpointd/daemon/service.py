@@ -82,6 +82,7 @@ class Service:
         if not waiting:
             return
         log.info("leaving: %d saves in flight have %g s to end", len(waiting), self.config.grace_s)
+        self.hub.roots.lift_limit()
         _, late = await asyncio.wait({job.task for job in waiting}, timeout=self.config.grace_s)
         for job in waiting:
             if job.task in late:

@@ -1,0 +1,61 @@
+"""How much of the machine the daemon takes: CPU niceness and I/O class, for all of its threads.
+
+Both belong to a thread, not to a process: Linux hands them on to threads that are started later, and those that run already
+(numpy starts some when it is imported) are set one by one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+from checkpointd.config import ServeConfig
+from checkpointd.errors import UsageError
+
+if TYPE_CHECKING:
+    from psutil import Process
+
+BEST_EFFORT_LEVEL: Final = 7
+"""The lowest of the class: its middle is what a process has that asks for nothing."""
+
+
+def apply(config: ServeConfig) -> None:
+    """Give this process, and the threads that it starts from here on, the niceness and the I/O class of `config`.
+
+    Touches only what `config` asks for. Raises UsageError where psutil is missing or the system does not permit it.
+    """
+    if config.niceness == 0 and config.io_class == "none":
+        return
+    try:
+        import psutil
+    except ImportError as error:
+        raise UsageError(
+            "niceness and io_class need psutil: install checkpointd[serve], or start the daemon under `nice` and `ionice`"
+        ) from error
+    classes = {"best-effort": (psutil.IOPRIO_CLASS_BE, BEST_EFFORT_LEVEL), "idle": (psutil.IOPRIO_CLASS_IDLE, 0)}
+
+    def behave(thread: Process) -> None:
+        if config.niceness:
+            thread.nice(config.niceness)
+        if config.io_class != "none":
+            thread.ionice(*classes[config.io_class])
+
+    try:
+        _each_thread(behave)
+    except psutil.AccessDenied as error:
+        raise UsageError(
+            f"the system does not permit niceness {config.niceness} and I/O class {config.io_class}: less niceness than the "
+            "daemon was started with needs CAP_SYS_NICE, or systemd's Nice= and IOSchedulingClass="
+        ) from error
+
+
+def _each_thread(behave: Callable[[Process], None]) -> None:
+    """Call `behave` for this thread, so that those to come inherit it, then for the ones that are there."""
+    import psutil
+
+    own = psutil.Process()
+    behave(own)
+    for thread in own.threads():
+        with contextlib.suppress(psutil.NoSuchProcess):  # ended since
+            behave(psutil.Process(thread.id))
