@@ -180,6 +180,8 @@ class ServeConfig:
     io_class: Literal["none", "best-effort", "idle"] = "none"
     http: str | None = None
     """Where status is served over HTTP: HOST:PORT, or the path of a Unix socket; None: nowhere."""
+    http_public: bool = False
+    """Let `http` name a HOST that other machines reach. Whoever reaches it reads paths, tags and errors of every job here."""
     grace_s: float = 60.0
     """After SIGTERM, how long saves in flight may take."""
     progress_interval_s: float = 0.2

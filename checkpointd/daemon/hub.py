@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from checkpointd.commit.machine import FINAL, Phase
 from checkpointd.config import ServeConfig
+from checkpointd.daemon.histogram import Durations
 from checkpointd.daemon.jobs import Job, Jobs
 from checkpointd.daemon.memory import Account
 from checkpointd.daemon.roots import Roots
@@ -31,20 +32,29 @@ class RankRecord:
     connections: int = 0
     committed: int = 0
     failed: int = 0
+    """Every save that ended without a commit; `aborted` and `skipped` are among them."""
+    aborted: int = 0
+    skipped: int = 0
     bytes_persisted: int = 0
     bytes_stored: int = 0
     stall_s: float = 0.0
     commit_s: list[float] = field(default_factory=list)
     """On the coordinator: from save() to the commit, the newest last."""
+    commits: Durations = field(default_factory=Durations)
+    """The same of all commits since the daemon began."""
 
     def ended(self, job: Job) -> None:
         """Count a save that came to its end."""
         if job.phase is not Phase.COMMITTED:
             self.failed += 1
+            self.aborted += job.phase is Phase.ABORTED
+            self.skipped += job.phase is Phase.SKIPPED
             return
         self.committed += 1
         if self.rank == 0 and job.times.ended is not None:
-            self.commit_s = [*self.commit_s[-COMMITS_KEPT + 1 :], max(0.0, job.times.ended - job.times.began)]
+            seconds = max(0.0, job.times.ended - job.times.began)
+            self.commit_s = [*self.commit_s[-COMMITS_KEPT + 1 :], seconds]
+            self.commits.add(seconds)
 
     def persisted(self, job: Job) -> None:
         """Count the bytes of a shard whose vote is durable."""
