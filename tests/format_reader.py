@@ -90,6 +90,7 @@ def index_of(root: Path, tag: str, rank: int) -> tuple[Path, dict[str, Any]]:
 
 def read_index(folder: Path, vote: dict[str, Any]) -> dict[str, Any]:
     ref = vote["index"]
+    check(re.fullmatch(rf"{vote['rank']:05d}(-[1-9]\d*)?\.index", ref["name"]) is not None, ref["name"])
     data = (folder / ref["name"]).read_bytes()
     check((digest(data), len(data)) == (ref["digest"], ref["size"]), ref["name"])
     index: dict[str, Any] = msgspec.msgpack.decode(data)

@@ -7,6 +7,8 @@ Invariants
   M3  `committed` is entered only on seeing a commit outcome, never on the rank's own word.
   M4  A rank that voted no, or never voted, never sees a commit: that pair raises ProtocolError, since it means
       that a vote was forged or an object was overwritten.
+  M5  Where several hands write one rank's shard in turn, another hand's durable yes counts as the rank's: `other hand voted`
+      is fired only for an attempt that may have other hands, after that vote, or the commit that counts it, was read.
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ class Event(StrEnum):
     VOTED_YES = "yes vote durable"
     VOTE_UNCERTAIN = "yes vote uncertain"
     SHARD_FAILED = "shard failed"
+    OTHER_HAND_VOTED = "other hand voted yes"
     DEADLINE = "deadline passed"
     SAW_COMMIT = "commit seen"
     SAW_ABORT = "abort seen"
@@ -78,6 +81,8 @@ TABLE: dict[tuple[Phase, Event], tuple[Phase, Action]] = {
     (Phase.FAILING, Event.DEADLINE): (Phase.FAILING, Action.PUT_ABORT),
     (Phase.SKIPPING, Event.DEADLINE): (Phase.SKIPPING, Action.PUT_ABORT),
 }
+for _phase in (Phase.STAGING, Phase.STAGED, Phase.PERSISTING, Phase.FAILING, Phase.SKIPPING):
+    TABLE[(_phase, Event.OTHER_HAND_VOTED)] = (Phase.PREPARED, Action.AWAIT_OUTCOME)
 for _phase in (Phase.STAGING, Phase.STAGED, Phase.PERSISTING, Phase.PREPARED):
     TABLE[(_phase, Event.SAW_ABORT)] = (Phase.ABORTED, Action.FINISH)
     TABLE[(_phase, Event.DEADLINE)] = (_phase, Action.PUT_ABORT)

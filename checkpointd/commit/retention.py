@@ -5,6 +5,8 @@ Invariants
   R2  An undecided attempt is never touched: recovery decides it first.
   R3  Outcome and votes of an aborted attempt stay, as the record that `explain` reads and so that no late vote can revive it.
   R4  Only an attempt that was committed ever loses its votes, and only when many newer commits of its tag exist.
+  R5  Of a committed attempt that stays, only objects of ranks that several hands wrote for are looked at, and only what no
+      vote's index names goes.
 """
 
 from __future__ import annotations
@@ -21,13 +23,17 @@ Order = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class AttemptFacts:
-    """What a listing says of an attempt; `order` is set for a committed one, `bulk` where chunks or indexes are there."""
+    """What a listing says of an attempt; `order` is set for a committed one, `bulk` where chunks or indexes are there.
+
+    `contested`: the ranks for which more than one hand left objects; one of them was written in vain.
+    """
 
     tag: str
     attempt: AttemptId
     state: State
     order: Order | None
     bulk: bool
+    contested: tuple[int, ...] = ()
 
 
 def dead_weight(attempts: Iterable[AttemptFacts]) -> list[tuple[AttemptFacts, str]]:
@@ -46,6 +52,13 @@ def dead_weight(attempts: Iterable[AttemptFacts]) -> list[tuple[AttemptFacts, st
         elif facts.state == "committed" and facts.order is not None and facts.order < newest[facts.tag]:
             dead.append((facts, "the tag was saved again since"))
     return dead
+
+
+def with_spare_objects(attempts: Iterable[AttemptFacts]) -> list[AttemptFacts]:
+    """The committed attempts in which some hand wrote in vain (R5); those that are dead weight go whole and are left out."""
+    known = list(attempts)
+    dead = {(facts.tag, facts.attempt) for facts, _ in dead_weight(known)}
+    return [f for f in known if f.state == "committed" and f.contested and (f.tag, f.attempt) not in dead]
 
 
 RECORDS_KEPT = 16

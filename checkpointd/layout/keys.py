@@ -20,7 +20,10 @@ _TAG_BYTES_MAX = 200
 # Each number has one spelling: without it, two names could mean one object.
 _RANK = r"(\d{5}|[1-9]\d{5,6})"
 _ATTEMPT = re.compile(r"(\d{8}|[1-9]\d{8,11})-(0|[1-9]\d{0,8})\Z", re.ASCII)
-_OBJECT = re.compile(rf"(?:{_RANK}(?:-(?:0|[1-9]\d{{0,3}})\.chunks|\.(?:index|vote))|outcome|deleted)\Z", re.ASCII)
+_HAND = r"(?:[1-9]\d{0,2}|[1-4]\d{3})"
+_CHUNKS = re.compile(rf"{_RANK}-(0|[1-9]\d{{0,3}})\.chunks\Z", re.ASCII)
+_INDEX = re.compile(rf"{_RANK}(?:-({_HAND}))?\.index\Z", re.ASCII)
+_OBJECT = re.compile(rf"(?:{_RANK}(?:-(?:0|[1-9]\d{{0,3}})\.chunks|(?:-{_HAND})?\.index|\.vote)|outcome|deleted)\Z", re.ASCII)
 _VOTE = re.compile(rf"{_RANK}\.vote\Z", re.ASCII)
 _EPOCH = re.compile(r"(?:\d{8}|[1-9]\d{8,11})\Z", re.ASCII)
 _DIGEST = re.compile(r"[0-9a-f]{32}\Z")
@@ -28,6 +31,9 @@ _DIGEST = re.compile(r"[0-9a-f]{32}\Z")
 EPOCH_MAX = 10**12 - 1
 WORLD_SIZE_MAX = 1 << 18
 """No job has more ranks: what an object declares beyond it is damage, and nothing is sized by it."""
+HANDS_MAX = 5000
+"""So many writers may take one shard over from each other: each has names of its own."""
+PARTS_PER_HAND = 2
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -90,12 +96,28 @@ def attempt_prefix(tag: str, attempt: AttemptId) -> str:
     return f"{tag}/{attempt}"
 
 
-def chunks_name(rank: int, part: int) -> str:
-    return f"{rank:05d}-{part}.chunks"
+def chunks_name(rank: int, part: int, hand: int = 0) -> str:
+    """The chunks object `part` (0 or 1) that hand `hand` of a rank writes: no two hands ever write one object."""
+    return f"{rank:05d}-{PARTS_PER_HAND * hand + part}.chunks"
 
 
-def index_name(rank: int) -> str:
-    return f"{rank:05d}.index"
+def index_name(rank: int, hand: int = 0) -> str:
+    """The index that hand `hand` of a rank writes."""
+    return f"{rank:05d}-{hand}.index" if hand else f"{rank:05d}.index"
+
+
+def index_rank(name: str) -> int | None:
+    """The rank whose index, by whichever hand, `name` is; None where it is no index."""
+    match = _INDEX.match(name)
+    return int(match[1]) if match else None
+
+
+def object_hand(name: str) -> int | None:
+    """The hand that wrote the index or chunks object `name`; None where it is neither."""
+    if match := _INDEX.match(name):
+        return int(match[2] or 0)
+    match = _CHUNKS.match(name)
+    return int(match[2]) // PARTS_PER_HAND if match else None
 
 
 def vote_name(rank: int) -> str:

@@ -17,7 +17,7 @@ from typing_extensions import Buffer
 from checkpointd.errors import FormatError
 from checkpointd.layout.boxes import Box
 from checkpointd.layout.dtypes import ITEM_BYTES
-from checkpointd.layout.keys import WORLD_SIZE_MAX, check_chunks_ref, index_name
+from checkpointd.layout.keys import WORLD_SIZE_MAX, check_chunks_ref, index_rank
 
 VERSION = 1
 
@@ -271,7 +271,7 @@ def _vote_fault(vote: Vote) -> str | None:
     if not 0 <= vote.rank < vote.world_size <= WORLD_SIZE_MAX:
         return f"is a vote of rank {vote.rank} of {vote.world_size}, which cannot be"
     ref = vote.index
-    if ref is not None and (ref.name != index_name(vote.rank) or not 0 <= ref.size <= LISTING_BYTES_MAX):
+    if ref is not None and (index_rank(ref.name) != vote.rank or not 0 <= ref.size <= LISTING_BYTES_MAX):
         return f"names an index {ref.name!r} of {ref.size} bytes, which cannot be rank {vote.rank}'s"
     return None
 

@@ -4,6 +4,8 @@ Invariants
   A1  `run` returns with the phase final, whatever fails; it never raises a storage error.
   A2  The phase `committed` is reported only after a commit outcome was read back or put durably.
   A3  The snapshot's memory is in use at most until `on_free` is called, which happens once, before `run` returns.
+  A4  Of an attempt that other hands may write, too (`AttemptInfo.handed`), any hand's yes is this rank's: losing the race for
+      the vote is no error, and a commit that counts another hand's vote ends this one as committed.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from checkpointd.pipeline.collect import collect_tag
 from checkpointd.pipeline.pointer import move_latest
 from checkpointd.pipeline.publish import Ballot, PlanCheck, missing_ranks, outcome_of, put_outcome
 from checkpointd.pipeline.rates import Rates
-from checkpointd.pipeline.save import VoteUncertain, drop_shard, persist, vote_no
+from checkpointd.pipeline.save import VoteUncertain, drop_shard, drop_unless_named, is_own, persist, vote_no
 from checkpointd.pipeline.shard import AttemptInfo, Progress, Shard
 from checkpointd.pipeline.workers import Stopped, answered
 from checkpointd.store.base import Store
@@ -94,6 +96,7 @@ class Attempt:
         self._hopeless: CheckpointdError | None = None
         self._doubted: Decision | None = None
         """The abort that this rank asks for at every look, since its own yes vote may be there or not."""
+        self._own_vote_stands = False
 
     @property
     def votes_missing(self) -> tuple[int, ...] | None:
@@ -115,40 +118,40 @@ class Attempt:
             await work
             return
         if outcome.outcome == "commit":
-            await work
+            await self._voted(work, outcome)
         self.outcome = outcome
         if self.info.rank == COORDINATOR:
             await self._point(outcome)
         self._conclude(outcome)
         await work
+        if self.info.handed and outcome.outcome == "commit" and not self._own_vote_stands:
+            await self._drop(drop_unless_named)
         if self.info.rank == COORDINATOR:
             await self._tidy(outcome)
         elif outcome.outcome == "abort":
-            await self._drop()
+            await self._drop(drop_shard)
 
     # --- this rank's shard -----------------------------------------------------------------------------------
 
     async def _work(self, staged: Awaitable[Shard]) -> None:
         try:
             shard = await staged
-            self._fire(Event.SNAPSHOT_TAKEN)
             if self.outcome is None:
+                self._fire(Event.SNAPSHOT_TAKEN)
                 await self._persist(shard)
         except Stopped:
             return
         except VoteUncertain as error:
             await self._doubt(error)
-        except SkippedError as error:
-            await self._fail(error, Event.SKIP)
         except Exception as error:  # A1: whatever it is becomes this rank's no
-            await self._fail(error, Event.SNAPSHOT_FAILED if self.phase is Phase.STAGING else Event.SHARD_FAILED)
+            await self._fail(error, self._event_of(error))
         finally:
             self._on_free()
 
     async def _persist(self, shard: Shard) -> None:
         self._fire(Event.PERSIST_STARTED)
         state = self._state
-        await persist(
+        vote = await persist(
             Persist(
                 store=self._store,
                 info=self.info,
@@ -159,9 +162,17 @@ class Attempt:
                 stopped=lambda: self.outcome is not None,
             )
         )
-        self._fire(Event.VOTED_YES)
+        self._own_vote_stands = is_own(self.info, vote)
+        self._fire(Event.VOTED_YES if self._own_vote_stands else Event.OTHER_HAND_VOTED)
+
+    def _event_of(self, error: Exception) -> Event:
+        if self.phase is not Phase.STAGING:
+            return Event.SHARD_FAILED
+        return Event.SKIP if isinstance(error, SkippedError) else Event.SNAPSHOT_FAILED
 
     async def _fail(self, error: BaseException, event: Event) -> None:
+        if self.outcome is not None:
+            return  # what this hand did not manage is moot
         self._own_error = error
         phase = self.phase
         if self._fire(event) is not Action.VOTE_NO:
@@ -170,11 +181,15 @@ class Attempt:
         if event is not Event.SKIP:
             log.info("%s: rank %d failed while %s: %s", self.info.prefix, self.info.rank, phase, error)
         try:
-            await vote_no(self._store, self.info, report)
+            if not await vote_no(self._store, self.info, report):
+                self._own_error = None
+                self._fire(Event.OTHER_HAND_VOTED)
         except CheckpointdError as second:
             log.error("%s: rank %d cannot vote no either (%s); putting the abort", self.info.prefix, self.info.rank, second)
-            # Without this rank's yes there can be no commit, so its own save has failed for certain if this fails, too.
-            self._hopeless = await self._put_abort(Decision(report, (self.info.rank,)))
+            unsaid = await self._put_abort(Decision(report, (self.info.rank,)))
+            if not self.info.handed:
+                # Without this rank's yes there can be no commit: its save has failed for certain, though nobody else knows.
+                self._hopeless = unsaid
 
     async def _doubt(self, error: VoteUncertain) -> None:
         """The yes vote may or may not be there: nothing may be removed, and only an outcome can tell."""
@@ -191,6 +206,17 @@ class Attempt:
             log.error("%s: the abort cannot be put (%s); the other ranks learn it at the deadline", self.info.prefix, error)
             return error
         return None
+
+    async def _voted(self, work: asyncio.Future[None], commit: Outcome) -> None:
+        """Return when this rank counts as having voted, as `commit` says that it has."""
+        if not self.info.handed:
+            await work  # its own vote, whose put has just not returned
+            return
+        self.outcome = commit  # stops persisting: whatever this hand adds, the vote stands
+        if self.phase is not Phase.STAGING:
+            await work
+        if self.phase is not Phase.PREPARED:
+            self._fire(Event.OTHER_HAND_VOTED)
 
     # --- the outcome -----------------------------------------------------------------------------------------
 
@@ -333,10 +359,10 @@ class Attempt:
         except CheckpointdError as error:
             log.warning("%s: left-overs could not be removed: %s; the next start tries again", outcome.tag, error)
 
-    async def _drop(self) -> None:
-        """What this rank wrote after the coordinator had tidied up, as one that was late or asleep."""
+    async def _drop(self, drop: Callable[[Store, AttemptInfo], Awaitable[None]]) -> None:
+        """What this hand wrote after the coordinator had tidied up, as one that was late or asleep."""
         try:
-            await drop_shard(self._store, self.info)
+            await drop(self._store, self.info)
         except CheckpointdError as error:
             log.warning("%s: left-overs could not be removed: %s; the next start tries again", self.info.prefix, error)
 

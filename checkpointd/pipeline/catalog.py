@@ -14,6 +14,8 @@ from checkpointd.layout.keys import (
     attempt_prefix,
     check_tag,
     is_tag,
+    object_hand,
+    object_rank,
     plan_key,
     vote_name,
     vote_rank,
@@ -55,7 +57,17 @@ class AttemptView:
     @property
     def facts(self) -> AttemptFacts:
         bulk = any(name.endswith((".chunks", ".index")) for name in self.sizes)
-        return AttemptFacts(self.tag, self.attempt, self.state, self.order, bulk)
+        return AttemptFacts(self.tag, self.attempt, self.state, self.order, bulk, self._contested)
+
+    @property
+    def _contested(self) -> tuple[int, ...]:
+        """The ranks for which more than one hand left objects."""
+        hands: dict[int, set[int]] = {}
+        for name in self.sizes:
+            rank, hand = object_rank(name), object_hand(name)
+            if rank is not None and hand is not None:
+                hands.setdefault(rank, set()).add(hand)
+        return tuple(sorted(rank for rank, found in hands.items() if len(found) > 1))
 
     @property
     def vote_ranks(self) -> list[int]:

@@ -122,7 +122,7 @@ async def _write_raw(
     loop, image = asyncio.get_running_loop(), job.shard.image
     runs = runs_of(tensors)
     size = runs[-1].base + runs[-1].stop - runs[-1].start
-    name = chunks_name(job.info.rank, RAW_PART)
+    name = chunks_name(job.info.rank, RAW_PART, job.info.hand)
     meter = Meter()
     target = await job.store.open_writer(job.info.key(name), size_hint=size)
     opened.append(target)
@@ -183,7 +183,7 @@ async def _write_packed(
     chunks: dict[ChunkKey, Chunk],
 ) -> None:
     """Encode the chunks of `tensors` on threads and store them back to back, in the order in which they are ready."""
-    name, part = chunks_name(job.info.rank, ENCODED_PART), len(objects)
+    name, part = chunks_name(job.info.rank, ENCODED_PART, job.info.hand), len(objects)
     target = await job.store.open_writer(job.info.key(name), size_hint=0)
     opened.append(target)
     meter = Meter()

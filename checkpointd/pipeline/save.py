@@ -6,16 +6,27 @@ Invariants
   P3  Memory beside the image stays below `budget_bytes`.
   P4  Once the yes vote was tried, nothing that it names is removed by this rank.
   P5  An object of an attempt is written once; a key that exists already is an error, never overwritten.
+  P6  A hand removes its own objects alone, and those only where this rank's vote does not name them. Where another hand may
+      have voted (`AttemptInfo.handed`), the vote that stands is this rank's word, whoever put it.
 """
 
 from __future__ import annotations
 
 import logging
 
-from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, StoreError, UsageError
+from checkpointd.errors import (
+    ERRORS,
+    AbortedError,
+    CheckpointdError,
+    DamagedError,
+    NotFoundError,
+    StoreError,
+    UsageError,
+)
 from checkpointd.layout.keys import chunks_name, index_name, plan_key, vote_name
 from checkpointd.layout.manifest import LISTING_BYTES_MAX, ErrorReport, Index, IndexRef, Vote, digest, encode, encode_index
 from checkpointd.layout.plan import cover_fault
+from checkpointd.pipeline.catalog import read_vote
 from checkpointd.pipeline.chunks import ENCODED_PART, RAW_PART, Persist, write_chunks
 from checkpointd.pipeline.identity import writer
 from checkpointd.pipeline.rates import KnownPlan
@@ -30,7 +41,14 @@ class VoteUncertain(StoreError):
 
 
 async def persist(job: Persist) -> Vote:
-    """Write the shard of `job` and vote yes. Raises Stopped when told to stop, else the error that struck."""
+    """Write the shard of `job` and vote yes; the yes of this rank that stands, durable, which may be another hand's.
+
+    Raises Stopped when told to stop, else the error that struck: that of another hand which voted no, too.
+    """
+    if job.info.hand:
+        standing = await _standing_vote(job.store, job.info)
+        if standing is not None:
+            return _as_own(job.info, standing)
     plan = await _stored_plan(job)
     index = await write_chunks(job)
     fault = cover_fault(plan.plan, index)
@@ -72,7 +90,8 @@ def _check_listing(what: str, data: bytes) -> None:
 async def _vote_yes(job: Persist, index: Index, plan_digest: str) -> Vote:
     info, data = job.info, encode_index(index)
     _check_listing(f"index of {info.tag}", data)
-    await put_new(job.store, info.key(index_name(info.rank)), data)
+    name = index_name(info.rank, info.hand)
+    await put_new(job.store, info.key(name), data)
     job.check_stop()
     vote = Vote(
         tag=info.tag,
@@ -83,7 +102,7 @@ async def _vote_yes(job: Persist, index: Index, plan_digest: str) -> Vote:
         n=info.n,
         save_latest=info.save_latest,
         vote="yes",
-        index=IndexRef(name=index_name(info.rank), size=len(data), digest=digest(data)),
+        index=IndexRef(name=name, size=len(data), digest=digest(data)),
         plan=plan_digest,
         raw_bytes=job.shard.nbytes,
         stored_bytes=sum(c.stored for t in index.tensors for c in t.chunks),
@@ -91,20 +110,74 @@ async def _vote_yes(job: Persist, index: Index, plan_digest: str) -> Vote:
         writer=writer(),
     )
     try:
-        await put_new(job.store, info.key(vote_name(info.rank)), encode(vote))
+        standing = await _put_vote(job.store, info, vote)
     except CheckpointdError as error:
         raise VoteUncertain(f"the yes vote of rank {info.rank} could not be stored for certain: {error}") from error
+    if standing != vote:
+        await _drop_beaten(job.store, info)
+    return _as_own(info, standing)
+
+
+async def _put_vote(store: Store, info: AttemptInfo, vote: Vote) -> Vote:
+    """Put `vote` if this rank has none; the vote that stands. StoreError where that is one of another process, not hand."""
+    key, data = info.key(vote_name(info.rank)), encode(vote)
+    if not info.handed:
+        await put_new(store, key, data)
+        return vote
+    if await store.put_if_absent(key, data):
+        return vote
+    return _checked(info, await read_vote(store, key))
+
+
+async def _standing_vote(store: Store, info: AttemptInfo) -> Vote | None:
+    """This rank's vote by any hand, durable; None where there is none."""
+    key = info.key(vote_name(info.rank))
+    try:
+        await store.settle(key)
+        return _checked(info, await read_vote(store, key))
+    except NotFoundError:
+        return None
+
+
+def _checked(info: AttemptInfo, vote: Vote) -> Vote:
+    """`vote` if a hand of this rank can have cast it in this very save; StoreError where it cannot."""
+    if (vote.tag, vote.attempt, vote.rank, vote.step, vote.n) != (
+        info.tag,
+        str(info.attempt),
+        info.rank,
+        info.step,
+        info.n,
+    ):
+        raise _taken(info.key(vote_name(info.rank)))
     return vote
 
 
-async def vote_no(store: Store, info: AttemptInfo, error: ErrorReport) -> None:
-    """Drop what this rank wrote, which frees the space that a vote may need, then vote no.
+def _as_own(info: AttemptInfo, standing: Vote) -> Vote:
+    """The standing vote where it is a yes; a no raises the error that it reports."""
+    if standing.vote == "yes":
+        return standing
+    report = standing.error or ErrorReport(code="AbortedError", message="no reason was recorded")
+    kind = ERRORS.get(report.code, AbortedError)
+    raise kind(f"another writer of rank {info.rank} failed while {report.phase or 'at work'}: {report.message}")
 
-    Where this rank has a vote already, another process runs as the same rank: what that vote names is not ours to drop (P4).
+
+def is_own(info: AttemptInfo, vote: Vote) -> bool:
+    """Whether `vote`, a yes of this rank, is that of this very hand."""
+    return vote.index is not None and vote.index.name == index_name(info.rank, info.hand)
+
+
+async def vote_no(store: Store, info: AttemptInfo, error: ErrorReport) -> bool:
+    """Drop what this hand wrote, which frees the space that a vote may need, then vote no.
+
+    False where the yes of another hand stands.
+    Where this rank has a vote already and no other hand can have cast it, another process runs as the same rank: what that
+    vote names is not ours to drop (P4).
     """
     key = info.key(vote_name(info.rank))
     if await store.stat(key) is None:
         await drop_shard(store, info)
+    elif info.handed:
+        await drop_unless_named(store, info)
     vote = Vote(
         tag=info.tag,
         attempt=str(info.attempt),
@@ -117,17 +190,40 @@ async def vote_no(store: Store, info: AttemptInfo, error: ErrorReport) -> None:
         error=error,
         writer=writer(),
     )
-    await store.put_if_absent(key, encode(vote))
+    if await store.put_if_absent(key, encode(vote)) or not info.handed:
+        return True
+    return _checked(info, await read_vote(store, key)).vote == "no"
 
 
 async def drop_shard(store: Store, info: AttemptInfo) -> None:
-    """Delete this rank's chunks and index of an attempt that will not be, or was not, committed."""
-    for name in (index_name(info.rank), chunks_name(info.rank, RAW_PART), chunks_name(info.rank, ENCODED_PART)):
+    """Delete this hand's chunks and index of an attempt that will not be, or was not, committed with them."""
+    parts = [chunks_name(info.rank, part, info.hand) for part in (RAW_PART, ENCODED_PART)]
+    for name in (index_name(info.rank, info.hand), *parts):
         await store.delete(info.key(name))
+
+
+async def drop_unless_named(store: Store, info: AttemptInfo) -> None:
+    """The same where this rank's vote stands and does not name this hand's index (P6); where there is none, nothing goes."""
+    try:
+        standing = await read_vote(store, info.key(vote_name(info.rank)))
+    except (NotFoundError, DamagedError):
+        return
+    if not is_own(info, standing):
+        await drop_shard(store, info)
+
+
+async def _drop_beaten(store: Store, info: AttemptInfo) -> None:
+    """What this hand wrote in vain; what cannot be removed now goes when the tag is tidied up."""
+    try:
+        await drop_unless_named(store, info)
+    except CheckpointdError as error:
+        log.warning("%s: what hand %d of rank %d wrote in vain stays for now: %s", info.prefix, info.hand, info.rank, error)
 
 
 async def put_new(store: Store, key: str, data: bytes) -> None:
     if not await store.put_if_absent(key, data):
-        raise StoreError(
-            f"{key} exists already: another process writes the same attempt; is the job running twice as one rank?"
-        )
+        raise _taken(key)
+
+
+def _taken(key: str) -> StoreError:
+    return StoreError(f"{key} exists already: another process writes the same attempt; is the job running twice as one rank?")

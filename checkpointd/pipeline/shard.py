@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from checkpointd.errors import UsageError
 from checkpointd.layout.boxes import Box
-from checkpointd.layout.keys import AttemptId, attempt_prefix
+from checkpointd.layout.keys import HANDS_MAX, AttemptId, attempt_prefix
 from checkpointd.layout.manifest import Alias, Plan, PlanTensor, Scope
 
 Bytes = NDArray[np.uint8]
@@ -23,7 +24,8 @@ class AttemptInfo:
     """One try at one tag, as one rank sees it; `n` counts this rank's saves in its epoch.
 
     `hand`: which writer of this snapshot this is; the first is 0, and whoever takes the attempt over from one that was lost
-    takes the next. `handed`: other hands may write the same snapshot, so a vote of this rank may be another hand's.
+    takes the next. `handed`: other hands may write the same snapshot, so a vote of this rank may be another hand's. A hand
+    that cannot be raises UsageError.
     """
 
     tag: str
@@ -35,6 +37,10 @@ class AttemptInfo:
     save_latest: bool = True
     hand: int = 0
     handed: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.hand < HANDS_MAX:
+            raise UsageError(f"hand {self.hand} cannot be: a shard has at most {HANDS_MAX} writers, one after the other")
 
     @property
     def prefix(self) -> str:

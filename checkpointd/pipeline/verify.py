@@ -10,8 +10,8 @@ import msgspec
 from checkpointd.config import LoadConfig
 from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, StoreError
 from checkpointd.layout import tree
-from checkpointd.layout.keys import index_name, plan_key, vote_name
-from checkpointd.layout.manifest import Index
+from checkpointd.layout.keys import plan_key, vote_name
+from checkpointd.layout.manifest import Index, Vote
 from checkpointd.layout.plan import cover_fault
 from checkpointd.pipeline.catalog import Checkpoint, read_plan, read_vote
 from checkpointd.pipeline.load import read_index, read_tensors
@@ -77,16 +77,17 @@ async def _verify_rank(
 ) -> None:
     index = await read_index(store, checkpoint, rank)
     try:
-        tree.decode(index.tree, f"{checkpoint.prefix}/{index_name(rank)}")
-        await _check_plan(store, checkpoint, rank, index)
+        vote = await read_vote(store, f"{checkpoint.prefix}/{vote_name(rank)}")
+        tree.decode(index.tree, f"{checkpoint.prefix}/{vote.index.name if vote.index else ''}")
+        await _check_plan(store, checkpoint, vote, index)
     except CheckpointdError as error:
         damage.append(Damage.of(error, rank))
     found = await read_tensors(store, checkpoint.prefix, index, {t.fqn: None for t in index.tensors}, config, count)
     damage.extend(Damage.of(error, rank) for error in found)
 
 
-async def _check_plan(store: Store, checkpoint: Checkpoint, rank: int, index: Index) -> None:
-    vote = await read_vote(store, f"{checkpoint.prefix}/{vote_name(rank)}")
+async def _check_plan(store: Store, checkpoint: Checkpoint, vote: Vote, index: Index) -> None:
+    rank = vote.rank
     key = plan_key(vote.plan or "")
     try:
         plan = await read_plan(store, vote.plan or "")

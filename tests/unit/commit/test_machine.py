@@ -19,10 +19,10 @@ LEVEL = {
     Phase.STAGING: 0,
     Phase.STAGED: 1,
     Phase.PERSISTING: 2,
-    Phase.PREPARED: 3,
     Phase.FAILING: 3,
     Phase.SKIPPING: 3,
-    **dict.fromkeys(FINAL, 4),
+    Phase.PREPARED: 4,
+    **dict.fromkeys(FINAL, 5),
 }
 EVERY_PAIR = list(product(Phase, Event))
 
@@ -101,6 +101,14 @@ def test_m4_a_rank_that_has_not_voted_yes_never_sees_a_commit() -> None:
             step(phase, Event.SAW_COMMIT)
 
 
+def test_m5_another_hands_yes_prepares_every_rank_that_has_not_voted_yes() -> None:
+    for phase in (Phase.STAGING, Phase.STAGED, Phase.PERSISTING, Phase.FAILING, Phase.SKIPPING):
+        assert step(phase, Event.OTHER_HAND_VOTED) == (Phase.PREPARED, Action.AWAIT_OUTCOME)
+    for phase in (Phase.PREPARED, *FINAL):
+        with pytest.raises(ProtocolError):
+            step(phase, Event.OTHER_HAND_VOTED)
+
+
 def test_every_run_ends_and_finishes_the_handle() -> None:
     assert len(RUNS) > 20
     for run in RUNS:
@@ -125,16 +133,17 @@ def test_an_abort_or_a_lost_outcome_ends_an_attempt_in_any_phase() -> None:
 
 @given(st.lists(st.sampled_from(Event), max_size=12))
 def test_whatever_happens_a_run_commits_only_after_its_yes(events: list[Event]) -> None:
-    phase, votes = Phase.STAGING, []
+    phase, votes, others = Phase.STAGING, [], 0
     for event in events:
         try:
             phase, action = step(phase, event)
         except ProtocolError:
             continue
+        others += event is Event.OTHER_HAND_VOTED
         votes += ["yes"] if event in (Event.VOTED_YES, Event.VOTE_UNCERTAIN) else ["no"] if action is Action.VOTE_NO else []
     assert len(votes) <= 1
     if phase is Phase.COMMITTED:
-        assert votes == ["yes"]
+        assert votes == ["yes"] or others == 1
 
 
 @pytest.mark.parametrize(("phase", "until"), list(product(Phase, ORDER)))

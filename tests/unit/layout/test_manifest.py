@@ -204,6 +204,10 @@ def test_a_vote_of_a_rank_that_cannot_be_is_refused(rank: int, world_size: int) 
     ("name", "size"),
     [
         ("00000.index", 100),
+        ("00000-1.index", 100),
+        ("00001-0.index", 100),
+        ("00001-01.index", 100),
+        ("00001-5000.index", 100),
         ("../../etc/passwd", 100),
         ("/etc/passwd", 100),
         ("00001-0.chunks", 100),
@@ -216,6 +220,14 @@ def test_a_vote_names_the_index_of_its_rank_and_nothing_else(name: str, size: in
     ref = {"name": name, "size": size, "digest": digest(b"")}
     with pytest.raises(FormatError, match=f"names an index '{re.escape(name)}' of {size} bytes"):
         decode(edited(encode(VOTE), index=ref), Vote, KEY)
+
+
+@pytest.mark.parametrize("name", ["00001.index", "00001-1.index", "00001-4999.index"])
+def test_a_vote_may_name_the_index_of_any_hand_of_its_rank(name: str) -> None:
+    ref = {"name": name, "size": 100, "digest": digest(b"")}
+    found = decode(edited(encode(VOTE), index=ref), Vote, KEY)
+    assert found.index is not None
+    assert found.index.name == name
 
 
 @pytest.mark.parametrize("ranks", [[], ["0"], ["0", "1", "2"], ["0", "2"], ["0", "01"], ["0", "one"]])
