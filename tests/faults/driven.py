@@ -6,6 +6,7 @@ is what the method returned, or the error that it raised.
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -21,6 +22,8 @@ from checkpointd.errors import AbortedError, CheckpointdError
 from checkpointd.store import osfile
 from checkpointd.store.osdisk import OsDisk
 from checkpointd_client import Checkpointer, SaveHandle
+from checkpointd_client.arena import Slot
+from checkpointd_client.snapshot import Stager
 from tests.faults.trainer import Journal, Training, save_endlessly
 
 DIRECT_BYTES_MIN = osfile.DIRECT_BYTES_MIN
@@ -97,7 +100,23 @@ class Rank:
             return None
         client_state = loaded.client_state == {"seed": target.seed, "step": loaded.step}
         wrong = target.wrong(loaded.step) + ([] if client_state else ["client_state"])
-        return {"tag": loaded.tag, "step": loaded.step, "wrong": wrong, "fell_back_from": loaded.fell_back_from}
+        return {
+            "tag": loaded.tag,
+            "step": loaded.step,
+            "wrong": wrong,
+            "fell_back_from": loaded.fell_back_from,
+            "source": loaded.source,
+        }
+
+    def hold_staging(self) -> None:
+        """From now on nobody copies in the background: a snapshot stays unfinished."""
+        setattr(Stager, "_hand_over", lambda *_: None)  # noqa: B010  # a mutation, which mypy need not understand
+
+    def scribble_over_snapshots(self) -> None:
+        """Change every byte of the slots, behind the sidecar's back."""
+        for slot in gc.get_objects():
+            if isinstance(slot, Slot):
+                slot.image[:] = 255 - slot.image
 
     def forget_to_sync_files(self) -> None:
         """From now on fsync of a file does nothing; that of a directory goes on."""

@@ -27,7 +27,8 @@ POLL_S = 0.002
 NEVER_S = 600.0
 """A commit deadline that no test lives to see: what ends before it, ended for another reason."""
 REST_S = 15.0
-NBYTES = 1 << 20
+MIB = 1 << 20
+NBYTES = MIB
 """State of one rank where its size does not matter."""
 
 
@@ -59,6 +60,7 @@ class Loaded:
     step: int
     wrong: list[str]
     fell_back_from: list[str]
+    source: str
 
 
 class Rank:
@@ -197,8 +199,11 @@ class Job:
 
     def tell_open(self, root: Path, *, commit_timeout_s: float = NEVER_S, **options: Any) -> None:
         """The same, not waited for."""
-        arguments = {"seed": self.seed, "nbytes": self.nbytes, "commit_timeout_s": commit_timeout_s, **options}
-        self.tell("open", root=str(root), **arguments)
+        self.tell("open", **self.opening(root), commit_timeout_s=commit_timeout_s, **options)
+
+    def opening(self, root: Path) -> dict[str, Any]:
+        """What every rank is told to open `root`."""
+        return {"root": str(root), "seed": self.seed, "nbytes": self.nbytes}
 
     def ends(self, step: int) -> list[End]:
         """How the save of `step` ended on every rank."""

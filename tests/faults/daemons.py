@@ -1,0 +1,73 @@
+"""The sidecar as a real process, for tests that kill, stop and start it again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+
+class Daemon:
+    """`checkpointd serve` for the roots below `folder`; listening when the constructor returns."""
+
+    def __init__(self, folder: Path, *options: str, name: str = "sidecar") -> None:
+        self.socket = folder / name / "socket"
+        self._folder, self._options = folder, options
+        self._log = folder / f"{name}.log"
+        self.process = self._start()
+
+    def _start(self) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "checkpointd", "serve", "--socket", str(self.socket), "--root", str(self._folder)]
+        with self._log.open("a") as log:
+            process = subprocess.Popen(
+                [*command, *self._options], stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True
+            )
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line.startswith("ready at "), f"the sidecar did not start ({process.wait()}):\n{self.said()}"
+        return process
+
+    def said(self) -> str:
+        """Its log."""
+        return self._log.read_text()
+
+    def send(self, number: signal.Signals) -> None:
+        os.kill(self.process.pid, number)
+
+    def kill(self) -> None:
+        """SIGKILL, and its end."""
+        self.process.kill()
+        self._end()
+
+    def start_again(self, options: Sequence[str] | None = None) -> None:
+        """A new process at the same socket."""
+        if options is not None:
+            self._options = tuple(options)
+        self.process = self._start()
+
+    def _end(self) -> int:
+        code = self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        return code
+
+    def terminate(self) -> int:
+        """SIGTERM; its exit code."""
+        self.process.terminate()
+        return self._end()
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self._end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()

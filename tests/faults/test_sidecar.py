@@ -1,0 +1,259 @@
+"""Saves that outlive the trainer, and trainers that outlive the sidecar: real processes, killed, stopped and started again."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.faults.daemons import Daemon
+from tests.faults.jobs import MIB, Job, wait_until
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+
+SLOW = ("--bandwidth-mib", "4")
+"""What a save of 8 MiB a rank takes seconds for: time to kill somebody."""
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[Daemon]:
+    with Daemon(tmp_path) as daemon:
+        yield daemon
+
+
+@pytest.fixture
+def slow(tmp_path: Path) -> Iterator[Daemon]:
+    with Daemon(tmp_path, *SLOW) as daemon:
+        yield daemon
+
+
+def _latest(root: Path) -> str:
+    try:
+        return (root / "latest").read_text().strip()
+    except FileNotFoundError:
+        return ""
+
+
+def _wait_for_latest(root: Path, tag: str, *daemons: Daemon) -> None:
+    said = "\n".join(daemon.said() for daemon in daemons)
+    wait_until(lambda: _latest(root) == tag, f"{tag} was committed\n{said}")
+
+
+def _staged(job: Job, step: int) -> None:
+    """Save on every rank and wait until each snapshot is the sidecar's; nothing more."""
+    job.all("save", step=step)
+    job.all("end", step=step, until="staged")
+
+
+def _killed(job: Job) -> None:
+    for rank in job.ranks:
+        rank.kill()
+
+
+def test_what_was_staged_is_committed_without_any_trainer(tmp_path: Path, daemon: Daemon) -> None:
+    root = tmp_path / "root"
+    with Job(folder=tmp_path) as job:
+        job.open(root, sidecar=str(daemon.socket))
+        _staged(job, 7)
+        _killed(job)
+    _wait_for_latest(root, "global_step7", daemon)
+    with Job(folder=tmp_path) as job:
+        job.open(root)
+        job.must_load(7)
+
+
+def test_trainers_killed_while_the_sidecar_writes_lose_nothing(tmp_path: Path, slow: Daemon) -> None:
+    root = tmp_path / "root"
+    with Job(folder=tmp_path, nbytes=8 * MIB) as job:
+        job.open(root, sidecar=str(slow.socket))
+        job.all("save", step=3)
+        job.all("end", step=3, until="persisting")
+        _killed(job)
+    assert _latest(root) == ""
+    _wait_for_latest(root, "global_step3", slow)
+    with Job(folder=tmp_path, nbytes=8 * MIB) as job:
+        job.open(root)
+        job.must_load(3)
+
+
+@pytest.mark.parametrize("coordinator", [0, 1])
+def test_two_nodes_finish_a_save_without_any_trainer(tmp_path: Path, coordinator: int) -> None:
+    """Two daemons, two ranks each, one store; rank 0, and with it the coordinator, is at either of them."""
+    root = tmp_path / "root"
+    with (
+        Daemon(tmp_path, name="node-0") as one,
+        Daemon(tmp_path, name="node-1") as two,
+        Job(folder=tmp_path, world_size=4) as job,
+    ):
+        nodes = (one, two) if coordinator == 0 else (two, one)
+        for rank in job.ranks:
+            rank.tell("open", **job.opening(root), sidecar=str(nodes[rank.rank // 2].socket))
+        for rank in job.ranks:
+            rank.answer()
+        _staged(job, 5)
+        _killed(job)
+        _wait_for_latest(root, "global_step5", one, two)
+        assert "global_step5/00000001-0: committed (rank 0)" in nodes[0].said()
+        wait_until(lambda: "committed (rank 3)" in nodes[1].said(), "the other node heard of it")
+    with Job(folder=tmp_path, world_size=4) as job:
+        job.open(root)
+        job.must_load(5)
+
+
+def test_a_snapshot_whose_copy_was_cut_off_is_never_persisted(tmp_path: Path, daemon: Daemon) -> None:
+    root = tmp_path / "root"
+    with Job(folder=tmp_path) as job:
+        job.open(root, sidecar=str(daemon.socket))
+        job.must_commit(1)
+        job.ranks[1].do("hold_staging")
+        job.all("save", step=2)
+        job.ranks[0].do("end", step=2, until="prepared")
+        job.ranks[1].kill()
+        end = job.ranks[0].end(2)
+        assert (end.phase, end.code, end.ranks) == ("aborted", "AbortedError", [1])
+        assert "ended while its snapshot was being taken" in end.message
+    assert _latest(root) == "global_step1"
+    assert not list(root.glob("global_step2/*/*.chunks"))
+
+
+def test_a_restart_loads_from_memory(tmp_path: Path, daemon: Daemon) -> None:
+    root = tmp_path / "root"
+    with Job(folder=tmp_path) as job:
+        job.open(root, sidecar=str(daemon.socket))
+        job.must_commit(1)
+        job.must_commit(2)
+        _killed(job)
+    with Job(folder=tmp_path) as job:
+        job.open(root, sidecar=str(daemon.socket))
+        assert [loaded.source for loaded in job.load() if loaded] == ["memory", "memory"]
+        job.must_load(2)
+        job.must_commit(3)
+        job.must_load(3)
+
+
+def test_what_is_in_memory_may_be_newer_than_the_store_and_still_commits(tmp_path: Path, slow: Daemon) -> None:
+    """The trainers come back while the sidecar still writes: they go on at once, and the save is committed behind them."""
+    root = tmp_path / "root"
+    with Job(folder=tmp_path, nbytes=8 * MIB) as job:
+        job.open(root, sidecar=str(slow.socket))
+        _staged(job, 4)
+        _killed(job)
+    with Job(folder=tmp_path, nbytes=8 * MIB) as job:
+        job.open(root, sidecar=str(slow.socket))
+        loaded = job.load()
+        assert [(one.step, one.source, one.wrong) for one in loaded if one] == [(4, "memory", [])] * 2
+        assert _latest(root) == ""
+        _wait_for_latest(root, "global_step4", slow)
+        job.must_commit(5)
+    with Job(folder=tmp_path, nbytes=8 * MIB) as job:
+        job.open(root)
+        job.must_load(5)
+
+
+def test_memory_that_changed_is_found_and_the_store_is_loaded(tmp_path: Path, daemon: Daemon) -> None:
+    root = tmp_path / "root"
+    with Job(folder=tmp_path) as job:
+        job.open(root, sidecar=str(daemon.socket))
+        job.must_commit(1)
+        job.must_commit(2)
+        job.ranks[1].do("scribble_over_snapshots")
+        _killed(job)
+    with Job(folder=tmp_path) as job:
+        job.open(root, sidecar=str(daemon.socket))
+        loaded = job.load()
+        assert [(one.step, one.source, one.wrong) for one in loaded if one] == [(2, "store", [])] * 2
+        assert "changed in memory (rank 1)" in job.ranks[0].logged("ERROR")
+
+
+def test_the_snapshot_of_a_root_that_was_removed_is_not_loaded(tmp_path: Path, daemon: Daemon) -> None:
+    root = tmp_path / "root"
+    with Job(folder=tmp_path) as job:
+        job.open(root, sidecar=str(daemon.socket))
+        job.must_commit(1)
+        _killed(job)
+    shutil.rmtree(root)
+    with Job(folder=tmp_path) as job:
+        job.open(root, sidecar=str(daemon.socket))
+        assert job.load() == [None, None]
+
+
+def test_a_sidecar_killed_in_the_middle_of_a_save_costs_nothing(tmp_path: Path, slow: Daemon) -> None:
+    root = tmp_path / "root"
+    with Job(folder=tmp_path, nbytes=8 * MIB) as job:
+        job.open(root, sidecar=str(slow.socket))
+        job.all("save", step=1)
+        job.all("end", step=1, until="persisting")
+        slow.kill()
+        assert [end.phase for end in job.ends(1)] == ["committed", "committed"]
+        assert "this process persists it itself" in job.ranks[0].logged("WARNING")
+        job.must_commit(2)  # nobody is there, and it works all the same
+        slow.start_again(())
+        job.must_commit(3)
+        wait_until(lambda: "global_step3/00000001-0: committed" in slow.said(), "the new sidecar did it")
+        job.must_load(3)
+
+
+def test_waiting_for_the_sidecar_hands_the_save_to_the_next_one(tmp_path: Path, slow: Daemon) -> None:
+    root = tmp_path / "root"
+    with Job(folder=tmp_path, nbytes=8 * MIB) as job:
+        job.open(root, sidecar=str(slow.socket), on_sidecar_loss="wait")
+        job.all("save", step=1)
+        job.all("end", step=1, until="persisting")
+        slow.kill()
+        slow.start_again(())
+        assert [end.phase for end in job.ends(1)] == ["committed", "committed"]
+        assert "global_step1/00000001-0: committed" in slow.said()
+        job.must_load(1)
+
+
+def test_raising_when_the_sidecar_is_lost_fails_that_save_alone(tmp_path: Path, slow: Daemon) -> None:
+    root = tmp_path / "root"
+    with Job(folder=tmp_path, nbytes=8 * MIB) as job:
+        job.open(root, sidecar=str(slow.socket), on_sidecar_loss="raise")
+        job.all("save", step=1)
+        job.all("end", step=1, until="persisting")
+        slow.kill()
+        ends = job.ends(1)
+        assert {end.phase for end in ends} <= {"failed", "aborted"}
+        assert any("was not persisted" in end.message for end in ends)
+        slow.start_again(())
+        job.must_commit(2)
+
+
+def test_a_sidecar_that_hangs_is_as_good_as_lost_and_may_wake_up(tmp_path: Path, slow: Daemon) -> None:
+    root = tmp_path / "root"
+    with Job(folder=tmp_path, nbytes=8 * MIB) as job:
+        job.open(root, sidecar=str(slow.socket))
+        job.all("save", step=1)
+        job.all("end", step=1, until="persisting")
+        slow.send(signal.SIGSTOP)
+        assert [end.phase for end in job.ends(1)] == ["committed", "committed"]
+        assert "has not answered for" in job.ranks[0].logged("ERROR")
+        job.must_commit(2)
+        slow.send(signal.SIGCONT)
+        wait_until(lambda: slow.said().count("global_step1/00000001-0") >= 2, "it woke up and saw the end")
+        job.must_load(1, tag="global_step1")
+        job.must_commit(3)
+        job.must_load(3)
+
+
+def test_a_sidecar_told_to_leave_finishes_what_is_in_flight(tmp_path: Path, slow: Daemon) -> None:
+    root = tmp_path / "root"
+    with Job(folder=tmp_path, nbytes=8 * MIB) as job:
+        job.open(root, sidecar=str(slow.socket))
+        job.all("save", step=1)
+        job.all("end", step=1, until="persisting")
+        assert slow.terminate() == 0
+        assert [end.phase for end in job.ends(1)] == ["committed", "committed"]
+        assert _latest(root) == "global_step1"
+
+
+def test_a_sidecar_that_does_not_serve_the_root_says_so_on_every_rank(tmp_path: Path) -> None:
+    (tmp_path / "served").mkdir()
+    with Daemon(tmp_path / "served") as daemon, Job(folder=tmp_path) as job:
+        arguments = {**job.opening(tmp_path / "root"), "sidecar": str(daemon.socket)}
+        for error in job.errors_of("open", **arguments):
+            assert "does not serve" in error.message
