@@ -1,4 +1,4 @@
-"""Durations counted in buckets: what a rank's record keeps for the metrics, in bounded memory and over the daemon's whole life."""
+"""Durations counted in buckets, for the metrics: bounded memory, and nothing forgotten while the daemon lives."""
 
 from __future__ import annotations
 

@@ -1,11 +1,43 @@
-"""checkpointd for training scripts: non-blocking saves, an all-rank commit, and a restart that finds its way."""
+"""checkpointd for training scripts: non-blocking saves, an all-rank commit, and a restart that finds its way.
+
+What needs torch is imported when it is first named: `checkpointd_client.query` works where there is none.
+"""
 
 from __future__ import annotations
 
-from checkpointd_client.checkpointer import Checkpointer
-from checkpointd_client.handle import SaveHandle, Timings
-from checkpointd_client.loading import Loaded
-from checkpointd_client.rng import RngState
-from checkpointd_client.status import AttemptStatus, Status
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from checkpointd_client.checkpointer import Checkpointer
+    from checkpointd_client.handle import SaveHandle, Timings
+    from checkpointd_client.loading import Loaded
+    from checkpointd_client.rng import RngState
+    from checkpointd_client.status import AttemptStatus, Status
 
 __all__ = ["AttemptStatus", "Checkpointer", "Loaded", "RngState", "SaveHandle", "Status", "Timings"]
+
+_HOMES = {
+    "AttemptStatus": "status",
+    "Checkpointer": "checkpointer",
+    "Loaded": "loading",
+    "RngState": "rng",
+    "SaveHandle": "handle",
+    "Status": "status",
+    "Timings": "handle",
+}
+
+
+if not TYPE_CHECKING:  # a type checker that saw it would take every name for an export
+
+    def __getattr__(name: str) -> object:
+        home = _HOMES.get(name)
+        if home is None:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value: object = getattr(import_module(f"{__name__}.{home}"), name)
+        globals()[name] = value  # asked once
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
