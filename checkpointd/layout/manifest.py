@@ -56,6 +56,9 @@ class Epoch(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpo
     world_size: int
     process: str = ""
     """The holder, exactly (`store/writers.py` makes the name): what tells on its own machine whether it still runs."""
+    spares: tuple[str, ...] = ()
+    """Attempts of older epochs, each `<tag>/<attempt>`, whose writers go on: while this epoch is the newest, they are not
+    fenced, and nobody else decides them."""
     writer: Writer
 
 

@@ -279,9 +279,11 @@ class Attempt:
         return await put_outcome(self._store, self._outcome_of(decision))
 
     async def _is_fenced(self) -> bool:
-        """Whether a newer epoch has begun: then its recovery decides, and this coordinator only waits a little for it."""
+        """Whether a newer epoch has begun that does not spare this attempt: then its recovery decides, and this coordinator
+        only waits a little for it.
+        """
         try:
-            await epochs.check_fence(self._store, self.info.attempt.epoch)
+            await epochs.check_fence(self._store, self.info.attempt.epoch, self.info.prefix)
         except FencedError as error:
             if self._fenced is None:
                 self._fenced = error

@@ -1,8 +1,14 @@
-"""Epochs: which incarnation of the job runs at a root, and how older ones learn that they do not."""
+"""Epochs: which incarnation of the job runs at a root, and how older ones learn that they do not.
+
+Invariant
+  E1  Of the epochs before the newest, only attempts that the newest one's record spares may still be committed by their own
+      coordinator.
+"""
 
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 
 from checkpointd.errors import DamagedError, FencedError, NotFoundError
 from checkpointd.layout.keys import SERVICE, AttemptId, epoch_key, epoch_of
@@ -19,15 +25,23 @@ async def newest(store: Store) -> int:
     return max((number for entry in entries if (number := epoch_of(entry.name)) is not None), default=0)
 
 
-async def take(store: Store, world_size: int) -> Epoch:
+async def take(store: Store, world_size: int, spares: Sequence[str] = ()) -> Epoch:
     """Begin the next epoch, for a job of `world_size` ranks (0: for a recovery without one).
 
-    Whoever ran an older one at this root is fenced from here on.
+    Whoever ran an older one at this root is fenced from here on, but for the attempts `spares` (`<tag>/<attempt>`), whose
+    writers have outlived their trainers and go on.
     """
     number = max(await newest(store), await _newest_named(store))
     while True:
         number += 1
-        epoch = Epoch(epoch=number, nonce=secrets.token_hex(16), world_size=world_size, process=new_writer(), writer=writer())
+        epoch = Epoch(
+            epoch=number,
+            nonce=secrets.token_hex(16),
+            world_size=world_size,
+            process=new_writer(),
+            spares=tuple(spares),
+            writer=writer(),
+        )
         if await store.put_if_absent(epoch_key(number), encode(epoch)):
             return epoch
 
@@ -47,11 +61,19 @@ async def read(store: Store, number: int) -> Epoch:
     return decode(await store.get(key), Epoch, key)
 
 
-async def check_fence(store: Store, number: int) -> None:
-    """Raise FencedError where an epoch newer than `number` has begun."""
+async def check_fence(store: Store, number: int, attempt: str | None = None) -> None:
+    """Raise FencedError where an epoch newer than `number` has begun and does not spare `attempt` (`<tag>/<attempt>`)."""
     current = await newest(store)
-    if current > number:
+    if current > number and not (attempt and await _is_spared(store, current, attempt)):
         raise FencedError(await fence_message(store, number, current))
+
+
+async def _is_spared(store: Store, current: int, attempt: str) -> bool:
+    """Whether epoch `current` spares `attempt`; a record that cannot be read spares nobody."""
+    try:
+        return attempt in (await read(store, current)).spares
+    except (NotFoundError, DamagedError):
+        return False
 
 
 async def fence_message(store: Store, number: int, current: int) -> str:

@@ -2,7 +2,8 @@
 
 Invariants
   C1  The outcome is put only with `put_if_absent`: whoever is first decides, and everybody reads that one.
-  C2  A commit is put only by the coordinator of the newest epoch, or by recovery, and only with every vote read and valid.
+  C2  A commit is put only by the coordinator of the newest epoch or of an attempt that it spares, or by recovery, and only
+      with every vote read and valid.
   C3  `latest` moves after the outcome is durable, never before.
 """
 

@@ -2,13 +2,16 @@
 
 Invariants
   V1  An attempt of an older epoch is rolled forward exactly when every vote is there, valid, and what it names is there too.
-  V2  After recovery every attempt of an older epoch has an outcome, durable, and `latest` names the newest commit that asked
-      for it.
+  V2  After recovery every attempt of an older epoch that is not spared has an outcome, durable, and `latest` names the newest
+      commit that asked for it.
+  V3  Of an attempt that is spared nothing is decided, removed or waited for: its writers still work at it. Nor is any temporary
+      file removed then, since those of writers on other machines cannot be told from dead ones'; the next start does it.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from checkpointd.commit import decide as decisions
@@ -38,17 +41,20 @@ class Recovery:
     strays: int = 0
 
 
-async def recover(store: Store, epoch: int) -> Recovery:
-    """Do all of it for attempts of epochs before `epoch`, which the caller has taken.
+async def recover(store: Store, epoch: int, spares: Collection[str] = ()) -> Recovery:
+    """Do all of it for attempts of epochs before `epoch`, which the caller has taken, but for `spares` (`<tag>/<attempt>`).
 
+    `spares` are those of the epoch's record: what stands in only one of the two is either fenced for nothing or decided twice.
     What the storage refuses is logged and left for the next start: it must not keep the job from loading what is whole.
     """
-    done = Recovery()
-    views = [await _settled(store, attempt, epoch, done) for attempt in await catalog.scan(store)]
+    done, spared = Recovery(), frozenset(spares)
+    seen = await catalog.scan(store)
+    views = [view if view.prefix in spared else await _settled(store, view, epoch, done) for view in seen]
     newest = next((c for c in catalog.checkpoints_of(views) if c.outcome.save_latest), None)
     try:
-        done.swept = await collect(store, [view.facts for view in views])
-        done.strays = await store.sweep()
+        done.swept = await collect(store, [view.facts for view in views if view.prefix not in spared])
+        if not spared:
+            done.strays = await store.sweep()
         if newest is not None and await move_latest(store, newest.tag, newest.outcome.order):
             done.latest_moved_to = newest.tag
     except StoreError as error:
