@@ -25,6 +25,7 @@ import tables
 from compare import Comparison, compare_runs
 from costs import SaveCost, read_saves, step_seconds
 from launch import Job, Strike, kill_during_save
+from second_act import SecondAct
 
 HERE = Path(__file__).resolve().parent
 RANKS = 2
@@ -57,7 +58,20 @@ class Demo:
         self.show_costs(strike)
         self.heading("5. The checkpoints")
         self.show_checkpoints(strike)
-        return self.verdict(strike, comparisons)
+        good = self.verdict(strike, comparisons)
+        self.heading("6. The second act: all trainers are killed right after save(), and the sidecar finishes it")
+        return self.second_act() and good
+
+    def second_act(self) -> bool:
+        """Whether the save was committed without trainers, and the restarts went on exactly as the reference did."""
+        act = SecondAct(self.folder / "second", self.job, self.console, save_every=self.options.save_every)
+        recoveries = act.run()
+        self.console.print(tables.recoveries(recoveries))
+        self.console.print(tables.RECOVERIES_EXPLAINED)
+        wrong = [step for recovery in recoveries for step in recovery.differing(self.reference)]
+        if wrong:
+            self.console.print(f"\n[bold red]FAILED:[/] the losses of steps {wrong} differ from the uninterrupted run's.")
+        return not wrong and [recovery.source for recovery in recoveries] == ["memory", "store"]
 
     def heading(self, text: str) -> None:
         self.console.print(f"\n[bold cyan]{text}[/]")
@@ -146,7 +160,8 @@ def main() -> int:
     if good:
         console.print(
             f"\n[bold green]Equal, bit for bit.[/] Rank {VICTIM} was killed in the middle of a save, torchrun restarted the "
-            "job, it resumed from the newest committed checkpoint, and nobody had to help. "
+            "job, and it resumed from the newest committed checkpoint. With the sidecar, all trainers were killed, their save "
+            "was committed all the same, and the restart loaded from memory. Nobody had to help. "
             f"{time.monotonic() - started:.0f} s in all."
         )
     if good and not options.keep:

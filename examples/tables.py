@@ -10,6 +10,7 @@ from rich.table import Table
 from compare import Comparison
 from costs import Save, SaveCost, epoch_of, typical
 from launch import Strike
+from second_act import Recovery
 
 MEGA = 1e6
 
@@ -64,6 +65,20 @@ def costs(saves: Sequence[Save], killed: Strike | None, blocking: Sequence[SaveC
 def _cells(cost: SaveCost) -> list[str]:
     durations = (cost.call_s, cost.fence_s, cost.safe_s, cost.durable_s, cost.committed_s)
     return ["" if seconds is None else f"{seconds * 1e3:.1f}" for seconds in durations]
+
+
+RECOVERIES_EXPLAINED = (
+    "Seconds from the kill (memory) or from the start (store) until all ranks had loaded, and until the first step was trained; "
+    "most of it is Python starting and importing torch. The store is read from the page cache here."
+)
+
+
+def recoveries(found: Sequence[Recovery]) -> Table:
+    """One line per restart."""
+    table = _table("loaded from", "checkpoint", "loaded after, s", "first step after, s")
+    for recovery in found:
+        table.add_row(recovery.source, recovery.tag, f"{recovery.loaded_s:.2f}", f"{recovery.first_step_s:.2f}")
+    return table
 
 
 def _table(first: str, *others: str) -> Table:

@@ -47,14 +47,17 @@ def train(args: argparse.Namespace) -> None:
         "batches": batches,
         "rng": RngState(),
     }
-    with Checkpointer(args.root, compression=args.compression) as ckpt:  # (2) leaving waits for what is in flight
+    options = {"sidecar": args.sidecar} if args.sidecar else {}  # with one, it persists, and outlives this process
+    with Checkpointer(args.root, compression=args.compression, **options) as ckpt:  # (2) leaving waits for what is in flight
         loaded = ckpt.load(state)  # (3) in place; None where there is no checkpoint yet
         start = loaded.step + 1 if loaded else 0
         if rank == 0:
-            print(f"resumed from {loaded.tag} at step {start}" if loaded else "starting at step 0", flush=True)
+            print(
+                f"resumed from {loaded.tag} ({loaded.source}) at step {start}" if loaded else "starting at step 0", flush=True
+            )
 
         log = RunLog(args.out, rank=rank, start=start)
-        for step in range(start, args.steps):
+        for step in range(start, min(args.steps, args.until)):
             inputs, targets = next(batches)
             loss = F.cross_entropy(ddp(inputs).flatten(0, 1), targets.flatten())
             loss.backward()
@@ -83,6 +86,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--root", type=Path, required=True, help="folder of the checkpoints")
     parser.add_argument("--out", type=Path, help="folder of losses, timings and digests (default: ROOT-log)")
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--until", type=int, default=1 << 30, help="leave before this step, as where time is up")
+    parser.add_argument("--sidecar", type=Path, help="socket of `checkpointd serve`")
     parser.add_argument("--save-every", type=int, default=10, help="steps")
     parser.add_argument("--print-every", type=int, default=10, help="steps")
     parser.add_argument("--compression", choices=["auto", "none", "zstd", "planes"], default="auto")

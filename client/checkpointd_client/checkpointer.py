@@ -24,7 +24,7 @@ from checkpointd.config import MIB, CommitConfig, LoadConfig, PersistConfig
 from checkpointd.errors import CheckpointdError, ClosedError, StoreError, UsageError, WaitTimeoutError
 from checkpointd.layout.keys import check_tag, default_tag
 from checkpointd.pipeline import catalog
-from checkpointd.pipeline.attempt import WriterState
+from checkpointd.pipeline.attempt import COORDINATOR, WriterState
 from checkpointd.pipeline.catalog import Checkpoint
 from checkpointd.store import open_store
 from checkpointd_client.arena import Arena
@@ -137,7 +137,8 @@ class Checkpointer:
         if self._sidecar is None:
             return ()
         joined = self._writer.call(self._sidecar.start(SIDECAR_PATIENCE_S), 2 * SIDECAR_PATIENCE_S)
-        return tuple(f"{flight.tag}/{flight.attempt}" for flight in joined.in_flight) if joined is not None else ()
+        flights = joined.in_flight if joined is not None else ()
+        return tuple(f"{flight.tag}/{flight.attempt}" for flight in flights if flight.rank == COORDINATOR)
 
     def _begin_sidecar(self, persist: PersistConfig, commit: CommitConfig) -> None:
         if self._sidecar is None:

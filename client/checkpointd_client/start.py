@@ -56,12 +56,12 @@ async def _begin(store: Store, world_size: int, spares: tuple[str, ...]) -> Begu
     if before:
         await _say_who_is_fenced(store, before)
     try:
-        epoch = await epochs.take(store, world_size)
+        epoch = await epochs.take(store, world_size, spares)
     except StoreFullError as error:
         log.error("%s; dropping the ballast to make room for a start", error)
         await ballast.drop(store)
-        epoch = await epochs.take(store, world_size)
-    await recover(store, epoch.epoch)
+        epoch = await epochs.take(store, world_size, spares)
+    await recover(store, epoch.epoch, spares)
     await ballast.take_aboard(store)
     try:
         latest = await catalog.latest(store)
