@@ -1,9 +1,10 @@
 """One end of a connection to the sidecar's socket: whole messages and the descriptors that come with them, in order.
 
 Invariants
-  H1  A descriptor that arrives belongs to the message that announces it; one that no message announces is closed, and the
+  X1  A descriptor that arrives belongs to the message that announces it; one that no message announces is closed, and the
       connection with it.
-  H2  A message is sent whole or the channel is closed: no later one can follow half a frame.
+  X2  A message is sent whole or the channel is closed: no later one can follow half a frame.
+  X3  Who sends without a pause does not hold the loop: others have their turn between two messages, and between two pieces.
 
 Works on a raw non-blocking socket under any asyncio loop: asyncio's streams would drop descriptors.
 """
@@ -59,6 +60,7 @@ class Channel:
         self._sending = asyncio.Lock()
         self._waits: set[asyncio.Future[None]] = set()
         self._closed = False
+        self._last = False
 
     @property
     def peer(self) -> Peer:
@@ -72,11 +74,16 @@ class Channel:
         """Take frames of up to `nbytes` from here on: the handshake is done."""
         self._decoder.frame_bytes_max = nbytes
 
-    async def receive(self) -> Received | None:
-        """The next message; None where the other end has closed. WireError, after which the channel is of no use."""
+    async def receive(self, stall_s: float | None = None) -> Received | None:
+        """The next message; None where the other end has closed. WireError, after which the channel is of no use.
+
+        `stall_s`: how long the rest of a message may take to come once it has begun.
+        """
+        await asyncio.sleep(0)  # X3
         while not self._messages:
-            if not await self._read():
+            if not await self._read(stall_s if self._decoder.buffered else None):
                 return None
+            await asyncio.sleep(0)  # X3
         message, announced = self._messages.popleft()
         if not announced:
             return Received(message)
@@ -84,17 +91,21 @@ class Channel:
             raise WireError(f"a {type(message).__name__} message came without the descriptor that it announced")
         return Received(message, self._descriptors.popleft())
 
-    async def _read(self) -> bool:
+    async def _read(self, patience_s: float | None) -> bool:
         """Take in what is there, waiting for it; False at the end of the stream."""
         try:
-            data = await self._when_ready(self._receive_piece, reading=True)
-        except (ConnectionError, BrokenPipeError):
+            async with asyncio.timeout(patience_s):
+                data = await self._when_ready(self._receive_piece, reading=True)
+        except TimeoutError as error:
+            raise WireError(f"half a message came, and then nothing for {patience_s:g} s") from error
+        except ConnectionError:
             return False
         if not data:
             return False
         self._messages.extend(self._decoder.feed(data))
-        if len(self._descriptors) > sum(announced for _, announced in self._messages) + wire.DESCRIPTORS_MAX:
-            raise WireError("descriptors came that no message announced")
+        unclaimed = len(self._descriptors) - sum(announced for _, announced in self._messages)
+        if unclaimed > self._decoder.announced:
+            raise WireError("a descriptor came that no message announced")
         return True
 
     def _receive_piece(self) -> bytes:
@@ -121,7 +132,7 @@ class Channel:
                 while frame:
                     frame = frame[await self._when_ready(partial(self._socket.send, frame), reading=False) :]
             except BaseException:
-                self.close()  # H2
+                self.close()  # X2
                 raise
 
     def _send_with(self, frame: memoryview, descriptor: int) -> int:
@@ -136,7 +147,8 @@ class Channel:
             try:
                 return call()
             except (BlockingIOError, InterruptedError):
-                pass
+                if reading and self._last:
+                    raise ConnectionError("the other end is gone") from None
             ready: asyncio.Future[None] = loop.create_future()
             self._waits.add(ready)
             add(self._socket.fileno(), _resolve, ready)
@@ -146,6 +158,12 @@ class Channel:
                 self._waits.discard(ready)
                 if not self._closed:
                     remove(self._socket.fileno())
+
+    def expect_no_more(self) -> None:
+        """The other end is gone: what it has sent is still received, and then the stream ends, whoever else holds it open."""
+        self._last = True
+        for ready in self._waits:
+            _resolve(ready)
 
     def close(self) -> None:
         """End the connection; whoever waits on it here hears a ConnectionError."""

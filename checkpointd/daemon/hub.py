@@ -10,13 +10,15 @@ from checkpointd.commit.machine import FINAL, Phase
 from checkpointd.config import ServeConfig
 from checkpointd.daemon.histogram import Durations
 from checkpointd.daemon.jobs import Job, Jobs
-from checkpointd.daemon.memory import Account
+from checkpointd.daemon.memory import Memory
 from checkpointd.daemon.roots import Roots
 from checkpointd.daemon.status import CheckpointStatus
 from checkpointd.daemon.tier import Tier
 from checkpointd.layout.manifest import ErrorReport
 
 COMMITS_KEPT = 64
+RANKS_KEPT = 4096
+"""Ranks that are remembered; those that are gone for longest are forgotten."""
 
 
 @dataclass(eq=False, slots=True)
@@ -80,7 +82,8 @@ class Hub:
         self.config = config
         self.roots = Roots(config.roots, config.bandwidth_bps)
         self.jobs = Jobs()
-        self.account = Account(config.memory_bytes_max)
+        self.memory = Memory(config.memory_bytes_max)
+        self.account = self.memory.account
         self.tier = Tier(config.held_bytes_max)
         self.started_at = time.time()
         self.clients = 0
@@ -93,10 +96,22 @@ class Hub:
         """The record of a rank, which `pid` runs now."""
         record = self._ranks.get((root, rank))
         if record is None:
+            self._forget_ranks()
             record = self._ranks[(root, rank)] = RankRecord(root, rank, world_size, pid)
         if record.pid != pid or record.world_size != world_size:
             record.pid, record.world_size, record.since, record.epoch = pid, world_size, time.time(), None
         return record
+
+    def _forget_ranks(self) -> None:
+        """Make room for one more rank. Those that are connected stay, and `clients_max` bounds them."""
+        idle = (key for key, record in self._ranks.items() if not record.connections)
+        while len(self._ranks) >= RANKS_KEPT and (key := next(idle, None)) is not None:
+            del self._ranks[key]
+            idle = (key for key, record in self._ranks.items() if not record.connections)
+
+    def roots_in_use(self) -> set[str]:
+        """The roots that a connected rank or a save in flight needs."""
+        return {record.root for record in self._ranks.values() if record.connections} | {job.root for job in self.jobs.all()}
 
     def ranks_at(self, root: str) -> list[RankRecord]:
         return sorted((r for r in self._ranks.values() if r.root == root), key=lambda r: r.rank)

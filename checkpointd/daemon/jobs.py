@@ -4,6 +4,7 @@ Invariants
   J1  One job per (root, tag, attempt, rank): a client that comes back is attached to the job that there is.
   J2  A snapshot is persisted only after its client said that it is whole; one whose client died before votes no.
   J3  A slot is read until the job has left it, whatever becomes of the client.
+  J4  A job that has ended holds no memory of the snapshot any more: what is remembered of it is plain data.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from checkpointd.commit.machine import FINAL, Phase
 from checkpointd.daemon.memory import SlotMemory
 from checkpointd.daemon.status import SaveStatus
-from checkpointd.errors import CheckpointdError
+from checkpointd.errors import CheckpointdError, StagingError
 from checkpointd.layout.manifest import ErrorReport
 from checkpointd.pipeline.attempt import Attempt, WriterState
 from checkpointd.pipeline.shard import AttemptInfo, Progress, Shard
@@ -27,6 +28,8 @@ log = logging.getLogger("checkpointd")
 
 ENDED_KEPT = 64
 """Ended saves that are remembered per root and rank, for a client that comes back and for people."""
+RANKS_KEPT = 1024
+"""Ranks whose ended saves are remembered: those that ended one last."""
 
 JobKey = tuple[str, str, str, int]
 
@@ -76,6 +79,11 @@ class Job:
         return None if error is None else ErrorReport(code=error.code, message=str(error), phase=str(self.phase))
 
     @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that the error names."""
+        return tuple(getattr(self.attempt.error, "ranks", ()))
+
+    @property
     def has_snapshot(self) -> bool:
         return self._staged.done()
 
@@ -100,7 +108,7 @@ class Job:
             self.attempt.phase = Phase.FAILED
             self._entered(Phase.FAILED)
         finally:
-            self._free()
+            # The slot is not left here: where the attempt was cut off, a thread of it may still read; it calls `_free` itself.
             if not self._staged.done():
                 self._staged.cancel()
             elif not self._staged.cancelled():
@@ -120,6 +128,8 @@ class Job:
         elif phase in FINAL:
             self.times.ended = now
             self._say()
+            # Nobody will stage it any more, and the attempt waits for it.
+            self.spoiled(StagingError("the attempt ended before its snapshot was whole"))
         self._on_change(self)
         for listener in list(self._listeners.values()):
             listener(self)
@@ -175,12 +185,35 @@ class Job:
 SHOWN = {Phase.FAILING: "failed", Phase.SKIPPING: "skipped"}
 
 
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """What is remembered of a job that has ended."""
+
+    key: JobKey
+    info: AttemptInfo
+    times: Times
+    phase: Phase
+    error: ErrorReport | None
+    ranks: tuple[int, ...]
+    shown: SaveStatus
+
+    @staticmethod
+    def of(job: Job) -> Ended:
+        return Ended(job.key, job.info, job.times, job.phase, job.error, job.ranks, job.status())
+
+    def status(self) -> SaveStatus:
+        return self.shown
+
+
 @dataclass(slots=True)
 class Jobs:
     """All jobs of this daemon: those in flight, and the last ones that ended."""
 
     _live: dict[JobKey, Job] = field(default_factory=dict)
-    _ended: dict[tuple[str, int], deque[Job]] = field(default_factory=dict)
+    _ended: OrderedDict[tuple[str, int], deque[Ended]] = field(default_factory=OrderedDict)
+
+    def __len__(self) -> int:
+        return len(self._live)
 
     def add(self, job: Job) -> None:
         self._live[job.key] = job
@@ -189,22 +222,23 @@ class Jobs:
     def _end(self, job: Job) -> None:
         del self._live[job.key]
         rank = (job.root, job.info.rank)
-        self._ended.setdefault(rank, deque(maxlen=ENDED_KEPT)).append(job)
+        self._ended.setdefault(rank, deque(maxlen=ENDED_KEPT)).append(Ended.of(job))
+        self._ended.move_to_end(rank)
+        if len(self._ended) > RANKS_KEPT:
+            self._ended.popitem(last=False)
 
     def live(self, key: JobKey) -> Job | None:
         return self._live.get(key)
 
-    def find(self, key: JobKey) -> Job | None:
-        """The job, live or ended."""
-        if key in self._live:
-            return self._live[key]
+    def ended(self, key: JobKey) -> Ended | None:
+        """What is remembered of the job, if it has ended."""
         return next((job for job in reversed(self._ended.get((key[0], key[3]), deque())) if job.key == key), None)
 
     def at(self, root: str) -> list[Job]:
         """The jobs in flight at a root, in the order in which they came."""
         return [job for job in self._live.values() if job.root == root]
 
-    def ended_at(self, root: str) -> list[Job]:
+    def ended_at(self, root: str) -> list[Ended]:
         """The last jobs that ended at a root, in the order in which they began."""
         ended = [job for (where, _), jobs in self._ended.items() if where == root for job in jobs]
         return sorted(ended, key=lambda job: job.times.began)

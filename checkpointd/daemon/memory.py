@@ -1,9 +1,10 @@
 """The snapshots' memory as the daemon sees it: descriptors that clients handed over, mapped read-only.
 
 Invariants
-  E1  Only a memfd that can neither shrink nor grow is mapped: no client can make a read here end in SIGBUS.
-  E2  A slot stays mapped while anybody uses it, and goes with its last user.
+  E1  Only a memfd of ordinary pages that can neither shrink nor grow is mapped: no client can make a read here end in SIGBUS.
+  E2  A slot stays mapped while anybody uses it or a client has it, and goes with the last of them.
   E3  What is mapped for one client, and for all, stays below the bounds.
+  E4  One memfd is one slot, however often it is handed over: who uses it is known whichever connection asks.
 """
 
 from __future__ import annotations
@@ -22,13 +23,15 @@ from checkpointd.pipeline.shard import Bytes
 _F_GET_SEALS, _SEALS = 1034, 0x0002 | 0x0004
 """F_SEAL_SHRINK and F_SEAL_GROW."""
 
+FileId = tuple[int, int]
+"""Device and inode of a memfd: the same for every descriptor of it."""
+
 
 @dataclass(slots=True)
 class Account:
-    """Bytes mapped, and how many may be; `parent` bounds all clients together."""
+    """Bytes mapped, and how many may be."""
 
     limit: int
-    parent: Account | None = None
     used: int = 0
 
     def take(self, nbytes: int) -> None:
@@ -38,26 +41,22 @@ class Account:
                 f"a slot of {nbytes} bytes does not fit: {self.used} of {self.limit} bytes are in use; "
                 "give the daemon more memory (memory_bytes_max) or save less per rank"
             )
-        if self.parent is not None:
-            self.parent.take(nbytes)
         self.used += nbytes
 
     def give_back(self, nbytes: int) -> None:
         self.used -= nbytes
-        if self.parent is not None:
-            self.parent.give_back(nbytes)
 
 
 @dataclass(eq=False, slots=True)
 class SlotMemory:
-    """One slot of one client. `on_idle` is called each time its last user has gone."""
+    """One memfd, mapped. Users read it; owners are the clients that have it, and hear each time that its last user has gone."""
 
     descriptor: int
     nbytes: int
-    account: Account
-    on_idle: Callable[[SlotMemory], None] = lambda _: None
-    _image: Bytes | None = None
+    on_unmapped: Callable[[SlotMemory], None]
+    _image: Bytes | None
     _users: set[object] = field(default_factory=set)
+    _owners: dict[object, Callable[[], None]] = field(default_factory=dict)
 
     @property
     def image(self) -> Bytes:
@@ -68,6 +67,10 @@ class SlotMemory:
     def in_use(self) -> bool:
         return bool(self._users)
 
+    @property
+    def mapped(self) -> bool:
+        return self._image is not None
+
     def use(self, user: object) -> None:
         self._users.add(user)
 
@@ -77,41 +80,80 @@ class SlotMemory:
             return
         self._users.discard(user)
         if not self._users:
-            self.on_idle(self)
+            for on_idle in list(self._owners.values()):
+                on_idle()
+            self._unmap_unless_wanted()
 
-    def unmap(self) -> None:
-        """Give the memory up. What still holds a view keeps the mapping until it goes."""
-        if self._image is None:
+    def own(self, owner: object, on_idle: Callable[[], None]) -> None:
+        self._owners[owner] = on_idle
+
+    def disown(self, owner: object) -> None:
+        """`owner` has gone, or will not use the slot again."""
+        self._owners.pop(owner, None)
+        self._unmap_unless_wanted()
+
+    def _unmap_unless_wanted(self) -> None:
+        if self._users or self._owners or self._image is None:
             return
-        self._image = None
+        self._image = None  # what still holds a view keeps the mapping until it goes
         os.close(self.descriptor)
-        self.account.give_back(self.nbytes)
+        self.on_unmapped(self)
 
 
-def map_slot(descriptor: int, nbytes: int, account: Account) -> SlotMemory:
-    """Map `nbytes` of `descriptor`, which is closed where this raises. UsageError where it is not such memory (E1)."""
-    try:
-        size = _check(descriptor, nbytes)
-        account.take(size)
+class Memory:
+    """All slots of all clients, below `limit` bytes."""
+
+    def __init__(self, limit: int) -> None:
+        self.account = Account(limit)
+        self._slots: dict[FileId, SlotMemory] = {}
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def map(self, descriptor: int, nbytes: int, owner: object, on_idle: Callable[[], None]) -> SlotMemory:
+        """The slot of `nbytes` that `descriptor` is, mapped and owned by `owner`. Takes the descriptor, also where it raises.
+
+        UsageError where it is not such memory (E1), or there is no room (E3).
+        """
         try:
-            mapped = mmap.mmap(descriptor, size, mmap.MAP_SHARED, mmap.PROT_READ)
+            file = _check(descriptor, nbytes)
+            slot = self._slots.get(file)
+            if slot is None:
+                slot = self._slots[file] = self._map(descriptor, nbytes, file)
         except BaseException:
-            account.give_back(size)
+            os.close(descriptor)
             raise
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return SlotMemory(descriptor, size, account, _image=np.frombuffer(mapped, dtype=np.uint8))
+        if slot.descriptor != descriptor:
+            os.close(descriptor)
+        slot.own(owner, on_idle)
+        return slot
+
+    def _map(self, descriptor: int, nbytes: int, file: FileId) -> SlotMemory:
+        self.account.take(nbytes)
+        try:
+            mapped = mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED, mmap.PROT_READ)
+        except (OSError, ValueError, OverflowError) as error:
+            self.account.give_back(nbytes)
+            raise UsageError(f"a slot of {nbytes} bytes cannot be mapped: {error}") from error
+
+        def forget(slot: SlotMemory) -> None:
+            del self._slots[file]
+            self.account.give_back(slot.nbytes)
+
+        return SlotMemory(descriptor, nbytes, forget, np.frombuffer(mapped, dtype=np.uint8))
 
 
-def _check(descriptor: int, nbytes: int) -> int:
+def _check(descriptor: int, nbytes: int) -> FileId:
     try:
         seals = fcntl.fcntl(descriptor, _F_GET_SEALS)
     except OSError as error:
         raise UsageError("a slot must be a memfd; what came is another kind of file") from error
     if seals & _SEALS != _SEALS:
         raise UsageError("a slot must be sealed against shrinking and growing (F_SEAL_SHRINK, F_SEAL_GROW)")
-    size = os.fstat(descriptor).st_size
-    if size != nbytes or size <= 0 or size % mmap.PAGESIZE:
-        raise UsageError(f"a slot has {size} bytes, and {nbytes} were announced; it must be a whole number of pages")
-    return size
+    if os.fstatvfs(descriptor).f_bsize != mmap.PAGESIZE:
+        # A hole punched into huge pages needs a free one when it is read, and SIGBUS comes where there is none.
+        raise UsageError("a slot must be a memfd of ordinary pages, not of huge ones")
+    found = os.fstat(descriptor)
+    if found.st_size != nbytes or nbytes <= 0 or nbytes % mmap.PAGESIZE:
+        raise UsageError(f"a slot has {found.st_size} bytes, and {nbytes} were announced; it must be a whole number of pages")
+    return found.st_dev, found.st_ino

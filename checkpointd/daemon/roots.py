@@ -15,6 +15,9 @@ from checkpointd.store.base import Store
 from checkpointd.store.limited import LimitedStore, TokenBucket
 from checkpointd.store.posix import PosixStore
 
+STORES_KEPT = 64
+"""Stores that stay open where no rank is connected and no save is in flight: a node sees many jobs in its life."""
+
 
 class Roots:
     """Stores by root, opened at the first use and kept. All together write `bandwidth_bps` bytes per second where it is set."""
@@ -35,6 +38,11 @@ class Roots:
             store = PosixStore(path)
             self._stores[path] = store if self._bucket is None else LimitedStore(store, self._bucket)
         return self._stores[path]
+
+    async def trim(self, in_use: set[str]) -> None:
+        """Close the stores that were opened first and are not in use, so that `STORES_KEPT` are left."""
+        for root in [root for root in self._stores if root not in in_use][: max(0, len(self._stores) - STORES_KEPT)]:
+            await self._stores.pop(root).close()
 
     def check(self, root: str) -> str:
         """`root` as this daemon calls it; UsageError saying why it is not served."""

@@ -1,37 +1,40 @@
 """The daemon as a whole: accepts connections, serves each one, and leaves well when it is told to.
 
 Invariants
-  D1  No connection keeps another one waiting, and running out of descriptors ends nothing but the connection that needed one.
-  D2  After SIGTERM nothing new is taken; what is in flight has `grace_s` to end.
+  Z1  No connection keeps another one waiting, and running out of descriptors ends nothing but connections that needed one, or
+      had not said who they are.
+  Z2  After SIGTERM nothing new is taken; what is in flight has `grace_s` to end.
+  Z3  Nothing that goes wrong with one connection ends the accepting of others.
 """
 
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import os
-import select
 import socket
+import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from typing import cast
 
 from checkpointd import __version__
 from checkpointd.config import ServeConfig
 from checkpointd.daemon import wire
 from checkpointd.daemon.channel import Channel, Peer
+from checkpointd.daemon.deaths import NO_ROOM, PAUSE_S, death_of
 from checkpointd.daemon.hub import Hub
 from checkpointd.daemon.jobs import Job
 from checkpointd.daemon.listener import listening
-from checkpointd.daemon.session import Session
+from checkpointd.daemon.session import Session, clean
 from checkpointd.daemon.standing import standing
 from checkpointd.errors import CheckpointdError, SidecarError, StagingError, UsageError, WireError
 from checkpointd.layout.manifest import ErrorReport
 
 log = logging.getLogger("checkpointd")
 
-_NO_ROOM = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
-_PAUSE_S = 0.2
+_REPORT_PAUSE = 2.0
+"""A status report is good for this many times what it took to make: whoever asks without a pause does not hold the loop."""
 WORKERS_MAX = 32
 
 
@@ -43,6 +46,10 @@ class Service:
         self.hub = Hub(config)
         self._told_to_leave = asyncio.Event()
         self._connections: set[asyncio.Task[None]] = set()
+        self._greeting: dict[asyncio.Task[None], None] = {}
+        """Connections that have not said who they are, the oldest first."""
+        self._report: tuple[float, wire.Report] | None = None
+        """The last one, and until when it is good."""
         self._deaths: set[asyncio.Task[None]] = set()
         self._ready = asyncio.Event()
 
@@ -59,8 +66,9 @@ class Service:
                 await self._told_to_leave.wait()
                 await self._finish()
             finally:
-                accepting.cancel()
-                await _ended([accepting, *self._connections, *self._deaths])
+                await _ended([accepting])
+                await _ended(self._connections)
+                await _ended(self._deaths)
         await self.hub.roots.close()
         workers.shutdown(wait=False, cancel_futures=True)
 
@@ -92,58 +100,86 @@ class Service:
                     self.config.grace_s,
                 )
                 job.task.cancel()
+        await asyncio.wait({job.task for job in waiting}, timeout=PAUSE_S)
 
     # --- connections ---------------------------------------------------------------------------------------------
 
     async def _accept(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
+        loop, full = asyncio.get_running_loop(), False
         while True:
             try:
                 connection, _ = await loop.sock_accept(listener)
             except OSError as error:
-                if error.errno in _NO_ROOM:
+                if error.errno in NO_ROOM and not full:
                     log.error("no connection can be taken: %s; raise `ulimit -n`", error.strerror)
-                await asyncio.sleep(_PAUSE_S)
+                full = error.errno in NO_ROOM
+                if not (full and self._drop_a_silent_one()):
+                    await asyncio.sleep(PAUSE_S)
                 continue
+            except Exception:
+                log.exception("a connection could not be taken, in an unforeseen way; please report it")
+                await asyncio.sleep(PAUSE_S)
+                continue
+            full = False
+            if len(self._greeting) >= self.config.clients_max:
+                self._drop_a_silent_one()
             task = asyncio.create_task(self._serve(connection))
             self._connections.add(task)
-            task.add_done_callback(self._connections.discard)
+            self._greeting[task] = None
+            task.add_done_callback(self._forget)
+
+    def _forget(self, task: asyncio.Task[None]) -> None:
+        self._connections.discard(task)
+        self._greeting.pop(task, None)
+
+    def _drop_a_silent_one(self) -> bool:
+        """End the connection that has been there for longest without a word; False where there is none."""
+        task = next(iter(self._greeting), None)
+        if task is None:
+            return False
+        del self._greeting[task]
+        task.cancel()
+        return True
 
     async def _serve(self, connection: socket.socket) -> None:
         channel = Channel(connection)
+        try:
+            await self._heard_out(channel)
+        finally:
+            channel.close()
+
+    async def _heard_out(self, channel: Channel) -> None:
         peer = channel.peer
-        self.hub.clients += 1
         try:
             await self._converse(channel, peer)
-        except WireError as error:
-            self.hub.refused += 1
-            log.warning("process %d (user %d): %s", peer.pid, peer.uid, error)
-            await _tell(channel, error)
         except CheckpointdError as error:
             self.hub.refused += 1
-            log.warning("process %d (user %d) was turned away: %s", peer.pid, peer.uid, error)
-            await _tell(channel, error)
-        except (ConnectionError, OSError) as error:
+            text = clean(str(error))
+            log.warning("process %d (user %d) was turned away: %s", peer.pid, peer.uid, text)
+            await _tell(channel, ErrorReport(code=error.code, message=text))
+        except OSError as error:
             log.info("process %d: %s", peer.pid, error)
         except Exception:
             log.exception("serving process %d failed in an unforeseen way; please report it", peer.pid)
-        finally:
-            self.hub.clients -= 1
-            channel.close()
 
     async def _converse(self, channel: Channel, peer: Peer) -> None:
         if peer.uid not in self.config.uids:
             raise UsageError(
                 f"user {peer.uid} may not use this daemon: it serves users {', '.join(map(str, self.config.uids))}"
             )
-        if self.hub.clients > self.config.clients_max:
-            raise SidecarError(f"this daemon has {self.config.clients_max} clients already (clients_max)")
         hello = await self._greeted(channel)
-        channel.allow_frames(wire.FRAME_BYTES_MAX if hello.role == "rank" else wire.HELLO_BYTES_MAX)
-        if hello.role == "status":
-            await self._answer(channel)
-        else:
-            await Session(self.hub, channel, peer.pid, self._left).run()
+        if self.hub.clients >= self.config.clients_max:
+            raise SidecarError(f"this daemon has {self.config.clients_max} clients already (clients_max)")
+        self.hub.clients += 1
+        try:
+            await self._welcome(channel, hello)
+            if hello.role == "status":
+                await self._answer(channel)
+            else:
+                channel.allow_frames(wire.FRAME_BYTES_MAX)
+                await Session(self.hub, channel, peer, self._left).run()
+        finally:
+            self.hub.clients -= 1
 
     async def _greeted(self, channel: Channel) -> wire.Hello:
         try:
@@ -151,6 +187,8 @@ class Service:
                 received = await channel.receive()
         except TimeoutError as error:
             raise WireError(f"no hello came within {self.config.hello_s:g} s") from error
+        finally:
+            self._greeting.pop(cast(asyncio.Task[None], asyncio.current_task()), None)
         if received is None:
             raise ConnectionError("gone before its hello")
         if received.descriptor is not None:
@@ -158,6 +196,9 @@ class Service:
         hello = received.message
         if not isinstance(hello, wire.Hello):
             raise WireError(f"the first message must be a hello, not a {type(hello).__name__}")
+        return hello
+
+    async def _welcome(self, channel: Channel, hello: wire.Hello) -> None:
         protocol = wire.common_protocol(hello.protocols)
         if protocol is None:
             raise WireError(
@@ -173,7 +214,6 @@ class Service:
             memory_bytes_max=self.config.client_bytes_max,
         )
         await channel.send(welcome)
-        return hello
 
     async def _answer(self, channel: Channel) -> None:
         """Tell a status client how things stand, each time it asks."""
@@ -182,7 +222,15 @@ class Service:
                 os.close(received.descriptor)
             if not isinstance(received.message, wire.Query):
                 raise WireError(f"a status client asks queries, and sent a {type(received.message).__name__}")
-            await channel.send(wire.Report(status=standing(self.hub).to_json().decode()))
+            await channel.send(self._reported())
+
+    def _reported(self) -> wire.Report:
+        began = time.monotonic()
+        if self._report is None or began >= self._report[0]:
+            made = wire.Report(status=standing(self.hub).to_json().decode())
+            ended = time.monotonic()
+            self._report = (ended + _REPORT_PAUSE * (ended - began), made)
+        return self._report[1]
 
     # --- clients that are gone -----------------------------------------------------------------------------------
 
@@ -195,45 +243,28 @@ class Service:
         task.add_done_callback(self._deaths.discard)
 
     async def _spoil_when_dead(self, pid: int, unstaged: list[Job]) -> None:
-        await _death_of(pid, until=[job.task for job in unstaged])
+        death = asyncio.ensure_future(death_of(pid))
+        over = asyncio.ensure_future(asyncio.wait({job.task for job in unstaged}))
+        try:
+            await asyncio.wait({death, over}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            death.cancel()
+            over.cancel()
         for job in unstaged:
             job.spoiled(StagingError(f"rank {job.info.rank} (process {pid}) ended while its snapshot was being taken"))
 
 
-async def _tell(channel: Channel, error: CheckpointdError) -> None:
+async def _tell(channel: Channel, report: ErrorReport) -> None:
     """Give the reason to a client that is being turned away, if it still listens."""
     try:
         async with asyncio.timeout(1.0):
-            await channel.send(wire.Refused(error=ErrorReport(code=error.code, message=str(error))))
-    except (OSError, TimeoutError):
+            await channel.send(wire.Refused(error=report))
+    except OSError:
         return
 
 
-async def _death_of(pid: int, until: Iterable[asyncio.Task[None]]) -> None:
-    """Return when process `pid` is gone, or all of `until` are done, or nothing can be known of it."""
-    try:
-        descriptor = os.pidfd_open(pid)
-    except OSError:
-        return  # gone already, or in a namespace that is not seen from here
-    loop = asyncio.get_running_loop()
-    dead = asyncio.Event()
-    try:
-        if select.select([descriptor], [], [], 0)[0]:
-            return
-        loop.add_reader(descriptor, dead.set)
-        waiting = asyncio.create_task(dead.wait())
-        try:
-            over = asyncio.ensure_future(asyncio.wait(set(until)))
-            await asyncio.wait([waiting, over], return_when=asyncio.FIRST_COMPLETED)
-            over.cancel()
-        finally:
-            waiting.cancel()
-            loop.remove_reader(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-async def _ended(tasks: list[asyncio.Task[None]]) -> None:
-    for task in tasks:
+async def _ended(tasks: Iterable[asyncio.Task[None]]) -> None:
+    ending = list(tasks)
+    for task in ending:
         task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    await asyncio.gather(*ending, return_exceptions=True)

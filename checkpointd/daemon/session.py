@@ -1,9 +1,10 @@
 """One connection of a rank: from the handshake to its end. What it asked for goes on without it.
 
 Invariants
-  L1  Nothing that a client sends ends the daemon, or another client's session.
-  L2  A client that does not read is left, never waited for: at most OUTBOX messages wait for it.
-  L3  What a client holds (slots, layouts, saves in flight) is bounded.
+  Y1  Nothing that a client sends ends the daemon, or another client's session.
+  Y2  A client that does not read is left, never waited for: at most OUTBOX messages wait for it.
+  Y3  What a client holds (slots, layouts, saves in flight) is bounded, on however many connections.
+  Y4  Every save that was taken is answered by its final phase, also where it had ended before.
 """
 
 from __future__ import annotations
@@ -11,19 +12,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import cast, get_args
 
 from checkpointd.codec import Compression
 from checkpointd.commit.machine import FINAL
+from checkpointd.commit.machine import Phase as JobPhase
 from checkpointd.config import CommitConfig, PersistConfig
 from checkpointd.daemon import wire
-from checkpointd.daemon.channel import Channel, Received
+from checkpointd.daemon.channel import Channel, Peer, Received
+from checkpointd.daemon.deaths import death_of
 from checkpointd.daemon.hub import Hub, RankRecord
-from checkpointd.daemon.jobs import Job
+from checkpointd.daemon.jobs import Job, JobKey
 from checkpointd.daemon.layouts import shard_tensors, wire_tensors
-from checkpointd.daemon.memory import Account, SlotMemory, map_slot
+from checkpointd.daemon.memory import Account, SlotMemory
+from checkpointd.daemon.tier import Kept
 from checkpointd.errors import ERRORS, CheckpointdError, ClosedError, NotFoundError, StagingError, UsageError
 from checkpointd.layout.keys import AttemptId, check_tag
 from checkpointd.layout.manifest import ErrorReport
@@ -35,22 +39,31 @@ log = logging.getLogger("checkpointd")
 OUTBOX = 256
 """Messages that may wait for a client. Progress is left out once a quarter of it is filled."""
 LAYOUTS_KEPT = 4
+SAVES_REMEMBERED = 64
+"""Saves that have ended, whose last messages may still be on their way."""
+FRAME_S = 30.0
+"""How long the rest of a frame may take to come."""
+GOODBYE_S = 1.0
+"""How long a client whose connection ends may take to read what it was told before."""
+TEXT_MAX = 2000
+"""Characters of a message that came from a client, or repeats its words, that are kept."""
 
 
 class Session:
     """Serves one rank's connection. `left` is called with the saves whose client went before their snapshot was whole."""
 
-    def __init__(self, hub: Hub, channel: Channel, pid: int, left: Callable[[int, list[Job]], None]) -> None:
-        self._hub, self._channel, self._pid, self._left = hub, channel, pid, left
-        self._outbox: asyncio.Queue[tuple[wire.Message, int | None]] = asyncio.Queue(OUTBOX)
-        self._account = Account(hub.config.client_bytes_max, hub.account)
+    def __init__(self, hub: Hub, channel: Channel, peer: Peer, left: Callable[[int, list[Job]], None]) -> None:
+        self._hub, self._channel, self._peer, self._left = hub, channel, peer, left
+        self._outbox: asyncio.Queue[wire.Message | None] = asyncio.Queue(OUTBOX)
+        self._account = Account(hub.config.client_bytes_max)
         self._record: RankRecord | None = None
         self._state: WriterState | None = None
         self._epoch, self._nonce = -1, ""
         self._slots: dict[int, SlotMemory] = {}
         self._layouts: OrderedDict[int, tuple[int, tuple[ShardTensor, ...]]] = OrderedDict()
         self._saves: dict[int, Job] = {}
-        self._shown: dict[int, tuple[int, int]] = {}
+        self._over: deque[int] = deque(maxlen=SAVES_REMEMBERED)
+        self._shown: dict[int, tuple[int, int, int]] = {}
 
     # --- its life ------------------------------------------------------------------------------------------------
 
@@ -59,58 +72,69 @@ class Session:
         sender = asyncio.create_task(self._send_on())
         teller = asyncio.create_task(self._tell_progress())
         receiver = asyncio.create_task(self._receive_on())
+        watcher = asyncio.create_task(self._watch())
+        tasks = {sender, teller, receiver}
         try:
-            done, _ = await asyncio.wait({sender, receiver}, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 if not task.cancelled() and (error := task.exception()) is not None:
                     raise error
         finally:
-            for task in (sender, teller, receiver):
-                task.cancel()
-            await asyncio.gather(sender, teller, receiver, return_exceptions=True)
             self._end()
+            for task in (watcher, teller, receiver):
+                task.cancel()
+            await self._say_the_rest(sender)
+            sender.cancel()
+            await asyncio.gather(watcher, *tasks, return_exceptions=True)
+
+    async def _watch(self) -> None:
+        if await death_of(self._peer.pid):
+            self._channel.expect_no_more()
+
+    async def _say_the_rest(self, sender: asyncio.Task[None]) -> None:
+        """Let the client read what it was told: the end of a save, or why it is turned away."""
+        try:
+            self._outbox.put_nowait(None)
+        except asyncio.QueueFull:
+            return
+        await asyncio.wait({sender}, timeout=GOODBYE_S)
 
     def _end(self) -> None:
         """The connection is over. Slots stay as long as a job or the tier reads them."""
         unstaged = [job for job in self._saves.values() if not job.has_snapshot]
-        for job in self._saves.values():
-            job.unlisten(self)
+        for number, job in self._saves.items():
+            job.unlisten((self, number))
         self._saves.clear()
-        for slot in self._slots.values():
-            slot.on_idle = SlotMemory.unmap
-            if not slot.in_use:
-                slot.unmap()
+        for number, slot in self._slots.items():
+            slot.disown((self, number))
         self._slots.clear()
         if self._record is not None:
             self._record.connections -= 1
             kept = self._hub.tier.of(self._record.root, self._record.rank)
             if kept is not None and self._record.connections == 0:
                 self._hub.tier.drop_after(kept, self._hub.config.hold_s)
-        self._left(self._pid, unstaged)
+        self._left(self._peer.pid, unstaged)
 
     async def _receive_on(self) -> None:
-        while (received := await self._channel.receive()) is not None:
+        while (received := await self._channel.receive(FRAME_S)) is not None:
             await self._handle(received)
 
     async def _send_on(self) -> None:
-        while True:
-            message, descriptor = await self._outbox.get()
+        while (message := await self._outbox.get()) is not None:
             try:
-                await self._channel.send(message, descriptor)
-            except (ConnectionError, BrokenPipeError):
+                await self._channel.send(message)
+            except ConnectionError:
                 return
-            finally:
-                if descriptor is not None:
-                    os.close(descriptor)
+            self._outbox.task_done()
 
-    def _post(self, message: wire.Message, descriptor: int | None = None) -> None:
-        """Send `message` as soon as the client reads; a client that has left OUTBOX messages unread is left (L2)."""
+    def _post(self, message: wire.Message) -> None:
+        """Send `message` as soon as the client reads; a client that has left OUTBOX messages unread is left (Y2)."""
+        if self._channel.closed:
+            return
         try:
-            self._outbox.put_nowait((message, descriptor))
+            self._outbox.put_nowait(message)
         except asyncio.QueueFull:
-            if descriptor is not None:
-                os.close(descriptor)
-            log.error("process %d does not read what the daemon tells it; its connection is closed", self._pid)
+            log.error("process %d does not read what the daemon tells it; its connection is closed", self._peer.pid)
             self._channel.close()
 
     async def _tell_progress(self) -> None:
@@ -118,19 +142,22 @@ class Session:
         while True:
             await asyncio.sleep(self._hub.config.progress_interval_s)
             for number, job in self._saves.items():
-                now = (job.progress.raw_done, job.progress.stored)
+                missing = job.attempt.votes_missing
+                now = (job.progress.raw_done, job.progress.stored, len(missing or ()))
                 if self._shown.get(number) == now or self._outbox.qsize() > OUTBOX // 4:
                     continue
                 self._shown[number] = now
-                missing = job.attempt.votes_missing
-                told = wire.Progress(
-                    save=number,
-                    raw_total=job.progress.raw_total,
-                    raw_done=job.progress.raw_done,
-                    stored=job.progress.stored,
-                    votes_missing=missing,
-                )
-                self._post(told)
+                self._tell_bytes(number, job)
+
+    def _tell_bytes(self, number: int, job: Job) -> None:
+        told = wire.Progress(
+            save=number,
+            raw_total=job.progress.raw_total,
+            raw_done=job.progress.raw_done,
+            stored=job.progress.stored,
+            votes_missing=job.attempt.votes_missing,
+        )
+        self._post(told)
 
     # --- what it is told -----------------------------------------------------------------------------------------
 
@@ -142,13 +169,13 @@ class Session:
                 raise UsageError(f"a {type(message).__name__} message takes no descriptor")
             match message:
                 case wire.Join():
-                    self._join(message)
+                    await self._join(message)
                 case wire.Look():
                     self._show()
                 case wire.Ping():
                     self._post(wire.Pong())
                 case wire.Begin():
-                    self._begin(message)
+                    await self._begin(message)
                 case wire.Slot():
                     self._take_slot(message, descriptor)
                 case wire.DropSlot():
@@ -174,36 +201,43 @@ class Session:
 
     def _refuse(self, error: CheckpointdError, save: int | None) -> None:
         self._hub.refused += 1
-        log.warning("process %d was refused: %s", self._pid, error)
-        self._post(wire.Refused(error=ErrorReport(code=error.code, message=str(error)), save=save))
+        text = clean(str(error))
+        log.warning("process %d was refused: %s", self._peer.pid, text)
+        self._post(wire.Refused(error=ErrorReport(code=error.code, message=text), save=save))
 
-    def _join(self, message: wire.Join) -> None:
+    async def _join(self, message: wire.Join) -> None:
         if self._record is not None:
             raise UsageError("this connection has joined a root already")
         if message.rank >= message.world_size:
             raise UsageError(f"rank {message.rank} does not exist in a world of {message.world_size}")
-        root = self._hub.roots.check(message.root)
-        self._hub.roots.store(root)
-        self._record = self._hub.rank(root, message.rank, world_size=message.world_size, pid=self._pid)
+        # On a thread: a file system that hangs must not hold the other clients.
+        root = await asyncio.to_thread(self._hub.roots.check, message.root)
+        self._record = self._hub.rank(root, message.rank, world_size=message.world_size, pid=self._peer.pid)
         self._record.connections += 1
+        await self._hub.roots.trim(self._hub.roots_in_use())
         self._show()
 
     def _show(self) -> None:
         """What is held for this rank, and in flight at its root. The trainer is back: what is held stays until it has newer."""
         record = self._joined()
-        kept = self._hub.tier.of(record.root, record.rank)
+        kept = self._kept(record)
         if kept is not None:
             self._hub.tier.wanted(kept)
         jobs = self._hub.jobs.at(record.root)
         in_flight = tuple(wire.InFlight(tag=j.info.tag, attempt=str(j.info.attempt), rank=j.info.rank) for j in jobs)
         self._post(wire.Joined(held=(kept.described(),) if kept else (), in_flight=in_flight))
 
+    def _kept(self, record: RankRecord) -> Kept | None:
+        """What is held for this rank, if it is this user's."""
+        kept = self._hub.tier.of(record.root, record.rank)
+        return kept if kept is not None and kept.uid == self._peer.uid else None
+
     def _joined(self) -> RankRecord:
         if self._record is None:
             raise UsageError("join a root first")
         return self._record
 
-    def _begin(self, message: wire.Begin) -> None:
+    async def _begin(self, message: wire.Begin) -> None:
         record = self._joined()
         ours = self._hub.config
         persist = PersistConfig(
@@ -215,7 +249,9 @@ class Session:
             encoders=ours.encoders,
         )
         commit = CommitConfig(timeout_s=message.commit_timeout_s)
-        self._state = WriterState(store=self._hub.roots.store(record.root), persist=persist, commit=commit)
+        # Checked again: somebody may have put a link in the root's place since.
+        store = await asyncio.to_thread(self._hub.roots.store, record.root)
+        self._state = WriterState(store=store, persist=persist, commit=commit)
         self._epoch = record.epoch = message.epoch
         self._nonce = message.nonce
 
@@ -235,20 +271,24 @@ class Session:
                 raise UsageError(f"slot {message.slot} is there already")
             if len(self._slots) >= self._hub.config.slots_max:
                 raise UsageError(f"this client has {len(self._slots)} slots already; drop one first")
+            self._account.take(message.nbytes)
         except UsageError:
             os.close(descriptor)
             raise
-        slot = map_slot(descriptor, message.nbytes, self._account)
-        slot.on_idle = lambda _: self._post(wire.Free(slot=message.slot))
-        self._slots[message.slot] = slot
+        try:
+            self._slots[message.slot] = self._hub.memory.map(
+                descriptor, message.nbytes, (self, message.slot), lambda: self._post(wire.Free(slot=message.slot))
+            )
+        except UsageError:
+            self._account.give_back(message.nbytes)
+            raise
 
     def _drop_slot(self, number: int) -> None:
         slot = self._slots.pop(number, None)
         if slot is None:
             raise UsageError(f"there is no slot {number}")
-        slot.on_idle = SlotMemory.unmap
-        if not slot.in_use:
-            slot.unmap()
+        self._account.give_back(slot.nbytes)
+        slot.disown((self, number))
 
     def _take_layout(self, message: wire.Layout) -> None:
         self._joined()
@@ -263,7 +303,7 @@ class Session:
         attempt = AttemptId.parse(message.attempt)
         if attempt is None or attempt.epoch != self._epoch:
             raise UsageError(f"{message.attempt!r} is no attempt of epoch {self._epoch}")
-        if message.save in self._saves:
+        if message.save in self._saves or message.save in self._over:
             raise UsageError(f"save {message.save} is there already")
         info = AttemptInfo(
             tag=check_tag(message.tag),
@@ -276,18 +316,29 @@ class Session:
             hand=message.hand,
             handed=True,
         )
-        job = self._hub.jobs.find((record.root, info.tag, str(info.attempt), info.rank)) or self._new_job(
-            state, record, info, message
-        )
+        key: JobKey = (record.root, info.tag, str(info.attempt), info.rank)
+        ended = self._hub.jobs.ended(key)
+        job = self._hub.jobs.live(key)
+        if job is None and ended is not None:
+            self._over.append(message.save)
+            self._post(wire.Phase(save=message.save, phase=str(ended.phase), error=ended.error, ranks=ended.ranks))
+            return
+        if len(self._saves) >= self._hub.config.saves_max:
+            raise UsageError(f"{len(self._saves)} saves of this client are in flight already; wait for one")
+        if job is None:
+            job = self._new_job(state, record, info, message)
         self._saves[message.save] = job
-        job.listen(self, lambda changed: self._tell(message.save, changed))
+        job.listen((self, message.save), lambda changed: self._tell(message.save, changed))
         self._tell(message.save, job)
 
     def _new_job(self, state: WriterState, record: RankRecord, info: AttemptInfo, message: wire.Save) -> Job:
+        config = self._hub.config
         if self._hub.leaving:
             raise ClosedError("this daemon is leaving, and takes no new saves")
-        if len(self._saves) >= self._hub.config.saves_max:
-            raise UsageError(f"{len(self._saves)} saves of this client are in flight already; wait for one")
+        # Those of earlier connections, too: whoever connects again and again does not get more.
+        of_rank = sum(job.info.rank == info.rank for job in self._hub.jobs.at(record.root))
+        if of_rank >= 2 * config.saves_max or len(self._hub.jobs) >= config.clients_max * config.saves_max:
+            raise UsageError(f"{of_rank} saves of rank {info.rank}, {len(self._hub.jobs)} in all, are in flight; wait for one")
         job = Job(record.root, state, info, left_s=message.left_s, on_change=self._hub.changed)
         self._hub.jobs.add(job)
         return job
@@ -299,7 +350,12 @@ class Session:
         return job
 
     def _staged(self, message: wire.Staged) -> None:
-        job, slot = self._of(message.save), self._slots.get(message.slot)
+        slot = self._slots.get(message.slot)
+        if message.save in self._over:  # it ended while this was on its way
+            if slot is not None and not slot.in_use:
+                self._post(wire.Free(slot=message.slot))
+            return
+        job = self._of(message.save)
         known = self._layouts.get(message.layout)
         if slot is None or known is None:
             raise UsageError(f"there is no slot {message.slot}, or no layout {message.layout}")
@@ -316,49 +372,66 @@ class Session:
         shard = Shard(
             image=slot.image[:nbytes], tensors=tensors, aliases=message.aliases, excluded=message.excluded, tree=message.tree
         )
-        self._hub.tier.offer(record.root, job.info, slot, shard, self._nonce)
+        self._hub.tier.offer(record.root, job.info, slot, shard, nonce=self._nonce, uid=self._peer.uid)
         job.staged(slot, shard)
 
     def _spoiled(self, message: wire.Spoiled) -> None:
+        if message.save in self._over:
+            return
         kind = ERRORS.get(message.error.code, StagingError)
-        self._of(message.save).spoiled(kind(message.error.message))
+        self._of(message.save).spoiled(kind(clean(message.error.message)))
 
     def _tell(self, save: int, job: Job) -> None:
-        error = job.error
-        ranks = tuple(getattr(job.attempt.error, "ranks", ()))
-        self._post(wire.Phase(save=save, phase=str(job.phase), error=error, ranks=ranks))
+        if job.phase in FINAL or job.phase is JobPhase.PREPARED:
+            self._tell_bytes(save, job)
+        self._post(wire.Phase(save=save, phase=str(job.phase), error=job.error, ranks=job.ranks))
         if job.phase in FINAL:
-            job.unlisten(self)
+            job.unlisten((self, save))
             self._saves.pop(save, None)
+            self._over.append(save)
             self._shown.pop(save, None)
 
     # --- what is held --------------------------------------------------------------------------------------------
 
     async def _fetch(self, message: wire.Fetch) -> None:
         record = self._joined()
-        kept = self._hub.tier.of(record.root, record.rank)
+        kept = self._kept(record)
         if kept is None or (kept.info.tag, str(kept.info.attempt)) != (message.tag, message.attempt):
             raise NotFoundError(f"no snapshot of {message.tag} ({message.attempt}) is held for rank {record.rank}")
-        await asyncio.wait({kept.digests})
-        if kept.digests.cancelled():
-            raise NotFoundError(f"the snapshot of {message.tag} has just made room for a newer one")
-        answer = wire.Snapshot(
-            held=kept.described(),
-            nbytes=len(kept.shard.image),
-            tensors=wire_tensors(kept.shard.tensors),
-            aliases=kept.shard.aliases,
-            excluded=kept.shard.excluded,
-            tree=kept.shard.tree,
-            digests=kept.digests.result(),
-        )
-        self._post(answer, os.dup(kept.slot.descriptor))
+        kept.slot.use(message)  # also where a newer snapshot takes its place meanwhile
+        try:
+            await asyncio.wait({kept.digests})
+            if kept.digests.cancelled():
+                raise NotFoundError(f"the snapshot of {message.tag} has just made room for a newer one")
+            # Not through the outbox, but after it: what may be long is made once what was said before is read.
+            await self._outbox.join()
+            await self._channel.send(_snapshot(kept), kept.slot.descriptor)
+        finally:
+            kept.slot.leave(message)
 
     def _leave(self) -> None:
         """The client ends well: nobody will come back for its snapshot."""
-        record = self._joined()
-        kept = self._hub.tier.of(record.root, record.rank)
+        kept = self._kept(self._joined())
         if kept is not None:
             self._hub.tier.drop(kept)
+
+
+def _snapshot(kept: Kept) -> wire.Snapshot:
+    return wire.Snapshot(
+        held=kept.described(),
+        nbytes=len(kept.shard.image),
+        tensors=wire_tensors(kept.shard.tensors),
+        aliases=kept.shard.aliases,
+        excluded=kept.shard.excluded,
+        tree=kept.shard.tree,
+        digests=kept.digests.result(),
+    )
+
+
+def clean(text: str) -> str:
+    """`text`, which may repeat a client's words, fit for one line of a log: no control characters, not too long."""
+    shown = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text[:TEXT_MAX])
+    return shown if len(text) <= TEXT_MAX else f"{shown}…"
 
 
 def _compression(name: str) -> Compression:

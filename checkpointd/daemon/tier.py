@@ -1,8 +1,8 @@
 """The memory tier: the newest complete snapshot of every rank, for a trainer that starts again on this node.
 
 Invariants
-  T1  At most one snapshot per (root, rank) is held: the newest by (epoch, n) that was whole.
-  T2  The snapshots held stay below `held_bytes_max`; what does not fit is not held.
+  T1  At most one snapshot per (root, rank) is held: the newest by (epoch, n) that was whole, or none.
+  T2  The snapshots held stay below `held_bytes_max`; what does not fit is not held, nor is what it would have replaced.
   T3  A snapshot is held from before its slot could be free for a newer one: there is no moment without any.
 """
 
@@ -28,6 +28,8 @@ class Kept:
     shard: Shard
     digests: asyncio.Future[tuple[bytes, ...]]
     nonce: str
+    uid: int
+    """The user whose memory it is: nobody else is given it."""
     phase: str = "staged"
     timer: asyncio.TimerHandle | None = None
 
@@ -60,15 +62,17 @@ class Tier:
     def nbytes(self) -> int:
         return sum(kept.slot.nbytes for kept in self._kept.values())
 
-    def offer(self, root: str, info: AttemptInfo, slot: SlotMemory, shard: Shard, nonce: str) -> Kept | None:
+    def offer(self, root: str, info: AttemptInfo, slot: SlotMemory, shard: Shard, *, nonce: str, uid: int) -> Kept | None:
         """Hold this complete snapshot instead of the older one of its rank; None where it is older, or there is no room."""
         key = (root, info.rank)
         before = self._kept.get(key)
         if before is not None and before.order >= (info.attempt.epoch, info.n):
             return None
         if self.nbytes - (before.slot.nbytes if before else 0) + slot.nbytes > self.held_bytes_max:
+            if before is not None:
+                self.drop(before)  # it would keep a slot from its client, and nobody wants what is not the newest
             return None
-        kept = Kept(root, info, slot, shard, _digests(shard), nonce)
+        kept = Kept(root, info, slot, shard, _digests(shard), nonce, uid)
         slot.use(kept)
         self._kept[key] = kept
         if before is not None:

@@ -316,7 +316,15 @@ class Decoder:
 
     @property
     def buffered(self) -> int:
+        """Bytes of a frame that is not complete."""
         return len(self._bytes)
+
+    @property
+    def announced(self) -> int:
+        """How many descriptors the frame that is not complete may bring: as many as it announces, once that is known."""
+        if not self._bytes:
+            return 0
+        return DESCRIPTORS_MAX if len(self._bytes) < HEAD.size else int(HEAD.unpack_from(self._bytes)[1])
 
     def feed(self, data: Buffer) -> Iterator[tuple[Message, int]]:
         """The messages that `data` completes. WireError where it is not this protocol."""

@@ -1,0 +1,269 @@
+"""A daemon in this process, and the raw client that the tests drive it with: frames and a memfd, nothing of the real client."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import socket
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+from typing_extensions import Buffer
+
+from checkpointd.commit.machine import FINAL, Phase
+from checkpointd.config import ServeConfig
+from checkpointd.daemon import wire
+from checkpointd.daemon.channel import Channel, Received, connect
+from checkpointd.daemon.layouts import wire_tensors
+from checkpointd.daemon.service import Service
+from checkpointd.layout.keys import AttemptId
+from checkpointd.layout.manifest import ErrorReport
+from checkpointd.pipeline.shard import Shard
+from checkpointd.store.posix import PosixStore
+from tests.builders import begin_epoch, make_shard, rank_arrays
+
+M = TypeVar("M")
+
+ADD_SEALS, SEAL_SHRINK, SEAL_GROW = 1033, 2, 4
+ENDS = frozenset(str(phase) for phase in FINAL)
+
+
+def sealed_memfd(content: Buffer, seals: int = SEAL_SHRINK | SEAL_GROW) -> int:
+    """A memfd that holds `content`, sealed; the caller's to close."""
+    descriptor = os.memfd_create("test-slot", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.write(descriptor, content)
+    fcntl.fcntl(descriptor, ADD_SEALS, seals)
+    return descriptor
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Return when `condition` holds; the test's own timeout is the limit."""
+    while not condition():
+        await asyncio.sleep(0.002)
+
+
+def open_descriptors() -> set[str]:
+    """What this process has open, by number and target."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            found.add(f"{name} {os.readlink(f'/proc/self/fd/{name}')}")
+    return found
+
+
+def slots_mapped() -> int:
+    """How many mappings of test slots this process has."""
+    return Path("/proc/self/maps").read_text().count("memfd:test-slot")
+
+
+@dataclass
+class RawClient:
+    """One connection; `heard` are the messages that came while another one was waited for."""
+
+    channel: Channel
+    welcome: wire.Welcome
+    heard: list[wire.Message] = field(default_factory=list)
+
+    async def send(self, message: wire.Message, descriptor: int | None = None) -> None:
+        await self.channel.send(message, descriptor)
+
+    async def receive(self) -> Received:
+        received = await self.channel.receive()
+        assert received is not None, f"the daemon hung up; before, it said {self.heard}"
+        self.heard.append(received.message)
+        return received
+
+    async def next(self, kind: type[M], matches: Callable[[M], bool] = lambda _: True) -> M:
+        """The next message of this kind that matches, of those not yet returned by `next`."""
+        while True:
+            for message in self.heard:
+                if isinstance(message, kind) and matches(message):
+                    self.heard.remove(message)
+                    return message
+            await self.receive()
+
+    async def refused(self) -> ErrorReport:
+        return (await self.next(wire.Refused)).error
+
+    async def ended(self) -> None:
+        """Return when the daemon has hung up."""
+        while (received := await self.channel.receive()) is not None:
+            self.heard.append(received.message)
+
+    async def join(self, root: Path | str, rank: int = 0, world_size: int = 1) -> wire.Joined:
+        await self.send(wire.Join(root=str(root), rank=rank, world_size=world_size))
+        return await self.next(wire.Joined)
+
+    async def begin(self, epoch: int, **options: object) -> None:
+        settings = {
+            "nonce": "n1",
+            "compression": "none",
+            "chunk_bytes": 4096,
+            "budget_bytes": 64 << 20,
+            "commit_timeout_s": 60.0,
+            **options,
+        }
+        await self.send(wire.Begin(epoch=epoch, **settings))  # type: ignore[arg-type]  # fields of Begin, named by the test
+
+    async def slot(self, number: int, shard: Shard) -> None:
+        descriptor = sealed_memfd(shard.image)
+        try:
+            await self.send(wire.Slot(slot=number, nbytes=len(shard.image)), descriptor)
+        finally:
+            os.close(descriptor)
+
+    async def layout(self, number: int, shard: Shard) -> None:
+        await self.send(wire.Layout(layout=number, nbytes=len(shard.image), tensors=wire_tensors(shard.tensors)))
+
+    async def save(self, number: int, **options: object) -> None:
+        """Options: fields of Save."""
+        settings = {
+            "tag": f"global_step{number}",
+            "attempt": str(AttemptId(1, 0)),
+            "step": number,
+            "n": number,
+            "save_latest": True,
+            "hand": 0,
+            "left_s": 60.0,
+            **options,
+        }
+        await self.send(wire.Save(save=number, **settings))  # type: ignore[arg-type]  # fields of Save, named by the test
+
+    async def staged(self, save: int, shard: Shard, *, slot: int = 0, layout: int = 0) -> None:
+        await self.send(
+            wire.Staged(save=save, slot=slot, layout=layout, aliases=shard.aliases, excluded=shard.excluded, tree=shard.tree)
+        )
+
+    async def phase(self, save: int, *phases: Phase) -> wire.Phase:
+        """The next word that `save` entered one of `phases`."""
+        names = {str(phase) for phase in phases}
+        return await self.next(wire.Phase, lambda m: m.save == save and m.phase in names)
+
+    async def outcome(self, save: int) -> wire.Phase:
+        return await self.next(wire.Phase, lambda m: m.save == save and m.phase in ENDS)
+
+    async def ready(self, root: Path, shard: Shard, *, rank: int = 0, world_size: int = 1, epoch: int = 1) -> wire.Joined:
+        """Join, begin, and hand over slot 0 and layout 0 for `shard`."""
+        joined = await self.join(root, rank, world_size)
+        await self.begin(epoch)
+        await self.slot(0, shard)
+        await self.layout(0, shard)
+        return joined
+
+    async def whole_save(self, number: int, shard: Shard, *, slot: int = 0, layout: int = 0, **options: object) -> None:
+        await self.save(number, **options)
+        await self.staged(number, shard, slot=slot, layout=layout)
+
+    def close(self) -> None:
+        self.channel.close()
+
+
+class Daemon:
+    """A running Service; roots lie below `folder`."""
+
+    def __init__(self, folder: Path, **options: object) -> None:
+        settings = {
+            "socket": str(folder / "run" / "socket"),
+            "roots": (str(folder),),
+            "progress_interval_s": 0.01,
+            "grace_s": 30.0,
+            **options,
+        }
+        self.config = ServeConfig(**settings)  # type: ignore[arg-type]  # fields of ServeConfig, named by the test
+        self.service = Service(self.config)
+        self._clients: list[RawClient] = []
+        self._running: asyncio.Task[None] | None = None
+
+    @property
+    def path(self) -> str:
+        return self.config.socket
+
+    @property
+    def hub(self):  # type: ignore[no-untyped-def]  # whatever the service has
+        return self.service.hub
+
+    async def start(self) -> None:
+        self._running = asyncio.create_task(self.service.run())
+        ready = asyncio.create_task(self.service.ready())
+        await asyncio.wait({self._running, ready}, return_when=asyncio.FIRST_COMPLETED)
+        ready.cancel()
+        if self._running.done():
+            self._running.result()
+
+    async def stop(self) -> None:
+        """Leave, and wait for the end."""
+        assert self._running is not None
+        for client in self._clients:
+            client.close()
+        self.service.leave()
+        await self._running
+
+    async def left(self) -> None:
+        """Return when the service has ended by itself."""
+        assert self._running is not None
+        await asyncio.shield(self._running)
+
+    async def channel(self) -> Channel:
+        channel = await connect(self.path)
+        return channel
+
+    async def client(self, role: str = "rank") -> RawClient:
+        """A connection with the handshake done."""
+        channel = await self.channel()
+        await channel.send(wire.Hello(protocols=wire.PROTOCOLS, release="test", role=role))  # type: ignore[arg-type]
+        received = await channel.receive()
+        assert received is not None
+        assert isinstance(received.message, wire.Welcome), received.message
+        channel.allow_frames(received.message.frame_bytes_max)
+        client = RawClient(channel, received.message)
+        self._clients.append(client)
+        return client
+
+    def raw(self) -> socket.socket:
+        """A bare connection, blocking, on which nothing was said."""
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.connect(self.path)
+        return connection
+
+
+Start = Callable[..., "contextlib.AbstractAsyncContextManager[Daemon]"]
+
+
+@contextlib.asynccontextmanager
+async def serving(folder: Path, **options: object) -> AsyncIterator[Daemon]:
+    """A daemon for the roots below `folder`, with fields of ServeConfig; stopped at the end."""
+    daemon = Daemon(folder, **options)
+    await daemon.start()
+    try:
+        yield daemon
+    finally:
+        await daemon.stop()
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return Path(os.path.realpath(tmp_path)) / "job"
+
+
+@pytest.fixture
+async def daemon(root: Path) -> AsyncIterator[Daemon]:
+    async with serving(root.parent) as running:
+        yield running
+
+
+@pytest.fixture
+async def store(root: Path) -> AsyncIterator[PosixStore]:
+    """The store at `root`, with epoch 1 begun."""
+    async with PosixStore(root) as opened:
+        await begin_epoch(opened, 1)
+        yield opened
+
+
+def shard_of(seed: int = 0) -> Shard:
+    """A small snapshot that differs from seed to seed."""
+    return make_shard(rank_arrays(seed))
