@@ -68,8 +68,8 @@ def _cells(cost: SaveCost) -> list[str]:
 
 
 RECOVERIES_EXPLAINED = (
-    "Seconds from the kill (memory) or from the start (store) until all ranks had loaded, and until the first step was trained; "
-    "most of it is Python starting and importing torch. The store is read from the page cache here."
+    "Seconds from the kill (memory) or from the start (store) until all ranks had loaded, and until the first step was "
+    "trained; most of it is Python starting and importing torch. The store is read from the page cache here."
 )
 
 

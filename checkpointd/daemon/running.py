@@ -14,6 +14,7 @@ import uvloop
 
 from checkpointd.config import ServeConfig, Watched, environment_watched
 from checkpointd.daemon import manners
+from checkpointd.daemon.manners import apply
 from checkpointd.daemon.service import Service
 
 log = logging.getLogger("checkpointd")
@@ -22,6 +23,7 @@ log = logging.getLogger("checkpointd")
 def serve(config: ServeConfig, *, on_ready: Callable[[str | None], None] = lambda _: None) -> None:
     """Serve until SIGTERM or SIGINT. `on_ready` is told the URL of the status page, None where there is none."""
     manners.apply(config)  # before there is a thread to overlook
+    apply(config)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(config, on_ready))
 
@@ -36,13 +38,20 @@ async def _serve(config: ServeConfig, on_ready: Callable[[str | None], None]) ->
     await asyncio.wait({running, ready}, return_when=asyncio.FIRST_COMPLETED)
     async with contextlib.AsyncExitStack() as beside:
         if not running.done():
-            url = None
+            url = await beside.enter_async_context(_http(service)) if config.http else None
             beside.push_async_callback(_ended, asyncio.create_task(supervisor.watch()))
             supervisor.tell(f"READY=1\nSTATUS=listening at {config.socket}")
             on_ready(url)
             beside.push_async_callback(_ended, asyncio.create_task(_say_stopping(service, supervisor)))
         await running
     ready.cancel()
+
+
+def _http(service: Service) -> contextlib.AbstractAsyncContextManager[str]:
+    from checkpointd.daemon.http import serving  # aiohttp is in the extra `serve`, and takes a while to import
+
+    assert service.config.http is not None
+    return serving(service.hub, service.config.http)
 
 
 async def _say_stopping(service: Service, supervisor: Supervisor) -> None:

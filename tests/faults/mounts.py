@@ -38,10 +38,29 @@ class Ext4:
 
 
 @contextmanager
-def tmpfs(size: int) -> Iterator[Path]:
-    """A tmpfs of `size` bytes; yields where it is mounted."""
+def tmpfs(size: int, *options: str) -> Iterator[Path]:
+    """A tmpfs of `size` bytes, and with more mount options; yields where it is mounted."""
     with _mount_point() as path:
-        _run("mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(path))
+        _run("mount", "-t", "tmpfs", "-o", ",".join([f"size={size}", *options]), "tmpfs", str(path))
+        yield path
+
+
+@contextmanager
+def ramfs() -> Iterator[Path]:
+    """A ramfs, which has no O_DIRECT; yields where it is mounted."""
+    with _mount_point() as path:
+        _run("mount", "-t", "ramfs", "ramfs", str(path))
+        yield path
+
+
+@contextmanager
+def overlay(layers: Path) -> Iterator[Path]:
+    """An overlay whose layers lie in new folders of `layers`; yields where it is mounted."""
+    for name in ("lower", "upper", "work"):
+        (layers / name).mkdir()
+    with _mount_point() as path:
+        options = ",".join(f"{name}dir={layers / name}" for name in ("lower", "upper", "work"))
+        _run("mount", "-t", "overlay", "overlay", "-o", options, str(path))
         yield path
 
 

@@ -134,23 +134,20 @@ def test_a_restart_loads_from_memory(tmp_path: Path, daemon: Daemon) -> None:
         job.must_load(3)
 
 
-def test_what_is_in_memory_may_be_newer_than_the_store_and_still_commits(tmp_path: Path, slow: Daemon) -> None:
+def test_what_is_in_memory_may_be_newer_than_the_store_and_still_commits(tmp_path: Path) -> None:
     """The trainers come back while the sidecar still writes: they go on at once, and the save is committed behind them."""
-    root = tmp_path / "root"
-    with Job(folder=tmp_path, nbytes=8 * MIB) as job:
-        job.open(root, sidecar=str(slow.socket))
+    root, nbytes = tmp_path / "root", 12 * MIB
+    with Daemon(tmp_path, "--bandwidth-mib", "1") as slowest, Job(folder=tmp_path, nbytes=nbytes) as job:
+        job.open(root, sidecar=str(slowest.socket))
         _staged(job, 4)
         _killed(job)
-    with Job(folder=tmp_path, nbytes=8 * MIB) as job:
-        job.open(root, sidecar=str(slow.socket))
-        loaded = job.load()
-        assert [(one.step, one.source, one.wrong) for one in loaded if one] == [(4, "memory", [])] * 2
-        assert _latest(root) == ""
-        _wait_for_latest(root, "global_step4", slow)
-        job.must_commit(5)
-    with Job(folder=tmp_path, nbytes=8 * MIB) as job:
-        job.open(root)
-        job.must_load(5)
+        with Job(folder=tmp_path, nbytes=nbytes) as again:
+            again.open(root, sidecar=str(slowest.socket))
+            loaded = again.load()
+            assert [(one.step, one.source, one.wrong) for one in loaded if one] == [(4, "memory", [])] * 2
+            assert _latest(root) == ""
+            _wait_for_latest(root, "global_step4", slowest)
+            again.must_load(4, tag="global_step4")
 
 
 def test_memory_that_changed_is_found_and_the_store_is_loaded(tmp_path: Path, daemon: Daemon) -> None:
