@@ -38,6 +38,8 @@ class SaveStatus(msgspec.Struct, frozen=True, kw_only=True):
     voted_at: float | None
     """This rank's vote was durable."""
     ended_at: float | None
+    advice: str = ""
+    """What to do about `error`."""
 
 
 class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,6 +94,7 @@ class RootStatus(msgspec.Struct, frozen=True, kw_only=True):
     ranks: tuple[RankStatus, ...]
     in_flight: tuple[SaveStatus, ...]
     recent: tuple[SaveStatus, ...]
+    """At most `standing.RECENT_MAX` of them."""
     held: tuple[HeldStatus, ...]
     commit_s: tuple[float, ...]
     """Seconds from save() to the commit of the last committed attempts, by the coordinator; empty on other nodes."""
