@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import os
 import socket
 import time
 from types import TracebackType
@@ -90,11 +91,11 @@ class StatusClient:
     Connects at the first question. After a SidecarError it can be asked again: the daemon may be back.
     """
 
-    def __init__(self, socket_path: str, *, timeout_s: float = TIMEOUT_S) -> None:
-        self.socket_path = socket_path
+    def __init__(self, socket_path: str | os.PathLike[str], *, timeout_s: float = TIMEOUT_S) -> None:
+        self.socket_path = os.fspath(socket_path)
         self._timeout_s = timeout_s
         self._socket: socket.socket | None = None
-        self._conversation = _Conversation(socket_path)
+        self._conversation = _Conversation(self.socket_path)
 
     def status(self) -> DaemonStatus:
         """How things stand, from the daemon's memory alone: asking costs no storage anything.
@@ -154,11 +155,11 @@ class StatusClient:
 class AsyncStatusClient:
     """As StatusClient, on an asyncio loop; one question at a time, those that come meanwhile wait."""
 
-    def __init__(self, socket_path: str, *, timeout_s: float = TIMEOUT_S) -> None:
-        self.socket_path = socket_path
+    def __init__(self, socket_path: str | os.PathLike[str], *, timeout_s: float = TIMEOUT_S) -> None:
+        self.socket_path = os.fspath(socket_path)
         self._timeout_s = timeout_s
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
-        self._conversation = _Conversation(socket_path)
+        self._conversation = _Conversation(self.socket_path)
         self._asking = asyncio.Lock()
 
     async def status(self) -> DaemonStatus:

@@ -14,7 +14,6 @@ import uvloop
 
 from checkpointd.config import ServeConfig, Watched, environment_watched
 from checkpointd.daemon import manners
-from checkpointd.daemon.manners import apply
 from checkpointd.daemon.service import Service
 
 log = logging.getLogger("checkpointd")
@@ -23,7 +22,6 @@ log = logging.getLogger("checkpointd")
 def serve(config: ServeConfig, *, on_ready: Callable[[str | None], None] = lambda _: None) -> None:
     """Serve until SIGTERM or SIGINT. `on_ready` is told the URL of the status page, None where there is none."""
     manners.apply(config)  # before there is a thread to overlook
-    apply(config)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(config, on_ready))
 
