@@ -1,0 +1,200 @@
+"""The batch script, run for real by bash: steps are local processes, and Slurm's commands stand-ins that write down calls."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "deploy" / "slurm" / "train.sbatch"
+
+SRUN = """
+import itertools, os, sys
+options = list(itertools.takewhile(lambda word: word.startswith("--"), sys.argv[1:]))
+command = sys.argv[1 + len(options):]
+(name,) = [word.removeprefix("--job-name=") for word in options if word.startswith("--job-name=")]
+step = os.fork()
+if not step:
+    os.setsid()
+    with open(f"{name}.new", "w") as note:
+        note.write(str(os.getpid()))
+    os.rename(f"{name}.new", f"{name}.step")
+    os.execvp(command[0], command)
+_, status = os.waitpid(step, 0)
+os.rename(f"{name}.step", f"{name}.ended")
+code = os.waitstatus_to_exitcode(status)
+sys.exit(code if code >= 0 else 128 - code)
+"""
+# As Slurm does it: the signal goes to every process of the step.
+SCANCEL = """
+import os, sys
+signal, step = sys.argv[1:]
+assert signal == "--signal=TERM"
+(name,) = [name for name in ("sidecar", "ready", "train") if step == f"7.{name}"]
+print(f"scancel {name}", file=open("calls", "a"), flush=True)
+os.killpg(int(open(f"{name}.step").read()), 15)
+"""
+SQUEUE = """
+import glob
+for path in glob.glob("*.step"):
+    print(f"7.{path[:-5]} {path[:-5]}")
+"""
+SCONTROL = """
+import sys, glob
+if sys.argv[1:3] == ["show", "hostnames"]:
+    print("node-1")
+else:
+    print(*sys.argv, "with", *sorted(glob.glob("*.step")), "running", file=open("calls", "a"), flush=True)
+"""
+CHECKPOINTD = """
+import os, signal, socket, sys
+words = dict(zip(sys.argv[2::2], sys.argv[3::2]))
+listening = socket.socket(socket.AF_UNIX)
+if sys.argv[1] == "status":
+    listening.connect(words["--socket"])
+    sys.exit()
+mode = oct(os.stat(os.path.dirname(words["--socket"])).st_mode & 0o777)
+print("serve", words["--root"], mode, file=open("calls", "a"), flush=True)
+signal.signal(signal.SIGTERM, lambda *_: (print("sidecar leaves", file=open("calls", "a")), sys.exit()))
+listening.bind(words["--socket"])
+listening.listen()
+while True:
+    signal.pause()
+"""
+TORCHRUN = """
+import os, signal, socket, sys
+socket.socket(socket.AF_UNIX).connect(sys.argv[sys.argv.index("--sidecar") + 1])
+print("torchrun", *sys.argv[sys.argv.index("train.py"):-2], file=open("calls", "a"), flush=True)
+signal.signal(signal.SIGTERM, lambda *_: (print("last save", file=open("calls", "a")), sys.exit(1)))
+code = os.environ["CODE"]
+print("training", flush=True)
+sys.exit(int(code)) if code else signal.pause()
+"""
+
+
+@dataclass
+class Run:
+    """A running script: what the stand-ins noted down lies in `folder`."""
+
+    process: subprocess.Popen[str]
+    folder: Path
+    output: str = ""
+
+    @property
+    def calls(self) -> list[str]:
+        return (self.folder / "calls").read_text().splitlines()
+
+    def end(self) -> int:
+        self.output += self.process.communicate()[0]
+        return self.process.returncode
+
+
+@contextmanager
+def running(folder: Path, code: str = "") -> Iterator[Run]:
+    """Start the script as Slurm's batch step would; `code` is what training ends with, "" for training that goes on."""
+    binaries = folder / "bin"
+    binaries.mkdir()
+    stand_ins = {"srun": SRUN, "scancel": SCANCEL, "squeue": SQUEUE, "scontrol": SCONTROL}
+    for name, text in {**stand_ins, "checkpointd": CHECKPOINTD, "torchrun": TORCHRUN}.items():
+        (binaries / name).write_text(f"#!{sys.executable} -S\n{text}")
+        (binaries / name).chmod(0o755)
+    environment = {
+        "PATH": f"{binaries}:/usr/bin:/bin",
+        "ROOT": "/scratch/run-1",
+        "USER": "alice",
+        "CODE": code,
+        "SLURM_JOB_ID": f"test-{os.getpid()}",
+        "SLURM_NNODES": "1",
+        "SLURM_JOB_NODELIST": "node-1",
+    }
+    command = [shutil.which("bash") or "bash", str(SCRIPT), "train.py", "--lr", "3e-4"]
+    process = subprocess.Popen(
+        command,
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield Run(process, folder)
+    finally:
+        end_all(process, folder)
+
+
+def end_all(process: subprocess.Popen[str], folder: Path) -> None:
+    """Whatever went wrong, nothing is left running."""
+    for group in [process.pid, *(int(path.read_text()) for path in folder.glob("*.step"))]:
+        try:
+            os.killpg(group, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    if process.stdout is not None:
+        process.stdout.close()
+    process.wait()
+
+
+def test_bash_takes_it() -> None:
+    subprocess.run(["bash", "-n", SCRIPT], check=True)
+
+
+def test_shellcheck_finds_nothing() -> None:
+    tool = shutil.which("shellcheck")
+    if tool is None:
+        pytest.skip("needs shellcheck")
+    done = subprocess.run([tool, SCRIPT], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+def test_training_that_ends_well(tmp_path: Path) -> None:
+    """The sidecar is there before training, in a directory that only its user can enter, and leaves after it."""
+    with running(tmp_path, code="0") as run:
+        assert run.end() == 0, run.output
+        assert run.calls == [
+            "serve /scratch/run-1 0o700",
+            "torchrun train.py --lr 3e-4 --root /scratch/run-1",
+            "scancel sidecar",
+            "sidecar leaves",
+        ]
+    assert not Path(f"/tmp/checkpointd-test-{os.getpid()}-0").exists(), "tidied up"
+
+
+def test_training_that_fails_is_not_queued_again(tmp_path: Path) -> None:
+    with running(tmp_path, code="5") as run:
+        assert run.end() == 5, run.output
+        assert run.calls[-1] == "sidecar leaves"
+
+
+def test_a_job_that_is_asked_to_stop_is_queued_again(tmp_path: Path) -> None:
+    """The batch shell alone is told. Training makes its last save while the sidecar is there; both end before it is queued."""
+    with running(tmp_path) as run:
+        assert run.process.stdout is not None
+        assert "training\n" in iter(run.process.stdout.readline, "")
+        os.kill(run.process.pid, signal.SIGTERM)
+        assert run.end() == 1, run.output
+        assert run.calls[2:] == [
+            "scancel train",
+            "last save",
+            "scancel sidecar",
+            "sidecar leaves",
+            f"{tmp_path}/bin/scontrol requeue test-{os.getpid()} with running",
+        ]
+
+
+def test_slurm_tells_the_script_alone() -> None:
+    """A sidecar that got the signal too would take no last save."""
+    options = dict(line.split("--", 1)[1].partition("=")[::2] for line in SCRIPT.read_text().splitlines() if "#SBATCH" in line)
+    target, _, seconds = options["signal"].partition("@")
+    assert target == "B:TERM"
+    assert "requeue" in options
+    times = [int(word) for word in ("120", "120") if word in SCRIPT.read_text()]
+    assert int(seconds) >= sum(times) + 30, "the last save, the sidecar's grace, and some room"
