@@ -104,10 +104,10 @@ class Hub:
 
     def _forget_ranks(self) -> None:
         """Make room for one more rank. Those that are connected stay, and `clients_max` bounds them."""
-        idle = (key for key, record in self._ranks.items() if not record.connections)
-        while len(self._ranks) >= RANKS_KEPT and (key := next(idle, None)) is not None:
-            del self._ranks[key]
-            idle = (key for key, record in self._ranks.items() if not record.connections)
+        if len(self._ranks) >= RANKS_KEPT:
+            idle = next((key for key, record in self._ranks.items() if not record.connections), None)
+            if idle is not None:
+                del self._ranks[idle]
 
     def roots_in_use(self) -> set[str]:
         """The roots that a connected rank or a save in flight needs."""

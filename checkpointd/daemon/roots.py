@@ -56,8 +56,9 @@ class Roots:
                 f"this daemon does not serve {path}: it serves {', '.join(self._allowed)} and what lies below; "
                 "start it with --root for this one"
             )
-        if os.path.realpath(path) != path:
-            raise UsageError(f"root {path} has a symbolic link in it, and leads to {os.path.realpath(path)}: give that path")
+        link = _first_link(path)
+        if link is not None:
+            raise UsageError(f"root {path} has a symbolic link in it ({link}): give the path that it leads to")
         return path
 
     def found(self) -> list[str]:
@@ -80,6 +81,14 @@ class Roots:
         for store in self._stores.values():
             await store.close()
         self._stores.clear()
+
+
+def _first_link(path: str) -> str | None:
+    """The first part of `path` that is a symbolic link, also one that leads nowhere; None where there is none."""
+    for end in (i for i in range(1, len(path) + 1) if i == len(path) or path[i] == "/"):
+        if os.path.islink(path[:end]):
+            return path[:end]
+    return None
 
 
 def _within(path: str, above: str) -> bool:

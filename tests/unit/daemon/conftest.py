@@ -111,7 +111,7 @@ class RawClient:
         await self.send(wire.Begin(epoch=epoch, **settings))  # type: ignore[arg-type]  # fields of Begin, named by the test
 
     async def slot(self, number: int, shard: Shard) -> None:
-        descriptor = sealed_memfd(shard.image)
+        descriptor = sealed_memfd(shard.image.data)
         try:
             await self.send(wire.Slot(slot=number, nbytes=len(shard.image)), descriptor)
         finally:
@@ -209,8 +209,7 @@ class Daemon:
         await asyncio.shield(self._running)
 
     async def channel(self) -> Channel:
-        channel = await connect(self.path)
-        return channel
+        return await connect(self.path)
 
     async def client(self, role: str = "rank") -> RawClient:
         """A connection with the handshake done."""

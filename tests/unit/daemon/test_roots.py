@@ -1,0 +1,118 @@
+"""Which roots are served: at or below the configured ones, spelt plainly, reached through no symbolic link."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from checkpointd.daemon import roots as roots_module
+from checkpointd.daemon.roots import Roots
+from checkpointd.errors import ClosedError, UsageError
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    real = Path(os.path.realpath(tmp_path)) / "served"
+    (real / "job" / "run").mkdir(parents=True)
+    (real.parent / "served-not").mkdir()
+    return real
+
+
+@pytest.mark.parametrize("below", ["", "job", "job/run", "not-there-yet", "job/run/"])
+def test_the_configured_one_and_what_lies_below(folder: Path, below: str) -> None:
+    assert Roots([str(folder)]).check(f"{folder}/{below}") == str(folder / below)
+
+
+@pytest.mark.parametrize(
+    ("spelt", "why"),
+    [
+        ("{0}/..", "has '..' in it"),
+        ("{0}/job/../job", "has '..' in it"),
+        ("{0}/../served-not", "has '..' in it"),
+        ("{0}-not", "does not serve"),
+        ("{0}-not/job", "does not serve"),
+        ("/", "does not serve"),
+        ("/etc", "does not serve"),
+        ("job", "must be an absolute path"),
+        ("", "must be an absolute path"),
+        ("~/job", "must be an absolute path"),
+        ("{0}/a\0b", "must be an absolute path"),
+        ("{0}/a\nb", "must be an absolute path"),
+        ("//{0}", "does not serve"),
+    ],
+)
+def test_what_is_refused(folder: Path, spelt: str, why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        Roots([str(folder)]).check(spelt.format(str(folder)[1:] if spelt.startswith("//") else folder))
+
+
+@pytest.mark.parametrize("to", ["/etc", "{0}/job", "../served-not", "no-such-place", "loop"])
+def test_a_symbolic_link_is_not_followed_wherever_it_leads(folder: Path, to: str) -> None:
+    (folder / "loop").symlink_to(to.format(folder))
+    for root in ("loop", "loop/below", "loop/a/b/c"):
+        with pytest.raises(UsageError, match="symbolic link"):
+            Roots([str(folder)]).check(str(folder / root))
+
+
+def test_the_configured_one_may_be_a_link_and_is_named_by_what_it_leads_to(folder: Path) -> None:
+    link = folder.parent / "link"
+    link.symlink_to(folder)
+    roots = Roots([str(link)])
+    assert roots.check(str(folder / "job")) == str(folder / "job")
+    with pytest.raises(UsageError, match="does not serve"):
+        roots.check(str(link / "job"))
+
+
+def test_everything_may_be_served(folder: Path) -> None:
+    assert Roots(["/"]).check(str(folder)) == str(folder)
+
+
+async def test_a_link_that_took_the_place_of_a_root_is_seen_at_the_next_use(folder: Path) -> None:
+    roots = Roots([str(folder)])
+    roots.store(str(folder / "job"))
+    os.rename(folder / "job", folder / "away")
+    (folder / "job").symlink_to("/etc")
+    with pytest.raises(UsageError, match="symbolic link"):
+        roots.store(str(folder / "job"))
+    await roots.close()
+
+
+async def test_a_store_is_opened_once(folder: Path) -> None:
+    roots = Roots([str(folder)])
+    assert roots.store(f"{folder}/job/") is roots.store(f"{folder}/job")
+    assert list(roots.known()) == [f"{folder}/job"]
+    await roots.close()
+    assert roots.known() == {}
+
+
+async def test_stores_that_nobody_uses_are_closed_in_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roots_module, "STORES_KEPT", 2)
+    roots = Roots([str(folder)])
+    names = [str(folder / str(i)) for i in range(5)]
+    stores = [roots.store(name) for name in names]
+    await roots.trim({names[0]})
+    assert list(roots.known()) == [names[0], names[4]]
+    with pytest.raises(ClosedError):
+        await stores[1].list("")
+    assert await stores[0].list("") == []
+    await roots.close()
+
+
+async def test_stores_in_use_stay_though_they_are_many(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roots_module, "STORES_KEPT", 1)
+    roots = Roots([str(folder)])
+    names = {str(folder / str(i)) for i in range(4)}
+    for name in names:
+        roots.store(name)
+    await roots.trim(names)
+    assert set(roots.known()) == names
+    await roots.close()
+
+
+def test_roots_are_found_at_and_below_the_configured_ones(folder: Path) -> None:
+    for root in (folder, folder / "job"):
+        (root / ".checkpointd" / "epochs").mkdir(parents=True)
+    (folder / "link").symlink_to(folder / "job")
+    assert Roots([str(folder), "/no/such/place"]).found() == [str(folder), str(folder / "job")]
