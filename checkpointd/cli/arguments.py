@@ -29,6 +29,12 @@ def only_root(places: tuple[str, ...], command: str) -> str:
     return places[0] if places else _environment_root(f"{command} /mnt/ckpts/run1")
 
 
+def maybe_root(places: tuple[str, ...]) -> str | None:
+    """`[ROOT]` of a command that has something to do without one, too."""
+    _at_most(places, 1)
+    return places[0] if places else _set_root()
+
+
 def root_and_tag(places: tuple[str, ...], command: str) -> tuple[str, str]:
     """`[ROOT] TAG`: one argument alone is the tag."""
     _at_most(places, 2)

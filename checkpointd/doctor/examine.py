@@ -1,0 +1,159 @@
+"""All checks, one after another: none keeps another from being made."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from checkpointd import __version__
+from checkpointd.doctor import machine, memory, mounts, sidecar, software, space, trials
+from checkpointd.doctor.finding import Diagnosis, Finding, StateSize, Topic
+from checkpointd.doctor.scratch import scratch
+from checkpointd.errors import CheckpointdError, UsageError
+from checkpointd.pipeline.report.listing import listing
+from checkpointd.store import open_store
+from checkpointd.store.failures import store_error
+
+TRIALS: tuple[tuple[str, Callable[[str], Finding]], ...] = (
+    ("direct-io", trials.direct_io),
+    ("hard-links", trials.hard_links),
+    ("rename", trials.rename),
+    ("fsync-file", trials.sync_file),
+    ("fsync-directory", trials.sync_directory),
+    ("locks", trials.locks),
+    ("names", trials.names),
+    ("clock", trials.clock),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What to look at. `state_bytes`: None takes the newest checkpoint's size; `nodes`: over how many the state is spread."""
+
+    root: str | None = None
+    socket: str | None = None
+    state_bytes: int | None = None
+    nodes: int | None = None
+    copies: int = 2
+
+
+def examine(question: Question) -> Diagnosis:
+    """Make every check that `question` asks for. UsageError where the root is not one that other processes could see."""
+    root = None if question.root is None else _path_of(question.root)
+    state = _state_size(question, root)
+    findings = [*_root(root, state, question.copies), *_memory(state), *machine.here(), *software.here()]
+    findings += _sidecar(question.socket, state)
+    return Diagnosis(
+        release=__version__,
+        root=root,
+        socket=question.socket,
+        state_bytes=state.total_bytes if state else None,
+        state_source=state.source if state else "not known",
+        fit=all(finding.level != "fail" for finding in findings),
+        findings=tuple(findings),
+    )
+
+
+def _path_of(root: str) -> str:
+    store = open_store(root)
+    if not store.capabilities.shared:
+        raise UsageError(f"{store.url} lives in the process that made it alone: there is nothing to examine")
+    return store.url
+
+
+def _state_size(question: Question, root: str | None) -> StateSize | None:
+    total, source = question.state_bytes, "as you say"
+    if total is None and root is not None:
+        total, source = _newest_size(root)
+    if not total:
+        return None
+    share = -(-total // (question.nodes or 1))
+    return StateSize(total_bytes=total, node_bytes=share, source=source, share_known=question.nodes is not None)
+
+
+def _newest_size(root: str) -> tuple[int | None, str]:
+    """The raw bytes of the newest checkpoint at `root` that tells them, and its tag."""
+
+    async def newest() -> tuple[int | None, str]:
+        async with open_store(root) as store:
+            for row in (await listing(store)).rows:
+                if row.state == "committed" and row.raw_bytes:
+                    return row.raw_bytes, f"as {row.tag} has"
+        return None, ""
+
+    try:
+        return asyncio.run(newest())
+    except CheckpointdError:
+        return None, ""  # what is wrong with the root is for the checks to say
+
+
+# --- the parts ---------------------------------------------------------------------------------------------------
+
+
+def _root(root: str | None, state: StateSize | None, copies: int) -> Iterator[Finding]:
+    if root is None:
+        advice = "give it, or set CHECKPOINTD_ROOT: most of what goes wrong goes wrong there"
+        yield Finding(topic="root", check="root", level="note", seen="no root was given", fix=advice)
+        return
+    there = os.path.lexists(root)
+    real = os.path.realpath(root)
+    mount = mounts.mount_of(real, Path("/proc/self/mountinfo").read_text())
+    yield mounts.file_system(mount)
+    if mount is not None:
+        yield mounts.mount_options(mount)
+    try:
+        with scratch(root) as place:
+            found = space.room(place)  # before the trials take some of it
+            yield _writable(root, real, there)
+            for check, trial in TRIALS:
+                yield _made("root", check, partial(trial, place))
+            yield space.free_space(found, state, copies)
+            yield space.inodes(found, copies)
+            volatile = mount is not None and mount.kind in mounts.VOLATILE
+            yield _made("space", "reservation", partial(space.reservation, place, found, state, volatile=volatile))
+    except OSError as error:
+        yield _failed("root", "root", error, root)
+
+
+def _writable(root: str, real: str, there: bool) -> Finding:
+    seen = "a directory that this user can write to" if there else "not there yet; this user can make it"
+    if root != real:
+        advice = f"a sidecar takes no path with a link in it: give {real}"
+        return Finding(topic="root", check="root", level="note", seen=f"{seen}; it leads to {real}", fix=advice)
+    return Finding(topic="root", check="root", level="ok", seen=seen)
+
+
+def _memory(state: StateSize | None) -> list[Finding]:
+    return [
+        memory.fits(memory.measured(), state),
+        memory.memfd(),
+        memory.populate(),
+        memory.locked(state),
+        memory.overcommit(memory.overcommit_mode()),
+    ]
+
+
+def _sidecar(socket: str | None, state: StateSize | None) -> list[Finding]:
+    if socket is None:
+        return []
+    return sidecar.here(socket, state)
+
+
+def _made(topic: Topic, check: str, trial: Callable[[], Finding]) -> Finding:
+    """The finding of `trial`; an error that it did not foresee is one, too."""
+    try:
+        return trial()
+    except OSError as error:
+        return _failed(topic, check, error, "")
+
+
+def _failed(topic: Topic, check: str, error: OSError, root: str) -> Finding:
+    """The words that a save would end with for the same error."""
+    _, _, words = str(store_error(error, doing="trying", key=check, url=root)).partition(" failed: ")
+    seen, _, fix = words.partition(": ")
+    where = f"{error.filename}: " if isinstance(error.filename, str) else ""
+    return Finding(topic=topic, check=check, level="fail", seen=f"{where}{seen}", fix=fix or "look at the kernel log")

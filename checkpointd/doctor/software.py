@@ -1,0 +1,111 @@
+"""The libraries: whether they are there, load, and compute what they should. torch is asked for its version, never imported."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+from importlib import metadata
+from typing import Final
+
+from checkpointd import __version__
+from checkpointd.doctor.finding import Diagnosis, Finding, Level
+
+LIBRARIES: Final = ("aiofiles", "click", "msgspec", "numpy", "rich", "uvloop", "xxhash", "zstandard")
+SERVE: Final = ("aiohttp", "prometheus_client", "psutil")
+TORCH_LEAST: Final = (2, 6)
+_XXH3_64_OF_NOTHING: Final = 0x2D06800538D394C2
+_XXH3_128_OF_NOTHING: Final = "99aa06d3014798d86001c324468d497f"
+
+
+def _finding(check: str, level: Level, seen: str, fix: str = "") -> Finding:
+    return Finding(topic="software", check=check, level=level, seen=seen, fix=fix)
+
+
+def libraries(names: tuple[str, ...] = LIBRARIES) -> Finding:
+    """What the service itself needs."""
+    broken = [f"{name}: {why}" for name in names if (why := _why_not_imported(name))]
+    if broken:
+        return _finding("libraries", "fail", "; ".join(broken), "install checkpointd again, into an environment of its own")
+    return _finding("libraries", "ok", ", ".join(f"{name} {version(name) or '?'}" for name in names))
+
+
+def _why_not_imported(name: str) -> str:
+    try:
+        importlib.import_module(name)
+    except Exception as error:  # a broken extension raises whatever it likes
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def only_libraries() -> Diagnosis:
+    """The diagnosis where the libraries let nothing else be examined."""
+    return Diagnosis(
+        release=__version__,
+        root=None,
+        socket=None,
+        state_bytes=None,
+        state_source="not known",
+        fit=False,
+        findings=(libraries(),),
+    )
+
+
+def serve_libraries(names: tuple[str, ...] = SERVE) -> Finding:
+    """What the sidecar needs for HTTP, metrics and manners."""
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    if missing:
+        seen = f"not installed: {', '.join(missing)}"
+        return _finding("serve-libraries", "note", seen, "only a sidecar needs them: install checkpointd[serve]")
+    return _finding("serve-libraries", "ok", ", ".join(f"{name} {version(name) or '?'}" for name in names))
+
+
+def codecs() -> Finding:
+    """Every codec there and back, and the checksums of nothing, which are known."""
+    import numpy as np
+
+    from checkpointd.codec import CODECS, decode, encode
+    from checkpointd.codec.checksum import xxh3_64, xxh3_128_hex
+
+    if xxh3_64(b"") != _XXH3_64_OF_NOTHING or xxh3_128_hex(b"") != _XXH3_128_OF_NOTHING:
+        return _finding("codecs", "fail", "xxhash computes wrong checksums", "install xxhash again")
+    data = np.random.default_rng(1).normal(0, 0.02, 50_000).astype(np.float32).view(np.uint8)
+    wrong = []
+    for codec in CODECS:
+        back = np.zeros_like(data)
+        try:
+            decode(encode(data, codec=codec, itemsize=4, kind="float"), codec=codec, raw_size=data.size, out=back)
+        except Exception as error:  # whatever it is, this codec cannot be used here
+            wrong.append(f"{codec} ({error})")
+            continue
+        if not np.array_equal(back, data):
+            wrong.append(codec)
+    if wrong:
+        advice = "install zstandard and numpy again; until then nothing that is compressed can be trusted here"
+        return _finding("codecs", "fail", f"a round trip fails: {', '.join(wrong)}", advice)
+    return _finding("codecs", "ok", f"{', '.join(CODECS)}: what was encoded decodes to the same bytes")
+
+
+def torch(found: str | None) -> Finding:
+    """The version of torch, from the installed distribution's own words; None where there is none."""
+    if found is None:
+        return _finding("torch", "note", "torch is not installed here", "only a training script needs it: checkpointd[torch]")
+    numbers = re.match(r"(\d+)\.(\d+)", found)
+    if numbers and (int(numbers[1]), int(numbers[2])) < TORCH_LEAST:
+        least = ".".join(map(str, TORCH_LEAST))
+        return _finding("torch", "fail", f"torch {found}", f"checkpointd_client needs torch {least} or newer")
+    return _finding("torch", "ok", f"torch {found}")
+
+
+def version(name: str) -> str | None:
+    """The version of an installed distribution; None where it is not installed."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def here() -> list[Finding]:
+    """All checks of this environment."""
+    own = libraries()
+    return [own, *([codecs()] if own.level == "ok" else []), serve_libraries(), torch(version("torch"))]
