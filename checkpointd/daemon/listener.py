@@ -31,7 +31,7 @@ def listening(path: str, group: str | None) -> Iterator[socket.socket]:
             try:
                 listener.bind(path)
             except OSError as error:
-                raise SidecarError(f"cannot listen at {path}: {error.strerror}") from error
+                raise SidecarError(f"cannot listen at {path}: {error.strerror or error}") from error
             finally:
                 os.umask(before)
             if group is not None:
@@ -50,6 +50,7 @@ def _make_directory(directory: str, group: str | None) -> None:
     try:
         os.mkdir(directory, 0o700)
     except FileExistsError:
+        _check_directory(directory)
         return
     except OSError as error:
         raise UsageError(
@@ -58,6 +59,13 @@ def _make_directory(directory: str, group: str | None) -> None:
     if group is not None:
         os.chown(directory, -1, _group_id(group))
         os.chmod(directory, 0o750)
+
+
+def _check_directory(directory: str) -> None:
+    """Refuse a directory in which anybody could put a socket of his own in this one's place."""
+    mode = os.stat(directory).st_mode
+    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+        raise UsageError(f"anybody may rename what lies in {directory}: choose a directory of your own for the socket")
 
 
 def _group_id(group: str) -> int:
