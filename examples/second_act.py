@@ -24,11 +24,11 @@ SETTLED_S = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class Recovery:
-    """One restart: from where it loaded, and seconds until ranks were ready, had loaded, and had trained their first step."""
+    """One restart: from where it loaded, how long load() took on rank 0, and when the first step was trained, in seconds."""
 
     source: str
     tag: str
-    loaded_s: float
+    load_s: float
     first_step_s: float
     log: Path
     first: int
@@ -40,10 +40,9 @@ class Recovery:
         return [step for step in steps for rank in range(RANKS) if _loss(self.log, rank, step) != _loss(reference, rank, step)]
 
 
-def _loss(folder: Path, rank: int, step: int) -> str:
-    line = (folder / f"losses-{rank}.jsonl").read_text(encoding="utf-8").splitlines()[step]
-    entry = json.loads(line)
-    return str(entry["loss"]) if entry["step"] == step else "missing"
+def _loss(folder: Path, rank: int, step: int) -> str | None:
+    lines = (folder / f"losses-{rank}.jsonl").read_text(encoding="utf-8").splitlines()
+    return next((entry["loss"] for entry in map(json.loads, lines) if entry["step"] == step), None)
 
 
 class SecondAct:
@@ -116,20 +115,20 @@ class SecondAct:
 
     def restart(self, source: str, *, since: float) -> Recovery:
         """Start the job again and let it train three steps; the seconds count from `since`."""
-        loaded_s = first_step_s = 0.0
+        load_s = first_step_s = 0.0
         first = 2 * self.every
         with self._training(source, until=first + 3) as job:
             for line in job:
                 self.console.print(f"  {line}")
                 if line.startswith("resumed from"):
-                    loaded_s = time.monotonic() - since
-                    tag, found = line.split()[2], line.split("(")[1].split(")")[0]
+                    words = line.split()  # resumed from TAG (SOURCE) in SECONDS s ...
+                    tag, found, load_s = words[2], words[3].strip("()"), float(words[5])
                 elif line.startswith("step") and not first_step_s:
                     first_step_s = time.monotonic() - since
         return Recovery(
             source=found,
             tag=tag,
-            loaded_s=loaded_s,
+            load_s=load_s,
             first_step_s=first_step_s,
             log=self.folder / source,
             first=first,

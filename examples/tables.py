@@ -68,16 +68,16 @@ def _cells(cost: SaveCost) -> list[str]:
 
 
 RECOVERIES_EXPLAINED = (
-    "Seconds from the kill (memory) or from the start (store) until all ranks had loaded, and until the first step was "
-    "trained; most of it is Python starting and importing torch. The store is read from the page cache here."
+    "load() on rank 0, which waits for the slower rank; and from the kill (memory) or the start (store) to the end of the "
+    "first step, most of which is Python starting and importing torch. The store is read from the page cache here."
 )
 
 
 def recoveries(found: Sequence[Recovery]) -> Table:
     """One line per restart."""
-    table = _table("loaded from", "checkpoint", "loaded after, s", "first step after, s")
+    table = _table("loaded from", "checkpoint", "load(), s", "first step after, s")
     for recovery in found:
-        table.add_row(recovery.source, recovery.tag, f"{recovery.loaded_s:.2f}", f"{recovery.first_step_s:.2f}")
+        table.add_row(recovery.source, recovery.tag, f"{recovery.load_s:.2f}", f"{recovery.first_step_s:.2f}")
     return table
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import time
 from pathlib import Path
 
 import numpy as np
@@ -49,12 +50,13 @@ def train(args: argparse.Namespace) -> None:
     }
     options = {"sidecar": args.sidecar} if args.sidecar else {}  # with one, it persists, and outlives this process
     with Checkpointer(args.root, compression=args.compression, **options) as ckpt:  # (2) leaving waits for what is in flight
+        began = time.perf_counter()
         loaded = ckpt.load(state)  # (3) in place; None where there is no checkpoint yet
         start = loaded.step + 1 if loaded else 0
         if rank == 0:
-            print(
-                f"resumed from {loaded.tag} ({loaded.source}) at step {start}" if loaded else "starting at step 0", flush=True
-            )
+            load_s = time.perf_counter() - began
+            resumed = f"resumed from {loaded.tag} ({loaded.source}) in {load_s:.2f} s at step {start}" if loaded else ""
+            print(resumed or "starting at step 0", flush=True)
 
         log = RunLog(args.out, rank=rank, start=start)
         for step in range(start, min(args.steps, args.until)):
