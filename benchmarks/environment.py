@@ -45,7 +45,7 @@ def _install_peers() -> None:
 def _install_project() -> None:
     pins = ROOT / "constraints.txt"
     if (ROOT / "client" / "checkpointd_client" / "__init__.py").exists():
-        _pip("--no-build-isolation", *(("-c", str(pins)) if pins.exists() else ()), f"{ROOT}[torch]")
+        _pip("--no-build-isolation", *(("-c", str(pins)) if pins.exists() else ()), f"{ROOT}[torch,serve]")
         _pip("--no-build-isolation", "--no-deps", "--force-reinstall", str(ROOT))
 
 

@@ -74,11 +74,11 @@ def test_the_root_of_the_environment(root: Path, cli: Cli, monkeypatch: pytest.M
     assert cli("doctor", "--json").json["root"] == str(root)
 
 
-def test_a_root_behind_a_link_is_named(root: Path, tmp_path: Path, cli: Cli) -> None:
+def test_a_root_behind_a_link_is_followed_and_said(root: Path, tmp_path: Path, cli: Cli) -> None:
     (tmp_path / "link").symlink_to(root)
     findings = {finding["check"]: finding for finding in cli("doctor", tmp_path / "link", "--json").json["findings"]}
-    assert findings["root"]["level"] == "note"
-    assert f"give {root}" in findings["root"]["fix"]
+    assert findings["root"]["level"] == "ok"
+    assert findings["root"]["seen"].endswith(f"it leads to {root}")
 
 
 @pytest.mark.parametrize("text", ["-5", "0", "many", "5 parsecs", "1.5.2G"])
@@ -146,6 +146,12 @@ def test_a_library_that_cannot_be_loaded_is_named(root: Path, name: str) -> None
     [failed] = [finding for finding in json.loads(done.stdout)["findings"] if finding["level"] == "fail"]
     assert failed["check"] == "libraries"
     assert f"{name}: " in failed["seen"]
+
+
+def test_the_page_of_the_docs_names_every_check(root: Path, cli: Cli) -> None:
+    text = (Path(__file__).parents[3] / "docs" / "DOCTOR.md").read_text()
+    findings = cli("doctor", root, "--socket", root / "none.sock", "--json").json["findings"]
+    assert [f["check"] for f in findings if f"`{f['topic']}/{f['check']}`" not in text] == []
 
 
 def test_help_names_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
