@@ -49,7 +49,7 @@ async def recover(store: Store, epoch: int, spares: Collection[str] = ()) -> Rec
     """
     done, spared = Recovery(), frozenset(spares)
     seen = await catalog.scan(store)
-    views = [view if view.prefix in spared else await _settled(store, view, epoch, done) for view in seen]
+    views = [await _settled(store, view, epoch, done, is_spared=view.prefix in spared) for view in seen]
     newest = next((c for c in catalog.checkpoints_of(views) if c.outcome.save_latest), None)
     try:
         done.swept = await collect(store, [view.facts for view in views if view.prefix not in spared])
@@ -63,15 +63,17 @@ async def recover(store: Store, epoch: int, spares: Collection[str] = ()) -> Rec
     return done
 
 
-async def _settled(store: Store, attempt: AttemptView, epoch: int, done: Recovery) -> AttemptView:
+async def _settled(store: Store, attempt: AttemptView, epoch: int, done: Recovery, *, is_spared: bool) -> AttemptView:
     if attempt.attempt.epoch >= epoch:
         return attempt
     try:
         if attempt.state == "in-doubt":
+            if is_spared:
+                return attempt
             done.decided.append(await resolve(store, attempt))
             return await catalog.view(store, attempt.tag, attempt.attempt)
         if OUTCOME in attempt.sizes:
-            # Its writer may have died between making it visible and making it durable.
+            # Its writer may have died between making it visible and making it durable; `latest` rests on it from here on.
             await store.settle(f"{attempt.prefix}/{OUTCOME}")
     except (StoreError, NotFoundError, DamagedError) as error:
         log.error("%s cannot be decided now: %s; the next start tries again", attempt.prefix, error)

@@ -2,8 +2,9 @@
 
 A job is a series of incarnations, each of `world_size` ranks with processes of their own. What may happen to it, all of it
 drawn from the seed: ranks are killed, stopped and go on later; the power fails; the disk refuses one rank's calls for a while;
-a new incarnation starts while ranks of the old one still run. When the faults are over, one more incarnation must load and
-commit. The invariants are those of `simledger.py`; a run that breaks one raises, with schedule and trace as notes.
+a new incarnation starts while ranks of the old one still run; sidecars, where the job has them, are lost and taken over from.
+When the faults are over, one more incarnation must load and commit. The invariants are those of `simledger.py`; a run that
+breaks one raises, with schedule and trace as notes.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import random
 from collections import Counter
 from contextvars import Context
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from checkpointd.commit.machine import Phase
@@ -20,13 +22,26 @@ from checkpointd.config import CommitConfig
 from checkpointd.errors import CheckpointdError
 from checkpointd.layout.manifest import Outcome
 from checkpointd.pipeline import catalog
+from checkpointd.pipeline.attempt import WriterState
 from checkpointd.pipeline.catalog import Checkpoint
 from checkpointd.store.posix import PosixStore
 from checkpointd.testing import simloop
 from checkpointd.testing.simdisk import Effect, SimDisk
 from checkpointd.testing.simledger import InvariantError, Key, Ledger
 from checkpointd.testing.simrank import Board, JobConfig, Rank, read_contents
-from checkpointd.testing.simschedule import NAMES, Fault, Kill, Moment, Pause, PowerCut, Refuse, Schedule, SecondJob
+from checkpointd.testing.simschedule import (
+    NAMES,
+    Fault,
+    Kill,
+    LoseSidecar,
+    Moment,
+    Pause,
+    PowerCut,
+    Refuse,
+    Schedule,
+    SecondJob,
+)
+from checkpointd.testing.simsidecar import Runner, Sidecar
 
 ROOT = "/root/run"
 INCARNATIONS_MAX = 30
@@ -42,6 +57,10 @@ class Report:
     committed: int = 0
     aborted: int = 0
     incarnations: int = 0
+    sidecars: int = 0
+    """Lives of sidecars that were begun."""
+    spared: int = 0
+    """Attempts that their own coordinator committed after a newer epoch had spared them."""
 
 
 @dataclass(slots=True)
@@ -71,6 +90,7 @@ class SimJob:
     _counts: Counter[tuple[str, str]] = field(default_factory=Counter)
     _refusals: dict[str, Refuse] = field(default_factory=dict)
     _newest: Incarnation | None = None
+    _sidecars: dict[int, Sidecar] = field(default_factory=dict)
     _rng: random.Random = field(init=False)
 
     def __post_init__(self) -> None:
@@ -92,6 +112,7 @@ class SimJob:
         await self._last_incarnation()
         await self._check_all()
         self._raise_if_broken()
+        self.report.spared = self.ledger.spared_commits
         return self.report
 
     # --- incarnations ------------------------------------------------------------------------------------------
@@ -130,11 +151,27 @@ class SimJob:
                 board=board,
                 ledger=self.ledger,
                 rng=random.Random(f"rank {config.seed} {name}"),
+                process=view.process,
+                sidecar=partial(self._sidecar, config, rank) if config.sidecars else None,
             )
             ranks.append(made)
             tasks.append(view.process.spawn(self._watched(made), name=name))
         self._newest = Incarnation(number, ranks, tasks, self.disk.loop.create_future())
         return self._newest
+
+    def _sidecar(self, config: JobConfig, rank: int) -> Sidecar:
+        """The sidecar of `rank`'s node: begun anew where the last one is lost."""
+        found = self._sidecars.get(rank)
+        if found is None or found.lost.done():
+            self.report.sidecars += 1
+            name = f"sidecar{rank}.{self.report.sidecars}"
+            view = self.disk.process(name, self.schedule.view)
+            store = PosixStore(ROOT, view, writer=name, is_alive=self._is_alive)
+            state = WriterState(store=store, persist=config.persist, commit=config.commit)
+            found = Sidecar(view.process, Runner(name, state, self.ledger), self.disk.loop.create_future())
+            view.process.on_death(found.lose)
+            self._sidecars[rank] = found
+        return found
 
     async def _watched(self, rank: Rank) -> None:
         """A rank whose start fails ends its incarnation, as an exception in a training script does."""
@@ -237,14 +274,23 @@ class SimJob:
                 self.disk.kill(name)
                 incarnation.interrupt("leave" if zombies else "kill")
             case Pause(rank, seconds, replaced) if (name := names[rank]) in alive:
-                self.ledger.hindered = True
-                self.disk.pause(name)
-                # In no process: this runs in the one whose effect triggered the fault, and that may be the paused one.
-                self.disk.loop.call_later(seconds, self._resume, name, context=Context())
+                self._pause(name, seconds)
                 if replaced:
                     incarnation.interrupt("leave")
+            case LoseSidecar(rank, how, seconds) if (sidecar := self._sidecars.get(rank)) and sidecar.name in alive:
+                if how == "killed":
+                    self.disk.kill(sidecar.name)
+                elif how == "stopped":
+                    self._pause(sidecar.name, seconds)
+                sidecar.lose()
             case Refuse(rank):
                 self._refusals[names[rank]] = fault
+
+    def _pause(self, name: str, seconds: float) -> None:
+        self.ledger.hindered = True
+        self.disk.pause(name)
+        # In no process: this runs in the one whose effect triggered the fault, and that may be the paused one.
+        self.disk.loop.call_later(seconds, self._resume, name, context=Context())
 
     def _resume(self, name: str) -> None:
         if name in self.disk.alive():

@@ -6,7 +6,10 @@
   latest-forward       `latest` never goes back in order, and is not behind a commit that its mover has reported.
   nothing-lost         What was once seen as committed stays a checkpoint, or was replaced by a newer one of the same tag.
   aborted-never-loaded No rank loads an attempt that anybody saw aborted.
-  fenced               No coordinator commits an attempt of its epoch once a newer epoch's recovery has returned.
+  fenced               No coordinator commits an attempt of its epoch once a newer epoch's recovery has returned, unless that
+                       epoch, or a newer one, spares it.
+  spared               A recovery neither decides nor removes anything of an attempt that its epoch spares, and then removes no
+                       temporary file of a process that lives.
   always-ends          An attempt ends in a final phase, and in doubt only where something hindered it.
   next-save-works      When the faults are over, the next incarnation loads and commits.
 The ledger sees everything, also what no process of the job could know: it is the test's eye, not a part of the protocol.
@@ -21,9 +24,10 @@ from typing import TypeAlias
 
 from checkpointd.commit.machine import Phase
 from checkpointd.errors import FormatError
-from checkpointd.layout.keys import LATEST, OUTCOME, AttemptId
-from checkpointd.layout.manifest import Outcome, decode
+from checkpointd.layout.keys import LATEST, OUTCOME, SERVICE, AttemptId
+from checkpointd.layout.manifest import Epoch, Outcome, decode
 from checkpointd.pipeline.publish import RECOVERY
+from checkpointd.store.names import TEMPORARY
 from checkpointd.testing.simdisk import Effect, SimDisk
 from checkpointd.testing.simfs import SimDirectory, SimFile
 
@@ -60,6 +64,12 @@ class Ledger:
     """Whether any process may have been kept from its work: stopped, waiting for one that was, its temporary files swept."""
     recovered: int = 0
     """The newest epoch whose recovery has returned."""
+    spared_commits: int = 0
+    """Commits of attempts by their own coordinators after a newer epoch, which spared them, had recovered."""
+    _spared_by: dict[str, int] = field(default_factory=dict)
+    """The newest epoch that spares each attempt."""
+    _recovering: dict[str, frozenset[str]] = field(default_factory=dict)
+    """Processes that recover now, and what their epochs spare."""
     latest_floor: Order | None = None
     """`latest` was reported to stand at this order: it is durable there."""
     _latest_seen: Order | None = None
@@ -107,7 +117,14 @@ class Ledger:
             raise InvariantError("latest-forward", f"{who} reports order {order}, but latest stands at {current}")
         self.latest_floor = max(self.latest_floor or order, order)
 
+    def recovery_began(self, process: str, spares: tuple[str, ...]) -> None:
+        self._recovering[process] = frozenset(spares)
+
+    def recovery_ended(self, process: str) -> None:
+        del self._recovering[process]
+
     def recovery_returned(self, epoch: int) -> None:
+        """Nothing kept the recovery of `epoch` from its work, and it has done it."""
         self.recovered = max(self.recovered, epoch)
 
     def loaded(self, rank: int, outcome: Outcome, contents: Contents) -> None:
@@ -128,8 +145,11 @@ class Ledger:
     def watch(self, effect: Effect) -> None:
         """Told after every effect that was done."""
         target = effect.path.rpartition(" -> ")[2]
+        self._recovery_acts(effect, target)
         if target.endswith(f"/{OUTCOME}"):
             self._outcome_touched(effect, target)
+        elif target.startswith(f"{self.root}/{SERVICE}/epochs/") and effect.kind == "link":
+            self._epoch_begun(target)
         elif target == f"{self.root}/{LATEST}" and effect.kind in ("link", "rename"):
             self._latest_moved(effect)
 
@@ -142,7 +162,23 @@ class Ledger:
         epoch = AttemptId.parse(outcome.attempt) if outcome else None
         by_rank = outcome is not None and outcome.decided_by != RECOVERY
         if outcome and epoch and by_rank and outcome.outcome == "commit" and epoch.epoch < self.recovered:
-            raise InvariantError("fenced", f"{effect.process} committed {path} after epoch {self.recovered} had recovered")
+            if self._spared_by.get(f"{outcome.tag}/{outcome.attempt}", 0) < self.recovered:
+                raise InvariantError("fenced", f"{effect.process} committed {path} after epoch {self.recovered} had recovered")
+            self.spared_commits += 1
+
+    def _epoch_begun(self, path: str) -> None:
+        epoch = decode(bytes(self.disk.fs.file(path).data), Epoch, path)
+        self._spared_by.update(dict.fromkeys(epoch.spares, epoch.epoch))
+
+    def _recovery_acts(self, effect: Effect, target: str) -> None:
+        spared = self._recovering.get(effect.process)
+        if not spared or effect.kind not in ("link", "unlink"):
+            return
+        attempt, _, name = target.removeprefix(f"{self.root}/").rpartition("/")
+        writer = name.rpartition(".")[0]
+        foreign = attempt == TEMPORARY and writer != effect.process and writer in self.disk.alive()
+        if attempt in spared or foreign:
+            raise InvariantError("spared", f"the recovery by {effect.process} did {effect.kind} on {target}")
 
     def _latest_moved(self, effect: Effect) -> None:
         order, before = self._live_latest(), self._latest_seen

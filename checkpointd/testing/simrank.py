@@ -1,25 +1,27 @@
 """One rank of a simulated training job: starts, loads, computes, saves in the background. What the client does, without torch.
 
 The order of steps is that of `checkpointd_client`: rank 0 takes the epoch, recovers and says so to the others; all load the
-newest checkpoint; each save is an `Attempt` of its own, two at most in flight.
+newest checkpoint; each save is an `Attempt` of its own, two at most in flight. With sidecars, another process runs it, and
+the rank takes it over with the next hand when that one is lost.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
-from checkpointd.commit.machine import FINAL, Phase
+from checkpointd.commit.machine import Phase
 from checkpointd.config import CommitConfig, LoadConfig, PersistConfig
 from checkpointd.errors import CheckpointdError, SkippedError, StagingError
 from checkpointd.layout.boxes import whole
 from checkpointd.layout.keys import AttemptId, default_tag
-from checkpointd.layout.manifest import Outcome
 from checkpointd.pipeline import catalog, epochs
 from checkpointd.pipeline.attempt import Attempt, WriterState
 from checkpointd.pipeline.candidates import candidates
@@ -29,7 +31,9 @@ from checkpointd.pipeline.pages import page_buffer, page_up
 from checkpointd.pipeline.recover import recover
 from checkpointd.pipeline.shard import TENSOR_ALIGNMENT, AttemptInfo, Bytes, Shard, ShardTensor
 from checkpointd.store.base import Store
-from checkpointd.testing.simledger import Contents, InvariantError, Ledger
+from checkpointd.testing.simledger import Contents, InvariantError, Ledger, Order
+from checkpointd.testing.simloop import Process
+from checkpointd.testing.simsidecar import Runner, Sidecar, snapshot_of
 
 IN_FLIGHT_MAX = 2
 COMPUTE_S_MAX = 2.0
@@ -80,6 +84,8 @@ class JobConfig:
     world_size: int = 3
     steps: int = 3
     compression: str = "none"
+    sidecars: bool = False
+    """Whether a process beside each rank persists its saves, and outlives it."""
     deviations: bool = False
     """Whether ranks now and then skip, fail or forget a save, reuse a tag, or save without moving latest."""
     commit: CommitConfig = field(default_factory=lambda: CommitConfig(timeout_s=20.0, poll_min_s=0.02, poll_max_s=0.5))
@@ -125,16 +131,21 @@ class Rank:
     board: Board
     ledger: Ledger
     rng: random.Random
+    process: Process
+    sidecar: Callable[[], Sidecar] | None = None
+    """The sidecar that this rank's node has now; None: there are none in this job."""
     done: dict[str, Phase] = field(default_factory=dict)
     """The phase in which each attempt ended on this rank's handle."""
     _epoch: int = 0
     _saves: int = 0
     _saves_of_tag: Counter[str] = field(default_factory=Counter)
-    _state: WriterState = field(init=False)
+    _runner: Runner = field(init=False)
+    _spares: tuple[str, ...] = ()
 
     async def train(self) -> None:
         """Start, load, and save after every step up to the last. Raises CheckpointdError where starting or loading fails."""
-        self._state = WriterState(store=self.store, persist=self.config.persist, commit=self.config.commit)
+        state = WriterState(store=self.store, persist=self.config.persist, commit=self.config.commit)
+        self._runner = Runner(self.name, state, self.ledger)
         self._epoch = await self._begin()
         first = await self._load()
         free = asyncio.Semaphore(IN_FLIGHT_MAX)
@@ -162,8 +173,12 @@ class Rank:
         return heard
 
     async def _take_epoch(self) -> int:
-        epoch = (await epochs.take(self.store, self.config.world_size)).epoch
-        done = await recover(self.store, epoch)
+        if self.sidecar is not None:
+            self._spares = self.sidecar().in_flight()
+        epoch = (await epochs.take(self.store, self.config.world_size, self._spares)).epoch
+        self.ledger.recovery_began(self.name, self._spares)
+        done = await recover(self.store, epoch, self._spares)
+        self.ledger.recovery_ended(self.name)
         for outcome in done.decided:
             self.ledger.learned((outcome.tag, outcome.attempt), outcome, f"recovery by {self.name}")
         if not self.ledger.excuses(self.name):
@@ -199,15 +214,21 @@ class Rank:
             raise InvariantError("nothing-lost", f"{self.name} passes over: {found.passed_over[0]}")
         if self.ledger.excuses(self.name):
             return newest
+        if self._spares:
+            self._check_floor(newest, floor)
+            return newest  # an attempt that is spared may be committed, and latest moved, between two looks
         if named != (newest.tag if newest else None):
             raise InvariantError("latest-forward", f"latest names {named}, the newest is {newest and newest.prefix}")
+        self._check_floor(newest, floor)
+        if newest is not None:
+            self.ledger.latest_stands(newest.outcome.order, f"recovery by {self.name}")
+        return newest
+
+    def _check_floor(self, newest: Checkpoint | None, floor: Order | None) -> None:
         if floor is not None and (newest is None or newest.outcome.order < floor):
             raise InvariantError(
                 "nothing-lost", f"{self.name} finds {newest and newest.prefix}; latest was reported at {floor}"
             )
-        if newest is not None:
-            self.ledger.latest_stands(newest.outcome.order, f"recovery by {self.name}")
-        return newest
 
     async def _is_newest(self) -> bool:
         return await epochs.newest(self.store) == self._epoch
@@ -232,27 +253,27 @@ class Rank:
         key = (info.tag, str(info.attempt))
         contents = tensors_of(f"{self.config.seed} {info.prefix} {self.rank} {self.incarnation}")
         self.ledger.save_called(key, self.rank, contents)
-        attempt = Attempt(
-            self._state,
-            info,
-            deadline=asyncio.get_running_loop().time() + self.config.commit.timeout_s,
-            on_phase=lambda phase: self._entered(key, phase, attempt.outcome),
-            on_free=free,
-        )
-        try:
-            await attempt.run(self._staged(plan, contents))
-        except Exception as error:
-            raise InvariantError("always-ends", f"{self.name}: {info.prefix} raised {error!r}") from error
-        if attempt.phase not in FINAL:
-            raise InvariantError("always-ends", f"{self.name}: {info.prefix} ended in phase {attempt.phase}")
+        if self.sidecar is None:
+            attempt = await self._runner.run(info, self._staged(plan, contents), free)
+        else:
+            attempt = await self._handed_over(info, asyncio.create_task(self._staged(plan, contents)), self.sidecar)
+            free()
+        self.done[info.prefix] = attempt.phase
 
-    def _entered(self, key: tuple[str, str], phase: Phase, outcome: Outcome | None) -> None:
-        if phase in FINAL:
-            self.done["/".join(key)] = phase
-            try:
-                self.ledger.ended(key, self.name, self.rank, phase, outcome)
-            except InvariantError as error:
-                self.ledger.report(error)
+    async def _handed_over(self, info: AttemptInfo, taking: asyncio.Task[Shard], sidecar: Callable[[], Sidecar]) -> Attempt:
+        """The attempt, by the sidecar, or by whoever takes over from a lost one: the next sidecar, or this process itself."""
+        snapshot = snapshot_of(self.process, taking, StagingError(f"{self.name} died while its snapshot was being taken"))
+        for hand in itertools.count():
+            info = replace(info, hand=hand, handed=True)
+            if hand and self.rng.random() < 0.5:
+                return await self._runner.run(info, snapshot)
+            current = sidecar()
+            work = current.begin(info, snapshot)
+            ended: list[asyncio.Future[Any]] = [work, current.lost]
+            await asyncio.wait(ended, return_when=asyncio.FIRST_COMPLETED)
+            if work.done() and (attempt := work.result()) is not None:
+                return attempt
+        raise AssertionError("unreachable")
 
     async def _staged(self, plan: SavePlan, contents: Contents) -> Shard:
         await asyncio.sleep(self.rng.random())

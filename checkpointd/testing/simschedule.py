@@ -8,8 +8,8 @@ from __future__ import annotations
 import errno
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TypeAlias
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
 
 from checkpointd.testing.simdisk import ProcessDisk
 from checkpointd.testing.simrank import JobConfig
@@ -55,7 +55,18 @@ class SecondJob:
     """A new incarnation starts while all ranks of the old one still run."""
 
 
-Fault: TypeAlias = Kill | Pause | PowerCut | Refuse | SecondJob
+@dataclass(frozen=True, slots=True)
+class LoseSidecar:
+    """The rank gives its sidecar up and takes over from it: it was killed, is stopped for some virtual seconds, or only the
+    connection broke and it goes on.
+    """
+
+    rank: int
+    how: Literal["killed", "stopped", "cut off"]
+    seconds: float = 0.0
+
+
+Fault: TypeAlias = Kill | Pause | PowerCut | Refuse | SecondJob | LoseSidecar
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +124,23 @@ def random_schedule(seed: int) -> Schedule:
     if rng.random() < 0.3:
         # Somebody is stopped in the middle of something, the others go on a little, and all is lost that can be.
         faults += [(_random_time(rng, steps), Pause(ACTOR, 30.0)), (_random_time(rng, steps), PowerCut())]
+    sidecars = _random_sidecars(seed, job)
+    if sidecars is not None:
+        job, faults = replace(job, sidecars=True), faults + sidecars
     return Schedule(job=job, faults=tuple(faults), sweeps_foreign=rng.random() < 0.3, cut_at_end=rng.random() < 0.5)
+
+
+def _random_sidecars(seed: int, job: JobConfig) -> list[tuple[int | Moment, Fault]] | None:
+    """How sidecars are lost, or None for a job without them; drawn apart: the other faults of a seed stay as they are."""
+    rng = random.Random(f"sidecars {seed}")
+    if rng.random() < 0.6:
+        return None
+    lost: list[tuple[int | Moment, Fault]] = []
+    for _ in range(rng.choice((0, 1, 1, 2, 3))):
+        how: tuple[Literal["killed", "stopped", "cut off"], ...] = ("killed", "stopped", "cut off")
+        fault = LoseSidecar(rng.randrange(job.world_size), rng.choice(how), rng.choice((0.5, 10.0, 60.0)) * rng.random())
+        lost.append((_random_time(rng, job.steps), fault))
+    return lost
 
 
 def _random_time(rng: random.Random, steps: int) -> int | Moment:

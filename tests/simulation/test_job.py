@@ -11,6 +11,7 @@ import itertools
 import os
 import subprocess
 import sys
+from typing import Literal
 
 import pytest
 
@@ -21,6 +22,7 @@ from checkpointd.testing.simschedule import (
     ACTOR,
     Fault,
     Kill,
+    LoseSidecar,
     Moment,
     Pause,
     PowerCut,
@@ -71,6 +73,40 @@ def test_stop_past_the_deadline_at_every_effect() -> None:
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
 def test_refusal_at_every_effect(number: int) -> None:
     assert strike_everywhere(JobConfig(seed=7, steps=1), Refuse(ACTOR, number, 1)) > 100
+
+
+# --- sidecars -----------------------------------------------------------------------------------------------------
+
+
+def test_with_sidecars_and_without_faults_every_save_commits() -> None:
+    for seed in range(10):
+        report = run_schedule(Schedule(job=JobConfig(seed=seed, steps=3, sidecars=True)))
+        assert (report.incarnations, report.aborted, report.sidecars) == (2, 0, 6)
+        assert report.committed == 4
+
+
+@pytest.mark.parametrize(("rank", "how"), [(0, "killed"), (0, "cut off"), (1, "stopped")])
+def test_sidecar_lost_at_every_effect(rank: int, how: Literal["killed", "stopped", "cut off"]) -> None:
+    """Whoever takes over finishes the save: nothing but a stop past the deadline keeps it from its commit."""
+    job = JobConfig(seed=8, steps=1, sidecars=True)
+    for number in itertools.count(1):
+        report = run_schedule(Schedule(job=job, faults=((number, LoseSidecar(rank, how, 5.0)),)))
+        if not report.struck:
+            break
+        assert (report.committed, report.aborted, report.incarnations) == (2, 0, 2)
+    assert number > 100
+
+
+def test_trainers_killed_at_every_effect_while_their_sidecars_go_on() -> None:
+    """Where all ranks' snapshots were whole, the checkpoint is committed by the sidecars, in an epoch that is over."""
+    job, spared = JobConfig(seed=8, steps=1, sidecars=True), 0
+    for number in itertools.count(1):
+        report = run_schedule(Schedule(job=job, faults=((number, Kill(0)),)))
+        if not report.struck:
+            break
+        spared += report.spared
+    assert number > 100
+    assert spared > 30
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
@@ -128,3 +164,5 @@ def test_schedules_reach_what_they_are_for() -> None:
     assert sum(report.aborted for report in reports) > 50
     assert sum(report.struck for report in reports) > 60
     assert max(report.incarnations for report in reports) >= 4
+    assert sum(report.sidecars for report in reports) > 60
+    assert sum(report.spared for report in reports) > 0

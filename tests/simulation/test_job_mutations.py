@@ -11,7 +11,7 @@ that another mechanism covers are not here, with the reason:
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,17 +22,31 @@ from checkpointd.commit.decide import Decision
 from checkpointd.commit.machine import Event
 from checkpointd.commit.retention import AttemptFacts, dead_weight
 from checkpointd.errors import FencedError, NotFoundError, StoreError
+from checkpointd.layout import keys
 from checkpointd.layout.keys import OUTCOME, AttemptId, attempt_prefix, vote_name
 from checkpointd.layout.manifest import Epoch, ErrorReport, Outcome, Vote, VoteRef, decode, digest, encode
-from checkpointd.pipeline import attempt, catalog, collect, epochs, pointer, publish, recover, save
+from checkpointd.pipeline import attempt, catalog, chunks, collect, epochs, pointer, publish, recover, save
 from checkpointd.pipeline.attempt import Attempt
+from checkpointd.pipeline.shard import AttemptInfo
 from checkpointd.store.base import Store
+from checkpointd.testing import simrank
 from checkpointd.testing.simdisk import ProcessDisk
 from checkpointd.testing.simfs import SimFile
 from checkpointd.testing.simjob import run_schedule
 from checkpointd.testing.simledger import InvariantError
 from checkpointd.testing.simrank import JobConfig
-from checkpointd.testing.simschedule import ACTOR, Fault, Kill, Moment, Pause, PowerCut, Refuse, Schedule, SecondJob
+from checkpointd.testing.simschedule import (
+    ACTOR,
+    Fault,
+    Kill,
+    LoseSidecar,
+    Moment,
+    Pause,
+    PowerCut,
+    Refuse,
+    Schedule,
+    SecondJob,
+)
 
 RUNS_MAX = 100
 
@@ -61,6 +75,9 @@ class Mutation:
     faults: Callable[[int], Faults] = NO_FAULTS
     steps: int = 1
     deviations: bool = False
+    sidecars: bool = False
+    world_size: int = 3
+    sweeps_foreign: bool = False
     view: type[ProcessDisk] = ProcessDisk
 
 
@@ -205,7 +222,7 @@ def epoch_begun_twice(patch: Patch) -> None:
     """A starting job goes on in the newest epoch instead of taking the next."""
     take = epochs.take
 
-    async def reuse(store: Store, world_size: int) -> Epoch:
+    async def reuse(store: Store, world_size: int, spares: tuple[str, ...] = ()) -> Epoch:
         newest = await epochs.newest(store)
         return await epochs.read(store, newest) if newest else await take(store, world_size)
 
@@ -296,6 +313,92 @@ def in_doubt_removed(patch: Patch) -> None:
     patch.setattr(collect, "dead_weight", dead)
 
 
+# --- hands and spares ---------------------------------------------------------------------------------------------
+
+
+def hands_share_names(patch: Patch) -> None:
+    """Whoever takes an attempt over writes the objects that the one before it wrote."""
+
+    def index_name(rank: int, hand: int = 0) -> str:
+        return keys.index_name(rank)
+
+    def chunks_name(rank: int, part: int, hand: int = 0) -> str:
+        return keys.chunks_name(rank, part)
+
+    for module in (save, chunks):
+        patch.setattr(module, "chunks_name", chunks_name)
+    patch.setattr(save, "index_name", index_name)
+
+
+def every_hand_dropped(patch: Patch) -> None:
+    """A hand that drops its shard drops every other hand's as well."""
+
+    async def drop(store: Store, info: AttemptInfo) -> None:
+        for entry in await store.list(info.prefix):
+            if keys.object_rank(entry.name) == info.rank and keys.object_hand(entry.name) is not None:
+                await store.delete(info.key(entry.name))
+
+    for module in (save, attempt):
+        patch.setattr(module, "drop_shard", drop)
+
+
+def dropped_unlooked(patch: Patch) -> None:
+    """A hand that is not sure of its own vote drops its shard after a commit, whatever the vote names."""
+    patch.setattr(attempt, "drop_unless_named", save.drop_shard)
+
+
+def first_hand_tidied_for(patch: Patch) -> None:
+    """What later hands wrote is taken for left-overs, whatever the vote names."""
+
+    async def drop(store: Store, facts: AttemptFacts) -> None:
+        prefix = attempt_prefix(facts.tag, facts.attempt)
+        for entry in await store.list(prefix):
+            if keys.object_hand(entry.name):
+                await store.delete(f"{prefix}/{entry.name}")
+
+    patch.setattr(collect, "_drop_unnamed", drop)
+
+
+def spares_forgotten(patch: Patch) -> None:
+    """Recovery decides what its epoch spares."""
+
+    async def forgetful(store: Store, epoch: int, spares: Sequence[str] = ()) -> recover.Recovery:
+        return await recover.recover(store, epoch)
+
+    patch.setattr(simrank, "recover", forgetful)
+
+
+def swept_all_the_same(patch: Patch) -> None:
+    """Recovery removes temporary files though writers that it cannot see are still at work."""
+
+    async def sweeping(store: Store, epoch: int, spares: Sequence[str] = ()) -> recover.Recovery:
+        await store.sweep()
+        return await recover.recover(store, epoch, spares)
+
+    patch.setattr(simrank, "recover", sweeping)
+
+
+def spared_outcome_not_settled(patch: Patch) -> None:
+    """Recovery points `latest` at a commit of an attempt that it spares, durable or not."""
+    settled = recover._settled
+
+    async def lax(
+        store: Store, view: catalog.AttemptView, epoch: int, done: recover.Recovery, *, is_spared: bool
+    ) -> catalog.AttemptView:
+        return view if is_spared else await settled(store, view, epoch, done, is_spared=False)
+
+    patch.setattr(recover, "_settled", lax)
+
+
+def cut_off(name: str, kind: str) -> Callable[[int], Faults]:
+    """The connection to one sidecar breaks at one of its effects of that kind; rank and effect differ from seed to seed."""
+
+    def at(seed: int) -> Faults:
+        return ((Moment(kind, name, 1 + seed % 3), LoseSidecar(seed // 3 % 3, "cut off")),)
+
+    return at
+
+
 def stop_coordinator(seed: int) -> Faults:
     """The coordinator stops between outcome visible and durable; the power fails when the others have gone on to the next."""
     return (Moment("link", "/outcome", 1), Pause(0, 30.0)), (Moment("link", ".vote", 4 + seed % 3), PowerCut())
@@ -358,6 +461,39 @@ MUTATIONS = {
     ),
     "removed without a mark": Mutation(removed_without_a_mark, ("nothing-lost",), steps=3, deviations=True),
     "the newest removed": Mutation(newest_removed, ("latest-whole", "latest-forward", "nothing-lost")),
+    "hands that share names": Mutation(
+        hands_share_names,
+        ("latest-whole", "nothing-lost"),
+        lambda seed: ((Moment("link", ".index", 1 + seed % 3), LoseSidecar(seed // 3 % 3, "cut off")),),
+        sidecars=True,
+    ),
+    "every hand's objects dropped": Mutation(
+        every_hand_dropped, ("latest-whole", "nothing-lost"), cut_off(".chunks", "create"), sidecars=True
+    ),
+    "one's own objects dropped without looking at the vote": Mutation(
+        dropped_unlooked,
+        ("latest-whole", "nothing-lost"),
+        lambda seed: ((Moment("link", ".vote", 1 + seed % 3), Refuse(ACTOR, errno.EIO, 1, "sync-dir")),),
+        sidecars=True,
+    ),
+    "a later hand's objects taken for left-overs": Mutation(
+        first_hand_tidied_for, ("latest-whole", "nothing-lost"), cut_off(".chunks", "create"), sidecars=True
+    ),
+    "spares forgotten": Mutation(spares_forgotten, ("spared",), lambda seed: ((60 + seed, Kill(0)),), sidecars=True),
+    "temporary files of unseen writers swept": Mutation(
+        swept_all_the_same,
+        ("spared",),
+        lambda seed: ((60 + seed, SecondJob()),),
+        sidecars=True,
+        sweeps_foreign=True,
+    ),
+    "latest rests on a spared outcome that is not durable": Mutation(
+        spared_outcome_not_settled,
+        ("latest-whole",),
+        always((Moment("link", "/outcome", 1), Pause(ACTOR, 30.0, replaced=True))),
+        sidecars=True,
+        world_size=1,
+    ),
     "what is in doubt removed": Mutation(in_doubt_removed, ("latest-whole", "nothing-lost"), steps=3, deviations=True),
 }
 
@@ -383,5 +519,11 @@ def first_violation(mutation: Mutation) -> tuple[int, str]:
 
 
 def schedule_of(mutation: Mutation, seed: int) -> Schedule:
-    job = JobConfig(seed=seed, steps=mutation.steps, deviations=mutation.deviations)
-    return Schedule(job=job, faults=mutation.faults(seed), view=mutation.view)
+    job = JobConfig(
+        seed=seed,
+        steps=mutation.steps,
+        deviations=mutation.deviations,
+        sidecars=mutation.sidecars,
+        world_size=mutation.world_size,
+    )
+    return Schedule(job=job, faults=mutation.faults(seed), sweeps_foreign=mutation.sweeps_foreign, view=mutation.view)

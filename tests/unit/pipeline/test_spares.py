@@ -178,3 +178,21 @@ async def test_a_start_that_does_not_spare_it_any_more_fences_it(monkeypatch: py
     await epochs.take(store, 2)
     attempt = await save.run(0)
     assert (attempt.phase, type(attempt.error)) == (Phase.ABORTED, FencedError)
+
+
+async def test_v3_a_spared_outcome_is_made_durable_before_latest_rests_on_it() -> None:
+    """Its writer may have been stopped between making it visible and making it durable."""
+    settled: list[str] = []
+
+    class Watched(MemoryStore):
+        async def settle(self, key: str) -> None:
+            settled.append(key)
+            await super().settle(key)
+
+    store = Watched()
+    await save_checkpoint(store)
+    await store.delete("latest")
+    settled.clear()
+    done = await restart(store, PREFIX)
+    assert done.latest_moved_to == TAG
+    assert settled == [f"{PREFIX}/outcome"]

@@ -1,0 +1,114 @@
+"""The sidecar of one rank of a simulated job: runs its attempts in a process of its own, which outlives the rank's.
+
+A sidecar is *lost* when its rank gives it up: it died, it was stopped, or only the connection broke. The rank then takes its
+attempts over with the next hand, while a lost sidecar that still lives, or wakes up, goes on with its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextvars import Context
+from dataclasses import dataclass, field
+
+from checkpointd.commit.machine import FINAL, Phase
+from checkpointd.pipeline.attempt import Attempt, WriterState
+from checkpointd.pipeline.shard import AttemptInfo, Shard
+from checkpointd.testing.simledger import InvariantError, Ledger
+from checkpointd.testing.simloop import Process
+
+
+@dataclass(slots=True)
+class Runner:
+    """Runs attempts in the process `name`, and tells the ledger of their ends."""
+
+    name: str
+    state: WriterState
+    ledger: Ledger
+
+    async def run(self, info: AttemptInfo, staged: Awaitable[Shard], on_free: Callable[[], None] = lambda: None) -> Attempt:
+        """The finished attempt. InvariantError where it raised or did not end."""
+        timeout_s = self.state.commit.timeout_s
+        attempt = Attempt(
+            self.state,
+            info,
+            deadline=asyncio.get_running_loop().time() + timeout_s,
+            on_phase=lambda phase: self._entered(attempt, phase),
+            on_free=on_free,
+        )
+        try:
+            await attempt.run(staged)
+        except Exception as error:
+            raise InvariantError("always-ends", f"{self.name}: {info.prefix} raised {error!r}") from error
+        if attempt.phase not in FINAL:
+            raise InvariantError("always-ends", f"{self.name}: {info.prefix} ended in phase {attempt.phase}")
+        return attempt
+
+    def _entered(self, attempt: Attempt, phase: Phase) -> None:
+        if phase in FINAL:
+            info = attempt.info
+            try:
+                self.ledger.ended((info.tag, str(info.attempt)), self.name, info.rank, phase, attempt.outcome)
+            except InvariantError as error:
+                self.ledger.report(error)
+
+
+@dataclass(slots=True)
+class Sidecar:
+    """One life of a sidecar. `lost` is done once its rank gives it up."""
+
+    process: Process
+    runner: Runner
+    lost: asyncio.Future[None]
+    _jobs: dict[str, AttemptInfo] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.process.name
+
+    def lose(self) -> None:
+        """Its rank gives it up."""
+        if not self.lost.done():
+            self.lost.set_result(None)
+
+    def in_flight(self) -> tuple[str, ...]:
+        """The attempts that it works at: what a new start must spare."""
+        return tuple(self._jobs)
+
+    def begin(self, info: AttemptInfo, snapshot: asyncio.Future[Shard]) -> asyncio.Task[Attempt | None]:
+        """Run an attempt here; None where it broke an invariant, which the ledger then knows."""
+        self._jobs[info.prefix] = info
+        return self.process.spawn(self._run(info, snapshot), name=info.prefix)
+
+    async def _run(self, info: AttemptInfo, snapshot: asyncio.Future[Shard]) -> Attempt | None:
+        try:
+            return await self.runner.run(info, snapshot)
+        except InvariantError as error:
+            self.runner.ledger.report(error)
+            return None
+        finally:
+            del self._jobs[info.prefix]
+
+
+def snapshot_of(process: Process, taking: asyncio.Task[Shard], error: Exception) -> asyncio.Future[Shard]:
+    """What `taking`, a task of `process`, gives; `error` where the process dies before."""
+    snapshot: asyncio.Future[Shard] = asyncio.get_running_loop().create_future()
+
+    def spoil() -> None:
+        if not snapshot.done():
+            snapshot.set_exception(error)
+
+    def take(done: asyncio.Task[Shard]) -> None:
+        failed = done.exception()
+        if snapshot.done():
+            return
+        if failed is None:
+            snapshot.set_result(done.result())
+        else:
+            snapshot.set_exception(failed)
+
+    taking.add_done_callback(take)
+    process.on_death(spoil)
+    # In no process: an attempt that ended early never looks at it, and whoever could may be dead.
+    snapshot.add_done_callback(lambda done: done.exception(), context=Context())
+    return snapshot
