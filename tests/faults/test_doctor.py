@@ -121,6 +121,7 @@ def test_a_root_that_is_a_file(tmp_path: Path) -> None:
 
 # --- system calls that fail --------------------------------------------------------------------------------------
 
+SIZE = ("--state-bytes", "1M")
 PROGRAM = "import sys; from checkpointd.cli import run; sys.exit(run(sys.argv[1:]))"
 
 
@@ -133,12 +134,14 @@ PROGRAM = "import sys; from checkpointd.cli import run; sys.exit(run(sys.argv[1:
         ("flock", "error=ENOLCK", "locks", "mount with locking"),
         ("rename", "error=EIO", "rename", "kernel log"),
         ("memfd_create", "error=EPERM", "memfd", "seccomp"),
+        ("fallocate", "error=EDQUOT", "reservation", "raise the quota"),
+        ("fallocate", "error=ENOSPC", "reservation", "look for a quota"),
     ],
 )
 def test_a_system_call_that_is_refused(tmp_path: Path, calls: str, fault: str, check: str, words: str) -> None:
     log = tmp_path / "strace.log"
     prefix = tracing.prefix(calls=calls, on=[], fault=fault, log=log)
-    findings = asked([*prefix, sys.executable, "-c", PROGRAM, "doctor", str(tmp_path / "root"), "--json"], code=1)
+    findings = asked([*prefix, sys.executable, "-c", PROGRAM, "doctor", str(tmp_path / "root"), *SIZE, "--json"], code=1)
     assert findings[check]["level"] == "fail"
     assert words in findings[check]["fix"]
     assert "(INJECTED)" in log.read_text()
