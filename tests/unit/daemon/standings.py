@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import UTC, datetime
 
 from checkpointd.daemon.status import (
     CheckpointStatus,
@@ -58,7 +59,7 @@ def save(
         began_at=began,
         staged_at=staged_at if reached >= 1 and not failed_early else None,
         persisting_at=persisting_at if reached >= 2 and not failed_early else None,
-        voted_at=persisting_at + persisting if reached >= 3 and error is None else None,
+        voted_at=persisting_at + persisting if reached >= 3 and (error is None or error.phase == "prepared") else None,
         ended_at=persisting_at + persisting + commit if reached == 4 else None,
         advice=advice,
     )
@@ -88,7 +89,7 @@ def checkpoints(newest: int, count: int, world_size: int, *, every: int = 100) -
             step=newest - k * every,
             world_size=world_size,
             order=(3, 40 - k),
-            committed_at=f"2026-09-21T{13 - k // 6:02d}:{50 - k % 6 * 8:02d}:12Z",
+            committed_at=datetime.fromtimestamp(NOW - 93 - 600 * k, UTC).isoformat(),
             is_latest=k == 0,
         )
         for k in range(count)
@@ -109,7 +110,7 @@ def root_status(
         root=root,
         latest=None if newest is None else f"global_step{newest}",
         newest_step=newest,
-        newest_committed_at=None if newest is None else NOW - 95,
+        newest_committed_at=None if newest is None else NOW - 93,
         checkpoints=() if newest is None else checkpoints(newest, 8, world),
         ranks=tuple(ranks),
         in_flight=tuple(in_flight),
@@ -126,7 +127,7 @@ def root_status(
             for r in ranks
             if newest is not None
         ),
-        commit_s=(5.1, 5.4, 4.9, 5.2),
+        commit_s=(7.1, 7.2, 7.2, 7.4),
         problem=problem,
     )
 
@@ -169,7 +170,14 @@ def busy(ranks: int = 8, saves: int = 4) -> DaemonStatus:
             took = 3.2 + 1.2 * spread(r, step) + slow
             staging = 0.5 + 0.4 * spread(r, step + 1)
             recent.append(
-                save(r, step, began=began + 0.05 * spread(r, 3), staging=staging, persisting=took, commit=7.2 - took - staging)
+                save(
+                    r,
+                    step,
+                    began=began + 0.05 * spread(r, 3),
+                    staging=staging,
+                    persisting=took,
+                    commit=max(0.2, 7.2 - took - staging),
+                )
             )
     flying = []
     for r in range(ranks):

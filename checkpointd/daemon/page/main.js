@@ -1,0 +1,88 @@
+// Asks the daemon once a second, and keeps what is shown when it does not answer.
+
+import { morph } from "./dom.js";
+import { attempts } from "./attempts.js";
+import { panelsOf, told } from "./timeline.js";
+import { head, view } from "./view.js";
+import { clock } from "./words.js";
+
+const VISIBLE_MS = 1000, HIDDEN_MS = 10_000, ANSWER_MS = 5000;
+const ui = { width: 0, sameScale: null, opened: new Set(), drawn: new Map(), lost: false };
+let status = null, lostSince = null, timer = null, asking = false;
+
+async function ask() {
+  clearTimeout(timer);
+  if (asking) return;
+  asking = true;
+  try {
+    const answer = await fetch("api/status", { cache: "no-store", signal: AbortSignal.timeout(ANSWER_MS) });
+    if (!answer.ok) throw new Error(`the daemon answers ${answer.status}`);
+    status = await answer.json();
+    lostSince = null;
+  } catch {
+    lostSince ??= Date.now() / 1000;
+  } finally {
+    asking = false;
+  }
+  render();
+  timer = setTimeout(ask, document.hidden ? HIDDEN_MS : VISIBLE_MS);
+}
+
+function render() {
+  say();
+  if (status === null) return;
+  ui.lost = lostSince !== null;
+  const page = document.getElementById("view");
+  ui.width = Math.max(280, page.clientWidth - 48);
+  ui.sameScale ??= comparable();
+  ui.drawn.clear();
+  document.title = `${ui.lost ? "⚠ " : ""}checkpointd on ${status.host}`;
+  morph(document.getElementById("head"), head(status, lostSince));
+  morph(page, view(status, ui));
+}
+
+/** Said once, not every second: a screen reader would read it out each time. */
+function say() {
+  const below = status === null ? "" : ` Below is what it said at ${clock(status.now)}.`;
+  const text = lostSince === null ? "" : `The daemon is not answering since ${clock(lostSince)}.${below} This page goes on asking.`;
+  const line = document.getElementById("alive");
+  if (line.textContent !== text) line.textContent = text;
+  line.className = text ? "note bad" : "";
+}
+
+/** Whether the saves that are shown took times that one scale can show. */
+function comparable() {
+  const seconds = status.roots.flatMap((root) => panelsOf(attempts(root.recent, status.now)).map((panel) => panel.to - panel.from));
+  if (!seconds.length) return null;
+  return Math.max(...seconds) < 5 * Math.max(1e-3, Math.min(...seconds));
+}
+
+document.addEventListener("change", (event) => {
+  if (event.target.dataset?.action === "scale") {
+    ui.sameScale = event.target.checked;
+    render();
+    for (const box of document.querySelectorAll("[data-action=scale]")) box.checked = ui.sameScale;
+  }
+});
+document.addEventListener("toggle", (event) => {
+  const key = event.target.dataset?.details;
+  if (!key) return;
+  const known = ui.opened.has(key);
+  if (event.target.open) ui.opened.add(key);
+  else ui.opened.delete(key);
+  if (known !== event.target.open) render();
+}, true);
+document.addEventListener("pointermove", (event) => {
+  const tip = document.getElementById("tip"), svg = event.target.closest?.("svg.timeline");
+  const drawn = svg && ui.drawn.get(svg.dataset.timeline);
+  const box = drawn && svg.getBoundingClientRect();
+  const text = drawn && told(drawn, event.clientX - box.left, event.clientY - box.top, status.now);
+  tip.hidden = !text;
+  if (!text) return;
+  tip.textContent = text;
+  tip.style.left = `${Math.min(event.clientX + 14, innerWidth - tip.offsetWidth - 8)}px`;
+  tip.style.top = `${event.clientY + 18 + tip.offsetHeight > innerHeight ? event.clientY - tip.offsetHeight - 10 : event.clientY + 18}px`;
+});
+document.addEventListener("visibilitychange", () => !document.hidden && ask());
+new ResizeObserver(() => status && Math.abs(document.getElementById("view").clientWidth - 48 - ui.width) > 1 && render()).observe(document.body);
+ask();
