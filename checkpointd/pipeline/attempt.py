@@ -356,8 +356,12 @@ class Attempt:
             log.error("%s: committed, but latest could not be moved: %s; the next start repairs it", self.info.prefix, error)
 
     async def _tidy(self, outcome: Outcome) -> None:
+        """Remove what this outcome made dead weight (G5)."""
         try:
-            await collect_tag(self._store, outcome.tag)
+            if await epochs.newest(self._store) <= self.info.attempt.epoch:
+                await collect_tag(self._store, outcome.tag)
+            elif outcome.outcome == "abort":
+                await drop_shard(self._store, self.info)
         except CheckpointdError as error:
             log.warning("%s: left-overs could not be removed: %s; the next start tries again", outcome.tag, error)
 

@@ -6,6 +6,8 @@ Invariants
   G3  The `deleted` mark is the last object of an attempt to go.
   G4  Of a checkpoint nothing goes that a vote's index names. An object of a rank whose chain outcome, vote, index cannot be
       read as it was committed stays.
+  G5  An attempt's own writers tidy up its tag only while no newer epoch has begun: a job that starts later sees their commit,
+      and never loads what it replaced. One that had started before may be loading it.
 """
 
 from __future__ import annotations

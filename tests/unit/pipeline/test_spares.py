@@ -164,10 +164,35 @@ async def test_a_spared_attempt_of_a_tag_that_was_saved_again_replaces_nothing()
     found = await catalog.find(store, TAG)
     assert str(found.attempt) == "00000002-0"
     assert (await verify(store, found, LoadConfig())).whole
+    await restart(store)
     assert {str(view.attempt): view.state for view in await catalog.attempts_of(store, TAG)} == {
         "00000001-0": "deleted",
         "00000002-0": "committed",
     }
+
+
+async def test_g5_a_spared_commit_removes_nothing_that_the_new_job_may_be_loading() -> None:
+    store = MemoryStore()
+    await save_checkpoint(store, n=1)
+    save = await leave_in_doubt(store, k=1, n=2, voting=(1,))
+    await restart(store, f"{TAG}/00000001-1")
+    loading = await catalog.find(store, TAG)
+    assert (await save.run(0)).phase is Phase.COMMITTED
+    assert str(loading.attempt) == "00000001-0"
+    assert (await verify(store, loading, LoadConfig())).whole
+    assert str((await catalog.find(store, TAG)).attempt) == "00000001-1"
+    await restart(store)
+    assert await objects(store, PREFIX) != {}
+    assert not [name for name in await objects(store, PREFIX) if name.endswith((".chunks", ".index"))]
+
+
+async def test_g5_a_spared_abort_drops_the_coordinators_own_objects() -> None:
+    store = MemoryStore()
+    save = await leave_in_doubt(store, voting=(), failing={1: RuntimeError("no")})
+    await save.vote(1)
+    await restart(store, PREFIX)
+    assert (await save.run(0)).phase is Phase.ABORTED
+    assert sorted(await objects(store, PREFIX)) == ["00001.vote", "outcome"]
 
 
 async def test_a_start_that_does_not_spare_it_any_more_fences_it(monkeypatch: pytest.MonkeyPatch) -> None:
