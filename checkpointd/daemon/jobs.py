@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from checkpointd.commit.machine import FINAL, Phase
 from checkpointd.daemon.memory import SlotMemory
 from checkpointd.daemon.status import SaveStatus
-from checkpointd.errors import CheckpointdError, StagingError
+from checkpointd.errors import CheckpointdError, StagingError, UsageError
 from checkpointd.layout.manifest import ErrorReport
 from checkpointd.pipeline.attempt import Attempt, WriterState
 from checkpointd.pipeline.shard import AttemptInfo, Progress, Shard
@@ -45,6 +45,15 @@ class Times:
     ended: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """A snapshot that is being taken: see `Job.announce`."""
+
+    shard: Shard
+    mark: int
+    on_whole: Callable[[], object]
+
+
 class Job:
     """One save of one rank. `on_change(job)` and every listener are called at each change of phase, on the loop."""
 
@@ -55,6 +64,7 @@ class Job:
         self.root, self.info = root, info
         self.times = Times()
         self.slot: SlotMemory | None = None
+        self._announced: Announcement | None = None
         self._on_change = on_change
         self._listeners: dict[object, Callable[[Job], None]] = {}
         self._staged: asyncio.Future[Shard] = loop.create_future()
@@ -87,12 +97,34 @@ class Job:
     def has_snapshot(self) -> bool:
         return self._staged.done()
 
-    def staged(self, slot: SlotMemory, shard: Shard) -> None:
-        """The slot holds the whole snapshot."""
-        self.slot = slot
+    def announce(self, slot: SlotMemory, shard: Shard, mark: int, on_whole: Callable[[], object]) -> None:
+        """The snapshot will be `shard`; the slot's last 8 bytes are `mark` once it is whole. `on_whole` is called then.
+
+        One that was announced on an earlier connection is forgotten: this one holds the same.
+        """
+        self._free()
+        self.slot, self._announced = slot, Announcement(shard, mark, on_whole)
         slot.use(self)
+
+    def staged(self) -> None:
+        """The slot holds the whole snapshot; does nothing where it is known already. UsageError where none was announced."""
+        if self._staged.done():
+            return
+        if self._announced is None:
+            raise UsageError("announce the snapshot before it is staged")
         self.times.staged = time.time()
-        self._staged.set_result(shard)
+        self._announced.on_whole()
+        self._staged.set_result(self._announced.shard)
+
+    def client_died(self, error: CheckpointdError) -> None:
+        """Its client is dead and said no more: the snapshot is whole if its mark says so, else `error` spoils it (J2)."""
+        if self._staged.done():
+            return
+        if self._announced is not None and self.slot is not None and self.slot.mark == self._announced.mark:
+            log.info("%s: the trainer died when its snapshot was whole (rank %d)", self.info.prefix, self.info.rank)
+            self.staged()
+        else:
+            self.spoiled(error)
 
     def spoiled(self, error: CheckpointdError) -> None:
         """There will be no snapshot; does nothing where there is one."""

@@ -64,6 +64,11 @@ class SlotMemory:
         return self._image
 
     @property
+    def mark(self) -> int:
+        """The slot's last 8 bytes, which its client writes when a snapshot is whole."""
+        return int(self.image[-8:].view("<u8")[0])
+
+    @property
     def in_use(self) -> bool:
         return bool(self._users)
 

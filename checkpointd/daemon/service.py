@@ -251,7 +251,7 @@ class Service:
             death.cancel()
             over.cancel()
         for job in unstaged:
-            job.spoiled(StagingError(f"rank {job.info.rank} (process {pid}) ended while its snapshot was being taken"))
+            job.client_died(StagingError(f"rank {job.info.rank} (process {pid}) ended while its snapshot was being taken"))
 
 
 async def _tell(channel: Channel, report: ErrorReport) -> None:

@@ -32,7 +32,7 @@ from checkpointd.errors import ERRORS, CheckpointdError, ClosedError, NotFoundEr
 from checkpointd.layout.keys import AttemptId, check_tag
 from checkpointd.layout.manifest import ErrorReport
 from checkpointd.pipeline.attempt import WriterState
-from checkpointd.pipeline.shard import AttemptInfo, Shard, ShardTensor
+from checkpointd.pipeline.shard import PAGE, AttemptInfo, Shard, ShardTensor
 
 log = logging.getLogger("checkpointd")
 
@@ -184,6 +184,8 @@ class Session:
                     self._take_layout(message)
                 case wire.Save():
                     self._save(message)
+                case wire.Announced():
+                    self._announced(message)
                 case wire.Staged():
                     self._staged(message)
                 case wire.Spoiled():
@@ -195,7 +197,7 @@ class Session:
                 case _:
                     raise UsageError(f"a {type(message).__name__} message does not belong here")
         except CheckpointdError as error:
-            if isinstance(message, wire.Staged) and message.save in self._saves:
+            if isinstance(message, wire.Announced | wire.Staged) and message.save in self._saves:
                 self._saves[message.save].spoiled(error)
             self._refuse(error, getattr(message, "save", None))
 
@@ -349,31 +351,37 @@ class Session:
             raise UsageError(f"there is no save {save}")
         return job
 
-    def _staged(self, message: wire.Staged) -> None:
+    def _announced(self, message: wire.Announced) -> None:
         slot = self._slots.get(message.slot)
         if message.save in self._over:  # it ended while this was on its way
-            if slot is not None and not slot.in_use:
-                self._post(wire.Free(slot=message.slot))
+            self._free_unless_used(message.slot, slot)
             return
         job = self._of(message.save)
         known = self._layouts.get(message.layout)
         if slot is None or known is None:
             raise UsageError(f"there is no slot {message.slot}, or no layout {message.layout}")
         nbytes, tensors = known
-        if nbytes > slot.nbytes:
-            raise UsageError(f"the layout needs {nbytes} bytes, and the slot has {slot.nbytes}")
-        record = self._joined()
-        record.stall_s += message.held_s
+        if nbytes > slot.nbytes - PAGE:
+            raise UsageError(f"the layout needs {nbytes} bytes and a page, and the slot has {slot.nbytes}")
         if job.has_snapshot or job.phase in FINAL:  # of an earlier connection, whose memory holds the same
-            if not slot.in_use:
-                self._post(wire.Free(slot=message.slot))
+            self._free_unless_used(message.slot, slot)
             return
         self._layouts.move_to_end(message.layout)
         shard = Shard(
             image=slot.image[:nbytes], tensors=tensors, aliases=message.aliases, excluded=message.excluded, tree=message.tree
         )
-        self._hub.tier.offer(record.root, job.info, slot, shard, nonce=self._nonce, uid=self._peer.uid)
-        job.staged(slot, shard)
+        root, info, nonce, uid = self._joined().root, job.info, self._nonce, self._peer.uid
+        job.announce(slot, shard, message.mark, lambda: self._hub.tier.offer(root, info, slot, shard, nonce=nonce, uid=uid))
+
+    def _free_unless_used(self, number: int, slot: SlotMemory | None) -> None:
+        if slot is not None and not slot.in_use:
+            self._post(wire.Free(slot=number))
+
+    def _staged(self, message: wire.Staged) -> None:
+        if message.save not in self._over:
+            job = self._of(message.save)
+            self._joined().stall_s += message.held_s
+            job.staged()
 
     def _spoiled(self, message: wire.Spoiled) -> None:
         if message.save in self._over:

@@ -101,7 +101,10 @@ class Begin(_Message, frozen=True, kw_only=True, tag="begin"):
 
 
 class Slot(_Message, frozen=True, kw_only=True, tag="slot"):
-    """Memory for snapshots: one descriptor comes with it, a memfd of `nbytes` that can neither shrink nor grow."""
+    """Memory for snapshots: one descriptor comes with it, a memfd of `nbytes` that can neither shrink nor grow.
+
+    Its last page is the mark's (see Announced); a layout takes what is before it.
+    """
 
     slot: _Id
     nbytes: _Count
@@ -133,7 +136,10 @@ class Layout(_Message, frozen=True, kw_only=True, tag="layout"):
 
 
 class Save(_Message, frozen=True, kw_only=True, tag="save"):
-    """A save was called; its snapshot is being taken. The attempt begins, and Staged or Spoiled must follow."""
+    """A save was called; its snapshot is being taken. The attempt begins, and Staged or Spoiled must follow.
+
+    Announced comes before Staged, and should come at once: it is what lets a snapshot that is whole outlive its trainer.
+    """
 
     save: _Id
     tag: _Name
@@ -146,15 +152,26 @@ class Save(_Message, frozen=True, kw_only=True, tag="save"):
     """Until the deadline of the attempt."""
 
 
-class Staged(_Message, frozen=True, kw_only=True, tag="staged"):
-    """The slot holds the whole snapshot, and is not written again before Free."""
+class Announced(_Message, frozen=True, kw_only=True, tag="announced"):
+    """Where the snapshot of a save will be, and all else that belongs to it; the slot is not used otherwise before Free.
+
+    When it is whole, the client writes `mark` to the slot's last 8 bytes (little-endian), its last act on it: where the client
+    dies before it can say Staged, the mark says it.
+    """
 
     save: _Id
     slot: _Id
     layout: _Id
+    mark: Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
     aliases: tuple[Alias, ...]
     excluded: tuple[str, ...]
     tree: bytes
+
+
+class Staged(_Message, frozen=True, kw_only=True, tag="staged"):
+    """The slot holds the whole snapshot, and is not written again before Free."""
+
+    save: _Id
     held_s: _Seconds = 0.0
     """How long training was held for this snapshot, so far."""
 
@@ -276,6 +293,7 @@ Message = (
     | DropSlot
     | Layout
     | Save
+    | Announced
     | Staged
     | Spoiled
     | Fetch

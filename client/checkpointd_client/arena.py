@@ -17,6 +17,7 @@ import itertools
 import logging
 import mmap
 import os
+import secrets
 import threading
 from collections.abc import Callable
 
@@ -24,7 +25,7 @@ import numpy as np
 import torch
 
 from checkpointd.pipeline.pages import page_up
-from checkpointd.pipeline.shard import Bytes
+from checkpointd.pipeline.shard import PAGE, Bytes
 
 log = logging.getLogger("checkpointd")
 
@@ -43,18 +44,33 @@ class Slot:
         self.lost = False
         """A sidecar that may still read it is out of reach (R4)."""
         self.capacity = page_up(max(capacity, 1))
+        self.nbytes = self.capacity + PAGE
+        """With the page of the mark."""
         self.fd = os.memfd_create("checkpointd-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.ftruncate(self.fd, self.capacity)
+            os.ftruncate(self.fd, self.nbytes)
             fcntl.fcntl(self.fd, _F_ADD_SEALS, _F_SEAL_SHRINK | _F_SEAL_GROW)
-            self._map = mmap.mmap(self.fd, self.capacity)
+            self._map = mmap.mmap(self.fd, self.nbytes)
         except BaseException:
             os.close(self.fd)
             raise
-        self.image: Bytes = np.frombuffer(self._map, dtype=np.uint8)
+        whole: Bytes = np.frombuffer(self._map, dtype=np.uint8)
+        self.image: Bytes = whole[: self.capacity]
+        self._mark = whole[-8:].view("<u8")
+        self.token = 0
         self.memory = torch.from_numpy(self.image)
         self.pinned = False
         self._views: tuple[object, list[torch.Tensor]] | None = None
+
+    def begin(self) -> int:
+        """A snapshot is going to be taken here: its token, from 1 to 2^63."""
+        self._mark[0] = 0
+        self.token = secrets.randbelow((1 << 63) - 1) + 1
+        return self.token
+
+    def complete(self) -> None:
+        """The snapshot is whole: its token goes to the memory's last 8 bytes, where a sidecar finds it if this process dies."""
+        self._mark[0] = self.token
 
     def populate(self, nbytes: int) -> None:
         """Make the kernel allocate the first `nbytes` now, in steps that release the GIL."""
@@ -87,7 +103,7 @@ class Slot:
             torch.cuda.cudart().cudaHostUnregister(self.image.ctypes.data)
             self.pinned = False
         self._views = None
-        del self.memory, self.image
+        del self.memory, self.image, self._mark
         with contextlib.suppress(BufferError):
             self._map.close()
         os.close(self.fd)

@@ -24,7 +24,7 @@ from checkpointd.daemon.layouts import wire_tensors
 from checkpointd.errors import ERRORS, AbortedError, CheckpointdError, SidecarError, StagingError
 from checkpointd.layout.manifest import ErrorReport
 from checkpointd.pipeline.shard import Progress, Shard, ShardTensor
-from checkpointd_client.arena import Lease, Slot
+from checkpointd_client.arena import Slot
 from checkpointd_client.running import Job
 
 log = logging.getLogger("checkpointd")
@@ -82,7 +82,7 @@ class Link:
         self._numbers = itertools.count()
         self._saves: dict[int, Track] = {}
         self._slots: dict[int, Slot] = {}
-        self._read: dict[int, Lease] = {}
+        self._read: dict[int, Job] = {}
         """Slots that the daemon was told to read, and has not freed."""
         self._layouts: deque[tuple[int, tuple[ShardTensor, ...]]] = deque(maxlen=_LAYOUTS_KNOWN)
         self._layout_numbers = itertools.count()
@@ -140,15 +140,15 @@ class Link:
                 task.cancel()
         for slot in self._slots.values():
             slot.lost = True
-        working = {id(track.job.lease) for track in self._saves.values()}
+        working = {id(track.job) for track in self._saves.values()}
         for track in self._saves.values():
             track.lost(self.error)
         for _, answer in self._answers:
             if not answer.done():
                 answer.set_exception(self.error)
-        for lease in self._read.values():
-            if id(lease) not in working:
-                lease.release()
+        for job in self._read.values():
+            if id(job) not in working:
+                self._freed(job)
         self._read.clear()
 
     async def close(self) -> None:
@@ -213,15 +213,22 @@ class Link:
                 if track is not None:
                     track.moved(message, track.job.progress)
             case wire.Free():
-                lease = self._read.pop(message.slot, None)
-                if lease is not None:
-                    lease.release()
+                self._freed(self._read.pop(message.slot, None))
             case wire.Refused():
                 self._refused(message)
             case wire.Pong():
                 pass
             case _:
                 self._answered(received)
+
+    def _freed(self, job: Job | None) -> None:
+        """The daemon reads the slot of `job` no more; the stager may still write to it."""
+        if job is None:
+            return
+        if job.staged.done():
+            job.free()
+        else:
+            self._spawn(job.free_when_copied())
 
     def _answered(self, received: Received) -> None:
         if not self._answers or not isinstance(received.message, self._answers[0][0]):
@@ -306,63 +313,58 @@ class Link:
         job.save.voting = track
         try:
             await self._send(_save(number, job, hand, left_s))
-            if job.lease is not None:
-                await self._hand_over(job.lease.slot)
-            await self._send_snapshot(number, track)
+            await self._announce(number, job)
+            await self._follow_staging(number, track)
             await track.ended
         finally:
             job.save.voting = None
             del self._saves[number]
 
-    async def _send_snapshot(self, number: int, track: Track) -> None:
+    async def _follow_staging(self, number: int, track: Track) -> None:
+        """Say how the snapshot ended, unless the attempt ends before it."""
         job = track.job
         staging = asyncio.ensure_future(job.snapshot())
         waited: list[asyncio.Future[Any]] = [staging, track.ended]
         await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
-        if not staging.done():
+        if track.ended.done():
             staging.cancel()
-            if track.ended.exception() is None:
-                self._spawn(job.free_when_copied())
             return
-        try:
-            shard = staging.result()
-        except CheckpointdError as error:
-            await self._send(wire.Spoiled(save=number, error=ErrorReport(code=error.code, message=str(error))))
-            job.free()
+        error = staging.exception()
+        if error is None:
+            await self._send_staged(number, job)
             return
-        except Exception as error:
-            report = ErrorReport(code=StagingError.__name__, message=f"the snapshot failed: {error!r}")
-            await self._send(wire.Spoiled(save=number, error=report))
-            job.free()
-            return
-        if track.ended.done() and track.ended.exception() is None:
-            job.free()  # decided without us; the daemon never heard of the slot's contents
-            return
-        await self._send_staged(number, job, shard)
+        code = error.code if isinstance(error, CheckpointdError) else StagingError.__name__
+        message = str(error) if isinstance(error, CheckpointdError) else f"the snapshot failed: {error!r}"
+        await self._send(wire.Spoiled(save=number, error=ErrorReport(code=code, message=message)))
 
-    async def _send_staged(self, number: int, job: Job, shard: Shard) -> None:
-        assert job.lease is not None
-        slot = job.lease.slot
-        layout = await self._layout(shard)
-        timings = job.save.handle.timings
-        self._read[slot.number] = job.lease
-        await self._send(
-            wire.Staged(
+    async def _announce(self, number: int, job: Job) -> None:
+        """Tell all about the snapshot that is being taken: from here on it outlives this process as soon as it is whole."""
+        if job.lease is not None and job.shard is not None:
+            slot, shard = job.lease.slot, job.shard
+            await self._hand_over(slot)
+            layout = await self._layout(shard)
+            self._read[slot.number] = job
+            announced = wire.Announced(
                 save=number,
                 slot=slot.number,
                 layout=layout,
+                mark=slot.token,
                 aliases=shard.aliases,
                 excluded=shard.excluded,
                 tree=shard.tree,
-                held_s=max(0.0, (timings.call_s or 0.0) + timings.fence_s),
             )
-        )
+            await self._send(announced)
+        job.announced.set()
+
+    async def _send_staged(self, number: int, job: Job) -> None:
+        timings = job.save.handle.timings
+        await self._send(wire.Staged(save=number, held_s=max(0.0, (timings.call_s or 0.0) + timings.fence_s)))
         job.save.handle.advance(Phase.STAGED)
 
     async def _hand_over(self, slot: Slot) -> None:
         if slot.number not in self._slots:
             self._slots[slot.number] = slot
-            await self._send(wire.Slot(slot=slot.number, nbytes=slot.capacity), slot.fd)
+            await self._send(wire.Slot(slot=slot.number, nbytes=slot.nbytes), slot.fd)
 
     async def _layout(self, shard: Shard) -> int:
         """The number of the shard's layout, which the daemon is told once."""

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from checkpointd.commit.machine import FINAL, Phase
@@ -33,6 +34,10 @@ class Job:
     progress: Progress
     staged: Future[Shard]
     lease: Lease | None = None
+    shard: Shard | None = None
+    """What `staged` will give."""
+    announced: threading.Event = field(default_factory=threading.Event)
+    """Set when a snapshot that gets whole from here on needs this process no more, or when that is not to be had."""
 
     async def snapshot(self) -> Shard:
         """The snapshot, once it is whole; raises what spoiled it. Giving up on this leaves it to others."""
@@ -96,6 +101,7 @@ class InlineRunner:
 
     async def take(self, job: Job, info: AttemptInfo, *, left_s: float) -> None:
         """Run the attempt as the hand that `info` names, with `left_s` until its deadline."""
+        job.announced.set()
         attempt = Attempt(
             self._state,
             info,

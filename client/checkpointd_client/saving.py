@@ -41,6 +41,9 @@ log = logging.getLogger("checkpointd")
 
 WhenBusy = Literal["wait", "skip"]
 TIDY_TIMEOUT_S = 10.0
+ANNOUNCE_S = 0.1
+"""How long save() waits for the sidecar to know of the snapshot, so that what is whole when it returns outlives this process.
+It takes far less than a millisecond; a sidecar that hangs costs this much, until it counts as lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +101,12 @@ class Saver:
         began = time.perf_counter()
         job = self._new_job(request)
         slot: Slot | None = None
+        shard: Shard | None = None
         try:
             captured = capture(state, client_state, exclude_frozen_parameters=request.exclude_frozen_parameters)
             layout = self._layout_of(captured)
             slot = self._slot_for(layout, job.info)
-            self._stage(job, captured, layout, slot)
+            shard = self._stage(job, captured, layout, slot)
         except SkippedError as error:
             job.staged.set_exception(error)
         except BaseException as error:
@@ -110,7 +114,11 @@ class Saver:
                 self._arena.release(slot)
             self._refuse(job, error)
             return job.save.handle
-        self._submit(replace(job, lease=Lease(slot, self._arena) if slot is not None else None))
+        if slot is not None:
+            job = replace(job, lease=Lease(slot, self._arena), shard=shard)
+        self._submit(job)
+        if self._handed:
+            job.announced.wait(ANNOUNCE_S)
         job.save.handle.timings.call_s = time.perf_counter() - began
         return job.save.handle
 
@@ -164,7 +172,8 @@ class Saver:
             raise SkippedError(message, ranks=(info.rank,))
         return slot
 
-    def _stage(self, job: Job, captured: Captured, layout: SlotLayout, slot: Slot) -> None:
+    def _stage(self, job: Job, captured: Captured, layout: SlotLayout, slot: Slot) -> Shard:
+        """Begin the snapshot; what it will be."""
         encoded = tree.encode(captured.tree)
         staging = self._stager.begin(captured, layout, slot)
         shard = Shard(
@@ -187,6 +196,7 @@ class Saver:
         self._stagings = [pair for pair in self._stagings if not pair[0].done.done()]
         self._stagings.append((staging, job.save.handle))
         staging.done.add_done_callback(taken)
+        return shard
 
     def fence(self) -> None:
         """Return when no snapshot in flight still has to read its sources; the time that takes is the save's `fence_s`."""

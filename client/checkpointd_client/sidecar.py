@@ -148,6 +148,7 @@ class SidecarRunner:
                 return
             except (SidecarError, WireError) as error:
                 hand += 1
+                job.announced.set()  # save() need not wait for a sidecar that is not there
                 log.error("%s: %s", job.info.prefix, error)
                 if await self._without(job, error, hand):
                     return

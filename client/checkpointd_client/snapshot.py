@@ -187,6 +187,7 @@ class Staging:
         if self._spoiled:
             self.done.set_exception(self._spoiled)
         else:
+            self.slot.complete()
             self.done.set_result(None)
 
 
@@ -204,6 +205,7 @@ class Stager:
 
     def begin(self, captured: Captured, layout: SlotLayout, slot: Slot) -> Staging:
         """Start the snapshot. When this returns, everything that may change outside a step is safe (N1)."""
+        slot.begin()
         staging = Staging(slot)
         targets = slot.views(layout, layout.parts)
         lazy: list[Copy] = []
