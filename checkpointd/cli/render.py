@@ -72,7 +72,24 @@ class Table:
         return replace(self, titles=[t for t in self.titles if t != title], rows=rows)
 
 
-Block: TypeAlias = Heading | Note | Facts | Table
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """How far something has come, 0 to 1, and what there is to say of it."""
+
+    label: str
+    fraction: float
+    text: str
+    mood: Mood = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Bars:
+    """Progress, one bar a line."""
+
+    rows: Sequence[Bar]
+
+
+Block: TypeAlias = Heading | Note | Facts | Table | Bars
 
 
 def show(blocks: Iterable[Block], file: IO[str] | None = None) -> None:
@@ -110,6 +127,17 @@ def _plain_lines(block: Block) -> list[str]:
             return [f"{label}: {_text(value) or ABSENT}" for label, value in pairs]
         case Table():
             return _columns(block)
+        case Bars(rows):
+            return _plain_bars(rows)
+
+
+def _plain_bars(rows: Sequence[Bar]) -> list[str]:
+    width = max((len(printable(bar.label)) for bar in rows), default=0)
+    return [f"{printable(bar.label).ljust(width)}  {_percent(bar):>4}  {printable(bar.text)}".rstrip() for bar in rows]
+
+
+def _percent(bar: Bar) -> str:
+    return f"{int(min(max(bar.fraction, 0.0), 1.0) * 100)}%"
 
 
 def _columns(table: Table) -> list[str]:
@@ -164,7 +192,24 @@ def rich_page(blocks: Iterable[Block], width: int) -> list[ConsoleRenderable]:
                 page.append(_rich_facts(block))
             case Table():
                 page.append(_rich_table(fitted(block, width)))
+            case Bars(rows):
+                page.append(_rich_bars(rows, width))
     return page
+
+
+def _rich_bars(rows: Sequence[Bar], width: int) -> ConsoleRenderable:
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table as Grid
+
+    grid = Grid.grid(padding=(0, 2, 0, 0))
+    grid.add_column(no_wrap=True, min_width=max((len(printable(bar.label)) for bar in rows), default=0))
+    grid.add_column(width=max(8, min(40, width // 4)))
+    grid.add_column(justify="right", no_wrap=True, min_width=4)
+    grid.add_column(no_wrap=True, overflow="ellipsis")
+    for bar in rows:
+        done = ProgressBar(total=1.0, completed=bar.fraction, complete_style="cyan", finished_style="green")
+        grid.add_row(_rich_text(bar.label), done, _percent(bar), _rich_text(Cell(bar.text, bar.mood)))
+    return grid
 
 
 def _rich_facts(facts: Facts) -> ConsoleRenderable:

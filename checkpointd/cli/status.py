@@ -20,27 +20,36 @@ from checkpointd.pipeline.report.changes import changes
 from checkpointd.pipeline.report.standing import Failure, Flight, Standing, standing
 from checkpointd.store.base import Store
 
+INTERVAL_S, SOCKET_INTERVAL_S = 2.0, 0.5
 RANKS_SHOWN = 16
 """In a larger job only the ranks without a yes vote are shown, and at most so many of them."""
 
 
 @click.command("status", short_help="Who runs a root, what is in flight, what failed.")
 @places("[ROOT]")
+@click.option("--socket", help="Ask the sidecar that listens at this socket, instead of the store.")
 @click.option("--watch", is_flag=True, help="Go on looking until Ctrl-C; where piped, print a line for every change.")
-@click.option("--interval", type=click.FloatRange(min=0.01), default=2.0, show_default=True, help="Seconds between two looks.")
+@click.option("--interval", type=click.FloatRange(min=0.01), help="Seconds between two looks.  [default: 2; 0.5 with --socket]")
 @as_json()
-def command(places: tuple[str, ...], watch: bool, interval: float, as_json: bool) -> None:
+def command(places: tuple[str, ...], socket: str | None, watch: bool, interval: float | None, as_json: bool) -> None:
     """Who runs ROOT, what `latest` is, which saves are in flight, and what failed last, as the store shows it.
 
     An object that is being written counts with the space reserved for it. --watch --json prints a document for every change.
+
+    With --socket: what the sidecar of this node is at, for all its roots or for ROOT alone, with bytes, speed and time left.
     """
+    if socket is not None:
+        from checkpointd.cli import daemon_status  # with the protocol, only where a daemon is asked
+
+        daemon_status.tell(socket, places, watch=watch, interval=interval or SOCKET_INTERVAL_S, as_json=as_json)
+        return
     root = only_root(places, "status")
     if not watch:
         found = ask(root, standing)
         show_json(found) if as_json else show(page(found))
         return
     try:
-        ask(root, lambda store: _watch(store, interval, as_json))
+        ask(root, lambda store: _watch(store, interval or INTERVAL_S, as_json))
     except KeyboardInterrupt:
         return
 

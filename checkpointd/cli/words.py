@@ -23,6 +23,29 @@ def ratio(raw: int | None, stored: int | None) -> str:
     return f"{stored / raw:.3f}" if raw and stored is not None else ABSENT
 
 
+def speed(bytes_per_second: float | None) -> str:
+    """`1.5GiB/s`; `-` for None."""
+    return ABSENT if bytes_per_second is None else f"{size(round(bytes_per_second))}/s"
+
+
+def duration(seconds: float | None) -> str:
+    """`12ms`, `7.2s`, `95s`, `2m03s`, `1h04m`, `3d02h`; `-` for None."""
+    if seconds is None:
+        return ABSENT
+    t = max(0.0, seconds)
+    if t < 0.0995:
+        return f"{t * 1000:.0f}ms"
+    if t < 9.95:
+        return f"{t:.1f}s"
+    if t < 99.5:
+        return f"{t:.0f}s"
+    if t < 3600:
+        return f"{int(t // 60)}m{int(t % 60):02d}s"
+    if t < 86400:
+        return f"{int(t // 3600)}h{int(t % 3600 // 60):02d}m"
+    return f"{int(t // 86400)}d{int(t % 86400 // 3600):02d}h"
+
+
 def moment(text: str | None) -> str:
     """A time of the store as UTC to the second; what is none stays as it is."""
     if not text:

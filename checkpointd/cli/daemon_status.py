@@ -1,0 +1,260 @@
+"""`checkpointd status --socket`: what a node's sidecar is at, once or as long as somebody looks."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Iterator, Sequence
+from datetime import UTC, datetime
+
+import click
+import msgspec
+
+from checkpointd.cli.arguments import only_root
+from checkpointd.cli.asking import show_json
+from checkpointd.cli.render import Bar, Bars, Block, Cell, Facts, Heading, Mood, Note, Table, console, rich_page, show, warn
+from checkpointd.cli.words import ABSENT, count, duration, printable, size, speed
+from checkpointd.daemon.changes import changes
+from checkpointd.daemon.gathered import SHOWN, Gathered, attempts_of, fraction, gather, rank_runs
+from checkpointd.daemon.query import AsyncStatusClient
+from checkpointd.daemon.status import DaemonStatus, RootStatus, SaveStatus
+from checkpointd.errors import NotFoundError, SidecarError
+
+BARS_SHOWN = 16
+"""Of more ranks only those are shown that are furthest behind."""
+RECENT_SHOWN = 8
+FAILURES_SHOWN = 4
+
+
+def tell(socket: str, places: Sequence[str], *, watch: bool, interval: float, as_json: bool) -> None:
+    """Print what the daemon at `socket` says, of one root where `places` names it. SidecarError where it cannot be asked."""
+    root = only_root(tuple(places), "status") if places else None
+    try:
+        asyncio.run(_watch(socket, root, interval, as_json) if watch else _once(socket, root, as_json))
+    except KeyboardInterrupt:
+        return
+
+
+async def _once(socket: str, root: str | None, as_json: bool) -> None:
+    async with AsyncStatusClient(socket) as client:
+        found = _only(await client.status(), root)
+    if root is not None and not found.roots:
+        raise NotFoundError(f"the daemon at {socket} knows no root {root}: it knows the ones that a trainer has joined")
+    show_json(found) if as_json else show(page(found))
+
+
+def _only(found: DaemonStatus, root: str | None) -> DaemonStatus:
+    if root is None:
+        return found
+    return msgspec.structs.replace(found, roots=tuple(r for r in found.roots if r.root == root.rstrip("/")))
+
+
+# --- watching ------------------------------------------------------------------------------------------------
+
+
+async def _watch(socket: str, root: str | None, interval: float, as_json: bool) -> None:
+    async with AsyncStatusClient(socket) as client:
+        looks = _looks(client, root, interval)
+        if as_json:
+            await _watch_documents(looks)
+        elif sys.stdout.isatty():
+            await _watch_live(looks)
+        else:
+            await _watch_lines(looks)
+
+
+async def _looks(client: AsyncStatusClient, root: str | None, interval: float) -> AsyncIterator[DaemonStatus | SidecarError]:
+    """What the daemon says, or why it says nothing, for ever: one that is gone may come back."""
+    while True:
+        try:
+            yield _only(await client.status(), root)
+        except SidecarError as error:
+            yield error
+        await asyncio.sleep(interval)
+
+
+async def _watch_documents(looks: AsyncIterator[DaemonStatus | SidecarError]) -> None:
+    before: DaemonStatus | None = None
+    async for found in _told_once(looks):
+        same = before is not None and msgspec.structs.replace(found, now=before.now) == before
+        if not same:
+            show_json(found)
+            sys.stdout.flush()
+        before = found
+
+
+async def _watch_lines(looks: AsyncIterator[DaemonStatus | SidecarError]) -> None:
+    before: DaemonStatus | None = None
+    async for found in _told_once(looks):
+        for line in changes(before, found):
+            click.echo(f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}  {printable(line)}")
+        sys.stdout.flush()
+        before = found
+
+
+async def _told_once(looks: AsyncIterator[DaemonStatus | SidecarError]) -> AsyncIterator[DaemonStatus]:
+    """The looks that saw something; of those that did not, the reason goes to standard error when it is new."""
+    before = ""
+    async for found in looks:
+        if isinstance(found, DaemonStatus):
+            before = ""
+            yield found
+        elif str(found) != before:
+            before = str(found)
+            warn(before)
+
+
+async def _watch_live(looks: AsyncIterator[DaemonStatus | SidecarError]) -> None:
+    from rich.console import Group
+    from rich.live import Live
+
+    blocks: list[Block] = []
+    with Live(console=console(sys.stdout), auto_refresh=False, screen=False, vertical_overflow="crop") as live:
+        async for found in looks:
+            if isinstance(found, DaemonStatus):
+                blocks = list(page(found))
+                shown = blocks
+            else:
+                shown = [Note(str(found), "bad"), *blocks]
+            live.update(Group(*rich_page(shown, live.console.width)), refresh=True)
+
+
+# --- the page ------------------------------------------------------------------------------------------------
+
+
+def page(found: DaemonStatus) -> Iterator[Block]:
+    """The page for people."""
+    yield Facts(
+        [
+            ("daemon", _daemon_cell(found)),
+            ("memory", _memory_text(found)),
+            ("connections", f"{found.clients} of {found.clients_max}, {found.refused} refused so far"),
+            *([("bandwidth limit", speed(found.bandwidth_bps))] if found.bandwidth_bps is not None else []),
+        ]
+    )
+    if not found.roots:
+        yield Note("no trainer has come yet", "quiet")
+    for root in found.roots:
+        yield from _root_blocks(root, found.now)
+
+
+def _daemon_cell(found: DaemonStatus) -> Cell:
+    up = duration(found.now - found.started_at)
+    state = "leaving: nothing new is taken" if found.leaving else "serving"
+    text = f"{state}, checkpointd {found.release}, process {found.pid} on {found.host}, up {up}"
+    return Cell(text, "doubt" if found.leaving else "good")
+
+
+def _memory_text(found: DaemonStatus) -> str:
+    memory = found.memory
+    return (
+        f"{size(memory.held)} of {size(memory.held_max)} held for restarts, "
+        f"{size(memory.mapped)} of {size(memory.mapped_max)} mapped"
+    )
+
+
+def _root_blocks(root: RootStatus, now: float) -> Iterator[Block]:
+    yield Heading(root.root)
+    if root.problem is not None:
+        yield Note(f"this root cannot be looked at: {root.problem.message}", "bad")
+    yield Facts([("latest", _latest_cell(root, now)), ("trainers", _trainers_cell(root)), ("in memory", _held_text(root))])
+    for attempt in gather(root.in_flight):
+        yield from _flight_blocks(attempt, now)
+    ended = [attempt for attempt in reversed(attempts_of(root)) if not attempt.live]
+    if ended:
+        yield Heading("last saves")
+        yield _recent(ended[:RECENT_SHOWN], now)
+    for attempt in [a for a in ended if a.causes][:FAILURES_SHOWN]:
+        yield from _failure_blocks(attempt)
+
+
+def _latest_cell(root: RootStatus, now: float) -> Cell:
+    if root.latest is None:
+        return Cell("none", "quiet")
+    age = f", committed {duration(now - root.newest_committed_at)} ago" if root.newest_committed_at is not None else ""
+    step = f", newest step {root.newest_step}" if root.newest_step is not None else ""
+    return Cell(f"{root.latest}{step}{age}", "good")
+
+
+def _trainers_cell(root: RootStatus) -> Cell:
+    gone = [rank.rank for rank in root.ranks if not rank.connected]
+    text = f"{len(root.ranks) - len(gone)} of {count(len(root.ranks), 'rank')} connected"
+    return Cell(f"{text}; gone: {rank_runs(gone)}", "doubt") if gone else Cell(text)
+
+
+def _held_text(root: RootStatus) -> str:
+    tags: dict[str, list[int]] = {}
+    for held in root.held:
+        tags.setdefault(held.tag, []).append(held.rank)
+    return "; ".join(f"{tag} of {rank_runs(ranks)}" for tag, ranks in tags.items()) or "nothing"
+
+
+def _flight_blocks(attempt: Gathered, now: float) -> Iterator[Block]:
+    yield Heading(f"{attempt.name}: in flight for {duration(now - attempt.began_at)}")
+    missing = attempt.votes_missing
+    if missing:
+        yield Note(f"waiting for the vote{'s' if len(missing) > 1 else ''} of {rank_runs(missing)}")
+    total = Bar("all", attempt.fraction, _total_text(attempt))
+    shown = attempt.saves
+    if len(shown) > BARS_SHOWN:
+        shown = sorted(sorted(shown, key=fraction)[:BARS_SHOWN], key=lambda save: save.rank)
+    yield Bars([total, *(Bar(f"rank {save.rank}", fraction(save), _save_text(save), _save_mood(save)) for save in shown)])
+    if len(shown) < len(attempt.saves):
+        yield Note(f"{len(attempt.saves) - len(shown)} more ranks are further", "quiet")
+
+
+def _total_text(attempt: Gathered) -> str:
+    parts = [f"{number} {phase}" for phase, number in attempt.counts.items()]
+    return ", ".join([*parts, *_pace(attempt.eta_s, attempt.speed_bps, attempt.raw_done, attempt.raw_total)])
+
+
+def _pace(eta_s: float | None, speed_bps: float | None, raw_done: int, raw_total: int) -> Iterator[str]:
+    """What people look for first comes first: a narrow terminal cuts the end off."""
+    if eta_s is not None:
+        yield f"{duration(eta_s)} left"
+    if speed_bps is not None:
+        yield speed(speed_bps)
+    yield f"{size(raw_done)} of {size(raw_total)}"
+
+
+def _save_text(save: SaveStatus) -> str:
+    if save.error is not None:
+        return f"{save.phase}: {save.error.message}"
+    if save.phase != "persisting":
+        return SHOWN.get(save.phase, save.phase)
+    return ", ".join(_pace(save.eta_s, save.speed_bps, save.raw_done, save.raw_total))
+
+
+def _save_mood(save: SaveStatus) -> Mood:
+    return "bad" if save.error is not None else "good" if save.phase == "prepared" else ""
+
+
+def _recent(ended: Sequence[Gathered], now: float) -> Table:
+    rows: list[list[str | Cell]] = [
+        [
+            attempt.tag,
+            attempt.attempt,
+            _result_cell(attempt),
+            duration((attempt.ended_at or attempt.began_at) - attempt.began_at),
+            size(attempt.raw_total) if attempt.raw_total else ABSENT,
+            size(attempt.stored) if attempt.stored else ABSENT,
+            duration(now - (attempt.ended_at or now)),
+        ]
+        for attempt in ended
+    ]
+    titles = ("tag", "attempt", "ended as", "took", "bytes", "stored", "ago")
+    right = frozenset({"took", "bytes", "stored", "ago"})
+    return Table(titles, rows, right=right, optional=("attempt", "stored"))
+
+
+def _result_cell(attempt: Gathered) -> Cell:
+    words = ", ".join(f"{number} {phase}" for phase, number in attempt.counts.items())
+    return Cell(words, "good" if set(attempt.counts) == {"committed"} else "bad")
+
+
+def _failure_blocks(attempt: Gathered) -> Iterator[Block]:
+    yield Heading(f"{attempt.name}: not committed")
+    for (phase, message), saves in attempt.causes.items():
+        yield Note(f"{rank_runs(save.rank for save in saves)} {phase}: {message}", "bad" if phase == "failed" else "doubt")
+    for advice in dict.fromkeys(save.advice for save in attempt.saves if save.advice):
+        yield Note(f"what to do: {advice}")
