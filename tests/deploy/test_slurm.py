@@ -58,6 +58,8 @@ CHECKPOINTD = """
 import os, signal, socket, sys
 words = dict(zip(sys.argv[2::2], sys.argv[3::2]))
 listening = socket.socket(socket.AF_UNIX)
+if os.environ["SIDECAR"] == "broken":
+    sys.exit(2)
 if sys.argv[1] == "status":
     listening.connect(words["--socket"])
     sys.exit()
@@ -71,7 +73,8 @@ while True:
 """
 TORCHRUN = """
 import os, signal, socket, sys
-socket.socket(socket.AF_UNIX).connect(sys.argv[sys.argv.index("--sidecar") + 1])
+if os.environ["SIDECAR"] == "whole":
+    socket.socket(socket.AF_UNIX).connect(sys.argv[sys.argv.index("--sidecar") + 1])
 print("torchrun", *sys.argv[sys.argv.index("train.py"):-2], file=open("calls", "a"), flush=True)
 signal.signal(signal.SIGTERM, lambda *_: (print("last save", file=open("calls", "a")), sys.exit(1)))
 code = os.environ["CODE"]
@@ -98,7 +101,7 @@ class Run:
 
 
 @contextmanager
-def running(folder: Path, code: str = "") -> Iterator[Run]:
+def running(folder: Path, code: str = "", sidecar: str = "whole") -> Iterator[Run]:
     """Start the script as Slurm's batch step would; `code` is what training ends with, "" for training that goes on."""
     binaries = folder / "bin"
     binaries.mkdir()
@@ -106,11 +109,15 @@ def running(folder: Path, code: str = "") -> Iterator[Run]:
     for name, text in {**stand_ins, "checkpointd": CHECKPOINTD, "torchrun": TORCHRUN}.items():
         (binaries / name).write_text(f"#!{sys.executable} -S\n{text}")
         (binaries / name).chmod(0o755)
+    patience_s = 60 if sidecar == "whole" else 1
+    (binaries / "timeout").write_text(f'#!/bin/sh\nshift\nexec /usr/bin/timeout {patience_s} "$@"\n')
+    (binaries / "timeout").chmod(0o755)
     environment = {
         "PATH": f"{binaries}:/usr/bin:/bin",
         "ROOT": "/scratch/run-1",
         "USER": "alice",
         "CODE": code,
+        "SIDECAR": sidecar,
         "SLURM_JOB_ID": f"test-{os.getpid()}",
         "SLURM_NNODES": "1",
         "SLURM_JOB_NODELIST": "node-1",
@@ -172,6 +179,13 @@ def test_training_that_fails_is_not_queued_again(tmp_path: Path) -> None:
     with running(tmp_path, code="5") as run:
         assert run.end() == 5, run.output
         assert run.calls[-1] == "sidecar leaves"
+
+
+def test_training_goes_on_without_a_sidecar_that_does_not_start(tmp_path: Path) -> None:
+    with running(tmp_path, code="0", sidecar="broken") as run:
+        assert run.end() == 0, run.output
+        assert run.calls == ["torchrun train.py --lr 3e-4 --root /scratch/run-1"]
+        assert "the ranks of its node persist their saves themselves" in run.output
 
 
 def test_a_job_that_is_asked_to_stop_is_queued_again(tmp_path: Path) -> None:
