@@ -33,7 +33,7 @@ from checkpointd.layout.keys import OUTCOME, vote_name
 from checkpointd.layout.manifest import ErrorReport, Outcome
 from checkpointd.pipeline import catalog, epochs
 from checkpointd.pipeline.chunks import Persist
-from checkpointd.pipeline.collect import collect_tag
+from checkpointd.pipeline.collect import tidy
 from checkpointd.pipeline.pointer import move_latest
 from checkpointd.pipeline.publish import Ballot, PlanCheck, missing_ranks, outcome_of, put_outcome
 from checkpointd.pipeline.rates import Rates
@@ -358,9 +358,8 @@ class Attempt:
     async def _tidy(self, outcome: Outcome) -> None:
         """Remove what this outcome made dead weight (G5)."""
         try:
-            if await epochs.newest(self._store) <= self.info.attempt.epoch:
-                await collect_tag(self._store, outcome.tag)
-            elif outcome.outcome == "abort":
+            tidied = await tidy(self._store, outcome.tag, self.info.attempt.epoch)
+            if not tidied and outcome.outcome == "abort":
                 await drop_shard(self._store, self.info)
         except CheckpointdError as error:
             log.warning("%s: left-overs could not be removed: %s; the next start tries again", outcome.tag, error)

@@ -19,7 +19,7 @@ from checkpointd.commit.retention import AttemptFacts, dead_weight, spent_record
 from checkpointd.errors import DamagedError, NotFoundError
 from checkpointd.layout.keys import DELETED, attempt_prefix, object_hand, object_rank, vote_name
 from checkpointd.layout.manifest import Deleted, encode
-from checkpointd.pipeline import catalog
+from checkpointd.pipeline import catalog, epochs
 from checkpointd.pipeline.identity import writer
 from checkpointd.store.base import Store
 
@@ -48,6 +48,14 @@ async def collect(store: Store, attempts: Iterable[AttemptFacts]) -> int:
 async def collect_tag(store: Store, tag: str) -> int:
     """The same for one tag, after one of its attempts was decided."""
     return await collect(store, [a.facts for a in await catalog.attempts_of(store, tag)])
+
+
+async def tidy(store: Store, tag: str, epoch: int) -> bool:
+    """The same for a writer of an attempt of `epoch`; False where a newer one has begun, and nothing was removed (G5)."""
+    if await epochs.newest(store) > epoch:
+        return False
+    await collect_tag(store, tag)
+    return True
 
 
 async def _sweep(store: Store, prefix: str) -> None:
