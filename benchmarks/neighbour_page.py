@@ -21,6 +21,7 @@ class Mode:
     serve: tuple[str, ...] = ()
 
 
+QUIET_CORES_MAX = 0.2
 NO_SAVE = Mode(name="no save", saves=False)
 IN_PROCESS = Mode(name="in-process writer")
 
@@ -153,7 +154,7 @@ def text(run: NeighbourRun) -> str:
     good = [trial for trial in run.trials if not trial.error]
     measured = {trial.mode for trial in good}
     names = [mode for mode in run.modes if mode in measured]
-    parts = [_opening(run), _figures(good, names), _ratios(good, names), _notes(run)]
+    parts = [_opening(run), _unrest(run), _figures(good, names), _ratios(good, names), _notes(run)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -170,6 +171,18 @@ Machine: {facts}, I/O scheduler {run.scheduler}.
 One rank trains with as many threads as there are cores (matrix products, {steps:.1f} ms a step undisturbed) and saves
 {run.gib:g} GiB with compression `{run.compression}`, so that persisting wants a core, too. {runs} run(s), ways interleaved in
 shuffled order, each in fresh processes. The median, and in brackets the smallest and the largest."""
+
+
+def _unrest(run: NeighbourRun) -> str:
+    """A warning where the machine was not the benchmark's own: a loop on every core feels whatever else runs."""
+    others = statistics.median(trial.other_cores for trial in run.trials)
+    if others <= QUIET_CORES_MAX:
+        return ""
+    return (
+        f"**The machine was not quiet**: {others:.1f} cores were busy with something else. Steps beside a save then differ from\n"
+        "undisturbed ones by chance more than by the save, and ratios of steps and *lost* say nothing; take *durable* and\n"
+        "*sidecar CPU* as rough figures, and run it again on a quiet machine."
+    )
 
 
 def _figures(trials: Sequence[NeighbourTrial], names: Sequence[str]) -> str:

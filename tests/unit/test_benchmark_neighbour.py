@@ -85,6 +85,12 @@ def test_the_page_has_a_line_for_each_way_in_order_and_names_what_failed() -> No
     assert f"- {MODES[-1].name}, run 1 failed: the sidecar did not start" in lines
 
 
+@pytest.mark.parametrize(("others", "said"), [(0.1, False), (1.5, True)])
+def test_a_machine_that_was_not_quiet_is_said_at_the_top(others: float, said: bool) -> None:
+    text = page.text(run_of(replace(trial(SIDECAR, save()), other_cores=others)))
+    assert ("not quiet" in text) == said
+
+
 @pytest.mark.parametrize("failed", [True, False])
 def test_a_page_can_be_made_where_little_was_measured(failed: bool) -> None:
     only = trial(page.NO_SAVE.name, *([] if failed else [save()]), error="x" if failed else "")
