@@ -179,8 +179,8 @@ def _unrest(run: NeighbourRun) -> str:
     if others <= QUIET_CORES_MAX:
         return ""
     return (
-        f"**The machine was not quiet**: {others:.1f} cores were busy with something else. Steps beside a save then differ from\n"
-        "undisturbed ones by chance more than by the save, and ratios of steps and *lost* say nothing; take *durable* and\n"
+        f"**The machine was not quiet**: {others:.1f} cores were busy with something else. Steps beside a save then differ\n"
+        "from undisturbed ones by chance more than by the save; ratios of steps and *lost* say nothing. Take *durable* and\n"
         "*sidecar CPU* as rough figures, and run it again on a quiet machine."
     )
 
