@@ -1,0 +1,201 @@
+"""The Kubernetes manifests: valid to the last key, and what has to agree between trainer and daemon does."""
+
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpointd.cli.program import commands
+from checkpointd.cli.serve import command as serve
+
+FOLDER = Path(__file__).resolve().parents[2] / "deploy" / "kubernetes"
+FILES = sorted(FOLDER.glob("*.yaml"))
+POD_FILES = ["job.yaml", "jobset.yaml", "daemonset.yaml", "daemonset-job.yaml"]
+SIDECAR_FILES = ["job.yaml", "jobset.yaml"]
+UNITS = {"Gi": 1 << 30, "Mi": 1 << 20}
+MIB = 1 << 20
+
+Document = dict[str, Any]
+yaml = pytest.importorskip("yaml", reason="needs PyYAML, which pre-commit brings in")
+
+
+def load(name: str) -> Document:
+    document: Document = yaml.safe_load((FOLDER / name).read_text())
+    return document
+
+
+def job_of(document: Document) -> Document:
+    """The Job as Kubernetes' own kind: of a JobSet, the one that it is made of."""
+    if document["kind"] != "JobSet":
+        return document
+    (replicated,) = document["spec"]["replicatedJobs"]
+    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "train"}, "spec": replicated["template"]["spec"]}
+
+
+def pod(name: str) -> Document:
+    template: Document = job_of(load(name))["spec"]["template"]["spec"]
+    return template
+
+
+def daemon(name: str) -> Document:
+    """The container that runs `checkpointd serve`."""
+    spec = pod(name)
+    (found,) = [c for c in spec.get("initContainers", []) + spec["containers"] if c.get("args", [""])[0] == "serve"]
+    return dict(found)
+
+
+def trainer(name: str) -> Document:
+    (found,) = [c for c in pod(name)["containers"] if c["name"] == "trainer"]
+    return dict(found)
+
+
+def served(name: str) -> dict[str, Any]:
+    """What `checkpointd serve` makes of the container's arguments; it ends the test where it does not take them."""
+    return serve.make_context("serve", daemon(name)["args"][1:]).params
+
+
+def told(name: str, option: str) -> str:
+    (found,) = [word.removeprefix(f"{option}=") for word in trainer(name)["command"] if word.startswith(f"{option}=")]
+    return str(found)
+
+
+def validate(document: Document, version: str = "1.34") -> None:
+    kubernetes_validate = pytest.importorskip(
+        "kubernetes_validate", reason="needs `pip install kubernetes-validate`: 120 MB of schemas, so not a dependency"
+    )
+    kubernetes_validate.validate(document, version, strict=True)
+
+
+@pytest.mark.parametrize("version", ["1.29", "1.34"])
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_kubernetes_knows_every_key(path: Path, version: str) -> None:
+    """The oldest that has native sidecars, and a new one. What a JobSet embeds is Kubernetes' own, and is checked."""
+    validate(job_of(load(path.name)), version)
+
+
+def test_a_key_that_kubernetes_does_not_know_is_seen() -> None:
+    document = load("job.yaml")
+    document["spec"]["template"]["spec"]["shareProcessNamespaces"] = True
+    with pytest.raises(Exception, match="shareProcessNamespaces"):
+        validate(document)
+
+
+def test_the_jobset_is_one() -> None:
+    """The outer part, by the fields of jobset.x-k8s.io/v1alpha2."""
+    document = load("jobset.yaml")
+    assert document["apiVersion"] == "jobset.x-k8s.io/v1alpha2"
+    assert set(document["spec"]) == {"network", "failurePolicy", "replicatedJobs"}
+    (replicated,) = document["spec"]["replicatedJobs"]
+    assert set(replicated) == {"name", "replicas", "template"}
+    job = replicated["template"]["spec"]
+    nodes = int(told("jobset.yaml", "--nnodes"))
+    assert job["completions"] == job["parallelism"] == nodes
+    host = f"{document['metadata']['name']}-{replicated['name']}-0-0.{document['metadata']['name']}"
+    assert told("jobset.yaml", "--rdzv-endpoint") == f"{host}:29500", "JobSet names pods so"
+
+
+def test_job_and_jobset_have_the_same_pod() -> None:
+    one, many = copy.deepcopy(pod("job.yaml")), copy.deepcopy(pod("jobset.yaml"))
+    for spec in (one, many):
+        command = spec["containers"][0]["command"]
+        spec["containers"][0]["command"] = [word for word in command if not re.match(r"--(standalone|nnodes|rdzv)", word)]
+    assert one == many
+
+
+@pytest.mark.parametrize("name", SIDECAR_FILES)
+def test_the_sidecar_is_a_native_one_in_the_trainers_process_namespace(name: str) -> None:
+    spec = pod(name)
+    assert [(c["name"], c["restartPolicy"]) for c in spec["initContainers"]] == [("checkpointd", "Always")]
+    assert spec["shareProcessNamespace"] is True
+    assert spec["restartPolicy"] == "OnFailure", "else a restart takes the daemon with it"
+
+
+def test_the_daemonset_sees_every_process() -> None:
+    assert pod("daemonset.yaml")["hostPID"] is True
+
+
+@pytest.mark.parametrize(
+    ("jobs", "daemons"), [*((name, name) for name in SIDECAR_FILES), ("daemonset-job.yaml", "daemonset.yaml")]
+)
+def test_trainer_and_daemon_agree(jobs: str, daemons: str) -> None:
+    assert told(jobs, "--sidecar") == served(daemons)["socket"]
+    assert any(told(jobs, "--root").startswith(f"{root}/") for root in served(daemons)["roots"])
+    for field in ("runAsUser", "runAsGroup", "fsGroup", "runAsNonRoot"):
+        assert pod(jobs)["securityContext"][field] == pod(daemons)["securityContext"][field]
+    ours, theirs = mounts(daemons, daemon(daemons)), mounts(jobs, trainer(jobs))
+    for path in (*served(daemons)["roots"], "/run/checkpointd"):
+        assert ours[path] == theirs[path], "the same volume under the same path"
+
+
+def mounts(name: str, container: Document) -> dict[str, Any]:
+    """What is mounted where: the volume's source without how it is to be made."""
+    sources = {v["name"]: {k: s for k, s in v.items() if k != "name"} for v in pod(name)["volumes"]}
+    for source in sources.values():
+        source.get("hostPath", {}).pop("type", None)
+    return {mount["mountPath"]: sources[mount["name"]] for mount in container["volumeMounts"]}
+
+
+@pytest.mark.parametrize("name", SIDECAR_FILES)
+def test_there_is_time_to_finish(name: str) -> None:
+    """The trainer's end comes first, and only then is the sidecar told."""
+    environment = {entry["name"]: entry["value"] for entry in trainer(name)["env"]}
+    last_save_s = int(environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"])
+    assert pod(name)["terminationGracePeriodSeconds"] >= last_save_s + served(name)["grace_s"] + 15
+
+
+def test_the_daemonset_has_time_to_finish() -> None:
+    assert pod("daemonset.yaml")["terminationGracePeriodSeconds"] >= served("daemonset.yaml")["grace_s"] + 15
+
+
+@pytest.mark.parametrize("name", [*SIDECAR_FILES, "daemonset.yaml"])
+@pytest.mark.parametrize("probe", ["startupProbe", "readinessProbe", "livenessProbe"])
+def test_probes_ask_the_socket(name: str, probe: str) -> None:
+    """The kubelet is outside the pod and reaches no loopback address in it, so a probe is a command."""
+    program, verb, option = daemon(name)[probe]["exec"]["command"]
+    assert (program, option) == ("checkpointd", f"--socket={served(name)['socket']}")
+    command = commands.get_command(commands.make_context("checkpointd", ["--help"], resilient_parsing=True), verb)
+    assert command is not None
+    assert "--socket" in [word for parameter in command.params for word in parameter.opts]
+
+
+@pytest.mark.parametrize("name", POD_FILES)
+def test_the_pod_is_guaranteed_its_memory(name: str) -> None:
+    """Requests are limits in every container: the kernel then takes others first."""
+    spec = pod(name)
+    for container in spec.get("initContainers", []) + spec["containers"]:
+        assert container["resources"]["requests"] == container["resources"]["limits"]
+
+
+@pytest.mark.parametrize("name", SIDECAR_FILES)
+def test_the_pod_has_room_for_what_is_held(name: str) -> None:
+    limit = daemon(name)["resources"]["limits"]["memory"]
+    assert int(limit[:-2]) * UNITS[limit[-2:]] > served(name)["held_mib"] * MIB
+
+
+@pytest.mark.parametrize("name", POD_FILES)
+def test_nothing_runs_with_more_rights_than_it_needs(name: str) -> None:
+    spec = pod(name)
+    assert spec["automountServiceAccountToken"] is False
+    assert spec["securityContext"]["runAsNonRoot"] is True
+    assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    for container in spec.get("initContainers", []) + spec["containers"]:
+        rights = container["securityContext"]
+        assert rights["allowPrivilegeEscalation"] is False
+        assert rights["capabilities"]["drop"] == ["ALL"]
+        assert rights.get("runAsUser") is None or container["name"] == "directory"
+        assert not container["image"].endswith(":latest")
+        assert ":" in container["image"]
+
+
+def test_the_network_policy_opens_the_status_port() -> None:
+    policy = load("networkpolicy.yaml")["spec"]
+    (port,) = [entry["port"] for rule in policy["ingress"] for entry in rule.get("ports", [])]
+    for name in (*SIDECAR_FILES, "daemonset.yaml"):
+        assert served(name)["http"] == f"0.0.0.0:{port}"
+        assert daemon(name)["ports"] == [{"name": "metrics", "containerPort": port}]
+        labels = job_of(load(name))["spec"]["template"]["metadata"]["labels"]
+        assert policy["podSelector"]["matchLabels"].items() <= labels.items()
