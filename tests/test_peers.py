@@ -1,9 +1,6 @@
 """What breaks in other checkpointers, each shown not to happen here. The numbers are those of docs/PEERS.md.
 
-Number 1 (the trainer is killed right after save() returned, and the save commits all the same) needs a second process to
-outlive the trainer: it comes with the sidecar. What this version promises instead is shown here: nothing committed is lost,
-and a trainer that leaves in order finishes its save. Numbers that need real processes, signals or full disks are shown in
-tests/faults/ as well; here each has its core.
+Numbers that need real processes, signals or full disks are shown in tests/faults/ as well; here each has its core.
 """
 
 from __future__ import annotations
@@ -45,6 +42,8 @@ from checkpointd.store.osdisk import OsDisk
 from checkpointd.store.posix import PosixStore
 from checkpointd_client import Checkpointer
 from tests.builders import HeldPersist, leave_in_doubt, load_arrays, plan_save, rank_arrays, save_checkpoint
+from tests.faults.daemons import Daemon
+from tests.faults.jobs import wait_until
 
 LONG_S = 3600.0
 """A deadline that no test waits for: what is known before it is known at once."""
@@ -98,7 +97,28 @@ class FaultyStore(PosixStore):
         return FaultyWriter(inner, self.failing_write, self.error) if self.failing_write else inner
 
 
-def test_01_a_trainer_that_is_killed_loses_nothing_committed_and_one_that_leaves_finishes_its_save(tmp_path: Path) -> None:
+@pytest.mark.e2e
+@pytest.mark.parametrize("saves", [1, 2, 5])
+def test_01_a_trainer_that_is_killed_right_after_save_returned_loses_nothing_with_a_sidecar(tmp_path: Path, saves: int) -> None:
+    """The copy is whole when save() returns (staging="eager"): from then on nothing of the trainer is needed."""
+    script = (
+        "import os, signal, sys, torch\n"
+        "from checkpointd_client import Checkpointer\n"
+        "ckpt = Checkpointer(sys.argv[1], sidecar=sys.argv[2], staging='eager')\n"
+        "for step in range(int(sys.argv[3])):\n"
+        "    ckpt.save(step, {'w': torch.full((256, 256), float(step))})\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    root, tag = tmp_path / "root", f"global_step{saves - 1}"
+    with Daemon(tmp_path) as daemon:
+        killed = subprocess.run([sys.executable, "-c", script, str(root), str(daemon.socket), str(saves)], check=False)
+        assert killed.returncode == -signal.SIGKILL
+        pointer = root / "latest"
+        wait_until(lambda: pointer.exists() and pointer.read_text().strip() == tag, f"{tag} was committed")
+    assert _loaded(root) == (saves - 1, float(saves - 1))
+
+
+def test_01_without_a_sidecar_nothing_committed_is_lost_and_who_leaves_in_order_finishes_its_save(tmp_path: Path) -> None:
     script = (
         "import os, signal, sys, torch\n"
         "from checkpointd_client import Checkpointer\n"

@@ -14,6 +14,7 @@ import uvloop
 
 from checkpointd.config import ServeConfig, Watched, environment_watched
 from checkpointd.daemon import manners
+from checkpointd.daemon.caretaker import Caretaker
 from checkpointd.daemon.service import Service
 
 log = logging.getLogger("checkpointd")
@@ -37,6 +38,7 @@ async def _serve(config: ServeConfig, on_ready: Callable[[str | None], None]) ->
     async with contextlib.AsyncExitStack() as beside:
         if not running.done():
             url = await beside.enter_async_context(_http(service)) if config.http else None
+            beside.push_async_callback(_ended, asyncio.create_task(Caretaker(service.hub).run()))
             beside.push_async_callback(_ended, asyncio.create_task(supervisor.watch()))
             supervisor.tell(f"READY=1\nSTATUS=listening at {config.socket}")
             on_ready(url)
