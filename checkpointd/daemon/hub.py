@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from checkpointd.commit.machine import FINAL, Phase
@@ -90,6 +90,8 @@ class Hub:
         self.refused = 0
         self.leaving = False
         self.looks: dict[str, Look] = {}
+        self.on_news: Callable[[str], None] = lambda _: None
+        """Called with a root that a client joined, or where a save ended."""
         self._ranks: dict[tuple[str, int], RankRecord] = {}
 
     def rank(self, root: str, rank: int, *, world_size: int, pid: int) -> RankRecord:
@@ -98,6 +100,7 @@ class Hub:
         if record is None:
             self._forget_ranks()
             record = self._ranks[(root, rank)] = RankRecord(root, rank, world_size, pid)
+            self.on_news(root)
         if record.pid != pid or record.world_size != world_size:
             record.pid, record.world_size, record.since, record.epoch = pid, world_size, time.time(), None
         return record
@@ -128,6 +131,8 @@ class Hub:
                 record.persisted(job)
             if job.phase in FINAL:
                 record.ended(job)
+        if job.phase in FINAL:
+            self.on_news(job.root)
         kept = self.tier.of(job.root, job.info.rank)
         if kept is not None and kept.info == job.info:
             kept.phase = str(job.phase)
