@@ -41,7 +41,7 @@ from checkpointd.testing.simschedule import (
     Schedule,
     SecondJob,
 )
-from checkpointd.testing.simsidecar import Runner, Sidecar
+from checkpointd.testing.simsidecar import Runner, Sidecar, look_after
 
 ROOT = "/root/run"
 INCARNATIONS_MAX = 30
@@ -61,6 +61,8 @@ class Report:
     """Lives of sidecars that were begun."""
     spared: int = 0
     """Attempts that their own coordinator committed after a newer epoch had spared them."""
+    cared_for: int = 0
+    """Attempts that a sidecar decided which was begun anew, and has no job for them."""
 
 
 @dataclass(slots=True)
@@ -91,6 +93,7 @@ class SimJob:
     _refusals: dict[str, Refuse] = field(default_factory=dict)
     _newest: Incarnation | None = None
     _sidecars: dict[int, Sidecar] = field(default_factory=dict)
+    _restarted: list[Sidecar] = field(default_factory=list)
     _rng: random.Random = field(init=False)
 
     def __post_init__(self) -> None:
@@ -113,6 +116,7 @@ class SimJob:
         await self._check_all()
         self._raise_if_broken()
         self.report.spared = self.ledger.spared_commits
+        self.report.cared_for = sum(sidecar.decided for sidecar in self._restarted)
         return self.report
 
     # --- incarnations ------------------------------------------------------------------------------------------
@@ -170,6 +174,10 @@ class SimJob:
             state = WriterState(store=store, persist=config.persist, commit=config.commit)
             found = Sidecar(view.process, Runner(name, state, self.ledger), self.disk.loop.create_future())
             view.process.on_death(found.lose)
+            if rank in self._sidecars:
+                care = random.Random(f"care {config.seed} {name}")
+                view.process.spawn(look_after(found, care), name="care")
+                self._restarted.append(found)
             self._sidecars[rank] = found
         return found
 

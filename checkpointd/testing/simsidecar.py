@@ -7,11 +7,15 @@ attempts over with the next hand, while a lost sidecar that still lives, or wake
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Awaitable, Callable
 from contextvars import Context
 from dataclasses import dataclass, field
 
 from checkpointd.commit.machine import FINAL, Phase
+from checkpointd.daemon.doubts import Doubts
+from checkpointd.errors import CheckpointdError
+from checkpointd.pipeline import catalog
 from checkpointd.pipeline.attempt import Attempt, WriterState
 from checkpointd.pipeline.shard import AttemptInfo, Shard
 from checkpointd.testing.simledger import InvariantError, Ledger
@@ -60,6 +64,8 @@ class Sidecar:
     process: Process
     runner: Runner
     lost: asyncio.Future[None]
+    decided: int = 0
+    """Attempts that its caretaker decided."""
     _jobs: dict[str, AttemptInfo] = field(default_factory=dict)
 
     @property
@@ -88,6 +94,30 @@ class Sidecar:
             return None
         finally:
             del self._jobs[info.prefix]
+
+
+LOOKS = 12
+LOOK_S_MAX = 4.0
+
+
+async def look_after(sidecar: Sidecar, rng: random.Random) -> None:
+    """What a sidecar that was begun anew does beside its jobs: now and then decide what nobody decides, for a while.
+
+    No job of a simulation is ever seen to be dead, so what lacks a vote is only watched.
+    """
+    store, doubts = sidecar.runner.state.store, Doubts(grace_s=0.0, patience_s=rng.random())
+    for _ in range(LOOKS):
+        await asyncio.sleep(rng.random() * LOOK_S_MAX)
+        try:
+            undecided = [view for view in await catalog.scan(store) if view.state == "in-doubt" and view.sizes]
+            decided = await doubts.settle(store, undecided, sidecar.in_flight(), asyncio.get_running_loop().time())
+            for outcome in decided:
+                sidecar.decided += 1
+                sidecar.runner.ledger.learned((outcome.tag, outcome.attempt), outcome, f"caretaker of {sidecar.name}")
+        except CheckpointdError:
+            continue  # the next look may have more luck
+        except InvariantError as error:
+            sidecar.runner.ledger.report(error)
 
 
 def snapshot_of(process: Process, taking: asyncio.Task[Shard], error: Exception) -> asyncio.Future[Shard]:
