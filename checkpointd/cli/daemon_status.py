@@ -214,7 +214,8 @@ def _pace(eta_s: float | None, speed_bps: float | None, raw_done: int, raw_total
         yield f"{duration(eta_s)} left"
     if speed_bps is not None:
         yield speed(speed_bps)
-    yield f"{size(raw_done)} of {size(raw_total)}"
+    if raw_total:
+        yield f"{size(raw_done)} of {size(raw_total)}"
 
 
 def _save_text(save: SaveStatus) -> str:
@@ -222,7 +223,7 @@ def _save_text(save: SaveStatus) -> str:
         return f"{save.phase}: {save.error.message}"
     if save.phase != "persisting":
         return SHOWN.get(save.phase, save.phase)
-    return ", ".join(_pace(save.eta_s, save.speed_bps, save.raw_done, save.raw_total))
+    return ", ".join(_pace(save.eta_s, save.speed_bps, save.raw_done, save.raw_total)) or save.phase
 
 
 def _save_mood(save: SaveStatus) -> Mood:

@@ -22,6 +22,7 @@ from checkpointd.daemon.status import SaveStatus
 from checkpointd.errors import CheckpointdError, StagingError, UsageError
 from checkpointd.layout.manifest import ErrorReport
 from checkpointd.pipeline.attempt import Attempt, WriterState
+from checkpointd.pipeline.report.advice import after_abort
 from checkpointd.pipeline.shard import AttemptInfo, Progress, Shard
 
 log = logging.getLogger("checkpointd")
@@ -87,6 +88,15 @@ class Job:
     def error(self) -> ErrorReport | None:
         error = self.attempt.error
         return None if error is None else ErrorReport(code=error.code, message=str(error), phase=str(self.phase))
+
+    @property
+    def advice(self) -> str:
+        """What to do about the error; where the attempt was aborted, about what it was aborted for."""
+        error, outcome = self.error, self.attempt.outcome
+        if error is None:
+            return ""
+        cause = outcome.error if outcome is not None and outcome.error is not None else error
+        return after_abort(cause, self.ranks or (self.info.rank,))
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -197,6 +207,7 @@ class Job:
             eta_s=left / speed if persisting and speed else None,
             votes_missing=None if self.phase in FINAL else self.attempt.votes_missing,
             error=self.error,
+            advice=self.advice,
             began_at=self.times.began,
             staged_at=self.times.staged,
             persisting_at=self.times.persisting,

@@ -6,13 +6,9 @@ import os
 import socket
 import time
 
-import msgspec
-
 from checkpointd import __version__
 from checkpointd.daemon.hub import Hub, RankRecord
-from checkpointd.daemon.jobs import Ended, Job
-from checkpointd.daemon.status import DaemonStatus, HeldStatus, MemoryStatus, RankStatus, RootStatus, SaveStatus
-from checkpointd.pipeline.report.advice import after_abort
+from checkpointd.daemon.status import DaemonStatus, HeldStatus, MemoryStatus, RankStatus, RootStatus
 
 RECENT_MAX = 1024
 """Ended saves that are told of each root, the newest: with 256 ranks four each, and an answer that stays below a megabyte."""
@@ -50,8 +46,8 @@ def _root(hub: Hub, root: str) -> RootStatus:
         newest_committed_at=look.newest_committed_at if look else None,
         checkpoints=look.checkpoints if look else (),
         ranks=tuple(map(_rank, ranks)),
-        in_flight=tuple(map(_save, hub.jobs.at(root))),
-        recent=tuple(map(_save, hub.jobs.ended_at(root)[-RECENT_MAX:])),
+        in_flight=tuple(job.status() for job in hub.jobs.at(root)),
+        recent=tuple(job.status() for job in hub.jobs.ended_at(root)[-RECENT_MAX:]),
         held=tuple(
             HeldStatus(
                 tag=kept.info.tag,
@@ -67,13 +63,6 @@ def _root(hub: Hub, root: str) -> RootStatus:
         commit_s=tuple(next((rank.commit_s for rank in ranks if rank.rank == 0), ())),
         problem=look.problem if look else None,
     )
-
-
-def _save(job: Job | Ended) -> SaveStatus:
-    status = job.status()
-    if status.error is None:
-        return status
-    return msgspec.structs.replace(status, advice=after_abort(status.error, job.ranks or (status.rank,)))
 
 
 def _rank(record: RankRecord) -> RankStatus:
