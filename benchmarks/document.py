@@ -128,7 +128,8 @@ def _tables(results: Results) -> str:
             report.metric_table(results, report.SAVES, _synced(results), "our fsync"),
             "The first save of a fresh process, once what the system starts in the background has come to rest.",
             report.metric_table(results, report.COLD, _synced(results), "our fsync"),
-            "Training while a warm save runs: what it lost, and the steps of that time in milliseconds.",
+            "Training while a warm save runs: what it lost, and the steps of that time in milliseconds. The last two"
+            "\nfigures are of a loop of pure Python, which holds the interpreter lock all the time.",
             report.metric_table(results, report.TRAINING, exact, "bit-exact"),
             "Loading the last save into the existing tensors.",
             report.metric_table(results, report.LOADS, exact, "bit-exact"),
@@ -162,7 +163,8 @@ def _notes(run: Run) -> str:
         " checkpointd was asked for the newest checkpoint, as a job does when it starts.",
         "dcp-thread and dcp-process are async_save as it comes; -reused keeps one stager with its buffers, and"
         " -background lets that stager copy in a thread. checkpointd chooses compression by itself"
-        ' (`compression="auto"`); checkpointd-raw stores every byte as it is.',
+        ' (`compression="auto"`); checkpointd-raw stores every byte as it is; checkpointd-sidecar hands its snapshots to'
+        " one `checkpointd serve` beside the ranks, whose CPU and memory count as rank 0's.",
         f"The training loop holds an optimizer step every {run.gate_s:g} s, which waits until the state is safe; then"
         " every tensor is scribbled over, so that bit-exact also means not torn.",
         "Peak memory counts private pages of all ranks and their children, and shared pages once; page cache is not"

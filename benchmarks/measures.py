@@ -73,6 +73,8 @@ class RankReport:
     cold: SaveTimes
     warm: list[SaveTimes]
     loop: LoopTimes
+    python: LoopTimes
+    """The same beside a loop that holds the interpreter lock all the time."""
     load: LoadTimes
     base_bytes: int
     """Memory of this rank before the system was set up."""
@@ -105,6 +107,7 @@ def rank_report(data: dict[str, Any]) -> RankReport:
             "cold": SaveTimes(**data["cold"]),
             "warm": [SaveTimes(**times) for times in data["warm"]],
             "loop": LoopTimes(**data["loop"]),
+            "python": LoopTimes(**data["python"]),
             "load": LoadTimes(**data["load"]),
         }
     )

@@ -24,7 +24,7 @@ from benchmarks import disk, processes
 from benchmarks.measures import LoadTimes, LoopTimes, RankReport, SaveTimes
 from benchmarks.state import State
 from benchmarks.systems import SYSTEMS, Saving, System
-from benchmarks.training import TrainingLoop, loop_times
+from benchmarks.training import PythonLoop, TrainingLoop, loop_times
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +173,7 @@ def announce(phase: str) -> None:
 def measure(job: Job) -> RankReport:
     """All of one rank's trial."""
     state = State(target_bytes=job.target_bytes, ranks=job.ranks, rank=job.rank, seed=job.seed)
-    loop = TrainingLoop(gate_s=job.gate_s)
+    loop, python = TrainingLoop(gate_s=job.gate_s), PythonLoop(gate_s=job.gate_s)
     base_bytes = _own_memory()
     announce("save")
     start = time.perf_counter()
@@ -182,7 +182,9 @@ def measure(job: Job) -> RankReport:
     settle()
     cold = quiet_save(system, state, 0)
     warm = [quiet_save(system, state, step) for step in range(1, job.warm_saves + 1)]
-    last = job.warm_saves + 1
+    python_times = save_under_load(system, state, job.warm_saves + 1, python, job.quiet_s)
+    state.advance()
+    last = job.warm_saves + 2
     expected = state.digests()
     times = save_under_load(system, state, last, loop, job.quiet_s)
     system.close()
@@ -193,6 +195,7 @@ def measure(job: Job) -> RankReport:
     load = load_and_check(system, state, last, expected)
     announce("end")
     system.close()
+    system.finish()
     tensors = [tensor for _, tensor in state.tensors()]
     return RankReport(
         rank=job.rank,
@@ -202,6 +205,7 @@ def measure(job: Job) -> RankReport:
         cold=cold,
         warm=warm,
         loop=times,
+        python=python_times,
         load=load,
         base_bytes=base_bytes,
         load_base_bytes=load_base_bytes,

@@ -25,7 +25,7 @@ PEERS = (
     "torch-checkpointing",
     "torch-checkpointing-prewarmed",
 )
-OURS = ("checkpointd", "checkpointd-raw")
+OURS = ("checkpointd", "checkpointd-raw", "checkpointd-sidecar")
 BLOCKING = ("torch.save",)
 """Their call ends when the file is written: no training step runs beside it."""
 
@@ -114,6 +114,8 @@ COLD_CALL = Metric("cold call", "s", _worst(lambda report: report.cold.call_s))
 COLD_SAFE = Metric("cold safe", "s", _worst(lambda report: report.cold.safe_s))
 COLD_DURABLE = Metric("cold durable", "s", _worst(lambda report: report.cold.durable_s))
 LOST = Metric("lost", "s", _worst(lambda report: report.loop.lost_s))
+LOST_PYTHON = Metric("lost to Python", "s", _worst(lambda report: report.python.lost_s))
+PYTHON_P99 = Metric("Python p99", "ms", _worst(lambda report: report.python.p99_ms), of_steps=True)
 SLOWDOWN = Metric("mean step / undisturbed", "", _worst(lambda report: _slowdown(report)), of_steps=True)
 P50 = Metric("step p50", "ms", _worst(lambda report: report.loop.p50_ms), of_steps=True)
 P99 = Metric("step p99", "ms", _worst(lambda report: report.loop.p99_ms), of_steps=True)
@@ -130,9 +132,9 @@ def _slowdown(report: RankReport) -> float:
 
 SAVES = (CALL, SAFE, DONE, DURABLE, CPU, MEMORY, STORED)
 COLD = (SETUP, COLD_CALL, COLD_SAFE, COLD_DURABLE)
-TRAINING = (LOST, SLOWDOWN, P50, P99, MAX, QUIET_P99)
+TRAINING = (LOST, SLOWDOWN, P50, P99, MAX, QUIET_P99, LOST_PYTHON, PYTHON_P99)
 LOADS = (LOAD_COLD, LOAD_CACHED, LOAD_MEMORY)
-RATIOS = (CALL, SAFE, DURABLE, LOST, P99, COLD_SAFE, COLD_DURABLE, CPU, MEMORY, LOAD_COLD, LOAD_CACHED)
+RATIOS = (CALL, SAFE, DURABLE, LOST, LOST_PYTHON, P99, COLD_SAFE, COLD_DURABLE, CPU, MEMORY, LOAD_COLD, LOAD_CACHED)
 
 
 # --- over the runs -----------------------------------------------------------------------------------------

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import subprocess
+import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -79,6 +82,10 @@ class System(ABC):
 
     def close(self) -> None:
         """Let go of threads, processes and memory."""
+        return
+
+    def finish(self) -> None:
+        """After the last close: let go of what `open` does not make again."""
         return
 
 
@@ -242,11 +249,12 @@ class Checkpointd(System):
 
     ours_to_sync = "nothing"
     compression: ClassVar[str] = "auto"
+    options: Mapping[str, str] = MappingProxyType({})
 
     def open(self) -> None:
         """Make the Checkpointer; a job begins by asking it for the newest checkpoint, of which there is none."""
         client = importlib.import_module("checkpointd_client")
-        self._checkpointer: Any = client.Checkpointer(str(self.root), compression=self.compression)
+        self._checkpointer: Any = client.Checkpointer(str(self.root), compression=self.compression, **self.options)
         if self.fresh and self._checkpointer.load(self._objects()) is not None:
             raise RuntimeError(f"{self.root} is new, and yet checkpointd found a checkpoint there")
 
@@ -285,6 +293,30 @@ class CheckpointdRaw(Checkpointd):
     compression = "none"
 
 
+class CheckpointdSidecar(Checkpointd):
+    """checkpointd with a sidecar: rank 0 starts one daemon for all ranks, as a service manager would have before them."""
+
+    _daemon: subprocess.Popen[str] | None = None
+
+    def open(self) -> None:
+        """Start the daemon at the first time, and connect to it."""
+        socket = self.root.with_name(f"{self.root.name}-sidecar") / "socket"
+        if self.rank == 0 and self._daemon is None:
+            command = [sys.executable, "-m", "checkpointd", "serve", "--socket", str(socket), "--root", str(self.root)]
+            self._daemon = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+            assert self._daemon.stdout is not None
+            self._daemon.stdout.readline()  # "ready at ..."
+        dist.barrier()
+        self.options = {"sidecar": str(socket), "on_sidecar_loss": "raise"}
+        super().open()
+
+    def finish(self) -> None:
+        """End the daemon."""
+        if self._daemon is not None:
+            self._daemon.terminate()
+            self._daemon.communicate()
+
+
 _ADAPTERS: tuple[type[System], ...] = (
     TorchSave,
     DcpThread,
@@ -296,6 +328,7 @@ _ADAPTERS: tuple[type[System], ...] = (
     TorchCheckpointingPrewarmed,
     Checkpointd,
     CheckpointdRaw,
+    CheckpointdSidecar,
 )
 SYSTEMS: dict[str, type[System]] = dict(zip((*PEERS, *OURS), _ADAPTERS, strict=True))
 

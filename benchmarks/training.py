@@ -17,22 +17,29 @@ from benchmarks.measures import LoopTimes
 
 _PRODUCTS = 32
 _WIDTH = 128
+_ADDITIONS = 20_000
 
 
 class TrainingLoop:
     """Steps of about a millisecond and a half, which allocate nothing."""
 
     def __init__(self, *, gate_s: float) -> None:
-        self._left, self._right = torch.randn(_WIDTH, _WIDTH), torch.randn(_WIDTH, _WIDTH)
-        self._product = torch.empty(_WIDTH, _WIDTH)
+        self._prepare()
         self.undisturbed(0.2)  # the first products are slower
         steps = self.undisturbed(0.5)
         self._steps_per_gate = max(1, round(gate_s / mean(steps)))
 
-    def _step(self) -> float:
-        start = time.perf_counter()
+    def _prepare(self) -> None:
+        self._left, self._right = torch.randn(_WIDTH, _WIDTH), torch.randn(_WIDTH, _WIDTH)
+        self._product = torch.empty(_WIDTH, _WIDTH)
+
+    def _work(self) -> None:
         for _ in range(_PRODUCTS):
             torch.mm(self._left, self._right, out=self._product)
+
+    def _step(self) -> float:
+        start = time.perf_counter()
+        self._work()
         return time.perf_counter() - start
 
     def undisturbed(self, seconds: float) -> list[float]:
@@ -54,6 +61,17 @@ class TrainingLoop:
             if len(steps) % self._steps_per_gate == 0:
                 gate()
         return steps
+
+
+class PythonLoop(TrainingLoop):
+    """Steps as long, of nothing but Python: each of them holds the interpreter lock from its first to its last moment."""
+
+    def _prepare(self) -> None:
+        self._sum = 0
+
+    def _work(self) -> None:
+        for number in range(_ADDITIONS):
+            self._sum = (self._sum + number * number) % 1_000_003
 
 
 def loop_times(quiet: list[float], busy: list[float], window_s: float) -> LoopTimes:

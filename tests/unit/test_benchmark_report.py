@@ -26,7 +26,7 @@ def rank(number: int, warm: list[measures.SaveTimes], *, lost_s: float = 0.2, wr
         mean_ms=2.1, p50_ms=1.4, p99_ms=3.0 + number, max_ms=9.0,
     )  # fmt: skip
     return measures.RankReport(
-        rank=number, tensors=700, state_bytes=100, setup_s=0.0, cold=saving(2.0), warm=warm, loop=loop,
+        rank=number, tensors=700, state_bytes=100, setup_s=0.0, cold=saving(2.0), warm=warm, loop=loop, python=loop,
         load=measures.LoadTimes(cold_s=1.0, cached_s=0.5, resident=0.0, wrong=wrong),
         base_bytes=50 * report.MIB, load_base_bytes=60 * report.MIB,
     )  # fmt: skip
