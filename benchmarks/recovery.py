@@ -177,9 +177,10 @@ Written by `python benchmarks/recovery.py --gib {options.gib:g} --runs {options.
 
 Machine: {facts}.
 
-One rank, {options.gib:g} GiB of state (`state.py`), {options.runs} runs, ways shuffled in each; the median, and in brackets the smallest
-and the largest. *load()* is the call alone: agreeing, verifying every digest, and filling the tensors. *Kill to first step* holds the start of
-Python, the import of torch and the making of the model as well, the same for every way.
+One rank, {options.gib:g} GiB of state (`state.py`), {options.runs} runs, ways shuffled in each;
+the median, and in brackets the smallest and the largest. *load()* is the call alone: agreeing, verifying every
+digest, and filling the tensors. *Kill to first step* holds the start of Python, the import of torch and the making of
+the model as well, the same for every way.
 
 {report.table(head, rows)}
 """
