@@ -3,7 +3,8 @@
 Invariants
   X1  A descriptor that arrives belongs to the message that announces it; one that no message announces is closed, and the
       connection with it.
-  X2  A message is sent whole or the channel is closed: no later one can follow half a frame.
+  X2  No message follows half a frame: where one cannot be sent whole, none is sent any more. What the other end has sent is
+      still received: a client that has died may have said something before.
   X3  Who sends without a pause does not hold the loop: others have their turn between two messages, and between two pieces.
 
 Works on a raw non-blocking socket under any asyncio loop: asyncio's streams would drop descriptors.
@@ -60,6 +61,7 @@ class Channel:
         self._sending = asyncio.Lock()
         self._waits: set[asyncio.Future[None]] = set()
         self._closed = False
+        self._cut = False
         self._last = False
 
     @property
@@ -124,15 +126,15 @@ class Channel:
         """Send `message`, and a copy of `descriptor` with it. ConnectionError where the other end is gone."""
         frame = memoryview(wire.encode(message, 0 if descriptor is None else 1))
         async with self._sending:
-            if self._closed:
-                raise ConnectionError("the channel is closed")
+            if self._closed or self._cut:
+                raise ConnectionError("nothing can be sent any more")
             try:
                 if descriptor is not None:
                     frame = frame[await self._when_ready(partial(self._send_with, frame, descriptor), reading=False) :]
                 while frame:
                     frame = frame[await self._when_ready(partial(self._socket.send, frame), reading=False) :]
             except BaseException:
-                self.close()  # X2
+                self._cut = True  # X2
                 raise
 
     def _send_with(self, frame: memoryview, descriptor: int) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import traceback
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -68,13 +69,13 @@ class Job:
         self._announced: Announcement | None = None
         self._on_change = on_change
         self._listeners: dict[object, Callable[[Job], None]] = {}
-        self._staged: asyncio.Future[Shard] = loop.create_future()
+        self._staged: asyncio.Future[Shard] | None = loop.create_future()
         self._persist_began: float | None = None
         self.progress = Progress()
         self.attempt = Attempt(
             state, info, deadline=loop.time() + left_s, progress=self.progress, on_phase=self._entered, on_free=self._free
         )
-        self.task = loop.create_task(self._run())
+        self.task = loop.create_task(self._run(self._staged))
 
     @property
     def key(self) -> JobKey:
@@ -105,20 +106,21 @@ class Job:
 
     @property
     def has_snapshot(self) -> bool:
-        return self._staged.done()
+        return self._staged is None or self._staged.done()
 
     def announce(self, slot: SlotMemory, shard: Shard, mark: int, on_whole: Callable[[], object]) -> None:
         """The snapshot will be `shard`; the slot's last 8 bytes are `mark` once it is whole. `on_whole` is called then.
 
         One that was announced on an earlier connection is forgotten: this one holds the same.
         """
-        self._free()
+        if self.slot is not slot:
+            self._free()
         self.slot, self._announced = slot, Announcement(shard, mark, on_whole)
         slot.use(self)
 
     def staged(self) -> None:
         """The slot holds the whole snapshot; does nothing where it is known already. UsageError where none was announced."""
-        if self._staged.done():
+        if self._staged is None or self._staged.done():
             return
         if self._announced is None:
             raise UsageError("announce the snapshot before it is staged")
@@ -128,7 +130,7 @@ class Job:
 
     def client_died(self, error: CheckpointdError) -> None:
         """Its client is dead and said no more: the snapshot is whole if its mark says so, else `error` spoils it (J2)."""
-        if self._staged.done():
+        if self.has_snapshot:
             return
         if self._announced is not None and self.slot is not None and self.slot.mark == self._announced.mark:
             log.info("%s: the trainer died when its snapshot was whole (rank %d)", self.info.prefix, self.info.rank)
@@ -138,12 +140,12 @@ class Job:
 
     def spoiled(self, error: CheckpointdError) -> None:
         """There will be no snapshot; does nothing where there is one."""
-        if not self._staged.done():
+        if self._staged is not None and not self._staged.done():
             self._staged.set_exception(error)
 
-    async def _run(self) -> None:
+    async def _run(self, staged: asyncio.Future[Shard]) -> None:
         try:
-            await self.attempt.run(self._staged)
+            await self.attempt.run(staged)
         except Exception as error:  # a defect of ours must not end the daemon, nor leave the client waiting
             log.exception("%s: the writer failed in an unforeseen way; please report it", self.info.prefix)
             self.attempt.error = CheckpointdError(f"the writer failed: {error!r}; please report it")
@@ -151,10 +153,19 @@ class Job:
             self._entered(Phase.FAILED)
         finally:
             # The slot is not left here: where the attempt was cut off, a thread of it may still read; it calls `_free` itself.
-            if not self._staged.done():
-                self._staged.cancel()
-            elif not self._staged.cancelled():
-                self._staged.exception()  # an attempt that ended early never looked
+            if not staged.done():
+                staged.cancel()
+            elif not staged.cancelled():
+                staged.exception()  # an attempt that ended early never looked
+            self._forget_snapshot()
+
+    def _forget_snapshot(self) -> None:
+        """Let go of all that refers to the snapshot (J4); waiting for the garbage collector could take hours."""
+        self._staged = self._announced = None
+        error: BaseException | None = self.attempt.error
+        while error is not None:
+            traceback.clear_frames(error.__traceback__)
+            error = error.__cause__ or error.__context__
 
     def _free(self) -> None:
         if self.slot is not None:

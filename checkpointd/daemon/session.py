@@ -10,6 +10,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 from collections import OrderedDict, deque
@@ -120,11 +121,10 @@ class Session:
             await self._handle(received)
 
     async def _send_on(self) -> None:
+        """Send what is in the outbox; nothing any more where the client does not hear it, but what it said is still read."""
         while (message := await self._outbox.get()) is not None:
-            try:
+            with contextlib.suppress(ConnectionError):
                 await self._channel.send(message)
-            except ConnectionError:
-                return
             self._outbox.task_done()
 
     def _post(self, message: wire.Message) -> None:
@@ -413,7 +413,8 @@ class Session:
                 raise NotFoundError(f"the snapshot of {message.tag} has just made room for a newer one")
             # Not through the outbox, but after it: what may be long is made once what was said before is read.
             await self._outbox.join()
-            await self._channel.send(_snapshot(kept), kept.slot.descriptor)
+            with contextlib.suppress(ConnectionError):
+                await self._channel.send(_snapshot(kept), kept.slot.descriptor)
         finally:
             kept.slot.leave(message)
 

@@ -23,7 +23,7 @@ from checkpointd.daemon.layouts import wire_tensors
 from checkpointd.daemon.service import Service
 from checkpointd.layout.keys import AttemptId
 from checkpointd.layout.manifest import ErrorReport
-from checkpointd.pipeline.shard import Shard
+from checkpointd.pipeline.shard import PAGE, Shard
 from checkpointd.store.posix import PosixStore
 from tests.builders import begin_epoch, make_shard, rank_arrays
 
@@ -39,6 +39,16 @@ def sealed_memfd(content: Buffer, seals: int = SEAL_SHRINK | SEAL_GROW) -> int:
     os.write(descriptor, content)
     fcntl.fcntl(descriptor, ADD_SEALS, seals)
     return descriptor
+
+
+def slot_bytes(shard: Shard) -> int:
+    """The size of a slot for `shard`: its image, and the page of the mark."""
+    return len(shard.image) + PAGE
+
+
+def slot_of(shard: Shard, mark: int = 0) -> int:
+    """A slot that holds `shard`, and says that the snapshot `mark` is whole."""
+    return sealed_memfd(shard.image.tobytes() + bytes(PAGE - 8) + mark.to_bytes(8, "little"))
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -111,9 +121,9 @@ class RawClient:
         await self.send(wire.Begin(epoch=epoch, **settings))  # type: ignore[arg-type]  # fields of Begin, named by the test
 
     async def slot(self, number: int, shard: Shard) -> None:
-        descriptor = sealed_memfd(shard.image.data)
+        descriptor = slot_of(shard)
         try:
-            await self.send(wire.Slot(slot=number, nbytes=len(shard.image)), descriptor)
+            await self.send(wire.Slot(slot=number, nbytes=slot_bytes(shard)), descriptor)
         finally:
             os.close(descriptor)
 
@@ -134,10 +144,23 @@ class RawClient:
         }
         await self.send(wire.Save(save=number, **settings))  # type: ignore[arg-type]  # fields of Save, named by the test
 
-    async def staged(self, save: int, shard: Shard, *, slot: int = 0, layout: int = 0) -> None:
+    async def announced(self, save: int, shard: Shard, *, slot: int = 0, layout: int = 0, mark: int = 1) -> None:
         await self.send(
-            wire.Staged(save=save, slot=slot, layout=layout, aliases=shard.aliases, excluded=shard.excluded, tree=shard.tree)
+            wire.Announced(
+                save=save,
+                slot=slot,
+                layout=layout,
+                mark=mark,
+                aliases=shard.aliases,
+                excluded=shard.excluded,
+                tree=shard.tree,
+            )
         )
+
+    async def staged(self, save: int, shard: Shard, *, slot: int = 0, layout: int = 0) -> None:
+        """Announce the snapshot and say that it is whole."""
+        await self.announced(save, shard, slot=slot, layout=layout)
+        await self.send(wire.Staged(save=save))
 
     async def phase(self, save: int, *phases: Phase) -> wire.Phase:
         """The next word that `save` entered one of `phases`."""
@@ -171,7 +194,7 @@ class Daemon:
             "socket": str(folder / "run" / "socket"),
             "roots": (str(folder),),
             "progress_interval_s": 0.01,
-            "grace_s": 30.0,
+            "grace_s": 5.0,
             **options,
         }
         self.config = ServeConfig(**settings)  # type: ignore[arg-type]  # fields of ServeConfig, named by the test

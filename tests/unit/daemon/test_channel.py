@@ -222,15 +222,32 @@ async def test_a_message_that_was_cut_off_is_followed_by_no_other(channel: Chann
     sending.cancel()
     with pytest.raises(asyncio.CancelledError):
         await sending
-    assert channel.closed
     with pytest.raises(ConnectionError):
         await channel.send(PING)
+    theirs.sendall(encode(PING))
+    assert await channel.receive() == Received(PING)
 
 
 async def test_sending_to_nobody(channel: Channel, theirs: socket.socket) -> None:
     theirs.close()
     with pytest.raises(ConnectionError):
         await channel.send(PING)
+
+
+async def test_what_the_other_end_said_before_it_died_is_received(channel: Channel, theirs: socket.socket, file: int) -> None:
+    """X2: also where it cannot be answered any more."""
+    send_with(theirs, encode(SLOT, 1), file)
+    theirs.sendall(encode(PING))
+    theirs.close()
+    for _ in range(2):
+        with pytest.raises(ConnectionError):
+            await channel.send(PING)
+    received = await channel.receive()
+    assert received is not None
+    assert received.descriptor is not None
+    os.close(received.descriptor)
+    assert await channel.receive() == Received(PING)
+    assert await channel.receive() is None
 
 
 async def test_closing_wakes_who_waits(channel: Channel, theirs: socket.socket) -> None:

@@ -29,9 +29,10 @@ EVERY: tuple[wire.Message, ...] = (
     wire.DropSlot(slot=0),
     wire.Layout(layout=1, nbytes=4096, tensors=(TENSOR,)),
     wire.Save(save=1, tag="t", attempt="00000001-0", step=1, n=0, save_latest=True, hand=0, left_s=1.0),
-    wire.Staged(
-        save=1, slot=0, layout=1, aliases=(Alias("a", "w", (2, 3), (3, 1), 0),), excluded=("x",), tree=b"{}", held_s=0.5
+    wire.Announced(
+        save=1, slot=0, layout=1, mark=3, aliases=(Alias("a", "w", (2, 3), (3, 1), 0),), excluded=("x",), tree=b"{}"
     ),
+    wire.Staged(save=1, held_s=0.5),
     wire.Spoiled(save=1, error=ERROR),
     wire.Fetch(attempt="00000001-0", tag="t"),
     wire.Leave(),
