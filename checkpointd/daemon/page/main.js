@@ -44,7 +44,7 @@ function render() {
 /** Said once, not every second: a screen reader would read it out each time. */
 function say() {
   const below = status === null ? "" : ` Below is what it said at ${clock(status.now)}.`;
-  const text = lostSince === null ? "" : `The daemon is not answering since ${clock(lostSince)}.${below} This page goes on asking.`;
+  const text = lostSince === null ? "" : `The daemon has not answered since ${clock(lostSince)}.${below} This page goes on asking.`;
   const line = document.getElementById("alive");
   if (line.textContent !== text) line.textContent = text;
   line.className = text ? "note bad" : "";

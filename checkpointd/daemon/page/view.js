@@ -106,7 +106,7 @@ function flight(attempt, now, ui) {
   return h(
     "article",
     { class: "flight", "data-key": attempt.key },
-    h("h4", null, name(attempt.tag), " ", h("small", null, `attempt ${attempt.attempt} · step ${attempt.step.toLocaleString("en")} · since ${duration(now - attempt.began)}`)),
+    h("h4", null, name(attempt.tag), " ", h("small", null, `attempt ${attempt.attempt} · step ${attempt.step.toLocaleString("en")} · for ${duration(now - attempt.began)}`)),
     h("div", { class: "bar" }, h("progress", { max: 1, value: p.fraction.toFixed(4), "aria-label": label }), h("output", null, percent(p.fraction))),
     h("p", { class: "facts" }, facts(attempt, p).join(" · ")),
     h("p", { class: "facts" }, waiting(p.missing)),

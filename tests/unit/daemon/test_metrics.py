@@ -68,6 +68,15 @@ def test_names_units_and_help(hub: Hub) -> None:
     assert set(own) >= WITHOUT_UNIT
 
 
+def test_every_metric_is_described(hub: Hub) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "STATUS.md").read_text()
+    described = set(re.findall(r"^\| `(checkpointd_\w+)`", page, re.MULTILINE))
+    own = [f for f in families(hub).values() if f.name.startswith("checkpointd_")]
+    assert described == {
+        f"{f.name}_total" if f.type == "counter" else f"{f.name}_info" if f.type == "info" else f.name for f in own
+    }
+
+
 def test_both_forms_say_the_same(hub: Hub) -> None:
     text = metrics.exposition(metrics.registry(hub), "plain").decode()
     plain = {s.name for f in parse_plain(text) for s in f.samples if s.name.startswith("checkpointd_")}

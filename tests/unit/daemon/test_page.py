@@ -244,7 +244,7 @@ async def test_the_daemon_goes_away_and_comes_back(browser: Browser, tmp_path: P
     await page.get_by_text("not answering", exact=True).wait_for()
     said = await text_of(page, "#alive")
     assert re.fullmatch(
-        r"The daemon is not answering since [\d:]{8}\. Below is what it said at .*\. This page goes on asking\.", said
+        r"The daemon has not answered since [\d:]{8}\. Below is what it said at .*\. This page goes on asking\.", said
     )
     assert "global_step4100" in await text_of(page, "tr.latest")
     assert (await page.title()).startswith("⚠ ")
