@@ -235,6 +235,8 @@ class Checkpointer:
             saves_committed=self._history.committed,
             saves_failed=self._history.failed,
             attempts=statuses,
+            sidecar=self._sidecar.path if self._sidecar is not None else None,
+            sidecar_connected=self._sidecar is not None and self._sidecar.connected,
         )
 
     def latest(self) -> str | None:

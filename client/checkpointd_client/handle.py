@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from checkpointd.commit.machine import FINAL, Phase, reached
+from checkpointd.commit.machine import FINAL, ORDER, Phase, reached
 from checkpointd.errors import CheckpointdError, UsageError, WaitTimeoutError
 from checkpointd.pipeline.shard import Progress
 
@@ -50,6 +50,7 @@ class SaveHandle:
         self._phase = Phase.STAGING
         self._error: BaseException | None = None
         self._change = threading.Condition()
+        self._persisting_s: float | None = None
         self._future: Future[SaveHandle] = Future()
         self._future.set_running_or_notify_cancel()
         self.observed = False
@@ -82,6 +83,20 @@ class SaveHandle:
     def bytes_stored(self) -> int:
         """Bytes after encoding, as far as persisting has come."""
         return self._bytes.stored
+
+    @property
+    def speed_bps(self) -> float | None:
+        """Bytes of the shard persisted per second, from the first on; None before."""
+        if self._persisting_s is None or not self.bytes_done:
+            return None
+        until = self.timings.durable_s if self.timings.durable_s is not None else self.seconds()
+        return self.bytes_done / max(until - self._persisting_s, 1e-6)
+
+    @property
+    def eta_s(self) -> float | None:
+        """Seconds until this rank's shard is persisted, at the speed so far; None where nothing can be said."""
+        speed = self.speed_bps
+        return (self.bytes_total - self.bytes_done) / speed if speed and self._phase is Phase.PERSISTING else None
 
     def done(self) -> bool:
         """Whether the save has ended, well or not."""
@@ -137,11 +152,13 @@ class SaveHandle:
         return time.perf_counter() - self._began
 
     def advance(self, phase: Phase, error: CheckpointdError | None = None) -> None:
-        """Enter `phase`, in the order of the phases. Nothing follows a final one."""
+        """Enter `phase`. Nothing follows a final one, and none leads back: whoever takes a save over begins anew, unseen."""
         now = self.seconds()
         with self._change:
-            if self.done():
+            if self.done() or _is_behind(phase, self._phase):
                 return
+            if phase is Phase.PERSISTING and self._persisting_s is None:
+                self._persisting_s = now
             self._phase = phase
             self._error = error or self._error
             if phase is Phase.PREPARED:
@@ -163,6 +180,10 @@ class SaveHandle:
             self._future.set_result(self)
         else:
             self._future.set_exception(self._error)
+
+
+def _is_behind(phase: Phase, now: Phase) -> bool:
+    return phase in ORDER and now in ORDER and ORDER.index(phase) < ORDER.index(now)
 
 
 _SHOWN = {Phase.FAILING: "failed", Phase.SKIPPING: "skipped"}

@@ -50,6 +50,8 @@ class Save:
             bytes_total=handle.bytes_total,
             bytes_done=handle.bytes_done,
             bytes_stored=handle.bytes_stored,
+            speed_bps=handle.speed_bps,
+            eta_s=handle.eta_s,
             age_s=time.monotonic() - self.began,
             votes_missing=self.voting.votes_missing if self.voting else None,
             error=report,

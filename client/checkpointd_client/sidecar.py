@@ -45,6 +45,11 @@ class Sidecar:
         self._opening: asyncio.Lock | None = None
         self._closed = False
 
+    @property
+    def connected(self) -> bool:
+        """Whether there is a connection now; any thread may ask."""
+        return self._link is not None and self._link.error is None
+
     async def link(self) -> Link:
         """The connection, made if there is none. SidecarError where it cannot be made now."""
         if self._opening is None:

@@ -18,6 +18,10 @@ class AttemptStatus(msgspec.Struct, frozen=True, kw_only=True):
     bytes_total: int
     bytes_done: int
     bytes_stored: int
+    speed_bps: float | None
+    """Bytes persisted per second; None before the first."""
+    eta_s: float | None
+    """Until this rank's shard is persisted, at that speed; None where nothing can be said."""
     age_s: float
     votes_missing: tuple[int, ...] | None = None
     error: ErrorReport | None = None
@@ -35,6 +39,9 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     saves_committed: int
     saves_failed: int
     attempts: tuple[AttemptStatus, ...]
+    sidecar: str | None = None
+    """The socket of the sidecar that this rank uses; None where its own process persists."""
+    sidecar_connected: bool = False
 
     def to_json(self) -> str:
         """The same as JSON."""

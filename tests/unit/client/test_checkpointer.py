@@ -13,6 +13,7 @@ import msgspec
 import pytest
 import torch
 
+from checkpointd.commit.machine import Phase
 from checkpointd.errors import (
     AbortedError,
     ClosedError,
@@ -27,7 +28,8 @@ from checkpointd.errors import (
 )
 from checkpointd.pipeline import attempt as attempt_module
 from checkpointd.pipeline.chunks import Persist
-from checkpointd_client import Checkpointer, RngState, Status
+from checkpointd.pipeline.shard import Progress
+from checkpointd_client import Checkpointer, RngState, SaveHandle, Status
 from tests.builders import HeldPersist
 
 
@@ -390,3 +392,22 @@ def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_is_loaded(
             ckpt.load(target, fallback=False)
         with pytest.raises(Exception, match="damaged"):
             ckpt.load(target, tag="global_step2")
+
+
+def test_a_handle_never_goes_back_a_phase_and_knows_its_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter(map(float, range(1, 10)))
+    progress = Progress(raw_total=100)
+    handle = SaveHandle("t", "00000001-0", 1, progress)
+    monkeypatch.setattr(handle, "seconds", lambda: next(seconds))
+    assert (handle.speed_bps, handle.eta_s) == (None, None)
+    handle.advance(Phase.PERSISTING)  # at 1
+    progress.add(40, 20)
+    assert handle.speed_bps == 40.0  # asked at 2
+    assert handle.eta_s == 60 / (40 / 2)  # asked at 3
+    handle.advance(Phase.STAGED)  # another hand begins anew
+    assert handle.phase == "persisting"
+    handle.advance(Phase.PREPARED)  # at 5
+    assert (handle.speed_bps, handle.eta_s) == (10.0, None)
+    handle.advance(Phase.ABORTED)
+    handle.advance(Phase.COMMITTED)
+    assert handle.phase == "aborted"
