@@ -33,7 +33,7 @@ def duration(seconds: float | None) -> str:
     if seconds is None:
         return ABSENT
     t = max(0.0, seconds)
-    if t < 0.0995:
+    if t < 0.9995:
         return f"{t * 1000:.0f}ms"
     if t < 9.95:
         return f"{t:.1f}s"

@@ -136,7 +136,7 @@ function ticks(panel, bottom) {
   for (let at = 0; at <= panel.seconds * 1.0001; at += step) times.push(at);
   return times.map((at) => {
     const x = panel.x + (at / panel.seconds) * panel.width;
-    const anchor = at === 0 ? "start" : x > panel.x + panel.width - 16 ? "end" : "middle";
+    const anchor = at === 0 ? "start" : x > panel.x + panel.width - 28 ? "end" : "middle";
     return [
       s("path", { class: "grid", d: `M${x.toFixed(1)} ${HEAD}V${bottom}` }),
       s("text", { class: "label", x: x.toFixed(1), y: bottom + 16, "text-anchor": anchor }, at === 0 ? "0" : tick(at, step)),

@@ -18,7 +18,7 @@ export const speed = (bytesPerSecond) => `${size(Math.round(bytesPerSecond))}/s`
 
 export function duration(seconds) {
   const t = Math.max(0, seconds);
-  if (t < 0.0995) return `${Math.round(t * 1000)} ms`;
+  if (t < 0.9995) return `${Math.round(t * 1000)} ms`;
   if (t < 9.95) return `${t.toFixed(1)} s`;
   if (t < 99.5) return `${Math.round(t)} s`;
   if (t < 3600) return `${Math.floor(t / 60)} min ${String(Math.floor(t % 60)).padStart(2, "0")} s`;
