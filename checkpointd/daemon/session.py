@@ -226,7 +226,9 @@ class Session:
         if kept is not None:
             self._hub.tier.wanted(kept)
         jobs = self._hub.jobs.at(record.root)
-        in_flight = tuple(wire.InFlight(tag=j.info.tag, attempt=str(j.info.attempt), rank=j.info.rank) for j in jobs)
+        in_flight = tuple(
+            wire.InFlight(tag=j.info.tag, attempt=str(j.info.attempt), rank=j.info.rank, phase=str(j.phase)) for j in jobs
+        )
         self._post(wire.Joined(held=(kept.described(),) if kept else (), in_flight=in_flight))
 
     def _kept(self, record: RankRecord) -> Kept | None:

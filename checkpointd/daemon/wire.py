@@ -221,6 +221,7 @@ class InFlight(_Message, frozen=True, kw_only=True):
     tag: str
     attempt: str
     rank: int
+    phase: str
 
 
 class Joined(_Message, frozen=True, kw_only=True, tag="joined"):

@@ -15,8 +15,9 @@ from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from checkpointd.commit.machine import Phase
 from checkpointd.config import LoadConfig, Ranks
-from checkpointd.daemon.wire import Held
+from checkpointd.daemon.wire import Held, InFlight
 from checkpointd.errors import (
     CheckpointdError,
     DamagedError,
@@ -87,6 +88,7 @@ class Examined:
 
 
 READ_TRIES = 2
+FLIGHT_S = 15.0
 _FLIGHT_POLL_S = 0.1
 
 
@@ -209,11 +211,21 @@ class Loader:
         return held
 
     def _wait_for_flights(self, sidecar: Sidecar) -> None:
-        """Until what the sidecar still persists of an earlier incarnation is decided: it may be the newest checkpoint."""
-        until = time.monotonic() + self.timeout_s
-        pause = threading.Event()
-        while time.monotonic() < until and self.writer.call(sidecar.in_flight(), self.timeout_s):
+        """Until what the sidecar still persists of an earlier incarnation is decided: it may be the newest checkpoint.
+
+        As long as this node's shards are being written; then the votes of other nodes have FLIGHT_S to come, since a node that
+        died with its sidecar will never vote.
+        """
+        until, pause = time.monotonic() + self.timeout_s, threading.Event()
+        flights: tuple[InFlight, ...] = ()
+        while time.monotonic() < until:
+            flights = self.writer.call(sidecar.in_flight(), self.timeout_s)
+            if not flights:
+                return
+            if all(flight.phase == Phase.PREPARED for flight in flights):
+                until = min(until, time.monotonic() + FLIGHT_S)
             pause.wait(_FLIGHT_POLL_S)
+        log.warning("%s are still undecided after all; loading what is committed", ", ".join(sorted({f.tag for f in flights})))
 
     # --- looking before touching -----------------------------------------------------------------------------
 

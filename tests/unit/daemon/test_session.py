@@ -151,7 +151,8 @@ async def test_a_client_that_comes_back_is_attached_to_its_save(
     first.close()
     second = await daemon.client()
     joined = await second.ready(root, SHARD)
-    assert joined.in_flight == (wire.InFlight(tag="global_step1", attempt="00000001-0", rank=0),)
+    (known,) = joined.in_flight
+    assert (known.tag, known.attempt, known.rank, known.phase) == ("global_step1", "00000001-0", 0, "persisting")
     await second.save(7, tag="global_step1", step=1, n=1, hand=1)
     assert (await second.next(wire.Phase)).phase == "persisting"
     assert len(daemon.hub.jobs) == 1

@@ -37,7 +37,7 @@ EVERY: tuple[wire.Message, ...] = (
     wire.Fetch(attempt="00000001-0", tag="t"),
     wire.Leave(),
     wire.Ping(),
-    wire.Joined(held=(HELD,), in_flight=(wire.InFlight(tag="t", attempt="00000001-0", rank=0),)),
+    wire.Joined(held=(HELD,), in_flight=(wire.InFlight(tag="t", attempt="00000001-0", rank=0, phase="staged"),)),
     wire.Phase(save=1, phase="committed", error=None, ranks=(1, 2)),
     wire.Progress(save=1, raw_total=4, raw_done=2, stored=1, votes_missing=(1,)),
     wire.Free(slot=0),
