@@ -20,7 +20,8 @@ COMMANDS = ("list", "inspect", "verify", "status", "explain", "recover", "serve"
 
 EPILOG = (
     "ROOT is the directory that the job was given; it may be left out where CHECKPOINTD_ROOT names it. "
-    "Exit codes: 0 well, 1 unforeseen, 2 wrong call, 3 mismatch, 4 not found, 5 damaged, 6 storage, 7 aborted, 9 fenced."
+    "Exit codes: 0 well, 1 unforeseen, 2 wrong call, 3 mismatch, 4 not found, 5 damaged, 6 storage, 7 aborted, 9 fenced, "
+    "13 sidecar."
 )
 
 

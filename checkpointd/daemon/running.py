@@ -16,6 +16,7 @@ from checkpointd.config import ServeConfig, Watched, environment_watched
 from checkpointd.daemon import manners
 from checkpointd.daemon.caretaker import Caretaker
 from checkpointd.daemon.service import Service
+from checkpointd.errors import UsageError
 
 log = logging.getLogger("checkpointd")
 
@@ -50,8 +51,10 @@ async def _serve(config: ServeConfig, on_ready: Callable[[str | None], None]) ->
 
 
 def _http(service: Service) -> contextlib.AbstractAsyncContextManager[str]:
-    from checkpointd.daemon.http import serving  # aiohttp is in the extra `serve`, and takes a while to import
-
+    try:
+        from checkpointd.daemon.http import serving  # aiohttp is in the extra `serve`, and takes a while to import
+    except ImportError as error:
+        raise UsageError(f"HTTP needs {error.name}: install checkpointd[serve], or start without --http") from error
     assert service.config.http is not None
     return serving(service.hub, service.config.http)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.daemons import Daemon
-from tests.faults.jobs import MIB, Job, wait_until
+from tests.faults.jobs import MIB, NEVER_S, Job, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
@@ -148,6 +148,27 @@ def test_what_is_in_memory_may_be_newer_than_the_store_and_still_commits(tmp_pat
             assert _latest(root) == ""
             _wait_for_latest(root, "global_step4", slowest)
             again.must_load(4, tag="global_step4")
+
+
+def test_a_node_that_is_gone_with_its_sidecar_does_not_hold_up_the_restart(tmp_path: Path) -> None:
+    """Its vote will never come: after a while the restart loads what is committed."""
+    root = tmp_path / "root"
+    with Daemon(tmp_path, name="node-0") as one, Daemon(tmp_path, name="node-1") as two, Job(folder=tmp_path) as job:
+        for rank, daemon in zip(job.ranks, (one, two), strict=True):
+            rank.tell("open", **job.opening(root), commit_timeout_s=NEVER_S, sidecar=str(daemon.socket))
+        for rank in job.ranks:
+            rank.answer()
+        job.must_commit(1)
+        job.ranks[1].do("hold_staging")
+        job.all("save", step=2)
+        job.ranks[0].do("end", step=2, until="prepared")
+        two.kill()
+        _killed(job)
+        with Job(folder=tmp_path) as again:
+            again.open(root, sidecar=str(one.socket))
+            assert [(found.step, found.source, found.wrong) for found in again.load() if found] == [(1, "store", [])] * 2
+            assert "still undecided" in again.ranks[0].logged("WARNING")
+            again.must_commit(3)
 
 
 def test_memory_that_changed_is_found_and_the_store_is_loaded(tmp_path: Path, daemon: Daemon) -> None:
