@@ -26,7 +26,7 @@ from checkpointd.daemon.channel import Channel, Peer, Received
 from checkpointd.daemon.deaths import death_of
 from checkpointd.daemon.hub import Hub, RankRecord
 from checkpointd.daemon.jobs import Job, JobKey
-from checkpointd.daemon.layouts import shard_tensors, wire_tensors
+from checkpointd.daemon.layouts import shard_tensors
 from checkpointd.daemon.memory import Account, SlotMemory
 from checkpointd.daemon.tier import Kept
 from checkpointd.errors import ERRORS, CheckpointdError, ClosedError, NotFoundError, StagingError, UsageError
@@ -416,7 +416,7 @@ class Session:
             # Not through the outbox, but after it: what may be long is made once what was said before is read.
             await self._outbox.join()
             with contextlib.suppress(ConnectionError):
-                await self._channel.send(_snapshot(kept), kept.slot.descriptor)
+                await self._channel.send(kept.as_message(), kept.slot.descriptor)
         finally:
             kept.slot.leave(message)
 
@@ -425,18 +425,6 @@ class Session:
         kept = self._kept(self._joined())
         if kept is not None:
             self._hub.tier.drop(kept)
-
-
-def _snapshot(kept: Kept) -> wire.Snapshot:
-    return wire.Snapshot(
-        held=kept.described(),
-        nbytes=len(kept.shard.image),
-        tensors=wire_tensors(kept.shard.tensors),
-        aliases=kept.shard.aliases,
-        excluded=kept.shard.excluded,
-        tree=kept.shard.tree,
-        digests=kept.digests.result(),
-    )
 
 
 def clean(text: str) -> str:

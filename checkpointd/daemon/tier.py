@@ -13,8 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from checkpointd.codec.checksum import xxh3_128
+from checkpointd.daemon.layouts import wire_tensors
 from checkpointd.daemon.memory import SlotMemory
-from checkpointd.daemon.wire import Held
+from checkpointd.daemon.wire import Held, Snapshot
 from checkpointd.pipeline.shard import AttemptInfo, Bytes, Shard, ShardTensor
 
 
@@ -48,6 +49,18 @@ class Kept:
             nbytes=self.slot.nbytes,
             phase=self.phase,
             nonce=self.nonce,
+        )
+
+    def as_message(self) -> Snapshot:
+        """What goes back to the trainer beside the descriptor; its digests must have been taken."""
+        return Snapshot(
+            held=self.described(),
+            nbytes=len(self.shard.image),
+            tensors=wire_tensors(self.shard.tensors),
+            aliases=self.shard.aliases,
+            excluded=self.shard.excluded,
+            tree=self.shard.tree,
+            digests=self.digests.result(),
         )
 
 
