@@ -33,6 +33,8 @@ from checkpointd.layout.manifest import ErrorReport
 
 log = logging.getLogger("checkpointd")
 
+_SAY_AGAIN_S = 10.0
+"""What goes wrong again and again is said so often."""
 _REPORT_PAUSE = 2.0
 """A status report is good for this many times what it took to make: whoever asks without a pause does not hold the loop."""
 WORKERS_MAX = 32
@@ -105,14 +107,15 @@ class Service:
     # --- connections ---------------------------------------------------------------------------------------------
 
     async def _accept(self, listener: socket.socket) -> None:
-        loop, full = asyncio.get_running_loop(), False
+        loop, said = asyncio.get_running_loop(), -_SAY_AGAIN_S
         while True:
             try:
                 connection, _ = await loop.sock_accept(listener)
             except OSError as error:
-                if error.errno in NO_ROOM and not full:
-                    log.error("no connection can be taken: %s; raise `ulimit -n`", error.strerror)
                 full = error.errno in NO_ROOM
+                if full and loop.time() - said >= _SAY_AGAIN_S:
+                    said = loop.time()
+                    log.error("no connection can be taken: %s; raise `ulimit -n`", error.strerror)
                 if not (full and self._drop_a_silent_one()):
                     await asyncio.sleep(PAUSE_S)
                 continue
@@ -120,7 +123,6 @@ class Service:
                 log.exception("a connection could not be taken, in an unforeseen way; please report it")
                 await asyncio.sleep(PAUSE_S)
                 continue
-            full = False
             if len(self._greeting) >= self.config.clients_max:
                 self._drop_a_silent_one()
             task = asyncio.create_task(self._serve(connection))
