@@ -20,6 +20,8 @@ RANKS = 2
 BANDWIDTH_MIB = 64
 """What the sidecar is held to, so that the trainers can be killed well before it is done."""
 SETTLED_S = 60.0
+NEVER = 1 << 30
+"""More steps than any run has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +92,7 @@ class SecondAct:
 
     def train_and_kill_all(self) -> float:
         """Train until both snapshots of the second save are the sidecar's, then SIGKILL everything; when that was."""
-        with self._training("killed", until=1 << 30) as job:
+        with self._training("killed", until=NEVER, save_every=self.every) as job:
             lines = iter(job)
             for line in lines:
                 self.console.print(f"  {line}")
@@ -114,10 +116,10 @@ class SecondAct:
                 time.sleep(POLL_S)
 
     def restart(self, source: str, *, since: float) -> Recovery:
-        """Start the job again and let it train three steps; the seconds count from `since`."""
+        """Start the job again and let it train three steps, without a save; the seconds count from `since`."""
         load_s = first_step_s = 0.0
         first = 2 * self.every
-        with self._training(source, until=first + 3) as job:
+        with self._training(source, until=first + 3, save_every=NEVER) as job:
             for line in job:
                 self.console.print(f"  {line}")
                 if line.startswith("resumed from"):
@@ -135,8 +137,8 @@ class SecondAct:
             last=first + 2,
         )
 
-    def _training(self, name: str, *, until: int) -> Job:
-        saving = ["--save-every", str(self.every), "--root", str(self.root), "--sidecar", str(self.socket)]
+    def _training(self, name: str, *, until: int, save_every: int) -> Job:
+        saving = ["--save-every", str(save_every), "--root", str(self.root), "--sidecar", str(self.socket)]
         return self.job(self.folder / name, *saving, "--until", str(until), "--print-every", "1")
 
     def wait_for_commit(self, killed: float) -> None:

@@ -24,6 +24,8 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kill-rounds", type=int, default=10, help="rounds of SIGKILL under torchrun (default: 10)")
+    parser.addoption("--sidecar-rounds", type=int, default=4, help="rounds of kills with sidecars (default: 4)")
+    parser.addoption("--sidecar-seed", type=int, help="the seed of the rounds with sidecars (default: a new one)")
     parser.addoption("--power-cuts", type=int, default=10, help="power cuts under a saving job (default: 10)")
 
 

@@ -75,6 +75,7 @@ class Caretaker:
         """One look at `root`, with what follows from it; errors end up in the look. Made by `run` for every root."""
         known = self._roots.setdefault(root, self._new_root())
         before = self._hub.looks.get(root, Look())
+        self._hub.looking_at.add(root)
         try:
             async with asyncio.timeout(self._care.look_s):
                 await self._attend(root, known)
@@ -85,6 +86,8 @@ class Caretaker:
         except Exception as error:  # R1: a defect of ours must not end it
             log.exception("looking after %s failed in an unforeseen way; please report it", root)
             self._problem(root, before, CheckpointdError(f"looking after it failed: {error!r}"))
+        finally:
+            self._hub.looking_at.discard(root)
 
     async def _attend(self, root: str, known: _Root) -> None:
         store = self._hub.roots.store(root)

@@ -90,6 +90,7 @@ class Hub:
         self.refused = 0
         self.leaving = False
         self.looks: dict[str, Look] = {}
+        self.looking_at: set[str] = set()
         self.on_news: Callable[[str], None] = lambda _: None
         """Called with a root that a client joined, or where a save ended."""
         self._ranks: dict[tuple[str, int], RankRecord] = {}
@@ -113,8 +114,9 @@ class Hub:
                 del self._ranks[idle]
 
     def roots_in_use(self) -> set[str]:
-        """The roots that a connected rank or a save in flight needs."""
-        return {record.root for record in self._ranks.values() if record.connections} | {job.root for job in self.jobs.all()}
+        """The roots that a connected rank, a save in flight or a look needs."""
+        joined = {record.root for record in self._ranks.values() if record.connections}
+        return joined | {job.root for job in self.jobs.all()} | self.looking_at
 
     def ranks_at(self, root: str) -> list[RankRecord]:
         return sorted((r for r in self._ranks.values() if r.root == root), key=lambda r: r.rank)

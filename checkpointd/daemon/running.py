@@ -41,7 +41,7 @@ async def _serve(config: ServeConfig, on_ready: Callable[[str | None], None]) ->
             url = await beside.enter_async_context(_http(service)) if config.http else None
             caretaker = Caretaker(service.hub)
             service.hub.on_news = caretaker.look_soon
-            beside.push_async_callback(_ended, asyncio.create_task(caretaker.run()))
+            service.beside(caretaker.run())
             beside.push_async_callback(_ended, asyncio.create_task(supervisor.watch()))
             supervisor.tell(f"READY=1\nSTATUS=listening at {config.socket}")
             on_ready(url)

@@ -14,9 +14,9 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import cast
+from typing import Any, cast
 
 from checkpointd import __version__
 from checkpointd.config import ServeConfig
@@ -53,7 +53,12 @@ class Service:
         self._report: tuple[float, wire.Report] | None = None
         """The last one, and until when it is good."""
         self._deaths: set[asyncio.Task[None]] = set()
+        self._beside: set[asyncio.Task[None]] = set()
         self._ready = asyncio.Event()
+
+    def beside(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run `work` beside the socket. It is cancelled when the daemon leaves, and has ended before any store is closed."""
+        self._beside.add(asyncio.create_task(work))
 
     async def run(self) -> None:
         """Listen and serve. Returns after `leave`, when what was in flight has ended or the grace is over."""
@@ -71,6 +76,7 @@ class Service:
                 await _ended([accepting])
                 await _ended(self._connections)
                 await _ended(self._deaths)
+                await _ended(self._beside)
         await self.hub.roots.close()
         workers.shutdown(wait=False, cancel_futures=True)
 

@@ -115,9 +115,12 @@ class Lease:
     def __init__(self, slot: Slot, arena: Arena) -> None:
         self.slot, self._arena = slot, arena
         self._held = True
+        self.wanted = True
+        """Whether somebody may still read the snapshot there."""
 
     def release(self) -> None:
         """Nobody reads or writes the slot for this snapshot any more."""
+        self.wanted = False
         if self._held:
             self._held = False
             self._arena.release(self.slot)
@@ -181,6 +184,7 @@ class Arena:
                 slot.release()
             elif slot.lost:
                 slot.release()
+                self._on_gone(slot.number)
                 self._unmade += 1
             else:
                 self._free.append(slot)

@@ -19,7 +19,7 @@ from checkpointd.codec.checksum import xxh3_128
 from checkpointd.config import Ranks
 from checkpointd.daemon.layouts import shard_tensors
 from checkpointd.daemon.wire import Held, Layout, Snapshot
-from checkpointd.errors import CheckpointdError, DamagedError
+from checkpointd.errors import CheckpointdError, DamagedError, UsageError
 from checkpointd.layout.boxes import whole
 from checkpointd.pipeline import epochs
 from checkpointd.pipeline.load import Sink
@@ -51,7 +51,7 @@ async def belongs(store: Store, held: Held) -> bool:
 
 
 class HeldSnapshot:
-    """A snapshot that was fetched: its tensors' bytes, mapped read-only."""
+    """A snapshot that was fetched: its tensors' bytes, mapped read-only. DamagedError where it is not what it must be."""
 
     def __init__(self, snapshot: Snapshot, descriptor: int, rank: int) -> None:
         try:
@@ -59,11 +59,20 @@ class HeldSnapshot:
             if size < snapshot.nbytes:
                 raise DamagedError(f"the held snapshot has {size} bytes, and its layout {snapshot.nbytes}", rank=rank)
             mapped = mmap.mmap(descriptor, size, mmap.MAP_SHARED, mmap.PROT_READ)
+        except (OSError, ValueError) as error:  # ValueError: of no bytes at all
+            raise DamagedError(f"the held snapshot cannot be mapped: {error}", rank=rank) from error
         finally:
             os.close(descriptor)
         self.snapshot, self._rank = snapshot, rank
         self._image: Bytes = np.frombuffer(mapped, dtype=np.uint8)
-        self._tensors = shard_tensors(Layout(layout=0, nbytes=snapshot.nbytes, tensors=snapshot.tensors))
+        try:
+            self._tensors = shard_tensors(Layout(layout=0, nbytes=snapshot.nbytes, tensors=snapshot.tensors))
+        except UsageError as error:
+            raise DamagedError(f"the held snapshot cannot be read: {error}", rank=rank) from error
+        if len(snapshot.digests) != len(self._tensors):
+            raise DamagedError(
+                f"the held snapshot has {len(snapshot.digests)} digests, {len(self._tensors)} tensors", rank=rank
+            )
 
     @property
     def entries(self) -> dict[str, tuple[str, tuple[int, ...]]]:

@@ -4,6 +4,8 @@ Invariants
   K1  Every save that was begun on a link ends with the daemon's word or with LinkLost, never without either.
   K2  A slot that the daemon may read is not given back to the arena before the daemon says that it is free, or the link is
       lost; then it is marked lost, and never used again.
+  K3  A save that ends with an error leaves nothing behind here: its slot is the caller's again, whatever the daemon says later.
+  K4  A descriptor that comes is an answer's, or closed.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import os
 from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
@@ -21,7 +24,7 @@ from checkpointd.config import CommitConfig, PersistConfig, Ranks
 from checkpointd.daemon import wire
 from checkpointd.daemon.channel import Channel, Received, connect
 from checkpointd.daemon.layouts import wire_tensors
-from checkpointd.errors import ERRORS, AbortedError, CheckpointdError, SidecarError, StagingError
+from checkpointd.errors import ERRORS, AbortedError, CheckpointdError, SidecarError, StagingError, WireError
 from checkpointd.layout.manifest import ErrorReport
 from checkpointd.pipeline.shard import Progress, Shard, ShardTensor
 from checkpointd_client.arena import Slot
@@ -32,11 +35,19 @@ T = TypeVar("T")
 
 ANSWER_S = 10.0
 """How long the daemon may take to answer, or to show that it is there at all while saves are in flight."""
+GOODBYE_S = 2.0
+"""How long the daemon may take to hear that this trainer leaves."""
+_LOOKS = 5
+"""How often it is looked, within ANSWER_S, whether the daemon said anything."""
 _LAYOUTS_KNOWN = 4
 
 
 class LinkLost(SidecarError):
     """The connection to the sidecar ended, or the sidecar does not answer any more."""
+
+
+class NoAnswer(LinkLost):
+    """Somebody holds the socket, and says nothing: asking costs the whole patience each time."""
 
 
 class Track:
@@ -87,7 +98,8 @@ class Link:
         self._layouts: deque[tuple[int, tuple[ShardTensor, ...]]] = deque(maxlen=_LAYOUTS_KNOWN)
         self._layout_numbers = itertools.count()
         self._answers: deque[tuple[type, asyncio.Future[Received]]] = deque()
-        self._heard = 0.0
+        self._silent = 0
+        """Looks since the daemon last said anything."""
         self._beside: set[asyncio.Task[None]] = set()
         self._pinging: asyncio.Task[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -109,7 +121,6 @@ class Link:
             channel.close()
             raise
         loop = asyncio.get_running_loop()
-        link._heard = loop.time()
         link._tasks = [loop.create_task(link._receive_on()), loop.create_task(link._watch())]
         return link
 
@@ -118,10 +129,15 @@ class Link:
             async with asyncio.timeout(ANSWER_S):
                 await self._channel.send(wire.Hello(protocols=wire.PROTOCOLS, release=__version__, role="rank"))
                 received = await self._channel.receive()
-        except (OSError, TimeoutError) as error:
-            raise LinkLost(f"the sidecar at {path} does not answer: {str(error) or 'too late'}") from error
+        except TimeoutError as error:
+            raise NoAnswer(f"the sidecar at {path} does not answer") from error
+        except OSError as error:
+            raise LinkLost(f"the sidecar at {path} does not answer: {error}") from error
+        except WireError as error:
+            raise SidecarError(f"what listens at {path} is no sidecar: {error}") from error
         if received is None:
             raise LinkLost(f"the sidecar at {path} closed the connection at once")
+        _close(received.descriptor)
         message = received.message
         if isinstance(message, wire.Refused):
             raise SidecarError(f"the sidecar at {path} refused: {message.error.message}")
@@ -138,15 +154,15 @@ class Link:
         for task in self._tasks:
             if task is not asyncio.current_task():
                 task.cancel()
-        for slot in self._slots.values():
-            slot.lost = True
-        working = {id(track.job) for track in self._saves.values()}
         for track in self._saves.values():
             track.lost(self.error)
+        # Not those that ended just before: nobody will come for their slots.
+        working = {id(track.job) for track in self._saves.values() if track.ended.exception() is not None}
         for _, answer in self._answers:
             if not answer.done():
                 answer.set_exception(self.error)
         for job in self._read.values():
+            _mark_lost(job)
             if id(job) not in working:
                 self._freed(job)
         self._read.clear()
@@ -155,7 +171,7 @@ class Link:
         """Say that this trainer ends well, and hang up."""
         if self.error is None:
             try:
-                async with asyncio.timeout(ANSWER_S):
+                async with asyncio.timeout(GOODBYE_S):
                     await self._send(wire.Leave())
                     await self._ask(wire.Look(), wire.Joined)  # heard, that is: nothing is lost in the buffer
             except (SidecarError, TimeoutError):
@@ -167,20 +183,25 @@ class Link:
         why = "the sidecar has closed the connection"
         try:
             while (received := await self._channel.receive()) is not None:
-                self._heard = asyncio.get_running_loop().time()
+                self._silent = 0
                 self._hear(received)
         except (OSError, CheckpointdError) as error:
             why = f"the connection to the sidecar broke: {error}"
+        except Exception as error:  # a phase that a newer daemon has, say: whoever waits must hear of it
+            why = f"what the sidecar said cannot be understood: {error!r}"
         self.lose(why)
 
     async def _watch(self) -> None:
-        """While anything is waited for, see to it that the daemon answers; one that hangs is as lost as one that died."""
-        loop = asyncio.get_running_loop()
+        """While anything is waited for, see to it that the daemon answers; one that hangs is as lost as one that died.
+
+        Looks are counted, not seconds: where this process was stopped for a while, the daemon's answers are there, unread.
+        """
         while True:
-            await asyncio.sleep(ANSWER_S / 5)
+            await asyncio.sleep(ANSWER_S / _LOOKS)
+            self._silent += 1
             if not self._saves and not self._answers:
-                self._heard = loop.time()
-            elif loop.time() - self._heard > ANSWER_S:
+                self._silent = 0
+            elif self._silent > _LOOKS:
                 self.lose(f"the sidecar has not answered for {ANSWER_S:g} s")
                 return
             elif self._pinging is None or self._pinging.done():
@@ -203,6 +224,8 @@ class Link:
 
     def _hear(self, received: Received) -> None:
         message = received.message
+        if not isinstance(message, wire.Snapshot):
+            _close(received.descriptor)
         match message:
             case wire.Phase():
                 track = self._saves.get(message.save)
@@ -232,17 +255,18 @@ class Link:
 
     def _answered(self, received: Received) -> None:
         if not self._answers or not isinstance(received.message, self._answers[0][0]):
+            _close(received.descriptor)
             raise SidecarError(f"the sidecar sent a {type(received.message).__name__} that nobody asked for")
         _, answer = self._answers.popleft()
-        if not answer.done():
+        if answer.done():
+            _close(received.descriptor)  # whoever asked has given up
+        else:
             answer.set_result(received)
 
     def _refused(self, message: wire.Refused) -> None:
         error = SidecarError(f"the sidecar refused: {message.error.message}")
-        track = self._saves.get(message.save) if message.save is not None else None
-        if track is not None:
-            if not track.known:
-                track.lost(LinkLost(str(error)))
+        if message.save is not None:
+            self._save_refused(self._saves.get(message.save), LinkLost(str(error)))
             return
         if self._answers:
             _, answer = self._answers.popleft()
@@ -250,6 +274,23 @@ class Link:
                 answer.set_exception(error)
             return
         self.lose(str(error))
+
+    def _save_refused(self, track: Track | None, error: LinkLost) -> None:
+        """The daemon will not take a save, or not its snapshot. Each message about one that it did not take is refused."""
+        if track is None:
+            return
+        if not track.known:
+            track.lost(error)
+        elif self._take_back(track.job):
+            self._freed(track.job)  # it votes no, and never reads what it refused
+
+    def _take_back(self, job: Job) -> bool:
+        """Forget that the daemon was told to read the slot of `job`, which is not used again; False where it was not told."""
+        if job.lease is None or self._read.get(job.lease.slot.number) is not job:
+            return False
+        del self._read[job.lease.slot.number]
+        _mark_lost(job)
+        return True
 
     # --- asking --------------------------------------------------------------------------------------------------
 
@@ -268,7 +309,12 @@ class Link:
         answer: asyncio.Future[Received] = asyncio.get_running_loop().create_future()
         self._answers.append((kind, answer))
         await self._send(message)
-        received = await answer
+        try:
+            received = await answer
+        except asyncio.CancelledError:
+            if answer.done() and not answer.cancelled() and answer.exception() is None:
+                _close(answer.result().descriptor)  # it has come just now
+            raise
         assert isinstance(received.message, kind)
         return received.message, received.descriptor
 
@@ -316,6 +362,9 @@ class Link:
             await self._announce(number, job)
             await self._follow_staging(number, track)
             await track.ended
+        except BaseException:
+            self._take_back(job)  # K3
+            raise
         finally:
             job.save.voting = None
             del self._saves[number]
@@ -368,9 +417,11 @@ class Link:
 
     async def _layout(self, shard: Shard) -> int:
         """The number of the shard's layout, which the daemon is told once."""
-        for number, tensors in self._layouts:
-            if tensors is shard.tensors:
-                return number
+        for known in self._layouts:
+            if known[1] is shard.tensors:
+                self._layouts.remove(known)
+                self._layouts.append(known)  # the daemon, too, forgets first what was not used for longest
+                return known[0]
         number = next(self._layout_numbers)
         await self._send(wire.Layout(layout=number, nbytes=len(shard.image), tensors=wire_tensors(shard.tensors)))
         self._layouts.append((number, shard.tensors))
@@ -380,6 +431,16 @@ class Link:
         """The arena has replaced a slot."""
         if self._slots.pop(number, None) is not None and self.error is None:
             self._spawn(self._tell(wire.DropSlot(slot=number)))
+
+
+def _mark_lost(job: Job) -> None:
+    assert job.lease is not None
+    job.lease.slot.lost = True
+
+
+def _close(descriptor: int | None) -> None:
+    if descriptor is not None:
+        os.close(descriptor)
 
 
 def _save(number: int, job: Job, hand: int, left_s: float) -> wire.Save:

@@ -108,6 +108,8 @@ class Loader:
     _held: dict[tuple[str, str], Held] = field(default_factory=dict)
     _failures: list[str] = field(default_factory=list)
     _tried: set[str] = field(default_factory=set)
+    _looked: bool = False
+    """Whether rank 0 has looked at the store, and said what is damaged there."""
 
     def load(self, tag: str | None, *, fallback: bool) -> Loaded | None:
         """Agree, verify, load. None where there is no checkpoint and no tag was asked for."""
@@ -123,6 +125,9 @@ class Loader:
             if verdict is None:
                 assert found is not None
                 return self._fill(found)
+            if candidate.in_memory and isinstance(verdict, DamagedError):
+                log.error("%s cannot be loaded from memory: %s. Loading from the store", candidate.tag, verdict)
+                continue  # what the store has is not damaged by that
             self._failures.append(str(verdict))
             if not fallback or tag is not None or not isinstance(verdict, DamagedError):
                 raise verdict
@@ -159,13 +164,14 @@ class Loader:
     def _choose(self, number: int, tag: str | None) -> Choice:
         try:
             held = self._held_by_all() if number == 0 and tag is None else None
-            if held is None and number == 0 and self.sidecar is not None:
+            if held is None and not self._looked and self.sidecar is not None:
                 self._wait_for_flights(self.sidecar)
-            chosen, passed_over = self.writer.call(self._chosen(number, tag), self.timeout_s)
+            chosen, passed_over = self.writer.call(self._chosen(tag), self.timeout_s)
             if held is not None and (chosen is None or held.order >= chosen.outcome.order):
-                # The one in the store stays untried: it comes next where a rank finds its memory damaged.
-                self._tried.discard(chosen.prefix if chosen is not None else "")
                 return Choice(in_memory=True, tag=held.tag, attempt=held.attempt)
+            self._looked = True
+            if chosen is not None:
+                self._tried.add(chosen.prefix)
             if chosen is not None and chosen.outcome.world_size != self.ranks.world_size:
                 raise WorldSizeError(
                     f"{chosen.tag} was saved by {chosen.outcome.world_size} ranks and this job has {self.ranks.world_size}: "
@@ -178,15 +184,13 @@ class Loader:
             return Choice(passed_over=damage)
         return Choice(tag=chosen.tag, attempt=str(chosen.attempt), passed_over=damage)
 
-    async def _chosen(self, number: int, tag: str | None) -> tuple[Checkpoint | None, tuple[DamagedError, ...]]:
+    async def _chosen(self, tag: str | None) -> tuple[Checkpoint | None, tuple[DamagedError, ...]]:
         if tag is not None:
             return await catalog.find(self.store, tag), ()
         found = await candidates(self.store)
         # By name, not by position: the list may have grown since the last look.
         chosen = next((c for c in found.checkpoints if c.prefix not in self._tried), None)
-        if chosen is not None:
-            self._tried.add(chosen.prefix)
-        if number > 0:
+        if self._looked:
             return chosen, ()
         for damage in found.other:
             log.error("%s. What is loaded does not need it", damage)

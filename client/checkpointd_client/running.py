@@ -3,6 +3,7 @@
 Invariants
   F1  A runner's `run` returns when the job has ended; it never raises. The error belongs to the handle.
   F2  The slot is released once, when nobody reads it any more.
+  F3  A snapshot is persisted only while its slot is held: what is released holds another save's bytes soon.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from checkpointd.commit.machine import FINAL, Phase
+from checkpointd.commit.machine import FINAL, ORDER, Phase, reached
 from checkpointd.errors import CheckpointdError
 from checkpointd.pipeline.attempt import Attempt, WriterState
 from checkpointd.pipeline.shard import AttemptInfo, Progress, Shard
@@ -45,6 +46,12 @@ class Job:
         taken.add_done_callback(lambda future: future.cancelled() or future.exception())  # somebody else looks at it, then
         return await asyncio.shield(taken)
 
+    @property
+    def has_snapshot(self) -> bool:
+        """Whether the snapshot is there, or still comes, or was spoiled; one whose slot was released is gone."""
+        spoiled = self.staged.done() and self.staged.exception() is not None
+        return spoiled or self.lease is None or self.lease.wanted
+
     def free(self) -> None:
         """Nobody reads the slot for this job any more."""
         if self.lease is not None:
@@ -52,6 +59,8 @@ class Job:
 
     async def free_when_copied(self) -> None:
         """The same, once the copy into the slot is over, however it ended."""
+        if self.lease is not None:
+            self.lease.wanted = False
         try:
             await self.snapshot()
         except Exception as error:
@@ -78,7 +87,12 @@ class Endings:
         self.history, self.latest = history, latest
 
     def entered(self, job: Job, phase: Phase, error: CheckpointdError | None) -> None:
-        """The save entered `phase`; a final one ends it. A second end does nothing."""
+        """The save entered `phase`; a final one ends it. A second end does nothing.
+
+        A hand that takes over begins again; what the save has reached, it has reached.
+        """
+        if _is_behind(phase, job.save.handle.phase):
+            return
         job.save.handle.advance(phase, error)
         if phase not in FINAL or not self.history.end(job.save, phase):
             return
@@ -88,6 +102,10 @@ class Endings:
             log.warning("%s", error)
         else:
             log.error("%s: %s", phase, error)
+
+
+def _is_behind(phase: Phase, now: str) -> bool:
+    return phase in ORDER and now in ORDER and reached(Phase(now), phase)
 
 
 class InlineRunner:
@@ -102,6 +120,7 @@ class InlineRunner:
     async def take(self, job: Job, info: AttemptInfo, *, left_s: float) -> None:
         """Run the attempt as the hand that `info` names, with `left_s` until its deadline."""
         job.announced.set()
+        job.progress.raw_done = job.progress.stored = 0  # of the hand before
         attempt = Attempt(
             self._state,
             info,
@@ -122,6 +141,7 @@ class InlineRunner:
 
     async def refuse(self, job: Job, error: CheckpointdError, *, hand: int, left_s: float) -> None:
         """Vote no with `error`, unless another hand has voted, and end as the attempt ends."""
+        job.announced.set()
         refused: Future[Shard] = Future()
         refused.set_exception(error)
         info = replace(job.info, hand=hand, handed=True)

@@ -17,7 +17,8 @@ from checkpointd.commit.machine import Phase
 from checkpointd.config import CommitConfig, PersistConfig, Ranks
 from checkpointd.daemon import wire
 from checkpointd.errors import CheckpointdError, SidecarError, WireError
-from checkpointd_client.link import Link, LinkLost
+from checkpointd_client import link as links
+from checkpointd_client.link import Link, LinkLost, NoAnswer
 from checkpointd_client.running import Endings, InlineRunner, Job
 
 log = logging.getLogger("checkpointd")
@@ -43,6 +44,8 @@ class Sidecar:
         self._epoch: _Epoch | None = None
         self._link: Link | None = None
         self._opening: asyncio.Lock | None = None
+        self._silence: tuple[float, NoAnswer] | None = None
+        """Until when the daemon, which did not answer, is not asked again."""
         self._closed = False
 
     @property
@@ -59,17 +62,30 @@ class Sidecar:
                 return self._link
             if self._closed:
                 raise LinkLost("the checkpointer is closed")
-            link = await Link.open(self.path)
-            try:
-                await link.join(self._root, self._ranks)
-                if self._epoch is not None:
-                    epoch = self._epoch
-                    await link.begin(epoch.number, epoch.nonce, epoch.persist, epoch.commit)
-            except BaseException:
-                link.lose("the sidecar refused this rank")
-                raise
-            self._link = link
-            return link
+            self._link = await self._joined(await self._opened())
+            return self._link
+
+    async def _opened(self) -> Link:
+        """A new connection. One that hangs is not asked by each save anew, for that would hold each of them as long."""
+        loop = asyncio.get_running_loop()
+        if self._silence is not None and loop.time() < self._silence[0]:
+            raise NoAnswer(str(self._silence[1]))
+        try:
+            return await Link.open(self.path)
+        except NoAnswer as error:
+            self._silence = (loop.time() + links.ANSWER_S, error)
+            raise
+
+    async def _joined(self, link: Link) -> Link:
+        try:
+            await link.join(self._root, self._ranks)
+            if self._epoch is not None:
+                epoch = self._epoch
+                await link.begin(epoch.number, epoch.nonce, epoch.persist, epoch.commit)
+        except BaseException:
+            link.lose("the sidecar refused this rank")
+            raise
+        return link
 
     async def start(self, patience_s: float) -> wire.Joined | None:
         """Before the epoch begins: what the daemon holds and works at. None where it is out of reach and that may be.
@@ -103,7 +119,7 @@ class Sidecar:
         """The snapshots that the daemon holds for this rank; none where it is out of reach."""
         try:
             return (await (await self.link()).look()).held
-        except SidecarError as error:
+        except (SidecarError, WireError) as error:
             log.warning("%s", error)
             return ()
 
@@ -111,7 +127,7 @@ class Sidecar:
         """The attempts at this root that the daemon works at; none where it is out of reach."""
         try:
             return (await (await self.link()).look()).in_flight
-        except SidecarError:
+        except (SidecarError, WireError):
             return ()
 
     async def fetch(self, held: wire.Held) -> tuple[wire.Snapshot, int]:
@@ -149,20 +165,39 @@ class SidecarRunner:
         while True:
             try:
                 link = await self._sidecar.link()
-                await link.persist(job, hand=hand, left_s=self._left_s(job), on_phase=lambda p, e: self._entered(job, p, e))
-                return
             except (SidecarError, WireError) as error:
-                hand += 1
-                job.announced.set()  # save() need not wait for a sidecar that is not there
-                log.error("%s: %s", job.info.prefix, error)
-                if await self._without(job, error, hand):
+                lost: CheckpointdError = error
+            else:
+                failed = await self._handed_over(job, link, hand)
+                if failed is None:
                     return
+                lost, hand = failed, hand + 1  # whatever that hand wrote bears its number
+            job.announced.set()  # save() need not wait for a sidecar that is not there
+            log.error("%s: %s", job.info.prefix, lost)
+            if await self._without(job, lost, hand):
+                return
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _PAUSE_S_MAX)
+
+    async def _handed_over(self, job: Job, link: Link, hand: int) -> CheckpointdError | None:
+        """Let the daemon run `job`; None once it has ended there, else why it did not."""
+        try:
+            await link.persist(job, hand=hand, left_s=self._left_s(job), on_phase=lambda p, e: self._entered(job, p, e))
+        except (SidecarError, WireError) as error:
+            return error
+        except Exception as error:  # a defect of ours: the daemon may be told nonsense on this link, and is told no more
+            log.exception("%s: handing it to the sidecar failed in an unforeseen way; please report it", job.info.prefix)
+            link.lose(f"the sidecar's client failed: {error!r}")
+            return SidecarError(f"the sidecar's client failed: {error!r}; please report it")
+        return None
 
     async def _without(self, job: Job, error: CheckpointdError, hand: int) -> bool:
         """What `on_sidecar_loss` says; True where the job has ended with it."""
         left_s = self._left_s(job)
+        if not job.has_snapshot:
+            told = SidecarError(f"{job.info.tag}: the sidecar had given its memory back before it was lost: {error}")
+            await self._inline.refuse(job, told, hand=hand, left_s=left_s)  # where its vote stands, that counts
+            return True
         if self._sidecar.on_loss == "inline":
             log.warning("%s: this process persists it itself", job.info.prefix)
             await self._inline.take(job, replace(job.info, hand=hand, handed=True), left_s=left_s)

@@ -199,7 +199,7 @@ class Job:
 
     def tell_open(self, root: Path, *, commit_timeout_s: float = NEVER_S, **options: Any) -> None:
         """The same, not waited for."""
-        self.tell("open", **self.opening(root), commit_timeout_s=commit_timeout_s, **options)
+        self.tell("open", **{**self.opening(root), "commit_timeout_s": commit_timeout_s, **options})
 
     def opening(self, root: Path) -> dict[str, Any]:
         """What every rank is told to open `root`."""

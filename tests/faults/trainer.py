@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from checkpointd.errors import CheckpointdError
-from checkpointd_client import Checkpointer, SaveHandle
+from checkpointd_client import Checkpointer, SaveHandle, link
 
 KIB = 1024
 PARAMETERS = ("weights", "noise")
@@ -184,7 +184,10 @@ def train(options: argparse.Namespace) -> None:
     journal = Journal(options.journal / f"rank-{rank}.jsonl")
     training = Training(seed=options.seed, rank=rank, nbytes=options.nbytes)
     journal.note("up")
-    with Checkpointer(options.root, compression=options.compression) as ckpt:
+    link.ANSWER_S = options.sidecar_answer
+    with Checkpointer(
+        options.root, compression=options.compression, sidecar=options.sidecar, on_sidecar_loss=options.on_sidecar_loss
+    ) as ckpt:
         loaded = ckpt.load(training.state)
         journal.note("loaded", epoch=ckpt.status().epoch, **_facts(training, loaded))
         save_endlessly(ckpt, training, journal, after=loaded.step if loaded else -1, every=options.save_every)
@@ -202,11 +205,11 @@ def save_endlessly(ckpt: Checkpointer, training: Training, journal: Journal, *, 
 
 def _facts(training: Training, loaded: Any) -> dict[str, object]:
     if loaded is None:
-        return {"step": -1, "wrong": [], "fell_back_from": []}
+        return {"step": -1, "source": "", "wrong": [], "fell_back_from": []}
     wrong = training.wrong(loaded.step)
     if loaded.client_state != {"seed": training.seed, "step": loaded.step}:
         wrong.append("client_state")
-    return {"step": loaded.step, "wrong": wrong, "fell_back_from": loaded.fell_back_from}
+    return {"step": loaded.step, "source": loaded.source, "wrong": wrong, "fell_back_from": loaded.fell_back_from}
 
 
 def _options() -> argparse.Namespace:
@@ -217,6 +220,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--nbytes", type=int, required=True)
     parser.add_argument("--compression", default="auto")
     parser.add_argument("--save-every", type=int, default=2)
+    parser.add_argument("--sidecar", help="its socket")
+    parser.add_argument("--on-sidecar-loss", default="inline")
+    parser.add_argument("--sidecar-answer", type=float, default=link.ANSWER_S, help="seconds until one that hangs is lost")
     return parser.parse_args()
 
 

@@ -31,7 +31,7 @@ def stream(source: random.Random) -> bytes:
 
 def damaged(source: random.Random, frame: bytes) -> bytes:
     data = bytearray(frame)
-    for _ in range(source.choice((0, 1, 1, 2, 5))):
+    for _ in range(source.choice((0, 0, 1, 2, 5))):
         data = source.choice(MUTATIONS)(source, data)
     if source.random() < 0.7 and len(data) >= HEAD.size:
         data[4:8] = max(0, len(data) - HEAD.size).to_bytes(4, "big")  # a whole frame: what is broken is its map

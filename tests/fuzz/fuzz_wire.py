@@ -179,9 +179,9 @@ def fuzz_decoder(seeds: range) -> int:
 
 
 def fuzz_sessions(seeds: range) -> int:
-    logging.getLogger("checkpointd").setLevel(logging.CRITICAL)
+    log = logging.getLogger("checkpointd")
     # One loop turn instead of a thread for each: a hundred times as many inputs.
-    with mock.patch.object(session_module.asyncio, "to_thread", _at_once):
+    with mock.patch.object(session_module.asyncio, "to_thread", _at_once), mock.patch.object(log, "disabled", True):
         return uvloop.run(sessions(seeds))
 
 

@@ -1,0 +1,154 @@
+"""Held snapshots: which one the ranks have in common, and what is not taken from the sidecar."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from checkpointd.codec.checksum import xxh3_128
+from checkpointd.config import Ranks
+from checkpointd.daemon.layouts import wire_tensors
+from checkpointd.daemon.wire import Held, Snapshot
+from checkpointd.errors import DamagedError
+from checkpointd.layout.boxes import Box
+from checkpointd.pipeline.shard import PAGE
+from checkpointd_client.held import HeldSnapshot, common
+from tests.builders import make_shard, rank_arrays
+
+TWO = Ranks(rank=0, world_size=2)
+SHARD = make_shard(rank_arrays(0))
+
+
+def _held(step: int, *, epoch: int = 1, world_size: int = 2, nonce: str = "n") -> Held:
+    return Held(
+        tag=f"global_step{step}",
+        attempt=f"{epoch:08d}-{step}",
+        step=step,
+        order=(epoch, step),
+        world_size=world_size,
+        nbytes=PAGE,
+        phase="staged",
+        nonce=nonce,
+    )
+
+
+def _descriptor(data: bytes) -> int:
+    descriptor = os.memfd_create("held")
+    os.write(descriptor, data)
+    return descriptor
+
+
+def _snapshot(**changes: Any) -> Snapshot:
+    """What a sidecar gives back of SHARD."""
+    digests = tuple(xxh3_128(SHARD.image[t.offset : t.offset + t.nbytes]) for t in SHARD.tensors)
+    snapshot = Snapshot(
+        held=_held(1),
+        nbytes=len(SHARD.image),
+        tensors=wire_tensors(SHARD.tensors),
+        aliases=(),
+        excluded=(),
+        tree=SHARD.tree,
+        digests=digests,
+    )
+    return msgspec.structs.replace(snapshot, **changes)
+
+
+def test_the_newest_that_all_ranks_hold() -> None:
+    assert common({0: (_held(3), _held(5)), 1: (_held(5), _held(3))}, TWO) == _held(5)
+    assert common({0: (_held(3), _held(5)), 1: (_held(3), _held(7))}, TWO) == _held(3)
+
+
+def test_the_newer_epoch_wins_over_the_higher_step() -> None:
+    both = (_held(9, epoch=1), _held(4, epoch=2))
+    assert common({0: both, 1: both}, TWO) == _held(4, epoch=2)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        pytest.param({}, id="a rank that said nothing"),
+        pytest.param({1: ()}, id="a rank that holds nothing"),
+        pytest.param({1: (_held(4),)}, id="another step"),
+        pytest.param({1: (_held(3, epoch=2),)}, id="another attempt at the same step"),
+        pytest.param({1: (_held(3, nonce="m"),)}, id="another root's"),
+        pytest.param({1: (_held(3),), 2: (_held(3),)}, id="more ranks than there are"),
+    ],
+)
+def test_nothing_in_common(other: dict[int, tuple[Held, ...]]) -> None:
+    assert common({0: (_held(3),), **other}, TWO) is None
+
+
+def test_what_another_number_of_ranks_saved_is_not_taken() -> None:
+    three = (_held(3, world_size=3),)
+    assert common({0: three, 1: three}, TWO) is None
+
+
+def test_a_snapshot_is_checked_and_copied() -> None:
+    held = HeldSnapshot(_snapshot(), _descriptor(bytes(SHARD.image)), 0)
+    wanted = [tensor.fqn for tensor in SHARD.tensors]
+    held.check(wanted)
+    copies: dict[str, bytes] = {}
+    held.read({fqn: lambda _, data, fqn=fqn: copies.setdefault(fqn, bytes(data)) for fqn in wanted})  # type: ignore[misc]
+    assert copies == {fqn: np.ascontiguousarray(array).tobytes() for fqn, array in rank_arrays(0).items()}
+
+
+def test_one_bit_that_changed_is_found_where_it_is_wanted_and_ignored_where_not() -> None:
+    image = bytearray(SHARD.image)
+    first, second = SHARD.tensors[:2]
+    image[first.offset + 5] ^= 4
+    held = HeldSnapshot(_snapshot(), _descriptor(bytes(image)), 1)
+    with pytest.raises(DamagedError, match=rf"{first.fqn} of the held snapshot global_step1 changed in memory \(rank 1\)"):
+        held.check([first.fqn, second.fqn])
+    held.check([second.fqn])
+
+
+def _out_of_range(snapshot: Snapshot) -> Snapshot:
+    last = snapshot.tensors[0]
+    return msgspec.structs.replace(snapshot, tensors=(msgspec.structs.replace(last, offset=snapshot.nbytes),))
+
+
+def _over_another(snapshot: Snapshot) -> Snapshot:
+    one, two = snapshot.tensors[:2]
+    return msgspec.structs.replace(snapshot, tensors=(one, msgspec.structs.replace(two, offset=one.offset)))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda s: msgspec.structs.replace(s, nbytes=s.nbytes + PAGE), "has .* bytes, and its layout"),
+        (lambda s: msgspec.structs.replace(s, nbytes=s.nbytes - 1), "whole number of pages"),
+        (lambda s: msgspec.structs.replace(s, digests=s.digests[1:]), "5 digests, 6 tensors"),
+        (_out_of_range, "cannot be read"),
+        (_over_another, "cannot be read"),
+    ],
+)
+def test_a_snapshot_that_cannot_be_is_damaged_and_its_descriptor_closed(
+    change: Callable[[Snapshot], Snapshot], words: str
+) -> None:
+    descriptor = _descriptor(bytes(SHARD.image))
+    with pytest.raises(DamagedError, match=words):
+        HeldSnapshot(change(_snapshot()), descriptor, 0)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+
+
+def test_a_descriptor_that_cannot_be_mapped_is_damaged() -> None:
+    reading, writing = os.pipe()
+    os.close(writing)
+    with pytest.raises(DamagedError):
+        HeldSnapshot(_snapshot(nbytes=0), reading, 0)
+    with pytest.raises(DamagedError, match="cannot be mapped"):
+        HeldSnapshot(_snapshot(nbytes=0), _descriptor(b""), 0)
+
+
+def test_a_part_of_a_tensor_is_not_taken_for_the_whole() -> None:
+    tensors = wire_tensors(SHARD.tensors)
+    part = msgspec.structs.replace(tensors[0], shape=(128, 48), box=Box((0, 0), (64, 48)))
+    held = HeldSnapshot(_snapshot(tensors=(part, *tensors[1:])), _descriptor(bytes(SHARD.image)), 0)
+    with pytest.raises(DamagedError, match=f"{part.fqn} is held in part"):
+        _ = held.entries
