@@ -11,6 +11,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import os
@@ -127,7 +128,8 @@ class Link:
     async def _greet(self, path: str) -> None:
         try:
             async with asyncio.timeout(ANSWER_S):
-                await self._channel.send(wire.Hello(protocols=wire.PROTOCOLS, release=__version__, role="rank"))
+                with contextlib.suppress(BrokenPipeError):  # turned away before it could say a word: the reason is there
+                    await self._channel.send(wire.Hello(protocols=wire.PROTOCOLS, release=__version__, role="rank"))
                 received = await self._channel.receive()
         except TimeoutError as error:
             raise NoAnswer(f"the sidecar at {path} does not answer") from error

@@ -42,7 +42,10 @@ class Puppet:
     def __init__(self, folder: Path, reply: Reply = well_behaved) -> None:
         self.path = str(folder / "puppet")
         self.reply = reply
+        self.turned_away: wire.Message | None = None
+        """What a new connection is told instead of being listened to."""
         self.connections = 0
+        self.is_listening_to_one = True
         self._heard: queue.Queue[wire.Message] = queue.Queue()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(self.path)
@@ -90,9 +93,14 @@ class Puppet:
             except OSError:
                 return
             self._connection = connection
+            self.is_listening_to_one = True
             self.connections += 1
             with connection:
-                self._converse(connection)
+                if self.turned_away is None:
+                    self._converse(connection)
+                else:
+                    self.say(self.turned_away)
+            self.is_listening_to_one = False
 
     def _converse(self, connection: socket.socket) -> None:
         decoder = wire.Decoder(1 << 20)

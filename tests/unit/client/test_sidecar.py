@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
 import threading
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from checkpointd.daemon import wire
+from checkpointd.daemon.channel import Channel
 from checkpointd.errors import AbortedError, SidecarError
 from checkpointd.layout.manifest import ErrorReport
 from checkpointd_client import Checkpointer, link
@@ -268,4 +270,21 @@ def test_what_is_no_sidecar_is_named_on_this_rank(tmp_path: Path, puppet: Puppet
 
     puppet.reply = shout
     with pytest.raises(SidecarError, match="is no sidecar"):
+        Checkpointer(tmp_path / "root", sidecar=puppet.path)
+
+
+def test_who_is_turned_away_before_a_word_hears_why(tmp_path: Path, puppet: Puppet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other end is closed when the hello is sent; what it said before is there to be read."""
+    puppet.turned_away = wire.Refused(error=ErrorReport(code="UsageError", message="user 7 may not"), save=None)
+    send = Channel.send
+
+    async def late(channel: Channel, message: wire.Message, descriptor: int | None = None) -> None:
+        while puppet.connections == 0 or puppet.is_listening_to_one:
+            await asyncio.sleep(0)
+        with pytest.raises(BrokenPipeError):
+            await send(channel, message, descriptor)
+        raise BrokenPipeError
+
+    monkeypatch.setattr(Channel, "send", late)
+    with pytest.raises(SidecarError, match="refused: user 7 may not"):
         Checkpointer(tmp_path / "root", sidecar=puppet.path)
