@@ -68,7 +68,7 @@ def _make(path: str, made: list[str]) -> None:
 def _clear_leftovers(place: str) -> None:
     """Of this machine alone: whether a doctor on another one still runs cannot be told from here."""
     for name in os.listdir(place):
-        if writers.is_within_sight(name) and not writers.is_alive(name):
+        if writers.has_ended(name):
             shutil.rmtree(f"{place}/{name}", ignore_errors=True)
 
 

@@ -32,6 +32,16 @@ def is_within_sight(writer: str) -> bool:
     return _split(writer)[0] == _place()
 
 
+def has_ended(writer: str) -> bool:
+    """Whether `writer` is known to run no more."""
+    return is_within_sight(writer) and not is_alive(writer)
+
+
+def is_this_process(writer: str) -> bool:
+    """Whether this process was named so."""
+    return _split(writer) == _split(new_writer())
+
+
 def _split(writer: str) -> tuple[str, int, str]:
     parts = writer.rsplit(".", 3)
     if len(parts) != 4 or not parts[1].isdecimal():

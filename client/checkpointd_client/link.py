@@ -20,16 +20,17 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from checkpointd import __version__
-from checkpointd.commit.machine import FINAL, Phase
+from checkpointd.commit.machine import Phase
 from checkpointd.config import CommitConfig, PersistConfig, Ranks
 from checkpointd.daemon import wire
 from checkpointd.daemon.channel import Channel, Received, connect
 from checkpointd.daemon.layouts import wire_tensors
-from checkpointd.errors import ERRORS, AbortedError, CheckpointdError, SidecarError, StagingError, WireError
+from checkpointd.errors import CheckpointdError, SidecarError, StagingError, WireError
 from checkpointd.layout.manifest import ErrorReport
-from checkpointd.pipeline.shard import Progress, Shard, ShardTensor
+from checkpointd.pipeline.shard import Shard, ShardTensor
 from checkpointd_client.arena import Slot
 from checkpointd_client.running import Job
+from checkpointd_client.track import LinkLost, NoAnswer, Track
 
 log = logging.getLogger("checkpointd")
 T = TypeVar("T")
@@ -41,49 +42,6 @@ GOODBYE_S = 2.0
 _LOOKS = 5
 """How often it is looked, within ANSWER_S, whether the daemon said anything."""
 _LAYOUTS_KNOWN = 4
-
-
-class LinkLost(SidecarError):
-    """The connection to the sidecar ended, or the sidecar does not answer any more."""
-
-
-class NoAnswer(LinkLost):
-    """Somebody holds the socket, and says nothing: asking costs the whole patience each time."""
-
-
-class Track:
-    """One save on a link: what the daemon said of it so far."""
-
-    def __init__(self, job: Job, on_phase: Callable[[Phase, CheckpointdError | None], None]) -> None:
-        self.job = job
-        self.votes_missing: tuple[int, ...] | None = None
-        self.known = False
-        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._on_phase = on_phase
-
-    def entered(self, message: wire.Phase) -> None:
-        phase = Phase(message.phase)
-        self.known = True
-        if phase in FINAL and not self.ended.done():
-            self.ended.set_result(None)
-        self._on_phase(phase, error_of(message.error, message.ranks))
-
-    def moved(self, message: wire.Progress, progress: Progress) -> None:
-        progress.raw_total, progress.raw_done, progress.stored = message.raw_total, message.raw_done, message.stored
-        self.votes_missing = message.votes_missing
-
-    def lost(self, error: LinkLost) -> None:
-        if not self.ended.done():
-            self.ended.set_exception(error)
-            self.ended.exception()  # whoever waits hears it; nobody may
-
-
-def error_of(report: ErrorReport | None, ranks: tuple[int, ...]) -> CheckpointdError | None:
-    """The error that the daemon reported, as its class."""
-    if report is None:
-        return None
-    kind = ERRORS.get(report.code, CheckpointdError)
-    return kind(report.message, ranks=ranks) if issubclass(kind, AbortedError) else kind(report.message)
 
 
 class Link:

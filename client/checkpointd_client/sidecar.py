@@ -18,8 +18,9 @@ from checkpointd.config import CommitConfig, PersistConfig, Ranks
 from checkpointd.daemon import wire
 from checkpointd.errors import CheckpointdError, SidecarError, WireError
 from checkpointd_client import link as links
-from checkpointd_client.link import Link, LinkLost, NoAnswer
+from checkpointd_client.link import Link
 from checkpointd_client.running import Endings, InlineRunner, Job
+from checkpointd_client.track import LinkLost, NoAnswer
 
 log = logging.getLogger("checkpointd")
 

@@ -77,7 +77,9 @@ async def _say_who_is_fenced(store: Store, before: int) -> None:
     except CheckpointdError as error:
         log.error("the record of epoch %d cannot be read: %s", before, error)
         return
-    who, ended = holder.writer, writers.is_within_sight(holder.process) and not writers.is_alive(holder.process)
+    who = holder.writer
+    # A Checkpointer of this very process was closed: a second one at the same root is refused.
+    ended = writers.is_this_process(holder.process) or writers.has_ended(holder.process)
     log.log(
         logging.INFO if ended else logging.WARNING,
         "epoch %d of %s (process %d on %s, %s) is over: this job runs it now%s",

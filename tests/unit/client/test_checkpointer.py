@@ -411,3 +411,12 @@ def test_a_handle_never_goes_back_a_phase_and_knows_its_speed(monkeypatch: pytes
     handle.advance(Phase.ABORTED)
     handle.advance(Phase.COMMITTED)
     assert handle.phase == "aborted"
+
+
+def test_a_second_checkpointer_after_the_first_was_closed_warns_of_nobody(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The job before at this root was this very process, and is known to have ended."""
+    for _ in range(2):
+        Checkpointer(tmp_path / "root").close()
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
