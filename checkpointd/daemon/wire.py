@@ -33,6 +33,8 @@ HELLO_BYTES_MAX = 4096
 FRAME_BYTES_MAX = 64 << 20
 DESCRIPTORS_MAX = 1
 
+TENSORS_MAX = 1 << 18
+"""Tensors of one layout: taking in as many holds the daemon's loop for about a second."""
 _Count = Annotated[int, Meta(ge=0, le=1 << 62)]
 _Id = Annotated[int, Meta(ge=0, le=1 << 53)]
 _Seconds = Annotated[float, Meta(ge=0, le=86400 * 31)]
@@ -132,7 +134,7 @@ class Layout(_Message, frozen=True, kw_only=True, tag="layout"):
 
     layout: _Id
     nbytes: _Count
-    tensors: tuple[WireTensor, ...]
+    tensors: Annotated[tuple[WireTensor, ...], Meta(max_length=TENSORS_MAX)]
 
 
 class Save(_Message, frozen=True, kw_only=True, tag="save"):

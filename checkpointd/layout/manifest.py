@@ -59,6 +59,8 @@ class Epoch(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpo
     spares: tuple[str, ...] = ()
     """Attempts of older epochs, each `<tag>/<attempt>`, whose writers go on: while this epoch is the newest, they are not
     fenced, and nobody else decides them."""
+    commit_timeout_s: float = 0.0
+    """How long the ranks of its attempts may take to vote, in seconds; 0 where that was not recorded."""
     writer: Writer
 
 
@@ -242,8 +244,10 @@ def encode(obj: SmallObject) -> bytes:
 def _plain(obj: SmallObject) -> bytes:
     """JSON without what was not there before there were sidecars, where it says nothing."""
     fields = msgspec.to_builtins(obj)
-    if isinstance(obj, Epoch) and not obj.spares:
-        del fields["spares"]
+    if isinstance(obj, Epoch):
+        for name in ("spares", "commit_timeout_s"):
+            if not fields[name]:
+                del fields[name]
     return msgspec.json.encode(fields)
 
 

@@ -250,8 +250,8 @@ class Saver:
             )
             self.history.end(save, Phase.FAILED)
 
-    def close(self, tidy_s: float) -> None:
-        """End the background threads, within about `tidy_s` seconds.
+    def close(self, tidy_s: float, *, ends_well: bool) -> None:
+        """End the background threads, within about `tidy_s` seconds; `ends_well` is the sidecar's to know.
 
         Handles end at the outcome; moving `latest` and tidying up may take a moment more.
         """
@@ -260,7 +260,7 @@ class Saver:
             self._prewarming.join(tidy_s)
         wait(set(self._running), tidy_s)
         try:
-            self._writer.call(self._runner.close(), tidy_s)
+            self._writer.call(self._runner.close(ends_well=ends_well), tidy_s)
         except CheckpointdError as error:
             log.warning("the sidecar was not told that this trainer ends: %s", error)
 

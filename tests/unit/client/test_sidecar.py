@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import threading
@@ -302,3 +303,33 @@ def test_the_slot_of_the_second_save_is_made_ready_after_the_first(tmp_path: Pat
         assert ckpt._arena._unmade == 0
         puppet.say(wire.Phase(save=save.save, phase=COMMITTED))
         assert handle.wait(LIMIT_S).phase == COMMITTED
+
+
+@pytest.mark.parametrize("what", [wire.Slot, wire.Layout])
+def test_a_snapshot_that_the_sidecar_has_no_room_for_is_persisted_here(tmp_path: Path, puppet: Puppet, what: type) -> None:
+    """It is told of the save only when it has taken slot and layout: it never votes on what it cannot read."""
+    said: list[wire.Message] = []
+
+    def refuse(message: wire.Message) -> wire.Message | None:
+        said.append(message)
+        if isinstance(message, what):
+            return wire.Refused(error=ErrorReport(code="UsageError", message="no room"), save=None)
+        return well_behaved(message)
+
+    puppet.reply = refuse
+    with Checkpointer(tmp_path / "root", sidecar=puppet.path) as ckpt:
+        for step in range(3):
+            assert ckpt.save(step, _state(float(step))).wait(LIMIT_S).phase == COMMITTED
+        assert ckpt._arena._busy == 0
+    assert puppet.connections == 1
+    assert not [message for message in said if isinstance(message, wire.Save)]
+    assert [_loaded(tmp_path / "root", step) for step in range(3)] == [0.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize("well", [True, False])
+def test_only_a_trainer_that_ends_well_lets_its_snapshot_go(tmp_path: Path, puppet: Puppet, well: bool) -> None:
+    """After an error somebody starts it again."""
+    with contextlib.suppress(ZeroDivisionError), Checkpointer(tmp_path / "root", sidecar=puppet.path):
+        if not well:
+            raise ZeroDivisionError
+    assert any(isinstance(message, wire.Leave) for message in puppet.heard()) == well
