@@ -193,7 +193,7 @@ def main() -> None:
     fuzz = fuzz_decoder if arguments.target == "decoder" else fuzz_sessions
     began, done, found, before, files = time.monotonic(), 0, 0, 0, 0
     while done < arguments.count:
-        batch = min(10_000, arguments.count - done)
+        batch = min(2_000, arguments.count - done)
         faulthandler.dump_traceback_later(HANG_S, exit=True)
         found += fuzz(range(arguments.seed + done, arguments.seed + done + batch))
         done += batch
