@@ -124,7 +124,8 @@ class Save:
 
     @property
     def persist(self) -> PersistConfig:
-        return PersistConfig(compression=self.compression, chunk_bytes=self.chunk_bytes, block_bytes=8192, budget_bytes=1 << 20)
+        budget = max(1 << 20, 2 * 8192 + 4 * self.chunk_bytes)
+        return PersistConfig(compression=self.compression, chunk_bytes=self.chunk_bytes, block_bytes=8192, budget_bytes=budget)
 
     def info(self, rank: int) -> AttemptInfo:
         return AttemptInfo(
