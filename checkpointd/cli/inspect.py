@@ -9,9 +9,10 @@ import click
 from checkpointd.cli.arguments import as_json, places, root_and_tag
 from checkpointd.cli.asking import ask, named_tag, show_json
 from checkpointd.cli.render import Block, Facts, Heading, Note, Table, show
-from checkpointd.cli.words import ABSENT, count, moment, ratio, shape, shortened, size
+from checkpointd.cli.words import ABSENT, count, moment, ratio, runs, shape, shortened, size
 from checkpointd.errors import DamagedError
-from checkpointd.pipeline.report.inspection import Inspection, RankReport, TensorReport, Totals, inspection
+from checkpointd.layout.manifest import Alias
+from checkpointd.pipeline.report.inspection import GlobalReport, Inspection, RankReport, TensorReport, Totals, inspection
 from checkpointd.store.base import Store
 
 VALUE_CHARACTERS = 100
@@ -25,7 +26,7 @@ _RIGHT = frozenset({"raw", "stored", "ratio", "chunks"})
 @click.option("--values", is_flag=True, help="Also what is stored beside the tensors.")
 @as_json()
 def command(places: tuple[str, ...], rank: int | None, tensors: str, values: bool, as_json: bool) -> int:
-    """The tensors of checkpoint TAG: shapes, sizes and codecs, rank by rank.
+    """The tensors of checkpoint TAG: shapes, sizes and codecs; those that ranks hold together first, then rank by rank.
 
     TAG may be `latest`. `ratio` is stored bytes per raw byte. Only the indexes are read: `checkpointd verify` reads all of it.
     """
@@ -58,8 +59,15 @@ def page(found: Inspection) -> Iterator[Block]:
     if found.codecs:
         yield Heading("codecs")
         yield _codecs_table(found.codecs)
+    together = len(found.ranks) == found.world_size and bool(found.tensors)
+    if together:
+        sizes = (
+            f"{size(sum(t.raw_bytes for t in found.tensors))} raw, {size(sum(t.stored_bytes for t in found.tensors))} stored"
+        )
+        yield Heading(f"held together: {count(len(found.tensors), 'tensor')}, {sizes}")
+        yield _global_table(found.tensors)
     for report in found.ranks:
-        yield from _rank_blocks(report)
+        yield from _rank_blocks(report, boxes=not together)
 
 
 def _codecs_table(codecs: Totals) -> Table:
@@ -69,15 +77,38 @@ def _codecs_table(codecs: Totals) -> Table:
     return Table(("codec", "chunks", "raw", "stored", "ratio"), rows, right=_RIGHT)
 
 
-def _rank_blocks(report: RankReport) -> Iterator[Block]:
+def _global_table(tensors: tuple[GlobalReport, ...]) -> Table:
+    titles = ("tensor", "dtype", "shape", "boxes", "ranks", "codec", "raw", "stored", "ratio")
+    rows = [
+        (
+            tensor.fqn,
+            tensor.dtype,
+            shape(tensor.shape),
+            _boxes_cell(tensor),
+            runs(part.rank for part in tensor.parts),
+            _codecs_cell(tensor.codecs),
+            size(tensor.raw_bytes),
+            size(tensor.stored_bytes),
+            ratio(tensor.raw_bytes, tensor.stored_bytes),
+        )
+        for tensor in tensors
+    ]
+    return Table(titles, rows, right=_RIGHT, prose=frozenset({"tensor", "boxes", "ranks", "codec"}), optional=("ratio",))
+
+
+def _rank_blocks(report: RankReport, *, boxes: bool) -> Iterator[Block]:
+    """`boxes`: whether to list the rank's boxes of global tensors among its own tensors, or only to count them."""
     if report.damage:
         yield Heading(f"rank {report.rank}")
         yield Note(report.damage.message, "bad")
         return
     sizes = f"{size(report.raw_bytes)} raw, {size(report.stored_bytes)} stored"
-    yield Heading(f"rank {report.rank}: {count(len(report.tensors), 'tensor')}, {sizes}")
-    if report.tensors:
-        yield _tensors_table(report)
+    listed = [tensor for tensor in report.tensors if boxes or tensor.scope == "rank"]
+    counted = len(report.tensors) - len(listed)
+    others = f", {counted} box{'es' if counted > 1 else ''} of those above" if counted else ""
+    yield Heading(f"rank {report.rank}: {count(len(listed), 'tensor')}{others}, {sizes}")
+    if listed or report.aliases:
+        yield _tensors_table(listed, report.aliases)
     if report.excluded:
         yield Note(f"left out on purpose (frozen): {', '.join(report.excluded)}", "quiet")
     if report.values is not None:
@@ -86,10 +117,10 @@ def _rank_blocks(report: RankReport) -> Iterator[Block]:
         yield Table(("path", "kind", "value"), rows, prose=frozenset({"path", "value"}))
 
 
-def _tensors_table(report: RankReport) -> Table:
+def _tensors_table(tensors: list[TensorReport], aliases: tuple[Alias, ...]) -> Table:
     titles = ("tensor", "dtype", "shape", "codec", "raw", "stored", "ratio")
-    rows: list[tuple[str, ...]] = [_tensor_cells(tensor) for tensor in report.tensors]
-    rows += [(alias.fqn, "=", shape(alias.shape), f"shares {alias.owner}", ABSENT, ABSENT, ABSENT) for alias in report.aliases]
+    rows: list[tuple[str, ...]] = [_tensor_cells(tensor) for tensor in tensors]
+    rows += [(alias.fqn, "=", shape(alias.shape), f"shares {alias.owner}", ABSENT, ABSENT, ABSENT) for alias in aliases]
     return Table(titles, rows, right=_RIGHT, prose=frozenset({"tensor", "shape", "codec"}), optional=("ratio",))
 
 
@@ -101,8 +132,18 @@ def _tensor_cells(tensor: TensorReport) -> tuple[str, ...]:
         tensor.fqn,
         tensor.dtype,
         where,
-        "+".join(total.codec for total in tensor.codecs) or ABSENT,
+        _codecs_cell(tensor.codecs),
         size(tensor.raw_bytes),
         size(tensor.stored_bytes),
         ratio(tensor.raw_bytes, tensor.stored_bytes),
     )
+
+
+def _boxes_cell(tensor: GlobalReport) -> str:
+    """How many, and how large where all are alike; `--rank` shows where those of one rank lie."""
+    first, *others = {part.box.sizes for part in tensor.parts}
+    return f"{len(tensor.parts)}, uneven" if others else f"{len(tensor.parts)} of {shape(first)}"
+
+
+def _codecs_cell(codecs: Totals) -> str:
+    return "+".join(total.codec for total in codecs) or ABSENT

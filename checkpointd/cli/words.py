@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from datetime import UTC, datetime
 
 ABSENT = "-"
@@ -68,6 +69,14 @@ def count(value: int, noun: str) -> str:
 def shape(sizes: tuple[int, ...]) -> str:
     """`64x48`; `scalar` for a 0-d tensor."""
     return "x".join(str(n) for n in sizes) or "scalar"
+
+
+def runs(numbers: Iterable[int]) -> str:
+    """`0-3,7`: which numbers there are."""
+    ordered = sorted(set(numbers))
+    starts = [n for n, before in zip(ordered, [None, *ordered], strict=False) if before is None or n != before + 1]
+    ends = [n for n, after in zip(ordered, [*ordered[1:], None], strict=False) if after is None or after != n + 1]
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True)) or ABSENT
 
 
 def printable(text: str) -> str:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
 
 from checkpointd.config import LoadConfig
-from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, StoreError
+from checkpointd.errors import CheckpointdError, DamagedError, FormatError, NotFoundError, StoreError
 from checkpointd.layout import tree
-from checkpointd.layout.keys import plan_key, vote_name
-from checkpointd.layout.manifest import Index, Vote
-from checkpointd.layout.plan import cover_fault
+from checkpointd.layout.keys import OUTCOME, plan_key, vote_name
+from checkpointd.layout.manifest import Index, Plan, PlanTensor, Vote
+from checkpointd.layout.plan import cover_fault, union_fault
 from checkpointd.pipeline.catalog import Checkpoint, read_plan, read_vote
 from checkpointd.pipeline.load import read_index, read_tensors
 from checkpointd.store.base import Store
@@ -52,18 +52,24 @@ class Verdict:
 async def verify(
     store: Store, checkpoint: Checkpoint, config: LoadConfig, on_bytes: Callable[[int], None] = lambda _: None
 ) -> Verdict:
-    """Verify outcome, votes, plans, indexes and every chunk of every rank. What the storage cannot read is damage as well."""
+    """Verify outcome, votes, plans, indexes and every chunk of every rank, and that the ranks together stored a whole state.
+
+    What the storage cannot read is damage as well.
+    """
     verdict = Verdict(checkpoint.tag, str(checkpoint.attempt))
 
     def count(nbytes: int) -> None:
         verdict.bytes_read += nbytes
         on_bytes(nbytes)
 
+    stored: dict[int, Plan] = {}
     for rank in range(checkpoint.outcome.world_size):
         try:
-            await _verify_rank(store, checkpoint, rank, config, count, verdict.damage)
+            stored[rank] = await _verify_rank(store, checkpoint, rank, config, count, verdict.damage)
         except (DamagedError, NotFoundError, StoreError) as error:
             verdict.damage.append(Damage.of(error, rank))
+    if len(stored) == checkpoint.outcome.world_size:
+        verdict.damage.extend(_union_damage(checkpoint, stored))
     return verdict
 
 
@@ -74,7 +80,8 @@ async def _verify_rank(
     config: LoadConfig,
     count: Callable[[int], None],
     damage: list[Damage],
-) -> None:
+) -> Plan:
+    """Everything of one rank; what its index says that it stored."""
     index = await read_index(store, checkpoint, rank)
     try:
         vote = await read_vote(store, f"{checkpoint.prefix}/{vote_name(rank)}")
@@ -84,6 +91,16 @@ async def _verify_rank(
         damage.append(Damage.of(error, rank))
     found = await read_tensors(store, checkpoint.prefix, index, {t.fqn: None for t in index.tensors}, config, count)
     damage.extend(Damage.of(error, rank) for error in found)
+    parts = tuple(PlanTensor(t.fqn, t.dtype, t.shape, t.box, t.scope) for t in index.tensors)
+    return Plan(rank=rank, world_size=index.world_size, tensors=parts)
+
+
+def _union_damage(checkpoint: Checkpoint, stored: Mapping[int, Plan]) -> Iterator[Damage]:
+    """The coordinator let no such checkpoint pass; it may have been put together since."""
+    fault = union_fault(stored)
+    if fault is not None:
+        message = f"the ranks of {checkpoint.tag} did not store one whole state: {fault}"
+        yield Damage.of(FormatError(message, key=f"{checkpoint.prefix}/{OUTCOME}"))
 
 
 async def _check_plan(store: Store, checkpoint: Checkpoint, vote: Vote, index: Index) -> None:

@@ -10,12 +10,24 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from checkpointd_client.checkpointer import Checkpointer
+    from checkpointd_client.export import StateDict, consolidate, state_dict_from_checkpoint
     from checkpointd_client.handle import SaveHandle, Timings
     from checkpointd_client.loading import Loaded
     from checkpointd_client.rng import RngState
     from checkpointd_client.status import AttemptStatus, Status
 
-__all__ = ["AttemptStatus", "Checkpointer", "Loaded", "RngState", "SaveHandle", "Status", "Timings"]
+__all__ = [
+    "AttemptStatus",
+    "Checkpointer",
+    "Loaded",
+    "RngState",
+    "SaveHandle",
+    "StateDict",
+    "Status",
+    "Timings",
+    "consolidate",
+    "state_dict_from_checkpoint",
+]
 
 _HOMES = {
     "AttemptStatus": "status",
@@ -23,8 +35,11 @@ _HOMES = {
     "Loaded": "loading",
     "RngState": "rng",
     "SaveHandle": "handle",
+    "StateDict": "export",
     "Status": "status",
     "Timings": "handle",
+    "consolidate": "export",
+    "state_dict_from_checkpoint": "export",
 }
 
 

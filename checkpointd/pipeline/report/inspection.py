@@ -45,6 +45,27 @@ class TensorReport(msgspec.Struct, frozen=True, kw_only=True):
     codecs: Totals
 
 
+class PartReport(msgspec.Struct, frozen=True, kw_only=True):
+    """A box of a global tensor, and the rank that stored it."""
+
+    rank: int
+    box: Box
+    raw_bytes: int
+    stored_bytes: int
+
+
+class GlobalReport(msgspec.Struct, frozen=True, kw_only=True):
+    """A tensor that the ranks hold together: its shape as a whole, and who stored which box of it."""
+
+    fqn: str
+    dtype: str
+    shape: tuple[int, ...]
+    parts: tuple[PartReport, ...]
+    raw_bytes: int
+    stored_bytes: int
+    codecs: Totals
+
+
 class RankReport(msgspec.Struct, frozen=True, kw_only=True):
     """What one rank stored, or the damage that keeps its index from being read."""
 
@@ -60,7 +81,10 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Inspection(msgspec.Struct, frozen=True, kw_only=True):
-    """The sizes and totals are of what is shown: all of the checkpoint, or the ranks and tensors asked for."""
+    """The sizes and totals are of what is shown: all of the checkpoint, or the ranks and tensors asked for.
+
+    `tensors` are those of scope global, put together from the ranks; the boxes stand in `ranks` as well.
+    """
 
     root: str
     tag: str
@@ -71,6 +95,7 @@ class Inspection(msgspec.Struct, frozen=True, kw_only=True):
     raw_bytes: int
     stored_bytes: int
     codecs: Totals
+    tensors: tuple[GlobalReport, ...]
     ranks: tuple[RankReport, ...]
 
     @property
@@ -101,6 +126,7 @@ async def inspection(
         raw_bytes=sum(t.raw_bytes for t in shown),
         stored_bytes=sum(t.stored_bytes for t in shown),
         codecs=_merged(total for tensor in shown for total in tensor.codecs),
+        tensors=tuple(_together(reports)),
         ranks=tuple(reports),
     )
 
@@ -147,6 +173,31 @@ def _tensor(entry: TensorEntry) -> TensorReport:
         raw_bytes=sum(chunk.raw for chunk in entry.chunks),
         stored_bytes=sum(chunk.stored for chunk in entry.chunks),
         codecs=_merged(_of_chunks(entry.chunks)),
+    )
+
+
+def _together(reports: Iterable[RankReport]) -> Iterator[GlobalReport]:
+    """The global tensors among what the ranks stored. Ranks that describe one differently give two: nothing is hidden."""
+    found: dict[tuple[str, str, tuple[int, ...]], list[tuple[int, TensorReport]]] = defaultdict(list)
+    for report in reports:
+        for tensor in report.tensors:
+            if tensor.scope == "global":
+                found[tensor.fqn, tensor.dtype, tensor.shape].append((report.rank, tensor))
+    for (fqn, dtype, shape), parts in found.items():
+        yield GlobalReport(
+            fqn=fqn,
+            dtype=dtype,
+            shape=shape,
+            parts=tuple(_part(rank, tensor) for rank, tensor in parts),
+            raw_bytes=sum(tensor.raw_bytes for _, tensor in parts),
+            stored_bytes=sum(tensor.stored_bytes for _, tensor in parts),
+            codecs=_merged(total for _, tensor in parts for total in tensor.codecs),
+        )
+
+
+def _part(rank: int, tensor: TensorReport) -> PartReport:
+    return PartReport(
+        rank=rank, box=tensor.box or whole(tensor.shape), raw_bytes=tensor.raw_bytes, stored_bytes=tensor.stored_bytes
     )
 
 

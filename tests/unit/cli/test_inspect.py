@@ -124,7 +124,19 @@ def test_a_part_of_a_tensor_shows_its_box(root: Path, at: With, cli: Cli) -> Non
     at(save)
     found = cli("inspect", root, "global_step1", "--json").json
     assert [r["tensors"][0]["box"] for r in found["ranks"]] == [[[0, 0], [2, 6]], [[2, 0], [2, 6]]]
-    assert "2x6@2,0 of 4x6" in cli("inspect", root, "global_step1").out
+    whole = found["tensors"]
+    assert [(t["fqn"], t["shape"], t["raw_bytes"]) for t in whole] == [("w", [4, 6], 96)]
+    assert [(p["rank"], p["box"], p["raw_bytes"]) for p in whole[0]["parts"]] == [
+        (0, [[0, 0], [2, 6]], 48),
+        (1, [[2, 0], [2, 6]], 48),
+    ]
+    assert "2x6@2,0 of 4x6" in cli("inspect", root, "global_step1", "--rank", "1").out
+    answer = cli("inspect", root, "global_step1")
+    assert "held together: 1 tensor, 96B raw, 96B stored" in answer.lines
+    assert ["w", "float32", "4x6", "2", "of", "2x6", "0-1", "raw", "96B", "96B", "1.000"] in [
+        line.split() for line in answer.lines
+    ]
+    assert "rank 1: 0 tensors, 1 box of those above, 48B raw, 48B stored" in answer.lines
 
 
 @pytest.mark.parametrize("fault", ["flip", "truncate", "remove"])

@@ -1,0 +1,106 @@
+"""`checkpointd consolidate`: a checkpoint as plain files for other programs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+
+import click
+
+from checkpointd.cli.arguments import as_json, places, root_and_maybe_tag
+from checkpointd.cli.asking import ask, show_json
+from checkpointd.cli.render import Block, Facts, Heading, Table, console, show
+from checkpointd.cli.words import count, size
+from checkpointd.errors import UsageError
+from checkpointd.pipeline.export.consolidate import Consolidation, Container, Request, Safetensors, consolidate
+from checkpointd.pipeline.export.sizes import byte_count
+
+FORMATS = ("safetensors", "torch")
+DTYPES = ("keep", "fp32", "bf16")
+TORCH_SUFFIXES = (".pt", ".pth", ".bin")
+
+
+@click.command("consolidate", short_help="Write a checkpoint as safetensors or as a torch file.")
+@places("[ROOT] [TAG] OUT")
+@click.option("--only", metavar="NAME", help="Only the state under this name, such as 'model', which is left out of names.")
+@click.option("--dtype", type=click.Choice(DTYPES), default="keep", show_default=True, help="What floats become.")
+@click.option("--format", "kind", type=click.Choice(FORMATS), help="[default: torch where OUT ends in .pt, .pth or .bin]")
+@click.option("--max-shard-size", metavar="SIZE", default="5GB", show_default=True, help="The most in one safetensors file.")
+@click.option("--rank", type=int, help="Whose tensors, of those that each rank holds for itself.")
+@click.option("--memory", metavar="SIZE", default="512MiB", show_default=True, help="About what to hold in memory at once.")
+@click.option("--force", is_flag=True, help="Replace OUT where it is there.")
+@as_json()
+def command(
+    places: tuple[str, ...],
+    only: str | None,
+    dtype: str,
+    kind: str | None,
+    max_shard_size: str,
+    rank: int | None,
+    memory: str,
+    force: bool,
+    as_json: bool,
+) -> None:
+    """Write checkpoint TAG (default: latest) as plain files to OUT, which appears whole or not at all.
+
+    OUT is a directory of safetensors files, as Hugging Face's libraries load them; one file where it ends in .safetensors;
+    or a file of torch.save for torch.load(weights_only=True). Every byte is verified on the way.
+    """
+    if not places:
+        raise UsageError("where to? Give the place, as in `checkpointd consolidate /mnt/ckpts/run1 model --only model`")
+    *before, out = places
+    root, tag = root_and_maybe_tag(tuple(before), "consolidate")
+    request = Request(
+        tag=tag,
+        only=only,
+        dtype=dtype,  # type: ignore[arg-type]  # click has checked it
+        rank=rank,
+        force=force,
+        memory_bytes=byte_count(memory, "--memory"),
+    )
+    container = _container(out, kind, byte_count(max_shard_size, "--max-shard-size"))
+    with progress() as on_progress:
+        done = ask(root, lambda store: consolidate(store, out, container, request, on_progress))
+    if as_json:
+        show_json(done)
+    else:
+        show(page(done))
+
+
+def _container(out: str, kind: str | None, file_bytes_max: int) -> Container:
+    if kind is None:
+        kind = "torch" if out.endswith(TORCH_SUFFIXES) else "safetensors"
+    if kind == "safetensors":
+        return Safetensors(out, file_bytes_max)
+    try:
+        made: Container = import_module("checkpointd_client.torch_file").TorchFile()
+    except ImportError as error:
+        raise UsageError(
+            f"--format torch needs torch, which cannot be imported ({error}): "
+            "pip install 'checkpointd[torch]', or use --format safetensors"
+        ) from error
+    return made
+
+
+def page(done: Consolidation) -> Iterator[Block]:
+    """The page for people: what was written, and the files."""
+    yield Heading(f"{done.tag} -> {done.out}")
+    tied = f", {count(len(done.tied), 'name')} of them tied" if done.tied else ""
+    yield Facts([("step", str(done.step)), ("tensors", f"{done.tensors}{tied}"), ("size", size(done.bytes))])
+    yield Table(("file", "size"), [(file.name, size(file.size)) for file in done.files], right=frozenset({"size"}))
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[int, int], None]]:
+    """A bar on standard error where that is a terminal; a callback for the bytes written and their total."""
+    if not sys.stderr.isatty():
+        yield lambda _, __: None
+        return
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (BarColumn(), DownloadColumn(True), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console(sys.stderr), transient=True) as bar:
+        whole = bar.add_task("", total=None)
+        yield lambda done, total: bar.update(whole, completed=done, total=total)

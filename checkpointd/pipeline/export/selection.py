@@ -1,0 +1,197 @@
+"""Which tensors of a checkpoint leave it, under which names: a part of the state, and one copy of what all ranks hold alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from checkpointd.errors import FormatError, NotFoundError, UsageError
+from checkpointd.layout.boxes import whole
+from checkpointd.layout.manifest import Alias, Index, TensorEntry
+from checkpointd.pipeline.world import World
+
+SHOWN_MAX = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A stored tensor: a global one (`rank` None), or that rank's own."""
+
+    fqn: str
+    dtype: str
+    shape: tuple[int, ...]
+    rank: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Elements of a source: `stride` and `offset` count elements in its row-major order."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether the elements follow each other in the source."""
+        return 0 in self.shape or self.stride == contiguous_stride(self.shape)
+
+    @property
+    def span(self) -> range:
+        """The shortest run of the source that has all elements."""
+        if 0 in self.shape:
+            return range(self.offset, self.offset)
+        reach = sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
+        return range(self.offset, self.offset + reach + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """A tensor under the name that it gets outside; `fqn` is the one that it has in the checkpoint."""
+
+    name: str
+    fqn: str
+    source: Source
+    view: View
+
+    @property
+    def dtype(self) -> str:
+        return self.source.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.view.shape
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """All names that leave, and what they are."""
+
+    names: tuple[Exported, ...]
+
+    @property
+    def untied(self) -> tuple[list[Exported], dict[str, str]]:
+        """Each tensor once, under the name that it is stored by where that is among them; and other names -> that name."""
+        groups: dict[tuple[Source, View], list[Exported]] = {}
+        for tensor in self.names:
+            groups.setdefault((tensor.source, tensor.view), []).append(tensor)
+        kept, tied = [], {}
+        for group in groups.values():
+            first = next((t for t in group if t.fqn == t.source.fqn), group[0])
+            kept.append(first)
+            tied.update({t.name: first.name for t in group if t is not first})
+        return kept, tied
+
+
+def select(world: World, only: str | None = None, rank: int | None = None) -> Selection:
+    """The tensors below `only` in the state, that prefix stripped; all of them, by their FQNs, where it is None.
+
+    A tensor that several ranks stored as their own leaves once, where it is the same on all of them. Where it is not, `rank`
+    says whose is meant; without it UsageError names the tensor. NotFoundError where nothing is left, UsageError where there is
+    no such rank.
+    """
+    if rank is not None and rank not in world.indexes:
+        raise UsageError(f"there is no rank {rank}: {world.checkpoint.tag} was saved by {len(world.indexes)} ranks")
+    found: dict[str, _Found] = {}
+    for index in world.indexes.values():
+        for fqn, source, view, content in _of_rank(world, index, rank):
+            name = _stripped(fqn, only)
+            if name is not None:
+                found.setdefault(name, _Found(fqn, source, view)).add(index.rank, content)
+    if not found:
+        raise _nothing(world, only)
+    differing = next((name for name in found if len(found[name].contents) > 1), None)
+    if differing is not None:
+        raise found[differing].differs()
+    return Selection(tuple(Exported(name, f.fqn, f.source, f.view) for name, f in found.items()))
+
+
+@dataclass(slots=True)
+class _Found:
+    """One name, and every content that it has, with the first rank that has it."""
+
+    fqn: str
+    source: Source
+    view: View
+    contents: dict[object, int] = field(default_factory=dict)
+
+    def add(self, rank: int, content: object) -> None:
+        self.contents.setdefault(content, rank)
+
+    def differs(self) -> UsageError:
+        one, two, *_ = self.contents.values()
+        return UsageError(
+            f"{self.fqn} is not the same on ranks {one} and {two}, which stored one each: export the part of the state that is "
+            "asked for (such as only='model'), or say whose is meant (such as rank=0)"
+        )
+
+
+def _of_rank(world: World, index: Index, rank: int | None) -> Iterator[tuple[str, Source, View, object]]:
+    """What `index` offers: FQN, where it lies, and what tells whether another rank's is the same."""
+    entries: dict[str, TensorEntry] = {}
+    for entry in index.tensors:
+        if entry.scope == "global" or rank in (None, index.rank):
+            entries[entry.fqn] = entry
+            yield entry.fqn, _source(entry, index.rank), _all_of(entry.shape), _content(entry, _all_of(entry.shape))
+    for alias in index.aliases:
+        owner = entries.get(alias.owner) or _global_part(world, alias.owner)
+        if owner is not None:
+            view = _view(alias, owner)
+            yield alias.fqn, _source(owner, index.rank), view, _content(owner, view)
+
+
+def _global_part(world: World, fqn: str) -> TensorEntry | None:
+    """Any part of the global tensor `fqn`: the rank that names it need not have written one."""
+    tensor = world.tensors.get(fqn)
+    return tensor.parts[0].entry if tensor else None
+
+
+def _source(entry: TensorEntry, rank: int) -> Source:
+    if entry.scope == "rank" and entry.box != whole(entry.shape):
+        raise FormatError(f"rank {rank} holds {entry.fqn} for itself, and only a part of it", fqn=entry.fqn, rank=rank)
+    return Source(entry.fqn, entry.dtype, entry.shape, None if entry.scope == "global" else rank)
+
+
+def _content(entry: TensorEntry, view: View) -> object:
+    """Equal for equal bytes in equal chunks."""
+    if entry.scope == "global":
+        return entry.fqn, view
+    return entry.dtype, entry.shape, view, tuple((chunk.raw, chunk.digest) for chunk in entry.chunks)
+
+
+def _view(alias: Alias, owner: TensorEntry) -> View:
+    view = View(alias.shape, alias.stride, alias.offset)
+    count = _all_of(owner.shape).span.stop
+    sane = len(alias.shape) == len(alias.stride) and min((*alias.shape, *alias.stride, alias.offset), default=0) >= 0
+    if not sane or view.span.stop > count:
+        raise FormatError(f"{alias.fqn} shares memory outside {alias.owner}", fqn=alias.fqn)
+    return view
+
+
+def _all_of(shape: tuple[int, ...]) -> View:
+    return View(shape, contiguous_stride(shape), 0)
+
+
+def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides, in elements, of a row-major tensor of `shape`."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def _stripped(fqn: str, only: str | None) -> str | None:
+    """The name that `fqn` leaves under; None where it does not leave. A tensor that is asked for by its own FQN keeps it."""
+    if only is None or fqn == only:
+        return fqn
+    return fqn.removeprefix(f"{only}.") if fqn.startswith(f"{only}.") else None
+
+
+def _nothing(world: World, only: str | None) -> NotFoundError:
+    tag = world.checkpoint.tag
+    if only is None:
+        return NotFoundError(f"{tag} holds no tensors")
+    parts = list(dict.fromkeys(e.fqn.partition(".")[0] for i in world.indexes.values() for e in i.tensors))
+    shown = ", ".join(parts[:SHOWN_MAX]) + (", ..." if len(parts) > SHOWN_MAX else "")
+    return NotFoundError(f"{tag} holds no tensor below {only!r}; its parts are: {shown or 'none'}")

@@ -1,0 +1,220 @@
+"""Checkpoints for programs without this library: torch.load, safetensors, and tensors that are read when asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, load_model
+
+from checkpointd.errors import DamagedError, NotFoundError, UsageError
+from checkpointd_client import Checkpointer, consolidate, state_dict_from_checkpoint
+from checkpointd_client import torch_file as torch_files
+from tests.builders import break_file, objects
+
+
+class Tied(torch.nn.Module):
+    """A language model's shape: the head is the embedding."""
+
+    def __init__(self, *, window: bool = True) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(50, 16)
+        self.body = torch.nn.Linear(16, 16).to(torch.bfloat16)
+        self.head = torch.nn.Linear(16, 50, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("steps", torch.tensor(3))
+        if window:
+            self.register_buffer("window", self.embed.weight.detach()[10:20, 2:5])
+        self.register_buffer("empty", torch.empty(0, 4))
+
+
+@pytest.fixture
+def model() -> Tied:
+    torch.manual_seed(0)
+    return Tied()
+
+
+@pytest.fixture
+def root(tmp_path: Path, model: Tied) -> Path:
+    optimizer = torch.optim.AdamW(model.parameters())
+    model.head(model.embed(torch.arange(5))).sum().backward()
+    optimizer.step()
+    with Checkpointer(tmp_path / "root") as ckpt:
+        ckpt.save(4, {"model": model, "optimizer": optimizer, "other": {"w": torch.ones(3)}}).wait()
+    return tmp_path / "root"
+
+
+def same(found: dict[str, torch.Tensor], model: torch.nn.Module, dtype: torch.dtype | None = None) -> bool:
+    expected = model.state_dict()
+    return found.keys() == expected.keys() and all(
+        torch.equal(found[name], tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor)
+        and found[name].dtype == (dtype if dtype and tensor.is_floating_point() else tensor.dtype)
+        for name, tensor in expected.items()
+    )
+
+
+# --- torch's own file --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+def test_torch_loads_it_with_weights_only(root: Path, tmp_path: Path, model: Tied, mmap: bool) -> None:
+    done = consolidate(root, tmp_path / "model.pt", only="model", format="torch")
+    found = torch.load(tmp_path / "model.pt", weights_only=True, mmap=mmap)
+    assert same(found, model)
+    assert found["head.weight"].data_ptr() == found["embed.weight"].data_ptr()
+    assert found["window"].untyped_storage().data_ptr() == found["embed.weight"].untyped_storage().data_ptr()
+    assert (done.format, done.files[0].name, done.tied) == ("torch", "model.pt", {"head.weight": "embed.weight"})
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_floats_are_converted_in_every_name(root: Path, tmp_path: Path, model: Tied, name: str, dtype: torch.dtype) -> None:
+    consolidate(root, tmp_path / "model.pt", only="model", format="torch", dtype=name)  # type: ignore[arg-type]  # by name
+    assert same(torch.load(tmp_path / "model.pt", weights_only=True), model, dtype)
+
+
+def test_the_file_is_a_zip_file_whose_checksums_are_right(root: Path, tmp_path: Path) -> None:
+    consolidate(root, tmp_path / "all.pt", format="torch")
+    with zipfile.ZipFile(tmp_path / "all.pt") as archive:
+        assert archive.testzip() is None
+        assert len([name for name in archive.namelist() if "/data/" in name]) > 5
+
+
+def test_the_file_is_what_torch_would_have_written(root: Path, tmp_path: Path) -> None:
+    """The same members with the same bytes, as well aligned: whatever reads torch's files reads this one."""
+    consolidate(root, tmp_path / "model.pt", only="model", format="torch")
+    torch.save(torch.load(tmp_path / "model.pt", weights_only=True), tmp_path / "again.pt")
+
+    def members(path: Path) -> list[tuple[str, int, int]]:
+        with zipfile.ZipFile(path) as archive:
+            infos = [(info.filename.partition("/")[2], info.file_size, info.CRC) for info in archive.infolist()]
+        # torch gives each file an id; and pickle numbers names that it met before, which depends on who made them.
+        return [info for info in infos if info[0] not in ("data.pkl", ".data/serialization_id")]
+
+    assert members(tmp_path / "again.pt") == members(tmp_path / "model.pt")
+    assert all(room.offset % 64 == 0 for room in torch_files._rooms(str(tmp_path / "model.pt")))
+
+
+PACKED = {f"{sign}int{width}" for sign in ("", "u") for width in range(1, 8)}
+"""Dtypes that torch.save itself refuses."""
+
+
+@pytest.mark.parametrize("dtype", sorted(torch_files.DTYPES.keys() - PACKED))
+def test_every_dtype_that_can_be_saved_comes_back(tmp_path: Path, dtype: str) -> None:
+    bits = torch.arange(64, dtype=torch.uint8)
+    tensor = (bits % 2).view(torch.bool) if dtype == "bool" else bits.view(torch_files.DTYPES[dtype])
+    with Checkpointer(tmp_path / "root") as ckpt:
+        ckpt.save(1, {"model": {"w": tensor}}).wait()
+    consolidate(tmp_path / "root", tmp_path / "model.pt", only="model", format="torch")
+    found = torch.load(tmp_path / "model.pt", weights_only=True)["w"]
+    assert found.dtype == tensor.dtype
+    assert found.view(torch.uint8).tolist() == tensor.view(torch.uint8).tolist()
+
+
+@pytest.mark.parametrize("dtype", sorted(torch_files.DTYPES.keys() & PACKED))
+def test_a_dtype_that_torch_cannot_save_is_named(tmp_path: Path, dtype: str) -> None:
+    tensor = torch.arange(4, dtype=torch.uint8).view(torch_files.DTYPES[dtype])
+    with pytest.raises(KeyError):
+        torch.save({"w": tensor}, tmp_path / "by-torch.pt")
+    (tmp_path / "by-torch.pt").unlink()
+    with Checkpointer(tmp_path / "root") as ckpt:
+        ckpt.save(1, {"model": {"w": tensor}}).wait()
+    with pytest.raises(UsageError, match=f"^w cannot be saved by this torch: dtype torch.{dtype} is not recognized"):
+        consolidate(tmp_path / "root", tmp_path / "model.pt", only="model", format="torch")
+    assert [path.name for path in tmp_path.iterdir()] == ["root"]
+
+
+def test_a_name_that_no_ascii_has(root: Path, tmp_path: Path, model: Tied) -> None:
+    consolidate(root, tmp_path / "modèle.pt", only="model", format="torch")
+    assert same(torch.load(tmp_path / "modèle.pt", weights_only=True), model)
+
+
+def test_torch_files_are_not_overwritten_and_damage_leaves_nothing(root: Path, tmp_path: Path) -> None:
+    out = tmp_path / "model.pt"
+    consolidate(root, out, only="model", format="torch")
+    before = out.read_bytes()
+    with pytest.raises(UsageError, match="exists and is not overwritten"):
+        consolidate(root, out, only="model", format="torch")
+    chunks = next(path for path in objects(root, ".chunks") if path.stat().st_size)
+    break_file(chunks, "flip")
+    with pytest.raises(DamagedError):
+        consolidate(root, out, format="torch", force=True)
+    assert out.read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.pt", "root"]
+
+
+# --- safetensors -------------------------------------------------------------------------------------------------------
+
+
+def test_safetensors_loads_a_model_with_tied_weights(tmp_path: Path) -> None:
+    model, fresh = Tied(window=False), Tied(window=False)
+    with Checkpointer(tmp_path / "root") as ckpt:
+        ckpt.save(1, {"model": model}).wait()
+    consolidate(tmp_path / "root", tmp_path / "model.safetensors", only="model")
+    missing, unexpected = load_model(fresh, tmp_path / "model.safetensors")
+    assert (missing, unexpected) == (set(), [])
+    assert same(fresh.state_dict(), model)
+    assert fresh.head.weight is fresh.embed.weight
+    assert "head.weight" not in load_file(tmp_path / "model.safetensors")
+
+
+def test_it_works_where_a_loop_runs_already(root: Path, tmp_path: Path, model: Tied) -> None:
+    """As in a notebook."""
+
+    async def cell() -> dict[str, torch.Tensor]:
+        consolidate(root, tmp_path / "model.pt", only="model", format="torch")
+        return dict(state_dict_from_checkpoint(root, only="model"))
+
+    assert same(asyncio.run(cell()), model)
+    assert same(torch.load(tmp_path / "model.pt", weights_only=True), model)
+
+
+# --- lazily ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_lazy_state_dict_has_every_name_and_reads_on_access(root: Path, model: Tied) -> None:
+    found = state_dict_from_checkpoint(root, only="model")
+    assert (found.tag, found.step) == ("global_step4", 4)
+    assert found.keys() == model.state_dict().keys()
+    assert found.shape("body.weight") == (16, 16)
+    assert found.dtype("body.weight") == torch.bfloat16
+    assert same(dict(found), model)
+    fresh = Tied()
+    fresh.load_state_dict(dict(found))
+    assert same(fresh.state_dict(), model)
+
+
+def test_a_lazy_state_dict_reads_nothing_before_it_is_asked(root: Path) -> None:
+    found = state_dict_from_checkpoint(root)
+    for chunks in objects(root, ".chunks"):
+        chunks.unlink()
+    assert found["model.empty"].shape == (0, 4)
+    with pytest.raises(DamagedError) as caught:
+        found["other.w"]
+    assert (caught.value.fqn, caught.value.rank) == ("other.w", 0)
+
+
+def test_names_that_shared_memory_share_it_while_one_is_in_use(root: Path) -> None:
+    found = state_dict_from_checkpoint(root, only="model")
+    head = found["head.weight"]
+    embed, window = found["embed.weight"], found["window"]
+    assert head.data_ptr() == embed.data_ptr()
+    assert window.untyped_storage().data_ptr() == embed.untyped_storage().data_ptr()
+    address = embed.data_ptr()
+    del embed, head
+    gc.collect()
+    assert found["embed.weight"].data_ptr() == address, "the window keeps it"
+
+
+def test_what_was_asked_for_must_be_there(root: Path) -> None:
+    with pytest.raises(NotFoundError, match="its parts are: model, optimizer, other"):
+        state_dict_from_checkpoint(root, only="nothing")
+    with pytest.raises(KeyError):
+        state_dict_from_checkpoint(root)["nothing"]
+    with pytest.raises(NotFoundError, match="there is no tag"):
+        state_dict_from_checkpoint(root, "global_step5")
+    with pytest.raises(NotFoundError, match="there is no latest"):
+        state_dict_from_checkpoint(root.parent / "elsewhere")
