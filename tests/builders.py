@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,9 +19,10 @@ from checkpointd.codec import Compression
 from checkpointd.commit.machine import FINAL, Phase
 from checkpointd.config import CommitConfig, LoadConfig, PersistConfig
 from checkpointd.layout import tree
-from checkpointd.layout.boxes import whole
+from checkpointd.layout.boxes import Box, whole
 from checkpointd.layout.keys import AttemptId
-from checkpointd.layout.manifest import Alias, ErrorReport
+from checkpointd.layout.manifest import Alias, ErrorReport, Scope
+from checkpointd.layout.regions import slices
 from checkpointd.pipeline import attempt as attempt_module
 from checkpointd.pipeline import catalog, epochs
 from checkpointd.pipeline.attempt import Attempt, WriterState
@@ -52,21 +54,48 @@ def rank_arrays(rank: int) -> Arrays:
     }
 
 
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """One box of a tensor as a rank stores it. `array` holds the box; `dtype` is torch's name, since numpy lacks some."""
+
+    fqn: str
+    array: NDArray[Any]
+    shape: tuple[int, ...]
+    box: Box
+    dtype: str
+    scope: Scope = "rank"
+
+    @staticmethod
+    def own(fqn: str, array: NDArray[Any], dtype: str = "") -> Piece:
+        """A tensor that is the rank's own."""
+        return Piece(fqn=fqn, array=array, shape=array.shape, box=whole(array.shape), dtype=dtype or array.dtype.name)
+
+    @staticmethod
+    def part(fqn: str, tensor: NDArray[Any], box: Box, dtype: str = "") -> Piece:
+        """The `box` of a global tensor."""
+        cut = tensor[slices(whole(tensor.shape), box)]
+        return Piece(fqn=fqn, array=cut, shape=tensor.shape, box=box, dtype=dtype or tensor.dtype.name, scope="global")
+
+
 def make_shard(
-    arrays: Arrays, values: Values = NO_VALUES, *, aliases: tuple[Alias, ...] = (), excluded: tuple[str, ...] = ()
+    arrays: Arrays,
+    values: Values = NO_VALUES,
+    *,
+    aliases: tuple[Alias, ...] = (),
+    excluded: tuple[str, ...] = (),
+    pieces: Sequence[Piece] = (),
 ) -> Shard:
-    """`arrays` as a snapshot: row-major at 64-byte offsets of a page-aligned image."""
+    """`arrays`, the rank's own, and `pieces` as a snapshot: row-major at 64-byte offsets of a page-aligned image."""
     offset, tensors, parts = 0, [], []
-    for fqn, array in arrays.items():
-        flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        shape = tuple(array.shape)
-        tensors.append(ShardTensor(fqn, array.dtype.name, shape, whole(shape), "rank", offset, flat.nbytes, array.itemsize))
+    for piece in [*(Piece.own(fqn, array) for fqn, array in arrays.items()), *pieces]:
+        flat, item = np.ascontiguousarray(piece.array).reshape(-1).view(np.uint8), piece.array.itemsize
+        tensors.append(ShardTensor(piece.fqn, piece.dtype, piece.shape, piece.box, piece.scope, offset, flat.nbytes, item))
         parts.append((offset, flat))
         offset += -(-flat.nbytes // TENSOR_ALIGNMENT) * TENSOR_ALIGNMENT
     image = page_buffer(page_up(offset))
     for at, flat in parts:
         image[at : at + flat.nbytes] = flat
-    leaves = {**{fqn: tree.Tensor(fqn) for fqn in arrays}, **{alias.fqn: tree.Tensor(alias.fqn) for alias in aliases}}
+    leaves = {fqn: tree.Tensor(fqn) for fqn in (*(t.fqn for t in tensors), *(alias.fqn for alias in aliases))}
     root = tree.Dict("dict", (*leaves.items(), *values.items()))
     return Shard(image=image, tensors=tuple(tensors), aliases=aliases, excluded=excluded, tree=tree.encode(root))
 
@@ -183,6 +212,7 @@ async def plan_save(
     world_size: int = 2,
     epoch: int | None = None,
     tensors: Callable[[int], Arrays] = rank_arrays,
+    pieces: Callable[[int], Sequence[Piece]] = lambda _: (),
     values: Values = NO_VALUES,
     aliases: tuple[Alias, ...] = (),
     excluded: tuple[str, ...] = (),
@@ -201,7 +231,9 @@ async def plan_save(
         world_size=world_size,
         epoch=current,
         n=step,
-        shard_of=lambda rank: make_shard(tensors(rank), values, aliases=aliases, excluded=excluded),
+        shard_of=lambda rank: make_shard(
+            tensors(rank), values, aliases=aliases, excluded=excluded, pieces=pieces(rank)
+        ),
     )
     return replace(save, **others)  # type: ignore[arg-type]  # the fields of Save, named by the test
 

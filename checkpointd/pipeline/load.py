@@ -1,4 +1,4 @@
-"""Read a shard back: the chain of digests first, then chunks, each verified before anybody sees its bytes.
+"""Read chunks back: the chain of digests first, then chunks, each verified before anybody sees its bytes.
 
 Invariants
   L1  No byte of a chunk reaches a sink before its stored checksum, its codec and its raw digest have agreed.
@@ -9,7 +9,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -21,7 +21,7 @@ from checkpointd.config import LoadConfig
 from checkpointd.errors import CodecError, DamagedError, FormatError, NotFoundError, WorldSizeError
 from checkpointd.layout.boxes import whole
 from checkpointd.layout.keys import vote_name
-from checkpointd.layout.manifest import Chunk, Index, TensorEntry
+from checkpointd.layout.manifest import Chunk, Index, ObjectRef, TensorEntry
 from checkpointd.pipeline.budget import Budget
 from checkpointd.pipeline.catalog import Checkpoint, index_named_by, read_vote
 from checkpointd.pipeline.shard import Bytes
@@ -37,19 +37,21 @@ GAP_BYTES_MAX = 64 << 10
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """One chunk to read: of which tensor, where in its box, and where it goes (None: only verify it)."""
+    """One chunk to read: where it lies, of which tensor and rank, where in its box, and who gets it (none: only verify it)."""
 
+    key: str
+    rank: int
     entry: TensorEntry
     chunk: Chunk
     start: int
-    sink: Sink | None
+    sinks: tuple[Sink, ...] = ()
 
 
 @dataclass(slots=True)
 class Group:
     """Chunks of one object that are read together."""
 
-    object: int
+    key: str
     start: int
     stop: int
     wanted: list[Wanted] = field(default_factory=list)
@@ -83,12 +85,25 @@ async def read_index(store: Store, checkpoint: Checkpoint, rank: int) -> Index:
 
 
 def entries_by_fqn(index: Index) -> dict[str, TensorEntry]:
-    """The tensors of `index` by FQN. FormatError where one lies there in part: who puts parts together is not built yet."""
+    """The tensors of `index` by FQN. FormatError where one lies there in part: `world.py` puts parts together."""
     part = next((entry for entry in index.tensors if entry.scope != "rank" or entry.box != whole(entry.shape)), None)
     if part is not None:
         message = f"rank {index.rank} of {index.tag} holds a part of {part.fqn}; this release loads whole tensors only"
         raise FormatError(message, fqn=part.fqn, rank=index.rank)
     return {entry.fqn: entry for entry in index.tensors}
+
+
+def object_key(prefix: str, ref: ObjectRef) -> str:
+    """Where the chunks object `ref` of an index of the attempt at `prefix` lies."""
+    return f"{prefix}/{ref.name}"
+
+
+def chunk_starts(entry: TensorEntry) -> Iterator[tuple[int, Chunk]]:
+    """The chunks of `entry`, each with the byte of the box at which it begins."""
+    start = 0
+    for chunk in entry.chunks:
+        yield start, chunk
+        start += chunk.raw
 
 
 async def read_tensors(
@@ -99,13 +114,31 @@ async def read_tensors(
     config: LoadConfig,
     on_bytes: Callable[[int], None] = lambda _: None,
 ) -> list[DamagedError]:
-    """Read and verify the chunks of the tensors named in `sinks` and hand them over; a sink of None only verifies.
+    """Read and verify the chunks of one rank's tensors named in `sinks` and hand them over; a sink of None only verifies.
+
+    Returns and raises what `read_chunks` does.
+    """
+    keys = [object_key(prefix, ref) for ref in index.objects]
+    wanted = [
+        Wanted(keys[chunk.object], index.rank, entry, chunk, start, (sink,) if sink else ())
+        for entry in index.tensors
+        if entry.fqn in sinks
+        for sink in (sinks[entry.fqn],)
+        for start, chunk in chunk_starts(entry)
+    ]
+    return await read_chunks(store, wanted, config, on_bytes)
+
+
+async def read_chunks(
+    store: Store, wanted: Iterable[Wanted], config: LoadConfig, on_bytes: Callable[[int], None] = lambda _: None
+) -> list[DamagedError]:
+    """Read and verify `wanted` and hand over what is whole; `on_bytes` hears of every read.
 
     Returns every damage found, in the order of the objects; chunks that are whole were handed over all the same, so a
     caller that must not touch anything verifies first. Raises StoreError where the storage fails.
     """
     loop, budget = asyncio.get_running_loop(), Budget(config.budget_bytes)
-    groups = group_chunks(_wanted(index, sinks), config.block_bytes)
+    groups = group_chunks(wanted, config.block_bytes)
     damage: list[list[DamagedError]] = [[] for _ in groups]
 
     async def read(group: Group, found: list[DamagedError]) -> None:
@@ -114,13 +147,11 @@ async def read_tensors(
 
     async def read_now(group: Group) -> list[DamagedError]:
         buffer = np.empty(group.stop - group.start, dtype=np.uint8)
-        key = f"{prefix}/{index.objects[group.object].name}"
         try:
-            await store.get_range(key, group.start, buffer.data)
+            await store.get_range(group.key, group.start, buffer.data)
         except (NotFoundError, DamagedError) as error:
-            first = group.wanted[0].entry.fqn
-            return [DamagedError(f"{error} (rank {index.rank}, {first})", key=key, fqn=first, rank=index.rank)]
-        found = await loop.run_in_executor(None, _deliver, group, buffer, key, index.rank)
+            return [_lost(group, error)]
+        found = await loop.run_in_executor(None, _deliver, group, buffer)
         on_bytes(buffer.nbytes)
         return found
 
@@ -129,32 +160,28 @@ async def read_tensors(
     return [error for found in damage for error in found]
 
 
-def _wanted(index: Index, sinks: Mapping[str, Sink | None]) -> Iterable[Wanted]:
-    for entry in index.tensors:
-        if entry.fqn not in sinks:
-            continue
-        start = 0
-        for chunk in entry.chunks:
-            yield Wanted(entry, chunk, start, sinks[entry.fqn])
-            start += chunk.raw
-
-
 def group_chunks(wanted: Iterable[Wanted], block_bytes: int) -> list[Group]:
     """Neighbouring chunks in reads of at most `block_bytes` (one chunk that is larger is read alone)."""
     groups: list[Group] = []
-    for item in sorted(wanted, key=lambda w: (w.chunk.object, w.chunk.offset)):
+    for item in sorted(wanted, key=lambda w: (w.key, w.chunk.offset)):
         start, stop = item.chunk.offset, item.chunk.offset + item.chunk.stored
         last = groups[-1] if groups else None
-        near = last is not None and last.object == item.chunk.object and start - last.stop <= GAP_BYTES_MAX
+        near = last is not None and last.key == item.key and start - last.stop <= GAP_BYTES_MAX
         if last is None or not near or stop - last.start > block_bytes:
-            last = Group(item.chunk.object, start, stop)
+            last = Group(item.key, start, stop)
             groups.append(last)
         last.stop = max(last.stop, stop)
         last.wanted.append(item)
     return groups
 
 
-def _deliver(group: Group, buffer: Bytes, key: str, rank: int) -> list[DamagedError]:
+def _lost(group: Group, error: NotFoundError | DamagedError) -> DamagedError:
+    first = group.wanted[0]
+    fqn, rank = first.entry.fqn, first.rank
+    return DamagedError(f"{error} (rank {rank}, {fqn})", key=group.key, fqn=fqn, rank=rank)
+
+
+def _deliver(group: Group, buffer: Bytes) -> list[DamagedError]:
     """Verify each chunk of `group`, and hand over those that are whole."""
     damage = []
     for item in group.wanted:
@@ -162,12 +189,12 @@ def _deliver(group: Group, buffer: Bytes, key: str, rank: int) -> list[DamagedEr
         try:
             raw = decoded(item.chunk, buffer[at : at + item.chunk.stored])
         except CodecError as error:
-            fqn = item.entry.fqn
-            message = f"{key} is damaged at byte {item.chunk.offset}: {error} (rank {rank}, {fqn})"
-            damage.append(DamagedError(message, key=key, fqn=fqn, rank=rank))
+            fqn, rank = item.entry.fqn, item.rank
+            message = f"{group.key} is damaged at byte {item.chunk.offset}: {error} (rank {rank}, {fqn})"
+            damage.append(DamagedError(message, key=group.key, fqn=fqn, rank=rank))
             continue
-        if item.sink is not None:
-            item.sink(item.start, raw)
+        for sink in item.sinks:
+            sink(item.start, raw)
     return damage
 
 

@@ -52,6 +52,10 @@ def stored(data: bytes, offset: int = 0, codec: str = "raw") -> tuple[bytes, Chu
     return part, Chunk(0, offset, len(part), len(data), codec, xxh3_64(part), xxh3_128(data))
 
 
+def wants(chunk: Chunk, start: int) -> Wanted:
+    return Wanted(f"{PREFIX}/00000-{chunk.object}.chunks", 0, entry("t", chunk), chunk, start)
+
+
 async def store_of(data: bytes) -> MemoryStore:
     store = MemoryStore()
     await store.put(f"{PREFIX}/{NAME}", data)
@@ -72,7 +76,7 @@ def wanted(draw: st.DrawFn) -> list[Wanted]:
             size = draw(st.integers(1, 300_000))
             found += [Chunk(number, offset, size, size, "raw", 0, bytes(16))] * draw(st.sampled_from([1, 1, 1, 2]))
             offset += size
-    return [Wanted(entry("t", chunk), chunk, n, None) for n, chunk in enumerate(draw(st.permutations(found)))]
+    return [wants(chunk, n) for n, chunk in enumerate(draw(st.permutations(found)))]
 
 
 @given(wanted(), st.sampled_from([1, 100_000, 1 << 20]))
@@ -81,7 +85,7 @@ def test_every_chunk_is_read_once_inside_its_group(items: list[Wanted], block_by
     assert sorted(item.start for group in groups for item in group.wanted) == list(range(len(items)))
     for group in groups:
         chunks = [item.chunk for item in group.wanted]
-        assert {chunk.object for chunk in chunks} == {group.object}
+        assert {item.key for item in group.wanted} == {group.key}
         assert (group.start, group.stop) == (min(c.offset for c in chunks), max(c.offset + c.stored for c in chunks))
 
 
@@ -104,7 +108,7 @@ def test_no_group_reads_across_a_wide_gap(items: list[Wanted], block_bytes: int)
 def test_neighbours_share_a_read_as_far_as_a_block_goes(items: list[Wanted]) -> None:
     groups = group_chunks(items, 1 << 20)
     for one, two in pairwise(groups):
-        near = one.object == two.object and two.start - one.stop <= GAP_BYTES_MAX
+        near = one.key == two.key and two.start - one.stop <= GAP_BYTES_MAX
         first = min(item.chunk.stored for item in two.wanted if item.chunk.offset == two.start)
         assert not near or two.start + first - one.start > 1 << 20
 

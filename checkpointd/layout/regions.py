@@ -1,0 +1,89 @@
+"""Regions: which elements of a wanted box lie in a run of another box's row-major elements, and where in the run they are.
+
+A chunk holds a run of a stored box; a reader wants another box of the same tensor. A run is at most 2*ndim-1 boxes
+(`boxes_of_range`), each contiguous in the run, so what is wanted of it is at most as many n-d slices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from numpy.typing import NDArray
+
+from checkpointd.layout.boxes import Box, boxes_of_range, intersect
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Elements of a run that are wanted.
+
+    `box` is where they lie in the tensor. In the run they are the slices `cut` of the array of `sizes` that begins at element
+    `start` of the run.
+    """
+
+    box: Box
+    start: int
+    sizes: tuple[int, ...]
+    cut: tuple[slice, ...]
+
+    def of(self, run: NDArray[Any]) -> NDArray[Any]:
+        """The elements as an n-d array of the sizes of `box`: a view of the 1-d array `run`."""
+        stop = self.start + math.prod(self.sizes)
+        return run[self.start : stop].reshape(self.sizes)[self.cut]
+
+
+def sub_boxes(box: Box, start: int, stop: int) -> list[Box]:
+    """The elements `[start, stop)` of `box`, counted row-major in it, as boxes of the tensor, in order."""
+    return [_shifted(part, box.offsets) for part in boxes_of_range(box.sizes, start, stop)]
+
+
+def regions(box: Box, start: int, stop: int, wanted: Box) -> Iterator[Region]:
+    """What of `wanted` lies in the run `[start, stop)` of the row-major elements of `box`; no element comes twice."""
+    at = 0
+    for part in sub_boxes(box, start, stop):
+        shared = intersect(part, wanted)
+        if shared is not None:
+            yield Region(shared, at, part.sizes, slices(part, shared))
+        at += part.numel()
+
+
+def slices(outer: Box, inner: Box) -> tuple[slice, ...]:
+    """Where the box `inner` lies in an array that holds the box `outer`, which contains it."""
+    starts = [i - o for i, o in zip(inner.offsets, outer.offsets, strict=True)]
+    return tuple(slice(start, start + size) for start, size in zip(starts, inner.sizes, strict=True))
+
+
+def touches(box: Box, start: int, stop: int, wanted: Box) -> bool:
+    """Whether any element of the run `[start, stop)` of `box` lies in `wanted`."""
+    return next(regions(box, start, stop, wanted), None) is not None
+
+
+def span(box: Box, wanted: Box) -> range:
+    """The shortest run of `box`, counted row-major in it, outside of which it has no element of `wanted`."""
+    shared = intersect(box, wanted)
+    if shared is None:
+        return range(0)
+    first = [s - o for s, o in zip(shared.offsets, box.offsets, strict=True)]
+    last = [f + n - 1 for f, n in zip(first, shared.sizes, strict=True)]
+    return range(_position(first, box.sizes), _position(last, box.sizes) + 1)
+
+
+def relative(boxes: Sequence[Box], frame: Box) -> list[Box]:
+    """`boxes` as seen from the first element of `frame`."""
+    back = tuple(-offset for offset in frame.offsets)
+    return [_shifted(box, back) for box in boxes]
+
+
+def _shifted(box: Box, by: Sequence[int]) -> Box:
+    return Box(tuple(o + d for o, d in zip(box.offsets, by, strict=True)), box.sizes)
+
+
+def _position(place: Sequence[int], sizes: Sequence[int]) -> int:
+    """The row-major number of the element at `place` of an array of `sizes`."""
+    at = 0
+    for index, size in zip(place, sizes, strict=True):
+        at = at * size + index
+    return at
