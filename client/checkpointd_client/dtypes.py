@@ -62,3 +62,9 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
             return True
         reach += stride * (size - 1)
     return False
+
+
+def is_floating(name: str) -> bool:
+    """Whether the dtype called `name` holds real numbers with a fraction, so that one such dtype can be converted to another."""
+    dtype = DTYPES.get(name)
+    return dtype is not None and dtype.is_floating_point

@@ -15,7 +15,7 @@ from checkpointd.errors import StateError
 from checkpointd.layout import tree
 from checkpointd_client import objects, optimizers
 from checkpointd_client.modules import Modules
-from checkpointd_client.sharding import Held, held_by, is_dtensor, local_of, replicated
+from checkpointd_client.sharding import Held, held_by, is_dtensor, local_of, replicated, spread
 from checkpointd_client.tensors import array_tensor, refusal
 from checkpointd_client.values import SCALAR_TYPES, encode, key_node, key_text, refused, type_name
 
@@ -56,7 +56,7 @@ class Flattener:
         self.fqns: list[str] = []
         self.tensors: list[torch.Tensor] = []
         self.held: dict[int, Held] = {}
-        self.sharded: dict[int, torch.Tensor] = {}
+        self.sharded: dict[int, Any] = {}
         self.stepped: set[int] = set()
         self.optimizers: list[torch.optim.Optimizer] = []
         self.excluded: list[str] = []
@@ -180,6 +180,10 @@ class Flattener:
             node = tree.Dict("OrderedDict", self._pairs(kept, fqn))
         else:
             node = tree.Dict("OrderedDict", self._pairs(tensors.items(), fqn))
+        for i in [i for i in self.sharded if i >= first] if part.beyond else ():
+            outer = part.beyond.get(id(self.sharded[i]._spec.mesh))
+            if outer is not None:
+                self.held[i] = spread(self.held[i], outer)
         if part.replicas is not None:
             held = {f"{fqn}.{part.name(key)}": one for key in tensors if (one := part.held(key)) is not None}
             self.held.update((i, held[name]) for i in range(first, len(self.fqns)) if (name := self.fqns[i]) in held)
@@ -202,10 +206,19 @@ class Flattener:
             if parameter is None:
                 continue
             self.stepped.add(i)
-            tensor, group = self.tensors[i], self._modules.group(parameter)
-            # Beside a sharded parameter, what has more than one element may be of this rank's part of it.
-            if i not in self.sharded and group is not None and (not is_dtensor(parameter) or tensor.numel() == 1):
-                self.held[i] = replicated(tuple(tensor.shape), group)
+            self._note_shared(i, parameter)
+
+    def _note_shared(self, i: int, parameter: torch.Tensor) -> None:
+        """Where ranks hold a parameter together, they hold its state together."""
+        if i in self.sharded:
+            outer = self._modules.beyond(parameter)
+            if outer is not None:
+                self.held[i] = spread(self.held[i], outer)
+            return
+        tensor, group = self.tensors[i], self._modules.group(parameter)
+        # Beside a sharded parameter, what has more than one element may be of this rank's part of it.
+        if group is not None and (not is_dtensor(parameter) or tensor.numel() == 1):
+            self.held[i] = replicated(tuple(tensor.shape), group)
 
 
 _HANDLERS: dict[type, Callable[[Flattener, Any, str], tree.Node]] = {

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from checkpointd_client import objects
-from checkpointd_client.sharding import Group, Held, group_of, is_dtensor, mesh_group, replicated
+from checkpointd_client.sharding import Group, Held, beyond, group_of, is_dtensor, mesh_group, replicated
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,6 +26,8 @@ class Part:
     tensors: dict[str, Any]
     renamed: Mapping[str, str]
     replicas: Replicas | None
+    beyond: Mapping[int, Group]
+    """By the identity of a mesh: the ranks of the module's whole mesh that hold the same of what lies on that part of it."""
 
     def name(self, key: str) -> str:
         """What the tensor at `key` is stored under, below the module's FQN."""
@@ -70,7 +72,9 @@ def part_of(wrapped: nn.Module, fqn: str) -> Part:
     """The module as it is stored."""
     module = objects.unwrap(wrapped)
     tensors = objects.module_tensors(module, fqn)
-    return Part(fqn, module, tensors, objects.clean_names(module, tensors), replicas_of(wrapped))
+    meshes = {id(mesh): mesh for value in tensors.values() if is_dtensor(value) for mesh in (value._spec.mesh,)}
+    outer = beyond(list(meshes.values())) if len(meshes) > 1 else {}
+    return Part(fqn, module, tensors, objects.clean_names(module, tensors), replicas_of(wrapped), outer)
 
 
 def modules_in(value: object, fqn: str, depth: int = 0) -> Iterator[tuple[str, nn.Module]]:
@@ -92,25 +96,25 @@ class Modules:
     """The modules of one state, each looked at once."""
 
     state: Mapping[str, object]
-    _parts: dict[int, Part] = field(default_factory=dict)
+    _parts: dict[int, tuple[nn.Module, Part]] = field(default_factory=dict)
     _names: dict[int, str] | None = None
-    _groups: dict[int, Group | None] = field(default_factory=dict)
+    _groups: dict[int, Group] = field(default_factory=dict)
+    _beyond: dict[int, Group] = field(default_factory=dict)
 
     def part(self, wrapped: nn.Module, fqn: str) -> Part:
         """The module, under the FQN where it is first met."""
         known = self._parts.get(id(wrapped))
         if known is None:
-            known = self._parts[id(wrapped)] = part_of(wrapped, fqn)
-        return known
+            known = self._parts[id(wrapped)] = (wrapped, part_of(wrapped, fqn))
+        return known[1]
 
     def names(self) -> dict[int, str]:
         """What every parameter of every module is called, by its identity; the first name of one that has several."""
         if self._names is None:
             self._names = {}
-            for name, tensor, replicas in self._tensors():
+            for name, tensor, part in self._tensors():
                 self._names.setdefault(id(tensor), name)
-                if replicas is not None:
-                    self._groups.setdefault(id(tensor), replicas.group)
+                self._note(name.removeprefix(f"{part.fqn}."), tensor, part)
         return self._names
 
     def all_names(self) -> dict[str, torch.Tensor]:
@@ -118,14 +122,29 @@ class Modules:
         return {name: tensor for name, tensor, _ in self._tensors()}
 
     def group(self, parameter: torch.Tensor) -> Group | None:
-        """The ranks that hold the same state of `parameter` where that is a plain tensor; None where each has its own."""
+        """The ranks that hold the same of what is plain in the state of `parameter`; None where each has its own."""
         self.names()
-        return mesh_group(parameter) if is_dtensor(parameter) else self._groups.get(id(parameter))
+        if not is_dtensor(parameter):
+            return self._groups.get(id(parameter))
+        group, outer = mesh_group(parameter), self.beyond(parameter)
+        return group if group is None or outer is None else outer.times(group)
 
-    def _tensors(self) -> Iterator[tuple[str, torch.Tensor, Replicas | None]]:
+    def beyond(self, parameter: torch.Tensor) -> Group | None:
+        """The ranks outside the mesh of a sharded parameter that hold the same of it and of its state."""
+        self.names()
+        return self._beyond.get(id(parameter))
+
+    def _note(self, key: str, tensor: torch.Tensor, part: Part) -> None:
+        if is_dtensor(tensor):
+            outer = part.beyond.get(id(tensor._spec.mesh))
+            if outer is not None:
+                self._beyond.setdefault(id(tensor), outer)
+        elif part.replicas is not None and key not in part.replicas.ignored:
+            self._groups.setdefault(id(tensor), part.replicas.group)
+
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor, Part]]:
         for fqn, wrapped in modules_in(dict(self.state), ""):
             part = self.part(wrapped, fqn)
             for key, value in part.tensors.items():
                 if isinstance(value, nn.Parameter):
-                    ignored = part.replicas is not None and key in part.replicas.ignored
-                    yield f"{part.fqn}.{part.name(key)}", value, None if ignored else part.replicas
+                    yield f"{part.fqn}.{part.name(key)}", value, part

@@ -271,10 +271,43 @@ def _parts(shape: tuple[int, ...], rows: Sequence[Runs]) -> tuple[Part, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Ranks that hold the same plain tensors, and this rank's number among them."""
+    """Ranks that hold the same, and this rank's number among them."""
 
     replica: int
     replicas: int
+
+    def times(self, other: Group) -> Group:
+        """Each of these ranks being a group like `other`."""
+        return Group(self.replica * other.replicas + other.replica, self.replicas * other.replicas)
+
+
+@lru_cache(maxsize=1 << 14)
+def spread(held: Held, group: Group) -> Held:
+    """`held` on every rank of `group`, where each has the same on a mesh of its own."""
+    both = group.times(Group(held.replica, held.replicas))
+    return Held(held.shape, held.parts, both.replica, both.replicas, held.first_writes)
+
+
+def beyond(meshes: Sequence[Any]) -> dict[int, Group]:
+    """For each mesh of a module that is a part of another one of it, by identity: the ranks of the largest such that differ in
+    its other dimensions alone.
+
+    What a module has on fewer dimensions (a norm that FSDP2 shards, in a model that is parallel over another dimension as
+    well) is the same along the others. Dimensions are told by their names, within one root mesh.
+    """
+    largest = max(meshes, key=lambda mesh: (mesh.size(), mesh.ndim))
+    names, coordinate = largest.mesh_dim_names, largest.get_coordinate()
+    found: dict[int, Group] = {}
+    for mesh in meshes:
+        own = mesh.mesh_dim_names
+        if mesh == largest or names is None or own is None or coordinate is None or not set(own) < set(names):
+            continue
+        group = Group(0, 1)
+        for name, size, at in zip(names, largest.shape, coordinate, strict=True):
+            if name not in own:
+                group = group.times(Group(at, size))
+        found[id(mesh)] = group
+    return found
 
 
 def group_of(process_group: Any) -> Group:
@@ -325,7 +358,7 @@ def _slices(fqn: str, held: Held, itemsize: int) -> Iterable[Part]:
     if held.replicas == 1:
         yield from held.parts
         return
-    chosen = 0 if held.first_writes else xxhash.xxh3_64_intdigest(fqn) % held.replicas
+    chosen = 0 if held.first_writes else xxhash.xxh3_64_intdigest(fqn.encode()) % held.replicas
     for part in held.parts:
         if held.first_writes or part.box.numel() * itemsize < SLICED_BYTES_MIN:
             if chosen == held.replica:
@@ -352,3 +385,16 @@ def slice_of(part: Part, index: int, count: int) -> Part | None:
 def _nothing(shape: tuple[int, ...]) -> tuple[Part, ...]:
     zeros = (0,) * len(shape)
     return (Part(shape, Box(zeros, zeros), zeros),) if shape else ()
+
+
+def dtensor_like(like: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """A new DTensor of `dtype` on the mesh and with the placements of `like`, of arbitrary content: its local part and itself."""
+    assert is_dtensor(like)
+    from torch.distributed.tensor import DTensor  # whoever made `like` has imported it
+
+    local = torch.empty_like(local_of(like), dtype=dtype, memory_format=torch.contiguous_format)
+    spec = like._spec
+    made = DTensor.from_local(
+        local, spec.mesh, spec.placements, run_check=False, shape=like.shape, stride=tuple(like.stride())
+    )
+    return local, made
