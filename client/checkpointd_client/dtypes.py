@@ -65,6 +65,6 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
 
 
 def is_floating(name: str) -> bool:
-    """Whether the dtype called `name` holds real numbers with a fraction, so that one such dtype can be converted to another."""
+    """Whether the dtype called `name` holds real numbers with a fraction: such dtypes can be converted to each other."""
     dtype = DTYPES.get(name)
     return dtype is not None and dtype.is_floating_point

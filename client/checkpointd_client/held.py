@@ -84,9 +84,7 @@ class HeldSnapshot:
         except UsageError as error:
             raise DamagedError(f"the held snapshot cannot be read: {error}", rank=rank) from error
         if len(snapshot.digests) != len(self.tensors):
-            raise DamagedError(
-                f"the held snapshot has {len(snapshot.digests)} digests, {len(self.tensors)} tensors", rank=rank
-            )
+            raise DamagedError(f"the held snapshot has {len(snapshot.digests)} digests, {len(self.tensors)} tensors", rank=rank)
 
     def check(self, wanted: Iterable[ShardTensor]) -> None:
         """Raise DamagedError unless the bytes of these boxes, which are of this snapshot, are what they were (Y2)."""
@@ -125,7 +123,8 @@ class HeldSource:
     def fetched(sidecar: Sidecar, held: Held, rank: int, call: Call[Any]) -> HeldSource:
         """Fetch the snapshots. DamagedError where this rank's cannot be had; another's is not waited for."""
         try:
-            own = HeldSnapshot(*call(sidecar.fetch(held)), rank)
+            snapshot, descriptor = call(sidecar.fetch(held))
+            own = HeldSnapshot(snapshot, descriptor, rank)
         except (SidecarError, UsageError) as error:
             raise DamagedError(f"the held snapshot cannot be had: {error}", rank=rank) from error
         if all(tensor.scope == "rank" for tensor in own.tensors):

@@ -305,7 +305,9 @@ class Loader:
             raise verdict
         if restoration.per_rank_left:
             left = ", ".join(restoration.per_rank_left)
-            log.warning("%s was saved by another number of ranks, and each had its own %s: left as it was", found.source.tag, left)
+            log.warning(
+                "%s was saved by another number of ranks, and each had its own %s: left as it was", found.source.tag, left
+            )
         return Loaded(
             tag=found.source.tag,
             step=found.source.step,

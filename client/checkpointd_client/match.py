@@ -24,7 +24,7 @@ from checkpointd_client.content import Content
 from checkpointd_client.dtypes import NAMES, is_floating
 from checkpointd_client.match_objects import match_object
 from checkpointd_client.modules import Modules
-from checkpointd_client.sharding import Held, held_by, is_dtensor, local_of
+from checkpointd_client.sharding import held_by, is_dtensor, local_of
 from checkpointd_client.slots import Slot, Slots
 from checkpointd_client.steps import Step, Turn
 from checkpointd_client.stored import Stored

@@ -58,8 +58,8 @@ def _module(match: Matcher, module: nn.Module, node: tree.Dict, fqn: str) -> boo
         else:
             match.per_rank_left += match.left_below(path)
             extra[live_key] = match.fresh(stored.pop(key))
-    for key in stored:
-        match.note_unexpected(f"{fqn}.{key}")
+    for left_over in stored:
+        match.note_unexpected(f"{fqn}.{left_over}")
 
     def build() -> dict[str, Any]:
         # What is absent stays as it is, tensors by being copied onto themselves.

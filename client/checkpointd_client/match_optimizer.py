@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Pairing:
-    """Which parameter each stored one is, by the number that the optimizer gives it now; and which stored group each group is."""
+    """Which parameter each stored one is, by the number that the optimizer gives it now, and which stored group each is."""
 
     numbers: dict[Hashable, Hashable]
     groups: list[int]
@@ -96,7 +96,8 @@ def _paired(match: Matcher, live: _Live, stored_ids: list[list[Hashable]], fqn: 
     if any(isinstance(name, str) for name in ids):
         number_of = {id(parameter): number for number, parameter in live.params.items()}
         names = match.modules.all_names()
-        numbers = {name: number_of[id(names[name])] for name in ids if name in names and id(names[name]) in number_of}
+        known = {name: id(names[name]) for name in ids if name in names}
+        numbers: dict[Hashable, Hashable] = {name: number_of[it] for name, it in known.items() if it in number_of}
         if numbers:
             return _by_name(match, live, stored_ids, numbers, fqn)
     return _by_order(match, live, stored_ids, fqn)

@@ -27,8 +27,8 @@ _DIFFERENT = _Different()
 
 @dataclass
 class Merging:
-    """One merge. `identity` tells what the tensor that a rank calls by a name holds; `keep` is the rank whose values stand where
-    they differ, None where none do.
+    """One merge. `identity` tells what the tensor that a rank calls by a name holds; `keep` is the rank whose values stand
+    where they differ, None where none do.
 
     `chosen`: a rank that has it, for the FQN of each tensor in the tree. `left`: places where values differ. `partial`: places
     that not all ranks have.

@@ -1,4 +1,4 @@
-"""The state of torch's optimizers as it is stored: by the names of its parameters, where modules of the state give them names."""
+"""The state of torch's optimizers as it is stored: by the names of its parameters, where modules of the state name them."""
 
 from __future__ import annotations
 

@@ -16,9 +16,7 @@ from typing import Any
 from checkpointd.errors import FormatError, MismatchError
 from checkpointd.layout import tree
 from checkpointd_client.content import Content
-from checkpointd_client.content import Content
 from checkpointd_client.match import Matcher
-from checkpointd_client.modules import Modules
 from checkpointd_client.modules import Modules
 from checkpointd_client.slots import Target
 from checkpointd_client.stored import Stored
@@ -56,9 +54,9 @@ class Restoration:
 def prepare(state: MutableMapping[str, Any], content: Content, *, strict: bool, cast: bool = False) -> Restoration:
     """Match a checkpoint against the objects in `state`, touching none of them.
 
-    With `strict`, MismatchError lists everything that is missing, unexpected or of another shape, dtype or kind; without, the rest
-    is loaded. With `cast`, floating-point tensors may be of another floating dtype, and are converted. FormatError for a tree that
-    contradicts itself, StateError for an object that this version cannot load into.
+    With `strict`, MismatchError lists everything that is missing, unexpected or of another shape, dtype or kind; without, the
+    rest is loaded. With `cast`, floating-point tensors may be of another floating dtype, and are converted. FormatError for a
+    tree that contradicts itself, StateError for an object that this version cannot load into.
     """
     try:
         return _prepare(state, content, strict=strict, cast=cast)

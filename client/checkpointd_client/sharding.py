@@ -122,8 +122,8 @@ def _held(spec: Any, local_shape: tuple[int, ...], fqn: str) -> Held:
     rows = _rows_like(layout, tuple(coordinate), local_shape)
     if rows is None:
         raise StateError(
-            f"{fqn}: this rank's part has the shape {list(local_shape)}, which is not what the placements {spec.placements} of a "
-            f"tensor of shape {list(shape)} give: it was not split as torch splits tensors"
+            f"{fqn}: this rank's part has the shape {list(local_shape)}, which is not what the placements {spec.placements} "
+            f"of a tensor of shape {list(shape)} give: it was not split as torch splits tensors"
         )
     replica, replicas = 0, 1
     for size, at, axis in zip(mesh.shape, coordinate, axes, strict=True):
@@ -341,8 +341,8 @@ _written: dict[str, tuple[Held, int, tuple[Part, ...]]] = {}
 
 
 def written_parts(fqn: str, held: Held, itemsize: int) -> tuple[Part, ...]:
-    """What this rank writes of the tensor. A rank that writes nothing of it names an empty box, so that what it takes the tensor
-    for is compared with the others all the same; a tensor of no dimensions has no such box, and gives nothing.
+    """What this rank writes of the tensor. A rank that writes nothing of it names an empty box, so that what it takes the
+    tensor for is compared with the others all the same; a tensor of no dimensions has no such box, and gives nothing.
     """
     known = _written.get(fqn)
     if known is not None and known[0] is held and known[1] == itemsize:
@@ -388,13 +388,11 @@ def _nothing(shape: tuple[int, ...]) -> tuple[Part, ...]:
 
 
 def dtensor_like(like: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """A new DTensor of `dtype` on the mesh and with the placements of `like`, of arbitrary content: its local part and itself."""
+    """A new DTensor of `dtype` with the mesh and placements of `like`, of arbitrary content: its local part and itself."""
     assert is_dtensor(like)
     from torch.distributed.tensor import DTensor  # whoever made `like` has imported it
 
     local = torch.empty_like(local_of(like), dtype=dtype, memory_format=torch.contiguous_format)
     spec = like._spec
-    made = DTensor.from_local(
-        local, spec.mesh, spec.placements, run_check=False, shape=like.shape, stride=tuple(like.stride())
-    )
+    made = DTensor.from_local(local, spec.mesh, spec.placements, run_check=False, shape=like.shape, stride=tuple(like.stride()))
     return local, made

@@ -132,7 +132,7 @@ class Sidecar:
             return ()
 
     async def beside(self, held: wire.Held) -> tuple[wire.Held, ...]:
-        """The snapshots of other ranks, of the same attempt as `held`, that this daemon holds; none where it is out of reach."""
+        """The snapshots of other ranks, of the attempt of `held`, that this daemon holds; none where it is out of reach."""
         try:
             others = (await (await self.link()).look()).beside
         except (SidecarError, WireError) as error:

@@ -74,7 +74,7 @@ class _Gathering:
 
 
 def box_sink(target: torch.Tensor, box: Box, dtype: str) -> BoxSink:
-    """A sink that fills `target`, which holds `box` of a stored tensor of `dtype`; a target of another dtype gets it converted."""
+    """A sink that fills `target`, which holds `box` of a stored tensor of `dtype`; another dtype gets it converted."""
     live = target.detach()
     if live.dtype != DTYPES[dtype]:
         return _converting(live, box, DTYPES[dtype])

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 
 from checkpointd.errors import FormatError, StateError
-from checkpointd.layout.boxes import Box, whole
 from checkpointd.layout import tree
+from checkpointd.layout.boxes import Box, whole
 from checkpointd_client.dtypes import DTYPES, copy_bits, empty, overlaps_itself
 from checkpointd_client.memory import Region, overlapping_pairs
 from checkpointd_client.sharding import Held, dtensor_like

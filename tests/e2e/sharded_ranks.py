@@ -73,23 +73,26 @@ class Process:
         ckpt.save(2, job.state, tag=tag).wait()
 
     def load_all(self, world: int) -> None:
-        """Every checkpoint into every layout, each dtype in half of them."""
+        """Every checkpoint into every layout, each dtype in half of them; optimizer state is there or not, by turns."""
         with self.job(f"load-{world}", world) as mine:
             if not mine:
                 return
             with Checkpointer(self.root) as ckpt:
-                for a, source in enumerate(PARALLEL):
-                    for b, target in enumerate(LAYOUTS if world == 1 else PARALLEL):
+                for b, target in enumerate(LAYOUTS if world == 1 else PARALLEL):
+                    pairs = {name: (build(target, dtype, 77), build(target, dtype, 78)) for name, dtype in DTYPES.items()}
+                    for a, source in enumerate(PARALLEL):
                         for saved_by in WORLDS:
                             dtype = tuple(DTYPES)[(a + b + saved_by + world) % 2]
-                            self._load(ckpt, f"{source}-{dtype}-{saved_by}", target, DTYPES[dtype])
+                            name = f"{target} on {world}"
+                            self._load(ckpt, f"{source}-{dtype}-{saved_by}", name, *pairs[dtype], fresh=(a + saved_by) % 3 == 0)
 
-    def _load(self, ckpt: Checkpointer, tag: str, layout: str, dtype: torch.dtype) -> None:
-        job, reference = build(layout, dtype, 77), build(layout, dtype, 78)
+    def _load(self, ckpt: Checkpointer, tag: str, target: str, job: Job, reference: Job, *, fresh: bool) -> None:
+        if fresh:
+            job.optimizer.state.clear()
         loaded = ckpt.load(job.state, tag)
         assert loaded is not None
         plain = torch.load(self.folder / f"{tag}.pt", weights_only=True)
-        name = f"{tag} into {layout} on {dist.get_world_size()}"
+        name = f"{tag} into {target}"
         if loaded.per_rank_left or loaded.step != 2:
             self.wrong.append(f"{name}: {loaded}")
         distribute_like(reference, plain)
@@ -180,6 +183,18 @@ def restart(process: Process) -> None:
                 same = all(map(_same, locals_of(again), expected))
                 if loaded is None or loaded.source != "memory" or not same:
                     process.wrong.append(f"{layout} beside a sidecar: {loaded}, the same bits: {same}")
+
+
+def leave(ckpt: Checkpointer) -> None:
+    """As a trainer that is killed: the sidecar hears no more of it, and no word of farewell."""
+    sidecar = ckpt._sidecar
+    assert sidecar is not None
+
+    async def hang_up() -> None:
+        (await sidecar.link()).lose("as if killed")
+
+    ckpt._writer.call(hang_up(), 10.0)
+    ckpt.close()
 
 
 def main() -> None:

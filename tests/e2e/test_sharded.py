@@ -12,6 +12,7 @@ import pytest
 
 from tests.e2e.sharded_ranks import PROCESSES
 from tests.faults.daemons import Daemon
+from tests.faults.jobs import wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
@@ -43,9 +44,14 @@ def test_whatever_was_saved_loads_wherever(tmp_path: Path, daemon: Daemon) -> No
         for number in range(PROCESSES)
     ]
     try:
+        # The one that ends first is the one to ask: the others wait for it, or have ended as well.
+        wait_until(lambda: any(rank.poll() is not None for rank in ranks), "a rank has ended", limit_s=350)
+        failed = [rank for rank in ranks if rank.poll()]
+        for rank in ranks if failed else ():
+            rank.kill()
         said = [rank.communicate() for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
-    for number, (out, errors) in enumerate(said):
+    for number, (out, errors) in sorted(enumerate(said), key=lambda pair: ranks[pair[0]].returncode < 1):
         assert out == "done\n", f"rank {number} said:\n{out}{errors[-4000:]}"
