@@ -231,9 +231,7 @@ async def plan_save(
         world_size=world_size,
         epoch=current,
         n=step,
-        shard_of=lambda rank: make_shard(
-            tensors(rank), values, aliases=aliases, excluded=excluded, pieces=pieces(rank)
-        ),
+        shard_of=lambda rank: make_shard(tensors(rank), values, aliases=aliases, excluded=excluded, pieces=pieces(rank)),
     )
     return replace(save, **others)  # type: ignore[arg-type]  # the fields of Save, named by the test
 

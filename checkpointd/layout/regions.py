@@ -32,7 +32,10 @@ class Region:
     def of(self, run: NDArray[Any]) -> NDArray[Any]:
         """The elements as an n-d array of the sizes of `box`: a view of the 1-d array `run`."""
         stop = self.start + math.prod(self.sizes)
-        return run[self.start : stop].reshape(self.sizes)[self.cut]
+        # The ellipsis keeps an array of no dimensions an array.
+        index: tuple[Any, ...] = (*self.cut, ...)
+        found: NDArray[Any] = run[self.start : stop].reshape(self.sizes)[index]
+        return found
 
 
 def sub_boxes(box: Box, start: int, stop: int) -> list[Box]:

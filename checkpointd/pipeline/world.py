@@ -159,6 +159,11 @@ async def read_boxes(
     return gaps + await read_chunks(store, reads, config, on_bytes)
 
 
+def gaps(world: World, wants: Iterable[Want]) -> list[DamagedError]:
+    """What of `wants` no rank stored whole, without reading; raises what `read_boxes` raises for boxes that cannot be."""
+    return [gap for want in wants if (gap := _gap(want, _parts(world, want)))]
+
+
 def _parts(world: World, want: Want) -> list[Part]:
     """The parts that have elements of the wanted box."""
     found: Sequence[Part]
