@@ -15,7 +15,7 @@ from checkpointd.errors import StateError
 from checkpointd.layout import tree
 from checkpointd_client import objects, optimizers
 from checkpointd_client.modules import Modules
-from checkpointd_client.sharding import Held, held_by, is_dtensor, local_of, replicated, spread
+from checkpointd_client.sharding import Group, Held, held_by, is_dtensor, local_of, replicated, spread
 from checkpointd_client.tensors import array_tensor, refusal
 from checkpointd_client.values import SCALAR_TYPES, encode, key_node, key_text, refused, type_name
 
@@ -42,6 +42,10 @@ SEQUENCE_KINDS: dict[type, SequenceKind] = {
     frozenset: "frozenset",
     torch.Size: "Size",
 }
+
+
+_ALONE = Group(0, 1)
+"""Of what no other rank has."""
 
 
 class Flattener:
@@ -191,7 +195,7 @@ class Flattener:
 
     def _optimizer(self, optimizer: torch.optim.Optimizer, fqn: str) -> tree.Node:
         self.optimizers.append(optimizer)
-        stored = objects.state_dict_of(optimizer, fqn)
+        stored = optimizers.state_dict(optimizer, fqn)
         first = len(self.tensors)
         node = self.node(optimizers.named(optimizer, stored, self._modules.names()) or stored, fqn)
         if isinstance(stored, dict):
@@ -206,7 +210,10 @@ class Flattener:
             if parameter is None:
                 continue
             self.stepped.add(i)
-            self._note_shared(i, parameter)
+            if optimizers.is_partitioned(optimizer):
+                self.held[i] = replicated(tuple(self.tensors[i].shape), _ALONE)
+            else:
+                self._note_shared(i, parameter)
 
     def _note_shared(self, i: int, parameter: torch.Tensor) -> None:
         """Where ranks hold a parameter together, they hold its state together."""

@@ -34,7 +34,7 @@ from checkpointd.store.base import Store
 from checkpointd_client.content import Content
 from checkpointd_client.sidecar import Sidecar
 from checkpointd_client.slots import Target
-from checkpointd_client.sources import wants
+from checkpointd_client.sources import stands_below, wants
 
 T = TypeVar("T")
 Call = Callable[[Coroutine[Any, Any, T]], T]
@@ -164,6 +164,13 @@ class HeldSource:
     def more(self) -> Content | None:
         """What this rank did not save is the store's to give."""
         return None
+
+    def has_elsewhere(self, places: Sequence[str], content: Content) -> bool:
+        """SidecarError where it is so, or where it may be on another node."""
+        apart = bool(self.others) and len(self.others) + 1 < self.own.snapshot.held.world_size
+        if places and (apart or stands_below(places, content)):
+            raise SidecarError(f"another rank has what is at {places[0]}")
+        return False
 
     def verify(self, targets: Sequence[Target], content: Content) -> None:
         """SidecarError where not all of it is on this node, DamagedError where it changed."""

@@ -262,7 +262,7 @@ class Loader:
         content = source.content()
         try:
             restoration = prepare(self.state, content, strict=self.strict, cast=self.cast)
-            if not restoration.missing:
+            if not restoration.missing and not source.has_elsewhere(restoration.stateless, content):
                 return content, restoration
         except MismatchError:
             more = source.more()

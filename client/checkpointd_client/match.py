@@ -43,6 +43,8 @@ class Matcher:
         self.mismatched: list[str] = []
         self.stored = stored
         self.per_rank_left: list[str] = []
+        self.stateless: list[str] = []
+        """Where the state of a parameter would stand, and none is stored."""
         self.modules = modules
         self.cast = cast
         self._content, self._excluded = content, frozenset(content.excluded)

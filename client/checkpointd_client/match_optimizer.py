@@ -28,6 +28,8 @@ class _Pairing:
 
     numbers: dict[Hashable, Hashable]
     groups: list[int]
+    stored: frozenset[Hashable]
+    """All stored ones, those that are nobody's here included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,7 @@ def match_optimizer(match: Matcher, optimizer: torch.optim.Optimizer, node: tree
 
 
 def _live(optimizer: torch.optim.Optimizer, fqn: str) -> _Live | None:
-    state = objects.state_dict_of(optimizer, fqn)
+    state = optimizers.state_dict(optimizer, fqn)
     params = optimizers.numbered(optimizer, state)
     if params is None or not isinstance(state, dict):
         return None
@@ -109,7 +111,8 @@ def _by_order(match: Matcher, live: _Live, stored_ids: list[list[Hashable]], fqn
         counts = f"{list(map(len, stored_ids))} stored and {list(map(len, live_ids))} now"
         match.mismatched.append(f"{fqn}: the numbers of parameters in its param_groups differ: {counts}")
         return None
-    return _Pairing(dict(zip(chain(*stored_ids), chain(*live_ids), strict=True)), list(range(len(live_ids))))
+    numbers = dict(zip(chain(*stored_ids), chain(*live_ids), strict=True))
+    return _Pairing(numbers, list(range(len(live_ids))), frozenset(numbers))
 
 
 def _by_name(
@@ -131,7 +134,7 @@ def _by_name(
             match.mismatched.append(f"{fqn}.param_groups.{i}: its parameters are those of the stored groups {sorted(stored)}")
             return None
         groups.append(stored.pop() if stored else i)
-    return _Pairing(numbers, groups)
+    return _Pairing(numbers, groups, frozenset(chain(*stored_ids)))
 
 
 # --- what load_state_dict is given ----------------------------------------------------------------------------------
@@ -143,9 +146,12 @@ def _whole(match: Matcher, live: _Live, pairing: _Pairing, stored: dict[Hashable
     assert isinstance(state, tree.Dict)  # _stored_ids looked
     assert isinstance(groups, tree.Sequence)
     entries: dict[Hashable, Build] = {}
+    kept = {key for key, number in pairing.numbers.items() if optimizers.keeps(live.optimizer, live.params[number])}
+    missing = kept.difference(key for key, _ in match.stored.children(state))
+    match.stateless += [f"{fqn}.state.{key}" for key in missing]
     for key, node in match.stored.children(state):
         number = pairing.numbers.get(key, key)
-        if not isinstance(key, str) or key in pairing.numbers:
+        if key in kept or key not in pairing.stored:  # what is no parameter's, a hook has added
             entries[number] = _entry(match, live, number, node, f"{fqn}.state.{key}")
     made = [
         _group(match, groups.items[j], group, f"{fqn}.param_groups.{i}")
@@ -216,8 +222,9 @@ def _load_optimizer(live: _Live, state: dict[str, Any]) -> None:
     optimizer = live.optimizer
     optimizer.load_state_dict(state)
     # torch casts floating-point state to its parameter's dtype, and deep-copies what stands in the groups.
+    kept: Any = optimizers.state_of(optimizer)
     for number, entry in state["state"].items():
-        _put_back(optimizer.state.get(live.params.get(number, number)), entry)
+        _put_back(kept.get(live.params.get(number, number)), entry)
     for group, ours in zip(optimizer.param_groups, state["param_groups"], strict=False):
         _put_back(group, {key: value for key, value in ours.items() if key != "params"})
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
+
+from checkpointd_client import objects
 
 
 def named(optimizer: torch.optim.Optimizer, stored: Any, names: Mapping[int, str]) -> dict[Hashable, Any] | None:
@@ -39,7 +42,7 @@ def numbered(optimizer: torch.optim.Optimizer, stored: Any) -> dict[Hashable, to
 def owners(optimizer: torch.optim.Optimizer) -> dict[int, torch.Tensor]:
     """Whose state it is, by the identity of everything inside the state of each parameter."""
     found: dict[int, torch.Tensor] = {}
-    for parameter, entry in optimizer.state.items():
+    for parameter, entry in state_of(optimizer).items():
         _note(entry, parameter, found)
     return found
 
@@ -50,3 +53,37 @@ def _note(value: Any, parameter: torch.Tensor, found: dict[int, torch.Tensor]) -
         found[id(child)] = parameter
         if not isinstance(child, torch.Tensor | str | bytes | int | float | None):
             _note(child, parameter, found)
+
+
+# --- ZeroRedundancyOptimizer ----------------------------------------------------------------------------------------
+
+
+def is_partitioned(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is a ZeroRedundancyOptimizer: each rank has the state of some of the parameters, and all of it."""
+    zero = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    return zero is not None and isinstance(optimizer, zero.ZeroRedundancyOptimizer)
+
+
+def state_of(optimizer: Any) -> dict[torch.Tensor, Any]:
+    """The state that this rank keeps, by parameter."""
+    found: dict[torch.Tensor, Any] = optimizer.optim.state if is_partitioned(optimizer) else optimizer.state
+    return found
+
+
+def keeps(optimizer: Any, parameter: torch.Tensor) -> bool:
+    """Whether this rank is the one to keep the state of `parameter`."""
+    return not is_partitioned(optimizer) or optimizer._param_to_rank[parameter] == optimizer.rank
+
+
+def state_dict(optimizer: Any, fqn: str) -> Any:
+    """The optimizer's state_dict(). Of a partitioned one what this rank has, where its own asks for all of it on one rank."""
+    if not is_partitioned(optimizer):
+        return objects.state_dict_of(optimizer, fqn)
+    numbers: dict[torch.Tensor, int] = {}
+    groups = []
+    for group in optimizer.param_groups:
+        packed = {key: value for key, value in group.items() if key != "params"}
+        packed["params"] = [numbers.setdefault(parameter, len(numbers)) for parameter in group["params"]]
+        groups.append(packed)
+    state = {numbers[parameter]: entry for parameter, entry in state_of(optimizer).items() if parameter in numbers}
+    return {"state": state, "param_groups": groups}

@@ -30,7 +30,8 @@ class Restoration:
 
     `targets` are the stored tensors to read, each once. `missing` names what is in the user's objects and not in the
     checkpoint, `unexpected` the other way round, both by FQN; `mismatched` says in words what is in both and does not fit;
-    `per_rank_left` names what every saving rank had its own value of, and nobody can say whose is wanted.
+    `per_rank_left` names what every saving rank had its own value of, and nobody can say whose is wanted;
+    `stateless` where an optimizer's state for a parameter would stand, and none is.
     """
 
     targets: tuple[Target, ...]
@@ -38,6 +39,7 @@ class Restoration:
     unexpected: tuple[str, ...]
     mismatched: tuple[str, ...]
     per_rank_left: tuple[str, ...]
+    stateless: tuple[str, ...]
     _copies: list[Callable[[], None]] = field(repr=False)
     _steps: list[tuple[Callable[[Any], object], Any]] = field(repr=False)
     _client_state: dict[str, object] = field(repr=False)
@@ -81,6 +83,7 @@ def _prepare(state: MutableMapping[str, Any], content: Content, *, strict: bool,
         unexpected=tuple(match.unexpected),
         mismatched=tuple(match.mismatched),
         per_rank_left=tuple(dict.fromkeys(match.per_rank_left)),
+        stateless=tuple(match.stateless),
         _copies=copies,
         _steps=steps,
         _client_state=client(),

@@ -40,6 +40,10 @@ class Source(Protocol):
         """The same with what other ranks saved and this one did not; None where there is no more."""
         ...
 
+    def has_elsewhere(self, places: Sequence[str], content: Content) -> bool:
+        """Whether another rank saved something right below one of `places`, where this one saved nothing."""
+        ...
+
     def verify(self, targets: Sequence[Target], content: Content) -> None:
         """Raise what is wrong with the bytes of `targets`; touch none."""
         ...
@@ -47,6 +51,11 @@ class Source(Protocol):
     def fill(self, targets: Sequence[Target], content: Content) -> None:
         """Read them in. DamagedError where they are not what they were a moment ago."""
         ...
+
+
+def stands_below(places: Sequence[str], content: Content) -> bool:
+    """Whether a tensor is stored right below one of `places`."""
+    return bool(places) and not {fqn.rpartition(".")[0] for fqn in content.entries}.isdisjoint(places)
 
 
 def wants(targets: Iterable[Target], content: Content, *, fill: bool) -> list[Want]:
@@ -107,6 +116,9 @@ class StoredSource:
         if not self._same_world or self._index is not None:
             return None
         return merged_content(self._world, keep=self.ranks.rank, alone=False)
+
+    def has_elsewhere(self, places: Sequence[str], content: Content) -> bool:
+        return stands_below(places, content)
 
     def verify(self, targets: Sequence[Target], content: Content) -> None:
         damage = self._read(targets, content, fill=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,12 +11,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-LAYOUTS = ("plain", "ddp", "fsdp2", "tp", "hsdp")
-"""`tp`: tensor parallelism with FSDP2 over the other dimension of a 2-d mesh."""
+LAYOUTS = ("plain", "ddp", "zero", "fsdp2", "tp", "hsdp")
+"""`zero`: DDP with a ZeroRedundancyOptimizer. `tp`: tensor parallelism with FSDP2 over the other dimension of a 2-d mesh."""
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 VOCABULARY, WIDTH, INNER = 13, 5, 21
 
@@ -61,8 +63,9 @@ def build(layout: str, dtype: torch.dtype, seed: int) -> Job:
     """A new job on all ranks of the default group (`plain`: on each for itself), the same whatever the layout."""
     torch.manual_seed(seed)
     model: Any = Net().to(dtype)
-    wrapped = {"ddp": DistributedDataParallel, "fsdp2": _fsdp2, "tp": _tensor_parallel, "hsdp": _hybrid}.get(layout)
-    model = wrapped(model) if wrapped else model
+    model = _WRAPPERS.get(layout, lambda whole: whole)(model)
+    if layout == "zero":
+        return Job(model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01))
     return Job(model, torch.optim.AdamW(model.parameters(), lr=0.01))
 
 
@@ -89,14 +92,33 @@ def _tensor_parallel(model: Any) -> nn.Module:
     return _shard(parallelize_module(model, mesh["tp"], plan), mesh["dp"])
 
 
+_WRAPPERS: dict[str, Callable[[Any], Any]] = {
+    "ddp": DistributedDataParallel,
+    "zero": DistributedDataParallel,
+    "fsdp2": _fsdp2,
+    "tp": _tensor_parallel,
+    "hsdp": _hybrid,
+}
+
+
 def plain_tensors(job: Job) -> dict[str, torch.Tensor]:
     """Parameters, buffers and optimizer state in full, by names that do not depend on the layout. Collective."""
     model = job.model.module if isinstance(job.model, DistributedDataParallel) else job.model
     found = {name: _full(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
     for name, parameter in model.named_parameters():
-        for key, value in job.optimizer.state.get(parameter, {}).items():
+        for key, value in state_of(job).get(parameter, {}).items():
             found[f"{name}/{key}"] = _full(value)
+    if isinstance(job.optimizer, ZeroRedundancyOptimizer):
+        parts: list[dict[str, torch.Tensor]] = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(parts, found)
+        found = {name: tensor for part in parts for name, tensor in part.items()}
     return found
+
+
+def state_of(job: Job) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
+    """What this rank keeps for each parameter."""
+    optimizer: Any = job.optimizer
+    return optimizer.optim.state if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer.state  # type: ignore[no-any-return]
 
 
 def _full(tensor: torch.Tensor) -> torch.Tensor:
@@ -106,7 +128,7 @@ def _full(tensor: torch.Tensor) -> torch.Tensor:
 
 def locals_of(job: Job) -> list[torch.Tensor]:
     """What this rank holds, parameters and state."""
-    tensors = [*job.model.parameters(), *(v for entry in job.optimizer.state.values() for v in entry.values())]
+    tensors = [*job.model.parameters(), *(v for p in job.model.parameters() for v in state_of(job).get(p, {}).values())]
     return [(t._local_tensor if isinstance(t, DTensor) else t).detach() for t in tensors]
 
 
@@ -121,8 +143,9 @@ def distribute_like(job: Job, plain: dict[str, torch.Tensor]) -> None:
             if path.startswith(f"{name}/"):
                 key = path.removeprefix(f"{name}/")
                 state[key] = value.clone() if value.dim() == 0 else _put(torch.zeros_like(parameter, dtype=value.dtype), value)
-        if state:
-            job.optimizer.state[parameter] = state
+        zero = job.optimizer if isinstance(job.optimizer, ZeroRedundancyOptimizer) else None
+        if state and (zero is None or zero._param_to_rank[parameter] == dist.get_rank()):
+            state_of(job)[parameter] = state
 
 
 @torch.no_grad()

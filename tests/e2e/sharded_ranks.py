@@ -23,12 +23,17 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from checkpointd.errors import AbortedError, CheckpointdError
 from checkpointd_client import Checkpointer
-from tests.e2e.sharded_models import DTYPES, LAYOUTS, Job, build, distribute_like, locals_of, plain_tensors
+from tests.e2e.sharded_models import DTYPES, LAYOUTS, Job, build, distribute_like, locals_of, plain_tensors, state_of
 
 PROCESSES = 4
 WORLDS = (1, 2, 3, 4)
 LIMIT = timedelta(seconds=60)
 PARALLEL = tuple(layout for layout in LAYOUTS if layout != "plain")
+
+
+def _go_together(source: str, target: str) -> bool:
+    """ZeroRedundancyOptimizer is tried with itself and DDP alone, which is the same model: the matrix is large enough."""
+    return "zero" not in (source, target) or {source, target} <= {"zero", "ddp"}
 
 
 class Process:
@@ -81,14 +86,14 @@ class Process:
                 for b, target in enumerate(LAYOUTS if world == 1 else PARALLEL):
                     pairs = {name: (build(target, dtype, 77), build(target, dtype, 78)) for name, dtype in DTYPES.items()}
                     for a, source in enumerate(PARALLEL):
-                        for saved_by in WORLDS:
+                        for saved_by in WORLDS if _go_together(source, target) else ():
                             dtype = tuple(DTYPES)[(a + b + saved_by + world) % 2]
                             name = f"{target} on {world}"
                             self._load(ckpt, f"{source}-{dtype}-{saved_by}", name, *pairs[dtype], fresh=(a + saved_by) % 3 == 0)
 
     def _load(self, ckpt: Checkpointer, tag: str, target: str, job: Job, reference: Job, *, fresh: bool) -> None:
         if fresh:
-            job.optimizer.state.clear()
+            state_of(job).clear()
         loaded = ckpt.load(job.state, tag)
         assert loaded is not None
         plain = torch.load(self.folder / f"{tag}.pt", weights_only=True)
