@@ -27,10 +27,11 @@ from checkpointd.errors import (
     CheckpointdError,
     DamagedError,
     DeadlineError,
+    MismatchError,
     StoreError,
     StoreFullError,
-    WorldSizeError,
 )
+from checkpointd.layout import tree
 from checkpointd.layout.keys import AttemptId
 from checkpointd.pipeline import attempt as attempt_module
 from checkpointd.pipeline import catalog, epochs
@@ -194,15 +195,18 @@ def test_07_overwritten_bytes_are_found_before_they_reach_a_tensor(tmp_path: Pat
     assert _loaded(tmp_path) == (1, 1.0)
 
 
-async def test_08_a_checkpoint_of_two_ranks_is_not_loaded_by_one(store: PosixStore, tmp_path: Path) -> None:
-    await save_checkpoint(store, tag="global_step1", world_size=2)
+async def test_08_what_each_of_two_ranks_had_its_own_of_is_not_half_loaded_by_one(store: PosixStore, tmp_path: Path) -> None:
+    values = {"state": tree.Dict("dict", (("w", tree.Tensor("model.weight")),)), "client_state": None}
+    await save_checkpoint(store, tag="global_step1", world_size=2, values=values)
+    target = {"w": torch.full((64, 48), -1.0)}
 
     def load() -> None:
         with Checkpointer(tmp_path / "root") as ckpt:
-            ckpt.load({})
+            ckpt.load(target)
 
-    with pytest.raises(WorldSizeError, match="saved by 2 ranks and this job has 1"):
+    with pytest.raises(MismatchError, match="w: the ranks that saved it had different values"):
         await asyncio.to_thread(load)
+    assert bool((target["w"] == -1.0).all())
 
 
 class RecordingFile:

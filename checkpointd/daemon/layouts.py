@@ -50,8 +50,8 @@ def shard_tensors(layout: Layout) -> tuple[ShardTensor, ...]:
     if layout.nbytes != page_up(max(layout.nbytes, 1)):
         raise UsageError(f"a layout has {layout.nbytes} bytes; it must be a whole number of pages")
     tensors = tuple(_tensor(tensor) for tensor in layout.tensors)
-    if len({tensor.fqn for tensor in tensors}) != len(tensors):
-        raise UsageError("a layout names one tensor twice")
+    if len({(tensor.fqn, tensor.box) for tensor in tensors}) != len(tensors):
+        raise UsageError("a layout names one box of a tensor twice")
     end = 0
     for tensor in tensors:
         if tensor.offset < end or tensor.offset % TENSOR_ALIGNMENT:

@@ -228,11 +228,13 @@ class Session:
         in_flight = tuple(
             wire.InFlight(tag=j.info.tag, attempt=str(j.info.attempt), rank=j.info.rank, phase=str(j.phase)) for j in jobs
         )
-        self._post(wire.Joined(held=(kept.described(),) if kept else (), in_flight=in_flight))
+        others = (o for o in self._hub.tier.at(record.root) if o.info.rank != record.rank and o.uid == self._peer.uid)
+        beside = tuple(other.described() for other in others)
+        self._post(wire.Joined(held=(kept.described(),) if kept else (), in_flight=in_flight, beside=beside))
 
-    def _kept(self, record: RankRecord) -> Kept | None:
-        """What is held for this rank, if it is this user's."""
-        kept = self._hub.tier.of(record.root, record.rank)
+    def _kept(self, record: RankRecord, rank: int | None = None) -> Kept | None:
+        """What is held for this rank, or another one of its root, if it is this user's."""
+        kept = self._hub.tier.of(record.root, record.rank if rank is None else rank)
         return kept if kept is not None and kept.uid == self._peer.uid else None
 
     def _joined(self) -> RankRecord:
@@ -413,9 +415,10 @@ class Session:
 
     async def _fetch(self, message: wire.Fetch) -> None:
         record = self._joined()
-        kept = self._kept(record)
+        kept = self._kept(record, message.rank)
         if kept is None or (kept.info.tag, str(kept.info.attempt)) != (message.tag, message.attempt):
-            raise NotFoundError(f"no snapshot of {message.tag} ({message.attempt}) is held for rank {record.rank}")
+            whose = record.rank if message.rank is None else message.rank
+            raise NotFoundError(f"no snapshot of {message.tag} ({message.attempt}) is held for rank {whose}")
         user = object()
         kept.slot.use(user)  # also where a newer snapshot takes its place meanwhile
         try:

@@ -49,6 +49,7 @@ class Kept:
             nbytes=self.slot.nbytes,
             phase=self.phase,
             nonce=self.nonce,
+            rank=info.rank,
         )
 
     def as_message(self) -> Snapshot:
@@ -95,6 +96,10 @@ class Tier:
     def of(self, root: str, rank: int) -> Kept | None:
         """What is held for a rank."""
         return self._kept.get((root, rank))
+
+    def at(self, root: str) -> Iterator[Kept]:
+        """What is held for the ranks of a root."""
+        return (kept for kept in list(self._kept.values()) if kept.root == root)
 
     def drop(self, kept: Kept) -> None:
         """Hold it no longer, if it is still the one that is held."""

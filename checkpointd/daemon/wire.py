@@ -186,10 +186,12 @@ class Spoiled(_Message, frozen=True, kw_only=True, tag="spoiled"):
 
 
 class Fetch(_Message, frozen=True, kw_only=True, tag="fetch"):
-    """Give me the snapshot of my rank that you hold. Answered by Snapshot, with its descriptor."""
+    """Give me the snapshot of a rank of my root that you hold. Answered by Snapshot, with its descriptor."""
 
     attempt: _Name
     tag: _Name
+    rank: _Count | None = None
+    """None: my own."""
 
 
 class Ping(_Message, frozen=True, kw_only=True, tag="ping"):
@@ -215,6 +217,8 @@ class Held(_Message, frozen=True, kw_only=True):
     phase: str
     nonce: str
     """Of the epoch that it was saved in."""
+    rank: int | None = None
+    """Whose it is; None from a daemon that does not say, which holds the asking rank's alone."""
 
 
 class InFlight(_Message, frozen=True, kw_only=True):
@@ -227,8 +231,11 @@ class InFlight(_Message, frozen=True, kw_only=True):
 
 
 class Joined(_Message, frozen=True, kw_only=True, tag="joined"):
+    """What is held for this rank, the attempts at its root that are worked at, and what is held there for its other ranks."""
+
     held: tuple[Held, ...]
     in_flight: tuple[InFlight, ...]
+    beside: tuple[Held, ...] = ()
 
 
 class Phase(_Message, frozen=True, kw_only=True, tag="phase"):

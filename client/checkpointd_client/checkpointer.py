@@ -188,15 +188,23 @@ class Checkpointer:
     # --- loading ---------------------------------------------------------------------------------------------
 
     def load(
-        self, state: MutableMapping[str, Any], tag: str | None = None, *, strict: bool = True, fallback: bool = True
+        self,
+        state: MutableMapping[str, Any],
+        tag: str | None = None,
+        *,
+        strict: bool = True,
+        fallback: bool = True,
+        cast: bool = False,
     ) -> Loaded | None:
         """Load the newest checkpoint, or `tag`, into the objects of `state`, in place; None where there is none.
 
-        Call it on every rank.
+        Call it on every rank. The number of ranks, and how tensors are sharded over them, may be others than when it was saved;
+        what then is each rank's own and was not equal on all is left as it is, and named in `Loaded.per_rank_left`. `cast`:
+        floating-point tensors may be of another floating dtype than the stored one, and are converted.
 
         A damaged newest checkpoint is logged as an error and the newest whole one is loaded, by all ranks together;
         `fallback=False` raises instead, as a named `tag` does. Raises MismatchError listing every difference (`strict=False`
-        loads what fits and says what was left), WorldSizeError, NotFoundError for a named tag, DamagedError, DeadlineError
+        loads what fits and says what was left), NotFoundError for a named tag, DamagedError, DeadlineError
         naming ranks that did not take part. Nothing is touched before every rank has verified what it will read.
         """
         self._check_open("load")
@@ -214,6 +222,7 @@ class Checkpointer:
             timeout_s=self._commit.timeout_s,
             state=state,
             strict=strict,
+            cast=cast,
             sidecar=self._sidecar,
         )
         loaded = loader.load(tag, fallback=fallback)

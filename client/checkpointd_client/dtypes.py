@@ -62,3 +62,9 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
             return True
         reach += stride * (size - 1)
     return False
+
+
+def is_floating(name: str) -> bool:
+    """Whether the dtype called `name` holds real numbers with a fraction: such dtypes can be converted to each other."""
+    dtype = DTYPES.get(name)
+    return dtype is not None and dtype.is_floating_point

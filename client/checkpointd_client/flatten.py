@@ -13,7 +13,9 @@ from torch import nn
 
 from checkpointd.errors import StateError
 from checkpointd.layout import tree
-from checkpointd_client import objects
+from checkpointd_client import objects, optimizers
+from checkpointd_client.modules import Modules
+from checkpointd_client.sharding import Group, Held, held_by, is_dtensor, local_of, replicated, spread
 from checkpointd_client.tensors import array_tensor, refusal
 from checkpointd_client.values import SCALAR_TYPES, encode, key_node, key_text, refused, type_name
 
@@ -42,24 +44,35 @@ SEQUENCE_KINDS: dict[type, SequenceKind] = {
 }
 
 
+_ALONE = Group(0, 1)
+"""Of what no other rank has."""
+
+
 class Flattener:
     """One walk. `tensors[i]` belongs to `fqns[i]`, in the order of the state; `stepped` has the positions of what an
     optimizer's own state holds, `optimizers` every optimizer met, `excluded` the FQNs of frozen parameters left out.
+
+    `held`: by position, what this rank holds of a tensor that ranks hold together; `tensors` has the local part of one that is
+    sharded, and `sharded` the DTensor itself.
     """
 
     def __init__(self, *, exclude_frozen_parameters: bool) -> None:
         self.fqns: list[str] = []
         self.tensors: list[torch.Tensor] = []
+        self.held: dict[int, Held] = {}
+        self.sharded: dict[int, Any] = {}
         self.stepped: set[int] = set()
         self.optimizers: list[torch.optim.Optimizer] = []
         self.excluded: list[str] = []
         self._exclude = exclude_frozen_parameters
         self._objects_allowed = True
         self._path: set[int] = set()
+        self._modules = Modules({})
 
     def root(self, state: Mapping[str, object], client_state: Mapping[str, object] | None) -> tree.Node:
         """The tree of both; StateError for what cannot be stored."""
         self._check_names(state)
+        self._modules = Modules(state)
         stored = self._pairs(state.items(), "")
         self._objects_allowed = False
         client = None if client_state is None else self._plain_mapping(client_state)
@@ -88,6 +101,13 @@ class Flattener:
         self.fqns.append(fqn)
         self.tensors.append(value)
         return tree.Tensor(fqn, value.requires_grad, "cpu" if value.is_cpu else value.device.type)
+
+    def _dtensor(self, value: Any, fqn: str) -> tree.Node:
+        position, local = len(self.tensors), local_of(value)
+        self.held[position], self.sharded[position] = held_by(value, fqn), value
+        self.fqns.append(fqn)
+        self.tensors.append(local)
+        return tree.Tensor(fqn, value.requires_grad, "cpu" if local.is_cpu else local.device.type)
 
     def _array(self, value: NDArray[np.generic], fqn: str) -> tree.Node:
         self.fqns.append(fqn)
@@ -130,6 +150,8 @@ class Flattener:
     def _other(self, value: Any, fqn: str) -> tree.Node:
         if type(value) in SCALAR_TYPES or isinstance(value, np.generic):
             return encode(value, fqn)
+        if is_dtensor(value):
+            return self._dtensor(value, fqn)
         if isinstance(value, torch.Tensor):
             raise StateError(f"{fqn}: {refusal(value)}")
         if not objects.is_object(value):
@@ -151,43 +173,59 @@ class Flattener:
         return self.node(objects.state_dict_of(value, fqn), fqn)
 
     def _module(self, wrapped: nn.Module, fqn: str) -> tree.Node:
-        module = objects.unwrap(wrapped)
-        tensors = objects.module_tensors(module, fqn)
-        renamed = objects.clean_names(module, tensors)
-        left_out = objects.frozen_names(module, tensors) if self._exclude else ()
-        self.excluded.extend(f"{fqn}.{renamed.get(key, key)}" for key in tensors if key in left_out)
+        part = self._modules.part(wrapped, fqn)
+        tensors, renamed = part.tensors, part.renamed
+        left_out = objects.frozen_names(part.module, tensors) if self._exclude else ()
+        self.excluded.extend(f"{fqn}.{part.name(key)}" for key in tensors if key in left_out)
+        first = len(self.tensors)
         if renamed or left_out:
             # Pairs, not a dict: two keys that are cleaned to the same name must be seen, and refused.
-            kept = [(renamed.get(key, key), value) for key, value in tensors.items() if key not in left_out]
-            return tree.Dict("OrderedDict", self._pairs(kept, fqn))
-        return tree.Dict("OrderedDict", self._pairs(tensors.items(), fqn))
+            kept = [(part.name(key), value) for key, value in tensors.items() if key not in left_out]
+            node = tree.Dict("OrderedDict", self._pairs(kept, fqn))
+        else:
+            node = tree.Dict("OrderedDict", self._pairs(tensors.items(), fqn))
+        for i in [i for i in self.sharded if i >= first] if part.beyond else ():
+            outer = part.beyond.get(id(self.sharded[i]._spec.mesh))
+            if outer is not None:
+                self.held[i] = spread(self.held[i], outer)
+        if part.replicas is not None:
+            held = {f"{fqn}.{part.name(key)}": one for key in tensors if (one := part.held(key)) is not None}
+            self.held.update((i, held[name]) for i in range(first, len(self.fqns)) if (name := self.fqns[i]) in held)
+        return node
 
     def _optimizer(self, optimizer: torch.optim.Optimizer, fqn: str) -> tree.Node:
         self.optimizers.append(optimizer)
-        stored = objects.state_dict_of(optimizer, fqn)
+        stored = optimizers.state_dict(optimizer, fqn)
         first = len(self.tensors)
-        node = self.node(stored, fqn)
+        node = self.node(optimizers.named(optimizer, stored, self._modules.names()) or stored, fqn)
         if isinstance(stored, dict):
-            self._note_stepped(optimizer, first)
+            self._note_own(optimizer, first)
         return node
 
-    def _note_stepped(self, optimizer: torch.optim.Optimizer, first: int) -> None:
+    def _note_own(self, optimizer: torch.optim.Optimizer, first: int) -> None:
         """Of the tensors from `first` on, those that the optimizer itself keeps (a state_dict hook may have added others)."""
-        own: set[int] = set()
-        _note_ids(optimizer.state, own)
-        self.stepped.update(i for i in range(first, len(self.tensors)) if id(self.tensors[i]) in own)
+        own = optimizers.owners(optimizer)
+        for i in range(first, len(self.tensors)):
+            parameter = own.get(id(self.sharded.get(i, self.tensors[i])))
+            if parameter is None:
+                continue
+            self.stepped.add(i)
+            if optimizers.is_partitioned(optimizer):
+                self.held[i] = replicated(tuple(self.tensors[i].shape), _ALONE)
+            else:
+                self._note_shared(i, parameter)
 
-
-def _note_ids(value: Any, ids: set[int]) -> None:
-    """Add the identity of everything inside a dict, list or tuple."""
-    children = value.values() if isinstance(value, Mapping) else value
-    ids.update(map(id, children))
-    for child in children:
-        if type(child) in _NESTING:
-            _note_ids(child, ids)
-
-
-_NESTING = frozenset({dict, collections.OrderedDict, collections.defaultdict, list, tuple})
+    def _note_shared(self, i: int, parameter: torch.Tensor) -> None:
+        """Where ranks hold a parameter together, they hold its state together."""
+        if i in self.sharded:
+            outer = self._modules.beyond(parameter)
+            if outer is not None:
+                self.held[i] = spread(self.held[i], outer)
+            return
+        tensor, group = self.tensors[i], self._modules.group(parameter)
+        # Beside a sharded parameter, what has more than one element may be of this rank's part of it.
+        if group is not None and (not is_dtensor(parameter) or tensor.numel() == 1):
+            self.held[i] = replicated(tuple(tensor.shape), group)
 
 
 _HANDLERS: dict[type, Callable[[Flattener, Any, str], tree.Node]] = {

@@ -2,16 +2,20 @@
 
 Invariants
   Y1  A held snapshot is loaded only by all ranks together: the same attempt, held whole by each of them.
-  Y2  Every byte that is copied belongs to a tensor whose digest, taken when the snapshot was complete, was checked here.
+  Y2  Every byte that is copied belongs to a box whose digest, taken when the snapshot was complete, was checked here.
   Y3  A snapshot of another root that had this one's place is never taken: its epoch's nonce must be the one in the store.
+  Y4  What ranks hold together is put together from the snapshots of one attempt that this node's sidecar holds, and only where
+      every element that is wanted is there once: else the store is read.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -19,12 +23,22 @@ from checkpointd.codec.checksum import xxh3_128
 from checkpointd.config import Ranks
 from checkpointd.daemon.layouts import shard_tensors
 from checkpointd.daemon.wire import Held, Layout, Snapshot
-from checkpointd.errors import CheckpointdError, DamagedError, UsageError
-from checkpointd.layout.boxes import whole
+from checkpointd.errors import CheckpointdError, DamagedError, SidecarError, UsageError
+from checkpointd.layout import tree
+from checkpointd.layout.boxes import Box, intersect, tiling_fault
+from checkpointd.layout.regions import relative
 from checkpointd.pipeline import epochs
-from checkpointd.pipeline.load import Sink
 from checkpointd.pipeline.shard import Bytes, ShardTensor
+from checkpointd.pipeline.world import CARRIERS, BoxSink, Want
 from checkpointd.store.base import Store
+from checkpointd_client.content import Content
+from checkpointd_client.sidecar import Sidecar
+from checkpointd_client.slots import Target
+from checkpointd_client.sources import stands_below, wants
+
+T = TypeVar("T")
+Call = Callable[[Coroutine[Any, Any, T]], T]
+"""Runs work on the writer and waits for it."""
 
 _THREADS = 4
 
@@ -66,38 +80,145 @@ class HeldSnapshot:
         self.snapshot, self._rank = snapshot, rank
         self._image: Bytes = np.frombuffer(mapped, dtype=np.uint8)
         try:
-            self._tensors = shard_tensors(Layout(layout=0, nbytes=snapshot.nbytes, tensors=snapshot.tensors))
+            self.tensors = shard_tensors(Layout(layout=0, nbytes=snapshot.nbytes, tensors=snapshot.tensors))
         except UsageError as error:
             raise DamagedError(f"the held snapshot cannot be read: {error}", rank=rank) from error
-        if len(snapshot.digests) != len(self._tensors):
-            raise DamagedError(
-                f"the held snapshot has {len(snapshot.digests)} digests, {len(self._tensors)} tensors", rank=rank
-            )
+        if len(snapshot.digests) != len(self.tensors):
+            raise DamagedError(f"the held snapshot has {len(snapshot.digests)} digests, {len(self.tensors)} tensors", rank=rank)
 
-    @property
-    def entries(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Dtype and shape of each tensor by FQN. DamagedError where one is held in part."""
-        for tensor in self._tensors:
-            if tensor.scope != "rank" or tensor.box != whole(tensor.shape):
-                raise DamagedError(f"{tensor.fqn} is held in part", fqn=tensor.fqn, rank=self._rank)
-        return {tensor.fqn: (tensor.dtype, tensor.shape) for tensor in self._tensors}
-
-    def check(self, wanted: Iterable[str]) -> None:
-        """Raise DamagedError unless the bytes of the tensors named are what they were (Y2)."""
-        names = set(wanted)
-        pairs = [(t, d) for t, d in zip(self._tensors, self.snapshot.digests, strict=True) if t.fqn in names]
+    def check(self, wanted: Iterable[ShardTensor]) -> None:
+        """Raise DamagedError unless the bytes of these boxes, which are of this snapshot, are what they were (Y2)."""
+        digests = dict(zip(map(id, self.tensors), self.snapshot.digests, strict=True))
+        boxes = list(wanted)
         with ThreadPoolExecutor(_THREADS) as threads:
-            whole_ones = list(threads.map(lambda pair: xxh3_128(self._bytes(pair[0])) == pair[1], pairs))
-        for (tensor, _), good in zip(pairs, whole_ones, strict=True):
-            if not good:
+            good = list(threads.map(lambda tensor: xxh3_128(self._bytes(tensor)) == digests[id(tensor)], boxes))
+        for tensor, same in zip(boxes, good, strict=True):
+            if not same:
                 message = f"{tensor.fqn} of the held snapshot {self.snapshot.held.tag} changed in memory (rank {self._rank})"
                 raise DamagedError(message, fqn=tensor.fqn, rank=self._rank)
 
-    def read(self, sinks: Mapping[str, Sink]) -> None:
-        """Copy the tensors named in `sinks`."""
-        wanted = [tensor for tensor in self._tensors if tensor.fqn in sinks]
-        with ThreadPoolExecutor(_THREADS) as threads:
-            list(threads.map(lambda tensor: sinks[tensor.fqn](0, self._bytes(tensor)), wanted))
+    def give(self, tensor: ShardTensor, box: Box, sink: BoxSink) -> None:
+        """Hand over `box`, which lies inside that of `tensor`."""
+        elements = self._bytes(tensor).view(CARRIERS[tensor.itemsize]).reshape(tensor.box.sizes)
+        begins = zip(box.offsets, tensor.box.offsets, box.sizes, strict=True)
+        sink(box, elements[tuple(slice(at - first, at - first + n) for at, first, n in begins)])
 
     def _bytes(self, tensor: ShardTensor) -> Bytes:
         return self._image[tensor.offset : tensor.offset + tensor.nbytes]
+
+
+_Piece = tuple[HeldSnapshot, ShardTensor]
+
+
+@dataclass(slots=True)
+class HeldSource:
+    """What the sidecar of this node holds of one attempt: this rank's snapshot, and those of other ranks where they share."""
+
+    own: HeldSnapshot
+    others: Mapping[int, HeldSnapshot]
+    rank: int
+    kind: Literal["store", "memory"] = "memory"
+
+    @staticmethod
+    def fetched(sidecar: Sidecar, held: Held, rank: int, call: Call[Any]) -> HeldSource:
+        """Fetch the snapshots. DamagedError where this rank's cannot be had; another's is not waited for."""
+        try:
+            snapshot, descriptor = call(sidecar.fetch(held))
+            own = HeldSnapshot(snapshot, descriptor, rank)
+        except (SidecarError, UsageError) as error:
+            raise DamagedError(f"the held snapshot cannot be had: {error}", rank=rank) from error
+        if all(tensor.scope == "rank" for tensor in own.tensors):
+            return HeldSource(own, {}, rank)
+        others: dict[int, HeldSnapshot] = {}
+        for beside in call(sidecar.beside(held)):
+            found, descriptor = call(sidecar.fetch(beside))
+            number = -1 if beside.rank is None else beside.rank
+            others[number] = HeldSnapshot(found, descriptor, number)
+        return HeldSource(own, others, rank)
+
+    @property
+    def tag(self) -> str:
+        return self.own.snapshot.held.tag
+
+    @property
+    def step(self) -> int:
+        return self.own.snapshot.held.step
+
+    def content(self) -> Content:
+        """What this rank saved. DamagedError where the snapshots contradict each other."""
+        snapshot = self.own.snapshot
+        entries: dict[str, tuple[str, tuple[int, ...]]] = {}
+        for _, tensor in self._shared():
+            described = (tensor.dtype, tensor.shape)
+            if entries.setdefault(tensor.fqn, described) != described:
+                raise DamagedError(f"{tensor.fqn} is not the same tensor in all held snapshots", fqn=tensor.fqn, rank=self.rank)
+        own = {tensor.fqn: (tensor.dtype, tensor.shape) for tensor in self.own.tensors if tensor.scope == "rank"}
+        return Content(
+            root=tree.decode(snapshot.tree),
+            entries=entries | own,
+            owners=dict.fromkeys(own, self.rank),
+            aliases=snapshot.aliases,
+            excluded=snapshot.excluded,
+        )
+
+    def more(self) -> Content | None:
+        """What this rank did not save is the store's to give."""
+        return None
+
+    def has_elsewhere(self, places: Sequence[str], content: Content) -> bool:
+        """SidecarError where it is so, or where it may be on another node."""
+        apart = bool(self.others) and len(self.others) + 1 < self.own.snapshot.held.world_size
+        if places and (apart or stands_below(places, content)):
+            raise SidecarError(f"another rank has what is at {places[0]}")
+        return False
+
+    def verify(self, targets: Sequence[Target], content: Content) -> None:
+        """SidecarError where not all of it is on this node, DamagedError where it changed."""
+        touched: dict[int, tuple[HeldSnapshot, list[ShardTensor]]] = {}
+        seen: set[int] = set()
+        parts = self._parts()
+        for want in wants(targets, content, fill=False):
+            for snapshot, tensor in self._covering(want, parts):
+                if id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    touched.setdefault(id(snapshot), (snapshot, []))[1].append(tensor)
+        for snapshot, tensors in touched.values():
+            snapshot.check(tensors)
+
+    def fill(self, targets: Sequence[Target], content: Content) -> None:
+        """Copy what `verify` has looked at."""
+        parts = self._parts()
+        with ThreadPoolExecutor(_THREADS) as threads:
+            list(threads.map(lambda want: self._give(want, parts), wants(targets, content, fill=True)))
+
+    def _give(self, want: Want, parts: Mapping[tuple[str, bool], list[_Piece]]) -> None:
+        assert want.sink is not None
+        for snapshot, tensor in self._covering(want, parts):
+            box = intersect(tensor.box, want.box)
+            assert box is not None
+            snapshot.give(tensor, box, want.sink)
+
+    def _shared(self) -> Iterable[_Piece]:
+        snapshots = (self.own, *self.others.values())
+        return ((snapshot, tensor) for snapshot in snapshots for tensor in snapshot.tensors if tensor.scope == "global")
+
+    def _parts(self) -> dict[tuple[str, bool], list[_Piece]]:
+        """The boxes of each tensor, by FQN and whether ranks hold it together."""
+        found: dict[tuple[str, bool], list[_Piece]] = {}
+        for snapshot, tensor in self._shared():
+            found.setdefault((tensor.fqn, True), []).append((snapshot, tensor))
+        for tensor in self.own.tensors:
+            if tensor.scope == "rank":
+                found.setdefault((tensor.fqn, False), []).append((self.own, tensor))
+        return found
+
+    def _covering(self, want: Want, parts: Mapping[tuple[str, bool], list[_Piece]]) -> list[_Piece]:
+        """The boxes that together are the wanted one (Y4)."""
+        pieces = [p for p in parts.get((want.fqn, want.rank is None), ()) if intersect(p[1].box, want.box) is not None]
+        shared = [box for _, tensor in pieces if (box := intersect(tensor.box, want.box)) is not None]
+        fault = tiling_fault(want.box.sizes, relative(shared, want.box))
+        if fault is None:
+            return pieces
+        if want.rank is not None:
+            raise DamagedError(f"{want.fqn} is held in part: {fault}", fqn=want.fqn, rank=self.rank)
+        raise SidecarError(f"this node's memory does not hold all of {want.fqn} that rank {self.rank} needs: {fault}")

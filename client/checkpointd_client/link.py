@@ -308,7 +308,7 @@ class Link:
 
     async def fetch(self, held: wire.Held) -> tuple[wire.Snapshot, int]:
         """A snapshot that the daemon holds, and the descriptor of its memory, which is the caller's to close."""
-        snapshot, descriptor = await self._ask(wire.Fetch(tag=held.tag, attempt=held.attempt), wire.Snapshot)
+        snapshot, descriptor = await self._ask(wire.Fetch(tag=held.tag, attempt=held.attempt, rank=held.rank), wire.Snapshot)
         if descriptor is None:
             raise SidecarError("the sidecar gave a snapshot without its memory")
         return snapshot, descriptor

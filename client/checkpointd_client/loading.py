@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -25,22 +25,18 @@ from checkpointd.errors import (
     NotFoundError,
     SidecarError,
     StoreError,
-    UsageError,
-    WorldSizeError,
 )
-from checkpointd.layout import tree
 from checkpointd.layout.keys import AttemptId
-from checkpointd.layout.manifest import Index
 from checkpointd.pipeline import catalog
 from checkpointd.pipeline.candidates import candidates
 from checkpointd.pipeline.catalog import Checkpoint
-from checkpointd.pipeline.load import Sink, entries_by_fqn, read_index, read_tensors
 from checkpointd.store.base import Store
-from checkpointd_client.held import HeldSnapshot, belongs, common
+from checkpointd_client.content import Content
+from checkpointd_client.held import HeldSource, belongs, common
 from checkpointd_client.notes import Choice, Holding, Problem
 from checkpointd_client.restore import Restoration, prepare
 from checkpointd_client.sidecar import Sidecar
-from checkpointd_client.sinks import sink_for
+from checkpointd_client.sources import Source, StoredSource
 from checkpointd_client.turns import Turn
 from checkpointd_client.writer import Writer
 
@@ -63,6 +59,8 @@ class Loaded:
     """Newer checkpoints that were damaged, in words."""
     source: Literal["store", "memory"] = "store"
     """memory: from the snapshot that the sidecar held."""
+    per_rank_left: tuple[str, ...] = ()
+    """Loaded with another number of ranks than saved it: what those had different values of, and which was left as it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +76,9 @@ class Candidate:
 class Examined:
     """A candidate that is whole on this rank, and where its tensors will go."""
 
-    tag: str
-    step: int
-    source: Literal["store", "memory"]
-    entries: Mapping[str, tuple[str, tuple[int, ...]]]
+    source: Source
     restoration: Restoration
-    read: Callable[[Mapping[str, Sink]], None]
-    """Fills the sinks; raises what went wrong."""
+    content: Content
 
 
 READ_TRIES = 2
@@ -104,6 +98,7 @@ class Loader:
     timeout_s: float
     state: MutableMapping[str, Any]
     strict: bool
+    cast: bool = False
     sidecar: Sidecar | None = None
     _held: dict[tuple[str, str], Held] = field(default_factory=dict)
     _failures: list[str] = field(default_factory=list)
@@ -125,6 +120,9 @@ class Loader:
             if verdict is None:
                 assert found is not None
                 return self._fill(found)
+            if candidate.in_memory and isinstance(verdict, SidecarError):
+                log.info("%s is loaded from the store: %s", candidate.tag, verdict)
+                continue
             if candidate.in_memory and isinstance(verdict, DamagedError):
                 log.error("%s cannot be loaded from memory: %s. Loading from the store", candidate.tag, verdict)
                 continue  # what the store has is not damaged by that
@@ -172,11 +170,6 @@ class Loader:
             self._looked = True
             if chosen is not None:
                 self._tried.add(chosen.prefix)
-            if chosen is not None and chosen.outcome.world_size != self.ranks.world_size:
-                raise WorldSizeError(
-                    f"{chosen.tag} was saved by {chosen.outcome.world_size} ranks and this job has {self.ranks.world_size}: "
-                    f"start it with {chosen.outcome.world_size} ranks; this version cannot load across world sizes"
-                )
         except CheckpointdError as error:
             return Choice(problem=Problem.of(error))
         damage = tuple(map(Problem.of, passed_over))
@@ -260,46 +253,39 @@ class Loader:
         return None, problem
 
     def _examine(self, candidate: Candidate) -> Examined:
-        return self._examine_held(candidate) if candidate.in_memory else self._examine_stored(candidate)
+        source = self._held_source(candidate) if candidate.in_memory else self._stored_source(candidate)
+        content, restoration = self._prepared(source)
+        source.verify(restoration.targets, content)
+        return Examined(source, restoration, content)
 
-    def _examine_held(self, candidate: Candidate) -> Examined:
-        """Fetch the snapshot and check its digests. Whatever is wrong with it is damage: an older checkpoint may be whole."""
+    def _prepared(self, source: Source) -> tuple[Content, Restoration]:
+        """Where everything goes: what this rank had, and where that is not enough, what other ranks had."""
+        content = source.content()
+        try:
+            restoration = prepare(self.state, content, strict=self.strict, cast=self.cast)
+            if not restoration.missing and not source.has_elsewhere(restoration.stateless, content):
+                return content, restoration
+        except MismatchError:
+            more = source.more()
+            if more is None:
+                raise
+        else:
+            more = source.more()
+            if more is None:
+                return content, restoration
+        return more, prepare(self.state, more, strict=self.strict, cast=self.cast)
+
+    def _held_source(self, candidate: Candidate) -> HeldSource:
+        """Fetch the snapshot. Whatever is wrong with it is damage: an older checkpoint may be whole."""
         held = self._held.get((candidate.tag, str(candidate.attempt)))
         if held is None or self.sidecar is None:
             raise DamagedError(f"rank {self.ranks.rank} holds no snapshot of {candidate.tag}", rank=self.ranks.rank)
-        try:
-            snapshot, descriptor = self.writer.call(self.sidecar.fetch(held), self.timeout_s)
-            found = HeldSnapshot(snapshot, descriptor, self.ranks.rank)
-            entries = found.entries
-        except (SidecarError, UsageError) as error:
-            raise DamagedError(f"the held snapshot cannot be had: {error}", rank=self.ranks.rank) from error
-        restoration = prepare(
-            self.state, tree.decode(snapshot.tree), entries, snapshot.aliases, snapshot.excluded, strict=self.strict
-        )
-        found.check(target.fqn for target in restoration.targets)
-        return Examined(held.tag, held.step, "memory", entries, restoration, found.read)
+        return HeldSource.fetched(self.sidecar, held, self.ranks.rank, lambda work: self.writer.call(work, self.timeout_s))
 
-    def _examine_stored(self, candidate: Candidate) -> Examined:
+    def _stored_source(self, candidate: Candidate) -> StoredSource:
         outcome = self.writer.call(catalog.read_outcome(self.store, candidate.tag, candidate.attempt), self.timeout_s)
         checkpoint = Checkpoint(candidate.tag, candidate.attempt, outcome)
-        index = self.writer.call(read_index(self.store, checkpoint, self.ranks.rank), self.timeout_s)
-        entries = {fqn: (entry.dtype, entry.shape) for fqn, entry in entries_by_fqn(index).items()}
-        restoration = prepare(self.state, tree.decode(index.tree), entries, index.aliases, index.excluded, strict=self.strict)
-        damage = self._read(checkpoint, index, {target.fqn: None for target in restoration.targets})
-        if damage:
-            raise damage[0]
-
-        def read(sinks: Mapping[str, Sink]) -> None:
-            late = self._read(checkpoint, index, sinks)
-            if late:
-                raise DamagedError(f"{late[0]}; it was whole a moment ago, so the objects are now loaded in part: load again")
-
-        return Examined(checkpoint.tag, index.step, "store", entries, restoration, read)
-
-    def _read(self, checkpoint: Checkpoint, index: Index, sinks: Mapping[str, Sink | None]) -> list[DamagedError]:
-        return self.writer.call_while_moving(
-            lambda on_bytes: read_tensors(self.store, checkpoint.prefix, index, sinks, self.config, on_bytes), self.timeout_s
-        )
+        return StoredSource(self.store, self.writer, self.config, self.timeout_s, self.ranks, checkpoint)
 
     # --- touching --------------------------------------------------------------------------------------------
 
@@ -308,24 +294,30 @@ class Loader:
         client_state: dict[str, object] = {}
         restoration = found.restoration
         try:
-            found.read({t.fqn: sink_for(t.tensor, found.entries[t.fqn][0]) for t in restoration.targets})
+            found.source.fill(restoration.targets, found.content)
             client_state = restoration.finish()
         except CheckpointdError as error:
             problem = error
         except Exception as error:  # the other ranks wait for this one's word, whatever it is
-            log.exception("loading %s", found.tag)
-            problem = CheckpointdError(f"{found.tag} was loaded in part on rank {self.ranks.rank}: {error!r}")
+            log.exception("loading %s", found.source.tag)
+            problem = CheckpointdError(f"{found.source.tag} was loaded in part on rank {self.ranks.rank}: {error!r}")
         verdict = self.turn.agree("filled", problem)
         if verdict is not None:
             raise verdict
+        if restoration.per_rank_left:
+            left = ", ".join(restoration.per_rank_left)
+            log.warning(
+                "%s was saved by another number of ranks, and each had its own %s: left as it was", found.source.tag, left
+            )
         return Loaded(
-            tag=found.tag,
-            step=found.step,
-            source=found.source,
+            tag=found.source.tag,
+            step=found.source.step,
+            source=found.source.kind,
             client_state=client_state,
             missing=restoration.missing,
             unexpected=restoration.unexpected,
             mismatched=restoration.mismatched,
+            per_rank_left=restoration.per_rank_left,
             fell_back_from=tuple(self._failures),
         )
 

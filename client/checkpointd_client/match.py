@@ -16,11 +16,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from checkpointd.errors import StateError
 from checkpointd.layout import tree
 from checkpointd_client import building, objects, tensors, values
 from checkpointd_client.building import Build
-from checkpointd_client.dtypes import NAMES
+from checkpointd_client.content import Content
+from checkpointd_client.dtypes import NAMES, is_floating
 from checkpointd_client.match_objects import match_object
+from checkpointd_client.modules import Modules
+from checkpointd_client.sharding import held_by, is_dtensor, local_of
 from checkpointd_client.slots import Slot, Slots
 from checkpointd_client.steps import Step, Turn
 from checkpointd_client.stored import Stored
@@ -31,20 +35,27 @@ _CPU = torch.device("cpu")
 class Matcher:
     """One match. A method that returns a Build wants its value put into the parent; None leaves the parent's value in place."""
 
-    def __init__(self, stored: Stored, excluded: frozenset[str]) -> None:
+    def __init__(self, stored: Stored, content: Content, modules: Modules, *, cast: bool) -> None:
         self.slots = Slots()
         self.steps: list[Step] = []
         self.missing: list[str] = []
         self.unexpected: list[str] = []
         self.mismatched: list[str] = []
         self.stored = stored
-        self._excluded = excluded
+        self.per_rank_left: list[str] = []
+        self.stateless: list[str] = []
+        """Where the state of a parameter would stand, and none is stored."""
+        self.modules = modules
+        self.cast = cast
+        self._content, self._excluded = content, frozenset(content.excluded)
+        self._left_below = {path[:at] for path in content.left for at in _dots(path)}
 
     # --- what is there -------------------------------------------------------------------------------------------
 
     def value(self, live: Any, node: tree.Node, fqn: str) -> Build | None:
         """Match one value of the user's, whatever it is."""
         if live is None:
+            self.per_rank_left += self.left_below(fqn)
             return self.fresh(node)
         if isinstance(live, torch.Tensor):
             return self.tensor(live, node, fqn)
@@ -67,16 +78,24 @@ class Matcher:
     # --- tensors -------------------------------------------------------------------------------------------------
 
     def tensor(self, live: torch.Tensor, node: tree.Node, fqn: str, *, replaceable: bool = False) -> Build | None:
-        why = tensors.refusal(live)
+        try:
+            held = held_by(live, fqn) if is_dtensor(live) else None
+        except StateError as error:
+            self.mismatched.append(str(error))
+            return None
+        why = None if held is not None else tensors.refusal(live)
         if why is not None:
             self.mismatched.append(f"{fqn}: it cannot be filled: {why}")
             return None
         if not isinstance(node, tree.Tensor):
             return self.note_kind(live, node, fqn)
         place = self.stored.place(node.fqn)
-        if not self._fits(fqn, (place.dtype, place.shape), (NAMES[live.dtype], tuple(live.shape))):
+        dtype = NAMES.get(live.dtype, str(live.dtype))
+        converted = self.cast and live.is_floating_point() and is_floating(place.dtype)
+        if not self._fits(fqn, (dtype if converted else place.dtype, place.shape), (dtype, tuple(live.shape))):
             return None
-        slot = Slot(node, place, live.device, live.detach(), live, replaceable)
+        memory = local_of(live) if is_dtensor(live) else live.detach()
+        slot = Slot(node, place, live.device, memory, live, replaceable, held)
         self.slots.add(slot)
         return (lambda: slot.value) if replaceable else None
 
@@ -105,22 +124,34 @@ class Matcher:
 
     # --- what is not there yet -----------------------------------------------------------------------------------
 
-    def fresh(self, node: tree.Node, device: torch.device | None = None) -> Build:
-        """Whatever is stored, made anew: on `device`, or on the kind of device where it was."""
+    def fresh(self, node: tree.Node, device: torch.device | None = None, like: torch.Tensor | None = None) -> Build:
+        """Whatever is stored, made anew: on `device`, or on the kind of device where it was. Tensors of the shape of `like` get
+        its sharding, and its dtype where that may be.
+        """
         if isinstance(node, tree.Tensor | tree.Array):
             place = self.stored.place(node.fqn)
             if isinstance(node, tree.Array):
                 tensors.array_dtype(node.dtype, place.dtype)
             where = _CPU if isinstance(node, tree.Array) else device or _device(node.device)
             slot = Slot(node, place, where, replaceable=True)
+            if like is not None and isinstance(node, tree.Tensor):
+                self._made_like(slot, like)
             self.slots.add(slot)
             return lambda: slot.value
         if isinstance(node, tree.Dict):
             children = self.stored.children(node)
-            return building.dict_of(node.kind, {key: self.fresh(child, device) for key, child in children})
+            return building.dict_of(node.kind, {key: self.fresh(child, device, like) for key, child in children})
         if isinstance(node, tree.Sequence):
-            return building.sequence_of(node.kind, [self.fresh(child, device) for child in node.items])
+            return building.sequence_of(node.kind, [self.fresh(child, device, like) for child in node.items])
         return building.constant(node)
+
+    def _made_like(self, slot: Slot, like: torch.Tensor) -> None:
+        if slot.place.shape != tuple(like.shape):
+            return
+        if is_dtensor(like):
+            slot.like, slot.held = like, held_by(like, slot.fqn)
+        if self.cast and like.is_floating_point() and is_floating(slot.place.dtype):
+            slot.dtype = like.dtype
 
     # --- containers ----------------------------------------------------------------------------------------------
 
@@ -129,17 +160,19 @@ class Matcher:
         if not isinstance(node, tree.Dict):
             return self.note_kind(live, node, fqn)
         if not live:
+            self.per_rank_left += self.left_below(fqn)
             return self.do(Turn.CONTAINERS, self.fresh(node), live.update)
         stored = dict(self.stored.children(node))
         for key, child in live.items():
             path = _join(fqn, key)
             if key not in stored:
-                self.note_missing(path)
+                self._note_absent(child, path)
                 continue
             build = self.value(child, stored.pop(key), path)
             if build is not None:
                 self.do(Turn.CONTAINERS, build, partial(setitem, live, key))
-        self.unexpected.extend(_join(fqn, key) for key in stored)
+        for key in stored:
+            self.note_unexpected(_join(fqn, key))
         return None
 
     def _counter(self, live: collections.Counter[Any], node: tree.Node, fqn: str) -> Build | None:
@@ -154,8 +187,10 @@ class Matcher:
         if not _holds_objects(live):
             build = self.fresh(node)
             return self.do(Turn.CONTAINERS, build, partial(setitem, live, slice(None))) if isinstance(live, list) else build
-        self.missing.extend(f"{fqn}.{i}" for i in range(len(node.items), len(live)))
-        self.unexpected.extend(f"{fqn}.{i}" for i in range(len(live), len(node.items)))
+        for i in range(len(node.items), len(live)):
+            self.note_missing(f"{fqn}.{i}")
+        for i in range(len(live), len(node.items)):
+            self.note_unexpected(f"{fqn}.{i}")
         pairs = enumerate(zip(live, node.items, strict=False))
         changes = {i: change for i, (child, stored) in pairs if (change := self.value(child, stored, f"{fqn}.{i}")) is not None}
         if isinstance(live, tuple):
@@ -170,9 +205,35 @@ class Matcher:
         build = self.fresh(node)
         return self.do(Turn.CONTAINERS, build, partial(_refill, live)) if isinstance(live, set) else build
 
+    def _note_absent(self, live: object, fqn: str) -> None:
+        """A tensor that is trained with, say, is not left half as it was without a word that ends the load."""
+        if isinstance(live, torch.Tensor) and fqn in self._content.left:
+            self.note_different(fqn)
+        else:
+            self.note_missing(fqn)
+
     def note_missing(self, fqn: str) -> None:
-        if fqn not in self._excluded:
+        if fqn in self._content.left:
+            self.per_rank_left.append(fqn)
+        elif fqn not in self._excluded:
             self.missing.append(fqn)
+
+    def note_unexpected(self, fqn: str) -> None:
+        if not any(fqn[:at] in self._content.elsewhere for at in _dots(fqn)):
+            self.unexpected.append(fqn)
+
+    def note_different(self, fqn: str) -> None:
+        """What training cannot go on without, and the saving ranks had different values of."""
+        self.mismatched.append(
+            f"{fqn}: the ranks that saved it had different values, each its own, and the number of ranks has changed since: "
+            "load it with as many ranks as saved it"
+        )
+
+    def left_below(self, fqn: str) -> list[str]:
+        """What the saving ranks had different values of, at or below `fqn`."""
+        if fqn not in self._left_below:
+            return []
+        return sorted(path for path in self._content.left if path == fqn or path.startswith(f"{fqn}."))
 
     def do(self, turn: Turn, build: Build, apply: Callable[[Any], object]) -> Build | None:
         """Note a step; what it changes is no matter of the parent's."""
@@ -182,6 +243,11 @@ class Matcher:
     def _object(self, live: Any, node: tree.Node, fqn: str) -> Build | None:
         matched = match_object(self, live, node, fqn)
         return None if matched else self.note_kind(live, node, fqn)
+
+
+def _dots(path: str) -> list[int]:
+    """Where `path` can be cut between keys, and its end."""
+    return [i for i, letter in enumerate(path) if letter == "."] + [len(path)]
 
 
 def _join(fqn: str, key: Hashable) -> str:

@@ -29,6 +29,10 @@ def match_object(match: Matcher, live: Any, node: tree.Node, fqn: str) -> bool:
     if isinstance(live, torch.optim.Optimizer):
         return isinstance(node, tree.Dict) and match_optimizer(match, live, node, fqn)
     if objects.is_stateful(live):
+        left = match.left_below(fqn)
+        if left:  # a part of what it was saved with would be worse than nothing
+            match.per_rank_left.append(fqn)
+            return True
         # Its own state_dict() is not asked for: that may start workers, and what it returns need not be its memory.
         turn = Turn.RANDOMNESS if isinstance(live, RngState) else Turn.OTHERS
         match.do(turn, match.fresh(node), objects.loading(live, fqn, live.load_state_dict))
@@ -47,13 +51,15 @@ def _module(match: Matcher, module: nn.Module, node: tree.Dict, fqn: str) -> boo
         key = renamed.get(live_key, live_key)
         path = f"{fqn}.{key}"
         if key not in stored:
-            match.note_missing(path)
+            _note_absent(match, value, path)
             absent.add(live_key)
         elif isinstance(value, torch.Tensor) and not live_key.endswith("_extra_state"):
             match.tensor(value, stored.pop(key), path)
         else:
+            match.per_rank_left += match.left_below(path)
             extra[live_key] = match.fresh(stored.pop(key))
-    match.unexpected.extend(f"{fqn}.{key}" for key in stored)
+    for left_over in stored:
+        match.note_unexpected(f"{fqn}.{left_over}")
 
     def build() -> dict[str, Any]:
         # What is absent stays as it is, tensors by being copied onto themselves.
@@ -63,6 +69,13 @@ def _module(match: Matcher, module: nn.Module, node: tree.Dict, fqn: str) -> boo
     options = {"strict": False} if objects.takes(module.load_state_dict, "strict") else {}
     match.do(Turn.MODULES, build, objects.loading(module, fqn, lambda filled: module.load_state_dict(filled, **options)))
     return True
+
+
+def _note_absent(match: Matcher, value: object, path: str) -> None:
+    if isinstance(value, nn.Parameter) and match.left_below(path):
+        match.note_different(path)
+    else:
+        match.note_missing(path)
 
 
 def _with_metadata(live: Mapping[str, Any], filled: Mapping[str, Any]) -> dict[str, Any]:

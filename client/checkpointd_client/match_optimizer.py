@@ -1,4 +1,8 @@
-"""The match for torch's optimizers, whose state may not exist yet and whose `load_state_dict` converts what it is given."""
+"""The match for torch's optimizers, whose state may not exist yet and whose `load_state_dict` converts what it is given.
+
+State that is stored under the names of parameters goes to the parameters of those names; state under numbers, as by releases
+before this one or where the state held no module that names them, goes by their order, group by group.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from checkpointd.layout import tree
-from checkpointd_client import building, objects
+from checkpointd_client import building, objects, optimizers
 from checkpointd_client.building import Build
 from checkpointd_client.steps import Turn
 
@@ -19,44 +23,59 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class _Params:
-    """An optimizer's parameters, their live numbers and groups, by the numbers that the checkpoint gives them."""
+class _Pairing:
+    """Which parameter each stored one is, by the number that the optimizer gives it now, and which stored group each is."""
 
-    by_id: dict[Hashable, torch.Tensor]
-    live_ids: dict[Hashable, Hashable]
+    numbers: dict[Hashable, Hashable]
+    groups: list[int]
+    stored: frozenset[Hashable]
+    """All stored ones, those that are nobody's here included."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Live:
+    """The optimizer as it is: its state_dict, and its parameters and their groups by number."""
+
+    optimizer: torch.optim.Optimizer
+    state: dict[str, Any]
+    params: dict[Hashable, torch.Tensor]
     groups: dict[Hashable, dict[str, Any]]
 
 
 def match_optimizer(match: Matcher, optimizer: torch.optim.Optimizer, node: tree.Dict, fqn: str) -> bool:
     """Existing state is filled in place, the rest made; then `load_state_dict`, and every tensor put back that it converted."""
-    live = objects.state_dict_of(optimizer, fqn)
-    live_ids = _live_ids(live)
-    if live_ids is None or not isinstance(live, dict):  # an optimizer with a state_dict of its own making
+    live = _live(optimizer, fqn)
+    if live is None:  # an optimizer with a state_dict of its own making
+        if match.left_below(fqn):
+            match.per_rank_left.append(fqn)
+            return True
         match.do(Turn.OPTIMIZERS, match.fresh(node), objects.loading(optimizer, fqn, optimizer.load_state_dict))
         return True
     stored_ids = _stored_ids(match, node)
     if stored_ids is None:
         return False
-    if list(map(len, stored_ids)) != list(map(len, live_ids)):
-        counts = f"{list(map(len, stored_ids))} stored and {list(map(len, live_ids))} now"
-        match.mismatched.append(f"{fqn}: the numbers of parameters in its param_groups differ: {counts}")
-        return True
-    params = _params(optimizer, stored_ids, live_ids)
-    build = _whole(match, params, dict(match.stored.children(node)), live, fqn)
-    load = objects.loading(optimizer, fqn, lambda state: _load_optimizer(optimizer, params, state))
-    match.do(Turn.OPTIMIZERS, build, load)
+    for path in match.left_below(fqn):
+        match.note_different(path)
+    pairing = _paired(match, live, stored_ids, fqn)
+    if pairing is not None:
+        build = _whole(match, live, pairing, dict(match.stored.children(node)), fqn)
+        load = objects.loading(optimizer, fqn, lambda state: _load_optimizer(live, state))
+        match.do(Turn.OPTIMIZERS, build, load)
     return True
 
 
-def _live_ids(live: Any) -> list[list[Hashable]] | None:
-    """Parameter numbers by group, where `live` looks like what torch's optimizers return."""
-    try:
-        return [list(group["params"]) for group in live["param_groups"]] if "state" in live else None
-    except (TypeError, KeyError):
+def _live(optimizer: torch.optim.Optimizer, fqn: str) -> _Live | None:
+    state = optimizers.state_dict(optimizer, fqn)
+    params = optimizers.numbered(optimizer, state)
+    if params is None or not isinstance(state, dict):
         return None
+    pairs = zip(optimizer.param_groups, state["param_groups"], strict=True)
+    groups = {number: live for live, group in pairs for number in group["params"]}
+    return _Live(optimizer, state, params, groups)
 
 
 def _stored_ids(match: Matcher, node: tree.Dict) -> list[list[Hashable]] | None:
+    """Names or numbers of the stored parameters by group; None where this is no torch optimizer's state."""
     parts = dict(match.stored.children(node))
     groups = parts.get("param_groups")
     if not isinstance(parts.get("state"), tree.Dict) or not isinstance(groups, tree.Sequence):
@@ -64,63 +83,131 @@ def _stored_ids(match: Matcher, node: tree.Dict) -> list[list[Hashable]] | None:
     found: list[list[Hashable]] = []
     for group in groups.items:
         ids = dict(match.stored.children(group)).get("params") if isinstance(group, tree.Dict) else None
-        if not isinstance(ids, tree.Sequence) or not all(isinstance(i, int) for i in ids.items):
+        if not isinstance(ids, tree.Sequence) or not all(isinstance(i, int | str) for i in ids.items):
             return None
-        found.append(list(ids.items))
+        found.append([i for i in ids.items if isinstance(i, int | str)])
     return found
 
 
-def _params(optimizer: torch.optim.Optimizer, stored_ids: list[list[Hashable]], live_ids: list[list[Hashable]]) -> _Params:
-    stored, live = list(chain(*stored_ids)), list(chain(*live_ids))
-    tensors = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    groups = chain.from_iterable([group] * len(group["params"]) for group in optimizer.param_groups)
-    return _Params(
-        dict(zip(stored, tensors, strict=False)),
-        dict(zip(stored, live, strict=True)),
-        dict(zip(stored, groups, strict=False)),
+# --- which parameter is which ---------------------------------------------------------------------------------------
+
+
+def _paired(match: Matcher, live: _Live, stored_ids: list[list[Hashable]], fqn: str) -> _Pairing | None:
+    """None where they cannot be told, which is noted."""
+    ids = list(chain(*stored_ids))
+    if any(isinstance(name, str) for name in ids):
+        number_of = {id(parameter): number for number, parameter in live.params.items()}
+        names = match.modules.all_names()
+        known = {name: id(names[name]) for name in ids if name in names}
+        numbers: dict[Hashable, Hashable] = {name: number_of[it] for name, it in known.items() if it in number_of}
+        if numbers:
+            return _by_name(match, live, stored_ids, numbers, fqn)
+    return _by_order(match, live, stored_ids, fqn)
+
+
+def _by_order(match: Matcher, live: _Live, stored_ids: list[list[Hashable]], fqn: str) -> _Pairing | None:
+    live_ids: list[list[Hashable]] = [list(group["params"]) for group in live.state["param_groups"]]
+    if list(map(len, stored_ids)) != list(map(len, live_ids)):
+        counts = f"{list(map(len, stored_ids))} stored and {list(map(len, live_ids))} now"
+        match.mismatched.append(f"{fqn}: the numbers of parameters in its param_groups differ: {counts}")
+        return None
+    numbers = dict(zip(chain(*stored_ids), chain(*live_ids), strict=True))
+    return _Pairing(numbers, list(range(len(live_ids))), frozenset(numbers))
+
+
+def _by_name(
+    match: Matcher, live: _Live, stored_ids: list[list[Hashable]], numbers: dict[Hashable, Hashable], fqn: str
+) -> _Pairing | None:
+    for name in chain(*stored_ids):
+        if name not in numbers:
+            match.note_unexpected(f"{fqn}.state.{name}")
+    found = set(numbers.values())
+    names = match.modules.names()
+    for number, parameter in live.params.items():
+        if number not in found:
+            match.note_missing(f"{fqn}.state.{names.get(id(parameter), number)}")
+    group_of = {numbers[name]: j for j, group in enumerate(stored_ids) for name in group if name in numbers}
+    groups: list[int] = []
+    for i, group in enumerate(live.state["param_groups"]):
+        stored = {group_of[number] for number in group["params"] if number in group_of}
+        if len(stored) > 1 or not (stored or i < len(stored_ids)):
+            match.mismatched.append(f"{fqn}.param_groups.{i}: its parameters are those of the stored groups {sorted(stored)}")
+            return None
+        groups.append(stored.pop() if stored else i)
+    return _Pairing(numbers, groups, frozenset(chain(*stored_ids)))
+
+
+# --- what load_state_dict is given ----------------------------------------------------------------------------------
+
+
+def _whole(match: Matcher, live: _Live, pairing: _Pairing, stored: dict[Hashable, tree.Node], fqn: str) -> Build:
+    """The dict for `load_state_dict`: live tensors where there are some, new ones elsewhere, every other value as stored."""
+    state, groups = stored.pop("state"), stored.pop("param_groups")
+    assert isinstance(state, tree.Dict)  # _stored_ids looked
+    assert isinstance(groups, tree.Sequence)
+    entries: dict[Hashable, Build] = {}
+    kept = {key for key, number in pairing.numbers.items() if optimizers.keeps(live.optimizer, live.params[number])}
+    missing = kept.difference(key for key, _ in match.stored.children(state))
+    match.stateless += [f"{fqn}.state.{key}" for key in missing]
+    for key, node in match.stored.children(state):
+        number = pairing.numbers.get(key, key)
+        if key in kept or key not in pairing.stored:  # what is no parameter's, a hook has added
+            entries[number] = _entry(match, live, number, node, f"{fqn}.state.{key}")
+    made = [
+        _group(match, groups.items[j], group, f"{fqn}.param_groups.{i}")
+        for i, (j, group) in enumerate(zip(pairing.groups, live.state["param_groups"], strict=True))
+    ]
+    parts = {key: _replaced(match, node, _item(live.state, key), f"{fqn}.{key}", _Like()) for key, node in stored.items()}
+    return building.dict_of(
+        "dict",
+        {"state": building.dict_of("dict", entries), "param_groups": building.sequence_of("list", made), **parts},
     )
 
 
-def _whole(match: Matcher, params: _Params, stored: dict[Hashable, tree.Node], live: dict[str, Any], fqn: str) -> Build:
-    """The dict for `load_state_dict`: live tensors where there are some, new ones elsewhere, every other value as stored."""
-    state = stored.pop("state")
-    assert isinstance(state, tree.Dict)  # _stored_ids looked
-    entries: dict[Hashable, Build] = {}
-    for number, node in match.stored.children(state):
-        entry = live["state"].get(params.live_ids.get(number, number))
-        entries[number] = _entry(match, params, number, node, entry, f"{fqn}.state.{number}")
-    parts = {key: _replaced(match, node, _item(live, key), f"{fqn}.{key}", None) for key, node in stored.items()}
-    return building.dict_of("dict", {"state": building.dict_of("dict", entries), **parts})
+def _group(match: Matcher, node: tree.Node, live: dict[str, Any], fqn: str) -> Build:
+    """What is stored of a group, with the numbers that its parameters have now."""
+    assert isinstance(node, tree.Dict)  # _stored_ids looked
+    rest = tree.Dict(node.kind, tuple((key, child) for key, child in node.items if key != "params"))
+    build = _replaced(match, rest, live, fqn, _Like())
+    return lambda: {**build(), "params": list(live["params"])}
 
 
-def _entry(match: Matcher, params: _Params, number: Hashable, node: tree.Node, live: Any, fqn: str) -> Build:
+@dataclass(frozen=True, slots=True)
+class _Like:
+    """How to make a tensor that is not there: on which device, and sharded like which parameter."""
+
+    device: torch.device | None = None
+    parameter: torch.Tensor | None = None
+
+
+def _entry(match: Matcher, live: _Live, number: Hashable, node: tree.Node, fqn: str) -> Build:
     """The state of one parameter: on its device, but for step counts, which torch keeps on the host."""
-    if number not in params.by_id or not isinstance(node, tree.Dict):
-        return _replaced(match, node, live, fqn, None)
-    device = params.by_id[number].device
-    group = params.groups[number]
+    there = live.state["state"].get(number)
+    if number not in live.params or not isinstance(node, tree.Dict):
+        return _replaced(match, node, there, fqn, _Like())
+    parameter, group = live.params[number], live.groups[number]
     steps_stay = not (group.get("capturable") or group.get("fused"))
     parts: dict[Hashable, Build] = {}
     for key, child in match.stored.children(node):
-        where = torch.device("cpu") if key == "step" and steps_stay else device
-        parts[key] = _replaced(match, child, _item(live, key), f"{fqn}.{key}", where)
+        like = _Like(torch.device("cpu")) if key == "step" and steps_stay else _Like(parameter.device, parameter)
+        parts[key] = _replaced(match, child, _item(there, key), f"{fqn}.{key}", like)
     return building.dict_of(node.kind, parts)
 
 
-def _replaced(match: Matcher, node: tree.Node, live: Any, fqn: str, device: torch.device | None) -> Build:
+def _replaced(match: Matcher, node: tree.Node, live: Any, fqn: str, like: _Like) -> Build:
     """Whatever is stored, with the live tensors in it where there are some at the same places."""
     if isinstance(node, tree.Tensor) and isinstance(live, torch.Tensor):
         return match.tensor(live, node, fqn, replaceable=True) or (lambda: live)
     if isinstance(node, tree.Dict):
         children = match.stored.children(node)
-        parts = {key: _replaced(match, child, _item(live, key), f"{fqn}.{key}", device) for key, child in children}
+        parts = {key: _replaced(match, child, _item(live, key), f"{fqn}.{key}", like) for key, child in children}
         return building.dict_of(node.kind, parts)
     if isinstance(node, tree.Sequence):
         numbered = enumerate(node.items)
         return building.sequence_of(
-            node.kind, [_replaced(match, child, _item(live, i), f"{fqn}.{i}", device) for i, child in numbered]
+            node.kind, [_replaced(match, child, _item(live, i), f"{fqn}.{i}", like) for i, child in numbered]
         )
-    return match.fresh(node, device)
+    return match.fresh(node, like.device, like.parameter)
 
 
 def _item(live: Any, key: Any) -> Any:
@@ -131,11 +218,13 @@ def _item(live: Any, key: Any) -> Any:
     return None
 
 
-def _load_optimizer(optimizer: torch.optim.Optimizer, params: _Params, state: dict[str, Any]) -> None:
+def _load_optimizer(live: _Live, state: dict[str, Any]) -> None:
+    optimizer = live.optimizer
     optimizer.load_state_dict(state)
     # torch casts floating-point state to its parameter's dtype, and deep-copies what stands in the groups.
+    kept: Any = optimizers.state_of(optimizer)
     for number, entry in state["state"].items():
-        _put_back(optimizer.state.get(params.by_id.get(number, number)), entry)
+        _put_back(kept.get(live.params.get(number, number)), entry)
     for group, ours in zip(optimizer.param_groups, state["param_groups"], strict=False):
         _put_back(group, {key: value for key, value in ours.items() if key != "params"})
 

@@ -36,13 +36,13 @@ def is_object(value: object) -> bool:
 def unwrap(module: nn.Module) -> nn.Module:
     """The user's own module inside DistributedDataParallel, DataParallel and what torch.compile returns, in any order."""
     while True:
-        inner = _inner_name(module)
+        inner = inner_name(module)
         if inner is None:
             return module
         module = getattr(module, inner)
 
 
-def _inner_name(module: nn.Module) -> str | None:
+def inner_name(module: nn.Module) -> str | None:
     """The attribute under which a wrapper keeps the user's module; None where `module` is no wrapper."""
     if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
         return "module"
@@ -77,7 +77,7 @@ def clean_names(module: nn.Module, keys: Mapping[str, object]) -> dict[str, str]
     """Keys of the module that carry a wrapper inside it (a compiled block, say) -> the keys that they are stored under."""
     if not any("_orig_mod." in key or ".module." in key for key in keys):
         return {}
-    wrapped = {f"{path}.{inner}" for path, part in module.named_modules() if path and (inner := _inner_name(part))}
+    wrapped = {f"{path}.{inner}" for path, part in module.named_modules() if path and (inner := inner_name(part))}
     cleaned = {key: _without(wrapped, key) for key in keys}
     return {key: clean for key, clean in cleaned.items() if clean != key}
 

@@ -8,17 +8,18 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
 from checkpointd.errors import FormatError, MismatchError
 from checkpointd.layout import tree
-from checkpointd.layout.manifest import Alias
+from checkpointd_client.content import Content
 from checkpointd_client.match import Matcher
+from checkpointd_client.modules import Modules
 from checkpointd_client.slots import Target
-from checkpointd_client.stored import Entries, Stored
+from checkpointd_client.stored import Stored
 
 __all__ = ["Restoration", "Target", "prepare"]
 
@@ -28,13 +29,17 @@ class Restoration:
     """A load that is ready to begin: read every target's tensor in, then call `finish` once.
 
     `targets` are the stored tensors to read, each once. `missing` names what is in the user's objects and not in the
-    checkpoint, `unexpected` the other way round, both by FQN; `mismatched` says in words what is in both and does not fit.
+    checkpoint, `unexpected` the other way round, both by FQN; `mismatched` says in words what is in both and does not fit;
+    `per_rank_left` names what every saving rank had its own value of, and nobody can say whose is wanted;
+    `stateless` where an optimizer's state for a parameter would stand, and none is.
     """
 
     targets: tuple[Target, ...]
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     mismatched: tuple[str, ...]
+    per_rank_left: tuple[str, ...]
+    stateless: tuple[str, ...]
     _copies: list[Callable[[], None]] = field(repr=False)
     _steps: list[tuple[Callable[[Any], object], Any]] = field(repr=False)
     _client_state: dict[str, object] = field(repr=False)
@@ -48,37 +53,41 @@ class Restoration:
         return self._client_state
 
 
-def prepare(
-    state: MutableMapping[str, Any],
-    stored_tree: tree.Node,
-    entries: Entries,
-    aliases: Sequence[Alias],
-    excluded: Sequence[str],
-    *,
-    strict: bool,
-) -> Restoration:
+def prepare(state: MutableMapping[str, Any], content: Content, *, strict: bool, cast: bool = False) -> Restoration:
     """Match a checkpoint against the objects in `state`, touching none of them.
 
-    `entries` maps the FQN of every stored tensor to its dtype and shape. With `strict`, MismatchError lists everything that is
-    missing, unexpected or of another shape, dtype or kind; without, the rest is loaded. FormatError for a tree that contradicts
-    itself, StateError for an object that this version cannot load into.
+    With `strict`, MismatchError lists everything that is missing, unexpected or of another shape, dtype or kind; without, the
+    rest is loaded. With `cast`, floating-point tensors may be of another floating dtype, and are converted. FormatError for a
+    tree that contradicts itself, StateError for an object that this version cannot load into.
     """
     try:
-        return _prepare(state, Stored(stored_tree, entries, aliases), excluded, strict=strict)
+        return _prepare(state, content, strict=strict, cast=cast)
     except RecursionError as error:
         raise FormatError("the state tree is nested too deeply for what is left of Python's stack") from error
 
 
-def _prepare(state: MutableMapping[str, Any], stored: Stored, excluded: Sequence[str], *, strict: bool) -> Restoration:
-    match = Matcher(stored, frozenset(excluded))
+def _prepare(state: MutableMapping[str, Any], content: Content, *, strict: bool, cast: bool) -> Restoration:
+    stored = Stored(content.root, content.entries, content.aliases)
+    match = Matcher(stored, content, Modules(state), cast=cast)
     match.mapping(state, stored.state, "")
+    match.per_rank_left += match.left_below("client_state")
     client = match.fresh(stored.client_state or tree.Dict("dict", ()))
     match.mismatched.extend(dict.fromkeys(match.slots.conflicts()))
     if strict:
         _raise_mismatches(match)
     targets, copies = match.slots.bind(stored.entries)
     steps = [(step.apply, step.build()) for step in sorted(match.steps, key=attrgetter("turn"))]
-    return Restoration(targets, tuple(match.missing), tuple(match.unexpected), tuple(match.mismatched), copies, steps, client())
+    return Restoration(
+        targets=targets,
+        missing=tuple(match.missing),
+        unexpected=tuple(match.unexpected),
+        mismatched=tuple(match.mismatched),
+        per_rank_left=tuple(dict.fromkeys(match.per_rank_left)),
+        stateless=tuple(match.stateless),
+        _copies=copies,
+        _steps=steps,
+        _client_state=client(),
+    )
 
 
 def _raise_mismatches(match: Matcher) -> None:

@@ -131,6 +131,16 @@ class Sidecar:
         except (SidecarError, WireError):
             return ()
 
+    async def beside(self, held: wire.Held) -> tuple[wire.Held, ...]:
+        """The snapshots of other ranks, of the attempt of `held`, that this daemon holds; none where it is out of reach."""
+        try:
+            others = (await (await self.link()).look()).beside
+        except (SidecarError, WireError) as error:
+            log.warning("%s", error)
+            return ()
+        same = (held.tag, held.attempt, held.nonce, held.world_size)
+        return tuple(o for o in others if (o.tag, o.attempt, o.nonce, o.world_size) == same and o.rank is not None)
+
     async def fetch(self, held: wire.Held) -> tuple[wire.Snapshot, int]:
         """A held snapshot and the descriptor of its memory. SidecarError where it cannot be had."""
         return await (await self.link()).fetch(held)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from checkpointd.layout.boxes import Box
 from checkpointd.layout.dtypes import ITEM_BYTES
 from checkpointd.pipeline.load import Sink
 from checkpointd.pipeline.shard import Bytes
-from checkpointd_client.dtypes import bits, copy_bits
+from checkpointd.pipeline.world import CARRIERS, BoxSink
+from checkpointd_client.dtypes import DTYPES, bits, copy_bits
 
 
 def sink_for(target: torch.Tensor, dtype: str) -> Sink:
@@ -67,3 +71,50 @@ class _Gathering:
             with torch.no_grad():
                 copy_bits(self._live, whole)
             self._bytes = None
+
+
+def box_sink(target: torch.Tensor, box: Box, dtype: str) -> BoxSink:
+    """A sink that fills `target`, which holds `box` of a stored tensor of `dtype`; another dtype gets it converted."""
+    live = target.detach()
+    if live.dtype != DTYPES[dtype]:
+        return _converting(live, box, DTYPES[dtype])
+    if live.device.type == "cpu" and not live.is_conj() and not live.is_neg():
+        return _into_array(live, box)
+    return _into_view(live, box)
+
+
+def _cut(inside: Box, box: Box) -> tuple[slice, ...]:
+    """Where `inside` lies in a tensor that holds `box`."""
+    return tuple(slice(i - o, i - o + n) for i, o, n in zip(inside.offsets, box.offsets, inside.sizes, strict=True))
+
+
+def _into_array(live: torch.Tensor, box: Box) -> BoxSink:
+    memory: NDArray[Any] = bits(live).numpy()
+    memory = memory.view(CARRIERS[live.itemsize])
+
+    def sink(inside: Box, data: NDArray[Any]) -> None:
+        memory[_cut(inside, box)] = data
+
+    return sink
+
+
+def _as_tensor(data: NDArray[Any], dtype: torch.dtype) -> torch.Tensor:
+    """The elements in `data`, whatever numpy takes them for, as a tensor of `dtype`."""
+    row = torch.from_numpy(np.array(data, order="C").reshape(-1).view(np.uint8))
+    return row.view(dtype).view(data.shape)
+
+
+def _into_view(live: torch.Tensor, box: Box) -> BoxSink:
+    def sink(inside: Box, data: NDArray[Any]) -> None:
+        with torch.no_grad():
+            copy_bits(live[_cut(inside, box)], _as_tensor(data, live.dtype).to(live.device))
+
+    return sink
+
+
+def _converting(live: torch.Tensor, box: Box, dtype: torch.dtype) -> BoxSink:
+    def sink(inside: Box, data: NDArray[Any]) -> None:
+        with torch.no_grad():
+            live[_cut(inside, box)].copy_(_as_tensor(data, dtype))
+
+    return sink

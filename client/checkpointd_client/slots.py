@@ -16,8 +16,10 @@ import torch
 
 from checkpointd.errors import FormatError, StateError
 from checkpointd.layout import tree
+from checkpointd.layout.boxes import Box, whole
 from checkpointd_client.dtypes import DTYPES, copy_bits, empty, overlaps_itself
 from checkpointd_client.memory import Region, overlapping_pairs
+from checkpointd_client.sharding import Held, dtensor_like
 from checkpointd_client.stored import Entries, Place
 from checkpointd_client.tensors import array_dtype, tensor_array
 
@@ -25,11 +27,20 @@ from checkpointd_client.tensors import array_dtype, tensor_array
 @dataclass(frozen=True, slots=True)
 class Target:
     """Where one stored tensor goes: `tensor` is the live memory to fill in place, detached; strides and device may be any, but
-    no two of its elements share memory.
+    no two of its elements share memory. Its dtype is the stored one, unless another was asked for. `held`: which parts of the
+    stored tensor it is, where it is not all of it.
     """
 
     fqn: str
     tensor: torch.Tensor
+    held: Held | None = None
+
+    def boxes(self) -> Iterator[tuple[Box, torch.Tensor]]:
+        """The boxes of the stored tensor that belong here, each with the view of `tensor` that it fills."""
+        if self.held is None:
+            yield whole(tuple(self.tensor.shape)), self.tensor
+        else:
+            yield from ((part.box, part.of(self.tensor)) for part in self.held.parts)
 
 
 @dataclass(slots=True)
@@ -45,13 +56,21 @@ class Slot:
     value: object = None
     replaceable: bool = False
     """Whether a new tensor may take the place of the live one."""
+    held: Held | None = None
+    """Which parts of the stored tensor belong here: `live` is the local part of a sharded tensor."""
+    like: torch.Tensor | None = None
+    """The DTensor that a new one is to be sharded like."""
+    dtype: torch.dtype | None = None
+    """Of a new tensor, where it is not to be the stored one."""
 
     @property
     def fqn(self) -> str:
         return self.place.fqn
 
     def vacate(self) -> None:
-        """Let a new tensor take the place of the live one."""
+        """Let a new tensor take the place of the live one, sharded as that is."""
+        if self.held is not None and isinstance(self.value, torch.Tensor):
+            self.like = self.value
         self.live = self.value = None
 
 
@@ -107,7 +126,9 @@ class Slots:
         for slot in self.by_fqn.values():
             groups.setdefault(slot.place.owner, []).append(slot)
         copies: list[Callable[[], None]] = []
-        targets = [_bind_group(owner, entries[owner], group, copies) for owner, group in groups.items()]
+        targets: list[Target] = []
+        for owner, group in groups.items():
+            targets += _bind_group(owner, entries[owner], group, copies)
         return tuple(targets), copies
 
 
@@ -128,7 +149,8 @@ def _consistent(one: Slot, one_region: Region, two: Slot, two_region: Region) ->
         if one.place.whole and two.place.whole and one_region.equals(two_region):
             return True
         origin = _origin(one.place, one_region)
-        if origin is not None and origin == _origin(two.place, two_region):
+        plain = one.held is None and two.held is None
+        if plain and origin is not None and origin == _origin(two.place, two_region):
             return True
     was, is_now = (one.node.overlap, two.node.overlap), (one_region, two_region)
     if was[0] is None or was[1] is None or was[0].group != was[1].group:
@@ -145,23 +167,95 @@ def _origin(place: Place, region: Region) -> int | None:
     return region.start - place.offset * region.dtype.itemsize
 
 
-def _bind_group(owner: str, entry: tuple[str, tuple[int, ...]], group: list[Slot], copies: list[Callable[[], None]]) -> Target:
+def _bind_group(
+    owner: str, entry: tuple[str, tuple[int, ...]], group: list[Slot], copies: list[Callable[[], None]]
+) -> Iterator[Target]:
     """One stored tensor and all its slots. Memory of the user's that holds all of it, in plain elements, is filled directly."""
+    sharded = [slot for slot in group if slot.held is not None]
+    plain = [slot for slot in group if slot.held is None]
+    filled: torch.Tensor | None = None
+    if plain or not all(slot.place.whole for slot in sharded):
+        filled = _bind_plain(owner, entry, plain or group, copies, allocate=not plain)
+        yield Target(owner, filled.detach())
+    bound: list[Slot] = []
+    for slot in sharded:
+        if slot.live is None:
+            _make_sharded(slot)
+        if any(_same_part(slot, other) for other in bound):
+            continue
+        bound.append(slot)
+        assert slot.live is not None
+        if filled is None:
+            yield Target(owner, slot.live, slot.held)
+        else:
+            copies.append(_copy_parts(slot, filled))
+
+
+def _bind_plain(
+    owner: str,
+    entry: tuple[str, tuple[int, ...]],
+    group: list[Slot],
+    copies: list[Callable[[], None]],
+    *,
+    allocate: bool,
+) -> torch.Tensor:
+    """The memory that all of the stored tensor goes to. With `allocate`, `group` only says on which device to make it."""
     dtype, shape = entry
+    if allocate:
+        return _allocate(owner, shape, DTYPES[dtype], _device_of(group))
     direct = next((slot.live for slot in group if slot.place.whole and slot.live is not None and _fillable(slot.live)), None)
-    filled = _allocate(owner, shape, dtype, _device_of(group)) if direct is None else direct
+    if direct is None:
+        direct = _allocate(owner, shape, group[0].dtype or DTYPES[dtype], _device_of(group))
     for slot in group:
         if slot.live is None:
-            slot.live = _made(slot, filled, copies)
+            slot.live = _made(slot, direct, copies)
             slot.value = _value(slot)
-        elif not _tied(slot, filled):
-            copies.append(_copy(slot.live, filled, slot.place))
-    return Target(owner, filled.detach())
+        elif not _tied(slot, direct):
+            copies.append(_copy(slot.live, direct, slot.place))
+    return direct
 
 
-def _allocate(fqn: str, shape: tuple[int, ...], dtype: str, device: torch.device) -> torch.Tensor:
+def _same_part(slot: Slot, other: Slot) -> bool:
+    """Whether both are the same memory, so that filling the one fills the other."""
+    assert slot.live is not None
+    assert other.live is not None
+    return bool(slot.live.numel()) and Region.of(slot.live).equals(Region.of(other.live))
+
+
+def _make_sharded(slot: Slot) -> None:
+    assert slot.like is not None
     try:
-        return empty(shape, DTYPES[dtype], device)
+        slot.live, slot.value = dtensor_like(slot.like, slot.dtype or DTYPES[slot.place.dtype])
+    except RuntimeError as error:  # memory is short
+        raise StateError(f"{slot.fqn}: its part of a new {slot.place.dtype} tensor cannot be made: {error}") from error
+
+
+def _copy_parts(slot: Slot, filled: torch.Tensor) -> Callable[[], None]:
+    """Fill the local part of a sharded tensor from all of the stored one."""
+
+    def copy() -> None:
+        assert slot.live is not None
+        assert slot.held is not None
+        source = filled if slot.place.whole else _view(filled.contiguous(), slot.place)
+        with torch.no_grad():
+            for part in slot.held.parts:
+                cut = tuple(slice(o, o + n) for o, n in zip(part.box.offsets, part.box.sizes, strict=True))
+                _fill(part.of(slot.live), source[cut])
+
+    return copy
+
+
+def _fill(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy the elements: bit for bit, or converted where the dtypes differ, which somebody asked for."""
+    if target.dtype == source.dtype:
+        copy_bits(target, source)
+    else:
+        target.copy_(source)
+
+
+def _allocate(fqn: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    try:
+        return empty(shape, dtype, device)
     except RuntimeError as error:  # torch's way to say that memory is short, or that there can be no such tensor
         raise StateError(f"{fqn}: there is no memory on {device} for a new {dtype} tensor of shape {shape}: {error}") from error
 
@@ -185,7 +279,7 @@ def _made(slot: Slot, filled: torch.Tensor, copies: list[Callable[[], None]]) ->
             return filled.detach()
         if filled.is_contiguous():
             return _view(filled, place)
-    made = _allocate(slot.fqn, place.shape, place.dtype, slot.device)
+    made = _allocate(slot.fqn, place.shape, filled.dtype, slot.device)
     copies.append(_copy(made, filled, place))
     return made
 
@@ -216,6 +310,6 @@ def _view(filled: torch.Tensor, place: Place) -> torch.Tensor:
 def _copy(live: torch.Tensor, filled: torch.Tensor, place: Place) -> Callable[[], None]:
     def copy() -> None:
         with torch.no_grad():
-            copy_bits(live, filled if place.whole else _view(filled.contiguous(), place))
+            _fill(live, filled if place.whole else _view(filled.contiguous(), place))
 
     return copy

@@ -27,6 +27,7 @@ from checkpointd.pipeline.pages import page_up
 from checkpointd.pipeline.shard import TENSOR_ALIGNMENT, ShardTensor
 from checkpointd_client.arena import Slot
 from checkpointd_client.dtypes import bits, copy_bits
+from checkpointd_client.sharding import Part as HeldPart
 from checkpointd_client.state import Captured, Leaf
 
 StagingMode = Literal["lazy", "eager"]
@@ -37,7 +38,7 @@ TASK_BYTES = 16 << 20
 """The background copy goes on in tasks of about this size, which a waiting trainer can take over."""
 
 Part = tuple[int, int, torch.dtype, tuple[int, ...]]
-Signature = tuple[tuple[str, str, tuple[int, ...]], ...]
+Signature = tuple[tuple[str, str, tuple[int, ...], HeldPart | None], ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,8 +52,8 @@ class SlotLayout:
 
 
 def signature_of(captured: Captured) -> Signature:
-    """What a slot's layout depends on: the FQN, dtype and shape of every leaf."""
-    return tuple((leaf.fqn, leaf.dtype, tuple(leaf.tensor.shape)) for leaf in captured.leaves)
+    """What a slot's layout depends on: the FQN, dtype, shape and box of every leaf."""
+    return tuple((leaf.fqn, leaf.dtype, tuple(leaf.tensor.shape), leaf.part) for leaf in captured.leaves)
 
 
 def plan_slot(captured: Captured) -> SlotLayout:
@@ -64,10 +65,16 @@ def plan_slot(captured: Captured) -> SlotLayout:
         item = ITEM_BYTES[leaf.dtype]
         shape = tuple(leaf.tensor.shape)
         nbytes = leaf.tensor.numel() * item
-        tensors.append(ShardTensor(leaf.fqn, leaf.dtype, shape, whole(shape), "rank", offset, nbytes, item))
+        tensors.append(_placed(leaf, shape, offset, nbytes, item))
         parts.append((offset, nbytes, leaf.tensor.dtype, shape))
         offset += -(-nbytes // TENSOR_ALIGNMENT) * TENSOR_ALIGNMENT
     return SlotLayout(signature_of(captured), tuple(tensors), parts, page_up(max(offset, 1)))
+
+
+def _placed(leaf: Leaf, shape: tuple[int, ...], offset: int, nbytes: int, item: int) -> ShardTensor:
+    if leaf.part is None:
+        return ShardTensor(leaf.fqn, leaf.dtype, shape, whole(shape), "rank", offset, nbytes, item)
+    return ShardTensor(leaf.fqn, leaf.dtype, leaf.part.shape, leaf.part.box, "global", offset, nbytes, item)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ Invariants
   S2  Memory is stored once where one tensor lies inside another's elements; what overlaps otherwise is stored in full.
   S3  Every FQN is unique among leaves, aliases and excluded parameters.
   S4  Nothing is pickled: what has no node in the tree is refused, with its FQN, its type and what to do.
+  S5  Of a tensor that ranks hold together, the leaves are what this rank writes, a box each; an alias of one is all of it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from checkpointd.layout import tree
 from checkpointd.layout.manifest import Alias
 from checkpointd_client.dtypes import NAMES, overlaps_itself
 from checkpointd_client.flatten import Flattener
-from checkpointd_client.memory import Region, alias_of, extent, overlap_of, overlapping
+from checkpointd_client.memory import Region, alias_of, contiguous_stride, extent, overlap_of, overlapping
+from checkpointd_client.sharding import Held, Part, written_parts
 from checkpointd_client.tensors import LIKELY_LOWEST_ADDRESS, refusal
 from checkpointd_client.values import decode_key
 
@@ -34,12 +36,14 @@ class Leaf(msgspec.Struct, frozen=True, eq=False):
     `tensor` is a live, detached view of the user's memory (no copy): it may be non-contiguous, expanded, on any device, and
     shares the version counter of the user's tensor. `dtype` is torch's name without `torch.`. `lazy` says that it changes
     solely inside `optimizer.step()`: a parameter in the param_groups of, or a state tensor of, an optimizer in the state.
+    `part`: which box of a tensor that ranks hold together `tensor` is; None for one that is this rank's own, whole.
     """
 
     fqn: str
     tensor: torch.Tensor
     dtype: str
     lazy: bool
+    part: Part | None = None
 
 
 @dataclass(frozen=True)
@@ -71,17 +75,25 @@ def capture(
         aliases = _share(found)
         overlaps = _overlaps(found, aliases)
         lazy = _lazy(walk, found)
-    leaves = [
-        Leaf(fqn, tensor, dtype, i in lazy)
-        for i, (fqn, tensor, dtype) in enumerate(zip(found.fqns, found.detached, found.dtypes, strict=True))
-        if i not in aliases
-    ]
+        leaves = tuple(_leaves(found, aliases, lazy))
     return Captured(
-        tuple(leaves),
+        leaves,
         tuple(alias for _, (_, alias) in sorted(aliases.items())),
         _mark(root, overlaps) if overlaps else root,
         tuple(walk.excluded),
     )
+
+
+def _leaves(found: _Found, aliases: _Aliases, lazy: set[int]) -> Iterator[Leaf]:
+    for i, (fqn, tensor, dtype) in enumerate(zip(found.fqns, found.detached, found.dtypes, strict=True)):
+        if i in aliases:
+            continue
+        held = found.held.get(i)
+        if held is None:
+            yield Leaf(fqn, tensor, dtype, i in lazy)
+            continue
+        for part in written_parts(fqn, held, tensor.itemsize):
+            yield Leaf(fqn, part.of(tensor), dtype, i in lazy, part)
 
 
 def _check_unique(walk: Flattener, root: tree.Node) -> None:
@@ -125,11 +137,13 @@ class _Found:
     ends: list[int]
     strided: list[int]
     """Positions of those that are not contiguous."""
+    held: dict[int, Held]
+    """What this rank holds of those that ranks hold together; the tensor at the position is its local part."""
 
 
 def _inspect(walk: Flattener) -> _Found:
     """Check every tensor and note where it lies; kept flat because it runs inside every save(), for every tensor."""
-    found = _Found(walk.fqns, walk.tensors, [], [], [], [], [])
+    found = _Found(walk.fqns, walk.tensors, [], [], [], [], [], walk.held)
     for i, tensor in enumerate(walk.tensors):
         if tensor.layout is not torch.strided or tensor.is_nested:
             _refuse(tensor, walk.fqns[i])
@@ -165,15 +179,30 @@ def _share(found: _Found) -> _Aliases:
     for positions in overlapping(found.starts, found.ends):
         regions = {i: Region.of(found.live[i]) for i in positions}
         owners: list[int] = []
-        # The owner is the one that holds most, contiguous ones first; among equals the first in the state.
-        for i in sorted(positions, key=lambda i: (not _plain(regions[i]), regions[i].start - regions[i].end, i)):
-            named = ((o, alias_of(found.fqns[i], regions[i], found.fqns[o], regions[o])) for o in owners)
+        # The owner is the one that holds most, contiguous ones first; among equals one that ranks hold together, then the first
+        # in the state.
+        for i in sorted(
+            positions, key=lambda i: (not _plain(regions[i]), regions[i].start - regions[i].end, i not in found.held, i)
+        ):
+            named = ((o, _alias(found, i, regions[i], o, regions[o])) for o in owners)
             owner = next(((o, alias) for o, alias in named if alias is not None), None)
             if owner is None:
                 owners.append(i)
             else:
                 aliases[i] = owner
     return aliases
+
+
+def _alias(found: _Found, i: int, part: Region, o: int, owner: Region) -> Alias | None:
+    """`i` as an alias of `o`, in terms of the global tensor where ranks hold it together; None where it is none."""
+    one, two = found.held.get(i), found.held.get(o)
+    if two is not None and not two.shape:
+        return None  # not every rank that holds it can name it in its index
+    if (one is None or one.is_whole) if two is None else (one is None and two.is_whole):
+        return alias_of(found.fqns[i], part, found.fqns[o], owner)
+    if one is None or two is None or not one.alike(two) or not part.equals(owner):
+        return None
+    return Alias(found.fqns[i], found.fqns[o], two.shape, contiguous_stride(two.shape), 0)
 
 
 def _plain(region: Region) -> bool:
@@ -208,6 +237,7 @@ def _lazy(walk: Flattener, found: _Found) -> set[int]:
     spans = list(zip(found.starts, found.ends, strict=True))
     stepped = {spans[i] for i in walk.stepped}
     known = dict(zip(map(id, found.live), spans, strict=True))
+    known.update((id(tensor), spans[i]) for i, tensor in walk.sharded.items())
     for parameter in (p for o in walk.optimizers for group in o.param_groups for p in group["params"]):
         span = known.get(id(parameter))
         if span is None and refusal(parameter) is None:

@@ -46,10 +46,10 @@ def expected(seed: int, rank: int, step: int, nbytes: int) -> dict[str, bytes]:
     """Every stored tensor of a rank's checkpoint of `step`, by FQN, as raw bytes. `nbytes` as given to Training."""
     part = nbytes // 4
     found = {"model.slow": leaf(seed, rank, step // SLOW_CHANGE, "slow", 4 * KIB)}
-    for number, name in enumerate(PARAMETERS):
+    for name in PARAMETERS:
         found[f"model.{name}"] = leaf(seed, rank, step, name, part)
-        found[f"optimizer.state.{number}.moment"] = leaf(seed, rank, step, f"{name} moment", part)
-        found[f"optimizer.state.{number}.step"] = np.array(step, dtype=np.float32)
+        found[f"optimizer.state.model.{name}.moment"] = leaf(seed, rank, step, f"{name} moment", part)
+        found[f"optimizer.state.model.{name}.step"] = np.array(step, dtype=np.float32)
     return {fqn: value.tobytes() for fqn, value in found.items()}
 
 
@@ -138,7 +138,8 @@ class Training:
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from ((f"model.{name}", tensor.detach()) for name, tensor in self.model.state_dict().items())
         for number, state in self.dial.state_dict()["state"].items():
-            yield from ((f"optimizer.state.{number}.{name}", tensor) for name, tensor in state.items())
+            of = f"optimizer.state.model.{PARAMETERS[number]}"
+            yield from ((f"{of}.{name}", tensor) for name, tensor in state.items())
 
     def _belongs(self, step: int, name: str, nbytes: int) -> torch.Tensor:
         return torch.from_numpy(leaf(self.seed, self.rank, step, name, nbytes).copy())

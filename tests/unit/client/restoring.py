@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from checkpointd.layout import manifest, tree
+from checkpointd_client.content import Content
 from checkpointd_client.dtypes import DTYPES, copy_bits, overlaps_itself
 from checkpointd_client.restore import Restoration, prepare
 from checkpointd_client.state import Captured, capture
@@ -27,7 +28,8 @@ class Saved:
     excluded: tuple[str, ...]
 
     def prepare(self, state: MutableMapping[str, Any], *, strict: bool = True) -> Restoration:
-        return prepare(state, self.tree, self.entries, self.aliases, self.excluded, strict=strict)
+        content = Content(root=self.tree, entries=self.entries, owners={}, aliases=self.aliases, excluded=self.excluded)
+        return prepare(state, content, strict=strict)
 
     def load(self, state: MutableMapping[str, Any], *, strict: bool = True) -> dict[str, object]:
         """Load into `state`, returning client_state."""

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import torch
 
 from checkpointd.codec.checksum import xxh3_128
 from checkpointd.config import Ranks
@@ -17,7 +18,8 @@ from checkpointd.daemon.wire import Held, Snapshot
 from checkpointd.errors import DamagedError
 from checkpointd.layout.boxes import Box
 from checkpointd.pipeline.shard import PAGE
-from checkpointd_client.held import HeldSnapshot, common
+from checkpointd_client.held import HeldSnapshot, HeldSource, common
+from checkpointd_client.slots import Target
 from tests.builders import make_shard, rank_arrays
 
 TWO = Ranks(rank=0, world_size=2)
@@ -90,21 +92,21 @@ def test_what_another_number_of_ranks_saved_is_not_taken() -> None:
 
 def test_a_snapshot_is_checked_and_copied() -> None:
     held = HeldSnapshot(_snapshot(), _descriptor(bytes(SHARD.image)), 0)
-    wanted = [tensor.fqn for tensor in SHARD.tensors]
-    held.check(wanted)
+    held.check(held.tensors)
     copies: dict[str, bytes] = {}
-    held.read({fqn: lambda _, data, fqn=fqn: copies.setdefault(fqn, bytes(data)) for fqn in wanted})  # type: ignore[misc]
+    for tensor in held.tensors:
+        held.give(tensor, tensor.box, lambda _, data, fqn=tensor.fqn: copies.setdefault(fqn, data.tobytes()))  # type: ignore[misc]
     assert copies == {fqn: np.ascontiguousarray(array).tobytes() for fqn, array in rank_arrays(0).items()}
 
 
 def test_one_bit_that_changed_is_found_where_it_is_wanted_and_ignored_where_not() -> None:
     image = bytearray(SHARD.image)
-    first, second = SHARD.tensors[:2]
+    first = SHARD.tensors[0]
     image[first.offset + 5] ^= 4
     held = HeldSnapshot(_snapshot(), _descriptor(bytes(image)), 1)
     with pytest.raises(DamagedError, match=rf"{first.fqn} of the held snapshot global_step1 changed in memory \(rank 1\)"):
-        held.check([first.fqn, second.fqn])
-    held.check([second.fqn])
+        held.check(held.tensors[:2])
+    held.check(held.tensors[1:2])
 
 
 def _out_of_range(snapshot: Snapshot) -> Snapshot:
@@ -150,5 +152,7 @@ def test_a_part_of_a_tensor_is_not_taken_for_the_whole() -> None:
     tensors = wire_tensors(SHARD.tensors)
     part = msgspec.structs.replace(tensors[0], shape=(128, 48), box=Box((0, 0), (64, 48)))
     held = HeldSnapshot(_snapshot(tensors=(part, *tensors[1:])), _descriptor(bytes(SHARD.image)), 0)
+    source = HeldSource(held, {}, 0)
+    target = Target(part.fqn, torch.empty(128, 48))
     with pytest.raises(DamagedError, match=f"{part.fqn} is held in part"):
-        _ = held.entries
+        source.verify([target], source.content())

@@ -58,7 +58,7 @@ def test_fqns_are_paths_in_the_order_of_the_state() -> None:
         "model.1.running_mean",
         "model.1.running_var",
         "model.1.num_batches_tracked",
-        *(f"optimizer.state.{i}.{key}" for i in (0, 1) for key in ("step", "exp_avg", "exp_avg_sq")),
+        *(f"optimizer.state.model.0.{name}.{key}" for name in ("weight", "bias") for key in ("step", "exp_avg", "exp_avg_sq")),
         "more.deep.0",
         "more.deep.1.1",
     ]

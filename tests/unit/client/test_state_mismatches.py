@@ -12,8 +12,17 @@ from torch import nn
 
 from checkpointd.errors import FormatError, MismatchError, StateError
 from checkpointd.layout import manifest, tree
-from checkpointd_client.restore import prepare
+from checkpointd_client.content import Content
+from checkpointd_client.restore import Restoration
+from checkpointd_client.restore import prepare as prepare_content
+from checkpointd_client.stored import Entries
 from tests.unit.client.restoring import Saved, bytes_of, same, save
+
+
+def prepare(target: dict[str, Any], root: tree.Node, entries: Entries, aliases: tuple[manifest.Alias, ...] = ()) -> Restoration:
+    """What a checkpoint of one rank with this tree and these tensors would load into `target`."""
+    content = Content(root=root, entries=entries, owners={}, aliases=aliases, excluded=())
+    return prepare_content(target, content, strict=True)
 
 
 def mismatching() -> tuple[Saved, dict[str, Any]]:
@@ -173,7 +182,7 @@ def stored(value: tree.Node) -> tree.Node:
 def test_a_tree_that_contradicts_itself_is_refused(root: tree.Node) -> None:
     target: dict[str, Any] = {"x": None}
     with pytest.raises(FormatError):
-        prepare(target, root, {"x": ("float32", (2,))}, (), (), strict=True)
+        prepare(target, root, {"x": ("float32", (2,))})
     assert target == {"x": None}
 
 
@@ -192,26 +201,26 @@ def test_a_tree_that_contradicts_itself_is_refused(root: tree.Node) -> None:
 def test_an_alias_outside_its_owner_is_refused(shape: Any, stride: Any, offset: int) -> None:
     alias = manifest.Alias("x", "owner", shape, stride, offset)
     with pytest.raises(FormatError, match="shares memory outside owner"):
-        prepare({"x": None}, stored(tree.Tensor("x")), {"owner": ("float32", (2,))}, (alias,), (), strict=True)
+        prepare({"x": None}, stored(tree.Tensor("x")), {"owner": ("float32", (2,))}, (alias,))
 
 
 @pytest.mark.parametrize("dtype", ["float7", "qint8", "os"])
 def test_an_unknown_dtype_is_refused(dtype: str) -> None:
     with pytest.raises(FormatError, match=dtype):
-        prepare({"x": None}, stored(tree.Tensor("x")), {"x": (dtype, (2,))}, (), (), strict=True)
+        prepare({"x": None}, stored(tree.Tensor("x")), {"x": (dtype, (2,))})
 
 
 @pytest.mark.parametrize("device", ["cuda", "nn", "meta", "privateuseone"])
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here the tensor goes back to the device")
 def test_what_was_on_a_device_that_is_not_here_comes_to_the_host(device: str) -> None:
     target: dict[str, Any] = {"x": None}
-    prepare(target, stored(tree.Tensor("x", device=device)), {"x": ("int64", (2,))}, (), (), strict=True).finish()
+    prepare(target, stored(tree.Tensor("x", device=device)), {"x": ("int64", (2,))}).finish()
     assert target["x"].device.type == "cpu"
 
 
 def test_a_tensor_larger_than_any_memory_is_refused() -> None:
     with pytest.raises(StateError, match="x: there is no memory on cpu"):
-        prepare({"x": None}, stored(tree.Tensor("x")), {"x": ("int64", (2**62,))}, (), (), strict=True)
+        prepare({"x": None}, stored(tree.Tensor("x")), {"x": ("int64", (2**62,))})
 
 
 def test_a_tree_deeper_than_pythons_stack_is_refused() -> None:
@@ -219,10 +228,10 @@ def test_a_tree_deeper_than_pythons_stack_is_refused() -> None:
     for _ in range(2000):
         node = tree.Sequence("list", (node,))
     with pytest.raises(FormatError, match="nested too deeply"):
-        prepare({"x": None}, stored(node), {}, (), (), strict=True)
+        prepare({"x": None}, stored(node), {})
 
 
 def test_gradients_are_not_asked_of_what_cannot_have_them() -> None:
     target: dict[str, Any] = {"x": None}
-    prepare(target, stored(tree.Tensor("x", True)), {"x": ("int64", (2,))}, (), (), strict=True).finish()
+    prepare(target, stored(tree.Tensor("x", True)), {"x": ("int64", (2,))}).finish()
     assert not target["x"].requires_grad

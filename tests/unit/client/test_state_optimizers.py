@@ -187,3 +187,80 @@ def test_schedulers_go_on_where_they_were(make: Callable[[torch.optim.Optimizer]
     assert same(target["scheduler"].state_dict(), source["scheduler"].state_dict())
     assert save(target).data == saved.data
     assert advance(source, 5) == advance(target, 5)
+
+
+# --- by the names of parameters ---
+
+
+def named_pair(order: Callable[[list[nn.Parameter]], Any]) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    return model, torch.optim.Adam(order(list(model.parameters())))
+
+
+def test_state_goes_by_name_whatever_the_order_of_parameters() -> None:
+    model, optimizer = named_pair(list)
+    step(model, optimizer, 0)
+    other, target = named_pair(lambda found: found[::-1])
+    save({"m": model, "o": optimizer}).load({"m": other, "o": target})
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        assert same(optimizer.state[one], target.state[two])
+
+
+def test_groups_go_by_the_names_of_their_parameters() -> None:
+    model, optimizer = named_pair(lambda p: [{"params": p[:2], "lr": 0.5}, {"params": p[2:], "lr": 0.25}])
+    step(model, optimizer, 0)
+    other, target = named_pair(lambda p: [{"params": p[2:][::-1]}, {"params": p[:2]}])
+    save({"m": model, "o": optimizer}).load({"m": other, "o": target})
+    assert [group["lr"] for group in target.param_groups] == [0.25, 0.5]
+    assert same(optimizer.state[model[0].weight], target.state[other[0].weight])  # type: ignore[index]  # a Sequential
+
+
+def test_a_group_made_of_two_is_a_mismatch() -> None:
+    model, optimizer = named_pair(lambda p: [{"params": p[:2], "lr": 0.5}, {"params": p[2:]}])
+    other, target = named_pair(list)
+    with pytest.raises(MismatchError, match=r"o\.param_groups\.0: its parameters are those of the stored groups \[0, 1\]"):
+        save({"m": model, "o": optimizer}).load({"m": other, "o": target})
+
+
+def test_parameters_that_are_new_or_gone_are_named() -> None:
+    model, optimizer = named_pair(lambda p: p[:3])
+    step(model, optimizer, 0)
+    other, target = named_pair(lambda p: p[1:])
+    with pytest.raises(MismatchError) as caught:
+        save({"m": model, "o": optimizer}).load({"m": other, "o": target})
+    assert caught.value.mismatches == (
+        "o.state.m.1.bias: missing from the checkpoint",
+        "o.state.m.0.weight: in the checkpoint, and nowhere in the objects",
+    )
+
+
+def test_without_a_module_that_names_them_they_go_by_their_order() -> None:
+    model, optimizer = named_pair(list)
+    step(model, optimizer, 0)
+    other, target = named_pair(list)
+    saved = save({"m": model, "o": optimizer})
+    assert "o.state.m.0.weight.exp_avg" in saved.entries
+    restoration = saved.prepare({"o": target}, strict=False)
+    saved.fill(restoration)
+    restoration.finish()
+    assert same(optimizer.state[model[0].weight], target.state[other[0].weight])  # type: ignore[index]  # a Sequential
+
+
+def test_stored_by_number_they_go_by_their_order_as_ever() -> None:
+    model, optimizer = named_pair(list)
+    step(model, optimizer, 0)
+    other, target = named_pair(list)
+    saved = save({"o": optimizer})
+    assert "o.state.0.exp_avg" in saved.entries
+    restoration = saved.prepare({"m": other, "o": target}, strict=False)
+    saved.fill(restoration)
+    restoration.finish()
+    assert same(optimizer.state[model[0].weight], target.state[other[0].weight])  # type: ignore[index]  # a Sequential
+
+
+def test_wrapping_changes_no_name() -> None:
+    model, optimizer = named_pair(list)
+    step(model, optimizer, 0)
+    other, target = named_pair(list)
+    save({"m": model, "o": optimizer}).load({"m": nn.DataParallel(other), "o": target})
+    assert same(optimizer.state[model[0].weight], target.state[other[0].weight])  # type: ignore[index]  # a Sequential

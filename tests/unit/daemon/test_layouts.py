@@ -45,7 +45,7 @@ def test_boxes_scopes_and_empty_tensors() -> None:
         (layout(tensor("a", 64), tensor("b", 0)), "over what is before it"),
         (layout(tensor(offset=-64)), "over what is before it"),
         (layout(tensor(offset=32)), "at no multiple of 64"),
-        (layout(tensor("a"), tensor("a", 64)), "one tensor twice"),
+        (layout(tensor("a"), tensor("a", 64)), "one box of a tensor twice"),
         (layout(tensor(dtype="float99")), "float99.*upgrade"),
         (layout(nbytes=0), "whole number of pages"),
         (layout(nbytes=4097), "whole number of pages"),

@@ -852,15 +852,30 @@ async def test_another_users_snapshot_is_not_shown_nor_given_nor_dropped(daemon:
     assert daemon.hub.tier.of(str(root), 0) is not None
 
 
-async def test_a_snapshot_of_a_rank_is_given_to_no_other_rank(daemon: Daemon, store: PosixStore, root: Path) -> None:
+async def test_a_snapshot_is_given_to_other_ranks_of_its_root_alone_and_only_by_its_number(
+    daemon: Daemon, store: PosixStore, root: Path
+) -> None:
     client, other = await daemon.client(), await daemon.client()
     await client.ready(root, SHARD, world_size=2)
     await client.whole_save(1, SHARD)
     await client.phase(1, Phase.PREPARED)
-    assert (await other.join(root, 1, 2)).held == ()
+    joined = await other.join(root, 1, 2)
+    assert (joined.held, [(held.tag, held.rank) for held in joined.beside]) == ((), [("global_step1", 0)])
     await other.send(wire.Fetch(tag="global_step1", attempt="00000001-0"))
     assert (await other.refused()).code == "NotFoundError"
-    assert (await (await daemon.client()).join(root.parent, 0, 2)).held == ()
+    await other.send(wire.Fetch(tag="global_step1", attempt="00000001-0", rank=0))
+    received = await other.receive()
+    assert isinstance(received.message, wire.Snapshot)
+    assert received.descriptor is not None
+    assert (os.pread(received.descriptor, IMAGE, 0), received.message.held.rank) == (SHARD.image.tobytes(), 0)
+    os.close(received.descriptor)
+    elsewhere = await (await daemon.client()).join(root.parent, 1, 2)
+    assert (elsewhere.held, elsewhere.beside) == ((), ())
+    daemon.hub.tier.of(str(root), 0).uid = 12345
+    await other.send(wire.Look())
+    assert (await other.next(wire.Joined)).beside == ()
+    await other.send(wire.Fetch(tag="global_step1", attempt="00000001-0", rank=0))
+    assert (await other.refused()).code == "NotFoundError"
     await (await plan_save(store, epoch=1, tag="global_step1", n=1)).vote(1)
     assert (await client.outcome(1)).phase == "committed"
 

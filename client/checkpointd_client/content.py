@@ -1,0 +1,102 @@
+"""What a checkpoint holds for one rank: a tree, and the tensors that it names, of this rank or of all.
+
+With the number of ranks that saved it, every rank finds its own. With another number, the rule is: what is equal on all ranks
+that had it is loaded on every rank, and what differs is left as it is, and named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from checkpointd.errors import FormatError
+from checkpointd.layout import tree
+from checkpointd.layout.manifest import Alias, TensorEntry
+from checkpointd.pipeline.world import World
+from checkpointd_client.merging import Merging
+from checkpointd_client.stored import Entries
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Content:
+    """`entries`: dtype and global shape of every stored tensor; `owners`: of those that are one rank's own, whose is read.
+
+    `left`: FQNs of what the saving ranks had different values of, and which is in the tree no more. `elsewhere`: what only some
+    of the saving ranks had, and which may be another rank's again.
+    """
+
+    root: tree.Node
+    entries: Entries
+    owners: Mapping[str, int]
+    aliases: tuple[Alias, ...]
+    excluded: tuple[str, ...]
+    left: frozenset[str] = frozenset()
+    elsewhere: frozenset[str] = frozenset()
+
+
+def own_content(world: World, rank: int) -> Content:
+    """What `rank` itself saved."""
+    index, own = world.indexes[rank], world.own(rank)
+    shared = {fqn: (tensor.dtype, tensor.shape) for fqn, tensor in world.tensors.items()}
+    return Content(
+        root=tree.decode(index.tree),
+        entries=shared | _described(own.values()),
+        owners=dict.fromkeys(own, rank),
+        aliases=index.aliases,
+        excluded=index.excluded,
+    )
+
+
+def merged_content(world: World, *, keep: int | None, alone: bool) -> Content:
+    """What all ranks saved together. Where values differ, those of rank `keep`, if it has any.
+
+    `alone`: there is one rank to load it, so that whatever it has no place for is nobody's.
+    """
+    aliases = {rank: {alias.fqn: alias for alias in index.aliases} for rank, index in world.indexes.items()}
+    merging = Merging(lambda rank, fqn: _identity(world, aliases, rank, fqn), keep)
+    root = merging.merged(_grouped(world, keep))
+    entries = {fqn: (tensor.dtype, tensor.shape) for fqn, tensor in world.tensors.items()}
+    owners: dict[str, int] = {}
+    found: dict[str, Alias] = {}
+    for fqn, rank in merging.chosen.items():
+        alias = aliases[rank].get(fqn)
+        if alias is not None:
+            found[fqn] = alias
+        owner = alias.owner if alias is not None else fqn
+        entry = world.own(rank).get(owner)
+        if entry is not None and owner not in entries:
+            entries[owner], owners[owner] = (entry.dtype, entry.shape), rank
+    return Content(
+        root=root,
+        entries=entries,
+        owners=owners,
+        aliases=tuple(found.values()),
+        excluded=tuple(sorted({fqn for index in world.indexes.values() for fqn in index.excluded})),
+        left=frozenset(merging.left),
+        elsewhere=frozenset() if alone else frozenset(merging.partial),
+    )
+
+
+def _described(entries: Iterable[TensorEntry]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    return {entry.fqn: (entry.dtype, entry.shape) for entry in entries}
+
+
+def _grouped(world: World, keep: int | None) -> list[tuple[tuple[int, ...], tree.Node]]:
+    """The different trees, each with the ranks that have it; that of rank `keep` first."""
+    ranks: dict[bytes, list[int]] = {}
+    order = sorted(world.indexes, key=lambda rank: (rank != keep, rank))
+    for rank in order:
+        ranks.setdefault(world.indexes[rank].tree, []).append(rank)
+    return [(tuple(found), tree.decode(data)) for data, found in ranks.items()]
+
+
+def _identity(world: World, aliases: Mapping[int, Mapping[str, Alias]], rank: int, fqn: str) -> object:
+    """What the tensor that `rank` calls `fqn` holds: equal for two ranks if and only if every bit is."""
+    alias = aliases[rank].get(fqn)
+    owner, view = (fqn, None) if alias is None else (alias.owner, (alias.shape, alias.stride, alias.offset))
+    if owner in world.tensors:
+        return owner, view
+    entry = world.own(rank).get(owner)
+    if entry is None:
+        raise FormatError(f"rank {rank} names {fqn}, which no rank stored", fqn=fqn, rank=rank)
+    return entry.dtype, entry.shape, tuple((chunk.raw, chunk.digest) for chunk in entry.chunks), view

@@ -1,0 +1,398 @@
+"""Which part of a tensor this rank holds, which ranks hold the same, and what of it this rank writes: all of it without
+asking anybody.
+
+Invariants
+  J1  The parts that the ranks of a mesh hold are those that torch gave them; two ranks hold the same elements only as replicas.
+  J2  Replicas of a box divide it: every element is written by exactly one of them.
+  J3  Nothing here depends on more than mesh, placements, shape, FQN and item size, so every rank answers alike for all ranks.
+
+A row of indices of one dimension is kept as runs: what a rank holds of it, in the order in which it lies in the local tensor.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
+import xxhash
+
+from checkpointd.errors import StateError
+from checkpointd.layout.boxes import Box, whole
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+Runs = tuple[tuple[int, int], ...]
+"""(first index, how many), one after the other."""
+
+SLICED_BYTES_MIN = 64 << 10
+"""Replicas share a box of at least this many bytes; a smaller one is written whole by one of them."""
+_KNOWN_MAX = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A box of a tensor of global `shape`, and where it begins in the local tensor."""
+
+    shape: tuple[int, ...]
+    box: Box
+    at: tuple[int, ...]
+
+    def of(self, local: torch.Tensor) -> torch.Tensor:
+        """The view of `local` that holds this box."""
+        if 0 in self.box.sizes:
+            return local.new_empty(self.box.sizes)
+        for dim, (start, size) in enumerate(zip(self.at, self.box.sizes, strict=True)):
+            if size != local.shape[dim]:
+                local = local.narrow(dim, start, size)
+        return local
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Held:
+    """What this rank holds of a tensor of global `shape`, and which of `replicas` that hold the same it is.
+
+    With `first_writes`, replica 0 writes all of it: for what the others are told to take over from it.
+    """
+
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+    replica: int = 0
+    replicas: int = 1
+    first_writes: bool = False
+
+    def alike(self, other: Held) -> bool:
+        """Whether both describe the same elements on the same ranks."""
+        mine = (self.shape, self.parts, self.replica, self.replicas, self.first_writes)
+        return self is other or mine == (other.shape, other.parts, other.replica, other.replicas, other.first_writes)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the local tensor is the global one."""
+        return len(self.parts) == 1 and self.parts[0].box == whole(self.shape)
+
+
+# --- what a rank of a mesh holds -------------------------------------------------------------------------------------
+
+
+def is_dtensor(value: object) -> TypeGuard[DTensor]:
+    """Whether `value` is a DTensor; cheap where nobody has imported them."""
+    api = sys.modules.get("torch.distributed.tensor._api")
+    return api is not None and isinstance(value, api.DTensor)
+
+
+def local_of(tensor: DTensor) -> torch.Tensor:
+    """This rank's part, detached; `to_local()` would go through autograd, at many times the cost."""
+    local = tensor._local_tensor
+    waiting = getattr(local, "wait", None)  # the result of a collective that may still run
+    return (local if waiting is None else waiting()).detach()
+
+
+_known: dict[int, tuple[object, Held]] = {}
+"""Holdings by the identity of the DTensor's spec, which is kept so that its identity stays its own."""
+
+
+def held_by(tensor: DTensor, fqn: str) -> Held:
+    """What this rank holds of a DTensor; StateError naming `fqn` for what has no boxes."""
+    spec = tensor._spec
+    known = _known.get(id(spec))
+    if known is not None and known[0] is spec:
+        return known[1]
+    if len(_known) >= _KNOWN_MAX:
+        _known.clear()
+    held = _held(spec, tuple(tensor._local_tensor.shape), fqn)
+    _known[id(spec)] = (spec, held)
+    return held
+
+
+def _held(spec: Any, local_shape: tuple[int, ...], fqn: str) -> Held:
+    shape, mesh = tuple(spec.shape), spec.mesh
+    _check_placements(spec.placements, shape, fqn)
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:  # a rank outside the mesh
+        return Held(shape, ())
+    axes = tuple(map(_axis, spec.placements))
+    layout = Layout(shape, tuple(mesh.shape), axes, _order_of(spec))
+    rows = _rows_like(layout, tuple(coordinate), local_shape)
+    if rows is None:
+        raise StateError(
+            f"{fqn}: this rank's part has the shape {list(local_shape)}, which is not what the placements {spec.placements} "
+            f"of a tensor of shape {list(shape)} give: it was not split as torch splits tensors"
+        )
+    replica, replicas = 0, 1
+    for size, at, axis in zip(mesh.shape, coordinate, axes, strict=True):
+        if axis is None:
+            replica, replicas = replica * size + at, replicas * size
+    return Held(shape, _parts(shape, rows), replica, replicas)
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """How a mesh dimension splits dimension `dim` of a tensor, after it was split into `pieces` by those that come later."""
+
+    dim: int
+    pieces: int = 1
+
+
+def _axis(placement: Any) -> Axis | None:
+    """None for a dimension along which the ranks hold the same."""
+    if placement.is_replicate():
+        return None
+    return Axis(placement.dim, int(getattr(placement, "split_factor", 1)))
+
+
+def _check_placements(placements: Iterable[Any], shape: tuple[int, ...], fqn: str) -> None:
+    for placement in placements:
+        if placement.is_partial():
+            raise StateError(
+                f"{fqn}: its placement is {placement}, a sum that is not done yet, so no rank holds its elements: "
+                "redistribute it to Shard or Replicate before saving"
+            )
+        known = placement.is_replicate() or hasattr(placement, "dim")
+        if not known or (hasattr(placement, "dim") and not 0 <= placement.dim < len(shape)):
+            raise StateError(f"{fqn}: a DTensor with the placement {placement} cannot be stored by this version")
+
+
+def _order_of(spec: Any) -> tuple[int, ...] | None:
+    """The order in which the dimensions of the mesh split the tensor, where it is not from the first to the last."""
+    entries = getattr(spec, "shard_order", None)
+    if not entries or any(_is_strided(placement) for placement in spec.placements):
+        return None
+    order = tuple(itertools.chain.from_iterable(tuple(entry.mesh_dims) for entry in entries))
+    return None if list(order) == sorted(order) else order
+
+
+def _is_strided(placement: Any) -> bool:
+    return getattr(placement, "split_factor", 1) != 1
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a mesh splits a tensor. `order`: that of the mesh's dimensions, where it is not from the first to the last."""
+
+    shape: tuple[int, ...]
+    mesh_shape: tuple[int, ...]
+    axes: tuple[Axis | None, ...]
+    order: tuple[int, ...] | None = None
+
+
+def _rows_like(layout: Layout, coordinate: tuple[int, ...], local_shape: tuple[int, ...]) -> tuple[Runs, ...] | None:
+    """The rows of the rank at `coordinate`, by whichever rule gives a part of the shape that is there."""
+    for rows in (rows_of(layout, coordinate), rows_of(layout, coordinate, as_stated=True)):
+        if (found := tuple(map(_length, rows))) == local_shape or (0 in found and 0 in local_shape):
+            return rows
+    return None
+
+
+@lru_cache(maxsize=4096)
+def rows_of(layout: Layout, coordinate: tuple[int, ...], *, as_stated: bool = False) -> tuple[Runs, ...]:
+    """For each dimension, the indices that the rank at `coordinate` holds, in their order in its local tensor.
+
+    What was split over a later dimension of the mesh first (FSDP2 over tensor parallelism) is followed as it was done, right to
+    left. `as_stated`: as torch reads such placements, from left to right, which gives other parts where sizes are uneven.
+    """
+    rows: list[Runs] = [((0, n),) if n else () for n in layout.shape]
+    turned = not as_stated and _is_right_to_left(layout)
+    for i in _turns(layout, turned=turned):
+        axis = layout.axes[i]
+        if axis is None:
+            continue
+        pieces = 1 if turned else axis.pieces
+        chunks = (chunk(chunk(rows[axis.dim], pieces, k), layout.mesh_shape[i], coordinate[i]) for k in range(pieces))
+        rows[axis.dim] = _joined(itertools.chain.from_iterable(chunks))
+    return tuple(rows)
+
+
+def _turns(layout: Layout, *, turned: bool) -> Sequence[int]:
+    """The dimensions of the mesh in the order in which they split the tensor."""
+    if layout.order is not None:
+        return layout.order
+    dims = range(len(layout.axes))
+    return sorted(dims, key=lambda i: (axis := layout.axes[i]) is not None and axis.pieces > 1) if turned else dims
+
+
+def _is_right_to_left(layout: Layout) -> bool:
+    """Whether every strided dimension is strided by just what splits its dimension later."""
+    strided = [(i, axis) for i, axis in enumerate(layout.axes) if axis is not None and axis.pieces > 1]
+    return all(axis.pieces == _plain_shards_after(layout, i, axis.dim) for i, axis in strided)
+
+
+def _plain_shards_after(layout: Layout, i: int, dim: int) -> int:
+    later = zip(layout.mesh_shape[i + 1 :], layout.axes[i + 1 :], strict=True)
+    return math.prod(n for n, axis in later if axis is not None and axis.dim == dim and axis.pieces == 1)
+
+
+def chunk(runs: Runs, parts: int, index: int) -> Runs:
+    """The `index`th of `parts` chunks, as torch.chunk cuts them: all equal but the last ones, which may be empty."""
+    total = _length(runs)
+    size = -(-total // parts)
+    start, stop = min(size * index, total), min(size * (index + 1), total)
+    found: list[tuple[int, int]] = []
+    at = 0
+    for first, n in runs:
+        low, high = max(start, at), min(stop, at + n)
+        if low < high:
+            found.append((first + low - at, high - low))
+        at += n
+    return _joined(found)
+
+
+def _joined(runs: Iterable[tuple[int, int]]) -> Runs:
+    made: list[tuple[int, int]] = []
+    for first, n in runs:
+        if made and sum(made[-1]) == first:
+            made[-1] = (made[-1][0], made[-1][1] + n)
+        else:
+            made.append((first, n))
+    return tuple(made)
+
+
+def _length(runs: Runs) -> int:
+    return sum(n for _, n in runs)
+
+
+def _parts(shape: tuple[int, ...], rows: Sequence[Runs]) -> tuple[Part, ...]:
+    """The product of the runs of all dimensions."""
+    placed = [list(zip(runs, itertools.accumulate((n for _, n in runs), initial=0), strict=False)) for runs in rows]
+    return tuple(
+        Part(shape, Box(tuple(run[0] for run, _ in chosen), tuple(run[1] for run, _ in chosen)), tuple(at for _, at in chosen))
+        for chosen in itertools.product(*placed)
+    )
+
+
+# --- replicas -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Ranks that hold the same, and this rank's number among them."""
+
+    replica: int
+    replicas: int
+
+    def times(self, other: Group) -> Group:
+        """Each of these ranks being a group like `other`."""
+        return Group(self.replica * other.replicas + other.replica, self.replicas * other.replicas)
+
+
+@lru_cache(maxsize=1 << 14)
+def spread(held: Held, group: Group) -> Held:
+    """`held` on every rank of `group`, where each has the same on a mesh of its own."""
+    both = group.times(Group(held.replica, held.replicas))
+    return Held(held.shape, held.parts, both.replica, both.replicas, held.first_writes)
+
+
+def beyond(meshes: Sequence[Any]) -> dict[int, Group]:
+    """For each mesh of a module that is a part of another one of it, by identity: the ranks of the largest such that differ in
+    its other dimensions alone.
+
+    What a module has on fewer dimensions (a norm that FSDP2 shards, in a model that is parallel over another dimension as
+    well) is the same along the others. Dimensions are told by their names, within one root mesh.
+    """
+    largest = max(meshes, key=lambda mesh: (mesh.size(), mesh.ndim))
+    names, coordinate = largest.mesh_dim_names, largest.get_coordinate()
+    found: dict[int, Group] = {}
+    for mesh in meshes:
+        own = mesh.mesh_dim_names
+        if mesh == largest or names is None or own is None or coordinate is None or not set(own) < set(names):
+            continue
+        group = Group(0, 1)
+        for name, size, at in zip(names, largest.shape, coordinate, strict=True):
+            if name not in own:
+                group = group.times(Group(at, size))
+        found[id(mesh)] = group
+    return found
+
+
+def group_of(process_group: Any) -> Group:
+    """The ranks of a process group."""
+    return Group(torch.distributed.get_rank(process_group), torch.distributed.get_world_size(process_group))
+
+
+def mesh_group(tensor: DTensor) -> Group | None:
+    """All ranks of the mesh of a DTensor; None on a rank outside it."""
+    mesh = tensor._spec.mesh
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return None
+    replica = 0
+    for size, at in zip(mesh.shape, coordinate, strict=True):
+        replica = replica * size + at
+    return Group(replica, math.prod(mesh.shape))
+
+
+@lru_cache(maxsize=1 << 14)
+def replicated(shape: tuple[int, ...], group: Group, *, first_writes: bool = False) -> Held:
+    """A plain tensor that every rank of `group` holds."""
+    part = Part(shape, whole(shape), (0,) * len(shape))
+    return Held(shape, (part,) if 0 not in shape else (), group.replica, group.replicas, first_writes)
+
+
+# --- who writes what ------------------------------------------------------------------------------------------------
+
+
+_written: dict[str, tuple[Held, int, tuple[Part, ...]]] = {}
+
+
+def written_parts(fqn: str, held: Held, itemsize: int) -> tuple[Part, ...]:
+    """What this rank writes of the tensor. A rank that writes nothing of it names an empty box, so that what it takes the
+    tensor for is compared with the others all the same; a tensor of no dimensions has no such box, and gives nothing.
+    """
+    known = _written.get(fqn)
+    if known is not None and known[0] is held and known[1] == itemsize:
+        return known[2]
+    if len(_written) >= _KNOWN_MAX:
+        _written.clear()
+    made = tuple(_slices(fqn, held, itemsize)) or _nothing(held.shape)
+    _written[fqn] = (held, itemsize, made)
+    return made
+
+
+def _slices(fqn: str, held: Held, itemsize: int) -> Iterable[Part]:
+    if held.replicas == 1:
+        yield from held.parts
+        return
+    chosen = 0 if held.first_writes else xxhash.xxh3_64_intdigest(fqn.encode()) % held.replicas
+    for part in held.parts:
+        if held.first_writes or part.box.numel() * itemsize < SLICED_BYTES_MIN:
+            if chosen == held.replica:
+                yield part
+        elif (mine := slice_of(part, held.replica, held.replicas)) is not None:
+            yield mine
+
+
+def slice_of(part: Part, index: int, count: int) -> Part | None:
+    """The `index`th of `count` near-equal slices of a box: along dimension 0, or the longest where that is too short."""
+    sizes, offsets = part.box.sizes, part.box.offsets
+    dim = 0 if sizes[0] >= count else max(range(len(sizes)), key=sizes.__getitem__)
+    start, stop = sizes[dim] * index // count, sizes[dim] * (index + 1) // count
+    if start == stop:
+        return None
+
+    def put(values: tuple[int, ...], value: int) -> tuple[int, ...]:
+        return (*values[:dim], value, *values[dim + 1 :])
+
+    box = Box(put(offsets, offsets[dim] + start), put(sizes, stop - start))
+    return Part(part.shape, box, put(part.at, part.at[dim] + start))
+
+
+def _nothing(shape: tuple[int, ...]) -> tuple[Part, ...]:
+    zeros = (0,) * len(shape)
+    return (Part(shape, Box(zeros, zeros), zeros),) if shape else ()
+
+
+def dtensor_like(like: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """A new DTensor of `dtype` with the mesh and placements of `like`, of arbitrary content: its local part and itself."""
+    assert is_dtensor(like)
+    from torch.distributed.tensor import DTensor  # whoever made `like` has imported it
+
+    local = torch.empty_like(local_of(like), dtype=dtype, memory_format=torch.contiguous_format)
+    spec = like._spec
+    made = DTensor.from_local(local, spec.mesh, spec.placements, run_check=False, shape=like.shape, stride=tuple(like.stride()))
+    return local, made

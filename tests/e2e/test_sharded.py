@@ -1,0 +1,57 @@
+"""Every layout into every layout, on every number of ranks: real gloo ranks, which are started once for all of it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.sharded_ranks import PROCESSES
+from tests.faults.daemons import Daemon
+from tests.faults.jobs import wait_until
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[Daemon]:
+    with Daemon(tmp_path) as daemon:
+        yield daemon
+
+
+def test_whatever_was_saved_loads_wherever(tmp_path: Path, daemon: Daemon) -> None:
+    """The matrix of worlds, layouts and dtypes; ranks that disagree; restarts beside a sidecar."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+        "SIDECAR": str(daemon.socket),
+    }
+    script = Path(__file__).with_name("sharded_ranks.py")
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(tmp_path), str(number)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for number in range(PROCESSES)
+    ]
+    try:
+        # The one that ends first is the one to ask: the others wait for it, or have ended as well.
+        wait_until(lambda: any(rank.poll() is not None for rank in ranks), "a rank has ended", limit_s=350)
+        failed = [rank for rank in ranks if rank.poll()]
+        for rank in ranks if failed else ():
+            rank.kill()
+        said = [rank.communicate() for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    for number, (out, errors) in sorted(enumerate(said), key=lambda pair: ranks[pair[0]].returncode < 1):
+        assert out == "done\n", f"rank {number} said:\n{out}{errors[-4000:]}"
