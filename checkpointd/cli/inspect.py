@@ -45,7 +45,7 @@ def command(places: tuple[str, ...], rank: int | None, tensors: str, values: boo
 def page(found: Inspection) -> Iterator[Block]:
     """The page for people: the checkpoint, its codecs, then each rank."""
     yield Heading(f"{found.tag} (attempt {found.attempt})")
-    sizes = f"{size(found.raw_bytes)} raw, {size(found.stored_bytes)} stored"
+    sizes = _sizes(found.raw_bytes, found.stored_bytes, found.referred_bytes)
     part = ratio(found.raw_bytes, found.stored_bytes)
     yield Facts(
         [
@@ -62,6 +62,13 @@ def page(found: Inspection) -> Iterator[Block]:
         yield from _rank_blocks(report)
 
 
+def _sizes(raw: int, stored: int, referred: int) -> str:
+    """Written here, and, where there is any, referred to in older checkpoints, as it has not changed since."""
+    if not referred:
+        return f"{size(raw)} raw, {size(stored)} stored"
+    return f"{size(raw)} raw, {size(stored)} stored: {size(stored - referred)} written, {size(referred)} referred to"
+
+
 def _codecs_table(codecs: Totals) -> Table:
     rows = [
         (t.codec, str(t.chunks), size(t.raw_bytes), size(t.stored_bytes), ratio(t.raw_bytes, t.stored_bytes)) for t in codecs
@@ -74,7 +81,7 @@ def _rank_blocks(report: RankReport) -> Iterator[Block]:
         yield Heading(f"rank {report.rank}")
         yield Note(report.damage.message, "bad")
         return
-    sizes = f"{size(report.raw_bytes)} raw, {size(report.stored_bytes)} stored"
+    sizes = _sizes(report.raw_bytes, report.stored_bytes, report.referred_bytes)
     yield Heading(f"rank {report.rank}: {count(len(report.tensors), 'tensor')}, {sizes}")
     if report.tensors:
         yield _tensors_table(report)

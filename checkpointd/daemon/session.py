@@ -33,7 +33,7 @@ from checkpointd.errors import ERRORS, CheckpointdError, ClosedError, NotFoundEr
 from checkpointd.layout.keys import AttemptId, check_tag
 from checkpointd.layout.manifest import ErrorReport
 from checkpointd.pipeline.attempt import WriterState
-from checkpointd.pipeline.shard import PAGE, AttemptInfo, Shard, ShardTensor
+from checkpointd.pipeline.shard import PAGE, AttemptInfo, Shard, ShardTensor, finite
 
 log = logging.getLogger("checkpointd")
 
@@ -156,6 +156,7 @@ class Session:
             raw_done=job.progress.raw_done,
             stored=job.progress.stored,
             votes_missing=job.attempt.votes_missing,
+            stale=job.progress.stale,
         )
         self._post(told)
 
@@ -251,8 +252,10 @@ class Session:
             if ours.budget_bytes is None
             else min(message.budget_bytes, ours.budget_bytes),
             encoders=ours.encoders,
+            dedup=message.dedup,
         )
-        commit = CommitConfig(timeout_s=message.commit_timeout_s)
+        rules = (message.retention or wire.Rules()).checked()
+        commit = CommitConfig(timeout_s=message.commit_timeout_s, retention=rules, on_stale=message.on_stale)
         # Checked again: somebody may have put a link in the root's place since.
         store = await asyncio.to_thread(self._hub.roots.store, record.root)
         self._state = WriterState(store=store, persist=persist, commit=commit)
@@ -317,6 +320,7 @@ class Session:
             step=message.step,
             n=message.n,
             save_latest=message.save_latest,
+            metrics=finite(message.metrics),
             hand=message.hand,
             handed=True,
         )

@@ -114,7 +114,7 @@ async def read_tensors(
 
     async def read_now(group: Group) -> list[DamagedError]:
         buffer = np.empty(group.stop - group.start, dtype=np.uint8)
-        key = f"{prefix}/{index.objects[group.object].name}"
+        key = index.objects[group.object].key(prefix)
         try:
             await store.get_range(key, group.start, buffer.data)
         except (NotFoundError, DamagedError) as error:

@@ -9,18 +9,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from checkpointd.commit.retention import Retention
     from checkpointd_client.checkpointer import Checkpointer
     from checkpointd_client.handle import SaveHandle, Timings
     from checkpointd_client.loading import Loaded
     from checkpointd_client.rng import RngState
     from checkpointd_client.status import AttemptStatus, Status
 
-__all__ = ["AttemptStatus", "Checkpointer", "Loaded", "RngState", "SaveHandle", "Status", "Timings"]
+__all__ = ["AttemptStatus", "Checkpointer", "Loaded", "Retention", "RngState", "SaveHandle", "Status", "Timings"]
 
 _HOMES = {
     "AttemptStatus": "status",
     "Checkpointer": "checkpointer",
     "Loaded": "loading",
+    "Retention": "checkpointer",
     "RngState": "rng",
     "SaveHandle": "handle",
     "Status": "status",
