@@ -66,7 +66,7 @@ def check_step(step: int) -> None:
 
 
 def check_metrics(metrics: Mapping[str, float] | None) -> tuple[tuple[str, float], ...]:
-    """`metrics` as an attempt carries them. UsageError for what has no name or is no number; NaN and infinities are left out."""
+    """`metrics` as an attempt carries them. UsageError for what is no number; NaN and infinities are left out."""
     checked: dict[str, float] = {}
     for name, value in (metrics or {}).items():
         try:

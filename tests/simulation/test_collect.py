@@ -15,7 +15,7 @@ import pytest
 from checkpointd.commit.machine import Phase
 from checkpointd.commit.retention import Retention
 from checkpointd.config import CommitConfig, PersistConfig
-from checkpointd.layout.keys import AttemptId, attempt_prefix
+from checkpointd.layout.keys import AttemptId
 from checkpointd.layout.manifest import Index
 from checkpointd.pipeline import catalog, collect, epochs, marks, save
 from checkpointd.pipeline.attempt import Attempt, WriterState
@@ -185,7 +185,7 @@ def test_power_cut_at_every_effect_of_a_save_and_two_collections() -> None:
 
 
 async def old_base(world: World) -> None:
-    """The writers still refer to what a collection removes: they have not seen the newer commits, made by another job's ranks."""
+    """The writers still refer to what a collection removes: they have not seen the newer commits."""
     await world.start()
     await world.saved(1)
     known = {rank: state.bases._base for rank, state in world.states.items()}
@@ -283,10 +283,6 @@ def references_ignored(patch: Patch) -> None:
     patch.setattr(collect, "references", none)
 
 
-def first_in_doubt(patch: Patch) -> None:
-    """The mark goes before the objects do: an attempt whose removal was cut short is a checkpoint again."""
-
-
 RACES: dict[str, Callable[[Patch], None]] = {
     "looked before marking": looked_before_marking,
     "saves under way overlooked": undecided_overlooked,
@@ -330,7 +326,3 @@ def test_kill_of_whoever_acts_in_a_job_with_retention_and_collectors() -> None:
     job = JobConfig(seed=3, world_size=2, steps=2, frozen=True, keeps=1, collectors=2)
     for number in range(1, 400, 3):
         run_schedule(Schedule(job=job, faults=((number, Kill()),)))
-
-
-def test_the_prefix_of_an_attempt_is_what_a_reference_names() -> None:
-    assert attempt_prefix("t", AttemptId(1, 2)) == "t/00000001-2"

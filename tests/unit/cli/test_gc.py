@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,10 @@ def state(step: int) -> Arrays:
     return {"frozen": np.arange(3000, dtype=np.int32), "moving": np.full(2000, step, dtype=np.float32)}
 
 
+def _state_of(step: int, _rank: int) -> Arrays:
+    return state(step)
+
+
 @pytest.fixture
 def three(root: Path, at: With) -> Path:
     """A root of three checkpoints, of which the later ones refer to the first."""
@@ -29,7 +34,7 @@ def three(root: Path, at: With) -> Path:
                 tag=f"global_step{step}",
                 world_size=1,
                 dedup=True,
-                tensors=lambda _, step=step: state(step),
+                tensors=partial(_state_of, step),
                 metrics={"loss": float(step)},
             )
 
@@ -43,7 +48,7 @@ def test_gc_removes_by_rule_and_says_what_stays(cli: Cli, three: Path) -> None:
     assert answer.lines[0] == "deleted: 2 checkpoints"
     assert "that newer checkpoints refer to" in answer.out
     assert "retention keeps the last 1" in answer.out
-    assert [row["tag"] for row in cli("list", three, "--json").json["checkpoints"]] == ["global_step3"]
+    assert [row["tag"] for row in cli("list", three, "--json").json["rows"]] == ["global_step3"]
     assert cli("verify", three).code == 0
 
 
@@ -58,7 +63,7 @@ def test_gc_as_json(cli: Cli, three: Path) -> None:
 def test_a_dry_run_only_says_so(cli: Cli, three: Path) -> None:
     answer = cli("gc", three, "--keep-last", "1", "--dry-run")
     assert answer.lines[0] == "would be deleted: 2 checkpoints"
-    assert len(cli("list", three, "--json").json["checkpoints"]) == 3
+    assert len(cli("list", three, "--json").json["rows"]) == 3
 
 
 def test_gc_without_rules_removes_no_checkpoint(cli: Cli, three: Path) -> None:
@@ -118,4 +123,4 @@ def test_inspect_shows_written_and_referred_bytes(cli: Cli, three: Path) -> None
 def test_verify_leaves_a_record_that_keeps_the_checkpoint(cli: Cli, three: Path) -> None:
     assert cli("verify", three, "global_step2").code == 0
     cli("gc", three, "--keep-last", "1")
-    assert [row["tag"] for row in cli("list", three, "--json").json["checkpoints"]] == ["global_step3", "global_step2"]
+    assert [row["tag"] for row in cli("list", three, "--json").json["rows"]] == ["global_step3", "global_step2"]

@@ -81,14 +81,14 @@ def test_the_reason_names_the_rules() -> None:
 
 
 facts = st.builds(
-    lambda step, latest, named, verified, age, loss: dict(
-        step=step,
-        save_latest=latest,
-        is_latest=named,
-        verified=verified,
-        age_s=age,
-        metrics={} if loss is None else {"loss": loss},
-    ),
+    lambda step, latest, named, verified, age, loss: {
+        "step": step,
+        "save_latest": latest,
+        "is_latest": named,
+        "verified": verified,
+        "age_s": age,
+        "metrics": {} if loss is None else {"loss": loss},
+    },
     st.integers(0, 100),
     st.booleans(),
     st.booleans(),

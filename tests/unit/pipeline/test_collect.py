@@ -1,4 +1,4 @@
-"""Collection with references: K1 to K3 of pipeline/marks.py, G1 to G6 of pipeline/collect.py. Crashes are in tests/simulation."""
+"""Collection with references: K1 to K3 of pipeline/marks.py, G5 and G6 of pipeline/collect.py; crashes are simulated."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def saved(store: Store, *steps: int, frozen: int = 0, world_size: int = 1,
                 "step": step,
                 "world_size": world_size,
                 "dedup": True,
-                "tensors": lambda _: arrays,
+                "tensors": lambda _, arrays=arrays: arrays,
                 **options,
             },
         )
@@ -62,6 +62,10 @@ async def loads(store: Store, step: int, frozen: int = 0) -> None:
 
 async def tags(store: Store) -> list[str]:
     return [c.tag for c in await catalog.checkpoints(store)]
+
+
+def listed(root: Path) -> list[str]:
+    return sorted(str(path) for path in root.rglob("*"))
 
 
 async def test_what_a_newer_checkpoint_refers_to_stays_and_goes_with_it() -> None:
@@ -121,9 +125,9 @@ async def test_g6_what_cannot_be_told_removes_nothing(caplog: pytest.LogCaptureF
 async def test_a_dry_run_says_what_would_go_and_writes_nothing(tmp_path: Path) -> None:
     store = PosixStore(tmp_path)
     await saved(store, 1, 2, 3)
-    before = sorted(str(path) for path in tmp_path.rglob("*"))
+    before = listed(tmp_path)
     would = await collection(store, Retention(keep_last=1), dry_run=True)
-    assert sorted(str(path) for path in tmp_path.rglob("*")) == before
+    assert listed(tmp_path) == before
     did = await collection(store, Retention(keep_last=1), dry_run=False)
     assert (would.retired, would.removed, would.freed_bytes) == (did.retired, did.removed, did.freed_bytes)
     assert would.kept_bytes > 0
