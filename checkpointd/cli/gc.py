@@ -43,8 +43,8 @@ def command(
 ) -> None:
     """Remove at ROOT what no checkpoint needs: left-overs of aborted saves, and what removed checkpoints held.
 
-    With rules, checkpoints that none of them names go as well; never the newest, the one that `latest` names, or the newest that
-    `checkpointd verify` found whole. What newer checkpoints refer to stays. A job may save at the same time.
+    With rules, checkpoints that none of them names go as well; never the newest, the one that `latest` names, or the newest
+    that `checkpointd verify --record` found whole. What newer checkpoints refer to stays. A job may save at the same time.
     """
     rules = Retention(
         keep_last=keep_last,

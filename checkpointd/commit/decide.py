@@ -108,8 +108,8 @@ def stale(step: int) -> Decision:
 def stale_words(step: int) -> str:
     """What is wrong with a stale save, and what to look at."""
     return (
-        f"the step moved on to {step}, but no tensor that requires grad has changed since the checkpoint before: is the model that "
-        "is saved the one that is trained, does the optimizer hold its parameters, is the learning rate 0?"
+        f"the step moved on to {step}, but no tensor that requires grad has changed since the checkpoint before: is the model "
+        "that is saved the one that is trained, does the optimizer hold its parameters, is the learning rate 0?"
     )
 
 

@@ -27,7 +27,7 @@ Order = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class AttemptFacts:
-    """What a listing says of an attempt; `order` is set for what is, or was, committed, `bulk` where chunks or indexes are there.
+    """What a listing says of an attempt; `order` is set for what is or was committed, `bulk` where there are chunks or indexes.
 
     `contested`: the ranks for which more than one hand left objects; one of them was written in vain.
     """

@@ -114,7 +114,7 @@ def outcome_of(
     decided_by: int,
     votes: Mapping[int, Vote | None] | None = None,
 ) -> Outcome:
-    """The outcome that `decision` stands for. A commit says what its `votes` refer to and rank 0's metrics, if they are given."""
+    """The outcome that `decision` stands for. A commit says what its `votes` say, where they are given: what they refer to."""
     counted = votes if decision.commit else None
     first = (counted or {}).get(0)
     return Outcome(

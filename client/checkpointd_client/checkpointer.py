@@ -175,8 +175,8 @@ class Checkpointer:
         """Snapshot `state` and return; persisting and committing go on in the background. Call it on every rank.
 
         `state` maps names to modules, optimizers, schedulers, anything with state_dict and load_state_dict, and nested dicts
-        and lists of tensors and plain values. `metrics` are kept with the checkpoint, for `Retention(best=...)` to choose by; rank
-        0's count. Raises UsageError for a bad tag or step, StateError for what cannot be stored
+        and lists of tensors and plain values. `metrics` are kept with the checkpoint, for `Retention(best=...)` to choose by;
+        those of rank 0 count. Raises UsageError for a bad tag, step or metric, StateError for what cannot be stored
         (the save is then aborted on all ranks at once), ClosedError after close().
         """
         self._check_open("save")

@@ -65,7 +65,7 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
 class Inspection(msgspec.Struct, frozen=True, kw_only=True):
     """The sizes and totals are of what is shown: all of the checkpoint, or the ranks and tensors asked for.
 
-    `stored_bytes` are `written_bytes` of this checkpoint and `referred_bytes` that lie in older ones, which did not change since.
+    `stored_bytes` are `written_bytes` of this checkpoint and `referred_bytes` that lie in older ones and did not change since.
     """
 
     root: str

@@ -19,7 +19,7 @@ LOOKS_AT_A_ROOT = [command for command in COMMANDS if command not in ("serve", "
 
 @pytest.mark.parametrize("command", LOOKS_AT_A_ROOT)
 def test_a_root_that_is_not_there(tmp_path: Path, cli: Cli, command: str) -> None:
-    answer = cli(command, tmp_path / "nowhere", *(["tag"] if command in ("inspect", "explain") else []))
+    answer = cli(command, tmp_path / "nowhere", *(["tag"] if command in ("inspect", "explain", "delete") else []))
     assert (answer.code, answer.out) == (4, "")
     assert answer.err == f"error: there is no directory {tmp_path}/nowhere: give the root that the job was given\n"
     assert not (tmp_path / "nowhere").exists()
@@ -28,7 +28,7 @@ def test_a_root_that_is_not_there(tmp_path: Path, cli: Cli, command: str) -> Non
 @pytest.mark.parametrize("command", LOOKS_AT_A_ROOT)
 def test_a_root_that_is_a_file(tmp_path: Path, cli: Cli, command: str) -> None:
     (tmp_path / "file").write_text("")
-    answer = cli(command, tmp_path / "file", *(["tag"] if command in ("inspect", "explain") else []), "--json")
+    answer = cli(command, tmp_path / "file", *(["tag"] if command in ("inspect", "explain", "delete") else []), "--json")
     assert answer.code == 2
     assert answer.error == {
         "code": "UsageError",

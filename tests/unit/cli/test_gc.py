@@ -121,6 +121,6 @@ def test_inspect_shows_written_and_referred_bytes(cli: Cli, three: Path) -> None
 
 
 def test_verify_leaves_a_record_that_keeps_the_checkpoint(cli: Cli, three: Path) -> None:
-    assert cli("verify", three, "global_step2").code == 0
+    assert cli("verify", "--record", three, "global_step2").code == 0
     cli("gc", three, "--keep-last", "1")
     assert [row["tag"] for row in cli("list", three, "--json").json["rows"]] == ["global_step3", "global_step2"]
