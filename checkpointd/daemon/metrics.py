@@ -183,7 +183,7 @@ def _ranks(records: list[RankRecord]) -> Iterator[Metric]:
         return _counter(name, text, [((record.root, str(record.rank)), value(record)) for record in records], labels)
 
     yield by_rank(
-        "checkpointd_stale_saves",
+        "checkpointd_saves_stale",
         "Saves that were committed although the step had moved on and nothing that is trained had changed.",
         lambda record: record.stale,
     )

@@ -1,6 +1,8 @@
 """The chunks of a shard: choose codecs, write raw tensors as they lie in the snapshot, encode the others into a second object.
 
-What is unchanged since the base (`unchanged.py`) is hashed, and neither encoded nor written.
+What is unchanged since the base (`unchanged.py`) is hashed, and neither encoded nor written. Where that is only a small part of
+the old object that holds it, as constants among weights are, it is written once more, apart from what changes (`_split`): a
+reference keeps a whole object alive.
 
 Invariants
   B1  When `write_chunks` returns, every object of this attempt that the index names is durable.
@@ -11,7 +13,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
@@ -19,23 +21,18 @@ from itertools import zip_longest
 from checkpointd.codec import Codec, ElementType, Estimate, choose
 from checkpointd.codec.checksum import xxh3_64, xxh3_128
 from checkpointd.config import PersistConfig
-from checkpointd.errors import StoreFullError
 from checkpointd.layout.keys import chunks_name
 from checkpointd.layout.manifest import Chunk, Index, ObjectRef, TensorEntry
 from checkpointd.pipeline.packer import Encoded, Packer
 from checkpointd.pipeline.pages import Run, locate, runs_of
 from checkpointd.pipeline.rates import Meter, Rates
-from checkpointd.pipeline.shard import AttemptInfo, Progress, Shard, ShardTensor
+from checkpointd.pipeline.shard import AttemptInfo, Progress, Shard
 from checkpointd.pipeline.spans import ChunkKey, Placed, Span, grouped, spans_of
 from checkpointd.pipeline.unchanged import Base
 from checkpointd.pipeline.workers import Stopped, run_workers
 from checkpointd.store.base import ObjectWriter, Store
 
 RAW_PART, ENCODED_PART = 0, 1
-LOT_BYTES = 256 << 20
-"""Raw chunks are compared with the base in lots of this size: the next one is compared while one is written."""
-
-Work = Callable[[], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,15 +64,15 @@ class Persist:
 async def write_chunks(job: Persist) -> Index:
     """Write all chunks that changed durably and return the index that names all of them (not yet written)."""
     codecs = await _choose_codecs(job)
-    raw = [t for t in job.shard.tensors if codecs[t.fqn] == "raw"]
-    packed = [t for t in job.shard.tensors if codecs[t.fqn] != "raw"]
     job.progress.raw_total = job.shard.nbytes
-    placed = Placed()
+    spans = spans_of(job.shard.tensors, job.config.chunk_bytes)
+    placed = await _unchanged(job, spans)
+    raw, packed = _split(placed, spans, codecs)
     opened: list[ObjectWriter] = []
     try:
-        if any(t.nbytes for t in raw):
+        if raw:
             await _write_raw(job, raw, opened, placed)
-        if any(t.nbytes for t in packed):
+        if packed:
             await _write_packed(job, packed, codecs, opened, placed)
     except BaseException:
         for part in opened:
@@ -102,21 +99,35 @@ def _chosen(job: Persist, estimate: Estimate) -> Codec:
 # --- what has not changed ---------------------------------------------------------------------------------------
 
 
-def _comparisons(job: Persist, spans: list[Span], placed: Placed) -> list[Work]:
-    """Works that find out which of `spans` are unchanged; none where there is no base."""
+async def _unchanged(job: Persist, spans: list[Span]) -> Placed:
+    """Which of `spans` are unchanged, and worth a reference; nothing where there is no base."""
+    placed = Placed()
     if not job.refers:
-        return []
+        return placed
     loop = asyncio.get_running_loop()
 
     async def compare(group: list[Span]) -> None:
         found = await loop.run_in_executor(None, _compared, job, group)
         placed.held.update(found.held)
         placed.digests.update(found.digests)
-        for span in group:
-            if span.key in found.held:
-                job.progress.add(span.nbytes, 0)
 
-    return [partial(compare, group) for group in grouped(spans, job.config.block_bytes)]
+    groups = grouped(spans, job.config.block_bytes)
+    await run_workers([partial(compare, group) for group in groups], job.config.writes, job.check_stop)
+    placed.keep_worthy()
+    job.progress.add(sum(span.nbytes for span in spans if span.key in placed.held), 0)
+    return placed
+
+
+def _split(placed: Placed, spans: list[Span], codecs: dict[str, Codec]) -> tuple[list[Span], list[Span]]:
+    """What is written raw, as it lies in the image, and what is packed.
+
+    What has not changed, and is written all the same, goes where the other spans of its codec do not: the object in which it
+    then lies is one that the next saves can refer to.
+    """
+    changed = placed.changed(spans)
+    raw = [span for span in changed if (codecs[span.tensor.fqn] == "raw") != (span.key in placed.settled)]
+    chosen = {span.key for span in raw}
+    return raw, [span for span in changed if span.key not in chosen]
 
 
 def _compared(job: Persist, group: list[Span]) -> Placed:
@@ -137,75 +148,34 @@ def _compared(job: Persist, group: list[Span]) -> Placed:
 # --- raw --------------------------------------------------------------------------------------------------------
 
 
-async def _write_raw(job: Persist, tensors: list[ShardTensor], opened: list[ObjectWriter], placed: Placed) -> None:
-    """Store the pages that hold what changed of `tensors` as they lie in the image, and hash every chunk."""
-    spans = spans_of(tensors, job.config.chunk_bytes)
-    lots = [spans] if not job.refers else grouped(spans, LOT_BYTES)
-    part = _RawPart(job, opened, placed)
-    await run_workers(_comparisons(job, lots[0], placed), job.config.writes, job.check_stop)
-    for number, lot in enumerate(lots):
-        following = _comparisons(job, lots[number + 1], placed) if number + 1 < len(lots) else []
-        works = await part.works(placed.changed(lot), alone=len(lots) == 1)
-        mixed = [work for pair in zip_longest(works, following) for work in pair if work is not None]
-        await run_workers(mixed, job.config.writes, job.check_stop)
-    await part.finish()
+async def _write_raw(job: Persist, spans: list[Span], opened: list[ObjectWriter], placed: Placed) -> None:
+    """Store the pages that hold `spans` as they lie in the image, and hash every chunk."""
+    loop, image = asyncio.get_running_loop(), job.shard.image
+    runs = runs_of(spans)
+    size = runs[-1].base + runs[-1].stop - runs[-1].start
+    name = chunks_name(job.info.rank, RAW_PART, job.info.hand)
+    meter = Meter()
+    target = await job.store.open_writer(job.info.key(name), size_hint=size)
+    opened.append(target)
 
+    async def write(block: Run) -> None:
+        async with meter.writing(block.stop - block.start):
+            await target.write_at(block.base, image[block.start : block.stop].data)
 
-class _RawPart:
-    """The object of raw chunks, opened when there is something to write."""
-
-    def __init__(self, job: Persist, opened: list[ObjectWriter], placed: Placed) -> None:
-        self._job, self._opened, self._placed = job, opened, placed
-        self._name = chunks_name(job.info.rank, RAW_PART, job.info.hand)
-        self._target: ObjectWriter | None = None
-        self._size = 0
-        self._meter = Meter()
-
-    async def works(self, spans: list[Span], *, alone: bool) -> list[Work]:
-        """Works that write `spans` behind what was written before, and hash them. `alone`: nothing else will follow."""
-        if not spans:
-            return []
-        runs = runs_of(spans, self._size)
-        self._size = runs[-1].base + runs[-1].stop - runs[-1].start
-        target = self._target = self._target or await self._open(self._size if alone else self._job.rates.raw_object_bytes)
-        block_bytes = self._job.config.block_bytes
-        writes = [partial(self._write, target, block) for run in runs for block in _blocks(run, block_bytes)]
-        hashes = [partial(self._hash, group, runs) for group in grouped(spans, block_bytes)]
-        # Hashing a block right beside writing it keeps disk and core busy together.
-        return [work for pair in zip_longest(writes, hashes) for work in pair if work is not None]
-
-    async def _open(self, size: int) -> ObjectWriter:
-        job = self._job
-        key = job.info.key(self._name)
-        try:
-            target = await job.store.open_writer(key, size_hint=size)
-        except StoreFullError:
-            if not job.refers:
-                raise
-            target = await job.store.open_writer(key, size_hint=0)  # less may be written this time than was last time
-        self._opened.append(target)
-        return target
-
-    async def _write(self, target: ObjectWriter, block: Run) -> None:
-        async with self._meter.writing(block.stop - block.start):
-            await target.write_at(block.base, self._job.shard.image[block.start : block.stop].data)
-
-    async def _hash(self, group: list[Span], runs: list[Run]) -> None:
-        job, placed = self._job, self._placed
-        found = await asyncio.get_running_loop().run_in_executor(None, _hash_group, job, group, runs, placed)
-        placed.chunks.update(found)
+    async def hashed(group: list[Span]) -> None:
+        placed.chunks.update(await loop.run_in_executor(None, _hash_group, job, group, runs, placed))
         nbytes = sum(span.nbytes for span in group)
         job.progress.add(nbytes, nbytes)
 
-    async def finish(self) -> None:
-        """Make the object durable, where there is one."""
-        self._job.rates.raw_object_bytes = self._size
-        if self._target is None:
-            return
-        async with self._meter.writing(0):
-            await self._target.finish(self._size)
-        self._job.rates.measured_disk(self._meter.nbytes, self._meter.seconds)
-        self._placed.objects.append(ObjectRef(name=self._name, size=self._size))
+    writes = [partial(write, block) for run in runs for block in _blocks(run, job.config.block_bytes)]
+    hashes = [partial(hashed, group) for group in grouped(spans, job.config.block_bytes)]
+    # Hashing a block right beside writing it keeps disk and core busy together.
+    works = [work for pair in zip_longest(writes, hashes) for work in pair if work is not None]
+    await run_workers(works, job.config.writes, job.check_stop)
+    async with meter.writing(0):
+        await target.finish(size)
+    job.rates.measured_disk(meter.nbytes, meter.seconds)
+    placed.objects.append(ObjectRef(name=name, size=size))
 
 
 def _blocks(run: Run, block_bytes: int) -> Iterator[Run]:
@@ -226,14 +196,9 @@ def _hash_group(job: Persist, group: list[Span], runs: list[Run], placed: Placed
 
 
 async def _write_packed(
-    job: Persist, tensors: list[ShardTensor], codecs: dict[str, Codec], opened: list[ObjectWriter], placed: Placed
+    job: Persist, spans: list[Span], codecs: dict[str, Codec], opened: list[ObjectWriter], placed: Placed
 ) -> None:
-    """Encode what changed of `tensors` on threads and store it back to back, in the order in which it is ready."""
-    spans = spans_of(tensors, job.config.chunk_bytes)
-    await run_workers(_comparisons(job, spans, placed), job.config.encoders, job.check_stop)
-    spans = placed.changed(spans)
-    if not spans:
-        return
+    """Encode `spans` on threads and store them back to back, in the order in which they are ready."""
     name, part = chunks_name(job.info.rank, ENCODED_PART, job.info.hand), len(placed.objects)
     target = await job.store.open_writer(job.info.key(name), size_hint=0)
     opened.append(target)

@@ -40,8 +40,8 @@ class Run:
     base: int
 
 
-def runs_of(pieces: Iterable[Piece], base: int = 0) -> list[Run]:
-    """The pages that hold the given pieces, neighbours merged, laid out back to back from byte `base` of the object on."""
+def runs_of(pieces: Iterable[Piece]) -> list[Run]:
+    """The pages that hold the given pieces, neighbours merged, laid out back to back in the object."""
     runs: list[Run] = []
     for piece in sorted((p for p in pieces if p.nbytes), key=lambda p: p.offset):
         start, stop = piece.offset // PAGE * PAGE, page_up(piece.offset + piece.nbytes)
@@ -49,7 +49,7 @@ def runs_of(pieces: Iterable[Piece], base: int = 0) -> list[Run]:
             last = runs.pop()
             runs.append(Run(last.start, max(last.stop, stop), last.base))
         else:
-            at = runs[-1].base + runs[-1].stop - runs[-1].start if runs else base
+            at = runs[-1].base + runs[-1].stop - runs[-1].start if runs else 0
             runs.append(Run(start, stop, at))
     return runs
 

@@ -34,8 +34,6 @@ class Rates:
     disk_bps: float | None = None
     encode_bps: float | None = None
     plan: KnownPlan | None = None
-    raw_object_bytes: int = 0
-    """What the last save wrote raw."""
     _estimates: dict[tuple[str, int], Estimate] = field(default_factory=dict)
     _saves: int = 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -57,6 +58,10 @@ def grouped(spans: Iterable[Span], nbytes: int) -> list[list[Span]]:
     return groups
 
 
+REFERRED_PART_MIN = 0.25
+"""An older object is referred to only where at least so much of it is needed: all of it stays for that."""
+
+
 @dataclass(slots=True)
 class Placed:
     """Where the spans of one save lie: in objects of its own, or, unchanged, in those of older attempts."""
@@ -65,7 +70,20 @@ class Placed:
     chunks: dict[ChunkKey, Chunk] = field(default_factory=dict)
     held: dict[ChunkKey, Held] = field(default_factory=dict)
     digests: dict[ChunkKey, bytes] = field(default_factory=dict)
-    """Of the spans that were compared and have changed."""
+    """Of the spans that were compared and must be written."""
+    settled: set[ChunkKey] = field(default_factory=set)
+    """Spans that have not changed and are written all the same."""
+
+    def keep_worthy(self) -> None:
+        """Write what has not changed where references would keep objects alive of which little is needed."""
+        needed: dict[ObjectRef, int] = defaultdict(int)
+        for ref, chunk in self.held.values():
+            needed[ref] += chunk.stored
+        for key, (ref, chunk) in list(self.held.items()):
+            if needed[ref] < REFERRED_PART_MIN * ref.size:
+                del self.held[key]
+                self.settled.add(key)
+                self.digests[key] = chunk.digest
 
     def changed(self, spans: Iterable[Span]) -> list[Span]:
         """Those that must be written."""

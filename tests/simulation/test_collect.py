@@ -15,6 +15,7 @@ import pytest
 from checkpointd.commit.machine import Phase
 from checkpointd.commit.retention import Retention
 from checkpointd.config import CommitConfig, PersistConfig
+from checkpointd.errors import DamagedError
 from checkpointd.layout.keys import AttemptId
 from checkpointd.layout.manifest import Index
 from checkpointd.pipeline import catalog, collect, epochs, marks, save
@@ -293,14 +294,14 @@ RACES: dict[str, Callable[[Patch], None]] = {
 @pytest.mark.parametrize("name", RACES)
 def test_mutations_of_the_race_are_caught(name: str, monkeypatch: Patch) -> None:
     RACES[name](monkeypatch)
-    with pytest.raises(Exception, match=r"step5|step 5|global|chunks|rank"):
+    with pytest.raises(DamagedError, match=r"there is no object 'step1/"):
         races(range(300))
 
 
 @pytest.mark.parametrize("mutate", [swept_before_marking, references_ignored])
 def test_mutations_of_the_order_are_caught(mutate: Callable[[Patch], None], monkeypatch: Patch) -> None:
     mutate(monkeypatch)
-    with pytest.raises((Exception, AssertionError)):
+    with pytest.raises(DamagedError, match=r"there is no object 'step1/"):
         every_crash_point(collection_alone(1), range(2))
 
 
@@ -318,11 +319,11 @@ def test_jobs_with_retention_and_collectors_lose_nothing(keeps: int) -> None:
 
 def test_power_cut_at_effects_of_a_job_with_retention_and_a_collector() -> None:
     job = JobConfig(seed=2, world_size=2, steps=2, frozen=True, keeps=1, collectors=1)
-    for number in range(1, 400, 3):
+    for number in range(1, 400, 7):
         run_schedule(Schedule(job=job, faults=((number, PowerCut()),)))
 
 
 def test_kill_of_whoever_acts_in_a_job_with_retention_and_collectors() -> None:
     job = JobConfig(seed=3, world_size=2, steps=2, frozen=True, keeps=1, collectors=2)
-    for number in range(1, 400, 3):
+    for number in range(1, 400, 7):
         run_schedule(Schedule(job=job, faults=((number, Kill()),)))
