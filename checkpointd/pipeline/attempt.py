@@ -64,6 +64,8 @@ class WriterState:
     rates: Rates = field(default_factory=Rates)
     plans: PlanCheck = field(init=False)
     bases: Bases = field(init=False)
+    tidying: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """One after another: each looks at what the one before has left."""
 
     def __post_init__(self) -> None:
         self.plans = PlanCheck(self.store)
@@ -133,7 +135,8 @@ class Attempt:
         if self.info.handed and outcome.outcome == "commit" and not self._own_vote_stands:
             await self._drop(drop_unless_named)
         if self.info.rank == COORDINATOR:
-            await self._tidy(outcome)
+            async with self._state.tidying:
+                await self._tidy(outcome)
         elif outcome.outcome == "abort":
             await self._drop(drop_shard)
 

@@ -113,7 +113,7 @@ async def _unchanged(job: Persist, spans: list[Span]) -> Placed:
 
     groups = grouped(spans, job.config.block_bytes)
     await run_workers([partial(compare, group) for group in groups], job.config.writes, job.check_stop)
-    placed.keep_worthy()
+    placed.keep_worthy(job.shard.nbytes)
     job.progress.add(sum(span.nbytes for span in spans if span.key in placed.held), 0)
     return placed
 

@@ -60,6 +60,8 @@ def grouped(spans: Iterable[Span], nbytes: int) -> list[list[Span]]:
 
 REFERRED_PART_MIN = 0.25
 """An older object is referred to only where at least so much of it is needed: all of it stays for that."""
+UNCHANGED_PART_MIN = 0.01
+"""Where less of a shard is unchanged, such as a few constants, all of it is written, and needs no older one."""
 
 
 @dataclass(slots=True)
@@ -74,16 +76,20 @@ class Placed:
     settled: set[ChunkKey] = field(default_factory=set)
     """Spans that have not changed and are written all the same."""
 
-    def keep_worthy(self) -> None:
-        """Write what has not changed where references would keep objects alive of which little is needed."""
+    def keep_worthy(self, raw_total: int) -> None:
+        """Write what has not changed where it is next to nothing of `raw_total` bytes, or references to it would keep objects
+        alive of which little is needed: those spans are `settled`.
+        """
         needed: dict[ObjectRef, int] = defaultdict(int)
         for ref, chunk in self.held.values():
             needed[ref] += chunk.stored
+        is_little = sum(chunk.raw for _, chunk in self.held.values()) < UNCHANGED_PART_MIN * raw_total
         for key, (ref, chunk) in list(self.held.items()):
-            if needed[ref] < REFERRED_PART_MIN * ref.size:
+            if is_little or needed[ref] < REFERRED_PART_MIN * ref.size:
                 del self.held[key]
-                self.settled.add(key)
                 self.digests[key] = chunk.digest
+                if not is_little:
+                    self.settled.add(key)
 
     def changed(self, spans: Iterable[Span]) -> list[Span]:
         """Those that must be written."""

@@ -185,6 +185,34 @@ async def test_a_base_that_cannot_be_read_costs_nothing_but_a_whole_save(tmp_pat
     assert not any(ref.held_by for ref in (await index_at(store, 2)).objects)
 
 
+def with_constant(step: int, constant: int, moving: int) -> Arrays:
+    """`constant` and `moving` elements of four bytes."""
+    return {"constant": np.arange(constant, dtype=np.int32), "moving": np.arange(moving, dtype=np.int32) + step}
+
+
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+async def test_a_small_unchanged_part_is_settled_in_an_object_of_its_own(tmp_path: Path, compression: Compression) -> None:
+    """Referring to the first save's object would keep all of it alive for a tenth of it."""
+    store = PosixStore(tmp_path)
+    for step in (1, 2, 3, 4):
+        await saved(store, step, with_constant(step, 5000, 45000), compression=compression)
+    found = [(await index_at(store, step)).objects for step in (1, 2, 3, 4)]
+    assert [{ref.held_by for ref in objects if ref.held_by} for objects in found[:2]] == [set(), set()]
+    older = [ref for ref in found[3] if ref.held_by]
+    assert {ref.held_by for ref in older} == {"global_step2/00000001-0"}
+    assert older == [ref for ref in found[2] if ref.held_by]
+    assert sum(ref.size for ref in older) < 30000
+    for step in (1, 2, 3, 4):
+        assert await load_arrays(store, f"global_step{step}", 0) == as_bytes(with_constant(step, 5000, 45000))
+
+
+async def test_where_next_to_nothing_is_unchanged_all_is_written(tmp_path: Path) -> None:
+    store = PosixStore(tmp_path)
+    for step in (1, 2, 3):
+        await saved(store, step, with_constant(step, 10, 45000))
+    assert [[ref.name for ref in (await index_at(store, step)).objects] for step in (2, 3)] == [["00000-0.chunks"]] * 2
+
+
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.lists(st.integers(0, 3), min_size=3, max_size=3), min_size=2, max_size=4), st.sampled_from(COMPRESSIONS))
 def test_any_series_of_states_loads_as_it_was_saved(series: list[list[int]], compression: Compression) -> None:
