@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from checkpointd.commit.retention import Order
-from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError
+from checkpointd.errors import CheckpointdError, DamagedError, FormatError, NotFoundError
 from checkpointd.layout import tree
 from checkpointd.layout.boxes import Box
 from checkpointd.layout.keys import OUTCOME, mark_number
@@ -154,7 +154,10 @@ def trained(index: Index, base: Base | None) -> Trained:
     """Whether any tensor of `index` that requires grad differs from an earlier step's; empty where that cannot be told."""
     if base is None or index.step <= base.step:
         return ""
-    names = _trained(tree.decode(index.tree))
+    try:
+        names = _trained(tree.decode(index.tree))
+    except FormatError:
+        return ""  # whose tree that is, hears of it at the next load; the save is not at fault
     parts = [entry for entry in index.tensors if entry.fqn in names and entry.chunks]
     if not parts:
         return ""
