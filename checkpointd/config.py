@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, fields
 from typing import Literal, get_args
 
 from checkpointd.codec import Compression
+from checkpointd.commit.decide import OnStale
+from checkpointd.commit.retention import Retention
 from checkpointd.errors import UsageError
 
 MIB = 1 << 20
@@ -35,6 +37,8 @@ class PersistConfig:
     """Chunks that are encoded at once, each on a thread."""
     budget_bytes: int = 256 * MIB
     """Host memory beside the snapshot, whatever the state's size."""
+    dedup: bool = True
+    """Whether what did not change since the last checkpoint is referred to instead of being written again."""
 
     def __post_init__(self) -> None:
         _positive(chunk_bytes=self.chunk_bytes, writes=self.writes, encoders=self.encoders)
@@ -57,11 +61,17 @@ class CommitConfig:
     """From a rank's save() until it gives the attempt up."""
     poll_min_s: float = 0.01
     poll_max_s: float = 0.25
+    retention: Retention = field(default_factory=Retention)
+    """Which checkpoints stay; the coordinator removes the others after a commit."""
+    on_stale: OnStale = "warn"
+    """What to do where the step moved on and no rank's trained tensors changed."""
 
     def __post_init__(self) -> None:
         _positive(timeout_s=self.timeout_s, poll_min_s=self.poll_min_s)
         if self.timeout_s > TIMEOUT_S_MAX:
             raise UsageError(f"timeout_s is {self.timeout_s!r}; choose {TIMEOUT_S_MAX:g} (30 days) or less")
+        if self.on_stale not in get_args(OnStale):
+            raise UsageError(f"on_stale is {self.on_stale!r}; choose one of {', '.join(get_args(OnStale))}")
         if self.poll_max_s < self.poll_min_s:
             raise UsageError(f"poll_max_s ({self.poll_max_s}) is below poll_min_s ({self.poll_min_s})")
 

@@ -104,6 +104,12 @@ class DeadlineError(AbortedError):
     """The deadline passed before every rank had voted; names the missing ranks."""
 
 
+class StaleError(AbortedError):
+    """The step moved on, but no tensor that requires grad had changed: the save is not of what is trained, or nothing is."""
+
+    retryable = False
+
+
 class SkippedError(AbortedError):
     """The save was skipped because earlier ones were still in flight (`when_busy="skip"`)."""
 
@@ -162,6 +168,7 @@ ERRORS: dict[str, type[CheckpointdError]] = {
         RootNotSharedError,
         AbortedError,
         DeadlineError,
+        StaleError,
         SkippedError,
         FencedError,
         StagingError,

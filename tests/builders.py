@@ -16,7 +16,9 @@ import pytest
 from numpy.typing import NDArray
 
 from checkpointd.codec import Compression
+from checkpointd.commit.decide import OnStale
 from checkpointd.commit.machine import FINAL, Phase
+from checkpointd.commit.retention import Retention
 from checkpointd.config import CommitConfig, LoadConfig, PersistConfig
 from checkpointd.layout import tree
 from checkpointd.layout.boxes import Box, whole
@@ -31,7 +33,8 @@ from checkpointd.pipeline.load import read_index, read_tensors
 from checkpointd.pipeline.pages import page_buffer, page_up
 from checkpointd.pipeline.rates import Rates
 from checkpointd.pipeline.save import persist, vote_no
-from checkpointd.pipeline.shard import TENSOR_ALIGNMENT, AttemptInfo, Bytes, Progress, Shard, ShardTensor
+from checkpointd.pipeline.shard import TENSOR_ALIGNMENT, AttemptInfo, Bytes, Progress, Shard, ShardTensor, finite
+from checkpointd.pipeline.unchanged import Bases
 from checkpointd.store.base import Store
 
 Arrays = Mapping[str, NDArray[np.generic]]
@@ -118,6 +121,10 @@ class Save:
     shard_of: Callable[[int], Shard]
     compression: Compression = "none"
     chunk_bytes: int = 4096
+    dedup: bool = False
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    retention: Retention = field(default_factory=Retention)
+    on_stale: OnStale = "warn"
     timeout_s: float = DEADLINE_S
     failing: Mapping[int, Exception] = field(default_factory=dict)
     absent: frozenset[int] = frozenset()
@@ -125,7 +132,13 @@ class Save:
     @property
     def persist(self) -> PersistConfig:
         budget = max(1 << 20, 2 * 8192 + 4 * self.chunk_bytes)
-        return PersistConfig(compression=self.compression, chunk_bytes=self.chunk_bytes, block_bytes=8192, budget_bytes=budget)
+        return PersistConfig(
+            compression=self.compression,
+            chunk_bytes=self.chunk_bytes,
+            block_bytes=8192,
+            budget_bytes=budget,
+            dedup=self.dedup,
+        )
 
     def info(self, rank: int) -> AttemptInfo:
         return AttemptInfo(
@@ -136,6 +149,7 @@ class Save:
             step=self.step,
             n=self.n,
             save_latest=self.save_latest,
+            metrics=finite(self.metrics),
         )
 
     async def run(self, rank: int) -> Attempt:
@@ -163,7 +177,9 @@ class Save:
         return list(attempts.values())
 
     def _attempt(self, rank: int, on_phase: Callable[[Phase], None] = lambda _: None) -> Attempt:
-        commit = CommitConfig(timeout_s=self.timeout_s, poll_min_s=0.001, poll_max_s=0.01)
+        commit = CommitConfig(
+            timeout_s=self.timeout_s, poll_min_s=0.001, poll_max_s=0.01, retention=self.retention, on_stale=self.on_stale
+        )
         state = WriterState(store=self.store, persist=self.persist, commit=commit)
         deadline = asyncio.get_running_loop().time() + self.timeout_s
         return Attempt(state, self.info(rank), deadline=deadline, on_phase=on_phase)
@@ -196,6 +212,7 @@ class Save:
             rates=Rates(),
             progress=Progress(),
             stopped=lambda: False,
+            base=await Bases(self.store).newest(self.info(rank)),
         )
         await persist(job)
 

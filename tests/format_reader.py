@@ -103,8 +103,18 @@ def read_index(folder: Path, vote: dict[str, Any]) -> dict[str, Any]:
     check(sum(c[2] for c in chunks) == vote["stored_bytes"], "stored bytes")
     for item in index["objects"]:
         check(re.fullmatch(rf"{vote['rank']:05d}-\d+\.chunks", item["name"]) is not None, item["name"])
-        check((folder / item["name"]).stat().st_size == item["size"], item["name"])
+        check(object_path(folder, item).stat().st_size == item["size"], item["name"])
+    older = sorted({f"{item['held_by']}/{item['name']}" for item in index["objects"] if "held_by" in item})
+    check(older == vote.get("refers", []), "refers")
     return index
+
+
+def object_path(folder: Path, item: dict[str, Any]) -> Path:
+    """Of an object of this attempt, or of the older one that holds it."""
+    if "held_by" not in item:
+        return Path(folder / item["name"])
+    check(re.fullmatch(r"[^/.\\][^/\\]*/\d{8,}-\d+", item["held_by"]) is not None, item["held_by"])
+    return Path(folder.parents[1] / item["held_by"] / item["name"])
 
 
 def check_plan(root: Path, vote: dict[str, Any]) -> None:
@@ -143,7 +153,7 @@ def tensor_bytes(folder: Path, index: dict[str, Any], entry: list[Any]) -> bytes
     check((sizes, set(offsets) <= {0}, scope) == (shape, True, "rank"), f"{fqn} is not whole")
     parts = []
     for number, offset, stored, raw, codec, checksum, raw_digest in chunks:
-        with open(folder / index["objects"][number]["name"], "rb") as file:
+        with open(object_path(folder, index["objects"][number]), "rb") as file:
             file.seek(offset)
             data = file.read(stored)
         check(xxhash.xxh3_64_intdigest(data) == checksum, f"{fqn}: checksum")

@@ -46,7 +46,7 @@ def command(places: tuple[str, ...], rank: int | None, tensors: str, values: boo
 def page(found: Inspection) -> Iterator[Block]:
     """The page for people: the checkpoint, its codecs, then each rank."""
     yield Heading(f"{found.tag} (attempt {found.attempt})")
-    sizes = f"{size(found.raw_bytes)} raw, {size(found.stored_bytes)} stored"
+    sizes = _sizes(found.raw_bytes, found.stored_bytes, found.referred_bytes)
     part = ratio(found.raw_bytes, found.stored_bytes)
     yield Facts(
         [
@@ -68,6 +68,13 @@ def page(found: Inspection) -> Iterator[Block]:
         yield _global_table(found.tensors)
     for report in found.ranks:
         yield from _rank_blocks(report, boxes=not together)
+
+
+def _sizes(raw: int, stored: int, referred: int) -> str:
+    """Written here, and, where there is any, referred to in older checkpoints, as it has not changed since."""
+    if not referred:
+        return f"{size(raw)} raw, {size(stored)} stored"
+    return f"{size(raw)} raw, {size(stored)} stored: {size(stored - referred)} written, {size(referred)} referred to"
 
 
 def _codecs_table(codecs: Totals) -> Table:
@@ -102,7 +109,7 @@ def _rank_blocks(report: RankReport, *, boxes: bool) -> Iterator[Block]:
         yield Heading(f"rank {report.rank}")
         yield Note(report.damage.message, "bad")
         return
-    sizes = f"{size(report.raw_bytes)} raw, {size(report.stored_bytes)} stored"
+    sizes = _sizes(report.raw_bytes, report.stored_bytes, report.referred_bytes)
     listed = [tensor for tensor in report.tensors if boxes or tensor.scope == "rank"]
     counted = len(report.tensors) - len(listed)
     others = f", {counted} box{'es' if counted > 1 else ''} of those above" if counted else ""

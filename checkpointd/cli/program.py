@@ -16,7 +16,7 @@ from checkpointd import __version__
 from checkpointd.cli import failures
 from checkpointd.errors import CheckpointdError
 
-COMMANDS = ("list", "inspect", "verify", "status", "explain", "recover", "serve", "doctor", "consolidate")
+COMMANDS = ("list", "inspect", "verify", "status", "explain", "recover", "gc", "delete", "serve", "doctor", "consolidate")
 
 EPILOG = (
     "ROOT is the directory that the job was given; it may be left out where CHECKPOINTD_ROOT names it. "

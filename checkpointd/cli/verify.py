@@ -21,14 +21,15 @@ MOODS: dict[str, Mood] = {"whole": "good", "damaged": "bad", "removed": "quiet"}
 
 @click.command("verify", short_help="Read checkpoints whole and check every byte.")
 @places("[ROOT] [TAG]")
+@click.option("--record", is_flag=True, help="Leave a record in what is whole: retention keeps the newest such checkpoint.")
 @as_json()
-def command(places: tuple[str, ...], as_json: bool) -> int:
+def command(places: tuple[str, ...], record: bool, as_json: bool) -> int:
     """Read checkpoint TAG, or all at ROOT, and check every byte along the chain of digests.
 
     Lists every damage with its object, tensor and rank, and ends with code 5 where there is any. TAG may be `latest`.
     """
     root, tag = root_and_maybe_tag(places, "verify")
-    found = ask(root, lambda store: _verify(store, tag))
+    found = ask(root, lambda store: _verify(store, tag, record=record))
     if as_json:
         show_json(found)
     elif found.checkpoints or found.damage:
@@ -38,11 +39,11 @@ def command(places: tuple[str, ...], as_json: bool) -> int:
     return DamagedError.exit_code if found.damage else 0
 
 
-async def _verify(store: Store, tag: str | None) -> Verification:
+async def _verify(store: Store, tag: str | None, *, record: bool) -> Verification:
     named = None if tag is None else await named_tag(store, tag)
     todo = await tasks(store, named)
     with progress(todo) as (on_task, on_bytes):
-        verdicts = await verified(store, todo, on_task=on_task, on_bytes=on_bytes)
+        verdicts = await verified(store, todo, record=record, on_task=on_task, on_bytes=on_bytes)
     latest = await pointer_now(store) if named is None else None
     return Verification(root=store.url, checkpoints=tuple(verdicts), latest=latest)
 

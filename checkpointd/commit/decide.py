@@ -10,8 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from checkpointd.layout.manifest import ErrorReport, Vote
+
+OnStale = Literal["warn", "abort", "ignore"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +92,25 @@ def deadline(missing: Mapping[int, str], *, timeout_s: float) -> Decision:
         "the next save starts afresh"
     )
     return Decision(ErrorReport(code="DeadlineError", message=message, phase="vote"), tuple(ranks))
+
+
+def is_stale(votes: Mapping[int, Vote | None]) -> bool:
+    """Whether some ranks' trained tensors are what they were at an earlier step, and no rank's have moved."""
+    words = {vote.trained for vote in votes.values() if vote is not None}
+    return "still" in words and "moved" not in words
+
+
+def stale(step: int) -> Decision:
+    """The abort of a save of `step` that holds no progress."""
+    return _abort("StaleError", stale_words(step), [])
+
+
+def stale_words(step: int) -> str:
+    """What is wrong with a stale save, and what to look at."""
+    return (
+        f"the step moved on to {step}, but no tensor that requires grad has changed since the checkpoint before: is the model "
+        "that is saved the one that is trained, does the optimizer hold its parameters, is the learning rate 0?"
+    )
 
 
 def unshared(fault: str) -> Decision:

@@ -39,6 +39,8 @@ class RankRecord:
     """Every save that ended without a commit; `aborted` and `skipped` are among them."""
     aborted: int = 0
     skipped: int = 0
+    stale: int = 0
+    """Of those committed: the step had moved on, and nothing that is trained had changed."""
     bytes_persisted: int = 0
     bytes_stored: int = 0
     stall_s: float = 0.0
@@ -55,6 +57,7 @@ class RankRecord:
             self.skipped += job.phase is Phase.SKIPPED
             return
         self.committed += 1
+        self.stale += job.progress.stale
         if self.rank == 0 and job.times.ended is not None:
             seconds = max(0.0, job.times.ended - job.times.began)
             self.commit_s = [*self.commit_s[-COMMITS_KEPT + 1 :], seconds]

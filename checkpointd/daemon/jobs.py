@@ -228,6 +228,7 @@ class Job:
             votes_missing=None if self.phase in FINAL else self.attempt.votes_missing,
             error=self.error,
             advice=self.advice,
+            stale=self.progress.stale,
             began_at=self.times.began,
             staged_at=self.times.staged,
             persisting_at=self.times.persisting,

@@ -182,6 +182,11 @@ def _ranks(records: list[RankRecord]) -> Iterator[Metric]:
     def by_rank(name: str, text: str, value: Callable[[RankRecord], float]) -> Metric:
         return _counter(name, text, [((record.root, str(record.rank)), value(record)) for record in records], labels)
 
+    yield by_rank(
+        "checkpointd_saves_stale",
+        "Saves that were committed although the step had moved on and nothing that is trained had changed.",
+        lambda record: record.stale,
+    )
     yield by_rank("checkpointd_stall_seconds", "Time for which saves held training.", lambda record: record.stall_s)
     yield by_rank(
         "checkpointd_persist_bytes",

@@ -16,12 +16,9 @@ import os
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import cast, get_args
 
-from checkpointd.codec import Compression
 from checkpointd.commit.machine import FINAL
 from checkpointd.commit.machine import Phase as JobPhase
-from checkpointd.config import CommitConfig, PersistConfig
 from checkpointd.daemon import wire
 from checkpointd.daemon.channel import Channel, Peer, Received
 from checkpointd.daemon.deaths import death_of
@@ -29,12 +26,13 @@ from checkpointd.daemon.hub import Hub, RankRecord
 from checkpointd.daemon.jobs import Job, JobKey
 from checkpointd.daemon.layouts import KnownLayouts
 from checkpointd.daemon.memory import Account, SlotMemory
+from checkpointd.daemon.settings import settings
 from checkpointd.daemon.tier import Kept
 from checkpointd.errors import ERRORS, CheckpointdError, ClosedError, NotFoundError, StagingError, UsageError
 from checkpointd.layout.keys import AttemptId, check_tag
 from checkpointd.layout.manifest import ErrorReport
 from checkpointd.pipeline.attempt import WriterState
-from checkpointd.pipeline.shard import PAGE, AttemptInfo, Shard
+from checkpointd.pipeline.shard import PAGE, AttemptInfo, Shard, finite
 
 log = logging.getLogger("checkpointd")
 
@@ -156,6 +154,7 @@ class Session:
             raw_done=job.progress.raw_done,
             stored=job.progress.stored,
             votes_missing=job.attempt.votes_missing,
+            stale=job.progress.stale,
         )
         self._post(told)
 
@@ -244,16 +243,7 @@ class Session:
 
     async def _begin(self, message: wire.Begin) -> None:
         record = self._joined()
-        ours = self._hub.config
-        persist = PersistConfig(
-            compression=_compression(message.compression),
-            chunk_bytes=message.chunk_bytes,
-            budget_bytes=max(message.budget_bytes, 1)
-            if ours.budget_bytes is None
-            else min(message.budget_bytes, ours.budget_bytes),
-            encoders=ours.encoders,
-        )
-        commit = CommitConfig(timeout_s=message.commit_timeout_s)
+        persist, commit = settings(message, self._hub.config)
         # Checked again: somebody may have put a link in the root's place since.
         store = await self._hub.roots.opened(record.root)
         self._state = WriterState(store=store, persist=persist, commit=commit)
@@ -319,6 +309,7 @@ class Session:
             step=message.step,
             n=message.n,
             save_latest=message.save_latest,
+            metrics=finite(message.metrics),
             hand=message.hand,
             handed=True,
         )
@@ -443,10 +434,3 @@ def clean(text: str) -> str:
     """`text`, which may repeat a client's words, fit for one line of a log: no control characters, not too long."""
     shown = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text[:TEXT_MAX])
     return shown if len(text) <= TEXT_MAX else f"{shown}…"
-
-
-def _compression(name: str) -> Compression:
-    for known in get_args(Compression):
-        if name == known:
-            return cast(Compression, known)
-    raise UsageError(f"compression is {name!r}; this daemon knows {', '.join(get_args(Compression))}")

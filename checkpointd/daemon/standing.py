@@ -75,6 +75,7 @@ def _rank(record: RankRecord) -> RankStatus:
         since=record.since,
         saves_committed=record.committed,
         saves_failed=record.failed,
+        saves_stale=record.stale,
         bytes_persisted=record.bytes_persisted,
         bytes_stored=record.bytes_stored,
         stall_s=record.stall_s,

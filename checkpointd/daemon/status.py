@@ -40,6 +40,8 @@ class SaveStatus(msgspec.Struct, frozen=True, kw_only=True):
     ended_at: float | None
     advice: str = ""
     """What to do about `error`."""
+    stale: bool = False
+    """It was committed, and what is trained had not changed since the checkpoint before."""
 
 
 class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,6 +58,8 @@ class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
     bytes_persisted: int
     bytes_stored: int
     stall_s: float
+    saves_stale: int = 0
+    """Of those committed: the step had moved on, and on no rank anything that is trained had changed."""
 
 
 class HeldStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,12 +14,15 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 from typing_extensions import Buffer
 
+from checkpointd.commit.decide import OnStale
+from checkpointd.commit.retention import Mode, Retention
 from checkpointd.errors import WireError
 from checkpointd.layout.boxes import Box
 from checkpointd.layout.manifest import Alias, ErrorReport, Scope
@@ -32,6 +35,8 @@ HELLO_BYTES_MAX = 4096
 """Before the handshake is done, no frame may be longer."""
 FRAME_BYTES_MAX = 64 << 20
 DESCRIPTORS_MAX = 1
+METRICS_MAX = 256
+"""Metrics that one save may have."""
 
 TENSORS_MAX = 1 << 18
 """Tensors of one layout: taking in as many holds the daemon's loop for about a second."""
@@ -90,6 +95,25 @@ class Look(_Message, frozen=True, kw_only=True, tag="look"):
     """What do you hold and work at now? Answered by Joined."""
 
 
+class Rules(_Message, frozen=True, kw_only=True):
+    """The fields of a `Retention`, unchecked."""
+
+    keep_last: int | None = None
+    every_steps: int | None = None
+    younger_than_s: float | None = None
+    best: int | None = None
+    metric: _Name | None = None
+    mode: Mode = "min"
+
+    @staticmethod
+    def of(rules: Retention) -> Rules:
+        return Rules(**asdict(rules))
+
+    def checked(self) -> Retention:
+        """UsageError where it cannot be."""
+        return Retention(**msgspec.structs.asdict(self))
+
+
 class Begin(_Message, frozen=True, kw_only=True, tag="begin"):
     """The epoch that the saves from here on belong to, and how they are persisted."""
 
@@ -100,6 +124,12 @@ class Begin(_Message, frozen=True, kw_only=True, tag="begin"):
     chunk_bytes: _Count
     budget_bytes: _Count
     commit_timeout_s: _Seconds
+
+    dedup: bool = True
+    """Whether what did not change is referred to instead of written again."""
+    on_stale: OnStale = "warn"
+    retention: Rules | None = None
+    """Which checkpoints stay; None: all."""
 
 
 class Slot(_Message, frozen=True, kw_only=True, tag="slot"):
@@ -152,6 +182,7 @@ class Save(_Message, frozen=True, kw_only=True, tag="save"):
     hand: Annotated[int, Meta(ge=0, le=999)]
     left_s: _Seconds
     """Until the deadline of the attempt."""
+    metrics: Annotated[dict[_Name, float], Meta(max_length=METRICS_MAX)] = {}
 
 
 class Announced(_Message, frozen=True, kw_only=True, tag="announced"):
@@ -255,6 +286,8 @@ class Progress(_Message, frozen=True, kw_only=True, tag="progress"):
     raw_done: _Count
     stored: _Count
     votes_missing: tuple[int, ...] | None = None
+    stale: bool = False
+    """It was committed, and what is trained had not changed since the checkpoint before."""
 
 
 class Free(_Message, frozen=True, kw_only=True, tag="free"):

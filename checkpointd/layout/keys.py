@@ -15,6 +15,7 @@ LATEST = "latest"
 SERVICE = ".checkpointd"
 OUTCOME = "outcome"
 DELETED = "deleted"
+VERIFIED = "verified"
 
 _TAG_BYTES_MAX = 200
 # Each number has one spelling: without it, two names could mean one object.
@@ -23,7 +24,11 @@ _ATTEMPT = re.compile(r"(\d{8}|[1-9]\d{8,11})-(0|[1-9]\d{0,8})\Z", re.ASCII)
 _HAND = r"(?:[1-9]\d{0,2}|[1-4]\d{3})"
 _CHUNKS = re.compile(rf"{_RANK}-(0|[1-9]\d{{0,3}})\.chunks\Z", re.ASCII)
 _INDEX = re.compile(rf"{_RANK}(?:-({_HAND}))?\.index\Z", re.ASCII)
-_OBJECT = re.compile(rf"(?:{_RANK}(?:-(?:0|[1-9]\d{{0,3}})\.chunks|(?:-{_HAND})?\.index|\.vote)|outcome|deleted)\Z", re.ASCII)
+_OBJECT = re.compile(
+    rf"(?:{_RANK}(?:-(?:0|[1-9]\d{{0,3}})\.chunks|(?:-{_HAND})?\.index|\.vote)|outcome|verified|deleted(?:-[1-9]\d{{0,8}})?)\Z",
+    re.ASCII,
+)
+_MARK = re.compile(r"deleted(?:-([1-9]\d{0,8}))?\Z", re.ASCII)
 _VOTE = re.compile(rf"{_RANK}\.vote\Z", re.ASCII)
 _EPOCH = re.compile(r"(?:\d{8}|[1-9]\d{8,11})\Z", re.ASCII)
 _DIGEST = re.compile(r"[0-9a-f]{32}\Z")
@@ -131,9 +136,28 @@ def vote_rank(name: str) -> int | None:
 
 
 def object_rank(name: str) -> int | None:
-    """The rank that wrote the object `name` of an attempt; None for `outcome`, `deleted` and what is no object."""
+    """The rank that wrote the object `name` of an attempt; None for `outcome`, `verified`, `deleted` and what is no object."""
     match = _OBJECT.match(name)
     return int(match[1]) if match and match[1] else None
+
+
+def mark_name(number: int) -> str:
+    """The mark of a removed attempt: `deleted`, and where fewer of its objects are needed later, `deleted-1` and so on."""
+    return f"{DELETED}-{number}" if number else DELETED
+
+
+def mark_number(name: str) -> int | None:
+    """The number of the mark `name`, 0 for `deleted`; None where it is no mark. The greatest one of an attempt counts."""
+    match = _MARK.match(name)
+    return int(match[1] or 0) if match else None
+
+
+def check_holder(held_by: str) -> str:
+    """Return `held_by` if it is `<tag>/<attempt>`, else raise FormatError: nothing else may stand before an object's name."""
+    tag, _, attempt = held_by.rpartition("/")
+    if not is_tag(tag) or AttemptId.parse(attempt) is None:
+        raise FormatError(f"{held_by!r} is not the name of an attempt, <tag>/<attempt>; the index is damaged or hostile")
+    return held_by
 
 
 def check_object_name(name: str) -> str:

@@ -17,7 +17,7 @@ from typing_extensions import Buffer
 from checkpointd.errors import FormatError
 from checkpointd.layout.boxes import Box
 from checkpointd.layout.dtypes import ITEM_BYTES
-from checkpointd.layout.keys import WORLD_SIZE_MAX, check_chunks_ref, index_rank
+from checkpointd.layout.keys import WORLD_SIZE_MAX, check_chunks_ref, check_holder, index_rank
 
 VERSION = 1
 
@@ -29,6 +29,9 @@ LISTING_BYTES_MAX = 1 << 28
 
 Scope = Literal["rank", "global"]
 """`rank`: this rank's own, never mixed with another's. `global`: a part of a tensor that the ranks hold together."""
+
+
+Trained = Literal["", "moved", "still"]
 
 
 class _Object(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,11 +86,17 @@ class Plan(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpoi
     tensors: tuple[PlanTensor, ...]
 
 
-class ObjectRef(_Object, frozen=True, kw_only=True):
-    """A chunks object: its name inside the attempt and its size in bytes."""
+class ObjectRef(_Object, frozen=True, kw_only=True, omit_defaults=True):
+    """A chunks object: its name inside the attempt that holds it, and its size in bytes."""
 
     name: str
     size: int
+    held_by: str = ""
+    """`<tag>/<attempt>` of the older attempt that holds it, and never one that only refers to it; empty: the index's own."""
+
+    def key(self, prefix: str) -> str:
+        """Where the object lies, named by an index of the attempt `prefix` (`<tag>/<attempt>`)."""
+        return f"{self.held_by or prefix}/{self.name}"
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
@@ -136,6 +145,7 @@ class Index(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpo
     world_size: int
     step: int
     objects: tuple[ObjectRef, ...]
+    """This attempt's own, and those of older attempts in which unchanged chunks lie."""
     tensors: tuple[TensorEntry, ...]
     aliases: tuple[Alias, ...]
     excluded: tuple[str, ...]
@@ -176,6 +186,11 @@ class Vote(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpoi
     raw_bytes: int = 0
     stored_bytes: int = 0
     tensors: int = 0
+    refers: tuple[str, ...] = ()
+    """Keys of the older attempts' objects that the index names."""
+    metrics: dict[str, float] = {}
+    trained: Trained = ""
+    """Whether this rank's tensors that require grad differ from the checkpoint before; empty: there is nothing to compare."""
     error: ErrorReport | None = None
     writer: Writer
 
@@ -197,6 +212,12 @@ class Outcome(_Object, frozen=True, kw_only=True, tag_field="format", tag="check
     order: tuple[int, int]
     save_latest: bool
     votes: dict[str, VoteRef] = {}
+    refers: tuple[str, ...] | None = None
+    """Keys of all objects of older attempts that the checkpoint needs; None: of an older release, only the votes tell."""
+    metrics: dict[str, float] = {}
+    """What the user passed to save() on rank 0, for retention to choose by."""
+    stale: bool = False
+    """Whether the step moved on since the checkpoint before, and on no rank a tensor that requires grad changed."""
     error: ErrorReport | None = None
     ranks: tuple[int, ...] = ()
     decided_by: int
@@ -209,11 +230,21 @@ class Deleted(_Object, frozen=True, kw_only=True, tag_field="format", tag="check
 
     version: int = VERSION
     reason: str
+    kept: tuple[str, ...] = ()
+    """Chunks objects of the attempt that newer checkpoints still need. All others are condemned: nobody may refer to them."""
     writer: Writer
 
 
-SmallObject = Epoch | Plan | Vote | Outcome | Deleted
-_T = TypeVar("_T", Epoch, Plan, Vote, Outcome, Deleted)
+class Verified(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpointd.verified"):
+    """The record that all of a checkpoint was read and found whole at some time: retention keeps the newest such one."""
+
+    version: int = VERSION
+    nbytes: int
+    writer: Writer
+
+
+SmallObject = Epoch | Plan | Vote | Outcome | Deleted | Verified
+_T = TypeVar("_T", Epoch, Plan, Vote, Outcome, Deleted, Verified)
 
 
 class _Header(msgspec.Struct):
@@ -241,13 +272,18 @@ def encode(obj: SmallObject) -> bytes:
     return head + digest(data).encode() + tail
 
 
+_LATER = ("spares", "commit_timeout_s", "metrics", "kept", "trained", "stale")
+"""Keys that were not there at first: left out where they say nothing."""
+
+
 def _plain(obj: SmallObject) -> bytes:
-    """JSON without what was not there before there were sidecars, where it says nothing."""
+    """JSON without the later keys that say nothing: the bytes are those that the first release wrote."""
     fields = msgspec.to_builtins(obj)
-    if isinstance(obj, Epoch):
-        for name in ("spares", "commit_timeout_s"):
-            if not fields[name]:
-                del fields[name]
+    for name in _LATER:
+        if name in fields and not fields[name]:
+            del fields[name]
+    if "refers" in fields and not (fields["refers"] or (isinstance(obj, Outcome) and obj.refers is not None)):
+        del fields["refers"]  # in an outcome, an empty one says that there is none
     return msgspec.json.encode(fields)
 
 
@@ -330,7 +366,7 @@ def _check_header(header: _Header, kind: type, key: str) -> None:
 
 def _check_index(index: Index, key: str) -> None:
     for ref in index.objects:
-        check_chunks_ref(ref.name, index.rank)
+        _check_object(ref, index, key)
     seen: set[str] = set()
     parts: set[tuple[str, Box]] = set()
     for entry in index.tensors:
@@ -343,6 +379,12 @@ def _check_index(index: Index, key: str) -> None:
     for alias in index.aliases:
         if alias.owner not in seen or alias.fqn in seen:
             raise FormatError(f"{key}: {alias.fqn} shares memory with {alias.owner}, which is not stored", key=key)
+
+
+def _check_object(ref: ObjectRef, index: Index, key: str) -> None:
+    check_chunks_ref(ref.name, index.rank)
+    if ref.held_by and check_holder(ref.held_by) == f"{index.tag}/{index.attempt}":
+        raise FormatError(f"{key} names {ref.name} as an older attempt's, but {ref.held_by} is its own", key=key)
 
 
 def _check_entry(entry: TensorEntry, index: Index, key: str) -> None:

@@ -122,13 +122,14 @@ def _is_flat_enough(root: Node) -> bool:
     """Level by level, since what walks a tree by calling itself must be able to rely on the answer."""
     level: list[Node] = [root]
     for _ in range(DEPTH_MAX):
-        level = [child for node in level for child in _children(node)]
+        level = [child for node in level for child in children(node)]
         if not level:
             return True
     return False
 
 
-def _children(node: Node) -> Iterable[Node]:
+def children(node: Node) -> Iterable[Node]:
+    """The nodes directly below `node`; of a mapping keys and values."""
     if isinstance(node, Dict):
         return chain.from_iterable(node.items)
     return node.items if isinstance(node, Sequence) else ()

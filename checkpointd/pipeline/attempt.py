@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from checkpointd.commit import decide as decisions
@@ -30,15 +30,17 @@ from checkpointd.errors import (
     StoreError,
 )
 from checkpointd.layout.keys import OUTCOME, vote_name
-from checkpointd.layout.manifest import ErrorReport, Outcome
+from checkpointd.layout.manifest import ErrorReport, Index, Outcome
 from checkpointd.pipeline import catalog, epochs
 from checkpointd.pipeline.chunks import Persist
-from checkpointd.pipeline.collect import tidy
+from checkpointd.pipeline.collect import Removal, tidy
 from checkpointd.pipeline.pointer import move_latest
 from checkpointd.pipeline.publish import Ballot, PlanCheck, missing_ranks, outcome_of, put_outcome
 from checkpointd.pipeline.rates import Rates
+from checkpointd.pipeline.retire import retire
 from checkpointd.pipeline.save import VoteUncertain, drop_shard, drop_unless_named, is_own, persist, vote_no
 from checkpointd.pipeline.shard import AttemptInfo, Progress, Shard
+from checkpointd.pipeline.unchanged import Base, Bases
 from checkpointd.pipeline.workers import Stopped, answered
 from checkpointd.store.base import Store
 
@@ -54,16 +56,20 @@ ANSWER_S = 10.0
 
 @dataclass(slots=True, kw_only=True)
 class WriterState:
-    """What one rank's attempts share: settings, measured rates, checked plans."""
+    """What one rank's attempts share: settings, measured rates, checked plans, and the newest checkpoint to refer to."""
 
     store: Store
     persist: PersistConfig = field(default_factory=PersistConfig)
     commit: CommitConfig = field(default_factory=CommitConfig)
     rates: Rates = field(default_factory=Rates)
     plans: PlanCheck = field(init=False)
+    bases: Bases = field(init=False)
+    tidying: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """One after another: each looks at what the one before has left."""
 
     def __post_init__(self) -> None:
         self.plans = PlanCheck(self.store)
+        self.bases = Bases(self.store)
 
 
 class Attempt:
@@ -97,6 +103,8 @@ class Attempt:
         self._doubted: Decision | None = None
         """The abort that this rank asks for at every look, since its own yes vote may be there or not."""
         self._own_vote_stands = False
+        self._index: Index | None = None
+        """What this rank has stored, once it is durable."""
 
     @property
     def votes_missing(self) -> tuple[int, ...] | None:
@@ -127,7 +135,8 @@ class Attempt:
         if self.info.handed and outcome.outcome == "commit" and not self._own_vote_stands:
             await self._drop(drop_unless_named)
         if self.info.rank == COORDINATOR:
-            await self._tidy(outcome)
+            async with self._state.tidying:
+                await self._tidy(outcome)
         elif outcome.outcome == "abort":
             await self._drop(drop_shard)
 
@@ -151,6 +160,8 @@ class Attempt:
     async def _persist(self, shard: Shard) -> None:
         self._fire(Event.PERSIST_STARTED)
         state = self._state
+        compares = state.persist.dedup or state.commit.on_stale != "ignore"
+        base = await state.bases.newest(self.info) if compares else None
         vote = await persist(
             Persist(
                 store=self._store,
@@ -160,10 +171,15 @@ class Attempt:
                 rates=state.rates,
                 progress=self.progress,
                 stopped=lambda: self.outcome is not None,
+                base=base,
+                on_stored=self._keep,
             )
         )
         self._own_vote_stands = is_own(self.info, vote)
         self._fire(Event.VOTED_YES if self._own_vote_stands else Event.OTHER_HAND_VOTED)
+
+    def _keep(self, index: Index) -> None:
+        self._index = index
 
     def _event_of(self, error: Exception) -> Event:
         if self.phase is not Phase.STAGING:
@@ -274,6 +290,8 @@ class Attempt:
             return None
         if decision.commit:
             decision = await self._state.plans.fault(self._ballot.votes) or decision
+        if decision.commit and self._state.commit.on_stale == "abort" and decisions.is_stale(self._ballot.votes):
+            decision = decisions.stale(self.info.step)
         if decision.commit and await self._is_fenced():
             return None
         return await put_outcome(self._store, self._outcome_of(decision))
@@ -322,12 +340,19 @@ class Attempt:
         return decisions.deadline(missing, timeout_s=self._state.commit.timeout_s)
 
     def _outcome_of(self, decision: Decision) -> Outcome:
-        return outcome_of(self.info, decision, self._ballot.refs, decided_by=self.info.rank)
+        ballot = self._ballot
+        return outcome_of(self.info, decision, ballot.refs, decided_by=self.info.rank, votes=ballot.votes)
 
     # --- the end ---------------------------------------------------------------------------------------------
 
     def _conclude(self, outcome: Outcome) -> None:
         if outcome.outcome == "commit":
+            if self._index is not None and self._own_vote_stands:
+                self._state.bases.committed(Base.of(self._index, outcome.order))
+            if outcome.stale and self._state.commit.on_stale != "ignore":
+                self.progress.stale = True
+                if self.info.rank == COORDINATOR:
+                    log.warning("%s: %s", self.info.prefix, decisions.stale_words(outcome.step))
             self._fire(Event.SAW_COMMIT)
             return
         self.error = _abort_error(self.info, outcome)
@@ -361,8 +386,14 @@ class Attempt:
             tidied = await tidy(self._store, outcome.tag, self.info.attempt.epoch)
             if not tidied and outcome.outcome == "abort":
                 await drop_shard(self._store, self.info)
+            if tidied and outcome.outcome == "commit":
+                self._say_retired(await retire(self._store, self._state.commit.retention, self.info.attempt.epoch))
         except CheckpointdError as error:
             log.warning("%s: left-overs could not be removed: %s; the next start tries again", outcome.tag, error)
+
+    def _say_retired(self, removed: Sequence[Removal]) -> None:
+        for removal in removed:
+            log.info("%s/%s: %d bytes went: %s", removal.tag, removal.attempt, removal.nbytes, removal.reason)
 
     async def _drop(self, drop: Callable[[Store, AttemptInfo], Awaitable[None]]) -> None:
         """What this hand wrote after the coordinator had tidied up, as one that was late or asleep."""

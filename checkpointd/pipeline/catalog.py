@@ -57,7 +57,8 @@ class AttemptView:
     @property
     def facts(self) -> AttemptFacts:
         bulk = any(name.endswith((".chunks", ".index")) for name in self.sizes)
-        return AttemptFacts(self.tag, self.attempt, self.state, self.order, bulk, self._contested)
+        order = self.outcome.order if self.outcome and self.state == "deleted" else self.order
+        return AttemptFacts(self.tag, self.attempt, self.state, order, bulk, self._contested)
 
     @property
     def _contested(self) -> tuple[int, ...]:

@@ -1,7 +1,11 @@
 """The chunks of a shard: choose codecs, write raw tensors as they lie in the snapshot, encode the others into a second object.
 
+What is unchanged since the base (`unchanged.py`) is hashed, and neither encoded nor written. Where that is only a small part of
+the old object that holds it, as constants among weights are, it is written once more, apart from what changes (`_split`): a
+reference keeps a whole object alive.
+
 Invariants
-  B1  When `write_chunks` returns, every object that the index names is durable.
+  B1  When `write_chunks` returns, every object of this attempt that the index names is durable.
   B2  When it returns or raises, no thread reads the image any more.
   B3  Memory beside the image stays below `budget_bytes`.
 """
@@ -9,7 +13,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
@@ -22,7 +26,9 @@ from checkpointd.layout.manifest import Chunk, Index, ObjectRef, TensorEntry
 from checkpointd.pipeline.packer import Encoded, Packer
 from checkpointd.pipeline.pages import Run, locate, runs_of
 from checkpointd.pipeline.rates import Meter, Rates
-from checkpointd.pipeline.shard import AttemptInfo, Bytes, Progress, Shard, ShardTensor
+from checkpointd.pipeline.shard import AttemptInfo, Progress, Shard
+from checkpointd.pipeline.spans import ChunkKey, Placed, Span, grouped, spans_of
+from checkpointd.pipeline.unchanged import Base
 from checkpointd.pipeline.workers import Stopped, run_workers
 from checkpointd.store.base import ObjectWriter, Store
 
@@ -40,6 +46,15 @@ class Persist:
     rates: Rates
     progress: Progress
     stopped: Callable[[], bool]
+    base: Base | None = None
+    """The checkpoint before, to which unchanged chunks may refer where `config.dedup` says so; None: there is none."""
+    on_stored: Callable[[Index], None] = lambda _: None
+    """Called with the index once it is durable, before the vote; may raise what then keeps this rank from voting yes."""
+
+    @property
+    def refers(self) -> bool:
+        """Whether what is unchanged is referred to."""
+        return self.config.dedup and self.base is not None
 
     def check_stop(self) -> None:
         if self.stopped():
@@ -47,24 +62,23 @@ class Persist:
 
 
 async def write_chunks(job: Persist) -> Index:
-    """Write all chunks durably and return the index that names them (not yet written)."""
+    """Write all chunks that changed durably and return the index that names all of them (not yet written)."""
     codecs = await _choose_codecs(job)
-    raw = [t for t in job.shard.tensors if codecs[t.fqn] == "raw"]
-    packed = [t for t in job.shard.tensors if codecs[t.fqn] != "raw"]
     job.progress.raw_total = job.shard.nbytes
-    objects: list[ObjectRef] = []
-    chunks: dict[ChunkKey, Chunk] = {}
+    spans = spans_of(job.shard.tensors, job.config.chunk_bytes)
+    placed = await _unchanged(job, spans)
+    raw, packed = _split(placed, spans, codecs)
     opened: list[ObjectWriter] = []
     try:
-        if any(t.nbytes for t in raw):
-            await _write_raw(job, raw, opened, objects, chunks)
-        if any(t.nbytes for t in packed):
-            await _write_packed(job, packed, codecs, opened, objects, chunks)
+        if raw:
+            await _write_raw(job, raw, opened, placed)
+        if packed:
+            await _write_packed(job, packed, codecs, opened, placed)
     except BaseException:
         for part in opened:
             await part.discard()
         raise
-    return _index(job, objects, chunks)
+    return _index(job, placed)
 
 
 async def _choose_codecs(job: Persist) -> dict[str, Codec]:
@@ -82,45 +96,62 @@ def _chosen(job: Persist, estimate: Estimate) -> Codec:
     return choose(config.compression, estimate, disk_bps=rates.disk_bps, encode_bps=rates.encode_bps, threads=config.encoders)
 
 
-ChunkKey = tuple[str, int, int]
+# --- what has not changed ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """What becomes one chunk: `nbytes` bytes of `tensor` from its byte `start` on."""
+async def _unchanged(job: Persist, spans: list[Span]) -> Placed:
+    """Which of `spans` are unchanged, and worth a reference; nothing where there is no base."""
+    placed = Placed()
+    if not job.refers:
+        return placed
+    loop = asyncio.get_running_loop()
 
-    tensor: ShardTensor
-    start: int
-    nbytes: int
+    async def compare(group: list[Span]) -> None:
+        found = await loop.run_in_executor(None, _compared, job, group)
+        placed.held.update(found.held)
+        placed.digests.update(found.digests)
 
-    @property
-    def key(self) -> ChunkKey:
-        return (self.tensor.fqn, self.tensor.offset, self.start)
-
-    def of(self, image: Bytes) -> Bytes:
-        at = self.tensor.offset + self.start
-        return image[at : at + self.nbytes]
-
-
-def _spans(tensors: Iterable[ShardTensor], chunk_bytes: int) -> list[Span]:
-    """The chunks of `tensors` in order: whole elements, at most `chunk_bytes` each."""
-    spans = []
-    for tensor in tensors:
-        step = max(chunk_bytes // tensor.itemsize, 1) * tensor.itemsize
-        spans += [Span(tensor, start, min(step, tensor.nbytes - start)) for start in range(0, tensor.nbytes, step)]
-    return spans
+    groups = grouped(spans, job.config.block_bytes)
+    await run_workers([partial(compare, group) for group in groups], job.config.writes, job.check_stop)
+    placed.keep_worthy(job.shard.nbytes)
+    job.progress.add(sum(span.nbytes for span in spans if span.key in placed.held), 0)
+    return placed
 
 
-async def _write_raw(
-    job: Persist,
-    tensors: list[ShardTensor],
-    opened: list[ObjectWriter],
-    objects: list[ObjectRef],
-    chunks: dict[ChunkKey, Chunk],
-) -> None:
-    """Store the pages that hold `tensors` as they lie in the image, and hash every chunk."""
+def _split(placed: Placed, spans: list[Span], codecs: dict[str, Codec]) -> tuple[list[Span], list[Span]]:
+    """What is written raw, as it lies in the image, and what is packed.
+
+    What has not changed, and is written all the same, goes where the other spans of its codec do not: the object in which it
+    then lies is one that the next saves can refer to.
+    """
+    changed = placed.changed(spans)
+    raw = [span for span in changed if (codecs[span.tensor.fqn] == "raw") != (span.key in placed.settled)]
+    chosen = {span.key for span in raw}
+    return raw, [span for span in changed if span.key not in chosen]
+
+
+def _compared(job: Persist, group: list[Span]) -> Placed:
+    found = Placed()
+    assert job.base is not None
+    for span in group:
+        held = job.base.held(span.tensor, span.start, span.nbytes)
+        if held is None:
+            continue
+        digest = xxh3_128(span.of(job.shard.image))
+        if digest == held[1].digest:
+            found.held[span.key] = held
+        else:
+            found.digests[span.key] = digest
+    return found
+
+
+# --- raw --------------------------------------------------------------------------------------------------------
+
+
+async def _write_raw(job: Persist, spans: list[Span], opened: list[ObjectWriter], placed: Placed) -> None:
+    """Store the pages that hold `spans` as they lie in the image, and hash every chunk."""
     loop, image = asyncio.get_running_loop(), job.shard.image
-    runs = runs_of(tensors)
+    runs = runs_of(spans)
     size = runs[-1].base + runs[-1].stop - runs[-1].start
     name = chunks_name(job.info.rank, RAW_PART, job.info.hand)
     meter = Meter()
@@ -132,19 +163,19 @@ async def _write_raw(
             await target.write_at(block.base, image[block.start : block.stop].data)
 
     async def hashed(group: list[Span]) -> None:
-        chunks.update(await loop.run_in_executor(None, _hash_group, job, group, runs, len(objects)))
+        placed.chunks.update(await loop.run_in_executor(None, _hash_group, job, group, runs, placed))
         nbytes = sum(span.nbytes for span in group)
         job.progress.add(nbytes, nbytes)
 
     writes = [partial(write, block) for run in runs for block in _blocks(run, job.config.block_bytes)]
-    hashes = [partial(hashed, group) for group in _groups(_spans(tensors, job.config.chunk_bytes), job.config.block_bytes)]
+    hashes = [partial(hashed, group) for group in grouped(spans, job.config.block_bytes)]
     # Hashing a block right beside writing it keeps disk and core busy together.
     works = [work for pair in zip_longest(writes, hashes) for work in pair if work is not None]
     await run_workers(works, job.config.writes, job.check_stop)
     async with meter.writing(0):
         await target.finish(size)
     job.rates.measured_disk(meter.nbytes, meter.seconds)
-    objects.append(ObjectRef(name=name, size=size))
+    placed.objects.append(ObjectRef(name=name, size=size))
 
 
 def _blocks(run: Run, block_bytes: int) -> Iterator[Run]:
@@ -152,38 +183,23 @@ def _blocks(run: Run, block_bytes: int) -> Iterator[Run]:
         yield Run(at, min(at + block_bytes, run.stop), run.base + at - run.start)
 
 
-def _groups(spans: list[Span], nbytes: int) -> list[list[Span]]:
-    """Spans in lots of about `nbytes`, so that one call to a thread hashes many small ones."""
-    groups: list[list[Span]] = []
-    filled = nbytes
-    for span in spans:
-        if filled >= nbytes:
-            groups.append([])
-            filled = 0
-        groups[-1].append(span)
-        filled += span.nbytes
-    return groups
-
-
-def _hash_group(job: Persist, group: list[Span], runs: list[Run], part: int) -> dict[ChunkKey, Chunk]:
+def _hash_group(job: Persist, group: list[Span], runs: list[Run], placed: Placed) -> dict[ChunkKey, Chunk]:
     found: dict[ChunkKey, Chunk] = {}
     for span in group:
-        data = span.of(job.shard.image)
-        offset = locate(runs, span.tensor.offset + span.start)
-        found[span.key] = Chunk(part, offset, span.nbytes, span.nbytes, "raw", xxh3_64(data), xxh3_128(data))
+        data, part = span.of(job.shard.image), len(placed.objects)
+        digest = placed.digests.get(span.key) or xxh3_128(data)
+        found[span.key] = Chunk(part, locate(runs, span.offset), span.nbytes, span.nbytes, "raw", xxh3_64(data), digest)
     return found
 
 
+# --- encoded ----------------------------------------------------------------------------------------------------
+
+
 async def _write_packed(
-    job: Persist,
-    tensors: list[ShardTensor],
-    codecs: dict[str, Codec],
-    opened: list[ObjectWriter],
-    objects: list[ObjectRef],
-    chunks: dict[ChunkKey, Chunk],
+    job: Persist, spans: list[Span], codecs: dict[str, Codec], opened: list[ObjectWriter], placed: Placed
 ) -> None:
-    """Encode the chunks of `tensors` on threads and store them back to back, in the order in which they are ready."""
-    name, part = chunks_name(job.info.rank, ENCODED_PART, job.info.hand), len(objects)
+    """Encode `spans` on threads and store them back to back, in the order in which they are ready."""
+    name, part = chunks_name(job.info.rank, ENCODED_PART, job.info.hand), len(placed.objects)
     target = await job.store.open_writer(job.info.key(name), size_hint=0)
     opened.append(target)
     meter = Meter()
@@ -193,13 +209,13 @@ async def _write_packed(
 
     async def pack(span: Span) -> None:
         codec, element = codecs[span.tensor.fqn], ElementType.of_dtype(span.tensor.dtype)
-        done = await loop.run_in_executor(None, Encoded.of, span.of(job.shard.image), codec, element)
+        known = placed.digests.get(span.key)
+        done = await loop.run_in_executor(None, Encoded.of, span.of(job.shard.image), codec, element, known)
         spent.append(done.seconds)
         offset = await packer.add(done.stored)
-        chunks[span.key] = Chunk(part, offset, len(done.stored), span.nbytes, done.codec, done.checksum, done.digest)
+        placed.chunks[span.key] = Chunk(part, offset, len(done.stored), span.nbytes, done.codec, done.checksum, done.digest)
         job.progress.add(span.nbytes, len(done.stored))
 
-    spans = _spans(tensors, job.config.chunk_bytes)
     try:
         await run_workers([partial(pack, span) for span in spans], _encoders(job.config), job.check_stop)
         size = await packer.flush()
@@ -209,7 +225,7 @@ async def _write_packed(
         await target.finish(size)
     job.rates.measured_disk(meter.nbytes, meter.seconds)
     job.rates.measured_encode(sum(span.nbytes for span in spans), sum(spent))
-    objects.append(ObjectRef(name=name, size=size))
+    placed.objects.append(ObjectRef(name=name, size=size))
 
 
 def _encoders(config: PersistConfig) -> int:
@@ -218,7 +234,8 @@ def _encoders(config: PersistConfig) -> int:
     return max(1, min(config.encoders, left // (4 * config.chunk_bytes)))
 
 
-def _index(job: Persist, objects: list[ObjectRef], chunks: dict[ChunkKey, Chunk]) -> Index:
+def _index(job: Persist, placed: Placed) -> Index:
+    chunks = placed.by_key()
     entries = tuple(
         TensorEntry(
             t.fqn,
@@ -226,7 +243,7 @@ def _index(job: Persist, objects: list[ObjectRef], chunks: dict[ChunkKey, Chunk]
             t.shape,
             t.box,
             t.scope,
-            tuple(chunks[span.key] for span in _spans([t], job.config.chunk_bytes)),
+            tuple(chunks[span.key] for span in spans_of([t], job.config.chunk_bytes)),
         )
         for t in job.shard.tensors
     )
@@ -236,7 +253,7 @@ def _index(job: Persist, objects: list[ObjectRef], chunks: dict[ChunkKey, Chunk]
         rank=job.info.rank,
         world_size=job.info.world_size,
         step=job.info.step,
-        objects=tuple(objects),
+        objects=placed.all_objects(),
         tensors=entries,
         aliases=job.shard.aliases,
         excluded=job.shard.excluded,

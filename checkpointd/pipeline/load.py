@@ -95,7 +95,7 @@ def entries_by_fqn(index: Index) -> dict[str, TensorEntry]:
 
 def object_key(prefix: str, ref: ObjectRef) -> str:
     """Where the chunks object `ref` of an index of the attempt at `prefix` lies."""
-    return f"{prefix}/{ref.name}"
+    return ref.key(prefix)
 
 
 def chunk_starts(entry: TensorEntry) -> Iterator[tuple[int, Chunk]]:

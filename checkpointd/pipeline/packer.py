@@ -31,14 +31,14 @@ class Encoded:
     seconds: float
 
     @staticmethod
-    def of(data: Bytes, codec: Codec, element: ElementType) -> Encoded:
-        """Encode `data`; stored raw where the codec does not shrink it."""
+    def of(data: Bytes, codec: Codec, element: ElementType, digest: bytes | None = None) -> Encoded:
+        """Encode `data`, whose digest may be known; stored raw where the codec does not shrink it."""
         began = time.perf_counter()
         stored = encode_chunk(data, codec=codec, itemsize=element.itemsize, kind=element.kind)
         if len(stored) >= data.nbytes:
             codec, stored = "raw", data.data
         seconds = time.perf_counter() - began
-        return Encoded(codec, stored, xxh3_64(stored), xxh3_128(data), seconds)
+        return Encoded(codec, stored, xxh3_64(stored), digest or xxh3_128(data), seconds)
 
 
 class Packer:

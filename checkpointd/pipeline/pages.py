@@ -5,10 +5,11 @@ from __future__ import annotations
 import mmap
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
-from checkpointd.pipeline.shard import PAGE, Bytes, ShardTensor
+from checkpointd.pipeline.shard import PAGE, Bytes
 
 
 def page_buffer(size: int) -> Bytes:
@@ -20,6 +21,16 @@ def page_up(size: int) -> int:
     return -(-size // PAGE) * PAGE
 
 
+class Piece(Protocol):
+    """A tensor, or a part of one: `nbytes` bytes from byte `offset` of the image on."""
+
+    @property
+    def offset(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Run:
     """Whole pages `[start, stop)` of the image that are stored from byte `base` of the raw object on."""
@@ -29,17 +40,17 @@ class Run:
     base: int
 
 
-def runs_of(tensors: Iterable[ShardTensor]) -> list[Run]:
-    """The pages that hold the given tensors, neighbours merged, laid out back to back in the object."""
+def runs_of(pieces: Iterable[Piece]) -> list[Run]:
+    """The pages that hold the given pieces, neighbours merged, laid out back to back in the object."""
     runs: list[Run] = []
-    for tensor in sorted((t for t in tensors if t.nbytes), key=lambda t: t.offset):
-        start, stop = tensor.offset // PAGE * PAGE, page_up(tensor.offset + tensor.nbytes)
+    for piece in sorted((p for p in pieces if p.nbytes), key=lambda p: p.offset):
+        start, stop = piece.offset // PAGE * PAGE, page_up(piece.offset + piece.nbytes)
         if runs and start <= runs[-1].stop:
             last = runs.pop()
             runs.append(Run(last.start, max(last.stop, stop), last.base))
         else:
-            base = runs[-1].base + runs[-1].stop - runs[-1].start if runs else 0
-            runs.append(Run(start, stop, base))
+            at = runs[-1].base + runs[-1].stop - runs[-1].start if runs else 0
+            runs.append(Run(start, stop, at))
     return runs
 
 

@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from checkpointd.commit.decide import Decision, decide, unshared
+from checkpointd.commit.decide import Decision, decide, is_stale, unshared
 from checkpointd.errors import DamagedError, NotFoundError
 from checkpointd.layout.keys import OUTCOME, AttemptId, attempt_prefix, object_rank, vote_name, vote_rank
 from checkpointd.layout.manifest import Outcome, Plan, Vote, VoteRef, decode, digest, encode
@@ -106,8 +106,17 @@ async def put_outcome(store: Store, outcome: Outcome) -> Outcome:
     return await catalog.read_outcome(store, outcome.tag, attempt)
 
 
-def outcome_of(info: AttemptInfo, decision: Decision, refs: Mapping[int, VoteRef], *, decided_by: int) -> Outcome:
-    """The outcome that `decision` stands for."""
+def outcome_of(
+    info: AttemptInfo,
+    decision: Decision,
+    refs: Mapping[int, VoteRef],
+    *,
+    decided_by: int,
+    votes: Mapping[int, Vote | None] | None = None,
+) -> Outcome:
+    """The outcome that `decision` stands for. A commit says what its `votes` say, where they are given: what they refer to."""
+    counted = votes if decision.commit else None
+    first = (counted or {}).get(0)
     return Outcome(
         tag=info.tag,
         attempt=str(info.attempt),
@@ -117,11 +126,18 @@ def outcome_of(info: AttemptInfo, decision: Decision, refs: Mapping[int, VoteRef
         order=(info.attempt.epoch, info.n),
         save_latest=info.save_latest,
         votes={str(rank): ref for rank, ref in sorted(refs.items())},
+        refers=None if counted is None else _refers(counted),
+        metrics={} if first is None else first.metrics,
+        stale=counted is not None and is_stale(counted),
         error=decision.error,
         ranks=decision.ranks,
         decided_by=decided_by,
         writer=writer(),
     )
+
+
+def _refers(votes: Mapping[int, Vote | None]) -> tuple[str, ...]:
+    return tuple(sorted({key for vote in votes.values() if vote is not None for key in vote.refers}))
 
 
 def missing_ranks(entries: list[Entry], world_size: int) -> dict[int, str]:

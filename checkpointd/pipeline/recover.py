@@ -52,7 +52,7 @@ async def recover(store: Store, epoch: int, spares: Collection[str] = ()) -> Rec
     views = [await _settled(store, view, epoch, done, is_spared=view.prefix in spared) for view in seen]
     newest = next((c for c in catalog.checkpoints_of(views) if c.outcome.save_latest), None)
     try:
-        done.swept = await collect(store, [view.facts for view in views if view.prefix not in spared])
+        done.swept = len(await collect(store, [view.facts for view in views if view.prefix not in spared]))
         if not spared:
             done.strays = await store.sweep()
         if newest is not None and await move_latest(store, newest.tag, newest.outcome.order):
@@ -93,7 +93,7 @@ async def judge(store: Store, attempt: AttemptView) -> Outcome:
     if decision.commit:
         decision = await PlanCheck(store).fault(ballot.votes) or await _storage_fault(store, attempt, ballot) or decision
     info = _info(attempt.tag, attempt.attempt, ballot)
-    return outcome_of(info, decision, ballot.refs, decided_by=RECOVERY)
+    return outcome_of(info, decision, ballot.refs, decided_by=RECOVERY, votes=ballot.votes)
 
 
 def _info(tag: str, attempt: AttemptId, ballot: Ballot) -> AttemptInfo:
@@ -129,9 +129,10 @@ async def _check_named(store: Store, prefix: str, vote: Vote | None) -> None:
     if fault:
         raise DamagedError(f"its index is not what its plan says: {fault}")
     for named in index.objects:
-        size = await store.stat(f"{prefix}/{named.name}")
+        key = named.key(prefix)
+        size = await store.stat(key)
         if size != named.size:
-            raise DamagedError(f"{prefix}/{named.name} has {size} bytes, not {named.size}", key=f"{prefix}/{named.name}")
+            raise DamagedError(f"{key} has {size} bytes, not {named.size}", key=key)
 
 
 def _report(done: Recovery) -> None:

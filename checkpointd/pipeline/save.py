@@ -5,7 +5,8 @@ Invariants
   P2  When `persist` returns or raises, no thread reads the image any more: the slot may be reused.
   P3  Memory beside the image stays below `budget_bytes`.
   P4  Once the yes vote was tried, nothing that it names is removed by this rank.
-  P5  An object of an attempt is written once; a key that exists already is an error, never overwritten.
+  P5  An object of an attempt is written once; a key that exists already is an error, never overwritten. Where what a shard
+      refers to turns out to be going, before the vote, its own objects are removed and all of it is written.
   P6  A hand removes its own objects alone, and those only where this rank's vote does not name them. Where another hand may
       have voted (`AttemptInfo.handed`), the vote that stands is this rank's word, whoever put it.
 """
@@ -13,6 +14,7 @@ Invariants
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass, replace
 
 from checkpointd.errors import (
     ERRORS,
@@ -31,6 +33,7 @@ from checkpointd.pipeline.chunks import ENCODED_PART, RAW_PART, Persist, write_c
 from checkpointd.pipeline.identity import writer
 from checkpointd.pipeline.rates import KnownPlan
 from checkpointd.pipeline.shard import AttemptInfo
+from checkpointd.pipeline.unchanged import lost, referred, trained
 from checkpointd.store.base import Store
 
 log = logging.getLogger("checkpointd")
@@ -50,12 +53,43 @@ async def persist(job: Persist) -> Vote:
         if standing is not None:
             return _as_own(job.info, standing)
     plan = await _stored_plan(job)
-    index = await write_chunks(job)
+    stored = await _stored(job, plan)
+    job.check_stop()
+    job.on_stored(stored.index)
+    return await _vote_yes(job, stored, plan.digest)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A shard whose chunks and index are durable."""
+
+    index: Index
+    ref: IndexRef
+
+
+async def _stored(job: Persist, plan: KnownPlan) -> _Stored:
+    """The shard, durable, with references that hold until its attempt has an outcome (X3 in `unchanged.py`)."""
+    stored = await _written(job, plan)
+    why = await lost(job.store, stored.index)
+    if why is None:
+        return stored
+    log.warning("%s: %s, which rank %d had referred to: it writes everything anew", job.info.prefix, why, job.info.rank)
+    await drop_shard(job.store, job.info)
+    job.progress.raw_done = job.progress.stored = 0
+    return await _written(replace(job, config=replace(job.config, dedup=False)), plan)
+
+
+async def _written(job: Persist, plan: KnownPlan) -> _Stored:
+    info, index = job.info, await write_chunks(job)
     fault = cover_fault(plan.plan, index)
     if fault:
-        raise CheckpointdError(f"the index of rank {job.info.rank} is wrong: {fault}; this is a defect, please report it")
+        raise CheckpointdError(f"the index of rank {info.rank} is wrong: {fault}; this is a defect, please report it")
     job.check_stop()
-    return await _vote_yes(job, index, plan.digest)
+    data = encode_index(index)
+    _check_listing(f"index of {info.tag}", data)
+    name = index_name(info.rank, info.hand)
+    await put_new(job.store, info.key(name), data)
+    return _Stored(index, IndexRef(name=name, size=len(data), digest=digest(data)))
 
 
 async def _stored_plan(job: Persist) -> KnownPlan:
@@ -87,12 +121,8 @@ def _check_listing(what: str, data: bytes) -> None:
         raise UsageError(f"the {what} has {len(data)} bytes, more than {LISTING_BYTES_MAX}: use larger chunks or fewer tensors")
 
 
-async def _vote_yes(job: Persist, index: Index, plan_digest: str) -> Vote:
-    info, data = job.info, encode_index(index)
-    _check_listing(f"index of {info.tag}", data)
-    name = index_name(info.rank, info.hand)
-    await put_new(job.store, info.key(name), data)
-    job.check_stop()
+async def _vote_yes(job: Persist, stored: _Stored, plan_digest: str) -> Vote:
+    info, index = job.info, stored.index
     vote = Vote(
         tag=info.tag,
         attempt=str(info.attempt),
@@ -102,11 +132,14 @@ async def _vote_yes(job: Persist, index: Index, plan_digest: str) -> Vote:
         n=info.n,
         save_latest=info.save_latest,
         vote="yes",
-        index=IndexRef(name=name, size=len(data), digest=digest(data)),
+        index=stored.ref,
         plan=plan_digest,
         raw_bytes=job.shard.nbytes,
         stored_bytes=sum(c.stored for t in index.tensors for c in t.chunks),
         tensors=len(index.tensors),
+        refers=referred(index),
+        metrics=dict(info.metrics),
+        trained=trained(index, job.base),
         writer=writer(),
     )
     try:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,6 +18,11 @@ Bytes = NDArray[np.uint8]
 
 TENSOR_ALIGNMENT = 64
 PAGE = 4096
+
+
+def finite(metrics: Mapping[str, float]) -> tuple[tuple[str, float], ...]:
+    """`metrics` as an attempt carries them: what is infinite or no number cannot be the best, and is left out."""
+    return tuple((name, value) for name, value in metrics.items() if math.isfinite(value))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +41,8 @@ class AttemptInfo:
     step: int
     n: int
     save_latest: bool = True
+    metrics: tuple[tuple[str, float], ...] = ()
+    """What the user says of the checkpoint, for retention to choose by: finite numbers by name."""
     hand: int = 0
     handed: bool = False
 
@@ -90,6 +98,8 @@ class Progress:
     raw_total: int = 0
     raw_done: int = 0
     stored: int = 0
+    stale: bool = False
+    """The save was committed, and what is trained had not changed since the one before."""
     on_change: Callable[[], None] | None = field(default=None, repr=False)
 
     def add(self, raw: int, stored: int) -> None:

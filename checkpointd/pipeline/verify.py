@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -10,12 +11,15 @@ import msgspec
 from checkpointd.config import LoadConfig
 from checkpointd.errors import CheckpointdError, DamagedError, FormatError, NotFoundError, StoreError
 from checkpointd.layout import tree
-from checkpointd.layout.keys import OUTCOME, plan_key, vote_name
-from checkpointd.layout.manifest import Index, Plan, PlanTensor, Vote
+from checkpointd.layout.keys import OUTCOME, VERIFIED, plan_key, vote_name
+from checkpointd.layout.manifest import Index, Plan, PlanTensor, Verified, Vote, encode
 from checkpointd.layout.plan import cover_fault, union_fault
 from checkpointd.pipeline.catalog import Checkpoint, read_plan, read_vote
+from checkpointd.pipeline.identity import writer
 from checkpointd.pipeline.load import read_index, read_tensors
 from checkpointd.store.base import Store
+
+log = logging.getLogger("checkpointd")
 
 
 class Damage(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,6 +75,15 @@ async def verify(
     if len(stored) == checkpoint.outcome.world_size:
         verdict.damage.extend(_union_damage(checkpoint, stored))
     return verdict
+
+
+async def record_whole(store: Store, checkpoint: Checkpoint, verdict: Verdict) -> None:
+    """Leave the record that `checkpoint` was found whole; where the root cannot be written, there is none."""
+    record = Verified(nbytes=verdict.bytes_read, writer=writer())
+    try:
+        await store.put_if_absent(f"{checkpoint.prefix}/{VERIFIED}", encode(record))
+    except StoreError as error:
+        log.info("%s was found whole; that cannot be recorded: %s", checkpoint.prefix, error)
 
 
 async def _verify_rank(

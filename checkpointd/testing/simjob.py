@@ -26,6 +26,7 @@ from checkpointd.pipeline.attempt import WriterState
 from checkpointd.pipeline.catalog import Checkpoint
 from checkpointd.store.posix import PosixStore
 from checkpointd.testing import simloop
+from checkpointd.testing.simcollector import collect_now_and_then
 from checkpointd.testing.simdisk import Effect, SimDisk
 from checkpointd.testing.simledger import InvariantError, Key, Ledger
 from checkpointd.testing.simrank import Board, JobConfig, Rank, read_contents
@@ -63,6 +64,8 @@ class Report:
     """Attempts that their own coordinator committed after a newer epoch had spared them."""
     cared_for: int = 0
     """Attempts that a sidecar decided which was begun anew, and has no job for them."""
+    collected: int = 0
+    """Attempts that lost objects to a collector beside the job."""
 
 
 @dataclass(slots=True)
@@ -97,7 +100,9 @@ class SimJob:
     _rng: random.Random = field(init=False)
 
     def __post_init__(self) -> None:
-        self.ledger = Ledger(self.disk, ROOT, hindered=self.schedule.sweeps_foreign)
+        job = self.schedule.job
+        retires = job.keeps is not None
+        self.ledger = Ledger(self.disk, ROOT, hindered=self.schedule.sweeps_foreign, retires=retires)
         self._faults = dict(self.schedule.faults)
         self._rng = random.Random(f"job {self.schedule.seed}")
         self.disk.after = self._after
@@ -116,6 +121,7 @@ class SimJob:
         await self._check_all()
         self._raise_if_broken()
         self.report.spared = self.ledger.spared_commits
+        self.report.collected = self.ledger.collected
         self.report.cared_for = sum(sidecar.decided for sidecar in self._restarted)
         return self.report
 
@@ -160,8 +166,17 @@ class SimJob:
             )
             ranks.append(made)
             tasks.append(view.process.spawn(self._watched(made), name=name))
+        for collector in range(config.collectors):
+            self._collect(config, f"gc{collector}.{number}")
         self._newest = Incarnation(number, ranks, tasks, self.disk.loop.create_future())
         return self._newest
+
+    def _collect(self, config: JobConfig, name: str) -> None:
+        """Begin a collector beside the job."""
+        view = self.disk.process(name, self.schedule.view)
+        store = PosixStore(ROOT, view, writer=name, is_alive=self._is_alive)
+        rng = random.Random(f"collect {config.seed} {name}")
+        view.process.spawn(collect_now_and_then(store, config.retention, rng, self.ledger), name=name)
 
     def _sidecar(self, config: JobConfig, rank: int) -> Sidecar:
         """The sidecar of `rank`'s node: begun anew where the last one is lost."""
@@ -171,7 +186,7 @@ class SimJob:
             name = f"sidecar{rank}.{self.report.sidecars}"
             view = self.disk.process(name, self.schedule.view)
             store = PosixStore(ROOT, view, writer=name, is_alive=self._is_alive)
-            state = WriterState(store=store, persist=config.persist, commit=config.commit)
+            state = WriterState(store=store, persist=config.persist, commit=config.committing)
             found = Sidecar(view.process, Runner(name, state, self.ledger), self.disk.loop.create_future())
             view.process.on_death(found.lose)
             if rank in self._sidecars:

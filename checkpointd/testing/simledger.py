@@ -66,6 +66,10 @@ class Ledger:
     """The newest epoch whose recovery has returned."""
     spared_commits: int = 0
     """Commits of attempts by their own coordinators after a newer epoch, which spared them, had recovered."""
+    retires: bool = False
+    """Whether checkpoints are removed for newer ones of other tags, too."""
+    collected: int = 0
+    """Attempts that lost objects to a collector."""
     _spared_by: dict[str, int] = field(default_factory=dict)
     """The newest epoch that spares each attempt."""
     _recovering: dict[str, frozenset[str]] = field(default_factory=dict)
@@ -230,7 +234,7 @@ class Ledger:
                 if found != known:
                     raise InvariantError("one-outcome", f"{_shown(key)} was aborted and is {found and found.outcome} now")
             elif key in replaced:
-                if newest[key[0]] <= known.order:
+                if max(newest.values() if self.retires else [newest[key[0]]], default=known.order) <= known.order:
                     raise InvariantError("nothing-lost", f"{_shown(key)} was removed, and nothing newer replaced it")
             elif found != known:
                 raise InvariantError("nothing-lost", f"{_shown(key)} was committed and is {found and found.outcome} now")

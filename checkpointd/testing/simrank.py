@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from checkpointd.commit.machine import Phase
+from checkpointd.commit.retention import Retention
 from checkpointd.config import CommitConfig, LoadConfig, PersistConfig
 from checkpointd.errors import CheckpointdError, SkippedError, StagingError
 from checkpointd.layout.boxes import whole
@@ -88,6 +89,11 @@ class JobConfig:
     """Whether a process beside each rank persists its saves, and outlives it."""
     deviations: bool = False
     """Whether ranks now and then skip, fail or forget a save, reuse a tag, or save without moving latest."""
+    frozen: bool = False
+    """Whether a part of the state never changes, so that saves refer to older ones."""
+    keeps: int | None = None
+    """How many checkpoints retention keeps, after each commit and by collectors beside the job; None: all."""
+    collectors: int = 0
     commit: CommitConfig = field(default_factory=lambda: CommitConfig(timeout_s=20.0, poll_min_s=0.02, poll_max_s=0.5))
 
     @property
@@ -100,6 +106,14 @@ class JobConfig:
             writes=2,
             encoders=2,
         )
+
+    @property
+    def retention(self) -> Retention:
+        return Retention(keep_last=self.keeps)
+
+    @property
+    def committing(self) -> CommitConfig:
+        return replace(self.commit, retention=self.retention)
 
     def plan(self, incarnation: int, step: int) -> SavePlan:
         """The save after `step`; the same on all ranks."""
@@ -144,7 +158,7 @@ class Rank:
 
     async def train(self) -> None:
         """Start, load, and save after every step up to the last. Raises CheckpointdError where starting or loading fails."""
-        state = WriterState(store=self.store, persist=self.config.persist, commit=self.config.commit)
+        state = WriterState(store=self.store, persist=self.config.persist, commit=self.config.committing)
         self._runner = Runner(self.name, state, self.ledger)
         self._epoch = await self._begin()
         first = await self._load()
@@ -252,6 +266,8 @@ class Rank:
     async def _save(self, plan: SavePlan, info: AttemptInfo, free: Callable[[], None]) -> None:
         key = (info.tag, str(info.attempt))
         contents = tensors_of(f"{self.config.seed} {info.prefix} {self.rank} {self.incarnation}")
+        if self.config.frozen:
+            contents = {**contents, **frozen_tensors(f"{self.config.seed} {self.rank}", contents)}
         self.ledger.save_called(key, self.rank, contents)
         if self.sidecar is None:
             attempt = await self._runner.run(info, self._staged(plan, contents), free)
@@ -292,6 +308,16 @@ def tensors_of(seed: str) -> Contents:
         "model.bias": rng.randbytes(4 * rng.randrange(1, 40)),
         "model.empty": b"",
         "optimizer.step": rng.randbytes(4),
+    }
+
+
+def frozen_tensors(seed: str, moving: Contents) -> Contents:
+    """What is the same in every save of one rank: whole tensors, and the beginning of one whose end moves with `moving`."""
+    rng = random.Random(f"frozen {seed}")
+    return {
+        "model.frozen": rng.randbytes(4 * 1500),
+        "model.partly": rng.randbytes(4096) + moving["optimizer.step"],
+        "model.constant": rng.randbytes(8),
     }
 
 

@@ -127,6 +127,7 @@ def random_schedule(seed: int) -> Schedule:
     sidecars = _random_sidecars(seed, job)
     if sidecars is not None:
         job, faults = replace(job, sidecars=True), faults + sidecars
+    job = _random_collection(seed, job)
     return Schedule(job=job, faults=tuple(faults), sweeps_foreign=rng.random() < 0.3, cut_at_end=rng.random() < 0.5)
 
 
@@ -141,6 +142,15 @@ def _random_sidecars(seed: int, job: JobConfig) -> list[tuple[int | Moment, Faul
         fault = LoseSidecar(rng.randrange(job.world_size), rng.choice(how), rng.choice((0.5, 10.0, 60.0)) * rng.random())
         lost.append((_random_time(rng, job.steps), fault))
     return lost
+
+
+def _random_collection(seed: int, job: JobConfig) -> JobConfig:
+    """Whether parts of the state are frozen, and what is removed meanwhile; drawn apart, as sidecars are."""
+    rng = random.Random(f"collection {seed}")
+    if rng.random() < 0.5:
+        return job
+    collectors = 0 if job.sidecars else rng.choice((0, 1, 2))
+    return replace(job, frozen=True, keeps=rng.choice((None, 1, 1, 2)), collectors=collectors)
 
 
 def _random_time(rng: random.Random, steps: int) -> int | Moment:

@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from checkpointd.commit.retention import Retention
     from checkpointd_client.checkpointer import Checkpointer
     from checkpointd_client.export import StateDict, consolidate, state_dict_from_checkpoint
     from checkpointd_client.handle import SaveHandle, Timings
@@ -20,6 +21,7 @@ __all__ = [
     "AttemptStatus",
     "Checkpointer",
     "Loaded",
+    "Retention",
     "RngState",
     "SaveHandle",
     "StateDict",
@@ -33,6 +35,7 @@ _HOMES = {
     "AttemptStatus": "status",
     "Checkpointer": "checkpointer",
     "Loaded": "loading",
+    "Retention": "checkpointer",
     "RngState": "rng",
     "SaveHandle": "handle",
     "StateDict": "export",

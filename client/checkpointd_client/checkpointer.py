@@ -20,6 +20,8 @@ from typing import Any, Self, get_args
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from checkpointd.codec import Compression
+from checkpointd.commit.decide import OnStale
+from checkpointd.commit.retention import Retention
 from checkpointd.config import MIB, CommitConfig, LoadConfig, PersistConfig
 from checkpointd.errors import CheckpointdError, ClosedError, StoreError, UsageError, WaitTimeoutError
 from checkpointd.layout.keys import check_tag, default_tag
@@ -33,7 +35,7 @@ from checkpointd_client.lifetime import at_exit, claim_root
 from checkpointd_client.loading import Loaded, Loader
 from checkpointd_client.preemption import Preemption
 from checkpointd_client.ranks import find_ranks, open_board
-from checkpointd_client.saving import TIDY_TIMEOUT_S, Request, Saver, WhenBusy, check_step
+from checkpointd_client.saving import TIDY_TIMEOUT_S, Request, Saver, WhenBusy, check_metrics, check_step
 from checkpointd_client.sidecar import OnSidecarLoss, Sidecar
 from checkpointd_client.snapshot import Stager, StagingMode
 from checkpointd_client.start import begin_epoch, check_shared, reach_sidecars
@@ -57,7 +59,10 @@ class Checkpointer:
     `commit_timeout_s`: how long the ranks wait for each other before a save is given up. `preempt_signal`: see `preempted`;
     `grace_s` is what the machine gives you after it. `sidecar`: the socket of this node's `checkpointd serve`, which then
     persists the snapshots and outlives this process; `on_sidecar_loss`: without it, "inline" persists here until it is back,
-    "wait" waits for it as long as the save may take, "raise" fails the save.
+    "wait" waits for it as long as the save may take, "raise" fails the save. `dedup`: what did not change since the last
+    checkpoint, such as frozen layers, is not written again; a checkpoint then needs older ones' objects, which stay as long as
+    that. `retention`: which checkpoints stay, applied after each commit; None: all. `on_stale`: where the step moved on and no
+    tensor that requires grad changed, "warn", "abort" the save, or "ignore" it.
 
     Raises UsageError (bad arguments, a root that is a file, a second Checkpointer at the root), RootNotSharedError, StoreError,
     SidecarError (it refuses this rank, or is not there and `on_sidecar_loss` is not "inline").
@@ -77,6 +82,9 @@ class Checkpointer:
         grace_s: float = 25.0,
         sidecar: str | os.PathLike[str] | None = None,
         on_sidecar_loss: OnSidecarLoss = "inline",
+        dedup: bool = True,
+        retention: Retention | None = None,
+        on_stale: OnStale = "warn",
     ) -> None:
         if staging not in ("lazy", "eager"):
             raise UsageError(f"staging is {staging!r}; choose 'lazy' or 'eager'")
@@ -85,8 +93,8 @@ class Checkpointer:
         if on_sidecar_loss not in get_args(OnSidecarLoss):
             raise UsageError(f"on_sidecar_loss is {on_sidecar_loss!r}; choose one of {', '.join(get_args(OnSidecarLoss))}")
         self._closed = True  # until everything below has worked, so that close() and the exit hook have nothing to do
-        persist = PersistConfig(compression=compression, chunk_bytes=chunk_bytes, budget_bytes=budget_bytes)
-        commit = CommitConfig(timeout_s=commit_timeout_s)
+        persist = PersistConfig(compression=compression, chunk_bytes=chunk_bytes, budget_bytes=budget_bytes, dedup=dedup)
+        commit = CommitConfig(timeout_s=commit_timeout_s, retention=retention or Retention(), on_stale=on_stale)
         self._ranks = find_ranks()
         self._give_back_root = claim_root(root)
         self._writer = Writer(threads=persist.encoders + persist.writes)
@@ -162,17 +170,19 @@ class Checkpointer:
         client_state: Mapping[str, object] | None = None,
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
+        metrics: Mapping[str, float] | None = None,
     ) -> SaveHandle:
         """Snapshot `state` and return; persisting and committing go on in the background. Call it on every rank.
 
         `state` maps names to modules, optimizers, schedulers, anything with state_dict and load_state_dict, and nested dicts
-        and lists of tensors and plain values. Raises UsageError for a bad tag or step, StateError for what cannot be stored
+        and lists of tensors and plain values. `metrics` are kept with the checkpoint, for `Retention(best=...)` to choose by;
+        those of rank 0 count. Raises UsageError for a bad tag, step or metric, StateError for what cannot be stored
         (the save is then aborted on all ranks at once), ClosedError after close().
         """
         self._check_open("save")
         check_step(step)
         tag = check_tag(default_tag(step) if tag is None else tag)
-        request = Request(tag, step, save_latest, exclude_frozen_parameters)
+        request = Request(tag, step, save_latest, exclude_frozen_parameters, check_metrics(metrics))
         return self._saver.save(request, state, client_state)
 
     def fence(self) -> None:

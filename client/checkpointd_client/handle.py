@@ -85,6 +85,11 @@ class SaveHandle:
         return self._bytes.stored
 
     @property
+    def stale(self) -> bool:
+        """Whether it was committed although, on all ranks, nothing that is trained had changed since the checkpoint before."""
+        return self._bytes.stale
+
+    @property
     def speed_bps(self) -> float | None:
         """Bytes of the shard persisted per second, from the first on; None before."""
         if self._persisting_s is None or not self.bytes_done:

@@ -55,6 +55,7 @@ class Save:
             age_s=time.monotonic() - self.began,
             votes_missing=self.voting.votes_missing if self.voting else None,
             error=report,
+            stale=handle.stale,
         )
 
 

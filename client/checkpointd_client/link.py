@@ -303,6 +303,9 @@ class Link:
                 chunk_bytes=persist.chunk_bytes,
                 budget_bytes=persist.budget_bytes,
                 commit_timeout_s=commit.timeout_s,
+                dedup=persist.dedup,
+                on_stale=commit.on_stale,
+                retention=wire.Rules.of(commit.retention),
             )
         )
 
@@ -437,4 +440,5 @@ def _save(number: int, job: Job, hand: int, left_s: float) -> wire.Save:
         save_latest=info.save_latest,
         hand=hand,
         left_s=left_s,
+        metrics=dict(info.metrics),
     )

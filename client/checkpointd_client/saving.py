@@ -21,11 +21,12 @@ import torch
 
 from checkpointd.commit.machine import Phase
 from checkpointd.config import Ranks
+from checkpointd.daemon.wire import METRICS_MAX
 from checkpointd.errors import CheckpointdError, SkippedError, StagingError, StoreError, UsageError
 from checkpointd.layout import tree
 from checkpointd.layout.keys import AttemptId
 from checkpointd.pipeline.attempt import WriterState
-from checkpointd.pipeline.shard import AttemptInfo, Progress, Shard
+from checkpointd.pipeline.shard import AttemptInfo, Progress, Shard, finite
 from checkpointd_client.arena import Arena, Lease, Slot
 from checkpointd_client.handle import SaveHandle
 from checkpointd_client.history import History, Save
@@ -41,6 +42,7 @@ log = logging.getLogger("checkpointd")
 
 WhenBusy = Literal["wait", "skip"]
 TIDY_TIMEOUT_S = 10.0
+METRIC_NAME_MAX = 200
 ANNOUNCE_S = 0.1
 """How long save() waits for the sidecar to know of the snapshot, so that what is whole when it returns outlives this process.
 It takes far less than a millisecond; a sidecar that hangs costs this much, until it counts as lost."""
@@ -54,12 +56,31 @@ class Request:
     step: int
     save_latest: bool
     exclude_frozen_parameters: bool
+    metrics: tuple[tuple[str, float], ...] = ()
 
 
 def check_step(step: int) -> None:
     """Raise UsageError unless `step` is a whole number, 0 or more."""
     if type(step) is not int or step < 0:
         raise UsageError(f"step is {step!r}; it must be a whole number, 0 or more")
+
+
+def check_metrics(metrics: Mapping[str, float] | None) -> tuple[tuple[str, float], ...]:
+    """`metrics` as an attempt carries them. UsageError for what is no number; NaN and infinities are left out."""
+    checked: dict[str, float] = {}
+    for name, value in (metrics or {}).items():
+        try:
+            checked[name] = float(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise UsageError(f"metric {name!r} is {value!r}; it must be a number") from error
+        if not 0 < len(str(name)) <= METRIC_NAME_MAX:
+            raise UsageError(f"{name!r} cannot name a metric: it takes 1 to {METRIC_NAME_MAX} characters")
+    if len(checked) > METRICS_MAX:
+        raise UsageError(f"{len(checked)} metrics are more than {METRICS_MAX}; pass those that retention chooses by")
+    left_out = sorted(set(checked) - {name for name, _ in finite(checked)})
+    if left_out:
+        log.warning("not recorded, as they are no finite numbers: %s", ", ".join(left_out))
+    return finite(checked)
 
 
 class Saver:
@@ -133,6 +154,7 @@ class Saver:
             step=request.step,
             n=self._saves,
             save_latest=request.save_latest,
+            metrics=request.metrics,
             handed=self._handed,
         )
         self._saves_of_tag[request.tag] += 1

@@ -25,6 +25,8 @@ class AttemptStatus(msgspec.Struct, frozen=True, kw_only=True):
     age_s: float
     votes_missing: tuple[int, ...] | None = None
     error: ErrorReport | None = None
+    stale: bool = False
+    """It was committed, and nothing that is trained had changed since the checkpoint before, though the step moved on."""
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):

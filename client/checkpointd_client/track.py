@@ -54,6 +54,7 @@ class Track:
 
     def moved(self, message: wire.Progress, progress: Progress) -> None:
         progress.raw_total, progress.raw_done, progress.stored = message.raw_total, message.raw_done, message.stored
+        progress.stale = message.stale
         self.votes_missing = message.votes_missing
 
     def lost(self, error: LinkLost) -> None:

@@ -7,6 +7,7 @@ is a description of what was saved, made from the live values before they were h
 from __future__ import annotations
 
 import argparse
+import asyncio
 import collections
 import json
 import subprocess
@@ -19,9 +20,12 @@ import numpy as np
 import torch
 from torch import nn
 
+from checkpointd.config import LoadConfig
 from checkpointd.errors import CheckpointdError
-from checkpointd.pipeline import epochs, identity
-from checkpointd_client import Checkpointer
+from checkpointd.pipeline import catalog, epochs, identity
+from checkpointd.pipeline.verify import record_whole, verify
+from checkpointd.store.posix import PosixStore
+from checkpointd_client import Checkpointer, Retention
 from tests.golden.describe import describe
 
 CHUNK_BYTES = 4096
@@ -135,7 +139,7 @@ def keep(folder: Path, name: str, state: dict[str, object], client_state: dict[s
 def write_solo(folder: Path, compression: str) -> None:
     state = everything()
     keep(folder, "solo", state, CLIENT_STATE)
-    with Checkpointer(folder / f"solo-{compression}", compression=compression, chunk_bytes=CHUNK_BYTES) as ckpt:  # type: ignore[arg-type]
+    with Checkpointer(folder / f"solo-{compression}", compression=compression, chunk_bytes=CHUNK_BYTES, dedup=False) as ckpt:  # type: ignore[arg-type]
         ckpt.save(7, state, client_state=CLIENT_STATE).wait()
 
 
@@ -144,7 +148,7 @@ def write_as_rank(folder: Path, rank: int) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     model, optimizer = trained(10 + rank)
     state: dict[str, object] = {"model": model, "optimizer": optimizer, "rank": rank, "own": torch.full((rank + 1,), rank)}
-    with Checkpointer(folder / "two-ranks", compression="planes", chunk_bytes=CHUNK_BYTES) as ckpt:
+    with Checkpointer(folder / "two-ranks", compression="planes", chunk_bytes=CHUNK_BYTES, dedup=False) as ckpt:
         ckpt.save(1, {"first": torch.zeros(3)}, tag="best").wait()
         keep(folder, f"two-ranks-best-{rank}", state, None)
         ckpt.save(1, state, tag="best").wait()
@@ -158,6 +162,25 @@ def write_as_rank(folder: Path, rank: int) -> None:
         last = {**state, "model": thawed}
         keep(folder, f"two-ranks-global_step3-{rank}", last, {"rank": rank})
     torch.distributed.destroy_process_group()
+
+
+def write_references(folder: Path) -> None:
+    """global_step3 with a metric, verified, which refers to global_step1; that one and global_step2 were removed."""
+    model, optimizer = trained(20)
+    state: dict[str, object] = {"model": model, "optimizer": optimizer}
+    root = folder / "references"
+    with Checkpointer(root, compression="none", chunk_bytes=CHUNK_BYTES, retention=Retention(keep_last=1)) as ckpt:
+        for step in (1, 2, 3):
+            state["moving"] = torch.arange(2500, dtype=torch.float32) * step
+            keep(folder, "references", state, None)
+            ckpt.save(step, state, metrics={"loss": 1 / step}).wait()
+    asyncio.run(record_verified(root))
+
+
+async def record_verified(root: Path) -> None:
+    async with PosixStore(root) as store:
+        found = await catalog.find(store, "global_step3")
+        await record_whole(store, found, await verify(store, found, LoadConfig()))
 
 
 def anonymous() -> None:
@@ -186,6 +209,7 @@ def main() -> None:
     (folder / "expected").mkdir(parents=True)
     for compression in ("none", "zstd", "planes"):
         write_solo(folder, compression)
+    write_references(folder)
     program = [sys.executable, "-m", "tests.golden.write_format_1", str(folder), "--rank"]
     ranks = [subprocess.Popen([*program, str(rank)]) for rank in range(2)]
     if any(rank.wait() for rank in ranks):

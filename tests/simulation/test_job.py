@@ -166,3 +166,4 @@ def test_schedules_reach_what_they_are_for() -> None:
     assert max(report.incarnations for report in reports) >= 4
     assert sum(report.sidecars for report in reports) > 60
     assert sum(report.spared for report in reports) > 0
+    assert sum(report.collected for report in reports) > 0

@@ -286,11 +286,13 @@ def recovery_commits_what_is_incomplete(patch: Patch) -> None:
 def removed_without_a_mark(patch: Patch) -> None:
     """A replaced attempt's chunks go while its outcome still says that it is a checkpoint."""
 
-    async def sweep(store: Store, attempts: list[AttemptFacts]) -> int:
-        dead = dead_weight(attempts)
-        for facts, _ in dead:
-            await collect._sweep(store, attempt_prefix(facts.tag, facts.attempt))
-        return len(dead)
+    async def sweep(store: Store, attempts: list[AttemptFacts], retired: Sequence[object] = ()) -> list[object]:
+        for facts, _ in dead_weight(attempts):
+            prefix = attempt_prefix(facts.tag, facts.attempt)
+            for entry in await store.list(prefix):
+                if entry.name.endswith((".index", ".chunks")):
+                    await store.delete(f"{prefix}/{entry.name}")
+        return []
 
     patch.setattr(collect, "collect", sweep)
 

@@ -23,6 +23,7 @@ from checkpointd.layout.manifest import (
     Outcome,
     Plan,
     SmallObject,
+    Verified,
     Vote,
     decode,
     decode_index,
@@ -41,9 +42,17 @@ GOLDEN = ROOT / "tests" / "golden" / "format-1"
 SOLO = ["solo-none", "solo-zstd", "solo-planes"]
 SHARDS = [
     *((root, "global_step7", 0, "solo") for root in SOLO),
+    ("references", "global_step3", 0, "references"),
     *(("two-ranks", tag, rank, f"two-ranks-{tag}-{rank}") for tag in ("best", "global_step3") for rank in range(2)),
 ]
-KINDS: dict[str, type[SmallObject]] = {"epochs": Epoch, "plans": Plan, ".vote": Vote, "outcome": Outcome, "deleted": Deleted}
+KINDS: dict[str, type[SmallObject]] = {
+    "epochs": Epoch,
+    "plans": Plan,
+    ".vote": Vote,
+    "outcome": Outcome,
+    "deleted": Deleted,
+    "verified": Verified,
+}
 
 
 def expected(name: str) -> Any:
@@ -120,7 +129,7 @@ def test_this_release_still_writes_the_same_indexes_and_trees(path: Path) -> Non
 # --- by this release ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("root", [*SOLO, "two-ranks"])
+@pytest.mark.parametrize("root", [*SOLO, "two-ranks", "references"])
 async def test_every_checkpoint_is_whole(root: str) -> None:
     async with PosixStore(GOLDEN / root) as store:
         for checkpoint in await catalog.checkpoints(store):
@@ -139,6 +148,18 @@ async def test_attempts_are_what_they_were() -> None:
         assert await catalog.latest(store) == "global_step3"
         with pytest.raises(NotFoundError, match="global_step2 is not a checkpoint: 00000001-0 is aborted"):
             await catalog.find(store, "global_step2")
+
+
+async def test_references_are_among_them_and_what_they_need_is_there() -> None:
+    async with PosixStore(GOLDEN / "references") as store:
+        assert {view.prefix: view.state for view in await catalog.scan(store)} == {
+            "global_step1/00000001-0": "deleted",
+            "global_step2/00000001-0": "deleted",
+            "global_step3/00000001-0": "committed",
+        }
+        outcome = (await catalog.find(store, "global_step3")).outcome
+        assert outcome.refers == ("global_step1/00000001-0/00000-0.chunks",)
+        assert outcome.metrics == {"loss": 1 / 3}
 
 
 @pytest.mark.parametrize("root", SOLO)

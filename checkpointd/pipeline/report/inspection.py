@@ -42,6 +42,8 @@ class TensorReport(msgspec.Struct, frozen=True, kw_only=True):
     scope: Scope
     raw_bytes: int
     stored_bytes: int
+    referred_bytes: int = 0
+    """Of `stored_bytes`, what lies in objects of older checkpoints."""
     codecs: Totals
 
 
@@ -72,6 +74,7 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     raw_bytes: int = 0
     stored_bytes: int = 0
+    referred_bytes: int = 0
     objects: tuple[ObjectRef, ...] = ()
     tensors: tuple[TensorReport, ...] = ()
     aliases: tuple[Alias, ...] = ()
@@ -83,6 +86,7 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
 class Inspection(msgspec.Struct, frozen=True, kw_only=True):
     """The sizes and totals are of what is shown: all of the checkpoint, or the ranks and tensors asked for.
 
+    `stored_bytes` are `written_bytes` of this checkpoint and `referred_bytes` that lie in older ones and did not change since.
     `tensors` are those of scope global, put together from the ranks; the boxes stand in `ranks` as well.
     """
 
@@ -94,6 +98,9 @@ class Inspection(msgspec.Struct, frozen=True, kw_only=True):
     time: str
     raw_bytes: int
     stored_bytes: int
+    written_bytes: int
+    referred_bytes: int
+    metrics: dict[str, float]
     codecs: Totals
     tensors: tuple[GlobalReport, ...]
     ranks: tuple[RankReport, ...]
@@ -125,6 +132,9 @@ async def inspection(
         time=outcome.writer.time,
         raw_bytes=sum(t.raw_bytes for t in shown),
         stored_bytes=sum(t.stored_bytes for t in shown),
+        written_bytes=sum(t.stored_bytes - t.referred_bytes for t in shown),
+        referred_bytes=sum(t.referred_bytes for t in shown),
+        metrics=outcome.metrics,
         codecs=_merged(total for tensor in shown for total in tensor.codecs),
         tensors=tuple(_together(reports)),
         ranks=tuple(reports),
@@ -150,11 +160,13 @@ async def _rank(store: Store, checkpoint: Checkpoint, rank: int, pattern: str, v
 
 
 def _report(index: Index, pattern: str, values: tuple[Value, ...] | None) -> RankReport:
-    tensors = tuple(_tensor(entry) for entry in index.tensors if fnmatchcase(entry.fqn, pattern))
+    older = frozenset(number for number, ref in enumerate(index.objects) if ref.held_by)
+    tensors = tuple(_tensor(entry, older) for entry in index.tensors if fnmatchcase(entry.fqn, pattern))
     return RankReport(
         rank=index.rank,
         raw_bytes=sum(t.raw_bytes for t in tensors),
         stored_bytes=sum(t.stored_bytes for t in tensors),
+        referred_bytes=sum(t.referred_bytes for t in tensors),
         objects=index.objects,
         tensors=tensors,
         aliases=tuple(alias for alias in index.aliases if fnmatchcase(alias.fqn, pattern)),
@@ -163,7 +175,8 @@ def _report(index: Index, pattern: str, values: tuple[Value, ...] | None) -> Ran
     )
 
 
-def _tensor(entry: TensorEntry) -> TensorReport:
+def _tensor(entry: TensorEntry, older: frozenset[int]) -> TensorReport:
+    """`older`: positions of the objects that lie in older attempts."""
     return TensorReport(
         fqn=entry.fqn,
         dtype=entry.dtype,
@@ -172,6 +185,7 @@ def _tensor(entry: TensorEntry) -> TensorReport:
         scope=entry.scope,
         raw_bytes=sum(chunk.raw for chunk in entry.chunks),
         stored_bytes=sum(chunk.stored for chunk in entry.chunks),
+        referred_bytes=sum(chunk.stored for chunk in entry.chunks if chunk.object in older),
         codecs=_merged(_of_chunks(entry.chunks)),
     )
 

@@ -15,7 +15,7 @@ from checkpointd.pipeline import catalog
 from checkpointd.pipeline.catalog import AttemptView, Checkpoint
 from checkpointd.pipeline.report.pointer import Pointer, pointer
 from checkpointd.pipeline.report.ranks import rank_words
-from checkpointd.pipeline.verify import Damage, verify
+from checkpointd.pipeline.verify import Damage, record_whole, verify
 from checkpointd.store.base import Store
 
 
@@ -79,25 +79,28 @@ async def verified(
     store: Store,
     todo: list[Task],
     *,
+    record: bool = False,
     on_task: Callable[[Task], None] = lambda _: None,
     on_bytes: Callable[[int], None] = lambda _: None,
     on_verdict: Callable[[TagVerdict], None] = lambda _: None,
 ) -> list[TagVerdict]:
-    """Read all of `todo`, one checkpoint after the other."""
+    """Read all of `todo`, one checkpoint after the other; `record`: leave a record in each that is whole, for retention."""
     verdicts = []
     for task in todo:
         on_task(task)
-        verdicts.append(await _verdict(store, task, on_bytes))
+        verdicts.append(await _verdict(store, task, on_bytes, record=record))
         on_verdict(verdicts[-1])
     return verdicts
 
 
-async def _verdict(store: Store, task: Task, on_bytes: Callable[[int], None]) -> TagVerdict:
+async def _verdict(store: Store, task: Task, on_bytes: Callable[[int], None], *, record: bool) -> TagVerdict:
     view = task.view
     if task.checkpoint is None:
         damage = Damage(code=DamagedError.__name__, message=view.damage or "", key=f"{view.prefix}/{OUTCOME}")
         return TagVerdict(tag=view.tag, attempt=str(view.attempt), state="damaged", bytes_read=0, damage=(damage,))
     verdict = await verify(store, task.checkpoint, LoadConfig(), on_bytes)
+    if record and verdict.whole and (await catalog.view(store, view.tag, view.attempt)).state == "committed":
+        await record_whole(store, task.checkpoint, verdict)
     gone = not verdict.whole and await _is_gone(store, view)
     return TagVerdict(
         tag=view.tag,

@@ -15,11 +15,12 @@ from tests.builders import break_file, save_checkpoint
 from tests.unit.cli.conftest import Cli, With
 
 LOOKS_AT_A_ROOT = [command for command in COMMANDS if command not in ("serve", "doctor")]
+TAKE_A_TAG = ("inspect", "explain", "consolidate", "delete")
 
 
 @pytest.mark.parametrize("command", LOOKS_AT_A_ROOT)
 def test_a_root_that_is_not_there(tmp_path: Path, cli: Cli, command: str) -> None:
-    answer = cli(command, tmp_path / "nowhere", *(["tag"] if command in ("inspect", "explain", "consolidate") else []))
+    answer = cli(command, tmp_path / "nowhere", *(["tag"] if command in TAKE_A_TAG else []))
     assert (answer.code, answer.out) == (4, "")
     assert answer.err == f"error: there is no directory {tmp_path}/nowhere: give the root that the job was given\n"
     assert not (tmp_path / "nowhere").exists()
@@ -28,7 +29,7 @@ def test_a_root_that_is_not_there(tmp_path: Path, cli: Cli, command: str) -> Non
 @pytest.mark.parametrize("command", LOOKS_AT_A_ROOT)
 def test_a_root_that_is_a_file(tmp_path: Path, cli: Cli, command: str) -> None:
     (tmp_path / "file").write_text("")
-    answer = cli(command, tmp_path / "file", *(["tag"] if command in ("inspect", "explain", "consolidate") else []), "--json")
+    answer = cli(command, tmp_path / "file", *(["tag"] if command in TAKE_A_TAG else []), "--json")
     assert answer.code == 2
     assert answer.error == {
         "code": "UsageError",

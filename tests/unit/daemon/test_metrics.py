@@ -22,7 +22,13 @@ UNITS = {"bytes", "seconds", "bytes_per_second"}
 WITHOUT_UNIT = {
     *("checkpointd_build", "checkpointd_leaving", "checkpointd_clients", "checkpointd_clients_max", "checkpointd_refused"),
     *("checkpointd_in_flight", "checkpointd_votes_missing", "checkpointd_newest_step", "checkpointd_ranks"),
-    *("checkpointd_ranks_connected", "checkpointd_held_snapshots", "checkpointd_root_unreadable", "checkpointd_saves"),
+    *(
+        "checkpointd_ranks_connected",
+        "checkpointd_held_snapshots",
+        "checkpointd_root_unreadable",
+        "checkpointd_saves",
+        "checkpointd_saves_stale",
+    ),
 }
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from checkpointd.errors import FormatError
 from checkpointd.layout.boxes import NDIM_MAX, Box, whole
 from checkpointd.layout.dtypes import ITEM_BYTES
-from checkpointd.layout.keys import chunks_name
+from checkpointd.layout.keys import AttemptId, chunks_name, is_tag
 from checkpointd.layout.manifest import (
     CHUNK_BYTES_MAX,
     Alias,
@@ -221,3 +221,80 @@ def test_aliases_of_each_other_are_refused() -> None:
     aliases = (Alias("a", "b", (1,), (1,), 0), Alias("b", "a", (1,), (1,), 0))
     with pytest.raises(FormatError, match="a shares memory with b, which is not stored"):
         decode_index(encode_index(msgspec.structs.replace(INDEX, aliases=aliases)), KEY)
+
+
+# --- objects of older attempts ------------------------------------------------------------------------------------
+
+
+def referring(held_by: object, name: str = chunks_name(3, 0)) -> bytes:
+    return edited_index(objects=[{"name": name, "size": 4096, "held_by": held_by}])
+
+
+@pytest.mark.parametrize("held_by", ["global_step0/00000001-0", "a tag/00000012-3", "best/123456789-0"])
+def test_an_object_may_lie_in_an_older_attempt(held_by: str) -> None:
+    [ref] = decode_index(referring(held_by), KEY).objects
+    assert ref.key("global_step1/00000001-0") == f"{held_by}/00003-0.chunks"
+
+
+def test_an_object_without_a_holder_lies_in_the_indexs_own_attempt() -> None:
+    [ref] = decode_index(edited_index(), KEY).objects
+    assert ref.key("global_step1/00000001-0") == "global_step1/00000001-0/00003-0.chunks"
+    assert b"held_by" not in edited_index()
+
+
+@pytest.mark.parametrize(
+    "held_by",
+    [
+        "../other/00000001-0",
+        "global_step0/../../etc",
+        "global_step0/00000001-0/..",
+        "/etc/00000001-0",
+        "global_step0//00000001-0",
+        "global_step0/00000001-0/",
+        "/00000001-0",
+        "00000001-0",
+        "..",
+        ".checkpointd/00000001-0",
+        ".checkpointd/epochs/00000001-0",
+        "a/b/00000001-0",
+        "a\\b/00000001-0",
+        "latest/00000001-0",
+        "global_step0/1-0",
+        "global_step0/00000001",
+        "global_step0/00000001-00",
+        "global_step0/00000001-0\n",
+        "global_step0\x00/00000001-0",
+        "\u0661/0000000\u0661-0",
+        "t" * 201 + "/00000001-0",
+    ],
+)
+def test_no_holder_leads_out_of_the_root_or_to_something_else(held_by: str) -> None:
+    with pytest.raises(FormatError, match="is not the name of an attempt"):
+        decode_index(referring(held_by), KEY)
+
+
+@given(st.text(max_size=40))
+def test_whatever_stands_for_a_holder_is_an_attempt_or_is_refused(held_by: str) -> None:
+    try:
+        [ref] = decode_index(referring(held_by), KEY).objects
+    except FormatError:
+        return
+    tag, _, attempt = ref.held_by.rpartition("/")
+    assert ref.held_by == "" or (is_tag(tag) and AttemptId.parse(attempt) is not None)
+
+
+@pytest.mark.parametrize("name", ["00000-0.chunks", "00003.index", "00003.vote", "outcome", "../x", "00003-0.chunks/.."])
+def test_in_an_older_attempt_too_only_chunks_of_the_own_rank_are_named(name: str) -> None:
+    with pytest.raises(FormatError):
+        decode_index(referring("global_step0/00000001-0", name), KEY)
+
+
+def test_the_own_attempt_is_no_older_one() -> None:
+    with pytest.raises(FormatError, match="is its own"):
+        decode_index(referring("global_step1/00000001-0"), KEY)
+
+
+@pytest.mark.parametrize("held_by", [None, 7, ["a"], b"global_step0/00000001-0"])
+def test_a_holder_of_another_type_is_refused(held_by: object) -> None:
+    with pytest.raises(FormatError, match="is damaged"):
+        decode_index(referring(held_by), KEY)

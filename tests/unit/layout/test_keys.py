@@ -194,3 +194,16 @@ def test_an_epoch_is_named_and_found_again(epoch: int) -> None:
 @pytest.mark.parametrize("name", ["", "1", "000000001", "0000000\u0661", "00000001.tmp", "00000001\n", "-0000001"])
 def test_no_other_spelling_names_an_epoch(name: str) -> None:
     assert keys.epoch_of(name) is None
+
+
+@pytest.mark.parametrize(("name", "number"), [("deleted", 0), ("deleted-1", 1), ("deleted-20", 20)])
+def test_marks_have_numbers(name: str, number: int) -> None:
+    assert keys.mark_number(name) == number
+    assert keys.mark_name(number) == name
+    assert keys.check_object_name(name) == name
+    assert keys.object_rank(name) is None
+
+
+@pytest.mark.parametrize("name", ["deleted-0", "deleted-01", "deleted-", "deleted-x", "deleted1", "undeleted", "deleted-1\n"])
+def test_what_is_no_mark(name: str) -> None:
+    assert keys.mark_number(name) is None

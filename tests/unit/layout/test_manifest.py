@@ -23,6 +23,7 @@ from checkpointd.layout.manifest import (
     Plan,
     PlanTensor,
     SmallObject,
+    Verified,
     Vote,
     VoteRef,
     Writer,
@@ -147,7 +148,8 @@ def every_object() -> list[SmallObject]:
         msgspec.structs.replace(OUTCOME, error=ErrorReport(code="AbortedError", message="é")),
         Epoch(epoch=12, nonce="ab" * 16, world_size=2, writer=WRITER),
         Plan(rank=0, world_size=2, tensors=(PlanTensor("w", "float32", (2,), whole((2,))),)),
-        Deleted(reason="the tag was saved again since", writer=WRITER),
+        Deleted(reason="the tag was saved again since", kept=("00000-0.chunks",), writer=WRITER),
+        Verified(nbytes=5, writer=WRITER),
     ]
 
 

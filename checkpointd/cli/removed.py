@@ -1,0 +1,32 @@
+"""How a collection looks, for `gc` and `delete`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from checkpointd.cli.render import Block, Cell, Facts, Heading, Table
+from checkpointd.cli.words import count, size
+from checkpointd.pipeline.report.collection import CollectionReport, Removed
+
+
+def page(found: CollectionReport) -> Iterator[Block]:
+    """The page for people."""
+    would = "would be " if found.dry_run else ""
+    facts: list[tuple[str, str | Cell]] = [
+        (f"{would}deleted", f"{count(len(found.retired), 'checkpoint')}"),
+        (f"{would}freed", size(found.freed_bytes)),
+    ]
+    if found.kept_bytes:
+        facts.append(("stays", f"{size(found.kept_bytes)} that newer checkpoints refer to"))
+    if found.latest_moved_to:
+        facts.append(("latest", f"moved to {found.latest_moved_to}"))
+    yield Facts(facts)
+    if found.removed:
+        yield Heading("would be removed" if found.dry_run else "removed")
+        titles = ("tag", "attempt", "freed", "stays", "why")
+        rows = [_cells(removed) for removed in found.removed]
+        yield Table(titles, rows, right=frozenset({"freed", "stays"}), prose=frozenset({"why"}))
+
+
+def _cells(removed: Removed) -> tuple[str, ...]:
+    return removed.tag, removed.attempt, size(removed.freed_bytes), size(removed.kept_bytes), removed.reason

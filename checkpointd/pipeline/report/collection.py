@@ -1,0 +1,120 @@
+"""What a collection or a deletion removed, or would remove: for the command line and whoever reads its JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from checkpointd.commit.retention import AttemptFacts, Retention
+from checkpointd.errors import DamagedError, NotFoundError, UsageError
+from checkpointd.layout.keys import LATEST
+from checkpointd.pipeline import catalog
+from checkpointd.pipeline.catalog import AttemptView
+from checkpointd.pipeline.collect import Removal, collect, survey
+from checkpointd.pipeline.pointer import move_latest
+from checkpointd.pipeline.retire import chosen_by
+from checkpointd.store.base import Store
+
+Dead = tuple[AttemptFacts, str]
+
+
+class Removed(msgspec.Struct, frozen=True, kw_only=True):
+    """One attempt that lost objects: which went, and which stay because newer checkpoints refer to them. Sizes in bytes."""
+
+    tag: str
+    attempt: str
+    reason: str
+    objects: tuple[str, ...]
+    freed_bytes: int
+    kept: tuple[str, ...]
+    kept_bytes: int
+
+
+class CollectionReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What went, or with `dry_run` would go; `retired` are the tags that are no checkpoints any more."""
+
+    root: str
+    dry_run: bool
+    retired: tuple[str, ...]
+    removed: tuple[Removed, ...]
+    freed_bytes: int
+    kept_bytes: int
+    latest_moved_to: str | None = None
+
+
+async def collection(store: Store, rules: Retention, *, dry_run: bool) -> CollectionReport:
+    """Remove what is dead weight, and the checkpoints that `rules` let go."""
+    views = await catalog.scan(store)
+    return await _done(store, views, await chosen_by(store, views, rules), dry_run=dry_run)
+
+
+async def deletion(store: Store, tag: str, *, force: bool, dry_run: bool) -> CollectionReport:
+    """Remove the checkpoint `tag`. NotFoundError where there is none; UsageError where it is the newest, without `force`."""
+    views = await catalog.scan(store)
+    checkpoints = catalog.checkpoints_of(views)
+    found = next((c for c in checkpoints if c.tag == tag), None)
+    if found is None:
+        await catalog.find(store, tag)  # says what is there instead
+        raise NotFoundError(f"{tag} is not a checkpoint any more")
+    why = await _indispensable(store, tag, [c.tag for c in checkpoints if c.outcome.save_latest])
+    if why and not force:
+        raise UsageError(f"{tag} is {why}: a restart would load an older one, or none; add --force to delete it all the same")
+    chosen = [(view.facts, "somebody deleted it") for view in views if view.prefix == found.prefix]
+    # Older commits of the tag, not collected yet, would be its checkpoint then.
+    chosen += [
+        (v.facts, "somebody deleted its tag")
+        for v in views
+        if v.tag == tag and v.state == "committed" and v.prefix != found.prefix
+    ]
+    report = await _done(store, [v for v in views if v.tag == tag], chosen, dry_run=dry_run)
+    moved = None if dry_run else await _move_away(store, tag)
+    return msgspec.structs.replace(report, latest_moved_to=moved)
+
+
+async def _indispensable(store: Store, tag: str, newest_first: Sequence[str]) -> str | None:
+    try:
+        if await catalog.latest(store) == tag:
+            return "what latest names"
+    except DamagedError:
+        pass  # the next start repairs it
+    return "the newest checkpoint" if newest_first[:1] == [tag] else None
+
+
+async def _move_away(store: Store, tag: str) -> str | None:
+    """Let `latest` name the newest checkpoint that is left, if it names `tag`; without any, the pointer goes."""
+    try:
+        if await catalog.latest(store) != tag:
+            return None
+    except DamagedError:
+        return None
+    left = next((c for c in await catalog.checkpoints(store) if c.outcome.save_latest), None)
+    if left is None:
+        await store.delete(LATEST)
+        return None
+    return left.tag if await move_latest(store, left.tag, left.outcome.order) else None
+
+
+async def _done(store: Store, views: list[AttemptView], chosen: list[Dead], *, dry_run: bool) -> CollectionReport:
+    facts = [view.facts for view in views]
+    went = await (survey if dry_run else collect)(store, facts, chosen)
+    return CollectionReport(
+        root=store.url,
+        dry_run=dry_run,
+        retired=tuple(facts.tag for facts, _ in chosen),
+        removed=tuple(_removed(removal) for removal in went),
+        freed_bytes=sum(removal.nbytes for removal in went),
+        kept_bytes=sum(removal.kept_bytes for removal in went),
+    )
+
+
+def _removed(removal: Removal) -> Removed:
+    return Removed(
+        tag=removal.tag,
+        attempt=removal.attempt,
+        reason=removal.reason,
+        objects=removal.names,
+        freed_bytes=removal.nbytes,
+        kept=removal.kept,
+        kept_bytes=removal.kept_bytes,
+    )

@@ -1,0 +1,329 @@
+"""Collection loses nothing: a crash at every effect of it, alone and beside saves that refer to what it removes.
+
+G1, G3 and G6 of `pipeline/collect.py`, K1 to K4 of `marks.py` and X3 of `unchanged.py`; each mutation leaves one of them out,
+and must be caught.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from checkpointd.commit.machine import Phase
+from checkpointd.commit.retention import Retention
+from checkpointd.config import CommitConfig, PersistConfig
+from checkpointd.errors import DamagedError
+from checkpointd.layout.keys import AttemptId
+from checkpointd.layout.manifest import Index
+from checkpointd.pipeline import catalog, collect, epochs, marks, save
+from checkpointd.pipeline.attempt import Attempt, WriterState
+from checkpointd.pipeline.recover import recover
+from checkpointd.pipeline.report.collection import collection
+from checkpointd.pipeline.shard import AttemptInfo, Shard
+from checkpointd.store.base import Store
+from checkpointd.store.posix import PosixStore
+from checkpointd.testing import simloop
+from checkpointd.testing.crashpoints import Crash, Scenario, every_crash_point
+from checkpointd.testing.simdisk import SimDisk
+from checkpointd.testing.simjob import run_schedule
+from checkpointd.testing.simledger import Contents
+from checkpointd.testing.simrank import JobConfig, frozen_tensors, make_shard, read_contents, tensors_of
+from checkpointd.testing.simschedule import Kill, PowerCut, Schedule
+
+ROOT = "/root/run"
+RANKS = 2
+PERSIST = PersistConfig(compression="none", chunk_bytes=4096, block_bytes=8192, budget_bytes=1 << 20, writes=2, encoders=2)
+COMMIT = CommitConfig(timeout_s=30.0, poll_min_s=0.02, poll_max_s=0.5)
+Patch = pytest.MonkeyPatch
+
+
+def state_of(step: int, rank: int) -> Contents:
+    moving = tensors_of(f"{step} {rank}")
+    return {**moving, **frozen_tensors(str(rank), moving)}
+
+
+@dataclass
+class World:
+    """Two ranks that save mostly frozen state, and what collects beside them, on one disk."""
+
+    disk: SimDisk = field(default_factory=lambda: SimDisk(root="/root"))
+    committed: set[str] = field(default_factory=set)
+    epoch: int = 0
+    states: dict[int, WriterState] = field(default_factory=dict)
+    processes: int = 0
+
+    def store(self, name: str) -> PosixStore:
+        self.processes += 1
+        name = f"{name}.{self.processes}"
+        return PosixStore(ROOT, self.disk.process(name), writer=name, is_alive=lambda writer: writer in self.disk.alive())
+
+    def spawn(self, work: Callable[[Store], Awaitable[None]], name: str) -> asyncio.Task[None]:
+        store = self.store(name)
+
+        async def run() -> None:
+            await work(store)
+
+        return store._disk.process.spawn(run())  # type: ignore[attr-defined]  # the simulated disk's own
+
+    async def start(self) -> None:
+        """A new job: the next epoch, recovery, and writers that know of no checkpoint yet."""
+
+        async def begin(store: Store) -> None:
+            self.epoch = (await epochs.take(store, RANKS)).epoch
+            await recover(store, self.epoch)
+
+        await self.spawn(begin, "start")
+        stores = [self.store(f"rank{rank}") for rank in range(RANKS)]
+        self.states = {rank: WriterState(store=store, persist=PERSIST, commit=COMMIT) for rank, store in enumerate(stores)}
+
+    def saving(self, step: int, tag: str | None = None, k: int = 0) -> list[asyncio.Task[None]]:
+        """One save of all ranks, under way."""
+        return [self._process(rank).spawn(self._save(rank, step, tag or f"step{step}", k)) for rank in range(RANKS)]
+
+    def _process(self, rank: int) -> simloop.Process:
+        return self.states[rank].store._disk.process  # type: ignore[attr-defined,no-any-return]
+
+    async def _save(self, rank: int, step: int, tag: str, k: int) -> None:
+        info = AttemptInfo(tag=tag, attempt=AttemptId(self.epoch, k), rank=rank, world_size=RANKS, step=step, n=step)
+        attempt = Attempt(self.states[rank], info, deadline=asyncio.get_running_loop().time() + COMMIT.timeout_s)
+
+        async def staged() -> Shard:
+            return make_shard(state_of(step, rank))
+
+        await attempt.run(staged())
+        if attempt.phase is Phase.COMMITTED:
+            self.committed.add(tag)
+        else:
+            assert attempt.error is not None
+            raise attempt.error
+
+    async def saved(self, *steps: int) -> None:
+        for step in steps:
+            await asyncio.gather(*self.saving(step))
+
+    def collecting(self, keep: int) -> asyncio.Task[None]:
+        async def run(store: Store) -> None:
+            await collection(store, Retention(keep_last=keep), dry_run=False)
+
+        return self.spawn(run, "gc")
+
+    async def check(self, newest: int) -> None:
+        """Every checkpoint loads as it was saved, and the newest is of step `newest` or later."""
+
+        async def look(store: Store) -> None:
+            found = await catalog.checkpoints(store)
+            assert found
+            assert found[0].outcome.step >= newest
+            for checkpoint in found:
+                for rank in range(RANKS):
+                    contents = await read_contents(store, checkpoint, rank)
+                    assert contents == state_of(checkpoint.outcome.step, rank), checkpoint.prefix
+
+        await self.spawn(look, "checker")
+
+
+async def aftermath(world: World, newest: int) -> None:
+    """After whatever happened: what is there is whole, and a new job collects, saves and refers as ever."""
+    await world.check(newest)
+    await world.start()
+    await world.check(newest)
+    await world.collecting(1)
+    await world.check(newest)
+    await world.saved(20, 21)
+    await world.collecting(1)
+    await world.check(21)
+
+
+def collection_alone(keep: int) -> Scenario:
+    async def scenario(crash: Crash) -> bool:
+        world = World()
+        await world.start()
+        await world.saved(1, 2, 3)
+        struck = await crash.strikes(world.disk, [world.collecting(keep)])
+        if struck and not world.disk.alive():
+            await aftermath(world, 3)
+            return True
+        world.disk.after = lambda *_: None
+        await aftermath(world, 3)
+        return struck
+
+    return scenario
+
+
+def collection_beside_a_save(keep: int) -> Scenario:
+    async def scenario(crash: Crash) -> bool:
+        world = World()
+        await world.start()
+        await world.saved(1, 2)
+        # Not the newest alone: the writers' base may be one that is being removed, where a save under way missed the commit.
+        struck = await crash.strikes(world.disk, [world.collecting(keep), *world.saving(3), world.collecting(keep)])
+        world.disk.after = lambda *_: None
+        newest = 3 if "step3" in world.committed else 2
+        world.disk.power_cut()
+        await aftermath(world, newest)
+        return struck
+
+    return scenario
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_power_cut_at_every_effect_of_a_collection(keep: int) -> None:
+    assert every_crash_point(collection_alone(keep), range(2)) > 20
+
+
+def test_kill_at_every_effect_of_a_collection() -> None:
+    assert every_crash_point(collection_alone(1), range(2), lambda disk, effect: disk.kill(effect.process)) > 20
+
+
+def test_power_cut_at_every_effect_of_a_save_and_two_collections() -> None:
+    assert every_crash_point(collection_beside_a_save(1), range(1)) > 100
+
+
+# --- whoever holds an old base ------------------------------------------------------------------------------------
+
+
+async def old_base(world: World) -> None:
+    """The writers still refer to what a collection removes: they have not seen the newer commits."""
+    await world.start()
+    await world.saved(1)
+    known = {rank: state.bases._base for rank, state in world.states.items()}
+    await world.saved(2, 3)
+    # All tensors of step 1 are written anew in a tag that refers to nothing of it, so that step 1 is needed by nobody.
+    for rank, state in world.states.items():
+        state.bases._base = None
+        state.persist = replace(PERSIST, dedup=False)
+        assert rank in known
+    await world.saved(4)
+    for rank, state in world.states.items():
+        state.persist = PERSIST
+        state.bases._base = known[rank]
+
+
+def races(seeds: Sequence[int]) -> int:
+    """Saves that refer to step 1 while it is being removed; how many of them wrote all of it anew."""
+    anew = 0
+
+    async def main() -> int:
+        world = World()
+        await old_base(world)
+        collecting = world.collecting(1)
+        await asyncio.gather(collecting, *world.saving(5))
+        world.disk.power_cut()
+        await world.check(5)
+        view = {name for name in world.disk.fs.dump() if "step1/" in name and ".chunks" in name}
+        await aftermath(world, 5)
+        return int(not view)
+
+    for seed in seeds:
+        anew += simloop.run(seed, main())
+    return anew
+
+
+def test_a_save_races_the_removal_of_what_it_refers_to() -> None:
+    """X3: it commits whatever happens, with references that hold or with everything written anew; both are seen."""
+    anew = races(range(150))
+    assert 0 < anew < 150
+
+
+# --- mutations ----------------------------------------------------------------------------------------------------
+
+
+def swept_before_marking(patch: Patch) -> None:
+    """What nobody needs goes before its attempt is marked."""
+    condemn, references = collect.condemn, collect.references
+
+    async def late(store: Store, prefix: str, reason: str, needed: Collection[str]) -> None:
+        for entry in await store.list(prefix):
+            if entry.name.endswith((".chunks", ".index")) and f"{prefix}/{entry.name}" not in needed:
+                await store.delete(f"{prefix}/{entry.name}")
+        await condemn(store, prefix, reason, needed)
+
+    assert references is marks.references
+    patch.setattr(collect, "condemn", late)
+
+
+def looked_before_marking(patch: Patch) -> None:
+    """Who needs what is looked at once, before the marks."""
+    references, seen = collect.references, list[frozenset[str]]()
+
+    async def once(store: Store, without: Collection[str] = ()) -> frozenset[str]:
+        if without or not seen:
+            seen[:] = [await references(store, without)]
+        return seen[0]
+
+    patch.setattr(collect, "references", once)
+
+
+def undecided_overlooked(patch: Patch) -> None:
+    """Only what checkpoints refer to counts, not what a save under way does."""
+
+    async def nothing(store: Store, view: catalog.AttemptView) -> set[str]:
+        return set()
+
+    patch.setattr(marks, "_indexed", nothing)
+
+
+def references_not_looked_at(patch: Patch) -> None:
+    """A writer votes without looking whether what it refers to is going."""
+
+    async def nothing(store: Store, index: Index) -> None:
+        return None
+
+    patch.setattr(save, "lost", nothing)
+
+
+def references_ignored(patch: Patch) -> None:
+    """Collection removes whole attempts, whoever refers to them."""
+
+    async def none(store: Store, without: Collection[str] = ()) -> frozenset[str]:
+        return frozenset()
+
+    patch.setattr(collect, "references", none)
+
+
+RACES: dict[str, Callable[[Patch], None]] = {
+    "looked before marking": looked_before_marking,
+    "saves under way overlooked": undecided_overlooked,
+    "references not looked at before voting": references_not_looked_at,
+}
+
+
+@pytest.mark.parametrize("name", RACES)
+def test_mutations_of_the_race_are_caught(name: str, monkeypatch: Patch) -> None:
+    RACES[name](monkeypatch)
+    with pytest.raises(DamagedError, match=r"there is no object 'step1/"):
+        races(range(300))
+
+
+@pytest.mark.parametrize("mutate", [swept_before_marking, references_ignored])
+def test_mutations_of_the_order_are_caught(mutate: Callable[[Patch], None], monkeypatch: Patch) -> None:
+    mutate(monkeypatch)
+    with pytest.raises(DamagedError, match=r"there is no object 'step1/"):
+        every_crash_point(collection_alone(1), range(2))
+
+
+# --- whole jobs ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keeps", [1, 2])
+def test_jobs_with_retention_and_collectors_lose_nothing(keeps: int) -> None:
+    for seed in range(10):
+        job = JobConfig(seed=seed, steps=4, frozen=True, keeps=keeps, collectors=1)
+        report = run_schedule(Schedule(job=job))
+        assert report.aborted == 0
+        assert 0 < report.committed <= keeps + 1
+
+
+def test_power_cut_at_effects_of_a_job_with_retention_and_a_collector() -> None:
+    job = JobConfig(seed=2, world_size=2, steps=2, frozen=True, keeps=1, collectors=1)
+    for number in range(1, 400, 7):
+        run_schedule(Schedule(job=job, faults=((number, PowerCut()),)))
+
+
+def test_kill_of_whoever_acts_in_a_job_with_retention_and_collectors() -> None:
+    job = JobConfig(seed=3, world_size=2, steps=2, frozen=True, keeps=1, collectors=2)
+    for number in range(1, 400, 7):
+        run_schedule(Schedule(job=job, faults=((number, Kill()),)))

@@ -1,0 +1,123 @@
+"""The stale-snapshot alarm: the step moved on, and no rank's tensors that require grad have changed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from checkpointd.commit.decide import OnStale, is_stale
+from checkpointd.commit.machine import Phase
+from checkpointd.errors import StaleError
+from checkpointd.layout import tree
+from checkpointd.layout.manifest import Trained, Vote, Writer
+from checkpointd.pipeline import catalog
+from checkpointd.pipeline.attempt import Attempt
+from checkpointd.pipeline.shard import Shard
+from checkpointd.store.base import Store
+from checkpointd.store.memory import MemoryStore
+from tests.builders import Save, begin_epoch, make_shard, phases
+
+WORLD_SIZE = 2
+
+
+def shard(rank: int, weight: float, *, grad: bool = True) -> Shard:
+    """A weight, and a moment that always moves."""
+    moment = np.random.default_rng().normal(size=2000).astype(np.float32)
+    made = make_shard({"weight": np.full(2000, weight + rank, dtype=np.float32), "moment": moment})
+    leaves = (("weight", tree.Tensor("weight", requires_grad=grad)), ("moment", tree.Tensor("moment")))
+    return Shard(image=made.image, tensors=made.tensors, tree=tree.encode(tree.Dict("dict", leaves)))
+
+
+async def saves(
+    store: Store, weights: list[tuple[float, float]], *, on_stale: OnStale = "warn", grad: bool = True, step: int | None = None
+) -> list[list[Attempt]]:
+    """One save after another, with these weights on the two ranks."""
+    epoch, made = await begin_epoch(store), []
+    for n, weight in enumerate(weights, 1):
+        save = Save(
+            store=store,
+            tag=f"t{n}",
+            step=step or n,
+            epoch=epoch,
+            n=n,
+            shard_of=lambda rank, weight=weight: shard(rank, weight[rank], grad=grad),
+            on_stale=on_stale,
+            dedup=True,
+        )
+        made.append(await save.run_all())
+    return made
+
+
+def is_flagged(attempts: list[Attempt]) -> list[bool]:
+    return [attempt.progress.stale for attempt in attempts]
+
+
+async def test_a_stale_save_commits_with_a_warning_on_every_rank(caplog: pytest.LogCaptureFixture) -> None:
+    store = MemoryStore()
+    moved, stale = await saves(store, [(1, 1), (1, 1)])
+    assert is_flagged(moved) == [False, False]
+    assert is_flagged(stale) == [True, True]
+    assert phases(stale) == [Phase.COMMITTED] * 2
+    assert caplog.text.count("no tensor that requires grad has changed") == 1
+    assert (await catalog.find(store, "t2")).outcome.stale
+
+
+async def test_a_stale_save_is_aborted_where_that_is_asked_for() -> None:
+    store = MemoryStore()
+    _, stale, moved = await saves(store, [(1, 1), (1, 1), (2, 2)], on_stale="abort")
+    assert phases(stale) == [Phase.ABORTED] * 2
+    assert all(isinstance(attempt.error, StaleError) for attempt in stale)
+    assert "to 2" in str(stale[0].error)
+    assert phases(moved) == [Phase.COMMITTED] * 2
+
+
+async def test_a_stale_save_is_no_matter_where_it_is_ignored(caplog: pytest.LogCaptureFixture) -> None:
+    _, stale = await saves(MemoryStore(), [(1, 1), (1, 1)], on_stale="ignore")
+    assert is_flagged(stale) == [False, False]
+    assert "requires grad" not in caplog.text
+
+
+async def test_one_rank_that_moves_is_enough() -> None:
+    _, second = await saves(MemoryStore(), [(1, 1), (1, 2)])
+    assert is_flagged(second) == [False, False]
+
+
+async def test_the_same_step_saved_again_is_not_stale() -> None:
+    _, second = await saves(MemoryStore(), [(1, 1), (1, 1)], step=5)
+    assert is_flagged(second) == [False, False]
+
+
+async def test_without_anything_that_is_trained_nothing_is_stale() -> None:
+    _, second = await saves(MemoryStore(), [(1, 1), (1, 1)], grad=False)
+    assert is_flagged(second) == [False, False]
+
+
+@pytest.mark.parametrize(
+    ("words", "stale"),
+    [
+        (["still", "still"], True),
+        (["still", ""], True),
+        (["still", "moved"], False),
+        (["", ""], False),
+        (["moved", ""], False),
+        ([], False),
+    ],
+)
+def test_all_ranks_that_train_decide(words: list[Trained], stale: bool) -> None:
+    writer = Writer(host="h", pid=1, time="")
+    votes = {
+        rank: Vote(
+            tag="t",
+            attempt="00000001-0",
+            rank=rank,
+            world_size=2,
+            step=1,
+            n=0,
+            save_latest=True,
+            vote="yes",
+            trained=word,
+            writer=writer,
+        )
+        for rank, word in enumerate(words)
+    }
+    assert is_stale(votes) == stale
