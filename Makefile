@@ -19,7 +19,7 @@ READY := $(VENV)/ready-$(firstword $(shell cat pyproject.toml constraints.txt | 
 help: ## What can be done here
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
-demo: setup ## Train a small GPT on two ranks, kill one in the middle of a save, and compare the end bit for bit
+demo: setup ## Train a small GPT, kill a rank in mid-save and compare bit for bit; then kill all beside a sidecar
 	$(BIN)/python examples/demo.py
 
 test: setup ## All tests (narrow it: make test ARGS="-k codec")

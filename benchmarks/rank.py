@@ -1,7 +1,8 @@
 """One rank of one trial, in a process of its own.
 
-Order of events: build the state; set the system up and let it come to rest; one cold save; warm saves; one warm save under the
-training loop, whose bytes are the ones checked; then a load with the page cache dropped, and one with it filled.
+Order of events: build the state; set the system up and let it come to rest; one cold save, and rest again; warm saves; one
+warm save under the training loop, whose bytes are the ones checked; then a load with the page cache dropped, and one with it
+filled.
 """
 
 from __future__ import annotations
@@ -153,7 +154,7 @@ def _load(system: System, state: State, step: int, expected: dict[str, str]) -> 
 def settle() -> None:
     """Until what the system started in the background is at rest on every rank, at most a minute.
 
-    A trainer's first save comes long after its start: a writer process is up by then, a prewarmed buffer warm.
+    A trainer's saves come long after its start and after one another: a writer process is up by then, a prewarmed buffer warm.
     """
     end = time.monotonic() + 60.0
     spent = -1.0
@@ -181,6 +182,7 @@ def measure(job: Job) -> RankReport:
     setup_s = time.perf_counter() - start
     settle()
     cold = quiet_save(system, state, 0)
+    settle()
     warm = [quiet_save(system, state, step) for step in range(1, job.warm_saves + 1)]
     python_times = save_under_load(system, state, job.warm_saves + 1, python, job.quiet_s)
     state.advance()

@@ -59,7 +59,7 @@ class Demo:
         self.heading("5. The checkpoints")
         self.show_checkpoints(strike)
         good = self.verdict(strike, comparisons)
-        self.heading("6. The second act: all trainers are killed right after save(), and the sidecar finishes it")
+        self.heading("6. The second act: all trainers die once their snapshots are whole, and the sidecar finishes the save")
         return self.second_act() and good
 
     def second_act(self) -> bool:

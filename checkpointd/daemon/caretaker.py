@@ -20,7 +20,7 @@ from checkpointd.layout.manifest import ErrorReport
 log = logging.getLogger("checkpointd")
 
 ROOTS_MAX = 64
-"""So many roots are looked after: those that clients joined first."""
+"""So many roots are looked after: those in use first, then those that clients joined last, then what lies on disk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class Care:
     look_s: float = 30.0
     patience_s: float = 5.0
     grace_s: float = 600.0
-    """The commit timeout: how long nothing may have happened in an attempt of a dead job before it is aborted."""
+    """How long nothing may have happened in an attempt of a dead job before it is aborted, unless its ranks had longer."""
 
 
 @dataclass(slots=True)
@@ -61,6 +61,13 @@ class Caretaker:
             known.soon.set()
         else:
             self._found.set()
+
+    def remade(self, root: str) -> None:
+        """What was seen at `root` was another root's, which was removed."""
+        known = self._roots.get(root)
+        if known is not None:
+            known.looker, known.doubts = Looker(), self._new_root().doubts
+            known.soon.set()
 
     async def run(self) -> None:
         """Look after the roots until cancelled."""
@@ -90,7 +97,7 @@ class Caretaker:
             self._hub.looking_at.discard(root)
 
     async def _attend(self, root: str, known: _Root) -> None:
-        store = self._hub.roots.store(root)
+        store = await self._hub.roots.opened(root)
         look, in_doubt = await known.looker.look(store)
         self._show(root, look)
         if self._hub.leaving:
@@ -119,11 +126,10 @@ class Caretaker:
         """The roots that clients joined, then those that lie on disk."""
         found: list[str] = []
         try:
-            async with asyncio.timeout(self._care.look_s):
-                found = await asyncio.get_running_loop().run_in_executor(None, self._hub.roots.found)
-        except TimeoutError:
-            log.error("the directories of the roots have not answered for %g s", self._care.look_s)
-        return list(dict.fromkeys([*self._hub.known_roots(), *found]))[:ROOTS_MAX]
+            found = await self._hub.roots.seen()
+        except StoreError as error:
+            log.error("the roots on disk cannot be listed: %s", error)
+        return list(dict.fromkeys([*self._hub.roots_by_use(), *found]))[:ROOTS_MAX]
 
     def _new_root(self) -> _Root:
         return _Root(Doubts(self._care.grace_s, self._care.patience_s))

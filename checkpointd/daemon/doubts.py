@@ -4,7 +4,8 @@ Invariants
   K1  A commit is put only of an attempt of the newest epoch, or one that it spares, with every vote there and valid: whoever
       else decides it comes to the same, and put-if-absent has one winner.
   K2  An abort is put only where nobody can vote any more, as far as can be told: the process that took the attempt's epoch was
-      on this machine and is dead, no job of this daemon works at it, and nothing in it has changed for `grace_s`.
+      on this machine and is dead, no job of this daemon works at it, and nothing in it has changed for `grace_s`
+      or for its epoch's commit time-out, whichever is longer.
   K3  What a job of this daemon works at is left alone.
 """
 
@@ -89,10 +90,11 @@ class Doubts:
             outcome = await judge(store, view)
             if outcome.outcome == "commit":
                 return await _decide(store, outcome)
-        why = await _why_wait(store, view)
-        if why is None and quiet_s >= self.grace_s:
+        holder, why = await _holder(store, view)
+        grace_s = max(self.grace_s, holder.commit_timeout_s if holder else 0.0)
+        if why is None and quiet_s >= grace_s:
             return await _decide(store, outcome or await judge(store, view))
-        doubt.say(view.prefix, why or f"its job has ended; it is decided when nothing in it has changed for {self.grace_s:g} s")
+        doubt.say(view.prefix, why or f"its job has ended; it is decided when nothing in it has changed for {grace_s:g} s")
         return None
 
 
@@ -109,12 +111,16 @@ def _may_decide(view: AttemptView, newest: Epoch) -> bool:
     return view.attempt.epoch == newest.epoch or view.prefix in newest.spares
 
 
-async def _why_wait(store: Store, view: AttemptView) -> str | None:
-    """Why somebody may still vote in the attempt, or None where nobody can."""
+async def _holder(store: Store, view: AttemptView) -> tuple[Epoch | None, str | None]:
+    """The record of the attempt's epoch, and why somebody may still vote in the attempt, or None where nobody can."""
     try:
         holder = await epochs.read(store, view.attempt.epoch)
     except (NotFoundError, DamagedError) as error:
-        return f"who runs its job cannot be read ({error}), so the next start decides it"
+        return None, f"who runs its job cannot be read ({error}), so the next start decides it"
+    return holder, _why_wait(holder)
+
+
+def _why_wait(holder: Epoch) -> str | None:
     who = f"process {holder.writer.pid} on {holder.writer.host}"
     if not writers.is_within_sight(holder.process):
         return f"its job ({who}) cannot be seen from here, so its own ranks, or the next start, decide it"

@@ -30,6 +30,8 @@ class RankRecord:
     world_size: int
     pid: int
     epoch: int | None = None
+    begun: tuple[int, str] = (0, "")
+    """The newest epoch that it began, with its nonce."""
     since: float = field(default_factory=time.time)
     connections: int = 0
     committed: int = 0
@@ -96,6 +98,8 @@ class Hub:
         self.looking_at: set[str] = set()
         self.on_news: Callable[[str], None] = lambda _: None
         """Called with a root that a client joined, or where a save ended."""
+        self.on_remade: Callable[[str], None] = lambda _: None
+        """Called with a root that was removed and made again: what was seen there is another one's."""
         self._ranks: dict[tuple[str, int], RankRecord] = {}
 
     def rank(self, root: str, rank: int, *, world_size: int, pid: int) -> RankRecord:
@@ -118,15 +122,30 @@ class Hub:
 
     def roots_in_use(self) -> set[str]:
         """The roots that a connected rank, a save in flight or a look needs."""
-        joined = {record.root for record in self._ranks.values() if record.connections}
-        return joined | {job.root for job in self.jobs.all()} | self.looking_at
+        return set(self._joined_roots()) | {job.root for job in self.jobs.all()} | self.looking_at
+
+    def _joined_roots(self) -> list[str]:
+        return [record.root for record in self._ranks.values() if record.connections]
 
     def ranks_at(self, root: str) -> list[RankRecord]:
         return sorted((r for r in self._ranks.values() if r.root == root), key=lambda r: r.rank)
 
     def known_roots(self) -> list[str]:
-        """Every root that a client joined, or whose attempts this daemon looked after."""
-        return sorted({root for root, _ in self._ranks} | self.jobs.roots() | set(self.roots.known()))
+        """Every root that a client joined, or that this daemon looked at."""
+        return sorted({root for root, _ in self._ranks} | self.jobs.roots() | self.looks.keys())
+
+    def roots_by_use(self) -> list[str]:
+        """The roots that clients joined: those that are in use first, then those that were joined last."""
+        joined = sorted(self._ranks.values(), key=lambda record: record.since, reverse=True)
+        in_use = [*self._joined_roots(), *(job.root for job in self.jobs.all())]
+        return list(dict.fromkeys([*in_use, *(record.root for record in joined)]))
+
+    def begun(self, record: RankRecord, epoch: int, nonce: str) -> None:
+        """A client began an epoch. Where that is not newer than one of another nonce, the root was removed and made again."""
+        before, known = record.begun
+        if known and known != nonce and epoch <= before:
+            self.on_remade(record.root)
+        record.epoch, record.begun = epoch, (epoch, nonce)
 
     def changed(self, job: Job) -> None:
         """A job entered a phase: counters, and the phase of its snapshot in the tier."""
@@ -139,7 +158,7 @@ class Hub:
         if job.phase in FINAL:
             self.on_news(job.root)
         kept = self.tier.of(job.root, job.info.rank)
-        if kept is not None and kept.info == job.info:
+        if kept is not None and (kept.info, kept.nonce) == (job.info, job.nonce):
             kept.phase = str(job.phase)
 
     def __iter__(self) -> Iterator[RankRecord]:

@@ -1,7 +1,7 @@
 """The saves that the daemon works at: each runs the same `Attempt` as the in-process writer, and outlives its client.
 
 Invariants
-  J1  One job per (root, tag, attempt, rank): a client that comes back is attached to the job that there is.
+  J1  One job per (root, epoch's nonce, tag, attempt, rank): a client that comes back is attached to the job that there is.
   J2  A snapshot is persisted only after its client said that it is whole; one whose client died before votes no.
   J3  A slot is read until the job has left it, whatever becomes of the client.
   J4  A job that has ended holds no memory of the snapshot any more: what is remembered of it is plain data.
@@ -33,7 +33,8 @@ ENDED_KEPT = 64
 RANKS_KEPT = 1024
 """Ranks whose ended saves are remembered: those that ended one last."""
 
-JobKey = tuple[str, str, str, int]
+JobKey = tuple[str, str, str, str, int]
+"""Root, nonce of the epoch, tag, attempt, rank: a root that was removed and made again counts its epochs from 1 again."""
 
 
 @dataclass(slots=True)
@@ -60,10 +61,18 @@ class Job:
     """One save of one rank. `on_change(job)` and every listener are called at each change of phase, on the loop."""
 
     def __init__(
-        self, root: str, state: WriterState, info: AttemptInfo, *, left_s: float, on_change: Callable[[Job], None]
+        self,
+        root: str,
+        nonce: str,
+        uid: int,
+        state: WriterState,
+        info: AttemptInfo,
+        *,
+        left_s: float,
+        on_change: Callable[[Job], None],
     ) -> None:
         loop = asyncio.get_running_loop()
-        self.root, self.info = root, info
+        self.root, self.nonce, self.uid, self.info = root, nonce, uid, info
         self.times = Times()
         self.slot: SlotMemory | None = None
         self._announced: Announcement | None = None
@@ -79,7 +88,7 @@ class Job:
 
     @property
     def key(self) -> JobKey:
-        return (self.root, self.info.tag, str(self.info.attempt), self.info.rank)
+        return (self.root, self.nonce, self.info.tag, str(self.info.attempt), self.info.rank)
 
     @property
     def phase(self) -> Phase:
@@ -287,7 +296,7 @@ class Jobs:
 
     def ended(self, key: JobKey) -> Ended | None:
         """What is remembered of the job, if it has ended."""
-        return next((job for job in reversed(self._ended.get((key[0], key[3]), deque())) if job.key == key), None)
+        return next((job for job in reversed(self._ended.get((key[0], key[-1]), deque())) if job.key == key), None)
 
     def at(self, root: str) -> list[Job]:
         """The jobs in flight at a root, in the order in which they came."""

@@ -2,11 +2,47 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
+from checkpointd.daemon.memory import Account
 from checkpointd.daemon.wire import Layout, WireTensor
 from checkpointd.errors import CheckpointdError, UsageError
 from checkpointd.layout.dtypes import ITEM_BYTES
 from checkpointd.pipeline.pages import page_up
 from checkpointd.pipeline.shard import TENSOR_ALIGNMENT, ShardTensor
+
+LAYOUTS_KEPT = 4
+TENSOR_COST = 1024
+"""Bytes that one tensor of a layout counts for: about what it takes."""
+
+
+class KnownLayouts:
+    """The layouts of one client, by number: the newest LAYOUTS_KEPT, counted in its account."""
+
+    def __init__(self, account: Account) -> None:
+        self._account = account
+        self._known: OrderedDict[int, tuple[int, tuple[ShardTensor, ...]]] = OrderedDict()
+
+    def add(self, layout: Layout) -> None:
+        """Take one in. UsageError where it cannot be, or there is no room for it."""
+        tensors = shard_tensors(layout)
+        self._account.take(len(tensors) * TENSOR_COST)
+        self._forget(layout.layout)
+        self._known[layout.layout] = (layout.nbytes, tensors)
+        while len(self._known) > LAYOUTS_KEPT:
+            self._forget(next(iter(self._known)))
+
+    def get(self, number: int) -> tuple[int, tuple[ShardTensor, ...]] | None:
+        """Its size in bytes and its tensors; the one that was not asked for longest is forgotten first."""
+        known = self._known.get(number)
+        if known is not None:
+            self._known.move_to_end(number)
+        return known
+
+    def _forget(self, number: int) -> None:
+        known = self._known.pop(number, None)
+        if known is not None:
+            self._account.give_back(len(known[1]) * TENSOR_COST)
 
 
 def shard_tensors(layout: Layout) -> tuple[ShardTensor, ...]:

@@ -38,7 +38,7 @@ class Account:
         """Raise UsageError where there is no room."""
         if self.used + nbytes > self.limit:
             raise UsageError(
-                f"a slot of {nbytes} bytes does not fit: {self.used} of {self.limit} bytes are in use; "
+                f"{nbytes} bytes more do not fit: {self.used} of {self.limit} bytes are in use; "
                 "give the daemon more memory (memory_bytes_max) or save less per rank"
             )
         self.used += nbytes

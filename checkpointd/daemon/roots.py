@@ -6,10 +6,14 @@ with no symbolic link in it.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
-from checkpointd.errors import UsageError
+from checkpointd.errors import StoreError, UsageError
 from checkpointd.layout.keys import SERVICE
 from checkpointd.store.base import Store
 from checkpointd.store.limited import LimitedStore, TokenBucket
@@ -19,6 +23,13 @@ STORES_KEPT = 64
 """Stores that stay open where no rank is connected and no save is in flight: a node sees many jobs in its life."""
 
 
+ANSWER_S = 5.0
+"""How long a file system may take to say what lies at a path."""
+ASKED_MAX = 64
+"""Questions to file systems that have not answered yet, each on a thread."""
+T = TypeVar("T")
+
+
 class Roots:
     """Stores by root, opened at the first use and kept. All together write `bandwidth_bps` bytes per second where it is set."""
 
@@ -26,6 +37,34 @@ class Roots:
         self._allowed = tuple(os.path.realpath(path) for path in allowed)
         self._bucket = None if bandwidth_bps is None else TokenBucket(bandwidth_bps)
         self._stores: dict[str, Store] = {}
+        self._asked: dict[str, asyncio.Future[Any]] = {}
+
+    async def checked(self, root: str) -> str:
+        """As `check`, which looks at a file system: one that hangs holds nobody else. StoreError where it does not answer."""
+        return await self._ask(f"check {root}", lambda: self.check(root))
+
+    async def opened(self, root: str) -> Store:
+        """As `store`, and like `checked`."""
+        return self._open(await self.checked(root))
+
+    async def seen(self) -> list[str]:
+        """As `found`, and like `checked`."""
+        return await self._ask("find", self.found)
+
+    async def _ask(self, what: str, call: Callable[[], T]) -> T:
+        """Run `call` on a thread; whoever asks the same while it has not answered waits with those who asked before."""
+        asked = self._asked.get(what)
+        if asked is None:
+            if len(self._asked) >= ASKED_MAX:
+                raise StoreError(f"{len(self._asked)} file systems have not answered yet; see what hangs")
+            asked = self._asked[what] = _on_a_thread(call)
+            asked.add_done_callback(lambda _: self._asked.pop(what, None))
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                answer: T = await asyncio.shield(asked)
+        except TimeoutError as error:
+            raise StoreError(f"the file system has not answered for {ANSWER_S:g} s ({what})") from error
+        return answer
 
     def known(self) -> dict[str, Store]:
         """The stores that were opened, by root."""
@@ -33,7 +72,9 @@ class Roots:
 
     def store(self, root: str) -> Store:
         """The store at `root`. UsageError where this daemon does not serve it."""
-        path = self.check(root)
+        return self._open(self.check(root))
+
+    def _open(self, path: str) -> Store:
         if path not in self._stores:
             store = PosixStore(path)
             self._stores[path] = store if self._bucket is None else LimitedStore(store, self._bucket)
@@ -81,6 +122,33 @@ class Roots:
         for store in self._stores.values():
             await store.close()
         self._stores.clear()
+
+
+def _on_a_thread(call: Callable[[], T]) -> asyncio.Future[T]:
+    """`call` on a thread of its own, which does not keep the process from ending: no pool is used up by those that hang."""
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[T] = loop.create_future()
+
+    def give(error: BaseException | None, value: T | None) -> None:
+        if answer.done():
+            return
+        if error is None:
+            answer.set_result(value)  # type: ignore[arg-type]  # there is a value where there is no error
+        else:
+            answer.set_exception(error)
+            answer.exception()  # whoever asked may have given up
+
+    def work() -> None:
+        error, value = None, None
+        try:
+            value = call()
+        except BaseException as caught:
+            error = caught
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the daemon has left
+            loop.call_soon_threadsafe(give, error, value)
+
+    threading.Thread(target=work, name="checkpointd-roots", daemon=True).start()
+    return answer
 
 
 def _first_link(path: str) -> str | None:

@@ -41,6 +41,7 @@ async def _serve(config: ServeConfig, on_ready: Callable[[str | None], None]) ->
             url = await beside.enter_async_context(_http(service)) if config.http else None
             caretaker = Caretaker(service.hub)
             service.hub.on_news = caretaker.look_soon
+            service.hub.on_remade = caretaker.remade
             service.beside(caretaker.run())
             beside.push_async_callback(_ended, asyncio.create_task(supervisor.watch()))
             supervisor.tell(f"READY=1\nSTATUS=listening at {config.socket}")

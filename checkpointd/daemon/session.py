@@ -13,33 +13,31 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
-from typing import cast, get_args
+from functools import partial
 
-from checkpointd.codec import Compression
 from checkpointd.commit.machine import FINAL
 from checkpointd.commit.machine import Phase as JobPhase
-from checkpointd.config import CommitConfig, PersistConfig
 from checkpointd.daemon import wire
 from checkpointd.daemon.channel import Channel, Peer, Received
 from checkpointd.daemon.deaths import death_of
 from checkpointd.daemon.hub import Hub, RankRecord
 from checkpointd.daemon.jobs import Job, JobKey
-from checkpointd.daemon.layouts import shard_tensors
+from checkpointd.daemon.layouts import KnownLayouts
 from checkpointd.daemon.memory import Account, SlotMemory
+from checkpointd.daemon.settings import commit_config, persist_config
 from checkpointd.daemon.tier import Kept
 from checkpointd.errors import ERRORS, CheckpointdError, ClosedError, NotFoundError, StagingError, UsageError
 from checkpointd.layout.keys import AttemptId, check_tag
 from checkpointd.layout.manifest import ErrorReport
 from checkpointd.pipeline.attempt import WriterState
-from checkpointd.pipeline.shard import PAGE, AttemptInfo, Shard, ShardTensor, finite
+from checkpointd.pipeline.shard import PAGE, AttemptInfo, Shard, finite
 
 log = logging.getLogger("checkpointd")
 
 OUTBOX = 256
 """Messages that may wait for a client. Progress is left out once a quarter of it is filled."""
-LAYOUTS_KEPT = 4
 SAVES_REMEMBERED = 64
 """Saves that have ended, whose last messages may still be on their way."""
 FRAME_S = 30.0
@@ -61,7 +59,7 @@ class Session:
         self._state: WriterState | None = None
         self._epoch, self._nonce = -1, ""
         self._slots: dict[int, SlotMemory] = {}
-        self._layouts: OrderedDict[int, tuple[int, tuple[ShardTensor, ...]]] = OrderedDict()
+        self._layouts = KnownLayouts(self._account)
         self._saves: dict[int, Job] = {}
         self._over: deque[int] = deque(maxlen=SAVES_REMEMBERED)
         self._shown: dict[int, tuple[int, int, int]] = {}
@@ -213,8 +211,7 @@ class Session:
             raise UsageError("this connection has joined a root already")
         if message.rank >= message.world_size:
             raise UsageError(f"rank {message.rank} does not exist in a world of {message.world_size}")
-        # On a thread: a file system that hangs must not hold the other clients.
-        root = await asyncio.to_thread(self._hub.roots.check, message.root)
+        root = await self._hub.roots.checked(message.root)
         self._record = self._hub.rank(root, message.rank, world_size=message.world_size, pid=self._peer.pid)
         self._record.connections += 1
         await self._hub.roots.trim(self._hub.roots_in_use())
@@ -244,23 +241,15 @@ class Session:
 
     async def _begin(self, message: wire.Begin) -> None:
         record = self._joined()
-        ours = self._hub.config
-        persist = PersistConfig(
-            compression=_compression(message.compression),
-            chunk_bytes=message.chunk_bytes,
-            budget_bytes=max(message.budget_bytes, 1)
-            if ours.budget_bytes is None
-            else min(message.budget_bytes, ours.budget_bytes),
-            encoders=ours.encoders,
-            dedup=message.dedup,
-        )
-        rules = (message.retention or wire.Rules()).checked()
-        commit = CommitConfig(timeout_s=message.commit_timeout_s, retention=rules, on_stale=message.on_stale)
+        persist, commit = persist_config(message, self._hub.config), commit_config(message)
         # Checked again: somebody may have put a link in the root's place since.
-        store = await asyncio.to_thread(self._hub.roots.store, record.root)
+        store = await self._hub.roots.opened(record.root)
         self._state = WriterState(store=store, persist=persist, commit=commit)
-        self._epoch = record.epoch = message.epoch
-        self._nonce = message.nonce
+        self._epoch, self._nonce = message.epoch, message.nonce
+        self._hub.begun(record, message.epoch, message.nonce)
+        kept = self._kept(record)
+        if kept is not None and kept.nonce != message.nonce and kept.order[0] >= message.epoch:
+            self._hub.tier.drop(kept)  # of a root that was removed, and would be newer than all that is saved from here on
 
     def _begun(self) -> WriterState:
         if self._state is None:
@@ -299,9 +288,7 @@ class Session:
 
     def _take_layout(self, message: wire.Layout) -> None:
         self._joined()
-        self._layouts[message.layout] = (message.nbytes, shard_tensors(message))
-        while len(self._layouts) > LAYOUTS_KEPT:
-            self._layouts.popitem(last=False)
+        self._layouts.add(message)
 
     # --- saves ---------------------------------------------------------------------------------------------------
 
@@ -324,7 +311,7 @@ class Session:
             hand=message.hand,
             handed=True,
         )
-        key: JobKey = (record.root, info.tag, str(info.attempt), info.rank)
+        key: JobKey = (record.root, self._nonce, info.tag, str(info.attempt), info.rank)
         ended = self._hub.jobs.ended(key)
         job = self._hub.jobs.live(key)
         if job is None and ended is not None:
@@ -335,6 +322,8 @@ class Session:
             raise UsageError(f"{len(self._saves)} saves of this client are in flight already; wait for one")
         if job is None:
             job = self._new_job(state, record, info, message)
+        elif job.uid != self._peer.uid:
+            raise UsageError(f"{info.prefix} is saved by another user")
         self._saves[message.save] = job
         job.listen((self, message.save), lambda changed: self._tell(message.save, changed))
         self._tell(message.save, job)
@@ -347,7 +336,7 @@ class Session:
         of_rank = sum(job.info.rank == info.rank for job in self._hub.jobs.at(record.root))
         if of_rank >= 2 * config.saves_max or len(self._hub.jobs) >= config.clients_max * config.saves_max:
             raise UsageError(f"{of_rank} saves of rank {info.rank}, {len(self._hub.jobs)} in all, are in flight; wait for one")
-        job = Job(record.root, state, info, left_s=message.left_s, on_change=self._hub.changed)
+        job = Job(record.root, self._nonce, self._peer.uid, state, info, left_s=message.left_s, on_change=self._hub.changed)
         self._hub.jobs.add(job)
         return job
 
@@ -372,12 +361,18 @@ class Session:
         if job.has_snapshot or job.phase in FINAL:  # of an earlier connection, whose memory holds the same
             self._free_unless_used(message.slot, slot)
             return
-        self._layouts.move_to_end(message.layout)
         shard = Shard(
             image=slot.image[:nbytes], tensors=tensors, aliases=message.aliases, excluded=message.excluded, tree=message.tree
         )
-        root, info, nonce, uid = self._joined().root, job.info, self._nonce, self._peer.uid
-        job.announce(slot, shard, message.mark, lambda: self._hub.tier.offer(root, info, slot, shard, nonce=nonce, uid=uid))
+        job.announce(slot, shard, message.mark, partial(self._hold, self._joined(), job, slot, shard))
+
+    def _hold(self, record: RankRecord, job: Job, slot: SlotMemory, shard: Shard) -> None:
+        """A snapshot is whole: hold it for a restart, if a restart would load its checkpoint."""
+        if not job.info.save_latest:
+            return
+        kept = self._hub.tier.offer(record.root, job.info, slot, shard, nonce=job.nonce, uid=job.uid)
+        if kept is not None and not record.connections:
+            self._hub.tier.drop_after(kept, self._hub.config.hold_s)
 
     def _free_unless_used(self, number: int, slot: SlotMemory | None) -> None:
         if slot is not None and not slot.in_use:
@@ -412,7 +407,8 @@ class Session:
         kept = self._kept(record)
         if kept is None or (kept.info.tag, str(kept.info.attempt)) != (message.tag, message.attempt):
             raise NotFoundError(f"no snapshot of {message.tag} ({message.attempt}) is held for rank {record.rank}")
-        kept.slot.use(message)  # also where a newer snapshot takes its place meanwhile
+        user = object()
+        kept.slot.use(user)  # also where a newer snapshot takes its place meanwhile
         try:
             await asyncio.wait({kept.digests})
             if kept.digests.cancelled():
@@ -422,7 +418,7 @@ class Session:
             with contextlib.suppress(ConnectionError):
                 await self._channel.send(kept.as_message(), kept.slot.descriptor)
         finally:
-            kept.slot.leave(message)
+            kept.slot.leave(user)
 
     def _leave(self) -> None:
         """The client ends well: nobody will come back for its snapshot."""
@@ -435,10 +431,3 @@ def clean(text: str) -> str:
     """`text`, which may repeat a client's words, fit for one line of a log: no control characters, not too long."""
     shown = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text[:TEXT_MAX])
     return shown if len(text) <= TEXT_MAX else f"{shown}…"
-
-
-def _compression(name: str) -> Compression:
-    for known in get_args(Compression):
-        if name == known:
-            return cast(Compression, known)
-    raise UsageError(f"compression is {name!r}; this daemon knows {', '.join(get_args(Compression))}")

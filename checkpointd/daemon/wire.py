@@ -38,6 +38,8 @@ DESCRIPTORS_MAX = 1
 METRICS_MAX = 256
 """Metrics that one save may have."""
 
+TENSORS_MAX = 1 << 18
+"""Tensors of one layout: taking in as many holds the daemon's loop for about a second."""
 _Count = Annotated[int, Meta(ge=0, le=1 << 62)]
 _Id = Annotated[int, Meta(ge=0, le=1 << 53)]
 _Seconds = Annotated[float, Meta(ge=0, le=86400 * 31)]
@@ -162,7 +164,7 @@ class Layout(_Message, frozen=True, kw_only=True, tag="layout"):
 
     layout: _Id
     nbytes: _Count
-    tensors: tuple[WireTensor, ...]
+    tensors: Annotated[tuple[WireTensor, ...], Meta(max_length=TENSORS_MAX)]
 
 
 class Save(_Message, frozen=True, kw_only=True, tag="save"):

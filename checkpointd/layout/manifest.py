@@ -62,6 +62,8 @@ class Epoch(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpo
     spares: tuple[str, ...] = ()
     """Attempts of older epochs, each `<tag>/<attempt>`, whose writers go on: while this epoch is the newest, they are not
     fenced, and nobody else decides them."""
+    commit_timeout_s: float = 0.0
+    """How long the ranks of its attempts may take to vote, in seconds; 0 where that was not recorded."""
     writer: Writer
 
 
@@ -270,7 +272,7 @@ def encode(obj: SmallObject) -> bytes:
     return head + digest(data).encode() + tail
 
 
-_LATER = ("spares", "metrics", "kept", "trained", "stale")
+_LATER = ("spares", "commit_timeout_s", "metrics", "kept", "trained", "stale")
 """Keys that were not there at first: left out where they say nothing."""
 
 

@@ -25,7 +25,7 @@ async def newest(store: Store) -> int:
     return max((number for entry in entries if (number := epoch_of(entry.name)) is not None), default=0)
 
 
-async def take(store: Store, world_size: int, spares: Sequence[str] = ()) -> Epoch:
+async def take(store: Store, world_size: int, spares: Sequence[str] = (), *, commit_timeout_s: float = 0.0) -> Epoch:
     """Begin the next epoch, for a job of `world_size` ranks (0: for a recovery without one).
 
     Whoever ran an older one at this root is fenced from here on, but for the attempts `spares` (`<tag>/<attempt>`), whose
@@ -40,6 +40,7 @@ async def take(store: Store, world_size: int, spares: Sequence[str] = ()) -> Epo
             world_size=world_size,
             process=new_writer(),
             spares=tuple(spares),
+            commit_timeout_s=commit_timeout_s,
             writer=writer(),
         )
         if await store.put_if_absent(epoch_key(number), encode(epoch)):

@@ -190,13 +190,13 @@ class Arena:
                 self._free.append(slot)
             self._change.notify()
 
-    def prewarm(self, nbytes: int, *, device: int | None) -> None:
-        """Allocate the first slot with `nbytes` of real memory, unless a slot exists already.
+    def prewarm(self, nbytes: int, *, device: int | None, slots: int = 1) -> None:
+        """Allocate one more slot with `nbytes` of real memory, unless `slots` exist already.
 
         Meant for a background thread. `device`: pin the memory for that CUDA device, None for none.
         """
         with self._change:
-            if self._closed or self._free or self._busy:
+            if self._closed or not self._unmade or len(self._free) + self._busy >= slots:
                 return
             self._unmade -= 1
             self._busy += 1
@@ -207,7 +207,7 @@ class Arena:
                 torch.cuda.set_device(device)  # of this thread: pinning on another would open a context there
                 slot.pin()
         except OSError as error:
-            log.warning("the arena cannot be prewarmed with %d bytes: %s; the first save allocates it", nbytes, error)
+            log.warning("the arena cannot be prewarmed with %d bytes: %s; the save that needs it allocates it", nbytes, error)
             with self._change:
                 self._busy -= 1
                 self._unmade += 1

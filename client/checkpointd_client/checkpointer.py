@@ -101,7 +101,7 @@ class Checkpointer:
         try:
             self._store = open_store(root)
             self._sidecar = self._reach(sidecar, on_sidecar_loss)
-            self._epoch = begin_epoch(self._writer, self._store, self._ranks, self._start_sidecar)
+            self._epoch = begin_epoch(self._writer, self._store, self._ranks, commit, self._start_sidecar)
             self._board = open_board(self._ranks, self._epoch.nonce)
             check_shared(self._writer, self._store, self._ranks, self._board, self._epoch, START_TIMEOUT_S)
             self._begin_sidecar(persist, commit)
@@ -288,13 +288,16 @@ class Checkpointer:
         Raises the error of the last save where it failed and nobody has looked at its handle. After a preemption signal it
         waits no longer than what is left of `grace_s`.
         """
+        self._close(ends_well=True)
+
+    def _close(self, *, ends_well: bool) -> None:
         if self._closed or os.getpid() != self._process:
             return
         self._closed = True
         try:
             self._drain()
         finally:
-            self._release()
+            self._release(ends_well=ends_well)
         last = self._history.last_failed
         error = last.peek() if last is not None and not last.observed else None
         if error is not None:
@@ -311,13 +314,13 @@ class Checkpointer:
     def _grace_left_s(self) -> float | None:
         return self._preemption.grace_left_s() if self._preemption else None
 
-    def _release(self) -> None:
+    def _release(self, *, ends_well: bool) -> None:
         self._step_hook.remove()
         grace_s = self._grace_left_s()
         tidy_s = TIDY_TIMEOUT_S if grace_s is None else min(TIDY_TIMEOUT_S, grace_s)
         if self._preemption is not None:
             self._preemption.close()
-        self._saver.close(tidy_s)
+        self._saver.close(tidy_s, ends_well=ends_well)
         try:
             self._writer.call(self._store.close(), max(tidy_s, _SLICE_S))
         except StoreError as error:
@@ -328,9 +331,9 @@ class Checkpointer:
             self._give_back_root()
 
     def _leave(self) -> None:
-        """The interpreter is leaving without close(): finish what is in flight, and say so where it failed."""
+        """The interpreter is leaving without close(), maybe for an error: finish what is in flight, and say where it failed."""
         try:
-            self.close()
+            self._close(ends_well=False)
         except CheckpointdError as error:
             # A handler may be gone or silent by now, and somebody must hear of this.
             sys.stderr.write(f"checkpointd: the last save failed: {error}\n")
@@ -346,7 +349,7 @@ class Checkpointer:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         try:
-            self.close()
+            self._close(ends_well=kind is None)
         except CheckpointdError:
             if kind is None:
                 raise

@@ -30,7 +30,7 @@ from checkpointd.layout.manifest import ErrorReport
 from checkpointd.pipeline.shard import Shard, ShardTensor
 from checkpointd_client.arena import Slot
 from checkpointd_client.running import Job
-from checkpointd_client.track import LinkLost, NoAnswer, Track
+from checkpointd_client.track import Asked, LinkLost, NoAnswer, Track
 
 log = logging.getLogger("checkpointd")
 T = TypeVar("T")
@@ -56,9 +56,11 @@ class Link:
         """Slots that the daemon was told to read, and has not freed."""
         self._layouts: deque[tuple[int, tuple[ShardTensor, ...]]] = deque(maxlen=_LAYOUTS_KNOWN)
         self._layout_numbers = itertools.count()
-        self._answers: deque[tuple[type, asyncio.Future[Received]]] = deque()
+        self._answers: deque[Asked] = deque()
         self._silent = 0
         """Looks since the daemon last said anything."""
+        self._handing = asyncio.Lock()
+        self._asking = asyncio.Lock()
         self._beside: set[asyncio.Task[None]] = set()
         self._pinging: asyncio.Task[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -118,21 +120,21 @@ class Link:
             track.lost(self.error)
         # Not those that ended just before: nobody will come for their slots.
         working = {id(track.job) for track in self._saves.values() if track.ended.exception() is not None}
-        for _, answer in self._answers:
-            if not answer.done():
-                answer.set_exception(self.error)
+        for asked in self._answers:
+            asked.refuse(self.error)
         for job in self._read.values():
             _mark_lost(job)
             if id(job) not in working:
                 self._freed(job)
         self._read.clear()
 
-    async def close(self) -> None:
-        """Say that this trainer ends well, and hang up."""
+    async def close(self, *, ends_well: bool) -> None:
+        """Say so where this trainer `ends_well`, and hang up."""
         if self.error is None:
             try:
                 async with asyncio.timeout(GOODBYE_S):
-                    await self._send(wire.Leave())
+                    if ends_well:
+                        await self._send(wire.Leave())
                     await self._ask(wire.Look(), wire.Joined)  # heard, that is: nothing is lost in the buffer
             except (SidecarError, TimeoutError):
                 pass
@@ -214,12 +216,12 @@ class Link:
             self._spawn(job.free_when_copied())
 
     def _answered(self, received: Received) -> None:
-        if not self._answers or not isinstance(received.message, self._answers[0][0]):
+        if not self._answers or not isinstance(received.message, self._answers[0].kind):
             _close(received.descriptor)
             raise SidecarError(f"the sidecar sent a {type(received.message).__name__} that nobody asked for")
-        _, answer = self._answers.popleft()
+        answer = self._answers.popleft().answer
         if answer.done():
-            _close(received.descriptor)  # whoever asked has given up
+            _close(received.descriptor)  # whoever asked has given up, or was refused what went before
         else:
             answer.set_result(received)
 
@@ -229,9 +231,10 @@ class Link:
             self._save_refused(self._saves.get(message.save), LinkLost(str(error)))
             return
         if self._answers:
-            _, answer = self._answers.popleft()
-            if not answer.done():
-                answer.set_exception(error)
+            asked = self._answers[0]
+            if not asked.closes_handing:  # else what came before it is refused, and its own answer still comes
+                self._answers.popleft()
+            asked.refuse(error)
             return
         self.lose(str(error))
 
@@ -266,9 +269,11 @@ class Link:
 
     async def _ask(self, message: wire.Message, kind: type[T]) -> tuple[T, int | None]:
         """Send `message`; the answer of type `kind` and the descriptor that came with it. SidecarError where it is refused."""
-        answer: asyncio.Future[Received] = asyncio.get_running_loop().create_future()
-        self._answers.append((kind, answer))
-        await self._send(message)
+        asked = Asked(kind)
+        async with self._asking:  # answers come in the order of the questions
+            self._answers.append(asked)
+            await self._send(message)
+        answer = asked.answer
         try:
             received = await answer
         except asyncio.CancelledError:
@@ -317,6 +322,7 @@ class Link:
         self, job: Job, *, hand: int, left_s: float, on_phase: Callable[[Phase, CheckpointdError | None], None]
     ) -> None:
         """Hand `job` over and follow it to its end. LinkLost where the daemon is lost before it said how it ended."""
+        await self._hand_over(job)
         number, track = next(self._numbers), Track(job, on_phase)
         self._saves[number] = track
         job.save.voting = track
@@ -353,8 +359,7 @@ class Link:
         """Tell all about the snapshot that is being taken: from here on it outlives this process as soon as it is whole."""
         if job.lease is not None and job.shard is not None:
             slot, shard = job.lease.slot, job.shard
-            await self._hand_over(slot)
-            layout = await self._layout(shard)
+            layout = await self._layout(shard)  # known by now, unless many others have come meanwhile
             self._read[slot.number] = job
             announced = wire.Announced(
                 save=number,
@@ -373,10 +378,19 @@ class Link:
         await self._send(wire.Staged(save=number, held_s=max(0.0, (timings.call_s or 0.0) + timings.fence_s)))
         job.save.handle.advance(Phase.STAGED)
 
-    async def _hand_over(self, slot: Slot) -> None:
-        if slot.number not in self._slots:
-            self._slots[slot.number] = slot
-            await self._send(wire.Slot(slot=slot.number, nbytes=slot.nbytes), slot.fd)
+    async def _hand_over(self, job: Job) -> None:
+        """Give the daemon the slot and the layout of `job` where it has them not. SidecarError where it refuses one.
+
+        Before the save, so that a daemon that has no room has begun nothing: whoever persists it then is the first to vote.
+        """
+        if job.lease is None or job.shard is None:
+            return
+        slot = job.lease.slot
+        async with self._handing:
+            if slot.number not in self._slots:
+                await self._hand(wire.Slot(slot=slot.number, nbytes=slot.nbytes), slot.fd)
+                self._slots[slot.number] = slot
+            await self._layout(job.shard)
 
     async def _layout(self, shard: Shard) -> int:
         """The number of the shard's layout, which the daemon is told once."""
@@ -386,9 +400,18 @@ class Link:
                 self._layouts.append(known)  # the daemon, too, forgets first what was not used for longest
                 return known[0]
         number = next(self._layout_numbers)
-        await self._send(wire.Layout(layout=number, nbytes=len(shard.image), tensors=wire_tensors(shard.tensors)))
+        await self._hand(wire.Layout(layout=number, nbytes=len(shard.image), tensors=wire_tensors(shard.tensors)))
         self._layouts.append((number, shard.tensors))
         return number
+
+    async def _hand(self, message: wire.Message, descriptor: int | None = None) -> None:
+        """Send what is answered only where it is refused, and return when it was taken."""
+        asked = Asked(wire.Joined, closes_handing=True)
+        async with self._asking:
+            self._answers.append(asked)
+            await self._send(message, descriptor)
+            await self._send(wire.Look())
+        await asked.answer
 
     def drop_slot(self, number: int) -> None:
         """The arena has replaced a slot."""

@@ -220,7 +220,8 @@ class Loader:
         As long as this node's shards are being written; then the votes of other nodes have FLIGHT_S to come, since a node that
         died with its sidecar will never vote.
         """
-        until, pause = time.monotonic() + self.timeout_s, threading.Event()
+        # Half of the time-out: the other ranks wait that long for what rank 0 chooses.
+        until, pause = time.monotonic() + self.timeout_s / 2, threading.Event()
         flights: tuple[InFlight, ...] = ()
         while time.monotonic() < until:
             flights = self.writer.call(sidecar.in_flight(), self.timeout_s)

@@ -77,7 +77,7 @@ class Runner(Protocol):
 
     async def run(self, job: Job) -> None: ...
 
-    async def close(self) -> None: ...
+    async def close(self, *, ends_well: bool) -> None: ...
 
 
 class Endings:
@@ -147,5 +147,5 @@ class InlineRunner:
         info = replace(job.info, hand=hand, handed=True)
         await asyncio.gather(self.take(replace(job, staged=refused, lease=None), info, left_s=left_s), job.free_when_copied())
 
-    async def close(self) -> None:
+    async def close(self, *, ends_well: bool) -> None:
         """Nothing is open here."""

@@ -111,6 +111,7 @@ class Saver:
         self._saves_of_tag: Counter[str] = Counter()
         self._saves = 0
         self._prewarming: threading.Thread | None = None
+        self._has_prewarmed_another = False
 
     @property
     def latest(self) -> str | None:
@@ -139,6 +140,7 @@ class Saver:
             job = replace(job, lease=Lease(slot, self._arena), shard=shard)
         self._submit(job)
         if self._handed:
+            self._prewarm_another(job)
             job.announced.wait(ANNOUNCE_S)
         job.save.handle.timings.call_s = time.perf_counter() - began
         return job.save.handle
@@ -242,13 +244,25 @@ class Saver:
         if self._saves or self._prewarming is not None:
             return
         nbytes = expected_bytes(state)
-        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-        if nbytes == 0:
+        if nbytes:
+            self._begin_prewarming(nbytes, slots=1, device=_current_device())
+
+    def _prewarm_another(self, job: Job) -> None:
+        """A sidecar keeps the newest snapshot where it is, so the save after the first takes another slot: have it ready."""
+        if self._has_prewarmed_another or job.shard is None:
             return
-        self._prewarming = threading.Thread(
-            target=self._arena.prewarm, args=(nbytes,), kwargs={"device": device}, name="checkpointd-prewarm", daemon=True
+        nbytes = len(job.shard.image)
+        self._has_prewarmed_another = True
+        device = _current_device()  # of this thread, not of the one that takes the snapshot
+        job.staged.add_done_callback(lambda _: self._begin_prewarming(nbytes, slots=2, device=device))
+
+    def _begin_prewarming(self, nbytes: int, *, slots: int, device: int | None) -> None:
+        options = {"device": device, "slots": slots}
+        thread = threading.Thread(
+            target=self._arena.prewarm, args=(nbytes,), kwargs=options, name="checkpointd-prewarm", daemon=True
         )
-        self._prewarming.start()
+        thread.start()
+        self._prewarming = thread
 
     def abandon(self, why: str) -> None:
         """End the handles of the saves in flight: nobody will follow them any more."""
@@ -258,8 +272,8 @@ class Saver:
             )
             self.history.end(save, Phase.FAILED)
 
-    def close(self, tidy_s: float) -> None:
-        """End the background threads, within about `tidy_s` seconds.
+    def close(self, tidy_s: float, *, ends_well: bool) -> None:
+        """End the background threads, within about `tidy_s` seconds; `ends_well` is the sidecar's to know.
 
         Handles end at the outcome; moving `latest` and tidying up may take a moment more.
         """
@@ -268,6 +282,10 @@ class Saver:
             self._prewarming.join(tidy_s)
         wait(set(self._running), tidy_s)
         try:
-            self._writer.call(self._runner.close(), tidy_s)
+            self._writer.call(self._runner.close(ends_well=ends_well), tidy_s)
         except CheckpointdError as error:
             log.warning("the sidecar was not told that this trainer ends: %s", error)
+
+
+def _current_device() -> int | None:
+    return torch.cuda.current_device() if torch.cuda.is_initialized() else None

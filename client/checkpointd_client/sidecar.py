@@ -140,10 +140,11 @@ class Sidecar:
         if self._link is not None:
             self._link.drop_slot(number)
 
-    async def close(self) -> None:
+    async def close(self, *, ends_well: bool) -> None:
+        """Hang up. A trainer that `ends_well` has its snapshot let go; otherwise the sidecar holds it for the next one."""
         self._closed = True
         if self._link is not None:
-            await self._link.close()
+            await self._link.close(ends_well=ends_well)
 
 
 class SidecarRunner:
@@ -215,5 +216,5 @@ class SidecarRunner:
     def _left_s(self, job: Job) -> float:
         return job.left_s(self._commit.timeout_s)
 
-    async def close(self) -> None:
-        await self._sidecar.close()
+    async def close(self, *, ends_well: bool) -> None:
+        await self._sidecar.close(ends_well=ends_well)

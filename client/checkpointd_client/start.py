@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from checkpointd.config import Ranks
+from checkpointd.config import CommitConfig, Ranks
 from checkpointd.errors import CheckpointdError, NotFoundError, RootNotSharedError, SidecarError, StoreFullError
 from checkpointd.layout.keys import epoch_key
 from checkpointd.pipeline import ballast, catalog, epochs
@@ -36,14 +36,16 @@ class Begun:
     latest: str | None
 
 
-def begin_epoch(writer: Writer, store: Store, ranks: Ranks, spares: Callable[[], tuple[str, ...]] = tuple) -> Begun:
+def begin_epoch(
+    writer: Writer, store: Store, ranks: Ranks, commit: CommitConfig, spares: Callable[[], tuple[str, ...]] = tuple
+) -> Begun:
     """On rank 0: take the next epoch, recover what older ones left; on every rank: learn its number and nonce.
 
     `spares`, called on rank 0: attempts of older epochs ("tag/attempt") that its sidecar still works at, and may still commit.
     """
 
     def begin() -> dict[str, object]:
-        begun = writer.call(_begin(store, ranks.world_size, spares()), RECOVERY_TIMEOUT_S)
+        begun = writer.call(_begin(store, ranks.world_size, commit, spares()), RECOVERY_TIMEOUT_S)
         return {"number": begun.number, "nonce": begun.nonce, "latest": begun.latest}
 
     heard = broadcast_from_coordinator(ranks, begin)
@@ -51,16 +53,16 @@ def begin_epoch(writer: Writer, store: Store, ranks: Ranks, spares: Callable[[],
     return Begun(int(str(heard["number"])), str(heard["nonce"]), None if latest is None else str(latest))
 
 
-async def _begin(store: Store, world_size: int, spares: tuple[str, ...]) -> Begun:
+async def _begin(store: Store, world_size: int, commit: CommitConfig, spares: tuple[str, ...]) -> Begun:
     before = await epochs.newest(store)
     if before:
         await _say_who_is_fenced(store, before)
     try:
-        epoch = await epochs.take(store, world_size, spares)
+        epoch = await epochs.take(store, world_size, spares, commit_timeout_s=commit.timeout_s)
     except StoreFullError as error:
         log.error("%s; dropping the ballast to make room for a start", error)
         await ballast.drop(store)
-        epoch = await epochs.take(store, world_size, spares)
+        epoch = await epochs.take(store, world_size, spares, commit_timeout_s=commit.timeout_s)
     await recover(store, epoch.epoch, spares)
     await ballast.take_aboard(store)
     try:

@@ -1,4 +1,4 @@
-"""One save on a link to the sidecar, and how a link ends."""
+"""What a link to the sidecar keeps: its saves, its questions, and how it ends."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from checkpointd.commit.machine import FINAL, Phase
 from checkpointd.daemon import wire
+from checkpointd.daemon.channel import Received
 from checkpointd.errors import ERRORS, AbortedError, CheckpointdError, SidecarError
 from checkpointd.layout.manifest import ErrorReport
 from checkpointd.pipeline.shard import Progress
@@ -19,6 +20,19 @@ class LinkLost(SidecarError):
 
 class NoAnswer(LinkLost):
     """Somebody holds the socket, and says nothing: asking costs the whole patience each time."""
+
+
+class Asked:
+    """A question to the daemon. One that `closes_handing` follows what is answered only where it is refused."""
+
+    def __init__(self, kind: type, *, closes_handing: bool = False) -> None:
+        self.kind, self.closes_handing = kind, closes_handing
+        self.answer: asyncio.Future[Received] = asyncio.get_running_loop().create_future()
+
+    def refuse(self, error: CheckpointdError) -> None:
+        if not self.answer.done():
+            self.answer.set_exception(error)
+            self.answer.exception()  # whoever asked hears it; they may have given up
 
 
 class Track:

@@ -196,6 +196,12 @@ def test_the_snapshot_of_a_root_that_was_removed_is_not_loaded(tmp_path: Path, d
     with Job(folder=tmp_path) as job:
         job.open(root, sidecar=str(daemon.socket))
         assert job.load() == [None, None]
+        job.must_commit(1)  # the same step, tag and attempt as of the root that was removed
+        assert _latest(root) == "global_step1"
+        _killed(job)
+    with Job(folder=tmp_path) as job:
+        job.open(root)
+        job.must_load(1)
 
 
 def test_a_sidecar_killed_in_the_middle_of_a_save_costs_nothing(tmp_path: Path, slow: Daemon) -> None:
@@ -275,3 +281,12 @@ def test_a_sidecar_that_does_not_serve_the_root_says_so_on_every_rank(tmp_path: 
         arguments = {**job.opening(tmp_path / "root"), "sidecar": str(daemon.socket)}
         for error in job.errors_of("open", **arguments):
             assert "does not serve" in error.message
+
+
+def test_what_does_not_fit_into_the_sidecar_is_persisted_by_the_trainers(tmp_path: Path) -> None:
+    with Daemon(tmp_path, "--memory-mib", "4") as small, Job(folder=tmp_path, nbytes=8 * MIB) as job:
+        job.open(tmp_path / "root", sidecar=str(small.socket))
+        for step in (1, 2, 3):
+            job.must_commit(step)
+        assert "bytes are in use" in job.ranks[0].logged("ERROR")
+        job.must_load(3)

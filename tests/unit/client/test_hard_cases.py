@@ -264,7 +264,7 @@ def test_replaced_slots_give_their_memory_back(tmp_path: Path) -> None:
         for size in (64, 128, 192, 256, 320):
             ckpt.save(size, _state(1.0, size)).wait()
             ckpt.wait()
-        ckpt._saver.close(10.0)
+        ckpt._saver.close(10.0, ends_well=True)
         gc.collect()
         assert mapped() <= 2
 

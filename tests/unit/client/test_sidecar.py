@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import threading
@@ -236,7 +237,9 @@ def test_slots_that_the_sidecar_was_not_reading_are_used_on_when_it_is_lost(tmp_
         ckpt.save(1, _state(1.0)).wait(LIMIT_S)
         puppet.hang_up()
         ckpt.save(2, _state(2.0)).wait(LIMIT_S)
-        assert {message.slot for message in announced} == {announced[0].slot}
+        _until(lambda: ckpt._arena._busy == 0)
+        assert len(announced) == 2
+        assert {message.slot for message in announced} <= {slot.number for slot in ckpt._arena._free}
 
 
 def test_a_slot_that_was_lost_is_taken_from_the_next_sidecar_as_well(tmp_path: Path, puppet: Puppet) -> None:
@@ -288,3 +291,45 @@ def test_who_is_turned_away_before_a_word_hears_why(tmp_path: Path, puppet: Pupp
     monkeypatch.setattr(Channel, "send", late)
     with pytest.raises(SidecarError, match="refused: user 7 may not"):
         Checkpointer(tmp_path / "root", sidecar=puppet.path)
+
+
+def test_the_slot_of_the_second_save_is_made_ready_after_the_first(tmp_path: Path, puppet: Puppet) -> None:
+    """The sidecar keeps the first one's snapshot where it is."""
+    with Checkpointer(tmp_path / "root", sidecar=puppet.path) as ckpt:
+        handle = ckpt.save(1, _state(1.0))
+        save = puppet.expect(wire.Save)
+        puppet.expect(wire.Staged)
+        _until(lambda: ckpt._arena.allocated_bytes >= 64 * 64 * 4)
+        assert ckpt._arena._unmade == 0
+        puppet.say(wire.Phase(save=save.save, phase=COMMITTED))
+        assert handle.wait(LIMIT_S).phase == COMMITTED
+
+
+@pytest.mark.parametrize("what", [wire.Slot, wire.Layout])
+def test_a_snapshot_that_the_sidecar_has_no_room_for_is_persisted_here(tmp_path: Path, puppet: Puppet, what: type) -> None:
+    """It is told of the save only when it has taken slot and layout: it never votes on what it cannot read."""
+    said: list[wire.Message] = []
+
+    def refuse(message: wire.Message) -> wire.Message | None:
+        said.append(message)
+        if isinstance(message, what):
+            return wire.Refused(error=ErrorReport(code="UsageError", message="no room"), save=None)
+        return well_behaved(message)
+
+    puppet.reply = refuse
+    with Checkpointer(tmp_path / "root", sidecar=puppet.path) as ckpt:
+        for step in range(3):
+            assert ckpt.save(step, _state(float(step))).wait(LIMIT_S).phase == COMMITTED
+        assert ckpt._arena._busy == 0
+    assert puppet.connections == 1
+    assert not [message for message in said if isinstance(message, wire.Save)]
+    assert [_loaded(tmp_path / "root", step) for step in range(3)] == [0.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize("well", [True, False])
+def test_only_a_trainer_that_ends_well_lets_its_snapshot_go(tmp_path: Path, puppet: Puppet, well: bool) -> None:
+    """After an error somebody starts it again."""
+    with contextlib.suppress(ZeroDivisionError), Checkpointer(tmp_path / "root", sidecar=puppet.path):
+        if not well:
+            raise ZeroDivisionError
+    assert any(isinstance(message, wire.Leave) for message in puppet.heard()) == well

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from checkpointd.config import LoadConfig, ServeConfig
+from checkpointd.daemon import caretaker as caretaker_module
+from checkpointd.daemon import roots as roots_module
 from checkpointd.daemon.caretaker import Care, Caretaker
 from checkpointd.daemon.doubts import Doubts
 from checkpointd.daemon.hub import Hub, Look
 from checkpointd.daemon.looks import CHECKPOINTS_MAX, Looker
 from checkpointd.errors import StoreError
+from checkpointd.layout.keys import epoch_key
+from checkpointd.layout.manifest import encode
 from checkpointd.pipeline import catalog, epochs
 from checkpointd.pipeline.verify import verify
 from checkpointd.store import writers
@@ -294,6 +300,18 @@ async def test_k2_until_the_grace_is_over_a_dead_jobs_attempt_is_watched(hub: Hu
 
 
 @pytest.mark.usefixtures("dead_job")
+async def test_k2_ranks_that_had_longer_to_vote_are_waited_for_longer(hub: Hub, root: Path, store: Store) -> None:
+    await leave_in_doubt(store, voting=(0,))
+    record = await epochs.read(store, 1)
+    await store.put(epoch_key(1), encode(msgspec.structs.replace(record, commit_timeout_s=NEVER_S)))
+    await look(hub, root)
+    assert await state(store) == "in-doubt"
+    await store.put(epoch_key(1), encode(record))
+    await look(hub, root)
+    assert await state(store) == "aborted"
+
+
+@pytest.mark.usefixtures("dead_job")
 async def test_k2_the_grace_begins_anew_with_every_change(store: Store) -> None:
     save, doubts = await leave_in_doubt(store, voting=(0,), world_size=3), Doubts(grace_s=600.0, patience_s=5.0)
 
@@ -349,6 +367,7 @@ async def test_it_looks_after_roots_on_disk_and_after_each_commit(hub: Hub, root
     await until(lambda: hub.looks[str(root)].latest == "global_step2")
     new = hub.roots.store(str(tmp_path / "joined"))
     await save_checkpoint(new, tag="global_step3")
+    hub.rank(str(tmp_path / "joined"), 0, world_size=1, pid=1)
     caretaker.look_soon(str(tmp_path / "joined"))
     await until(lambda: str(tmp_path / "joined") in hub.looks)
     await ended(running)
@@ -361,7 +380,6 @@ async def test_a_root_that_is_gone_is_looked_after_no_longer(
     caretaker = Caretaker(hub, AT_ONCE)
     running = asyncio.create_task(caretaker.run())
     await until(lambda: str(root) in hub.looks)
-    monkeypatch.setattr(hub, "known_roots", list)
     monkeypatch.setattr(hub.roots, "found", list)
     caretaker.look_soon("/a/root/that/nobody/knows")
     await until(lambda: not hub.looks)
@@ -373,6 +391,7 @@ async def test_a_root_that_hangs_keeps_no_other_one_waiting(
 ) -> None:
     await save_checkpoint(store)
     hanging = hub.roots.store(str(tmp_path / "hanging"))
+    hub.rank(str(tmp_path / "hanging"), 0, world_size=1, pid=1)
     listing = PosixStore.list
 
     async def hang(self: PosixStore, prefix: str) -> object:
@@ -384,3 +403,63 @@ async def test_a_root_that_hangs_keeps_no_other_one_waiting(
     assert hub.looks[str(root)].latest == TAG
     await ended(running)
     assert str(tmp_path / "hanging") not in hub.looks
+
+
+async def test_a_file_system_that_hangs_keeps_no_other_root_waiting(
+    hub: Hub, root: Path, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R1: not even a look at the path answers; one thread waits for it, however often it is asked."""
+    await save_checkpoint(store)
+    hanging, never, asked = str(tmp_path / "hanging"), threading.Event(), []
+    check = hub.roots.check
+
+    def hang(path: str) -> str:
+        if path == hanging:
+            asked.append(path)
+            never.wait()
+        return check(path)
+
+    monkeypatch.setattr(hub.roots, "check", hang)
+    monkeypatch.setattr(roots_module, "ANSWER_S", 0.5)
+    hub.rank(str(root), 0, world_size=1, pid=1)
+    hub.rank(hanging, 0, world_size=1, pid=1)
+    running = asyncio.create_task(Caretaker(hub, AT_ONCE).run())
+    await until(lambda: hub.looks.keys() >= {str(root), hanging})
+    assert hub.looks[str(root)].latest == TAG
+    problem = hub.looks[hanging].problem
+    assert problem is not None
+    assert "has not answered for" in problem.message
+    with pytest.raises(StoreError, match="has not answered"):
+        await hub.roots.opened(hanging)
+    assert len(asked) == 1
+    await ended(running)
+    never.set()
+
+
+async def test_roots_in_use_are_looked_after_however_many_lie_on_disk(
+    hub: Hub, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(caretaker_module, "ROOTS_MAX", 2)
+    for name in ("a", "b", "c"):
+        async with PosixStore(tmp_path / name) as old:
+            await save_checkpoint(old)
+    caretaker = Caretaker(hub, AT_ONCE)
+    hub.on_news = caretaker.look_soon
+    running = asyncio.create_task(caretaker.run())
+    await until(lambda: len(hub.looks) == 2)
+    used = str(tmp_path / "zz")
+    async with PosixStore(used) as store:
+        await save_checkpoint(store)
+    hub.rank(used, 0, world_size=1, pid=1).connections += 1
+    await until(lambda: used in hub.looks)
+    assert len(hub.looks) == 2
+    await ended(running)
+
+
+async def test_what_was_seen_of_a_root_that_was_removed_is_forgotten(hub: Hub, root: Path, store: Store) -> None:
+    await save_checkpoint(store)
+    caretaker = Caretaker(hub, AT_ONCE)
+    await caretaker.look(str(root))
+    assert caretaker._roots[str(root)].looker._decided
+    caretaker.remade(str(root))
+    assert not caretaker._roots[str(root)].looker._decided

@@ -116,7 +116,7 @@ def test_more_than_there_is_room_for(memory: Memory) -> None:
     owner = Owner()
     slots = [mapped(memory, owner) for _ in range(4)]
     assert memory.account.used == 4 * len(CONTENT)
-    refused(memory, sealed_memfd(CONTENT), len(CONTENT), "does not fit: 32768 of 32768 bytes are in use")
+    refused(memory, sealed_memfd(CONTENT), len(CONTENT), "do not fit: 32768 of 32768 bytes are in use")
     slots.pop().disown(owner)
     slots.append(mapped(memory, owner))
     for slot in slots:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
+import shutil
 import socket
 import sys
 from pathlib import Path
@@ -16,11 +18,12 @@ from checkpointd.commit.machine import Phase
 from checkpointd.daemon import session as session_module
 from checkpointd.daemon import wire
 from checkpointd.daemon.layouts import wire_tensors
+from checkpointd.layout.boxes import Box
 from checkpointd.layout.keys import AttemptId
 from checkpointd.layout.manifest import ErrorReport
 from checkpointd.pipeline import catalog
 from checkpointd.store.posix import PosixStore
-from tests.builders import HeldPersist, load_arrays, make_shard, plan_save, rank_arrays
+from tests.builders import HeldPersist, begin_epoch, load_arrays, make_shard, plan_save, rank_arrays
 from tests.unit.daemon.conftest import (
     Daemon,
     RawClient,
@@ -374,6 +377,7 @@ async def test_an_attempt_that_is_over_before_the_snapshot_is_whole(daemon: Daem
 
 async def test_nothing_stays_mapped_or_open_after_the_last_client(tmp_path: Path, store: PosixStore, root: Path) -> None:
     """E2, J4: what is remembered of ended saves, failed ones too, keeps no memory."""
+    gc.collect()  # what other tests left
     maps = slots_mapped()
     async with serving(root.parent, hold_s=0.0) as daemon:
         before = open_descriptors()
@@ -392,7 +396,7 @@ async def test_nothing_stays_mapped_or_open_after_the_last_client(tmp_path: Path
         assert len(phases) == 4
         assert phases.count("committed") == 3
         assert daemon.hub.account.used == 0
-        assert slots_mapped() == maps
+        assert slots_mapped() <= maps
         assert {one for one in open_descriptors() if "memfd" in one or "socket" in one} <= before
 
 
@@ -479,7 +483,7 @@ async def test_more_memory_than_a_client_or_all_of_them_may_have(root: Path) -> 
         await second.join(root, 1, 2)
         for number in range(3):
             await first.slot(number, SHARD)
-        assert "does not fit" in (await first.refused()).message
+        assert "do not fit" in (await first.refused()).message
         await second.slot(0, SHARD)
         await second.slot(1, SHARD)
         assert f"{3 * SIZE} of {3 * SIZE} bytes are in use" in (await second.refused()).message
@@ -710,9 +714,9 @@ async def test_a_client_that_does_not_read_is_left(daemon: Daemon, root: Path, c
     assert sum("does not read" in record.getMessage() for record in caplog.records) == 1
 
 
-def slots_open() -> list[str]:
-    """The snapshots that this process has open: what else it has comes and goes with the store."""
-    return sorted(name for name in open_descriptors() if "/memfd:" in name)
+def slots_open() -> int:
+    """How many snapshots this process has open: what else it has comes and goes with the store."""
+    return sum("/memfd:" in name for name in open_descriptors())
 
 
 async def test_a_client_that_asks_for_its_snapshot_again_and_again_and_does_not_read(
@@ -728,7 +732,7 @@ async def test_a_client_that_asks_for_its_snapshot_again_and_again_and_does_not_
     questions = asyncio.create_task(ask_for_ever(client, wire.Fetch(tag="global_step1", attempt="00000001-0")))
     await until(lambda: bool(client.channel._waits))  # the daemon reads no more of them
     await answered(other)
-    assert slots_open() == before
+    assert slots_open() <= before
     questions.cancel()
     client.close()
     await until(lambda: daemon.hub.clients == 1)
@@ -925,3 +929,110 @@ async def test_attempts_have_names_of_their_own(daemon: Daemon, store: PosixStor
     await client.whole_save(1, SHARD, slot=0, tag="t")
     await client.whole_save(2, SHARD, slot=1, tag="t", attempt=str(AttemptId(1, 1)), n=2)
     assert (await client.outcome(1)).phase == (await client.outcome(2)).phase == "committed"
+
+
+async def test_a_root_that_was_removed_and_made_again_has_saves_of_its_own(
+    daemon: Daemon, store: PosixStore, root: Path
+) -> None:
+    """J1: its first epoch is 1 again, and so are its attempts; what was saved there before says nothing of them."""
+    before = await daemon.client()
+    await before.ready(root, SHARD)
+    await before.whole_save(1, SHARD)
+    assert (await before.outcome(1)).phase == "committed"
+    before.close()
+    await until(lambda: daemon.hub.clients == 0)
+    remade: list[str] = []
+    daemon.hub.on_remade = remade.append
+    shutil.rmtree(root)
+    async with PosixStore(root) as again:
+        await begin_epoch(again, 1)
+        after = await daemon.client()
+        joined = await after.join(root)
+        assert [held.nonce for held in joined.held] == ["n1"]
+        await after.begin(1, nonce="n2")
+        other = shard_of(5)
+        await after.slot(0, other)
+        await after.layout(0, other)
+        await after.whole_save(1, other)
+        assert (await after.outcome(1)).phase == "committed"
+        assert remade == [str(root)]
+        assert await load_arrays(again, "global_step1", 0) == expected(5)
+        await after.send(wire.Look())
+        assert [held.nonce for held in (await after.next(wire.Joined)).held] == ["n2"]
+
+
+async def test_what_a_restart_would_not_load_from_the_store_is_not_held(daemon: Daemon, store: PosixStore, root: Path) -> None:
+    """A checkpoint beside the way, as of an average of the weights, does not move `latest`, and must not be resumed from."""
+    client = await daemon.client()
+    await client.ready(root, SHARD)
+    await client.slot(1, SHARD)
+    await client.whole_save(1, SHARD)
+    await client.outcome(1)
+    await client.whole_save(2, SHARD, slot=1, save_latest=False)
+    await client.outcome(2)
+    await client.send(wire.Look())
+    assert [held.step for held in (await client.next(wire.Joined)).held] == [1]
+
+
+async def test_a_snapshot_that_is_whole_by_its_mark_alone_is_not_held_for_ever(root: Path, store: PosixStore) -> None:
+    """Its trainer's connection ended before the daemon knew that it was whole."""
+    async with serving(root.parent, hold_s=0.0) as daemon:
+        client = await daemon.client()
+        await client.ready(root, SHARD)
+        await client.save(1)
+        await client.announced(1, SHARD, mark=7)
+        await answered(client)
+        [job] = daemon.hub.jobs.all()
+        daemon.service._deaths.clear()
+        client.close()
+        await until(lambda: daemon.hub.clients == 0)
+        job.staged()
+        await until(lambda: not list(daemon.hub.tier))
+
+
+async def test_a_save_of_another_user_is_not_joined(daemon: Daemon, store: PosixStore, root: Path) -> None:
+    client = await daemon.client()
+    await client.ready(root, SHARD)
+    await client.save(1)
+    await answered(client)
+    [job] = daemon.hub.jobs.all()
+    job.uid += 1
+    other = await daemon.client()
+    await other.join(root)
+    await other.begin(1)
+    await other.save(1)
+    assert "is saved by another user" in (await other.refused()).message
+    job.uid -= 1
+    await client.staged(1, SHARD)
+    assert (await client.outcome(1)).phase == "committed"
+
+
+async def test_two_fetches_of_one_snapshot_hold_it_each(daemon: Daemon, store: PosixStore, root: Path) -> None:
+    client = await daemon.client()
+    await client.ready(root, SHARD)
+    await client.whole_save(1, SHARD)
+    await client.outcome(1)
+    [kept] = list(daemon.hub.tier)
+    digests = kept.digests
+    await asyncio.wait({digests})
+    kept.digests = asyncio.get_running_loop().create_future()
+    for asking in (client, await daemon.client()):
+        if asking is not client:
+            await asking.join(root)
+        await asking.send(wire.Fetch(tag="global_step1", attempt="00000001-0"))
+    await until(lambda: len(kept.slot._users) == 3)
+    kept.digests.set_result(digests.result())
+    await client.next(wire.Snapshot)
+
+
+async def test_a_client_has_room_for_only_so_many_tensors(root: Path) -> None:
+    """Y3"""
+    async with serving(root.parent, client_bytes_max=1 << 16) as daemon:
+        client = await daemon.client()
+        await client.join(root)
+        tensors = tuple(wire.WireTensor(f"t{i}", "uint8", (0,), Box((0,), (0,)), "rank", 0) for i in range(50))
+        for number in range(8):  # those that are forgotten count no more
+            await client.send(wire.Layout(layout=number % 2, nbytes=4096, tensors=tensors[: 10 + number]))
+        await answered(client)
+        await client.send(wire.Layout(layout=3, nbytes=4096, tensors=tensors))
+        assert "bytes are in use" in (await client.refused()).message

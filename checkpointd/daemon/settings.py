@@ -1,0 +1,35 @@
+"""How the saves of one epoch are persisted: what the client asks for, within what this daemon allows."""
+
+from __future__ import annotations
+
+from typing import cast, get_args
+
+from checkpointd.codec import Compression
+from checkpointd.config import CommitConfig, PersistConfig, ServeConfig
+from checkpointd.daemon import wire
+from checkpointd.errors import UsageError
+
+
+def persist_config(asked: wire.Begin, ours: ServeConfig) -> PersistConfig:
+    """UsageError for what cannot be."""
+    bounded = ours.budget_bytes is not None
+    return PersistConfig(
+        compression=_compression(asked.compression),
+        chunk_bytes=asked.chunk_bytes,
+        budget_bytes=min(asked.budget_bytes, ours.budget_bytes or 0) if bounded else max(asked.budget_bytes, 1),
+        encoders=ours.encoders,
+        dedup=asked.dedup,
+    )
+
+
+def commit_config(asked: wire.Begin) -> CommitConfig:
+    """UsageError for what cannot be."""
+    rules = (asked.retention or wire.Rules()).checked()
+    return CommitConfig(timeout_s=asked.commit_timeout_s, retention=rules, on_stale=asked.on_stale)
+
+
+def _compression(name: str) -> Compression:
+    for known in get_args(Compression):
+        if name == known:
+            return cast(Compression, known)
+    raise UsageError(f"compression is {name!r}; this daemon knows {', '.join(get_args(Compression))}")
