@@ -26,7 +26,7 @@ from checkpointd.daemon.hub import Hub, RankRecord
 from checkpointd.daemon.jobs import Job, JobKey
 from checkpointd.daemon.layouts import KnownLayouts
 from checkpointd.daemon.memory import Account, SlotMemory
-from checkpointd.daemon.settings import settings
+from checkpointd.daemon.settings import commit_config, persist_config
 from checkpointd.daemon.tier import Kept
 from checkpointd.errors import ERRORS, CheckpointdError, ClosedError, NotFoundError, StagingError, UsageError
 from checkpointd.layout.keys import AttemptId, check_tag
@@ -243,7 +243,7 @@ class Session:
 
     async def _begin(self, message: wire.Begin) -> None:
         record = self._joined()
-        persist, commit = settings(message, self._hub.config)
+        persist, commit = persist_config(message, self._hub.config), commit_config(message)
         # Checked again: somebody may have put a link in the root's place since.
         store = await self._hub.roots.opened(record.root)
         self._state = WriterState(store=store, persist=persist, commit=commit)

@@ -1,4 +1,4 @@
-"""What a client asked for, within what this daemon allows: how its saves are persisted and committed."""
+"""How the saves of one epoch are persisted: what the client asks for, within what this daemon allows."""
 
 from __future__ import annotations
 
@@ -10,18 +10,22 @@ from checkpointd.daemon import wire
 from checkpointd.errors import UsageError
 
 
-def settings(message: wire.Begin, ours: ServeConfig) -> tuple[PersistConfig, CommitConfig]:
-    """UsageError where the client asks for what cannot be."""
-    asked = message.budget_bytes
-    persist = PersistConfig(
-        compression=_compression(message.compression),
-        chunk_bytes=message.chunk_bytes,
-        budget_bytes=max(asked, 1) if ours.budget_bytes is None else min(asked, ours.budget_bytes),
+def persist_config(asked: wire.Begin, ours: ServeConfig) -> PersistConfig:
+    """UsageError for what cannot be."""
+    bounded = ours.budget_bytes is not None
+    return PersistConfig(
+        compression=_compression(asked.compression),
+        chunk_bytes=asked.chunk_bytes,
+        budget_bytes=min(asked.budget_bytes, ours.budget_bytes or 0) if bounded else max(asked.budget_bytes, 1),
         encoders=ours.encoders,
-        dedup=message.dedup,
+        dedup=asked.dedup,
     )
-    rules = (message.retention or wire.Rules()).checked()
-    return persist, CommitConfig(timeout_s=message.commit_timeout_s, retention=rules, on_stale=message.on_stale)
+
+
+def commit_config(asked: wire.Begin) -> CommitConfig:
+    """UsageError for what cannot be."""
+    rules = (asked.retention or wire.Rules()).checked()
+    return CommitConfig(timeout_s=asked.commit_timeout_s, retention=rules, on_stale=asked.on_stale)
 
 
 def _compression(name: str) -> Compression:

@@ -67,7 +67,8 @@ async def survey(store: Store, attempts: Iterable[AttemptFacts], retired: Sequen
     dead = _all_dead(list(attempts), retired)
     gone = frozenset(attempt_prefix(facts.tag, facts.attempt) for facts, _ in dead)
     needed = await references(store, gone)
-    found = [await _going(store, facts, reason, needed) for facts, reason in dead]
+    # No mark is looked at: `collect` condemns what nobody needs before it looks.
+    found = [_removal(facts, reason, await _entries(store, facts), _needed_of(facts, needed)) for facts, reason in dead]
     return [removal for removal in found if removal.names]
 
 
@@ -107,20 +108,30 @@ async def _remove(store: Store, dead: Sequence[Dead]) -> list[Removal]:
 
 
 async def _sweep(store: Store, facts: AttemptFacts, reason: str, needed: Collection[str] = ()) -> Removal:
-    removal = await _going(store, facts, reason, needed)
+    """Remove indexes, and chunks objects that nobody needs and no mark keeps."""
+    entries = await _entries(store, facts)
+    kept = _needed_of(facts, needed) | await _kept_by_mark(store, facts, entries)
+    removal = _removal(facts, reason, entries, kept)
     for name in removal.names:
         await store.delete(f"{attempt_prefix(facts.tag, facts.attempt)}/{name}")
     return removal
 
 
-async def _going(store: Store, facts: AttemptFacts, reason: str, needed: Collection[str]) -> Removal:
-    """What may go of an attempt as it stands: indexes, and chunks objects that nobody needs and no mark keeps."""
+async def _entries(store: Store, facts: AttemptFacts) -> list[Entry]:
+    return await store.list(attempt_prefix(facts.tag, facts.attempt))
+
+
+def _needed_of(facts: AttemptFacts, needed: Collection[str]) -> set[str]:
+    """The names of the attempt's objects among the keys `needed`."""
     prefix = attempt_prefix(facts.tag, facts.attempt)
-    entries = await store.list(prefix)
+    return {key.removeprefix(f"{prefix}/") for key in needed if key.startswith(f"{prefix}/")}
+
+
+def _removal(facts: AttemptFacts, reason: str, entries: Iterable[Entry], kept: Collection[str]) -> Removal:
+    """What goes of an attempt of which the chunks objects `kept` stay."""
     bulk = [entry for entry in entries if entry.name.endswith((".index", ".chunks"))]
-    kept = await _kept(store, prefix, entries, needed)
-    going = [entry for entry in bulk if entry.name not in kept]
-    staying = [entry for entry in bulk if entry.name in kept]
+    staying = [entry for entry in bulk if entry.name in kept and entry.name.endswith(".chunks")]
+    going = [entry for entry in bulk if entry not in staying]
     return Removal(
         tag=facts.tag,
         attempt=str(facts.attempt),
@@ -132,16 +143,15 @@ async def _going(store: Store, facts: AttemptFacts, reason: str, needed: Collect
     )
 
 
-async def _kept(store: Store, prefix: str, entries: Iterable[Entry], needed: Collection[str]) -> set[str]:
-    """The chunks objects that stay: those that somebody needs, and those that the mark that counts does not condemn."""
-    chunks = {entry.name for entry in entries if entry.name.endswith(".chunks")}
-    kept = {name for name in chunks if f"{prefix}/{name}" in needed}
+async def _kept_by_mark(store: Store, facts: AttemptFacts, entries: Sequence[Entry]) -> set[str]:
+    """What the mark that counts does not condemn; everything where it cannot be read (K3)."""
+    prefix, names = attempt_prefix(facts.tag, facts.attempt), [entry.name for entry in entries]
     try:
-        mark = await standing_mark(store, prefix, [entry.name for entry in entries])
+        mark = await standing_mark(store, prefix, names)
     except (DamagedError, NotFoundError) as error:
         log.error("%s: what its mark keeps cannot be read, so all of it stays for now: %s", prefix, error)
-        return chunks
-    return kept | (chunks & set(mark.kept if mark is not None else ()))
+        return set(names)
+    return set(mark.kept if mark is not None else ())
 
 
 async def _drop_unnamed(store: Store, facts: AttemptFacts) -> None:

@@ -78,7 +78,9 @@ async def test_what_a_newer_checkpoint_refers_to_stays_and_goes_with_it() -> Non
     assert "00000-0.chunks" in await names(store, FIRST)
     await loads(store, 2)
     await saved(store, 3, frozen=9)  # which refers to nothing
+    would = await collection(store, Retention(keep_last=1), dry_run=True)
     done = await collection(store, Retention(keep_last=1), dry_run=False)
+    assert would.removed == done.removed
     assert {removed.tag for removed in done.removed} == {"global_step1", "global_step2"}
     assert await names(store, FIRST) == ["00000.vote", "deleted", mark_name(1), "outcome"]
     await loads(store, 3, frozen=9)
