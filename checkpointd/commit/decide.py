@@ -63,7 +63,7 @@ def _refused(votes: Mapping[int, Vote | None], no: list[int]) -> Decision:
     # A skip explains less than a failure: name the failure first where both are there.
     ordered = sorted(reports.items(), key=lambda item: (item[1].code == "SkippedError", item[0]))
     if not ordered:
-        return _abort("AbortedError", f"ranks {no} voted no without a reason", no)
+        return _abort("AbortedError", f"{_ranks(no)} voted no without a reason", no)
     rank, report = ordered[0]
     more = f" (and {len(no) - 1} more ranks voted no)" if len(no) > 1 else ""
     message = f"rank {rank} failed while {report.phase}: {report.message}{more}"
@@ -125,9 +125,13 @@ def recover(votes: Mapping[int, Vote | None], *, tag: str, attempt: str) -> Deci
     if decision is not None:
         return decision
     missing = sorted(set(range(world_size)) - set(votes))
-    who = f"ranks {_listed(list(map(str, missing)))} had not voted" if missing else "no rank had voted"
+    who = f"{_ranks(missing)} had not voted" if missing else "no rank had voted"
     message = f"the job ended before the attempt was decided: {who}"
     return Decision(ErrorReport(code="AbortedError", message=message, phase="recovery"), tuple(missing))
+
+
+def _ranks(numbers: list[int]) -> str:
+    return f"{'rank' if len(numbers) == 1 else 'ranks'} {_listed(list(map(str, numbers)))}"
 
 
 def _listed(names: list[str]) -> str:

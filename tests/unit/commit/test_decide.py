@@ -124,7 +124,7 @@ def test_a_failure_is_told_before_a_skip_and_the_others_are_counted() -> None:
 
 
 def test_a_no_without_a_reason_aborts_all_the_same() -> None:
-    assert words(of({1: msgspec.structs.replace(no(1), error=None)})) == "ranks [1] voted no without a reason"
+    assert words(of({1: msgspec.structs.replace(no(1), error=None)})) == "rank 1 voted no without a reason"
 
 
 def test_the_deadline_names_who_is_missing_how_far_they_are_and_what_to_do() -> None:
