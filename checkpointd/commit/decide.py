@@ -45,7 +45,23 @@ def decide(votes: Mapping[int, Vote | None], *, tag: str, attempt: str, world_si
     if not votes.keys() >= set(range(world_size)):
         return None
     steps = {rank: vote.step for rank, vote in votes.items() if vote is not None}
-    return Decision() if len(set(steps.values())) == 1 else _other_step(steps)
+    if len(set(steps.values())) > 1:
+        return _other_step(steps)
+    fault = _files_fault({rank: vote.files for rank, vote in votes.items() if vote is not None})
+    return unshared(fault) if fault else Decision()
+
+
+def _files_fault(files: Mapping[int, tuple[str, ...] | None]) -> str | None:
+    """Why the files of all ranks cannot stand side by side in one directory; None where they can, or where there are none."""
+    storing, not_storing = ([r for r in sorted(files) if (files[r] is None) is absent] for absent in (False, True))
+    if storing and not_storing:
+        return f"{_ranks(storing)} stored files, and {_ranks(not_storing)} a state"
+    owners: dict[str, int] = {}
+    for rank in storing:
+        for name in files[rank] or ():
+            if owners.setdefault(name, rank) != rank:
+                return f"ranks {owners[name]} and {rank} both stored a file {name!r}"
+    return None
 
 
 def _other_step(steps: Mapping[int, int]) -> Decision:

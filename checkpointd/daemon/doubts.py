@@ -23,6 +23,7 @@ from checkpointd.pipeline.collect import tidy
 from checkpointd.pipeline.pointer import move_latest
 from checkpointd.pipeline.publish import put_outcome
 from checkpointd.pipeline.recover import judge
+from checkpointd.pipeline.showing import point, show
 from checkpointd.store import writers
 from checkpointd.store.base import Store
 
@@ -134,8 +135,11 @@ async def _decide(store: Store, outcome: Outcome) -> Outcome:
     stands = await put_outcome(store, outcome)
     why = f": {stands.error.message}" if stands.error else ": every rank had voted yes"
     log.warning("%s/%s was left in doubt; %s%s", stands.tag, stands.attempt, _DONE[stands.outcome], why)
+    await show(store, stands)
     if stands.outcome == "commit" and stands.save_latest:
         await move_latest(store, stands.tag, stands.order)
+        if stands.files:
+            await point(store)
     await tidy(store, stands.tag, stands.order[0])
     return stands
 

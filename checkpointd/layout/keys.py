@@ -24,8 +24,10 @@ _ATTEMPT = re.compile(r"(\d{8}|[1-9]\d{8,11})-(0|[1-9]\d{0,8})\Z", re.ASCII)
 _HAND = r"(?:[1-9]\d{0,2}|[1-4]\d{3})"
 _CHUNKS = re.compile(rf"{_RANK}-(0|[1-9]\d{{0,3}})\.chunks\Z", re.ASCII)
 _INDEX = re.compile(rf"{_RANK}(?:-({_HAND}))?\.index\Z", re.ASCII)
+_FILE = re.compile(rf"{_RANK}-(0|{_HAND})-(0|[1-9]\d{{0,3}})\.file\Z", re.ASCII)
 _OBJECT = re.compile(
-    rf"(?:{_RANK}(?:-(?:0|[1-9]\d{{0,3}})\.chunks|(?:-{_HAND})?\.index|\.vote)|outcome|verified|deleted(?:-[1-9]\d{{0,8}})?)\Z",
+    rf"(?:{_RANK}(?:-(?:0|[1-9]\d{{0,3}})\.chunks|-(?:0|{_HAND})-(?:0|[1-9]\d{{0,3}})\.file|(?:-{_HAND})?\.index|\.vote)"
+    r"|outcome|verified|deleted(?:-[1-9]\d{0,8})?)\Z",
     re.ASCII,
 )
 _MARK = re.compile(r"deleted(?:-([1-9]\d{0,8}))?\Z", re.ASCII)
@@ -39,6 +41,8 @@ WORLD_SIZE_MAX = 1 << 18
 HANDS_MAX = 5000
 """So many writers may take one shard over from each other: each has names of its own."""
 PARTS_PER_HAND = 2
+FILES_MAX = 10_000
+"""So many files a rank may have in one checkpoint."""
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -106,6 +110,27 @@ def chunks_name(rank: int, part: int, hand: int = 0) -> str:
     return f"{rank:05d}-{PARTS_PER_HAND * hand + part}.chunks"
 
 
+def file_name(rank: int, number: int, hand: int = 0) -> str:
+    """The object that is file `number` of a rank, whole, as hand `hand` wrote it."""
+    return f"{rank:05d}-{hand}-{number}.file"
+
+
+def file_number(name: str) -> int | None:
+    """Which of its rank's files `name` is; None where it is no file."""
+    match = _FILE.match(name)
+    return int(match[3]) if match else None
+
+
+def holds_bytes(name: str) -> bool:
+    """Whether `name` is an object that holds the bytes of tensors."""
+    return name.endswith((".chunks", ".file"))
+
+
+def is_bulk(name: str) -> bool:
+    """Whether `name` goes with the bytes of an attempt, and is no record of it."""
+    return holds_bytes(name) or name.endswith(".index")
+
+
 def index_name(rank: int, hand: int = 0) -> str:
     """The index that hand `hand` of a rank writes."""
     return f"{rank:05d}-{hand}.index" if hand else f"{rank:05d}.index"
@@ -118,9 +143,11 @@ def index_rank(name: str) -> int | None:
 
 
 def object_hand(name: str) -> int | None:
-    """The hand that wrote the index or chunks object `name`; None where it is neither."""
+    """The hand that wrote the index, file or chunks object `name`; None where it is none of these."""
     if match := _INDEX.match(name):
         return int(match[2] or 0)
+    if match := _FILE.match(name):
+        return int(match[2])
     match = _CHUNKS.match(name)
     return int(match[2]) // PARTS_PER_HAND if match else None
 
@@ -168,9 +195,9 @@ def check_object_name(name: str) -> str:
 
 
 def check_chunks_ref(name: str, writer: int) -> str:
-    """Return `name` if it is a chunks object of rank `writer`, else raise FormatError."""
+    """Return `name` if it is a chunks object or a file of rank `writer`, else raise FormatError."""
     check_object_name(name)
-    if not name.endswith(".chunks") or object_rank(name) != writer:
+    if not holds_bytes(name) or object_rank(name) != writer:
         raise FormatError(f"index of rank {writer} refers to {name!r}, which is not a chunks object of that rank")
     return name
 
@@ -184,6 +211,11 @@ def epoch_key(epoch: int) -> str:
 
 def epoch_of(name: str) -> int | None:
     return int(name) if _EPOCH.match(name) else None
+
+
+def shown_key(tag: str) -> str:
+    """Where it is recorded whose files the plain directory of `tag` holds."""
+    return f"{SERVICE}/shown/{tag}"
 
 
 def plan_key(digest: str) -> str:

@@ -191,6 +191,8 @@ class Vote(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpoi
     metrics: dict[str, float] = {}
     trained: Trained = ""
     """Whether this rank's tensors that require grad differ from the checkpoint before; empty: there is nothing to compare."""
+    files: tuple[str, ...] | None = None
+    """The names of this rank's files, by number, where it stores files; None where it stores a state."""
     error: ErrorReport | None = None
     writer: Writer
 
@@ -218,6 +220,8 @@ class Outcome(_Object, frozen=True, kw_only=True, tag_field="format", tag="check
     """What the user passed to save() on rank 0, for retention to choose by."""
     stale: bool = False
     """Whether the step moved on since the checkpoint before, and on no rank a tensor that requires grad changed."""
+    files: int = 0
+    """How many files all ranks together store; 0 where they store a state."""
     error: ErrorReport | None = None
     ranks: tuple[int, ...] = ()
     decided_by: int
@@ -243,8 +247,17 @@ class Verified(_Object, frozen=True, kw_only=True, tag_field="format", tag="chec
     writer: Writer
 
 
-SmallObject = Epoch | Plan | Vote | Outcome | Deleted | Verified
-_T = TypeVar("_T", Epoch, Plan, Vote, Outcome, Deleted, Verified)
+class Shown(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpointd.shown"):
+    """Whose files the plain directory of a tag holds."""
+
+    version: int = VERSION
+    attempt: str
+    order: tuple[int, int]
+    files: tuple[str, ...]
+
+
+SmallObject = Epoch | Plan | Vote | Outcome | Deleted | Verified | Shown
+_T = TypeVar("_T", Epoch, Plan, Vote, Outcome, Deleted, Verified, Shown)
 
 
 class _Header(msgspec.Struct):
@@ -274,6 +287,8 @@ def encode(obj: SmallObject) -> bytes:
 
 _LATER = ("spares", "commit_timeout_s", "metrics", "kept", "trained", "stale")
 """Keys that were not there at first: left out where they say nothing."""
+_FILES = "files"
+"""Left out where it is None or 0: an empty one in a vote says that the rank has no file beside ranks that have."""
 
 
 def _plain(obj: SmallObject) -> bytes:
@@ -282,6 +297,8 @@ def _plain(obj: SmallObject) -> bytes:
     for name in _LATER:
         if name in fields and not fields[name]:
             del fields[name]
+    if _FILES in fields and fields[_FILES] in (None, 0):
+        del fields[_FILES]
     if "refers" in fields and not (fields["refers"] or (isinstance(obj, Outcome) and obj.refers is not None)):
         del fields["refers"]  # in an outcome, an empty one says that there is none
     return msgspec.json.encode(fields)

@@ -97,18 +97,43 @@ class TorchName(_Node, frozen=True, array_like=True, forbid_unknown_fields=True,
     name: str
 
 
+class File(_Node, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A file that is stored as it is: an object of its own, and the plain file `name` once the attempt has committed.
+
+    Its `rooms` are filled with the bytes of tensors (uint8, one dimension): the first byte's place in the file, and the FQN.
+    The bytes around the rooms are those of the tensor `hollow`, in order. `sums`: where the CRC-32 of a room's bytes stands,
+    four bytes, the least significant first: the room's number, and the first byte's place in the file, which is in no room.
+    """
+
+    name: str
+    size: int
+    hollow: str
+    rooms: tuple[tuple[int, str], ...] = ()
+    sums: tuple[tuple[int, int], ...] = ()
+
+
+class Files(_Node, frozen=True, array_like=True, forbid_unknown_fields=True, tag="F"):
+    """What stands in place of a state where a rank stores files: file `i` is its object `file_name(rank, i)`."""
+
+    files: tuple[File, ...]
+
+
 Node: TypeAlias = (
     bool | int | float | str | Tensor | Array | NumpyScalar | Bytes | BigInt | Complex | Dict | Sequence | TorchName | None
 )
 
 
-def encode(tree: Node) -> bytes:
+def encode(tree: Node | Files) -> bytes:
     """The tree as msgpack."""
     return _ENCODER.encode(tree)
 
 
 def decode(data: bytes, key: str = "") -> Node:
-    """The tree in `data`; FormatError where it is not one, or is nested too deeply to be read."""
+    """The tree in `data`; FormatError where it is not one, is nested too deeply to be read, or is one of files."""
+    if data.startswith(_FILES_HEAD):
+        raise FormatError(
+            f"{key or 'the index'} is of files, not of a state: load them with what wrote them, DeepSpeed", key=key
+        )
     try:
         root: Node = _DECODER.decode(data)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
@@ -135,5 +160,18 @@ def children(node: Node) -> Iterable[Node]:
     return node.items if isinstance(node, Sequence) else ()
 
 
+def files_of(data: bytes, key: str = "") -> tuple[File, ...] | None:
+    """The files of a tree that is nothing else; None for the tree of a state."""
+    if not data.startswith(_FILES_HEAD):
+        return None
+    try:
+        return _FILES_DECODER.decode(data).files
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise FormatError(f"the files in {key or 'an index'} cannot be read: {error}", key=key) from error
+
+
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Node)
+_FILES_DECODER = msgspec.msgpack.Decoder(Files)
+_FILES_HEAD = _ENCODER.encode(Files(()))[:3]
+"""An array of two whose first is the tag: no tree of a state begins like that."""

@@ -40,6 +40,7 @@ from checkpointd.pipeline.rates import Rates
 from checkpointd.pipeline.retire import retire
 from checkpointd.pipeline.save import VoteUncertain, drop_shard, drop_unless_named, is_own, persist, vote_no
 from checkpointd.pipeline.shard import AttemptInfo, Progress, Shard
+from checkpointd.pipeline.showing import point, show
 from checkpointd.pipeline.unchanged import Base, Bases
 from checkpointd.pipeline.workers import Stopped, answered
 from checkpointd.store.base import Store
@@ -50,6 +51,8 @@ COORDINATOR = 0
 FENCE_GRACE_S = 5.0
 """How long a fenced coordinator leaves the decision to the newer epoch's recovery before it gives up."""
 GIVE_UP_TRIES = 3
+SHOW_S = 5.0
+"""How long the coordinator is waited for to show the files of what is committed."""
 ANSWER_S = 10.0
 """How long a store is waited for once the deadline has passed."""
 
@@ -128,6 +131,7 @@ class Attempt:
         if outcome.outcome == "commit":
             await self._voted(work, outcome)
         self.outcome = outcome
+        await self._show(outcome)
         if self.info.rank == COORDINATOR:
             await self._point(outcome)
         self._conclude(outcome)
@@ -372,11 +376,21 @@ class Attempt:
         self.error.__cause__ = self._own_error or error
         self._fire(Event.OUTCOME_LOST)
 
+    async def _show(self, outcome: Outcome) -> None:
+        """See that its files, if it has any, are shown before anybody hears that it is committed (Y3)."""
+        try:
+            # The coordinator shows them; whoever waits in vain does it, too.
+            await show(self._store, outcome, wait_s=0.0 if self.info.rank == COORDINATOR else SHOW_S)
+        except CheckpointdError as error:
+            log.error("%s: committed, but its files cannot be shown: %s; the next start shows them", self.info.prefix, error)
+
     async def _point(self, outcome: Outcome) -> None:
         if outcome.outcome != "commit" or not outcome.save_latest:
             return
         try:
             await move_latest(self._store, outcome.tag, outcome.order)
+            if outcome.files:
+                await point(self._store)
         except CheckpointdError as error:
             log.error("%s: committed, but latest could not be moved: %s; the next start repairs it", self.info.prefix, error)
 

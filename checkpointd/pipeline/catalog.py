@@ -13,6 +13,7 @@ from checkpointd.layout.keys import (
     AttemptId,
     attempt_prefix,
     check_tag,
+    is_bulk,
     is_tag,
     object_hand,
     object_rank,
@@ -56,7 +57,7 @@ class AttemptView:
 
     @property
     def facts(self) -> AttemptFacts:
-        bulk = any(name.endswith((".chunks", ".index")) for name in self.sizes)
+        bulk = any(map(is_bulk, self.sizes))
         order = self.outcome.order if self.outcome and self.state == "deleted" else self.order
         return AttemptFacts(self.tag, self.attempt, self.state, order, bulk, self._contested)
 

@@ -22,9 +22,10 @@ from dataclasses import dataclass
 
 from checkpointd.commit.retention import AttemptFacts, dead_weight, spent_records, with_spare_objects
 from checkpointd.errors import DamagedError, NotFoundError
-from checkpointd.layout.keys import attempt_prefix, mark_number, object_hand, object_rank, vote_name
+from checkpointd.layout.keys import attempt_prefix, holds_bytes, is_bulk, mark_number, object_hand, object_rank, vote_name
 from checkpointd.pipeline import catalog, epochs
 from checkpointd.pipeline.marks import condemn, references, standing_mark
+from checkpointd.pipeline.showing import hide
 from checkpointd.store.base import Entry, Store
 
 log = logging.getLogger("checkpointd")
@@ -104,6 +105,8 @@ async def _remove(store: Store, dead: Sequence[Dead]) -> list[Removal]:
     except DamagedError as error:
         log.error("nothing of %d replaced or removed checkpoints goes: who needs it cannot be told (%s)", len(dead), error)
         return []
+    for facts, _ in dead:
+        await hide(store, facts.tag, str(facts.attempt))
     return [await _sweep(store, facts, reason, needed) for facts, reason in dead]
 
 
@@ -129,8 +132,8 @@ def _needed_of(facts: AttemptFacts, needed: Collection[str]) -> set[str]:
 
 def _removal(facts: AttemptFacts, reason: str, entries: Iterable[Entry], kept: Collection[str]) -> Removal:
     """What goes of an attempt of which the chunks objects `kept` stay."""
-    bulk = [entry for entry in entries if entry.name.endswith((".index", ".chunks"))]
-    staying = [entry for entry in bulk if entry.name in kept and entry.name.endswith(".chunks")]
+    bulk = [entry for entry in entries if is_bulk(entry.name)]
+    staying = [entry for entry in bulk if entry.name in kept and holds_bytes(entry.name)]
     going = [entry for entry in bulk if entry not in staying]
     return Removal(
         tag=facts.tag,

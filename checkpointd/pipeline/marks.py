@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from checkpointd.errors import DamagedError, NotFoundError
-from checkpointd.layout.keys import DELETED, OUTCOME, mark_name, mark_number, vote_name
+from checkpointd.layout.keys import DELETED, OUTCOME, holds_bytes, mark_name, mark_number, vote_name
 from checkpointd.layout.manifest import LISTING_BYTES_MAX, Deleted, decode, decode_index, encode
 from checkpointd.pipeline import catalog
 from checkpointd.pipeline.catalog import AttemptView
@@ -47,7 +47,7 @@ async def condemn(store: Store, prefix: str, reason: str, needed: Collection[str
     Where it is marked already, what is not needed any more is condemned by a further mark (K2).
     """
     names = [entry.name for entry in await store.list(prefix)]
-    chunks = {name for name in names if name.endswith(".chunks")}
+    chunks = {name for name in names if holds_bytes(name)}
     kept = {name for name in chunks if f"{prefix}/{name}" in needed}
     first = Deleted(reason=reason, kept=tuple(sorted(kept)), writer=writer())
     if await store.put_if_absent(f"{prefix}/{DELETED}", encode(first)):

@@ -9,13 +9,12 @@ Invariants
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from checkpointd.commit.decide import Decision, decide, is_stale, unshared
 from checkpointd.errors import DamagedError, NotFoundError
-from checkpointd.layout.keys import OUTCOME, AttemptId, attempt_prefix, object_rank, vote_name, vote_rank
+from checkpointd.layout.keys import OUTCOME, AttemptId, attempt_prefix, is_bulk, object_rank, vote_name, vote_rank
 from checkpointd.layout.manifest import Outcome, Plan, Vote, VoteRef, decode, digest, encode
 from checkpointd.layout.plan import union_fault
 from checkpointd.pipeline import catalog
@@ -129,6 +128,7 @@ def outcome_of(
         refers=None if counted is None else _refers(counted),
         metrics={} if first is None else first.metrics,
         stale=counted is not None and is_stale(counted),
+        files=sum(len(vote.files or ()) for vote in (counted or {}).values() if vote is not None),
         error=decision.error,
         ranks=decision.ranks,
         decided_by=decided_by,
@@ -144,7 +144,7 @@ def missing_ranks(entries: list[Entry], world_size: int) -> dict[int, str]:
     """The ranks without a vote, and what their objects say of how far they came."""
     names = [entry.name for entry in entries]
     voted = {rank for name in names if (rank := vote_rank(name)) is not None}
-    begun = {object_rank(n) for n in names if re.search(r"\.(chunks|index)$", n)}
+    begun = {object_rank(n) for n in names if is_bulk(n)}
     return {
         rank: "had begun to write" if rank in begun else "had written nothing"
         for rank in range(world_size)

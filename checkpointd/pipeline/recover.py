@@ -26,6 +26,7 @@ from checkpointd.pipeline.collect import collect
 from checkpointd.pipeline.pointer import move_latest
 from checkpointd.pipeline.publish import RECOVERY, Ballot, PlanCheck, outcome_of, put_outcome
 from checkpointd.pipeline.shard import AttemptInfo
+from checkpointd.pipeline.showing import mend
 from checkpointd.store.base import Store
 
 log = logging.getLogger("checkpointd")
@@ -57,6 +58,7 @@ async def recover(store: Store, epoch: int, spares: Collection[str] = ()) -> Rec
             done.strays = await store.sweep()
         if newest is not None and await move_latest(store, newest.tag, newest.outcome.order):
             done.latest_moved_to = newest.tag
+        await mend(store)
     except StoreError as error:
         log.error("recovery at %s is not complete: %s; the next start goes on with it", store.url, error)
     _report(done)

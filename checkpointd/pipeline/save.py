@@ -25,11 +25,21 @@ from checkpointd.errors import (
     StoreError,
     UsageError,
 )
-from checkpointd.layout.keys import chunks_name, index_name, plan_key, vote_name
+from checkpointd.layout.keys import (
+    chunks_name,
+    file_number,
+    index_name,
+    object_hand,
+    object_rank,
+    plan_key,
+    vote_name,
+)
 from checkpointd.layout.manifest import LISTING_BYTES_MAX, ErrorReport, Index, IndexRef, Vote, digest, encode, encode_index
 from checkpointd.layout.plan import cover_fault
+from checkpointd.layout.tree import files_of
 from checkpointd.pipeline.catalog import read_vote
 from checkpointd.pipeline.chunks import ENCODED_PART, RAW_PART, Persist, write_chunks
+from checkpointd.pipeline.files import write_files
 from checkpointd.pipeline.identity import writer
 from checkpointd.pipeline.rates import KnownPlan
 from checkpointd.pipeline.shard import AttemptInfo
@@ -80,7 +90,8 @@ async def _stored(job: Persist, plan: KnownPlan) -> _Stored:
 
 
 async def _written(job: Persist, plan: KnownPlan) -> _Stored:
-    info, index = job.info, await write_chunks(job)
+    info, files = job.info, files_of(job.shard.tree)
+    index = await (write_chunks(job) if files is None else write_files(job, files))
     fault = cover_fault(plan.plan, index)
     if fault:
         raise CheckpointdError(f"the index of rank {info.rank} is wrong: {fault}; this is a defect, please report it")
@@ -140,6 +151,7 @@ async def _vote_yes(job: Persist, stored: _Stored, plan_digest: str) -> Vote:
         refers=referred(index),
         metrics=dict(info.metrics),
         trained=trained(index, job.base),
+        files=_file_names(index),
         writer=writer(),
     )
     try:
@@ -149,6 +161,11 @@ async def _vote_yes(job: Persist, stored: _Stored, plan_digest: str) -> Vote:
     if standing != vote:
         await _drop_beaten(job.store, info)
     return _as_own(info, standing)
+
+
+def _file_names(index: Index) -> tuple[str, ...] | None:
+    files = files_of(index.tree)
+    return None if files is None else tuple(file.name for file in files)
 
 
 async def _put_vote(store: Store, info: AttemptInfo, vote: Vote) -> Vote:
@@ -231,7 +248,9 @@ async def vote_no(store: Store, info: AttemptInfo, error: ErrorReport) -> bool:
 async def drop_shard(store: Store, info: AttemptInfo) -> None:
     """Delete this hand's chunks and index of an attempt that will not be, or was not, committed with them."""
     parts = [chunks_name(info.rank, part, info.hand) for part in (RAW_PART, ENCODED_PART)]
-    for name in (index_name(info.rank, info.hand), *parts):
+    files = [entry.name for entry in await store.list(info.prefix) if file_number(entry.name) is not None]
+    own = [name for name in files if (object_rank(name), object_hand(name)) == (info.rank, info.hand)]
+    for name in (index_name(info.rank, info.hand), *parts, *own):
         await store.delete(info.key(name))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
 
 from msgspec.structs import replace
 
@@ -45,9 +46,17 @@ def spans_of(tensors: Iterable[ShardTensor], chunk_bytes: int) -> list[Span]:
     return spans
 
 
-def grouped(spans: Iterable[Span], nbytes: int) -> list[list[Span]]:
+class Sized(Protocol):
+    @property
+    def nbytes(self) -> int: ...
+
+
+S = TypeVar("S", bound=Sized)
+
+
+def grouped(spans: Iterable[S], nbytes: int) -> list[list[S]]:
     """Spans in lots of about `nbytes`, in their order."""
-    groups: list[list[Span]] = []
+    groups: list[list[S]] = []
     filled = nbytes
     for span in spans:
         if filled >= nbytes:

@@ -11,6 +11,7 @@ import msgspec
 from checkpointd.config import LoadConfig
 from checkpointd.errors import CheckpointdError, DamagedError, FormatError, NotFoundError, StoreError
 from checkpointd.layout import tree
+from checkpointd.layout.files import check_files, pieces_of
 from checkpointd.layout.keys import OUTCOME, VERIFIED, plan_key, vote_name
 from checkpointd.layout.manifest import Index, Plan, PlanTensor, Verified, Vote, encode
 from checkpointd.layout.plan import cover_fault, union_fault
@@ -98,7 +99,7 @@ async def _verify_rank(
     index = await read_index(store, checkpoint, rank)
     try:
         vote = await read_vote(store, f"{checkpoint.prefix}/{vote_name(rank)}")
-        tree.decode(index.tree, f"{checkpoint.prefix}/{vote.index.name if vote.index else ''}")
+        _check_tree(index, f"{checkpoint.prefix}/{vote.index.name if vote.index else ''}")
         await _check_plan(store, checkpoint, vote, index)
     except CheckpointdError as error:
         damage.append(Damage.of(error, rank))
@@ -106,6 +107,17 @@ async def _verify_rank(
     damage.extend(Damage.of(error, rank) for error in found)
     parts = tuple(PlanTensor(t.fqn, t.dtype, t.shape, t.box, t.scope) for t in index.tensors)
     return Plan(rank=rank, world_size=index.world_size, tensors=parts)
+
+
+def _check_tree(index: Index, key: str) -> None:
+    files = tree.files_of(index.tree, key)
+    if files is None:
+        tree.decode(index.tree, key)
+        return
+    check_files(files)
+    sizes = {entry.fqn: entry.box.numel() for entry in index.tensors}
+    for file in files:
+        pieces_of(file, sizes)
 
 
 def _union_damage(checkpoint: Checkpoint, stored: Mapping[int, Plan]) -> Iterator[Damage]:

@@ -18,9 +18,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 from typing_extensions import Buffer
+
+if TYPE_CHECKING:
+    from checkpointd.store.plain import PlainFiles
 
 SMALL_BYTES_MAX = 64 * 1024 * 1024
 """Above this size an object is not read by `get` in one piece unless the caller says how large it may be."""
@@ -78,6 +81,11 @@ class Store(Protocol):
 
     @property
     def capabilities(self) -> Capabilities: ...
+
+    @property
+    def plain_files(self) -> PlainFiles | None:
+        """How objects are shown as plain files beside the store; None where they cannot be."""
+        ...
 
     async def put_if_absent(self, key: str, data: bytes) -> bool:
         """Create `key`; False where it already exists. Durable either way (S1)."""

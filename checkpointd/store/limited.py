@@ -25,6 +25,7 @@ from typing_extensions import Buffer
 
 from checkpointd.errors import UsageError
 from checkpointd.store.base import SMALL_BYTES_MAX, Capabilities, Entry, ObjectWriter, Store
+from checkpointd.store.plain import PlainFiles
 
 PIECE_S: Final = 0.05
 """What one piece takes at the limit: how long a writer waits for each of the others."""
@@ -131,6 +132,10 @@ class LimitedStore:
     @property
     def capabilities(self) -> Capabilities:
         return self._store.capabilities
+
+    @property
+    def plain_files(self) -> PlainFiles | None:
+        return self._store.plain_files
 
     async def open_writer(self, key: str, *, size_hint: int = 0) -> ObjectWriter:
         return LimitedWriter(await self._store.open_writer(key, size_hint=size_hint), self._bucket)

@@ -30,6 +30,10 @@ class MemoryStore:
     def capabilities(self) -> Capabilities:
         return Capabilities(alignment=1, shared=False)
 
+    @property
+    def plain_files(self) -> None:
+        return None
+
     async def put_if_absent(self, key: str, data: bytes) -> bool:
         return await self.put_if_match(key, None, data)
 

@@ -7,6 +7,7 @@ asyncio loop; all waiting is done without the GIL.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import errno
 import fcntl
 import os
@@ -78,6 +79,9 @@ class OsDisk:
     async def rename(self, source: str, target: str) -> None:
         await to_the_end(aiofiles.os.rename(source, target, executor=self._small.executor))
 
+    async def exchange(self, one: str, other: str) -> None:
+        await self._small.run(_exchange, one, other)
+
     async def unlink(self, path: str) -> None:
         await to_the_end(aiofiles.os.unlink(path, executor=self._small.executor))
 
@@ -143,6 +147,24 @@ class OsLock:
             fcntl.flock(descriptor, fcntl.LOCK_UN)
         finally:
             os.close(descriptor)
+
+
+def _exchange(one: str, other: str) -> None:
+    """renameat2(2). Where the file system cannot (EINVAL, as on NFS), by way of a third name: `other` is gone for a moment."""
+    if _libc.renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+        return
+    code = ctypes.get_errno()
+    if code not in {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP}:
+        raise OSError(code, os.strerror(code), one, None, other)
+    aside = f"{one}aside"
+    os.rename(other, aside)
+    os.rename(one, other)
+    os.rename(aside, one)
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
 
 
 def _read_at(path: str, offset: int, out: memoryview) -> int:

@@ -29,6 +29,7 @@ from checkpointd.store.base import SMALL_BYTES_MAX, Capabilities, Entry, ObjectW
 from checkpointd.store.disk import Disk, File
 from checkpointd.store.names import SERVICE, TEMPORARY, check_key, is_key
 from checkpointd.store.osdisk import OsDisk
+from checkpointd.store.plain import PlainFiles, can_show
 from checkpointd.store.rooted import Root
 
 _RACES_MAX = 100
@@ -63,6 +64,10 @@ class PosixStore:
     @property
     def capabilities(self) -> Capabilities:
         return Capabilities(alignment=self._disk.alignment, shared=True)
+
+    @property
+    def plain_files(self) -> PlainFiles | None:
+        return PlainFiles(self._root) if can_show(self._root.path) else None
 
     async def put_if_absent(self, key: str, data: bytes) -> bool:
         path = self._path(key)
@@ -167,12 +172,27 @@ class PosixStore:
         async with self._root.guard("sweeping", TEMPORARY):
             for child in await self._root.children(directory):
                 writer = child.name.rpartition(".")[0]
-                if child.is_directory or writer == self._root.writer or self._is_alive(writer):
+                if writer == self._root.writer or self._is_alive(writer):
                     continue
+                path = f"{directory}/{child.name}"
                 with suppress(FileNotFoundError):
-                    await self._disk.unlink(f"{directory}/{child.name}")
-                    removed += 1
+                    removed += await self._sweep_directory(path) if child.is_directory else await self._sweep_file(path)
         return removed
+
+    async def _sweep_file(self, path: str) -> int:
+        await self._disk.unlink(path)
+        return 1
+
+    async def _sweep_directory(self, path: str) -> int:
+        """One in which objects were to be shown; what else lies in it was the user's, and stays (W2 in `plain.py`)."""
+        for child in await self._disk.children(path):
+            if not child.is_directory:
+                await self._disk.unlink(f"{path}/{child.name}")
+        try:
+            await self._disk.remove_directory(path)
+        except OSError:
+            return 0
+        return 1
 
     async def close(self) -> None:
         self._closed = True

@@ -163,6 +163,9 @@ class ProcessDisk:
     async def rename(self, source: str, target: str) -> None:
         await self.effect("rename", f"{source} -> {target}", lambda: self._fs.rename(source, target))
 
+    async def exchange(self, one: str, other: str) -> None:
+        await self.effect("exchange", f"{one} <-> {other}", lambda: self._fs.exchange(one, other))
+
     async def unlink(self, path: str) -> None:
         await self.effect("unlink", path, lambda: self._fs.unlink(path))
 

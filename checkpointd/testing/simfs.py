@@ -109,14 +109,22 @@ class SimFs:
         self._change(NameChange([(parent, name, file)]))
 
     def rename(self, source: str, target: str) -> None:
-        file = self.file(source)
+        file = self.node(source)
         origin, old = self._place(source)
         parent, name = self._place(target)
         if isinstance(parent.live.get(name), SimDirectory):
             raise _error(errno.EISDIR, target)
+        if isinstance(file, SimDirectory) and name in parent.live:
+            raise _error(errno.ENOTDIR, target)
         if parent.live.get(name) is file:
             return  # POSIX: two names of one file stay as they are.
         self._change(NameChange([(parent, name, file), (origin, old, None)], source=origin))
+
+    def exchange(self, one: str, other: str) -> None:
+        first, second = self.node(one), self.node(other)
+        origin, old = self._place(one)
+        parent, name = self._place(other)
+        self._change(NameChange([(parent, name, first), (origin, old, second)], source=origin))
 
     def unlink(self, path: str) -> None:
         self.file(path)

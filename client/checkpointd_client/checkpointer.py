@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Collection, Mapping, MutableMapping
 from types import TracebackType
 from typing import Any, Self, get_args
 
@@ -24,7 +24,7 @@ from checkpointd.commit.decide import OnStale
 from checkpointd.commit.retention import Retention
 from checkpointd.config import MIB, CommitConfig, LoadConfig, PersistConfig
 from checkpointd.errors import CheckpointdError, ClosedError, StoreError, UsageError, WaitTimeoutError
-from checkpointd.layout.keys import check_tag, default_tag
+from checkpointd.layout.keys import SERVICE, check_tag, default_tag
 from checkpointd.pipeline import catalog
 from checkpointd.pipeline.attempt import COORDINATOR, WriterState
 from checkpointd.pipeline.catalog import Checkpoint
@@ -184,6 +184,31 @@ class Checkpointer:
         tag = check_tag(default_tag(step) if tag is None else tag)
         request = Request(tag, step, save_latest, exclude_frozen_parameters, check_metrics(metrics))
         return self._saver.save(request, state, client_state)
+
+    def save_files(
+        self,
+        step: int,
+        files: Mapping[str, object],
+        *,
+        tag: str | None = None,
+        save_latest: bool = True,
+        stepped: Collection[int] = (),
+        metrics: Mapping[str, float] | None = None,
+    ) -> SaveHandle:
+        """Snapshot the objects in `files`, by name, and return. Once the save has committed, the directory `<tag>` beside the
+        root, which is one named `.checkpointd`, holds on every rank's behalf what torch.save makes of them, uncompressed.
+
+        Call it on every rank, each with files of its own names, or none. `stepped`: addresses of storages that nothing but
+        optimizer steps change; all others are copied before this returns. Raises as `save` does.
+        """
+        self._check_open("save")
+        check_step(step)
+        tag = check_tag(default_tag(step) if tag is None else tag)
+        if self._store.plain_files is None:
+            raise UsageError(
+                f"files are shown beside the root, which must be a directory named {SERVICE}: {self._store.url} is not"
+            )
+        return self._saver.save_files(Request(tag, step, save_latest, False, check_metrics(metrics)), files, stepped)
 
     def fence(self) -> None:
         """Wait until the snapshots in flight have read everything: before you change parameters outside an optimizer step.

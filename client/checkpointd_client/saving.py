@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -28,6 +28,7 @@ from checkpointd.layout.keys import AttemptId
 from checkpointd.pipeline.attempt import WriterState
 from checkpointd.pipeline.shard import AttemptInfo, Progress, Shard, finite
 from checkpointd_client.arena import Arena, Lease, Slot
+from checkpointd_client.files import capture_files
 from checkpointd_client.handle import SaveHandle
 from checkpointd_client.history import History, Save
 from checkpointd_client.prewarming import expected_bytes
@@ -119,13 +120,21 @@ class Saver:
         return self._endings.latest
 
     def save(self, request: Request, state: Mapping[str, object], client_state: Mapping[str, object] | None) -> SaveHandle:
-        """Take the snapshot, or begin it, and hand the attempt to the writer."""
+        """Take the snapshot of a state, or begin it, and hand the attempt to the writer."""
+        excluded = request.exclude_frozen_parameters
+        return self._save(request, lambda: capture(state, client_state, exclude_frozen_parameters=excluded))
+
+    def save_files(self, request: Request, files: Mapping[str, object], stepped: Collection[int]) -> SaveHandle:
+        """The same for files."""
+        return self._save(request, lambda: capture_files(files, stepped))
+
+    def _save(self, request: Request, captured_by: Callable[[], Captured]) -> SaveHandle:
         began = time.perf_counter()
         job = self._new_job(request)
         slot: Slot | None = None
         shard: Shard | None = None
         try:
-            captured = capture(state, client_state, exclude_frozen_parameters=request.exclude_frozen_parameters)
+            captured = captured_by()
             layout = self._layout_of(captured)
             slot = self._slot_for(layout, job.info)
             shard = self._stage(job, captured, layout, slot)

@@ -52,7 +52,7 @@ class Captured:
 
     leaves: tuple[Leaf, ...]
     aliases: tuple[Alias, ...]
-    tree: tree.Node
+    tree: tree.Node | tree.Files
     excluded: tuple[str, ...]
 
 

@@ -9,10 +9,8 @@ from __future__ import annotations
 import os
 import struct
 import warnings
-import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -23,20 +21,7 @@ from checkpointd.pipeline.export.output import Output, reserve
 from checkpointd.pipeline.export.selection import Exported, Selection, Source, View, contiguous_stride
 from checkpointd.pipeline.export.stream import Placed
 from checkpointd_client.dtypes import DTYPES
-
-# The records of a zip file and where in them the CRC-32 stands (APPNOTE.TXT 4.3.7, 4.3.9, 4.3.12).
-_LOCAL, _LOCAL_CRC, _LOCAL_NAMES, _LOCAL_BYTES = b"PK\x03\x04", 14, 26, 30
-_CENTRAL, _CENTRAL_CRC, _CENTRAL_NAMES, _CENTRAL_BYTES = b"PK\x01\x02", 16, 28, 46
-_DESCRIPTOR, _DESCRIPTOR_CRC, _HAS_DESCRIPTOR = b"PK\x07\x08", 4, 8
-
-
-@dataclass(frozen=True, slots=True)
-class Room:
-    """Where the bytes of one storage go in the file, and every place that has their CRC-32."""
-
-    offset: int
-    size: int
-    sums_at: tuple[int, ...]
+from checkpointd_client.files import Room, rooms_of
 
 
 class TorchFile:
@@ -55,7 +40,8 @@ class TorchFile:
         stored = _sources(selection)
         dtypes = {source: request.dtype_of(tensor) for source, tensor in stored.items()}
         _write_hollow(selection, dtypes, path)
-        rooms = _rooms(path)
+        with open(path, "rb") as file:
+            rooms = rooms_of(file)
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             reserve(descriptor, os.fstat(descriptor).st_size)
@@ -109,36 +95,3 @@ def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="ComplexHalf support is experimental")
         yield
-
-
-def _rooms(path: str) -> list[Room]:
-    """Where each storage lies, by its number."""
-    with zipfile.ZipFile(path) as archive, open(path, "rb") as file:
-        sums_at = dict(zip((info.filename for info in archive.infolist()), _central_sums(archive, path), strict=True))
-        found = {}
-        for info in archive.infolist():
-            folder, _, number = info.filename.rpartition("/")
-            if folder.endswith("/data"):
-                offset = _data_offset(file.fileno(), info.header_offset)
-                places = (info.header_offset + _LOCAL_CRC, sums_at[info.filename])
-                if info.flag_bits & _HAS_DESCRIPTOR:
-                    places = (offset + info.file_size + _DESCRIPTOR_CRC, sums_at[info.filename])
-                found[int(number)] = Room(offset, info.file_size, places)
-    return [found[number] for number in range(len(found))]
-
-
-def _data_offset(descriptor: int, header: int) -> int:
-    """Where the bytes of the member begin whose local header is at `header`."""
-    names, extra = struct.unpack("<HH", os.pread(descriptor, 4, header + _LOCAL_NAMES))
-    return header + _LOCAL_BYTES + int(names) + int(extra)
-
-
-def _central_sums(archive: zipfile.ZipFile, path: str) -> Iterator[int]:
-    """Where the central directory has the CRC-32 of each member, in the order of the directory."""
-    with open(path, "rb") as file:
-        at = archive.start_dir
-        for _ in archive.infolist():
-            file.seek(at)
-            record = file.read(_CENTRAL_BYTES)
-            yield at + _CENTRAL_CRC
-            at += _CENTRAL_BYTES + sum(struct.unpack_from("<HHH", record, _CENTRAL_NAMES))

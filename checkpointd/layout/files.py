@@ -1,0 +1,97 @@
+"""Files that are stored as they are: which bytes of a file come from where.
+
+Invariants
+  F1  The pieces of a file cover it once, from its first byte to its last; what says otherwise is refused.
+  F2  No name leads out of the directory in which the files are shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from checkpointd.errors import FormatError
+from checkpointd.layout.keys import FILES_MAX
+from checkpointd.layout.tree import File
+
+SUM_BYTES = 4
+_NAME_BYTES_MAX = 255
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Bytes `[start, stop)` of a file: those of the tensor `fqn` from its byte `at` on. `room`: its number, if it is one."""
+
+    start: int
+    stop: int
+    fqn: str
+    at: int
+    room: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
+
+def check_files(files: Iterable[File]) -> None:
+    """FormatError unless every name can be that of a plain file in one directory, and no two are the same."""
+    names = [file.name for file in files]
+    if len(names) > FILES_MAX:
+        raise FormatError(f"{len(names)} files are more than the {FILES_MAX} that a rank may have in a checkpoint")
+    for name in names:
+        fault = _name_fault(name)
+        if fault:
+            raise FormatError(f"{name!r} cannot be the name of a file of a checkpoint: {fault}")
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise FormatError(f"{twice!r} is the name of two files of one rank")
+
+
+def _name_fault(name: str) -> str | None:
+    if not name or "/" in name:
+        return "it is no name of a file in a directory"
+    if name.startswith("."):
+        return "it starts with a dot"
+    if not name.isprintable() or any(0xD800 <= ord(letter) <= 0xDFFF for letter in name):
+        return "it contains a character that cannot be printed"
+    return f"it is longer than {_NAME_BYTES_MAX} bytes" if len(name.encode()) > _NAME_BYTES_MAX else None
+
+
+def pieces_of(file: File, sizes: Mapping[str, int]) -> list[Piece]:
+    """The pieces of `file` in order, those of no bytes left out; `sizes` has the bytes of every tensor.
+
+    FormatError where rooms overlap or lie outside, the bytes around them are not those of `hollow`, or a sum has no place.
+    """
+    found = list(_pieces(file, sizes))
+    around = sum(piece.nbytes for piece in found if piece.room is None)
+    if sizes.get(file.hollow) != around:
+        raise FormatError(f"{file.name}: {around} bytes lie around its rooms, and {sizes.get(file.hollow)} are there for them")
+    _check_sums(file, found)
+    return [piece for piece in found if piece.nbytes]
+
+
+def _pieces(file: File, sizes: Mapping[str, int]) -> Iterator[Piece]:
+    end = hollow = 0
+    for number, (start, fqn) in sorted(enumerate(file.rooms), key=lambda room: room[1][0]):
+        nbytes = sizes.get(fqn)
+        if nbytes is None or not end <= start <= file.size - nbytes:
+            raise FormatError(f"{file.name}: the room for {fqn} at byte {start} overlaps another, or lies outside")
+        yield Piece(end, start, file.hollow, hollow)
+        hollow += start - end
+        end = start + nbytes
+        yield Piece(start, end, fqn, 0, number)
+    if file.size < end:
+        raise FormatError(f"{file.name}: it has {file.size} bytes, and its rooms end at {end}")
+    yield Piece(end, file.size, file.hollow, hollow)
+
+
+def _check_sums(file: File, pieces: list[Piece]) -> None:
+    """Each sum is one of a room, lies between rooms, and shares no byte with another."""
+    between = iter([piece for piece in pieces if piece.room is None and piece.nbytes])
+    piece, end = next(between, None), 0
+    for number, at in sorted(file.sums, key=lambda placed: placed[1]):
+        while piece is not None and piece.stop < at + SUM_BYTES:
+            piece = next(between, None)
+        if piece is None or at < max(piece.start, end) or not 0 <= number < len(file.rooms):
+            raise FormatError(f"{file.name}: the sum of room {number} at byte {at} has no place there")
+        end = at + SUM_BYTES

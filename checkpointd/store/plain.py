@@ -1,0 +1,131 @@
+"""Objects shown as plain files beside a POSIX store, for tools that know nothing of it.
+
+A store whose root is a directory named `.checkpointd` can show objects in directories beside it: `<root>/../<name>/<file>` is
+then a second name of an object, so that it costs no space, and stays when the object goes.
+
+Invariants
+  W1  A directory beside the root is whole at every moment, also after a power cut: what was shown there before, what is shown
+      now, or nothing where nothing was. It is built elsewhere and put there by one rename. (A file system that cannot exchange
+      two names, as NFS cannot, shows nothing there for a moment.)
+  W2  What else lies in a directory that is replaced (files and directories that were not shown) stays in it.
+  W3  When a call returns, what it did is durable.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import AbstractAsyncContextManager, suppress
+
+from checkpointd.errors import StoreError
+from checkpointd.store.disk import Child
+from checkpointd.store.names import SERVICE, TEMPORARY
+from checkpointd.store.rooted import Root
+
+
+def can_show(root: str) -> bool:
+    """Whether a store at `root` shows objects beside itself."""
+    return os.path.basename(root) == SERVICE
+
+
+class PlainFiles:
+    """The directories beside the root. Whoever shows or hides holds `alone` for it."""
+
+    def __init__(self, root: Root) -> None:
+        self._root, self._disk = root, root.disk
+        self._beside = os.path.dirname(root.path)
+        self._count = itertools.count()
+
+    def alone(self) -> AbstractAsyncContextManager[None]:
+        """Keep every other process out."""
+        return self._root.locked()
+
+    async def show(self, name: str, files: Mapping[str, str], stale: Callable[[str], bool]) -> None:
+        """Let the directory `name` hold `files` (by name, the keys of the objects) instead of what was shown there before.
+
+        Files whose names are `stale` go, whoever put them there: left-overs of a larger job are none of the new checkpoint's.
+        """
+        target = f"{self._beside}/{name}"
+        async with self._root.guard("showing", name):
+            there = await self._there(target)
+            built = await self._make_directory()
+            for file, key in files.items():
+                await self._disk.link(f"{self._root.path}/{key}", f"{built}/{file}")
+            others = [c for c in there or () if c.name not in files and (c.is_directory or not stale(c.name))]
+            for child in others:
+                if not child.is_directory:
+                    await self._disk.link(f"{target}/{child.name}", f"{built}/{child.name}")
+            await self._disk.sync_directory(built)
+            if there is None:
+                await self._disk.rename(built, target)
+                await self._sync_both()
+                return
+            await self._disk.exchange(built, target)
+            await self._sync_both()
+            await self._move([child for child in others if child.is_directory], built, target)
+            await self._remove(built)
+
+    async def hide(self, name: str, files: Collection[str]) -> None:
+        """Let nothing of `files` be in the directory `name`, which goes where nothing else is in it."""
+        target = f"{self._beside}/{name}"
+        async with self._root.guard("hiding", name):
+            there = await self._there(target)
+            if there is None:
+                return
+            built = await self._make_directory()
+            others = [child for child in there if child.name not in files]
+            if not others:
+                await self._disk.remove_directory(built)
+                await self._disk.rename(target, built)
+            else:
+                for child in others:
+                    if not child.is_directory:
+                        await self._disk.link(f"{target}/{child.name}", f"{built}/{child.name}")
+                await self._disk.sync_directory(built)
+                await self._disk.exchange(built, target)
+                await self._move([child for child in others if child.is_directory], built, target)
+            await self._sync_both()
+            await self._remove(built)
+
+    async def point(self, text: str | None) -> None:
+        """Let the file `latest` beside the root hold `text`, or not be there."""
+        target = f"{self._beside}/latest"
+        async with self._root.guard("replacing", "latest"):
+            if text is None:
+                with suppress(FileNotFoundError):
+                    await self._disk.unlink(target)
+            else:
+                async with self._root.temporary(text.encode()) as temporary:
+                    await self._disk.rename(temporary, target)
+            await self._disk.sync_directory(self._beside)
+
+    async def _there(self, target: str) -> list[Child] | None:
+        """What is in the directory; None where there is none. StoreError where something else has its name."""
+        try:
+            return await self._disk.children(target)
+        except FileNotFoundError:
+            return None
+        except NotADirectoryError as error:
+            raise StoreError(f"{target} is a file: move it away, so that a checkpoint can be shown there") from error
+
+    async def _make_directory(self) -> str:
+        built = f"{self._root.path}/{TEMPORARY}/{self._root.writer}.shown{next(self._count)}"
+        await self._root.directories.within(built, lambda: self._disk.make_directory(built))
+        return built
+
+    async def _move(self, children: Iterable[Child], source: str, target: str) -> None:
+        for child in children:
+            await self._disk.rename(f"{source}/{child.name}", f"{target}/{child.name}")
+        await self._disk.sync_directory(target)
+
+    async def _sync_both(self) -> None:
+        await self._disk.sync_directory(self._beside)
+        await self._disk.sync_directory(f"{self._root.path}/{TEMPORARY}")
+
+    async def _remove(self, built: str) -> None:
+        """Remove what is no longer shown. What cannot be removed goes with the next sweep."""
+        with suppress(OSError):
+            for child in await self._disk.children(built):
+                await self._disk.unlink(f"{built}/{child.name}")
+            await self._disk.remove_directory(built)
