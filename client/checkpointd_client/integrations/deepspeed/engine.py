@@ -1,0 +1,108 @@
+"""What DeepSpeed calls its checkpoint engine: it takes the files that the engine would have written.
+
+Invariants
+  E1  Between `collect` and `collected` nothing is written: what `save` is given is kept as it is, and is snapshotted by the plug
+      before save_checkpoint returns.
+  E2  Outside of that (save_16bit_model, which one rank calls alone) a file is written at once, whole or not at all.
+  E3  What is loaded was committed: a load waits for the saves in flight.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
+
+
+class CheckpointdEngine(CheckpointEngine):  # type: ignore[misc]  # DeepSpeed has no types
+    """`settle` is called before anything is read; `verified` with every file that is."""
+
+    def __init__(self, settle: Callable[[], None]) -> None:
+        super().__init__()
+        self.name = "checkpointd"
+        self._settle = settle
+        self._directory: str | None = None
+        self._files: dict[str, Any] = {}
+
+    # --- collecting --------------------------------------------------------------------------------------------
+
+    def collect(self, directory: str) -> None:
+        """From here on, what is saved in `directory` is kept."""
+        self._directory, self._files = os.path.abspath(directory), {}
+
+    def collected(self) -> dict[str, Any]:
+        """The contents of the files that were saved since, by their names."""
+        files, self._directory, self._files = self._files, None, {}
+        return files
+
+    def _name_in(self, path: str) -> str | None:
+        folder, name = os.path.split(os.path.abspath(path))
+        return name if self._directory is not None and folder == self._directory else None
+
+    # --- what DeepSpeed calls ----------------------------------------------------------------------------------
+
+    def create(self, info: CheckpointCommitInfo) -> None:
+        """Nothing is begun by it: the plug begins."""
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """The directory of a tag appears with all of its files."""
+        if self._directory is None or os.path.abspath(path) != self._directory:
+            os.makedirs(path, exist_ok=exist_ok)
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Keep it, or write it at once (E2)."""
+        name = self._name_in(path)
+        if name is None:
+            write_whole(state_dict, path)
+        else:
+            self._files[name] = state_dict
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """As torch.load does; the file is DeepSpeed's own, which may hold any object."""
+        self._settle()
+        return torch.load(path, map_location=map_location, weights_only=False)
+
+    def commit(self, info: CheckpointCommitInfo) -> bool:
+        """The plug commits."""
+        return True
+
+    def is_decoupled(self) -> bool:
+        """So DeepSpeed leaves `latest` alone."""
+        return True
+
+    def get_commit_info(self) -> None:
+        """So DeepSpeed's step() does not wait."""
+
+    def cleanup(self) -> None:
+        """Called when the engine is destroyed: what is in flight is waited for."""
+        with suppress(Exception):  # said by the handle and the log
+            self._settle()
+
+
+def write_whole(content: Any, path: str) -> None:
+    """torch.save, durable, in the place of what was there."""
+    directory = os.path.dirname(os.path.abspath(path))
+    descriptor, temporary = tempfile.mkstemp(dir=directory, prefix=".", suffix=".writing")
+    try:
+        with open(descriptor, "wb") as file:
+            torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(temporary, 0o666 & ~umask)
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise
+    directory_fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(directory_fd)
+    finally:
+        os.close(directory_fd)
