@@ -191,12 +191,14 @@ class Checkpointer:
         files: Mapping[str, object],
         *,
         tag: str | None = None,
+        at: str | None = None,
         save_latest: bool = True,
         stepped: Collection[int] = (),
         metrics: Mapping[str, float] | None = None,
     ) -> SaveHandle:
-        """Snapshot the objects in `files`, by name, and return. Once the save has committed, the directory `<tag>` beside the
-        root, which is one named `.checkpointd`, holds on every rank's behalf what torch.save makes of them, uncompressed.
+        """Snapshot the objects in `files`, by name, and return. Once the save has committed, the directory `at` beside the
+        root, which is one named `.checkpointd`, holds what torch.save makes of them, uncompressed. `at` is a relative path, by
+        default the tag.
 
         Call it on every rank, each with files of its own names, or none. `stepped`: addresses of storages that nothing but
         optimizer steps change; all others are copied before this returns. Raises as `save` does.
@@ -208,7 +210,8 @@ class Checkpointer:
             raise UsageError(
                 f"files are shown beside the root, which must be a directory named {SERVICE}: {self._store.url} is not"
             )
-        return self._saver.save_files(Request(tag, step, save_latest, False, check_metrics(metrics)), files, stepped)
+        request = Request(tag, step, save_latest, False, check_metrics(metrics))
+        return self._saver.save_files(request, tag if at is None else at, files, stepped)
 
     def fence(self) -> None:
         """Wait until the snapshots in flight have read everything: before you change parameters outside an optimizer step.

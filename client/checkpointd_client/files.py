@@ -36,8 +36,8 @@ class Room:
     sums_at: tuple[int, ...]
 
 
-def capture_files(files: Mapping[str, object], stepped: Collection[int]) -> Captured:
-    """Take the files that torch.save would make of `files`, by name, apart without copying a tensor.
+def capture_files(at: str, files: Mapping[str, object], stepped: Collection[int]) -> Captured:
+    """Take the files that torch.save would make of `files`, by name, apart without copying a tensor; `at` is to show them.
 
     `stepped`: addresses of the storages that change inside optimizer steps alone. StateError for what cannot be pickled.
     """
@@ -47,7 +47,7 @@ def capture_files(files: Mapping[str, object], stepped: Collection[int]) -> Capt
         node, found = _capture(name, content, stepped)
         nodes.append(node)
         leaves += found
-    return Captured(tuple(leaves), (), tree.Files(tuple(nodes)), ())
+    return Captured(tuple(leaves), (), tree.Files(at, tuple(nodes)), ())
 
 
 def _capture(name: str, content: object, stepped: Collection[int]) -> tuple[tree.File, list[Leaf]]:

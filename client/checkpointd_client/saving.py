@@ -124,9 +124,17 @@ class Saver:
         excluded = request.exclude_frozen_parameters
         return self._save(request, lambda: capture(state, client_state, exclude_frozen_parameters=excluded))
 
-    def save_files(self, request: Request, files: Mapping[str, object], stepped: Collection[int]) -> SaveHandle:
-        """The same for files."""
-        return self._save(request, lambda: capture_files(files, stepped))
+    def save_files(self, request: Request, at: str, files: Mapping[str, object], stepped: Collection[int]) -> SaveHandle:
+        """The same for files, to be shown in the directory `at`."""
+        return self._save(request, lambda: capture_files(at, files, stepped))
+
+    def refuse(self, request: Request, error: BaseException) -> SaveHandle:
+        """Vote no at once with `error`, which is raised where it is the caller's: nothing can be saved."""
+
+        def captured() -> Captured:
+            raise error
+
+        return self._save(request, captured)
 
     def _save(self, request: Request, captured_by: Callable[[], Captured]) -> SaveHandle:
         began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The plug between a DeepSpeed engine and a Checkpointer: the user's own save_checkpoint and load_checkpoint, in the background."""
+"""The plug between a DeepSpeed engine and a Checkpointer: save_checkpoint and load_checkpoint as users know them."""
 
 from __future__ import annotations
 
