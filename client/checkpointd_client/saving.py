@@ -128,13 +128,12 @@ class Saver:
         """The same for files, to be shown in the directory `at`."""
         return self._save(request, lambda: capture_files(at, files, stepped))
 
-    def refuse(self, request: Request, error: BaseException) -> SaveHandle:
-        """Vote no at once with `error`, which is raised where it is the caller's: nothing can be saved."""
-
-        def captured() -> Captured:
-            raise error
-
-        return self._save(request, captured)
+    def refuse(self, request: Request, error: CheckpointdError) -> SaveHandle:
+        """Vote no with `error`: there is nothing to save."""
+        job = self._new_job(request)
+        job.staged.set_exception(error)
+        self._submit(job)
+        return job.save.handle
 
     def _save(self, request: Request, captured_by: Callable[[], Captured]) -> SaveHandle:
         began = time.perf_counter()
