@@ -225,3 +225,13 @@ def test_load_says_what_the_checkpoint_is(ckpt: Checkpointer) -> None:
     save(ckpt, example())
     with pytest.raises(CheckpointdError, match="is of files, not of a state"):
         ckpt.load({"model": torch.nn.Linear(2, 2)}, "global_step7")
+
+
+def test_who_removes_a_directory_above_removes_the_checkpoints_in_it(ckpt: Checkpointer) -> None:
+    for step in (1, 2):
+        save(ckpt, example(), tag=f"run-{step}--s", at=f"run-{step}/s")
+    shutil.rmtree(beside(ckpt) / "run-1")
+    save(ckpt, example(), tag="run-3--s", at="run-3/s")
+    ckpt.close()
+    root = Path(ckpt.status().root)
+    assert {path.parts[-3] for path in root.glob("*/*/*.file")} == {"run-2--s", "run-3--s"}
