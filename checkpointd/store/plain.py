@@ -13,6 +13,7 @@ Invariants
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -65,14 +66,23 @@ class PlainFiles:
                 if not child.is_directory:
                     await self._disk.link(f"{target}/{child.name}", f"{built}/{child.name}")
             await self._disk.sync_directory(built)
-            if there is None:
-                await self._root.directories.within(target, lambda: self._disk.rename(built, target))
-                await self._sync_both(target)
+            if there is None and await self._put(built, target):
                 return
             await self._disk.exchange(built, target)
             await self._sync_both(target)
             await self._move([child for child in others if child.is_directory], built, target)
             await self._remove(built)
+
+    async def _put(self, built: str, target: str) -> bool:
+        """Give the directory its name; False where somebody else has just made one."""
+        try:
+            await self._root.directories.within(target, lambda: self._disk.rename(built, target))
+        except OSError as error:
+            if error.errno in {errno.ENOTEMPTY, errno.EEXIST}:
+                return False
+            raise
+        await self._sync_both(target)
+        return True
 
     async def hide(self, at: str, files: Collection[str]) -> None:
         """Let nothing of `files` be in the directory `at`, which goes where nothing else is in it."""

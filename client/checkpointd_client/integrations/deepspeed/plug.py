@@ -126,6 +126,7 @@ class Plug:
         """Take the place of the engine's own methods."""
         engine = self.engine
         self._save, self._load, self._destroy = engine.save_checkpoint, engine.load_checkpoint, engine.destroy
+        self._stock = engine.checkpoint_engine
         engine.checkpoint_engine = self._engine
         engine.save_checkpoint, engine.load_checkpoint, engine.destroy = (
             self.save_checkpoint,
@@ -133,6 +134,14 @@ class Plug:
             self.destroy,
         )
         engine.checkpoint_handle = lambda: self.handle
+
+    def detach(self) -> None:
+        """Close, and give the engine its own methods back."""
+        self.close()
+        engine = self.engine
+        engine.checkpoint_engine = self._stock
+        engine.save_checkpoint, engine.load_checkpoint, engine.destroy = self._save, self._load, self._destroy
+        del engine.checkpoint_handle
 
     def save_checkpoint(
         self,
@@ -151,6 +160,7 @@ class Plug:
             raise UsageError(f"save_dir is {save_dir!r}; give the path of a directory")
         step = int(self.engine.global_steps)
         place = Place.of(save_dir, str(f"global_step{step}" if tag is None else tag), self._root)
+        self.handle = None  # where this raises, there is none
         checkpointer = self._checkpointer(place.root)
         self._meet(checkpointer, "save_checkpoint()", {"save_dir": os.path.abspath(save_dir), "tag": place.tag, "step": step})
         try:
