@@ -69,10 +69,10 @@ def test_nothing_is_touched_that_was_not_asked_for() -> None:
 
 @pytest.mark.root
 def test_what_the_system_does_not_permit_is_a_usage_error() -> None:
-    answer = in_a_process(user=65534, niceness=-5)
-    assert "does not permit niceness -5" in answer["error"]
+    answer = in_a_process(user=65534, niceness=-20)
+    assert "does not permit niceness -20" in answer["error"]
     assert "CAP_SYS_NICE" in answer["error"]
-    assert answer["late"][0] >= 0
+    assert answer["late"][0] > -20
 
 
 def config(**settings: Any) -> ServeConfig:
