@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -76,6 +76,23 @@ async def verify(
     if len(stored) == checkpoint.outcome.world_size:
         verdict.damage.extend(_union_damage(checkpoint, stored))
     return verdict
+
+
+async def verify_ranks(
+    store: Store,
+    checkpoint: Checkpoint,
+    ranks: Iterable[int],
+    config: LoadConfig,
+    on_bytes: Callable[[int], None] = lambda _: None,
+) -> list[Damage]:
+    """What is damaged of what `ranks` stored."""
+    damage: list[Damage] = []
+    for rank in ranks:
+        try:
+            await _verify_rank(store, checkpoint, rank, config, on_bytes, damage)
+        except (DamagedError, NotFoundError, StoreError) as error:
+            damage.append(Damage.of(error, rank))
+    return damage
 
 
 async def record_whole(store: Store, checkpoint: Checkpoint, verdict: Verdict) -> None:

@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Collection, Mapping, MutableMapping
+from collections.abc import Collection, Iterable, Mapping, MutableMapping
 from types import TracebackType
 from typing import Any, Self, get_args
 
@@ -28,6 +28,7 @@ from checkpointd.layout.keys import SERVICE, check_tag, default_tag
 from checkpointd.pipeline import catalog
 from checkpointd.pipeline.attempt import COORDINATOR, WriterState
 from checkpointd.pipeline.catalog import Checkpoint
+from checkpointd.pipeline.verify import verify_ranks
 from checkpointd.store import open_store
 from checkpointd_client.arena import Arena
 from checkpointd_client.handle import SaveHandle
@@ -307,6 +308,14 @@ class Checkpointer:
         """All checkpoints in the store, newest first: `.tag`, `.outcome.step` and more of each."""
         self._check_open("list")
         return self._writer.call(catalog.checkpoints(self._store), self._commit.timeout_s)
+
+    def damage(self, checkpoint: Checkpoint, ranks: Iterable[int]) -> tuple[str, ...]:
+        """Read all that `ranks` stored of a checkpoint, and say what is not as it was written; empty where it is whole."""
+        self._check_open("damage")
+        found = self._writer.call_while_moving(
+            lambda on_bytes: verify_ranks(self._store, checkpoint, ranks, LoadConfig(), on_bytes), self._commit.timeout_s
+        )
+        return tuple(one.message for one in found)
 
     @property
     def preempted(self) -> bool:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from checkpointd.errors import AbortedError, DeadlineError, StateError, UsageError
+from checkpointd.errors import AbortedError, DamagedError, DeadlineError, StateError, UsageError
 from checkpointd_client.integrations.deepspeed import Plug, attach
 from tests.e2e.deepspeed_engines import Kind, make, train
 
@@ -108,6 +108,7 @@ class Rank:
             self.what_cannot_be_pickled_on_one_rank(engine, root)
             self.saving_every_step_and_16_bit_in_between(engine, root)
         self.other_directories(engine, self.folder / "many")
+        self.damaged_ones(engine, self.folder / "damaged")
         with detaching(attach(make(Kind(1)), commit_timeout_s=SHORT_S)) as plug:
             self.one_rank_alone(plug.engine, self.folder / "alone")
 
@@ -150,6 +151,26 @@ class Rank:
         dist.barrier()  # rank 0 has tidied up
         kept = {path.parts[-3] for path in (root / ".checkpointd").glob("*/*/*.file")}
         self.check(kept == {"checkpoint-20--global_step5", "checkpoint-30--global_step5"}, f"objects of {kept} are left")
+
+    def damaged_ones(self, engine: Any, root: Path) -> None:
+        """The newest whole one is loaded, by both ranks; and DeepSpeed's own are loaded as ever."""
+        engine.save_checkpoint(str(root / "stock"), tag="theirs")
+        plug = attach(engine)
+        self.check(engine.load_checkpoint(str(root / "stock"))[0] is not None, "what DeepSpeed itself saved is not loaded")
+        for step in (1, 2):
+            engine.save_checkpoint(str(root), tag=f"step{step}")
+        plug.wait(LIMIT_S)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            with (root / "step2" / "zero_pp_rank_1_mp_rank_00_optim_states.pt").open("r+b") as file:
+                file.seek(-2000, os.SEEK_END)
+                file.write(b"no")
+        dist.barrier()
+        path, _ = engine.load_checkpoint(str(root))
+        self.check(path is not None and "step1" in path, f"the newest is damaged, and {path} was loaded")
+        with self.raises(DamagedError, "step2 is damaged", "a damaged one by its name"):
+            engine.load_checkpoint(str(root), "step2")
+        plug.detach()
 
     def one_rank_alone(self, engine: Any, root: Path) -> None:
         engine.save_checkpoint(str(root))  # both ranks: the Checkpointer is there

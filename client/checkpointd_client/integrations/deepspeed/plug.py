@@ -18,9 +18,10 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from checkpointd.errors import CheckpointdError, StagingError, UsageError
+from checkpointd.errors import CheckpointdError, DamagedError, StagingError, UsageError
 from checkpointd.layout.files import check_place
 from checkpointd.layout.keys import SERVICE, check_tag
+from checkpointd.pipeline.catalog import Checkpoint
 from checkpointd_client.checkpointer import Checkpointer
 from checkpointd_client.handle import SaveHandle
 from checkpointd_client.integrations.deepspeed.engine import CheckpointdEngine
@@ -28,6 +29,8 @@ from checkpointd_client.integrations.deepspeed.engine import CheckpointdEngine
 log = logging.getLogger("checkpointd")
 
 Layout = Literal["deepspeed", "checkpointd"]
+
+_WHOLE = "whole"
 
 
 def attach(
@@ -97,6 +100,11 @@ class Place:
     root: str
     tag: str
     at: str
+
+    @staticmethod
+    def root_of(save_dir: str, root: str | None) -> str:
+        """The directory beside which a save_dir's checkpoints are stored."""
+        return Place.of(save_dir, "any", root).root
 
     @staticmethod
     def of(save_dir: str, tag: str, root: str | None) -> Place:
@@ -188,12 +196,48 @@ class Plug:
             files = self._engine.collected()
         return files
 
-    def load_checkpoint(self, load_dir: str, *args: Any, **kwargs: Any) -> Any:
-        """DeepSpeed's load_checkpoint, of what is committed."""
+    def load_checkpoint(self, load_dir: str, tag: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        """DeepSpeed's load_checkpoint, of what is committed and whole. On every rank.
+
+        Without a tag, a damaged newest checkpoint is logged as an error and the newest whole one is loaded, by all ranks
+        together. A named one that is damaged raises DamagedError on every rank, before anything is touched. What DeepSpeed
+        itself has saved is left to DeepSpeed.
+        """
         self.wait()
-        for checkpointer in self._checkpointers.values():
-            self._meet(checkpointer, "load_checkpoint()", {"load_dir": os.path.abspath(load_dir)})
-        return self._load(load_dir, *args, **kwargs)
+        root = Place.root_of(load_dir, self._root)
+        if root not in self._checkpointers and not os.path.isdir(os.path.join(root, SERVICE)):
+            return self._load(load_dir, tag, *args, **kwargs)
+        checkpointer = self._checkpointer(root)
+        said = {"load_dir": os.path.abspath(load_dir), "tag": tag if tag is None else str(tag)}
+        self._meet(checkpointer, "load_checkpoint()", said)
+        return self._load(load_dir, self._whole(checkpointer, load_dir, tag), *args, **kwargs)
+
+    def _whole(self, checkpointer: Checkpointer, load_dir: str, tag: str | None) -> str | None:
+        """The tag to load: the first that all ranks find whole; `tag` as it is where there is nothing of ours."""
+        candidates = self._candidates(checkpointer, load_dir, tag)
+        rank, world = self.engine.global_rank, self.engine.world_size
+        for checkpoint in candidates:
+            own = range(rank, checkpoint.outcome.world_size, world)
+            heard = checkpointer.meet("; ".join(checkpointer.damage(checkpoint, own)) or _WHOLE, "calling load_checkpoint()")
+            damage = [text for _, text in sorted(heard.items()) if text != _WHOLE]
+            name = os.path.basename(checkpoint.outcome.shown_at)
+            if not damage:
+                return name
+            if tag is not None:
+                raise DamagedError(f"{load_dir}/{tag} is damaged: {'; '.join(damage)}")
+            log.error("%s/%s is damaged, and an older one is looked for: %s", load_dir, name, "; ".join(damage))
+        if candidates:
+            raise DamagedError(f"every checkpoint in {load_dir} is damaged: `checkpointd verify` says how")
+        return tag
+
+    def _candidates(self, checkpointer: Checkpointer, load_dir: str, tag: str | None) -> list[Checkpoint]:
+        """What may be loaded, as rank 0 sees it, newest first."""
+        folder = Place.of(load_dir, "any" if tag is None else str(tag), self._root)
+        beside = [c for c in checkpointer.list() if os.path.dirname(c.outcome.shown_at) == os.path.dirname(folder.at)]
+        found = [c for c in beside if (c.outcome.save_latest if tag is None else c.outcome.shown_at == folder.at)]
+        first = checkpointer.meet(json.dumps([c.prefix for c in found]), "calling load_checkpoint()")[0]
+        by_prefix = {c.prefix: c for c in found}
+        return [by_prefix[prefix] for prefix in json.loads(first) if prefix in by_prefix]
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until no save is in flight; raises what became of them."""
