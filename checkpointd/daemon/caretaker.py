@@ -73,6 +73,7 @@ class Caretaker:
         """Look after the roots until cancelled."""
         try:
             while True:
+                self._hub.memory.release_lingering()
                 await self._watch(await self._all_roots())
                 await _either(self._found, self._care.busy_s if self._hub.jobs.all() else self._care.idle_s)
         finally:

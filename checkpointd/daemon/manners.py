@@ -1,13 +1,17 @@
 """How much of the machine the daemon takes: CPU niceness and I/O class, for all of its threads.
 
 Both belong to a thread, not to a process: Linux hands them on to threads that are started later, and those that run already
-(numpy starts some when it is imported) are set one by one.
+(numpy starts some when it is imported) are set one by one. Where Linux schedules by session first (autogroup, sched(7)),
+niceness counts inside the session alone; a session that is the daemon's own gets it as a whole.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from checkpointd.config import ServeConfig
@@ -15,6 +19,8 @@ from checkpointd.errors import UsageError
 
 if TYPE_CHECKING:
     from psutil import Process
+
+log = logging.getLogger("checkpointd")
 
 BEST_EFFORT_LEVEL: Final = 7
 """The lowest of the class: its middle is what a process has that asks for nothing."""
@@ -48,6 +54,17 @@ def apply(config: ServeConfig) -> None:
             f"the system does not permit niceness {config.niceness} and I/O class {config.io_class}: less niceness than the "
             "daemon was started with needs CAP_SYS_NICE, or systemd's Nice= and IOSchedulingClass="
         ) from error
+    if config.niceness and os.getsid(0) == os.getpid():
+        _nice_session(config.niceness)
+
+
+def _nice_session(niceness: int) -> None:
+    try:
+        Path("/proc/self/autogroup").write_text(str(niceness))
+    except FileNotFoundError:
+        pass  # a kernel that does not group by session
+    except OSError as error:
+        log.warning("niceness %d may count for little beside other sessions: their share cannot be set (%s)", niceness, error)
 
 
 def _each_thread(behave: Callable[[Process], None]) -> None:

@@ -10,8 +10,10 @@ Invariants
 from __future__ import annotations
 
 import fcntl
+import gc
 import mmap
 import os
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -112,8 +114,23 @@ class Memory:
         self.account = Account(limit)
         self._slots: dict[FileId, SlotMemory] = {}
 
+        self._lingering: list[tuple[weakref.ref[mmap.mmap], int]] = []
+        """Mappings of slots that are gone, which something may still hold (an error, with the frames that it came through), and
+        their bytes."""
+
     def __len__(self) -> int:
         return len(self._slots)
+
+    def release_lingering(self) -> int:
+        """See that what is gone is unmapped, and not only when Python happens to collect its cycles; how many are left."""
+        self._forget_unmapped()
+        if self._lingering:
+            gc.collect()
+            self._forget_unmapped()
+        return len(self._lingering)
+
+    def _forget_unmapped(self) -> None:
+        self._lingering = [(mapped, nbytes) for mapped, nbytes in self._lingering if mapped() is not None]
 
     def map(self, descriptor: int, nbytes: int, owner: object, on_idle: Callable[[], None]) -> SlotMemory:
         """The slot of `nbytes` that `descriptor` is, mapped and owned by `owner`. Takes the descriptor, also where it raises.
@@ -134,6 +151,9 @@ class Memory:
         return slot
 
     def _map(self, descriptor: int, nbytes: int, file: FileId) -> SlotMemory:
+        self._forget_unmapped()
+        if self.account.used + sum(size for _, size in self._lingering) + nbytes > self.account.limit:
+            self.release_lingering()  # so that E3 holds for the machine's memory, and not only in the books
         self.account.take(nbytes)
         try:
             mapped = mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED, mmap.PROT_READ)
@@ -144,7 +164,9 @@ class Memory:
         def forget(slot: SlotMemory) -> None:
             del self._slots[file]
             self.account.give_back(slot.nbytes)
+            self._lingering.append((held, slot.nbytes))
 
+        held = weakref.ref(mapped)
         return SlotMemory(descriptor, nbytes, forget, np.frombuffer(mapped, dtype=np.uint8))
 
 

@@ -127,18 +127,27 @@ class Stage:
             standing(self.hub).to_json()
         return len(channel.sent)
 
-    async def end(self) -> None:
-        """All jobs end, and nothing is left mapped or open."""
+    async def _end_jobs(self) -> None:
         jobs = self.hub.jobs.all()
         for job in jobs:
             job.spoiled(StagingError("the fuzzer has seen enough"))
             job.attempt._deadline = 0.0
         if jobs:
             await asyncio.wait({job.task for job in jobs})
+
+    def _drop_all(self) -> None:
         for kept in self.hub.tier:
             self.hub.tier.drop(kept)
+
+    async def end(self) -> None:
+        """All jobs end, and nothing is left mapped or open."""
+        await self._end_jobs()
+        self._drop_all()
         assert self.hub.account.used == 0
         assert len(self.hub.memory) == 0
+        for _ in range(20):  # so many turns of the loop may still hold frames of jobs that have just ended
+            await asyncio.sleep(0)
+        assert self.hub.memory.release_lingering() == 0
         for slot in self.slots:
             os.close(slot)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import mmap
 import os
 from collections.abc import Iterator
@@ -160,6 +161,31 @@ def test_a_view_keeps_the_mapping_and_nothing_else(memory: Memory) -> None:
     assert view.tobytes() == CONTENT[:10]
     assert memory.account.used == 0
     del view
+
+
+def test_what_only_a_cycle_holds_is_unmapped_when_room_is_short_and_when_asked(memory: Memory) -> None:
+    """As an error does, with the frames that it came through; the garbage collector may not run for hours."""
+
+    def gone() -> None:
+        owner, slot = Owner(), None
+        slot = mapped(memory, owner)
+        cycle: list[object] = [slot.image]
+        cycle.append(cycle)
+        slot.disown(owner)
+
+    gc.disable()
+    try:
+        before = slots_mapped()
+        gone()
+        assert slots_mapped() == before + 1
+        assert memory.release_lingering() == 0
+        assert slots_mapped() == before
+        for _ in range(5):  # there is room for four
+            gone()
+        assert slots_mapped() == before + 1
+        memory.release_lingering()
+    finally:
+        gc.enable()
 
 
 def test_one_memfd_is_one_slot_however_often_it_comes(memory: Memory) -> None:
