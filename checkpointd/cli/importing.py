@@ -28,7 +28,7 @@ from checkpointd.errors import UsageError
 def command(
     places: tuple[str, ...], kind: str, tag: str | None, step: int | None, latest: bool, memory: str, force: bool, as_json: bool
 ) -> None:
-    """Make a checkpoint at ROOT of SRC, a directory of torch.distributed.checkpoint (its FileSystemWriter), which is only read.
+    """Make a checkpoint at ROOT of SRC, a directory of torch.distributed.checkpoint (FileSystemWriter), which is only read.
 
     It is committed as a whole, or not at all. ROOT is made where it is not there; no job may run at it.
     """
@@ -44,9 +44,8 @@ def command(
         return
     show(page(done))
     if done.pickled:
-        warn(
-            f"{count(len(done.pickled), 'value')} stayed pickled, and load with weights_only=False: {', '.join(done.pickled[:8])}"
-        )
+        named = ", ".join(done.pickled[:8])
+        warn(f"{count(len(done.pickled), 'value')} stayed pickled, and may need weights_only=False to load: {named}")
 
 
 def page(done: Any) -> Iterator[Block]:
