@@ -8,12 +8,13 @@ from typing import Any
 import click
 
 from checkpointd.cli.arguments import as_json, places, root_and_maybe_tag
-from checkpointd.cli.asking import show_json
+from checkpointd.cli.asking import check_root, show_json
 from checkpointd.cli.consolidate import progress
 from checkpointd.cli.formats import FORMATS, module_for
 from checkpointd.cli.render import Block, Facts, Heading, Table, show, warn
 from checkpointd.cli.words import count, size
 from checkpointd.errors import UsageError
+from checkpointd.store import open_store
 
 
 @click.command("export", short_help="Write a checkpoint in another program's format.")
@@ -31,6 +32,7 @@ def command(places: tuple[str, ...], kind: str, memory: str, force: bool, as_jso
         raise UsageError("where to? Give the place, as in `checkpointd export /mnt/ckpts/run1 /mnt/dcp/run1 --format dcp`")
     *before, out = places
     root, tag = root_and_maybe_tag(tuple(before), "export")
+    check_root(open_store(root))
     act = module_for(kind, "exporting").export_dcp
     with progress() as on_progress:
         done = act(root, out, tag, force=force, memory=memory, on_progress=on_progress)

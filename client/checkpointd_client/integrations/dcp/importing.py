@@ -40,6 +40,7 @@ from checkpointd_client.integrations.dcp.metadata_file import Described, Place, 
 from checkpointd_client.integrations.dcp.naming import step_of
 from checkpointd_client.integrations.dcp.objects import NotPlain, node_of
 from checkpointd_client.integrations.dcp.source import Directory
+from checkpointd_client.lifetime import claim_root
 from checkpointd_client.start import begin
 
 MEMORY_BYTES = 512 * MIB
@@ -95,6 +96,7 @@ def import_dcp(
     path = Path(source).absolute()
     tag = _tag_of(path) if tag is None else check_tag(tag)
     found = metadata_file.read(path)
+    claim_root(root)()  # the epoch of an import would fence a Checkpointer of this process
     job = _Job(found, path, tag, step_of(tag) if step is None else step, save_latest, held, on_progress)
     return run_on_store(root, lambda store: job.run(store, force=force))
 
