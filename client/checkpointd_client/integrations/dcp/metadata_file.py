@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -203,7 +204,7 @@ def encode(metadata: Metadata, written: Sequence[Written]) -> bytes:
         assert isinstance(stored, TensorStorageMetadata)
         stored.chunks = [ChunkStorageMetadata(torch.Size(b.offsets), torch.Size(b.sizes)) for b in found]
     metadata.storage_data = dict(_places(written))
-    metadata.version = CURRENT_DCP_VERSION
+    metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)  # torch 2.7 and later
     return pickle.dumps(metadata)
 
 

@@ -49,7 +49,8 @@ class CheckpointdReader(StorageReader):
     torch.load(weights_only=True) does; False hands them to DCP's planner, which runs the code that they name.
 
     As DCP has it, a tensor of another dtype gets the stored elements converted. dcp.load raises CheckpointException, whose
-    `failures` hold what happened on each rank: NotFoundError, DamagedError with object, FQN and rank, UnsafeObjectError.
+    `failures` hold what happened on each rank: DamagedError with object, FQN and rank, UnsafeObjectError; where the checkpoint
+    cannot be found or its indexes not be read, an AssertionError of DCP's own that says so.
     """
 
     def __init__(self, root: str | os.PathLike[str], tag: str | None = None, *, weights_only: bool = True) -> None:

@@ -136,7 +136,7 @@ class CheckpointdWriter(StorageWriter):
             self._state = WriterState(store=session.store, persist=self._persist, commit=self._commit)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        if not plan.usable:
+        if not getattr(plan, "usable", True):  # torch 2.7 and later
             raise UsageError("DefaultSavePlanner(enable_plan_caching=True) leaves out what this storage needs: use False")
         self._held = plan
         self._asked = Asked(secrets.token_hex(8), self._tag or "")
