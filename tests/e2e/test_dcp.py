@@ -20,7 +20,11 @@ from checkpointd_client.integrations.dcp import CheckpointdReader
 from tests.e2e.dcp_ranks import PROCESSES, plain_state
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.timeout(400),
+    pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)"),
+]
 
 
 @pytest.fixture(scope="module")

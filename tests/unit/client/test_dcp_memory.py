@@ -21,6 +21,7 @@ SLACK = 48 * MIB
 """What torch takes for itself when it is first used, thread stacks, and free lists."""
 
 
+@pytest.mark.timeout(400)
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_memory_stays_far_below_the_model_both_ways(tmp_path: Path) -> None:
     large = torch.zeros(MODEL_MIB * MIB // 4096, 1024)
