@@ -19,7 +19,7 @@ from launch import Job, data_bytes  # noqa: E402
 pytest.importorskip("torch")
 
 STEPS = 60
-SMALL = ["--steps", str(STEPS), "--layers", "2", "--width", "128", "--length", "32", "--batch", "2"]
+SMALL = ["--steps", str(STEPS), "--layers", "2", "--width", "128", "--length", "32", "--batch", "4"]
 
 
 def job(folder: Path, *arguments: str) -> Job:
