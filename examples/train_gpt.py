@@ -94,7 +94,7 @@ def seed_generators(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args(given: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--root", type=Path, required=True, help="folder of the checkpoints")
     parser.add_argument("--out", type=Path, help="folder of losses, timings and digests (default: ROOT-log)")
@@ -112,7 +112,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    args = parser.parse_args(given)
     args.out = args.out or args.root.with_name(args.root.name + "-log")
     return args
 
