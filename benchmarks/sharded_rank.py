@@ -56,12 +56,12 @@ def main(job: Job) -> None:
     dist.init_process_group("gloo")
     try:
         report: Any = loads(job) if job.loads else saves(job)
-        dist.barrier()
     except BaseException:
         traceback.print_exc()
         os._exit(1)  # threads and processes of the failed system cannot hold this one back
     Path(job.result).write_text(json.dumps(asdict(report)))
-    os._exit(0)  # nor can those of one that has done all that it was asked
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def saves(job: Job) -> ShardReport:
