@@ -114,6 +114,7 @@ def _trial(options: argparse.Namespace, system: str, run: int, place: int, world
     """One system once; an error becomes the trial's `error`, or that of one load, never an exception."""
     from benchmarks.launch import others_seconds
     from benchmarks.measures import ShardTrial, shard_report
+    from benchmarks.sharded_systems import SYSTEMS
 
     folder = Path(tempfile.mkdtemp(prefix=f"checkpointd-sharded-{system}-", dir=options.dir))
     (folder / "data").mkdir()
@@ -122,7 +123,8 @@ def _trial(options: argparse.Namespace, system: str, run: int, place: int, world
     try:
         found, peaks = _run(options, folder, system, _RANKS, loads=False)
         reports = [shard_report(data) for data in found]
-        loads = [_load(options, folder, system, ranks) for ranks in worlds]
+        able = [ranks for ranks in worlds if ranks == _RANKS or SYSTEMS[system].reshards]
+        loads = [_load(options, folder, system, ranks) for ranks in able]
     except RuntimeError as failure:
         error = str(failure)
     finally:

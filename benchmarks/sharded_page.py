@@ -132,14 +132,14 @@ def _load_metrics(worlds: Sequence[int]) -> list[Metric]:
 
 
 def _load_s(trial: Any, ranks: int, cached: bool) -> float:
-    """Seconds of the slowest rank; not a number where that load failed."""
-    load: WorldLoad = next(load for load in trial.loads if load.ranks == ranks)
-    return max(((times.cached_s if cached else times.cold_s) for times in load.times), default=math.nan)
+    """Seconds of the slowest rank; not a number where that load failed, or was not tried."""
+    loads = [load for load in trial.loads if load.ranks == ranks]
+    return max(((times.cached_s if cached else times.cold_s) for load in loads for times in load.times), default=math.nan)
 
 
 def _cell(results: Results, system: str, metric: Metric) -> str:
     values = [metric.of(trial) for trial in results.of(system)]
-    return "failed" if any(map(math.isnan, values)) else str(report.spread(values))
+    return "cannot" if any(map(math.isnan, values)) else str(report.spread(values))
 
 
 def _exact(results: Results, system: str) -> str:
@@ -186,8 +186,10 @@ def _notes(run: ShardRun) -> str:
         "After every load the digest of every whole tensor, put together from all ranks, must be what it was before the save;"
         " every tensor was scribbled over as soon as that save was safe.",
         "checkpointd loads verify every byte against a digest; DCP and torch-checkpointing have none.",
-        "torch-checkpointing runs with its `DefaultResharder`, which it needs from the first save on, and without direct I/O,"
-        " as in [RESULTS.md](RESULTS.md). A warm save is one after the first; dcp.save blocks until it has written.",
+        "torch-checkpointing 0.1.1 loads on another number of ranks only where its `DefaultResharder` was declared at the"
+        " save, which then exchanges metadata through CUDA tensors: without a GPU it cannot. So it keeps each rank's own part"
+        " here. Direct I/O is off, as in [RESULTS.md](RESULTS.md).",
+        "A warm save is one after the first; dcp.save blocks until it has written.",
         f"Other work on the machine during the trials, kernel threads included: {others} cores. Of dropped files at most"
         f" {left:.1%} stayed in the page cache.",
         *flaws(run),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
@@ -56,12 +55,14 @@ class ProcessReused(_Global, DcpProcessReused):
     """A writer process, and one stager whose buffers are reused and shared with it."""
 
 
-class Resharding(TorchCheckpointing):
-    """torch_checkpointing with its DefaultResharder, declared from the first save on as its documentation asks."""
+class OwnParts(TorchCheckpointing):
+    """torch_checkpointing as it comes: every rank keeps its own part of each DTensor.
 
-    def _items(self, package: Any) -> Any:
-        resharder = importlib.import_module("torch_checkpointing.default_resharder")
-        return package.ItemSpec(resharder=resharder.DefaultResharder())
+    Another number of ranks needs its DefaultResharder, declared from the first save on. With it, version 0.1.1 moves the ranks'
+    metadata through CUDA tensors at every save, so ranks without a GPU cannot save at all.
+    """
+
+    reshards = False
 
 
 class _Objects(Checkpointd):
@@ -85,7 +86,7 @@ SYSTEMS: dict[str, type[System]] = {
     "dcp-thread-reused": ThreadReused,
     "dcp-process": Process,
     "dcp-process-reused": ProcessReused,
-    "torch-checkpointing": Resharding,
+    "torch-checkpointing": OwnParts,
     "checkpointd": Compressed,
     "checkpointd-raw": Raw,
 }

@@ -51,6 +51,8 @@ class System(ABC):
 
     ours_to_sync: ClassVar[str]
     """What our fsync adds before a save is durable: `files`, `directories` or `nothing`."""
+    reshards: ClassVar[bool] = True
+    """Whether FSDP2 state can be loaded on another number of ranks."""
 
     def __init__(self, root: Path, state: State, rank: int, ranks: int, *, fresh: bool = True) -> None:
         self.root, self.state, self.tree, self.rank, self.ranks = root, state, state.tree, rank, ranks
@@ -209,15 +211,10 @@ class TorchCheckpointing(System):
         package = importlib.import_module("torch_checkpointing")
         storage = importlib.import_module("torch_checkpointing.storage.filesystem")
         config = package.CheckpointManager.Config.with_async_save()
-        config.default = self._items(package)
         config.storage_config = storage.LocalFileSystemStorageConfig(use_direct_io=False)
         self._manager: Any = package.CheckpointManager(config)
         if self.prewarmed:
             self._manager.prewarm_staging(self.tree)
-
-    def _items(self, package: Any) -> Any:
-        """How the parts of the tree are kept: as it comes, every rank its own."""
-        return package.ItemSpec()
 
     def save(self, step: int) -> Saving:
         """Call the manager; its lock is what an optimizer step must take, so taking it is being safe."""

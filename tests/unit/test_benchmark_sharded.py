@@ -62,7 +62,7 @@ def test_a_load_that_failed_or_gave_other_bytes_is_said_so_and_is_nobodys_best()
         "dcp-thread, run 1, loading on 3 rank(s): it cannot",
         "dcp-process, run 1, loading on 3 rank(s): WRONG BYTES in 1 tensors",
     ]
-    assert rows(page, "dcp-thread")[2] == ["dcp-thread", "4.00", "2.00", "failed", "failed", "yes, fails on 3"]
+    assert rows(page, "dcp-thread")[2] == ["dcp-thread", "4.00", "2.00", "cannot", "cannot", "yes, fails on 3"]
     assert rows(page, "dcp-process")[2][-1] == "NO: 1 tensors"
     assert rows(page, "dcp-thread")[3][-2:] == ["-", "-"]
     assert rows(page, "checkpointd")[3][-2:] == ["0.125", "0.125"]
@@ -72,3 +72,11 @@ def test_a_run_survives_json(tmp_path: Path) -> None:
     run = run_of(trial("dcp-thread", load(2), load(1, error="no")), trial("checkpointd", load(2), load(1)))
     (tmp_path / "run.json").write_text(json.dumps(asdict(run)))
     assert sharded_page.read(tmp_path / "run.json") == run
+
+
+def test_a_system_that_cannot_load_on_another_number_of_ranks_says_so_and_is_no_flaw() -> None:
+    run = run_of(trial("torch-checkpointing", load(2, 0.5)), trial("dcp-thread", load(2), load(3)))
+    page = sharded_page.text(run)
+    assert sharded_page.flaws(run) == []
+    assert rows(page, "torch-checkpointing")[2] == ["torch-checkpointing", "0.500", "0.250", "cannot", "cannot", "yes"]
+    assert rows(page, "dcp-thread")[3][-2:] == ["**1**", "**1**"]
