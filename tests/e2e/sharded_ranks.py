@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from checkpointd.errors import AbortedError, CheckpointdError
 from checkpointd_client import Checkpointer
+from tests.e2e.sharded_example import example
 from tests.e2e.sharded_models import DTYPES, LAYOUTS, Job, build, distribute_like, locals_of, plain_tensors, state_of
 
 PROCESSES = 4
@@ -212,6 +213,7 @@ def main() -> None:
         process.load_all(world)
     disagree(process)
     restart(process)
+    example(process)
     for line in process.wrong:
         print(line)
     print("done", flush=True)
