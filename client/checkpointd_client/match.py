@@ -93,6 +93,8 @@ class Matcher:
         dtype = NAMES.get(live.dtype, str(live.dtype))
         converted = self.cast and live.is_floating_point() and is_floating(place.dtype)
         if not self._fits(fqn, (dtype if converted else place.dtype, place.shape), (dtype, tuple(live.shape))):
+            if place.dtype != dtype and live.is_floating_point() and is_floating(place.dtype):
+                self.mismatched[-1] += " (load(..., cast=True) converts floating dtypes)"
             return None
         memory = local_of(live) if is_dtensor(live) else live.detach()
         slot = Slot(node, place, live.device, memory, live, replaceable, held)

@@ -167,9 +167,23 @@ def _whole(match: Matcher, live: _Live, pairing: _Pairing, stored: dict[Hashable
 def _group(match: Matcher, node: tree.Node, live: dict[str, Any], fqn: str) -> Build:
     """What is stored of a group, with the numbers that its parameters have now."""
     assert isinstance(node, tree.Dict)  # _stored_ids looked
+    _check_kind(match, {str(key) for key, _ in match.stored.children(node)}, set(map(str, live)), fqn)
     rest = tree.Dict(node.kind, tuple((key, child) for key, child in node.items if key != "params"))
     build = _replaced(match, rest, live, fqn, _Like())
     return lambda: {**build(), "params": list(live["params"])}
+
+
+_OF_SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "base_lr", "max_momentum", "base_momentum", "swa_lr"})
+
+
+def _check_kind(match: Matcher, stored: set[str], live: set[str], fqn: str) -> None:
+    """Another version of torch may have more or fewer keys; only another kind of optimizer has some and lacks others."""
+    extra, absent = sorted(stored - live - _OF_SCHEDULERS), sorted(live - stored - _OF_SCHEDULERS)
+    if extra and absent:
+        stored_only, live_only = ", ".join(extra), ", ".join(absent)
+        match.mismatched.append(
+            f"{fqn}: it was saved of another kind of optimizer: {stored_only} is stored, and {live_only} is there now"
+        )
 
 
 @dataclass(frozen=True, slots=True)
