@@ -11,10 +11,10 @@ bytes read over bytes of the boxes that they hold.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -90,7 +90,7 @@ class Ranks:
 
     def held(self, tensor: Tensor, rank: int) -> Held:
         """What `rank` holds of `tensor`."""
-        at = tuple(product(*map(range, self.mesh)))[rank]
+        at = tuple(rank // math.prod(self.mesh[dim + 1 :]) % size for dim, size in enumerate(self.mesh))
         axes = self.axes(tensor)
         rows = rows_of(Layout(tensor.shape, self.mesh, axes), at)
         replica, replicas = 0, 1
