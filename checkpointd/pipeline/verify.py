@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from checkpointd.config import LoadConfig
-from checkpointd.errors import CheckpointdError, DamagedError, FormatError, NotFoundError, StoreError
+from checkpointd.errors import ERRORS, CheckpointdError, DamagedError, FormatError, NotFoundError, StoreError
 from checkpointd.layout import tree
 from checkpointd.layout.keys import OUTCOME, VERIFIED, plan_key, vote_name
 from checkpointd.layout.manifest import Index, Plan, PlanTensor, Verified, Vote, encode
@@ -77,13 +77,18 @@ async def verify(
     return verdict
 
 
-async def record_whole(store: Store, checkpoint: Checkpoint, verdict: Verdict) -> None:
-    """Leave the record that `checkpoint` was found whole; where the root cannot be written, there is none."""
-    record = Verified(nbytes=verdict.bytes_read, writer=writer())
+async def record_verdict(store: Store, checkpoint: Checkpoint, verdict: Verdict) -> None:
+    """Leave the record that `checkpoint` was found whole, or take it back where it is damaged now: retention must not keep it
+    instead of one that is whole. Where the root cannot be written, or be read, all stays as it was.
+    """
+    key = f"{checkpoint.prefix}/{VERIFIED}"
     try:
-        await store.put_if_absent(f"{checkpoint.prefix}/{VERIFIED}", encode(record))
+        if verdict.whole:
+            await store.put_if_absent(key, encode(Verified(nbytes=verdict.bytes_read, writer=writer())))
+        elif any(issubclass(ERRORS.get(damage.code, DamagedError), DamagedError | NotFoundError) for damage in verdict.damage):
+            await store.delete(key)
     except StoreError as error:
-        log.info("%s was found whole; that cannot be recorded: %s", checkpoint.prefix, error)
+        log.info("%s: what verifying it has shown cannot be recorded: %s", checkpoint.prefix, error)
 
 
 async def _verify_rank(
