@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import msgspec
@@ -13,7 +13,7 @@ from checkpointd.errors import ERRORS, CheckpointdError, DamagedError, FormatErr
 from checkpointd.layout import tree
 from checkpointd.layout.keys import OUTCOME, VERIFIED, plan_key, vote_name
 from checkpointd.layout.manifest import Index, Plan, PlanTensor, Verified, Vote, encode
-from checkpointd.layout.plan import cover_fault, union_fault
+from checkpointd.layout.plan import Listing, Names, cover_fault, listings_fault
 from checkpointd.pipeline.catalog import Checkpoint, read_plan, read_vote
 from checkpointd.pipeline.identity import writer
 from checkpointd.pipeline.load import read_index, read_tensors
@@ -66,14 +66,15 @@ async def verify(
         verdict.bytes_read += nbytes
         on_bytes(nbytes)
 
-    stored: dict[int, Plan] = {}
+    names, stored = Names(), dict[int, Listing]()
     for rank in range(checkpoint.outcome.world_size):
         try:
-            stored[rank] = await _verify_rank(store, checkpoint, rank, config, count, verdict.damage)
+            plan = await _verify_rank(store, checkpoint, rank, config, count, verdict.damage)
+            stored[rank] = Listing.of(plan, names)
         except (DamagedError, NotFoundError, StoreError) as error:
             verdict.damage.append(Damage.of(error, rank))
     if len(stored) == checkpoint.outcome.world_size:
-        verdict.damage.extend(_union_damage(checkpoint, stored))
+        verdict.damage.extend(_union_damage(checkpoint, listings_fault(stored, names)))
     return verdict
 
 
@@ -113,9 +114,8 @@ async def _verify_rank(
     return Plan(rank=rank, world_size=index.world_size, tensors=parts)
 
 
-def _union_damage(checkpoint: Checkpoint, stored: Mapping[int, Plan]) -> Iterator[Damage]:
+def _union_damage(checkpoint: Checkpoint, fault: str | None) -> Iterator[Damage]:
     """The coordinator let no such checkpoint pass; it may have been put together since."""
-    fault = union_fault(stored)
     if fault is not None:
         message = f"the ranks of {checkpoint.tag} did not store one whole state: {fault}"
         yield Damage.of(FormatError(message, key=f"{checkpoint.prefix}/{OUTCOME}"))
