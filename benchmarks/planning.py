@@ -198,8 +198,8 @@ tensors of a transformer, FSDP2 over tensor parallelism of {TP}, a store in memo
 *A rank's own*: boxes and plan, encoded, all at once; it is done in the background. *After one changed*: a save at which one
 rank's plan is another one. *Known*: every other save.
 
-Each line is measured once, and processor time grows where other work shares the cores and their caches: compare lines of a quiet
-machine.
+Each line is measured once, and processor time grows where other work shares the cores and their caches: compare lines of a
+quiet machine.
 
 ## Balance
 
