@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.exports import wrong_exports
 from tests.e2e.sharded_ranks import PROCESSES
 from tests.faults.daemons import Daemon
 from tests.faults.jobs import wait_until
@@ -24,7 +25,7 @@ def daemon(tmp_path: Path) -> Iterator[Daemon]:
 
 
 def test_whatever_was_saved_loads_wherever(tmp_path: Path, daemon: Daemon) -> None:
-    """The matrix of worlds, layouts and dtypes; ranks that disagree; restarts beside a sidecar."""
+    """The matrix of worlds, layouts and dtypes; ranks that disagree; restarts beside a sidecar; exports."""
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(sys.path),
@@ -55,3 +56,4 @@ def test_whatever_was_saved_loads_wherever(tmp_path: Path, daemon: Daemon) -> No
             rank.kill()
     for number, (out, errors) in sorted(enumerate(said), key=lambda pair: ranks[pair[0]].returncode < 1):
         assert out == "done\n", f"rank {number} said:\n{out}{errors[-4000:]}"
+    assert list(wrong_exports(tmp_path, worlds=(2, 3))) == []

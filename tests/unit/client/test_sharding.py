@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -150,3 +150,37 @@ def test_a_slice_is_cut_where_there_is_most_to_cut(count: int) -> None:
     slices = [found for i in range(count) if (found := slice_of(part, i, count)) is not None]
     assert sum(found.box.numel() for found in slices) == 6
     assert all(found.box.offsets[0] == 1 and found.at[1] - found.box.offsets[1] == -1 for found in slices)
+
+
+LAYER = [(4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336), (4096,), (4096,)]
+"""Shapes of a transformer; norms are the small boxes that go to one replica as a whole."""
+
+
+def _bytes_written(layers: int, helds: Sequence[Sequence[Held]]) -> list[int]:
+    """Bytes of bf16 that each rank writes of `layers` layers: `helds` is what it holds of each tensor of one."""
+    return [
+        sum(
+            part.box.numel() * 2
+            for layer in range(layers)
+            for number, held in enumerate(held_of)
+            for part in written_parts(f"layers.{layer}.{number}", held, 2)
+        )
+        for held_of in helds
+    ]
+
+
+def test_each_of_eight_ddp_ranks_writes_an_eighth() -> None:
+    written = _bytes_written(32, [[_held(shape, rank, 8) for shape in LAYER] for rank in range(8)])
+    assert sum(written) == 32 * sum(2 * math.prod(shape) for shape in LAYER)
+    assert max(written) / (sum(written) / 8) < 1.001
+
+
+@pytest.mark.parametrize(("groups", "shards"), [(1, 8), (2, 4), (4, 2)])
+def test_ranks_of_fsdp_and_hybrid_sharding_write_alike(groups: int, shards: int) -> None:
+    def held(shape: tuple[int, ...], at: tuple[int, int]) -> Held:
+        rows = rows_of(Layout(shape, (groups, shards), (None, Axis(0))), at)
+        return Held(shape, _parts(shape, rows), at[0], groups)
+
+    written = _bytes_written(32, [[held(shape, at) for shape in LAYER] for at in _coordinates((groups, shards))])
+    assert sum(written) == 32 * sum(2 * math.prod(shape) for shape in LAYER)
+    assert max(written) / (sum(written) / 8) < 1.001
