@@ -20,10 +20,11 @@ import torch
 from checkpointd.errors import StateError
 from checkpointd.layout import tree
 from checkpointd.layout.manifest import Alias
+from checkpointd_client.dividing import written_parts
 from checkpointd_client.dtypes import NAMES, overlaps_itself
 from checkpointd_client.flatten import Flattener
 from checkpointd_client.memory import Region, alias_of, contiguous_stride, extent, overlap_of, overlapping
-from checkpointd_client.sharding import Held, Part, written_parts
+from checkpointd_client.sharding import Held, Part
 from checkpointd_client.tensors import LIKELY_LOWEST_ADDRESS, refusal
 from checkpointd_client.values import decode_key
 

@@ -1,4 +1,4 @@
-"""J1 to J3 of sharding.py, against torch's own way to cut tensors: every rank of many meshes, put together again."""
+"""sharding.py and dividing.py, against torch's own way to cut tensors: every rank of many meshes, put together again."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard, _StridedShard
 
 from checkpointd.layout.boxes import Box, tiling_fault, whole
+from checkpointd_client.dividing import SLICED_BYTES_MIN, slice_of, written_parts
 from checkpointd_client.sharding import (
-    SLICED_BYTES_MIN,
     Axis,
     Group,
     Held,
@@ -22,8 +22,6 @@ from checkpointd_client.sharding import (
     _parts,
     replicated,
     rows_of,
-    slice_of,
-    written_parts,
 )
 
 SHAPES = [(8,), (7,), (1,), (3,), (0,), (6, 4), (5, 7), (4, 1, 3), (9, 10), (2, 0, 3)]
