@@ -40,6 +40,8 @@ class Matcher:
         self.steps: list[Step] = []
         self.missing: list[str] = []
         self.unexpected: list[str] = []
+        self.elsewhere: list[str] = []
+        """Unexpected as well, but for what only some of the saving ranks had."""
         self.mismatched: list[str] = []
         self.stored = stored
         self.per_rank_left: list[str] = []
@@ -219,8 +221,8 @@ class Matcher:
             self.missing.append(fqn)
 
     def note_unexpected(self, fqn: str) -> None:
-        if not any(fqn[:at] in self._content.elsewhere for at in _dots(fqn)):
-            self.unexpected.append(fqn)
+        is_elsewhere = any(fqn[:at] in self._content.elsewhere for at in _dots(fqn))
+        (self.elsewhere if is_elsewhere else self.unexpected).append(fqn)
 
     def note_different(self, fqn: str) -> None:
         """What training cannot go on without, and the saving ranks had different values of."""
