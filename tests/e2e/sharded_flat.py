@@ -60,7 +60,7 @@ def _loaded_by_torch(make: Callable[[], Job], full: Mapping[str, torch.Tensor]) 
     empty.step(0)
     _, optimizer = get_state_dict(empty.model, empty.optimizer, options=StateDictOptions(full_state_dict=True))
     state: Any = optimizer["state"]
-    given = {**optimizer, "state": {n: {key: full[f"{n}.{key}"] for key in entry} for n, entry in state.items()}}
+    given = {**optimizer, "state": {n: {key: full[f"{n}.{key}"].clone() for key in entry} for n, entry in state.items()}}
     model = {name: full[name] for name in Net().state_dict()}
     options = StateDictOptions(full_state_dict=True)
     set_state_dict(job.model, job.optimizer, model_state_dict=model, optim_state_dict=given, options=options)  # type: ignore[arg-type]
