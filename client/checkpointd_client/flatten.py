@@ -151,6 +151,7 @@ class Flattener:
         if type(value) in SCALAR_TYPES or isinstance(value, np.generic):
             return encode(value, fqn)
         if is_dtensor(value):
+            _HANDLERS[type(value)] = Flattener._sharded  # from now on without the detour
             return self._sharded(value, fqn)
         if isinstance(value, torch.Tensor):
             raise StateError(f"{fqn}: {refusal(value)}")

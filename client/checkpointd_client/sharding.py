@@ -135,10 +135,11 @@ def is_sharded(value: object) -> TypeGuard[DTensor | FlatShard]:
 
 def local_of(tensor: DTensor | FlatShard) -> torch.Tensor:
     """This rank's part, detached; `to_local()` would go through autograd, at many times the cost."""
-    if type(tensor) is FlatShard:
+    if isinstance(tensor, FlatShard):
         return tensor.local
-    assert is_dtensor(tensor)
     local = tensor._local_tensor
+    if type(local) is torch.Tensor:
+        return local.detach()
     waiting = getattr(local, "wait", None)  # the result of a collective that may still run
     return (local if waiting is None else waiting()).detach()
 
@@ -149,9 +150,8 @@ _known: dict[int, tuple[object, Held]] = {}
 
 def held_by(tensor: DTensor | FlatShard, fqn: str) -> Held:
     """What this rank holds of a sharded tensor; StateError naming `fqn` for what has no boxes."""
-    if type(tensor) is FlatShard:
+    if isinstance(tensor, FlatShard):
         return tensor.held
-    assert is_dtensor(tensor)
     spec = tensor._spec
     known = _known.get(id(spec))
     if known is not None and known[0] is spec:
