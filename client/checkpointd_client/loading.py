@@ -116,7 +116,7 @@ class Loader:
                 self._nothing()
                 return None
             found, problem = self._examined(candidate)
-            verdict = self.turn.agree(f"{number}/verdict", problem)
+            verdict = self.turn.agree(f"{number}/verdict", problem, () if found is None else found.restoration.homeless)
             if verdict is None:
                 assert found is not None
                 return self._fill(found)

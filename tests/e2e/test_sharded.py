@@ -15,7 +15,7 @@ from tests.e2e.sharded_ranks import PROCESSES
 from tests.faults.daemons import Daemon
 from tests.faults.jobs import wait_until
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def test_whatever_was_saved_loads_wherever(tmp_path: Path, daemon: Daemon) -> No
     ]
     try:
         # The one that ends first is the one to ask: the others wait for it, or have ended as well.
-        wait_until(lambda: any(rank.poll() is not None for rank in ranks), "a rank has ended", limit_s=350)
+        wait_until(lambda: any(rank.poll() is not None for rank in ranks), "a rank has ended", limit_s=550)
         failed = [rank for rank in ranks if rank.poll()]
         for rank in ranks if failed else ():
             rank.kill()

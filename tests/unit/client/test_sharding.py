@@ -1,4 +1,4 @@
-"""J1 to J3 of sharding.py, against torch's own way to cut tensors: every rank of many meshes, put together again."""
+"""sharding.py and dividing.py, against torch's own way to cut tensors: every rank of many meshes, put together again."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard, _StridedShard
 
-from checkpointd.layout.boxes import Box, tiling_fault, whole
+from checkpointd.layout.boxes import Box, boxes_of_range, tiling_fault, whole
+from checkpointd_client.dividing import SLICED_BYTES_MIN, slice_of, written_parts
 from checkpointd_client.sharding import (
-    SLICED_BYTES_MIN,
     Axis,
     Group,
     Held,
@@ -22,8 +22,6 @@ from checkpointd_client.sharding import (
     _parts,
     replicated,
     rows_of,
-    slice_of,
-    written_parts,
 )
 
 SHAPES = [(8,), (7,), (1,), (3,), (0,), (6, 4), (5, 7), (4, 1, 3), (9, 10), (2, 0, 3)]
@@ -142,6 +140,29 @@ def test_what_is_broadcast_is_written_by_who_broadcasts_it() -> None:
     large = (SLICED_BYTES_MIN,)
     parts = [written_parts("buffer", replicated(large, Group(r, 3), first_writes=True), 4) for r in range(3)]
     assert [[part.box.numel() for part in found] for found in parts] == [[large[0]], [0], [0]]
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize("shape", [(7,), (5, 7), (3, 4, 6), (2, 5, 9001), ()], ids=str)
+def test_a_range_of_elements_in_a_row_is_written_as_boxes(shape: tuple[int, ...], replicas: int) -> None:
+    """As FullyShardedDataParallel keeps a parameter: three ranges, each of which `replicas` ranks hold after other elements."""
+    full = _numbered(shape)
+    seen = torch.zeros(shape, dtype=torch.int64)
+    cuts = [0, full.numel() // 3, full.numel() * 2 // 3, full.numel()]
+    for start, stop in itertools.pairwise(cuts):
+        local = torch.cat([torch.full((3,), -1), full.reshape(-1)[start:stop], torch.full((2,), -1)])
+        parts = []
+        at = 3
+        for box in boxes_of_range(shape, start, stop):
+            parts.append(Part(shape, box, (0,) * len(shape), (at, box.sizes)))
+            at += box.numel()
+        for replica in range(replicas):
+            held = Held(shape, tuple(parts), replica, replicas)
+            for part in written_parts(f"w{shape}{start}", held, 4):
+                cut = tuple(slice(o, o + n) for o, n in zip(part.box.offsets, part.box.sizes, strict=True))
+                assert torch.equal(part.of(local), full[cut])
+                seen[cut] += 1
+    assert bool((seen == 1).all())
 
 
 @pytest.mark.parametrize("count", [2, 3, 5])
