@@ -7,7 +7,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from checkpointd.errors import FormatError
@@ -46,15 +46,20 @@ def check_files(files: Files) -> None:
     """FormatError unless the directory and every name can be such, and no two names are the same."""
     check_place(files.at)
     names = [file.name for file in files.files]
+    check_names(names)
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise FormatError(f"{twice!r} is the name of two files of one rank")
+
+
+def check_names(names: Collection[str]) -> None:
+    """FormatError for what cannot be the name of a plain file in a directory, and for too many of them."""
     if len(names) > FILES_MAX:
         raise FormatError(f"{len(names)} files are more than the {FILES_MAX} that a rank may have in a checkpoint")
     for name in names:
         fault = _name_fault(name)
         if fault:
             raise FormatError(f"{name!r} cannot be the name of a file of a checkpoint: {fault}")
-    if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise FormatError(f"{twice!r} is the name of two files of one rank")
 
 
 def _name_fault(name: str) -> str | None:

@@ -23,7 +23,8 @@ from checkpointd.codec import Compression
 from checkpointd.commit.decide import OnStale
 from checkpointd.commit.retention import Retention
 from checkpointd.config import MIB, CommitConfig, LoadConfig, PersistConfig
-from checkpointd.errors import CheckpointdError, ClosedError, StoreError, UsageError, WaitTimeoutError
+from checkpointd.errors import CheckpointdError, ClosedError, FormatError, StoreError, UsageError, WaitTimeoutError
+from checkpointd.layout.files import check_names, check_place
 from checkpointd.layout.keys import SERVICE, check_tag, default_tag
 from checkpointd.pipeline import catalog
 from checkpointd.pipeline.attempt import COORDINATOR, WriterState
@@ -213,8 +214,14 @@ class Checkpointer:
             raise UsageError(
                 f"files are shown beside the root, which must be a directory named {SERVICE}: {self._store.url} is not"
             )
+        at = tag if at is None else at
+        try:
+            check_place(at)
+            check_names(files.keys())
+        except FormatError as error:
+            raise UsageError(str(error)) from error
         request = Request(tag, step, save_latest, False, check_metrics(metrics))
-        return self._saver.save_files(request, tag if at is None else at, files, stepped)
+        return self._saver.save_files(request, at, files, stepped)
 
     def refuse(self, step: int, error: CheckpointdError, *, tag: str, save_latest: bool = True) -> SaveHandle:
         """Vote no on the save that the other ranks begin now, because of `error`: nobody waits for this rank in vain."""

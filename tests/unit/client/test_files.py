@@ -124,9 +124,8 @@ def test_what_cannot_be_pickled_is_refused_by_name_and_shows_nothing(tmp_path: P
 
 @pytest.mark.parametrize("name", ["../a.pt", "a/b.pt", ".hidden", ""])
 def test_no_name_leads_out_of_the_directory(ckpt: Checkpointer, name: str) -> None:
-    handle = ckpt.save_files(1, {name: {"a": 1}})
-    with pytest.raises(Exception, match="cannot be the name of a file"):
-        handle.wait(60)
+    with pytest.raises(UsageError, match="cannot be the name of a file"):
+        ckpt.save_files(1, {name: {"a": 1}})
     assert os.listdir(Path(ckpt.status().root).parent) == [".checkpointd"]
 
 
@@ -153,8 +152,8 @@ def test_they_are_shown_in_a_directory_below_which_has_a_latest_of_its_own(ckpt:
 
 @pytest.mark.parametrize("at", ["../out", "/tmp/out", "a//b", ".hidden/a", "a/../b", ""])
 def test_no_directory_leads_out(ckpt: Checkpointer, at: str) -> None:
-    with pytest.raises(Exception, match="cannot be the directory of a checkpoint"):
-        ckpt.save_files(1, {"a.pt": {"a": 1}}, at=at).wait(60)
+    with pytest.raises(UsageError, match="cannot be the directory of a checkpoint"):
+        ckpt.save_files(1, {"a.pt": {"a": 1}}, at=at)
     assert os.listdir(beside(ckpt)) == [".checkpointd"]
 
 
