@@ -27,7 +27,7 @@ from checkpointd.layout.keys import plan_key
 from checkpointd.layout.manifest import Plan, PlanTensor, Vote, Writer, digest, encode
 from checkpointd.pipeline.publish import PlanCheck
 from checkpointd.store.memory import MemoryStore
-from checkpointd_client.sharding import written_parts
+from checkpointd_client.dividing import written_parts
 
 HERE = Path(__file__).resolve().parent
 TENSORS, TP = 2000, 8
