@@ -29,7 +29,8 @@ from checkpointd.pipeline.load import group_chunks
 from checkpointd.pipeline.shard import ShardTensor
 from checkpointd.pipeline.spans import spans_of
 from checkpointd.pipeline.world import Want, World, plan_reads
-from checkpointd_client.sharding import Axis, Held, Layout, Part, _parts, rows_of, written_parts
+from checkpointd_client.dividing import written_parts
+from checkpointd_client.sharding import Axis, Held, Layout, Part, _parts, rows_of
 
 HERE = Path(__file__).resolve().parent
 ATTEMPT = AttemptId(1, 0)
@@ -232,9 +233,11 @@ that saves and loads. `fsdp` is `Shard(0)`, `hsdp` two groups of it, `ddp` has w
 A chunk is read whole, since only whole chunks can be verified. A tensor that ranks hold together is cut into chunks of whole
 rows, a sixteenth of the box each, between 256 KiB and 4 MiB, so that a part of it along dimension 0 costs little more.
 
-What stays above 2: weights that were saved by rows and are loaded by columns (`attention.out` and `mlp.down` under tensor
-parallelism). Every chunk of rows holds a part of every column, so each of T ranks reads all of such a tensor, T times what it
-needs; of a whole model that is more than 2 from T = 8 on. And parts that are much smaller than a chunk: 8 ranks to 1000.
+Weights that were saved by rows and are loaded by columns (`attention.out` and `mlp.down` under tensor parallelism) cost most:
+every chunk of whole rows holds a part of every column. So a box of at least 4 MiB whose rows are whole is written as two boxes,
+its left and its right half, and each of T ranks reads T/2 times what it needs of such a tensor.
+
+What stays above 2: parts that are much smaller than a chunk, as from 8 ranks to 1000.
 
 ## Many small tensors
 

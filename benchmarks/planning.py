@@ -27,7 +27,7 @@ from checkpointd.layout.keys import plan_key
 from checkpointd.layout.manifest import Plan, PlanTensor, Vote, Writer, digest, encode
 from checkpointd.pipeline.publish import PlanCheck
 from checkpointd.store.memory import MemoryStore
-from checkpointd_client.sharding import written_parts
+from checkpointd_client.dividing import written_parts
 
 HERE = Path(__file__).resolve().parent
 TENSORS, TP = 2000, 8
@@ -156,7 +156,10 @@ def curve(costs: list[Cost]) -> str:
 
 def _mark(place: str, cost: Cost) -> str:
     x, y = place.split(",")
-    text = f'<text x="{x}" y="{float(y) - 10:.1f}" text-anchor="end">{cost.ranks}: {cost.read_s:.2f} s</text>'
+    # Below the line and to its right, where there is room; the last one ends at the edge.
+    right = cost.ranks < RANKS[-1]
+    side = f'x="{float(x) + 8:.1f}" y="{float(y) + 14:.1f}"' if right else f'x="{x}" y="{float(y) - 10:.1f}" text-anchor="end"'
+    text = f"<text {side}>{cost.ranks}: {cost.read_s:.2f} s</text>"
     return f'<circle cx="{x}" cy="{y}" r="4" fill="#1f6feb"/>\n{text}'
 
 

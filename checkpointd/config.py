@@ -171,7 +171,7 @@ class ServeConfig:
     slots_max: int = 4
     """Per client: two in use, and two that are being replaced."""
     saves_max: int = 4
-    """In flight, per client."""
+    """That have not voted yet, per client. Those that only wait for other ranks cost next to nothing."""
     client_bytes_max: int = field(default_factory=_half_of_memory)
     """Slots mapped for one client."""
     memory_bytes_max: int = field(default_factory=_half_of_memory)

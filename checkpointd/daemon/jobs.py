@@ -30,6 +30,8 @@ log = logging.getLogger("checkpointd")
 
 ENDED_KEPT = 64
 """Ended saves that are remembered per root and rank, for a client that comes back and for people."""
+VOTED_MAX = 64
+"""Saves of one client that have voted and wait for other ranks: they hold no snapshot."""
 RANKS_KEPT = 1024
 """Ranks whose ended saves are remembered: those that ended one last."""
 
@@ -112,6 +114,11 @@ class Job:
     def ranks(self) -> tuple[int, ...]:
         """The ranks that the error names."""
         return tuple(getattr(self.attempt.error, "ranks", ()))
+
+    @property
+    def has_voted(self) -> bool:
+        """Whether it needs the snapshot no more, and only waits for the other ranks, or has ended."""
+        return self.phase is Phase.PREPARED or self.phase in FINAL
 
     @property
     def has_snapshot(self) -> bool:

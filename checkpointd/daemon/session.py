@@ -23,7 +23,7 @@ from checkpointd.daemon import wire
 from checkpointd.daemon.channel import Channel, Peer, Received
 from checkpointd.daemon.deaths import death_of
 from checkpointd.daemon.hub import Hub, RankRecord
-from checkpointd.daemon.jobs import Job, JobKey
+from checkpointd.daemon.jobs import VOTED_MAX, Job, JobKey
 from checkpointd.daemon.layouts import KnownLayouts
 from checkpointd.daemon.memory import Account, SlotMemory
 from checkpointd.daemon.settings import commit_config, persist_config
@@ -320,7 +320,8 @@ class Session:
             self._over.append(message.save)
             self._post(wire.Phase(save=message.save, phase=str(ended.phase), error=ended.error, ranks=ended.ranks))
             return
-        if len(self._saves) >= self._hub.config.saves_max:
+        unvoted = sum(not known.has_voted for known in self._saves.values())
+        if unvoted >= self._hub.config.saves_max or len(self._saves) >= VOTED_MAX:
             raise UsageError(f"{len(self._saves)} saves of this client are in flight already; wait for one")
         if job is None:
             job = self._new_job(state, record, info, message)
@@ -335,8 +336,9 @@ class Session:
         if self._hub.leaving:
             raise ClosedError("this daemon is leaving, and takes no new saves")
         # Those of earlier connections, too: whoever connects again and again does not get more.
-        of_rank = sum(job.info.rank == info.rank for job in self._hub.jobs.at(record.root))
-        if of_rank >= 2 * config.saves_max or len(self._hub.jobs) >= config.clients_max * config.saves_max:
+        voted = [job.has_voted for job in self._hub.jobs.at(record.root) if job.info.rank == info.rank]
+        of_rank, too_many = len(voted), voted.count(False) >= 2 * config.saves_max
+        if too_many or of_rank >= 2 * VOTED_MAX or len(self._hub.jobs) >= config.clients_max * VOTED_MAX:
             raise UsageError(f"{of_rank} saves of rank {info.rank}, {len(self._hub.jobs)} in all, are in flight; wait for one")
         job = Job(record.root, self._nonce, self._peer.uid, state, info, left_s=message.left_s, on_change=self._hub.changed)
         self._hub.jobs.add(job)

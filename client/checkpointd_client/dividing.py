@@ -15,6 +15,10 @@ from checkpointd_client.sharding import Held, Part
 
 SLICED_BYTES_MIN = 64 << 10
 """Replicas share a box of at least this many bytes; a smaller one is written whole by one of them."""
+HALVED_BYTES_MIN = 4 << 20
+"""A box of whole rows is written as two halves from this size on: below, twice the entries are not worth it."""
+HALVED_ROW_BYTES_MIN = 4096
+"""Shorter rows than this would be copied in pieces that are too small to be quick."""
 _KNOWN_MAX = 1 << 16
 
 _written: dict[str, tuple[Held, int, tuple[Part, ...]]] = {}
@@ -29,7 +33,8 @@ def written_parts(fqn: str, held: Held, itemsize: int) -> tuple[Part, ...]:
         return known[2]
     if len(_written) >= _KNOWN_MAX:
         _written.clear()
-    made = tuple(_slices(fqn, held, itemsize)) or _nothing(held.shape)
+    slices = _slices(fqn, held, itemsize)
+    made = tuple(half for part in slices for half in _halves(part, itemsize)) or _nothing(held.shape)
     _written[fqn] = (held, itemsize, made)
     return made
 
@@ -45,6 +50,21 @@ def _slices(fqn: str, held: Held, itemsize: int) -> Iterable[Part]:
                 yield part
         elif (mine := slice_of(part, held.replica, held.replicas)) is not None:
             yield mine
+
+
+def _halves(part: Part, itemsize: int) -> Iterable[Part]:
+    """A large box of whole rows as its left and its right half: who loads the tensor by columns, as under tensor parallelism,
+    then reads half of what is in its way.
+    """
+    sizes, offsets = part.box.sizes, part.box.offsets
+    wide = len(sizes) == 2 and sizes[1] == part.shape[1] and part.row is None
+    if not wide or part.box.numel() * itemsize < HALVED_BYTES_MIN or sizes[1] * itemsize < HALVED_ROW_BYTES_MIN:
+        return (part,)
+    middle = sizes[1] // 2
+    left = Part(part.shape, Box(offsets, (sizes[0], middle)), part.at)
+    rest = sizes[0], sizes[1] - middle
+    right = Part(part.shape, Box((offsets[0], offsets[1] + middle), rest), (part.at[0], part.at[1] + middle))
+    return left, right
 
 
 def slice_of(part: Part, index: int, count: int) -> Part | None:

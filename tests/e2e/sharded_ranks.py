@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from checkpointd.errors import AbortedError, CheckpointdError
-from checkpointd_client import Checkpointer
+from checkpointd_client import Checkpointer, dividing
 from tests.e2e.sharded_cases import one_rank_changes, placements, replicas, stages, steps_go_on
 from tests.e2e.sharded_example import example
 from tests.e2e.sharded_flat import flat
@@ -213,6 +213,8 @@ def leave(ckpt: Checkpointer) -> None:
 def main() -> None:
     folder, number = Path(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(1)
+    # So that these small tensors, too, are written as large ones are.
+    dividing.HALVED_BYTES_MIN, dividing.HALVED_ROW_BYTES_MIN = 256, 8
     process: Any = Process(folder, number)
     for world in WORLDS:
         process.save_all(world)

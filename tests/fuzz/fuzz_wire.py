@@ -117,7 +117,7 @@ class Stage:
         with contextlib.suppress(ConnectionError):
             await session.run()
         assert session._outbox.qsize() <= OUTBOX
-        assert len(self.hub.jobs) <= 4 * self.hub.config.saves_max
+        assert sum(not job.has_voted for job in self.hub.jobs.all()) <= 4 * self.hub.config.saves_max
         assert self.hub.account.used <= self.hub.account.limit
         for job in gone:
             job.client_died(StagingError("the client has gone"))

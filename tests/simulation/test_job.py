@@ -99,14 +99,15 @@ def test_sidecar_lost_at_every_third_effect(first: int, rank: int, how: Literal[
 
 def test_trainers_killed_at_every_second_effect_while_their_sidecars_go_on() -> None:
     """Where all ranks' snapshots were whole, the checkpoint is committed by the sidecars, in an epoch that is over."""
-    job, spared = JobConfig(seed=8, steps=1, sidecars=True), 0
+    # In most seeds the sidecars are done before the next epoch begins; in this one they are not.
+    job, spared = JobConfig(seed=10, steps=1, sidecars=True), 0
     for number in itertools.count(1, 2):
         report = run_schedule(Schedule(job=job, faults=((number, Kill(0)),)))
         if not report.struck:
             break
         spared += report.spared
     assert number > 100
-    assert spared > 30
+    assert spared > 10
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])

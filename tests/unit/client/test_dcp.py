@@ -134,6 +134,17 @@ def test_the_tag_may_be_the_checkpoint_id_and_the_step_is_its_number(root: Path)
         assert (target["x"], found.outcome.step) == (x, step)
 
 
+def test_a_tag_is_saved_again_unless_overwrite_says_no(root: Path) -> None:
+    for x in (1, 2):
+        dcp.save({"x": x}, storage_writer=CheckpointdWriter(root, "again", overwrite=x == 2), **ALONE)
+    with pytest.raises(CheckpointException, match="Checkpoint already exists: again") as error:
+        dcp.save({"x": 3}, storage_writer=CheckpointdWriter(root, "again", overwrite=False), **ALONE)
+    assert isinstance(failure(error), UsageError)
+    target = {"x": 0}
+    dcp.load(target, storage_reader=CheckpointdReader(root, "again"), **ALONE)
+    assert target["x"] == 2
+
+
 def test_one_dtype_loads_into_another_as_dcp_has_it(root: Path) -> None:
     target = {"model": {"w": torch.zeros(7, 5, dtype=torch.float64)}}
     dcp.load(target, storage_reader=CheckpointdReader(root, "a1"), **ALONE)

@@ -124,6 +124,29 @@ def test_large_boxes_are_shared_evenly(replicas: int) -> None:
     assert max(sizes) - min(sizes) <= 64
 
 
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize("columns", [2048, 2049])
+def test_large_boxes_of_whole_rows_are_written_as_halves(columns: int, replicas: int) -> None:
+    """Whoever loads the tensor by columns reads half of what is in its way."""
+    full = torch.arange(4096 * columns, dtype=torch.float32).view(4096, columns)
+    written = [p for r in range(replicas) for p in written_parts(f"h{columns}", _held(tuple(full.shape), r, replicas), 4)]
+    assert tiling_fault(tuple(full.shape), [part.box for part in written]) is None
+    assert {part.box.sizes[1] for part in written} == {columns // 2, columns - columns // 2}
+    for part in written:
+        cut = tuple(slice(o, o + n) for o, n in zip(part.box.offsets, part.box.sizes, strict=True))
+        assert torch.equal(part.of(full), full[cut])
+
+
+@pytest.mark.parametrize(
+    ("shape", "box"),
+    [((4096, 2048), Box((0, 1024), (4096, 1024))), ((1 << 21, 16), whole((1 << 21, 16))), ((512, 512), whole((512, 512)))],
+    ids=["columns", "short rows", "small"],
+)
+def test_other_boxes_stay_whole(shape: tuple[int, ...], box: Box) -> None:
+    held = Held(shape, (Part(shape, box, (0, 0)),))
+    assert [part.box for part in written_parts(f"o{shape}", held, 4)] == [box]
+
+
 def test_small_boxes_go_to_one_rank_each_and_to_all_of_them_in_the_end() -> None:
     writers = {
         r for i in range(100) for r in range(4) for part in written_parts(f"b{i}", _held((8,), r, 4), 4) if part.box.numel()

@@ -22,6 +22,7 @@ CONTENT = bytes(range(256)) * (2 * PAGE // 256)
 @pytest.fixture
 def memory() -> Iterator[Memory]:
     """Room for four slots of two pages; nothing of them may be left at the end."""
+    gc.collect()  # what other tests have left
     before = open_descriptors(), slots_mapped()
     memory = Memory(4 * len(CONTENT))
     yield memory

@@ -640,6 +640,21 @@ async def test_too_many_saves_on_one_connection(root: Path, store: PosixStore) -
         assert len(daemon.hub.jobs) == 2
 
 
+async def test_saves_that_only_wait_for_other_ranks_keep_no_new_one_out(
+    root: Path, store: PosixStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their snapshots are stored: a trainer that saves often, while another rank is late, is not turned away."""
+    monkeypatch.setattr(session_module, "VOTED_MAX", 6)
+    async with serving(root.parent, saves_max=2, grace_s=0.0) as daemon:
+        client = await daemon.client()
+        await client.ready(root, SHARD, world_size=2)
+        for number in range(1, 7):
+            await client.whole_save(number, SHARD)
+            await client.phase(number, Phase.PREPARED)
+        await client.save(7)
+        assert "6 saves of this client are in flight already" in (await client.refused()).message
+
+
 async def test_too_many_saves_on_ever_new_connections(root: Path, store: PosixStore) -> None:
     """Y3"""
     async with serving(root.parent, saves_max=2, grace_s=0.0) as daemon:

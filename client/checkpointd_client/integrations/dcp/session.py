@@ -13,9 +13,9 @@ from concurrent.futures import Future, wait
 from typing import Protocol
 
 from checkpointd.config import CommitConfig, PersistConfig
-from checkpointd.errors import CheckpointdError
+from checkpointd.errors import CheckpointdError, NotFoundError
 from checkpointd.layout.keys import AttemptId
-from checkpointd.pipeline import epochs
+from checkpointd.pipeline import catalog, epochs
 from checkpointd.store import open_store
 from checkpointd.store.base import Store
 from checkpointd_client.lifetime import at_exit, claim_root
@@ -78,6 +78,14 @@ class Session:
             attempt, n = AttemptId(begun.number, self._saves[tag]), self._saves.total()
             self._saves[tag] += 1
             return begun, attempt, n
+
+    def holds(self, tag: str) -> bool:
+        """Whether `tag` is a checkpoint. DamagedError where its outcome cannot be read."""
+        try:
+            self.writer.call(catalog.find(self.store, tag), LOOK_TIMEOUT_S)
+        except NotFoundError:
+            return False
+        return True
 
     def _newest(self) -> int:
         return self.writer.call(epochs.newest(self.store), LOOK_TIMEOUT_S)

@@ -64,8 +64,9 @@ class CheckpointdWriter(StorageWriter):
     """Where `dcp.save` and `dcp.async_save` write: checkpoint `tag` below `root`, a directory that every rank sees.
 
     `tag`: None where `step` is given (`global_step100`), or `checkpoint_id` of dcp.save is, which names the tag then. `step`:
-    None takes the last number in the tag, 0 without one. The other settings are those of Checkpointer. One writer may be used
-    for many saves, with another `checkpoint_id` each; so may a new one for each save.
+    None takes the last number in the tag, 0 without one. `overwrite`: False refuses a tag that is a checkpoint already; True
+    saves it again, and the earlier one counts until that is committed. The other settings are those of Checkpointer. One
+    writer may be used for many saves, with another `checkpoint_id` each; so may a new one for each save.
 
     dcp.save raises CheckpointException, whose `failures` hold what happened on each rank: StateError for what cannot be stored,
     AbortedError with the ranks where the attempt was aborted, RootNotSharedError, StoreError.
@@ -77,6 +78,7 @@ class CheckpointdWriter(StorageWriter):
         tag: str | None = None,
         *,
         step: int | None = None,
+        overwrite: bool = True,
         compression: Compression = "auto",
         commit_timeout_s: float = 600.0,
         chunk_bytes: int = 4 * MIB,
@@ -91,6 +93,7 @@ class CheckpointdWriter(StorageWriter):
         self._root = os.fspath(root)
         self._tag = check_tag(tag) if tag is not None else default_tag(step) if step is not None else None
         self._step = step
+        self._overwrite = overwrite
         self._persist = PersistConfig(compression=compression, chunk_bytes=chunk_bytes, budget_bytes=budget_bytes, dedup=dedup)
         # The state is not known to be trained: DCP's plans are of detached tensors.
         self._commit = CommitConfig(
@@ -148,6 +151,8 @@ class CheckpointdWriter(StorageWriter):
         tags = {one.tag for one in asked}
         if len(tags) != 1:
             raise UsageError(f"the ranks save different tags: {', '.join(sorted(tags))}")
+        if not self._overwrite and self._open.holds(self._asked.tag):
+            raise UsageError(f"Checkpoint already exists: {self._asked.tag} at {self._root}, and overwrite=False")
         here = asked.index(self._asked)
         begun, attempt, n = self._open.next_attempt(self._asked.tag, len(plans), self._commit)
         infos = (self._info(attempt, (i - here) % len(plans), len(plans), n) for i in range(len(plans)))
