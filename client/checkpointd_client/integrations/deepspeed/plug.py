@@ -36,9 +36,17 @@ def attach(
     chosen = settings.pop("layout", "deepspeed")
     if chosen not in get_args(Layout):
         raise UsageError(f"layout is {chosen!r}; choose one of {', '.join(get_args(Layout))}")
-    plug = Plug(engine, settings)
+    plug = _class_for(chosen)(engine, settings)
     plug.connect()
     return plug
+
+
+def _class_for(layout: Layout) -> type[Plug]:
+    if layout == "deepspeed":
+        return Plug
+    from checkpointd_client.integrations.deepspeed.box_plug import BoxPlug  # which is made of this module's Plug
+
+    return BoxPlug
 
 
 def _settings_of(engine: Any) -> Mapping[str, Any]:
