@@ -26,7 +26,6 @@ from checkpointd_client.integrations.deepspeed.zero import (
     base_optimizer,
     bundles_of,
     data_parallel,
-    is_partitioned,
     names_of,
     parameter_held,
 )
@@ -170,7 +169,7 @@ class EnginePlaces:
                 fresh.whole.add(key)
             else:
                 self._places.faults.append(
-                    f"{OPTIMIZER}.state: {key} is stored in another shape than its parameters', and cannot be cut for this stage"
+                    f"{OPTIMIZER}.state: {key} is stored in another shape than its parameters' and cannot be cut for this stage"
                 )
         for one, entry in zip(bundle.ranges, entries, strict=True):
             wanted = {key: bundle.held(one, fresh.elements[key]) if key in fresh.elements else None for key in entry}

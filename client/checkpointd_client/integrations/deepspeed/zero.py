@@ -40,8 +40,8 @@ class Range:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bundle:
-    """One tensor that the base optimizer steps. `group`: number of its param_group. `copies`: the ranks that have the same of it;
-    None where each has ranges of its own.
+    """One tensor that the base optimizer steps. `group`: number of its param_group. `copies`: the ranks that have the same of
+    it; None where each has ranges of its own.
     """
 
     tensor: torch.Tensor
@@ -102,7 +102,7 @@ def names_of(engine: Any) -> dict[int, str]:
     named = dict(engine.module.named_parameters())
     clean = objects.clean_names(engine.module, named)
     for name, parameter in named.items():
-        found.setdefault(id(parameter), clean[name] if name in clean else name)
+        found.setdefault(id(parameter), str(clean.get(name, name)))
     return found
 
 
