@@ -47,7 +47,8 @@ def decide(votes: Mapping[int, Vote | None], *, tag: str, attempt: str, world_si
     steps = {rank: vote.step for rank, vote in votes.items() if vote is not None}
     if len(set(steps.values())) > 1:
         return _other_step(steps)
-    fault = _files_fault({rank: vote.files for rank, vote in votes.items() if vote is not None})
+    cast = {rank: vote for rank, vote in votes.items() if vote is not None}
+    fault = _files_fault({rank: vote.files for rank, vote in cast.items()}) or _place_fault(cast)
     return unshared(fault) if fault else Decision()
 
 
@@ -62,6 +63,15 @@ def _files_fault(files: Mapping[int, tuple[str, ...] | None]) -> str | None:
             if owners.setdefault(name, rank) != rank:
                 return f"ranks {owners[name]} and {rank} both stored a file {name!r}"
     return None
+
+
+def _place_fault(votes: Mapping[int, Vote]) -> str | None:
+    """Why the files of all ranks cannot be shown in one directory."""
+    first = min(votes)
+    other = next((rank for rank in sorted(votes) if votes[rank].shown_at != votes[first].shown_at), None)
+    if other is None:
+        return None
+    return f"rank {first} stored files for {votes[first].shown_at!r}, and rank {other} for {votes[other].shown_at!r}"
 
 
 def _other_step(steps: Mapping[int, int]) -> Decision:

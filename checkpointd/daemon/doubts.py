@@ -23,7 +23,7 @@ from checkpointd.pipeline.collect import tidy
 from checkpointd.pipeline.pointer import move_latest
 from checkpointd.pipeline.publish import put_outcome
 from checkpointd.pipeline.recover import judge
-from checkpointd.pipeline.showing import point, show
+from checkpointd.pipeline.showing import show
 from checkpointd.store import writers
 from checkpointd.store.base import Store
 
@@ -138,8 +138,6 @@ async def _decide(store: Store, outcome: Outcome) -> Outcome:
     await show(store, stands)
     if stands.outcome == "commit" and stands.save_latest:
         await move_latest(store, stands.tag, stands.order)
-        if stands.files:
-            await point(store)
     await tidy(store, stands.tag, stands.order[0])
     return stands
 

@@ -7,15 +7,16 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from checkpointd.errors import FormatError
 from checkpointd.layout.keys import FILES_MAX
-from checkpointd.layout.tree import File
+from checkpointd.layout.tree import File, Files
 
 SUM_BYTES = 4
 _NAME_BYTES_MAX = 255
+_PLACE_MAX = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +34,18 @@ class Piece:
         return self.stop - self.start
 
 
-def check_files(files: Iterable[File]) -> None:
-    """FormatError unless every name can be that of a plain file in one directory, and no two are the same."""
-    names = [file.name for file in files]
+def check_place(at: str) -> str:
+    """Return `at` if it can be the directory of a checkpoint beside a root, else raise FormatError."""
+    fault = "it is too long" if len(at) > _PLACE_MAX else next(filter(None, map(_name_fault, at.split("/"))), None)
+    if fault:
+        raise FormatError(f"{at!r} cannot be the directory of a checkpoint: {fault}")
+    return at
+
+
+def check_files(files: Files) -> None:
+    """FormatError unless the directory and every name can be such, and no two names are the same."""
+    check_place(files.at)
+    names = [file.name for file in files.files]
     if len(names) > FILES_MAX:
         raise FormatError(f"{len(names)} files are more than the {FILES_MAX} that a rank may have in a checkpoint")
     for name in names:

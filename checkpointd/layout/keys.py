@@ -213,9 +213,13 @@ def epoch_of(name: str) -> int | None:
     return int(name) if _EPOCH.match(name) else None
 
 
-def shown_key(tag: str) -> str:
-    """Where it is recorded whose files the plain directory of `tag` holds."""
-    return f"{SERVICE}/shown/{tag}"
+SHOWN = f"{SERVICE}/shown"
+_RECORD = "record"
+
+
+def shown_key(at: str) -> str:
+    """Where it is recorded whose files the plain directory `at` shows."""
+    return f"{SHOWN}/{at}/{_RECORD}"
 
 
 def plan_key(digest: str) -> str:

@@ -193,6 +193,8 @@ class Vote(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpoi
     """Whether this rank's tensors that require grad differ from the checkpoint before; empty: there is nothing to compare."""
     files: tuple[str, ...] | None = None
     """The names of this rank's files, by number, where it stores files; None where it stores a state."""
+    shown_at: str = ""
+    """The directory that is to show them, relative to the one in which the root lies."""
     error: ErrorReport | None = None
     writer: Writer
 
@@ -222,6 +224,7 @@ class Outcome(_Object, frozen=True, kw_only=True, tag_field="format", tag="check
     """Whether the step moved on since the checkpoint before, and on no rank a tensor that requires grad changed."""
     files: int = 0
     """How many files all ranks together store; 0 where they store a state."""
+    shown_at: str = ""
     error: ErrorReport | None = None
     ranks: tuple[int, ...] = ()
     decided_by: int
@@ -248,11 +251,13 @@ class Verified(_Object, frozen=True, kw_only=True, tag_field="format", tag="chec
 
 
 class Shown(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpointd.shown"):
-    """Whose files the plain directory of a tag holds."""
+    """Whose files a plain directory shows."""
 
     version: int = VERSION
+    tag: str
     attempt: str
     order: tuple[int, int]
+    save_latest: bool
     files: tuple[str, ...]
 
 
@@ -285,7 +290,7 @@ def encode(obj: SmallObject) -> bytes:
     return head + digest(data).encode() + tail
 
 
-_LATER = ("spares", "commit_timeout_s", "metrics", "kept", "trained", "stale")
+_LATER = ("spares", "commit_timeout_s", "metrics", "kept", "trained", "stale", "shown_at")
 """Keys that were not there at first: left out where they say nothing."""
 _FILES = "files"
 """Left out where it is None or 0: an empty one in a vote says that the rank has no file beside ranks that have."""

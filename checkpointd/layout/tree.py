@@ -113,8 +113,12 @@ class File(_Node, frozen=True, array_like=True, forbid_unknown_fields=True):
 
 
 class Files(_Node, frozen=True, array_like=True, forbid_unknown_fields=True, tag="F"):
-    """What stands in place of a state where a rank stores files: file `i` is its object `file_name(rank, i)`."""
+    """What stands in place of a state where a rank stores files: file `i` is its object `file_name(rank, i)`.
 
+    `at`: the directory that shows them, relative to the one in which the root lies.
+    """
+
+    at: str
     files: tuple[File, ...]
 
 
@@ -160,12 +164,12 @@ def children(node: Node) -> Iterable[Node]:
     return node.items if isinstance(node, Sequence) else ()
 
 
-def files_of(data: bytes, key: str = "") -> tuple[File, ...] | None:
-    """The files of a tree that is nothing else; None for the tree of a state."""
+def files_of(data: bytes, key: str = "") -> Files | None:
+    """The files where there are files in place of a state, else None."""
     if not data.startswith(_FILES_HEAD):
         return None
     try:
-        return _FILES_DECODER.decode(data).files
+        return _FILES_DECODER.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise FormatError(f"the files in {key or 'an index'} cannot be read: {error}", key=key) from error
 
@@ -173,5 +177,5 @@ def files_of(data: bytes, key: str = "") -> tuple[File, ...] | None:
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Node)
 _FILES_DECODER = msgspec.msgpack.Decoder(Files)
-_FILES_HEAD = _ENCODER.encode(Files(()))[:3]
-"""An array of two whose first is the tag: no tree of a state begins like that."""
+_FILES_HEAD = _ENCODER.encode(Files("", ()))[:3]
+"""An array of three whose first is the tag: no tree of a state begins like that."""

@@ -40,7 +40,7 @@ from checkpointd.pipeline.rates import Rates
 from checkpointd.pipeline.retire import retire
 from checkpointd.pipeline.save import VoteUncertain, drop_shard, drop_unless_named, is_own, persist, vote_no
 from checkpointd.pipeline.shard import AttemptInfo, Progress, Shard
-from checkpointd.pipeline.showing import point, show
+from checkpointd.pipeline.showing import show
 from checkpointd.pipeline.unchanged import Base, Bases
 from checkpointd.pipeline.workers import Stopped, answered
 from checkpointd.store.base import Store
@@ -389,8 +389,6 @@ class Attempt:
             return
         try:
             await move_latest(self._store, outcome.tag, outcome.order)
-            if outcome.files:
-                await point(self._store)
         except CheckpointdError as error:
             log.error("%s: committed, but latest could not be moved: %s; the next start repairs it", self.info.prefix, error)
 

@@ -105,8 +105,7 @@ async def _remove(store: Store, dead: Sequence[Dead]) -> list[Removal]:
     except DamagedError as error:
         log.error("nothing of %d replaced or removed checkpoints goes: who needs it cannot be told (%s)", len(dead), error)
         return []
-    for facts, _ in dead:
-        await hide(store, facts.tag, str(facts.attempt))
+    await hide(store, {attempt_prefix(facts.tag, facts.attempt) for facts, _ in dead})
     return [await _sweep(store, facts, reason, needed) for facts, reason in dead]
 
 

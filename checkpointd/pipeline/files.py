@@ -27,7 +27,7 @@ from checkpointd.errors import FormatError
 from checkpointd.layout.files import SUM_BYTES, Piece, check_files, pieces_of
 from checkpointd.layout.keys import file_name
 from checkpointd.layout.manifest import Chunk, Index, ObjectRef, TensorEntry
-from checkpointd.layout.tree import File
+from checkpointd.layout.tree import File, Files
 from checkpointd.pipeline.chunks import Persist
 from checkpointd.pipeline.pages import page_buffer, page_up
 from checkpointd.pipeline.rates import Meter
@@ -108,7 +108,7 @@ class Layout:
         return part.piece.fqn, part.piece.at + part.start - part.piece.start, chunk
 
 
-async def write_files(job: Persist, files: Sequence[File]) -> Index:
+async def write_files(job: Persist, files: Files) -> Index:
     """Write `files`, durably, and return the index that names all of them (not yet written)."""
     layouts = _layouts(job, files)
     job.progress.raw_total = job.shard.nbytes
@@ -131,15 +131,15 @@ async def write_files(job: Persist, files: Sequence[File]) -> Index:
     return _index(job, layouts)
 
 
-def _layouts(job: Persist, files: Sequence[File]) -> list[Layout]:
+def _layouts(job: Persist, files: Files) -> list[Layout]:
     """FormatError where a tensor is not part of just one file."""
     check_files(files)
     sizes = {tensor.fqn: tensor.nbytes for tensor in job.shard.tensors}
     places = {tensor.fqn: tensor.offset for tensor in job.shard.tensors}
-    used = [fqn for file in files for fqn in (file.hollow, *(fqn for _, fqn in file.rooms))]
+    used = [fqn for file in files.files for fqn in (file.hollow, *(fqn for _, fqn in file.rooms))]
     if sorted(used) != sorted(sizes):
         raise FormatError("the files of a shard do not take each of its tensors once; this is a defect, please report it")
-    return [Layout(file, number, pieces_of(file, sizes), job.shard.image, places) for number, file in enumerate(files)]
+    return [Layout(file, number, pieces_of(file, sizes), job.shard.image, places) for number, file in enumerate(files.files)]
 
 
 async def _write(job: Persist, layouts: Sequence[Layout], targets: Sequence[ObjectWriter], meter: Meter) -> None:

@@ -129,6 +129,7 @@ def outcome_of(
         metrics={} if first is None else first.metrics,
         stale=counted is not None and is_stale(counted),
         files=sum(len(vote.files or ()) for vote in (counted or {}).values() if vote is not None),
+        shown_at="" if first is None else first.shown_at,
         error=decision.error,
         ranks=decision.ranks,
         decided_by=decided_by,

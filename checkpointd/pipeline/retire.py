@@ -15,15 +15,18 @@ from checkpointd.layout.manifest import Outcome
 from checkpointd.pipeline import catalog, epochs
 from checkpointd.pipeline.catalog import AttemptView
 from checkpointd.pipeline.collect import Removal, collect
+from checkpointd.pipeline.showing import abandoned
 from checkpointd.store.base import Store
 
 
 async def retire(store: Store, rules: Retention, epoch: int) -> list[Removal]:
     """Remove what `rules` let go, as the coordinator of `epoch`; nothing where a newer one has begun (G5)."""
-    if rules.keeps_all or await epochs.newest(store) > epoch:
+    if (rules.keeps_all and store.plain_files is None) or await epochs.newest(store) > epoch:
         return []
     views = await catalog.scan(store)
     chosen = await chosen_by(store, views, rules)
+    removed = await abandoned(store)
+    chosen += [(v.facts, "somebody removed its directory") for v in views if v.prefix in removed and v.state == "committed"]
     return await collect(store, [view.facts for view in views], chosen) if chosen else []
 
 

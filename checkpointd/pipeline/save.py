@@ -133,7 +133,7 @@ def _check_listing(what: str, data: bytes) -> None:
 
 
 async def _vote_yes(job: Persist, stored: _Stored, plan_digest: str) -> Vote:
-    info, index = job.info, stored.index
+    info, index, files = job.info, stored.index, files_of(stored.index.tree)
     vote = Vote(
         tag=info.tag,
         attempt=str(info.attempt),
@@ -151,7 +151,8 @@ async def _vote_yes(job: Persist, stored: _Stored, plan_digest: str) -> Vote:
         refers=referred(index),
         metrics=dict(info.metrics),
         trained=trained(index, job.base),
-        files=_file_names(index),
+        files=None if files is None else tuple(file.name for file in files.files),
+        shown_at="" if files is None else files.at,
         writer=writer(),
     )
     try:
@@ -161,11 +162,6 @@ async def _vote_yes(job: Persist, stored: _Stored, plan_digest: str) -> Vote:
     if standing != vote:
         await _drop_beaten(job.store, info)
     return _as_own(info, standing)
-
-
-def _file_names(index: Index) -> tuple[str, ...] | None:
-    files = files_of(index.tree)
-    return None if files is None else tuple(file.name for file in files)
 
 
 async def _put_vote(store: Store, info: AttemptInfo, vote: Vote) -> Vote:

@@ -1,22 +1,24 @@
-"""Files of checkpoints as plain files, where other tools look for them: `<tag>/<file>` and `latest`, beside the root.
+"""Files of checkpoints as plain files, where other tools look for them: `<directory>/<file>` and `latest` beside the directory.
 
 Invariants
-  Y1  What is shown at a tag is one commit's files, all of them; a newer one replaces an older one, never the reverse.
-  Y2  The plain `latest` names a tag that is shown. It follows the store's own, which moved first (C3 in `publish.py`).
+  Y1  What a directory shows is one commit's files, all of them; a newer one replaces an older one, never the reverse.
+  Y2  `latest` names the newest directory beside it that is shown and whose save asked for it.
   Y3  An attempt is called committed on any rank only when it is shown; where that failed, the next start shows it.
-  Y4  What is hidden was removed: its mark is durable before its files go.
+  Y4  What is hidden was removed: its mark is durable before its files go. Who removes a directory removes the checkpoint.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 
 from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, StoreError
-from checkpointd.layout.keys import AttemptId, attempt_prefix, file_name, is_tag, object_hand, shown_key, vote_name
+from checkpointd.layout.files import check_place
+from checkpointd.layout.keys import SHOWN, AttemptId, attempt_prefix, file_name, object_hand, shown_key, vote_name
 from checkpointd.layout.manifest import Outcome, Shown, decode, encode
 from checkpointd.pipeline import catalog
 from checkpointd.store.base import Store
@@ -26,9 +28,8 @@ log = logging.getLogger("checkpointd")
 
 PATIENCE_S = 30.0
 LOOK_S = 0.05
-_SHOWN = shown_key("")[:-1]
 
-_STALE = re.compile(r".*_states\.pt\Z|.*-model_states\.pt\Z")
+_STALE = re.compile(r".*_states\.pt\Z")
 """What DeepSpeed writes to a tag's directory: its tools count these files, so none may be left over from another save."""
 
 
@@ -42,7 +43,7 @@ async def show(store: Store, outcome: Outcome, *, wait_s: float = 0.0) -> None:
 
     `wait_s`: how long somebody else, who shows the same, is waited for first. StoreError where it cannot be done.
     """
-    if outcome.outcome != "commit" or not outcome.files:
+    if outcome.outcome != "commit" or not outcome.shown_at:
         return
     plain, deadline = _plain(store), asyncio.get_running_loop().time() + wait_s
     while not await _is_shown(store, outcome):
@@ -55,10 +56,17 @@ async def show(store: Store, outcome: Outcome, *, wait_s: float = 0.0) -> None:
 
 
 async def _show(store: Store, plain: PlainFiles, outcome: Outcome) -> None:
-    files = await files_of(store, outcome)
-    await plain.show(outcome.tag, files, is_stale_name)
-    record = Shown(attempt=outcome.attempt, order=outcome.order, files=tuple(sorted(files)))
-    await store.put(shown_key(outcome.tag), encode(record))
+    at, files = check_place(outcome.shown_at), await files_of(store, outcome)
+    await plain.show(at, files, is_stale_name)
+    await _point(store, plain, os.path.dirname(at), (outcome.order, at) if outcome.save_latest else None)
+    record = Shown(
+        tag=outcome.tag,
+        attempt=outcome.attempt,
+        order=outcome.order,
+        save_latest=outcome.save_latest,
+        files=tuple(sorted(files)),
+    )
+    await store.put(shown_key(at), encode(record))
 
 
 async def files_of(store: Store, outcome: Outcome) -> dict[str, str]:
@@ -75,47 +83,55 @@ async def files_of(store: Store, outcome: Outcome) -> dict[str, str]:
     return found
 
 
-async def point(store: Store) -> None:
-    """Let the plain `latest` say what the store's own says, as far as that is shown."""
+_Newest = tuple[tuple[int, int], str]
+"""The order of a commit, and its directory."""
+
+
+async def _point(store: Store, plain: PlainFiles, folder: str, candidate: _Newest | None) -> None:
+    """Let the `latest` in `folder` name the newest that is shown there and asked for it, or `candidate`."""
+    prefix = f"{SHOWN}/{folder}".rstrip("/")
+    newest = candidate
+    for entry in await store.list(prefix):
+        at = os.path.join(folder, entry.name)
+        record = await _record(store, at) if entry.is_prefix else None
+        if record is not None and record.save_latest and (newest is None or record.order > newest[0]):
+            newest = record.order, at
+    await plain.point(folder, os.path.basename(newest[1]) if newest is not None else None)
+
+
+async def hide(store: Store, prefixes: Collection[str]) -> None:
+    """Take away what is shown of removed attempts (`<tag>/<attempt>`)."""
     plain = store.plain_files
     if plain is None:
         return
     async with _alone(store, plain):
-        try:
-            tag = await catalog.latest(store)
-        except DamagedError:
-            return  # the next start repairs it
-        if tag is None or await _record(store, tag) is not None:
-            await plain.point(tag)
+        for at, record in await _records(store):
+            if f"{record.tag}/{record.attempt}" in prefixes:
+                await plain.hide(at, record.files)
+                await store.delete(shown_key(at))
+                if await plain.is_there(os.path.dirname(at)):
+                    await _point(store, plain, os.path.dirname(at), None)
 
 
-async def hide(store: Store, tag: str, attempt: str) -> None:
-    """Take away what is shown of a removed attempt; nothing where another one is shown at its tag."""
+async def abandoned(store: Store) -> set[str]:
+    """The attempts (`<tag>/<attempt>`) whose directory somebody has removed since it was shown (Y4)."""
     plain = store.plain_files
     if plain is None:
-        return
-    async with _alone(store, plain):
-        record = await _record(store, tag)
-        if record is not None and record.attempt == attempt:
-            await plain.hide(tag, record.files)
-            await store.delete(shown_key(tag))
+        return set()
+    return {f"{record.tag}/{record.attempt}" for at, record in await _records(store) if not await plain.is_there(at)}
 
 
 async def mend(store: Store) -> None:
-    """Show what is committed and not shown, hide what was removed, and set `latest` right: what a start does."""
+    """Show what is committed and not shown, hide what was removed: what a start does. What fails is left for the next one."""
     if store.plain_files is None:
         return
-    committed = {checkpoint.tag: checkpoint.outcome for checkpoint in await catalog.checkpoints(store)}
+    committed = {checkpoint.prefix: checkpoint.outcome for checkpoint in await catalog.checkpoints(store)}
     for outcome in committed.values():
         try:
             await show(store, outcome)
         except CheckpointdError as error:
             log.error("%s/%s is committed, and cannot be shown: %s", outcome.tag, outcome.attempt, error)
-    for entry in await store.list(_SHOWN):
-        record = await _record(store, entry.name) if is_tag(entry.name) else None
-        if record is not None and entry.name not in committed:
-            await hide(store, entry.name, record.attempt)
-    await point(store)
+    await hide(store, {prefix for _, r in await _records(store) if (prefix := f"{r.tag}/{r.attempt}") not in committed})
 
 
 @asynccontextmanager
@@ -137,13 +153,27 @@ def _plain(store: Store) -> PlainFiles:
 
 
 async def _is_shown(store: Store, outcome: Outcome) -> bool:
-    record = await _record(store, outcome.tag)
+    record = await _record(store, outcome.shown_at)
     return record is not None and record.order >= outcome.order
 
 
-async def _record(store: Store, tag: str) -> Shown | None:
-    """The record of what is shown at `tag`; None where there is none, or it cannot be read."""
-    key = shown_key(tag)
+async def _records(store: Store) -> list[tuple[str, Shown]]:
+    """Every directory that shows something, and what."""
+    found: list[tuple[str, Shown]] = []
+    level = [""]
+    while level:
+        folders = [(folder, await store.list(f"{SHOWN}/{folder}".rstrip("/"))) for folder in level]
+        level = [os.path.join(folder, entry.name) for folder, entries in folders for entry in entries if entry.is_prefix]
+        for folder, entries in folders:
+            record = await _record(store, folder) if folder and any(not entry.is_prefix for entry in entries) else None
+            if record is not None:
+                found.append((folder, record))
+    return found
+
+
+async def _record(store: Store, at: str) -> Shown | None:
+    """The record of what is shown at `at`; None where there is none, or it cannot be read."""
+    key = shown_key(at)
     try:
         return decode(await store.get(key), Shown, key)
     except NotFoundError:

@@ -116,7 +116,7 @@ def _check_tree(index: Index, key: str) -> None:
         return
     check_files(files)
     sizes = {entry.fqn: entry.box.numel() for entry in index.tensors}
-    for file in files:
+    for file in files.files:
         pieces_of(file, sizes)
 
 

@@ -13,6 +13,7 @@ Invariants
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -30,7 +31,10 @@ def can_show(root: str) -> bool:
 
 
 class PlainFiles:
-    """The directories beside the root. Whoever shows or hides holds `alone` for it."""
+    """The directories beside the root, by their paths relative to the one in which it lies.
+
+    Whoever shows or hides holds `alone` for it.
+    """
 
     def __init__(self, root: Root) -> None:
         self._root, self._disk = root, root.disk
@@ -41,13 +45,18 @@ class PlainFiles:
         """Keep every other process out."""
         return self._root.locked()
 
-    async def show(self, name: str, files: Mapping[str, str], stale: Callable[[str], bool]) -> None:
-        """Let the directory `name` hold `files` (by name, the keys of the objects) instead of what was shown there before.
+    async def is_there(self, at: str) -> bool:
+        """Whether there is such a directory."""
+        async with self._root.guard("looking at", at):
+            return await self._there(f"{self._beside}/{at}") is not None
+
+    async def show(self, at: str, files: Mapping[str, str], stale: Callable[[str], bool]) -> None:
+        """Let the directory `at` hold `files` (by name, the keys of the objects) instead of what was shown there before.
 
         Files whose names are `stale` go, whoever put them there: left-overs of a larger job are none of the new checkpoint's.
         """
-        target = f"{self._beside}/{name}"
-        async with self._root.guard("showing", name):
+        target = f"{self._beside}/{at}"
+        async with self._root.guard("showing", at):
             there = await self._there(target)
             built = await self._make_directory()
             for file, key in files.items():
@@ -57,19 +66,28 @@ class PlainFiles:
                 if not child.is_directory:
                     await self._disk.link(f"{target}/{child.name}", f"{built}/{child.name}")
             await self._disk.sync_directory(built)
-            if there is None:
-                await self._disk.rename(built, target)
-                await self._sync_both()
+            if there is None and await self._put(built, target):
                 return
             await self._disk.exchange(built, target)
-            await self._sync_both()
+            await self._sync_both(target)
             await self._move([child for child in others if child.is_directory], built, target)
             await self._remove(built)
 
-    async def hide(self, name: str, files: Collection[str]) -> None:
-        """Let nothing of `files` be in the directory `name`, which goes where nothing else is in it."""
-        target = f"{self._beside}/{name}"
-        async with self._root.guard("hiding", name):
+    async def _put(self, built: str, target: str) -> bool:
+        """Give the directory its name; False where somebody else has just made one."""
+        try:
+            await self._root.directories.within(target, lambda: self._disk.rename(built, target))
+        except OSError as error:
+            if error.errno in {errno.ENOTEMPTY, errno.EEXIST}:
+                return False
+            raise
+        await self._sync_both(target)
+        return True
+
+    async def hide(self, at: str, files: Collection[str]) -> None:
+        """Let nothing of `files` be in the directory `at`, which goes where nothing else is in it."""
+        target = f"{self._beside}/{at}"
+        async with self._root.guard("hiding", at):
             there = await self._there(target)
             if there is None:
                 return
@@ -85,12 +103,12 @@ class PlainFiles:
                 await self._disk.sync_directory(built)
                 await self._disk.exchange(built, target)
                 await self._move([child for child in others if child.is_directory], built, target)
-            await self._sync_both()
+            await self._sync_both(target)
             await self._remove(built)
 
-    async def point(self, text: str | None) -> None:
-        """Let the file `latest` beside the root hold `text`, or not be there."""
-        target = f"{self._beside}/latest"
+    async def point(self, folder: str, text: str | None) -> None:
+        """Let the file `latest` in the directory `folder` ("": that of the root) hold `text`, or not be there."""
+        target = os.path.join(self._beside, folder, "latest")
         async with self._root.guard("replacing", "latest"):
             if text is None:
                 with suppress(FileNotFoundError):
@@ -98,7 +116,7 @@ class PlainFiles:
             else:
                 async with self._root.temporary(text.encode()) as temporary:
                     await self._disk.rename(temporary, target)
-            await self._disk.sync_directory(self._beside)
+            await self._disk.sync_directory(os.path.dirname(target))
 
     async def _there(self, target: str) -> list[Child] | None:
         """What is in the directory; None where there is none. StoreError where something else has its name."""
@@ -119,8 +137,12 @@ class PlainFiles:
             await self._disk.rename(f"{source}/{child.name}", f"{target}/{child.name}")
         await self._disk.sync_directory(target)
 
-    async def _sync_both(self) -> None:
-        await self._disk.sync_directory(self._beside)
+    async def _sync_both(self, target: str) -> None:
+        """The names of `target` and of all directories above it that are not the root's."""
+        directory = os.path.dirname(target)
+        while len(directory) >= len(self._beside):
+            await self._disk.sync_directory(directory)
+            directory = os.path.dirname(directory)
         await self._disk.sync_directory(f"{self._root.path}/{TEMPORARY}")
 
     async def _remove(self, built: str) -> None:

@@ -34,6 +34,7 @@ from checkpointd_client.choosing import Chooser
 from checkpointd_client.handle import SaveHandle
 from checkpointd_client.lifetime import at_exit, claim_root
 from checkpointd_client.loading import Loaded, Loader
+from checkpointd_client.meetings import Meetings
 from checkpointd_client.preemption import Preemption
 from checkpointd_client.ranks import find_ranks, open_board
 from checkpointd_client.saving import TIDY_TIMEOUT_S, Request, Saver, WhenBusy, check_metrics, check_step
@@ -127,6 +128,7 @@ class Checkpointer:
             sidecar=self._sidecar,
         )
         self._history = self._saver.history
+        self._meetings = Meetings(self._board, self._ranks, commit.timeout_s)
         self._turns = Turns(self._board, self._ranks, commit.timeout_s)
         self._step_hook = register_optimizer_step_pre_hook(self._before_step)
         self._closed = False
@@ -192,12 +194,14 @@ class Checkpointer:
         files: Mapping[str, object],
         *,
         tag: str | None = None,
+        at: str | None = None,
         save_latest: bool = True,
         stepped: Collection[int] = (),
         metrics: Mapping[str, float] | None = None,
     ) -> SaveHandle:
-        """Snapshot the objects in `files`, by name, and return. Once the save has committed, the directory `<tag>` beside the
-        root, which is one named `.checkpointd`, holds on every rank's behalf what torch.save makes of them, uncompressed.
+        """Snapshot the objects in `files`, by name, and return. Once the save has committed, the directory `at` beside the
+        root, which is one named `.checkpointd`, holds what torch.save makes of them, uncompressed. `at` is a relative path, by
+        default the tag.
 
         Call it on every rank, each with files of its own names, or none. `stepped`: addresses of storages that nothing but
         optimizer steps change; all others are copied before this returns. Raises as `save` does.
@@ -209,7 +213,18 @@ class Checkpointer:
             raise UsageError(
                 f"files are shown beside the root, which must be a directory named {SERVICE}: {self._store.url} is not"
             )
-        return self._saver.save_files(Request(tag, step, save_latest, False, check_metrics(metrics)), files, stepped)
+        request = Request(tag, step, save_latest, False, check_metrics(metrics))
+        return self._saver.save_files(request, tag if at is None else at, files, stepped)
+
+    def refuse(self, step: int, error: CheckpointdError, *, tag: str, save_latest: bool = True) -> SaveHandle:
+        """Vote no on the save that the other ranks begin now, because of `error`: nobody waits for this rank in vain."""
+        self._check_open("save")
+        return self._saver.refuse(Request(check_tag(tag), step, save_latest, False), error)
+
+    def meet(self, said: str, doing: str) -> dict[int, str]:
+        """What every rank says, by rank, when all of them are `doing` the same; DeadlineError names those that do not come."""
+        self._check_open("meet")
+        return self._meetings.meet(said, doing)
 
     def fence(self) -> None:
         """Wait until the snapshots in flight have read everything: before you change parameters outside an optimizer step.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import pickle
 import struct
+import tempfile
 import types
 import zipfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -36,8 +37,8 @@ class Room:
     sums_at: tuple[int, ...]
 
 
-def capture_files(files: Mapping[str, object], stepped: Collection[int]) -> Captured:
-    """Take the files that torch.save would make of `files`, by name, apart without copying a tensor.
+def capture_files(at: str, files: Mapping[str, object], stepped: Collection[int]) -> Captured:
+    """Take the files that torch.save would make of `files`, by name, apart without copying a tensor; `at` is to show them.
 
     `stepped`: addresses of the storages that change inside optimizer steps alone. StateError for what cannot be pickled.
     """
@@ -47,13 +48,16 @@ def capture_files(files: Mapping[str, object], stepped: Collection[int]) -> Capt
         node, found = _capture(name, content, stepped)
         nodes.append(node)
         leaves += found
-    return Captured(tuple(leaves), (), tree.Files(tuple(nodes)), ())
+    return Captured(tuple(leaves), (), tree.Files(at, tuple(nodes)), ())
 
 
 def _capture(name: str, content: object, stepped: Collection[int]) -> tuple[tree.File, list[Leaf]]:
     descriptor = os.memfd_create("checkpointd-hollow", os.MFD_CLOEXEC)
-    with open(descriptor, "w+b") as file:
-        storages = _write_hollow(name, content, f"/proc/self/fd/{descriptor}")
+    with open(descriptor, "w+b") as file, tempfile.TemporaryDirectory(prefix="checkpointd-") as folder:
+        # torch names the members of the archive after the file.
+        path = os.path.join(folder, os.path.basename(name) or "file")
+        os.symlink(f"/proc/self/fd/{descriptor}", path)
+        storages = _write_hollow(name, content, path)
         rooms = rooms_of(file)
         size = os.fstat(descriptor).st_size
         around = b"".join(_around(file, rooms, size))

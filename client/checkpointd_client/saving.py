@@ -124,9 +124,16 @@ class Saver:
         excluded = request.exclude_frozen_parameters
         return self._save(request, lambda: capture(state, client_state, exclude_frozen_parameters=excluded))
 
-    def save_files(self, request: Request, files: Mapping[str, object], stepped: Collection[int]) -> SaveHandle:
-        """The same for files."""
-        return self._save(request, lambda: capture_files(files, stepped))
+    def save_files(self, request: Request, at: str, files: Mapping[str, object], stepped: Collection[int]) -> SaveHandle:
+        """The same for files, to be shown in the directory `at`."""
+        return self._save(request, lambda: capture_files(at, files, stepped))
+
+    def refuse(self, request: Request, error: CheckpointdError) -> SaveHandle:
+        """Vote no with `error`: there is nothing to save."""
+        job = self._new_job(request)
+        job.staged.set_exception(error)
+        self._submit(job)
+        return job.save.handle
 
     def _save(self, request: Request, captured_by: Callable[[], Captured]) -> SaveHandle:
         began = time.perf_counter()

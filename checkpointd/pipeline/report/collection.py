@@ -14,7 +14,6 @@ from checkpointd.pipeline.catalog import AttemptView
 from checkpointd.pipeline.collect import Removal, collect, survey
 from checkpointd.pipeline.pointer import move_latest
 from checkpointd.pipeline.retire import chosen_by
-from checkpointd.pipeline.showing import point
 from checkpointd.store.base import Store
 
 Dead = tuple[AttemptFacts, str]
@@ -92,11 +91,8 @@ async def _move_away(store: Store, tag: str) -> str | None:
     left = next((c for c in await catalog.checkpoints(store) if c.outcome.save_latest), None)
     if left is None:
         await store.delete(LATEST)
-        await point(store)
         return None
-    moved = await move_latest(store, left.tag, left.outcome.order)
-    await point(store)
-    return left.tag if moved else None
+    return left.tag if await move_latest(store, left.tag, left.outcome.order) else None
 
 
 async def _done(store: Store, views: list[AttemptView], chosen: list[Dead], *, dry_run: bool) -> CollectionReport:

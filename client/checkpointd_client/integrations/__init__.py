@@ -1,1 +1,1 @@
-"""Other libraries' ways to save and load, on top of a Checkpointer. Each needs its library; nothing here is imported unasked."""
+"""Other libraries' ways to save and load, on top of a Checkpointer. Each needs its library."""

@@ -1,9 +1,10 @@
-"""Files of torch.save through the whole of a save: what is shown is what torch would have written, bit for bit where it counts."""
+"""Files of torch.save through the whole of a save: what is shown is what torch would have written."""
 
 from __future__ import annotations
 
 import collections
 import os
+import shutil
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from checkpointd.errors import AbortedError, StateError, UsageError
+from checkpointd.cli import run
+from checkpointd.errors import AbortedError, CheckpointdError, StateError, StoreError, UsageError
+from checkpointd.pipeline import showing
+from checkpointd.store.plain import PlainFiles
 from checkpointd_client import Checkpointer
 
 Files = dict[str, Any]
@@ -110,9 +114,11 @@ def test_save_latest_off_leaves_latest_where_it_was(ckpt: Checkpointer) -> None:
 
 
 def test_what_cannot_be_pickled_is_refused_by_name_and_shows_nothing(tmp_path: Path) -> None:
-    with pytest.raises(AbortedError, match="failed while staging"), Checkpointer(tmp_path / ".checkpointd") as ckpt:
-        with pytest.raises(StateError, match=r"a\.pt cannot be saved"):
-            ckpt.save_files(1, {"a.pt": {"function": lambda: None}})
+    ckpt = Checkpointer(tmp_path / ".checkpointd")
+    with pytest.raises(StateError, match=r"a\.pt cannot be saved"):
+        ckpt.save_files(1, {"a.pt": {"function": lambda: None}})
+    with pytest.raises(AbortedError, match="failed while staging"):
+        ckpt.close()
     assert os.listdir(tmp_path) == [".checkpointd"]
 
 
@@ -127,3 +133,105 @@ def test_no_name_leads_out_of_the_directory(ckpt: Checkpointer, name: str) -> No
 def test_a_root_of_another_name_says_what_is_wrong(tmp_path: Path) -> None:
     with Checkpointer(tmp_path / "run") as ckpt, pytest.raises(UsageError, match=r"a directory named \.checkpointd"):
         ckpt.save_files(1, {"a.pt": {}})
+
+
+# --- where they are shown, and how they go ----------------------------------------------------------------------
+
+
+def beside(ckpt: Checkpointer) -> Path:
+    return Path(ckpt.status().root).parent
+
+
+def test_they_are_shown_in_a_directory_below_which_has_a_latest_of_its_own(ckpt: Checkpointer) -> None:
+    save(ckpt, example(), tag="run--5", at="checkpoint-5/global_step5")
+    save(ckpt, example(), tag="run--6", at="checkpoint-6/global_step6")
+    for step in (5, 6):
+        folder = beside(ckpt) / f"checkpoint-{step}"
+        assert (folder / "latest").read_text() == f"global_step{step}"
+        assert len(list((folder / f"global_step{step}").iterdir())) == 2
+
+
+@pytest.mark.parametrize("at", ["../out", "/tmp/out", "a//b", ".hidden/a", "a/../b", ""])
+def test_no_directory_leads_out(ckpt: Checkpointer, at: str) -> None:
+    with pytest.raises(Exception, match="cannot be the directory of a checkpoint"):
+        ckpt.save_files(1, {"a.pt": {"a": 1}}, at=at).wait(60)
+    assert os.listdir(beside(ckpt)) == [".checkpointd"]
+
+
+def delete(ckpt: Checkpointer, tag: str) -> None:
+    assert run(["delete", ckpt.status().root, tag, "--force"]) == 0
+
+
+def test_what_is_deleted_is_shown_no_more_and_latest_names_what_is_left(ckpt: Checkpointer) -> None:
+    first, second = save(ckpt, example(), tag="global_step1"), save(ckpt, example(), tag="global_step2")
+    delete(ckpt, "global_step2")
+    assert not second.exists()
+    assert (first.parent / "latest").read_text() == "global_step1"
+    delete(ckpt, "global_step1")
+    assert os.listdir(first.parent) == [".checkpointd"]
+
+
+def test_what_else_lies_in_a_deleted_directory_stays(ckpt: Checkpointer) -> None:
+    shown = save(ckpt, example())
+    (shown / "tokenizer.json").write_text("{}")
+    (shown / "notes").mkdir()
+    delete(ckpt, "global_step7")
+    assert sorted(os.listdir(shown)) == ["notes", "tokenizer.json"]
+
+
+def test_who_removes_a_directory_removes_the_checkpoint(ckpt: Checkpointer) -> None:
+    first = save(ckpt, example(), tag="global_step1")
+    shutil.rmtree(first)
+    save(ckpt, example(), tag="global_step2")
+    ckpt.close()  # tidies up
+    root = Path(ckpt.status().root)
+    assert not list(root.glob("global_step1/*/*.file"))
+    assert list(root.glob("global_step2/*/*.file"))
+
+
+@pytest.mark.parametrize("lost", ["all", "directory", "latest"])
+def test_a_start_shows_what_was_committed_and_not_shown(tmp_path: Path, lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a crash between the commit and the showing."""
+
+    async def crashed(*_: object, **__: object) -> None:
+        raise StoreError("crashed here")
+
+    root = tmp_path / ".checkpointd"
+    with monkeypatch.context() as patch, Checkpointer(root) as ckpt:
+        patch.setattr(showing if lost == "all" else PlainFiles, "_show" if lost == "all" else f"{_STEP[lost]}", crashed)
+        ckpt.save_files(1, example()).wait(60)
+    with Checkpointer(root):
+        assert (tmp_path / "latest").read_text() == "global_step1"
+        assert sorted(os.listdir(tmp_path / "global_step1")) == sorted(example())
+
+
+_STEP = {"directory": "show", "latest": "point"}
+
+
+def test_verify_reads_every_byte_of_every_file(ckpt: Checkpointer) -> None:
+    shown = save(ckpt, example())
+    path = shown / "mp_rank_00_model_states.pt"
+    assert run(["verify", ckpt.status().root]) == 0
+    whole = path.read_bytes()
+    for at in (0, len(whole) // 2, len(whole) - 1):
+        with path.open("r+b") as file:
+            file.seek(at)
+            file.write(bytes([whole[at] ^ 1]))
+        assert run(["verify", ckpt.status().root]) != 0, at
+        path.write_bytes(whole)
+
+
+def test_load_says_what_the_checkpoint_is(ckpt: Checkpointer) -> None:
+    save(ckpt, example())
+    with pytest.raises(CheckpointdError, match="is of files, not of a state"):
+        ckpt.load({"model": torch.nn.Linear(2, 2)}, "global_step7")
+
+
+def test_who_removes_a_directory_above_removes_the_checkpoints_in_it(ckpt: Checkpointer) -> None:
+    for step in (1, 2):
+        save(ckpt, example(), tag=f"run-{step}--s", at=f"run-{step}/s")
+    shutil.rmtree(beside(ckpt) / "run-1")
+    save(ckpt, example(), tag="run-3--s", at="run-3/s")
+    ckpt.close()
+    root = Path(ckpt.status().root)
+    assert {path.parts[-3] for path in root.glob("*/*/*.file")} == {"run-2--s", "run-3--s"}

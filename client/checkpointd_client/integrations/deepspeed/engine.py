@@ -1,7 +1,7 @@
 """What DeepSpeed calls its checkpoint engine: it takes the files that the engine would have written.
 
 Invariants
-  E1  Between `collect` and `collected` nothing is written: what `save` is given is kept as it is, and is snapshotted by the plug
+  E1  Between `collect` and `collected` nothing is written: what `save` is given is kept as it is, and the plug snapshots it
       before save_checkpoint returns.
   E2  Outside of that (save_16bit_model, which one rank calls alone) a file is written at once, whole or not at all.
   E3  What is loaded was committed: a load waits for the saves in flight.

@@ -1,19 +1,31 @@
-"""The plug between a DeepSpeed engine and a Checkpointer: the user's own save_checkpoint and load_checkpoint, in the background."""
+"""The plug between a DeepSpeed engine and a Checkpointer: save_checkpoint and load_checkpoint as users know them.
+
+Invariants
+  P1  Before DeepSpeed's own barriers, which wait for ever, all ranks are waited for with a deadline; who is missing is named.
+  P2  Once the ranks have met, every rank votes on the attempt, whatever DeepSpeed or the user's objects raise.
+  P3  A load reads what was committed: it waits for the saves in flight, on every rank.
+"""
 
 from __future__ import annotations
 
 import functools
+import json
+import logging
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
 
-from checkpointd.errors import UsageError
-from checkpointd.layout.keys import SERVICE
+from checkpointd.errors import CheckpointdError, StagingError, UsageError
+from checkpointd.layout.files import check_place
+from checkpointd.layout.keys import SERVICE, check_tag
 from checkpointd_client.checkpointer import Checkpointer
 from checkpointd_client.handle import SaveHandle
 from checkpointd_client.integrations.deepspeed.engine import CheckpointdEngine
+
+log = logging.getLogger("checkpointd")
 
 Layout = Literal["deepspeed", "checkpointd"]
 
@@ -28,14 +40,22 @@ def attach(
 ) -> Plug:
     """Let `engine.save_checkpoint` and `engine.load_checkpoint` go through checkpointd from here on. On every rank.
 
-    What is not given here is read from the DeepSpeed settings under `checkpoint.checkpointd`. `options` are Checkpointer's.
+    `root`: a directory at or above every `save_dir` that will be used; by default each save_dir by itself. `options` are those
+    of Checkpointer. What is not given here is read from the DeepSpeed settings, under `checkpoint.checkpointd`.
+    UsageError for settings that cannot be, and for an engine that is attached already.
     """
+    if isinstance(engine.checkpoint_engine, CheckpointdEngine):
+        raise UsageError("this engine is attached to checkpointd already: attach it once")
     settings = dict(_settings_of(engine))
     given = {"root": root, "sidecar": sidecar, "layout": layout, **options}
     settings.update({name: value for name, value in given.items() if value is not None})
     chosen = settings.pop("layout", "deepspeed")
     if chosen not in get_args(Layout):
         raise UsageError(f"layout is {chosen!r}; choose one of {', '.join(get_args(Layout))}")
+    if _copies_files(engine):
+        raise UsageError(
+            "DeepSpeed copies NVMe-offloaded optimizer states by itself: checkpointd cannot commit them; turn it off"
+        )
     plug = _class_for(chosen)(engine, settings)
     plug.connect()
     return plug
@@ -50,10 +70,14 @@ def _class_for(layout: Layout) -> type[Plug]:
 
 
 def _settings_of(engine: Any) -> Mapping[str, Any]:
-    found = (engine.config or {}).get("checkpoint", {}).get("checkpointd", {})
+    found = (getattr(engine, "config", None) or {}).get("checkpoint", {}).get("checkpointd", {})
     if not isinstance(found, dict):
         raise UsageError(f"checkpoint.checkpointd in the DeepSpeed settings is {found!r}; it must be an object of settings")
     return found
+
+
+def _copies_files(engine: Any) -> bool:
+    return bool(engine.zero_nvme_offload_optimizer())
 
 
 def install() -> None:
@@ -61,7 +85,7 @@ def install() -> None:
     import deepspeed
 
     original = deepspeed.initialize
-    if getattr(original, "_checkpointd", False):
+    if hasattr(original, "checkpointd"):
         return
 
     @functools.wraps(original)
@@ -70,8 +94,28 @@ def install() -> None:
         attach(made[0])
         return made
 
-    initialize._checkpointd = True  # type: ignore[attr-defined]
+    initialize.checkpointd = attach  # type: ignore[attr-defined]  # says that it is installed
     deepspeed.initialize = initialize
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a save goes: which Checkpointer's, its tag there, and the directory that is to show it, relative to the root."""
+
+    root: str
+    tag: str
+    at: str
+
+    @staticmethod
+    def of(save_dir: str, tag: str, root: str | None) -> Place:
+        """UsageError for a save_dir outside `root`, and for a tag that is no name of a directory."""
+        folder = os.path.abspath(save_dir)
+        base = folder if root is None else os.path.abspath(root)
+        below = os.path.relpath(folder, base)
+        if below.split(os.sep)[0] == os.pardir:
+            raise UsageError(f"save_dir {folder} does not lie at or below {base}, the root that this engine was attached with")
+        parts = [*([] if below == os.curdir else below.split(os.sep)), check_tag(tag)]
+        return Place(base, check_tag("--".join(parts)), check_place("/".join(parts)))
 
 
 class Plug:
@@ -80,7 +124,8 @@ class Plug:
     def __init__(self, engine: Any, settings: dict[str, Any]) -> None:
         self.engine = engine
         self.handle: SaveHandle | None = None
-        self._root = settings.pop("root", None)
+        root = settings.pop("root", None)
+        self._root = None if root is None else os.fspath(root)
         self._options = settings
         self._checkpointers: dict[str, Checkpointer] = {}
         self._engine = CheckpointdEngine(self.wait)
@@ -89,6 +134,7 @@ class Plug:
         """Take the place of the engine's own methods."""
         engine = self.engine
         self._save, self._load, self._destroy = engine.save_checkpoint, engine.load_checkpoint, engine.destroy
+        self._stock = engine.checkpoint_engine
         engine.checkpoint_engine = self._engine
         engine.save_checkpoint, engine.load_checkpoint, engine.destroy = (
             self.save_checkpoint,
@@ -97,10 +143,13 @@ class Plug:
         )
         engine.checkpoint_handle = lambda: self.handle
 
-    def wait(self) -> None:
-        """Wait until no save is in flight; raises what became of them."""
-        for checkpointer in self._checkpointers.values():
-            checkpointer.wait()
+    def detach(self) -> None:
+        """Close, and give the engine its own methods back."""
+        self.close()
+        engine = self.engine
+        engine.checkpoint_engine = self._stock
+        engine.save_checkpoint, engine.load_checkpoint, engine.destroy = self._save, self._load, self._destroy
+        del engine.checkpoint_handle
 
     def save_checkpoint(
         self,
@@ -110,39 +159,79 @@ class Plug:
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """DeepSpeed's save_checkpoint, which returns once everything is snapshotted. See `engine.checkpoint_handle()`."""
-        checkpointer = self._checkpointer(save_dir)
-        tag = str(f"global_step{self.engine.global_steps}" if tag is None else tag)
-        self._engine.collect(os.path.join(save_dir, tag))
+        """DeepSpeed's save_checkpoint, which returns once everything is snapshotted. See `engine.checkpoint_handle()`.
+
+        Raises what the arguments or objects of the caller are to blame for, and DeadlineError naming ranks that did not call
+        it. What the storage does later ends up in the handle.
+        """
+        if not save_dir:
+            raise UsageError(f"save_dir is {save_dir!r}; give the path of a directory")
+        step = int(self.engine.global_steps)
+        place = Place.of(save_dir, str(f"global_step{step}" if tag is None else tag), self._root)
+        self.handle = None  # where this raises, there is none
+        checkpointer = self._checkpointer(place.root)
+        self._meet(checkpointer, "save_checkpoint()", {"save_dir": os.path.abspath(save_dir), "tag": place.tag, "step": step})
         try:
-            self._save(save_dir, tag, dict(client_state or {}), save_latest, exclude_frozen_parameters)
-        finally:
-            files = self._engine.collected()
+            files = self._collected(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+        except BaseException as error:
+            told = (
+                error if isinstance(error, CheckpointdError) else StagingError(f"DeepSpeed's save_checkpoint failed: {error!r}")
+            )
+            self.handle = checkpointer.refuse(step, told, tag=place.tag, save_latest=save_latest)
+            raise
         self.handle = checkpointer.save_files(
-            self.engine.global_steps, files, tag=tag, save_latest=save_latest, stepped=self._stepped()
+            step, files, tag=place.tag, at=place.at, save_latest=save_latest, stepped=self._stepped()
         )
         return True
+
+    def _collected(
+        self, save_dir: str, tag: str | None, client_state: Mapping[str, Any] | None, save_latest: bool, exclude: bool
+    ) -> dict[str, Any]:
+        """The files that DeepSpeed would have written."""
+        name = str(f"global_step{self.engine.global_steps}" if tag is None else tag)
+        self._engine.collect(os.path.join(save_dir, name))
+        try:
+            self._save(save_dir, tag, dict(client_state or {}), save_latest, exclude)
+        finally:
+            files = self._engine.collected()
+        return files
 
     def load_checkpoint(self, load_dir: str, *args: Any, **kwargs: Any) -> Any:
         """DeepSpeed's load_checkpoint, of what is committed."""
         self.wait()
+        for checkpointer in self._checkpointers.values():
+            self._meet(checkpointer, "load_checkpoint()", {"load_dir": os.path.abspath(load_dir)})
         return self._load(load_dir, *args, **kwargs)
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until no save is in flight; raises what became of them."""
+        for checkpointer in self._checkpointers.values():
+            checkpointer.wait(timeout)
 
     def destroy(self) -> None:
         """DeepSpeed's destroy, after the saves in flight."""
-        self.close()
-        self._destroy()
+        try:
+            self.close()
+        finally:
+            self._destroy()
 
     def close(self) -> None:
         """Wait for the saves in flight and end the background threads."""
-        for checkpointer in self._checkpointers.values():
+        checkpointers, self._checkpointers = list(self._checkpointers.values()), {}
+        for checkpointer in checkpointers:
             checkpointer.close()
 
-    def _checkpointer(self, save_dir: str) -> Checkpointer:
-        root = os.path.abspath(os.fspath(self._root if self._root is not None else save_dir))
+    def _checkpointer(self, root: str) -> Checkpointer:
         if root not in self._checkpointers:
             self._checkpointers[root] = Checkpointer(os.path.join(root, SERVICE), **self._options)
         return self._checkpointers[root]
+
+    def _meet(self, checkpointer: Checkpointer, doing: str, said: Mapping[str, object]) -> None:
+        """All ranks, each having said the same (P1)."""
+        heard = checkpointer.meet(json.dumps({"call": doing, **said}, sort_keys=True), f"calling {doing}")
+        other = next((rank for rank, text in sorted(heard.items()) if text != heard[0]), None)
+        if other is not None:
+            raise UsageError(f"the ranks do not call the same: rank 0 said {heard[0]}, and rank {other} {heard[other]}")
 
     def _stepped(self) -> set[int]:
         """Where everything lies that nothing but a step of the optimizer changes."""

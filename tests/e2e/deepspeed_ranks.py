@@ -1,0 +1,197 @@
+"""One rank of a job that saves DeepSpeed engines in DeepSpeed's own files, and does what users do wrong.
+
+    torchrun --nproc-per-node=2 deepspeed_ranks.py FOLDER
+
+Every rank prints a line for each thing that is wrong, and `done` last.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import sys
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from checkpointd.errors import AbortedError, DeadlineError, StateError, UsageError
+from checkpointd_client.integrations.deepspeed import Plug, attach
+from tests.e2e.deepspeed_engines import Kind, make, train
+
+KINDS = (Kind(0), Kind(0, "bfloat16"), Kind(1), Kind(2, "bfloat16"), Kind(3), Kind(3, "bfloat16"))
+LIMIT_S = 60.0
+SHORT_S = 2.0
+
+
+class Unlucky:
+    """Cannot be pickled; of ZeRO 1, rank 0 alone stores the client state."""
+
+    def __reduce__(self) -> Any:
+        raise pickle.PicklingError("no luck")
+
+
+class Rank:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.wrong: list[str] = []
+
+    def check(self, true: bool, what: str) -> None:
+        if not true:
+            self.wrong.append(what)
+
+    @contextmanager
+    def raises(self, kind: type[Exception], words: str, what: str) -> Iterator[None]:
+        try:
+            yield
+        except kind as error:
+            self.check(words in str(error), f"{what}: {error}")
+        except Exception as error:
+            self.wrong.append(f"{what}: {error!r}")
+        else:
+            self.wrong.append(f"{what}: nothing was raised")
+
+    # --- what is stored ----------------------------------------------------------------------------------------
+
+    def saves_as_deepspeed_does_and_resumes(self, kind: Kind) -> None:
+        """The files are those that DeepSpeed itself writes, and training goes on as if it had never stopped."""
+        stock, ours = self.folder / kind.name / "stock", self.folder / kind.name / "ours"
+        engine = make(kind)
+        train(engine, 0, 3)
+        state = {"epoch": 3, "best": {"loss": torch.tensor(0.5)}, "where": ours}
+        engine.save_checkpoint(str(stock), client_state=dict(state))
+        plug = attach(engine)
+        self.check(engine.save_checkpoint(str(ours), client_state=state) is True, "save_checkpoint returns True")
+        losses = train(engine, 3, 6)
+        handle = engine.checkpoint_handle()
+        handle.wait(LIMIT_S)
+        self.check(handle.phase == "committed", f"{kind.name}: {handle}")
+        self.check((ours / "latest").read_text() == (stock / "latest").read_text(), f"{kind.name}: latest")
+        self.same_files(stock / "global_step3", ours / "global_step3", kind.name)
+        plug.close()
+        engine.destroy()
+        again = make(kind, seed=1)
+        attach(again)
+        path, client = again.load_checkpoint(str(ours))
+        self.check(
+            path is not None and client["epoch"] == 3 and client["where"] == ours, f"{kind.name}: loaded {path} {client}"
+        )
+        self.check(train(again, 3, 6) == losses, f"{kind.name}: the losses after the resume differ")
+        again.destroy()
+
+    def same_files(self, stock: Path, ours: Path, name: str) -> None:
+        if dist.get_rank():
+            return
+        names = sorted(path.name for path in stock.iterdir())
+        self.check(names == sorted(path.name for path in ours.iterdir()), f"{name}: other files than DeepSpeed's")
+        for file in names:
+            one, two = (torch.load(folder / file, weights_only=False) for folder in (stock, ours))
+            self.check(same(one, two), f"{name}: {file} holds something else")
+            self.check((stock / file).stat().st_size == (ours / file).stat().st_size, f"{name}: {file} has another size")
+            torch.load(ours / file, weights_only=False, mmap=True)
+            with zipfile.ZipFile(ours / file) as archive:
+                self.check(archive.testzip() is None, f"{name}: {file} has wrong sums")
+
+    # --- what goes wrong ---------------------------------------------------------------------------------------
+
+    def does_what_users_do(self) -> None:
+        root = self.folder / "wrong"
+        engine = make(Kind(1))
+        train(engine, 0, 1)
+        with detaching(attach(engine, commit_timeout_s=LIMIT_S)):
+            self.tags_that_differ(engine, root)
+            self.what_cannot_be_pickled_on_one_rank(engine, root)
+            self.saving_every_step_and_16_bit_in_between(engine, root)
+        self.other_directories(engine, self.folder / "many")
+        with detaching(attach(make(Kind(1)), commit_timeout_s=SHORT_S)) as plug:
+            self.one_rank_alone(plug.engine, self.folder / "alone")
+
+    def tags_that_differ(self, engine: Any, root: Path) -> None:
+        with self.raises(UsageError, "rank 1", "tags that differ"):
+            engine.save_checkpoint(str(root), tag=f"mine-{dist.get_rank()}")
+        self.check(not list(root.glob("mine*")), "a directory for tags that differ")
+
+    def what_cannot_be_pickled_on_one_rank(self, engine: Any, root: Path) -> None:
+        with self.raises(StateError, "no luck", "unpicklable") if dist.get_rank() == 0 else nullcontext():
+            engine.save_checkpoint(str(root), tag="unlucky", client_state={"charm": Unlucky()})
+        if dist.get_rank() == 1:
+            with self.raises(AbortedError, "no luck", "unpicklable"):
+                engine.checkpoint_handle().wait(LIMIT_S)
+        self.check(not (root / "unlucky").exists() and not (root / "latest").exists(), "something of the aborted save is there")
+
+    def saving_every_step_and_16_bit_in_between(self, engine: Any, root: Path) -> None:
+        for step in range(2, 6):
+            train(engine, step - 1, step)
+            engine.save_checkpoint(str(root))
+            if step == 4:
+                engine.save_16bit_model(str(root), "weights.bin")
+        path, _ = engine.load_checkpoint(str(root))  # right after the save
+        self.check(path is not None and "global_step5" in path, f"loaded {path} right after saving global_step5")
+        self.check((root / "weights.bin").is_file(), "save_16bit_model wrote nothing")
+
+    def other_directories(self, engine: Any, root: Path) -> None:
+        """As the Trainer of transformers does, which removes old ones itself."""
+        plug = attach(engine, root)
+        for step in (10, 20, 30):
+            engine.save_checkpoint(str(root / f"checkpoint-{step}"))
+            plug.wait(LIMIT_S)
+            dist.barrier()
+            if dist.get_rank() == 0 and step == 20:
+                shutil.rmtree(root / "checkpoint-10")
+            dist.barrier()
+        with self.raises(UsageError, "does not lie at or below", "a save_dir outside"):
+            engine.save_checkpoint(str(self.folder / "elsewhere"))
+        plug.detach()
+        dist.barrier()  # rank 0 has tidied up
+        kept = {path.parts[-3] for path in (root / ".checkpointd").glob("*/*/*.file")}
+        self.check(kept == {"checkpoint-20--global_step5", "checkpoint-30--global_step5"}, f"objects of {kept} are left")
+
+    def one_rank_alone(self, engine: Any, root: Path) -> None:
+        engine.save_checkpoint(str(root))  # both ranks: the Checkpointer is there
+        dist.barrier()
+        if dist.get_rank() == 0:
+            with self.raises(DeadlineError, "[1]", "rank 0 alone"):
+                engine.save_checkpoint(str(root), tag="alone")
+        dist.barrier()
+        engine.save_checkpoint(str(root), tag="together")
+        engine.checkpoint_handle().wait(LIMIT_S)
+        self.check((root / "latest").read_text() == "together", "the save after a lonely one")
+
+
+@contextmanager
+def detaching(plug: Plug) -> Iterator[Plug]:
+    yield plug
+    with suppress(AbortedError):  # one of those that had to
+        plug.close()
+    plug.detach()
+
+
+def same(one: Any, two: Any) -> bool:
+    """Whether two loaded contents are equal bit for bit, whatever the objects in them are."""
+    if isinstance(one, torch.Tensor):
+        alike = one.dtype == two.dtype and one.shape == two.shape and one.stride() == two.stride()
+        # Bits: what DeepSpeed pads with may be NaN.
+        return alike and torch.equal(*(t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (one, two)))
+    if isinstance(one, dict):
+        return type(one) is type(two) and list(one) == list(two) and all(same(one[key], two[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(two) and all(map(same, one, two))
+    return type(one) is type(two) and (one == two or vars(one) == vars(two))
+
+
+def main() -> None:
+    rank = Rank(Path(sys.argv[1]))
+    for kind in KINDS:
+        rank.saves_as_deepspeed_does_and_resumes(kind)
+    rank.does_what_users_do()
+    print("\n".join([*rank.wrong, "done"]), flush=True)
+    os._exit(0)  # DeepSpeed's atexit hooks wait for ranks that have left
+
+
+if __name__ == "__main__":
+    main()
