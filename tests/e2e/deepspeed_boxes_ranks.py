@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -19,8 +19,10 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 
+from checkpointd.errors import MismatchError
+from checkpointd_client import Checkpointer
 from checkpointd_client.integrations.deepspeed import attach
-from tests.e2e.deepspeed_engines import Kind, deepspeed, make
+from tests.e2e.deepspeed_engines import Kind, Model, deepspeed, make
 
 PROCESSES = 4
 WORLDS = (1, 2, 3, 4)
@@ -193,6 +195,73 @@ class Process:
         train(engine, 0, 1)  # so that the next load finds an engine that is in use
 
 
+# --- beside engines -------------------------------------------------------------------------------------------------
+
+
+def plain(process: Process) -> None:
+    """A plain model and torch's AdamW load an engine's checkpoint by name, and the reverse; parts of a checkpoint."""
+    with process.job("plain", 1) as mine:
+        if not mine:
+            return
+        model = Model()
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        groups = [[p for p in trained if p.ndim > 1], [p for p in trained if p.ndim == 1]]  # as the engines have them
+        optimizer = torch.optim.AdamW([{"params": group} for group in groups], lr=0.5)
+        with Checkpointer(process.root("z3", 3)) as ckpt:
+            loaded = ckpt.load({"model": model, "optimizer": optimizer}, strict=False)
+        before, _ = torch.load(process.folder / "z3-3.pt")
+        process.check(loaded and loaded.missing == (), f"plain: {loaded}")
+        for name, parameter in model.named_parameters():
+            process.check(equal(parameter, before[name]), f"plain: {name}")
+            for key, value in optimizer.state.get(parameter, {}).items():
+                process.check(key == "step" or equal(value, before[f"{name}/{key}"]), f"plain: {key} of {name}")
+        process.check(len(optimizer.state) == 5, f"plain: state of {len(optimizer.state)} parameters")
+        root = process.folder / "plain"
+        with Checkpointer(root) as ckpt:
+            ckpt.save(STEPS, {"model": model, "optimizer": optimizer}).wait()
+        engine = engine_of("z2", seed=5)
+        plug = attach(engine, layout="checkpointd")
+        engine.load_checkpoint(str(root))
+        different = [key for key, value in tensors_of(engine).items() if not equal(value, before[key])]
+        process.check(not different, f"from plain: {different}")
+        engine.save_checkpoint(str(process.folder / "parts"), exclude_frozen_parameters=True)
+        plug.close()
+        parts(process, before)
+        engine.destroy()
+
+
+def parts(process: Process, before: Mapping[str, torch.Tensor]) -> None:
+    """Without what is frozen; parameters alone; what does not fit is told, and nothing is touched."""
+    again = engine_of("z3", seed=6)
+    attach(again, layout="checkpointd")
+    frozen = tensors_of_module(again)["frozen.weight"]
+    again.load_checkpoint(str(process.folder / "parts"), load_module_only=True)
+    found = tensors_of_module(again)
+    process.check(equal(found["frozen.weight"], frozen), "what is frozen was loaded, and was not stored")
+    process.check(equal(found["hidden.weight"], before["hidden.weight"]), "parameters alone: hidden.weight")
+    master = deepspeed.utils.safe_get_full_fp32_param(again.module.hidden.weight)
+    process.check(equal(master, before["hidden.weight"]), "parameters alone: the master of hidden.weight")
+    process.check(again.global_steps == 0, f"parameters alone: step {again.global_steps}")
+    with Checkpointer(process.folder / "other") as ckpt:
+        ckpt.save(1, {"model": {"other": torch.zeros(2)}}).wait()
+    try:
+        again.load_checkpoint(str(process.folder / "other"))
+    except MismatchError as error:
+        process.check("model.hidden.weight: missing" in str(error) and "model.other" in str(error), f"other: {error}")
+    else:
+        process.check(False, "another model was loaded")
+    process.check(equal(tensors_of_module(again)["hidden.weight"], before["hidden.weight"]), "a load that failed changed it")
+    again.destroy()
+
+
+def tensors_of_module(engine: Any) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, parameter in engine.module.named_parameters():
+        with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
+            found[name] = parameter.detach().clone()
+    return found
+
+
 def equal(one: torch.Tensor, two: torch.Tensor) -> bool:
     return one.dtype == two.dtype and one.shape == two.shape and bool(one.equal(two))
 
@@ -205,6 +274,7 @@ def main() -> None:
         process.save_all(world)
     for world in WORLDS:
         process.load_all(world)
+    plain(process)
     print("done", flush=True)
     sys.stderr.flush()
     os._exit(0)  # gloo's threads of groups that are gone need not be waited for
