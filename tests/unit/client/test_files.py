@@ -45,6 +45,7 @@ def example() -> Files:
 
 
 def save(ckpt: Checkpointer, files: Files, tag: str = "global_step7", **options: Any) -> Path:
+    (beside(ckpt) / options.get("at", tag)).parent.mkdir(exist_ok=True)
     ckpt.save_files(7, files, tag=tag, **options).wait(60)
     return Path(ckpt.status().root).parent / tag
 
@@ -225,6 +226,14 @@ def test_load_says_what_the_checkpoint_is(ckpt: Checkpointer) -> None:
     save(ckpt, example())
     with pytest.raises(CheckpointdError, match="is of files, not of a state"):
         ckpt.load({"model": torch.nn.Linear(2, 2)}, "global_step7")
+
+
+def test_a_directory_that_is_removed_before_the_commit_is_not_made_again(ckpt: Checkpointer) -> None:
+    ckpt.save_files(1, example(), tag="run-1--s", at="run-1/s").wait(60)
+    save(ckpt, example(), tag="run-2--s", at="run-2/s")
+    ckpt.close()
+    assert sorted(os.listdir(beside(ckpt))) == [".checkpointd", "run-2"]
+    assert {path.parts[-3] for path in Path(ckpt.status().root).glob("*/*/*.file")} == {"run-2--s"}
 
 
 def test_who_removes_a_directory_above_removes_the_checkpoints_in_it(ckpt: Checkpointer) -> None:
