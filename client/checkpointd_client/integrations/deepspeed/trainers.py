@@ -131,7 +131,9 @@ def _replace(homes: list[Any], name: str, wrap: Callable[[_Function], _Function]
     originals = {id(getattr(home, name)): getattr(home, name) for home in homes if hasattr(home, name)}
     if not originals:
         log.warning("this release has no %s: see docs/DEEPSPEED.md for the releases that were tried", name)
-    wrapped = {key: original if hasattr(original, "checkpointd") else _marked(wrap(original)) for key, original in originals.items()}
+    wrapped = {
+        key: original if hasattr(original, "checkpointd") else _marked(wrap(original)) for key, original in originals.items()
+    }
     for home in homes:
         if hasattr(home, name):
             setattr(home, name, wrapped[id(getattr(home, name))])
