@@ -17,6 +17,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +30,15 @@ _Function = Callable[..., Any]
 
 
 class Saves:
-    """The directories that were saved to, each with its last save, as long as that has not committed."""
+    """The directories that were saved to, each with its last save, as long as that is in flight."""
 
     def __init__(self) -> None:
         self._handles: dict[str, SaveHandle] = {}
         self._rotations: list[Rotation] = []
+        self._any = False
 
     def add(self, directory: str, handle: SaveHandle) -> None:
+        self._any = True
         self._handles[os.path.abspath(directory)] = handle
         handle.when_done(self._rotate)
 
@@ -46,10 +49,14 @@ class Saves:
         for rotation in self._rotations:
             rotation.again()
 
-    def uncommitted(self, folder: str) -> list[str]:
-        """The directories in `folder`, oldest first, whose last save is in flight or has failed."""
+    def __bool__(self) -> bool:
+        """Whether anything was saved."""
+        return self._any
+
+    def in_flight(self, folder: str) -> list[str]:
+        """The directories in `folder`, in the order of their saves, whose last save has not ended."""
         for directory, handle in list(self._handles.items()):
-            if handle.phase == "committed" or not os.path.isdir(directory):
+            if handle.done():
                 self._handles.pop(directory, None)
         return [directory for directory in list(self._handles) if os.path.dirname(directory) == os.path.abspath(folder)]
 
@@ -80,10 +87,15 @@ class Rotation:
                 self._wanted()
 
     def _rotate(self, output_dir: str, limit: int, options: dict[str, Any]) -> None:
-        uncommitted = self._saves.uncommitted(output_dir)
-        for directory in uncommitted:  # it goes by age, and showing an older checkpoint has made that one younger
-            os.utime(directory)
-        self._original(output_dir, save_total_limit=limit + len(uncommitted), **options)
+        for directory in self._saves.in_flight(output_dir):
+            with suppress(FileNotFoundError):
+                os.utime(directory)  # it goes by age, and showing an older checkpoint has made that one younger
+        self._original(output_dir, save_total_limit=limit + (self._uncommitted(output_dir) if self._saves else 0), **options)
+
+    @staticmethod
+    def _uncommitted(output_dir: str) -> int:
+        """How many directories have no checkpoint in them: in flight, failed, or only just made for a save to come."""
+        return sum(path.is_dir() and not any(path.glob("global_step*")) for path in Path(output_dir).glob("checkpoint-*"))
 
 
 _SAVES = Saves()
