@@ -11,10 +11,10 @@ import pytest
 
 pytest.importorskip("deepspeed", reason="needs deepspeed: pip install checkpointd[deepspeed]")
 
-from checkpointd.pipeline.shard import Progress  # noqa: E402
-from checkpointd_client.handle import Phase, SaveHandle  # noqa: E402
-from checkpointd_client.integrations.deepspeed.plug import own_root  # noqa: E402
-from checkpointd_client.integrations.deepspeed.trainers import Rotation, Saves, _last  # noqa: E402
+from checkpointd.pipeline.shard import Progress
+from checkpointd_client.handle import Phase, SaveHandle
+from checkpointd_client.integrations.deepspeed.plug import own_root
+from checkpointd_client.integrations.deepspeed.trainers import Rotation, Saves, _last
 
 
 def by_age(output_dir: str, save_total_limit: int, **_: object) -> None:
@@ -97,7 +97,7 @@ def test_where_nothing_is_saved_by_engines_all_directories_count(run: Run) -> No
 def test_the_newest_is_the_newest_that_committed(tmp_path: Path) -> None:
     for step in (5, 40, 300):
         (tmp_path / f"checkpoint-{step}").mkdir()
-    last = _last(lambda folder: "whatever it says")
+    last = _last(lambda _: "whatever it says")
     assert last(str(tmp_path)) == "whatever it says"
     for step in (5, 40):
         (tmp_path / f"checkpoint-{step}" / f"global_step{step}").mkdir()

@@ -18,6 +18,7 @@ from checkpointd.errors import AbortedError, CheckpointdError, StateError, Store
 from checkpointd.pipeline import showing
 from checkpointd.store.plain import PlainFiles
 from checkpointd_client import Checkpointer
+from tests import format_reader
 
 Files = dict[str, Any]
 
@@ -68,6 +69,12 @@ def test_torch_loads_what_is_shown(ckpt: Checkpointer, mmap: bool) -> None:
     for name, content in files.items():
         assert equal(content, torch.load(shown / name, mmap=mmap, weights_only=True)), name
     assert (shown.parent / "latest").read_text() == "global_step7"
+
+
+def test_a_reader_made_from_the_page_finds_them(ckpt: Checkpointer) -> None:
+    shown = save(ckpt, example())
+    found = format_reader.files(Path(ckpt.status().root), "global_step7")
+    assert found == {path.name: path.read_bytes() for path in shown.iterdir()}
 
 
 def test_every_zip_reader_finds_its_sums_right(ckpt: Checkpointer) -> None:
