@@ -13,6 +13,9 @@ from checkpointd_client.integrations.deepspeed.places import EnginePlaces, What
 from checkpointd_client.integrations.deepspeed.plug import Place, Plug
 from checkpointd_client.integrations.deepspeed.zero import check_supported
 
+_NEWEST = "newest"
+"""Stands for the tag that is to be found."""
+
 
 class BoxPlug(Plug):
     """`<save_dir>` is a root of checkpoints, or the root that was given is one for all."""
@@ -72,7 +75,7 @@ class BoxPlug(Plug):
             scheduler=load_lr_scheduler_states,
             module_only=load_module_only,
         )
-        place = self._place(load_dir, tag or "latest")
+        place = self._place(load_dir, tag or _NEWEST)
         checkpointer = self._checkpointer(place.root)
         self._meet(checkpointer, "load_checkpoint()", {"load_dir": os.path.abspath(load_dir), "tag": tag})
         engine = self.engine
@@ -97,7 +100,7 @@ class BoxPlug(Plug):
         """The tag to load; None for the newest there is, which may be an older one where that is damaged."""
         if tag is not None:
             return place.tag
-        below = place.tag.removesuffix("latest")
+        below = place.tag.removesuffix(_NEWEST)
         if not below:
             return None
         checkpointer.wait()
