@@ -52,11 +52,10 @@ def losses(ranks: int, folder: Path, *arguments: str) -> dict[int, float]:
 
 def test_the_example_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "ds"
-    saved = losses(2, folder, "--save_checkpoint")
-    assert (folder / "checkpoints" / "latest").read_text() == "global_step8\n"
+    undisturbed = losses(2, folder, "--save_checkpoint")
+    assert list(undisturbed) == list(range(8))
+    assert (folder / "checkpoints" / "latest").read_text() == "global_step5\n"
     tokenizer, text = WordTokenizer.from_pretrained(folder / "tokenizer"), "def resume(self): \u00e4"
     assert tokenizer.decode(tokenizer.encode(text)) == text
-    resumed = losses(1, folder, "--resume", "--steps", "10")
-    assert [*saved, *resumed] == list(range(10))
-    undisturbed = losses(1, tmp_path / "other", "--steps", "10")
-    assert {**saved, **resumed} == pytest.approx(undisturbed, abs=2e-4)
+    resumed = losses(1, folder, "--resume")
+    assert resumed == pytest.approx({step: undisturbed[step] for step in (5, 6, 7)}, abs=2e-4)
