@@ -24,20 +24,7 @@ pytestmark = [
     ),
 ]
 
-SMALL = [
-    "--layers",
-    "1",
-    "--length",
-    "16",
-    "--vocabulary",
-    "400",
-    "--text_bytes",
-    "100000",
-    "--save_every",
-    "4",
-    "--steps",
-    "8",
-]
+SMALL = "--layers 1 --length 16 --vocabulary 400 --text_bytes 100000 --save_every 5 --steps 8".split()
 
 
 def losses(ranks: int, folder: Path, *arguments: str) -> dict[int, float]:
