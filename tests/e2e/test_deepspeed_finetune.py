@@ -24,12 +24,15 @@ pytestmark = [
     ),
 ]
 
-SMALL = "--layers 1 --length 16 --vocabulary 400 --text_bytes 100000 --save_every 5 --steps 8".split()
+SMALL = ["--layers", "1", "--length", "16", "--vocabulary", "400", "--text_bytes", "100000", "--save_every", "5"]
+
+
+STEPS = 8
 
 
 def losses(ranks: int, folder: Path, *arguments: str) -> dict[int, float]:
     """The losses that rank 0 prints, by step."""
-    script = [str(EXAMPLES / "deepspeed_finetune.py"), "--output_dir", str(folder), *SMALL, *arguments]
+    script = [str(EXAMPLES / "deepspeed_finetune.py"), "--output_dir", str(folder), *SMALL, "--steps", str(STEPS), *arguments]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *script]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=250, check=False)
@@ -40,7 +43,7 @@ def losses(ranks: int, folder: Path, *arguments: str) -> dict[int, float]:
 def test_the_example_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "ds"
     undisturbed = losses(2, folder, "--save_checkpoint")
-    assert list(undisturbed) == list(range(8))
+    assert list(undisturbed) == list(range(STEPS))
     assert (folder / "checkpoints" / "latest").read_text() == "global_step5\n"
     tokenizer, text = WordTokenizer.from_pretrained(folder / "tokenizer"), "def resume(self): \u00e4"
     assert tokenizer.decode(tokenizer.encode(text)) == text
