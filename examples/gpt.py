@@ -53,18 +53,18 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Predicts the next byte: int64 `[batch, length]` -> logits `[batch, length, 256]`."""
+    """Predicts the next token, a byte by default: int64 `[batch, length]` -> logits `[batch, length, vocabulary]`."""
 
-    def __init__(self, *, layers: int, width: int, length: int, dropout: float) -> None:
+    def __init__(self, *, layers: int, width: int, length: int, dropout: float = 0.1, vocabulary: int = VOCABULARY) -> None:
         super().__init__()
         if width % HEAD:
             raise ValueError(f"width must be a multiple of {HEAD} (the size of a head), not {width}")
         self.heads = width // HEAD
-        self.tokens = nn.Embedding(VOCABULARY, width)
+        self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(length, width)
         self.blocks = nn.Sequential(*(Block(width, dropout) for _ in range(layers)))
         self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, VOCABULARY, bias=False)
+        self.head = nn.Linear(width, vocabulary, bias=False)
         self.apply(_small_weights)
         self.head.weight = self.tokens.weight  # tied: one parameter under two names
 

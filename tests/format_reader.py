@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import struct
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,7 @@ def read_index(folder: Path, vote: dict[str, Any]) -> dict[str, Any]:
     check(sum(c[3] for c in chunks) == vote["raw_bytes"], "raw bytes")
     check(sum(c[2] for c in chunks) == vote["stored_bytes"], "stored bytes")
     for item in index["objects"]:
-        check(re.fullmatch(rf"{vote['rank']:05d}-\d+\.chunks", item["name"]) is not None, item["name"])
+        check(re.fullmatch(rf"{vote['rank']:05d}-\d+(\.chunks|-\d+\.file)", item["name"]) is not None, item["name"])
         check(object_path(folder, item).stat().st_size == item["size"], item["name"])
     older = sorted({f"{item['held_by']}/{item['name']}" for item in index["objects"] if "held_by" in item})
     check(older == vote.get("refers", []), "refers")
@@ -174,6 +175,38 @@ def tensors_of(folder: Path, index: dict[str, Any]) -> dict[str, tuple[str, list
         view = np.lib.stride_tricks.as_strided(items[offset:], shape, strides)
         found[fqn] = (dtype, shape, view.tobytes())
     return found
+
+
+# --- files -------------------------------------------------------------------------------------------------------------
+
+
+def files(root: Path, tag: str) -> dict[str, bytes]:
+    """The files of a checkpoint by name, as objects and as their indexes describe them."""
+    found: dict[str, bytes] = {}
+    for rank in range(checkpoint(root, tag)[1]["world_size"]):
+        folder, index = index_of(root, tag, rank)
+        vote = small_object(folder / f"{rank:05d}.vote", "vote")
+        kind, at, described_files = msgspec.msgpack.decode(index["tree"])
+        check((kind, at, [file[0] for file in described_files]) == ("F", vote["shown_at"], vote["files"]), "files")
+        tensors = {fqn: data for fqn, (_, _, data) in tensors_of(folder, index).items()}
+        for item, file in zip(index["objects"], described_files, strict=True):
+            data = object_path(folder, item).read_bytes()
+            check(data == described_file(file, tensors), file[0])
+            found[file[0]] = data
+    return found
+
+
+def described_file(file: list[Any], tensors: dict[str, bytes]) -> bytes:
+    name, size, hollow, rooms, sums = file
+    whole, around = b"", tensors[hollow]
+    for start, fqn in sorted(rooms, key=lambda room: room[0]):
+        gap = start - len(whole)
+        whole, around = whole + around[:gap] + tensors[fqn], around[gap:]
+    whole += around
+    check(len(whole) == size, f"{name}: size")
+    for room, start in sums:
+        check(whole[start : start + 4] == zlib.crc32(tensors[rooms[room][1]]).to_bytes(4, "little"), f"{name}: sums")
+    return whole
 
 
 # --- the state tree ----------------------------------------------------------------------------------------------------

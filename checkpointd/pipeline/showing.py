@@ -4,7 +4,8 @@ Invariants
   Y1  What a directory shows is one commit's files, all of them; a newer one replaces an older one, never the reverse.
   Y2  `latest` names the newest directory beside it that is shown and whose save asked for it.
   Y3  An attempt is called committed on any rank only when it is shown; where that failed, the next start shows it.
-  Y4  What is hidden was removed: its mark is durable before its files go. Who removes a directory removes the checkpoint.
+  Y4  What is hidden was removed: its mark is durable before its files go. Who removes a directory removes the checkpoint, also
+      where it is the one in which the checkpoint was to be shown: that one is never made again.
 """
 
 from __future__ import annotations
@@ -57,8 +58,12 @@ async def show(store: Store, outcome: Outcome, *, wait_s: float = 0.0) -> None:
 
 async def _show(store: Store, plain: PlainFiles, outcome: Outcome) -> None:
     at, files = check_place(outcome.shown_at), await files_of(store, outcome)
-    await plain.show(at, files, is_stale_name)
-    await _point(store, plain, os.path.dirname(at), (outcome.order, at) if outcome.save_latest else None)
+    folder = os.path.dirname(at)
+    if folder and not await plain.is_there(folder):
+        log.warning("%s is not shown: %s has been removed meanwhile, and the checkpoint goes with it", outcome.tag, folder)
+    else:
+        await plain.show(at, files, is_stale_name)
+        await _point(store, plain, folder, (outcome.order, at) if outcome.save_latest else None)
     record = Shown(
         tag=outcome.tag,
         attempt=outcome.attempt,

@@ -203,7 +203,7 @@ class Checkpointer:
     ) -> SaveHandle:
         """Snapshot the objects in `files`, by name, and return. Once the save has committed, the directory `at` beside the
         root, which is one named `.checkpointd`, holds what torch.save makes of them, uncompressed. `at` is a relative path, by
-        default the tag.
+        default the tag; the directory in which it lies is there already, and who removes that one removes the checkpoint.
 
         Call it on every rank, each with files of its own names, or none. `stepped`: addresses of storages that nothing but
         optimizer steps change; all others are copied before this returns. Raises as `save` does.

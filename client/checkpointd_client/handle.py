@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from typing import Any, Literal
 
@@ -146,6 +146,10 @@ class SaveHandle:
         """Wait until the save has ended, without counting as having looked."""
         with self._change:
             return self._change.wait_for(self.done, timeout)
+
+    def when_done(self, callback: Callable[[], object]) -> None:
+        """Call it when the save has ended, on the thread that ends it; at once where it has."""
+        self._future.add_done_callback(lambda _: callback())
 
     def peek(self) -> BaseException | None:
         """The same as `exception`, without counting as having looked."""

@@ -210,7 +210,7 @@ def test_the_reader_knows_nothing_of_checkpointd() -> None:
     imported = {alias.name for node in ast.walk(source) if isinstance(node, ast.Import) for alias in node.names}
     imported |= {str(node.module) for node in ast.walk(source) if isinstance(node, ast.ImportFrom)}
     assert {name.partition(".")[0] for name in imported} <= {
-        *("__future__", "json", "re", "struct", "pathlib", "typing"),
+        *("__future__", "json", "re", "struct", "pathlib", "typing", "zlib"),
         *("msgspec", "numpy", "xxhash", "zstandard"),
     }
 

@@ -18,6 +18,7 @@ from checkpointd.errors import AbortedError, CheckpointdError, StateError, Store
 from checkpointd.pipeline import showing
 from checkpointd.store.plain import PlainFiles
 from checkpointd_client import Checkpointer
+from tests import format_reader
 
 Files = dict[str, Any]
 
@@ -45,6 +46,7 @@ def example() -> Files:
 
 
 def save(ckpt: Checkpointer, files: Files, tag: str = "global_step7", **options: Any) -> Path:
+    (beside(ckpt) / options.get("at", tag)).parent.mkdir(exist_ok=True)
     ckpt.save_files(7, files, tag=tag, **options).wait(60)
     return Path(ckpt.status().root).parent / tag
 
@@ -67,6 +69,12 @@ def test_torch_loads_what_is_shown(ckpt: Checkpointer, mmap: bool) -> None:
     for name, content in files.items():
         assert equal(content, torch.load(shown / name, mmap=mmap, weights_only=True)), name
     assert (shown.parent / "latest").read_text() == "global_step7"
+
+
+def test_a_reader_made_from_the_page_finds_them(ckpt: Checkpointer) -> None:
+    shown = save(ckpt, example())
+    found = format_reader.files(Path(ckpt.status().root), "global_step7")
+    assert found == {path.name: path.read_bytes() for path in shown.iterdir()}
 
 
 def test_every_zip_reader_finds_its_sums_right(ckpt: Checkpointer) -> None:
@@ -224,6 +232,14 @@ def test_load_says_what_the_checkpoint_is(ckpt: Checkpointer) -> None:
     save(ckpt, example())
     with pytest.raises(CheckpointdError, match="is of files, not of a state"):
         ckpt.load({"model": torch.nn.Linear(2, 2)}, "global_step7")
+
+
+def test_a_directory_that_is_removed_before_the_commit_is_not_made_again(ckpt: Checkpointer) -> None:
+    ckpt.save_files(1, example(), tag="run-1--s", at="run-1/s").wait(60)
+    save(ckpt, example(), tag="run-2--s", at="run-2/s")
+    ckpt.close()
+    assert sorted(os.listdir(beside(ckpt))) == [".checkpointd", "run-2"]
+    assert {path.parts[-3] for path in Path(ckpt.status().root).glob("*/*/*.file")} == {"run-2--s"}
 
 
 def test_who_removes_a_directory_above_removes_the_checkpoints_in_it(ckpt: Checkpointer) -> None:

@@ -50,9 +50,10 @@ class CheckpointdEngine(CheckpointEngine):  # type: ignore[misc]  # DeepSpeed ha
         """Nothing is begun by it: the plug begins."""
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """The directory of a tag appears with all of its files."""
+        """The directory of a tag appears with all of its files; any other is durable at once."""
         if self._directory is None or os.path.abspath(path) != self._directory:
             os.makedirs(path, exist_ok=exist_ok)
+            sync_directory(os.path.dirname(os.path.abspath(path)))
 
     def save(self, state_dict: Any, path: str) -> None:
         """Keep it, or write it at once (E2)."""
@@ -101,8 +102,13 @@ def write_whole(content: Any, path: str) -> None:
         with suppress(FileNotFoundError):
             os.unlink(temporary)
         raise
-    directory_fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    sync_directory(directory)
+
+
+def sync_directory(path: str) -> None:
+    """Make the names in a directory durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(directory_fd)
+        os.fsync(descriptor)
     finally:
-        os.close(directory_fd)
+        os.close(descriptor)

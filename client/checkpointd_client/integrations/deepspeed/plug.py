@@ -12,6 +12,7 @@ import functools
 import json
 import logging
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -43,7 +44,8 @@ def attach(
 ) -> Plug:
     """Let `engine.save_checkpoint` and `engine.load_checkpoint` go through checkpointd from here on. On every rank.
 
-    `root`: a directory at or above every `save_dir` that will be used; by default each save_dir by itself. `options` are those
+    `root`: a directory at or above every `save_dir` that will be used; by default each save_dir by itself, and the directory
+    above one that is called `checkpoint-N`. `options` are those
     of Checkpointer. What is not given here is read from the DeepSpeed settings, under `checkpoint.checkpointd`.
     UsageError for settings that cannot be, and for an engine that is attached already.
     """
@@ -83,10 +85,16 @@ def _copies_files(engine: Any) -> bool:
     return bool(engine.zero_nvme_offload_optimizer())
 
 
-def install() -> None:
-    """Attach every engine that deepspeed.initialize makes from here on: for those who do not call it themselves."""
+def install(**options: Any) -> None:
+    """Attach every engine that deepspeed.initialize makes from here on: for those who do not call it themselves.
+
+    `options` are those of `attach`. Hugging Face's Trainer and Accelerate learn that a save is not yet a checkpoint.
+    """
     import deepspeed
 
+    from checkpointd_client.integrations.deepspeed.trainers import teach, watch
+
+    teach()
     original = deepspeed.initialize
     if hasattr(original, "checkpointd"):
         return
@@ -94,7 +102,9 @@ def install() -> None:
     @functools.wraps(original)
     def initialize(*args: Any, **kwargs: Any) -> Any:
         made = original(*args, **kwargs)
-        attach(made[0])
+        attach(made[0], **options)
+        teach()  # what was imported meanwhile
+        watch(made[0])
         return made
 
     initialize.checkpointd = attach  # type: ignore[attr-defined]  # says that it is installed
@@ -118,12 +128,23 @@ class Place:
     def of(save_dir: str, tag: str, root: str | None) -> Place:
         """UsageError for a save_dir outside `root`, and for a tag that is no name of a directory."""
         folder = os.path.abspath(save_dir)
-        base = folder if root is None else os.path.abspath(root)
+        base = own_root(folder) if root is None else os.path.abspath(root)
         below = os.path.relpath(folder, base)
         if below.split(os.sep)[0] == os.pardir:
             raise UsageError(f"save_dir {folder} does not lie at or below {base}, the root that this engine was attached with")
         parts = [*([] if below == os.curdir else below.split(os.sep)), check_tag(tag)]
         return Place(base, check_tag("--".join(parts)), check_place("/".join(parts)))
+
+
+def own_root(folder: str) -> str:
+    """The root of a save_dir for which none was given: itself, or of a `checkpoint-N` the directory in which such ones lie.
+
+    These come and go with each save. Accelerate's lie in a directory `checkpoints`, in which nothing else may be.
+    """
+    above, name = os.path.split(folder)
+    if re.fullmatch(r"checkpoint[-_]\d+", name) is None:
+        return folder
+    return os.path.dirname(above) if os.path.basename(above) == "checkpoints" else above
 
 
 class Plug:
