@@ -31,6 +31,7 @@ from checkpointd.pipeline.catalog import Checkpoint
 from checkpointd.pipeline.verify import verify_ranks
 from checkpointd.store import open_store
 from checkpointd_client.arena import Arena
+from checkpointd_client.choosing import Chooser
 from checkpointd_client.handle import SaveHandle
 from checkpointd_client.lifetime import at_exit, claim_root
 from checkpointd_client.loading import Loaded, Loader
@@ -240,7 +241,7 @@ class Checkpointer:
 
     def load(
         self,
-        state: MutableMapping[str, Any],
+        state: MutableMapping[str, Any] | Chooser,
         tag: str | None = None,
         *,
         strict: bool = True,
@@ -277,7 +278,8 @@ class Checkpointer:
             sidecar=self._sidecar,
         )
         loaded = loader.load(tag, fallback=fallback)
-        self._saver.prewarm(state)
+        if not isinstance(state, Chooser):
+            self._saver.prewarm(state)
         return loaded
 
     # --- looking ---------------------------------------------------------------------------------------------

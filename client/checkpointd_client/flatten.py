@@ -14,6 +14,7 @@ from torch import nn
 from checkpointd.errors import StateError
 from checkpointd.layout import tree
 from checkpointd_client import flat_shards, objects, optimizers
+from checkpointd_client.flat import HeldTensor
 from checkpointd_client.modules import Modules
 from checkpointd_client.sharding import FlatShard, Group, Held, held_by, is_dtensor, is_sharded, local_of, replicated, spread
 from checkpointd_client.tensors import array_tensor, refusal
@@ -53,7 +54,7 @@ class Flattener:
     optimizer's own state holds, `optimizers` every optimizer met, `excluded` the FQNs of frozen parameters left out.
 
     `held`: by position, what this rank holds of a tensor that ranks hold together; `tensors` has the local part of one that is
-    sharded, and `sharded` the DTensor itself.
+    sharded, and `sharded` the DTensor itself. `tied`: positions of a HeldTensor that was met before, and where.
     """
 
     def __init__(self, *, exclude_frozen_parameters: bool) -> None:
@@ -61,6 +62,8 @@ class Flattener:
         self.tensors: list[torch.Tensor] = []
         self.held: dict[int, Held] = {}
         self.sharded: dict[int, Any] = {}
+        self.tied: dict[int, int] = {}
+        self._met: dict[int, int] = {}
         self.stepped: set[int] = set()
         self.optimizers: list[torch.optim.Optimizer] = []
         self.excluded: list[str] = []
@@ -108,6 +111,18 @@ class Flattener:
         self.fqns.append(fqn)
         self.tensors.append(local)
         return tree.Tensor(fqn, value.requires_grad, "cpu" if local.is_cpu else local.device.type)
+
+    def _held_tensor(self, value: HeldTensor, fqn: str) -> tree.Node:
+        position, tensor = len(self.tensors), value.tensor
+        first = self._met.setdefault(id(value), position)
+        if first != position:
+            self.tied[position] = first
+        if value.stepped:
+            self.stepped.add(position)
+        self.held[position] = value.held
+        self.fqns.append(fqn)
+        self.tensors.append(tensor)
+        return tree.Tensor(fqn, value.trained, "cpu" if tensor.is_cpu else tensor.device.type)
 
     def _array(self, value: NDArray[np.generic], fqn: str) -> tree.Node:
         self.fqns.append(fqn)
@@ -236,6 +251,7 @@ _HANDLERS: dict[type, Callable[[Flattener, Any, str], tree.Node]] = {
     torch.Tensor: Flattener._tensor,
     nn.Parameter: Flattener._tensor,
     FlatShard: Flattener._sharded,
+    HeldTensor: Flattener._held_tensor,
     np.ndarray: Flattener._array,
     **dict.fromkeys(DICT_KINDS, Flattener._dict),
     **dict.fromkeys(SEQUENCE_KINDS, Flattener._sequence),

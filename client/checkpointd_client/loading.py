@@ -31,6 +31,7 @@ from checkpointd.pipeline import catalog
 from checkpointd.pipeline.candidates import candidates
 from checkpointd.pipeline.catalog import Checkpoint
 from checkpointd.store.base import Store
+from checkpointd_client.choosing import Chooser
 from checkpointd_client.content import Content
 from checkpointd_client.held import HeldSource, belongs, common
 from checkpointd_client.notes import Choice, Holding, Problem
@@ -96,7 +97,7 @@ class Loader:
     config: LoadConfig
     turn: Turn
     timeout_s: float
-    state: MutableMapping[str, Any]
+    state: MutableMapping[str, Any] | Chooser
     strict: bool
     cast: bool = False
     sidecar: Sidecar | None = None

@@ -22,6 +22,7 @@ from checkpointd_client import building, objects, tensors, values
 from checkpointd_client.building import Build
 from checkpointd_client.content import Content
 from checkpointd_client.dtypes import NAMES, is_floating
+from checkpointd_client.flat import HeldTensor, Several
 from checkpointd_client.match_objects import match_object
 from checkpointd_client.modules import Modules
 from checkpointd_client.sharding import FlatShard, held_by, is_sharded, local_of
@@ -61,6 +62,8 @@ class Matcher:
             return self.fresh(node)
         if isinstance(live, torch.Tensor | FlatShard):
             return self.tensor(live, node, fqn)
+        if isinstance(live, HeldTensor | Several):
+            return self._held(live.places if isinstance(live, Several) else (live,), node, fqn)
         if type(live) is np.ndarray:
             return self._array(live, node, fqn)
         if isinstance(live, dict) and not objects.is_object(live):
@@ -102,6 +105,21 @@ class Matcher:
         slot = Slot(node, place, live.device, memory, live, replaceable, held)
         self.slots.add(slot)
         return (lambda: slot.value) if replaceable else None
+
+    def _held(self, places: tuple[HeldTensor, ...], node: tree.Node, fqn: str) -> Build | None:
+        """Memory for parts of a stored tensor, whose own shape need not be theirs."""
+        if not isinstance(node, tree.Tensor):
+            return self.note_kind(places[0], node, fqn)
+        place = self.stored.place(node.fqn)
+        for one in places:
+            dtype = NAMES.get(one.tensor.dtype, str(one.tensor.dtype))
+            converted = self.cast and one.tensor.is_floating_point() and is_floating(place.dtype)
+            if not self._fits(fqn, (dtype if converted else place.dtype, place.shape), (dtype, one.held.shape)):
+                return None
+        for one in places:
+            slot = Slot(node, place, one.tensor.device, one.tensor.detach(), one.tensor, held=one.held)
+            self.slots.add(slot, again=one is not places[0])
+        return None
 
     def _array(self, live: NDArray[np.generic], node: tree.Node, fqn: str) -> Build | None:
         if not isinstance(node, tree.Array):

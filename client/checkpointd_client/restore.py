@@ -15,6 +15,7 @@ from typing import Any
 
 from checkpointd.errors import FormatError, MismatchError
 from checkpointd.layout import tree
+from checkpointd_client.choosing import Chooser, described
 from checkpointd_client.content import Content
 from checkpointd_client.match import Matcher
 from checkpointd_client.modules import Modules
@@ -55,7 +56,7 @@ class Restoration:
         return self._client_state
 
 
-def prepare(state: MutableMapping[str, Any], content: Content, *, strict: bool, cast: bool = False) -> Restoration:
+def prepare(state: MutableMapping[str, Any] | Chooser, content: Content, *, strict: bool, cast: bool = False) -> Restoration:
     """Match a checkpoint against the objects in `state`, touching none of them.
 
     With `strict`, MismatchError lists everything that is missing, unexpected or of another shape, dtype or kind; without, the
@@ -68,10 +69,17 @@ def prepare(state: MutableMapping[str, Any], content: Content, *, strict: bool, 
         raise FormatError("the state tree is nested too deeply for what is left of Python's stack") from error
 
 
-def _prepare(state: MutableMapping[str, Any], content: Content, *, strict: bool, cast: bool) -> Restoration:
+def _prepare(state: MutableMapping[str, Any] | Chooser, content: Content, *, strict: bool, cast: bool) -> Restoration:
     stored = Stored(content.root, content.entries, content.aliases)
+    faults: list[str] | None = None
+    if isinstance(state, Chooser):
+        places = state.places(described(stored))
+        state, faults = places.state, places.faults
     match = Matcher(stored, content, Modules(state), cast=cast)
     match.mapping(state, stored.state, "")
+    if faults is not None:  # what it has no place for, it does not want
+        match.unexpected.clear()
+        match.mismatched += faults
     match.per_rank_left += match.left_below("client_state")
     client = match.fresh(stored.client_state or tree.Dict("dict", ()))
     match.mismatched.extend(dict.fromkeys(match.slots.conflicts()))

@@ -75,12 +75,16 @@ class Slot:
 
 
 class Slots:
-    """All slots of one load, by FQN; each FQN has one."""
+    """All slots of one load, by FQN; each FQN has one, and may have others `again`, with memory that is there."""
 
     def __init__(self) -> None:
         self.by_fqn: dict[str, Slot] = {}
+        self._again: list[Slot] = []
 
-    def add(self, slot: Slot) -> None:
+    def add(self, slot: Slot, *, again: bool = False) -> None:
+        if again:
+            self._again.append(slot)
+            return
         if slot.fqn in self.by_fqn:
             raise FormatError(f"the state tree names {slot.fqn} twice", fqn=slot.fqn)
         self.by_fqn[slot.fqn] = slot
@@ -94,8 +98,12 @@ class Slots:
         for fqn in dropped:
             self.by_fqn.pop(fqn, None)
 
+    def _all(self) -> Iterator[Slot]:
+        yield from self.by_fqn.values()
+        yield from (slot for slot in self._again if slot.fqn in self.by_fqn)
+
     def _live(self) -> list[tuple[Slot, Region]]:
-        return [(slot, Region.of(slot.live)) for slot in self.by_fqn.values() if slot.live is not None]
+        return [(slot, Region.of(slot.live)) for slot in self._all() if slot.live is not None]
 
     def _self_overlaps(self) -> Iterator[tuple[str, str]]:
         for slot, region in self._live():
@@ -123,7 +131,7 @@ class Slots:
     def bind(self, entries: Entries) -> tuple[tuple[Target, ...], list[Callable[[], None]]]:
         """Allocate what is missing and give every slot its value. The targets, and the copies to make when they are filled."""
         groups: dict[str, list[Slot]] = {}
-        for slot in self.by_fqn.values():
+        for slot in self._all():
             groups.setdefault(slot.place.owner, []).append(slot)
         copies: list[Callable[[], None]] = []
         targets: list[Target] = []

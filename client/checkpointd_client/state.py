@@ -141,11 +141,13 @@ class _Found:
     """Positions of those that are not contiguous."""
     held: dict[int, Held]
     """What this rank holds of those that ranks hold together; the tensor at the position is its local part."""
+    tied: dict[int, int]
+    """Positions of those that are another name of an earlier one, whether or not this rank holds anything of it."""
 
 
 def _inspect(walk: Flattener) -> _Found:
     """Check every tensor and note where it lies; kept flat because it runs inside every save(), for every tensor."""
-    found = _Found(walk.fqns, walk.tensors, [], [], [], [], [], walk.held)
+    found = _Found(walk.fqns, walk.tensors, [], [], [], [], [], walk.held, walk.tied)
     for i, tensor in enumerate(walk.tensors):
         if tensor.layout is not torch.strided or tensor.is_nested:
             _refuse(tensor, walk.fqns[i])
@@ -178,7 +180,9 @@ _Aliases = dict[int, tuple[int, Alias]]
 def _share(found: _Found) -> _Aliases:
     """Which tensors lie inside others."""
     aliases: _Aliases = {}
-    for positions in overlapping(found.starts, found.ends):
+    tied = {i: o for i, o in found.tied.items() if found.held[i].shape}
+    for overlap in overlapping(found.starts, found.ends):
+        positions = [i for i in overlap if i not in tied]
         regions = {i: Region.of(found.live[i]) for i in positions}
         owners: list[int] = []
         # The owner is the one that holds most, contiguous ones first; among equals one that ranks hold together, then the first
@@ -192,6 +196,11 @@ def _share(found: _Found) -> _Aliases:
                 owners.append(i)
             else:
                 aliases[i] = owner
+    for i, o in tied.items():
+        shape = found.held[i].shape
+        alone = (o, Alias(found.fqns[i], found.fqns[o], shape, contiguous_stride(shape), 0))
+        owner_of, alias = aliases.get(o, alone)
+        aliases[i] = (owner_of, msgspec.structs.replace(alias, fqn=found.fqns[i]))
     return aliases
 
 
@@ -248,7 +257,7 @@ _NOWHERE = (-1, -1)
 
 def _lazy(walk: Flattener, found: _Found) -> set[int]:
     """Positions of what changes inside optimizer steps alone: by memory, so that a state_dict counts like its module."""
-    if not walk.optimizers:
+    if not walk.optimizers and not walk.stepped:
         return set()
     spans = list(zip(found.starts, found.ends, strict=True))
     stepped = {spans[i] for i in walk.stepped}

@@ -59,9 +59,17 @@ def attach(
         raise UsageError(
             "DeepSpeed copies NVMe-offloaded optimizer states by itself: checkpointd cannot commit them; turn it off"
         )
-    plug = Plug(engine, settings)
+    plug = _class_for(chosen)(engine, settings)
     plug.connect()
     return plug
+
+
+def _class_for(layout: Layout) -> type[Plug]:
+    if layout == "deepspeed":
+        return Plug
+    from checkpointd_client.integrations.deepspeed.box_plug import BoxPlug  # which is made of this module's Plug
+
+    return BoxPlug
 
 
 def _settings_of(engine: Any) -> Mapping[str, Any]:

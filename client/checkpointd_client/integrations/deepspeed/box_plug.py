@@ -1,0 +1,109 @@
+"""The plug for `layout="checkpointd"`: the engine as named tensors in this project's own format, for any stage and ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from checkpointd.errors import CheckpointdError, StagingError, UsageError
+from checkpointd_client.checkpointer import Checkpointer
+from checkpointd_client.integrations.deepspeed.boxes import state_of
+from checkpointd_client.integrations.deepspeed.places import EnginePlaces, What
+from checkpointd_client.integrations.deepspeed.plug import Place, Plug
+from checkpointd_client.integrations.deepspeed.zero import check_supported
+
+
+class BoxPlug(Plug):
+    """`<save_dir>` is a root of checkpoints, or the root that was given is one for all."""
+
+    def connect(self) -> None:
+        """Take the place of the engine's own methods; UsageError for an engine that has no names for all it keeps."""
+        check_supported(self.engine)
+        super().connect()
+
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """DeepSpeed's save_checkpoint, which returns once everything that may change is snapshotted.
+
+        Raises what the arguments or objects of the caller are to blame for, and DeadlineError naming ranks that did not call.
+        """
+        step = int(self.engine.global_steps)
+        place = self._place(save_dir, f"global_step{step}" if tag is None else tag)
+        self.handle = None  # where this raises, there is none
+        checkpointer = self._checkpointer(place.root)
+        self._meet(checkpointer, "save_checkpoint()", {"save_dir": os.path.abspath(save_dir), "tag": place.tag, "step": step})
+        try:
+            state = state_of(self.engine, exclude_frozen_parameters=exclude_frozen_parameters)
+        except BaseException as error:
+            told = error if isinstance(error, CheckpointdError) else StagingError(f"the engine cannot be saved: {error!r}")
+            self.handle = checkpointer.refuse(step, told, tag=place.tag, save_latest=save_latest)
+            raise
+        client = dict(client_state or {})
+        self.handle = checkpointer.save(step, state, tag=place.tag, client_state=client, save_latest=save_latest)
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """DeepSpeed's load_checkpoint: where it was, and the client state; None and None where there is no checkpoint.
+
+        Ranks and stage may be others than those that saved it, and it may have been saved without DeepSpeed, as
+        `{"model": model, "optimizer": optimizer}`. MismatchError, with nothing loaded, lists all that does not fit.
+        """
+        if custom_load_fn is not None:
+            raise UsageError("custom_load_fn is for whole state dicts, which layout='checkpointd' does not make")
+        what = What(
+            strict=load_module_strict,
+            optimizer=load_optimizer_states,
+            scheduler=load_lr_scheduler_states,
+            module_only=load_module_only,
+        )
+        place = self._place(load_dir, tag or "latest")
+        checkpointer = self._checkpointer(place.root)
+        self._meet(checkpointer, "load_checkpoint()", {"load_dir": os.path.abspath(load_dir), "tag": tag})
+        engine = self.engine
+        if engine._optimizer_has_ckpt_event_prologue():
+            engine.optimizer.checkpoint_event_prologue()
+        places = EnginePlaces(engine, what)
+        loaded = checkpointer.load(places, self._chosen(checkpointer, place, tag), cast=True)
+        if loaded is None:
+            if engine._optimizer_has_ckpt_event_epilogue():
+                engine.optimizer.checkpoint_event_epilogue()
+            return None, None
+        places.settle()
+        return os.path.join(place.root, loaded.tag), loaded.client_state
+
+    def _place(self, directory: str, tag: object) -> Place:
+        if not directory:
+            raise UsageError(f"the directory is {directory!r}; give the path of one")
+        return Place.of(directory, str(tag), self._root)
+
+    @staticmethod
+    def _chosen(checkpointer: Checkpointer, place: Place, tag: str | None) -> str | None:
+        """The tag to load; None for the newest there is, which may be an older one where that is damaged."""
+        if tag is not None:
+            return place.tag
+        below = place.tag.removesuffix("latest")
+        if not below:
+            return None
+        checkpointer.wait()
+        return next((found.tag for found in checkpointer.list() if found.tag.startswith(below)), place.tag)
+
+    def _checkpointer(self, root: str) -> Checkpointer:
+        if root not in self._checkpointers:
+            self._checkpointers[root] = Checkpointer(root, **self._options)
+        return self._checkpointers[root]

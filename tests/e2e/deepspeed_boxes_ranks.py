@@ -1,0 +1,214 @@
+"""One of four processes that save and load DeepSpeed engines as boxes, as jobs of 1, 2, 3 and 4 ranks one after the other.
+
+    deepspeed_boxes_ranks.py FOLDER PROCESS
+
+Every process prints a line for each thing that is wrong, and `done` last.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+
+from checkpointd_client.integrations.deepspeed import attach
+from tests.e2e.deepspeed_engines import Kind, deepspeed, make
+
+PROCESSES = 4
+WORLDS = (1, 2, 3, 4)
+LIMIT = timedelta(seconds=120)
+BATCH, LENGTH, STEPS = 12, 8, 3
+SUB_GROUP = 300
+"""Elements of a sub-group of stage 3: several for each group of parameters."""
+ACCUMULATED = {"data_types": {"grad_accum_dtype": "fp32"}}
+"""With bf16 at stage 1, DeepSpeed takes another optimizer."""
+KINDS: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "z0": (0, "float32", {}),
+    "z1": (1, "float32", {}),
+    "z2": (2, "float32", {}),
+    "z3": (3, "float32", {}),
+    "z0-bf16": (0, "bfloat16", {}),
+    "z1-bf16": (1, "bfloat16", ACCUMULATED),
+    "z2-bf16": (2, "bfloat16", {}),
+    "z3-bf16": (3, "bfloat16", {}),
+}
+
+
+def kinds_of(world: int) -> list[str]:
+    """All stages in fp32, and in bf16 those whose number is odd or even as the number of ranks is not."""
+    return [kind for kind, (stage, dtype, _) in KINDS.items() if dtype == "float32" or stage % 2 != world % 2]
+
+
+def engine_of(kind: str, seed: int) -> Any:
+    """A new engine on all ranks of the default group, for a batch that does not depend on their number."""
+    # Both are counted per process, and compared between ranks, which have been in other numbers of jobs before.
+    deepspeed.zero.Init.param_id = 0
+    DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0][:] = [0]
+    stage, dtype, settings = KINDS[kind]
+    zero = {"stage": stage, **({"sub_group_size": SUB_GROUP, "stage3_param_persistence_threshold": 30} if stage == 3 else {})}
+    whole = {"train_micro_batch_size_per_gpu": BATCH // dist.get_world_size(), "zero_optimization": zero, **settings}
+    return make(Kind(stage, dtype, whole), seed)
+
+
+def tokens_of(step: int) -> torch.Tensor:
+    return torch.randint(0, 19, (BATCH, LENGTH), generator=torch.Generator().manual_seed(7000 + step))
+
+
+def train(engine: Any, first: int, last: int) -> None:
+    size = BATCH // dist.get_world_size()
+    for step in range(first, last):
+        engine.backward(engine(tokens_of(step)[dist.get_rank() * size :][:size]))
+        engine.step()
+
+
+@torch.no_grad()
+def loss_of(engine: Any, step: int) -> float:
+    """The loss on a whole batch, which is the same on every rank, whatever their number."""
+    engine.eval()
+    loss = engine(tokens_of(step)).item()
+    engine.train()
+    return float(loss)
+
+
+def tensors_of(engine: Any) -> dict[str, torch.Tensor]:
+    """Parameters, buffers, masters and optimizer state in full, by DeepSpeed's own functions. Collective."""
+    found: dict[str, torch.Tensor] = {}
+    if hasattr(engine.optimizer, "_hp_optimizer_states_linked"):  # by its first step, for the first group alone
+        engine.optimizer._hp_optimizer_states_linked = False
+        engine.optimizer._lazy_init_hp_params_optimizer_state()
+    for name, parameter in engine.module.named_parameters():
+        with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
+            found[name] = parameter.detach().clone()
+        if parameter.requires_grad:
+            found.update({f"{name}/{key}": value.clone() for key, value in _kept(engine, parameter)})
+    found.update({name: buffer.clone() for name, buffer in engine.module.named_buffers()})
+    return found
+
+
+def _kept(engine: Any, parameter: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    optimizer = engine.optimizer
+    if engine.zero_optimization_stage():
+        yield "master", deepspeed.utils.safe_get_full_fp32_param(parameter).float()
+        for key in ("exp_avg", "exp_avg_sq"):
+            yield key, deepspeed.utils.safe_get_full_optimizer_state(parameter, key)
+    else:
+        lower, upper = getattr(optimizer, "fp16_groups", None), getattr(optimizer, "fp32_groups", None)
+        pairs = [pair for both in zip(lower or (), upper or (), strict=True) for pair in zip(*both, strict=True)]
+        master = next((high for low, high in pairs if low is parameter), parameter)
+        base = getattr(optimizer, "optimizer", optimizer)
+        yield "master", master.detach()
+        yield from ((key, base.state[master][key]) for key in ("exp_avg", "exp_avg_sq"))
+
+
+class Process:
+    """This process in all the jobs that it takes part in."""
+
+    def __init__(self, folder: Path, number: int) -> None:
+        self.folder, self.number = folder, number
+        self.store = dist.FileStore(str(folder / "rendezvous"), PROCESSES)
+        self.store.set_timeout(timedelta(seconds=200))
+
+    @contextmanager
+    def job(self, name: str, world: int) -> Iterator[bool]:
+        """Whether this process is one of the first `world`, which are a process group meanwhile. All leave together."""
+        mine = self.number < world
+        if mine:
+            os.environ.update(RANK=str(self.number), LOCAL_RANK=str(self.number), WORLD_SIZE=str(world))
+            store = dist.PrefixStore(name, self.store)
+            dist.init_process_group("gloo", store=store, rank=self.number, world_size=world, timeout=LIMIT)
+        yield mine
+        if mine:
+            deepspeed.comm.destroy_process_group()
+            deepspeed.comm.comm.cdb = None
+        self.store.set(f"{name}/left/{self.number}", "")
+        self.store.wait([f"{name}/left/{number}" for number in range(PROCESSES)])
+
+    def check(self, true: object, what: str) -> None:
+        if not true:
+            print("wrong:", what, flush=True)
+
+    # --- the matrix ----------------------------------------------------------------------------------------------
+
+    def save_all(self, world: int) -> None:
+        """Engines of every kind, and in a file what each is then. A new engine goes on as the old one does."""
+        with self.job(f"save-{world}", world) as mine:
+            for kind in kinds_of(world) if mine else ():
+                root, losses = str(self.root(kind, world)), []
+                engine = engine_of(kind, seed=world)
+                plug = attach(engine, layout="checkpointd")
+                train(engine, 0, STEPS)
+                engine.module.seen.fill_(world)
+                engine.save_checkpoint(root, client_state={"world": world, "kind": kind})
+                before = tensors_of(engine)
+                losses.append(loss_of(engine, STEPS))
+                train(engine, STEPS, STEPS + 2)
+                losses.append(loss_of(engine, STEPS + 2))
+                plug.handle.wait()
+                if self.number == 0:
+                    torch.save((before, losses[0]), self.folder / f"{kind}-{world}.pt")
+                engine.destroy()
+                again = engine_of(kind, seed=99)
+                attach(again, layout="checkpointd")
+                again.load_checkpoint(root)
+                losses.append(loss_of(again, STEPS))
+                train(again, STEPS, STEPS + 2)
+                losses.append(loss_of(again, STEPS + 2))
+                self.check(
+                    losses[:2] == losses[2:], f"{kind} of {world}: losses {losses[:2]}, and after a restart {losses[2:]}"
+                )
+                again.destroy()
+
+    def root(self, kind: str, world: int) -> Path:
+        return self.folder / f"{kind}-{world}"
+
+    def load_all(self, world: int) -> None:
+        """Every kind of engine, from kinds of every number of ranks, which take turns."""
+        with self.job(f"load-{world}", world) as mine:
+            for number, kind in enumerate(kinds_of(world) if mine else ()):
+                engine = engine_of(kind, seed=100)
+                attach(engine, layout="checkpointd")
+                for source_world in WORLDS:
+                    sources = [source for source in kinds_of(source_world) if source.endswith("bf16") == kind.endswith("bf16")]
+                    self.load_one(engine, kind, sources[(number + world + source_world) % len(sources)], source_world)
+                engine.destroy()
+
+    def load_one(self, engine: Any, kind: str, source: str, source_world: int) -> None:
+        name = f"{source} of {source_world} into {kind} of {dist.get_world_size()}"
+        before, loss = torch.load(self.folder / f"{source}-{source_world}.pt")
+        path, client = engine.load_checkpoint(str(self.root(source, source_world)))
+        self.check(path and client == {"world": source_world, "kind": source}, f"{name}: loaded {path} {client}")
+        self.check(engine.global_steps == STEPS and engine.lr_scheduler.last_batch_iteration == STEPS - 1, f"{name}: counters")
+        after = tensors_of(engine)
+        different = [key for key in before if not equal(before[key], after[key])]
+        self.check(before.keys() == after.keys() and not different, f"{name}: {len(different)} differ, as {different[:3]}")
+        self.check(loss_of(engine, STEPS) == loss, f"{name}: the first loss is another one")
+        train(engine, 0, 1)  # so that the next load finds an engine that is in use
+
+
+def equal(one: torch.Tensor, two: torch.Tensor) -> bool:
+    return one.dtype == two.dtype and one.shape == two.shape and bool(one.equal(two))
+
+
+def main() -> None:
+    folder, number = Path(sys.argv[1]), int(sys.argv[2])
+    torch.set_num_threads(1)
+    process = Process(folder, number)
+    for world in WORLDS:
+        process.save_all(world)
+    for world in WORLDS:
+        process.load_all(world)
+    print("done", flush=True)
+    sys.stderr.flush()
+    os._exit(0)  # gloo's threads of groups that are gone need not be waited for
+
+
+if __name__ == "__main__":
+    main()
