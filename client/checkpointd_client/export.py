@@ -97,6 +97,11 @@ class StateDict(Mapping[str, torch.Tensor]):
         return self._world.checkpoint.tag
 
     @property
+    def world(self) -> World:
+        """The checkpoint that they are read from."""
+        return self._world
+
+    @property
     def step(self) -> int:
         return self._world.checkpoint.outcome.step
 

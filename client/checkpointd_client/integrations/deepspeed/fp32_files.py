@@ -97,7 +97,7 @@ def write_files(
     *,
     safe_serialization: bool,
 ) -> None:
-    """Write `tensors`, in fp32, into `output_dir`, which is made where it is not there; files of the same names are replaced."""
+    """Write `tensors`, in fp32, into `output_dir`, which is made where there is none; files of the same names are replaced."""
     most = None if max_shard_size is None else byte_count(max_shard_size, "max_shard_size")
     place = os.path.abspath(os.fspath(output_dir))
     if os.path.lexists(place) and not os.path.isdir(place):
@@ -159,7 +159,7 @@ def _write(tensor: Lazy, item: Placed) -> int:
         for start in range(0, item.count, step):
             part = torch.empty(min(step, item.count - start), dtype=tensor.dtype)
             tensor.copy(start, part)
-            data = memoryview(part.to(dtype).view(torch.uint8).numpy())
+            data = part.to(dtype).view(torch.uint8).numpy().data
             checksum = zlib.crc32(data, checksum)
             at = item.offset + start * dtype.itemsize
             while data:

@@ -15,7 +15,7 @@ _PAGEOUT = 21
 
 
 def drop(tensor: torch.Tensor) -> None:
-    """Let the pages of a contiguous tensor go; they are read again when they are needed. Where that cannot be, nothing is done."""
+    """Let the pages of a contiguous tensor go; they are read again when needed. Where that cannot be, nothing is done."""
     first = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     stop = (tensor.data_ptr() + tensor.numel() * tensor.itemsize) // mmap.PAGESIZE * mmap.PAGESIZE
     if stop > first and sys.platform == "linux":

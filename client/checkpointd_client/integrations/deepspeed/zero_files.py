@@ -58,7 +58,7 @@ class ZeroFiles:
 
     @property
     def param_shapes(self) -> list[Shapes]:
-        """What the optimizer steps: for each of its groups (at stage 3, sub-groups) names and shapes, as they lie in its tensors."""
+        """What the optimizer steps: for each group (at stage 3, sub-group) names and shapes, in the order of its tensor."""
         groups = self.model.get("param_shapes", list)
         return [shapes_of(group, self.model.path, f"param_shapes.{number}") for number, group in enumerate(groups)]
 

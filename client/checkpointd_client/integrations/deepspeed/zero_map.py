@@ -11,6 +11,7 @@ Invariants
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -199,9 +200,7 @@ class _Stage12(_Mapping):
     def _base(self, rank: int) -> Mapping[str, Any]:
         found = self.files.optimizer(rank).get("base_optimizer_state")
         # An elastic checkpoint has a list, without padding.
-        return (
-            {"state": found} if isinstance(found, list) else checked(found or {}, dict, self.files.optims[rank].path, "state")
-        )
+        return {"state": found} if isinstance(found, list) else _dict(found, self.files.optims[rank].path, "state")
 
     def map(self) -> ZeroMap:
         flats, shapes = self.flats("single_partition_of_fp32_groups"), self.files.param_shapes
@@ -227,9 +226,8 @@ class _Stage12(_Mapping):
         path, found = self.files.optims[0].path, self.files.optimizer(0).get("param_alignment_paddings")
         if found is None:
             return [0] * count
-        paddings = checked(
-            checked(found, list, path, "param_alignment_paddings")[number], list, path, "param_alignment_paddings"
-        )
+        groups = checked(found, list, path, "param_alignment_paddings")
+        paddings: list[Any] = checked(groups[number] if number < len(groups) else None, list, path, "a group's paddings")
         if len(paddings) != count or not all(isinstance(one, int) and one >= 0 for one in paddings):
             raise self.files.fault(0, f"has other paddings of group {number} than it has parameters")
         return paddings
@@ -252,7 +250,7 @@ class _Stage12(_Mapping):
 class _Stage3(_Mapping):
     def _base(self, rank: int) -> Mapping[str, Any]:
         found = self.files.optimizer(rank).get("optimizer_state_dict")
-        return checked(found or {}, dict, self.files.optims[rank].path, "optimizer_state_dict")
+        return _dict(found, self.files.optims[rank].path, "optimizer_state_dict")
 
     def map(self) -> ZeroMap:
         flats = self.flats("fp32_flat_groups")
@@ -262,9 +260,7 @@ class _Stage3(_Mapping):
                 raise self.files.fault(rank, f"has sub-groups of {sizes} elements, and rank 0 of other sizes")
         rows = [Row(tuple(parts)) for parts in flats]
         kept = [self.kinds(number, [parts[number] for parts in flats]) for number in range(len(flats[0]))]
-        ends, at = [], 0
-        for part in flats[0]:
-            ends.append(at := at + part.numel())
+        ends = list(itertools.accumulate(part.numel() for part in flats[0]))
         trained: dict[str, Parameter] = {}
         at = 0
         for name, shape in ((name, shape) for group in self.files.param_shapes for name, shape in group.items()):
@@ -314,12 +310,18 @@ class _Stage3(_Mapping):
             row = Row(tuple(parts))
             if row.size < math.prod(shape):
                 raise DamagedError(
-                    f"{self.files.path}: {name} has {row.size} elements in the files of the ranks, and needs {math.prod(shape)}",
+                    f"{self.files.path}: {name} has {row.size} elements in the ranks' files, and needs {math.prod(shape)}",
                     key=self.files.model.path,
                     fqn=name,
                 )
             found[name] = _mapped(shape, row.pieces(0, math.prod(shape)), row)
         return found
+
+
+def _dict(value: Any, path: str, what: str) -> Mapping[str, Any]:
+    """What is missing is empty: nothing was stepped yet."""
+    found: Mapping[str, Any] = checked({} if value is None else value, dict, path, what)
+    return found
 
 
 def _mapped(shape: tuple[int, ...], pieces: Iterator[Piece], row: Row) -> Mapped:
@@ -328,7 +330,8 @@ def _mapped(shape: tuple[int, ...], pieces: Iterator[Piece], row: Row) -> Mapped
 
 def _over_ranks(shape: tuple[int, ...], rows: Sequence[Row], at: int, size: int) -> Mapped:
     """`size` elements of every rank's row from `at` on, without what pads the last ones."""
-    left, pieces = math.prod(shape), []
+    left = math.prod(shape)
+    pieces: list[Piece] = []
     for row in rows:
         pieces += row.pieces(at, at + min(size, left))
         left -= min(size, left)
