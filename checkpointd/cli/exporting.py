@@ -10,7 +10,7 @@ import click
 from checkpointd.cli.arguments import as_json, places, root_and_maybe_tag
 from checkpointd.cli.asking import check_root, show_json
 from checkpointd.cli.consolidate import progress
-from checkpointd.cli.formats import FORMATS, module_for
+from checkpointd.cli.formats import EXPORTS, module_for
 from checkpointd.cli.render import Block, Facts, Heading, Table, show, warn
 from checkpointd.cli.words import count, size
 from checkpointd.errors import UsageError
@@ -19,7 +19,9 @@ from checkpointd.store import open_store
 
 @click.command("export", short_help="Write a checkpoint in another program's format.")
 @places("[ROOT] [TAG] OUT")
-@click.option("--format", "kind", type=click.Choice(FORMATS), default="dcp", show_default=True, help="What OUT is to be.")
+@click.option(
+    "--format", "--to", "kind", type=click.Choice(EXPORTS), default="dcp", show_default=True, help="What OUT is to be."
+)
 @click.option("--memory", metavar="SIZE", default="512MiB", show_default=True, help="About what to hold in memory at once.")
 @click.option("--force", is_flag=True, help="Replace OUT where it is there.")
 @as_json()
