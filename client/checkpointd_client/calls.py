@@ -55,8 +55,8 @@ class DeepSpeedCalls:
     ) -> SaveHandle:
         """`save` with the arguments of DeepSpeed's `engine.save_checkpoint`. Call it on every rank; it returns at once.
 
-        What an engine knows is told by keyword: `model=`, `optimizer=`, `lr_scheduler=` and whatever else is to be saved, each a
-        module, an optimizer, anything with state_dict and load_state_dict, or a dict of tensors; plain values go into
+        What an engine knows is told by keyword: `model=`, `optimizer=`, `lr_scheduler=` and whatever else is to be saved, each
+        a module, an optimizer, anything with state_dict and load_state_dict, or a dict of tensors; plain values go into
         `client_state`. `save_dir` must be this Checkpointer's root. `step`: without it, the last number in `tag`, which may be
         left out with it: `global_step<step>`. Raises as `save` does.
         """
@@ -86,7 +86,8 @@ class DeepSpeedCalls:
         `state` are the objects that save_checkpoint was given, under the same names. They are filled in place. (None, None)
         where nothing was saved yet; NotFoundError for a `tag` that is not there. `load_optimizer_states=False` leaves
         `optimizer=` as it is, `load_lr_scheduler_states=False` `lr_scheduler=`, and `load_module_only=True` everything but
-        `model=`. `load_module_strict=False` loads what fits. `load_dir` must be this Checkpointer's root. Raises as `load` does.
+        `model=`. `load_module_strict=False` loads what fits. `load_dir` must be this Checkpointer's root. Raises as
+        `load` does.
         """
         _check_directory(self, load_dir, "load_dir")
         _check_state(state, "load_checkpoint")
@@ -135,7 +136,7 @@ def _check_state(state: Mapping[str, object], call: str) -> None:
     plain = next((name for name, value in state.items() if is_scalar(value)), None)
     if plain is not None:
         raise UsageError(
-            f"{plain} is a {type_name(state[plain])}, which cannot be filled in place: put it into client_state, which comes back"
+            f"{plain} is of type {type_name(state[plain])}, which cannot be filled in place: put it into client_state"
         )
 
 

@@ -32,7 +32,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with Checkpointer(place) as ckpt:
         assert ckpt.load_checkpoint(place, **objects(0.0)) == (None, None)
         assert ckpt.save_checkpoint(place, None, {"epoch": 3}, step=2, **objects(2.0))
-        ckpt.save_checkpoint(place, "step9", save_latest=False, **objects(5.0)).wait()
+        ckpt.save_checkpoint(place, "step9", save_latest=False, **objects(5.0))
+        ckpt.wait()
         assert ckpt.latest() == "global_step2"
         assert [found.outcome.step for found in ckpt.list()] == [9, 2]
     return place
@@ -83,7 +84,7 @@ def test_what_cannot_work_is_said(root: Path, tmp_path: Path) -> None:
             ckpt.save_checkpoint(root, "best", **objects(1.0))
         with pytest.raises(UsageError, match="nothing to work on"):
             ckpt.save_checkpoint(root, step=1)
-        with pytest.raises(UsageError, match="epoch is a int"):
+        with pytest.raises(UsageError, match="epoch is of type int"):
             ckpt.load_checkpoint(root, epoch=3)
         with pytest.raises(NotFoundError):
             ckpt.load_checkpoint(root, "step1", **objects(1.0))
