@@ -10,7 +10,7 @@ from checkpointd.errors import UsageError
 from checkpointd.layout.keys import LATEST
 
 IMPORTS = ("dcp", "deepspeed")
-EXPORTS = ("dcp",)
+EXPORTS = ("dcp", "deepspeed")
 
 
 def module_for(name: str, part: str) -> Any:

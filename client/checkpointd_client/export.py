@@ -105,6 +105,10 @@ class StateDict(Mapping[str, torch.Tensor]):
     def step(self) -> int:
         return self._world.checkpoint.outcome.step
 
+    def exported(self, name: str) -> Exported:
+        """Where a tensor is read from."""
+        return self._tensors[name]
+
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor, without reading it."""
         return self._tensors[name].shape

@@ -8,6 +8,7 @@ Every rank prints a line for each thing that is wrong, and `done` last.
 from __future__ import annotations
 
 import io
+import shutil
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -18,13 +19,17 @@ import torch.distributed as dist
 from deepspeed.utils import zero_to_fp32 as theirs
 
 from checkpointd_client.integrations import deepspeed as ours
+from checkpointd_client.integrations.deepspeed.exporting import export_deepspeed
 from checkpointd_client.integrations.deepspeed.importing import import_deepspeed
+from checkpointd_client.integrations.deepspeed.zero_files import open_files
+from checkpointd_client.integrations.deepspeed.zero_map import map_files
 from tests.e2e.deepspeed_engines import Kind, make, train
 
 SUB_GROUPS = {"zero_optimization": {"stage": 3, "sub_group_size": 300, "stage3_param_persistence_threshold": 30}}
 PATHS = (
     (Kind(1), Kind(3, settings=SUB_GROUPS)),
     (Kind(2, "bfloat16"), Kind(2, "bfloat16")),
+    (Kind(3), Kind(3)),
     (Kind(3, "bfloat16", SUB_GROUPS), Kind(2, "bfloat16")),
 )
 """What saves, and what loads the import of it."""
@@ -60,6 +65,36 @@ class Rank:
             self.check(near, f"{what}: losses {found}, and without a stop {losses}")
             plug.detach()
             engine.destroy()
+            if exact:
+                self.export(saving, root, losses)
+
+    def export(self, kind: Kind, root: Path, losses: list[float]) -> None:
+        """DeepSpeed itself loads what is exported."""
+        out = self.folder / f"{kind.name}-export"
+        if dist.get_rank() == 0:
+            for stage, ranks in ((1, 3), (3, 2)):
+                export_deepspeed(root, out, stage=stage, ranks=ranks)
+                self.equal(root.with_name(f"{kind.name}-stock") / TAG, out / TAG, f"{kind.name} at stage {stage}")
+                shutil.rmtree(out)
+            export_deepspeed(root, out, stage=kind.stage, ranks=dist.get_world_size())
+        dist.barrier()
+        engine = make(kind, seed=5)
+        _, client = engine.load_checkpoint(str(out))
+        self.check(
+            client.get("mine") == {"epoch": 3} and engine.global_steps == 2, f"{kind.name}: exported: {client.get('mine')}"
+        )
+        found = train(engine, 2, 4)
+        self.check(found == losses, f"{kind.name}: exported: losses {found}, and without a stop {losses}")
+        engine.destroy()
+
+    def equal(self, one: Path, other: Path, what: str) -> None:
+        """Both hold the same masters and the same states of the optimizer."""
+        wanted, found = (map_files(open_files(str(place))).trained for place in (one, other))
+        self.check(list(wanted) == list(found), f"{what}: {list(found)}")
+        for name, parameter in wanted.items():
+            for key, tensor in {**parameter.states, "master": parameter.master}.items():
+                got = {**found[name].states, "master": found[name].master}[key]
+                self.check(torch.equal(tensor.contiguous(), got.contiguous()), f"{what}: {key} of {name}")
 
     def save(self, kind: Kind, stock: Path, boxes: Path) -> list[float]:
         """With DeepSpeed itself, and in boxes; the losses that follow."""
