@@ -121,21 +121,21 @@ class _Export:
         self._state, self._root, self._stage, self._ranks = state, root, stage, ranks
         content = merged_content(state.world, keep=0, alone=True)
         self._stored = Stored(content.root, content.entries, content.aliases)
-        parts = dict(Stored.children(self._stored.state))
+        parts = _children(self._stored.state)
         self.model = _tensors(parts.get("model"))
         self._masters = _tensors(parts.get("master"))
         self._parts = parts
         self._engine = self._plain(parts.get("deepspeed")) or {}
-        optimizer = dict(Stored.children(parts["optimizer"])) if isinstance(parts.get("optimizer"), tree.Dict) else {}
-        if not self.model or not isinstance(optimizer.get("param_groups"), tree.Sequence):
+        optimizer = _children(parts.get("optimizer"))
+        groups = optimizer.get("param_groups")
+        if not self.model or not isinstance(groups, tree.Sequence) or not groups.items:
             raise UsageError(f"{state.tag} has no model and optimizer of an engine's, which DeepSpeed's files consist of")
-        self._settings = [self._plain(group) for group in optimizer["param_groups"].items]
-        states = optimizer.get("state")
-        self._kept = {str(name): child for name, child in Stored.children(states)} if isinstance(states, tree.Dict) else {}
+        self._settings = [self._plain(group) for group in groups.items]
+        self._kept = _children(optimizer.get("state"))
         self.groups = [[str(name).removeprefix("model.") for name in group["params"]] for group in self._settings]
         self._check()
         owners = {alias.fqn: alias.owner for alias in content.aliases}
-        first = {owners.get(node.fqn, node.fqn): name for name, node in reversed(self.model.items())}
+        first = {owners.get(node.fqn, node.fqn): name for name, node in reversed(list(self.model.items()))}
         self._owner = {name: first[owners.get(node.fqn, node.fqn)] for name, node in self.model.items()}
         buffers = self._engine.get("buffers", [])
         trained = {name for group in self.groups for name in group}
@@ -156,7 +156,7 @@ class _Export:
     def files(self) -> list[tuple[str, Callable[[], dict[str, Any]]]]:
         """Names, and what makes the contents."""
         found: list[tuple[str, Callable[[], dict[str, Any]]]] = []
-        half = "bf16_" if self.model[self.groups[0][0]] and self._dtype(self.groups[0][0]) == torch.bfloat16 else ""
+        half = "bf16_" if any(self._dtype(name) == torch.bfloat16 for group in self.groups for name in group) else ""
         for rank in range(self._ranks):
             name = f"zero_pp_rank_{rank}_mp_rank_00"
             if self._stage == 3 or rank == 0:
@@ -249,13 +249,12 @@ class _Export:
         return {"optimizer_state_dict": content, "ds_config": {}, "ds_version": deepspeed.__version__}
 
     def _states(self, reads: _Reads, group: Sequence[str], rank: int) -> dict[str, Any]:
-        kept = [self._kept.get(f"model.{name}") for name in group]
-        items = [dict(Stored.children(one)) if isinstance(one, tree.Dict) else {} for one in kept]
+        items = [_children(self._kept.get(f"model.{name}")) for name in group]
         if any(one.keys() != items[0].keys() for one in items):
             raise UsageError(f"the optimizer of {self._state.tag} keeps other things of {group[0]} than of others of its group")
         found: dict[str, Any] = {}
         for key, node in items[0].items():
-            fqns = [one[key].fqn for one in items if isinstance(one[key], tree.Tensor)]
+            fqns = [child.fqn for one in items if isinstance(child := one[key], tree.Tensor)]
             shapes = [self._state.shape(fqn) for fqn in fqns]
             if key != _STEP and shapes == [self._state.shape(f"model.{name}") for name in group]:
                 found[str(key)] = self._flat(reads, fqns, rank)
@@ -372,6 +371,10 @@ class _Reads:
             raise damage[0]
 
 
-def _tensors(node: tree.Node) -> Mapping[str, tree.Tensor]:
+def _children(node: tree.Node) -> dict[str, tree.Node]:
     items = Stored.children(node) if isinstance(node, tree.Dict) else ()
-    return {str(key): child for key, child in items if isinstance(child, tree.Tensor)}
+    return {str(key): child for key, child in items}
+
+
+def _tensors(node: tree.Node) -> Mapping[str, tree.Tensor]:
+    return {key: child for key, child in _children(node).items() if isinstance(child, tree.Tensor)}
