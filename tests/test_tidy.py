@@ -54,7 +54,7 @@ PURE_MODULES = {
 }
 ENVIRONMENT_READERS = {"checkpointd/config.py", "client/checkpointd_client/ranks.py"}
 PICKLES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
-TORCH_FILES = {"client/checkpointd_client/torch_file.py"}
+TORCH_FILES = {"client/checkpointd_client/integrations/deepspeed/exporting.py", "client/checkpointd_client/torch_file.py"}
 """Where a file for torch.load(weights_only=True) is made: tensors alone, on the way out."""
 DCP_OBJECTS = {"client/checkpointd_client/integrations/dcp/objects.py"}
 """Where DCP's own bytes are read and made: by torch.load(weights_only=True) alone, and of what is there by torch.save."""

@@ -11,6 +11,7 @@ import click
 
 from checkpointd.cli.arguments import as_json, places, root_and_maybe_tag
 from checkpointd.cli.asking import ask, show_json
+from checkpointd.cli.formats import module_for, zero_directory
 from checkpointd.cli.render import Block, Facts, Heading, Table, console, show
 from checkpointd.cli.words import count, size
 from checkpointd.errors import UsageError
@@ -47,6 +48,8 @@ def command(
 
     OUT is a directory of safetensors files, as Hugging Face's libraries load them; one file where it ends in .safetensors;
     or a file of torch.save for torch.load(weights_only=True). Every byte is verified on the way.
+
+    ROOT may also be a directory that DeepSpeed's save_checkpoint was given: its fp32 weights are written.
     """
     if not places:
         raise UsageError("where to? Give the place, as in `checkpointd consolidate /mnt/ckpts/run1 model --only model`")
@@ -61,8 +64,13 @@ def command(
         memory_bytes=byte_count(memory, "--memory"),
     )
     container = _container(out, kind, byte_count(max_shard_size, "--max-shard-size"))
+    zero = zero_directory(root, tag)
     with progress() as on_progress:
-        done = ask(root, lambda store: consolidate(store, out, container, request, on_progress))
+        if zero is not None:
+            act = module_for("deepspeed", "consolidating").consolidate_zero
+            done = act(root, zero, out, container, request, on_progress)
+        else:
+            done = ask(root, lambda store: consolidate(store, out, container, request, on_progress))
     if as_json:
         show_json(done)
     else:

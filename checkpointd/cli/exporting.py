@@ -10,7 +10,7 @@ import click
 from checkpointd.cli.arguments import as_json, places, root_and_maybe_tag
 from checkpointd.cli.asking import check_root, show_json
 from checkpointd.cli.consolidate import progress
-from checkpointd.cli.formats import FORMATS, module_for
+from checkpointd.cli.formats import EXPORTS, module_for
 from checkpointd.cli.render import Block, Facts, Heading, Table, show, warn
 from checkpointd.cli.words import count, size
 from checkpointd.errors import UsageError
@@ -19,23 +19,42 @@ from checkpointd.store import open_store
 
 @click.command("export", short_help="Write a checkpoint in another program's format.")
 @places("[ROOT] [TAG] OUT")
-@click.option("--format", "kind", type=click.Choice(FORMATS), default="dcp", show_default=True, help="What OUT is to be.")
+@click.option(
+    "--format", "--to", "kind", type=click.Choice(EXPORTS), default="dcp", show_default=True, help="What OUT is to be."
+)
+@click.option("--stage", type=click.IntRange(1, 3), help="For deepspeed: the engine's ZeRO stage.  [default: 2]")
+@click.option("--ranks", type=click.IntRange(1), help="For deepspeed: how many ranks it runs on.  [default: 1]")
 @click.option("--memory", metavar="SIZE", default="512MiB", show_default=True, help="About what to hold in memory at once.")
 @click.option("--force", is_flag=True, help="Replace OUT where it is there.")
 @as_json()
-def command(places: tuple[str, ...], kind: str, memory: str, force: bool, as_json: bool) -> None:
+def command(
+    places: tuple[str, ...],
+    kind: str,
+    stage: int | None,
+    ranks: int | None,
+    memory: str,
+    force: bool,
+    as_json: bool,
+) -> None:
     """Write checkpoint TAG (default: latest) to OUT, a directory that torch.distributed.checkpoint's FileSystemReader loads.
 
-    OUT appears whole or not at all. Every byte is verified on the way. For safetensors and torch files see `consolidate`.
+    With --to deepspeed, one that is given to DeepSpeed's load_checkpoint, for an engine at the stage and on as many ranks as
+    you say; a file of it is in memory at a time. OUT appears whole or not at all. Every byte is verified on the way. For
+    safetensors and torch files see `consolidate`.
     """
     if not places:
         raise UsageError("where to? Give the place, as in `checkpointd export /mnt/ckpts/run1 /mnt/dcp/run1 --format dcp`")
     *before, out = places
     root, tag = root_and_maybe_tag(tuple(before), "export")
     check_root(open_store(root))
-    act = module_for(kind, "exporting").export_dcp
+    options: dict[str, Any] = {"memory": memory}
+    if kind == "deepspeed":
+        options = {"stage": stage or 2, "ranks": ranks or 1}
+    elif stage or ranks:
+        raise UsageError(f"--stage and --ranks are for --to deepspeed; {kind} has neither")
+    act = getattr(module_for(kind, "exporting"), f"export_{kind}")
     with progress() as on_progress:
-        done = act(root, out, tag, force=force, memory=memory, on_progress=on_progress)
+        done = act(root, out, tag, force=force, on_progress=on_progress, **options)
     if as_json:
         show_json(done)
         return
@@ -46,9 +65,8 @@ def command(places: tuple[str, ...], kind: str, memory: str, force: bool, as_jso
 
 
 def page(done: Any) -> Iterator[Block]:
-    """The page for people; `done` is the client's `ExportedDCP`."""
+    """The page for people; `done` is what the client says of it."""
     yield Heading(f"{done.tag} -> {done.out}")
-    yield Facts(
-        [("step", str(done.step)), ("tensors", str(done.tensors)), ("values", str(done.values)), ("size", size(done.bytes))]
-    )
+    values = [("values", str(done.values))] if done.format == "dcp" else []
+    yield Facts([("step", str(done.step)), ("tensors", str(done.tensors)), *values, ("size", size(done.bytes))])
     yield Table(("file", "size"), [(file.name, size(file.size)) for file in done.files], right=frozenset({"size"}))

@@ -10,7 +10,7 @@ import click
 from checkpointd.cli.arguments import as_json, only_root, places
 from checkpointd.cli.asking import show_json
 from checkpointd.cli.consolidate import progress
-from checkpointd.cli.formats import FORMATS, module_for
+from checkpointd.cli.formats import IMPORTS, module_for
 from checkpointd.cli.render import Block, Facts, Heading, show, warn
 from checkpointd.cli.words import count, size
 from checkpointd.errors import UsageError
@@ -18,32 +18,49 @@ from checkpointd.errors import UsageError
 
 @click.command("import", short_help="Make a checkpoint of another program's.")
 @places("SRC [ROOT]")
-@click.option("--from", "kind", type=click.Choice(FORMATS), default="dcp", show_default=True, help="What SRC is.")
-@click.option("--tag", metavar="TAG", help="The checkpoint's tag.  [default: the name of SRC]")
-@click.option("--step", type=int, help="Its step.  [default: the last number in the tag]")
+@click.option("--from", "kind", type=click.Choice(IMPORTS), default="dcp", show_default=True, help="What SRC is.")
+@click.option("--tag", metavar="TAG", help="Its tag; of deepspeed's, which.  [default: SRC's name; of deepspeed's, the latest]")
+@click.option("--step", type=int, help="Its step.  [default: the last number in the tag, or what deepspeed counted]")
 @click.option("--latest/--no-latest", default=True, show_default=True, help="Whether `latest` is to name it.")
 @click.option("--memory", metavar="SIZE", default="512MiB", show_default=True, help="About what to hold in memory at once.")
+@click.option("--leave-out", is_flag=True, help="Of deepspeed's: leave out what cannot be stored safely.")
 @click.option("--force", is_flag=True, help="Also where TAG exists, or it cannot be checked that no job runs at ROOT.")
 @as_json()
 def command(
-    places: tuple[str, ...], kind: str, tag: str | None, step: int | None, latest: bool, memory: str, force: bool, as_json: bool
+    places: tuple[str, ...],
+    kind: str,
+    tag: str | None,
+    step: int | None,
+    latest: bool,
+    memory: str,
+    leave_out: bool,
+    force: bool,
+    as_json: bool,
 ) -> None:
-    """Make a checkpoint at ROOT of SRC, a directory of torch.distributed.checkpoint (FileSystemWriter), which is only read.
+    """Make a checkpoint at ROOT of SRC, which is only read.
 
-    It is committed as a whole, or not at all. ROOT is made where it is not there; no job may run at it.
+    SRC is a directory of torch.distributed.checkpoint (FileSystemWriter), or with --from deepspeed one that DeepSpeed's
+    save_checkpoint was given. It is committed as a whole, or not at all. ROOT is made where it is not there; no job may run at
+    it.
     """
     if not places:
         raise UsageError("import what? Give a directory, as in `checkpointd import /mnt/dcp/step100 /mnt/ckpts/run1`")
     source, *root = places
-    options = {"step": step, "save_latest": latest, "force": force, "memory": memory}
-    act = module_for(kind, "importing").import_dcp
+    options: dict[str, Any] = {"step": step, "save_latest": latest, "force": force, "memory": memory}
+    if kind == "deepspeed":
+        options["leave_out"] = leave_out
+    elif leave_out:
+        raise UsageError(f"--leave-out is for --from deepspeed; of {kind}, everything is imported")
+    act = getattr(module_for(kind, "importing"), f"import_{kind}")
     with progress() as on_progress:
         done = act(source, only_root(tuple(root), f"import {source}"), tag, on_progress=on_progress, **options)
     if as_json:
         show_json(done)
         return
     show(page(done))
-    if done.pickled:
+    if kind == "deepspeed" and done.left_out:
+        warn(f"{count(len(done.left_out), 'value')} were left out: {'; '.join(done.left_out[:8])}")
+    if kind == "dcp" and done.pickled:
         named = ", ".join(done.pickled[:8])
         warn(f"{count(len(done.pickled), 'value')} stayed pickled, and may need weights_only=False to load: {named}")
 

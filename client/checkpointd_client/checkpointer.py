@@ -32,6 +32,7 @@ from checkpointd.pipeline.catalog import Checkpoint
 from checkpointd.pipeline.verify import verify_ranks
 from checkpointd.store import open_store
 from checkpointd_client.arena import Arena
+from checkpointd_client.calls import DeepSpeedCalls
 from checkpointd_client.choosing import Chooser
 from checkpointd_client.handle import SaveHandle
 from checkpointd_client.lifetime import at_exit, claim_root
@@ -55,7 +56,7 @@ START_TIMEOUT_S = 120.0
 SIDECAR_PATIENCE_S = 30.0
 
 
-class Checkpointer:
+class Checkpointer(DeepSpeedCalls):
     """Saves and loads the state of one training job below `root`. Make it on every rank, after init_process_group.
 
     `root` is a directory that every rank sees. Sizes in bytes, times in seconds. `staging`: "lazy" copies beside the next

@@ -97,8 +97,17 @@ class StateDict(Mapping[str, torch.Tensor]):
         return self._world.checkpoint.tag
 
     @property
+    def world(self) -> World:
+        """The checkpoint that they are read from."""
+        return self._world
+
+    @property
     def step(self) -> int:
         return self._world.checkpoint.outcome.step
+
+    def exported(self, name: str) -> Exported:
+        """Where a tensor is read from."""
+        return self._tensors[name]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor, without reading it."""

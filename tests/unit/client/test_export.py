@@ -14,6 +14,7 @@ from safetensors.torch import load_file, load_model
 from checkpointd.errors import DamagedError, NotFoundError, UsageError
 from checkpointd_client import Checkpointer, consolidate, state_dict_from_checkpoint
 from checkpointd_client import torch_file as torch_files
+from checkpointd_client.files import rooms_of
 from tests.builders import break_file, objects
 
 
@@ -95,7 +96,8 @@ def test_the_file_is_what_torch_would_have_written(root: Path, tmp_path: Path) -
         return [info for info in infos if info[0] not in ("data.pkl", ".data/serialization_id")]
 
     assert members(tmp_path / "again.pt") == members(tmp_path / "model.pt")
-    assert all(room.offset % 64 == 0 for room in torch_files._rooms(str(tmp_path / "model.pt")))
+    with (tmp_path / "model.pt").open("rb") as file:
+        assert all(room.offset % 64 == 0 for room in rooms_of(file))
 
 
 PACKED = {f"{sign}int{width}" for sign in ("", "u") for width in range(1, 8)}

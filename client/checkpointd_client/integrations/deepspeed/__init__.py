@@ -1,7 +1,34 @@
-"""DeepSpeed engines that save in the background, all ranks or none. `docs/DEEPSPEED.md` shows how."""
+"""DeepSpeed engines that save in the background, all ranks or none. `docs/DEEPSPEED.md` shows how.
+
+What reads checkpoints alone works without DeepSpeed: nothing here is imported before it is asked for.
+"""
 
 from __future__ import annotations
 
-from checkpointd_client.integrations.deepspeed.plug import Plug, attach, install
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["Plug", "attach", "install"]
+if TYPE_CHECKING:
+    from checkpointd_client.integrations.deepspeed.fp32 import (
+        convert_zero_checkpoint_to_fp32_state_dict,
+        get_fp32_state_dict_from_zero_checkpoint,
+        load_state_dict_from_zero_checkpoint,
+    )
+    from checkpointd_client.integrations.deepspeed.plug import Plug, attach, install
+
+__all__ = [
+    "Plug",
+    "attach",
+    "convert_zero_checkpoint_to_fp32_state_dict",
+    "get_fp32_state_dict_from_zero_checkpoint",
+    "install",
+    "load_state_dict_from_zero_checkpoint",
+]
+
+_PLUG = frozenset({"Plug", "attach", "install"})
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{'plug' if name in _PLUG else 'fp32'}"), name)

@@ -54,7 +54,7 @@ def state_of(engine: Any, *, exclude_frozen_parameters: bool = False) -> dict[st
             state[MASTER] = masters
     if engine.lr_scheduler is not None:
         state[SCHEDULER] = objects.state_dict_of(engine.lr_scheduler, SCHEDULER)
-    state[ENGINE] = {**_engine_state(engine), "left_out": left_out}
+    state[ENGINE] = {**_engine_state(engine), "left_out": left_out, "buffers": _buffer_names(engine)}
     return state
 
 
@@ -84,6 +84,12 @@ def _model(engine: Any, *, exclude_frozen_parameters: bool) -> tuple[dict[str, A
         else:
             found[name] = value
     return found, left_out
+
+
+def _buffer_names(engine: Any) -> list[str]:
+    """Stored, since tensors by name do not say it, and fp32 weights are made of buffers other than of frozen parameters."""
+    entries = module_entries(engine)
+    return [name for _, name, value in entries if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)]
 
 
 def stored_name(name: str) -> str:

@@ -1,0 +1,90 @@
+"""save_checkpoint and load_checkpoint on a Checkpointer, as users of DeepSpeed call them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from checkpointd.errors import MismatchError, NotFoundError, UsageError
+from checkpointd_client import Checkpointer
+
+
+def objects(fill: float) -> dict[str, Any]:
+    model = nn.Linear(3, 2)
+    nn.init.constant_(model.weight, fill)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(3)).sum().backward()
+    nn.init.constant_(model.weight, fill)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    for _ in range(int(fill)):
+        optimizer.step()
+        scheduler.step()
+    return {"model": model, "optimizer": optimizer, "lr_scheduler": scheduler}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("calls") / "root"
+    with Checkpointer(place) as ckpt:
+        assert ckpt.load_checkpoint(place, **objects(0.0)) == (None, None)
+        assert ckpt.save_checkpoint(place, None, {"epoch": 3}, step=2, **objects(2.0))
+        ckpt.save_checkpoint(place, "step9", save_latest=False, **objects(5.0))
+        ckpt.wait()
+        assert ckpt.latest() == "global_step2"
+        assert [found.outcome.step for found in ckpt.list()] == [9, 2]
+    return place
+
+
+def test_both_give_back_what_deepspeeds_do(root: Path) -> None:
+    live, saved = objects(0.0), objects(2.0)
+    with Checkpointer(root) as ckpt:
+        assert ckpt.load_checkpoint(root, "global_step2", **live) == (str(root / "global_step2"), {"epoch": 3})
+    assert torch.equal(live["model"].weight, saved["model"].weight)
+    assert live["optimizer"].state_dict()["state"][0]["step"].item() == 2
+    assert live["lr_scheduler"].last_epoch == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "loaded"),
+    [
+        ({"load_optimizer_states": False}, {"model", "lr_scheduler"}),
+        ({"load_lr_scheduler_states": False}, {"model", "optimizer"}),
+        ({"load_module_only": True}, {"model"}),
+    ],
+)
+def test_parts_that_are_not_asked_for_stay(root: Path, flags: dict[str, bool], loaded: set[str]) -> None:
+    live = objects(0.0)
+    with Checkpointer(root) as ckpt:
+        ckpt.load_checkpoint(root, "step9", **flags, **live)
+    assert live["model"].weight[0, 0].item() != 0.0
+    assert bool(live["optimizer"].state_dict()["state"]) == ("optimizer" in loaded)
+    assert live["lr_scheduler"].last_epoch == (5 if "lr_scheduler" in loaded else 0)
+
+
+def test_a_module_that_differs_is_refused_or_filled_as_far_as_it_goes(root: Path) -> None:
+    with Checkpointer(root) as ckpt:
+        for flags in ({}, {"load_module_only": True}):
+            live = objects(0.0) | {"model": nn.Linear(3, 2, bias=False)}
+            with pytest.raises(MismatchError, match=r"model\.bias"):
+                ckpt.load_checkpoint(root, "step9", **flags, **live)
+        assert not live["optimizer"].state_dict()["state"]
+        ckpt.load_checkpoint(root, "step9", load_module_strict=False, load_module_only=True, **live)
+    assert torch.equal(live["model"].weight, objects(5.0)["model"].weight)
+
+
+def test_what_cannot_work_is_said(root: Path, tmp_path: Path) -> None:
+    with Checkpointer(root) as ckpt:
+        with pytest.raises(UsageError, match="root is"):
+            ckpt.save_checkpoint(tmp_path, step=1, **objects(1.0))
+        with pytest.raises(UsageError, match="which step"):
+            ckpt.save_checkpoint(root, "best", **objects(1.0))
+        with pytest.raises(UsageError, match="nothing to work on"):
+            ckpt.save_checkpoint(root, step=1)
+        with pytest.raises(UsageError, match="epoch is of type int"):
+            ckpt.load_checkpoint(root, epoch=3)
+        with pytest.raises(NotFoundError):
+            ckpt.load_checkpoint(root, "step1", **objects(1.0))
