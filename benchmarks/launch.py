@@ -14,9 +14,10 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, ClassVar, Protocol
 
 from torch._C._distributed_c10d import TCPStore  # torch.distributed passes it on, but untyped
 
@@ -46,12 +47,12 @@ def run_trial(setting: Setting, *, system: str, ranks: int, run: int, order: int
     root = Path(tempfile.mkdtemp(prefix=f"{system}-", dir=setting.directory))
     reports: list[RankReport] = []
     peaks: dict[str, int] = {}
-    error, start, others = "", time.monotonic(), _others_seconds()
+    error, start, others = "", time.monotonic(), others_seconds()
     try:
         reports, peaks = _run_ranks(setting, root, system, ranks, seed)
     except RuntimeError as failure:
         error = str(failure)
-    other_cores = (_others_seconds() - others) / (time.monotonic() - start)
+    other_cores = (others_seconds() - others) / (time.monotonic() - start)
     shutil.rmtree(root, ignore_errors=True)
     os.sync()  # the freed blocks are discarded now, and not during the next trial
     return Trial(
@@ -67,7 +68,7 @@ def run_trial(setting: Setting, *, system: str, ranks: int, run: int, order: int
     )
 
 
-def _others_seconds() -> float:
+def others_seconds() -> float:
     return processes.busy_seconds() - processes.own_seconds()
 
 
@@ -91,15 +92,25 @@ def _run_ranks(setting: Setting, root: Path, system: str, ranks: int, seed: int)
         )
         for rank in range(ranks)
     ]
-    with _Ranks(jobs, root, store.port) as running:
+    with Ranks(jobs, root, store.port) as running:
         peaks = running.watch(setting.timeout_s)
     return [rank_report(json.loads(Path(job.result).read_text())) for job in jobs], peaks
 
 
-class _Ranks:
+class RankJob(Protocol):
+    """What a module tells its ranks: a dataclass called `Job`, beside a function `main` that takes it."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def rank(self) -> int:
+        """Rank 0 says on stdout which phase it is in."""
+
+
+class Ranks:
     """The processes of one trial; leaving the context ends those that still run."""
 
-    def __init__(self, jobs: list[Job], root: Path, port: int) -> None:
+    def __init__(self, jobs: Sequence[RankJob], root: Path, port: int) -> None:
         self._logs = [root / f"log{job.rank}.txt" for job in jobs]
         self._started = [_start(job, log, port) for job, log in zip(jobs, self._logs, strict=True)]
         self._phase = "build"
@@ -112,7 +123,7 @@ class _Ranks:
             if line.startswith("phase "):
                 self._phase = line.split()[1]
 
-    def __enter__(self) -> _Ranks:
+    def __enter__(self) -> Ranks:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -153,7 +164,7 @@ class _Ranks:
         return " | ".join((errors or lines)[-3:]) or "(it wrote nothing)"
 
 
-def _start(job: Job, log: Path, port: int) -> subprocess.Popen[str]:
+def _start(job: RankJob, log: Path, port: int) -> subprocess.Popen[str]:
     environment = {
         **os.environ,
         "MASTER_ADDR": "127.0.0.1",
@@ -165,7 +176,7 @@ def _start(job: Job, log: Path, port: int) -> subprocess.Popen[str]:
     }
     with log.open("w") as stderr:
         return subprocess.Popen(
-            [sys.executable, str(_WORKER), json.dumps(asdict(job))],
+            [sys.executable, str(_WORKER), type(job).__module__, json.dumps(asdict(job))],
             env=environment,
             stdout=subprocess.PIPE if job.rank == 0 else subprocess.DEVNULL,
             stderr=stderr,

@@ -83,6 +83,44 @@ class RankReport:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ShardReport:
+    """All that one rank measured of its saves in one trial with FSDP2."""
+
+    rank: int
+    tensors: int
+    """Of all ranks together."""
+    state_bytes: int
+    """Of this rank's part."""
+    cold: SaveTimes
+    warm: list[SaveTimes]
+    loop: LoopTimes
+    base_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorldLoad:
+    """The last save of a trial, loaded on `ranks` ranks; `error` says why there are no times."""
+
+    ranks: int
+    times: list[LoadTimes]
+    error: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardTrial:
+    """One system, once, with FSDP2; `error` says why there are neither reports nor loads."""
+
+    system: str
+    run: int
+    order: int
+    other_cores: float
+    reports: list[ShardReport]
+    loads: list[WorldLoad]
+    save_peak_bytes: int
+    error: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Trial:
     """One system, once; `error` says why there are no reports."""
 
@@ -111,6 +149,23 @@ def rank_report(data: dict[str, Any]) -> RankReport:
             "load": LoadTimes(**data["load"]),
         }
     )
+
+
+def shard_report(data: dict[str, Any]) -> ShardReport:
+    """A `ShardReport` from its dictionary."""
+    cold, warm = SaveTimes(**data["cold"]), [SaveTimes(**times) for times in data["warm"]]
+    return ShardReport(**{**data, "cold": cold, "warm": warm, "loop": LoopTimes(**data["loop"])})
+
+
+def world_load(data: dict[str, Any]) -> WorldLoad:
+    """A `WorldLoad` from its dictionary."""
+    return WorldLoad(**{**data, "times": [LoadTimes(**times) for times in data["times"]]})
+
+
+def shard_trial(data: dict[str, Any]) -> ShardTrial:
+    """A `ShardTrial` from its dictionary."""
+    reports, loads = map(shard_report, data["reports"]), map(world_load, data["loads"])
+    return ShardTrial(**{**data, "reports": list(reports), "loads": list(loads)})
 
 
 def trial(data: dict[str, Any]) -> Trial:

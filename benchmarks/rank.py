@@ -175,7 +175,7 @@ def measure(job: Job) -> RankReport:
     """All of one rank's trial."""
     state = State(target_bytes=job.target_bytes, ranks=job.ranks, rank=job.rank, seed=job.seed)
     loop, python = TrainingLoop(gate_s=job.gate_s), PythonLoop(gate_s=job.gate_s)
-    base_bytes = _own_memory()
+    base_bytes = own_memory()
     announce("save")
     start = time.perf_counter()
     system = SYSTEMS[job.system](Path(job.root), state, job.rank, job.ranks)
@@ -192,7 +192,7 @@ def measure(job: Job) -> RankReport:
     system.close()
     system.open()
     settle()
-    load_base_bytes = _own_memory()
+    load_base_bytes = own_memory()
     announce("load")
     load = load_and_check(system, state, last, expected)
     announce("end")
@@ -214,7 +214,8 @@ def measure(job: Job) -> RankReport:
     )
 
 
-def _own_memory() -> int:
+def own_memory() -> int:
+    """Bytes that this rank and its children hold, once what was freed has been given back."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # what was freed is not ours any more
     return processes.memory(processes.tree(os.getpid()))

@@ -77,7 +77,7 @@ class State:
         self.model = copy.deepcopy(shard).to(torch.bfloat16).to_empty(device="cpu").requires_grad_(False)
         self.master = shard.to_empty(device="cpu")
         for master in self.master.parameters():
-            _initialise(master, generator)
+            initialise(master, generator)
             # Kept between steps, as accumulating trainers do: no step allocates, so memory peaks are the saver's.
             master.grad = torch.empty_like(master).normal_(0.0, 1e-2, generator=generator)
         self.optimizer = torch.optim.AdamW(self.master.parameters(), lr=1e-3, fused=True)
@@ -134,7 +134,13 @@ def leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor
             yield from leaves(value, f"{prefix}{key}/")
 
 
-def _initialise(weight: Tensor, generator: torch.Generator) -> None:
+def whole_model(shape: Shape) -> nn.Module:
+    """The model as one rank has it alone."""
+    return _Shard(shape, ranks=1)
+
+
+def initialise(weight: Tensor, generator: torch.Generator) -> None:
+    """Ones for a norm, small normal values for a matrix."""
     with torch.no_grad():
         if weight.dim() == 1:
             weight.fill_(1.0)

@@ -41,8 +41,9 @@ class Saving:
     reported: Callable[[], dict[str, float]] = dict
 
 
-def _nothing() -> None:
-    return None
+def nothing() -> None:
+    """A wait for what is over."""
+    return
 
 
 class System(ABC):
@@ -50,10 +51,12 @@ class System(ABC):
 
     ours_to_sync: ClassVar[str]
     """What our fsync adds before a save is durable: `files`, `directories` or `nothing`."""
+    reshards: ClassVar[bool] = True
+    """Whether FSDP2 state can be loaded on another number of ranks."""
 
-    def __init__(self, root: Path, state: State, rank: int, ranks: int) -> None:
+    def __init__(self, root: Path, state: State, rank: int, ranks: int, *, fresh: bool = True) -> None:
         self.root, self.state, self.tree, self.rank, self.ranks = root, state, state.tree, rank, ranks
-        self.fresh = True
+        self.fresh = fresh
         self.open()
         self.fresh = False
 
@@ -101,7 +104,7 @@ class TorchSave(System):
         """Write the file; returns when torch.save has."""
         self.path(step).mkdir(exist_ok=True)
         torch.save(self.tree, self._file(step))
-        return Saving(_nothing, _nothing)
+        return Saving(nothing, nothing)
 
     def load(self, step: int) -> None:
         """Map the file and copy it into the tree."""
@@ -116,7 +119,7 @@ def _copy_into(tree: Tree, loaded: Tree) -> None:
             _copy_into(value, loaded[key])
 
 
-class _Dcp(System):
+class Dcp(System):
     """torch.distributed.checkpoint: async_save and load. fsyncs its files, not the directory."""
 
     ours_to_sync = "directories"
@@ -142,7 +145,7 @@ class _Dcp(System):
         )
         if isinstance(response, AsyncSaveResponse):
             return Saving(response.staging_completion.result, response.upload_completion.result)
-        return Saving(_nothing, response.result)
+        return Saving(nothing, response.result)
 
     def load(self, step: int) -> None:
         """Call dcp.load, which copies into the tensors that it is given."""
@@ -164,29 +167,29 @@ def _host(*, shared: bool, in_background: bool) -> StagingOptions:
     )
 
 
-class DcpThread(_Dcp):
+class DcpThread(Dcp):
     """async_save's default: a writer thread, and a fresh copy of the state at each save."""
 
 
-class DcpThreadReused(_Dcp):
+class DcpThreadReused(Dcp):
     """A writer thread, and one stager whose buffers are reused."""
 
     staging = _host(shared=False, in_background=False)
 
 
-class DcpThreadBackground(_Dcp):
+class DcpThreadBackground(Dcp):
     """A writer thread, and one reused stager that copies in a thread of its own."""
 
     staging = _host(shared=False, in_background=True)
 
 
-class DcpProcess(_Dcp):
+class DcpProcess(Dcp):
     """A writer process, and async_save's default stager."""
 
     kind = AsyncCheckpointerType.PROCESS
 
 
-class DcpProcessReused(_Dcp):
+class DcpProcessReused(Dcp):
     """A writer process, and one stager whose buffers are reused and shared with it."""
 
     kind = AsyncCheckpointerType.PROCESS

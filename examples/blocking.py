@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
 
-    model = GPT(layers=args.layers, width=args.width, length=args.length)
+    model = GPT(layers=args.layers, width=args.width, length=args.length, dropout=0.0)
     state = {"model": model, "optimizer": AdamW(model.parameters())}
     with Checkpointer(args.root) as ckpt:
         if ckpt.load(state, strict=False) is None:  # only what was asked for, not loader, scheduler and generators

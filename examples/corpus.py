@@ -21,27 +21,31 @@ def standard_library() -> Tensor:
 
 
 class Batches:
-    """Endless seeded batches of one rank.
+    """Endless seeded batches, the same ones whatever the number of ranks.
 
-    Each pass over the text cuts it into windows of `length + 1` bytes, shuffles them with (seed, pass) and deals
-    them out to the ranks like cards, so that ranks never see the same window. The position is two integers: that
-    is all a checkpoint has to keep, and what comes next depends on nothing else.
+    Each pass over the text cuts it into windows of `length + 1` bytes, shuffles them with (seed, pass) and deals them out
+    `batch` at a time. All ranks go through these batches together and each takes its part of every one: part `part` of
+    `parts`. So the position, two integers, is the same on all ranks, and a checkpoint of it serves any number of them.
     """
 
-    def __init__(self, text: Tensor, *, batch: int, length: int, rank: int, world: int, seed: int) -> None:
+    def __init__(self, text: Tensor, *, batch: int, length: int, part: int, parts: int, seed: int) -> None:
+        if batch % parts:
+            # The mean of unequal parts' means is not the mean of the batch: training would depend on the number of ranks.
+            raise ValueError(f"{parts} ranks cannot share a batch of {batch} windows equally: choose another --batch")
         self.text, self.batch, self.length = text, batch, length
-        self.rank, self.world, self.seed = rank, world, seed
+        self.part, self.parts, self.seed = part, parts, seed
         self.passes = self.cursor = 0
         self.order = self._shuffled()
         if len(self.order) < batch:
-            raise ValueError(f"{len(text)} bytes are too few for one batch of {batch} x {length} on {world} ranks")
+            raise ValueError(f"{len(text)} bytes are too few for one batch of {batch} x {length}")
 
     def __next__(self) -> tuple[Tensor, Tensor]:
-        """Inputs and the bytes that follow them: two int64 tensors `[batch, length]`."""
+        """Inputs and the bytes that follow them: two int64 tensors `[batch / parts, length]`."""
         if self.cursor + self.batch > len(self.order):
             self.passes, self.cursor = self.passes + 1, 0
             self.order = self._shuffled()
-        starts = self.order[self.cursor : self.cursor + self.batch] * self.length
+        ours = self.order[self.cursor : self.cursor + self.batch]
+        starts = ours[self.part :: self.parts] * self.length
         self.cursor += self.batch
         windows = self.text[starts[:, None] + torch.arange(self.length + 1)].long()
         return windows[:, :-1], windows[:, 1:]
@@ -57,4 +61,4 @@ class Batches:
         # A generator of its own: the order must not depend on what else drew random numbers before.
         generator = torch.Generator().manual_seed(self.seed + self.passes)
         windows = (len(self.text) - 1) // self.length
-        return torch.randperm(windows, generator=generator)[self.rank :: self.world]
+        return torch.randperm(windows, generator=generator)

@@ -99,7 +99,7 @@ class Demo:
 
     def job(self, out: Path, *arguments: str, restarts: int = 0) -> Job:
         shape = ["--layers", str(self.options.layers), "--width", str(self.options.width)]
-        length = ["--steps", str(self.options.steps), "--batch", "3", "--print-every", "4", "--out", str(out)]
+        length = ["--steps", str(self.options.steps), "--batch", "6", "--print-every", "4", "--out", str(out)]
         errors = self.folder / f"{out.name}.stderr"
         return Job(HERE / "train_gpt.py", [*shape, *length, *arguments], errors=errors, restarts=restarts)
 

@@ -7,33 +7,37 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 VOCABULARY = 256  # one token per byte value
+HEAD = 64  # the width of one attention head
 
 
 class Attention(nn.Module):
-    """Causal self-attention over `[batch, length, width]`."""
+    """Causal self-attention over `[batch, length, width]`.
 
-    def __init__(self, width: int, heads: int, dropout: float) -> None:
+    The rows of `qkv` go head by head, and the number of heads is nowhere written down: with some of the rows it computes some
+    of the heads, which is what tensor parallelism needs.
+    """
+
+    def __init__(self, width: int, dropout: float) -> None:
         super().__init__()
-        self.heads = heads
         self.dropout = dropout
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.out = nn.Linear(width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        q, k, v = (part.view(batch, length, self.heads, -1).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
+        batch, length, _ = x.shape
+        q, k, v = self.qkv(x).view(batch, length, -1, 3, HEAD).transpose(1, 2).unbind(3)
         dropout = self.dropout if self.training else 0.0
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout)
-        projected: Tensor = self.out(y.transpose(1, 2).reshape(batch, length, width))
+        projected: Tensor = self.out(y.transpose(1, 2).reshape(batch, length, -1))
         return projected
 
 
 class Block(nn.Module):
     """Attention, then a four times wider MLP, each on a residual stream."""
 
-    def __init__(self, width: int, heads: int, dropout: float) -> None:
+    def __init__(self, width: int, dropout: float) -> None:
         super().__init__()
-        self.attention = nn.Sequential(nn.LayerNorm(width), Attention(width, heads, dropout), nn.Dropout(dropout))
+        self.attention = nn.Sequential(nn.LayerNorm(width), Attention(width, dropout), nn.Dropout(dropout))
         self.mlp = nn.Sequential(
             nn.LayerNorm(width),
             nn.Linear(width, 4 * width),
@@ -51,13 +55,14 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Predicts the next byte: int64 `[batch, length]` -> logits `[batch, length, 256]`."""
 
-    def __init__(self, *, layers: int, width: int, length: int, dropout: float = 0.1) -> None:
+    def __init__(self, *, layers: int, width: int, length: int, dropout: float) -> None:
         super().__init__()
-        if width % 64:
-            raise ValueError(f"width must be a multiple of 64 (the size of a head), not {width}")
+        if width % HEAD:
+            raise ValueError(f"width must be a multiple of {HEAD} (the size of a head), not {width}")
+        self.heads = width // HEAD
         self.tokens = nn.Embedding(VOCABULARY, width)
         self.positions = nn.Embedding(length, width)
-        self.blocks = nn.Sequential(*(Block(width, width // 64, dropout) for _ in range(layers)))
+        self.blocks = nn.Sequential(*(Block(width, dropout) for _ in range(layers)))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, VOCABULARY, bias=False)
         self.apply(_small_weights)

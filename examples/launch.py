@@ -27,19 +27,27 @@ ENVIRONMENT = {
 
 
 class Job:
-    """One torchrun job of two ranks. Iterating over it yields what the ranks print, until the job ends. Use it with `with`.
+    """One torchrun job. Iterating over it yields what the ranks print, until the job ends. Use it with `with`.
 
     Args:
         script, arguments: what each rank runs.
         errors: file for stderr, where torchrun also writes.
+        ranks: how many processes.
         restarts: how often torchrun starts all ranks again after one has died.
         seconds: after this time the job is killed, and iterating raises.
     """
 
     def __init__(
-        self, script: Path, arguments: Sequence[str], *, errors: Path, restarts: int = 0, seconds: float = 300.0
+        self,
+        script: Path,
+        arguments: Sequence[str],
+        *,
+        errors: Path,
+        ranks: int = 2,
+        restarts: int = 0,
+        seconds: float = 300.0,
     ) -> None:
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         command = [*torchrun, "--max-restarts", str(restarts), str(script), *arguments]
         self.errors = errors
         with errors.open("w") as stderr:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from checkpointd_client import SaveHandle
+from parallel import whole
 
 
 class RunLog:
@@ -84,10 +85,13 @@ def _write(file: TextIO, entry: Mapping[str, object]) -> None:
 
 
 def tensor_digests(state: object, name: str = "") -> Iterator[tuple[str, str]]:
-    """Walk modules, optimizers and state_dicts; yield every leaf's name and the digest of its exact bits."""
+    """Walk modules, optimizers and state_dicts; yield every leaf's name and the digest of its exact bits.
+
+    Of a sharded tensor it is the digest of the whole, so all ranks must walk together.
+    """
     tree = state.state_dict() if hasattr(state, "state_dict") else state
     if isinstance(tree, Tensor):
-        raw = tree.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        raw = whole(tree.detach()).contiguous().reshape(-1).view(torch.uint8).numpy().data
         yield name, f"{tree.dtype} {list(tree.shape)} {hashlib.sha256(raw).hexdigest()}"
     elif isinstance(tree, Mapping):
         for key, value in tree.items():

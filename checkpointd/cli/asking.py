@@ -27,11 +27,12 @@ def ask(root: str, question: Callable[[Store], Awaitable[T]]) -> T:
 
 async def _ask(root: str, question: Callable[[Store], Awaitable[T]]) -> T:
     async with open_store(root) as store:
-        _check_root(store)
+        check_root(store)
         return await question(store)
 
 
-def _check_root(store: Store) -> None:
+def check_root(store: Store) -> None:
+    """NotFoundError where there is no such root, UsageError where it cannot be one that a command looks at."""
     if not store.capabilities.shared:
         raise UsageError(f"{store.url} lives in the process that made it alone: there is nothing to see from here")
     if not os.path.lexists(store.url):

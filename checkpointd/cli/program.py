@@ -16,7 +16,12 @@ from checkpointd import __version__
 from checkpointd.cli import failures
 from checkpointd.errors import CheckpointdError
 
-COMMANDS = ("list", "inspect", "verify", "status", "explain", "recover", "gc", "delete", "serve", "doctor", "consolidate")
+COMMANDS = (
+    *("list", "inspect", "verify", "status", "explain", "recover", "gc", "delete", "serve", "doctor"),
+    *("consolidate", "import", "export"),
+)
+MODULES = {"import": "importing", "export": "exporting"}
+"""Commands whose module has another name: Python's own word for the first, and the second beside it."""
 
 EPILOG = (
     "ROOT is the directory that the job was given; it may be left out where CHECKPOINTD_ROOT names it. "
@@ -34,7 +39,7 @@ class Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        command: click.Command = import_module(f"checkpointd.cli.{cmd_name}").command
+        command: click.Command = import_module(f"checkpointd.cli.{MODULES.get(cmd_name, cmd_name)}").command
         return command
 
 

@@ -21,7 +21,11 @@ MOODS: dict[str, Mood] = {"whole": "good", "damaged": "bad", "removed": "quiet"}
 
 @click.command("verify", short_help="Read checkpoints whole and check every byte.")
 @places("[ROOT] [TAG]")
-@click.option("--record", is_flag=True, help="Leave a record in what is whole: retention keeps the newest such checkpoint.")
+@click.option(
+    "--record",
+    is_flag=True,
+    help="Leave a record in what is whole, and none in what is not: retention keeps the newest that has one.",
+)
 @as_json()
 def command(places: tuple[str, ...], record: bool, as_json: bool) -> int:
     """Read checkpoint TAG, or all at ROOT, and check every byte along the chain of digests.

@@ -16,7 +16,7 @@ NDIM_MAX = 1000
 """More dimensions than any tensor has: the size of a shape is a product, and costs time in proportion to its square."""
 
 
-class Box(msgspec.Struct, frozen=True, array_like=True):
+class Box(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The rectangle `[offsets, offsets + sizes)` of a global tensor, in elements."""
 
     offsets: tuple[int, ...]

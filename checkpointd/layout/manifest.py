@@ -2,6 +2,9 @@
 
 The chain of digests: outcome -> votes -> indexes -> chunks, and votes -> plans. Small objects are JSON; an index is msgpack
 (measured against JSON in `benchmarks/index.py`). Each object begins with its format and version; an unknown one is refused.
+
+Types of which there are millions are left out of the garbage collector's care (`gc=False`): they can be in no cycle, and to
+look for one takes longer than to decode them.
 """
 
 from __future__ import annotations
@@ -67,7 +70,7 @@ class Epoch(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpo
     writer: Writer
 
 
-class PlanTensor(msgspec.Struct, frozen=True, array_like=True):
+class PlanTensor(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One part of one tensor that a rank writes."""
 
     fqn: str
@@ -99,7 +102,7 @@ class ObjectRef(_Object, frozen=True, kw_only=True, omit_defaults=True):
         return f"{self.held_by or prefix}/{self.name}"
 
 
-class Chunk(msgspec.Struct, frozen=True, array_like=True):
+class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A run of whole elements of one box, row-major. Sizes and offsets in bytes."""
 
     object: int
@@ -114,7 +117,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     """xxh3-128 of the raw bytes, 16 bytes, big-endian."""
 
 
-class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
+class TensorEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Where the bytes of one box of one tensor lie; the chunks follow each other in the box, row-major."""
 
     fqn: str

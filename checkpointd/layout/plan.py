@@ -1,12 +1,104 @@
-"""Who writes what: checks that the parts the ranks wrote are the whole, each element exactly once."""
+"""Who writes what: checks that the parts the ranks wrote are the whole, each element exactly once.
+
+A thousand ranks with thousands of tensors each name millions of parts. So a plan is taken in one at a time, as a `Listing` that
+is numbers, and the numbers of all ranks are compared tensor by tensor.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from checkpointd.layout.boxes import tiling_fault
+import numpy as np
+from numpy.typing import NDArray
+
+from checkpointd.layout.boxes import NDIM_MAX, Box, tiling_fault
 from checkpointd.layout.manifest import Index, Plan, PlanTensor
+
+Numbers = NDArray[np.int64]
+Named = tuple[str, str, tuple[int, ...]]
+"""FQN, dtype and shape."""
+
+_FEW = 16
+"""So few boxes are compared one by one faster than as arrays."""
+_COUNT_MAX = 1 << 44
+"""Elements of a tensor up to which sums over all boxes of all ranks cannot overflow."""
+
+
+@dataclass(slots=True)
+class Names:
+    """What plans say of tensors, each once and by number, however many ranks say the same."""
+
+    by_number: list[Named] = field(default_factory=list)
+    _numbers: dict[Named, int] = field(default_factory=dict)
+
+    def number(self, named: Named) -> int:
+        """The number of `named`, a new one where it was not met before."""
+        found = self._numbers.setdefault(named, len(self.by_number))
+        if found == len(self.by_number):
+            self.by_number.append(named)
+        return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Listing:
+    """A plan as it is compared with others.
+
+    `tensors`: the number in `Names` of each part of scope global, in the plan's order; `places`: offsets and then sizes of each
+    such box, one after the other. `fault`: FQN and words where the plan is wrong whatever the others say.
+    """
+
+    tensors: Numbers
+    places: Numbers
+    fault: tuple[str, str] | None = None
+
+    @staticmethod
+    def of(plan: Plan, names: Names) -> Listing:
+        """The listing of `plan`; what was not met before is added to `names`."""
+        numbers: list[int] = []
+        places: list[int] = []
+        own: dict[str, list[PlanTensor]] = defaultdict(list)
+        for part in plan.tensors:
+            if part.scope == "rank":
+                own[part.fqn].append(part)
+                continue
+            offsets, sizes = part.box.offsets, part.box.sizes
+            if not len(offsets) == len(sizes) == len(part.shape):
+                return _faulty(part.fqn, tiling_fault(part.shape, [part.box]) or "")
+            numbers.append(names.number((part.fqn, part.dtype, part.shape)))
+            places += offsets
+            places += sizes
+        for fqn, parts in own.items():
+            if (fault := _own_fault(parts)) is not None:
+                return _faulty(fqn, fault)
+        try:
+            return Listing(np.array(numbers, np.int64), np.array(places, np.int64))
+        except OverflowError:
+            return _faulty(*_beyond(plan))
+
+
+def _faulty(fqn: str, words: str) -> Listing:
+    nothing = np.zeros(0, np.int64)
+    return Listing(nothing, nothing, (fqn, words))
+
+
+def _own_fault(parts: Sequence[PlanTensor]) -> str | None:
+    first = parts[0]
+    for part in parts:
+        if (part.dtype, part.shape) != (first.dtype, first.shape):
+            return f"is {first.dtype}{list(first.shape)} and {part.dtype}{list(part.shape)}"
+    return tiling_fault(first.shape, [part.box for part in parts])
+
+
+def _beyond(plan: Plan) -> tuple[str, str]:
+    """The part with a number that no tensor has."""
+    limits = np.iinfo(np.int64)
+    for part in plan.tensors:
+        if any(not limits.min <= value <= limits.max for value in (*part.box.offsets, *part.box.sizes)):
+            return part.fqn, tiling_fault(part.shape, [part.box]) or f"no tensor has the shape {list(part.shape)}"
+    raise AssertionError("unreachable")
 
 
 def union_fault(plans: Mapping[int, Plan]) -> str | None:
@@ -14,32 +106,94 @@ def union_fault(plans: Mapping[int, Plan]) -> str | None:
 
     A rank-scoped tensor must be covered by its own rank; a global one by all ranks together, under one dtype and shape.
     """
-    shared: dict[str, list[tuple[int, PlanTensor]]] = defaultdict(list)
-    for rank, plan in plans.items():
-        own: dict[str, list[tuple[int, PlanTensor]]] = defaultdict(list)
-        for part in plan.tensors:
-            (own if part.scope == "rank" else shared)[part.fqn].append((rank, part))
-        fault = _first_fault(own)
-        if fault:
-            return fault
-    return _first_fault(shared)
+    names = Names()
+    return listings_fault({rank: Listing.of(plan, names) for rank, plan in plans.items()}, names)
 
 
-def _first_fault(groups: Mapping[str, list[tuple[int, PlanTensor]]]) -> str | None:
-    return next(filter(None, (_group_fault(fqn, parts) for fqn, parts in groups.items())), None)
+def listings_fault(listings: Mapping[int, Listing], names: Names) -> str | None:
+    """The same for plans that were taken in before."""
+    for rank, listing in listings.items():
+        if listing.fault is not None:
+            fqn, words = listing.fault
+            return f"{fqn} (ranks [{rank}]): {words}"
+    parts = _by_tensor(listings, names)
+    return _other_tensor(parts, names) or next(filter(None, (_fault(names.by_number[n], parts[n]) for n in parts)), None)
 
 
-def _group_fault(fqn: str, parts: list[tuple[int, PlanTensor]]) -> str | None:
-    ranks = sorted({rank for rank, _ in parts})
-    first = parts[0][1]
-    for rank, part in parts:
-        if (part.dtype, part.shape) != (first.dtype, first.shape):
-            return (
-                f"{fqn} is {first.dtype}{list(first.shape)} on rank {parts[0][0]} "
-                f"and {part.dtype}{list(part.shape)} on rank {rank}"
-            )
-    fault = tiling_fault(first.shape, [part.box for _, part in parts])
-    return f"{fqn} (ranks {ranks}): {fault}" if fault else None
+@dataclass(frozen=True, slots=True, eq=False)
+class _Parts:
+    """Boxes of one tensor: row i of `places` is of rank `ranks[i]`."""
+
+    ranks: Numbers
+    places: Numbers
+
+
+def _by_tensor(listings: Mapping[int, Listing], names: Names) -> dict[int, list[_Parts]]:
+    """All boxes by the number of their tensor. Ranks that list the same tensors in the same order are taken together."""
+    alike: dict[bytes, list[int]] = defaultdict(list)
+    for rank, listing in listings.items():
+        alike[listing.tensors.tobytes()].append(rank)
+    found: dict[int, list[_Parts]] = defaultdict(list)
+    for group in alike.values():
+        ranks, table = np.array(group, np.int64), np.stack([listings[rank].places for rank in group])
+        at = 0
+        for number in listings[group[0]].tensors.tolist():
+            width = 2 * len(names.by_number[number][2])
+            found[number].append(_Parts(ranks, table[:, at : at + width]))
+            at += width
+    return found
+
+
+def _other_tensor(parts: Mapping[int, Sequence[_Parts]], names: Names) -> str | None:
+    """Where ranks call different tensors by one FQN."""
+    numbers: dict[str, list[int]] = defaultdict(list)
+    for number in parts:
+        numbers[names.by_number[number][0]].append(number)
+    for fqn, several in numbers.items():
+        if len(several) > 1:
+            firsts = sorted((min(int(some.ranks.min()) for some in parts[number]), number) for number in several)
+            (rank, number), (other, another) = firsts[:2]
+            (_, dtype, shape), (_, dtype2, shape2) = names.by_number[number], names.by_number[another]
+            return f"{fqn} is {dtype}{list(shape)} on rank {rank} and {dtype2}{list(shape2)} on rank {other}"
+    return None
+
+
+def _fault(named: Named, several: Sequence[_Parts]) -> str | None:
+    fqn, _, shape = named
+    places = np.concatenate([parts.places for parts in several])
+    if len(places) > _FEW and _is_grid(shape, places):
+        return None
+    ndim = len(shape)
+    fault = tiling_fault(shape, [Box(tuple(row[:ndim]), tuple(row[ndim:])) for row in places.tolist()])
+    if fault is None:
+        return None
+    ranks = sorted({rank for parts in several for rank in parts.ranks.tolist()})
+    return f"{fqn} (ranks {ranks}): {fault}"
+
+
+def _is_grid(shape: tuple[int, ...], places: Numbers) -> bool:
+    """Whether the boxes are the cells of a grid over a tensor of `shape`, each once; what other tilings there are is not told.
+
+    Cuts along one or several dimensions make a grid, and so do the slices of replicas.
+    """
+    ndim, total = len(shape), math.prod(shape)
+    if not 0 < ndim <= NDIM_MAX or not 0 < total <= _COUNT_MAX:
+        return False
+    whole, offsets, sizes = np.array(shape, np.int64), places[:, :ndim], places[:, ndim:]
+    if not ((offsets >= 0) & (sizes >= 0) & (sizes <= whole) & (offsets <= whole - sizes)).all():
+        return False
+    filled = (sizes > 0).all(axis=1)
+    offsets, sizes = offsets[filled], sizes[filled]
+    if int(sizes.prod(axis=1).sum()) != total:
+        return False
+    cells = np.zeros(len(offsets), np.int64)
+    for dim in range(ndim):
+        starts, first, row = np.unique(offsets[:, dim], return_index=True, return_inverse=True)
+        lengths = sizes[first, dim]
+        if (lengths[row] != sizes[:, dim]).any() or (starts[:-1] + lengths[:-1] > starts[1:]).any():
+            return False
+        cells = np.unique(cells * len(starts) + row, return_inverse=True)[1]  # numbered anew, so that they stay small
+    return len(np.unique(cells)) == len(offsets)
 
 
 def cover_fault(plan: Plan, index: Index) -> str | None:

@@ -77,7 +77,7 @@ class WriterState:
 
 class Attempt:
     """One attempt on one rank. `on_phase` is called at every change of phase, `on_free` when the snapshot is not read any more;
-    both on the writer's thread.
+    both on the writer's thread. `may_commit` is asked before the coordinator puts a commit, which waits until it says yes.
     """
 
     def __init__(
@@ -89,6 +89,7 @@ class Attempt:
         progress: Progress | None = None,
         on_phase: Callable[[Phase], None] = lambda _: None,
         on_free: Callable[[], None] = lambda: None,
+        may_commit: Callable[[], bool] = lambda: True,
     ) -> None:
         self.info = info
         self.phase = Phase.STAGING
@@ -99,9 +100,11 @@ class Attempt:
         self._deadline = deadline
         self._on_phase = on_phase
         self._on_free = on_free
+        self._may_commit = may_commit
         self._ballot = Ballot(state.store, info.tag, info.attempt)
         self._own_error: BaseException | None = None
         self._fenced: FencedError | None = None
+        self._given_up: Decision | None = None
         self._hopeless: CheckpointdError | None = None
         self._doubted: Decision | None = None
         """The abort that this rank asks for at every look, since its own yes vote may be there or not."""
@@ -115,6 +118,11 @@ class Attempt:
         if self.info.rank != COORDINATOR:
             return None
         return tuple(rank for rank in range(self.info.world_size) if rank not in self._ballot.votes)
+
+    def give_up(self, why: str) -> None:
+        """End this attempt as if its deadline had passed, for the reason `why`. On the writer's thread."""
+        self._given_up = Decision(ErrorReport(code="AbortedError", message=why, phase="vote"))
+        self._deadline = asyncio.get_running_loop().time()
 
     async def run(self, staged: Awaitable[Shard]) -> None:
         """Persist what `staged` gives, vote, and follow the attempt to its outcome.
@@ -290,7 +298,7 @@ class Attempt:
             return await self._seen()
         await self._ballot.gather(entries)
         decision = self._ballot.decide(self.info.world_size)
-        if decision is None:
+        if decision is None or (decision.commit and not self._may_commit()):
             return None
         if decision.commit:
             decision = await self._state.plans.fault(self._ballot.votes) or decision
@@ -337,6 +345,8 @@ class Attempt:
     async def _too_late(self) -> Decision:
         if self._fenced is not None:
             return Decision(ErrorReport(code="FencedError", message=str(self._fenced), phase="vote"), (self.info.rank,))
+        if self._given_up is not None:
+            return self._given_up
         entries = await self._store.list(self.info.prefix)
         missing = missing_ranks(entries, self.info.world_size)
         if not missing:

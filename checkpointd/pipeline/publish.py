@@ -11,19 +11,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from checkpointd.commit.decide import Decision, decide, is_stale, unshared
 from checkpointd.errors import DamagedError, NotFoundError
 from checkpointd.layout.keys import OUTCOME, AttemptId, attempt_prefix, is_bulk, object_rank, vote_name, vote_rank
-from checkpointd.layout.manifest import Outcome, Plan, Vote, VoteRef, decode, digest, encode
-from checkpointd.layout.plan import union_fault
+from checkpointd.layout.manifest import Outcome, Vote, VoteRef, decode, digest, encode
+from checkpointd.layout.plan import Listing, Names, listings_fault
 from checkpointd.pipeline import catalog
 from checkpointd.pipeline.identity import writer
 from checkpointd.pipeline.shard import AttemptInfo
+from checkpointd.pipeline.workers import run_workers
 from checkpointd.store.base import Entry, Store
 
 RECOVERY = -1
 """`decided_by` of an outcome that no rank of the attempt put."""
+READS = 16
+"""So many votes, or plans, are read at once: a store far away answers each of thousands only after a while."""
 
 
 @dataclass(slots=True)
@@ -42,10 +46,8 @@ class Ballot:
 
     async def gather(self, entries: list[Entry]) -> None:
         """Read the votes among `entries` that were not read before."""
-        for entry in entries:
-            rank = vote_rank(entry.name)
-            if rank is not None and rank not in self.votes:
-                await self._read(rank)
+        ranks = {rank for entry in entries if (rank := vote_rank(entry.name)) is not None} - self.votes.keys()
+        await run_workers([partial(self._read, rank) for rank in sorted(ranks)], READS, lambda: None)
 
     async def _read(self, rank: int) -> None:
         key = f"{self.prefix}/{vote_name(rank)}"
@@ -67,32 +69,32 @@ class PlanCheck:
     """Whether the plans that the votes name are whole together; remembered, since plans rarely change."""
 
     store: Store
-    _plans: dict[str, Plan] = field(default_factory=dict)
+    _names: Names = field(default_factory=Names)
+    _listings: dict[str, Listing] = field(default_factory=dict)
     _whole: set[tuple[str, ...]] = field(default_factory=set)
 
     async def fault(self, votes: Mapping[int, Vote | None]) -> Decision | None:
         """The abort that the plans call for, or None."""
-        digests = tuple((vote.plan or "") if vote else "" for _, vote in sorted(votes.items()))
+        ranks = sorted(votes)
+        digests = tuple((vote.plan or "") if (vote := votes[rank]) else "" for rank in ranks)
         if digests in self._whole:
             return None
+        found = dict(self._listings)
         try:
-            plans = {rank: await self._plan(name) for rank, name in zip(sorted(votes), digests, strict=True)}
+            await run_workers([partial(self._take, name, found) for name in dict.fromkeys(digests)], READS, lambda: None)
         except (NotFoundError, DamagedError) as error:
             return unshared(str(error))
-        fault = union_fault(plans)
+        fault = listings_fault({rank: found[name] for rank, name in zip(ranks, digests, strict=True)}, self._names)
         if fault:
             return unshared(fault)
         # Two attempts may be checked at once, so nothing that the other needs lies in what is replaced here.
         self._whole = {digests}
-        self._plans = {name: plans[rank] for rank, name in zip(sorted(votes), digests, strict=True)}
+        self._listings = {name: found[name] for name in digests}
         return None
 
-    async def _plan(self, name: str) -> Plan:
-        known = self._plans.get(name)
-        if known is not None:
-            return known
-        self._plans[name] = plan = await catalog.read_plan(self.store, name)
-        return plan
+    async def _take(self, name: str, found: dict[str, Listing]) -> None:
+        if name not in found:
+            found[name] = Listing.of(await catalog.read_plan(self.store, name), self._names)
 
 
 async def put_outcome(store: Store, outcome: Outcome) -> Outcome:

@@ -6,7 +6,7 @@ Invariants
   P3  Memory beside the image stays below `budget_bytes`.
   P4  Once the yes vote was tried, nothing that it names is removed by this rank.
   P5  An object of an attempt is written once; a key that exists already is an error, never overwritten. Where what a shard
-      refers to turns out to be going, before the vote, its own objects are removed and all of it is written.
+      refers to turns out to be going, or damaged, before the vote, its own objects are removed and all of it is written.
   P6  A hand removes its own objects alone, and those only where this rank's vote does not name them. Where another hand may
       have voted (`AttemptInfo.handed`), the vote that stands is this rank's word, whoever put it.
 """
@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 
+from checkpointd.config import LoadConfig
 from checkpointd.errors import (
     ERRORS,
     AbortedError,
@@ -43,7 +44,7 @@ from checkpointd.pipeline.files import write_files
 from checkpointd.pipeline.identity import writer
 from checkpointd.pipeline.rates import KnownPlan
 from checkpointd.pipeline.shard import AttemptInfo
-from checkpointd.pipeline.unchanged import lost, referred, trained
+from checkpointd.pipeline.unchanged import damaged, lost, referred, trained
 from checkpointd.store.base import Store
 
 log = logging.getLogger("checkpointd")
@@ -80,13 +81,23 @@ class _Stored:
 async def _stored(job: Persist, plan: KnownPlan) -> _Stored:
     """The shard, durable, with references that hold until its attempt has an outcome (X3 in `unchanged.py`)."""
     stored = await _written(job, plan)
-    why = await lost(job.store, stored.index)
+    why = await lost(job.store, stored.index) or await _damaged(job, stored.index)
     if why is None:
         return stored
-    log.warning("%s: %s, which rank %d had referred to: it writes everything anew", job.info.prefix, why, job.info.rank)
+    log.warning("%s: rank %d, which had referred to it, writes everything anew: %s", job.info.prefix, job.info.rank, why)
     await drop_shard(job.store, job.info)
     job.progress.raw_done = job.progress.stored = 0
     return await _written(replace(job, config=replace(job.config, dedup=False)), plan)
+
+
+async def _damaged(job: Persist, index: Index) -> str | None:
+    if job.base is None or job.base.is_read:
+        return None
+    config = LoadConfig(block_bytes=job.config.block_bytes, budget_bytes=job.config.budget_bytes)
+    try:
+        return await damaged(job.store, job.info.prefix, index, config, lambda _: job.check_stop())
+    except StoreError as error:
+        return f"what is unchanged cannot be read: {error}"
 
 
 async def _written(job: Persist, plan: KnownPlan) -> _Stored:

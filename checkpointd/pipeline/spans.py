@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -37,11 +38,18 @@ class Span:
         return image[self.offset : self.offset + self.nbytes]
 
 
+PARTS_CHUNKS = 16
+"""A box of a tensor that ranks hold together is cut into about so many chunks at least: whoever reads it in another layout
+needs a part of it, and reads whole chunks."""
+PARTS_CHUNK_BYTES_MIN = 256 << 10
+"""They are no smaller for it: each chunk costs an entry in the index, and a call for whoever reads it alone."""
+
+
 def spans_of(tensors: Iterable[ShardTensor], chunk_bytes: int) -> list[Span]:
     """The chunks of `tensors` in order: whole elements, at most `chunk_bytes` each."""
     spans = []
     for tensor in tensors:
-        step = max(chunk_bytes // tensor.itemsize, 1) * tensor.itemsize
+        step = _chunk_bytes(tensor, chunk_bytes)
         spans += [Span(tensor, start, min(step, tensor.nbytes - start)) for start in range(0, tensor.nbytes, step)]
     return spans
 
@@ -52,6 +60,16 @@ class Sized(Protocol):
 
 
 S = TypeVar("S", bound=Sized)
+
+
+def _chunk_bytes(tensor: ShardTensor, chunk_bytes: int) -> int:
+    """How large the chunks of `tensor` are: what ranks hold together is cut between rows, where these are short enough."""
+    unit = tensor.itemsize
+    if tensor.scope == "global":
+        chunk_bytes = min(chunk_bytes, max(tensor.nbytes // PARTS_CHUNKS, PARTS_CHUNK_BYTES_MIN))
+        row_bytes = math.prod(tensor.box.sizes[1:]) * unit
+        unit = row_bytes if 0 < row_bytes <= chunk_bytes else unit
+    return max(chunk_bytes // unit, 1) * unit
 
 
 def grouped(spans: Iterable[S], nbytes: int) -> list[list[S]]:

@@ -9,23 +9,26 @@ Invariants
       only what none names (G6 in `collect.py`). So one of the two sees the other, whatever runs at the same time: another
       collection, a save of the same tag, retention, a newer epoch's recovery, another hand. Which checkpoint the references
       were taken from does not matter then; it may be gone.
+  X4  What an earlier process wrote is read and verified before the first vote that stands on references to it. It may be
+      damaged, which is what jobs are restarted for: every checkpoint from then on would be damaged in the same place.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
 from checkpointd.commit.retention import Order
+from checkpointd.config import LoadConfig
 from checkpointd.errors import CheckpointdError, DamagedError, FormatError, NotFoundError
 from checkpointd.layout import tree
 from checkpointd.layout.boxes import Box
 from checkpointd.layout.keys import OUTCOME, mark_number
 from checkpointd.layout.manifest import Chunk, Index, ObjectRef, Scope, TensorEntry, Trained
 from checkpointd.pipeline import catalog
-from checkpointd.pipeline.load import read_index
+from checkpointd.pipeline.load import Wanted, chunk_starts, read_chunks, read_index
 from checkpointd.pipeline.marks import standing_mark
 from checkpointd.pipeline.shard import AttemptInfo, ShardTensor
 from checkpointd.store.base import Store
@@ -51,15 +54,18 @@ class Base:
     objects: tuple[ObjectRef, ...]
     chunks: Mapping[Part, Mapping[int, Chunk]]
     """By part, by the chunk's first byte in it."""
+    is_read: bool = True
+    """Whether this process wrote what it holds, or has read it (X4)."""
 
     @staticmethod
-    def of(index: Index, order: Order) -> Base:
+    def of(index: Index, order: Order, *, is_read: bool = True) -> Base:
         """The base that a committed `index` makes."""
         prefix = f"{index.tag}/{index.attempt}"
         objects = tuple(
             ref if ref.held_by else ObjectRef(name=ref.name, size=ref.size, held_by=prefix) for ref in index.objects
         )
-        return Base(prefix, order, index.step, objects, {_part(entry): _by_start(entry) for entry in index.tensors})
+        chunks = {_part(entry): _by_start(entry) for entry in index.tensors}
+        return Base(prefix, order, index.step, objects, chunks, is_read)
 
     def held(self, tensor: ShardTensor, start: int, nbytes: int) -> Held | None:
         """What was there at the place of the `nbytes` bytes of `tensor` from `start` on; None where nothing of that length."""
@@ -108,7 +114,7 @@ async def _stored_base(store: Store, info: AttemptInfo) -> Base | None:
     if checkpoint.attempt.epoch > info.attempt.epoch:
         return None  # this writer is a zombie: what a newer epoch does is not its to build on
     await store.settle(f"{checkpoint.prefix}/{OUTCOME}")
-    return Base.of(await read_index(store, checkpoint, info.rank), checkpoint.outcome.order)
+    return Base.of(await read_index(store, checkpoint, info.rank), checkpoint.outcome.order, is_read=False)
 
 
 # --- references -------------------------------------------------------------------------------------------------
@@ -129,6 +135,18 @@ async def lost(store: Store, index: Index) -> str | None:
         if fault:
             return fault
     return None
+
+
+async def damaged(store: Store, prefix: str, index: Index, config: LoadConfig, on_bytes: Callable[[int], None]) -> str | None:
+    """Why `index`, of the attempt `prefix`, must not be voted for: a chunk of an older attempt that is not what it was (X4)."""
+    wanted = [
+        Wanted(index.objects[chunk.object].key(prefix), index.rank, entry, chunk, start)
+        for entry in index.tensors
+        for start, chunk in chunk_starts(entry)
+        if index.objects[chunk.object].held_by
+    ]
+    found = await read_chunks(store, wanted, config, on_bytes)
+    return str(found[0]) if found else None
 
 
 async def _fault(store: Store, prefix: str, refs: Iterable[ObjectRef]) -> str | None:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import msgspec
 
 from checkpointd.config import LoadConfig
-from checkpointd.errors import CheckpointdError, DamagedError, FormatError, NotFoundError, StoreError
+from checkpointd.errors import ERRORS, CheckpointdError, DamagedError, FormatError, NotFoundError, StoreError
 from checkpointd.layout import tree
 from checkpointd.layout.files import check_files, pieces_of
 from checkpointd.layout.keys import OUTCOME, VERIFIED, plan_key, vote_name
 from checkpointd.layout.manifest import Index, Plan, PlanTensor, Verified, Vote, encode
-from checkpointd.layout.plan import cover_fault, union_fault
+from checkpointd.layout.plan import Listing, Names, cover_fault, listings_fault
 from checkpointd.pipeline.catalog import Checkpoint, read_plan, read_vote
 from checkpointd.pipeline.identity import writer
 from checkpointd.pipeline.load import read_index, read_tensors
@@ -67,14 +67,15 @@ async def verify(
         verdict.bytes_read += nbytes
         on_bytes(nbytes)
 
-    stored: dict[int, Plan] = {}
+    names, stored = Names(), dict[int, Listing]()
     for rank in range(checkpoint.outcome.world_size):
         try:
-            stored[rank] = await _verify_rank(store, checkpoint, rank, config, count, verdict.damage)
+            plan = await _verify_rank(store, checkpoint, rank, config, count, verdict.damage)
+            stored[rank] = Listing.of(plan, names)
         except (DamagedError, NotFoundError, StoreError) as error:
             verdict.damage.append(Damage.of(error, rank))
     if len(stored) == checkpoint.outcome.world_size:
-        verdict.damage.extend(_union_damage(checkpoint, stored))
+        verdict.damage.extend(_union_damage(checkpoint, listings_fault(stored, names)))
     return verdict
 
 
@@ -95,13 +96,18 @@ async def verify_ranks(
     return damage
 
 
-async def record_whole(store: Store, checkpoint: Checkpoint, verdict: Verdict) -> None:
-    """Leave the record that `checkpoint` was found whole; where the root cannot be written, there is none."""
-    record = Verified(nbytes=verdict.bytes_read, writer=writer())
+async def record_verdict(store: Store, checkpoint: Checkpoint, verdict: Verdict) -> None:
+    """Leave the record that `checkpoint` was found whole, or take it back where it is damaged now: retention must not keep it
+    instead of one that is whole. Where the root cannot be written, or be read, all stays as it was.
+    """
+    key = f"{checkpoint.prefix}/{VERIFIED}"
     try:
-        await store.put_if_absent(f"{checkpoint.prefix}/{VERIFIED}", encode(record))
+        if verdict.whole:
+            await store.put_if_absent(key, encode(Verified(nbytes=verdict.bytes_read, writer=writer())))
+        elif any(issubclass(ERRORS.get(damage.code, DamagedError), DamagedError | NotFoundError) for damage in verdict.damage):
+            await store.delete(key)
     except StoreError as error:
-        log.info("%s was found whole; that cannot be recorded: %s", checkpoint.prefix, error)
+        log.info("%s: what verifying it has shown cannot be recorded: %s", checkpoint.prefix, error)
 
 
 async def _verify_rank(
@@ -137,9 +143,8 @@ def _check_tree(index: Index, key: str) -> None:
         pieces_of(file, sizes)
 
 
-def _union_damage(checkpoint: Checkpoint, stored: Mapping[int, Plan]) -> Iterator[Damage]:
+def _union_damage(checkpoint: Checkpoint, fault: str | None) -> Iterator[Damage]:
     """The coordinator let no such checkpoint pass; it may have been put together since."""
-    fault = union_fault(stored)
     if fault is not None:
         message = f"the ranks of {checkpoint.tag} did not store one whole state: {fault}"
         yield Damage.of(FormatError(message, key=f"{checkpoint.prefix}/{OUTCOME}"))

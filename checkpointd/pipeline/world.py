@@ -148,7 +148,14 @@ async def read_boxes(
     objects; chunks that are whole were handed over all the same. Raises NotFoundError where a tensor or a rank does not exist,
     FormatError where a box does not lie in its tensor, StoreError where the storage fails.
     """
-    gaps, reads = [], _Reads(world)
+    gaps, wanted = plan_reads(world, wants)
+    return gaps + await read_chunks(store, wanted, config, on_bytes)
+
+
+def plan_reads(world: World, wants: Iterable[Want]) -> tuple[list[DamagedError], Iterable[Wanted]]:
+    """What of `wants` no rank stored whole, and the chunks that the others need; raises as `read_boxes` does."""
+    gaps: list[DamagedError] = []
+    reads = _Reads(world)
     for want in wants:
         parts = _parts(world, want)
         gap = _gap(want, parts)
@@ -156,7 +163,7 @@ async def read_boxes(
             reads.add(want, parts)
         else:
             gaps.append(gap)
-    return gaps + await read_chunks(store, reads, config, on_bytes)
+    return gaps, reads
 
 
 def gaps(world: World, wants: Iterable[Want]) -> list[DamagedError]:

@@ -22,7 +22,8 @@ class Content:
     """`entries`: dtype and global shape of every stored tensor; `owners`: of those that are one rank's own, whose is read.
 
     `left`: FQNs of what the saving ranks had different values of, and which is in the tree no more. `elsewhere`: what only some
-    of the saving ranks had, and which may be another rank's again.
+    of the saving ranks had, and which may be another rank's again. `among_many`: it is what all saving ranks had, and there are
+    several to load it, so that what one of them has no place for may be another's.
     """
 
     root: tree.Node
@@ -32,6 +33,7 @@ class Content:
     excluded: tuple[str, ...]
     left: frozenset[str] = frozenset()
     elsewhere: frozenset[str] = frozenset()
+    among_many: bool = False
 
 
 def own_content(world: World, rank: int) -> Content:
@@ -74,6 +76,7 @@ def merged_content(world: World, *, keep: int | None, alone: bool) -> Content:
         excluded=tuple(sorted({fqn for index in world.indexes.values() for fqn in index.excluded})),
         left=frozenset(merging.left),
         elsewhere=frozenset() if alone else frozenset(merging.partial),
+        among_many=not alone,
     )
 
 

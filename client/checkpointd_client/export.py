@@ -59,7 +59,7 @@ def consolidate(
     container: Container = TorchFile()
     if format == "safetensors":
         container = Safetensors(out, byte_count(max_shard_size, "max_shard_size"))
-    return _run(root, lambda store: exporting.consolidate(store, out, container, request, on_progress))
+    return run_on_store(root, lambda store: exporting.consolidate(store, out, container, request, on_progress))
 
 
 def state_dict_from_checkpoint(
@@ -77,7 +77,7 @@ def state_dict_from_checkpoint(
             raise NotFoundError(f"there is no {LATEST} at {store.url}: name a tag")
         return await read_world(store, await catalog.find(store, name), LoadConfig())
 
-    world = _run(root, look)
+    world = run_on_store(root, look)
     return StateDict(root, world, {tensor.name: tensor for tensor in select(world, only, rank).names})
 
 
@@ -129,7 +129,7 @@ class StateDict(Mapping[str, torch.Tensor]):
     def _read(self, source: Source) -> torch.Tensor:
         made = empty(source.shape, DTYPES[source.dtype], torch.device("cpu"))
         want = Want(source.fqn, whole(source.shape), _filling(made), source.rank)
-        damage = _run(self._root, lambda store: read_boxes(store, self._world, [want], LoadConfig()))
+        damage = run_on_store(self._root, lambda store: read_boxes(store, self._world, [want], LoadConfig()))
         if damage:
             raise damage[0]
         return made
@@ -146,7 +146,7 @@ def _filling(made: torch.Tensor) -> BoxSink:
     return sink
 
 
-def _run(root: Root, question: Callable[[Store], Coroutine[Any, Any, T]]) -> T:
+def run_on_store(root: Root, question: Callable[[Store], Coroutine[Any, Any, T]]) -> T:
     """What `question` makes of the store at `root`; on a thread of its own where this one runs a loop, as in a notebook."""
 
     async def ask() -> T:

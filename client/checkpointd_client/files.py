@@ -147,7 +147,7 @@ def rooms_of(file: BinaryIO) -> list[Room]:
         for info in archive.infolist():
             folder, _, number = info.filename.rpartition("/")
             if folder.endswith("/data"):
-                offset = _data_offset(file, info.header_offset)
+                offset = data_offset(file.fileno(), info.header_offset)
                 places = (info.header_offset + _LOCAL_CRC, sums_at[info.filename])
                 if info.flag_bits & _HAS_DESCRIPTOR:
                     places = (offset + info.file_size + _DESCRIPTOR_CRC, sums_at[info.filename])
@@ -155,9 +155,9 @@ def rooms_of(file: BinaryIO) -> list[Room]:
     return [found[number] for number in range(len(found))]
 
 
-def _data_offset(file: BinaryIO, header: int) -> int:
+def data_offset(descriptor: int, header: int) -> int:
     """Where the bytes of the member begin whose local header is at `header`."""
-    names, extra = struct.unpack("<HH", os.pread(file.fileno(), 4, header + _LOCAL_NAMES))
+    names, extra = struct.unpack("<HH", os.pread(descriptor, 4, header + _LOCAL_NAMES))
     return header + _LOCAL_BYTES + int(names) + int(extra)
 
 

@@ -13,9 +13,9 @@ from torch import nn
 
 from checkpointd.errors import StateError
 from checkpointd.layout import tree
-from checkpointd_client import objects, optimizers
+from checkpointd_client import flat_shards, objects, optimizers
 from checkpointd_client.modules import Modules
-from checkpointd_client.sharding import Group, Held, held_by, is_dtensor, local_of, replicated, spread
+from checkpointd_client.sharding import FlatShard, Group, Held, held_by, is_dtensor, is_sharded, local_of, replicated, spread
 from checkpointd_client.tensors import array_tensor, refusal
 from checkpointd_client.values import SCALAR_TYPES, encode, key_node, key_text, refused, type_name
 
@@ -102,7 +102,7 @@ class Flattener:
         self.tensors.append(value)
         return tree.Tensor(fqn, value.requires_grad, "cpu" if value.is_cpu else value.device.type)
 
-    def _dtensor(self, value: Any, fqn: str) -> tree.Node:
+    def _sharded(self, value: Any, fqn: str) -> tree.Node:
         position, local = len(self.tensors), local_of(value)
         self.held[position], self.sharded[position] = held_by(value, fqn), value
         self.fqns.append(fqn)
@@ -151,7 +151,8 @@ class Flattener:
         if type(value) in SCALAR_TYPES or isinstance(value, np.generic):
             return encode(value, fqn)
         if is_dtensor(value):
-            return self._dtensor(value, fqn)
+            _HANDLERS[type(value)] = Flattener._sharded  # from now on without the detour
+            return self._sharded(value, fqn)
         if isinstance(value, torch.Tensor):
             raise StateError(f"{fqn}: {refusal(value)}")
         if not objects.is_object(value):
@@ -185,26 +186,29 @@ class Flattener:
         else:
             node = tree.Dict("OrderedDict", self._pairs(tensors.items(), fqn))
         for i in [i for i in self.sharded if i >= first] if part.beyond else ():
-            outer = part.beyond.get(id(self.sharded[i]._spec.mesh))
+            outer = part.beyond.get(id(self.sharded[i]._spec.mesh)) if is_dtensor(self.sharded[i]) else None
             if outer is not None:
                 self.held[i] = spread(self.held[i], outer)
-        if part.replicas is not None:
+        if part.replicas:
             held = {f"{fqn}.{part.name(key)}": one for key in tensors if (one := part.held(key)) is not None}
             self.held.update((i, held[name]) for i in range(first, len(self.fqns)) if (name := self.fqns[i]) in held)
         return node
 
     def _optimizer(self, optimizer: torch.optim.Optimizer, fqn: str) -> tree.Node:
         self.optimizers.append(optimizer)
-        stored = optimizers.state_dict(optimizer, fqn)
+        names, shards = self._modules.names(), self._modules.shards()
+        stored = optimizers.state_dict(optimizer, fqn, shards)
         first = len(self.tensors)
-        node = self.node(optimizers.named(optimizer, stored, self._modules.names()) or stored, fqn)
+        numbers = optimizers.numbered(optimizer, stored, shards)
+        node = self.node(optimizers.named(stored, numbers, names) or stored, fqn)
         if isinstance(stored, dict):
-            self._note_own(optimizer, first)
+            has_flat = numbers is not None and flat_shards.has_flat(optimizer, shards)
+            own = optimizers.owners_of(stored["state"], numbers or {}) if has_flat else optimizers.owners(optimizer)
+            self._note_own(optimizer, own, first)
         return node
 
-    def _note_own(self, optimizer: torch.optim.Optimizer, first: int) -> None:
+    def _note_own(self, optimizer: torch.optim.Optimizer, own: Mapping[int, Any], first: int) -> None:
         """Of the tensors from `first` on, those that the optimizer itself keeps (a state_dict hook may have added others)."""
-        own = optimizers.owners(optimizer)
         for i in range(first, len(self.tensors)):
             parameter = own.get(id(self.sharded.get(i, self.tensors[i])))
             if parameter is None:
@@ -215,7 +219,7 @@ class Flattener:
             else:
                 self._note_shared(i, parameter)
 
-    def _note_shared(self, i: int, parameter: torch.Tensor) -> None:
+    def _note_shared(self, i: int, parameter: Any) -> None:
         """Where ranks hold a parameter together, they hold its state together."""
         if i in self.sharded:
             outer = self._modules.beyond(parameter)
@@ -224,13 +228,14 @@ class Flattener:
             return
         tensor, group = self.tensors[i], self._modules.group(parameter)
         # Beside a sharded parameter, what has more than one element may be of this rank's part of it.
-        if group is not None and (not is_dtensor(parameter) or tensor.numel() == 1):
+        if group is not None and (not is_sharded(parameter) or tensor.numel() == 1):
             self.held[i] = replicated(tuple(tensor.shape), group)
 
 
 _HANDLERS: dict[type, Callable[[Flattener, Any, str], tree.Node]] = {
     torch.Tensor: Flattener._tensor,
     nn.Parameter: Flattener._tensor,
+    FlatShard: Flattener._sharded,
     np.ndarray: Flattener._array,
     **dict.fromkeys(DICT_KINDS, Flattener._dict),
     **dict.fromkeys(SEQUENCE_KINDS, Flattener._sequence),

@@ -162,8 +162,8 @@ class HeldSource:
         )
 
     def more(self) -> Content | None:
-        """What this rank did not save is the store's to give."""
-        return None
+        """SidecarError: what this rank did not save is the store's to give."""
+        raise SidecarError(f"rank {self.rank} asks for something else than it saved")
 
     def has_elsewhere(self, places: Sequence[str], content: Content) -> bool:
         """SidecarError where it is so, or where it may be on another node."""

@@ -116,7 +116,7 @@ class Loader:
                 self._nothing()
                 return None
             found, problem = self._examined(candidate)
-            verdict = self.turn.agree(f"{number}/verdict", problem)
+            verdict = self.turn.agree(f"{number}/verdict", problem, () if found is None else found.restoration.homeless)
             if verdict is None:
                 assert found is not None
                 return self._fill(found)
@@ -304,7 +304,7 @@ class Loader:
         verdict = self.turn.agree("filled", problem)
         if verdict is not None:
             raise verdict
-        if restoration.per_rank_left:
+        if restoration.per_rank_left and self.ranks.rank == 0:  # once; every rank's own list is in what it gets
             left = ", ".join(restoration.per_rank_left)
             log.warning(
                 "%s was saved by another number of ranks, and each had its own %s: left as it was", found.source.tag, left

@@ -24,7 +24,7 @@ from checkpointd_client.content import Content
 from checkpointd_client.dtypes import NAMES, is_floating
 from checkpointd_client.match_objects import match_object
 from checkpointd_client.modules import Modules
-from checkpointd_client.sharding import held_by, is_dtensor, local_of
+from checkpointd_client.sharding import FlatShard, held_by, is_sharded, local_of
 from checkpointd_client.slots import Slot, Slots
 from checkpointd_client.steps import Step, Turn
 from checkpointd_client.stored import Stored
@@ -40,6 +40,8 @@ class Matcher:
         self.steps: list[Step] = []
         self.missing: list[str] = []
         self.unexpected: list[str] = []
+        self.elsewhere: list[str] = []
+        """Unexpected as well, but for what only some of the saving ranks had."""
         self.mismatched: list[str] = []
         self.stored = stored
         self.per_rank_left: list[str] = []
@@ -57,7 +59,7 @@ class Matcher:
         if live is None:
             self.per_rank_left += self.left_below(fqn)
             return self.fresh(node)
-        if isinstance(live, torch.Tensor):
+        if isinstance(live, torch.Tensor | FlatShard):
             return self.tensor(live, node, fqn)
         if type(live) is np.ndarray:
             return self._array(live, node, fqn)
@@ -77,13 +79,13 @@ class Matcher:
 
     # --- tensors -------------------------------------------------------------------------------------------------
 
-    def tensor(self, live: torch.Tensor, node: tree.Node, fqn: str, *, replaceable: bool = False) -> Build | None:
+    def tensor(self, live: torch.Tensor | FlatShard, node: tree.Node, fqn: str, *, replaceable: bool = False) -> Build | None:
         try:
-            held = held_by(live, fqn) if is_dtensor(live) else None
+            held = held_by(live, fqn) if is_sharded(live) else None
         except StateError as error:
             self.mismatched.append(str(error))
             return None
-        why = None if held is not None else tensors.refusal(live)
+        why = tensors.refusal(live) if held is None and isinstance(live, torch.Tensor) else None
         if why is not None:
             self.mismatched.append(f"{fqn}: it cannot be filled: {why}")
             return None
@@ -93,8 +95,10 @@ class Matcher:
         dtype = NAMES.get(live.dtype, str(live.dtype))
         converted = self.cast and live.is_floating_point() and is_floating(place.dtype)
         if not self._fits(fqn, (dtype if converted else place.dtype, place.shape), (dtype, tuple(live.shape))):
+            if place.dtype != dtype and live.is_floating_point() and is_floating(place.dtype):
+                self.mismatched[-1] += " (load(..., cast=True) converts floating dtypes)"
             return None
-        memory = local_of(live) if is_dtensor(live) else live.detach()
+        memory = local_of(live) if is_sharded(live) else live.detach()  # type: ignore[union-attr]  # a FlatShard is sharded
         slot = Slot(node, place, live.device, memory, live, replaceable, held)
         self.slots.add(slot)
         return (lambda: slot.value) if replaceable else None
@@ -124,7 +128,7 @@ class Matcher:
 
     # --- what is not there yet -----------------------------------------------------------------------------------
 
-    def fresh(self, node: tree.Node, device: torch.device | None = None, like: torch.Tensor | None = None) -> Build:
+    def fresh(self, node: tree.Node, device: torch.device | None = None, like: torch.Tensor | FlatShard | None = None) -> Build:
         """Whatever is stored, made anew: on `device`, or on the kind of device where it was. Tensors of the shape of `like` get
         its sharding, and its dtype where that may be.
         """
@@ -145,10 +149,10 @@ class Matcher:
             return building.sequence_of(node.kind, [self.fresh(child, device, like) for child in node.items])
         return building.constant(node)
 
-    def _made_like(self, slot: Slot, like: torch.Tensor) -> None:
+    def _made_like(self, slot: Slot, like: torch.Tensor | FlatShard) -> None:
         if slot.place.shape != tuple(like.shape):
             return
-        if is_dtensor(like):
+        if is_sharded(like):
             slot.like, slot.held = like, held_by(like, slot.fqn)
         if self.cast and like.is_floating_point() and is_floating(slot.place.dtype):
             slot.dtype = like.dtype
@@ -219,8 +223,8 @@ class Matcher:
             self.missing.append(fqn)
 
     def note_unexpected(self, fqn: str) -> None:
-        if not any(fqn[:at] in self._content.elsewhere for at in _dots(fqn)):
-            self.unexpected.append(fqn)
+        is_elsewhere = any(fqn[:at] in self._content.elsewhere for at in _dots(fqn))
+        (self.elsewhere if is_elsewhere else self.unexpected).append(fqn)
 
     def note_different(self, fqn: str) -> None:
         """What training cannot go on without, and the saving ranks had different values of."""

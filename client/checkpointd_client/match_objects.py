@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from checkpointd.layout import tree
-from checkpointd_client import objects
+from checkpointd_client import building, flat_shards, objects
 from checkpointd_client.building import Build
 from checkpointd_client.match_optimizer import match_optimizer
+from checkpointd_client.modules import Part
 from checkpointd_client.rng import RngState
+from checkpointd_client.sharding import FlatShard
 from checkpointd_client.steps import Turn
 
 if TYPE_CHECKING:
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 def match_object(match: Matcher, live: Any, node: tree.Node, fqn: str) -> bool:
     """Match one object; False where it is of no kind that can be loaded, or what is stored cannot be for it."""
     if isinstance(live, nn.Module):
-        return isinstance(node, tree.Dict) and _module(match, objects.unwrap(live), node, fqn)
+        return isinstance(node, tree.Dict) and _module(match, match.modules.part(live, fqn), node, fqn)
     if isinstance(live, torch.Generator):
         return isinstance(node, tree.Tensor) and _generator(match, live, node, fqn)
     if isinstance(live, torch.optim.Optimizer):
@@ -40,31 +42,34 @@ def match_object(match: Matcher, live: Any, node: tree.Node, fqn: str) -> bool:
     return False
 
 
-def _module(match: Matcher, module: nn.Module, node: tree.Dict, fqn: str) -> bool:
+def _module(match: Matcher, part: Part, node: tree.Dict, fqn: str) -> bool:
     """Fill what state_dict() hands out, then hand it back: no copy for live parameters, and hooks see what they expect."""
-    live = objects.module_tensors(module, fqn)
-    renamed = objects.clean_names(module, live)
+    module, live = part.module, part.tensors
     stored = dict(match.stored.children(node))
-    extra: dict[str, Build] = {}
+    extra: dict[Hashable, Build] = {}
     absent: set[str] = set()
     for live_key, value in live.items():
-        key = renamed.get(live_key, live_key)
+        key = part.name(live_key)
         path = f"{fqn}.{key}"
         if key not in stored:
             _note_absent(match, value, path)
             absent.add(live_key)
-        elif isinstance(value, torch.Tensor) and not live_key.endswith("_extra_state"):
+        elif isinstance(value, torch.Tensor | FlatShard) and not live_key.endswith("_extra_state"):
             match.tensor(value, stored.pop(key), path)
         else:
             match.per_rank_left += match.left_below(path)
             extra[live_key] = match.fresh(stored.pop(key))
     for left_over in stored:
         match.note_unexpected(f"{fqn}.{left_over}")
+    if part.is_flat:
+        extras = building.dict_of("dict", extra)
+        match.do(Turn.MODULES, extras, objects.loading(module, fqn, lambda found: flat_shards.loaded(module, found)))
+        return True
 
     def build() -> dict[str, Any]:
         # What is absent stays as it is, tensors by being copied onto themselves.
         filled = {key: value for key, value in live.items() if key not in absent or isinstance(value, torch.Tensor)}
-        return _with_metadata(live, filled | {key: part() for key, part in extra.items()})
+        return _with_metadata(live, filled | {str(key): made() for key, made in extra.items()})
 
     options = {"strict": False} if objects.takes(module.load_state_dict, "strict") else {}
     match.do(Turn.MODULES, build, objects.loading(module, fqn, lambda filled: module.load_state_dict(filled, **options)))

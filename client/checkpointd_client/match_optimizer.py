@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from checkpointd.layout import tree
-from checkpointd_client import building, objects, optimizers
+from checkpointd_client import building, flat_shards, objects, optimizers
 from checkpointd_client.building import Build
+from checkpointd_client.flat_shards import Shards
+from checkpointd_client.sharding import FlatShard
 from checkpointd_client.steps import Turn
 
 if TYPE_CHECKING:
@@ -38,13 +40,14 @@ class _Live:
 
     optimizer: torch.optim.Optimizer
     state: dict[str, Any]
-    params: dict[Hashable, torch.Tensor]
+    params: dict[Hashable, Any]
     groups: dict[Hashable, dict[str, Any]]
+    shards: Shards
 
 
 def match_optimizer(match: Matcher, optimizer: torch.optim.Optimizer, node: tree.Dict, fqn: str) -> bool:
     """Existing state is filled in place, the rest made; then `load_state_dict`, and every tensor put back that it converted."""
-    live = _live(optimizer, fqn)
+    live = _live(match, optimizer, fqn)
     if live is None:  # an optimizer with a state_dict of its own making
         if match.left_below(fqn):
             match.per_rank_left.append(fqn)
@@ -64,14 +67,15 @@ def match_optimizer(match: Matcher, optimizer: torch.optim.Optimizer, node: tree
     return True
 
 
-def _live(optimizer: torch.optim.Optimizer, fqn: str) -> _Live | None:
-    state = optimizers.state_dict(optimizer, fqn)
-    params = optimizers.numbered(optimizer, state)
+def _live(match: Matcher, optimizer: torch.optim.Optimizer, fqn: str) -> _Live | None:
+    shards = match.modules.shards()
+    state = optimizers.state_dict(optimizer, fqn, shards)
+    params = optimizers.numbered(optimizer, state, shards)
     if params is None or not isinstance(state, dict):
         return None
     pairs = zip(optimizer.param_groups, state["param_groups"], strict=True)
     groups = {number: live for live, group in pairs for number in group["params"]}
-    return _Live(optimizer, state, params, groups)
+    return _Live(optimizer, state, params, groups, shards)
 
 
 def _stored_ids(match: Matcher, node: tree.Dict) -> list[list[Hashable]] | None:
@@ -167,9 +171,23 @@ def _whole(match: Matcher, live: _Live, pairing: _Pairing, stored: dict[Hashable
 def _group(match: Matcher, node: tree.Node, live: dict[str, Any], fqn: str) -> Build:
     """What is stored of a group, with the numbers that its parameters have now."""
     assert isinstance(node, tree.Dict)  # _stored_ids looked
+    _check_kind(match, {str(key) for key, _ in match.stored.children(node)}, set(map(str, live)), fqn)
     rest = tree.Dict(node.kind, tuple((key, child) for key, child in node.items if key != "params"))
     build = _replaced(match, rest, live, fqn, _Like())
     return lambda: {**build(), "params": list(live["params"])}
+
+
+_OF_SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "base_lr", "max_momentum", "base_momentum", "swa_lr"})
+
+
+def _check_kind(match: Matcher, stored: set[str], live: set[str], fqn: str) -> None:
+    """Another version of torch may have more or fewer keys; only another kind of optimizer has some and lacks others."""
+    extra, absent = sorted(stored - live - _OF_SCHEDULERS), sorted(live - stored - _OF_SCHEDULERS)
+    if extra and absent:
+        stored_only, live_only = ", ".join(extra), ", ".join(absent)
+        match.mismatched.append(
+            f"{fqn}: it was saved of another kind of optimizer: {stored_only} is stored, and {live_only} is there now"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +195,7 @@ class _Like:
     """How to make a tensor that is not there: on which device, and sharded like which parameter."""
 
     device: torch.device | None = None
-    parameter: torch.Tensor | None = None
+    parameter: torch.Tensor | FlatShard | None = None
 
 
 def _entry(match: Matcher, live: _Live, number: Hashable, node: tree.Node, fqn: str) -> Build:
@@ -196,7 +214,7 @@ def _entry(match: Matcher, live: _Live, number: Hashable, node: tree.Node, fqn: 
 
 def _replaced(match: Matcher, node: tree.Node, live: Any, fqn: str, like: _Like) -> Build:
     """Whatever is stored, with the live tensors in it where there are some at the same places."""
-    if isinstance(node, tree.Tensor) and isinstance(live, torch.Tensor):
+    if isinstance(node, tree.Tensor) and isinstance(live, torch.Tensor | FlatShard):
         return match.tensor(live, node, fqn, replaceable=True) or (lambda: live)
     if isinstance(node, tree.Dict):
         children = match.stored.children(node)
@@ -219,12 +237,16 @@ def _item(live: Any, key: Any) -> Any:
 
 
 def _load_optimizer(live: _Live, state: dict[str, Any]) -> None:
-    optimizer = live.optimizer
+    optimizer, params = live.optimizer, live.params
+    if flat_shards.has_flat(optimizer, live.shards):
+        state = flat_shards.joined(optimizer, live.shards, state)
+        own = zip(optimizer.param_groups, state["param_groups"], strict=True)
+        params = {number: p for group, ours in own for p, number in zip(group["params"], ours["params"], strict=True)}
     optimizer.load_state_dict(state)
     # torch casts floating-point state to its parameter's dtype, and deep-copies what stands in the groups.
     kept: Any = optimizers.state_of(optimizer)
     for number, entry in state["state"].items():
-        _put_back(kept.get(live.params.get(number, number)), entry)
+        _put_back(kept.get(params.get(number, number)), entry)
     for group, ours in zip(optimizer.param_groups, state["param_groups"], strict=False):
         _put_back(group, {key: value for key, value in ours.items() if key != "params"})
 

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from checkpointd_client import objects
-from checkpointd_client.sharding import Group, Held, beyond, group_of, is_dtensor, mesh_group, replicated
+from checkpointd.errors import StateError
+from checkpointd_client import flat_shards, objects
+from checkpointd_client.sharding import FlatShard, Group, Held, beyond, group_of, is_dtensor, is_sharded, mesh_group, replicated
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,9 +26,11 @@ class Part:
     module: nn.Module
     tensors: dict[str, Any]
     renamed: Mapping[str, str]
-    replicas: Replicas | None
+    replicas: tuple[Replicas, ...]
     beyond: Mapping[int, Group]
     """By the identity of a mesh: the ranks of the module's whole mesh that hold the same of what lies on that part of it."""
+    is_flat: bool
+    """Whether FullyShardedDataParallel is in it."""
 
     def name(self, key: str) -> str:
         """What the tensor at `key` is stored under, below the module's FQN."""
@@ -36,45 +39,78 @@ class Part:
     def held(self, key: str) -> Held | None:
         """Whether ranks hold the plain tensor at `key` together, and how; None where it is this rank's own."""
         value = self.tensors[key]
-        plain = isinstance(value, torch.Tensor) and not is_dtensor(value)
-        return self.replicas.held(key, value) if plain and self.replicas is not None else None
+        around = self.replicated(key) if isinstance(value, torch.Tensor) and not is_sharded(value) else None
+        return None if around is None else around.held(value)
+
+    def replicated(self, key: str) -> Replicas | None:
+        """The DistributedDataParallel that the tensor at `key` is in, and that does not ignore it."""
+        for around in self.replicas:
+            if key.startswith(around.prefix):
+                return None if key.removeprefix(around.prefix) in around.ignored else around
+        return None
 
 
 @dataclass(frozen=True, slots=True)
 class Replicas:
-    """What DistributedDataParallel keeps equal: parameters always, buffers as it broadcasts rank 0's before a forward pass."""
+    """What DistributedDataParallel keeps equal below the keys that begin with `prefix`: parameters always, buffers as it
+    broadcasts rank 0's before a forward pass.
+    """
 
+    prefix: str
     group: Group
     buffers: bool
     ignored: frozenset[str]
 
-    def held(self, key: str, value: torch.Tensor) -> Held | None:
-        if key in self.ignored:
-            return None
+    def held(self, value: torch.Tensor) -> Held | None:
+        """How its ranks hold this tensor of it."""
         if isinstance(value, nn.Parameter):
             return replicated(tuple(value.shape), self.group)
         # Until then each rank has its own: the one that the others will be given is written, and by who has it.
         return replicated(tuple(value.shape), self.group, first_writes=True) if self.buffers else None
 
 
-def replicas_of(wrapped: nn.Module) -> Replicas | None:
-    """What the DistributedDataParallel around a module keeps equal; None where there is none."""
+def _replicas_in(wrapped: nn.Module, fqn: str, keys: Mapping[str, object]) -> tuple[Replicas, ...]:
+    """What DistributedDataParallel around the module, or around parts of it, keeps equal."""
     module: Any = wrapped
     while (inner := objects.inner_name(module)) is not None:
         if isinstance(module, nn.parallel.DistributedDataParallel):
-            ignored = frozenset(module.parameters_to_ignore)
-            return Replicas(group_of(module.process_group), bool(module.broadcast_buffers), ignored)
+            return (_replicas_of(module, fqn, ""),)
         module = getattr(module, inner)
-    return None
+    if not any(".module." in key for key in keys):
+        return ()
+    parts = ((path, part) for path, part in module.named_modules() if isinstance(part, nn.parallel.DistributedDataParallel))
+    return tuple(_replicas_of(part, f"{fqn}.{path}", f"{path}.module.") for path, part in parts)
+
+
+def _replicas_of(module: nn.parallel.DistributedDataParallel, fqn: str, prefix: str) -> Replicas:
+    _refuse_taken_apart(module, fqn)
+    ignored = frozenset(module.parameters_to_ignore)
+    return Replicas(prefix, group_of(module.process_group), bool(module.broadcast_buffers), ignored)
+
+
+def _refuse_taken_apart(module: Any, fqn: str) -> None:
+    """Given a device_mesh, it replaces tensor-parallel parameters by plain ones, and those by attributes once it has run."""
+    if getattr(module, "device_mesh", None) is None:
+        return
+    for path, part in module.module.named_modules():
+        parameters = [name for name, p in part._parameters.items() if hasattr(p, "_st_info")]
+        for name in (*parameters, *(name for name, value in vars(part).items() if is_dtensor(value))):
+            raise StateError(
+                f"{f'{fqn}.{path}' if path else fqn}.{name}: DistributedDataParallel(device_mesh=...) takes tensor-parallel "
+                "parameters apart, and state_dict() does not have them after a step: use fully_shard on the other dimension of "
+                "the mesh"
+            )
 
 
 def part_of(wrapped: nn.Module, fqn: str) -> Part:
     """The module as it is stored."""
     module = objects.unwrap(wrapped)
-    tensors = objects.module_tensors(module, fqn)
+    is_flat = flat_shards.is_flat(module)
+    tensors = flat_shards.module_tensors(module, fqn) if is_flat else objects.module_tensors(module, fqn)
     meshes = {id(mesh): mesh for value in tensors.values() if is_dtensor(value) for mesh in (value._spec.mesh,)}
     outer = beyond(list(meshes.values())) if len(meshes) > 1 else {}
-    return Part(fqn, module, tensors, objects.clean_names(module, tensors), replicas_of(wrapped), outer)
+    replicas = () if is_flat else _replicas_in(wrapped, fqn, tensors)
+    return Part(fqn, module, tensors, {} if is_flat else objects.clean_names(module, tensors), replicas, outer, is_flat)
 
 
 def modules_in(value: object, fqn: str, depth: int = 0) -> Iterator[tuple[str, nn.Module]]:
@@ -100,6 +136,7 @@ class Modules:
     _names: dict[int, str] | None = None
     _groups: dict[int, Group] = field(default_factory=dict)
     _beyond: dict[int, Group] = field(default_factory=dict)
+    _shards: dict[int, list[FlatShard]] = field(default_factory=dict)
 
     def part(self, wrapped: nn.Module, fqn: str) -> Part:
         """The module, under the FQN where it is first met."""
@@ -112,16 +149,21 @@ class Modules:
         """What every parameter of every module is called, by its identity; the first name of one that has several."""
         if self._names is None:
             self._names = {}
-            for name, tensor, part in self._tensors():
+            for name, key, tensor, part in self._tensors():
                 self._names.setdefault(id(tensor), name)
-                self._note(name.removeprefix(f"{part.fqn}."), tensor, part)
+                self._note(key, tensor, part)
         return self._names
 
-    def all_names(self) -> dict[str, torch.Tensor]:
-        """Every parameter by each of its names."""
-        return {name: tensor for name, tensor, _ in self._tensors()}
+    def shards(self) -> dict[int, list[FlatShard]]:
+        """What parameters in FullyShardedDataParallel are made of, by the identity of those that optimizers know."""
+        self.names()
+        return self._shards
 
-    def group(self, parameter: torch.Tensor) -> Group | None:
+    def all_names(self) -> dict[str, Any]:
+        """Every parameter by each of its names."""
+        return {name: tensor for name, _, tensor, _ in self._tensors()}
+
+    def group(self, parameter: Any) -> Group | None:
         """The ranks that hold the same of what is plain in the state of `parameter`; None where each has its own."""
         self.names()
         if not is_dtensor(parameter):
@@ -129,22 +171,26 @@ class Modules:
         group, outer = mesh_group(parameter), self.beyond(parameter)
         return group if group is None or outer is None else outer.times(group)
 
-    def beyond(self, parameter: torch.Tensor) -> Group | None:
+    def beyond(self, parameter: Any) -> Group | None:
         """The ranks outside the mesh of a sharded parameter that hold the same of it and of its state."""
         self.names()
         return self._beyond.get(id(parameter))
 
-    def _note(self, key: str, tensor: torch.Tensor, part: Part) -> None:
-        if is_dtensor(tensor):
+    def _note(self, key: str, tensor: Any, part: Part) -> None:
+        if type(tensor) is FlatShard:
+            if id(tensor) not in self._groups:
+                self._groups[id(tensor)] = tensor.holders
+                self._shards.setdefault(id(tensor.parameter), []).append(tensor)
+        elif is_dtensor(tensor):
             outer = part.beyond.get(id(tensor._spec.mesh))
             if outer is not None:
                 self._beyond.setdefault(id(tensor), outer)
-        elif part.replicas is not None and key not in part.replicas.ignored:
-            self._groups.setdefault(id(tensor), part.replicas.group)
+        elif (around := part.replicated(key)) is not None:
+            self._groups.setdefault(id(tensor), around.group)
 
-    def _tensors(self) -> Iterator[tuple[str, torch.Tensor, Part]]:
+    def _tensors(self) -> Iterator[tuple[str, str, Any, Part]]:
         for fqn, wrapped in modules_in(dict(self.state), ""):
             part = self.part(wrapped, fqn)
             for key, value in part.tensors.items():
-                if isinstance(value, nn.Parameter):
-                    yield f"{part.fqn}.{part.name(key)}", value, part
+                if isinstance(value, nn.Parameter | FlatShard):
+                    yield f"{part.fqn}.{part.name(key)}", key, value, part

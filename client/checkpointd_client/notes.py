@@ -56,9 +56,12 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank found out about a candidate; no problem: it can be loaded."""
+    """What one rank found out about a candidate; no problem: it can be loaded. `homeless`: what it has no place for, and which
+    may be another rank's.
+    """
 
     problem: Problem | None = None
+    homeless: tuple[str, ...] = ()
 
 
 class Word(msgspec.Struct, frozen=True, kw_only=True):

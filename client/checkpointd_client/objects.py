@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from checkpointd.errors import StateError
+from checkpointd_client.sharding import FlatShard
 from checkpointd_client.values import type_name
 
 
@@ -55,7 +56,6 @@ def inner_name(module: nn.Module) -> str | None:
 
 def module_tensors(module: nn.Module, fqn: str) -> dict[str, Any]:
     """The unwrapped module's `state_dict`, with the live parameters (not detached) and under the module's own keys."""
-    _refuse_sharded(module, fqn)
     # An override may take no arguments; what it returns then shares the parameters' memory just the same.
     keeps = type(module).state_dict is nn.Module.state_dict or takes(module.state_dict, "keep_vars")
     found = state_dict_of(module, fqn, keep_vars=True) if keeps else state_dict_of(module, fqn)
@@ -66,7 +66,7 @@ def module_tensors(module: nn.Module, fqn: str) -> dict[str, Any]:
 
 def frozen_names(module: nn.Module, tensors: Mapping[str, object]) -> set[str]:
     """Keys of `tensors` that are parameters of the module with requires_grad off."""
-    names = {key for key, value in tensors.items() if isinstance(value, nn.Parameter) and not value.requires_grad}
+    names = {key for key, value in tensors.items() if isinstance(value, nn.Parameter | FlatShard) and not value.requires_grad}
     if type(module).state_dict is not nn.Module.state_dict:
         frozen = (name for name, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad)
         names.update(name for name in frozen if name in tensors)
@@ -90,14 +90,6 @@ def _without(wrapped: set[str], key: str) -> str:
         if path not in wrapped:
             kept.append(part)
     return ".".join(kept)
-
-
-def _refuse_sharded(module: nn.Module, fqn: str) -> None:
-    fsdp = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
-    if fsdp is not None and any(isinstance(part, fsdp.FullyShardedDataParallel) for part in module.modules()):
-        raise StateError(
-            f"{fqn}: a module in FullyShardedDataParallel cannot be saved by this version: its tensors are sharded"
-        )
 
 
 def takes(function: object, argument: str) -> bool:

@@ -8,15 +8,16 @@ from typing import Any
 
 import torch
 
-from checkpointd_client import objects
+from checkpointd_client import flat_shards, objects
+from checkpointd_client.flat_shards import Shards
+from checkpointd_client.sharding import FlatShard
 
 
-def named(optimizer: torch.optim.Optimizer, stored: Any, names: Mapping[int, str]) -> dict[Hashable, Any] | None:
-    """What state_dict() returned, with names in place of the numbers of parameters.
+def named(stored: Any, numbers: Mapping[Hashable, Any] | None, names: Mapping[int, str]) -> dict[Hashable, Any] | None:
+    """What `state_dict` returned, with names in place of the numbers of parameters.
 
     None where it is of a shape of its own, or where a parameter has no name, or two have the same: then it stays as it is.
     """
-    numbers = numbered(optimizer, stored)
     if numbers is None:
         return None
     called = {number: names.get(id(parameter)) for number, parameter in numbers.items()}
@@ -27,13 +28,13 @@ def named(optimizer: torch.optim.Optimizer, stored: Any, names: Mapping[int, str
     return {**stored, "state": state, "param_groups": groups}
 
 
-def numbered(optimizer: torch.optim.Optimizer, stored: Any) -> dict[Hashable, torch.Tensor] | None:
+def numbered(optimizer: torch.optim.Optimizer, stored: Any, shards: Shards) -> dict[Hashable, Any] | None:
     """The parameters by the numbers that `stored` gives them; None where it is not as torch's optimizers make it."""
     try:
         if not isinstance(stored["state"], dict):
             return None
-        pairs = zip(optimizer.param_groups, stored["param_groups"], strict=True)
-        both = [pair for live, group in pairs for pair in zip(group["params"], live["params"], strict=True)]
+        pairs = zip(flat_shards.members(optimizer, shards), stored["param_groups"], strict=True)
+        both = [pair for live, group in pairs for pair in zip(group["params"], live, strict=True)]
     except (TypeError, KeyError, ValueError):
         return None
     return dict(both)
@@ -47,11 +48,20 @@ def owners(optimizer: torch.optim.Optimizer) -> dict[int, torch.Tensor]:
     return found
 
 
-def _note(value: Any, parameter: torch.Tensor, found: dict[int, torch.Tensor]) -> None:
+def owners_of(state: Mapping[Hashable, Any], numbers: Mapping[Hashable, Any]) -> dict[int, Any]:
+    """The same, of the state that `state_dict` made of an optimizer of flat parameters."""
+    found: dict[int, Any] = {}
+    for number, entry in state.items():
+        if number in numbers:
+            _note(entry, numbers[number], found)
+    return found
+
+
+def _note(value: Any, parameter: Any, found: dict[int, Any]) -> None:
     children = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
     for child in children:
         found[id(child)] = parameter
-        if not isinstance(child, torch.Tensor | str | bytes | int | float | None):
+        if not isinstance(child, torch.Tensor | FlatShard | str | bytes | int | float | None):
             _note(child, parameter, found)
 
 
@@ -70,13 +80,19 @@ def state_of(optimizer: Any) -> dict[torch.Tensor, Any]:
     return found
 
 
-def keeps(optimizer: Any, parameter: torch.Tensor) -> bool:
-    """Whether this rank is the one to keep the state of `parameter`."""
+def keeps(optimizer: Any, parameter: Any) -> bool:
+    """Whether this rank is one to keep the state of `parameter`."""
+    if type(parameter) is FlatShard:
+        return bool(parameter.held.parts)
     return not is_partitioned(optimizer) or optimizer._param_to_rank[parameter] == optimizer.rank
 
 
-def state_dict(optimizer: Any, fqn: str) -> Any:
-    """The optimizer's state_dict(). Of a partitioned one what this rank has, where its own asks for all of it on one rank."""
+def state_dict(optimizer: Any, fqn: str, shards: Shards) -> Any:
+    """The optimizer's state_dict(). Of a partitioned one what this rank has, where its own asks for all of it on one rank; of
+    one of flat parameters, that of what they are made of.
+    """
+    if flat_shards.has_flat(optimizer, shards):
+        return flat_shards.state_dict(optimizer, shards, fqn)
     if not is_partitioned(optimizer):
         return objects.state_dict_of(optimizer, fqn)
     numbers: dict[torch.Tensor, int] = {}

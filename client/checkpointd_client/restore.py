@@ -31,7 +31,8 @@ class Restoration:
     `targets` are the stored tensors to read, each once. `missing` names what is in the user's objects and not in the
     checkpoint, `unexpected` the other way round, both by FQN; `mismatched` says in words what is in both and does not fit;
     `per_rank_left` names what every saving rank had its own value of, and nobody can say whose is wanted;
-    `stateless` where an optimizer's state for a parameter would stand, and none is.
+    `stateless` where an optimizer's state for a parameter would stand, and none is; `homeless` what would be unexpected if
+    every other rank had no place for it either.
     """
 
     targets: tuple[Target, ...]
@@ -40,6 +41,7 @@ class Restoration:
     mismatched: tuple[str, ...]
     per_rank_left: tuple[str, ...]
     stateless: tuple[str, ...]
+    homeless: tuple[str, ...]
     _copies: list[Callable[[], None]] = field(repr=False)
     _steps: list[tuple[Callable[[Any], object], Any]] = field(repr=False)
     _client_state: dict[str, object] = field(repr=False)
@@ -73,6 +75,9 @@ def _prepare(state: MutableMapping[str, Any], content: Content, *, strict: bool,
     match.per_rank_left += match.left_below("client_state")
     client = match.fresh(stored.client_state or tree.Dict("dict", ()))
     match.mismatched.extend(dict.fromkeys(match.slots.conflicts()))
+    homeless: tuple[str, ...] = ()
+    if strict and content.among_many:
+        homeless, match.unexpected = (*match.unexpected, *match.elsewhere), []
     if strict:
         _raise_mismatches(match)
     targets, copies = match.slots.bind(stored.entries)
@@ -84,6 +89,7 @@ def _prepare(state: MutableMapping[str, Any], content: Content, *, strict: bool,
         mismatched=tuple(match.mismatched),
         per_rank_left=tuple(dict.fromkeys(match.per_rank_left)),
         stateless=tuple(match.stateless),
+        homeless=homeless,
         _copies=copies,
         _steps=steps,
         _client_state=client(),

@@ -1,10 +1,8 @@
-"""Which part of a tensor this rank holds, which ranks hold the same, and what of it this rank writes: all of it without
-asking anybody.
+"""Which part of a tensor this rank holds, and which ranks hold the same: without asking anybody.
 
 Invariants
   J1  The parts that the ranks of a mesh hold are those that torch gave them; two ranks hold the same elements only as replicas.
-  J2  Replicas of a box divide it: every element is written by exactly one of them.
-  J3  Nothing here depends on more than mesh, placements, shape, FQN and item size, so every rank answers alike for all ranks.
+  J2  Nothing here depends on more than mesh, placements, shape, FQN and item size, so every rank answers alike for all ranks.
 
 A row of indices of one dimension is kept as runs: what a rank holds of it, in the order in which it lies in the local tensor.
 """
@@ -20,7 +18,6 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
-import xxhash
 
 from checkpointd.errors import StateError
 from checkpointd.layout.boxes import Box, whole
@@ -31,23 +28,27 @@ if TYPE_CHECKING:
 Runs = tuple[tuple[int, int], ...]
 """(first index, how many), one after the other."""
 
-SLICED_BYTES_MIN = 64 << 10
-"""Replicas share a box of at least this many bytes; a smaller one is written whole by one of them."""
 _KNOWN_MAX = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A box of a tensor of global `shape`, and where it begins in the local tensor."""
+    """A box of a tensor of global `shape`, and where it begins in the local tensor.
+
+    `row`: where the local tensor is a row of elements: `at` counts in those that begin there, taken as a tensor of these sizes.
+    """
 
     shape: tuple[int, ...]
     box: Box
     at: tuple[int, ...]
+    row: tuple[int, tuple[int, ...]] | None = None
 
     def of(self, local: torch.Tensor) -> torch.Tensor:
         """The view of `local` that holds this box."""
         if 0 in self.box.sizes:
             return local.new_empty(self.box.sizes)
+        if self.row is not None:
+            local = local.narrow(0, self.row[0], math.prod(self.row[1])).view(self.row[1])
         for dim, (start, size) in enumerate(zip(self.at, self.box.sizes, strict=True)):
             if size != local.shape[dim]:
                 local = local.narrow(dim, start, size)
@@ -78,6 +79,46 @@ class Held:
         return len(self.parts) == 1 and self.parts[0].box == whole(self.shape)
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class FlatShard:
+    """A range of the elements of a tensor, in a row of their own: how FullyShardedDataParallel keeps a parameter, and
+    optimizers its state.
+
+    `local` is that row, detached; `parameter` the tensor that it is a part of, from `start` on; `holders` are the ranks that
+    hold some of it.
+    """
+
+    local: torch.Tensor
+    held: Held
+    parameter: torch.Tensor
+    start: int
+    holders: Group
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.held.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.local.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.local.device
+
+    @property
+    def requires_grad(self) -> bool:
+        return self.parameter.requires_grad
+
+    def is_floating_point(self) -> bool:
+        return self.local.is_floating_point()
+
+    def like(self, dtype: torch.dtype) -> FlatShard:
+        """A new one of `dtype` that holds the same part, of arbitrary content."""
+        local = torch.empty_like(self.local, dtype=dtype)
+        return FlatShard(local, self.held, local, self.start, self.holders)
+
+
 # --- what a rank of a mesh holds -------------------------------------------------------------------------------------
 
 
@@ -87,9 +128,18 @@ def is_dtensor(value: object) -> TypeGuard[DTensor]:
     return api is not None and isinstance(value, api.DTensor)
 
 
-def local_of(tensor: DTensor) -> torch.Tensor:
+def is_sharded(value: object) -> TypeGuard[DTensor | FlatShard]:
+    """Whether `value` is this rank's part of a tensor."""
+    return type(value) is FlatShard or is_dtensor(value)
+
+
+def local_of(tensor: DTensor | FlatShard) -> torch.Tensor:
     """This rank's part, detached; `to_local()` would go through autograd, at many times the cost."""
+    if isinstance(tensor, FlatShard):
+        return tensor.local
     local = tensor._local_tensor
+    if type(local) is torch.Tensor:
+        return local.detach()
     waiting = getattr(local, "wait", None)  # the result of a collective that may still run
     return (local if waiting is None else waiting()).detach()
 
@@ -98,8 +148,10 @@ _known: dict[int, tuple[object, Held]] = {}
 """Holdings by the identity of the DTensor's spec, which is kept so that its identity stays its own."""
 
 
-def held_by(tensor: DTensor, fqn: str) -> Held:
-    """What this rank holds of a DTensor; StateError naming `fqn` for what has no boxes."""
+def held_by(tensor: DTensor | FlatShard, fqn: str) -> Held:
+    """What this rank holds of a sharded tensor; StateError naming `fqn` for what has no boxes."""
+    if isinstance(tensor, FlatShard):
+        return tensor.held
     spec = tensor._spec
     known = _known.get(id(spec))
     if known is not None and known[0] is spec:
@@ -334,61 +386,11 @@ def replicated(shape: tuple[int, ...], group: Group, *, first_writes: bool = Fal
     return Held(shape, (part,) if 0 not in shape else (), group.replica, group.replicas, first_writes)
 
 
-# --- who writes what ------------------------------------------------------------------------------------------------
-
-
-_written: dict[str, tuple[Held, int, tuple[Part, ...]]] = {}
-
-
-def written_parts(fqn: str, held: Held, itemsize: int) -> tuple[Part, ...]:
-    """What this rank writes of the tensor. A rank that writes nothing of it names an empty box, so that what it takes the
-    tensor for is compared with the others all the same; a tensor of no dimensions has no such box, and gives nothing.
-    """
-    known = _written.get(fqn)
-    if known is not None and known[0] is held and known[1] == itemsize:
-        return known[2]
-    if len(_written) >= _KNOWN_MAX:
-        _written.clear()
-    made = tuple(_slices(fqn, held, itemsize)) or _nothing(held.shape)
-    _written[fqn] = (held, itemsize, made)
-    return made
-
-
-def _slices(fqn: str, held: Held, itemsize: int) -> Iterable[Part]:
-    if held.replicas == 1:
-        yield from held.parts
-        return
-    chosen = 0 if held.first_writes else xxhash.xxh3_64_intdigest(fqn.encode()) % held.replicas
-    for part in held.parts:
-        if held.first_writes or part.box.numel() * itemsize < SLICED_BYTES_MIN:
-            if chosen == held.replica:
-                yield part
-        elif (mine := slice_of(part, held.replica, held.replicas)) is not None:
-            yield mine
-
-
-def slice_of(part: Part, index: int, count: int) -> Part | None:
-    """The `index`th of `count` near-equal slices of a box: along dimension 0, or the longest where that is too short."""
-    sizes, offsets = part.box.sizes, part.box.offsets
-    dim = 0 if sizes[0] >= count else max(range(len(sizes)), key=sizes.__getitem__)
-    start, stop = sizes[dim] * index // count, sizes[dim] * (index + 1) // count
-    if start == stop:
-        return None
-
-    def put(values: tuple[int, ...], value: int) -> tuple[int, ...]:
-        return (*values[:dim], value, *values[dim + 1 :])
-
-    box = Box(put(offsets, offsets[dim] + start), put(sizes, stop - start))
-    return Part(part.shape, box, put(part.at, part.at[dim] + start))
-
-
-def _nothing(shape: tuple[int, ...]) -> tuple[Part, ...]:
-    zeros = (0,) * len(shape)
-    return (Part(shape, Box(zeros, zeros), zeros),) if shape else ()
-
-
-def dtensor_like(like: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """A new DTensor of `dtype` with the mesh and placements of `like`, of arbitrary content: its local part and itself."""
+def sharded_like(like: object, dtype: torch.dtype) -> tuple[torch.Tensor, object]:
+    """A new tensor of `dtype`, sharded as `like` is, of arbitrary content: its local part and itself."""
+    if type(like) is FlatShard:
+        made_flat = like.like(dtype)
+        return made_flat.local, made_flat
     assert is_dtensor(like)
     from torch.distributed.tensor import DTensor  # whoever made `like` has imported it
 

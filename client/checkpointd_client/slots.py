@@ -19,7 +19,7 @@ from checkpointd.layout import tree
 from checkpointd.layout.boxes import Box, whole
 from checkpointd_client.dtypes import DTYPES, copy_bits, empty, overlaps_itself
 from checkpointd_client.memory import Region, overlapping_pairs
-from checkpointd_client.sharding import Held, dtensor_like
+from checkpointd_client.sharding import Held, is_sharded, sharded_like
 from checkpointd_client.stored import Entries, Place
 from checkpointd_client.tensors import array_dtype, tensor_array
 
@@ -58,8 +58,8 @@ class Slot:
     """Whether a new tensor may take the place of the live one."""
     held: Held | None = None
     """Which parts of the stored tensor belong here: `live` is the local part of a sharded tensor."""
-    like: torch.Tensor | None = None
-    """The DTensor that a new one is to be sharded like."""
+    like: object = None
+    """The sharded tensor that a new one is to be sharded like."""
     dtype: torch.dtype | None = None
     """Of a new tensor, where it is not to be the stored one."""
 
@@ -69,7 +69,7 @@ class Slot:
 
     def vacate(self) -> None:
         """Let a new tensor take the place of the live one, sharded as that is."""
-        if self.held is not None and isinstance(self.value, torch.Tensor):
+        if self.held is not None and is_sharded(self.value):
             self.like = self.value
         self.live = self.value = None
 
@@ -225,7 +225,7 @@ def _same_part(slot: Slot, other: Slot) -> bool:
 def _make_sharded(slot: Slot) -> None:
     assert slot.like is not None
     try:
-        slot.live, slot.value = dtensor_like(slot.like, slot.dtype or DTYPES[slot.place.dtype])
+        slot.live, slot.value = sharded_like(slot.like, slot.dtype or DTYPES[slot.place.dtype])
     except RuntimeError as error:  # memory is short
         raise StateError(f"{slot.fqn}: its part of a new {slot.place.dtype} tensor cannot be made: {error}") from error
 

@@ -113,8 +113,11 @@ class StoredSource:
         return merged_content(self._world, keep=None, alone=self.ranks.world_size == 1)
 
     def more(self) -> Content | None:
-        if not self._same_world or self._index is not None:
+        if not self._same_world or self.ranks.world_size == 1:
             return None
+        if self._index is not None:  # layers may have moved to this rank from another one, that shares nothing with it
+            self._index = None
+            self._world = self.writer.call(read_world(self.store, self.checkpoint, self.config), self.timeout_s)
         return merged_content(self._world, keep=self.ranks.rank, alone=False)
 
     def has_elsewhere(self, places: Sequence[str], content: Content) -> bool:

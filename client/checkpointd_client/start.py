@@ -44,16 +44,17 @@ def begin_epoch(
     `spares`, called on rank 0: attempts of older epochs ("tag/attempt") that its sidecar still works at, and may still commit.
     """
 
-    def begin() -> dict[str, object]:
-        begun = writer.call(_begin(store, ranks.world_size, commit, spares()), RECOVERY_TIMEOUT_S)
+    def take() -> dict[str, object]:
+        begun = writer.call(begin(store, ranks.world_size, commit, spares()), RECOVERY_TIMEOUT_S)
         return {"number": begun.number, "nonce": begun.nonce, "latest": begun.latest}
 
-    heard = broadcast_from_coordinator(ranks, begin)
+    heard = broadcast_from_coordinator(ranks, take)
     latest = heard["latest"]
     return Begun(int(str(heard["number"])), str(heard["nonce"]), None if latest is None else str(latest))
 
 
-async def _begin(store: Store, world_size: int, commit: CommitConfig, spares: tuple[str, ...]) -> Begun:
+async def begin(store: Store, world_size: int, commit: CommitConfig, spares: tuple[str, ...] = ()) -> Begun:
+    """Take the next epoch for `world_size` ranks, and recover what older ones left."""
     before = await epochs.newest(store)
     if before:
         await _say_who_is_fenced(store, before)
@@ -98,7 +99,7 @@ def check_shared(writer: Writer, store: Store, ranks: Ranks, board: Board, begun
     """Raise RootNotSharedError on every rank, naming those that do not see the epoch that rank 0 wrote."""
     if ranks.world_size == 1:
         return
-    problem = _what_is_wrong(writer, store, begun)
+    problem = root_fault(writer, store, begun)
     board.post("root", problem)
     heard = board.read("root", None, timeout_s, "making its Checkpointer")
     blind = {rank: text for rank, text in heard.items() if text != "ok"}
@@ -128,7 +129,7 @@ def reach_sidecars(ranks: Ranks, board: Board, reach: Callable[[], object], time
         raise problem
 
 
-def _what_is_wrong(writer: Writer, store: Store, begun: Begun) -> str:
+def root_fault(writer: Writer, store: Store, begun: Begun) -> str:
     """`ok`, or why this rank does not see what rank 0 wrote."""
     problem = ""
     pause = threading.Event()

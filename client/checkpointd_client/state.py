@@ -20,10 +20,11 @@ import torch
 from checkpointd.errors import StateError
 from checkpointd.layout import tree
 from checkpointd.layout.manifest import Alias
+from checkpointd_client.dividing import written_parts
 from checkpointd_client.dtypes import NAMES, overlaps_itself
 from checkpointd_client.flatten import Flattener
 from checkpointd_client.memory import Region, alias_of, contiguous_stride, extent, overlap_of, overlapping
-from checkpointd_client.sharding import Held, Part, written_parts
+from checkpointd_client.sharding import Held, Part, is_dtensor, local_of
 from checkpointd_client.tensors import LIKELY_LOWEST_ADDRESS, refusal
 from checkpointd_client.values import decode_key
 
@@ -73,6 +74,7 @@ def capture(
     with torch._C.DisableTorchFunction():
         found = _inspect(walk)
         aliases = _share(found)
+        _share_nothing(walk, found, aliases)
         overlaps = _overlaps(found, aliases)
         lazy = _lazy(walk, found)
         leaves = tuple(_leaves(found, aliases, lazy))
@@ -191,6 +193,20 @@ def _share(found: _Found) -> _Aliases:
             else:
                 aliases[i] = owner
     return aliases
+
+
+def _share_nothing(walk: Flattener, found: _Found, aliases: _Aliases) -> None:
+    """Tie the sharded tensors of which this rank holds no element, as the ranks that hold some will tie them."""
+    owners: dict[object, int] = {}
+    for i, tensor in walk.sharded.items():
+        if found.starts[i] < found.ends[i]:
+            continue
+        # One object under two names, or two that were detached from one.
+        memory = local_of(tensor).untyped_storage()._cdata if is_dtensor(tensor) else id(tensor)
+        o = owners.setdefault(memory, i)
+        if o != i and found.held[i].alike(found.held[o]) and found.dtypes[i] == found.dtypes[o]:
+            shape = found.held[o].shape
+            aliases[i] = o, Alias(found.fqns[i], found.fqns[o], shape, contiguous_stride(shape), 0)
 
 
 def _alias(found: _Found, i: int, part: Region, o: int, owner: Region) -> Alias | None:

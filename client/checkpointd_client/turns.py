@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from checkpointd.config import Ranks
-from checkpointd.errors import CheckpointdError, DamagedError, DeadlineError
+from checkpointd.errors import CheckpointdError, DamagedError, DeadlineError, MismatchError
 from checkpointd_client import notes
 from checkpointd_client.notes import Choice, Holding, Problem, Verdict, Word
 from checkpointd_client.ranks import Board
@@ -67,10 +67,13 @@ class Turn:
         heard = self.turns.board.read(self._key(name), None, self.turns.timeout_s, _DOING)
         return {rank: notes.read(text, Holding) for rank, text in heard.items()}
 
-    def agree(self, name: str, problem: CheckpointdError | None) -> CheckpointdError | None:
-        """None where no rank has a problem; else this rank's own, or the first of the others'."""
+    def agree(self, name: str, problem: CheckpointdError | None, homeless: tuple[str, ...] = ()) -> CheckpointdError | None:
+        """None where no rank has a problem; else this rank's own, or the first of the others'.
+
+        What is `homeless` on every rank is a MismatchError on all of them.
+        """
         board, key = self.turns.board, self._key(name)
-        board.post(key, notes.written(Verdict(problem=Problem.of(problem) if problem else None)))
+        board.post(key, notes.written(Verdict(problem=Problem.of(problem) if problem else None, homeless=homeless)))
         if self.turns.ranks.rank == _LEADER:
             board.post(f"{key}/word", notes.written(self._gathered(key)))
         # Twice as long as rank 0 waits for the slowest: its word comes also where it has to name who is missing.
@@ -89,16 +92,26 @@ class Turn:
         except DeadlineError as error:
             turns.board.agree(_given_up(self.number), "yes")
             return Word(problem=Problem.of(error))
-        verdicts = {rank: notes.read(text, Verdict).problem for rank, text in sorted(heard.items())}
-        problems = {rank: found for rank, found in verdicts.items() if found is not None}
+        verdicts = {rank: notes.read(text, Verdict) for rank, text in sorted(heard.items())}
+        problems = {rank: verdict.problem for rank, verdict in verdicts.items() if verdict.problem is not None}
         if not problems:
-            return Word()
+            nowhere = sorted(set.intersection(*(set(verdict.homeless) for verdict in verdicts.values())))
+            return Word(problem=Problem.of(_unplaced(nowhere))) if nowhere else Word()
         # A mismatch is the caller's to mend and ends the load on every rank: it goes before damage.
         worst = next((r for r, p in problems.items() if not issubclass(p.kind, DamagedError)), min(problems))
         return Word(problem=problems[worst], rank=worst)
 
     def _key(self, name: str) -> str:
         return f"load/{self.number}/{name}"
+
+
+def _unplaced(fqns: list[str]) -> MismatchError:
+    return MismatchError(
+        f"{len(fqns)} {'name is' if len(fqns) == 1 else 'names are'} in the checkpoint and nowhere in the objects of any rank; "
+        + "nothing was loaded. Make them alike, or load what fits with strict=False:\n  "
+        + "\n  ".join(fqns),
+        tuple(f"{fqn}: in the checkpoint, and nowhere in the objects" for fqn in fqns),
+    )
 
 
 def _given_up(number: int) -> str:

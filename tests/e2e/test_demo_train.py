@@ -14,12 +14,13 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))  # the examples import each other as scripts do
 
 from compare import Comparison, compare_runs  # noqa: E402
+from corpus import Batches  # noqa: E402
 from launch import Job, data_bytes  # noqa: E402
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 
 STEPS = 60
-SMALL = ["--steps", str(STEPS), "--layers", "2", "--width", "128", "--length", "32", "--batch", "2"]
+SMALL = ["--steps", str(STEPS), "--layers", "2", "--width", "128", "--length", "32", "--batch", "4"]
 
 
 def job(folder: Path, *arguments: str) -> Job:
@@ -128,3 +129,24 @@ def test_reserved_space_does_not_count_as_written(tmp_path: Path) -> None:
         file.write(b"x" * 65536)
         file.flush()
         assert data_bytes(path) == 65536
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 6])
+def test_the_batches_are_the_same_on_any_number_of_ranks(ranks: int) -> None:
+    """Over two passes, and gone on with from where another number of ranks was."""
+    text = torch.arange(100, dtype=torch.uint8)
+    whole = Batches(text, batch=6, length=8, part=0, parts=1, seed=3)
+    parts = [Batches(text, batch=6, length=8, part=part, parts=ranks, seed=3) for part in range(ranks)]
+    for number in range(4):
+        expected, _ = next(whole)
+        found = torch.cat([next(part)[0] for part in parts])
+        assert sorted(found.tolist()) == sorted(expected.tolist())
+        assert all(part.state_dict() == whole.state_dict() for part in parts)
+        if number == 1:
+            parts[0].load_state_dict(whole.state_dict())
+    assert whole.passes > 0
+
+
+def test_a_batch_that_ranks_cannot_share_equally_is_refused() -> None:
+    with pytest.raises(ValueError, match="4 ranks cannot share a batch of 6 windows equally"):
+        Batches(torch.arange(100, dtype=torch.uint8), batch=6, length=8, part=0, parts=4, seed=3)

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.exports import wrong_exports
 from tests.e2e.sharded_ranks import PROCESSES
 from tests.faults.daemons import Daemon
 from tests.faults.jobs import wait_until
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 
 @pytest.fixture
@@ -24,7 +25,7 @@ def daemon(tmp_path: Path) -> Iterator[Daemon]:
 
 
 def test_whatever_was_saved_loads_wherever(tmp_path: Path, daemon: Daemon) -> None:
-    """The matrix of worlds, layouts and dtypes; ranks that disagree; restarts beside a sidecar."""
+    """The matrix of worlds, layouts and dtypes; ranks that disagree; restarts beside a sidecar; exports."""
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(sys.path),
@@ -45,7 +46,7 @@ def test_whatever_was_saved_loads_wherever(tmp_path: Path, daemon: Daemon) -> No
     ]
     try:
         # The one that ends first is the one to ask: the others wait for it, or have ended as well.
-        wait_until(lambda: any(rank.poll() is not None for rank in ranks), "a rank has ended", limit_s=350)
+        wait_until(lambda: any(rank.poll() is not None for rank in ranks), "a rank has ended", limit_s=550)
         failed = [rank for rank in ranks if rank.poll()]
         for rank in ranks if failed else ():
             rank.kill()
@@ -55,3 +56,4 @@ def test_whatever_was_saved_loads_wherever(tmp_path: Path, daemon: Daemon) -> No
             rank.kill()
     for number, (out, errors) in sorted(enumerate(said), key=lambda pair: ranks[pair[0]].returncode < 1):
         assert out == "done\n", f"rank {number} said:\n{out}{errors[-4000:]}"
+    assert list(wrong_exports(tmp_path, worlds=(2, 3))) == []

@@ -23,7 +23,7 @@ from torch import nn
 from checkpointd.config import LoadConfig
 from checkpointd.errors import CheckpointdError
 from checkpointd.pipeline import catalog, epochs, identity
-from checkpointd.pipeline.verify import record_whole, verify
+from checkpointd.pipeline.verify import record_verdict, verify
 from checkpointd.store.posix import PosixStore
 from checkpointd_client import Checkpointer, Retention
 from tests.golden.describe import describe
@@ -180,7 +180,7 @@ def write_references(folder: Path) -> None:
 async def record_verified(root: Path) -> None:
     async with PosixStore(root) as store:
         found = await catalog.find(store, "global_step3")
-        await record_whole(store, found, await verify(store, found, LoadConfig()))
+        await record_verdict(store, found, await verify(store, found, LoadConfig()))
 
 
 def anonymous() -> None:

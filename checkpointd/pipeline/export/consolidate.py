@@ -104,7 +104,7 @@ async def consolidate(
 
     Raises NotFoundError, UsageError, DamagedError with object, FQN and rank, StoreError, StoreFullError.
     """
-    _check_outside(store, out)
+    check_outside(store, out)
     with Output(out, directory=container.directory(), force=request.force) as output:
         load = LoadConfig(budget_bytes=request.memory_bytes // 4)
         world = await read_world(store, await catalog.find(store, await _tag(store, request.tag)), load)
@@ -154,7 +154,7 @@ async def _tag(store: Store, tag: str | None) -> str:
     return found
 
 
-def _check_outside(store: Store, out: str | os.PathLike[str]) -> None:
+def check_outside(store: Store, out: str | os.PathLike[str]) -> None:
     """A root holds checkpoints: whatever else lies there would be taken for one, or be in the way of one."""
     root, place = os.path.realpath(store.url), os.path.realpath(out)
     if store.capabilities.shared and os.path.commonpath([root, place]) == root:

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 
 from checkpointd.errors import NotFoundError, StoreError, StoreFullError, UsageError
 
-_EXPORTED = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?\Z")
+_EXPORTED = re.compile(r"(model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?|__\d+_\d+\.distcp|\.metadata)\Z")
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _NO_RESERVE = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV})
 

@@ -15,7 +15,7 @@ from checkpointd.pipeline import catalog
 from checkpointd.pipeline.catalog import AttemptView, Checkpoint
 from checkpointd.pipeline.report.pointer import Pointer, pointer
 from checkpointd.pipeline.report.ranks import rank_words
-from checkpointd.pipeline.verify import Damage, record_whole, verify
+from checkpointd.pipeline.verify import Damage, record_verdict, verify
 from checkpointd.store.base import Store
 
 
@@ -99,8 +99,8 @@ async def _verdict(store: Store, task: Task, on_bytes: Callable[[int], None], *,
         damage = Damage(code=DamagedError.__name__, message=view.damage or "", key=f"{view.prefix}/{OUTCOME}")
         return TagVerdict(tag=view.tag, attempt=str(view.attempt), state="damaged", bytes_read=0, damage=(damage,))
     verdict = await verify(store, task.checkpoint, LoadConfig(), on_bytes)
-    if record and verdict.whole and (await catalog.view(store, view.tag, view.attempt)).state == "committed":
-        await record_whole(store, task.checkpoint, verdict)
+    if record and (await catalog.view(store, view.tag, view.attempt)).state == "committed":
+        await record_verdict(store, task.checkpoint, verdict)
     gone = not verdict.whole and await _is_gone(store, view)
     return TagVerdict(
         tag=view.tag,

@@ -1,1 +1,1 @@
-"""Other libraries' ways to save and load, on top of a Checkpointer. Each needs its library."""
+"""Other libraries' ways to save and load, on a checkpointd root. Each is imported by name, and only where it is used."""

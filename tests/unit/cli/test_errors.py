@@ -14,8 +14,8 @@ from checkpointd.pipeline import catalog
 from tests.builders import break_file, save_checkpoint
 from tests.unit.cli.conftest import Cli, With
 
-LOOKS_AT_A_ROOT = [command for command in COMMANDS if command not in ("serve", "doctor")]
-TAKE_A_TAG = ("inspect", "explain", "consolidate", "delete")
+LOOKS_AT_A_ROOT = [command for command in COMMANDS if command not in ("serve", "doctor", "import")]
+TAKE_A_TAG = ("inspect", "explain", "consolidate", "delete", "export")
 
 
 @pytest.mark.parametrize("command", LOOKS_AT_A_ROOT)

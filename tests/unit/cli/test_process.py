@@ -15,6 +15,7 @@ from typing import Self
 import pytest
 
 from checkpointd.cli import COMMANDS
+from checkpointd.cli.program import MODULES
 from checkpointd.store.base import Store
 from tests.builders import leave_in_doubt, save_checkpoint
 from tests.unit.cli.conftest import With
@@ -50,7 +51,7 @@ def test_looking_imports_neither_torch_nor_numpy_nor_rich(root: Path, at: With) 
 
 
 def test_no_command_imports_torch_or_the_client() -> None:
-    found = imported("\n".join(f"import checkpointd.cli.{command}" for command in COMMANDS))
+    found = imported("\n".join(f"import checkpointd.cli.{MODULES.get(command, command)}" for command in COMMANDS))
     assert not found & {"torch", "checkpointd_client"}
 
 

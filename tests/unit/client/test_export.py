@@ -161,6 +161,31 @@ def test_safetensors_loads_a_model_with_tied_weights(tmp_path: Path) -> None:
     assert "head.weight" not in load_file(tmp_path / "model.safetensors")
 
 
+@pytest.mark.parametrize("ties", [True, False])
+def test_transformers_loads_the_directory(tmp_path: Path, ties: bool) -> None:
+    """Where it is installed: several files by their index, its own configuration beside them."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed; nothing else needs it")
+    config = transformers.LlamaConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=ties,
+    )
+    model, out = transformers.LlamaForCausalLM(config), tmp_path / "exported"
+    with Checkpointer(tmp_path / "root") as ckpt:
+        ckpt.save(1, {"model": model}).wait()
+    consolidate(tmp_path / "root", out, only="model", max_shard_size="20KB")
+    config.save_pretrained(out)
+    assert (out / "model.safetensors.index.json").exists()
+    loaded, told = transformers.LlamaForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not any(told.values()), told
+    assert same(loaded.state_dict(), model)
+    assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == ties
+
+
 def test_it_works_where_a_loop_runs_already(root: Path, tmp_path: Path, model: Tied) -> None:
     """As in a notebook."""
 

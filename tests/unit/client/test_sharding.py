@@ -1,18 +1,18 @@
-"""J1 to J3 of sharding.py, against torch's own way to cut tensors: every rank of many meshes, put together again."""
+"""sharding.py and dividing.py, against torch's own way to cut tensors: every rank of many meshes, put together again."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard, _StridedShard
 
-from checkpointd.layout.boxes import Box, tiling_fault, whole
+from checkpointd.layout.boxes import Box, boxes_of_range, tiling_fault, whole
+from checkpointd_client.dividing import SLICED_BYTES_MIN, slice_of, written_parts
 from checkpointd_client.sharding import (
-    SLICED_BYTES_MIN,
     Axis,
     Group,
     Held,
@@ -22,8 +22,6 @@ from checkpointd_client.sharding import (
     _parts,
     replicated,
     rows_of,
-    slice_of,
-    written_parts,
 )
 
 SHAPES = [(8,), (7,), (1,), (3,), (0,), (6, 4), (5, 7), (4, 1, 3), (9, 10), (2, 0, 3)]
@@ -144,9 +142,66 @@ def test_what_is_broadcast_is_written_by_who_broadcasts_it() -> None:
     assert [[part.box.numel() for part in found] for found in parts] == [[large[0]], [0], [0]]
 
 
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize("shape", [(7,), (5, 7), (3, 4, 6), (2, 5, 9001), ()], ids=str)
+def test_a_range_of_elements_in_a_row_is_written_as_boxes(shape: tuple[int, ...], replicas: int) -> None:
+    """As FullyShardedDataParallel keeps a parameter: three ranges, each of which `replicas` ranks hold after other elements."""
+    full = _numbered(shape)
+    seen = torch.zeros(shape, dtype=torch.int64)
+    cuts = [0, full.numel() // 3, full.numel() * 2 // 3, full.numel()]
+    for start, stop in itertools.pairwise(cuts):
+        local = torch.cat([torch.full((3,), -1), full.reshape(-1)[start:stop], torch.full((2,), -1)])
+        parts = []
+        at = 3
+        for box in boxes_of_range(shape, start, stop):
+            parts.append(Part(shape, box, (0,) * len(shape), (at, box.sizes)))
+            at += box.numel()
+        for replica in range(replicas):
+            held = Held(shape, tuple(parts), replica, replicas)
+            for part in written_parts(f"w{shape}{start}", held, 4):
+                cut = tuple(slice(o, o + n) for o, n in zip(part.box.offsets, part.box.sizes, strict=True))
+                assert torch.equal(part.of(local), full[cut])
+                seen[cut] += 1
+    assert bool((seen == 1).all())
+
+
 @pytest.mark.parametrize("count", [2, 3, 5])
 def test_a_slice_is_cut_where_there_is_most_to_cut(count: int) -> None:
     part = Part((4, 9), Box((1, 2), (1, 6)), (0, 1))
     slices = [found for i in range(count) if (found := slice_of(part, i, count)) is not None]
     assert sum(found.box.numel() for found in slices) == 6
     assert all(found.box.offsets[0] == 1 and found.at[1] - found.box.offsets[1] == -1 for found in slices)
+
+
+LAYER = [(4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336), (4096,), (4096,)]
+"""Shapes of a transformer; norms are the small boxes that go to one replica as a whole."""
+
+
+def _bytes_written(layers: int, helds: Sequence[Sequence[Held]]) -> list[int]:
+    """Bytes of bf16 that each rank writes of `layers` layers: `helds` is what it holds of each tensor of one."""
+    return [
+        sum(
+            part.box.numel() * 2
+            for layer in range(layers)
+            for number, held in enumerate(held_of)
+            for part in written_parts(f"layers.{layer}.{number}", held, 2)
+        )
+        for held_of in helds
+    ]
+
+
+def test_each_of_eight_ddp_ranks_writes_an_eighth() -> None:
+    written = _bytes_written(32, [[_held(shape, rank, 8) for shape in LAYER] for rank in range(8)])
+    assert sum(written) == 32 * sum(2 * math.prod(shape) for shape in LAYER)
+    assert max(written) / (sum(written) / 8) < 1.001
+
+
+@pytest.mark.parametrize(("groups", "shards"), [(1, 8), (2, 4), (4, 2)])
+def test_ranks_of_fsdp_and_hybrid_sharding_write_alike(groups: int, shards: int) -> None:
+    def held(shape: tuple[int, ...], at: tuple[int, int]) -> Held:
+        rows = rows_of(Layout(shape, (groups, shards), (None, Axis(0))), at)
+        return Held(shape, _parts(shape, rows), at[0], groups)
+
+    written = _bytes_written(32, [[held(shape, at) for shape in LAYER] for at in _coordinates((groups, shards))])
+    assert sum(written) == 32 * sum(2 * math.prod(shape) for shape in LAYER)
+    assert max(written) / (sum(written) / 8) < 1.001

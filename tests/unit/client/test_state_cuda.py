@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
+from checkpointd.layout.boxes import Box
 from checkpointd_client.rng import RngState
+from checkpointd_client.sinks import box_sink
 from checkpointd_client.state import capture
 from tests.unit.client.restoring import bytes_of, same, save
 
@@ -57,6 +62,31 @@ def test_columns_interleaved_on_the_device_do_not_count_as_sharing() -> None:
 def test_a_live_leaf_stays_on_its_device() -> None:
     (leaf,) = capture({"t": torch.ones(2, device="cuda")}, None, exclude_frozen_parameters=False).leaves
     assert leaf.tensor.is_cuda
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_box_fills_a_view_on_the_device_and_converts_where_that_was_asked_for(dtype: torch.dtype) -> None:
+    stored = torch.arange(60.0).reshape(6, 10)
+    whole = torch.full((4, 8), -1, dtype=dtype, device="cuda")
+    sink = box_sink(whole[1:, 2:5], Box((2, 4), (3, 3)), "float32")
+    sink(Box((3, 5), (2, 2)), stored[3:5, 5:7].numpy().view(np.uint32))
+    expected = torch.full((4, 8), -1, dtype=dtype)
+    expected[2:4, 3:5] = stored[3:5, 5:7].to(dtype)
+    assert same(whole.cpu(), expected)
+
+
+def test_the_part_of_a_dtensor_is_taken_from_the_device_and_made_there() -> None:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = DeviceMesh("cuda", [0])
+        source = DTensor.from_local(torch.arange(6.0, device="cuda").reshape(3, 2), mesh, [Shard(0)])
+        target = DTensor.from_local(torch.zeros(3, 2, device="cuda"), mesh, [Shard(1)])
+        (leaf,) = capture({"t": source}, None, exclude_frozen_parameters=False).leaves
+        assert leaf.tensor.is_cuda
+        save({"t": source}).load({"t": target})
+        assert same(target.to_local().cpu(), source.to_local().cpu())
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_device_generators_go_on_where_they_were() -> None:

@@ -264,3 +264,28 @@ def test_wrapping_changes_no_name() -> None:
     other, target = named_pair(list)
     save({"m": model, "o": optimizer}).load({"m": nn.DataParallel(other), "o": target})
     assert same(optimizer.state[model[0].weight], target.state[other[0].weight])  # type: ignore[index]  # a Sequential
+
+
+def test_the_state_of_another_kind_of_optimizer_is_refused() -> None:
+    """Or the next step would miss what only this kind has."""
+    model = nn.Linear(3, 2)
+    adam = torch.optim.AdamW(model.parameters())
+    step(model, adam, 0)
+    saved = save({"optimizer": adam})
+    sgd = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    with pytest.raises(MismatchError, match=r"another kind of optimizer: .*betas.* is stored, and .*momentum.* is there now"):
+        saved.load({"optimizer": sgd})
+    assert sgd.param_groups[0]["momentum"] == 0.9
+
+
+@pytest.mark.parametrize("other", [{"later_key": 1}, {}])
+def test_that_of_another_version_of_torch_is_not(other: dict[str, int]) -> None:
+    """It has a key more, or one less."""
+    model = nn.Linear(3, 2)
+    first, second = (torch.optim.AdamW(model.parameters()) for _ in range(2))
+    first.param_groups[0].update(other)
+    if not other:
+        del first.param_groups[0]["decoupled_weight_decay"]
+    saved = save({"optimizer": first})
+    saved.load({"optimizer": second})
+    step(model, second, 0)

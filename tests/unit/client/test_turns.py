@@ -24,10 +24,10 @@ def _ranks(timeout_s: float) -> list[Turns]:
     return [Turns(StoreBoard(store, who), who, timeout_s) for who in ranks]
 
 
-def _load(turns: Turns, tag: str, problem: CheckpointdError | None = None) -> Answer:
+def _load(turns: Turns, tag: str, problem: CheckpointdError | None = None, homeless: tuple[str, ...] = ()) -> Answer:
     turn = turns.begin()
     choice = turn.chosen("candidate", lambda: Choice(tag=tag))
-    return choice.tag, turn.agree("verdict", problem)
+    return choice.tag, turn.agree("verdict", problem, homeless)
 
 
 def _together(*calls: Callable[[], Answer]) -> list[Answer]:
@@ -44,6 +44,15 @@ def test_every_rank_hears_the_same_problem_and_its_own_words_for_it() -> None:
     for _, error in (answers[0], answers[2]):
         assert isinstance(error, MismatchError)
         assert str(error) == "rank 1: w has another shape here"
+
+
+def test_what_one_rank_has_a_place_for_is_fine_and_what_none_has_ends_the_load_on_all() -> None:
+    a, b, c = _ranks(30.0)
+    calls = ((a, ("w", "x")), (b, ("x",)), (c, ("v", "x")))
+    for _, error in _together(*(lambda t=t, h=h: _load(t, "x", None, h) for t, h in calls)):
+        assert isinstance(error, MismatchError)
+        assert str(error).endswith("strict=False:\n  x")
+    assert _together(*(lambda t=t, h=h[:1]: _load(t, "y", None, h) for t, h in calls)) == [("y", None)] * WORLD
 
 
 def test_a_rank_that_missed_a_load_joins_the_next_one() -> None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
+from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointd.layout.boxes import Box, boxes_of_range, whole
+from checkpointd.layout.boxes import Box, boxes_of_range, tiling_fault, whole
 from checkpointd.layout.manifest import Chunk, Index, ObjectRef, Plan, PlanTensor, TensorEntry
-from checkpointd.layout.plan import cover_fault, raw_bytes, union_fault
+from checkpointd.layout.plan import _is_grid, cover_fault, raw_bytes, union_fault
+from tests.tilings import boxes_in, shapes, tilings_of
 
 
 def plan(rank: int, *tensors: PlanTensor, world_size: int = 2) -> Plan:
@@ -114,6 +118,64 @@ def test_a_thousand_ranks_with_hundreds_of_tensors_each(dim: int) -> None:
     assert fault is not None
     assert fault.endswith("8 of 8192 elements are written by no rank")
     assert fault.startswith("layer199 (ranks [0, 1, ")
+
+
+def test_a_thousand_ranks_in_a_grid_of_two_dimensions() -> None:
+    """FSDP2 over tensor parallelism: rows and columns, of uneven sizes."""
+    rows, columns, shape = range(0, 64, 2), range(0, 96, 3), (63, 94)
+
+    def cell(row: int, column: int) -> Box:
+        return Box((row, column), (min(2, shape[0] - row), min(3, shape[1] - column)))
+
+    cells = [PlanTensor("w", "float32", shape, cell(r, c), "global") for r in rows for c in columns]
+    plans = {rank: plan(rank, one) for rank, one in enumerate(cells)}
+    assert union_fault(plans) is None
+    plans[17] = plan(17, cells[18])
+    assert union_fault(plans) is not None
+
+
+@given(shapes.filter(math.prod), st.data())
+def test_boxes_compared_as_arrays_give_what_they_give_one_by_one(shape: tuple[int, ...], data: st.DataObject) -> None:
+    """Tilings, and what is left of them where one box is another one: the quick way passes none that has a fault."""
+    boxes = data.draw(tilings_of(shape))
+    if boxes and data.draw(st.booleans()):
+        boxes[data.draw(st.integers(0, len(boxes) - 1))] = data.draw(boxes_in(shape))
+    places = np.array([(*box.offsets, *box.sizes) for box in boxes], np.int64).reshape(len(boxes), 2 * len(shape))
+    if _is_grid(shape, places):
+        assert tiling_fault(shape, boxes) is None
+
+
+@pytest.mark.parametrize("cuts", [(5, 1), (1, 5), (5, 7)])
+@pytest.mark.parametrize("bad", ["outside", "before", "twice", "wide", "gone"])
+def test_a_grid_is_told_from_what_is_nearly_one(cuts: tuple[int, int], bad: str) -> None:
+    shape = (11, 13)
+    rows, columns = ([n * i // cut for i in range(cut + 1)] for n, cut in zip(shape, cuts, strict=True))
+    cells = [(a, c, b - a, d - c) for a, b in pairwise(rows) for c, d in pairwise(columns)]
+    assert _is_grid(shape, np.array([*cells, (0, 0, 0, 13)]))
+    a, c, height, width = cells[-1]
+    changed = {
+        "outside": [(a, c + 1, height, width)],
+        "before": [(a - 1, c, height, width)],
+        "twice": [cells[0]],
+        "wide": [(a, c - 1, height, width + 1)],
+        "gone": [],
+    }[bad]
+    assert not _is_grid(shape, np.array(cells[:-1] + changed))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"box": Box((1 << 64, 0), (1, 1))}, "does not lie inside shape (4, 4)"),
+        ({"box": Box((0, 0), (1 << 64, 4)), "shape": (1 << 64, 4)}, "no tensor has the shape [18446744073709551616, 4]"),
+        ({"box": Box((0,), (4,))}, "box (0,)+(4,) does not lie inside shape (4, 4)"),
+    ],
+)
+def test_numbers_that_no_tensor_has_are_a_fault_and_no_surprise(changes: dict[str, Any], words: str) -> None:
+    fault = union_fault({0: plan(0, TOP), 1: plan(1, msgspec.structs.replace(BOTTOM, **changes))})
+    assert fault is not None
+    assert fault.startswith("w (ranks [1]): ")
+    assert words in fault
 
 
 # --- an index against its plan -----------------------------------------------------------------------------------------

@@ -11,15 +11,15 @@ import pytest
 from checkpointd.commit.machine import Phase
 from checkpointd.commit.retention import Retention
 from checkpointd.config import LoadConfig
-from checkpointd.errors import NotFoundError, UsageError
-from checkpointd.layout.keys import mark_name
+from checkpointd.errors import NotFoundError, StoreError, UsageError
+from checkpointd.layout.keys import VERIFIED, mark_name
 from checkpointd.layout.manifest import Deleted, decode
 from checkpointd.pipeline import catalog, epochs
 from checkpointd.pipeline.collect import collect
 from checkpointd.pipeline.marks import condemn, references, standing_mark
 from checkpointd.pipeline.report.collection import collection, deletion
 from checkpointd.pipeline.retire import retire
-from checkpointd.pipeline.verify import record_whole, verify
+from checkpointd.pipeline.verify import Damage, Verdict, record_verdict, verify
 from checkpointd.store.base import Store
 from checkpointd.store.memory import MemoryStore
 from checkpointd.store.posix import PosixStore
@@ -194,9 +194,32 @@ async def test_the_last_verified_one_stays() -> None:
     store = MemoryStore()
     await saved(store, 1, 2, 3)
     found = await catalog.find(store, "global_step2")
-    await record_whole(store, found, await verify(store, found, LoadConfig()))
+    await record_verdict(store, found, await verify(store, found, LoadConfig()))
     await collection(store, Retention(keep_last=1), dry_run=False)
     assert await tags(store) == ["global_step3", "global_step2"]
+
+
+async def test_one_that_was_verified_and_is_damaged_now_is_not_kept_for_it() -> None:
+    """Else retention would keep it instead of the last one that is whole."""
+    store = MemoryStore()
+    await saved(store, 1, 2, 3, frozen=9, dedup=False)
+    for step in (1, 2):
+        found = await catalog.find(store, f"global_step{step}")
+        await record_verdict(store, found, await verify(store, found, LoadConfig()))
+    await store.delete(f"{found.prefix}/00000.index")
+    await record_verdict(store, found, await verify(store, found, LoadConfig()))
+    await collection(store, Retention(keep_last=1), dry_run=False)
+    assert await tags(store) == ["global_step3", "global_step1"]
+
+
+async def test_what_cannot_be_read_just_now_says_nothing_of_a_verified_one() -> None:
+    store = MemoryStore()
+    await saved(store, 1)
+    found = await catalog.find(store, "global_step1")
+    await record_verdict(store, found, await verify(store, found, LoadConfig()))
+    away = Damage.of(StoreError("I/O error"), 0)
+    await record_verdict(store, found, Verdict(found.tag, str(found.attempt), damage=[away]))
+    assert VERIFIED in await names(store, found.prefix)
 
 
 async def test_g5_an_older_epochs_coordinator_removes_nothing() -> None:

@@ -45,6 +45,12 @@ async def put_plan(store: MemoryStore, ballot: Ballot, rank: int, **changes: obj
     ballot.votes[rank] = msgspec.structs.replace(vote, plan=digest(data))
 
 
+def _plan_of(ballot: Ballot, rank: int) -> str:
+    vote = ballot.votes[rank]
+    assert vote is not None
+    return vote.plan or ""
+
+
 def words(decision: Decision | None) -> str:
     assert decision is not None
     assert decision.error is not None
@@ -183,6 +189,19 @@ async def test_c2_plans_that_are_whole_together_have_no_fault_and_are_read_once(
     for entry in await store.list(".checkpointd/plans"):
         await store.delete(f".checkpointd/plans/{entry.name}")
     assert await check.fault(ballot.votes) is None
+
+
+async def test_c2_where_one_rank_changed_its_plan_that_one_alone_is_read_and_all_are_compared() -> None:
+    store = MemoryStore()
+    ballot = await voted(store, world_size=3)
+    check = PlanCheck(store)
+    assert await check.fault(ballot.votes) is None
+    for rank in (0, 2):
+        await store.delete(plan_key(_plan_of(ballot, rank)))
+    await put_plan(store, ballot, 1, fqn="model.other")
+    assert await check.fault(ballot.votes) is None
+    await put_plan(store, ballot, 1, scope="global", box=Box((0, 0), (32, 48)))
+    assert "(ranks [1]): 1536 of 3072 elements are written by no rank" in words(await check.fault(ballot.votes))
 
 
 async def test_c2_a_plan_that_is_not_there_aborts() -> None:

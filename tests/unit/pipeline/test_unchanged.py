@@ -1,4 +1,4 @@
-"""What did not change is referred to: X1 to X3 of pipeline/unchanged.py, on the real pipelines."""
+"""What did not change is referred to: X1 to X4 of pipeline/unchanged.py, on the real pipelines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from checkpointd.codec import Compression
 from checkpointd.commit.machine import Phase
 from checkpointd.config import LoadConfig
-from checkpointd.errors import DamagedError
+from checkpointd.errors import DamagedError, StoreError
 from checkpointd.layout.manifest import Index
 from checkpointd.pipeline import catalog, chunks, save
 from checkpointd.pipeline.load import read_index
@@ -61,6 +61,34 @@ def as_bytes(arrays: Arrays) -> Mapping[str, bytes]:
 def referred_of(index: Index) -> dict[str, list[bool]]:
     """For each tensor, which of its chunks lie in older attempts."""
     return {t.fqn: [bool(index.objects[c.object].held_by) for c in t.chunks] for t in index.tensors}
+
+
+class Unreadable(MemoryStore):
+    """Fails to read chunks objects."""
+
+    async def get_range(self, key: str, offset: int, out: memoryview) -> None:
+        raise StoreError(f"{key}: I/O error")
+
+
+@pytest.mark.parametrize("fault", ["damaged", "unreadable"])
+async def test_x4_what_an_earlier_process_wrote_is_not_referred_to_unread(fault: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A restart from weights that came from elsewhere, because the checkpoint is damaged: the next one is whole."""
+    store = Unreadable() if fault == "unreadable" else MemoryStore()
+    await saved(store, 1)
+    if fault == "damaged":
+        index = await index_at(store, 1)
+        chunk = next(entry for entry in index.tensors if entry.fqn == "frozen.weight").chunks[1]
+        key = f"global_step1/00000001-0/{index.objects[chunk.object].name}"
+        data = bytearray(await store.get(key))
+        data[chunk.offset] ^= 1
+        await store.put(key, bytes(data))
+    await saved(store, 2)
+    assert not any(ref.held_by for ref in (await index_at(store, 2)).objects)
+    assert "is damaged at byte" in caplog.text if fault == "damaged" else "cannot be read" in caplog.text
+    assert "writes everything anew" in caplog.text
+    if fault == "damaged":
+        assert not (await verify(store, await catalog.find(store, "global_step1"), LoadConfig())).whole
+        assert (await verify(store, await catalog.find(store, "global_step2"), LoadConfig())).whole
 
 
 @pytest.mark.parametrize("compression", COMPRESSIONS)

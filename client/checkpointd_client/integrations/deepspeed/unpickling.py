@@ -14,7 +14,7 @@ from checkpointd.errors import DamagedError
 
 
 class Unknown:
-    """Stands for an object whose class was not imported. `name` is that of the class, `args` and `state` what it was made of."""
+    """Stands for an object whose class was not imported: `name` is the class, `args` and `state` what it was made of."""
 
     name = ""
 

@@ -1,0 +1,20 @@
+"""Other programs' checkpoint formats: the client has one module for each, since reading and writing them needs torch."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from checkpointd.errors import UsageError
+
+FORMATS = ("dcp",)
+
+
+def module_for(name: str, part: str) -> Any:
+    """The client's module that does `part` of format `name`. UsageError where torch or the client cannot be imported."""
+    try:
+        return import_module(f"checkpointd_client.integrations.{name}.{part}")
+    except ImportError as error:
+        raise UsageError(
+            f"the format {name} needs torch, which cannot be imported ({error}): pip install 'checkpointd[torch]'"
+        ) from error

@@ -1,0 +1,228 @@
+"""A checkpoint as a DCP directory: `.metadata`, and files in which each box of a tensor is one of torch.save.
+
+Invariant
+  E1  About `memory` bytes are held at once: a batch that is read, and one that is written. A large tensor leaves in boxes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from checkpointd.config import MIB, LoadConfig
+from checkpointd.errors import NotFoundError, UsageError
+from checkpointd.layout.boxes import Box, boxes_of_range, whole
+from checkpointd.layout.dtypes import ITEM_BYTES
+from checkpointd.layout.keys import LATEST, check_tag
+from checkpointd.pipeline import catalog
+from checkpointd.pipeline.export.consolidate import MEMORY_BYTES, ExportedFile, check_outside
+from checkpointd.pipeline.export.output import Output, translated
+from checkpointd.pipeline.export.selection import Exported
+from checkpointd.pipeline.export.sizes import byte_count
+from checkpointd.pipeline.export.stream import Placed, Slab
+from checkpointd.pipeline.world import CARRIERS, read_boxes, read_world
+from checkpointd.store.base import Store
+from checkpointd_client.dtypes import DTYPES, empty
+from checkpointd_client.export import run_on_store
+from checkpointd_client.integrations.dcp import metadata_file
+from checkpointd_client.integrations.dcp.content import Content, content_of
+from checkpointd_client.integrations.dcp.metadata_file import Place, Written
+from checkpointd_client.integrations.dcp.objects import save_tensor
+
+MEMORY_BYTES_MIN = 16 * MIB
+FILE_BYTES = 5 * 10**9
+"""A file is closed once it has as many."""
+
+Batch = list[tuple[Slab, NDArray[Any]]]
+
+
+class ExportedDCP(msgspec.Struct, frozen=True, kw_only=True):
+    """What was exported. `left_out`: what differed between the ranks that saved it, and arrays, which DCP has no place for."""
+
+    root: str
+    tag: str
+    step: int
+    out: str
+    format: str
+    tensors: int
+    values: int
+    bytes: int
+    left_out: tuple[str, ...]
+    files: tuple[ExportedFile, ...]
+
+
+def export_dcp(
+    root: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    tag: str | None = None,
+    *,
+    force: bool = False,
+    memory: int | str = MEMORY_BYTES,
+    on_progress: Callable[[int, int], None] = lambda _, __: None,
+) -> ExportedDCP:
+    """Write checkpoint `tag` (default: latest) as a directory for DCP's FileSystemReader to `out`.
+
+    It appears whole or not at all. About `memory` bytes are held at once, whatever the size of the tensors. `on_progress` is
+    told bytes written and their total. Raises NotFoundError, UsageError where `out` is in the way, DamagedError with object,
+    FQN and rank, StoreError, StoreFullError.
+    """
+    held = byte_count(memory, "memory")
+    if held < MEMORY_BYTES_MIN:
+        raise UsageError(f"memory is {held} bytes; at least {MEMORY_BYTES_MIN} are needed")
+
+    async def export(store: Store) -> ExportedDCP:
+        check_outside(store, out)
+        with Output(out, directory=True, force=force) as output:
+            name = check_tag(tag) if tag is not None and tag != LATEST else await catalog.latest(store)
+            if name is None:
+                raise NotFoundError(f"there is no {LATEST} at {store.url}: name a tag")
+            load = LoadConfig(budget_bytes=held // 4)
+            content = content_of(await read_world(store, await catalog.find(store, name), load))
+            files = _Files(output)
+            with translated("writing", output.place):
+                try:
+                    total = await _stream(store, content, files, held // 4, on_progress)
+                    files.finish(content)
+                finally:
+                    files.close()
+            shown = output.publish()
+        outcome = content.world.checkpoint.outcome
+        return ExportedDCP(
+            root=store.url,
+            tag=name,
+            step=outcome.step,
+            out=output.place,
+            format="dcp",
+            tensors=len(content.tensors),
+            values=len(content.values) + len(content.objects),
+            bytes=total,
+            left_out=content.left_out,
+            files=tuple(ExportedFile(name=file, size=size) for file, size in shown),
+        )
+
+    return run_on_store(root, export)
+
+
+async def _stream(
+    store: Store, content: Content, files: _Files, batch_bytes: int, on_progress: Callable[[int, int], None]
+) -> int:
+    """All tensors into the files, a batch being read while the one before is written; their bytes."""
+    loop = asyncio.get_running_loop()
+    placed = [Placed(tensor, tensor.dtype, "", 0) for tensor in content.tensors.values()]
+    done, total = 0, sum(item.nbytes for item in placed)
+    writing: asyncio.Future[None] | None = None
+    try:
+        for slabs in _batches(placed, batch_bytes):
+            batch = [(slab, np.empty(len(slab.held), CARRIERS[ITEM_BYTES[slab.dtype]])) for slab in slabs]
+            wants = [want for slab, memory in batch for want in slab.wants(memory)]
+            damage = await read_boxes(store, content.world, wants, LoadConfig(budget_bytes=batch_bytes))
+            if damage:
+                raise damage[0]
+            if writing is not None:
+                await writing
+            done += sum(_nbytes(slab) for slab in slabs)
+            writing = loop.run_in_executor(None, files.add_all, batch)
+            del batch, wants
+            on_progress(done, total)
+    finally:
+        if writing is not None:
+            await asyncio.wait([writing])
+    if writing is not None:
+        writing.result()
+    return total
+
+
+def _nbytes(slab: Slab) -> int:
+    return (slab.stop - slab.start) * ITEM_BYTES[slab.placed.dtype]
+
+
+def _batches(placed: Sequence[Placed], batch_bytes: int) -> Iterator[list[Slab]]:
+    batch: list[Slab] = []
+    room = batch_bytes
+    for slab in _slabs(placed, batch_bytes):
+        if batch and slab.nbytes > room:
+            yield batch
+            batch, room = [], batch_bytes
+        batch.append(slab)
+        room -= slab.nbytes
+    if batch:
+        yield batch
+
+
+def _slabs(placed: Sequence[Placed], slab_bytes: int) -> Iterator[Slab]:
+    """Whole rows where they fit, so that a slab is one box; a view whose elements are scattered is one."""
+    for item in placed:
+        count, shape = item.count, item.tensor.shape
+        row = max(1, math.prod(shape[1:]))
+        step = max(1, slab_bytes // ITEM_BYTES[item.dtype]) if item.tensor.view.contiguous else max(1, count)
+        step = step - step % row if step > row else step
+        for start in range(0, max(count, 1), step):
+            yield Slab(item, start, min(start + step, count))
+
+
+@dataclass
+class _Files:
+    """The files of the directory, one after the other, and what was written where."""
+
+    output: Output
+    written: list[Written] = field(default_factory=list)
+    _file: BinaryIO | None = None
+    _name: str = ""
+    _count: int = 0
+
+    def add_all(self, batch: Batch) -> None:
+        with translated("writing", self.output.place):
+            for slab, memory in batch:
+                self._add_slab(slab, slab.finished(memory))
+
+    def _add_slab(self, slab: Slab, data: NDArray[Any]) -> None:
+        tensor, at = slab.placed.tensor, 0
+        if not slab.placed.count:
+            self._add_tensor(tensor, whole(tensor.shape), empty(tensor.shape, DTYPES[tensor.dtype], torch.device("cpu")))
+            return
+        raw, item = data.view(np.uint8), ITEM_BYTES[tensor.dtype]
+        for box in boxes_of_range(tensor.shape, slab.start, slab.stop):
+            end = at + box.numel() * item
+            part = torch.from_numpy(raw[at:end]).view(DTYPES[tensor.dtype]).view(box.sizes)
+            self._add_tensor(tensor, box, part)
+            at = end
+
+    def _add_tensor(self, tensor: Exported, box: Box, part: torch.Tensor) -> None:
+        self._add(tensor.name, box, lambda file: save_tensor(part, file))
+
+    def _add(self, name: str, box: Box | None, write: Callable[[BinaryIO], object]) -> None:
+        file = self._open()
+        start = file.tell()
+        write(file)
+        self.written.append(Written(name, box, Place(self._name, start, file.tell() - start)))
+        if file.tell() >= FILE_BYTES:
+            self.close()
+
+    def _open(self) -> BinaryIO:
+        if self._file is None:
+            self._name = f"__0_{self._count}.distcp"
+            self._count += 1
+            self._file = open(self.output.path(self._name), "xb")  # noqa: SIM115  # closed by close()
+        return self._file
+
+    def finish(self, content: Content) -> None:
+        for name in (*content.values, *content.objects):
+            data = content.object_bytes(name)
+            self._add(name, None, lambda file, data=data: file.write(data))  # type: ignore[misc]  # bound now
+        self.close()
+        data = metadata_file.encode(content.metadata(), self.written)
+        self.output.create(metadata_file.NAME, data, len(data))
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None

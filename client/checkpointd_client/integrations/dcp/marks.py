@@ -1,0 +1,57 @@
+"""What a checkpoint says of itself to DCP, beside the state: one entry of its client state.
+
+`objects` are values that are no plain ones, as torch.save wrote them; `paths` the places of names that the shape of the state
+does not tell. Both are mostly empty, and then there is no entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from checkpointd.layout import tree
+from checkpointd_client.flatten import CLIENT_STATE
+from checkpointd_client.integrations.dcp.paths import Path
+from checkpointd_client.values import decode_key
+
+KEY = "torch.distributed.checkpoint"
+_OBJECTS, _PATHS = "objects", "paths"
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """Both, by name."""
+
+    objects: Mapping[str, bytes] = field(default_factory=dict)
+    paths: Mapping[str, Path] = field(default_factory=dict)
+
+    def node(self) -> tree.Node:
+        """The client state that carries them."""
+        if not self.objects and not self.paths:
+            return tree.Dict("dict", ())
+        objects = tree.Dict("dict", tuple((name, tree.Bytes(data)) for name, data in self.objects.items()))
+        paths = tree.Dict("dict", tuple((name, tree.Sequence("tuple", path)) for name, path in self.paths.items()))
+        return tree.Dict("dict", ((KEY, tree.Dict("dict", ((_OBJECTS, objects), (_PATHS, paths)))),))
+
+
+def root_node(state: tree.Node, marks: Marks) -> tree.Node:
+    """The whole tree of a rank."""
+    return tree.Dict("dict", (("state", state), (CLIENT_STATE, marks.node())))
+
+
+def parts(root: tree.Node) -> tuple[tree.Node, Marks]:
+    """The state in `root`, and what it says to DCP; what has another shape than ours says nothing."""
+    found = _mapping(root)
+    said = _mapping(_mapping(found.get(CLIENT_STATE)).get(KEY))
+    objects = {name: node.data for name, node in _mapping(said.get(_OBJECTS)).items() if isinstance(node, tree.Bytes)}
+    paths = {name: path for name, node in _mapping(said.get(_PATHS)).items() if (path := _path(node))}
+    return found.get("state"), Marks(objects, paths)
+
+
+def _mapping(node: tree.Node) -> dict[str, tree.Node]:
+    return {str(decode_key(key)): child for key, child in node.items} if isinstance(node, tree.Dict) else {}
+
+
+def _path(node: tree.Node) -> Path:
+    keys: Iterable[tree.Node] = node.items if isinstance(node, tree.Sequence) else ()
+    return tuple(key for key in keys if isinstance(key, str | int))

@@ -1,0 +1,93 @@
+"""What DCP stores as bytes: values that are no tensors, as torch.save writes them.
+
+Plain values become nodes of the state tree, which nothing can run code from. What is more than that stays the bytes that it
+came as, and is unpickled by nobody here but torch.load(weights_only=True), which refuses code.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from typing import IO, Any, BinaryIO
+
+import torch
+
+from checkpointd.errors import CheckpointdError, StateError
+from checkpointd.layout import tree
+from checkpointd_client.building import constant, dict_of, sequence_of
+from checkpointd_client.flatten import Flattener
+from checkpointd_client.integrations.dcp.paths import is_leaf
+from checkpointd_client.values import decode_key
+
+_GLOBAL = re.compile(r"GLOBAL ([\w.]+)")
+
+
+class UnsafeObjectError(StateError):
+    """A value that only code could load again, and that is loaded on request alone."""
+
+
+def saved(value: object) -> bytes:
+    """`value` as DCP's planner stores it."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def save_tensor(tensor: torch.Tensor, file: BinaryIO) -> None:
+    """All of the storage of `tensor`, as DCP's file system writes it."""
+    torch.save(tensor, file)
+
+
+def loaded(data: bytes, fqn: str) -> Any:
+    """The value in `data`; UnsafeObjectError, naming `fqn`, where it holds more than torch.load(weights_only=True) allows."""
+    try:
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception as error:  # bytes of unknown origin: whatever goes wrong is that they cannot be loaded
+        named = _GLOBAL.search(str(error))
+        reason = f"it names {named[1]}" if named else str(error).partition("\n")[0]
+        raise UnsafeObjectError(
+            f"{fqn} is an object that torch.load(weights_only=True) does not load ({reason:.300}): if you trust who wrote the "
+            "checkpoint, pass weights_only=False, and its code will run"
+        ) from error
+
+
+def described(file: IO[bytes]) -> torch.Tensor:
+    """The tensor that torch.save wrote to `file`, without its elements. Raises what torch.load raises."""
+    found = torch.load(file, map_location="meta", weights_only=True)
+    if not isinstance(found, torch.Tensor):
+        raise TypeError(f"it holds a {type(found).__name__}")
+    return found
+
+
+class NotPlain(Exception):
+    """Bytes that hold more than a plain value."""
+
+
+def node_of(data: bytes, fqn: str) -> tree.Node:
+    """The value in `data` as a node that DCP would take for a leaf; NotPlain where it is no plain value."""
+    walk = Flattener(exclude_frozen_parameters=False)
+    try:
+        node = walk.node(loaded(data, fqn), fqn)
+    except CheckpointdError as error:
+        raise NotPlain(str(error)) from error
+    if not is_leaf(node) or walk.tensors:
+        raise NotPlain(f"{fqn} holds tensors, or is a mapping that is not walked through")
+    return node
+
+
+def value_of(node: tree.Node) -> Any:
+    """The plain value that a node stands for; KeyError where a tensor is in it, which is not there."""
+    return _build(node)()
+
+
+def holds_tensors(node: tree.Node) -> bool:
+    """Whether a tensor or an array is in `node`."""
+    return isinstance(node, tree.Tensor | tree.Array) or any(map(holds_tensors, tree.children(node)))
+
+
+def _build(node: tree.Node) -> Any:
+    if isinstance(node, tree.Dict):
+        return dict_of(node.kind, {decode_key(key): _build(child) for key, child in node.items})
+    if isinstance(node, tree.Sequence):
+        return sequence_of(node.kind, [_build(child) for child in node.items])
+    return constant(node)

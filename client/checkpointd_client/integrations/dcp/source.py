@@ -1,0 +1,194 @@
+"""The bytes of a DCP directory: each box of a tensor is a file of torch.save inside a larger one, and is read in parts.
+
+Invariant
+  S1  No more of a tensor is read into memory than is asked for. Only one that lies there in another order than its own (a
+      transposed one) is mapped as a whole, and its pages are the system's to drop.
+"""
+
+from __future__ import annotations
+
+import io
+import mmap
+import os
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from checkpointd.errors import FormatError, NotFoundError, StoreError
+from checkpointd.layout.boxes import Box
+from checkpointd.layout.dtypes import ITEM_BYTES
+from checkpointd.layout.regions import slices
+from checkpointd.pipeline.shard import Bytes
+from checkpointd.pipeline.world import CARRIERS
+from checkpointd_client.dtypes import NAMES
+from checkpointd_client.files import data_offset
+from checkpointd_client.integrations.dcp.metadata_file import Place
+from checkpointd_client.integrations.dcp.objects import described
+
+_LOOK_BYTES = 4096
+OBJECT_BYTES_MAX = 1 << 28
+"""No object is larger: it has to find room in an index."""
+
+
+@dataclass(frozen=True, slots=True)
+class Elements:
+    """Where the elements of one box lie in a file: from byte `offset`, `nbytes` of storage, strides in elements."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    first: int
+    offset: int
+    nbytes: int
+    contiguous: bool
+
+
+class Directory:
+    """The files of a DCP directory, one of them open at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._name = ""
+        self._file: io.BufferedReader | None = None
+        self._known: tuple[Place, Elements] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def object(self, name: str, place: Place) -> bytes:
+        """The bytes of an object."""
+        if place.length > OBJECT_BYTES_MAX:
+            raise FormatError(f"{name} is an object of {place.length} bytes, more than {OBJECT_BYTES_MAX}", fqn=name)
+        data = bytearray(place.length)
+        self._fill(place.file, memoryview(data), place.offset, name)
+        return bytes(data)
+
+    def copy(self, fqn: str, dtype: str, frame: Box, place: Place, part: Box, target: Bytes) -> None:
+        """The elements of `part`, a box inside `frame` that is a row of the elements there, into `target`, row-major.
+
+        FormatError where what lies at `place` is not the box `frame` of `dtype`.
+        """
+        elements = self._elements(fqn, place)
+        if (elements.dtype, elements.shape) != (dtype, frame.sizes):
+            raise FormatError(
+                f"{fqn}: {place.file} holds {elements.dtype}{list(elements.shape)}, "
+                f"and the metadata says {dtype}{list(frame.sizes)}",
+                fqn=fqn,
+            )
+        if elements.contiguous:
+            start = elements.first + _position(frame, part)
+            self._fill(place.file, target.data, elements.offset + start * ITEM_BYTES[dtype], fqn)
+        else:
+            target.view(CARRIERS[ITEM_BYTES[dtype]])[:] = self._mapped(place, elements)[slices(frame, part)].reshape(-1)
+
+    def _elements(self, fqn: str, place: Place) -> Elements:
+        if self._known is None or self._known[0] != place:
+            self._known = place, _looked_at(self._open(place.file), fqn, place)
+        return self._known[1]
+
+    def _open(self, name: str) -> io.BufferedReader:
+        if self._file is None or self._name != name:
+            if self._file is not None:
+                self._file.close()
+            try:
+                self._file = (self.path / name).open("rb")
+            except FileNotFoundError:
+                raise NotFoundError(f"{self.path} has no file {name}, which its metadata names") from None
+            self._name = name
+        return self._file
+
+    def _fill(self, name: str, target: memoryview, offset: int, fqn: str) -> None:
+        descriptor = self._open(name).fileno()
+        while target:
+            try:
+                got = os.preadv(descriptor, [target], offset)
+            except OSError as error:
+                raise StoreError(f"reading {self.path / name} failed: {error}") from error
+            if not got:
+                raise FormatError(f"{self.path / name} ends before byte {offset + len(target)}, where {fqn} ends", fqn=fqn)
+            target, offset = target[got:], offset + got
+
+    def _mapped(self, place: Place, elements: Elements) -> NDArray[Any]:
+        """The box as it lies in the file."""
+        before = elements.offset % mmap.ALLOCATIONGRANULARITY
+        mapped = mmap.mmap(
+            self._open(place.file).fileno(),
+            elements.nbytes + before,
+            offset=elements.offset - before,
+            access=mmap.ACCESS_READ,
+        )
+        carrier = CARRIERS[ITEM_BYTES[elements.dtype]]
+        flat = np.frombuffer(mapped, np.uint8)[before:].view(carrier)[elements.first :]
+        strides = [stride * carrier.itemsize for stride in elements.stride]
+        return np.lib.stride_tricks.as_strided(flat, elements.shape, strides, writeable=False)
+
+
+class _Inside(io.RawIOBase):
+    """A part of a file as a file of its own."""
+
+    def __init__(self, descriptor: int, place: Place) -> None:
+        super().__init__()
+        self._descriptor, self._place, self._at = descriptor, place, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._place.length}[whence]
+        self._at = max(0, base + offset)
+        return self._at
+
+    def readinto(self, target: Any) -> int:
+        room = memoryview(target).cast("B")[: max(0, self._place.length - self._at)]
+        got = os.preadv(self._descriptor, [room], self._place.offset + self._at) if room else 0
+        self._at += got
+        return got
+
+
+def _position(frame: Box, part: Box) -> int:
+    """Which element of `frame`, counted row-major, is the first of `part`."""
+    at = 0
+    for offset, size, inside in zip(frame.offsets, frame.sizes, part.offsets, strict=True):
+        at = at * size + inside - offset
+    return at
+
+
+def _looked_at(file: io.BufferedReader, fqn: str, place: Place) -> Elements:
+    """What the file of torch.save at `place` holds, its elements not read."""
+    view = io.BufferedReader(_Inside(file.fileno(), place), _LOOK_BYTES)
+    try:
+        tensor = described(view)
+        with zipfile.ZipFile(view) as archive:
+            rooms = [info for info in archive.infolist() if info.filename.partition("/")[2].startswith("data/")]
+            order = [archive.read(name) for name in archive.namelist() if name.endswith("/byteorder")]
+    except Exception as error:  # bytes of unknown origin: whatever goes wrong is that they cannot be read
+        raise FormatError(
+            f"{fqn}: what lies in {place.file} at byte {place.offset} is no tensor of torch.save: {error!r}"
+        ) from error
+    if len(rooms) != 1 or rooms[0].compress_type != zipfile.ZIP_STORED or order not in ([], [b"little"]):
+        raise FormatError(f"{fqn}: {place.file} holds it in a way that is not known: {len(rooms)} storages, byte order {order}")
+    found = Elements(
+        dtype=NAMES.get(tensor.dtype, str(tensor.dtype)),
+        shape=tuple(tensor.shape),
+        stride=tensor.stride(),
+        first=int(tensor.storage_offset()),
+        offset=data_offset(file.fileno(), place.offset + rooms[0].header_offset),
+        nbytes=rooms[0].file_size,
+        contiguous=tensor.is_contiguous(),
+    )
+    last = found.first + sum((n - 1) * s for n, s in zip(found.shape, found.stride, strict=True)) + 1
+    if tensor.is_conj() or tensor.is_neg() or last * tensor.itemsize > found.nbytes:
+        raise FormatError(f"{fqn}: {place.file} has not all of its elements, or has them conjugated", fqn=fqn)
+    return found

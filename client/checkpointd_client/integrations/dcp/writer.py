@@ -1,0 +1,232 @@
+"""A DCP StorageWriter: DCP plans and gathers, our attempt writes, votes and commits.
+
+    coordinator   prepare_global_plan   takes the epoch and tells every rank its attempt, in the plan that DCP scatters
+    every rank    write_data            copies what it is to write, persists it, and votes
+    coordinator   finish                lets the attempt commit, and returns when it has
+
+Invariants
+  D1  Nothing is committed before `finish` was called, which DCP does only where no rank failed.
+  D2  A rank that fails votes no, and the attempt is aborted on all ranks at once. A rank that dies never votes: the attempt is
+      aborted at its deadline, by the coordinator's next save or its end, or by the next start.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+
+from checkpointd.codec import Compression
+from checkpointd.commit.retention import Retention
+from checkpointd.config import MIB, CommitConfig, PersistConfig, Ranks
+from checkpointd.errors import CheckpointdError, RootNotSharedError, StagingError, UsageError
+from checkpointd.layout.keys import AttemptId, check_tag, default_tag
+from checkpointd.pipeline.attempt import WriterState
+from checkpointd.pipeline.shard import AttemptInfo, Shard
+from checkpointd_client.integrations.dcp.items import shard_of
+from checkpointd_client.integrations.dcp.naming import step_of
+from checkpointd_client.integrations.dcp.running import Run
+from checkpointd_client.integrations.dcp.session import Session, session_of
+from checkpointd_client.saving import check_step
+from checkpointd_client.start import Begun, root_fault
+
+log = logging.getLogger("checkpointd")
+SHOWN_MAX = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a rank tells the coordinator with its plan."""
+
+    token: str
+    """Tells ranks apart."""
+    tag: str
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What the coordinator tells a rank with its plan."""
+
+    info: AttemptInfo
+    begun: Begun
+
+
+class CheckpointdWriter(StorageWriter):
+    """Where `dcp.save` and `dcp.async_save` write: checkpoint `tag` below `root`, a directory that every rank sees.
+
+    `tag`: None where `step` is given (`global_step100`), or `checkpoint_id` of dcp.save is, which names the tag then. `step`:
+    None takes the last number in the tag, 0 without one. The other settings are those of Checkpointer. One writer may be used
+    for many saves, with another `checkpoint_id` each; so may a new one for each save.
+
+    dcp.save raises CheckpointException, whose `failures` hold what happened on each rank: StateError for what cannot be stored,
+    AbortedError with the ranks where the attempt was aborted, RootNotSharedError, StoreError.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        tag: str | None = None,
+        *,
+        step: int | None = None,
+        compression: Compression = "auto",
+        commit_timeout_s: float = 600.0,
+        chunk_bytes: int = 4 * MIB,
+        budget_bytes: int = 256 * MIB,
+        dedup: bool = True,
+        retention: Retention | None = None,
+        save_latest: bool = True,
+    ) -> None:
+        super().__init__()
+        if step is not None:
+            check_step(step)
+        self._root = os.fspath(root)
+        self._tag = check_tag(tag) if tag is not None else default_tag(step) if step is not None else None
+        self._step = step
+        self._persist = PersistConfig(compression=compression, chunk_bytes=chunk_bytes, budget_bytes=budget_bytes, dedup=dedup)
+        # The state is not known to be trained: DCP's plans are of detached tensors.
+        self._commit = CommitConfig(
+            timeout_s=commit_timeout_s, poll_max_s=0.1, retention=retention or Retention(), on_stale="ignore"
+        )
+        self._save_latest = save_latest
+        self._asked = Asked("", "")
+        self._held = SavePlan([])
+        self._session: Session | None = None
+        self._state: WriterState | None = None
+        self._run: Run | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For async_save in a process: there it opens the root anew."""
+        return {**self.__dict__, "_session": None, "_state": None, "_run": None}
+
+    # --- what DCP calls, in order ------------------------------------------------------------------------------
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:  # noqa: ARG003  # DCP's interface
+        """DCP asks which storage may take a `checkpoint_id` on its own: none of ours, since a tag says no root."""
+        return False
+
+    @property
+    def checkpoint_id(self) -> str | None:
+        """The tag."""
+        return self._tag
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        if checkpoint_id is not None:
+            self._tag = check_tag(os.fspath(checkpoint_id))
+        if self._run is not None:
+            self._run.give_up("it was never finished: DCP reported a failure on some rank before")
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if not kwargs.get("use_collectives", True):
+            raise UsageError("use_collectives=False: a checkpoint is committed by all ranks together; leave it out")
+        if self._tag is None:
+            raise UsageError("which tag? Pass CheckpointdWriter(root, tag=...) or step=..., or checkpoint_id=... of dcp.save")
+        session = session_of(self._root)
+        if self._session is not session:
+            self._session = session
+            self._state = WriterState(store=session.store, persist=self._persist, commit=self._commit)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        if not getattr(plan, "usable", True):  # torch 2.7 and later
+            raise UsageError("DefaultSavePlanner(enable_plan_caching=True) leaves out what this storage needs: use False")
+        self._held = plan
+        self._asked = Asked(secrets.token_hex(8), self._tag or "")
+        return replace(plan, storage_data=self._asked)
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """On the coordinator alone, which is rank 0 of the attempt whatever its rank in the process group."""
+        asked = [plan.storage_data for plan in plans]
+        tags = {one.tag for one in asked}
+        if len(tags) != 1:
+            raise UsageError(f"the ranks save different tags: {', '.join(sorted(tags))}")
+        here = asked.index(self._asked)
+        begun, attempt, n = self._open.next_attempt(self._asked.tag, len(plans), self._commit)
+        infos = (self._info(attempt, (i - here) % len(plans), len(plans), n) for i in range(len(plans)))
+        return [replace(plan, storage_data=Told(info, begun)) for plan, info in zip(plans, infos, strict=True)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
+        """Returns when this rank's part is durable and its vote stands; raises what prevented that."""
+        told: Told = plan.storage_data
+        self._check_root(told)
+        staged: Future[Shard] = Future()
+        run = self._run = Run(self._open, self._writer_state, told.info, staged)
+        try:
+            shard, strange = shard_of(self._held, plan, planner)
+        except BaseException as error:
+            staged.set_exception(_as_ours(error, told.info))
+            with suppress(CheckpointdError):  # what it says is that `error` aborted the attempt
+                run.wait_voted()
+            raise
+        self._warn(strange)
+        staged.set_result(shard)
+        del shard  # the attempt alone decides how long it lives
+        run.wait_voted()
+        done: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
+        done.set_result([WriteResult(item.index, 0, None) for item in plan.items])
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Commit. The metadata is in the indexes already, and is made from them when it is read."""
+        if self._run is None:
+            raise UsageError("finish() before write_data()")
+        self._run.commit()
+
+    # --- parts -------------------------------------------------------------------------------------------------
+
+    @property
+    def _open(self) -> Session:
+        if self._session is None:
+            raise UsageError("set_up_storage_writer() comes first")
+        return self._session
+
+    @property
+    def _writer_state(self) -> WriterState:
+        if self._state is None:
+            raise UsageError("set_up_storage_writer() comes first")
+        return self._state
+
+    def _info(self, attempt: AttemptId, rank: int, world_size: int, n: int) -> AttemptInfo:
+        return AttemptInfo(
+            tag=self._asked.tag,
+            attempt=attempt,
+            rank=rank,
+            world_size=world_size,
+            step=step_of(self._asked.tag) if self._step is None else self._step,
+            n=n,
+            save_latest=self._save_latest,
+        )
+
+    def _check_root(self, told: Told) -> None:
+        info = told.info
+        if Ranks(rank=info.rank, world_size=info.world_size).rank:
+            fault = root_fault(self._open.writer, self._open.store, told.begun)
+            if fault != "ok":
+                raise RootNotSharedError(f"the ranks do not share {self._root}: {fault}. Give a path that all nodes mount")
+
+    def _warn(self, strange: tuple[str, ...]) -> None:
+        if strange:
+            shown = ", ".join(strange[:SHOWN_MAX]) + (", ..." if len(strange) > SHOWN_MAX else "")
+            log.warning(
+                "%s: %d objects are no plain values and are stored pickled; dcp.load refuses those that need code, "
+                "unless it is given CheckpointdReader(..., weights_only=False): %s",
+                self._tag,
+                len(strange),
+                shown,
+            )
+
+
+def _as_ours(error: BaseException, info: AttemptInfo) -> CheckpointdError:
+    if isinstance(error, CheckpointdError):
+        return error
+    told = StagingError(f"the snapshot of {info.tag} failed: {error!r}")
+    told.__cause__ = error
+    return told
