@@ -116,7 +116,12 @@ def _run_pytest(folder: Path, file: str, system: str, results: Path, options: ar
         "OMP_NUM_THREADS": "1",
     }
     command = [sys.executable, "-m", "pytest", "-q", "-p", "benchmarks.deepspeed_suite_worker", "-p", "no:cacheprovider"]
-    command += [f"unit/checkpoint/{file}", "--basetemp", str(folder / "basetemp"), *(["-k", options.select] if options.select else [])]
+    command += [
+        f"unit/checkpoint/{file}",
+        "--basetemp",
+        str(folder / "basetemp"),
+        *(["-k", options.select] if options.select else []),
+    ]
     with (folder / "pytest.log").open("a") as log:
         process = subprocess.Popen(
             command, cwd=folder / "tests", env=environment, stdout=log, stderr=log, start_new_session=True
@@ -169,7 +174,9 @@ def count(found: Iterable[Result]) -> str:
 
 def line_of(found: list[Result], system: str, run: int, file: str) -> str:
     these = [one for one in found if (one.system, one.run, one.file) == (system, run, file)]
-    failed = "".join(f"\n    failed: {one.test}\n        {one.why.strip()[-300:]!r}" for one in these if one.outcome == "failed")
+    failed = "".join(
+        f"\n    failed: {one.test}\n        {one.why.strip()[-300:]!r}" for one in these if one.outcome == "failed"
+    )
     return f"run {run}, {system}, {file}: {count(these)} (passed / failed / skipped){failed}"
 
 
@@ -180,7 +187,9 @@ def worse(found: list[Result]) -> dict[str, list[str]]:
         outcomes.setdefault((one.system, one.test), set()).add(one.outcome)
     reliable = [test for (system, test), those in outcomes.items() if system == "stock" and those == {"passed"}]
     systems = {one.system for one in found} - {"stock"}
-    bad = {system: [test for test in reliable if "passed" not in outcomes.get((system, test), {"passed"})] for system in systems}
+    bad = {
+        system: [test for test in reliable if "passed" not in outcomes.get((system, test), {"passed"})] for system in systems
+    }
     return {system: tests for system, tests in sorted(bad.items()) if tests}
 
 

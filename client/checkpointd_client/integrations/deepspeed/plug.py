@@ -12,7 +12,8 @@ import functools
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -25,6 +26,7 @@ from checkpointd.pipeline.catalog import Checkpoint
 from checkpointd_client.checkpointer import Checkpointer
 from checkpointd_client.handle import SaveHandle
 from checkpointd_client.integrations.deepspeed.engine import CheckpointdEngine
+from checkpointd_client.integrations.deepspeed.sharing import borrow, give_back
 
 log = logging.getLogger("checkpointd")
 
@@ -39,18 +41,22 @@ def attach(
     *,
     sidecar: str | os.PathLike[str] | None = None,
     layout: Layout | None = None,
+    synchronous: bool | None = None,
     **options: Any,
 ) -> Plug:
     """Let `engine.save_checkpoint` and `engine.load_checkpoint` go through checkpointd from here on. On every rank.
 
     `root`: a directory at or above every `save_dir` that will be used; by default each save_dir by itself. `options` are those
     of Checkpointer. What is not given here is read from the DeepSpeed settings, under `checkpoint.checkpointd`.
+    `synchronous`: save_checkpoint returns once the save has committed, and raises what it failed of; for scripts that read the
+    files right after it.
+
     UsageError for settings that cannot be, and for an engine that is attached already.
     """
     if isinstance(engine.checkpoint_engine, CheckpointdEngine):
         raise UsageError("this engine is attached to checkpointd already: attach it once")
     settings = dict(_settings_of(engine))
-    given = {"root": root, "sidecar": sidecar, "layout": layout, **options}
+    given = {"root": root, "sidecar": sidecar, "layout": layout, "synchronous": synchronous, **options}
     settings.update({name: value for name, value in given.items() if value is not None})
     chosen = settings.pop("layout", "deepspeed")
     if chosen not in get_args(Layout):
@@ -75,8 +81,10 @@ def _copies_files(engine: Any) -> bool:
     return bool(engine.zero_nvme_offload_optimizer())
 
 
-def install() -> None:
-    """Attach every engine that deepspeed.initialize makes from here on: for those who do not call it themselves."""
+def install(**options: Any) -> None:
+    """Attach every engine that deepspeed.initialize makes from here on, with these options of attach(): for those who do not
+    call it themselves.
+    """
     import deepspeed
 
     original = deepspeed.initialize
@@ -86,7 +94,7 @@ def install() -> None:
     @functools.wraps(original)
     def initialize(*args: Any, **kwargs: Any) -> Any:
         made = original(*args, **kwargs)
-        attach(made[0])
+        attach(made[0], **options)
         return made
 
     initialize.checkpointd = attach  # type: ignore[attr-defined]  # says that it is installed
@@ -126,6 +134,7 @@ class Plug:
         self.handle: SaveHandle | None = None
         root = settings.pop("root", None)
         self._root = None if root is None else os.fspath(root)
+        self._synchronous = bool(settings.pop("synchronous", False))
         self._options = settings
         self._checkpointers: dict[str, Checkpointer] = {}
         self._engine = CheckpointdEngine(self.wait)
@@ -136,12 +145,20 @@ class Plug:
         self._save, self._load, self._destroy = engine.save_checkpoint, engine.load_checkpoint, engine.destroy
         self._stock = engine.checkpoint_engine
         engine.checkpoint_engine = self._engine
-        engine.save_checkpoint, engine.load_checkpoint, engine.destroy = (
-            self.save_checkpoint,
-            self.load_checkpoint,
-            self.destroy,
-        )
+        engine.save_checkpoint, engine.load_checkpoint, engine.destroy = self._saving(), self.load_checkpoint, self.destroy
         engine.checkpoint_handle = lambda: self.handle
+
+    def _saving(self) -> Callable[..., bool]:
+        """What the engine's users call; with the parameters of save_checkpoint, which some of them look at."""
+
+        @functools.wraps(self.save_checkpoint)
+        def save_checkpoint(*args: Any, **kwargs: Any) -> bool:
+            saved = self.save_checkpoint(*args, **kwargs)
+            if self._synchronous and self.handle is not None:
+                self.handle.wait()
+            return saved
+
+        return save_checkpoint
 
     def detach(self) -> None:
         """Close, and give the engine its own methods back."""
@@ -208,6 +225,7 @@ class Plug:
         if root not in self._checkpointers and not os.path.isdir(os.path.join(root, SERVICE)):
             return self._load(load_dir, tag, *args, **kwargs)
         checkpointer = self._checkpointer(root)
+        checkpointer.wait()  # another engine of this process may have saved there
         said = {"load_dir": os.path.abspath(load_dir), "tag": tag if tag is None else str(tag)}
         self._meet(checkpointer, "load_checkpoint()", said)
         return self._load(load_dir, self._whole(checkpointer, load_dir, tag), *args, **kwargs)
@@ -253,14 +271,20 @@ class Plug:
 
     def close(self) -> None:
         """Wait for the saves in flight and end the background threads."""
-        checkpointers, self._checkpointers = list(self._checkpointers.values()), {}
-        for checkpointer in checkpointers:
-            checkpointer.close()
+        roots, self._checkpointers = list(self._checkpointers), {}
+        with ExitStack() as stack:  # each of them, whatever another raises
+            for root in roots:
+                stack.callback(give_back, self._store_of(root))
 
     def _checkpointer(self, root: str) -> Checkpointer:
         if root not in self._checkpointers:
-            self._checkpointers[root] = Checkpointer(os.path.join(root, SERVICE), **self._options)
+            self._checkpointers[root] = borrow(self._store_of(root), self._options)
         return self._checkpointers[root]
+
+    @staticmethod
+    def _store_of(root: str) -> str:
+        """Where the Checkpointer of a root stores."""
+        return os.path.join(root, SERVICE)
 
     def _meet(self, checkpointer: Checkpointer, doing: str, said: Mapping[str, object]) -> None:
         """All ranks, each having said the same (P1)."""
