@@ -175,7 +175,9 @@ def count(found: Iterable[Result]) -> str:
 def line_of(found: list[Result], system: str, run: int, file: str) -> str:
     these = [one for one in found if (one.system, one.run, one.file) == (system, run, file)]
     failed = "".join(
-        f"\n    failed: {one.test}\n        {one.why.strip()[-300:]!r}" for one in these if one.outcome == "failed"
+        f"\n    failed: {one.test}\n        {one.why.strip().replace(chr(10), ' ')[-300:]}"
+        for one in these
+        if one.outcome == "failed"
     )
     return f"run {run}, {system}, {file}: {count(these)} (passed / failed / skipped){failed}"
 
@@ -204,7 +206,7 @@ def report(found: list[Result], options: argparse.Namespace) -> str:
     bad = "\n".join(f"- {system}: `{test}`" for system, tests in worse(found).items() for test in tests)
     return (
         f"\n{versions(options.tree)}; {options.runs} runs, {options.ranks} devices. Passed / failed / skipped:\n\n{table}\n\n"
-        f"Tests that the stock engine passes in every run, and the other in none:{f'{chr(10)}{chr(10)}{bad}' if bad else ' none.'}"
+        f"Tests that the stock engine passes in every run, and another in none:\n\n{bad or 'None.'}"
     )
 
 

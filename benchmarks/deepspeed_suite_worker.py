@@ -1,7 +1,7 @@
 """What runs inside DeepSpeed's tests: a pytest plugin, and what every test process imports before it begins.
 
-Loaded by `deepspeed_suite.py` as `-p`; the server that DeepSpeed's test processes are forked from imports it too, which attaches
-their engines. Settings come from the environment, since nothing else reaches those processes.
+`deepspeed_suite.py` loads it by `-p`; the server from which DeepSpeed's test processes are forked imports it too, and so
+attaches their engines. Settings come from the environment, since nothing else reaches those processes.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from types import TracebackType
 from typing import Any, Self
 
 HERE = Path(__file__).parent
+DRIVEN = HERE / "driven.py"
 POLL_S = 0.002
 NEVER_S = 600.0
 """A commit deadline that no test lives to see: what ends before it, ended for another reason."""
@@ -72,7 +73,7 @@ class Rank:
         environment: dict[str, str],
         stderr: Path,
         prefix: Sequence[str] = (),
-        script: Path = HERE / "driven.py",
+        script: Path = DRIVEN,
     ) -> None:
         self.rank, self._stderr = rank, stderr
         with stderr.open("w") as errors:
@@ -180,7 +181,7 @@ class Job:
     seed: int = 1
     nbytes: int = NBYTES
     prefixes: dict[int, list[str]] = field(default_factory=dict)
-    script: Path = HERE / "driven.py"
+    script: Path = DRIVEN
     ranks: list[Rank] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:

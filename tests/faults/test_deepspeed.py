@@ -128,9 +128,7 @@ def test_a_full_disk_fails_the_save_and_not_the_training(attached: Job) -> None:
         save(attached, root, "one")
         assert attached.all("end") == COMMITTED
         ballast = small / "ballast"
-        with ballast.open("wb", buffering=0) as file:
-            while file.write(bytes(4096)) == 4096:
-                pass
+        mounts.fill(ballast)
         attached.all("train", first=1, last=2)
         save(attached, root, "two")
         assert all("no space is left" in why for _, why in attached.all("end"))
@@ -170,7 +168,7 @@ def test_a_sidecar_that_dies_is_noticed(job: Job, tmp_path: Path) -> None:
         daemon.kill()
         assert [rank.answer() for rank in job.ranks] == [True, True]
         ends = job.all("end")
-        assert ends[0][0] == ends[1][0] or {end[0] for end in ends} <= {"aborted", "failed"}
+        assert ends == COMMITTED, "each rank has written its own"
         job.all("train", first=0, last=1)
         save(job, root, "three")
         assert job.all("end") == COMMITTED
