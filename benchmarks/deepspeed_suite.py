@@ -1,10 +1,12 @@
 """DeepSpeed's own checkpoint tests as a judge: run with its stock saving, and with checkpointd's in both layouts.
 
     git clone https://github.com/deepspeedai/DeepSpeed /path/to/DeepSpeed
-    pip install 'pytest<8.4' deepspeed
+    pip install 'pytest<8.4' huggingface_hub deepspeed
     python benchmarks/deepspeed_suite.py /path/to/DeepSpeed
 
-Its tests/ are copied from the tree and run on the CPU against the DeepSpeed that is installed; nothing is written to the tree.
+Its tests/ are copied and run on the CPU, against the DeepSpeed of the same tree (in a tree with tests/ alone: the one that is
+installed, which must be of the same version). Nothing is written to the tree. The first start compiles two of its optimizers,
+which takes minutes and needs g++ and ninja; they are kept in TORCH_EXTENSIONS_DIR.
 Every engine that a test makes is attached to checkpointd, unchanged otherwise. A test that is stuck is ended and counts as
 failed. `--runs 3` tells flaky tests from failing ones. Ends with exit status 1 where the stock engine passes a test in
 every run, and checkpointd in none.
@@ -13,6 +15,7 @@ every run, and checkpointd in none.
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import os
 import shutil
@@ -64,6 +67,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--runs", type=int, default=1, help="how often (default: %(default)s)")
     parser.add_argument("--ranks", type=int, default=2, help="how many devices the CPU says it is (default: %(default)s)")
     parser.add_argument("--stuck-after", type=int, default=200, metavar="S", help="seconds (default: %(default)s)")
+    parser.add_argument("--log", type=Path, default=Path(os.devnull), help="what pytest says goes there")
     parser.add_argument("--json", type=Path, help="keep all results there, one a line")
     return parser.parse_args()
 
@@ -73,8 +77,7 @@ def main() -> int:
     found: list[Result] = []
     with tempfile.TemporaryDirectory(prefix="checkpointd-suite-") as scratch:
         folder = Path(scratch)
-        shutil.copytree(options.tree / "tests", folder / "tests")
-        (folder / f"{worker.SERVED}.py").write_text("from benchmarks.deepspeed_suite_worker import serve\n\nserve()\n")
+        prepare(options.tree.resolve(), folder)
         for run in range(options.runs):
             for file in files_of(folder, options.files):
                 for system in options.systems.split(","):
@@ -83,6 +86,15 @@ def main() -> int:
                     print(line_of(found, system, run, file), flush=True)
     print(report(found, options))
     return 1 if worse(found) else 0
+
+
+def prepare(tree: Path, folder: Path) -> None:
+    """What the tests see as their source tree."""
+    shutil.copytree(tree / "tests", folder / "tests")
+    if (tree / "deepspeed").is_dir():
+        (folder / "deepspeed").symlink_to(tree / "deepspeed")
+        shutil.copy(tree / "version.txt", folder / "tests")  # read from where the tests run
+    (folder / f"{worker.SERVED}.py").write_text("from benchmarks.deepspeed_suite_worker import serve\n\nserve()\n")
 
 
 def files_of(folder: Path, names: str) -> list[str]:
@@ -110,6 +122,7 @@ def _run_pytest(folder: Path, file: str, system: str, results: Path, options: ar
         worker.SYSTEM: "stock" if chosen is None else json.dumps(chosen),
         worker.RESULTS: str(results),
         "PYTHONPATH": os.pathsep.join([str(folder), str(folder / "tests"), str(REPOSITORY), str(REPOSITORY / "client")]),
+        "PYTHONDONTWRITEBYTECODE": "1",
         "DS_ACCELERATOR": "cpu",
         "DS_UNITTEST_TIMEOUT": str(options.stuck_after),
         "LOCAL_SIZE": str(options.ranks),
@@ -122,7 +135,7 @@ def _run_pytest(folder: Path, file: str, system: str, results: Path, options: ar
         str(folder / "basetemp"),
         *(["-k", options.select] if options.select else []),
     ]
-    with (folder / "pytest.log").open("a") as log:
+    with options.log.open("a") as log:
         process = subprocess.Popen(
             command, cwd=folder / "tests", env=environment, stdout=log, stderr=log, start_new_session=True
         )
@@ -211,12 +224,13 @@ def report(found: list[Result], options: argparse.Namespace) -> str:
 
 
 def versions(tree: Path) -> str:
-    import deepspeed
-    import torch
+    def of(package: str) -> str:
+        return importlib.metadata.version(package)
 
+    own = (tree / "deepspeed").is_dir()
     file = tree / "version.txt"
-    tests = f"tests of {file.read_text().strip()}" if file.exists() else "tests of an unknown version"
-    return f"DeepSpeed {deepspeed.__version__}, {tests}, torch {torch.__version__}"
+    tests = file.read_text().strip() if file.exists() else "an unknown version"
+    return f"DeepSpeed {tests if own else of('deepspeed')}, tests of {tests}, torch {of('torch')}"
 
 
 if __name__ == "__main__":

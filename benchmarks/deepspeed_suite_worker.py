@@ -59,9 +59,10 @@ def serve() -> None:
 
     # It would be compiled for a minute, and is not needed: gloo does the same.
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
+    for name in ("FusedAdamBuilder", "CPUAdamBuilder"):  # compiled or found once, and not by every process
+        deepspeed.accelerator.get_accelerator().create_op_builder(name).load()
     system = os.environ[SYSTEM]
     if system != "stock":
         from checkpointd_client.integrations.deepspeed import install
 
         install(**json.loads(system))
-    assert deepspeed.initialize
