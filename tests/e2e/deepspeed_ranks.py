@@ -109,6 +109,7 @@ class Rank:
             self.saving_every_step_and_16_bit_in_between(engine, root)
         self.other_directories(engine, self.folder / "many")
         self.damaged_ones(engine, self.folder / "damaged")
+        self.two_engines(engine, self.folder / "two")
         with detaching(attach(make(Kind(1)), commit_timeout_s=SHORT_S)) as plug:
             self.one_rank_alone(plug.engine, self.folder / "alone")
 
@@ -170,6 +171,21 @@ class Rank:
         self.check(path is not None and "step1" in path, f"the newest is damaged, and {path} was loaded")
         with self.raises(DamagedError, "step2 is damaged", "a damaged one by its name"):
             engine.load_checkpoint(str(root), "step2")
+        plug.detach()
+
+    def two_engines(self, engine: Any, root: Path) -> None:
+        """One saves and another loads, in one process and at once; and files are there when a synchronous save returns."""
+        plug = attach(engine, synchronous=True)
+        engine.save_checkpoint(str(root), tag="there")
+        self.check((root / "latest").read_text() == "there", "a synchronous save has returned, and latest is not there")
+        other = make(Kind(1), seed=5)
+        with detaching(attach(other)):
+            engine.save_checkpoint(str(root), tag="newer")
+            path, _ = other.load_checkpoint(str(root))
+            self.check(path is not None and "newer" in path, f"another engine loaded {path}")
+        third = make(Kind(1), seed=6)
+        with detaching(attach(third, compression="none")), self.raises(UsageError, "attach both alike", "other options"):
+            third.save_checkpoint(str(root))
         plug.detach()
 
     def one_rank_alone(self, engine: Any, root: Path) -> None:
