@@ -114,9 +114,18 @@ class Rank:
             self.one_rank_alone(plug.engine, self.folder / "alone")
 
     def tags_that_differ(self, engine: Any, root: Path) -> None:
-        with self.raises(UsageError, "rank 1", "tags that differ"):
-            engine.save_checkpoint(str(root), tag=f"mine-{dist.get_rank()}")
-        self.check(not list(root.glob("mine*")), "a directory for tags that differ")
+        """DeepSpeed's tag_validation: by default all is saved under the tag of rank 0, and not in pieces under several."""
+        engine.save_checkpoint(str(root / "tags"), tag=f"mine-{dist.get_rank()}")
+        engine.checkpoint_handle().wait(LIMIT_S)
+        self.check(sorted(path.name for path in (root / "tags").glob("mine*")) == ["mine-0"], "directories of tags that differ")
+        self.check(engine.load_checkpoint(str(root / "tags"))[0] is not None, "what was saved under tags that differ")
+        settings = engine._config.checkpoint_config
+        settings["tag_validation"], before = "FAIL", settings["tag_validation"]
+        for kind in (UsageError, AssertionError):
+            with self.raises(kind, "rank 1", "tags that differ"):
+                engine.save_checkpoint(str(root), tag=f"other-{dist.get_rank()}")
+        settings["tag_validation"] = before
+        self.check(not list(root.glob("other*")), "a directory for tags that differ")
 
     def what_cannot_be_pickled_on_one_rank(self, engine: Any, root: Path) -> None:
         with self.raises(StateError, "no luck", "unpicklable") if dist.get_rank() == 0 else nullcontext():

@@ -35,6 +35,14 @@ Layout = Literal["deepspeed", "checkpointd"]
 _WHOLE = "whole"
 
 
+class DirectoryError(UsageError, ValueError):
+    """There is no directory to save in. A ValueError too, as it is of DeepSpeed."""
+
+
+class TagError(UsageError, AssertionError):
+    """Ranks save under tags that differ, and DeepSpeed's `tag_validation` is "Fail". An AssertionError too, as of DeepSpeed."""
+
+
 def attach(
     engine: Any,
     root: str | os.PathLike[str] | None = None,
@@ -178,16 +186,19 @@ class Plug:
     ) -> bool:
         """DeepSpeed's save_checkpoint, which returns once everything is snapshotted. See `engine.checkpoint_handle()`.
 
-        Raises what the arguments or objects of the caller are to blame for, and DeadlineError naming ranks that did not call
-        it. What the storage does later ends up in the handle.
+        Where the ranks name tags that differ, DeepSpeed's `tag_validation` says what becomes of it: TagError, or the tag of
+        rank 0 counts. Raises what the arguments or objects of the caller are to blame for, and DeadlineError naming ranks that
+        did not call it. What the storage does later ends up in the handle.
         """
         if not save_dir:
-            raise UsageError(f"save_dir is {save_dir!r}; give the path of a directory")
+            raise DirectoryError(f"save_dir is {save_dir!r}; give the path of a directory")
         step = int(self.engine.global_steps)
-        place = Place.of(save_dir, str(f"global_step{step}" if tag is None else tag), self._root)
+        tag = f"global_step{step}" if tag is None else str(tag)
         self.handle = None  # where this raises, there is none
-        checkpointer = self._checkpointer(place.root)
-        self._meet(checkpointer, "save_checkpoint()", {"save_dir": os.path.abspath(save_dir), "tag": place.tag, "step": step})
+        checkpointer = self._checkpointer(Place.of(save_dir, tag, self._root).root)
+        said = {"save_dir": os.path.abspath(save_dir), "step": step}
+        tag = self._one_of(self._meet(checkpointer, "save_checkpoint()", said, tag))
+        place = Place.of(save_dir, tag, self._root)
         try:
             files = self._collected(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
         except BaseException as error:
@@ -202,11 +213,10 @@ class Plug:
         return True
 
     def _collected(
-        self, save_dir: str, tag: str | None, client_state: Mapping[str, Any] | None, save_latest: bool, exclude: bool
+        self, save_dir: str, tag: str, client_state: Mapping[str, Any] | None, save_latest: bool, exclude: bool
     ) -> dict[str, Any]:
         """The files that DeepSpeed would have written."""
-        name = str(f"global_step{self.engine.global_steps}" if tag is None else tag)
-        self._engine.collect(os.path.join(save_dir, name))
+        self._engine.collect(os.path.join(save_dir, tag))
         try:
             self._save(save_dir, tag, dict(client_state or {}), save_latest, exclude)
         finally:
@@ -286,12 +296,26 @@ class Plug:
         """Where the Checkpointer of a root stores."""
         return os.path.join(root, SERVICE)
 
-    def _meet(self, checkpointer: Checkpointer, doing: str, said: Mapping[str, object]) -> None:
-        """All ranks, each having said the same (P1)."""
-        heard = checkpointer.meet(json.dumps({"call": doing, **said}, sort_keys=True), f"calling {doing}")
-        other = next((rank for rank, text in sorted(heard.items()) if text != heard[0]), None)
+    def _meet(self, checkpointer: Checkpointer, doing: str, said: Mapping[str, object], tag: str | None = None) -> list[str]:
+        """All ranks, each having said the same (P1); the tag that each of them names."""
+        text = json.dumps({"call": doing, **said}, sort_keys=True)
+        heard = checkpointer.meet(json.dumps([text, tag]), f"calling {doing}")
+        texts, tags = zip(*(json.loads(heard[rank]) for rank in sorted(heard)), strict=True)
+        other = next((rank for rank, one in enumerate(texts) if one != texts[0]), None)
         if other is not None:
-            raise UsageError(f"the ranks do not call the same: rank 0 said {heard[0]}, and rank {other} {heard[other]}")
+            raise UsageError(f"the ranks do not call the same: rank 0 said {texts[0]}, and rank {other} {texts[other]}")
+        return list(tags)
+
+    def _one_of(self, tags: list[str]) -> str:
+        """The tag of rank 0, which a checkpoint can be found by; TagError where DeepSpeed is to fail if others differ."""
+        other = next((rank for rank, tag in enumerate(tags) if tag != tags[0]), None)
+        if other is not None:
+            text = f"the ranks save under tags that differ: rank 0 under {tags[0]!r}, and rank {other} under {tags[other]!r}"
+            if self.engine.checkpoint_tag_validation_fail():
+                raise TagError(f"{text}; give one tag on all ranks")
+            if self.engine.checkpoint_tag_validation_enabled():
+                log.warning("%s; all of them are saved under %r", text, tags[0])
+        return tags[0]
 
     def _stepped(self) -> set[int]:
         """Where everything lies that nothing but a step of the optimizer changes."""
