@@ -44,6 +44,14 @@ SYSTEMS: dict[str, dict[str, Any] | None] = {
 }
 """The options that engines are attached with; None: they are not."""
 LOOK_S = 0.5
+SERVED = """
+try:
+    from benchmarks.deepspeed_suite_worker import serve
+
+    serve()
+except ImportError as error:  # which the server would pass over in silence, and run everything with stock saving
+    raise RuntimeError(f"the test processes cannot be prepared: {error}") from error
+"""
 
 
 @dataclass(frozen=True)
@@ -94,7 +102,7 @@ def prepare(tree: Path, folder: Path) -> None:
     if (tree / "deepspeed").is_dir():
         (folder / "deepspeed").symlink_to(tree / "deepspeed")
         shutil.copy(tree / "version.txt", folder / "tests")  # read from where the tests run
-    (folder / f"{worker.SERVED}.py").write_text("from benchmarks.deepspeed_suite_worker import serve\n\nserve()\n")
+    (folder / f"{worker.SERVED}.py").write_text(SERVED)
 
 
 def files_of(folder: Path, names: str) -> list[str]:
