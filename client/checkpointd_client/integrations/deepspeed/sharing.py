@@ -49,8 +49,7 @@ def give_back(root: str) -> None:
         shared.holders -= 1
         if shared.holders == 0:
             del _open[key]
-    if shared.holders == 0:
-        shared.checkpointer.close()
+            shared.checkpointer.close()  # still alone: who comes next makes one of its own
 
 
 def _key(root: str) -> tuple[int, str]:
