@@ -86,6 +86,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="checkpointd-suite-") as scratch:
         folder = Path(scratch)
         prepare(options.tree.resolve(), folder)
+        compile_optimizers(folder, options)
         for run in range(options.runs):
             for file in files_of(folder, options.files):
                 for system in options.systems.split(","):
@@ -100,7 +101,6 @@ def prepare(tree: Path, folder: Path) -> None:
     """What the tests see as their source tree."""
     shutil.copytree(tree / "tests", folder / "tests")
     if (tree / "deepspeed").is_dir():
-        (folder / "deepspeed").symlink_to(tree / "deepspeed")
         shutil.copy(tree / "version.txt", folder / "tests")  # read from where the tests run
     (folder / f"{worker.SERVED}.py").write_text(SERVED)
 
@@ -122,20 +122,31 @@ def run_file(folder: Path, file: str, system: str, run: int, options: argparse.N
     return list(_results(worker.read(results), system, run, file))
 
 
-def _run_pytest(folder: Path, file: str, system: str, results: Path, options: argparse.Namespace) -> bool:
-    """Whether there may be more tests: it was ended, or ended itself, in the middle of one."""
+def environment_of(folder: Path, system: str, results: Path, options: argparse.Namespace) -> dict[str, str]:
     chosen = SYSTEMS[system]
-    environment = {
+    path = [folder, folder / "tests", REPOSITORY, REPOSITORY / "client", options.tree.resolve()]
+    return {
         **os.environ,
         worker.SYSTEM: "stock" if chosen is None else json.dumps(chosen),
         worker.RESULTS: str(results),
-        "PYTHONPATH": os.pathsep.join([str(folder), str(folder / "tests"), str(REPOSITORY), str(REPOSITORY / "client")]),
+        "PYTHONPATH": os.pathsep.join(map(str, path)),  # the tree last: it has benchmarks of its own
         "PYTHONDONTWRITEBYTECODE": "1",
         "DS_ACCELERATOR": "cpu",
         "DS_UNITTEST_TIMEOUT": str(options.stuck_after),
         "LOCAL_SIZE": str(options.ranks),
         "OMP_NUM_THREADS": "1",
     }
+
+
+def compile_optimizers(folder: Path, options: argparse.Namespace) -> None:
+    """Before any test has a limit."""
+    environment = environment_of(folder, "stock", folder / "none.jsonl", options)
+    subprocess.run([sys.executable, "-c", f"import {worker.SERVED}"], env=environment, cwd=folder / "tests", check=True)
+
+
+def _run_pytest(folder: Path, file: str, system: str, results: Path, options: argparse.Namespace) -> bool:
+    """Whether there may be more tests: it was ended, or ended itself, in the middle of one."""
+    environment = environment_of(folder, system, results, options)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "benchmarks.deepspeed_suite_worker", "-p", "no:cacheprovider"]
     command += [
         f"unit/checkpoint/{file}",
