@@ -109,13 +109,23 @@ class Rank:
             self.saving_every_step_and_16_bit_in_between(engine, root)
         self.other_directories(engine, self.folder / "many")
         self.damaged_ones(engine, self.folder / "damaged")
+        self.two_engines(engine, self.folder / "two")
         with detaching(attach(make(Kind(1)), commit_timeout_s=SHORT_S)) as plug:
             self.one_rank_alone(plug.engine, self.folder / "alone")
 
     def tags_that_differ(self, engine: Any, root: Path) -> None:
-        with self.raises(UsageError, "rank 1", "tags that differ"):
-            engine.save_checkpoint(str(root), tag=f"mine-{dist.get_rank()}")
-        self.check(not list(root.glob("mine*")), "a directory for tags that differ")
+        """DeepSpeed's tag_validation: by default all is saved under the tag of rank 0, and not in pieces under several."""
+        engine.save_checkpoint(str(root / "tags"), tag=f"mine-{dist.get_rank()}")
+        engine.checkpoint_handle().wait(LIMIT_S)
+        self.check(sorted(path.name for path in (root / "tags").glob("mine*")) == ["mine-0"], "directories of tags that differ")
+        self.check(engine.load_checkpoint(str(root / "tags"))[0] is not None, "what was saved under tags that differ")
+        settings = engine._config.checkpoint_config
+        settings["tag_validation"], before = "FAIL", settings["tag_validation"]
+        for kind in (UsageError, AssertionError):
+            with self.raises(kind, "rank 1", "tags that differ"):
+                engine.save_checkpoint(str(root), tag=f"other-{dist.get_rank()}")
+        settings["tag_validation"] = before
+        self.check(not list(root.glob("other*")), "a directory for tags that differ")
 
     def what_cannot_be_pickled_on_one_rank(self, engine: Any, root: Path) -> None:
         with self.raises(StateError, "no luck", "unpicklable") if dist.get_rank() == 0 else nullcontext():
@@ -170,6 +180,21 @@ class Rank:
         self.check(path is not None and "step1" in path, f"the newest is damaged, and {path} was loaded")
         with self.raises(DamagedError, "step2 is damaged", "a damaged one by its name"):
             engine.load_checkpoint(str(root), "step2")
+        plug.detach()
+
+    def two_engines(self, engine: Any, root: Path) -> None:
+        """One saves and another loads, in one process and at once; and files are there when a synchronous save returns."""
+        plug = attach(engine, synchronous=True)
+        engine.save_checkpoint(str(root), tag="there")
+        self.check((root / "latest").read_text() == "there", "a synchronous save has returned, and latest is not there")
+        other = make(Kind(1), seed=5)
+        with detaching(attach(other)):
+            engine.save_checkpoint(str(root), tag="newer")
+            path, _ = other.load_checkpoint(str(root))
+            self.check(path is not None and "newer" in path, f"another engine loaded {path}")
+        third = make(Kind(1), seed=6)
+        with detaching(attach(third, compression="none")), self.raises(UsageError, "attach both alike", "other options"):
+            third.save_checkpoint(str(root))
         plug.detach()
 
     def one_rank_alone(self, engine: Any, root: Path) -> None:

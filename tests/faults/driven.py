@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TextIO
@@ -156,7 +157,7 @@ async def _no_sync(disk: OsDisk, path: str) -> None:
     pass
 
 
-def obey(rank: Rank, commands: TextIO, answers: TextIO) -> None:
+def obey(rank: object, commands: TextIO, answers: TextIO) -> None:
     """Until there are no more commands."""
     for line in commands:
         name, arguments = json.loads(line)
@@ -169,7 +170,8 @@ def obey(rank: Rank, commands: TextIO, answers: TextIO) -> None:
         answers.flush()
 
 
-def main() -> None:
+def serve(make: Callable[[Records], object]) -> None:
+    """Be a rank whose commands are the methods of what `make` returns."""
     # What torch prints must not stand between the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -181,9 +183,9 @@ def main() -> None:
         dist.init_process_group("gloo", timeout=TRAINING_TIMEOUT)
     answers.write(json.dumps({"value": os.getpid()}) + "\n")
     answers.flush()
-    obey(Rank(records), sys.stdin, answers)
+    obey(make(records), sys.stdin, answers)
     os._exit(0)  # the test is over, or dead: what is in flight is nobody's any more
 
 
 if __name__ == "__main__":
-    main()
+    serve(Rank)

@@ -23,6 +23,7 @@ from types import TracebackType
 from typing import Any, Self
 
 HERE = Path(__file__).parent
+DRIVEN = HERE / "driven.py"
 POLL_S = 0.002
 NEVER_S = 600.0
 """A commit deadline that no test lives to see: what ends before it, ended for another reason."""
@@ -66,11 +67,18 @@ class Loaded:
 class Rank:
     """One rank's process. `prefix` goes before its command line: strace and its options."""
 
-    def __init__(self, rank: int, environment: dict[str, str], stderr: Path, prefix: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        rank: int,
+        environment: dict[str, str],
+        stderr: Path,
+        prefix: Sequence[str] = (),
+        script: Path = DRIVEN,
+    ) -> None:
         self.rank, self._stderr = rank, stderr
         with stderr.open("w") as errors:
             self.process = subprocess.Popen(
-                [*prefix, sys.executable, str(HERE / "driven.py")],
+                [*prefix, sys.executable, str(script)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -165,7 +173,7 @@ class Rank:
 class Job:
     """A job of `world_size` ranks, started at once and ready when first told something.
 
-    `prefixes`: rank -> what goes before its command line.
+    `prefixes`: rank -> what goes before its command line. `script`: what a rank runs.
     """
 
     folder: Path
@@ -173,12 +181,13 @@ class Job:
     seed: int = 1
     nbytes: int = NBYTES
     prefixes: dict[int, list[str]] = field(default_factory=dict)
+    script: Path = DRIVEN
     ranks: list[Rank] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         environment = rank_environment(self.world_size)
         self.ranks = [
-            Rank(rank, environment, self.folder / f"rank-{rank}.stderr", self.prefixes.get(rank, ()))
+            Rank(rank, environment, self.folder / f"rank-{rank}.stderr", self.prefixes.get(rank, ()), self.script)
             for rank in range(self.world_size)
         ]
 

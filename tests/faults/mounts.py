@@ -14,7 +14,7 @@ import struct
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,6 +96,15 @@ def power_cut(mounted: Ext4, *, while_off: Callable[[], None] = lambda: None) ->
     while_off()
     _unmount(mounted.path)
     _mount_image(mounted)
+
+
+def fill(path: Path) -> None:
+    """Take all space that there is."""
+    with path.open("wb", buffering=0) as file:
+        for size in (MIB, 4096):
+            with suppress(OSError):
+                while True:
+                    file.write(bytes(size))
 
 
 def remount(path: Path, options: str) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -80,7 +79,7 @@ def test_space_that_ends_to_the_last_byte(pair: Job, small: Path) -> None:
     pair.open(root, nbytes=2 * MIB)
     pair.must_commit(1)
     ballast = small / "ballast"
-    fill(ballast)
+    mounts.fill(ballast)
     failed_at_once(pair, 2, "no space is left")
     pair.must_load(1)
     ballast.unlink()
@@ -96,22 +95,13 @@ def test_a_start_on_a_full_disk_finds_the_newest_checkpoint(pair: Job, small: Pa
     pair.must_commit(1)
     pair.all("close")
     ballast = small / "ballast"
-    fill(ballast)
+    mounts.fill(ballast)
     pair.open(root, nbytes=2 * MIB)
     pair.must_load(1)
     failed_at_once(pair, 2, "no space is left")
     ballast.unlink()
     goes_on(pair, root, failed=2, step=3)
     pair.all("close")
-
-
-def fill(path: Path) -> None:
-    """Take all space that there is."""
-    with path.open("wb", buffering=0) as file:
-        for size in (MIB, 4096):
-            with suppress(OSError):
-                while True:
-                    file.write(bytes(size))
 
 
 @pytest.mark.root
@@ -127,7 +117,7 @@ def test_space_that_is_promised_and_not_there(pair: Job, direct: bool, words: st
         pair.open(root, nbytes=4 * MIB, compression="none", direct=direct)
         pair.must_commit(1)
         ballast = memory / "ballast"
-        fill(ballast)
+        mounts.fill(ballast)
         for end in failed_at_once(pair, 2, "[ENOSPC] No space left on device"):
             assert words in end.message
         pair.must_load(1)

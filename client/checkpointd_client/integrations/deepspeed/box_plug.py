@@ -10,7 +10,7 @@ from checkpointd.errors import CheckpointdError, StagingError, UsageError
 from checkpointd_client.checkpointer import Checkpointer
 from checkpointd_client.integrations.deepspeed.boxes import state_of
 from checkpointd_client.integrations.deepspeed.places import EnginePlaces, What
-from checkpointd_client.integrations.deepspeed.plug import Place, Plug
+from checkpointd_client.integrations.deepspeed.plug import DirectoryError, Place, Plug
 from checkpointd_client.integrations.deepspeed.zero import check_supported
 
 _NEWEST = "newest"
@@ -38,10 +38,12 @@ class BoxPlug(Plug):
         Raises what the arguments or objects of the caller are to blame for, and DeadlineError naming ranks that did not call.
         """
         step = int(self.engine.global_steps)
-        place = self._place(save_dir, f"global_step{step}" if tag is None else tag)
+        tag = f"global_step{step}" if tag is None else str(tag)
         self.handle = None  # where this raises, there is none
-        checkpointer = self._checkpointer(place.root)
-        self._meet(checkpointer, "save_checkpoint()", {"save_dir": os.path.abspath(save_dir), "tag": place.tag, "step": step})
+        checkpointer = self._checkpointer(self._place(save_dir, tag).root)
+        said = {"save_dir": os.path.abspath(save_dir), "step": step}
+        tag = self._one_of(self._meet(checkpointer, "save_checkpoint()", said, tag))
+        place = self._place(save_dir, tag)
         try:
             state = state_of(self.engine, exclude_frozen_parameters=exclude_frozen_parameters)
         except BaseException as error:
@@ -77,6 +79,7 @@ class BoxPlug(Plug):
         )
         place = self._place(load_dir, tag or _NEWEST)
         checkpointer = self._checkpointer(place.root)
+        checkpointer.wait()  # another engine of this process may have saved there
         self._meet(checkpointer, "load_checkpoint()", {"load_dir": os.path.abspath(load_dir), "tag": tag})
         engine = self.engine
         if engine._optimizer_has_ckpt_event_prologue():
@@ -92,7 +95,7 @@ class BoxPlug(Plug):
 
     def _place(self, directory: str, tag: object) -> Place:
         if not directory:
-            raise UsageError(f"the directory is {directory!r}; give the path of one")
+            raise DirectoryError(f"the directory is {directory!r}; give the path of one")
         return Place.of(directory, str(tag), self._root)
 
     @staticmethod
@@ -106,7 +109,6 @@ class BoxPlug(Plug):
         checkpointer.wait()
         return next((found.tag for found in checkpointer.list() if found.tag.startswith(below)), place.tag)
 
-    def _checkpointer(self, root: str) -> Checkpointer:
-        if root not in self._checkpointers:
-            self._checkpointers[root] = Checkpointer(root, **self._options)
-        return self._checkpointers[root]
+    @staticmethod
+    def _store_of(root: str) -> str:
+        return root

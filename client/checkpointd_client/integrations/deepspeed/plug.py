@@ -13,7 +13,8 @@ import json
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -26,6 +27,7 @@ from checkpointd.pipeline.catalog import Checkpoint
 from checkpointd_client.checkpointer import Checkpointer
 from checkpointd_client.handle import SaveHandle
 from checkpointd_client.integrations.deepspeed.engine import CheckpointdEngine
+from checkpointd_client.integrations.deepspeed.sharing import borrow, give_back
 
 log = logging.getLogger("checkpointd")
 
@@ -34,12 +36,21 @@ Layout = Literal["deepspeed", "checkpointd"]
 _WHOLE = "whole"
 
 
+class DirectoryError(UsageError, ValueError):
+    """There is no directory to save in. A ValueError too, as it is of DeepSpeed."""
+
+
+class TagError(UsageError, AssertionError):
+    """Ranks save under tags that differ, and DeepSpeed's `tag_validation` is "Fail". An AssertionError too, as of DeepSpeed."""
+
+
 def attach(
     engine: Any,
     root: str | os.PathLike[str] | None = None,
     *,
     sidecar: str | os.PathLike[str] | None = None,
     layout: Layout | None = None,
+    synchronous: bool | None = None,
     **options: Any,
 ) -> Plug:
     """Let `engine.save_checkpoint` and `engine.load_checkpoint` go through checkpointd from here on. On every rank.
@@ -47,12 +58,15 @@ def attach(
     `root`: a directory at or above every `save_dir` that will be used; by default each save_dir by itself, and the directory
     above one that is called `checkpoint-N`. `options` are those
     of Checkpointer. What is not given here is read from the DeepSpeed settings, under `checkpoint.checkpointd`.
+    `synchronous`: save_checkpoint returns once the save has committed, and raises what it failed of; for scripts that read the
+    files right after it.
+
     UsageError for settings that cannot be, and for an engine that is attached already.
     """
     if isinstance(engine.checkpoint_engine, CheckpointdEngine):
         raise UsageError("this engine is attached to checkpointd already: attach it once")
     settings = dict(_settings_of(engine))
-    given = {"root": root, "sidecar": sidecar, "layout": layout, **options}
+    given = {"root": root, "sidecar": sidecar, "layout": layout, "synchronous": synchronous, **options}
     settings.update({name: value for name, value in given.items() if value is not None})
     chosen = settings.pop("layout", "deepspeed")
     if chosen not in get_args(Layout):
@@ -155,6 +169,7 @@ class Plug:
         self.handle: SaveHandle | None = None
         root = settings.pop("root", None)
         self._root = None if root is None else os.fspath(root)
+        self._synchronous = bool(settings.pop("synchronous", False))
         self._options = settings
         self._checkpointers: dict[str, Checkpointer] = {}
         self._engine = CheckpointdEngine(self.wait)
@@ -165,12 +180,20 @@ class Plug:
         self._save, self._load, self._destroy = engine.save_checkpoint, engine.load_checkpoint, engine.destroy
         self._stock = engine.checkpoint_engine
         engine.checkpoint_engine = self._engine
-        engine.save_checkpoint, engine.load_checkpoint, engine.destroy = (
-            self.save_checkpoint,
-            self.load_checkpoint,
-            self.destroy,
-        )
+        engine.save_checkpoint, engine.load_checkpoint, engine.destroy = self._saving(), self.load_checkpoint, self.destroy
         engine.checkpoint_handle = lambda: self.handle
+
+    def _saving(self) -> Callable[..., bool]:
+        """What the engine's users call; with the parameters of save_checkpoint, which some of them look at."""
+
+        @functools.wraps(self.save_checkpoint)
+        def save_checkpoint(*args: Any, **kwargs: Any) -> bool:
+            saved = self.save_checkpoint(*args, **kwargs)
+            if self._synchronous and self.handle is not None:
+                self.handle.wait()
+            return saved
+
+        return save_checkpoint
 
     def detach(self) -> None:
         """Close, and give the engine its own methods back."""
@@ -190,16 +213,19 @@ class Plug:
     ) -> bool:
         """DeepSpeed's save_checkpoint, which returns once everything is snapshotted. See `engine.checkpoint_handle()`.
 
-        Raises what the arguments or objects of the caller are to blame for, and DeadlineError naming ranks that did not call
-        it. What the storage does later ends up in the handle.
+        Where the ranks name tags that differ, DeepSpeed's `tag_validation` says what becomes of it: TagError, or the tag of
+        rank 0 counts. Raises what the arguments or objects of the caller are to blame for, and DeadlineError naming ranks that
+        did not call it. What the storage does later ends up in the handle.
         """
         if not save_dir:
-            raise UsageError(f"save_dir is {save_dir!r}; give the path of a directory")
+            raise DirectoryError(f"save_dir is {save_dir!r}; give the path of a directory")
         step = int(self.engine.global_steps)
-        place = Place.of(save_dir, str(f"global_step{step}" if tag is None else tag), self._root)
+        tag = f"global_step{step}" if tag is None else str(tag)
         self.handle = None  # where this raises, there is none
-        checkpointer = self._checkpointer(place.root)
-        self._meet(checkpointer, "save_checkpoint()", {"save_dir": os.path.abspath(save_dir), "tag": place.tag, "step": step})
+        checkpointer = self._checkpointer(Place.of(save_dir, tag, self._root).root)
+        said = {"save_dir": os.path.abspath(save_dir), "step": step}
+        tag = self._one_of(self._meet(checkpointer, "save_checkpoint()", said, tag))
+        place = Place.of(save_dir, tag, self._root)
         try:
             files = self._collected(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
         except BaseException as error:
@@ -214,11 +240,10 @@ class Plug:
         return True
 
     def _collected(
-        self, save_dir: str, tag: str | None, client_state: Mapping[str, Any] | None, save_latest: bool, exclude: bool
+        self, save_dir: str, tag: str, client_state: Mapping[str, Any] | None, save_latest: bool, exclude: bool
     ) -> dict[str, Any]:
         """The files that DeepSpeed would have written."""
-        name = str(f"global_step{self.engine.global_steps}" if tag is None else tag)
-        self._engine.collect(os.path.join(save_dir, name))
+        self._engine.collect(os.path.join(save_dir, tag))
         try:
             self._save(save_dir, tag, dict(client_state or {}), save_latest, exclude)
         finally:
@@ -237,6 +262,7 @@ class Plug:
         if root not in self._checkpointers and not os.path.isdir(os.path.join(root, SERVICE)):
             return self._load(load_dir, tag, *args, **kwargs)
         checkpointer = self._checkpointer(root)
+        checkpointer.wait()  # another engine of this process may have saved there
         said = {"load_dir": os.path.abspath(load_dir), "tag": tag if tag is None else str(tag)}
         self._meet(checkpointer, "load_checkpoint()", said)
         return self._load(load_dir, self._whole(checkpointer, load_dir, tag), *args, **kwargs)
@@ -282,21 +308,41 @@ class Plug:
 
     def close(self) -> None:
         """Wait for the saves in flight and end the background threads."""
-        checkpointers, self._checkpointers = list(self._checkpointers.values()), {}
-        for checkpointer in checkpointers:
-            checkpointer.close()
+        roots, self._checkpointers = list(self._checkpointers), {}
+        with ExitStack() as stack:  # each of them, whatever another raises
+            for root in roots:
+                stack.callback(give_back, self._store_of(root))
 
     def _checkpointer(self, root: str) -> Checkpointer:
         if root not in self._checkpointers:
-            self._checkpointers[root] = Checkpointer(os.path.join(root, SERVICE), **self._options)
+            self._checkpointers[root] = borrow(self._store_of(root), self._options)
         return self._checkpointers[root]
 
-    def _meet(self, checkpointer: Checkpointer, doing: str, said: Mapping[str, object]) -> None:
-        """All ranks, each having said the same (P1)."""
-        heard = checkpointer.meet(json.dumps({"call": doing, **said}, sort_keys=True), f"calling {doing}")
-        other = next((rank for rank, text in sorted(heard.items()) if text != heard[0]), None)
+    @staticmethod
+    def _store_of(root: str) -> str:
+        """Where the Checkpointer of a root stores."""
+        return os.path.join(root, SERVICE)
+
+    def _meet(self, checkpointer: Checkpointer, doing: str, said: Mapping[str, object], tag: str | None = None) -> list[str]:
+        """All ranks, each having said the same (P1); the tag that each of them names."""
+        text = json.dumps({"call": doing, **said}, sort_keys=True)
+        heard = checkpointer.meet(json.dumps([text, tag]), f"calling {doing}")
+        texts, tags = zip(*(json.loads(heard[rank]) for rank in sorted(heard)), strict=True)
+        other = next((rank for rank, one in enumerate(texts) if one != texts[0]), None)
         if other is not None:
-            raise UsageError(f"the ranks do not call the same: rank 0 said {heard[0]}, and rank {other} {heard[other]}")
+            raise UsageError(f"the ranks do not call the same: rank 0 said {texts[0]}, and rank {other} {texts[other]}")
+        return list(tags)
+
+    def _one_of(self, tags: list[str]) -> str:
+        """The tag of rank 0, which a checkpoint can be found by; TagError where DeepSpeed is to fail if others differ."""
+        other = next((rank for rank, tag in enumerate(tags) if tag != tags[0]), None)
+        if other is not None:
+            text = f"the ranks save under tags that differ: rank 0 under {tags[0]!r}, and rank {other} under {tags[other]!r}"
+            if self.engine.checkpoint_tag_validation_fail():
+                raise TagError(f"{text}; give one tag on all ranks")
+            if self.engine.checkpoint_tag_validation_enabled():
+                log.warning("%s; all of them are saved under %r", text, tags[0])
+        return tags[0]
 
     def _stepped(self) -> set[int]:
         """Where everything lies that nothing but a step of the optimizer changes."""
