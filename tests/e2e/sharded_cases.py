@@ -308,7 +308,9 @@ def _with_first_buffers(process: Process, plain: dict[str, torch.Tensor]) -> dic
 def _check_divided(process: Process, state: State) -> None:
     """What both ranks write of each tensor, together, is once all of it; of the large one, half each."""
     leaves = capture(state, None, exclude_frozen_parameters=True).leaves
-    mine = {leaf.fqn: -1 if leaf.part is None else leaf.tensor.numel() for leaf in leaves}
+    mine: dict[str, int] = {}
+    for leaf in leaves:  # a tensor may be written in several parts
+        mine[leaf.fqn] = -1 if leaf.part is None else mine.get(leaf.fqn, 0) + leaf.tensor.numel()
     both: list[dict[str, int]] = [{}, {}]
     dist.all_gather_object(both, mine)
     one, two = both

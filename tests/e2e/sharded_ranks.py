@@ -86,18 +86,18 @@ class Process:
         ckpt.save(2, job.state, tag=tag).wait()
 
     def load_all(self, world: int) -> None:
-        """Every checkpoint into every layout, each dtype in half of them; optimizer state is there or not, by turns."""
+        """Every checkpoint into every layout; optimizer state is there or not, by turns."""
         with self.job(f"load-{world}", world) as mine:
             if not mine:
                 return
             with Checkpointer(self.root) as ckpt:
-                for b, target in enumerate(LAYOUTS if world == 1 else PARALLEL):
+                for target in LAYOUTS if world == 1 else PARALLEL:
                     pairs = {name: (build(target, dtype, 77), build(target, dtype, 78)) for name, dtype in DTYPES.items()}
                     for a, source in enumerate(PARALLEL):
                         for saved_by in WORLDS if _go_together(source, target) else ():
-                            dtype = tuple(DTYPES)[(a + b + saved_by + world) % 2]
-                            name = f"{target} on {world}"
-                            self._load(ckpt, f"{source}-{dtype}-{saved_by}", name, *pairs[dtype], fresh=(a + saved_by) % 3 == 0)
+                            for c, dtype in enumerate(DTYPES):
+                                tag, fresh = f"{source}-{dtype}-{saved_by}", (a + saved_by + c) % 3 == 0
+                                self._load(ckpt, tag, f"{target} on {world}", *pairs[dtype], fresh=fresh)
 
     def _load(self, ckpt: Checkpointer, tag: str, target: str, job: Job, reference: Job, *, fresh: bool) -> None:
         if fresh:
