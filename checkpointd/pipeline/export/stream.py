@@ -123,21 +123,33 @@ async def stream(
     `on_bytes` hears of what was written. Raises the first damage that was met, StoreError where reading fails, and OSError
     where writing does.
     """
-    loop, sums = asyncio.get_running_loop(), {item.tensor.name: 0 for item in placed}
+    sums = {item.tensor.name: 0 for item in placed}
+    found = batches(slabs_of(placed, batch_bytes), batch_bytes)
+    await pump(store, world, found, config, lambda batch: _write(batch, sums, on_bytes))
+    return sums
+
+
+async def pump(
+    store: Store, world: World, found: Iterable[list[Slab]], config: LoadConfig, write: Callable[[Batch], None]
+) -> None:
+    """Read one batch after the other, each while the one before is written: `write` runs on a thread, one call at a time.
+
+    When this returns or raises, nobody writes any more. Raises the first damage that was met, and what `write` raises.
+    """
+    loop = asyncio.get_running_loop()
     writing: asyncio.Future[None] | None = None
     try:
-        for slabs in batches(placed, batch_bytes):
+        for slabs in found:
             batch = await _read(store, world, slabs, config)
             if writing is not None:
                 await asyncio.shield(writing)
-            writing = loop.run_in_executor(None, _write, batch, sums, on_bytes)
+            writing = loop.run_in_executor(None, write, batch)
             del batch
     finally:
         if writing is not None:
             await _ended(writing)
     if writing is not None:
         writing.result()
-    return sums
 
 
 async def _ended(writing: asyncio.Future[None]) -> None:
@@ -162,11 +174,11 @@ async def _read(store: Store, world: World, slabs: Sequence[Slab], config: LoadC
     return batch
 
 
-def batches(placed: Iterable[Placed], batch_bytes: int) -> Iterator[list[Slab]]:
-    """`placed` in order, in batches of at most `batch_bytes` of memory where a slab can be cut so small."""
+def batches(slabs: Iterable[Slab], batch_bytes: int) -> Iterator[list[Slab]]:
+    """`slabs` in order, in batches of at most `batch_bytes` of memory where they are no larger."""
     batch: list[Slab] = []
     room = batch_bytes
-    for slab in _slabs(placed, batch_bytes):
+    for slab in slabs:
         if batch and slab.nbytes > room:
             yield batch
             batch, room = [], batch_bytes
@@ -176,7 +188,8 @@ def batches(placed: Iterable[Placed], batch_bytes: int) -> Iterator[list[Slab]]:
         yield batch
 
 
-def _slabs(placed: Iterable[Placed], slab_bytes: int) -> Iterator[Slab]:
+def slabs_of(placed: Iterable[Placed], slab_bytes: int) -> Iterator[Slab]:
+    """`placed` in order, cut into slabs of at most `slab_bytes` where a tensor can be cut."""
     for item in placed:
         count = item.count
         step = max(1, slab_bytes // ITEM_BYTES[item.dtype]) if item.tensor.view.contiguous else max(1, count)

@@ -186,6 +186,12 @@ class RawClient:
         self.channel.close()
 
 
+async def answered(client: RawClient) -> None:
+    """The connection goes on."""
+    await client.send(wire.Ping())
+    await client.next(wire.Pong)
+
+
 class Daemon:
     """A running Service; roots lie below `folder`."""
 

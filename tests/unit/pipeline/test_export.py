@@ -31,7 +31,7 @@ from checkpointd.pipeline.export import stream as streaming
 from checkpointd.pipeline.export.consolidate import MEMORY_BYTES_MIN, Consolidation, Request, Safetensors, consolidate
 from checkpointd.pipeline.export.selection import Exported, Source, View, contiguous_stride
 from checkpointd.pipeline.export.sizes import byte_count
-from checkpointd.pipeline.export.stream import Placed, batches, stream
+from checkpointd.pipeline.export.stream import Placed, batches, slabs_of, stream
 from checkpointd.pipeline.world import CARRIERS
 from checkpointd.store.memory import MemoryStore
 from checkpointd.store.posix import PosixStore
@@ -228,7 +228,7 @@ def test_e1_batches_are_full_and_no_larger_than_they_may_be(counts: list[int], b
         Placed(Exported(str(n), "t", Source("t", "float32", (c,), None), View((c,), (1,), 0)), "bfloat16", "p", 0)
         for n, c in enumerate(counts)
     ]
-    found = list(batches(placed, batch_bytes))
+    found = list(batches(slabs_of(placed, batch_bytes), batch_bytes))
     for batch in found:
         assert sum(slab.nbytes for slab in batch) <= max(batch_bytes, 2)
     for one, two in pairwise(found):

@@ -6,7 +6,6 @@ Invariant
 
 from __future__ import annotations
 
-import asyncio
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -28,8 +27,8 @@ from checkpointd.pipeline.export.consolidate import MEMORY_BYTES, ExportedFile, 
 from checkpointd.pipeline.export.output import Output, translated
 from checkpointd.pipeline.export.selection import Exported
 from checkpointd.pipeline.export.sizes import byte_count
-from checkpointd.pipeline.export.stream import Placed, Slab
-from checkpointd.pipeline.world import CARRIERS, read_boxes, read_world
+from checkpointd.pipeline.export.stream import Batch, Placed, Slab, batches, pump
+from checkpointd.pipeline.world import read_world
 from checkpointd.store.base import Store
 from checkpointd_client.dtypes import DTYPES, empty
 from checkpointd_client.export import run_on_store
@@ -41,8 +40,6 @@ from checkpointd_client.integrations.dcp.objects import save_tensor
 MEMORY_BYTES_MIN = 16 * MIB
 FILE_BYTES = 5 * 10**9
 """A file is closed once it has as many."""
-
-Batch = list[tuple[Slab, NDArray[Any]]]
 
 
 class ExportedDCP(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,46 +113,22 @@ async def _stream(
     store: Store, content: Content, files: _Files, batch_bytes: int, on_progress: Callable[[int, int], None]
 ) -> int:
     """All tensors into the files, a batch being read while the one before is written; their bytes."""
-    loop = asyncio.get_running_loop()
     placed = [Placed(tensor, tensor.dtype, "", 0) for tensor in content.tensors.values()]
     done, total = 0, sum(item.nbytes for item in placed)
-    writing: asyncio.Future[None] | None = None
-    try:
-        for slabs in _batches(placed, batch_bytes):
-            batch = [(slab, np.empty(len(slab.held), CARRIERS[ITEM_BYTES[slab.dtype]])) for slab in slabs]
-            wants = [want for slab, memory in batch for want in slab.wants(memory)]
-            damage = await read_boxes(store, content.world, wants, LoadConfig(budget_bytes=batch_bytes))
-            if damage:
-                raise damage[0]
-            if writing is not None:
-                await writing
-            done += sum(_nbytes(slab) for slab in slabs)
-            writing = loop.run_in_executor(None, files.add_all, batch)
-            del batch, wants
-            on_progress(done, total)
-    finally:
-        if writing is not None:
-            await asyncio.wait([writing])
-    if writing is not None:
-        writing.result()
+
+    def write(batch: Batch) -> None:
+        nonlocal done
+        files.add_all(batch)
+        done += sum(_nbytes(slab) for slab, _ in batch)
+        on_progress(done, total)
+
+    found = batches(_slabs(placed, batch_bytes), batch_bytes)
+    await pump(store, content.world, found, LoadConfig(budget_bytes=batch_bytes), write)
     return total
 
 
 def _nbytes(slab: Slab) -> int:
     return (slab.stop - slab.start) * ITEM_BYTES[slab.placed.dtype]
-
-
-def _batches(placed: Sequence[Placed], batch_bytes: int) -> Iterator[list[Slab]]:
-    batch: list[Slab] = []
-    room = batch_bytes
-    for slab in _slabs(placed, batch_bytes):
-        if batch and slab.nbytes > room:
-            yield batch
-            batch, room = [], batch_bytes
-        batch.append(slab)
-        room -= slab.nbytes
-    if batch:
-        yield batch
 
 
 def _slabs(placed: Sequence[Placed], slab_bytes: int) -> Iterator[Slab]:

@@ -33,6 +33,7 @@ from checkpointd_client.dtypes import DTYPES, empty
 from checkpointd_client.export import run_on_store
 from checkpointd_client.integrations.dcp.content import Content, content_of, is_whole
 from checkpointd_client.integrations.dcp.objects import loaded
+from checkpointd_client.integrations.dcp.tagged import Tagged
 from checkpointd_client.sinks import box_sink
 
 log = logging.getLogger("checkpointd")
@@ -42,7 +43,7 @@ After = Callable[[], None]
 """What is left to do with an item when its bytes are there."""
 
 
-class CheckpointdReader(StorageReader):
+class CheckpointdReader(Tagged, StorageReader):
     """What `dcp.load` reads from: checkpoint `tag` (default: the newest) below `root`, saved by dcp.save or by a Checkpointer.
 
     `checkpoint_id` of dcp.load names the tag, too. `weights_only`: objects that are no plain values are loaded only where
@@ -59,16 +60,6 @@ class CheckpointdReader(StorageReader):
         self._tag = tag if tag is None or tag == LATEST else check_tag(tag)
         self._weights_only = weights_only
         self._content: Content | None = None
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:  # noqa: ARG003  # DCP's interface
-        """DCP asks which storage may take a `checkpoint_id` on its own: none of ours, since a tag says no root."""
-        return False
-
-    @property
-    def checkpoint_id(self) -> str | None:
-        """The tag."""
-        return self._tag
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         self._content = None

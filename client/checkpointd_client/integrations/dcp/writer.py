@@ -36,6 +36,7 @@ from checkpointd_client.integrations.dcp.items import shard_of
 from checkpointd_client.integrations.dcp.naming import step_of
 from checkpointd_client.integrations.dcp.running import Run
 from checkpointd_client.integrations.dcp.session import Session, session_of
+from checkpointd_client.integrations.dcp.tagged import Tagged
 from checkpointd_client.saving import check_step
 from checkpointd_client.start import Begun, root_fault
 
@@ -60,7 +61,7 @@ class Told:
     begun: Begun
 
 
-class CheckpointdWriter(StorageWriter):
+class CheckpointdWriter(Tagged, StorageWriter):
     """Where `dcp.save` and `dcp.async_save` write: checkpoint `tag` below `root`, a directory that every rank sees.
 
     `tag`: None where `step` is given (`global_step100`), or `checkpoint_id` of dcp.save is, which names the tag then. `step`:
@@ -111,16 +112,6 @@ class CheckpointdWriter(StorageWriter):
         return {**self.__dict__, "_session": None, "_state": None, "_run": None}
 
     # --- what DCP calls, in order ------------------------------------------------------------------------------
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:  # noqa: ARG003  # DCP's interface
-        """DCP asks which storage may take a `checkpoint_id` on its own: none of ours, since a tag says no root."""
-        return False
-
-    @property
-    def checkpoint_id(self) -> str | None:
-        """The tag."""
-        return self._tag
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:

@@ -1,0 +1,305 @@
+"""Saves over the socket: snapshots that are held for restarts."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from checkpointd.codec.checksum import xxh3_128
+from checkpointd.commit.machine import Phase
+from checkpointd.daemon import wire
+from checkpointd.layout.boxes import Box
+from checkpointd.layout.keys import AttemptId
+from checkpointd.store.posix import PosixStore
+from tests.builders import begin_epoch, load_arrays, plan_save, rank_arrays
+from tests.unit.daemon.conftest import (
+    Daemon,
+    answered,
+    serving,
+    shard_of,
+    until,
+)
+
+SHARD = shard_of()
+IMAGE = len(SHARD.image)
+
+
+def expected(seed: int = 0) -> dict[str, bytes]:
+    return {fqn: array.tobytes() for fqn, array in rank_arrays(seed).items()}
+
+
+# --- the memory tier over the socket -------------------------------------------------------------------------------------
+
+
+async def test_a_restarted_trainer_gets_its_snapshot_back(daemon: Daemon, store: PosixStore, root: Path) -> None:
+    client = await daemon.client()
+    await client.ready(root, SHARD)
+    await client.whole_save(3, SHARD)
+    await client.outcome(3)
+    client.close()
+    again = await daemon.client()
+    (held,) = (await again.join(root)).held
+    assert (held.tag, held.attempt, held.step, held.phase, held.nonce) == ("global_step3", "00000001-0", 3, "committed", "n1")
+    await again.send(wire.Fetch(tag=held.tag, attempt=held.attempt))
+    received = await again.receive()
+    snapshot, descriptor = received.message, received.descriptor
+    assert isinstance(snapshot, wire.Snapshot)
+    assert descriptor is not None
+    assert (snapshot.held, snapshot.nbytes, snapshot.tree) == (held, IMAGE, SHARD.tree)
+    image = os.pread(descriptor, IMAGE, 0)
+    os.close(descriptor)
+    assert image == SHARD.image.tobytes()
+    assert [(t.fqn, t.offset) for t in snapshot.tensors] == [(t.fqn, t.offset) for t in SHARD.tensors]
+    parts = [image[t.offset : t.offset + t.nbytes] for t in SHARD.tensors]
+    assert snapshot.digests == tuple(map(xxh3_128, parts))
+
+
+async def test_answers_come_in_the_order_of_the_questions(daemon: Daemon, store: PosixStore, root: Path) -> None:
+    client = await daemon.client()
+    await client.ready(root, SHARD)
+    await client.whole_save(1, SHARD)
+    await client.outcome(1)
+    client.heard.clear()
+    await client.send(wire.Look())
+    await client.send(wire.Fetch(tag="global_step1", attempt="00000001-0"))
+    await client.send(wire.Fetch(tag="no", attempt="00000001-0"))
+    await client.send(wire.Look())
+    while len(client.heard) < 4:
+        received = await client.receive()
+        if received.descriptor is not None:
+            os.close(received.descriptor)
+    kinds = [type(message).__name__ for message in client.heard if not isinstance(message, wire.Progress)]
+    assert kinds == ["Joined", "Snapshot", "Refused", "Joined"]
+
+
+@pytest.mark.parametrize(("tag", "attempt"), [("global_step9", "00000001-0"), ("global_step1", "00000001-1")])
+async def test_another_snapshot_than_the_one_that_is_held(
+    daemon: Daemon, store: PosixStore, root: Path, tag: str, attempt: str
+) -> None:
+    client = await daemon.client()
+    await client.ready(root, SHARD)
+    await client.whole_save(1, SHARD)
+    await client.outcome(1)
+    await client.send(wire.Fetch(tag=tag, attempt=attempt))
+    refused = await client.refused()
+    assert (refused.code, f"no snapshot of {tag}" in refused.message) == ("NotFoundError", True)
+
+
+async def test_another_users_snapshot_is_not_shown_nor_given_nor_dropped(daemon: Daemon, store: PosixStore, root: Path) -> None:
+    client = await daemon.client()
+    await client.ready(root, SHARD)
+    await client.whole_save(1, SHARD)
+    await client.outcome(1)
+    daemon.hub.tier.of(str(root), 0).uid = 12345
+    await client.send(wire.Look())
+    assert (await client.next(wire.Joined)).held == ()
+    await client.send(wire.Fetch(tag="global_step1", attempt="00000001-0"))
+    assert (await client.refused()).code == "NotFoundError"
+    await client.send(wire.Leave())
+    await answered(client)
+    assert daemon.hub.tier.of(str(root), 0) is not None
+
+
+async def test_a_snapshot_is_given_to_other_ranks_of_its_root_alone_and_only_by_its_number(
+    daemon: Daemon, store: PosixStore, root: Path
+) -> None:
+    client, other = await daemon.client(), await daemon.client()
+    await client.ready(root, SHARD, world_size=2)
+    await client.whole_save(1, SHARD)
+    await client.phase(1, Phase.PREPARED)
+    joined = await other.join(root, 1, 2)
+    assert (joined.held, [(held.tag, held.rank) for held in joined.beside]) == ((), [("global_step1", 0)])
+    await other.send(wire.Fetch(tag="global_step1", attempt="00000001-0"))
+    assert (await other.refused()).code == "NotFoundError"
+    await other.send(wire.Fetch(tag="global_step1", attempt="00000001-0", rank=0))
+    received = await other.receive()
+    assert isinstance(received.message, wire.Snapshot)
+    assert received.descriptor is not None
+    assert (os.pread(received.descriptor, IMAGE, 0), received.message.held.rank) == (SHARD.image.tobytes(), 0)
+    os.close(received.descriptor)
+    elsewhere = await (await daemon.client()).join(root.parent, 1, 2)
+    assert (elsewhere.held, elsewhere.beside) == ((), ())
+    daemon.hub.tier.of(str(root), 0).uid = 12345
+    await other.send(wire.Look())
+    assert (await other.next(wire.Joined)).beside == ()
+    await other.send(wire.Fetch(tag="global_step1", attempt="00000001-0", rank=0))
+    assert (await other.refused()).code == "NotFoundError"
+    await (await plan_save(store, epoch=1, tag="global_step1", n=1)).vote(1)
+    assert (await client.outcome(1)).phase == "committed"
+
+
+async def test_the_older_slot_comes_free_when_the_newer_snapshot_is_whole(
+    daemon: Daemon, store: PosixStore, root: Path
+) -> None:
+    """T3"""
+    client = await daemon.client()
+    await client.ready(root, SHARD)
+    await client.slot(1, SHARD)
+    await client.whole_save(1, SHARD, slot=0)
+    assert (await client.outcome(1)).phase == "committed"
+    await answered(client)
+    assert not [message for message in client.heard if isinstance(message, wire.Free)], "it is held"
+    await client.whole_save(2, SHARD, slot=1)
+    assert (await client.next(wire.Free)).slot == 0
+    assert daemon.hub.tier.of(str(root), 0).info.tag == "global_step2"
+    await client.outcome(2)
+
+
+async def test_a_trainer_that_ends_well_leaves_nothing_held(daemon: Daemon, store: PosixStore, root: Path) -> None:
+    client = await daemon.client()
+    await client.ready(root, SHARD)
+    await client.whole_save(1, SHARD)
+    await client.outcome(1)
+    await client.send(wire.Leave())
+    assert (await client.next(wire.Free)).slot == 0
+    client.close()
+    await until(lambda: len(daemon.hub.memory) == 0)
+    assert (await (await daemon.client()).join(root)).held == ()
+
+
+async def test_a_snapshot_is_held_for_so_long_after_its_trainer_has_gone(root: Path, store: PosixStore) -> None:
+    async with serving(root.parent, hold_s=0.01) as daemon:
+        client, second = await daemon.client(), await daemon.client()
+        await client.ready(root, SHARD)
+        await second.join(root)
+        await client.whole_save(1, SHARD)
+        await client.outcome(1)
+        client.close()
+        await until(lambda: daemon.hub.clients == 1)
+        assert daemon.hub.tier.of(str(root), 0).timer is None, "its trainer has another connection"
+        second.close()
+        await until(lambda: len(daemon.hub.memory) == 0)
+
+
+async def test_a_trainer_that_is_back_in_time_finds_its_snapshot_held(daemon: Daemon, store: PosixStore, root: Path) -> None:
+    client = await daemon.client()
+    await client.ready(root, SHARD)
+    await client.whole_save(1, SHARD)
+    await client.outcome(1)
+    client.close()
+    kept = daemon.hub.tier.of(str(root), 0)
+    await until(lambda: kept.timer is not None)
+    again = await daemon.client()
+    assert len((await again.join(root)).held) == 1
+    assert kept.timer is None
+
+
+async def test_attempts_have_names_of_their_own(daemon: Daemon, store: PosixStore, root: Path) -> None:
+    """J1: the same tag saved again is another job."""
+    client = await daemon.client()
+    await client.ready(root, SHARD)
+    await client.slot(1, SHARD)
+    await client.whole_save(1, SHARD, slot=0, tag="t")
+    await client.whole_save(2, SHARD, slot=1, tag="t", attempt=str(AttemptId(1, 1)), n=2)
+    assert (await client.outcome(1)).phase == (await client.outcome(2)).phase == "committed"
+
+
+async def test_a_root_that_was_removed_and_made_again_has_saves_of_its_own(
+    daemon: Daemon, store: PosixStore, root: Path
+) -> None:
+    """J1: its first epoch is 1 again, and so are its attempts; what was saved there before says nothing of them."""
+    before = await daemon.client()
+    await before.ready(root, SHARD)
+    await before.whole_save(1, SHARD)
+    assert (await before.outcome(1)).phase == "committed"
+    before.close()
+    await until(lambda: daemon.hub.clients == 0)
+    remade: list[str] = []
+    daemon.hub.on_remade = remade.append
+    shutil.rmtree(root)
+    async with PosixStore(root) as again:
+        await begin_epoch(again, 1)
+        after = await daemon.client()
+        joined = await after.join(root)
+        assert [held.nonce for held in joined.held] == ["n1"]
+        await after.begin(1, nonce="n2")
+        other = shard_of(5)
+        await after.slot(0, other)
+        await after.layout(0, other)
+        await after.whole_save(1, other)
+        assert (await after.outcome(1)).phase == "committed"
+        assert remade == [str(root)]
+        assert await load_arrays(again, "global_step1", 0) == expected(5)
+        await after.send(wire.Look())
+        assert [held.nonce for held in (await after.next(wire.Joined)).held] == ["n2"]
+
+
+async def test_what_a_restart_would_not_load_from_the_store_is_not_held(daemon: Daemon, store: PosixStore, root: Path) -> None:
+    """A checkpoint beside the way, as of an average of the weights, does not move `latest`, and must not be resumed from."""
+    client = await daemon.client()
+    await client.ready(root, SHARD)
+    await client.slot(1, SHARD)
+    await client.whole_save(1, SHARD)
+    await client.outcome(1)
+    await client.whole_save(2, SHARD, slot=1, save_latest=False)
+    await client.outcome(2)
+    await client.send(wire.Look())
+    assert [held.step for held in (await client.next(wire.Joined)).held] == [1]
+
+
+async def test_a_snapshot_that_is_whole_by_its_mark_alone_is_not_held_for_ever(root: Path, store: PosixStore) -> None:
+    """Its trainer's connection ended before the daemon knew that it was whole."""
+    async with serving(root.parent, hold_s=0.0) as daemon:
+        client = await daemon.client()
+        await client.ready(root, SHARD)
+        await client.save(1)
+        await client.announced(1, SHARD, mark=7)
+        await answered(client)
+        [job] = daemon.hub.jobs.all()
+        daemon.service._deaths.clear()
+        client.close()
+        await until(lambda: daemon.hub.clients == 0)
+        job.staged()
+        await until(lambda: not list(daemon.hub.tier))
+
+
+async def test_a_save_of_another_user_is_not_joined(daemon: Daemon, store: PosixStore, root: Path) -> None:
+    client = await daemon.client()
+    await client.ready(root, SHARD)
+    await client.save(1)
+    await answered(client)
+    [job] = daemon.hub.jobs.all()
+    job.uid += 1
+    other = await daemon.client()
+    await other.join(root)
+    await other.begin(1)
+    await other.save(1)
+    assert "is saved by another user" in (await other.refused()).message
+    job.uid -= 1
+    await client.staged(1, SHARD)
+    assert (await client.outcome(1)).phase == "committed"
+
+
+async def test_two_fetches_of_one_snapshot_hold_it_each(daemon: Daemon, store: PosixStore, root: Path) -> None:
+    client = await daemon.client()
+    await client.ready(root, SHARD)
+    await client.whole_save(1, SHARD)
+    await client.outcome(1)
+    [kept] = list(daemon.hub.tier)
+    digests = kept.digests
+    await asyncio.wait({digests})
+    kept.digests = asyncio.get_running_loop().create_future()
+    for asking in (client, await daemon.client()):
+        if asking is not client:
+            await asking.join(root)
+        await asking.send(wire.Fetch(tag="global_step1", attempt="00000001-0"))
+    await until(lambda: len(kept.slot._users) == 3)
+    kept.digests.set_result(digests.result())
+    await client.next(wire.Snapshot)
+
+
+async def test_a_client_has_room_for_only_so_many_tensors(root: Path) -> None:
+    """Y3"""
+    async with serving(root.parent, client_bytes_max=1 << 16) as daemon:
+        client = await daemon.client()
+        await client.join(root)
+        tensors = tuple(wire.WireTensor(f"t{i}", "uint8", (0,), Box((0,), (0,)), "rank", 0) for i in range(50))
+        for number in range(8):  # those that are forgotten count no more
+            await client.send(wire.Layout(layout=number % 2, nbytes=4096, tensors=tensors[: 10 + number]))
+        await answered(client)
+        await client.send(wire.Layout(layout=3, nbytes=4096, tensors=tensors))
+        assert "bytes are in use" in (await client.refused()).message
