@@ -19,16 +19,7 @@ from checkpointd.commit import decide as decisions
 from checkpointd.commit.decide import Decision
 from checkpointd.commit.machine import FINAL, Action, Event, Phase, step
 from checkpointd.config import CommitConfig, PersistConfig
-from checkpointd.errors import (
-    ERRORS,
-    AbortedError,
-    CheckpointdError,
-    FencedError,
-    NotFoundError,
-    SkippedError,
-    StagingError,
-    StoreError,
-)
+from checkpointd.errors import CheckpointdError, FencedError, NotFoundError, SkippedError, StoreError
 from checkpointd.layout.keys import OUTCOME, vote_name
 from checkpointd.layout.manifest import ErrorReport, Index, Outcome
 from checkpointd.pipeline import catalog, epochs
@@ -37,6 +28,7 @@ from checkpointd.pipeline.collect import Removal, tidy
 from checkpointd.pipeline.pointer import move_latest
 from checkpointd.pipeline.publish import Ballot, PlanCheck, missing_ranks, outcome_of, put_outcome
 from checkpointd.pipeline.rates import Rates
+from checkpointd.pipeline.reports import code_of, error_of
 from checkpointd.pipeline.retire import retire
 from checkpointd.pipeline.save import VoteUncertain, drop_shard, drop_unless_named, is_own, persist, vote_no
 from checkpointd.pipeline.shard import AttemptInfo, Progress, Shard
@@ -205,7 +197,7 @@ class Attempt:
         phase = self.phase
         if self._fire(event) is not Action.VOTE_NO:
             return
-        report = ErrorReport(code=_code(error), message=str(error) or repr(error), phase=str(phase))
+        report = ErrorReport(code=code_of(error), message=str(error) or repr(error), phase=str(phase))
         if event is not Event.SKIP:
             log.info("%s: rank %d failed while %s: %s", self.info.prefix, self.info.rank, phase, error)
         try:
@@ -223,7 +215,7 @@ class Attempt:
         """The yes vote may or may not be there: nothing may be removed, and only an outcome can tell."""
         self._own_error = error.__cause__
         self._fire(Event.VOTE_UNCERTAIN)
-        report = ErrorReport(code=_code(error), message=str(error), phase=str(Phase.PERSISTING))
+        report = ErrorReport(code=code_of(error), message=str(error), phase=str(Phase.PERSISTING))
         self._doubted = Decision(report, (self.info.rank,))
 
     async def _put_abort(self, decision: Decision) -> CheckpointdError | None:
@@ -369,7 +361,7 @@ class Attempt:
                     log.warning("%s: %s", self.info.prefix, decisions.stale_words(outcome.step))
             self._fire(Event.SAW_COMMIT)
             return
-        self.error = _abort_error(self.info, outcome)
+        self.error = error_of(self.info, outcome)
         self.error.__cause__ = self._own_error
         self._fire(Event.SAW_ABORT)
 
@@ -435,18 +427,3 @@ class Attempt:
     def _enter(self, phase: Phase) -> None:
         self.phase = phase
         self._on_phase(phase)
-
-
-def _code(error: BaseException) -> str:
-    return error.code if isinstance(error, CheckpointdError) else StagingError.__name__
-
-
-def _abort_error(info: AttemptInfo, outcome: Outcome) -> CheckpointdError:
-    report = outcome.error or ErrorReport(code="AbortedError", message="no reason was recorded")
-    kind = ERRORS.get(report.code, AbortedError)
-    message = f"{info.tag} (attempt {info.attempt}) was not committed: {report.message}"
-    if issubclass(kind, AbortedError):
-        return kind(message, ranks=tuple(outcome.ranks))
-    if issubclass(kind, FencedError):
-        return kind(message)
-    return AbortedError(message, ranks=tuple(outcome.ranks))
