@@ -67,7 +67,8 @@ class Checkpointer(DeepSpeedCalls):
     "wait" waits for it as long as the save may take, "raise" fails the save. `dedup`: what did not change since the last
     checkpoint, such as frozen layers, is not written again; a checkpoint then needs older ones' objects, which stay as long as
     that. `retention`: which checkpoints stay, applied after each commit; None: all. `on_stale`: where the step moved on and no
-    tensor that requires grad changed, "warn", "abort" the save, or "ignore" it.
+    tensor that requires grad changed, "warn", "abort" the save, or "ignore" it. `pickle_client_state`: values in client_state
+    that are no plain ones are stored as pickles, whose code runs when they are loaded; else they are refused by name.
 
     Raises UsageError (bad arguments, a root that is a file, a second Checkpointer at the root), RootNotSharedError, StoreError,
     SidecarError (it refuses this rank, or is not there and `on_sidecar_loss` is not "inline").
@@ -90,6 +91,7 @@ class Checkpointer(DeepSpeedCalls):
         dedup: bool = True,
         retention: Retention | None = None,
         on_stale: OnStale = "warn",
+        pickle_client_state: bool = False,
     ) -> None:
         if staging not in ("lazy", "eager"):
             raise UsageError(f"staging is {staging!r}; choose 'lazy' or 'eager'")
@@ -129,7 +131,9 @@ class Checkpointer(DeepSpeedCalls):
             stager=Stager(staging),
             when_busy=when_busy,
             sidecar=self._sidecar,
+            pickles=pickle_client_state,
         )
+        self._pickles = pickle_client_state
         self._history = self._saver.history
         self._meetings = Meetings(self._board, self._ranks, commit.timeout_s)
         self._turns = Turns(self._board, self._ranks, commit.timeout_s)
@@ -283,6 +287,7 @@ class Checkpointer(DeepSpeedCalls):
             state=state,
             strict=strict,
             cast=cast,
+            unpickle=self._pickles,
             sidecar=self._sidecar,
         )
         loaded = loader.load(tag, fallback=fallback)

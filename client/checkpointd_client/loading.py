@@ -100,6 +100,7 @@ class Loader:
     state: MutableMapping[str, Any] | Chooser
     strict: bool
     cast: bool = False
+    unpickle: bool = False
     sidecar: Sidecar | None = None
     _held: dict[tuple[str, str], Held] = field(default_factory=dict)
     _failures: list[str] = field(default_factory=list)
@@ -263,7 +264,7 @@ class Loader:
         """Where everything goes: what this rank had, and where that is not enough, what other ranks had."""
         content = source.content()
         try:
-            restoration = prepare(self.state, content, strict=self.strict, cast=self.cast)
+            restoration = prepare(self.state, content, strict=self.strict, cast=self.cast, unpickle=self.unpickle)
             if not restoration.missing and not source.has_elsewhere(restoration.stateless, content):
                 return content, restoration
         except MismatchError:
@@ -274,7 +275,7 @@ class Loader:
             more = source.more()
             if more is None:
                 return content, restoration
-        return more, prepare(self.state, more, strict=self.strict, cast=self.cast)
+        return more, prepare(self.state, more, strict=self.strict, cast=self.cast, unpickle=self.unpickle)
 
     def _held_source(self, candidate: Candidate) -> HeldSource:
         """Fetch the snapshot. Whatever is wrong with it is damage: an older checkpoint may be whole."""

@@ -19,6 +19,7 @@ from checkpointd_client.choosing import Chooser, described
 from checkpointd_client.content import Content
 from checkpointd_client.match import Matcher
 from checkpointd_client.modules import Modules
+from checkpointd_client.pickled import unpacked
 from checkpointd_client.slots import Target
 from checkpointd_client.stored import Stored
 
@@ -56,20 +57,25 @@ class Restoration:
         return self._client_state
 
 
-def prepare(state: MutableMapping[str, Any] | Chooser, content: Content, *, strict: bool, cast: bool = False) -> Restoration:
+def prepare(
+    state: MutableMapping[str, Any] | Chooser, content: Content, *, strict: bool, cast: bool = False, unpickle: bool = False
+) -> Restoration:
     """Match a checkpoint against the objects in `state`, touching none of them.
 
     With `strict`, MismatchError lists everything that is missing, unexpected or of another shape, dtype or kind; without, the
-    rest is loaded. With `cast`, floating-point tensors may be of another floating dtype, and are converted. FormatError for a
-    tree that contradicts itself, StateError for an object that this version cannot load into.
+    rest is loaded. With `cast`, floating-point tensors may be of another floating dtype, and are converted. Pickled
+    objects in client_state run code where they may (`unpickle`); else UnsafeObjectError names them. FormatError for a tree that
+    contradicts itself, StateError for an object that this version cannot load into.
     """
     try:
-        return _prepare(state, content, strict=strict, cast=cast)
+        return _prepare(state, content, strict=strict, cast=cast, unpickle=unpickle)
     except RecursionError as error:
         raise FormatError("the state tree is nested too deeply for what is left of Python's stack") from error
 
 
-def _prepare(state: MutableMapping[str, Any] | Chooser, content: Content, *, strict: bool, cast: bool) -> Restoration:
+def _prepare(
+    state: MutableMapping[str, Any] | Chooser, content: Content, *, strict: bool, cast: bool, unpickle: bool
+) -> Restoration:
     stored = Stored(content.root, content.entries, content.aliases)
     faults: list[str] | None = None
     if isinstance(state, Chooser):
@@ -100,7 +106,7 @@ def _prepare(state: MutableMapping[str, Any] | Chooser, content: Content, *, str
         homeless=homeless,
         _copies=copies,
         _steps=steps,
-        _client_state=client(),
+        _client_state=unpacked(client(), allowed=unpickle),
     )
 
 

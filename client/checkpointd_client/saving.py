@@ -31,6 +31,7 @@ from checkpointd_client.arena import Arena, Lease, Slot
 from checkpointd_client.files import capture_files
 from checkpointd_client.handle import SaveHandle
 from checkpointd_client.history import History, Save
+from checkpointd_client.pickled import packed
 from checkpointd_client.prewarming import expected_bytes
 from checkpointd_client.running import Endings, InlineRunner, Job, Runner
 from checkpointd_client.sidecar import Sidecar, SidecarRunner
@@ -98,6 +99,7 @@ class Saver:
         stager: Stager,
         when_busy: WhenBusy,
         sidecar: Sidecar | None = None,
+        pickles: bool = False,
     ) -> None:
         self.history = History()
         self._writer, self._state, self._ranks, self._epoch = writer, state, ranks, epoch
@@ -105,7 +107,7 @@ class Saver:
         self._endings = Endings(self.history, epoch.latest)
         inline = InlineRunner(state, self._endings)
         self._runner: Runner = inline if sidecar is None else SidecarRunner(sidecar, inline, self._endings, state.commit)
-        self._handed = sidecar is not None
+        self._handed, self._pickles = sidecar is not None, pickles
         self._layout: SlotLayout | None = None
         self._stagings: list[tuple[Staging, SaveHandle]] = []
         self._running: set[Future[None]] = set()
@@ -122,7 +124,12 @@ class Saver:
     def save(self, request: Request, state: Mapping[str, object], client_state: Mapping[str, object] | None) -> SaveHandle:
         """Take the snapshot of a state, or begin it, and hand the attempt to the writer."""
         excluded = request.exclude_frozen_parameters
-        return self._save(request, lambda: capture(state, client_state, exclude_frozen_parameters=excluded))
+
+        def captured() -> Captured:
+            client = packed(client_state) if self._pickles and client_state is not None else client_state
+            return capture(state, client, exclude_frozen_parameters=excluded)
+
+        return self._save(request, captured)
 
     def save_files(self, request: Request, at: str, files: Mapping[str, object], stepped: Collection[int]) -> SaveHandle:
         """The same for files, to be shown in the directory `at`."""

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from checkpointd.errors import MismatchError, NotFoundError, UsageError
+from checkpointd.errors import AbortedError, MismatchError, NotFoundError, StateError, UsageError
 from checkpointd_client import Checkpointer
+from checkpointd_client.pickled import UnsafeObjectError
 
 
 def objects(fill: float) -> dict[str, Any]:
@@ -88,3 +89,84 @@ def test_what_cannot_work_is_said(root: Path, tmp_path: Path) -> None:
             ckpt.load_checkpoint(root, epoch=3)
         with pytest.raises(NotFoundError):
             ckpt.load_checkpoint(root, "step1", **objects(1.0))
+
+
+# --- objects that only code can load ---------------------------------------------------------------------------------
+
+
+class Vocabulary:
+    """Something of the user's own."""
+
+    def __init__(self, words: list[str]) -> None:
+        self.words = words
+
+
+class Stubborn:
+    """Which does not pickle."""
+
+    def __reduce__(self) -> str:
+        raise TypeError("I stay here")
+
+
+class Lost:
+    """Which cannot be built again."""
+
+    def __setstate__(self, state: object) -> None:
+        raise KeyError("words")
+
+
+def client_state() -> dict[str, Any]:
+    return {"epoch": 3, "vocabulary": Vocabulary(["a", "b"]), "where": Path("/data"), "mean": torch.tensor([1.5, 2.5])}
+
+
+@pytest.fixture(scope="module")
+def pickled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("pickled") / "root"
+    with Checkpointer(place, pickle_client_state=True) as ckpt:
+        ckpt.save(1, {"w": torch.ones(2)}, client_state=client_state()).wait(60)
+    return place
+
+
+def test_objects_in_client_state_are_refused_by_name(tmp_path: Path) -> None:
+    ckpt = Checkpointer(tmp_path / "root")
+    with pytest.raises(StateError, match=r"client_state\.vocabulary: .*Vocabulary"):
+        ckpt.save(1, {"w": torch.ones(2)}, client_state=client_state())
+    with pytest.raises(AbortedError, match="Vocabulary"):
+        ckpt.close()
+
+
+def test_objects_come_back_where_both_sides_ask_for_it(pickled: Path) -> None:
+    with Checkpointer(pickled, pickle_client_state=True) as ckpt:
+        loaded = ckpt.load({"w": torch.zeros(2)})
+    assert loaded is not None
+    found = loaded.client_state
+    assert (found["epoch"], found["where"], vars(found["vocabulary"])) == (3, Path("/data"), {"words": ["a", "b"]})
+    assert torch.equal(found["mean"], torch.tensor([1.5, 2.5]))  # type: ignore[arg-type]  # any object
+
+
+def test_nothing_is_unpickled_where_it_was_not_asked_for(pickled: Path) -> None:
+    live = torch.zeros(2)
+    with Checkpointer(pickled) as ckpt:
+        with pytest.raises(
+            UnsafeObjectError, match=r"client_state\.vocabulary, of class .*Vocabulary.*pickle_client_state=True"
+        ):
+            ckpt.load({"w": live})
+        assert torch.equal(live, torch.zeros(2)), "something was loaded all the same"
+
+
+@pytest.mark.parametrize(("value", "said"), [(Stubborn(), "I stay here"), (lambda: 0, "lambda")])
+def test_what_does_not_pickle_is_named(tmp_path: Path, value: object, said: str) -> None:
+    with Checkpointer(tmp_path / "root", pickle_client_state=True) as ckpt:
+        with pytest.raises(StateError, match=rf"client_state\.it: .* cannot be pickled: .*{said}"):
+            ckpt.save(1, {"w": torch.ones(2)}, client_state={"it": value})
+        ckpt.save(2, {"w": torch.ones(2)}, client_state={"it": 1}).wait(60)
+
+
+def test_what_cannot_be_unpickled_is_named_before_anything_is_loaded(tmp_path: Path) -> None:
+    lost, live = Lost(), torch.zeros(2)
+    lost.words = 1  # type: ignore[attr-defined]  # a state, so that __setstate__ is called
+    with Checkpointer(tmp_path / "root", pickle_client_state=True) as ckpt:
+        ckpt.save(1, {"w": torch.ones(2)}, client_state={"it": lost}).wait(60)
+        with pytest.raises(StateError, match=r"client_state\.it: .*Lost cannot be unpickled here: KeyError"):
+            ckpt.load({"w": live})
+    assert torch.equal(live, torch.zeros(2))

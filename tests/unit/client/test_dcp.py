@@ -24,8 +24,8 @@ from checkpointd.pipeline.catalog import AttemptView
 from checkpointd.store.posix import PosixStore
 from checkpointd_client import Checkpointer
 from checkpointd_client.integrations.dcp import CheckpointdReader, CheckpointdWriter, export_dcp, import_dcp
-from checkpointd_client.integrations.dcp.objects import UnsafeObjectError
 from checkpointd_client.integrations.dcp.writer import Asked
+from checkpointd_client.pickled import UnsafeObjectError
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)"),

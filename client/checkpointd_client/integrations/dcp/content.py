@@ -25,8 +25,9 @@ from checkpointd.pipeline.world import World
 from checkpointd_client import content as merging
 from checkpointd_client.dtypes import DTYPES
 from checkpointd_client.integrations.dcp.marks import parts
-from checkpointd_client.integrations.dcp.objects import holds_tensors, saved, value_of
+from checkpointd_client.integrations.dcp.objects import holds_tensors, value_of
 from checkpointd_client.integrations.dcp.paths import Path, leaves, name_of
+from checkpointd_client.pickled import saved
 
 
 def is_whole(tensor: Exported) -> bool:

@@ -6,49 +6,25 @@ came as, and is unpickled by nobody here but torch.load(weights_only=True), whic
 
 from __future__ import annotations
 
-import io
-import re
 from typing import IO, Any, BinaryIO
 
 import torch
 
-from checkpointd.errors import CheckpointdError, StateError
+from checkpointd.errors import CheckpointdError
 from checkpointd.layout import tree
 from checkpointd_client.building import constant, dict_of, sequence_of
 from checkpointd_client.flatten import Flattener
 from checkpointd_client.integrations.dcp.paths import is_leaf
+from checkpointd_client.pickled import loaded
 from checkpointd_client.values import decode_key
 
-_GLOBAL = re.compile(r"GLOBAL ([\w.]+)")
-
-
-class UnsafeObjectError(StateError):
-    """A value that only code could load again, and that is loaded on request alone."""
-
-
-def saved(value: object) -> bytes:
-    """`value` as DCP's planner stores it."""
-    file = io.BytesIO()
-    torch.save(value, file)
-    return file.getvalue()
+OPT_IN = "weights_only=False"
+"""What a reader is given for code to run."""
 
 
 def save_tensor(tensor: torch.Tensor, file: BinaryIO) -> None:
     """All of the storage of `tensor`, as DCP's file system writes it."""
     torch.save(tensor, file)
-
-
-def loaded(data: bytes, fqn: str) -> Any:
-    """The value in `data`; UnsafeObjectError, naming `fqn`, where it holds more than torch.load(weights_only=True) allows."""
-    try:
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except Exception as error:  # bytes of unknown origin: whatever goes wrong is that they cannot be loaded
-        named = _GLOBAL.search(str(error))
-        reason = f"it names {named[1]}" if named else str(error).partition("\n")[0]
-        raise UnsafeObjectError(
-            f"{fqn} is an object that torch.load(weights_only=True) does not load ({reason:.300}): if you trust who wrote the "
-            "checkpoint, pass weights_only=False, and its code will run"
-        ) from error
 
 
 def described(file: IO[bytes]) -> torch.Tensor:
@@ -67,7 +43,7 @@ def node_of(data: bytes, fqn: str) -> tree.Node:
     """The value in `data` as a node that DCP would take for a leaf; NotPlain where it is no plain value."""
     walk = Flattener(exclude_frozen_parameters=False)
     try:
-        node = walk.node(loaded(data, fqn), fqn)
+        node = walk.node(loaded(data, fqn, opt_in=OPT_IN), fqn)
     except CheckpointdError as error:
         raise NotPlain(str(error)) from error
     if not is_leaf(node) or walk.tensors:

@@ -32,8 +32,9 @@ from checkpointd.store.base import Store
 from checkpointd_client.dtypes import DTYPES, empty
 from checkpointd_client.export import run_on_store
 from checkpointd_client.integrations.dcp.content import Content, content_of, is_whole
-from checkpointd_client.integrations.dcp.objects import loaded
+from checkpointd_client.integrations.dcp.objects import OPT_IN
 from checkpointd_client.integrations.dcp.tagged import Tagged
+from checkpointd_client.pickled import loaded
 from checkpointd_client.sinks import box_sink
 
 log = logging.getLogger("checkpointd")
@@ -129,7 +130,7 @@ class CheckpointdReader(Tagged, StorageReader):
     def _object(self, name: str) -> bytes:
         data = self._known.object_bytes(name)
         if self._weights_only and name in self._known.objects:
-            loaded(data, name)
+            loaded(data, name, opt_in=OPT_IN)
         return data
 
     def _tensor(self, item: ReadItem, planner: LoadPlanner) -> tuple[Want, After]:
