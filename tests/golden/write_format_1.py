@@ -177,6 +177,26 @@ def write_references(folder: Path) -> None:
     asyncio.run(record_verified(root))
 
 
+def contents(fill: int) -> dict[str, object]:
+    """What two files hold: tensors of several chunks, some of which share memory, and values."""
+    weights = torch.arange(1500, dtype=torch.float32) * fill
+    module = {"weight": weights, "bias": weights[:3], "half": torch.full((5,), fill).bfloat16(), "empty": torch.zeros(0, 2)}
+    return {
+        "mp_rank_00_model_states.pt": {"module": module, "global_steps": fill},
+        "zero_pp_rank_0_mp_rank_00_optim_states.pt": {"step": torch.tensor(float(fill)), "betas": (0.9, 0.95)},
+    }
+
+
+def write_files(folder: Path) -> None:
+    """global_step1 twice, of which the second is shown; and runs/last, which no `latest` names."""
+    (folder / "files" / "runs").mkdir(parents=True)
+    keep(folder, "files", {"global_step1": contents(2), "runs/last": contents(3)}, None)
+    with Checkpointer(folder / "files" / ".checkpointd", chunk_bytes=CHUNK_BYTES) as ckpt:
+        for fill in (1, 2):
+            ckpt.save_files(1, contents(fill)).wait()
+        ckpt.save_files(3, contents(3), tag="runs--last", at="runs/last", save_latest=False).wait()
+
+
 async def record_verified(root: Path) -> None:
     async with PosixStore(root) as store:
         found = await catalog.find(store, "global_step3")
@@ -210,12 +230,13 @@ def main() -> None:
     for compression in ("none", "zstd", "planes"):
         write_solo(folder, compression)
     write_references(folder)
+    write_files(folder)
     program = [sys.executable, "-m", "tests.golden.write_format_1", str(folder), "--rank"]
     ranks = [subprocess.Popen([*program, str(rank)]) for rank in range(2)]
     if any(rank.wait() for rank in ranks):
         raise SystemExit("a rank failed")
     (folder / "meeting").unlink(missing_ok=True)
-    for own in folder.glob("*/.checkpointd/lock"):  # the store's, and no part of the format
+    for own in (*folder.glob("*/.checkpointd/lock"), *folder.glob("files/.checkpointd/.checkpointd/lock")):  # the store's, and no part of the format
         own.unlink()
 
 

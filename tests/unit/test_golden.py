@@ -22,6 +22,7 @@ from checkpointd.layout.manifest import (
     Epoch,
     Outcome,
     Plan,
+    Shown,
     SmallObject,
     Verified,
     Vote,
@@ -40,6 +41,7 @@ from tests.golden.describe import describe
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "format-1"
 SOLO = ["solo-none", "solo-zstd", "solo-planes"]
+FILES = "files/.checkpointd"
 SHARDS = [
     *((root, "global_step7", 0, "solo") for root in SOLO),
     ("references", "global_step3", 0, "references"),
@@ -52,6 +54,7 @@ KINDS: dict[str, type[SmallObject]] = {
     "outcome": Outcome,
     "deleted": Deleted,
     "verified": Verified,
+    "record": Shown,
 }
 
 
@@ -83,7 +86,9 @@ def test_every_kind_of_object_node_and_codec_is_among_them() -> None:
     assert max(len(entry.chunks) for index in found for entry in index.tensors) > 1
     assert any(alias.offset for index in found for alias in index.aliases)
     assert any(index.excluded for index in found)
-    nodes = [node for index in found for node in walk(tree.decode(index.tree))]
+    of_files = [tree.files_of(index.tree) for index in found]
+    assert all(file.rooms and file.sums for files in of_files if files is not None for file in files.files)
+    nodes = [node for index in found if not tree.files_of(index.tree) for node in walk(tree.decode(index.tree))]
     kinds = {(type(node), getattr(node, "kind", "")) for node in nodes}
     assert kinds >= {
         *((tree.Dict, kind) for kind in ("dict", "OrderedDict", "Counter")),
@@ -106,7 +111,7 @@ def walk(node: tree.Node) -> list[tree.Node]:
 def test_they_name_nobody() -> None:
     for path, kind in small_objects():
         found = decode(path.read_bytes(), kind, path.name)  # type: ignore[type-var]  # one of the five
-        if not isinstance(found, Plan):
+        if not isinstance(found, Plan | Shown):
             assert (found.writer.host, found.writer.pid) == ("node7", 4711)
 
 
@@ -123,13 +128,13 @@ def test_this_release_still_writes_the_same_bytes(path: Path, kind: type[SmallOb
 def test_this_release_still_writes_the_same_indexes_and_trees(path: Path) -> None:
     index = decode_index(path.read_bytes(), path.name)
     assert encode_index(index) == path.read_bytes()
-    assert tree.encode(tree.decode(index.tree)) == index.tree
+    assert tree.encode(tree.files_of(index.tree) or tree.decode(index.tree)) == index.tree
 
 
 # --- by this release ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("root", [*SOLO, "two-ranks", "references"])
+@pytest.mark.parametrize("root", [*SOLO, "two-ranks", "references", FILES])
 async def test_every_checkpoint_is_whole(root: str) -> None:
     async with PosixStore(GOLDEN / root) as store:
         for checkpoint in await catalog.checkpoints(store):
@@ -160,6 +165,26 @@ async def test_references_are_among_them_and_what_they_need_is_there() -> None:
         outcome = (await catalog.find(store, "global_step3")).outcome
         assert outcome.refers == ("global_step1/00000001-0/00000-0.chunks",)
         assert outcome.metrics == {"loss": 1 / 3}
+
+
+@pytest.mark.parametrize(("tag", "at"), [("global_step1", "global_step1"), ("runs--last", "runs/last")])
+def test_files_are_what_they_were(tag: str, at: str) -> None:
+    """As torch loads them from where they are shown, and as a reader made from the page finds them in the store."""
+    shown = {path.name: path for path in (GOLDEN / "files" / at).iterdir()}
+    loaded = {name: torch.load(path, weights_only=True) for name, path in shown.items()}
+    state = dict(expected("files")["state"]["items"])
+    assert sorted(describe(loaded)["items"]) == sorted(state[at]["items"])  # type: ignore[index,call-overload,arg-type]  # a mapping
+    assert format_reader.files(GOLDEN / FILES, tag) == {name: path.read_bytes() for name, path in shown.items()}
+    assert (GOLDEN / "files" / "latest").read_text() == "global_step1"
+
+
+def test_a_start_beside_files_leaves_them_as_they_are(tmp_path: Path) -> None:
+    beside = copy("files", tmp_path)
+    before = {path: path.read_bytes() for path in beside.rglob("*.pt")}
+    with Checkpointer(beside / ".checkpointd") as ckpt:
+        assert [ckpt.damage(found, [0]) for found in ckpt.list()] == [(), ()]
+    assert {path: path.read_bytes() for path in beside.rglob("*.pt")} == before
+    assert not (beside / "runs" / "latest").exists()
 
 
 @pytest.mark.parametrize("root", SOLO)
