@@ -20,7 +20,11 @@ import importlib, pkgutil
 package = importlib.import_module({package!r})
 for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
     if not module.name.endswith("__main__"):
-        importlib.import_module(module.name)
+        try:
+            importlib.import_module(module.name)
+        except ModuleNotFoundError as error:
+            if error.name != "deepspeed" or ".deepspeed." not in module.name:
+                raise
 print(*package.__path__)
 """
 
@@ -89,13 +93,16 @@ def test_metadata(built: Built) -> None:
     assert metadata["Name"] == "checkpointd"
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata["Requires-Python"] == ">=3.11"
-    assert set(metadata.get_all("Provides-Extra", [])) == {"torch", "serve", "test", "lint"}
+    assert set(metadata.get_all("Provides-Extra", [])) == {"torch", "deepspeed", "serve", "test", "lint"}
     assert len(metadata.get_payload()) > 0, "the README is the long description"
 
 
-def test_only_the_extra_needs_torch(built: Built) -> None:
+def test_only_the_extras_need_torch(built: Built) -> None:
     requirements = built.metadata.get_all("Requires-Dist", [])
-    assert [line for line in requirements if line.startswith("torch")] == ["torch>=2.6; extra == 'torch'"]
+    assert {line for line in requirements if line.startswith("torch")} == {
+        "torch>=2.6; extra == 'torch'",
+        "torch>=2.6; extra == 'deepspeed'",
+    }
 
 
 def test_licence_is_shipped(built: Built) -> None:
@@ -123,7 +130,7 @@ def test_the_service_imports_without_torch(built: Built) -> None:
 def test_the_client_imports_with_torch(built: Built) -> None:
     pytest.importorskip("torch")
     found = built.python("\n" + IMPORT_ALL.format(package="checkpointd_client"))
-    assert found == str(built.target / "checkpointd_client")
+    assert found.splitlines()[-1] == str(built.target / "checkpointd_client")  # DeepSpeed says something as well
 
 
 def test_blocking_torch_blocks_it(built: Built) -> None:

@@ -96,7 +96,7 @@ def test_two_nodes_finish_a_save_without_any_trainer(tmp_path: Path, coordinator
         _staged(job, 5)
         _killed(job)
         _wait_for_latest(root, "global_step5", one, two)
-        assert "global_step5/00000001-0: committed (rank 0)" in nodes[0].said()
+        wait_until(lambda: "global_step5/00000001-0: committed (rank 0)" in nodes[0].said(), "the coordinator has said it")
         wait_until(lambda: "committed (rank 3)" in nodes[1].said(), "the other node heard of it")
     with Job(folder=tmp_path, world_size=4) as job:
         job.open(root)

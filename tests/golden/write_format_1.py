@@ -236,7 +236,7 @@ def main() -> None:
     if any(rank.wait() for rank in ranks):
         raise SystemExit("a rank failed")
     (folder / "meeting").unlink(missing_ok=True)
-    for own in (*folder.glob("*/.checkpointd/lock"), *folder.glob("files/.checkpointd/.checkpointd/lock")):  # the store's, and no part of the format
+    for own in folder.rglob(".checkpointd/lock"):  # the store's, and no part of the format
         own.unlink()
 
 

@@ -22,6 +22,7 @@ from checkpointd.layout.manifest import (
     Outcome,
     Plan,
     PlanTensor,
+    Shown,
     SmallObject,
     Verified,
     Vote,
@@ -96,6 +97,14 @@ small_objects: st.SearchStrategy[SmallObject] = st.one_of(
     votes(),
     outcomes(),
     st.builds(Deleted, reason=texts, writer=writers),
+    st.builds(
+        Shown,
+        tag=texts,
+        attempt=texts,
+        order=st.tuples(sizes, sizes),
+        save_latest=st.booleans(),
+        files=st.lists(texts, max_size=3).map(tuple),
+    ),
 )
 
 WRITER = Writer(host="node7", pid=4711, time="2026-01-01T00:00:00.000+00:00")
@@ -150,6 +159,7 @@ def every_object() -> list[SmallObject]:
         Plan(rank=0, world_size=2, tensors=(PlanTensor("w", "float32", (2,), whole((2,))),)),
         Deleted(reason="the tag was saved again since", kept=("00000-0.chunks",), writer=WRITER),
         Verified(nbytes=5, writer=WRITER),
+        Shown(tag="runs--a", attempt="00000001-0", order=(1, 0), save_latest=True, files=("a_states.pt",)),
     ]
 
 
