@@ -166,7 +166,7 @@ def test_safetensors_loads_a_model_with_tied_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ties", [True, False])
 def test_transformers_loads_the_directory(tmp_path: Path, ties: bool) -> None:
     """Where it is installed: several files by their index, its own configuration beside them."""
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed; nothing else needs it")
+    transformers = pytest.importorskip("transformers", reason="needs transformers: pip install transformers")
     config = transformers.LlamaConfig(
         vocab_size=97,
         hidden_size=32,
