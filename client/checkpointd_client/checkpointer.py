@@ -35,7 +35,7 @@ from checkpointd_client.arena import Arena
 from checkpointd_client.calls import DeepSpeedCalls
 from checkpointd_client.choosing import Chooser
 from checkpointd_client.handle import SaveHandle
-from checkpointd_client.lifetime import at_exit, claim_root
+from checkpointd_client.lifetime import at_exit, check_apart, claim_root
 from checkpointd_client.loading import Loaded, Loader
 from checkpointd_client.meetings import Meetings
 from checkpointd_client.preemption import Preemption
@@ -107,6 +107,8 @@ class Checkpointer(DeepSpeedCalls):
         self._writer = Writer(threads=persist.encoders + persist.writes)
         try:
             self._store = open_store(root)
+            if self._store.capabilities.shared:
+                check_apart(self._store.url)
             self._sidecar = self._reach(sidecar, on_sidecar_loss)
             self._epoch = begin_epoch(self._writer, self._store, self._ranks, commit, self._start_sidecar)
             self._board = open_board(self._ranks, self._epoch.nonce)

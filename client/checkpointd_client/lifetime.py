@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 
 from checkpointd.errors import UsageError
+from checkpointd.layout.keys import SERVICE
 
 _claimed: set[str] = set()
 _lock = threading.Lock()
@@ -30,6 +31,21 @@ def claim_root(root: str | os.PathLike[str]) -> Callable[[], None]:
             _claimed.discard(name)
 
     return give_back
+
+
+def check_apart(root: str) -> None:
+    """UsageError where `root`, a directory, and another root share the directory in which their tags and `latest` stand."""
+    beside, name = os.path.split(os.path.abspath(root))
+    if name == SERVICE and os.path.isdir(os.path.join(root, "epochs")):
+        raise UsageError(
+            f"{beside} is a root of checkpoints in this project's own format (layout='checkpointd'): no files can be shown "
+            "in it, since both would move the same `latest`. Load them with that layout, and save files in another directory"
+        )
+    if os.path.isdir(os.path.join(root, SERVICE, SERVICE, "epochs")):
+        raise UsageError(
+            f"{root} shows the files of checkpoints whose root is {os.path.join(root, SERVICE)} (layout='deepspeed'): it "
+            "cannot be a root as well, since both would move the same `latest`. Save in another directory"
+        )
 
 
 def at_exit(method: Callable[[], None]) -> None:

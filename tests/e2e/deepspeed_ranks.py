@@ -181,6 +181,17 @@ class Rank:
         with self.raises(DamagedError, "step2 is damaged", "a damaged one by its name"):
             engine.load_checkpoint(str(root), "step2")
         plug.detach()
+        engine.save_checkpoint(str(root), tag="theirs")
+        with detaching(attach(engine)):
+            path, _ = engine.load_checkpoint(str(root))
+            self.check(path is not None and "theirs" in path, f"DeepSpeed has saved since, and {path} was loaded")
+        with detaching(attach(engine, layout="checkpointd")):
+            for directory in (root, root / "stock"):
+                path, _ = engine.load_checkpoint(str(directory))
+                self.check(path is not None and "theirs" in path, f"the other layout loads {path} of {directory}")
+            with self.raises(UsageError, "layout='deepspeed'", "the other layout in the same directory"):
+                engine.save_checkpoint(str(root))
+            self.check(engine.load_checkpoint(str(root / "nothing")) == (None, None), "there is nothing to load")
 
     def two_engines(self, engine: Any, root: Path) -> None:
         """One saves and another loads, in one process and at once; and files are there when a synchronous save returns."""

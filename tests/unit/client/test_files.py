@@ -250,3 +250,23 @@ def test_who_removes_a_directory_above_removes_the_checkpoints_in_it(ckpt: Check
     ckpt.close()
     root = Path(ckpt.status().root)
     assert {path.parts[-3] for path in root.glob("*/*/*.file")} == {"run-2--s", "run-3--s"}
+
+
+def test_a_directory_is_of_one_layout(tmp_path: Path) -> None:
+    """Both would move one `latest`, and put their tags in each other's way."""
+    files, states = tmp_path / "files", tmp_path / "states"
+    with Checkpointer(files / ".checkpointd") as ckpt:
+        ckpt.save_files(1, example()).wait(60)
+    with pytest.raises(
+        UsageError, match=r"files shows the files of checkpoints .*layout='deepspeed'.*Save in another directory"
+    ):
+        Checkpointer(files)
+    with Checkpointer(states) as ckpt:
+        ckpt.save(1, {"w": torch.ones(2)}).wait(60)
+    with pytest.raises(
+        UsageError, match=r"states is a root of checkpoints .*layout='checkpointd'.*save files in another directory"
+    ):
+        Checkpointer(states / ".checkpointd")
+    for root in (files / ".checkpointd", states):
+        with Checkpointer(root) as ckpt:
+            assert [found.tag for found in ckpt.list()] == ["global_step1"]

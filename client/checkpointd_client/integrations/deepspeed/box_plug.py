@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from typing import Any
 
-from checkpointd.errors import CheckpointdError, StagingError, UsageError
+from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, StagingError, UsageError
+from checkpointd.layout.keys import SERVICE
 from checkpointd_client.checkpointer import Checkpointer
 from checkpointd_client.integrations.deepspeed.boxes import state_of
 from checkpointd_client.integrations.deepspeed.places import EnginePlaces, What
 from checkpointd_client.integrations.deepspeed.plug import DirectoryError, Place, Plug
 from checkpointd_client.integrations.deepspeed.zero import check_supported
+from checkpointd_client.integrations.deepspeed.zero_files import is_zero_checkpoint, tag_directory
+
+log = logging.getLogger("checkpointd")
 
 _NEWEST = "newest"
 """Stands for the tag that is to be found."""
@@ -68,7 +73,17 @@ class BoxPlug(Plug):
 
         Ranks and stage may be others than those that saved it, and it may have been saved without DeepSpeed, as
         `{"model": model, "optimizer": optimizer}`. MismatchError, with nothing loaded, lists all that does not fit.
+        A directory in which DeepSpeed has saved, and nobody else, is left to DeepSpeed.
         """
+        place = self._place(load_dir, tag or _NEWEST)
+        if not self._is_own(place.root) and _is_deepspeeds(load_dir, tag):
+            log.info(
+                "%s holds DeepSpeed's own files: DeepSpeed loads them, on the ranks and at the stage that saved them", load_dir
+            )
+            self.wait()
+            choices = load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn
+            found: tuple[str | None, dict[str, Any] | None] = self._load(load_dir, tag, *choices)
+            return found
         if custom_load_fn is not None:
             raise UsageError("custom_load_fn is for whole state dicts, which layout='checkpointd' does not make")
         what = What(
@@ -77,7 +92,6 @@ class BoxPlug(Plug):
             scheduler=load_lr_scheduler_states,
             module_only=load_module_only,
         )
-        place = self._place(load_dir, tag or _NEWEST)
         checkpointer = self._checkpointer(place.root)
         checkpointer.wait()  # another engine of this process may have saved there
         self._meet(checkpointer, "load_checkpoint()", {"load_dir": os.path.abspath(load_dir), "tag": tag})
@@ -92,6 +106,10 @@ class BoxPlug(Plug):
             return None, None
         places.settle()
         return os.path.join(place.root, loaded.tag), loaded.client_state
+
+    def _is_own(self, root: str) -> bool:
+        """Whether `root` is in this project's own format."""
+        return root in self._checkpointers or os.path.isdir(os.path.join(root, SERVICE, "epochs"))
 
     def _place(self, directory: str, tag: object) -> Place:
         if not directory:
@@ -112,3 +130,11 @@ class BoxPlug(Plug):
     @staticmethod
     def _store_of(root: str) -> str:
         return root
+
+
+def _is_deepspeeds(directory: str, tag: str | None) -> bool:
+    """Whether DeepSpeed would find a checkpoint in `directory`."""
+    try:
+        return is_zero_checkpoint(tag_directory(directory, None if tag is None else str(tag)))
+    except (NotFoundError, DamagedError):
+        return False

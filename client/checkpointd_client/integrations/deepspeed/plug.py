@@ -13,8 +13,8 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -22,7 +22,7 @@ import torch
 
 from checkpointd.errors import CheckpointdError, DamagedError, StagingError, UsageError
 from checkpointd.layout.files import check_place
-from checkpointd.layout.keys import SERVICE, check_tag
+from checkpointd.layout.keys import LATEST, SERVICE, check_tag
 from checkpointd.pipeline.catalog import Checkpoint
 from checkpointd_client.checkpointer import Checkpointer
 from checkpointd_client.handle import SaveHandle
@@ -290,9 +290,20 @@ class Plug:
         folder = Place.of(load_dir, "any" if tag is None else str(tag), self._root)
         beside = [c for c in checkpointer.list() if os.path.dirname(c.outcome.shown_at) == os.path.dirname(folder.at)]
         found = [c for c in beside if (c.outcome.save_latest if tag is None else c.outcome.shown_at == folder.at)]
+        if tag is None and self._is_of_others(load_dir, beside):
+            found = []
         first = checkpointer.meet(json.dumps([c.prefix for c in found]), "calling load_checkpoint()")[0]
         by_prefix = {c.prefix: c for c in found}
         return [by_prefix[prefix] for prefix in json.loads(first) if prefix in by_prefix]
+
+    @staticmethod
+    def _is_of_others(load_dir: str, own: Iterable[Checkpoint]) -> bool:
+        """Whether `latest` names what was saved past checkpointd, by an engine that was not attached."""
+        with suppress(FileNotFoundError), open(os.path.join(load_dir, LATEST), encoding="utf-8") as file:
+            named = file.read().strip()
+            ours = any(os.path.basename(c.outcome.shown_at) == named for c in own)
+            return not ours and os.path.isdir(os.path.join(load_dir, named))
+        return False
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until no save is in flight; raises what became of them."""
