@@ -38,7 +38,7 @@ STOCK, UNIVERSAL, OURS = f"stock/{TAG}", f"stock/{TAG}_universal", f"ours/{TAG}"
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """Both ways at one stage, once: seconds of the slowest rank; bytes on disk; `equal`: the masters are those that were saved."""
+    """Both ways at one stage, once: seconds of the slowest rank; bytes on disk; `equal`: the masters are those saved."""
 
     stage: int
     run: int
