@@ -214,7 +214,7 @@ class EnginePlaces:
         if SCHEDULER in state:
             engine.lr_scheduler.load_state_dict(state[SCHEDULER])
         if ENGINE in state:
-            boxes.restore_engine(engine, state[ENGINE])
+            boxes.restore_engine(engine, state[ENGINE], _dict(self._stored, MODEL))
         self._refresh()
 
     def _settle_optimizer(self, stored: Mapping[str, Any]) -> None:
