@@ -8,9 +8,9 @@ Its tests/ are copied and run on the CPU, against the DeepSpeed of the same tree
 installed, which must be of the same version). Nothing is written to the tree. The first start compiles two of its optimizers,
 which takes minutes and needs g++ and ninja; they are kept in TORCH_EXTENSIONS_DIR.
 Every engine that a test makes is attached to checkpointd, unchanged otherwise. A test that is stuck is ended and counts as
-failed. `--runs 3` tells flaky tests from failing ones. Stage 3 of DeepSpeed (0.19.6) computes with memory that nothing was
-written to, and so its tests fail now and then, whoever saves: judge it with `--zeroed --select 3`. Ends with exit status 1 where the stock engine passes a test in
-every run, and checkpointd in none.
+failed. `--runs 3` tells flaky tests from failing ones. Stage 3 (of 0.19.6) computes with memory that nothing was written to, so
+that its tests fail now and then, whoever saves: judge it with `--zeroed --select 3`. Ends with exit status 1 where the stock
+engine passes a test in every run, and checkpointd in none.
 """
 
 from __future__ import annotations
