@@ -9,6 +9,7 @@ Invariants
 from __future__ import annotations
 
 import logging
+import math
 from collections import defaultdict
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
@@ -163,7 +164,8 @@ class EnginePlaces:
             kinds = [
                 _kind(key, entry[key], one.shape) for one, entry in zip(bundle.ranges, entries, strict=True) if key in entry
             ]
-            if "elements" in kinds:
+            # What has one value for each parameter has the shape of one that is itself a single element.
+            if all(kind == "elements" for kind in kinds):
                 fresh.elements[key] = self._memory(bundle, key, complete=len(kinds) == len(entries))
             elif len(bundle.ranges) == 1 or "other" not in kinds:
                 fresh.whole.add(key)
@@ -260,7 +262,7 @@ def _kind(key: Hashable, stored: Any, shape: tuple[int, ...]) -> str:
         return "value"
     if stored.shape == shape:
         return "elements"
-    return "other" if stored.shape else "value"
+    return "value" if math.prod(stored.shape) == 1 else "other"
 
 
 def _latest(values: list[Any], key: Hashable) -> Any:
