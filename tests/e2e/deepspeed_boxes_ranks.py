@@ -148,7 +148,12 @@ class Process:
                 plug = attach(engine, layout="checkpointd")
                 train(engine, 0, STEPS)
                 engine.module.seen.fill_(world)
+                engine.empty_partition_cache()
                 engine.save_checkpoint(root, client_state={"world": world, "kind": kind})
+                kept = getattr(engine.optimizer, "persistent_parameters", [])
+                self.check(
+                    all(p.shape == p.ds_shape for p in kept), f"{kind} of {world}: what is kept whole is not after a save"
+                )
                 before = tensors_of(engine)
                 losses.append(loss_of(engine, STEPS))
                 train(engine, STEPS, STEPS + 2)

@@ -11,10 +11,11 @@ import pytest
 
 pytest.importorskip("deepspeed", reason="needs deepspeed: pip install checkpointd[deepspeed]")
 
+from checkpointd.errors import NotFoundError
 from checkpointd.pipeline.shard import Progress
 from checkpointd_client.handle import Phase, SaveHandle
 from checkpointd_client.integrations.deepspeed.plug import own_root
-from checkpointd_client.integrations.deepspeed.trainers import Rotation, Saves, _last
+from checkpointd_client.integrations.deepspeed.trainers import Rotation, Saves, _last, _loading_state, watch
 
 
 def by_age(output_dir: str, save_total_limit: int, **_: object) -> None:
@@ -102,6 +103,22 @@ def test_the_newest_is_the_newest_that_committed(tmp_path: Path) -> None:
     for step in (5, 40):
         (tmp_path / f"checkpoint-{step}" / f"global_step{step}").mkdir()
     assert last(str(tmp_path)) == str(tmp_path / "checkpoint-40")
+
+
+def test_accelerate_is_told_of_a_missing_checkpoint_by_an_error_and_others_as_deepspeed_tells_it() -> None:
+    class Engine:
+        def save_checkpoint(self, save_dir: str) -> None: ...
+
+        def load_checkpoint(self, load_dir: str) -> tuple[str | None, dict[str, object] | None]:
+            return (load_dir, {}) if load_dir == "there" else (None, None)
+
+    engine = Engine()
+    watch(engine)
+    load_state = _loading_state(engine.load_checkpoint)
+    with pytest.raises(NotFoundError, match="no checkpoint was committed in elsewhere"):
+        load_state("elsewhere")
+    assert load_state("there") == ("there", {})
+    assert engine.load_checkpoint("elsewhere") == (None, None)
 
 
 @pytest.mark.parametrize(

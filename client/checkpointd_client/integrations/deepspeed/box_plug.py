@@ -13,7 +13,7 @@ from checkpointd_client.checkpointer import Checkpointer
 from checkpointd_client.integrations.deepspeed.boxes import state_of
 from checkpointd_client.integrations.deepspeed.places import EnginePlaces, What
 from checkpointd_client.integrations.deepspeed.plug import DirectoryError, Place, Plug
-from checkpointd_client.integrations.deepspeed.zero import check_supported
+from checkpointd_client.integrations.deepspeed.zero import check_supported, gather_persistent
 from checkpointd_client.integrations.deepspeed.zero_files import is_zero_checkpoint, tag_directory
 
 log = logging.getLogger("checkpointd")
@@ -49,6 +49,7 @@ class BoxPlug(Plug):
         said = {"save_dir": os.path.abspath(save_dir), "step": step}
         tag = self._one_of(self._meet(checkpointer, "save_checkpoint()", said, tag))
         place = self._place(save_dir, tag)
+        gather_persistent(self.engine)
         try:
             state = state_of(self.engine, exclude_frozen_parameters=exclude_frozen_parameters)
         except BaseException as error:

@@ -12,7 +12,7 @@ loads what the other has saved.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Container, Hashable, Iterator, Mapping
 from typing import Any
 
 import deepspeed
@@ -40,6 +40,8 @@ _SCALES = frozenset(
     | {"scale_window", "min_scale", "delayed_shift", "cur_hysteresis", "consecutive_hysteresis"}
 )
 _PRIVATE = "_ds_"
+_SPARSE = "sparse_tensor_module_names"
+"""An engine's set of the parameters whose gradients are sparse, in releases that have it (0.19.6)."""
 
 
 def state_of(engine: Any, *, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
@@ -167,6 +169,7 @@ def _engine_state(engine: Any) -> dict[str, Any]:
         "ds_version": deepspeed.__version__,
         "dtype": str(engine.get_data_types()[0]),
         "scales": {holder: _plain(value) for holder, value in scale_holders(engine).items()},
+        **({_SPARSE: sorted(getattr(engine, _SPARSE))} if hasattr(engine, _SPARSE) else {}),
     }
 
 
@@ -184,13 +187,16 @@ def _plain(holder: Any) -> dict[str, Any]:
     return {"class": type(holder).__name__, **values}
 
 
-def restore_engine(engine: Any, stored: Mapping[str, Any]) -> None:
-    """Set counters and, where they are of the same kind, loss scales."""
+def restore_engine(engine: Any, stored: Mapping[str, Any], model: Container[str]) -> None:
+    """Set counters and, where they are of the same kind, loss scales. `model`: the names of what is stored of the module."""
     for name in _COUNTERS:
         if name in stored:
             setattr(engine, name, stored[name])
     engine.loaded_checkpoint_dp_world_size = stored.get("dp_world_size", engine.seq_dp_world_size)
     engine.loaded_checkpoint_mp_world_size = stored.get("mp_world_size", engine.mp_world_size)
+    if _SPARSE in stored and hasattr(engine, _SPARSE):
+        kept = {name for name in getattr(engine, _SPARSE) if name not in model}
+        setattr(engine, _SPARSE, kept | (set(stored[_SPARSE]) & dict(engine.module.named_parameters()).keys()))
     same_dtype = stored.get("dtype") == str(engine.get_data_types()[0])
     for holder, live in scale_holders(engine).items():
         values = stored.get("scales", {}).get(holder, {})

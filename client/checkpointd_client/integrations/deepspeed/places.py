@@ -9,6 +9,7 @@ Invariants
 from __future__ import annotations
 
 import logging
+import math
 from collections import defaultdict
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
@@ -163,7 +164,8 @@ class EnginePlaces:
             kinds = [
                 _kind(key, entry[key], one.shape) for one, entry in zip(bundle.ranges, entries, strict=True) if key in entry
             ]
-            if "elements" in kinds:
+            # What has one value for each parameter has the shape of one that is itself a single element.
+            if all(kind == "elements" for kind in kinds):
                 fresh.elements[key] = self._memory(bundle, key, complete=len(kinds) == len(entries))
             elif len(bundle.ranges) == 1 or "other" not in kinds:
                 fresh.whole.add(key)
@@ -214,7 +216,7 @@ class EnginePlaces:
         if SCHEDULER in state:
             engine.lr_scheduler.load_state_dict(state[SCHEDULER])
         if ENGINE in state:
-            boxes.restore_engine(engine, state[ENGINE])
+            boxes.restore_engine(engine, state[ENGINE], _dict(self._stored, MODEL))
         self._refresh()
 
     def _settle_optimizer(self, stored: Mapping[str, Any]) -> None:
@@ -260,7 +262,7 @@ def _kind(key: Hashable, stored: Any, shape: tuple[int, ...]) -> str:
         return "value"
     if stored.shape == shape:
         return "elements"
-    return "other" if stored.shape else "value"
+    return "value" if math.prod(stored.shape) == 1 else "other"
 
 
 def _latest(values: list[Any], key: Hashable) -> Any:

@@ -5,7 +5,7 @@ Both write `checkpoint-N` directories, remove old ones when they have called sav
 Invariants
   H1  A rotation takes no committed checkpoint for the sake of one that has not committed.
   H2  What looks for files of a save in flight waits for it first.
-  H3  Resuming from the newest means the newest that committed; loading one that is not there is an error.
+  H3  Resuming from the newest means the newest that committed; Accelerate's loading one that is not there is an error.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,9 @@ class Rotation:
 
 _SAVES = Saves()
 
+_IN_LOAD_STATE: ContextVar[bool] = ContextVar("in Accelerate's load_state", default=False)
+"""It looks at nothing that an engine's load_checkpoint returns; everybody else is told there that no checkpoint was found."""
+
 
 def watch(engine: Any) -> None:
     """Follow the saves of an attached engine."""
@@ -117,7 +121,7 @@ def watch(engine: Any) -> None:
     @functools.wraps(load)
     def load_checkpoint(load_dir: str, *args: Any, **kwargs: Any) -> Any:
         found = load(load_dir, *args, **kwargs)
-        if found[0] is None:
+        if found[0] is None and _IN_LOAD_STATE.get():
             raise NotFoundError(f"no checkpoint was committed in {load_dir}: it cannot be loaded")
         return found
 
@@ -135,7 +139,7 @@ def teach() -> None:
     if "accelerate" in sys.modules:
         accelerator = importlib.import_module("accelerate").Accelerator
         _replace([accelerator], "save_state", _saving_state)
-        _replace([accelerator], "load_state", _settled)
+        _replace([accelerator], "load_state", _loading_state)
 
 
 def _replace(homes: list[Any], name: str, wrap: Callable[[_Function], _Function]) -> None:
@@ -186,6 +190,20 @@ def _settled(original: _Function) -> _Function:
         return original(*args, **kwargs)
 
     return load
+
+
+def _loading_state(original: _Function) -> _Function:
+    load = _settled(original)
+
+    @functools.wraps(original)
+    def load_state(*args: Any, **kwargs: Any) -> Any:
+        token = _IN_LOAD_STATE.set(True)
+        try:
+            return load(*args, **kwargs)
+        finally:
+            _IN_LOAD_STATE.reset(token)
+
+    return load_state
 
 
 def _saving_state(original: _Function) -> _Function:

@@ -16,6 +16,7 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.pipe.module import PipelineModule
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
@@ -70,6 +71,8 @@ def _refusal(engine: Any) -> str | None:
         return "its module is a pipeline, which names the parameters of each stage by layer"
     if engine.has_moe_layers:
         return "its module has mixture-of-experts layers, whose experts lie on other ranks under the same names"
+    if engine.curriculum_learning_enabled() or engine.random_ltd_enabled():
+        return "its data sampler or its random-LTD scheduler has a state of its own, which this layout does not store"
     if group_of(engine.seq_data_parallel_group).replicas != torch.distributed.get_world_size():
         return "its module is model-parallel, so that ranks have different tensors of one name"
     if getattr(optimizer, "zenflow", False):
@@ -126,6 +129,16 @@ def parameter_held(parameter: Any, copies: Group) -> HeldTensor:
     return flat(shape, start, part.detach()[:count], stepped=trained, trained=trained)
 
 
+def gather_persistent(engine: Any) -> None:
+    """Make the parameters that stage 3 keeps whole on every rank whole again, where they are not. On every rank.
+
+    They are after DeepSpeed's own save, also where they were not before it (`empty_partition_cache`).
+    """
+    persistent = getattr(engine.optimizer, "persistent_parameters", [])
+    if any(parameter.ds_status is ZeroParamStatus.NOT_AVAILABLE for parameter in persistent):
+        engine.optimizer.checkpoint_event_epilogue()
+
+
 # --- bundles --------------------------------------------------------------------------------------------------------
 
 
@@ -142,7 +155,9 @@ def _bundles(optimizer: Any, names: dict[int, str], copies: Group) -> Iterator[B
         yield from _stage_3(optimizer, names, copies)
     elif isinstance(optimizer, DeepSpeedZeroOptimizer):
         for i, flat_master in enumerate(optimizer.single_partition_of_fp32_groups):
-            parameters, offsets = optimizer.round_robin_bit16_groups[i], optimizer.round_robin_bit16_offsets[i]
+            parameters = optimizer.round_robin_bit16_groups[i]
+            # Releases that have no offsets (0.19.6) put the parameters end to end.
+            offsets = optimizer.round_robin_bit16_offsets[i] if _says_offsets(optimizer) else _offsets(parameters)
             yield Bundle(flat_master, i, _cut(parameters, offsets, names, flat_master.numel(), copies.replica), None)
     elif isinstance(optimizer, BF16_Optimizer):
         for i, flat_master in enumerate(optimizer.fp32_groups_flat_partition):
@@ -165,6 +180,10 @@ def _bundles(optimizer: Any, names: dict[int, str], copies: Group) -> Iterator[B
 def _own(tensor: torch.Tensor, group: int, name: str, copies: Group) -> Bundle:
     """A tensor that is one parameter, on every rank."""
     return Bundle(tensor, group, (Range(name, tuple(tensor.shape), 0, tensor.numel(), 0),), copies)
+
+
+def _says_offsets(optimizer: Any) -> bool:
+    return hasattr(optimizer, "round_robin_bit16_offsets")
 
 
 def _offsets(parameters: Sequence[Any]) -> list[int]:
