@@ -55,6 +55,7 @@ class PosixStore:
         self._disk = disk
         self._root = Root(root, self._disk, writer or writers.new_writer())
         self._is_alive = is_alive
+        self._plain = PlainFiles(self._root) if can_show(self._root.path) else None
         self._closed = False
 
     @property
@@ -67,7 +68,7 @@ class PosixStore:
 
     @property
     def plain_files(self) -> PlainFiles | None:
-        return PlainFiles(self._root) if can_show(self._root.path) else None
+        return self._plain
 
     async def put_if_absent(self, key: str, data: bytes) -> bool:
         path = self._path(key)
