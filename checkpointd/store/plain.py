@@ -26,6 +26,9 @@ from checkpointd.store.names import SERVICE, TEMPORARY
 from checkpointd.store.rooted import Root
 
 
+_LATEST_BYTES_MAX = 4096
+
+
 def can_show(root: str) -> bool:
     """Whether a store at `root` shows objects beside itself."""
     return os.path.basename(root) == SERVICE
@@ -113,6 +116,15 @@ class PlainFiles:
             known = {*files, *(child.name for child in there)}
             await self._bring_back(built, target, lambda name: name not in known)
             await self._remove(built)
+
+    async def pointed(self, folder: str) -> str | None:
+        """What the file `latest` in the directory `folder` names; None where there is none."""
+        async with self._root.guard("reading", "latest"):
+            try:
+                data = await self._disk.read(os.path.join(self._beside, folder, "latest"), _LATEST_BYTES_MAX)
+            except FileNotFoundError:
+                return None
+        return data.decode(errors="replace").strip()
 
     async def point(self, folder: str, text: str | None) -> None:
         """Let the file `latest` in the directory `folder` ("": that of the root) hold `text`, or not be there."""
