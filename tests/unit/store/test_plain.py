@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import pytest_asyncio
 
 from checkpointd.errors import StoreError
-from checkpointd.store import open_store
+from checkpointd.store import open_store, osdisk, posix
 from checkpointd.store.base import Store
 from checkpointd.store.osdisk import OsDisk
 from checkpointd.store.plain import PlainFiles
@@ -74,3 +76,32 @@ async def test_what_is_put_into_the_directory_meanwhile_stays(
         await plain_of(store).show("shown", {"file": "tag/two"}, never)
     found = {path.name: path.read_bytes() for path in (tmp_path / "shown").iterdir()}
     assert found == {"file": b"2", "notes": b"mine"}
+
+
+async def test_what_is_about_to_be_shown_is_not_swept(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process on another machine counts as dead: only the lock that it holds says that it is at work."""
+    monkeypatch.setattr(posix, "_SWEEP_S", 0.1)
+    built = tmp_path / SERVICE / SERVICE / "tmp" / "elsewhere.1.1.1.aa.shown0"
+    built.mkdir()
+    (built / "file").write_bytes(b"1")
+    async with plain_of(store).alone():
+        assert await store.sweep() == 0  # type: ignore[attr-defined]  # of this store alone
+        assert os.listdir(built) == ["file"]
+    assert await store.sweep() == 1  # type: ignore[attr-defined]
+    assert not built.exists()
+
+
+def test_an_exchange_by_way_of_a_third_name_that_fails_puts_back_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on NFS, which cannot exchange two names."""
+    monkeypatch.setattr(osdisk, "_libc", SimpleNamespace(renameat2=lambda *_: ctypes.set_errno(errno.EINVAL) or -1))
+    one, other = tmp_path / "one", tmp_path / "other"
+    other.mkdir()
+    with pytest.raises(FileNotFoundError):
+        osdisk._exchange(str(one), str(other))
+    assert other.is_dir()
+    one.mkdir()
+    (one / "new").touch()
+    osdisk._exchange(str(one), str(other))
+    assert (os.listdir(one), os.listdir(other)) == ([], ["new"])
