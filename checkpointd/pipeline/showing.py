@@ -15,7 +15,7 @@ import logging
 import os
 import re
 from collections.abc import AsyncIterator, Collection
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, StoreError
 from checkpointd.layout.files import check_place
@@ -92,15 +92,22 @@ _Newest = tuple[tuple[int, int], str]
 """The order of a commit, and its directory."""
 
 
-async def _point(store: Store, plain: PlainFiles, folder: str, candidate: _Newest | None) -> None:
-    """Let the `latest` in `folder` name the newest that is shown there and asked for it, or `candidate`."""
+async def _point(store: Store, plain: PlainFiles, folder: str, candidate: _Newest | None, hidden: str = "") -> None:
+    """Let the `latest` in `folder` name the newest that is shown there and asked for it, or `candidate`.
+
+    Without a candidate, one that names neither what is shown there nor what was just `hidden` is somebody else's, and stays.
+    """
     prefix = f"{SHOWN}/{folder}".rstrip("/")
-    newest = candidate
+    newest, names = candidate, {hidden}
     for entry in await store.list(prefix):
         at = os.path.join(folder, entry.name)
         record = await _record(store, at) if entry.is_prefix else None
+        if record is not None:
+            names.add(entry.name)
         if record is not None and record.save_latest and (newest is None or record.order > newest[0]):
             newest = record.order, at
+    if candidate is None and await plain.pointed(folder) not in {None, *names}:
+        return
     await plain.point(folder, os.path.basename(newest[1]) if newest is not None else None)
 
 
@@ -111,11 +118,20 @@ async def hide(store: Store, prefixes: Collection[str]) -> None:
         return
     async with _alone(store, plain):
         for at, record in await _records(store):
-            if f"{record.tag}/{record.attempt}" in prefixes:
-                await plain.hide(at, record.files)
-                await store.delete(shown_key(at))
-                if await plain.is_there(os.path.dirname(at)):
-                    await _point(store, plain, os.path.dirname(at), None)
+            if f"{record.tag}/{record.attempt}" not in prefixes or await _is_awaited(store, at, record):
+                continue
+            await plain.hide(at, record.files)
+            await store.delete(shown_key(at))
+            folder, name = os.path.split(at)
+            if await plain.is_there(folder):
+                await _point(store, plain, folder, None, hidden=name)
+
+
+async def _is_awaited(store: Store, at: str, record: Shown) -> bool:
+    """Whether a newer commit is to be shown there: until it is, the old files stay, so that whole ones are there (Y1)."""
+    attempts = await catalog.attempts_of(store, record.tag)
+    newer = [c.outcome for c in catalog.checkpoints_of(attempts) if c.outcome.order > record.order]
+    return any(outcome.shown_at == at for outcome in newer)
 
 
 async def abandoned(store: Store) -> set[str]:
@@ -130,24 +146,27 @@ async def mend(store: Store) -> None:
     """Show what is committed and not shown, hide what was removed: what a start does. What fails is left for the next one."""
     if store.plain_files is None:
         return
-    committed = {checkpoint.prefix: checkpoint.outcome for checkpoint in await catalog.checkpoints(store)}
-    for outcome in committed.values():
+    views = await catalog.scan(store)
+    for checkpoint in catalog.checkpoints_of(views):
         try:
-            await show(store, outcome)
+            await show(store, checkpoint.outcome)
         except CheckpointdError as error:
-            log.error("%s/%s is committed, and cannot be shown: %s", outcome.tag, outcome.attempt, error)
-    await hide(store, {prefix for _, r in await _records(store) if (prefix := f"{r.tag}/{r.attempt}") not in committed})
+            log.error("%s is committed, and cannot be shown: %s", checkpoint.prefix, error)
+    # Those with a mark alone (Y4): what cannot be read now, or has been committed meanwhile, is none of them.
+    await hide(store, {view.prefix for view in views if view.state == "deleted"})
 
 
 @asynccontextmanager
 async def _alone(store: Store, plain: PlainFiles) -> AsyncIterator[None]:
-    try:
-        async with asyncio.timeout(PATIENCE_S), plain.alone():
-            yield
-    except TimeoutError as error:
-        raise StoreError(
-            f"another process has held the lock of {store.url} for {PATIENCE_S:g} s; is one stopped there?"
-        ) from error
+    async with AsyncExitStack() as stack:
+        try:
+            async with asyncio.timeout(PATIENCE_S):  # for the lock alone: the files of thousands of ranks may take longer
+                await stack.enter_async_context(plain.alone())
+        except TimeoutError as error:
+            raise StoreError(
+                f"another process has held the lock of {store.url} for {PATIENCE_S:g} s; is one stopped there?"
+            ) from error
+        yield
 
 
 def _plain(store: Store) -> PlainFiles:

@@ -158,7 +158,11 @@ def _exchange(one: str, other: str) -> None:
         raise OSError(code, os.strerror(code), one, None, other)
     aside = f"{one}aside"
     os.rename(other, aside)
-    os.rename(one, other)
+    try:
+        os.rename(one, other)
+    except OSError:
+        os.rename(aside, other)
+        raise
     os.rename(aside, one)
 
 

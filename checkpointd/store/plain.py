@@ -16,13 +16,17 @@ from __future__ import annotations
 import errno
 import itertools
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import AbstractAsyncContextManager, suppress
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from functools import partial
 
 from checkpointd.errors import StoreError
 from checkpointd.store.disk import Child
 from checkpointd.store.names import SERVICE, TEMPORARY
 from checkpointd.store.rooted import Root
+
+
+_LATEST_BYTES_MAX = 4096
 
 
 def can_show(root: str) -> bool:
@@ -58,20 +62,30 @@ class PlainFiles:
         target = f"{self._beside}/{at}"
         async with self._root.guard("showing", at):
             there = await self._there(target)
-            built = await self._make_directory()
-            for file, key in files.items():
-                await self._disk.link(f"{self._root.path}/{key}", f"{built}/{file}")
             others = [c for c in there or () if c.name not in files and (c.is_directory or not stale(c.name))]
-            for child in others:
-                if not child.is_directory:
-                    await self._disk.link(f"{target}/{child.name}", f"{built}/{child.name}")
-            await self._disk.sync_directory(built)
-            if there is None and await self._put(built, target):
-                return
-            await self._disk.exchange(built, target)
+            links = {file: f"{self._root.path}/{key}" for file, key in files.items()}
+            links.update((child.name, f"{target}/{child.name}") for child in others if not child.is_directory)
+            async with self._building(links) as built:
+                if there is None and await self._put(built, target):
+                    return
+                await self._disk.exchange(built, target)
             await self._sync_both(target)
-            await self._move([child for child in others if child.is_directory], built, target)
+            known = {*files, *(child.name for child in there or ())}
+            await self._bring_back(built, target, lambda name: name not in known and not stale(name))
             await self._remove(built)
+
+    @asynccontextmanager
+    async def _building(self, links: Mapping[str, str]) -> AsyncIterator[str]:
+        """A new directory that holds `links` (by name, the paths), durably, for a body that gives it away or fails."""
+        built = await self._make_directory()
+        try:
+            for name, path in links.items():
+                await self._disk.link(path, f"{built}/{name}")
+            await self._disk.sync_directory(built)
+            yield built
+        except BaseException:
+            await self._remove(built)
+            raise
 
     async def _put(self, built: str, target: str) -> bool:
         """Give the directory its name; False where somebody else has just made one."""
@@ -91,20 +105,26 @@ class PlainFiles:
             there = await self._there(target)
             if there is None:
                 return
-            built = await self._make_directory()
             others = [child for child in there if child.name not in files]
-            if not others:
-                await self._disk.remove_directory(built)
-                await self._disk.rename(target, built)
-            else:
-                for child in others:
-                    if not child.is_directory:
-                        await self._disk.link(f"{target}/{child.name}", f"{built}/{child.name}")
-                await self._disk.sync_directory(built)
-                await self._disk.exchange(built, target)
-                await self._move([child for child in others if child.is_directory], built, target)
+            async with self._building({c.name: f"{target}/{c.name}" for c in others if not c.is_directory}) as built:
+                if others:
+                    await self._disk.exchange(built, target)
+                else:
+                    await self._disk.remove_directory(built)
+                    await self._disk.rename(target, built)
             await self._sync_both(target)
+            known = {*files, *(child.name for child in there)}
+            await self._bring_back(built, target, lambda name: name not in known)
             await self._remove(built)
+
+    async def pointed(self, folder: str) -> str | None:
+        """What the file `latest` in the directory `folder` names; None where there is none."""
+        async with self._root.guard("reading", "latest"):
+            try:
+                data = await self._disk.read(os.path.join(self._beside, folder, "latest"), _LATEST_BYTES_MAX)
+            except FileNotFoundError:
+                return None
+        return data.decode(errors="replace").strip()
 
     async def point(self, folder: str, text: str | None) -> None:
         """Let the file `latest` in the directory `folder` ("": that of the root) hold `text`, or not be there."""
@@ -132,10 +152,16 @@ class PlainFiles:
         await self._root.directories.within(built, lambda: self._disk.make_directory(built))
         return built
 
-    async def _move(self, children: Iterable[Child], source: str, target: str) -> None:
-        for child in children:
-            await self._disk.rename(f"{source}/{child.name}", f"{target}/{child.name}")
-        await self._disk.sync_directory(target)
+    async def _bring_back(self, source: str, target: str, is_late: Callable[[str], bool]) -> None:
+        """Let directories, and files that somebody has put there meanwhile, go where they were (W2)."""
+        back = [child for child in await self._disk.children(source) if child.is_directory or is_late(child.name)]
+        for child in back:
+            await self._root.directories.within(f"{target}/{child.name}", partial(self._rename_in, source, target, child.name))
+        if back:
+            await self._disk.sync_directory(target)
+
+    async def _rename_in(self, source: str, target: str, name: str) -> None:
+        await self._disk.rename(f"{source}/{name}", f"{target}/{name}")
 
     async def _sync_both(self, target: str) -> None:
         """The names of `target` and of all directories above it that are not the root's."""

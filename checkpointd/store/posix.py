@@ -14,6 +14,7 @@ Invariants (beside the contract's, `checkpointd.store.base`)
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -33,6 +34,8 @@ from checkpointd.store.plain import PlainFiles, can_show
 from checkpointd.store.rooted import Root
 
 _RACES_MAX = 100
+_SWEEP_S = 5.0
+"""How long directories are swept, the wait for the lock included."""
 
 
 class PosixStore:
@@ -55,6 +58,7 @@ class PosixStore:
         self._disk = disk
         self._root = Root(root, self._disk, writer or writers.new_writer())
         self._is_alive = is_alive
+        self._plain = PlainFiles(self._root) if can_show(self._root.path) else None
         self._closed = False
 
     @property
@@ -67,7 +71,7 @@ class PosixStore:
 
     @property
     def plain_files(self) -> PlainFiles | None:
-        return PlainFiles(self._root) if can_show(self._root.path) else None
+        return self._plain
 
     async def put_if_absent(self, key: str, data: bytes) -> bool:
         path = self._path(key)
@@ -170,13 +174,28 @@ class PosixStore:
         directory = f"{self._open().path}/{TEMPORARY}"
         removed = 0
         async with self._root.guard("sweeping", TEMPORARY):
-            for child in await self._root.children(directory):
-                writer = child.name.rpartition(".")[0]
-                if writer == self._root.writer or self._is_alive(writer):
-                    continue
-                path = f"{directory}/{child.name}"
-                with suppress(FileNotFoundError):
-                    removed += await self._sweep_directory(path) if child.is_directory else await self._sweep_file(path)
+            strays = [child for child in await self._root.children(directory) if self._is_stray(child.name)]
+            for child in strays:
+                if not child.is_directory:
+                    with suppress(FileNotFoundError):
+                        removed += await self._sweep_file(f"{directory}/{child.name}")
+            removed += await self._sweep_directories([f"{directory}/{child.name}" for child in strays if child.is_directory])
+        return removed
+
+    def _is_stray(self, name: str) -> bool:
+        writer = name.rpartition(".")[0]
+        return writer != self._root.writer and not self._is_alive(writer)
+
+    async def _sweep_directories(self, paths: Sequence[str]) -> int:
+        """Under the lock that whoever shows one holds: a process of another machine, which counts as dead, may be about to."""
+        removed = 0
+        if not paths:
+            return removed
+        with suppress(TimeoutError):  # a stopped holder: they go with the next sweep
+            async with asyncio.timeout(_SWEEP_S), self._root.locked():
+                for path in paths:
+                    with suppress(FileNotFoundError):
+                        removed += await self._sweep_directory(path)
         return removed
 
     async def _sweep_file(self, path: str) -> int:

@@ -15,7 +15,9 @@ import torch
 
 from checkpointd.cli import run
 from checkpointd.errors import AbortedError, CheckpointdError, StateError, StoreError, UsageError
-from checkpointd.pipeline import showing
+from checkpointd.pipeline import catalog, showing
+from checkpointd.pipeline.catalog import AttemptView
+from checkpointd.store.base import Store
 from checkpointd.store.plain import PlainFiles
 from checkpointd_client import Checkpointer
 from tests import format_reader
@@ -213,6 +215,60 @@ def test_a_start_shows_what_was_committed_and_not_shown(tmp_path: Path, lost: st
 
 
 _STEP = {"directory": "show", "latest": "point"}
+
+
+def test_a_start_hides_nothing_because_it_cannot_be_read(tmp_path: Path) -> None:
+    """A sector of the outcome is bad, or a read of it failed once: the files themselves are whole."""
+    with Checkpointer(tmp_path / ".checkpointd") as ckpt:
+        save(ckpt, example(), tag="global_step1")
+    next(tmp_path.glob(".checkpointd/global_step1/*/outcome")).write_bytes(b"unreadable")
+    with Checkpointer(tmp_path / ".checkpointd"):
+        assert sorted(os.listdir(tmp_path / "global_step1")) == sorted(example())
+        assert (tmp_path / "latest").read_text() == "global_step1"
+
+
+def test_a_start_hides_nothing_that_is_committed_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a sidecar, which goes on with what an earlier incarnation of the job had handed to it."""
+    with Checkpointer(tmp_path / ".checkpointd") as ckpt:
+        save(ckpt, example(), tag="global_step1")
+        scan, looked = catalog.scan, ckpt._store
+
+        async def late(store: Store) -> list[AttemptView]:
+            return [view for view in await scan(store) if view.tag != "global_step1"]
+
+        monkeypatch.setattr(catalog, "scan", late)  # a scan that began before the commit
+        ckpt._writer.call(showing.mend(looked), 60)
+        assert sorted(os.listdir(tmp_path / "global_step1")) == sorted(example())
+
+
+def test_the_old_files_stay_until_those_of_the_newer_commit_can_be_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def crashed(*_: object, **__: object) -> None:
+        raise StoreError("no space is left for a directory")
+
+    with Checkpointer(tmp_path / ".checkpointd") as ckpt:
+        save(ckpt, {"a.pt": 1}, tag="best")
+        with monkeypatch.context() as patch:
+            patch.setattr(PlainFiles, "show", crashed)
+            save(ckpt, {"a.pt": 2}, tag="best")
+            save(ckpt, {"a.pt": 3}, tag="other", save_latest=False)  # the one before has been tidied up by now
+            assert torch.load(tmp_path / "best" / "a.pt") == 1
+            assert (tmp_path / "latest").read_text() == "best"
+    with Checkpointer(tmp_path / ".checkpointd"):
+        assert torch.load(tmp_path / "best" / "a.pt") == 2
+
+
+def test_a_latest_that_names_what_others_saved_stays(ckpt: Checkpointer) -> None:
+    beside(ckpt).mkdir(exist_ok=True)
+    (beside(ckpt) / "latest").write_text("theirs")
+    save(ckpt, example(), tag="best", save_latest=False)
+    assert (beside(ckpt) / "latest").read_text() == "theirs"
+    for tag in ("one", "two"):
+        save(ckpt, example(), tag=tag)
+    (beside(ckpt) / "latest").write_text("theirs")
+    delete(ckpt, "one")
+    assert (beside(ckpt) / "latest").read_text() == "theirs"
 
 
 def test_verify_reads_every_byte_of_every_file(ckpt: Checkpointer) -> None:
