@@ -17,7 +17,7 @@ from checkpointd.layout.keys import LATEST
 from checkpointd.layout.safetensors import INDEX, FilePlan, Item, Unsupported, file_names, index_json, plan_file, split
 from checkpointd.pipeline import catalog
 from checkpointd.pipeline.export.output import Output, translated
-from checkpointd.pipeline.export.selection import Exported, Selection, select
+from checkpointd.pipeline.export.selection import MODEL, Exported, Selection, of_masters, select
 from checkpointd.pipeline.export.stream import Placed, stream
 from checkpointd.pipeline.world import Want, World, gaps, read_world
 from checkpointd.store.base import Store
@@ -33,6 +33,7 @@ MEMORY_BYTES_MIN = 16 * MIB
 class Request:
     """What to export. `tag` None: what `latest` names. `only`: the part of the state below that name, the name stripped.
 
+    With `dtype` "fp32" the model's parameters are those of their fp32 masters, where the state has a part `master`.
     `rank`: whose tensors to take of those that the ranks hold for themselves. `memory_bytes`: about what is held at once.
     """
 
@@ -109,6 +110,8 @@ async def consolidate(
         load = LoadConfig(budget_bytes=request.memory_bytes // 4)
         world = await read_world(store, await catalog.find(store, await _tag(store, request.tag)), load)
         selection = select(world, request.only, request.rank)
+        if request.dtype == "fp32" and request.only == MODEL:
+            selection = of_masters(world, selection)
         _check_whole(world, selection)
         placed = container.begin(selection, request, output)
         done, total = 0, sum(item.nbytes for item in placed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from checkpointd.errors import FormatError, NotFoundError, UsageError
 from checkpointd.layout.boxes import whole
@@ -11,6 +11,8 @@ from checkpointd.layout.manifest import Alias, Index, TensorEntry
 from checkpointd.pipeline.world import World
 
 SHOWN_MAX = 8
+MODEL, MASTERS = "model", "master"
+"""The parts of a state with a model's parameters, and with the fp32 masters of them that mixed precision keeps, named alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +181,21 @@ def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
         strides.append(step)
         step *= max(size, 1)
     return tuple(reversed(strides))
+
+
+def of_masters(world: World, selection: Selection) -> Selection:
+    """The same names, with the fp32 masters in the place of the parameters that have one, under any of their names."""
+    entries = [(entry, index.rank) for index in world.indexes.values() for entry in index.tensors]
+    masters = {entry.fqn: _source(entry, rank) for entry, rank in entries if entry.fqn.startswith(f"{MASTERS}.")}
+    found: dict[tuple[Source, View], Source] = {}
+    for tensor in selection.names:
+        for fqn in (tensor.fqn, tensor.source.fqn):
+            master = masters.get(f"{MASTERS}.{_stripped(fqn, MODEL)}")
+            if master is not None and (master.dtype, master.shape) == ("float32", tensor.source.shape):
+                found[tensor.source, _all_of(master.shape)] = master
+    # Of names that are tied the owner comes first, whose name is kept.
+    ordered = sorted(selection.names, key=lambda tensor: tensor.fqn != tensor.source.fqn)
+    return Selection(tuple(replace(t, source=found.get((t.source, t.view), t.source)) for t in ordered))
 
 
 def _stripped(fqn: str, only: str | None) -> str | None:

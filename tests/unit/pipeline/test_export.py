@@ -35,6 +35,7 @@ from checkpointd.pipeline.export.stream import Placed, batches, slabs_of, stream
 from checkpointd.pipeline.world import CARRIERS
 from checkpointd.store.memory import MemoryStore
 from checkpointd.store.posix import PosixStore
+from checkpointd_client import Checkpointer
 from tests.builders import Piece, objects, save_checkpoint
 from tests.faults import mounts
 from tests.tilings import Shape, shapes, tilings_of
@@ -138,6 +139,23 @@ async def test_floats_are_converted_and_nothing_else(tmp_path: Path, dtype: str,
             assert found[name].dtype == wanted
             assert torch.equal(found[name].isnan(), expected.isnan())
             assert torch.equal(found[name].nan_to_num(), expected.nan_to_num())
+
+
+async def test_fp32_is_that_of_the_masters_where_mixed_precision_keeps_some(tmp_path: Path) -> None:
+    masters = {"w": torch.randn(6, 4), "other": torch.randn(3)}
+    half = masters["w"].bfloat16()
+    model = {"head": half, "w": half, "frozen": torch.randn(5).bfloat16(), "other": torch.randn(4).bfloat16()}
+    with Checkpointer(tmp_path / "root") as ckpt:
+        ckpt.save(1, {"model": model, "master": masters}).wait(60)
+    found = {}
+    async with PosixStore(tmp_path / "root") as store:
+        for dtype in ("fp32", "keep"):
+            out = tmp_path / dtype
+            await consolidate(store, out, Safetensors(out, None), Request(only="model", dtype=dtype))  # type: ignore[arg-type]
+            found[dtype] = load_file(out / "model.safetensors")
+    widened = {key: model[key].float() for key in ("frozen", "other")}  # whose master is of another shape, or not there
+    assert equal(found["fp32"], {"head": masters["w"], **widened})
+    assert equal(found["keep"], {"head": half, **{key: model[key] for key in widened}})
 
 
 async def test_all_of_the_state_of_one_rank(tmp_path: Path) -> None:
