@@ -12,7 +12,7 @@ import click
 import msgspec
 
 from checkpointd.errors import NotFoundError, UsageError
-from checkpointd.layout.keys import LATEST
+from checkpointd.layout.keys import LATEST, SERVICE
 from checkpointd.pipeline import catalog
 from checkpointd.store import open_store
 from checkpointd.store.base import Store
@@ -26,9 +26,19 @@ def ask(root: str, question: Callable[[Store], Awaitable[T]]) -> T:
 
 
 async def _ask(root: str, question: Callable[[Store], Awaitable[T]]) -> T:
-    async with open_store(root) as store:
-        check_root(store)
+    async with store_at(root) as store:
         return await question(store)
+
+
+def store_at(root: str) -> Store:
+    """The store at `root`; where that is a directory in which files are shown, a DeepSpeed job's save_dir, the store of those.
+    Raises as check_root.
+    """
+    store = open_store(root)
+    if store.capabilities.shared and os.path.isdir(os.path.join(store.url, SERVICE, SERVICE, "epochs")):
+        store = open_store(os.path.join(store.url, SERVICE))
+    check_root(store)
+    return store
 
 
 def check_root(store: Store) -> None:

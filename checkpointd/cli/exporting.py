@@ -8,13 +8,12 @@ from typing import Any
 import click
 
 from checkpointd.cli.arguments import as_json, places, root_and_maybe_tag
-from checkpointd.cli.asking import check_root, show_json
+from checkpointd.cli.asking import show_json, store_at
 from checkpointd.cli.consolidate import progress
 from checkpointd.cli.formats import EXPORTS, module_for
 from checkpointd.cli.render import Block, Facts, Heading, Table, show, warn
 from checkpointd.cli.words import count, size
 from checkpointd.errors import UsageError
-from checkpointd.store import open_store
 
 
 @click.command("export", short_help="Write a checkpoint in another program's format.")
@@ -46,7 +45,7 @@ def command(
         raise UsageError("where to? Give the place, as in `checkpointd export /mnt/ckpts/run1 /mnt/dcp/run1 --format dcp`")
     *before, out = places
     root, tag = root_and_maybe_tag(tuple(before), "export")
-    check_root(open_store(root))
+    store_at(root)
     options: dict[str, Any] = {"memory": memory}
     if kind == "deepspeed":
         options = {"stage": stage or 2, "ranks": ranks or 1}

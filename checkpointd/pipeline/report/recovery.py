@@ -54,6 +54,11 @@ async def recovery(store: Store, *, force: bool = False) -> RecoveryReport:
     why = refusal(holder, force=force)
     if why:
         raise UsageError(why)
+    if holder is None and not await catalog.scan(store):
+        # No job ever ran here: it may be any directory, and must not become a root by a slip.
+        return RecoveryReport(
+            root=store.url, dry_run=False, epoch=None, holder=None, decided=(), latest_moved_to=None, swept=0, strays=0
+        )
     epoch = await epochs.take(store, NO_RANKS)
     done = await recover(store, epoch.epoch)
     return RecoveryReport(

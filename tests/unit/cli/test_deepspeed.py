@@ -3,8 +3,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
+from checkpointd_client import Checkpointer
 from tests.unit.cli.conftest import Cli
 from tests.unit.client.zero_made import make
 
@@ -44,3 +46,20 @@ def test_weights_are_consolidated_from_its_files(cli: Cli, source: Path, tmp_pat
     assert cli("consolidate", source, "step5", tmp_path / "model.pt").code == 0
     assert cli("consolidate", source, "step5", tmp_path / "x", "--only", "optimizer").code == 2
     assert cli("consolidate", source, "step5", source / "step5" / "x").code == 2
+
+
+def test_the_save_dir_of_a_job_stands_for_the_root_in_it(cli: Cli, tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / ".checkpointd") as ckpt:
+        ckpt.save_files(4, {"a_states.pt": {"x": torch.ones(3)}}).wait(60)
+    listed = cli("list", tmp_path, "--json").json
+    assert (listed["root"], [row["tag"] for row in listed["rows"]]) == (str(tmp_path / ".checkpointd"), ["global_step4"])
+    for call in (
+        ("verify", tmp_path),
+        ("explain", tmp_path, "global_step4"),
+        ("gc", tmp_path),
+        ("recover", tmp_path, "--dry-run"),
+    ):
+        assert cli(*call).code == 0, call
+    assert not (tmp_path / ".checkpointd" / "epochs").exists(), "the directory has become a root of its own"
+    with Checkpointer(tmp_path / ".checkpointd") as ckpt:
+        assert [found.tag for found in ckpt.list()] == ["global_step4"]

@@ -127,3 +127,4 @@ def test_a_root_where_nothing_ever_ran(root: Path, cli: Cli) -> None:
     answer = cli("recover", root)
     assert answer.code == 0
     assert "decided: 0 attempts" in answer.lines
+    assert list(root.iterdir()) == [], "it has become a root"
