@@ -25,7 +25,6 @@ from checkpointd.store.disk import Child
 from checkpointd.store.names import SERVICE, TEMPORARY
 from checkpointd.store.rooted import Root
 
-
 _LATEST_BYTES_MAX = 4096
 
 

@@ -7,6 +7,7 @@ Every rank prints a line for each thing that is wrong, and `done` last.
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import shutil
@@ -16,11 +17,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime import engine as deepspeed_engine
 
-from checkpointd.errors import AbortedError, DamagedError, DeadlineError, StateError, UsageError
+from checkpointd.errors import AbortedError, CheckpointdError, DamagedError, DeadlineError, StateError, StoreError, UsageError
+from checkpointd_client import Checkpointer
 from checkpointd_client.integrations.deepspeed import Plug, attach
 from tests.e2e.deepspeed_engines import Kind, make, train
 
@@ -108,7 +112,9 @@ class Rank:
             self.what_cannot_be_pickled_on_one_rank(engine, root)
             self.saving_every_step_and_16_bit_in_between(engine, root)
         self.other_directories(engine, self.folder / "many")
+        self.a_disk_that_refuses_rank_0(engine, self.folder / "refusing")
         self.damaged_ones(engine, self.folder / "damaged")
+        self.what_one_rank_does_not_see_or_somebody_removed(engine, self.folder / "removed")
         self.two_engines(engine, self.folder / "two")
         with detaching(attach(make(Kind(1)), commit_timeout_s=SHORT_S)) as plug:
             self.one_rank_alone(plug.engine, self.folder / "alone")
@@ -130,9 +136,12 @@ class Rank:
     def what_cannot_be_pickled_on_one_rank(self, engine: Any, root: Path) -> None:
         with self.raises(StateError, "no luck", "unpicklable") if dist.get_rank() == 0 else nullcontext():
             engine.save_checkpoint(str(root), tag="unlucky", client_state={"charm": Unlucky()})
+        handle = engine.checkpoint_handle()
+        path, _ = engine.load_checkpoint(str(root / "tags"))  # while rank 1 has not heard yet that the save failed
+        self.check(path is not None, "nothing is loaded right after a save that failed")
         if dist.get_rank() == 1:
             with self.raises(AbortedError, "no luck", "unpicklable"):
-                engine.checkpoint_handle().wait(LIMIT_S)
+                handle.wait(LIMIT_S)
         self.check(not (root / "unlucky").exists() and not (root / "latest").exists(), "something of the aborted save is there")
 
     def saving_every_step_and_16_bit_in_between(self, engine: Any, root: Path) -> None:
@@ -193,6 +202,44 @@ class Rank:
                 engine.save_checkpoint(str(root))
             self.check(engine.load_checkpoint(str(root / "nothing")) == (None, None), "there is nothing to load")
 
+    def a_disk_that_refuses_rank_0(self, engine: Any, root: Path) -> None:
+        """What rank 0 does alone fails on it, while the others wait in a barrier of DeepSpeed's: nobody may hang there."""
+
+        def full(*_: object) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        with detaching(attach(engine, root)):
+            with patch.object(deepspeed_engine, "copyfile", full):
+                engine.save_checkpoint(str(root), tag="without-scripts")
+            engine.checkpoint_handle().wait(LIMIT_S)
+            if dist.get_rank() == 0:
+                (root / "file").touch()
+            dist.barrier()
+            engine.save_checkpoint(str(root / "file" / "below"))
+            with self.raises(CheckpointdError, "cannot be made", "a save_dir that cannot be made"):
+                engine.checkpoint_handle().wait(LIMIT_S)
+
+    def what_one_rank_does_not_see_or_somebody_removed(self, engine: Any, root: Path) -> None:
+        with detaching(attach(engine)) as plug:
+            for tag in ("one", "two", "three"):
+                engine.save_checkpoint(str(root), tag=tag)
+            plug.wait(LIMIT_S)
+            dist.barrier()
+            if dist.get_rank() == 0:
+                shutil.rmtree(root / "three")
+            dist.barrier()
+            path, _ = engine.load_checkpoint(str(root))
+            self.check(path is not None and "two" in path, f"three was removed, and {path} was loaded")
+            known = Checkpointer.list
+            for wrong in (lambda ckpt: [c for c in known(ckpt) if c.tag == "one"], failing):
+                with patch.object(Checkpointer, "list", wrong) if dist.get_rank() else nullcontext():
+                    expected = (
+                        nullcontext() if wrong is not failing else self.raises(DamagedError, "every checkpoint", "a blind rank")
+                    )
+                    with expected:
+                        path, _ = engine.load_checkpoint(str(root))
+                        self.check(path is not None and "one" in path, f"rank 1 sees only the oldest, and {path} was loaded")
+
     def two_engines(self, engine: Any, root: Path) -> None:
         """One saves and another loads, in one process and at once; and files are there when a synchronous save returns."""
         plug = attach(engine, synchronous=True)
@@ -218,6 +265,10 @@ class Rank:
         engine.save_checkpoint(str(root), tag="together")
         engine.checkpoint_handle().wait(LIMIT_S)
         self.check((root / "latest").read_text() == "together", "the save after a lonely one")
+
+
+def failing(_: Checkpointer) -> list[Any]:
+    raise StoreError("the storage does not answer")
 
 
 @contextmanager
