@@ -26,6 +26,7 @@ from deepspeed.runtime import engine as deepspeed_engine
 from checkpointd.errors import AbortedError, CheckpointdError, DamagedError, DeadlineError, StateError, StoreError, UsageError
 from checkpointd_client import Checkpointer
 from checkpointd_client.integrations.deepspeed import Plug, attach
+from checkpointd_client.integrations.deepspeed.plug import Place
 from tests.e2e.deepspeed_engines import Kind, make, train
 
 KINDS = (Kind(0), Kind(0, "bfloat16"), Kind(1), Kind(2, "bfloat16"), Kind(3), Kind(3, "bfloat16"))
@@ -116,6 +117,7 @@ class Rank:
         self.damaged_ones(engine, self.folder / "damaged")
         self.what_one_rank_does_not_see_or_somebody_removed(engine, self.folder / "removed")
         self.two_engines(engine, self.folder / "two")
+        self.one_root_for_several_directories(engine, self.folder / "several")
         with detaching(attach(make(Kind(1)), commit_timeout_s=SHORT_S)) as plug:
             self.one_rank_alone(plug.engine, self.folder / "alone")
 
@@ -231,14 +233,16 @@ class Rank:
             path, _ = engine.load_checkpoint(str(root))
             self.check(path is not None and "two" in path, f"three was removed, and {path} was loaded")
             known = Checkpointer.list
-            for wrong in (lambda ckpt: [c for c in known(ckpt) if c.tag == "one"], failing):
-                with patch.object(Checkpointer, "list", wrong) if dist.get_rank() else nullcontext():
-                    expected = (
-                        nullcontext() if wrong is not failing else self.raises(DamagedError, "every checkpoint", "a blind rank")
-                    )
-                    with expected:
-                        path, _ = engine.load_checkpoint(str(root))
-                        self.check(path is not None and "one" in path, f"rank 1 sees only the oldest, and {path} was loaded")
+
+            def oldest(ckpt: Checkpointer) -> list[Any]:
+                return [found for found in known(ckpt) if found.tag == "one"]
+
+            with patch.object(Checkpointer, "list", oldest) if dist.get_rank() else nullcontext():
+                path, _ = engine.load_checkpoint(str(root))
+            self.check(path is not None and "one" in path, f"rank 1 sees only the oldest, and {path} was loaded")
+            blind = patch.object(Checkpointer, "list", failing) if dist.get_rank() else nullcontext()
+            with self.raises(DamagedError, "every checkpoint", "a blind rank"), blind:
+                engine.load_checkpoint(str(root))
 
     def two_engines(self, engine: Any, root: Path) -> None:
         """One saves and another loads, in one process and at once; and files are there when a synchronous save returns."""
@@ -254,6 +258,25 @@ class Rank:
         with detaching(attach(third, compression="none")), self.raises(UsageError, "attach both alike", "other options"):
             third.save_checkpoint(str(root))
         plug.detach()
+
+    def one_root_for_several_directories(self, engine: Any, root: Path) -> None:
+        """Each has its own checkpoints, in both layouts."""
+        places = [("a--b", "c"), ("a", "b--c"), ("a/b", "c"), ("", "a--b--c"), ("a-", "b"), ("a", "-b")]
+        tags = {Place.of(str(root / folder), tag, str(root)).tag for folder, tag in places}
+        self.check(len(tags) == len(places), f"directories share the tags {tags}")
+        with detaching(attach(engine, root, layout="checkpointd")):
+            self.check(engine.load_checkpoint(str(root / "run")) == (None, None), "something is loaded of an empty directory")
+            saves = ("run", "one", True), ("run", "best", False), ("run/below", "other", True), ("run--x", "dashed", True)
+            for folder, tag, save_latest in saves:
+                engine.save_checkpoint(str(root / folder), tag=tag, save_latest=save_latest)
+                engine.checkpoint_handle().wait(LIMIT_S)
+            for folder, tag in ("run", "one"), ("run/below", "other"), ("run--x", "dashed"):
+                path, _ = engine.load_checkpoint(str(root / folder))
+                self.check(path is not None and tag in path, f"of {folder}, {path} is loaded")
+            self.check(engine.load_checkpoint(str(root)) == (None, None), "what lies in directories below is loaded")
+            engine.save_checkpoint(str(root), tag=0)
+            engine.checkpoint_handle().wait(LIMIT_S)
+            self.check(engine.load_checkpoint(str(root), 0)[0] == str(root / "0"), "a tag that is the number 0")
 
     def one_rank_alone(self, engine: Any, root: Path) -> None:
         engine.save_checkpoint(str(root))  # both ranks: the Checkpointer is there

@@ -23,6 +23,7 @@ import torch
 from checkpointd.errors import CheckpointdError, DamagedError, StagingError, StoreError, UsageError
 from checkpointd.layout.files import check_place
 from checkpointd.layout.keys import LATEST, SERVICE, check_tag
+from checkpointd.layout.manifest import digest
 from checkpointd.pipeline.catalog import Checkpoint
 from checkpointd_client.checkpointer import Checkpointer
 from checkpointd_client.handle import SaveHandle
@@ -35,6 +36,7 @@ log = logging.getLogger("checkpointd")
 Layout = Literal["deepspeed", "checkpointd"]
 
 _WHOLE = "whole"
+SEPARATOR = "--"
 
 
 class DirectoryError(UsageError, ValueError):
@@ -101,7 +103,7 @@ def _copies_files(engine: Any) -> bool:
 
 
 def steps_elsewhere(optimizer: Any) -> bool:
-    """Whether another process changes what the optimizer keeps, while this one is in the backward pass: no step's hook tells."""
+    """Whether another process changes what the optimizer keeps, during the backward pass already: no step's hook tells."""
     return hasattr(optimizer, "superoffload_cpu_optimizer") or bool(getattr(optimizer, "zenflow", False))
 
 
@@ -158,7 +160,13 @@ class Place:
         if below.split(os.sep)[0] == os.pardir:
             raise UsageError(f"save_dir {folder} does not lie at or below {base}, the root that this engine was attached with")
         parts = [*([] if below == os.curdir else below.split(os.sep)), check_tag(tag)]
-        return Place(base, check_tag("--".join(parts)), check_place("/".join(parts)))
+        return Place(base, check_tag(_joined(parts)), check_place("/".join(parts)))
+
+
+def _joined(parts: list[str]) -> str:
+    """A tag for a directory below the root: another one for each, or one save would replace another's files."""
+    name = SEPARATOR.join(parts)
+    return name if name.split(SEPARATOR) == parts else f"{name}{SEPARATOR}{digest('/'.join(parts).encode())[:16]}"
 
 
 def own_root(folder: str) -> str:
@@ -326,11 +334,17 @@ class Plug:
         found = [c for c in beside if (c.outcome.save_latest if tag is None else c.outcome.shown_at == folder.at)]
         if tag is None and self._is_of_others(load_dir, beside):
             found = []
-        heard = checkpointer.meet(json.dumps([[c.prefix for c in found], fault]), "calling load_checkpoint()")
+        first = self._first_said(checkpointer, [c.prefix for c in found], fault)
+        return [(prefix, known.get(prefix)) for prefix in first]
+
+    @staticmethod
+    def _first_said(checkpointer: Checkpointer, found: list[str], fault: str | None) -> list[Any]:
+        """What rank 0 has found, on every rank; StoreError on every rank where it could not look."""
+        heard = checkpointer.meet(json.dumps([found, fault]), "calling load_checkpoint()")
         first, fault = json.loads(heard[0])
         if fault is not None:
             raise StoreError(f"rank 0 cannot tell what there is to load: {fault}")
-        return [(prefix, known.get(prefix)) for prefix in first]
+        return list(first)
 
     @staticmethod
     def _known(checkpointer: Checkpointer) -> tuple[dict[str, Checkpoint], str | None]:
