@@ -74,6 +74,23 @@ async def _show(store: Store, plain: PlainFiles, outcome: Outcome) -> None:
     await store.put(shown_key(at), encode(record))
 
 
+async def unseen_of(store: Store, outcome: Outcome) -> str | None:
+    """Why the files of the commit `outcome` are not where they are to be shown; None where they are. They are shown if they can
+    be: an earlier try may have failed.
+    """
+    if not outcome.shown_at:
+        return None
+    try:
+        await show(store, outcome)
+    except StoreError as error:
+        return f"its files cannot be shown: {error}"
+    record = await _record(store, outcome.shown_at)
+    if record is None or (record.tag, record.attempt) != (outcome.tag, outcome.attempt):
+        return f"{outcome.shown_at} shows the files of another save"
+    there = await _plain(store).is_there(outcome.shown_at)
+    return None if there else f"the directory {outcome.shown_at} has been removed, and the checkpoint goes with it"
+
+
 async def files_of(store: Store, outcome: Outcome) -> dict[str, str]:
     """The keys of a commit's files, by the names under which they are shown."""
     attempt = AttemptId.parse(outcome.attempt)

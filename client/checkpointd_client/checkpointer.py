@@ -29,6 +29,7 @@ from checkpointd.layout.keys import SERVICE, check_tag, default_tag
 from checkpointd.pipeline import catalog
 from checkpointd.pipeline.attempt import COORDINATOR, WriterState
 from checkpointd.pipeline.catalog import Checkpoint
+from checkpointd.pipeline.showing import unseen_of
 from checkpointd.pipeline.verify import verify_ranks
 from checkpointd.store import open_store
 from checkpointd_client.arena import Arena
@@ -277,8 +278,7 @@ class Checkpointer(DeepSpeedCalls):
         if tag is not None:
             check_tag(tag)
         self._saver.fence()
-        for handle in self._history.in_flight():
-            handle.ended_within(None)  # what is being committed may replace what would be read
+        self.settle()  # what is being committed may replace what would be read
         loader = Loader(
             store=self._store,
             writer=self._writer,
@@ -327,8 +327,13 @@ class Checkpointer(DeepSpeedCalls):
         return self._writer.call(catalog.checkpoints(self._store), self._commit.timeout_s)
 
     def damage(self, checkpoint: Checkpoint, ranks: Iterable[int]) -> tuple[str, ...]:
-        """Read all that `ranks` stored of a checkpoint, and say what is not as it was written; empty where it is whole."""
+        """Read all that `ranks` stored of a checkpoint, and say what is not as it was written, or not shown where it is to be;
+        empty where it is whole.
+        """
         self._check_open("damage")
+        unseen = self._writer.call(unseen_of(self._store, checkpoint.outcome), self._commit.timeout_s)
+        if unseen is not None:
+            return (unseen,)
         found = self._writer.call_while_moving(
             lambda on_bytes: verify_ranks(self._store, checkpoint, ranks, LoadConfig(), on_bytes), self._commit.timeout_s
         )
@@ -356,6 +361,11 @@ class Checkpointer(DeepSpeedCalls):
                 first = first or error
         if first is not None:
             raise first
+
+    def settle(self) -> None:
+        """Wait until no save of this rank is in flight, whatever becomes of it: its handle and the log say what."""
+        for handle in self._history.in_flight():
+            handle.ended_within(None)
 
     def close(self) -> None:
         """Wait for what is in flight, then release everything. A second call does nothing.

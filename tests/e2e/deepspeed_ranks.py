@@ -7,6 +7,7 @@ Every rank prints a line for each thing that is wrong, and `done` last.
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import shutil
@@ -16,12 +17,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime import engine as deepspeed_engine
 
-from checkpointd.errors import AbortedError, DamagedError, DeadlineError, StateError, UsageError
+from checkpointd.errors import AbortedError, CheckpointdError, DamagedError, DeadlineError, StateError, StoreError, UsageError
+from checkpointd_client import Checkpointer
 from checkpointd_client.integrations.deepspeed import Plug, attach
+from checkpointd_client.integrations.deepspeed.plug import Place
 from tests.e2e.deepspeed_engines import Kind, make, train
 
 KINDS = (Kind(0), Kind(0, "bfloat16"), Kind(1), Kind(2, "bfloat16"), Kind(3), Kind(3, "bfloat16"))
@@ -108,8 +113,11 @@ class Rank:
             self.what_cannot_be_pickled_on_one_rank(engine, root)
             self.saving_every_step_and_16_bit_in_between(engine, root)
         self.other_directories(engine, self.folder / "many")
+        self.a_disk_that_refuses_rank_0(engine, self.folder / "refusing")
         self.damaged_ones(engine, self.folder / "damaged")
+        self.what_one_rank_does_not_see_or_somebody_removed(engine, self.folder / "removed")
         self.two_engines(engine, self.folder / "two")
+        self.one_root_for_several_directories(engine, self.folder / "several")
         with detaching(attach(make(Kind(1)), commit_timeout_s=SHORT_S)) as plug:
             self.one_rank_alone(plug.engine, self.folder / "alone")
 
@@ -130,9 +138,12 @@ class Rank:
     def what_cannot_be_pickled_on_one_rank(self, engine: Any, root: Path) -> None:
         with self.raises(StateError, "no luck", "unpicklable") if dist.get_rank() == 0 else nullcontext():
             engine.save_checkpoint(str(root), tag="unlucky", client_state={"charm": Unlucky()})
+        handle = engine.checkpoint_handle()
+        path, _ = engine.load_checkpoint(str(root / "tags"))  # while rank 1 has not heard yet that the save failed
+        self.check(path is not None, "nothing is loaded right after a save that failed")
         if dist.get_rank() == 1:
             with self.raises(AbortedError, "no luck", "unpicklable"):
-                engine.checkpoint_handle().wait(LIMIT_S)
+                handle.wait(LIMIT_S)
         self.check(not (root / "unlucky").exists() and not (root / "latest").exists(), "something of the aborted save is there")
 
     def saving_every_step_and_16_bit_in_between(self, engine: Any, root: Path) -> None:
@@ -193,6 +204,46 @@ class Rank:
                 engine.save_checkpoint(str(root))
             self.check(engine.load_checkpoint(str(root / "nothing")) == (None, None), "there is nothing to load")
 
+    def a_disk_that_refuses_rank_0(self, engine: Any, root: Path) -> None:
+        """What rank 0 does alone fails on it, while the others wait in a barrier of DeepSpeed's: nobody may hang there."""
+
+        def full(*_: object) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        with detaching(attach(engine, root)):
+            with patch.object(deepspeed_engine, "copyfile", full):
+                engine.save_checkpoint(str(root), tag="without-scripts")
+            engine.checkpoint_handle().wait(LIMIT_S)
+            if dist.get_rank() == 0:
+                (root / "file").touch()
+            dist.barrier()
+            engine.save_checkpoint(str(root / "file" / "below"))
+            with self.raises(CheckpointdError, "cannot be made", "a save_dir that cannot be made"):
+                engine.checkpoint_handle().wait(LIMIT_S)
+
+    def what_one_rank_does_not_see_or_somebody_removed(self, engine: Any, root: Path) -> None:
+        with detaching(attach(engine)) as plug:
+            for tag in ("one", "two", "three"):
+                engine.save_checkpoint(str(root), tag=tag)
+            plug.wait(LIMIT_S)
+            dist.barrier()
+            if dist.get_rank() == 0:
+                shutil.rmtree(root / "three")
+            dist.barrier()
+            path, _ = engine.load_checkpoint(str(root))
+            self.check(path is not None and "two" in path, f"three was removed, and {path} was loaded")
+            known = Checkpointer.list
+
+            def oldest(ckpt: Checkpointer) -> list[Any]:
+                return [found for found in known(ckpt) if found.tag == "one"]
+
+            with patch.object(Checkpointer, "list", oldest) if dist.get_rank() else nullcontext():
+                path, _ = engine.load_checkpoint(str(root))
+            self.check(path is not None and "one" in path, f"rank 1 sees only the oldest, and {path} was loaded")
+            blind = patch.object(Checkpointer, "list", failing) if dist.get_rank() else nullcontext()
+            with self.raises(DamagedError, "every checkpoint", "a blind rank"), blind:
+                engine.load_checkpoint(str(root))
+
     def two_engines(self, engine: Any, root: Path) -> None:
         """One saves and another loads, in one process and at once; and files are there when a synchronous save returns."""
         plug = attach(engine, synchronous=True)
@@ -208,6 +259,25 @@ class Rank:
             third.save_checkpoint(str(root))
         plug.detach()
 
+    def one_root_for_several_directories(self, engine: Any, root: Path) -> None:
+        """Each has its own checkpoints, in both layouts."""
+        places = [("a--b", "c"), ("a", "b--c"), ("a/b", "c"), ("", "a--b--c"), ("a-", "b"), ("a", "-b")]
+        tags = {Place.of(str(root / folder), tag, str(root)).tag for folder, tag in places}
+        self.check(len(tags) == len(places), f"directories share the tags {tags}")
+        with detaching(attach(engine, root, layout="checkpointd")):
+            self.check(engine.load_checkpoint(str(root / "run")) == (None, None), "something is loaded of an empty directory")
+            saves = ("run", "one", True), ("run", "best", False), ("run/below", "other", True), ("run--x", "dashed", True)
+            for folder, tag, save_latest in saves:
+                engine.save_checkpoint(str(root / folder), tag=tag, save_latest=save_latest)
+                engine.checkpoint_handle().wait(LIMIT_S)
+            for folder, tag in ("run", "one"), ("run/below", "other"), ("run--x", "dashed"):
+                path, _ = engine.load_checkpoint(str(root / folder))
+                self.check(path is not None and tag in path, f"of {folder}, {path} is loaded")
+            self.check(engine.load_checkpoint(str(root)) == (None, None), "what lies in directories below is loaded")
+            engine.save_checkpoint(str(root), tag=0)
+            engine.checkpoint_handle().wait(LIMIT_S)
+            self.check(engine.load_checkpoint(str(root), 0)[0] == str(root / "0"), "a tag that is the number 0")
+
     def one_rank_alone(self, engine: Any, root: Path) -> None:
         engine.save_checkpoint(str(root))  # both ranks: the Checkpointer is there
         dist.barrier()
@@ -218,6 +288,10 @@ class Rank:
         engine.save_checkpoint(str(root), tag="together")
         engine.checkpoint_handle().wait(LIMIT_S)
         self.check((root / "latest").read_text() == "together", "the save after a lonely one")
+
+
+def failing(_: Checkpointer) -> list[Any]:
+    raise StoreError("the storage does not answer")
 
 
 @contextmanager

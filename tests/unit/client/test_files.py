@@ -259,6 +259,23 @@ def test_the_old_files_stay_until_those_of_the_newer_commit_can_be_shown(
         assert torch.load(tmp_path / "best" / "a.pt") == 2
 
 
+def test_what_is_not_where_it_is_to_be_shown_is_not_whole(ckpt: Checkpointer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed would load other files than those that were verified, or none."""
+
+    async def crashed(*_: object, **__: object) -> None:
+        raise StoreError("no space is left for a directory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PlainFiles, "show", crashed)
+        save(ckpt, example(), tag="one")
+        (found,) = ckpt.list()
+        assert "no space is left" in ckpt.damage(found, [0])[0]
+    assert ckpt.damage(found, [0]) == ()
+    assert torch.load(beside(ckpt) / "one" / "mp_rank_00_model_states.pt")["lr"] == 0.1
+    shutil.rmtree(beside(ckpt) / "one")
+    assert "has been removed" in ckpt.damage(found, [0])[0]
+
+
 def test_a_latest_that_names_what_others_saved_stays(ckpt: Checkpointer) -> None:
     beside(ckpt).mkdir(exist_ok=True)
     (beside(ckpt) / "latest").write_text("theirs")

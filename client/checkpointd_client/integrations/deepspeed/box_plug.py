@@ -12,9 +12,10 @@ from checkpointd.layout.keys import SERVICE
 from checkpointd_client.checkpointer import Checkpointer
 from checkpointd_client.integrations.deepspeed.boxes import state_of
 from checkpointd_client.integrations.deepspeed.places import EnginePlaces, What
-from checkpointd_client.integrations.deepspeed.plug import DirectoryError, Place, Plug
+from checkpointd_client.integrations.deepspeed.plug import SEPARATOR, DirectoryError, Place, Plug, first_says
 from checkpointd_client.integrations.deepspeed.zero import check_supported, gather_persistent
 from checkpointd_client.integrations.deepspeed.zero_files import is_zero_checkpoint, tag_directory
+from checkpointd_client.loading import Loaded
 
 log = logging.getLogger("checkpointd")
 
@@ -76,12 +77,12 @@ class BoxPlug(Plug):
         `{"model": model, "optimizer": optimizer}`. MismatchError, with nothing loaded, lists all that does not fit.
         A directory in which DeepSpeed has saved, and nobody else, is left to DeepSpeed.
         """
-        place = self._place(load_dir, tag or _NEWEST)
-        if not self._is_own(place.root) and _is_deepspeeds(load_dir, tag):
+        place = self._place(load_dir, _NEWEST if tag is None else tag)
+        if not first_says(lambda: self._is_own(place.root) or not _is_deepspeeds(load_dir, tag)):
             log.info(
                 "%s holds DeepSpeed's own files: DeepSpeed loads them, on the ranks and at the stage that saved them", load_dir
             )
-            self.wait()
+            self.settle()
             choices = load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn
             found: tuple[str | None, dict[str, Any] | None] = self._load(load_dir, tag, *choices)
             return found
@@ -94,13 +95,13 @@ class BoxPlug(Plug):
             module_only=load_module_only,
         )
         checkpointer = self._checkpointer(place.root)
-        checkpointer.wait()  # another engine of this process may have saved there
-        self._meet(checkpointer, "load_checkpoint()", {"load_dir": os.path.abspath(load_dir), "tag": tag})
+        checkpointer.settle()  # another engine of this process may have saved there
+        self._meet(checkpointer, "load_checkpoint()", {"load_dir": os.path.abspath(load_dir), "tag": place.tag})
         engine = self.engine
         if engine._optimizer_has_ckpt_event_prologue():
             engine.optimizer.checkpoint_event_prologue()
         places = EnginePlaces(engine, what)
-        loaded = checkpointer.load(places, self._chosen(checkpointer, place, tag), cast=True)
+        loaded = _first_whole(checkpointer, places, self._chosen(checkpointer, load_dir, tag))
         if loaded is None:
             if engine._optimizer_has_ckpt_event_epilogue():
                 engine.optimizer.checkpoint_event_epilogue()
@@ -117,20 +118,41 @@ class BoxPlug(Plug):
             raise DirectoryError(f"the directory is {directory!r}; give the path of one")
         return Place.of(directory, str(tag), self._root)
 
-    @staticmethod
-    def _chosen(checkpointer: Checkpointer, place: Place, tag: str | None) -> str | None:
-        """The tag to load; None for the newest there is, which may be an older one where that is damaged."""
+    def _chosen(self, checkpointer: Checkpointer, load_dir: str, tag: str | None) -> list[str | None]:
+        """The tags to try, as rank 0 sees them, newest first; None: the newest that is whole."""
         if tag is not None:
-            return place.tag
-        below = place.tag.removesuffix(_NEWEST)
-        if not below:
-            return None
-        checkpointer.wait()
-        return next((found.tag for found in checkpointer.list() if found.tag.startswith(below)), place.tag)
+            return [self._place(load_dir, tag).tag]
+        below = self._place(load_dir, _NEWEST).at.removesuffix(_NEWEST).replace("/", SEPARATOR)
+        if self._root is None and not below:
+            return [None]
+        known, fault = self._known(checkpointer)
+        asked = [c.tag for c in known.values() if c.outcome.save_latest and c.tag.startswith(below)]
+        found = [tag for tag in asked if self._is_in(load_dir, tag, tag.removeprefix(below))]
+        return self._first_said(checkpointer, found, fault)
+
+    def _is_in(self, load_dir: str, tag: str, name: str) -> bool:
+        """Whether `tag` is that of a save in `load_dir` itself, under `name` or what stands in it before a digest."""
+        names = filter(None, (name, name.rpartition(SEPARATOR)[0]))
+        return any(self._place(load_dir, one).tag == tag for one in names)
 
     @staticmethod
     def _store_of(root: str) -> str:
         return root
+
+
+def _first_whole(checkpointer: Checkpointer, places: EnginePlaces, tags: list[str | None]) -> Loaded | None:
+    """Load the first of `tags` that is whole; None where there are none. DamagedError, on every rank, where none is whole."""
+    damage: DamagedError | None = None
+    for tag in tags:
+        try:
+            return checkpointer.load(places, tag, cast=True)
+        except DamagedError as error:
+            if tag is not tags[-1]:
+                log.error("%s, and an older one is looked for", error)
+            damage = error
+    if damage is not None:
+        raise damage
+    return None
 
 
 def _is_deepspeeds(directory: str, tag: str | None) -> bool:

@@ -10,7 +10,7 @@ Invariants
 from __future__ import annotations
 
 import os
-import tempfile
+import secrets
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -28,17 +28,18 @@ class CheckpointdEngine(CheckpointEngine):  # type: ignore[misc]  # DeepSpeed ha
         self._settle = settle
         self._directory: str | None = None
         self._files: dict[str, Any] = {}
+        self._fault: str | None = None
 
     # --- collecting --------------------------------------------------------------------------------------------
 
     def collect(self, directory: str) -> None:
         """From here on, what is saved in `directory` is kept."""
-        self._directory, self._files = os.path.abspath(directory), {}
+        self._directory, self._files, self._fault = os.path.abspath(directory), {}, None
 
-    def collected(self) -> dict[str, Any]:
-        """The contents of the files that were saved since, by their names."""
+    def collected(self) -> tuple[dict[str, Any], str | None]:
+        """The contents of the files that were saved since, by their names, and what could not be done on the way."""
         files, self._directory, self._files = self._files, None, {}
-        return files
+        return files, self._fault
 
     def _name_in(self, path: str) -> str | None:
         folder, name = os.path.split(os.path.abspath(path))
@@ -50,10 +51,19 @@ class CheckpointdEngine(CheckpointEngine):  # type: ignore[misc]  # DeepSpeed ha
         """Nothing is begun by it: the plug begins."""
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """The directory of a tag appears with all of its files; any other is durable at once."""
-        if self._directory is None or os.path.abspath(path) != self._directory:
+        """The directory of a tag appears with all of its files; any other is durable at once.
+
+        In a save nothing is raised: rank 0 alone calls this, and the others wait for it in a barrier.
+        """
+        if os.path.abspath(path) == self._directory:
+            return
+        try:
             os.makedirs(path, exist_ok=exist_ok)
             sync_directory(os.path.dirname(os.path.abspath(path)))
+        except OSError as error:
+            if self._directory is None:
+                raise
+            self._fault = f"the directory {path} cannot be made: {error}"
 
     def save(self, state_dict: Any, path: str) -> None:
         """Keep it, or write it at once (E2)."""
@@ -88,15 +98,13 @@ class CheckpointdEngine(CheckpointEngine):  # type: ignore[misc]  # DeepSpeed ha
 def write_whole(content: Any, path: str) -> None:
     """torch.save, durable, in the place of what was there."""
     directory = os.path.dirname(os.path.abspath(path))
-    descriptor, temporary = tempfile.mkstemp(dir=directory, prefix=".", suffix=".writing")
+    temporary = os.path.join(directory, f".{secrets.token_hex(8)}.writing")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         with open(descriptor, "wb") as file:
             torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)
         os.replace(temporary, path)
     except BaseException:
         with suppress(FileNotFoundError):

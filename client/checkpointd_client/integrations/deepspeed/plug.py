@@ -20,20 +20,23 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from checkpointd.errors import CheckpointdError, DamagedError, StagingError, UsageError
+from checkpointd.errors import CheckpointdError, DamagedError, StagingError, StoreError, UsageError
 from checkpointd.layout.files import check_place
 from checkpointd.layout.keys import LATEST, SERVICE, check_tag
+from checkpointd.layout.manifest import digest
 from checkpointd.pipeline.catalog import Checkpoint
 from checkpointd_client.checkpointer import Checkpointer
 from checkpointd_client.handle import SaveHandle
 from checkpointd_client.integrations.deepspeed.engine import CheckpointdEngine
 from checkpointd_client.integrations.deepspeed.sharing import borrow, give_back
+from checkpointd_client.ranks import broadcast_from_coordinator, find_ranks
 
 log = logging.getLogger("checkpointd")
 
 Layout = Literal["deepspeed", "checkpointd"]
 
 _WHOLE = "whole"
+SEPARATOR = "--"
 
 
 class DirectoryError(UsageError, ValueError):
@@ -99,6 +102,16 @@ def _copies_files(engine: Any) -> bool:
     return bool(engine.zero_nvme_offload_optimizer())
 
 
+def steps_elsewhere(optimizer: Any) -> bool:
+    """Whether another process changes what the optimizer keeps, during the backward pass already: no step's hook tells."""
+    return hasattr(optimizer, "superoffload_cpu_optimizer") or bool(getattr(optimizer, "zenflow", False))
+
+
+def first_says(question: Callable[[], bool]) -> bool:
+    """What rank 0 sees, on every rank: they must not go different ways, each by what its file system shows it."""
+    return bool(broadcast_from_coordinator(find_ranks(), lambda: {"yes": question()})["yes"])
+
+
 def install(**options: Any) -> None:
     """Attach every engine that deepspeed.initialize makes from here on: for those who do not call it themselves.
 
@@ -147,7 +160,13 @@ class Place:
         if below.split(os.sep)[0] == os.pardir:
             raise UsageError(f"save_dir {folder} does not lie at or below {base}, the root that this engine was attached with")
         parts = [*([] if below == os.curdir else below.split(os.sep)), check_tag(tag)]
-        return Place(base, check_tag("--".join(parts)), check_place("/".join(parts)))
+        return Place(base, check_tag(_joined(parts)), check_place("/".join(parts)))
+
+
+def _joined(parts: list[str]) -> str:
+    """A tag for a directory below the root: another one for each, or one save would replace another's files."""
+    name = SEPARATOR.join(parts)
+    return name if name.split(SEPARATOR) == parts else f"{name}{SEPARATOR}{digest('/'.join(parts).encode())[:16]}"
 
 
 def own_root(folder: str) -> str:
@@ -172,7 +191,7 @@ class Plug:
         self._synchronous = bool(settings.pop("synchronous", False))
         self._options = settings
         self._checkpointers: dict[str, Checkpointer] = {}
-        self._engine = CheckpointdEngine(self.wait)
+        self._engine = CheckpointdEngine(self.settle)
 
     def connect(self) -> None:
         """Take the place of the engine's own methods."""
@@ -180,6 +199,8 @@ class Plug:
         self._save, self._load, self._destroy = engine.save_checkpoint, engine.load_checkpoint, engine.destroy
         self._stock = engine.checkpoint_engine
         engine.checkpoint_engine = self._engine
+        self._copy = engine._copy_recovery_script
+        engine._copy_recovery_script = self._copying
         engine.save_checkpoint, engine.load_checkpoint, engine.destroy = self._saving(), self.load_checkpoint, self.destroy
         engine.checkpoint_handle = lambda: self.handle
 
@@ -201,7 +222,15 @@ class Plug:
         engine = self.engine
         engine.checkpoint_engine = self._stock
         engine.save_checkpoint, engine.load_checkpoint, engine.destroy = self._save, self._load, self._destroy
+        engine._copy_recovery_script = self._copy
         del engine.checkpoint_handle
+
+    def _copying(self, save_path: str) -> None:
+        """DeepSpeed's copy of its scripts, on rank 0 alone: where a disk is full, the other ranks wait in a barrier (P2)."""
+        try:
+            self._copy(save_path)
+        except OSError as error:
+            log.warning("DeepSpeed's scripts could not be copied to %s: %s", save_path, error)
 
     def save_checkpoint(
         self,
@@ -221,34 +250,39 @@ class Plug:
             raise DirectoryError(f"save_dir is {save_dir!r}; give the path of a directory")
         step = int(self.engine.global_steps)
         tag = f"global_step{step}" if tag is None else str(tag)
+        client = dict(client_state or {})
         self.handle = None  # where this raises, there is none
         checkpointer = self._checkpointer(Place.of(save_dir, tag, self._root).root)
         said = {"save_dir": os.path.abspath(save_dir), "step": step}
         tag = self._one_of(self._meet(checkpointer, "save_checkpoint()", said, tag))
         place = Place.of(save_dir, tag, self._root)
         try:
-            files = self._collected(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+            files, fault = self._collected(save_dir, tag, client, save_latest, exclude_frozen_parameters)
+            stepped = self._stepped()
         except BaseException as error:
             told = (
                 error if isinstance(error, CheckpointdError) else StagingError(f"DeepSpeed's save_checkpoint failed: {error!r}")
             )
             self.handle = checkpointer.refuse(step, told, tag=place.tag, save_latest=save_latest)
             raise
-        self.handle = checkpointer.save_files(
-            step, files, tag=place.tag, at=place.at, save_latest=save_latest, stepped=self._stepped()
-        )
+        if fault is not None:
+            self.handle = checkpointer.refuse(step, StoreError(fault), tag=place.tag, save_latest=save_latest)
+        else:
+            self.handle = checkpointer.save_files(
+                step, files, tag=place.tag, at=place.at, save_latest=save_latest, stepped=stepped
+            )
         return True
 
     def _collected(
-        self, save_dir: str, tag: str, client_state: Mapping[str, Any] | None, save_latest: bool, exclude: bool
-    ) -> dict[str, Any]:
-        """The files that DeepSpeed would have written."""
+        self, save_dir: str, tag: str, client_state: dict[str, Any], save_latest: bool, exclude: bool
+    ) -> tuple[dict[str, Any], str | None]:
+        """The files that DeepSpeed would have written, and what the file system refused meanwhile."""
         self._engine.collect(os.path.join(save_dir, tag))
         try:
-            self._save(save_dir, tag, dict(client_state or {}), save_latest, exclude)
+            self._save(save_dir, tag, client_state, save_latest, exclude)
         finally:
-            files = self._engine.collected()
-        return files
+            collected = self._engine.collected()
+        return collected
 
     def load_checkpoint(self, load_dir: str, tag: str | None = None, *args: Any, **kwargs: Any) -> Any:
         """DeepSpeed's load_checkpoint, of what is committed and whole. On every rank.
@@ -257,12 +291,12 @@ class Plug:
         together. A named one that is damaged raises DamagedError on every rank, before anything is touched. What DeepSpeed
         itself has saved is left to DeepSpeed.
         """
-        self.wait()
+        self.settle()
         root = Place.root_of(load_dir, self._root)
-        if root not in self._checkpointers and not os.path.isdir(os.path.join(root, SERVICE)):
+        if root not in self._checkpointers and not first_says(lambda: os.path.isdir(os.path.join(root, SERVICE))):
             return self._load(load_dir, tag, *args, **kwargs)
         checkpointer = self._checkpointer(root)
-        checkpointer.wait()  # another engine of this process may have saved there
+        checkpointer.settle()  # another engine of this process may have saved there
         said = {"load_dir": os.path.abspath(load_dir), "tag": tag if tag is None else str(tag)}
         self._meet(checkpointer, "load_checkpoint()", said)
         return self._load(load_dir, self._whole(checkpointer, load_dir, tag), *args, **kwargs)
@@ -270,31 +304,55 @@ class Plug:
     def _whole(self, checkpointer: Checkpointer, load_dir: str, tag: str | None) -> str | None:
         """The tag to load: the first that all ranks find whole; `tag` as it is where there is nothing of ours."""
         candidates = self._candidates(checkpointer, load_dir, tag)
-        rank, world = self.engine.global_rank, self.engine.world_size
-        for checkpoint in candidates:
-            own = range(rank, checkpoint.outcome.world_size, world)
-            heard = checkpointer.meet("; ".join(checkpointer.damage(checkpoint, own)) or _WHOLE, "calling load_checkpoint()")
+        for prefix, checkpoint in candidates:
+            heard = checkpointer.meet(self._said_of(checkpointer, checkpoint), "calling load_checkpoint()")
             damage = [text for _, text in sorted(heard.items()) if text != _WHOLE]
-            name = os.path.basename(checkpoint.outcome.shown_at)
-            if not damage:
-                return name
+            if not damage and checkpoint is not None:
+                return os.path.basename(checkpoint.outcome.shown_at)
             if tag is not None:
                 raise DamagedError(f"{load_dir}/{tag} is damaged: {'; '.join(damage)}")
-            log.error("%s/%s is damaged, and an older one is looked for: %s", load_dir, name, "; ".join(damage))
+            log.error("%s is damaged, and an older one is looked for: %s", prefix, "; ".join(damage))
         if candidates:
             raise DamagedError(f"every checkpoint in {load_dir} is damaged: `checkpointd verify` says how")
         return tag
 
-    def _candidates(self, checkpointer: Checkpointer, load_dir: str, tag: str | None) -> list[Checkpoint]:
-        """What may be loaded, as rank 0 sees it, newest first."""
+    def _said_of(self, checkpointer: Checkpointer, checkpoint: Checkpoint | None) -> str:
+        """What this rank says of one, having read its share. It raises nothing: the other ranks wait to hear it."""
+        if checkpoint is None:
+            return f"rank {self.engine.global_rank} does not see it"
+        own = range(self.engine.global_rank, checkpoint.outcome.world_size, self.engine.world_size)
+        try:
+            return "; ".join(checkpointer.damage(checkpoint, own)) or _WHOLE
+        except CheckpointdError as error:
+            return f"rank {self.engine.global_rank} cannot read it: {error}"
+
+    def _candidates(self, checkpointer: Checkpointer, load_dir: str, tag: str | None) -> list[tuple[str, Checkpoint | None]]:
+        """What may be loaded, as rank 0 sees it, newest first; None where this rank does not see it."""
         folder = Place.of(load_dir, "any" if tag is None else str(tag), self._root)
-        beside = [c for c in checkpointer.list() if os.path.dirname(c.outcome.shown_at) == os.path.dirname(folder.at)]
+        known, fault = self._known(checkpointer)
+        beside = [c for c in known.values() if os.path.dirname(c.outcome.shown_at) == os.path.dirname(folder.at)]
         found = [c for c in beside if (c.outcome.save_latest if tag is None else c.outcome.shown_at == folder.at)]
         if tag is None and self._is_of_others(load_dir, beside):
             found = []
-        first = checkpointer.meet(json.dumps([c.prefix for c in found]), "calling load_checkpoint()")[0]
-        by_prefix = {c.prefix: c for c in found}
-        return [by_prefix[prefix] for prefix in json.loads(first) if prefix in by_prefix]
+        first = self._first_said(checkpointer, [c.prefix for c in found], fault)
+        return [(prefix, known.get(prefix)) for prefix in first]
+
+    @staticmethod
+    def _first_said(checkpointer: Checkpointer, found: list[str], fault: str | None) -> list[Any]:
+        """What rank 0 has found, on every rank; StoreError on every rank where it could not look."""
+        heard = checkpointer.meet(json.dumps([found, fault]), "calling load_checkpoint()")
+        first, fault = json.loads(heard[0])
+        if fault is not None:
+            raise StoreError(f"rank 0 cannot tell what there is to load: {fault}")
+        return list(first)
+
+    @staticmethod
+    def _known(checkpointer: Checkpointer) -> tuple[dict[str, Checkpoint], str | None]:
+        """What there is, newest first, by prefix, and why it cannot be told; the other ranks wait to hear of it."""
+        try:
+            return {c.prefix: c for c in checkpointer.list()}, None
+        except CheckpointdError as error:
+            return {}, str(error)
 
     @staticmethod
     def _is_of_others(load_dir: str, own: Iterable[Checkpoint]) -> bool:
@@ -309,6 +367,13 @@ class Plug:
         """Wait until no save is in flight; raises what became of them."""
         for checkpointer in self._checkpointers.values():
             checkpointer.wait(timeout)
+
+    def settle(self) -> None:
+        """Wait until no save is in flight, whatever becomes of it: what may end otherwise on another rank must not be raised
+        where ranks do something together.
+        """
+        for checkpointer in self._checkpointers.values():
+            checkpointer.settle()
 
     def destroy(self) -> None:
         """DeepSpeed's destroy, after the saves in flight."""
@@ -358,6 +423,8 @@ class Plug:
     def _stepped(self) -> set[int]:
         """Where everything lies that nothing but a step of the optimizer changes."""
         engine = self.engine
+        if steps_elsewhere(engine.optimizer):
+            return set()
         found = {parameter.untyped_storage().data_ptr() for parameter in engine.module.parameters()}
         base = getattr(engine.optimizer, "optimizer", engine.optimizer)
         for group in getattr(base, "param_groups", ()):

@@ -77,6 +77,8 @@ def _refusal(engine: Any) -> str | None:
         return "its module is model-parallel, so that ranks have different tensors of one name"
     if getattr(optimizer, "zenflow", False):
         return "ZenFlow keeps a part of the optimizer in a process of its own"
+    if hasattr(optimizer, "superoffload_cpu_optimizer"):
+        return "SuperOffload steps in a process of its own, which no snapshot can wait for"
     if getattr(optimizer, "swap_optimizer", False) or getattr(optimizer, "params_in_nvme_and_cpu", False):
         return "its tensors are swapped to NVMe"
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
