@@ -357,7 +357,7 @@ class Plug:
     @staticmethod
     def _is_of_others(load_dir: str, own: Iterable[Checkpoint]) -> bool:
         """Whether `latest` names what was saved past checkpointd, by an engine that was not attached."""
-        with suppress(FileNotFoundError), open(os.path.join(load_dir, LATEST), encoding="utf-8") as file:
+        with suppress(OSError, UnicodeDecodeError), open(os.path.join(load_dir, LATEST), encoding="utf-8") as file:
             named = file.read().strip()
             ours = any(os.path.basename(c.outcome.shown_at) == named for c in own)
             return not ours and os.path.isdir(os.path.join(load_dir, named))
