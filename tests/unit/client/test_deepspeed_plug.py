@@ -74,6 +74,18 @@ def test_a_directory_on_another_file_system_is_refused_at_once(
         plug.handle.wait(60)
 
 
+def test_frozen_parameters_may_change_right_after_the_call(plug: Plug, tmp_path: Path) -> None:
+    """Such as an average of weights: no step of an optimizer changes it, so none can be waited for."""
+    model = plug.engine.module = torch.nn.Linear(3000, 3000)
+    model.weight.requires_grad = False
+    for tag in "abc":
+        model.weight.data.fill_(1)  # by .data, which no version counter sees
+        plug.save_checkpoint(str(tmp_path), tag=tag)
+        model.weight.data.fill_(2)
+        plug.wait(60)
+        assert torch.load(tmp_path / tag / FILE)["module"]["weight"].eq(1).all()
+
+
 def test_a_detached_engine_has_its_own_methods_whatever_the_last_save_did(plug: Plug, monkeypatch: pytest.MonkeyPatch) -> None:
     def failed() -> None:
         raise AbortedError("the last save failed")

@@ -424,11 +424,14 @@ class Plug:
         return tags[0]
 
     def _stepped(self) -> set[int]:
-        """Where everything lies that nothing but a step of the optimizer changes."""
+        """Where everything lies that nothing but a step of the optimizer changes. Of frozen parameters that is not known: they
+        may be an average that the user takes.
+        """
         engine = self.engine
         if steps_elsewhere(engine.optimizer):
             return set()
-        found = {parameter.untyped_storage().data_ptr() for parameter in engine.module.parameters()}
+        trained = (parameter for parameter in engine.module.parameters() if parameter.requires_grad)
+        found = {parameter.untyped_storage().data_ptr() for parameter in trained}
         base = getattr(engine.optimizer, "optimizer", engine.optimizer)
         for group in getattr(base, "param_groups", ()):
             found |= {parameter.untyped_storage().data_ptr() for parameter in group["params"]}
