@@ -1,4 +1,4 @@
-"""The control plane between the ranks: torch.distributed's own Store, and one broadcast before there is one: in the constructor.
+"""The control plane between the ranks: torch.distributed's own Store, and a broadcast before there is one, in the constructor.
 
 A DeepSpeed engine's load_checkpoint, itself full of collective calls, asks by the same broadcast what rank 0 sees.
 
