@@ -19,7 +19,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, StoreError
 from checkpointd.layout.files import check_place
-from checkpointd.layout.keys import SHOWN, AttemptId, attempt_prefix, file_name, object_hand, shown_key, vote_name
+from checkpointd.layout.keys import SERVICE, SHOWN, AttemptId, attempt_prefix, file_name, object_hand, shown_key, vote_name
 from checkpointd.layout.manifest import Outcome, Shown, decode, encode
 from checkpointd.pipeline import catalog
 from checkpointd.store.base import Store
@@ -156,7 +156,9 @@ async def abandoned(store: Store) -> set[str]:
     plain = store.plain_files
     if plain is None:
         return set()
-    return {f"{record.tag}/{record.attempt}" for at, record in await _records(store) if not await plain.is_there(at)}
+    gone = {f"{record.tag}/{record.attempt}" for at, record in await _records(store) if not await plain.is_there(at)}
+    # With a file system that is not mounted for a moment everything is gone, this root as well.
+    return gone if await plain.is_there(SERVICE) else set()
 
 
 async def mend(store: Store) -> None:

@@ -1,4 +1,6 @@
-"""The control plane between the ranks: torch.distributed's own Store, and one broadcast in the constructor.
+"""The control plane between the ranks: torch.distributed's own Store, and a broadcast before there is one, in the constructor.
+
+A DeepSpeed engine's load_checkpoint, itself full of collective calls, asks by the same broadcast what rank 0 sees.
 
 Invariants
   K1  Every key carries the epoch's nonce: nothing of an earlier incarnation is ever read.
@@ -164,7 +166,7 @@ def open_board(ranks: Ranks, nonce: str) -> Board:
 
 
 def broadcast_from_coordinator(ranks: Ranks, make: Callable[[], dict[str, object]]) -> dict[str, object]:
-    """What `make` returns on rank 0, on every rank; an error there is raised everywhere. The one collective call there is."""
+    """What `make` returns on rank 0, on every rank; an error there is raised everywhere. The one collective call."""
     if ranks.world_size == 1:
         return make()
     failure: BaseException | None = None

@@ -198,6 +198,22 @@ def test_who_removes_a_directory_removes_the_checkpoint(ckpt: Checkpointer) -> N
     assert list(root.glob("global_step2/*/*.file"))
 
 
+def test_nothing_is_removed_where_everything_is_gone_for_a_moment(ckpt: Checkpointer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with a file system that is not mounted."""
+    save(ckpt, example(), tag="one")
+    gone = beside(ckpt) / "two"  # that one alone is
+    save(ckpt, example(), tag="two", save_latest=False)
+    shutil.rmtree(gone)
+    looked = showing.abandoned(ckpt._store)
+    assert {prefix.partition("/")[0] for prefix in ckpt._writer.call(looked, 60)} == {"two"}
+
+    async def unmounted(*_: object) -> bool:
+        return False
+
+    monkeypatch.setattr(PlainFiles, "is_there", unmounted)
+    assert ckpt._writer.call(showing.abandoned(ckpt._store), 60) == set()
+
+
 @pytest.mark.parametrize("lost", ["all", "directory", "latest"])
 def test_a_start_shows_what_was_committed_and_not_shown(tmp_path: Path, lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As after a crash between the commit and the showing."""

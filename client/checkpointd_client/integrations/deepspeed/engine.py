@@ -95,6 +95,22 @@ class CheckpointdEngine(CheckpointEngine):  # type: ignore[misc]  # DeepSpeed ha
             self._settle()
 
 
+def steps_elsewhere(optimizer: Any) -> bool:
+    """Whether another process changes what the optimizer keeps, during the backward pass already: no step's hook tells."""
+    return hasattr(optimizer, "superoffload_cpu_optimizer") or bool(getattr(optimizer, "zenflow", False))
+
+
+def mount_fault(store: str, save_dir: str) -> str | None:
+    """Why files of the store cannot be shown in `save_dir`; None where they can, for all that is known."""
+    with suppress(OSError):
+        if os.stat(store).st_dev != os.stat(save_dir).st_dev:
+            return (
+                f"{save_dir} lies on another file system than {store}: no files can be shown in it, as they are hard links; "
+                "attach with a root on the same one"
+            )
+    return None
+
+
 def write_whole(content: Any, path: str) -> None:
     """torch.save, durable, in the place of what was there."""
     directory = os.path.dirname(os.path.abspath(path))

@@ -27,7 +27,7 @@ from checkpointd.layout.manifest import digest
 from checkpointd.pipeline.catalog import Checkpoint
 from checkpointd_client.checkpointer import Checkpointer
 from checkpointd_client.handle import SaveHandle
-from checkpointd_client.integrations.deepspeed.engine import CheckpointdEngine
+from checkpointd_client.integrations.deepspeed.engine import CheckpointdEngine, mount_fault, steps_elsewhere
 from checkpointd_client.integrations.deepspeed.sharing import borrow, give_back
 from checkpointd_client.ranks import broadcast_from_coordinator, find_ranks
 
@@ -100,11 +100,6 @@ def _settings_of(engine: Any) -> Mapping[str, Any]:
 
 def _copies_files(engine: Any) -> bool:
     return bool(engine.zero_nvme_offload_optimizer())
-
-
-def steps_elsewhere(optimizer: Any) -> bool:
-    """Whether another process changes what the optimizer keeps, during the backward pass already: no step's hook tells."""
-    return hasattr(optimizer, "superoffload_cpu_optimizer") or bool(getattr(optimizer, "zenflow", False))
 
 
 def first_says(question: Callable[[], bool]) -> bool:
@@ -217,8 +212,13 @@ class Plug:
         return save_checkpoint
 
     def detach(self) -> None:
-        """Close, and give the engine its own methods back."""
-        self.close()
+        """Close, and give the engine its own methods back, whatever close() raises."""
+        try:
+            self.close()
+        finally:
+            self._disconnect()
+
+    def _disconnect(self) -> None:
         engine = self.engine
         engine.checkpoint_engine = self._stock
         engine.save_checkpoint, engine.load_checkpoint, engine.destroy = self._save, self._load, self._destroy
@@ -258,6 +258,7 @@ class Plug:
         place = Place.of(save_dir, tag, self._root)
         try:
             files, fault = self._collected(save_dir, tag, client, save_latest, exclude_frozen_parameters)
+            fault = fault or mount_fault(self._store_of(place.root), save_dir)
             stepped = self._stepped()
         except BaseException as error:
             told = (
@@ -292,6 +293,8 @@ class Plug:
         itself has saved is left to DeepSpeed.
         """
         self.settle()
+        if self.engine.load_universal_checkpoint():  # what was made of a checkpoint by a tool
+            return self._load(load_dir, tag, *args, **kwargs)
         root = Place.root_of(load_dir, self._root)
         if root not in self._checkpointers and not first_says(lambda: os.path.isdir(os.path.join(root, SERVICE))):
             return self._load(load_dir, tag, *args, **kwargs)
@@ -421,11 +424,14 @@ class Plug:
         return tags[0]
 
     def _stepped(self) -> set[int]:
-        """Where everything lies that nothing but a step of the optimizer changes."""
+        """Where everything lies that nothing but a step of the optimizer changes. Of frozen parameters that is not known: they
+        may be an average that the user takes.
+        """
         engine = self.engine
         if steps_elsewhere(engine.optimizer):
             return set()
-        found = {parameter.untyped_storage().data_ptr() for parameter in engine.module.parameters()}
+        trained = (parameter for parameter in engine.module.parameters() if parameter.requires_grad)
+        found = {parameter.untyped_storage().data_ptr() for parameter in trained}
         base = getattr(engine.optimizer, "optimizer", engine.optimizer)
         for group in getattr(base, "param_groups", ()):
             found |= {parameter.untyped_storage().data_ptr() for parameter in group["params"]}
