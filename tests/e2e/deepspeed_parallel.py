@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
 from typing import Any
 
 import torch
@@ -34,7 +36,8 @@ def make_pipeline(seed: int) -> Any:
     """Two stages, each on one of two ranks."""
     torch.manual_seed(seed)
     layers = [LayerSpec(nn.Linear, WIDTH, WIDTH) for _ in range(4)]
-    module = PipelineModule(layers, num_stages=2, loss_fn=nn.functional.mse_loss, partition_method="uniform")
+    with redirect_stdout(io.StringIO()):  # it prints what it is made of
+        module = PipelineModule(layers, num_stages=2, loss_fn=nn.functional.mse_loss, partition_method="uniform")
     return deepspeed.initialize(model=module, model_parameters=list(module.parameters()), config=SETTINGS)[0]
 
 
@@ -59,8 +62,9 @@ class Experts(nn.Module):
 
 def make_experts(seed: int) -> Any:
     torch.manual_seed(seed)
-    module = Experts()
-    return deepspeed.initialize(model=module, model_parameters=list(module.parameters()), config=SETTINGS)[0]
+    with redirect_stdout(io.StringIO()):
+        module = Experts()
+        return deepspeed.initialize(model=module, model_parameters=list(module.parameters()), config=SETTINGS)[0]
 
 
 def train_experts(engine: Any, first: int, last: int) -> list[float]:
@@ -75,6 +79,6 @@ def train_experts(engine: Any, first: int, last: int) -> list[float]:
 
 
 PARALLEL: dict[str, tuple[Callable[[int], Any], Train]] = {
-    "pipeline": (make_pipeline, train_pipeline),
     "mixture-of-experts": (make_experts, train_experts),
+    "pipeline": (make_pipeline, train_pipeline),  # the last: engines after it take its mesh for theirs
 }

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from checkpointd.errors import AbortedError, DamagedError, DeadlineError, StateError, UsageError
 from checkpointd_client.integrations.deepspeed import Plug, attach
@@ -105,13 +106,17 @@ class Rank:
         with self.raises(UsageError, what, f"{what}, in the other layout"):
             attach(engine, layout="checkpointd")
         train_one(engine, 0, 2)
-        plug = attach(engine, staging="eager")
+        plug = attach(engine)
         engine.save_checkpoint(root, client_state={"epoch": 3})
+        seen: list[object] = []
+        hook = register_optimizer_step_pre_hook(lambda optimizer, *_: seen.append(optimizer))
         losses = train_one(engine, 2, 4)
+        hook.remove()
+        self.check(len(seen) == 2, f"{what}: a snapshot is to be whole before a step, and {len(seen)} of 2 steps were seen")
         plug.close()
         engine.destroy()
         again = make_one(1)
-        attach(again, staging="eager")
+        attach(again)
         path, client = again.load_checkpoint(root)
         self.check(path is not None and client["epoch"] == 3, f"{what}: loaded {path} {client}")
         found = train_one(again, 2, 4)
@@ -255,9 +260,9 @@ def main() -> None:
     rank = Rank(Path(sys.argv[1]))
     for kind in KINDS:
         rank.saves_as_deepspeed_does_and_resumes(kind)
+    rank.does_what_users_do()
     for what in PARALLEL:
         rank.saves_what_each_rank_has_alone(what)
-    rank.does_what_users_do()
     print("\n".join([*rank.wrong, "done"]), flush=True)
     os._exit(0)  # DeepSpeed's atexit hooks wait for ranks that have left
 
