@@ -1,7 +1,8 @@
 """Which roots the daemon serves, and the stores behind them.
 
 Invariant: no path that a client names reaches a store unless it lies at or below a configured root, spelt without `..` and
-with no symbolic link in it.
+with no symbolic link in it. A root that shows files beside itself (one named `.checkpointd`) is served where the directory in
+which it lies is.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from checkpointd.errors import StoreError, UsageError
 from checkpointd.layout.keys import SERVICE
 from checkpointd.store.base import Store
 from checkpointd.store.limited import LimitedStore, TokenBucket
+from checkpointd.store.plain import can_show
 from checkpointd.store.posix import PosixStore
 
 STORES_KEPT = 64
@@ -92,9 +94,10 @@ class Roots:
         if ".." in root.split("/"):
             raise UsageError(f"root {root!r} has '..' in it: give the path itself")
         path = os.path.normpath(root)
-        if not any(_within(path, allowed) for allowed in self._allowed):
+        written = os.path.dirname(path) if can_show(path) else path
+        if not any(_within(written, allowed) for allowed in self._allowed):
             raise UsageError(
-                f"this daemon does not serve {path}: it serves {', '.join(self._allowed)} and what lies below; "
+                f"this daemon does not serve {written}: it serves {', '.join(self._allowed)} and what lies below; "
                 "start it with --root for this one"
             )
         link = _first_link(path)
@@ -103,14 +106,15 @@ class Roots:
         return path
 
     def found(self) -> list[str]:
-        """The roots that lie at, or directly below, the configured ones."""
+        """The roots that lie at, or directly below, the configured ones, and those of plain files in these places."""
         places: list[str] = []
         for allowed in self._allowed:
             try:
                 below = sorted(entry.path for entry in os.scandir(allowed) if entry.is_dir(follow_symlinks=False))
             except OSError:
                 continue
-            places += [path for path in (allowed, *below) if os.path.isdir(f"{path}/{SERVICE}/epochs")]
+            here = dict.fromkeys(path for place in (allowed, *below) for path in (place, f"{place}/{SERVICE}"))
+            places += [path for path in here if os.path.isdir(f"{path}/{SERVICE}/epochs")]
         return places
 
     def lift_limit(self) -> None:

@@ -22,12 +22,14 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from deepspeed.runtime import engine as deepspeed_engine
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from checkpointd.errors import AbortedError, CheckpointdError, DamagedError, DeadlineError, StateError, StoreError, UsageError
 from checkpointd_client import Checkpointer
 from checkpointd_client.integrations.deepspeed import Plug, attach
 from checkpointd_client.integrations.deepspeed.plug import Place
 from tests.e2e.deepspeed_engines import Kind, make, train
+from tests.e2e.deepspeed_parallel import PARALLEL
 
 KINDS = (Kind(0), Kind(0, "bfloat16"), Kind(1), Kind(2, "bfloat16"), Kind(3), Kind(3, "bfloat16"))
 LIMIT_S = 60.0
@@ -101,6 +103,30 @@ class Rank:
             torch.load(ours / file, weights_only=False, mmap=True)
             with zipfile.ZipFile(ours / file) as archive:
                 self.check(archive.testzip() is None, f"{name}: {file} has wrong sums")
+
+    def saves_what_each_rank_has_alone(self, what: str) -> None:
+        """A pipeline and a mixture of experts, in this layout; the other one says why it does not take them."""
+        make_one, train_one = PARALLEL[what]
+        engine, root = make_one(0), str(self.folder / what)
+        with self.raises(UsageError, what, f"{what}, in the other layout"):
+            attach(engine, layout="checkpointd")
+        train_one(engine, 0, 2)
+        plug = attach(engine)
+        engine.save_checkpoint(root, client_state={"epoch": 3})
+        seen: list[object] = []
+        hook = register_optimizer_step_pre_hook(lambda optimizer, *_: seen.append(optimizer))
+        losses = train_one(engine, 2, 4)
+        hook.remove()
+        self.check(len(seen) == 2, f"{what}: a snapshot is to be whole before a step, and {len(seen)} of 2 steps were seen")
+        plug.close()
+        engine.destroy()
+        again = make_one(1)
+        attach(again)
+        path, client = again.load_checkpoint(root)
+        self.check(path is not None and client["epoch"] == 3, f"{what}: loaded {path} {client}")
+        found = train_one(again, 2, 4)
+        self.check(found == losses, f"{what}: losses {found}, and without a stop {losses}")
+        again.destroy()
 
     # --- what goes wrong ---------------------------------------------------------------------------------------
 
@@ -320,6 +346,8 @@ def main() -> None:
     for kind in KINDS:
         rank.saves_as_deepspeed_does_and_resumes(kind)
     rank.does_what_users_do()
+    for what in PARALLEL:
+        rank.saves_what_each_rank_has_alone(what)
     print("\n".join([*rank.wrong, "done"]), flush=True)
     os._exit(0)  # DeepSpeed's atexit hooks wait for ranks that have left
 

@@ -1,4 +1,7 @@
-"""One rank with a DeepSpeed engine that does what it is told, and whose storage fails when it is told to. See driven.py."""
+"""One rank with a DeepSpeed engine that does what it is told, and whose storage fails when it is told to.
+
+See driven.py, and nursery_child.py, which forks it: nothing of what is imported here may start a thread.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,21 @@ import threading
 from contextlib import suppress
 from typing import Any
 
+import torch._inductor.compile_fx  # noqa: F401  # DeepSpeed's first engine would
+
 from checkpointd.errors import CheckpointdError, StoreError
-from checkpointd.layout.manifest import Index
-from checkpointd.layout.tree import Files
 from checkpointd.pipeline import save
-from checkpointd.pipeline.chunks import Persist
 from checkpointd.store.plain import PlainFiles
-from tests.faults.driven import Records, serve
+from checkpointd_client.integrations.deepspeed import attach
+from tests.e2e import deepspeed_engines as engines
+from tests.faults.driven import Records
+
+
+class Stubborn:
+    """Is no value, and cannot be pickled."""
+
+    def __reduce__(self) -> Any:
+        raise TypeError("it will not be pickled")
 
 
 class Rank:
@@ -24,54 +35,57 @@ class Rank:
 
     def __init__(self, records: Records) -> None:
         del records
+        os.environ["LOCAL_RANK"] = os.environ["RANK"]
         self._engine: Any = None
-        # Not above: DeepSpeed prints while it is imported, and that must not stand between the answers.
-        from tests.e2e import deepspeed_engines
-
-        self._engines = deepspeed_engines
         self._held = threading.Event()
-        self._write = save.write_files
+        self._written = save._written
 
     def open(self, stage: int, seed: int, **options: Any) -> None:
         """A new engine, attached."""
         self.close()
-        from checkpointd_client.integrations.deepspeed import attach
-
-        self._engine = self._engines.make(self._engines.Kind(stage), seed)
+        self._engine = engines.make(engines.Kind(stage), seed)
         self._plug = attach(self._engine, **options)
 
     def train(self, first: int, last: int) -> list[float]:
-        return self._engines.train(self._engine, first, last)
+        return engines.train(self._engine, first, last)
 
-    def save(self, root: str, tag: str) -> bool:
+    def save(self, root: str, tag: str | None = None) -> bool:
         return bool(self._engine.save_checkpoint(root, tag=tag, client_state={"tag": tag}))
 
-    def end(self) -> list[str]:
-        """How the last save ended, and why."""
+    def save_stubbornly(self, root: str, tag: str) -> None:
+        """With an object in the client state that cannot be stored; raises."""
+        self._engine.save_checkpoint(root, tag=tag, client_state={"charm": Stubborn()})
+
+    def validate_tags(self) -> None:
+        """From here on, other tags on other ranks are an error, as DeepSpeed's `tag_validation` can have it."""
+        self._engine._config.checkpoint_config["tag_validation"] = "FAIL"
+
+    def end(self, until: str = "committed") -> list[str]:
+        """How the last save ended, and why; or that it has come so far."""
         handle = self._engine.checkpoint_handle()
         try:
-            handle.wait(60.0)
+            handle.wait(60.0, until=until)
         except CheckpointdError as error:
             return [handle.phase, f"{error} {error.__cause__ or ''}"]
-        return [handle.phase, ""]
+        return [until, ""]
 
     def load(self, root: str) -> list[Any]:
-        """The directory that was loaded, and the steps that were taken."""
-        path, _ = self._engine.load_checkpoint(root)
-        return [os.path.dirname(path), self._engine.global_steps]
+        """The tag that was loaded, as its client state has it, and the steps that were taken."""
+        path, client = self._engine.load_checkpoint(root)
+        return [path and client["tag"], self._engine.global_steps]
 
     # --- storage that fails ----------------------------------------------------------------------------------------
 
     def hold(self) -> None:
         """From here on a save writes its files, and then stands before its vote."""
 
-        async def held(job: Persist, files: Files) -> Index:
-            index = await self._write(job, files)
+        async def held(*arguments: Any) -> Any:
+            written = await self._written(*arguments)
             self._held.set()
             await asyncio.Event().wait()
-            return index
+            return written
 
-        save.write_files = held
+        self._write_by(held)
 
     def is_held(self) -> bool:
         return self._held.is_set()
@@ -79,14 +93,18 @@ class Rank:
     def fail(self) -> None:
         """From here on a save fails in the storage of this rank alone."""
 
-        async def failing(job: Persist, files: Files) -> Index:
-            await self._write(job, files)
+        async def failing(*arguments: Any) -> Any:
+            await self._written(*arguments)
             raise StoreError("the disk of one rank gave up")
 
-        save.write_files = failing
+        self._write_by(failing)
 
     def work_again(self) -> None:
-        save.write_files = self._write
+        self._write_by(self._written)
+
+    @staticmethod
+    def _write_by(function: Any) -> None:
+        setattr(save, "_written", function)  # noqa: B010  # a mutation, which mypy need not understand
 
     def die_when(self, call: str) -> None:
         """SIGKILL in the middle of the commit: where files are to be shown ("show"), or `latest` to be moved ("point")."""
@@ -109,8 +127,3 @@ class Rank:
     def leave(self) -> None:
         """End the process as a script ends, with nothing closed."""
         sys.exit(0)
-
-
-if __name__ == "__main__":
-    os.environ["LOCAL_RANK"] = os.environ["RANK"]
-    serve(Rank)

@@ -22,6 +22,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from tests.faults.nursery import Forked, Nursery
+
 HERE = Path(__file__).parent
 DRIVEN = HERE / "driven.py"
 POLL_S = 0.002
@@ -73,18 +75,23 @@ class Rank:
         environment: dict[str, str],
         stderr: Path,
         prefix: Sequence[str] = (),
-        script: Path = DRIVEN,
+        nursery: Nursery | None = None,
     ) -> None:
         self.rank, self._stderr = rank, stderr
-        with stderr.open("w") as errors:
-            self.process = subprocess.Popen(
-                [*prefix, sys.executable, str(script)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                env={**environment, "RANK": str(rank)},
-            )
+        self.process: subprocess.Popen[str] | Forked
+        environment = {**environment, "RANK": str(rank)}
+        with stderr.open("wb") as errors:
+            if nursery is not None:
+                self.process = Forked(nursery.socket, environment, errors)
+            else:
+                self.process = subprocess.Popen(
+                    [*prefix, sys.executable, str(DRIVEN)],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=errors,
+                    text=True,
+                    env=environment,
+                )
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -173,7 +180,7 @@ class Rank:
 class Job:
     """A job of `world_size` ranks, started at once and ready when first told something.
 
-    `prefixes`: rank -> what goes before its command line. `script`: what a rank runs.
+    `prefixes`: rank -> what goes before its command line. `nursery`: what forks the ranks, which are of its kind then.
     """
 
     folder: Path
@@ -181,13 +188,13 @@ class Job:
     seed: int = 1
     nbytes: int = NBYTES
     prefixes: dict[int, list[str]] = field(default_factory=dict)
-    script: Path = DRIVEN
+    nursery: Nursery | None = None
     ranks: list[Rank] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         environment = rank_environment(self.world_size)
         self.ranks = [
-            Rank(rank, environment, self.folder / f"rank-{rank}.stderr", self.prefixes.get(rank, ()), self.script)
+            Rank(rank, environment, self.folder / f"rank-{rank}.stderr", self.prefixes.get(rank, ()), self.nursery)
             for rank in range(self.world_size)
         ]
 

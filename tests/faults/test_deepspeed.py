@@ -13,7 +13,8 @@ import torch
 
 from tests.faults import mounts
 from tests.faults.daemons import Daemon
-from tests.faults.jobs import Job, wait_until
+from tests.faults.jobs import Job, RankError, wait_until
+from tests.faults.nursery import Nursery
 
 pytestmark = [
     pytest.mark.e2e,
@@ -24,35 +25,67 @@ pytestmark = [
     ),
 ]
 
-SCRIPT = Path(__file__).with_name("deepspeed_driven.py")
+LAYOUTS = ("deepspeed", "checkpointd")
 MIB = 1 << 20
+SHORT_S = 2.0
 COMMITTED = [["committed", ""]] * 2
 
 
-def start(folder: Path, name: str) -> Job:
-    (folder / name).mkdir()
-    return Job(folder=folder / name, script=SCRIPT)
+@pytest.fixture(scope="module")
+def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+    with Nursery(tmp_path_factory.mktemp("nursery"), "tests.faults.deepspeed_driven", DS_ACCELERATOR="cpu") as started:
+        yield started
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
+def job(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
     """Two ranks that outlive the tests which share them."""
-    with start(tmp_path_factory.mktemp("job"), "shared") as started:
+    with Job(folder=tmp_path_factory.mktemp("job"), nursery=nursery) as started:
         yield started
 
 
 @pytest.fixture
-def attached(job: Job, tmp_path: Path) -> Job:
-    """The same, with an engine of ZeRO 1 that has taken a step and saved it under `first`."""
-    job.all("open", stage=1, seed=0)
+def mortal(nursery: Nursery, tmp_path: Path) -> Iterator[Job]:
+    """Two ranks that the test may kill."""
+    with Job(folder=tmp_path, nursery=nursery) as started:
+        yield started
+
+
+@pytest.fixture(params=LAYOUTS)
+def layout(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def attached(job: Job, layout: str, tmp_path: Path) -> Job:
+    """The shared ones, with an engine of ZeRO 1 that has taken a step and saved it under `first`."""
+    return with_engine(job, layout, tmp_path)
+
+
+def with_engine(job: Job, layout: str, folder: Path, **options: Any) -> Job:
+    job.all("open", stage=1, seed=0, layout=layout, **options)
     job.all("train", first=0, last=1)
-    save(job, tmp_path / "root", "first")
+    save(job, folder / "root", "first")
     assert job.all("end") == COMMITTED
     return job
 
 
 def save(job: Job, root: Path, tag: str) -> None:
     assert job.all("save", root=str(root), tag=tag) == [True, True]
+
+
+def latest(root: Path) -> str:
+    try:
+        return (root / "latest").read_text().strip()
+    except FileNotFoundError:
+        return ""
+
+
+def is_checkpoint(root: Path, tag: str, layout: str) -> bool:
+    """Whether the tag is one that a job would find."""
+    if layout == "deepspeed":
+        return (root / tag).exists()
+    return any(b'"outcome":"commit"' in path.read_bytes() for path in (root / tag).glob("*/outcome"))
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -69,43 +102,81 @@ def steps_in(folder: Path) -> set[Any]:
     return found
 
 
-def test_ranks_that_are_killed_in_the_middle_of_saves(tmp_path: Path) -> None:
-    """First rank 1 before its vote, then rank 0 in the middle of the commit; each time the job is started again."""
+# --- ranks that die ---------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_is_killed_in_the_middle_of_saves(mortal: Job, job: Job, layout: str, tmp_path: Path) -> None:
+    """After its files, and before its vote: nothing has changed, and the next job goes on from the save before."""
     root = tmp_path / "root"
-    best = root / "best"
-    with start(tmp_path, "one") as job:
-        job.all("open", stage=1, seed=0)
-        job.all("train", first=0, last=2)
-        save(job, root, "best")
-        assert job.all("end") == COMMITTED
-        before = contents(best)
-        losses = job.all("train", first=2, last=4)
-        job.ranks[1].do("hold")
-        save(job, root, "best")  # the same tag once more
-        job.all("train", first=4, last=5)
-        save(job, root, "next")
-        wait_until(lambda: job.ranks[1].do("is_held"), "rank 1 has written its files")
-        job.ranks[1].kill()
-    assert (root / "latest").read_text() == "best"
-    assert contents(best) == before
-    assert not (root / "next").exists()
-    with start(tmp_path, "two") as job:
-        job.all("open", stage=1, seed=1)
-        assert job.all("load", root=str(root)) == [[str(best), 2]] * 2
-        assert job.all("train", first=2, last=4) == losses
-        job.ranks[0].do("die_when", call="show")
-        job.ranks[1].do("die_when", call="show")  # which would do it instead
-        job.tell("save", root=str(root), tag="best")
-        for rank in job.ranks:
-            assert rank.process.wait() == -signal.SIGKILL
-    assert contents(best) == before, "not the old ones, and not yet the new ones either"
-    with start(tmp_path, "three") as job:
-        job.all("open", stage=1, seed=2)
-        assert job.all("load", root=str(root)) == [[str(best), 4]] * 2
-        assert steps_in(best) == {4}
+    with_engine(mortal, layout, tmp_path)
+    mortal.all("train", first=1, last=2)
+    save(mortal, root, "best")
+    assert mortal.all("end") == COMMITTED
+    before = contents(root / "best") if layout == "deepspeed" else {}
+    losses = mortal.all("train", first=2, last=4)
+    mortal.ranks[1].do("hold")
+    save(mortal, root, "best")  # the same tag once more
+    mortal.all("train", first=4, last=5)
+    save(mortal, root, "next")
+    wait_until(lambda: mortal.ranks[1].do("is_held"), "rank 1 has written its files")
+    for rank in reversed(mortal.ranks):
+        rank.kill()
+    assert latest(root) == "best"
+    assert not is_checkpoint(root, "next", layout)
+    if layout == "deepspeed":
+        assert contents(root / "best") == before
+    job.all("open", stage=1, seed=1, layout=layout)
+    assert job.all("load", root=str(root)) == [["best", 2]] * 2
+    assert job.all("train", first=2, last=4) == losses
 
 
-def test_a_no_vote_aborts_on_all_ranks(attached: Job, tmp_path: Path) -> None:
+def test_ranks_that_are_killed_between_the_commit_and_the_showing(mortal: Job, job: Job, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    with_engine(mortal, "deepspeed", tmp_path)
+    before = contents(root / "first")
+    mortal.all("train", first=1, last=3)
+    mortal.ranks[0].do("die_when", call="show")
+    mortal.ranks[1].do("die_when", call="show")  # which would do it instead
+    mortal.tell("save", root=str(root), tag="first")
+    for rank in mortal.ranks:
+        assert rank.process.wait() == -signal.SIGKILL
+    assert contents(root / "first") == before, "not the old ones, and not yet the new ones either"
+    job.all("open", stage=1, seed=2, layout="deepspeed")
+    assert job.all("load", root=str(root)) == [["first", 3]] * 2
+    assert steps_in(root / "first") == {3}
+
+
+def test_trainers_that_are_killed_have_a_sidecar_that_commits(mortal: Job, job: Job, layout: str, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    with Daemon(tmp_path) as daemon:
+        mortal.all("open", stage=3, seed=0, layout=layout, sidecar=str(daemon.socket))
+        mortal.all("train", first=0, last=2)
+        save(mortal, root, "last")
+        assert mortal.all("end", until="staged") == [["staged", ""]] * 2
+        for rank in mortal.ranks:
+            rank.kill()
+        wait_until(lambda: latest(root) == "last", f"it was committed: {daemon.said()}")
+    job.all("open", stage=3, seed=1, layout=layout)
+    assert job.all("load", root=str(root)) == [["last", 2]] * 2
+
+
+def test_a_script_that_ends_right_after_a_save(mortal: Job, job: Job, layout: str, tmp_path: Path) -> None:
+    """The interpreter's end waits for the commit."""
+    root = tmp_path / "root"
+    with_engine(mortal, layout, tmp_path)
+    save(mortal, root, "last")
+    mortal.tell("leave")
+    for rank in mortal.ranks:
+        assert rank.process.wait() == 0, rank.said()
+    assert latest(root) == "last"
+    job.all("open", stage=1, seed=1, layout=layout)
+    assert job.all("load", root=str(root)) == [["last", 1]] * 2
+
+
+# --- storage that fails -----------------------------------------------------------------------------------------------
+
+
+def test_a_no_vote_aborts_on_all_ranks(attached: Job, layout: str, tmp_path: Path) -> None:
     """DeepSpeed does not look at what its engine's commit() returns."""
     root = tmp_path / "root"
     attached.ranks[1].do("fail")
@@ -113,16 +184,15 @@ def test_a_no_vote_aborts_on_all_ranks(attached: Job, tmp_path: Path) -> None:
     ends = attached.all("end")
     assert [phase for phase, _ in ends] == ["aborted", "failed"]
     assert all("the disk of one rank gave up" in why for _, why in ends)
-    assert (root / "latest").read_text() == "first"
-    assert not (root / "second").exists()
+    assert [latest(root), is_checkpoint(root, "second", layout)] == ["first", False]
     attached.ranks[1].do("work_again")
     save(attached, root, "second")
     assert attached.all("end") == COMMITTED
-    assert (root / "latest").read_text() == "second"
+    assert latest(root) == "second"
 
 
 @pytest.mark.root
-def test_a_full_disk_fails_the_save_and_not_the_training(attached: Job) -> None:
+def test_a_full_disk_fails_the_save_and_not_the_training(attached: Job, layout: str) -> None:
     with mounts.tmpfs(4 * MIB) as small:
         root = small / "root"
         save(attached, root, "one")
@@ -132,35 +202,20 @@ def test_a_full_disk_fails_the_save_and_not_the_training(attached: Job) -> None:
         attached.all("train", first=1, last=2)
         save(attached, root, "two")
         assert all("no space is left" in why for _, why in attached.all("end"))
-        assert [(root / "latest").read_text(), (root / "two").exists()] == ["one", False]
+        assert [latest(root), is_checkpoint(root, "two", layout)] == ["one", False]
         ballast.unlink()
         save(attached, root, "two")
         assert attached.all("end") == COMMITTED
-        assert steps_in(root / "two") == {2}
+        assert attached.all("load", root=str(root)) == [["two", 2]] * 2
         attached.all("close")
 
 
-def test_what_a_larger_job_left_in_the_directory_goes(attached: Job, tmp_path: Path) -> None:
-    """DeepSpeed's zero_to_fp32 counts the files, and refuses where there are too many."""
-    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
-    root = tmp_path / "root"
-    (root / "tag").mkdir()
-    for name in ("zero_pp_rank_2_mp_rank_00_optim_states.pt", "notes.txt"):
-        (root / "tag" / name).write_bytes(b"left over")
-    save(attached, root, "tag")
-    assert attached.all("end") == COMMITTED
-    assert not (root / "tag" / "zero_pp_rank_2_mp_rank_00_optim_states.pt").exists()
-    assert (root / "tag" / "notes.txt").read_bytes() == b"left over"
-    assert "hidden.weight" in get_fp32_state_dict_from_zero_checkpoint(str(root), "tag")
-
-
-def test_a_sidecar_that_dies_is_noticed(job: Job, tmp_path: Path) -> None:
+def test_a_sidecar_that_dies_is_noticed(job: Job, layout: str, tmp_path: Path) -> None:
     """The process that writes: DeepSpeed's engines of that kind wait for theirs for ever."""
     root = tmp_path / "root"
     root.mkdir()
     with Daemon(tmp_path) as daemon:
-        job.all("open", stage=3, seed=0, sidecar=str(daemon.socket))
+        job.all("open", stage=3, seed=0, layout=layout, sidecar=str(daemon.socket))
         save(job, root, "one")
         assert job.all("end") == COMMITTED
         daemon.send(signal.SIGSTOP)
@@ -172,15 +227,77 @@ def test_a_sidecar_that_dies_is_noticed(job: Job, tmp_path: Path) -> None:
         job.all("train", first=0, last=1)
         save(job, root, "three")
         assert job.all("end") == COMMITTED
-        assert (root / "latest").read_text() == "three"
+        assert latest(root) == "three"
 
 
-def test_a_script_that_ends_right_after_a_save(attached: Job, tmp_path: Path) -> None:
-    """The last of those that share the job: the interpreter's end waits for the commit."""
+# --- calls that are not alike -----------------------------------------------------------------------------------------
+
+
+def test_saves_of_every_step_and_a_load_right_after_the_last(attached: Job, tmp_path: Path) -> None:
     root = tmp_path / "root"
-    save(attached, root, "last")
-    attached.tell("leave")
-    for rank in attached.ranks:
-        assert rank.process.wait() == 0, rank.said()
-    assert (root / "latest").read_text() == "last"
-    assert steps_in(root / "last") == {1}
+    for step in range(2, 6):
+        attached.all("train", first=step - 1, last=step)
+        save(attached, root, f"step{step}")
+    assert attached.all("load", root=str(root)) == [["step5", 5]] * 2
+
+
+def test_a_rank_that_saves_alone_is_told_who_is_missing(job: Job, layout: str, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    with_engine(job, layout, tmp_path, commit_timeout_s=SHORT_S)
+    with pytest.raises(RankError, match=r"DeadlineError: .*\[1\]"):
+        job.ranks[0].do("save", root=str(root), tag="alone")
+    save(job, root, "together")
+    assert job.all("end") == COMMITTED
+    assert [latest(root), is_checkpoint(root, "alone", layout)] == ["together", False]
+
+
+def test_tags_that_differ_in_this_projects_format(job: Job, tmp_path: Path) -> None:
+    """The other layout: tests/e2e/deepspeed_ranks.py."""
+    root = tmp_path / "root"
+    with_engine(job, "checkpointd", tmp_path)
+    for rank in job.ranks:
+        rank.tell("save", root=str(root), tag=f"mine-{rank.rank}")
+    assert [rank.answer() for rank in job.ranks] == [True, True]
+    assert job.all("end") == COMMITTED
+    assert [latest(root), sorted(path.name for path in root.glob("mine*"))] == ["mine-0", ["mine-0"]]
+    job.all("validate_tags")
+    for rank in job.ranks:
+        rank.tell("save", root=str(root), tag=f"other-{rank.rank}")
+    for rank in job.ranks:
+        with pytest.raises(RankError, match="rank 1 under 'other-1'; give one tag on all ranks"):
+            rank.answer()
+    assert not list(root.glob("other*"))
+
+
+def test_an_object_in_the_client_state_of_one_rank_is_refused_by_name(job: Job, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    with_engine(job, "checkpointd", tmp_path)
+    job.ranks[0].tell("save_stubbornly", root=str(root), tag="charmed")
+    job.ranks[1].tell("save", root=str(root), tag="charmed")
+    with pytest.raises(RankError, match=r"client_state.*charm"):
+        job.ranks[0].answer()
+    assert job.ranks[1].answer()
+    phase, why = job.ranks[1].do("end")
+    assert phase == "aborted", why
+    assert "charm" in why
+    save(job, root, "charmed")
+    assert job.all("end") == COMMITTED
+
+
+# --- what is in the way -----------------------------------------------------------------------------------------------
+
+
+def test_what_a_larger_job_left_in_the_directory_goes(job: Job, tmp_path: Path) -> None:
+    """DeepSpeed's zero_to_fp32 counts the files, and refuses where there are too many."""
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    root = tmp_path / "root"
+    with_engine(job, "deepspeed", tmp_path)
+    (root / "tag").mkdir()
+    for name in ("zero_pp_rank_2_mp_rank_00_optim_states.pt", "notes.txt"):
+        (root / "tag" / name).write_bytes(b"left over")
+    save(job, root, "tag")
+    assert job.all("end") == COMMITTED
+    assert not (root / "tag" / "zero_pp_rank_2_mp_rank_00_optim_states.pt").exists()
+    assert (root / "tag" / "notes.txt").read_bytes() == b"left over"
+    assert "hidden.weight" in get_fp32_state_dict_from_zero_checkpoint(str(root), "tag")

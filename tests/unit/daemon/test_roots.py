@@ -111,6 +111,20 @@ async def test_stores_in_use_stay_though_they_are_many(folder: Path, monkeypatch
     await roots.close()
 
 
+def test_a_root_that_shows_files_beside_itself_needs_the_directory_that_they_stand_in(folder: Path) -> None:
+    shows = folder / "job" / ".checkpointd"
+    assert Roots([str(folder)]).check(str(shows)) == str(shows)
+    assert Roots([str(folder / "job")]).check(str(shows)) == str(shows)
+    with pytest.raises(UsageError, match=f"does not serve {folder / 'job'}:"):
+        Roots([str(shows)]).check(str(shows))
+
+
+def test_roots_of_plain_files_are_found_too(folder: Path) -> None:
+    for place in (folder, folder / "job"):
+        (place / ".checkpointd" / ".checkpointd" / "epochs").mkdir(parents=True)
+    assert Roots([str(folder)]).found() == [str(folder / ".checkpointd"), str(folder / "job" / ".checkpointd")]
+
+
 def test_roots_are_found_at_and_below_the_configured_ones(folder: Path) -> None:
     for root in (folder, folder / "job"):
         (root / ".checkpointd" / "epochs").mkdir(parents=True)

@@ -1,0 +1,54 @@
+"""Processes of one script that import what takes seconds to import once, together."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+
+def forked(folder: Path, count: int, run: Callable[[Path, int], None]) -> None:
+    """`run(folder, number)` in `count` processes, which write to `rank-<number>.log`. When one fails, all end and so does this.
+
+    Nothing but imports may have been done before: what has begun threads cannot be forked.
+    """
+    import torch._inductor.compile_fx  # noqa: F401  # DeepSpeed's first engine would
+
+    alone = threading.active_count()
+    assert alone == 1, f"{alone} threads cannot be forked"
+    gc.collect()
+    gc.freeze()
+    children = {_child(folder, number, run) for number in range(count)}
+    failed = False
+    while children:
+        ended, status = os.wait()
+        children.discard(ended)
+        if status and not failed:
+            failed = True
+            for child in children:
+                os.kill(child, signal.SIGKILL)  # they would wait for it
+    sys.exit(failed)
+
+
+def _child(folder: Path, number: int, run: Callable[[Path, int], None]) -> int:
+    child = os.fork()
+    if child:
+        return child
+    log = os.open(folder / f"rank-{number}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    status = 1
+    try:
+        run(folder, number)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)  # gloo's threads of groups that are gone need not be waited for

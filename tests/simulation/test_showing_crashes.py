@@ -1,0 +1,193 @@
+"""Plain files beside a store, at every crash point: what a directory shows is whole, and the next start finishes the work.
+
+`store/plain.py` (W1 to W3) and `pipeline/showing.py` (Y1 to Y3), which docs/ORDERING.md has in words.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from checkpointd.layout.keys import OUTCOME, AttemptId, attempt_prefix, file_name, index_name, vote_name
+from checkpointd.layout.manifest import IndexRef, Outcome, Vote, VoteRef, digest, encode
+from checkpointd.pipeline import showing
+from checkpointd.pipeline.identity import writer
+from checkpointd.store.posix import PosixStore
+from checkpointd.testing.crashpoints import Crash, every_crash_point
+from checkpointd.testing.simdisk import ProcessDisk, SimDisk
+
+BESIDE = "/root/run"
+SEEDS = range(3)
+OLD = {
+    "mp_rank_00_model_states.pt": b"old model",
+    "zero_pp_rank_1_mp_rank_00_optim_states.pt": b"of two",
+    "recipe": b"old",
+}
+NEW = {"mp_rank_00_model_states.pt": b"new model", "recipe": b"new"}
+OWN = "notes.txt"
+
+
+class World:
+    """A disk with one store that can show, and processes at it."""
+
+    def __init__(self) -> None:
+        self.disk = SimDisk()
+
+    def store(self, name: str) -> tuple[PosixStore, ProcessDisk]:
+        disk = self.disk.process(name)
+        alive = self.disk.alive
+        return PosixStore(f"{BESIDE}/.checkpointd", disk, writer=name, is_alive=lambda one: one in alive()), disk
+
+    async def committed(self, tag: str, epoch: int, files: dict[str, bytes]) -> Outcome:
+        """The attempt of a save of `files`, committed and not shown."""
+        store, disk = self.store("saver")
+        outcome: Outcome = await disk.process.spawn(_commit(store, tag, epoch, files))
+        self.disk.kill("saver")
+        self.disk.fs.make_all_durable()
+        return outcome
+
+    async def shown(self, outcome: Outcome) -> None:
+        store, disk = self.store("shower")
+        await disk.process.spawn(showing.show(store, outcome))
+        self.disk.kill("shower")
+        self.disk.fs.make_all_durable()
+
+    async def struck(self, crash: Crash, task: asyncio.Task[None]) -> bool:
+        """Whether the crash came before the end of `task`; without it the power is cut then."""
+        struck = await crash.strikes(self.disk, [task])
+        self.disk.after = lambda *_: None
+        if not struck:
+            self.disk.power_cut()
+        return struck
+
+    async def started(self) -> None:
+        """What a start does."""
+        store, disk = self.store("next")
+        await disk.process.spawn(showing.mend(store))
+        self.disk.kill("next")
+
+    async def contents(self, at: str) -> dict[str, bytes] | None:
+        """What stands in a directory; None where there is none."""
+        disk = self.disk.process("looker")
+
+        async def look() -> dict[str, bytes]:
+            names = [child.name for child in await disk.children(f"{BESIDE}/{at}") if not child.is_directory]
+            return {name: await disk.read(f"{BESIDE}/{at}/{name}", 1 << 20) for name in names}
+
+        try:
+            return await disk.process.spawn(look())
+        except FileNotFoundError:
+            return None
+        finally:
+            self.disk.kill("looker")
+
+    async def latest(self) -> str:
+        """The tag that it names."""
+        found = await self.contents("")
+        assert found is not None
+        return found["latest"].decode()
+
+    async def put_own(self, at: str) -> None:
+        """A file of the user's in a directory that is shown."""
+        disk = self.disk.process("user")
+
+        async def put() -> None:
+            file = await disk.create(f"{BESIDE}/{at}/{OWN}")
+            await file.write_at(0, b"mine")
+            await file.close()
+
+        await disk.process.spawn(put())
+        self.disk.kill("user")
+        self.disk.fs.make_all_durable()
+
+
+async def _commit(store: PosixStore, tag: str, epoch: int, files: dict[str, bytes]) -> Outcome:
+    attempt = AttemptId(epoch, 0)
+    prefix, said = attempt_prefix(tag, attempt), {"tag": tag, "attempt": str(attempt), "step": 1, "world_size": 1}
+    for number, data in enumerate(files.values()):
+        await store.put_if_absent(f"{prefix}/{file_name(0, number)}", data)
+    vote = encode(
+        Vote(
+            **said,  # type: ignore[arg-type]  # each as its field wants it
+            rank=0,
+            n=0,
+            save_latest=True,
+            vote="yes",
+            index=IndexRef(name=index_name(0), size=1, digest=digest(b"")),
+            files=tuple(files),
+            shown_at=tag,
+            writer=writer(),
+        )
+    )
+    await store.put_if_absent(f"{prefix}/{vote_name(0)}", vote)
+    outcome = Outcome(
+        **said,  # type: ignore[arg-type]
+        outcome="commit",
+        order=(epoch, 0),
+        save_latest=True,
+        votes={"0": VoteRef(digest=digest(vote), size=len(vote))},
+        files=len(files),
+        shown_at=tag,
+        decided_by=0,
+        writer=writer(),
+    )
+    await store.put_if_absent(f"{prefix}/{OUTCOME}", encode(outcome))
+    return outcome
+
+
+@pytest.mark.parametrize("how", ["power cut", "killed"])
+def test_a_tag_that_is_saved_again_is_the_old_or_the_new_one_and_the_next_start_shows_the_new(how: str) -> None:
+    async def scenario(crash: Crash) -> bool:
+        world = World()
+        await world.shown(await world.committed("best", 1, OLD))
+        await world.put_own("best")
+        outcome = await world.committed("best", 2, NEW)
+        store, disk = world.store("shower")
+        shown = disk.process.spawn(showing.show(store, outcome))
+        struck = await world.struck(crash, shown)
+        found, mine = await world.contents("best"), {OWN: b"mine"}
+        assert found in ([NEW | mine] if not struck else [OLD | mine, NEW | mine]), f"half of each, or nothing: {found}"
+        assert await world.latest() == "best"
+        await world.started()
+        assert await world.contents("best") == NEW | mine
+        return struck
+
+    kill = None if how == "power cut" else lambda disk, _: disk.kill("shower")
+    assert every_crash_point(scenario, SEEDS, kill) > 20 * len(SEEDS)
+
+
+def test_a_new_tag_is_not_there_or_whole_and_latest_names_one_that_is() -> None:
+    async def scenario(crash: Crash) -> bool:
+        world = World()
+        await world.shown(await world.committed("first", 1, OLD))
+        outcome = await world.committed("second", 2, NEW)
+        store, disk = world.store("shower")
+        struck = await world.struck(crash, disk.process.spawn(showing.show(store, outcome)))
+        found, latest = await world.contents("second"), await world.latest()
+        assert found in ([NEW] if not struck else [None, NEW])
+        assert await world.contents("first") == OLD
+        assert latest == "second" if not struck else latest in ({"first"} if found is None else {"first", "second"})
+        await world.started()
+        assert await world.contents("second") == NEW
+        assert await world.latest() == "second"
+        return struck
+
+    assert every_crash_point(scenario, SEEDS) > 10 * len(SEEDS)
+
+
+def test_a_start_that_is_cut_off_is_finished_by_the_next() -> None:
+    async def scenario(crash: Crash) -> bool:
+        world = World()
+        await world.shown(await world.committed("best", 1, OLD))
+        await world.committed("best", 2, NEW)
+        await world.committed("last", 3, NEW)
+        store, disk = world.store("shower")
+        struck = await world.struck(crash, disk.process.spawn(showing.mend(store)))
+        assert await world.contents("best") in (OLD, NEW)
+        assert await world.contents("last") in ([NEW] if not struck else [None, NEW])
+        await world.started()
+        assert (await world.contents("best"), await world.contents("last"), await world.latest()) == (NEW, NEW, "last")
+        return struck
+
+    assert every_crash_point(scenario, SEEDS) > 20 * len(SEEDS)
