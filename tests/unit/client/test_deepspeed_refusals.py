@@ -35,6 +35,8 @@ def engine(**parts: Any) -> SimpleNamespace:
         "checkpoint_engine": object(),
         "config": {},
         "zero_nvme_offload_optimizer": lambda: False,
+        "curriculum_learning_enabled": lambda: False,
+        "random_ltd_enabled": lambda: False,
     }
     return SimpleNamespace(**{**usual, **parts})
 
@@ -60,6 +62,9 @@ def test_what_is_not_refused() -> None:
         ({"has_moe_layers": True}, "mixture-of-experts"),
         ({"seq_data_parallel_group": Group(0, RANKS // 2)}, "model-parallel"),
         ({"optimizer": SimpleNamespace(zenflow=True)}, "ZenFlow"),
+        ({"optimizer": SimpleNamespace(superoffload_cpu_optimizer=object())}, "SuperOffload"),
+        ({"curriculum_learning_enabled": lambda: True}, "data sampler"),
+        ({"random_ltd_enabled": lambda: True}, "random-LTD"),
         ({"optimizer": SimpleNamespace(swap_optimizer=True)}, "swapped to NVMe"),
         ({"optimizer": SimpleNamespace(params_in_nvme_and_cpu=True)}, "swapped to NVMe"),
         ({"optimizer": stage_3(RANKS, RANKS // 2)}, "MiCS"),
