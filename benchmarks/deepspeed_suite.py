@@ -8,9 +8,8 @@ Its tests/ are copied and run on the CPU, against the DeepSpeed of the same tree
 installed, which must be of the same version). Nothing is written to the tree. The first start compiles two of its optimizers,
 which takes minutes and needs g++ and ninja; they are kept in TORCH_EXTENSIONS_DIR.
 Every engine that a test makes is attached to checkpointd, unchanged otherwise. A test that is stuck is ended and counts as
-failed. `--runs 3` tells flaky tests from failing ones. Stage 3 (of 0.19.6) computes with memory that nothing was written to, so
-that its tests fail now and then, whoever saves: judge it with `--zeroed --select 3`. Ends with exit status 1 where the stock
-engine passes a test in every run, and checkpointd in none.
+failed. `--runs 3` tells flaky tests from failing ones. Ends with exit status 1 where the stock engine passes a test in
+every run, and checkpointd in none.
 """
 
 from __future__ import annotations
@@ -75,7 +74,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--select", default="", help="pytest's -k")
     parser.add_argument("--runs", type=int, default=1, help="how often (default: %(default)s)")
     parser.add_argument("--ranks", type=int, default=2, help="how many devices the CPU says it is (default: %(default)s)")
-    parser.add_argument("--zeroed", action="store_true", help="let glibc give out zeros: slow, and steadies stage 3")
     parser.add_argument("--stuck-after", type=int, default=200, metavar="S", help="seconds (default: %(default)s)")
     parser.add_argument("--log", type=Path, default=Path(os.devnull), help="what pytest says goes there")
     parser.add_argument("--json", type=Path, help="keep all results there, one a line")
@@ -137,7 +135,6 @@ def environment_of(folder: Path, system: str, results: Path, options: argparse.N
         "DS_UNITTEST_TIMEOUT": str(options.stuck_after),
         "LOCAL_SIZE": str(options.ranks),
         "OMP_NUM_THREADS": "1",
-        **({"MALLOC_PERTURB_": "255"} if options.zeroed else {}),
     }
 
 

@@ -6,10 +6,12 @@ attaches their engines. Settings come from the environment, since nothing else r
 
 from __future__ import annotations
 
+import functools
 import json
 import multiprocessing
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +61,9 @@ def serve() -> None:
 
     # It would be compiled for a minute, and is not needed: gloo does the same.
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
+    # Stage 3 of 0.19.6 starts several and waits for the last alone. With gloo the others may come later: its tests fail now and
+    # then, whoever saves. 0.19.8 waits for all.
+    deepspeed.comm.all_gather_into_tensor = _waited_for(deepspeed.comm.all_gather_into_tensor)
     for name in ("FusedAdamBuilder", "CPUAdamBuilder"):  # compiled or found once, and not by every process
         deepspeed.accelerator.get_accelerator().create_op_builder(name).load()
     system = os.environ[SYSTEM]
@@ -66,3 +71,14 @@ def serve() -> None:
         from checkpointd_client.integrations.deepspeed import install
 
         install(**json.loads(system))
+
+
+def _waited_for(start: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(start)
+    def all_gather_into_tensor(*args: Any, **kwargs: Any) -> Any:
+        handle = start(*args, **kwargs)
+        if handle is not None:
+            handle.wait()
+        return handle
+
+    return all_gather_into_tensor

@@ -1,42 +1,123 @@
-"""Calls that all ranks make together: each says what it calls, and nobody waits for ever."""
+"""Calls that all ranks make together: each says what it calls, and nobody waits for ever.
+
+Invariants
+  M1  Of each meeting there is one verdict, which the first to propose one makes: what all ranks said, which rank 0 proposes
+      once it has heard them, or that it is void, which whoever gives up proposes.
+  M2  Every rank goes through the same meetings in the same order, also one that came too late for some of them.
+  M3  A meeting costs each rank a few messages, and rank 0 one from each; what nobody needs any more is taken back.
+"""
 
 from __future__ import annotations
 
+import json
 import threading
 import time
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 
 from checkpointd.config import Ranks
-from checkpointd.errors import DeadlineError
+from checkpointd.errors import CheckpointdError, DeadlineError
 from checkpointd_client.ranks import Board
 
-_WITHDRAWN = ""
-_PAUSE_S = 0.05
+_PAUSE_MIN_S, _PAUSE_MAX_S = 0.002, 0.1
+_VERDICT = "verdict"
+GATHERING = 0
 
 
 @dataclass(slots=True)
 class Meetings:
-    """Counts the calls that all ranks made together. One that not every rank joined does not count, and is withdrawn."""
+    """One rank's."""
 
     board: Board
     ranks: Ranks
     timeout_s: float
-    _done: int = 0
+    _count: int = 0
+    """How many of them are over."""
+    _old: list[str] = field(default_factory=list)
+    """The keys of those that somebody may still come to."""
 
     def meet(self, said: str, doing: str) -> dict[int, str]:
-        """What every rank said (never nothing), by rank. DeadlineError names those that did not come."""
-        key, until = f"meeting/{self._done + 1}", time.monotonic() + self.timeout_s
+        """What every rank said, by rank, once all of them are `doing` the same. DeadlineError names those that did not come."""
+        until, gone = time.monotonic() + self.timeout_s, None
+        while gone is None or time.monotonic() < until:
+            heard, gone = self._next(said, doing, until)
+            if heard is not None:
+                return heard
+        raise DeadlineError(f"rank {gone} had given up waiting: every rank must be {doing}", ranks=(gone,))
+
+    def _next(self, said: str, doing: str, until: float) -> tuple[dict[int, str] | None, int]:
+        """What was said at the next meeting; None, and who gave it up, where it is void."""
+        key = f"meeting/{self._count + 1}"
+        self._count += 1
         self.board.post(key, said)
         try:
-            while True:
-                heard = self.board.read(key, None, max(0.0, until - time.monotonic()), doing)
-                gone = [rank for rank, text in sorted(heard.items()) if text == _WITHDRAWN]
-                if not gone:
-                    self._done += 1
-                    return heard
-                if time.monotonic() >= until:
-                    raise DeadlineError(f"ranks {gone} had given up waiting: every rank must be {doing}", ranks=tuple(gone))
-                threading.Event().wait(_PAUSE_S)
-        except BaseException:
-            self.board.post(key, _WITHDRAWN)
-            raise
+            verdict = self._wait(key, doing, until)
+        except BaseException as error:
+            verdict = self._give_up(key, error)
+        heard = _heard(verdict)
+        self._take_back(key, everybody_came=heard is not None)
+        return heard, int(verdict) if heard is None else GATHERING
+
+    def _wait(self, key: str, doing: str, until: float) -> str:
+        """The verdict. DeadlineError where there is none by then."""
+        if self.ranks.rank == GATHERING:
+            heard = self._gathered(key, doing, until)
+            return heard if heard.isdecimal() else self.board.agree(f"{key}/{_VERDICT}", heard)
+        pause, never = _PAUSE_MIN_S, threading.Event()
+        while (verdict := self.board.peek(f"{key}/{_VERDICT}")) is None:
+            if time.monotonic() >= until:
+                self.board.read(key, None, 0.0, doing)  # names who is missing
+                raise DeadlineError(
+                    f"rank {GATHERING} did not answer within {self.timeout_s:g} s: every rank must be {doing}",
+                    ranks=(GATHERING,),
+                )
+            never.wait(pause)
+            pause = min(pause * 1.5, _PAUSE_MAX_S)
+        return verdict
+
+    def _gathered(self, key: str, doing: str, until: float) -> str:
+        """What all ranks said, or the verdict of somebody who gave up before all had come."""
+        while True:
+            left_s = until - time.monotonic()
+            try:
+                return _told(self.board.read(key, None, max(0.0, min(left_s, _PAUSE_MAX_S)), doing))
+            except DeadlineError:
+                verdict = self.board.peek(f"{key}/{_VERDICT}")
+                if verdict is not None:
+                    return verdict
+                if left_s <= 0:
+                    raise
+
+    def _give_up(self, key: str, error: BaseException) -> str:
+        """Make the meeting void, and raise `error`; the verdict where all have come all the same."""
+        with suppress(CheckpointdError):
+            verdict = self.board.agree(f"{key}/{_VERDICT}", str(self.ranks.rank))
+            if _heard(verdict) is not None and isinstance(error, DeadlineError):
+                return verdict
+        self._old.append(key)
+        raise error
+
+    def _take_back(self, key: str, *, everybody_came: bool) -> None:
+        """Who came to a meeting is through with all before it."""
+        if everybody_came:
+            for old in self._old:
+                self.board.forget(old)
+                if self.ranks.rank == GATHERING:
+                    self.board.forget(f"{old}/{_VERDICT}", agreed=True)
+            self._old.clear()
+        self._old.append(key)
+
+
+def _told(heard: dict[int, str]) -> str:
+    """Each thing that was said once, with the ranks that said it: nearly always there is one."""
+    by_text: dict[str, list[int]] = {}
+    for rank, text in heard.items():
+        by_text.setdefault(text, []).append(rank)
+    return json.dumps(list(by_text.items()))
+
+
+def _heard(verdict: str) -> dict[int, str] | None:
+    """What was said, by rank; None where the verdict is the number of the rank that gave up."""
+    if verdict.isdecimal():
+        return None
+    return dict(sorted((rank, text) for text, ranks in json.loads(verdict) for rank in ranks))

@@ -62,6 +62,10 @@ class Board(Protocol):
         """What was agreed under `key`, or None."""
         ...
 
+    def forget(self, key: str, *, agreed: bool = False) -> None:
+        """Take back what this rank posted under `key`, or what was agreed under it, once nobody will read it any more."""
+        ...
+
 
 def find_ranks() -> Ranks:
     """This process's rank and the world's size. UsageError where a launcher started several ranks without a process group."""
@@ -103,6 +107,10 @@ class SoloBoard:
     def peek(self, key: str) -> str | None:
         return self._notes.get(key)
 
+    def forget(self, key: str, *, agreed: bool = False) -> None:
+        del agreed
+        self._notes.pop(key, None)
+
 
 @dataclass(frozen=True, slots=True)
 class StoreBoard:
@@ -133,7 +141,8 @@ class StoreBoard:
                 )
             never.wait(delay)
             delay = min(delay * 1.5, _POLL_MAX_S)
-        return {r: _translated(partial(self.store.get, n)).decode() for r, n in zip(wanted, names, strict=True)}
+        found = _translated(lambda: self.store.multi_get(names))
+        return {rank: bytes(text).decode() for rank, text in zip(wanted, found, strict=True)}
 
     def post_count(self, key: str, count: int) -> None:
         self.post(key, str(count))
@@ -150,6 +159,9 @@ class StoreBoard:
         if not _translated(lambda: self.store.check([key])):
             return None
         return str(_translated(lambda: self.store.get(key)).decode())
+
+    def forget(self, key: str, *, agreed: bool = False) -> None:
+        _translated(lambda: self.store.delete_key(key if agreed else f"{key}/{self.ranks.rank}"))
 
 
 def open_board(ranks: Ranks, nonce: str) -> Board:

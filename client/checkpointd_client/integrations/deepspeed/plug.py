@@ -387,6 +387,7 @@ class Plug:
 
     def close(self) -> None:
         """Wait for the saves in flight and end the background threads."""
+        self.settle()  # another engine may go on with the same Checkpointer
         roots, self._checkpointers = list(self._checkpointers), {}
         with ExitStack() as stack:  # each of them, whatever another raises
             for root in roots:
