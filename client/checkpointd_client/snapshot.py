@@ -2,7 +2,7 @@
 
 Invariants
   N1  What may change outside `optimizer.step()` is copied (on the host) or cloned in stream order (on a device) before save()
-      returns.
+      returns. Of what is too large to be cloned there, save() waits for the copy.
   N2  What changes only inside `optimizer.step()` is copied in the background, and no step begins before the copy has read it:
       on the host the step's pre-hook copies what is left, on a device the compute stream waits for the copy's event.
   N3  A snapshot whose sources changed while they were copied is thrown away with a StagingError, where torch can tell (version
@@ -34,6 +34,8 @@ StagingMode = Literal["lazy", "eager"]
 
 STUCK_S = 120.0
 """A copy of one task takes milliseconds; one that takes longer than this was begun by a thread that is gone."""
+CLONED_BYTES_MAX = 512 << 20
+"""Of a device's memory, for clones of what may change at any time, until they are copied. Training needs the rest."""
 TASK_BYTES = 16 << 20
 """The background copy goes on in tasks of about this size, which a waiting trainer can take over."""
 
@@ -253,13 +255,15 @@ class Stager:
         compute = torch.cuda.current_stream(where)
         side = self._streams.setdefault(where, torch.cuda.Stream(where))
         still = self.mode == "eager"
-        sources = [leaf.tensor if leaf.lazy or still else leaf.tensor.detach().clone() for leaf, _ in pairs]
+        sources, waits = unchanging([(leaf.tensor, leaf.lazy or still) for leaf, _ in pairs])
         side.wait_stream(compute)
         with torch.cuda.stream(side), torch.no_grad():
             for source, (_, target) in zip(sources, pairs, strict=True):
                 bits(target).copy_(bits(source), non_blocking=True)
             event = torch.cuda.Event()
             event.record(side)
+        if waits:
+            event.synchronize()
         # Held until the copy is done: freed earlier, the allocator could hand their memory to the compute stream.
         staging._held.extend(sources)
         staging._device_copies += [
@@ -287,6 +291,27 @@ class Stager:
             self._closing = True
             self._wake.notify()
         self._thread.join(timeout)
+
+
+def unchanging(tensors: list[tuple[torch.Tensor, bool]]) -> tuple[list[torch.Tensor], bool]:
+    """What to copy of tensors on a device, each with whether it is stable: itself, or a clone where it is not.
+
+    Clones take at most CLONED_BYTES_MAX, and no more than there is. The others are given as they are, and True: all must have
+    been copied when save() returns.
+    """
+    sources: list[torch.Tensor] = []
+    left, waits = CLONED_BYTES_MAX, False
+    for tensor, stable in tensors:
+        source = tensor
+        if not stable and tensor.nbytes <= left:
+            try:
+                source = tensor.detach().clone()
+                left -= tensor.nbytes
+            except torch.OutOfMemoryError:
+                left = -1
+        waits = waits or (source is tensor and not stable)
+        sources.append(source)
+    return sources, waits
 
 
 def _tasks_of(copies: list[Copy]) -> list[list[Copy]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpointd_client import Checkpointer, RngState
+from checkpointd_client import Checkpointer, RngState, snapshot
 
 pytestmark = pytest.mark.gpu
 
@@ -72,7 +72,11 @@ def test_save_does_not_wait_for_the_device(tmp_path: Path) -> None:
         handle.wait()
 
 
-def test_buffers_and_emas_are_cloned_in_stream_order(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cloned", [0, 20_000, snapshot.CLONED_BYTES_MAX])
+def test_buffers_and_emas_are_cloned_in_stream_order_or_waited_for(
+    tmp_path: Path, cloned: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshot, "CLONED_BYTES_MAX", cloned)
     net = _net()
     ema = torch.optim.swa_utils.AveragedModel(net)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
