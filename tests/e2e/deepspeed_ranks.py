@@ -28,7 +28,7 @@ from checkpointd.errors import AbortedError, CheckpointdError, DamagedError, Dea
 from checkpointd_client import Checkpointer
 from checkpointd_client.integrations.deepspeed import Plug, attach
 from checkpointd_client.integrations.deepspeed.plug import Place
-from tests.e2e.deepspeed_engines import Kind, make, train
+from tests.e2e.deepspeed_engines import Kind, make, report, train
 from tests.e2e.deepspeed_parallel import PARALLEL
 
 KINDS = (Kind(0), Kind(0, "bfloat16"), Kind(1), Kind(2, "bfloat16"), Kind(3), Kind(3, "bfloat16"))
@@ -348,7 +348,7 @@ def main() -> None:
     rank.does_what_users_do()
     for what in PARALLEL:
         rank.saves_what_each_rank_has_alone(what)
-    print("\n".join([*rank.wrong, "done"]), flush=True)
+    report(rank.wrong)
     os._exit(0)  # DeepSpeed's atexit hooks wait for ranks that have left
 
 

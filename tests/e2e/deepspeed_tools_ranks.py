@@ -23,7 +23,7 @@ from checkpointd_client.integrations.deepspeed.exporting import export_deepspeed
 from checkpointd_client.integrations.deepspeed.importing import import_deepspeed
 from checkpointd_client.integrations.deepspeed.zero_files import open_files
 from checkpointd_client.integrations.deepspeed.zero_map import map_files
-from tests.e2e.deepspeed_engines import Kind, make, train
+from tests.e2e.deepspeed_engines import Kind, make, report, train
 
 SUB_GROUPS = {"zero_optimization": {"stage": 3, "sub_group_size": 300, "stage3_param_persistence_threshold": 30}}
 PATHS = (
@@ -136,4 +136,4 @@ class Rank:
 if __name__ == "__main__":
     rank = Rank(Path(sys.argv[1]))
     rank.run()
-    sys.stdout.write("".join(f"{line}\n" for line in [*rank.wrong, "done"]))
+    report(rank.wrong)

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.deepspeed_engines import Model  # first: it prepares DeepSpeed for a CPU
+from tests.e2e.deepspeed_engines import Model, report  # first: it prepares DeepSpeed for a CPU
 
 import torch  # isort: skip
 import torch.distributed as dist
@@ -148,7 +148,7 @@ def main() -> None:
         rank.trainer_saves_and_resumes()
     else:
         rank.accelerate_saves_and_loads()
-    print("\n".join([*(f"wrong: {line}" for line in rank.wrong), "done"]), flush=True)
+    report([f"wrong: {line}" for line in rank.wrong])
     os._exit(0)  # DeepSpeed's atexit hooks wait for ranks that have left
 
 
