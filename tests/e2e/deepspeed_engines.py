@@ -8,6 +8,7 @@ import os
 import sys
 import warnings
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -97,7 +98,19 @@ def train(engine: Any, first: int, last: int) -> list[float]:
     return losses
 
 
-def report(wrong: list[str]) -> None:
-    """A line for each thing that is wrong, and `done`: in one piece, since the ranks share the pipe."""
-    sys.stdout.flush()
-    os.write(sys.stdout.fileno(), "".join(f"{line}\n" for line in [*wrong, "done"]).encode())
+class Findings:
+    """What one rank of a test's job finds wrong."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.wrong: list[str] = []
+
+    def check(self, true: bool, what: str) -> None:
+        if not true:
+            self.wrong.append(what)
+
+    def report(self) -> None:
+        """A line for each thing that is wrong, and `done`: in one piece, since the ranks share the pipe."""
+        sys.stdout.flush()
+        lines = [*(f"wrong: {what}" for what in self.wrong), "done"]
+        os.write(sys.stdout.fileno(), "".join(f"{line}\n" for line in lines).encode())

@@ -28,7 +28,7 @@ from checkpointd.errors import AbortedError, CheckpointdError, DamagedError, Dea
 from checkpointd_client import Checkpointer
 from checkpointd_client.integrations.deepspeed import Plug, attach
 from checkpointd_client.integrations.deepspeed.plug import Place
-from tests.e2e.deepspeed_engines import Kind, make, report, train
+from tests.e2e.deepspeed_engines import Findings, Kind, make, train
 from tests.e2e.deepspeed_parallel import PARALLEL
 
 KINDS = (Kind(0), Kind(0, "bfloat16"), Kind(1), Kind(2, "bfloat16"), Kind(3), Kind(3, "bfloat16"))
@@ -43,15 +43,7 @@ class Unlucky:
         raise pickle.PicklingError("no luck")
 
 
-class Rank:
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.wrong: list[str] = []
-
-    def check(self, true: bool, what: str) -> None:
-        if not true:
-            self.wrong.append(what)
-
+class Rank(Findings):
     @contextmanager
     def raises(self, kind: type[Exception], words: str, what: str) -> Iterator[None]:
         try:
@@ -348,7 +340,7 @@ def main() -> None:
     rank.does_what_users_do()
     for what in PARALLEL:
         rank.saves_what_each_rank_has_alone(what)
-    report(rank.wrong)
+    rank.report()
     os._exit(0)  # DeepSpeed's atexit hooks wait for ranks that have left
 
 

@@ -23,7 +23,7 @@ from checkpointd_client.integrations.deepspeed.exporting import export_deepspeed
 from checkpointd_client.integrations.deepspeed.importing import import_deepspeed
 from checkpointd_client.integrations.deepspeed.zero_files import open_files
 from checkpointd_client.integrations.deepspeed.zero_map import map_files
-from tests.e2e.deepspeed_engines import Kind, make, report, train
+from tests.e2e.deepspeed_engines import Findings, Kind, make, train
 
 SUB_GROUPS = {"zero_optimization": {"stage": 3, "sub_group_size": 300, "stage3_param_persistence_threshold": 30}}
 PATHS = (
@@ -36,15 +36,7 @@ PATHS = (
 TAG = "global_step2"
 
 
-class Rank:
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.wrong: list[str] = []
-
-    def check(self, true: bool, what: str) -> None:
-        if not true:
-            self.wrong.append(what)
-
+class Rank(Findings):
     def run(self) -> None:
         for saving, loading in PATHS:
             stock, root, boxes = (self.folder / f"{saving.name}-{what}" for what in ("stock", "root", "boxes"))
@@ -136,4 +128,4 @@ class Rank:
 if __name__ == "__main__":
     rank = Rank(Path(sys.argv[1]))
     rank.run()
-    report(rank.wrong)
+    rank.report()

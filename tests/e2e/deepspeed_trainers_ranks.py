@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.deepspeed_engines import Model, report  # first: it prepares DeepSpeed for a CPU
+from tests.e2e.deepspeed_engines import Findings, Model  # first: it prepares DeepSpeed for a CPU
 
 import torch  # isort: skip
 import torch.distributed as dist
@@ -55,15 +55,7 @@ def handle_of(engine: Any) -> Any:
     return engine.checkpoint_handle()
 
 
-class Rank:
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.wrong: list[str] = []
-
-    def check(self, true: bool, what: str) -> None:
-        if not true:
-            self.wrong.append(what)
-
+class Rank(Findings):
     # --- Trainer -----------------------------------------------------------------------------------------------
 
     def trainer(self, name: str, seed: int, *, last: int, **options: Any) -> Trainer:
@@ -148,7 +140,7 @@ def main() -> None:
         rank.trainer_saves_and_resumes()
     else:
         rank.accelerate_saves_and_loads()
-    report([f"wrong: {line}" for line in rank.wrong])
+    rank.report()
     os._exit(0)  # DeepSpeed's atexit hooks wait for ranks that have left
 
 

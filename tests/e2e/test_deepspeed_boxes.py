@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -10,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.deepspeed_launch import NEEDS_DEEPSPEED
+
 PROCESSES = 4
 
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.slow,
     pytest.mark.timeout(400),
-    pytest.mark.skipif(
-        importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed: pip install checkpointd[deepspeed]"
-    ),
+    NEEDS_DEEPSPEED,
 ]
 
 

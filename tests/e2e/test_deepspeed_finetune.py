@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -16,15 +13,10 @@ import pytest
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
+from tests.e2e.deepspeed_launch import NEEDS_DEEPSPEED, run_ranks  # noqa: E402
 from words import WordTokenizer  # noqa: E402
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(
-        importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed: pip install checkpointd[deepspeed]"
-    ),
-]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300), NEEDS_DEEPSPEED]
 
 SMALL = ["--layers", "1", "--length", "16", "--vocabulary", "400", "--text_bytes", "100000", "--save_every", "5"]
 
@@ -34,10 +26,8 @@ STEPS = 8
 
 def losses(ranks: int, folder: Path, *arguments: str) -> dict[int, float]:
     """The losses that rank 0 prints, by step."""
-    script = [str(EXAMPLES / "deepspeed_finetune.py"), "--output_dir", str(folder), *SMALL, "--steps", str(STEPS), *arguments]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *script]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=250, check=False)
+    script = EXAMPLES / "deepspeed_finetune.py"
+    done = run_ranks(script, "--output_dir", folder, *SMALL, "--steps", STEPS, *arguments, ranks=ranks, limit_s=250)
     assert done.returncode == 0, done.stderr[-6000:]
     return {int(step): float(loss) for step, loss in re.findall(r"step +(\d+)  loss ([\d.]+)", done.stdout)}
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.e2e.deepspeed_launch import run_ranks, told
 
 NEEDED = ("deepspeed", "transformers", "accelerate")
 MISSING = [name for name in NEEDED if importlib.util.find_spec(name) is None]
@@ -22,11 +21,5 @@ pytestmark = [
 
 @pytest.mark.parametrize("library", ["Trainer", "Accelerate"])
 def test_those_who_make_engines_themselves_are_served(tmp_path: Path, library: str) -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    script = Path(__file__).with_name("deepspeed_trainers_ranks.py")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    done = subprocess.run(
-        [*command, str(tmp_path), library], capture_output=True, text=True, env=environment, timeout=280, check=False
-    )
-    told = [line for line in done.stdout.splitlines() if line.startswith(("wrong:", "done"))]
-    assert told == ["done", "done"], f"{done.stdout[-6000:]}\n{done.stderr[-6000:]}"
+    done = run_ranks(Path(__file__).with_name("deepspeed_trainers_ranks.py"), tmp_path, library)
+    assert told(done) == ["done", "done"], f"{done.stdout[-6000:]}\n{done.stderr[-6000:]}"

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -125,7 +126,7 @@ def mapped_tensor(value: Any, path: str, what: str) -> Mapped:
     return Mapped(tensor.shape, tensor.dtype, (Piece(flat, 0, flat.numel()),))
 
 
-class _Mapping:
+class _Mapping(ABC):
     """What both have in common: the base optimizer's state, by the number of what it steps."""
 
     def __init__(self, files: ZeroFiles) -> None:
@@ -134,8 +135,9 @@ class _Mapping:
         self.base = [self._base(rank) for rank in range(files.ranks)]
         self.groups = self._groups()
 
+    @abstractmethod
     def _base(self, rank: int) -> Mapping[str, Any]:
-        raise NotImplementedError
+        """What the base optimizer of `rank` said."""
 
     def _groups(self) -> tuple[Mapping[str, Any], ...]:
         path = self.files.optims[0].path
