@@ -7,6 +7,7 @@ import tomllib
 from dataclasses import dataclass, field, fields
 from typing import Literal, get_args
 
+from checkpointd import arguments
 from checkpointd.codec import Compression
 from checkpointd.commit.decide import OnStale
 from checkpointd.commit.retention import Retention
@@ -14,6 +15,7 @@ from checkpointd.errors import UsageError
 
 MIB = 1 << 20
 TIMEOUT_S_MAX = 30 * 86400.0
+ABSENCE_S = 3.0
 
 
 def _positive(**values: float) -> None:
@@ -41,12 +43,13 @@ class PersistConfig:
     """Whether what did not change since the last checkpoint is referred to instead of being written again."""
 
     def __post_init__(self) -> None:
-        _positive(chunk_bytes=self.chunk_bytes, writes=self.writes, encoders=self.encoders)
-        if self.compression not in get_args(Compression):
-            raise UsageError(f"compression is {self.compression!r}; choose one of {', '.join(get_args(Compression))}")
+        for name in ("chunk_bytes", "block_bytes", "writes", "encoders", "budget_bytes"):
+            arguments.whole(name, getattr(self, name))
+        arguments.choice("compression", self.compression, get_args(Compression))
+        arguments.flag("dedup", self.dedup)
         if self.chunk_bytes < 4096 or self.chunk_bytes > 1 << 30:
             raise UsageError(f"chunk_bytes is {self.chunk_bytes}; choose 4 KiB to 1 GiB (4 MiB is a good size)")
-        if self.block_bytes <= 0 or self.block_bytes % 4096:
+        if self.block_bytes % 4096:
             raise UsageError(f"block_bytes is {self.block_bytes}; it must be a multiple of 4096")
         least = self.block_bytes * 2 + self.chunk_bytes * 4
         if self.budget_bytes < least:
@@ -65,13 +68,13 @@ class CommitConfig:
     """Which checkpoints stay; the coordinator removes the others after a commit."""
     on_stale: OnStale = "warn"
     """What to do where the step moved on and no rank's trained tensors changed."""
+    read_back: bool = True
+    """Whether what was committed is read back while no save is in flight."""
 
     def __post_init__(self) -> None:
-        _positive(timeout_s=self.timeout_s, poll_min_s=self.poll_min_s)
-        if self.timeout_s > TIMEOUT_S_MAX:
-            raise UsageError(f"timeout_s is {self.timeout_s!r}; choose {TIMEOUT_S_MAX:g} (30 days) or less")
-        if self.on_stale not in get_args(OnStale):
-            raise UsageError(f"on_stale is {self.on_stale!r}; choose one of {', '.join(get_args(OnStale))}")
+        arguments.seconds("timeout_s", self.timeout_s, most=TIMEOUT_S_MAX)
+        arguments.seconds("poll_min_s", self.poll_min_s)
+        arguments.choice("on_stale", self.on_stale, get_args(OnStale))
         if self.poll_max_s < self.poll_min_s:
             raise UsageError(f"poll_max_s ({self.poll_max_s}) is below poll_min_s ({self.poll_min_s})")
 
@@ -93,6 +96,36 @@ def environment_root() -> str | None:
     return os.environ.get("CHECKPOINTD_ROOT") or None
 
 
+def environment_job() -> str:
+    """The name by which the next start of this job is known to be the same job's; empty where the environment has none.
+
+    CHECKPOINTD_JOB, which is for everybody to set; else what torchrun (`--rdzv-id`, unless it is the default) or Slurm calls
+    the job, which stays when they start it again.
+    """
+    if job := os.environ.get("CHECKPOINTD_JOB"):
+        return job
+    run = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    if run and run != "none":
+        return f"torchrun {run}"
+    array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
+    if array and task:
+        return f"slurm {array}_{task}"
+    slurm = os.environ.get("SLURM_JOB_ID")
+    return f"slurm {slurm}" if slurm else ""
+
+
+JOB_CHARACTERS_MAX = 200
+
+
+def check_job(job: str | None) -> str:
+    """The job's name: `job`, or what the environment says where it is None. UsageError for what cannot be a name."""
+    if job is None:
+        return environment_job()[:JOB_CHARACTERS_MAX]
+    if type(job) is not str or not 0 < len(job) <= JOB_CHARACTERS_MAX or not job.isprintable():
+        raise UsageError(f"job is {job!r}; it must be a name of 1 to {JOB_CHARACTERS_MAX} printable characters, or None")
+    return job
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadConfig:
     """How a shard is read. Sizes in bytes."""
@@ -103,9 +136,15 @@ class LoadConfig:
     """Chunks that lie next to each other are read together up to this size."""
     budget_bytes: int = 256 * MIB
     """Host memory beside what is filled; a chunk that needs more is read while no other is."""
+    retry_s: float = 600.0
+    """How long what cannot be read is tried again, counted from the first failure, before an UnreadableError is raised."""
+    absence_s: float = ABSENCE_S
+    """How long an object that must be there stays out of sight before it counts as lost: longer than a file server lags."""
 
     def __post_init__(self) -> None:
         _positive(reads=self.reads, block_bytes=self.block_bytes, budget_bytes=self.budget_bytes)
+        if not (self.retry_s >= 0 and self.absence_s >= 0):
+            raise UsageError(f"retry_s is {self.retry_s!r} and absence_s {self.absence_s!r}; neither can be negative")
 
 
 def environment_world_size() -> int:

@@ -34,6 +34,10 @@ class StateError(UsageError):
     """The state holds something that cannot be stored safely; names the FQN and the type."""
 
 
+class UnsafeObjectError(StateError):
+    """A value in client_state that only code could load again, and that is loaded on request alone."""
+
+
 class MismatchError(CheckpointdError):
     """The checkpoint and the objects to load into disagree; every mismatch is listed and nothing was loaded."""
 
@@ -55,7 +59,10 @@ class NotFoundError(CheckpointdError):
 
 
 class DamagedError(CheckpointdError):
-    """Stored bytes are not what was written; names the object, and the FQN and rank where known."""
+    """It is proved that stored bytes are not what was written, or are gone; names the object, and the FQN and rank where known.
+
+    What merely cannot be read now is an UnreadableError.
+    """
 
     exit_code = 5
 
@@ -79,6 +86,10 @@ class StoreError(CheckpointdError):
     retryable = True
 
 
+class UnreadableError(StoreError):
+    """The storage did not let something be read now: that is no proof of damage, and the same call may work later."""
+
+
 class StoreFullError(StoreError):
     """No space, or the quota is used up: free some and save again."""
 
@@ -87,6 +98,15 @@ class RootNotSharedError(StoreError):
     """The ranks do not see the same root: every rank must mount the same file system at the path given."""
 
     retryable = False
+
+
+class PartlyLoadedError(CheckpointdError):
+    """load() failed after it had begun to fill the objects: they hold a mix of old and new values, on every rank.
+
+    Make the objects anew and load again, or start the processes again; neither train with them nor save them.
+    """
+
+    exit_code = 15
 
 
 class AbortedError(CheckpointdError):
@@ -122,6 +142,13 @@ class FencedError(CheckpointdError):
     exit_code = 9
 
 
+class RootInUseError(CheckpointdError):
+    """Another job saves at this root and is alive; nothing was begun, and that job goes on undisturbed."""
+
+    exit_code = 16
+    retryable = True
+
+
 class StagingError(CheckpointdError):
     """The snapshot could not be taken whole: it would have been torn, so it was thrown away."""
 
@@ -134,6 +161,12 @@ class WaitTimeoutError(CheckpointdError, TimeoutError):
 
     exit_code = 11
     retryable = True
+
+
+class ProtocolError(CheckpointdError):
+    """An event that the commit protocol does not allow in this phase: the store holds what no writer can have written."""
+
+    exit_code = 12
 
 
 class WireError(CheckpointdError):
@@ -155,6 +188,7 @@ ERRORS: dict[str, type[CheckpointdError]] = {
         UsageError,
         ClosedError,
         StateError,
+        UnsafeObjectError,
         MismatchError,
         WorldSizeError,
         NotFoundError,
@@ -162,16 +196,20 @@ ERRORS: dict[str, type[CheckpointdError]] = {
         CodecError,
         FormatError,
         StoreError,
+        UnreadableError,
         WireError,
         SidecarError,
         StoreFullError,
         RootNotSharedError,
+        PartlyLoadedError,
         AbortedError,
         DeadlineError,
         StaleError,
         SkippedError,
         FencedError,
+        RootInUseError,
         StagingError,
         WaitTimeoutError,
+        ProtocolError,
     )
 }

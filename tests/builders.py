@@ -178,7 +178,12 @@ class Save:
 
     def _attempt(self, rank: int, on_phase: Callable[[Phase], None] = lambda _: None) -> Attempt:
         commit = CommitConfig(
-            timeout_s=self.timeout_s, poll_min_s=0.001, poll_max_s=0.01, retention=self.retention, on_stale=self.on_stale
+            timeout_s=self.timeout_s,
+            poll_min_s=0.001,
+            poll_max_s=0.01,
+            retention=self.retention,
+            on_stale=self.on_stale,
+            read_back=False,
         )
         state = WriterState(store=self.store, persist=self.persist, commit=commit)
         deadline = asyncio.get_running_loop().time() + self.timeout_s

@@ -1,22 +1,30 @@
-"""Where a command looks: ROOT and TAG of the command line, and CHECKPOINTD_ROOT where ROOT was left out."""
+"""Where a command looks: ROOT and TAG of the command line, and CHECKPOINTD_ROOT where ROOT was left out.
+
+A path into a root is understood: `ROOT/TAG` is the root and the tag, `ROOT/.checkpointd` the root.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import click
 
+from checkpointd.cli.completing import complete_place
+from checkpointd.cli.locating import corrected, locate
+from checkpointd.commands import command as command_line
 from checkpointd.errors import UsageError
+from checkpointd.layout.keys import AttemptId
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_MISSING_ROOT = "which root? Give its path, as in `checkpointd {example}`, or set CHECKPOINTD_ROOT"
+EXAMPLE_ROOT, EXAMPLE_TAG = "/mnt/ckpts/run1", "global_step100"
 
 
 def places(metavar: str) -> Callable[[F], F]:
     """The arguments of a command as the tuple `places`."""
-    return click.argument("places", nargs=-1, metavar=metavar)
+    return click.argument("places", nargs=-1, metavar=metavar, shell_complete=complete_place(metavar))
 
 
 def as_json() -> Callable[[F], F]:
@@ -24,9 +32,21 @@ def as_json() -> Callable[[F], F]:
 
 
 def only_root(places: tuple[str, ...], command: str) -> str:
-    """`[ROOT]`."""
+    """`[ROOT]`. UsageError where the path is a tag's directory."""
+    given = given_root(places, command)
+    place = locate(given)
+    if place is not None and place.tag is not None:
+        raise UsageError(
+            f"{given} is in the root {place.root}, at the tag {place.tag}: {corrected(given, place.root)} takes the root, "
+            f"{command_line('inspect', place.root, place.tag)} shows the tag"
+        )
+    return place.root if place else given
+
+
+def given_root(places: tuple[str, ...], *example: str) -> str:
+    """`[ROOT]` as it was given, of a command that makes it where it is not there."""
     _at_most(places, 1)
-    return places[0] if places else _environment_root(f"{command} /mnt/ckpts/run1")
+    return places[0] if places else _environment_root(*example, EXAMPLE_ROOT)
 
 
 def maybe_root(places: tuple[str, ...]) -> str | None:
@@ -36,30 +56,71 @@ def maybe_root(places: tuple[str, ...]) -> str | None:
 
 
 def root_and_tag(places: tuple[str, ...], command: str) -> tuple[str, str]:
-    """`[ROOT] TAG`: one argument alone is the tag."""
+    """`[ROOT] TAG`: one argument alone is the tag, or a path to it."""
     _at_most(places, 2)
     if len(places) == 2:
-        return places[0], places[1]
-    if len(places) == 1 and not _can_be_tag(places[0]):
-        raise _which_tag(command, places[0])
-    root = _environment_root(f"{command} /mnt/ckpts/run1 global_step100")
+        return _root_of(places[0], places[1])
+    if len(places) == 1 and not (_set_root() and _can_be_tag(places[0])):
+        place = locate(places[0])
+        if place is not None and place.tag is not None:
+            return place.root, place.tag
+        if place is not None or not _can_be_tag(places[0]):
+            raise _which_tag(command, places[0])
+    root = _environment_root(command, EXAMPLE_ROOT, EXAMPLE_TAG)
     if not places:
         raise _which_tag(command, root)
-    return root, places[0]
+    return _root_of(root, places[0])
 
 
 def root_and_maybe_tag(places: tuple[str, ...], command: str) -> tuple[str, str | None]:
-    """`[ROOT] [TAG]`: one argument alone is the tag where CHECKPOINTD_ROOT is set and it has no slash, else the root."""
+    """`[ROOT] [TAG]`, as `given_root_and_maybe_tag`; a path to a tag is both."""
+    return located(*given_root_and_maybe_tag(places, command))
+
+
+def given_root_and_maybe_tag(places: tuple[str, ...], command: str) -> tuple[str, str | None]:
+    """`[ROOT] [TAG]` as they were given: one argument alone is the tag where CHECKPOINTD_ROOT is set and it has no slash."""
     _at_most(places, 2)
     if len(places) == 2:
         return places[0], places[1]
     if len(places) == 1 and not (_set_root() and _can_be_tag(places[0])):
         return places[0], None
-    return _environment_root(f"{command} /mnt/ckpts/run1"), places[0] if places else None
+    return _environment_root(command, EXAMPLE_ROOT), places[0] if places else None
+
+
+def located(root: str, tag: str | None) -> tuple[str, str | None]:
+    """The root and the tag that were meant by `root` and `tag`."""
+    if tag is not None:
+        return _root_of(root, tag)
+    place = locate(root)
+    return (place.root, place.tag) if place else (root, None)
+
+
+def _root_of(given: str, tag: str) -> tuple[str, str]:
+    """ROOT and TAG of two arguments. UsageError where the first is already a tag's directory."""
+    place = locate(given)
+    if place is not None and place.tag is not None:
+        words = [place.tag] if AttemptId.parse(tag) or tag == place.tag else []
+        meant = f"{corrected(given, place.root)} looks for {tag} there"
+        if words:
+            meant = f"{command_line('explain', place.root, place.tag)} shows all its attempts"
+        raise UsageError(f"{given} is in the root {place.root}, at the tag {place.tag}: {meant}")
+    root = place.root if place else given
+    return root, _named(root, tag)
+
+
+def _named(root: str, tag: str) -> str:
+    """`tag` as it was meant: a shell completes a directory's name with a slash, and may be given its whole path."""
+    name = tag.rstrip("/")
+    if "/" not in name:
+        return name or tag
+    place = locate(tag)
+    if place is not None and place.tag is not None and os.path.realpath(place.root) == os.path.realpath(root):
+        return place.tag
+    return tag
 
 
 def _which_tag(command: str, root: str) -> UsageError:
-    return UsageError(f"which tag? Name one, as in `checkpointd {command} {root} global_step100`, or `latest`")
+    return UsageError(f"which tag? Name one, as in {command_line(command, root, EXAMPLE_TAG)}, or `latest`")
 
 
 def _can_be_tag(text: str) -> bool:
@@ -71,10 +132,10 @@ def _at_most(places: tuple[str, ...], most: int) -> None:
         raise UsageError(f"{len(places)} arguments are more than this command takes: {' '.join(places[most:])!r} is left over")
 
 
-def _environment_root(example: str) -> str:
+def _environment_root(*example: str) -> str:
     root = _set_root()
     if root is None:
-        raise UsageError(_MISSING_ROOT.format(example=example))
+        raise UsageError(f"which root? Give its path, as in {command_line(*example)}, or set CHECKPOINTD_ROOT")
     return root
 
 

@@ -11,8 +11,9 @@ from typing import TypeVar
 import click
 import msgspec
 
+from checkpointd.cli.locating import is_used, suggestion
 from checkpointd.errors import NotFoundError, UsageError
-from checkpointd.layout.keys import LATEST, SERVICE
+from checkpointd.layout.keys import LATEST, default_tag
 from checkpointd.pipeline import catalog
 from checkpointd.store import open_store
 from checkpointd.store.base import Store
@@ -20,45 +21,55 @@ from checkpointd.store.base import Store
 T = TypeVar("T")
 
 
-def ask(root: str, question: Callable[[Store], Awaitable[T]]) -> T:
-    """What `question` makes of the store at `root`. Raises NotFoundError where there is no such root."""
-    return asyncio.run(_ask(root, question))
+def ask(root: str, question: Callable[[Store], Awaitable[T]], *, unused: bool = False, read_only: bool = False) -> T:
+    """What `question` makes of the store at `root`; with `read_only`, it can write nothing. Raises as `check_root`."""
+    return asyncio.run(_ask(root, question, unused=unused, read_only=read_only))
 
 
-async def _ask(root: str, question: Callable[[Store], Awaitable[T]]) -> T:
-    async with store_at(root) as store:
+async def _ask(root: str, question: Callable[[Store], Awaitable[T]], *, unused: bool, read_only: bool) -> T:
+    async with open_store(root, read_only=read_only) as store:
+        check_root(store, root, unused=unused)
         return await question(store)
 
 
-def store_at(root: str) -> Store:
-    """The store at `root`; where that is a directory in which files are shown, a DeepSpeed job's save_dir, the store of those.
-    Raises as check_root.
+def check_root(store: Store, given: str, *, unused: bool = False) -> None:
+    """NotFoundError where nothing lies at the root that was `given`, or no job ever saved there (unless `unused` ones will do),
+    UsageError where it cannot be one that a command looks at; with the root that may have been meant.
     """
-    store = open_store(root)
-    if store.capabilities.shared and os.path.isdir(os.path.join(store.url, SERVICE, SERVICE, "epochs")):
-        store = open_store(os.path.join(store.url, SERVICE))
-    check_root(store)
-    return store
-
-
-def check_root(store: Store) -> None:
-    """NotFoundError where there is no such root, UsageError where it cannot be one that a command looks at."""
+    path = store.url
     if not store.capabilities.shared:
-        raise UsageError(f"{store.url} lives in the process that made it alone: there is nothing to see from here")
-    if not os.path.lexists(store.url):
-        raise NotFoundError(f"there is no directory {store.url}: give the root that the job was given")
-    if not os.path.isdir(store.url):
-        raise UsageError(f"the root {store.url} is not a directory: give the root that the job was given")
+        raise UsageError(f"{path} lives in the process that made it alone: there is nothing to see from here")
+    if not os.path.lexists(path):
+        raise NotFoundError(f"there is no directory {path}: {suggestion(path, given)}")
+    if not os.path.isdir(path):
+        raise UsageError(f"the root {path} is not a directory: {suggestion(path, given)}")
+    if not unused and not is_used(path):
+        raise NotFoundError(f"{path} is no root, no job ever saved there: {suggestion(path, given)}")
 
 
 async def named_tag(store: Store, tag: str) -> str:
-    """`tag`, or the one that the pointer names where it is `latest`."""
-    if tag != LATEST:
-        return tag
-    found = await catalog.latest(store)
-    if found is None:
-        raise NotFoundError(f"there is no {LATEST} at {store.url}: nothing was committed there yet")
-    return found
+    """The tag that is meant: for `latest` the one that the pointer names, for a number that is no tag the one of that step."""
+    if tag == LATEST:
+        found = await catalog.latest(store)
+        if found is None:
+            raise NotFoundError(f"there is no {LATEST} at {store.url}: nothing was committed there yet")
+        return found
+    return await _tag_of_step(store, tag) if tag.isdecimal() and tag.isascii() else tag
+
+
+async def maybe_named_tag(store: Store, tag: str | None) -> str | None:
+    """As `named_tag`; None where no tag was given."""
+    return None if tag is None else await named_tag(store, tag)
+
+
+async def _tag_of_step(store: Store, number: str) -> str:
+    """`global_step149000` for `149000`, or the one tag that ends in that number; else `number` as it is."""
+    known = await catalog.tags(store)
+    for name in (number, default_tag(int(number))):
+        if name in known:
+            return name
+    ending = [name for name in known if name.endswith(number) and not name[-len(number) - 1].isdecimal()]
+    return ending[0] if len(ending) == 1 else number
 
 
 def show_json(answer: msgspec.Struct) -> None:

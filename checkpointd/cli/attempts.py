@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from checkpointd.cli.render import Cell, Mood, Table
 from checkpointd.cli.words import ABSENT, count, moment, size
 from checkpointd.layout.manifest import Writer
+from checkpointd.pipeline.catalog import ReadBackState
 from checkpointd.pipeline.report.holder import Holder
 from checkpointd.pipeline.report.listing import RowState
 from checkpointd.pipeline.report.ranks import Ballot, RankWord
@@ -16,15 +17,26 @@ STATE_MOODS: dict[RowState, Mood] = {
     "in-doubt": "doubt",
     "aborted": "bad",
     "damaged": "bad",
+    "unreadable": "doubt",
+    "incomplete": "bad",
     "deleted": "quiet",
     "superseded": "quiet",
 }
 VOTE_MOODS: dict[Ballot, Mood] = {"yes": "good", "no": "bad", "missing": "doubt", "unreadable": "bad"}
+READ_BACK_CELLS: dict[ReadBackState, tuple[str, Mood]] = {
+    "no": ("no", "quiet"),
+    "whole": ("whole", "good"),
+    "damaged": ("damaged", "bad"),
+}
 LIVES = {"running": "still runs", "ended": "has ended", "unknown": "cannot be checked from here"}
 
 
 def state_cell(state: RowState) -> Cell:
     return Cell(state, STATE_MOODS[state])
+
+
+def read_back_cell(state: ReadBackState) -> Cell:
+    return Cell(*READ_BACK_CELLS[state])
 
 
 def job_text(job: Holder) -> str:

@@ -5,18 +5,21 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib import import_module
 
 import click
 
-from checkpointd.cli.arguments import as_json, places, root_and_maybe_tag
-from checkpointd.cli.asking import ask, show_json
+from checkpointd.cli.arguments import EXAMPLE_ROOT, as_json, given_root_and_maybe_tag, located, places
+from checkpointd.cli.asking import ask, maybe_named_tag, show_json
 from checkpointd.cli.formats import module_for, zero_directory
 from checkpointd.cli.render import Block, Facts, Heading, Table, console, show
 from checkpointd.cli.words import count, size
+from checkpointd.commands import command as command_line
 from checkpointd.errors import UsageError
 from checkpointd.pipeline.export.consolidate import Consolidation, Container, Request, Safetensors, consolidate
 from checkpointd.pipeline.export.sizes import byte_count
+from checkpointd.store.base import Store
 
 FORMATS = ("safetensors", "torch")
 DTYPES = ("keep", "fp32", "bf16")
@@ -52,9 +55,9 @@ def command(
     ROOT may also be a directory that DeepSpeed's save_checkpoint was given: its fp32 weights are written.
     """
     if not places:
-        raise UsageError("where to? Give the place, as in `checkpointd consolidate /mnt/ckpts/run1 model --only model`")
+        raise UsageError("where to? Give the place, as in " + command_line("consolidate", EXAMPLE_ROOT, "model.safetensors"))
     *before, out = places
-    root, tag = root_and_maybe_tag(tuple(before), "consolidate")
+    given, tag = given_root_and_maybe_tag(tuple(before), "consolidate")
     request = Request(
         tag=tag,
         only=only,
@@ -64,13 +67,19 @@ def command(
         memory_bytes=byte_count(memory, "--memory"),
     )
     container = _container(out, kind, byte_count(max_shard_size, "--max-shard-size"))
-    zero = zero_directory(root, tag)
+    zero = zero_directory(given, tag)
+    root, tag = (given, tag) if zero is not None else located(given, tag)
+
+    async def write(store: Store) -> Consolidation:
+        named = replace(request, tag=await maybe_named_tag(store, tag))
+        return await consolidate(store, out, container, named, on_progress)
+
     with progress() as on_progress:
         if zero is not None:
             act = module_for("deepspeed", "consolidating").consolidate_zero
             done = act(root, zero, out, container, request, on_progress)
         else:
-            done = ask(root, lambda store: consolidate(store, out, container, request, on_progress))
+            done = ask(root, write, read_only=True)
     if as_json:
         show_json(done)
     else:

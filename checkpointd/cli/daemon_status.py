@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 from datetime import UTC, datetime
@@ -28,7 +29,8 @@ FAILURES_SHOWN = 4
 
 def tell(socket: str, places: Sequence[str], *, watch: bool, interval: float, as_json: bool) -> None:
     """Print what the daemon at `socket` says, of one root where `places` names it. SidecarError where it cannot be asked."""
-    root = only_root(tuple(places), "status") if places else None
+    # The daemon calls a root by the path that no symbolic link is in.
+    root = os.path.realpath(only_root(tuple(places), "status")) if places else None
     try:
         asyncio.run(_watch(socket, root, interval, as_json) if watch else _once(socket, root, as_json))
     except KeyboardInterrupt:
@@ -46,7 +48,7 @@ async def _once(socket: str, root: str | None, as_json: bool) -> None:
 def _only(found: DaemonStatus, root: str | None) -> DaemonStatus:
     if root is None:
         return found
-    return msgspec.structs.replace(found, roots=tuple(r for r in found.roots if r.root == root.rstrip("/")))
+    return msgspec.structs.replace(found, roots=tuple(r for r in found.roots if r.root == root))
 
 
 # --- watching ------------------------------------------------------------------------------------------------

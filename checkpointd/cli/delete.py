@@ -1,6 +1,8 @@
-"""`checkpointd delete`: remove one checkpoint."""
+"""`checkpointd delete`: remove one checkpoint, once somebody has confirmed it."""
 
 from __future__ import annotations
+
+import sys
 
 import click
 
@@ -8,27 +10,58 @@ from checkpointd.cli.arguments import as_json, places, root_and_tag
 from checkpointd.cli.asking import ask, named_tag, show_json
 from checkpointd.cli.removed import page
 from checkpointd.cli.render import show
+from checkpointd.cli.words import printable, size
+from checkpointd.commands import command as command_line
+from checkpointd.errors import UsageError
 from checkpointd.pipeline.report.collection import CollectionReport, deletion
 from checkpointd.store.base import Store
+
+DECLINED = 1
+"""The exit code where the question was answered with no."""
 
 
 @click.command("delete", short_help="Remove one checkpoint.")
 @places("[ROOT] TAG")
 @click.option("--dry-run", is_flag=True, help="Only say what would go; nothing is written.")
-@click.option("--force", is_flag=True, help="Also the newest checkpoint, which a restart would load.")
+@click.option("--yes", "-y", is_flag=True, help="Do not ask; must be given where standard input is no terminal.")
+@click.option("--force", is_flag=True, help="Also the newest checkpoint, which a restart would load. Asks all the same.")
 @as_json()
-def command(places: tuple[str, ...], dry_run: bool, force: bool, as_json: bool) -> None:
+def command(places: tuple[str, ...], dry_run: bool, yes: bool, force: bool, as_json: bool) -> int:
     """Remove checkpoint TAG. What newer checkpoints refer to stays until they go, too.
 
-    The newest checkpoint, and the one that `latest` names, are refused without --force.
+    Shows what would go and asks, unless --yes is given; ends with code 1 where the answer is no. The newest checkpoint, and the
+    one that `latest` names, are refused without --force.
     """
     root, tag = root_and_tag(places, "delete")
 
-    async def act(store: Store) -> CollectionReport:
-        return await deletion(store, await named_tag(store, tag), force=force, dry_run=dry_run)
+    def act(tag: str, *, dry_run: bool) -> CollectionReport:
+        async def delete(store: Store) -> CollectionReport:
+            return await deletion(store, await named_tag(store, tag), force=force, dry_run=dry_run)
 
-    found = ask(root, act)
+        return ask(root, delete)
+
+    if not (dry_run or yes):
+        plan = act(tag, dry_run=True)
+        if not _confirmed(plan, force=force):
+            click.echo("nothing was removed", err=True)
+            return DECLINED
+        tag = plan.retired[0]  # `latest` may name another one by now
+    found = act(tag, dry_run=dry_run)
     if as_json:
         show_json(found)
     else:
         show(page(found))
+    return 0
+
+
+def _confirmed(plan: CollectionReport, *, force: bool) -> bool:
+    """Show what would go, and ask, on standard error. UsageError where nobody can answer."""
+    tag = plan.retired[0]
+    if not sys.stdin.isatty():
+        anyway = command_line("delete", plan.root, tag, "--yes", *(["--force"] if force else []))
+        raise UsageError(
+            f"delete asks before it removes {tag} ({size(plan.freed_bytes)}), and standard input is no terminal: {anyway} does "
+            "not ask"
+        )
+    show(page(plan), sys.stderr)
+    return click.confirm(f"Remove {printable(tag)} at {printable(plan.root)}?", default=False, err=True)

@@ -37,7 +37,9 @@ def command(places: tuple[str, ...], as_json: bool) -> None:
 
 def page(found: Explanation) -> Iterator[Block]:
     """The page for people."""
-    if found.is_checkpoint:
+    if any(attempt.state == "incomplete" for attempt in found.attempts):
+        yield Note(f"{found.tag} was committed, and is not whole any more; {found.latest}.", "bad")
+    elif found.is_checkpoint:
         yield Note(f"{found.tag} is a checkpoint; {found.latest}.", "good")
     else:
         yield Note(f"{found.tag} is not a checkpoint; {found.latest}.", "bad")

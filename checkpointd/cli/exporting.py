@@ -7,12 +7,13 @@ from typing import Any
 
 import click
 
-from checkpointd.cli.arguments import as_json, places, root_and_maybe_tag
-from checkpointd.cli.asking import show_json, store_at
+from checkpointd.cli.arguments import EXAMPLE_ROOT, as_json, places, root_and_maybe_tag
+from checkpointd.cli.asking import ask, maybe_named_tag, show_json
 from checkpointd.cli.consolidate import progress
 from checkpointd.cli.formats import EXPORTS, module_for
 from checkpointd.cli.render import Block, Facts, Heading, Table, show, warn
 from checkpointd.cli.words import count, size
+from checkpointd.commands import command as command_line
 from checkpointd.errors import UsageError
 
 
@@ -42,16 +43,16 @@ def command(
     safetensors and torch files see `consolidate`.
     """
     if not places:
-        raise UsageError("where to? Give the place, as in `checkpointd export /mnt/ckpts/run1 /mnt/dcp/run1 --format dcp`")
+        raise UsageError("where to? Give the place, as in " + command_line("export", EXAMPLE_ROOT, "/mnt/dcp/run1"))
     *before, out = places
     root, tag = root_and_maybe_tag(tuple(before), "export")
-    store_at(root)
     options: dict[str, Any] = {"memory": memory}
     if kind == "deepspeed":
         options = {"stage": stage or 2, "ranks": ranks or 1}
     elif stage or ranks:
         raise UsageError(f"--stage and --ranks are for --to deepspeed; {kind} has neither")
     act = getattr(module_for(kind, "exporting"), f"export_{kind}")
+    tag = ask(root, lambda store: maybe_named_tag(store, tag), read_only=True)
     with progress() as on_progress:
         done = act(root, out, tag, force=force, on_progress=on_progress, **options)
     if as_json:
@@ -60,7 +61,8 @@ def command(
     show(page(done))
     if done.left_out:
         named = ", ".join(done.left_out[:8])
-        warn(f"{count(len(done.left_out), 'value')} stayed behind, as it differs between ranks or is an array: {named}")
+        why = "differs between ranks, is an array, or is a tensor in client_state"
+        warn(f"{count(len(done.left_out), 'value')} stayed behind, as it {why}: {named}")
 
 
 def page(done: Any) -> Iterator[Block]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 import click
 import msgspec
 
 from checkpointd.cli.words import printable
+from checkpointd.commands import command
 from checkpointd.errors import AbortedError, CheckpointdError, DamagedError, UsageError
 
 INTERRUPTED = 130
@@ -49,15 +51,18 @@ def of_error(error: CheckpointdError) -> Failure:
 
 def of_usage(error: click.ClickException) -> Failure:
     context = error.ctx if isinstance(error, click.UsageError) else None
-    hint = f"; `{context.command_path} --help` shows what it takes" if context else ""
-    message = f"{error.format_message().removesuffix('.')}{hint}"
+    message = error.format_message().removesuffix(".")
+    if context is not None:
+        after = " " if message.endswith("?") else "; "  # one that asks what was meant
+        message += f"{after}{command(*context.command_path.split()[1:], '--help')} shows what it takes"
     return Failure(code=UsageError.__name__, message=message, exit_code=UsageError.exit_code)
 
 
-def of_defect(error: Exception) -> Failure:
+def of_defect(error: Exception, arguments: Sequence[str]) -> Failure:
+    """An error that nobody foresaw, of the call with `arguments`."""
     message = (
         f"{type(error).__name__}: {error}: this is a defect of checkpointd, please report it; "
-        "`checkpointd --debug ...` shows where it happened"
+        f"{command('--debug', *arguments)} shows where it happened"
     )
     return Failure(code=type(error).__name__, message=message, exit_code=DEFECT)
 

@@ -44,7 +44,9 @@ def command(
     """Remove at ROOT what no checkpoint needs: left-overs of aborted saves, and what removed checkpoints held.
 
     With rules, checkpoints that none of them names go as well; never the newest, the one that `latest` names, or the newest
-    that `checkpointd verify --record` found whole. What newer checkpoints refer to stays. A job may save at the same time.
+    that was read back whole. Where none that stays was read back, one is read back first; where none is whole, none goes.
+    With --best, those that were saved without the metric stay; a metric that no checkpoint has is an error. What newer
+    checkpoints refer to stays. A job may save at the same time.
     """
     rules = Retention(
         keep_last=keep_last,

@@ -7,12 +7,13 @@ from typing import Any
 
 import click
 
-from checkpointd.cli.arguments import as_json, only_root, places
+from checkpointd.cli.arguments import EXAMPLE_ROOT, as_json, given_root, places
 from checkpointd.cli.asking import show_json
 from checkpointd.cli.consolidate import progress
 from checkpointd.cli.formats import IMPORTS, module_for
 from checkpointd.cli.render import Block, Facts, Heading, show, warn
 from checkpointd.cli.words import count, size
+from checkpointd.commands import command as command_line
 from checkpointd.errors import UsageError
 
 
@@ -20,11 +21,11 @@ from checkpointd.errors import UsageError
 @places("SRC [ROOT]")
 @click.option("--from", "kind", type=click.Choice(IMPORTS), default="dcp", show_default=True, help="What SRC is.")
 @click.option("--tag", metavar="TAG", help="Its tag; of deepspeed's, which.  [default: SRC's name; of deepspeed's, the latest]")
-@click.option("--step", type=int, help="Its step.  [default: the last number in the tag, or what deepspeed counted]")
+@click.option("--step", type=int, help="Its step.  [default: what SRC says, else the last number in the tag]")
 @click.option("--latest/--no-latest", default=True, show_default=True, help="Whether `latest` is to name it.")
 @click.option("--memory", metavar="SIZE", default="512MiB", show_default=True, help="About what to hold in memory at once.")
 @click.option("--leave-out", is_flag=True, help="Of deepspeed's: leave out what cannot be stored safely.")
-@click.option("--force", is_flag=True, help="Also where TAG exists, or it cannot be checked that no job runs at ROOT.")
+@click.option("--force", is_flag=True, help="Also where TAG exists: it is saved again.")
 @as_json()
 def command(
     places: tuple[str, ...],
@@ -44,7 +45,7 @@ def command(
     it.
     """
     if not places:
-        raise UsageError("import what? Give a directory, as in `checkpointd import /mnt/dcp/step100 /mnt/ckpts/run1`")
+        raise UsageError("import what? Give a directory, as in " + command_line("import", "/mnt/dcp/step100", EXAMPLE_ROOT))
     source, *root = places
     options: dict[str, Any] = {"step": step, "save_latest": latest, "force": force, "memory": memory}
     if kind == "deepspeed":
@@ -53,7 +54,7 @@ def command(
         raise UsageError(f"--leave-out is for --from deepspeed; of {kind}, everything is imported")
     act = getattr(module_for(kind, "importing"), f"import_{kind}")
     with progress() as on_progress:
-        done = act(source, only_root(tuple(root), f"import {source}"), tag, on_progress=on_progress, **options)
+        done = act(source, given_root(tuple(root), "import", source), tag, on_progress=on_progress, **options)
     if as_json:
         show_json(done)
         return

@@ -8,11 +8,21 @@ import click
 
 from checkpointd.cli.arguments import as_json, places, root_and_tag
 from checkpointd.cli.asking import ask, named_tag, show_json
-from checkpointd.cli.render import Block, Facts, Heading, Note, Table, show
-from checkpointd.cli.words import ABSENT, count, moment, ratio, runs, shape, shortened, size
+from checkpointd.cli.attempts import process_text, read_back_cell
+from checkpointd.cli.render import Block, Cell, Facts, Heading, Note, Table, show
+from checkpointd.cli.words import ABSENT, count, metrics, moment, ratio, runs, shape, shortened, size
 from checkpointd.errors import DamagedError
 from checkpointd.layout.manifest import Alias
-from checkpointd.pipeline.report.inspection import GlobalReport, Inspection, RankReport, TensorReport, Totals, inspection
+from checkpointd.pipeline.report.inspection import (
+    GlobalReport,
+    Inspection,
+    RankReport,
+    ReadBackReport,
+    TensorReport,
+    Totals,
+    inspection,
+)
+from checkpointd.pipeline.report.wholeness import lost_advice, lost_text
 from checkpointd.store.base import Store
 
 VALUE_CHARACTERS = 100
@@ -35,12 +45,12 @@ def command(places: tuple[str, ...], rank: int | None, tensors: str, values: boo
     async def look(store: Store) -> Inspection:
         return await inspection(store, await named_tag(store, tag), rank=rank, tensors=tensors, values=values)
 
-    found = ask(root, look)
+    found = ask(root, look, read_only=True)
     if as_json:
         show_json(found)
     else:
         show(page(found))
-    return DamagedError.exit_code if found.damage else 0
+    return DamagedError.exit_code if found.damage or found.lost else 0
 
 
 def page(found: Inspection) -> Iterator[Block]:
@@ -54,8 +64,15 @@ def page(found: Inspection) -> Iterator[Block]:
             ("ranks", str(found.world_size)),
             ("committed", moment(found.time)),
             ("size", f"{sizes}, ratio {part}" if part != ABSENT else sizes),
+            *([("metrics", metrics(found.metrics))] if found.metrics else []),
+            ("read back", _read_back_cell(found.read_back)),
         ]
     )
+    for fault in found.read_back.faults:
+        yield Note(fault, "bad")
+    if found.lost:
+        advice = lost_advice(found.root, found.tag, found.lost)
+        yield Note(f"this checkpoint is not whole: {lost_text(found.lost)}; {advice}", "bad")
     if found.codecs:
         yield Heading("codecs")
         yield _codecs_table(found.codecs)
@@ -68,6 +85,13 @@ def page(found: Inspection) -> Iterator[Block]:
         yield _global_table(found.tensors)
     for report in found.ranks:
         yield from _rank_blocks(report, boxes=not together)
+
+
+def _read_back_cell(report: ReadBackReport) -> Cell:
+    cell = read_back_cell(report.state)
+    if report.writer is None:
+        return cell
+    return Cell(f"{cell.text}, on {moment(report.writer.time)} by {process_text(report.writer)}", cell.mood)
 
 
 def _sizes(raw: int, stored: int, referred: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import errno
 import logging
 import os
@@ -11,17 +12,23 @@ from importlib import import_module
 from typing import NoReturn
 
 import click
+from click.shell_completion import CompletionItem
 
 from checkpointd import __version__
 from checkpointd.cli import failures
+from checkpointd.cli.locating import corrected
 from checkpointd.errors import CheckpointdError
 
 COMMANDS = (
     *("list", "inspect", "verify", "status", "explain", "recover", "gc", "delete", "serve", "doctor"),
-    *("consolidate", "import", "export"),
+    *("consolidate", "import", "export", "completion"),
 )
 MODULES = {"import": "importing", "export": "exporting"}
 """Commands whose module has another name: Python's own word for the first, and the second beside it."""
+
+PROGRAM = "checkpointd"
+COMPLETE_VARIABLE = "_CHECKPOINTD_COMPLETE"
+"""Set by a shell that asks for completions; click reads it."""
 
 EPILOG = (
     "ROOT is the directory that the job was given; it may be left out where CHECKPOINTD_ROOT names it. "
@@ -42,9 +49,31 @@ class Commands(click.Group):
         command: click.Command = import_module(f"checkpointd.cli.{MODULES.get(cmd_name, cmd_name)}").command
         return command
 
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if name not in COMMANDS and not name.startswith("-") and not ctx.resilient_parsing:
+            raise click.UsageError(f"No such command {name!r}{_meant(name)}", ctx)
+        return super().resolve_command(ctx, args)
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """The commands by name; click's own way imports every one of them for its help."""
+        if incomplete.startswith("-"):
+            return super().shell_complete(ctx, incomplete)
+        return [CompletionItem(name) for name in COMMANDS if name.startswith(incomplete)]
+
+    def answer_shell(self) -> None:
+        """Where a shell asks for completions, print them and end the process."""
+        self._main_shell_completion({}, PROGRAM, COMPLETE_VARIABLE)
+
+
+def _meant(name: str) -> str:
+    close = difflib.get_close_matches(name, COMMANDS, n=3, cutoff=0.5)
+    close += [known for known in COMMANDS if known.startswith(name) and known not in close]
+    return f": did you mean {' or '.join(corrected(name, known) for known in close)}?" if close else ""
+
 
 @click.command(cls=Commands, epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(__version__, prog_name="checkpointd", message="%(prog)s %(version)s")
+@click.version_option(__version__, prog_name=PROGRAM, message="%(prog)s %(version)s")
 @click.option("--debug", is_flag=True, expose_value=False, help="Show the log, and where an error came from.")
 def commands() -> None:
     """See and check the checkpoints of a training job, and run the sidecar that persists them."""
@@ -52,6 +81,7 @@ def commands() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """The console script."""
+    commands.answer_shell()
     sys.exit(run(sys.argv[1:] if arguments is None else list(arguments)))
 
 
@@ -63,14 +93,14 @@ def run(arguments: list[str]) -> int:
     try:
         code = _invoke(arguments)
         sys.stdout.flush()
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, click.Abort):
         return failures.INTERRUPTED
     except Exception as error:
         if isinstance(error, OSError) and error.errno == errno.EPIPE:
             return _unread()
         if debug:
             raise
-        return failures.report(_failure(error), as_json=as_json)
+        return failures.report(_failure(error, arguments), as_json=as_json)
     return code
 
 
@@ -82,7 +112,8 @@ def _unread() -> int:
 
 def _invoke(arguments: list[str]) -> int:
     try:
-        with commands.make_context("checkpointd", arguments) as context:
+        # The words as they were given, for errors that say what to give instead.
+        with commands.make_context(PROGRAM, list(arguments), obj=list(arguments)) as context:
             return int(commands.invoke(context) or 0)
     except click.exceptions.Exit as end:
         return end.exit_code
@@ -91,14 +122,14 @@ def _invoke(arguments: list[str]) -> int:
         return error.exit_code
 
 
-def _failure(error: Exception) -> failures.Failure:
+def _failure(error: Exception, arguments: Sequence[str]) -> failures.Failure:
     match error:
         case CheckpointdError():
             return failures.of_error(error)
         case click.ClickException():
             return failures.of_usage(error)
         case _:
-            return failures.of_defect(error)
+            return failures.of_defect(error, arguments)
 
 
 def _prepare(debug: bool) -> None:

@@ -17,16 +17,17 @@ from checkpointd.pipeline.report.recovery import Decided, RecoveryReport, previe
 @click.command("recover", short_help="Decide what a dead job left in doubt.")
 @places("[ROOT]")
 @click.option("--dry-run", is_flag=True, help="Only say what would be decided; nothing is written.")
-@click.option("--force", is_flag=True, help="Also where it cannot be checked from here that the job has ended.")
+@click.option("--take-over", is_flag=True, help="Also where a job is alive at ROOT: every save of it fails from then on.")
 @as_json()
-def command(places: tuple[str, ...], dry_run: bool, force: bool, as_json: bool) -> None:
+def command(places: tuple[str, ...], dry_run: bool, take_over: bool, as_json: bool) -> None:
     """Decide what a dead job left in doubt at ROOT, set `latest` right and remove left-overs.
 
     A job does this itself when it starts: this is for roots where none will. It takes a new epoch without ranks, which fences a
-    job that still runs, so it is refused where one does.
+    job that still runs, so it is refused where one does. Where the job ran on another machine and was not closed, it looks for
+    up to 30 seconds whether it is alive. What a daemon still works at is left to it.
     """
     act = preview if dry_run else recovery
-    found = ask(only_root(places, "recover"), lambda store: act(store, force=force))
+    found = ask(only_root(places, "recover"), lambda store: act(store, take_over=take_over))
     if as_json:
         show_json(found)
         return
@@ -42,6 +43,8 @@ def page(found: RecoveryReport) -> Iterator[Block]:
     if found.epoch is not None:
         facts.append(("taken", f"epoch {found.epoch}"))
     facts.append((f"{would}decided".strip(), count(len(found.decided), "attempt")))
+    if found.spared:
+        facts.append((f"{would}spared", f"{', '.join(found.spared)}: a daemon works at it"))
     facts.append(
         (
             "latest",

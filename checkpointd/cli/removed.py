@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from checkpointd.cli.render import Block, Cell, Facts, Heading, Table
-from checkpointd.cli.words import count, size
+from checkpointd.cli.words import count, shortened, size
 from checkpointd.pipeline.report.collection import CollectionReport, Removed
+
+TAGS_CHARACTERS = 100
 
 
 def page(found: CollectionReport) -> Iterator[Block]:
@@ -17,9 +19,13 @@ def page(found: CollectionReport) -> Iterator[Block]:
         (f"{would}freed", size(found.freed_bytes)),
     ]
     if found.kept_bytes:
-        facts.append(("stays", f"{size(found.kept_bytes)} that newer checkpoints refer to"))
+        who = shortened(", ".join(found.needed_by), TAGS_CHARACTERS) or "newer checkpoints"
+        facts.append(("stays", f"{size(found.kept_bytes)} that {who} refer{'s' if len(found.needed_by) == 1 else ''} to"))
     if found.latest_moved_to:
         facts.append(("latest", f"moved to {found.latest_moved_to}"))
+    if found.unproved:
+        why = "since none of those that were to stay could be read back whole"
+        facts.append(("kept all the same", Cell(f"{count(len(found.unproved), 'checkpoint')}, {why}", "bad")))
     yield Facts(facts)
     if found.removed:
         yield Heading("would be removed" if found.dry_run else "removed")

@@ -12,15 +12,19 @@ import click
 from checkpointd.cli.arguments import as_json, only_root, places
 from checkpointd.cli.asking import ask, show_json
 from checkpointd.cli.attempts import job_text, votes_table
+from checkpointd.cli.locating import is_used, suggestion
 from checkpointd.cli.render import Block, Cell, Facts, Heading, Note, console, rich_page, show, warn
-from checkpointd.cli.words import count, moment, printable, size
+from checkpointd.cli.words import count, moment, printable, shortened, size
+from checkpointd.commands import command as command_line
 from checkpointd.errors import StoreError
 from checkpointd.pipeline.report.advice import ranks_text
 from checkpointd.pipeline.report.changes import changes
 from checkpointd.pipeline.report.standing import Failure, Flight, Standing, standing
+from checkpointd.pipeline.report.wholeness import lost_advice, lost_text
 from checkpointd.store.base import Store
 
 INTERVAL_S, SOCKET_INTERVAL_S = 2.0, 0.5
+TAGS_CHARACTERS = 100
 RANKS_SHOWN = 16
 """In a larger job only the ranks without a yes vote are shown, and at most so many of them."""
 
@@ -45,11 +49,16 @@ def command(places: tuple[str, ...], socket: str | None, watch: bool, interval: 
         return
     root = only_root(places, "status")
     if not watch:
-        found = ask(root, standing)
-        show_json(found) if as_json else show(page(found))
+        found = ask(root, standing, unused=True, read_only=True)
+        if as_json:
+            show_json(found)
+            return
+        show(page(found))
+        if not is_used(found.root):
+            warn(f"no job ever saved at {found.root}: {suggestion(found.root, root)}")
         return
     try:
-        ask(root, lambda store: _watch(store, interval or INTERVAL_S, as_json))
+        ask(root, lambda store: _watch(store, interval or INTERVAL_S, as_json), unused=True, read_only=True)
     except KeyboardInterrupt:
         return
 
@@ -118,7 +127,13 @@ def page(found: Standing) -> Iterator[Block]:
         ]
     )
     for name in found.damaged:
-        yield Note(f"the outcome of {name} is damaged: `checkpointd explain` says more", "bad")
+        says = command_line("explain", found.root, name.rpartition("/")[0])
+        yield Note(f"the outcome of {name} is damaged: {says} says more", "bad")
+    for name in found.unreadable:
+        says = command_line("explain", found.root, name.rpartition("/")[0])
+        yield Note(f"the outcome of {name} cannot be read now: {says} says more", "doubt")
+    if found.incomplete:
+        yield Note(_incomplete_text(found), "bad")
     for flight in found.flights:
         yield from _flight_blocks(flight)
     if found.failures:
@@ -141,6 +156,14 @@ def _latest_cell(found: Standing) -> Cell:
     known = next((c for c in found.commits if c.tag == found.latest.tag), None)
     details = f", step {known.step}, committed {moment(known.time)}" if known else ""
     return Cell(f"{found.latest.tag}{details}", "good")
+
+
+def _incomplete_text(found: Standing) -> str:
+    """Which checkpoints are not whole, and why the newest of them is not."""
+    first, number = found.incomplete[0], len(found.incomplete)
+    tags = shortened(", ".join(one.tag for one in found.incomplete), TAGS_CHARACTERS)
+    why = f"of {first.tag}: {lost_text(first.lost)}; {lost_advice(found.root, first.tag, first.lost)}"
+    return f"{count(number, 'checkpoint')} {'is' if number == 1 else 'are'} not whole ({tags}); {why}"
 
 
 def _flight_blocks(flight: Flight) -> Iterator[Block]:

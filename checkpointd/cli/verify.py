@@ -9,14 +9,15 @@ from contextlib import contextmanager
 import click
 
 from checkpointd.cli.arguments import as_json, places, root_and_maybe_tag
-from checkpointd.cli.asking import ask, named_tag, show_json
+from checkpointd.cli.asking import ask, maybe_named_tag, show_json
 from checkpointd.cli.render import Block, Cell, Heading, Mood, Note, Table, console, show, warn
 from checkpointd.cli.words import count, printable, size
-from checkpointd.errors import DamagedError
+from checkpointd.errors import DamagedError, UnreadableError
 from checkpointd.pipeline.report.verification import TagVerdict, Task, Verification, pointer_now, tasks, verified
+from checkpointd.pipeline.report.wholeness import lost_advice, lost_text
 from checkpointd.store.base import Store
 
-MOODS: dict[str, Mood] = {"whole": "good", "damaged": "bad", "removed": "quiet"}
+MOODS: dict[str, Mood] = {"whole": "good", "damaged": "bad", "unreadable": "doubt", "removed": "quiet"}
 
 
 @click.command("verify", short_help="Read checkpoints whole and check every byte.")
@@ -24,27 +25,28 @@ MOODS: dict[str, Mood] = {"whole": "good", "damaged": "bad", "removed": "quiet"}
 @click.option(
     "--record",
     is_flag=True,
-    help="Leave a record in what is whole, and none in what is not: retention keeps the newest that has one.",
+    help="Record in each what was found: nothing older is removed before something newer is recorded as whole.",
 )
 @as_json()
 def command(places: tuple[str, ...], record: bool, as_json: bool) -> int:
-    """Read checkpoint TAG, or all at ROOT, and check every byte along the chain of digests.
+    """Read checkpoint TAG, or all at ROOT, from the storage itself, and check every byte along the chain of digests.
 
-    Lists every damage with its object, tensor and rank, and ends with code 5 where there is any. TAG may be `latest`.
+    Lists every damage with its object, tensor and rank, and ends with code 5 where there is any. What cannot be read now is
+    shown as unreadable, which is no proof of damage: code 6 where there is nothing worse. TAG may be `latest`.
     """
     root, tag = root_and_maybe_tag(places, "verify")
     found = ask(root, lambda store: _verify(store, tag, record=record))
     if as_json:
         show_json(found)
-    elif found.checkpoints or found.damage:
+    elif found.checkpoints or found.damage or found.unreadable:
         show(page(found))
     else:
         warn(f"there are no checkpoints at {found.root}")
-    return DamagedError.exit_code if found.damage else 0
+    return DamagedError.exit_code if found.damage else UnreadableError.exit_code if found.unreadable else 0
 
 
 async def _verify(store: Store, tag: str | None, *, record: bool) -> Verification:
-    named = None if tag is None else await named_tag(store, tag)
+    named = await maybe_named_tag(store, tag)
     todo = await tasks(store, named)
     with progress(todo) as (on_task, on_bytes):
         verdicts = await verified(store, todo, record=record, on_task=on_task, on_bytes=on_bytes)
@@ -60,6 +62,14 @@ def page(found: Verification) -> Iterator[Block]:
         yield Heading(f"{count(len(found.damage), 'damage')} found")
         for damage in found.damage:
             yield Note(damage.message, "bad")
+    if found.unreadable:
+        yield Heading("cannot be read now, so nobody knows whether it is whole")
+        for one in found.unreadable:
+            yield Note(one.message, "doubt")
+    for verdict in found.checkpoints:
+        if verdict.lost:
+            advice = lost_advice(found.root, verdict.tag, verdict.lost)
+            yield Note(f"{verdict.tag} is not whole: {lost_text(verdict.lost)}; {advice}", "bad")
 
 
 def _cells(verdict: TagVerdict) -> tuple[str | Cell, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 
 ABSENT = "-"
@@ -59,6 +59,11 @@ def moment(text: str | None) -> str:
 
 def number(value: int | None) -> str:
     return ABSENT if value is None else str(value)
+
+
+def metrics(values: Mapping[str, float]) -> str:
+    """`accuracy=0.91 loss=2.31`, by name; `-` for none."""
+    return " ".join(f"{name}={value:.6g}" for name, value in sorted(values.items())) or ABSENT
 
 
 def count(value: int, noun: str) -> str:

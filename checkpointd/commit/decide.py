@@ -41,7 +41,7 @@ def decide(votes: Mapping[int, Vote | None], *, tag: str, attempt: str, world_si
         return _abort("AbortedError", f"the vote of rank {bad[0]} {why}", bad)
     no = sorted(r for r, v in votes.items() if v is not None and v.vote == "no")
     if no:
-        return _refused(votes, no)
+        return refused({rank: vote.error for rank in no if (vote := votes[rank]) is not None})
     if not votes.keys() >= set(range(world_size)):
         return None
     steps = {rank: vote.step for rank, vote in votes.items() if vote is not None}
@@ -84,12 +84,13 @@ def _other_step(steps: Mapping[int, int]) -> Decision:
     return _abort("AbortedError", message, others)
 
 
-def _refused(votes: Mapping[int, Vote | None], no: list[int]) -> Decision:
-    reports = {r: v.error for r in no if (v := votes[r]) is not None and v.error is not None}
+def refused(no: Mapping[int, ErrorReport | None]) -> Decision:
+    """The abort that the no of these ranks calls for, each with its reason where it gave one."""
+    reports = {rank: report for rank, report in no.items() if report is not None}
     # A skip explains less than a failure: name the failure first where both are there.
     ordered = sorted(reports.items(), key=lambda item: (item[1].code == "SkippedError", item[0]))
     if not ordered:
-        return _abort("AbortedError", f"{_ranks(no)} voted no without a reason", no)
+        return _abort("AbortedError", f"{_ranks(list(no))} voted no without a reason", list(no))
     rank, report = ordered[0]
     more = f" (and {len(no) - 1} more ranks voted no)" if len(no) > 1 else ""
     message = f"rank {rank} failed while {report.phase}: {report.message}{more}"

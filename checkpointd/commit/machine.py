@@ -15,13 +15,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from checkpointd.errors import CheckpointdError
-
-
-class ProtocolError(CheckpointdError):
-    """An event that the commit protocol does not allow in this phase: the store holds what no writer can have written."""
-
-    exit_code = 12
+from checkpointd.errors import ProtocolError
 
 
 class Phase(StrEnum):
@@ -96,7 +90,7 @@ def step(phase: Phase, event: Event) -> tuple[Phase, Action]:
     except KeyError:
         raise ProtocolError(
             f"{event} while {phase}: this cannot happen while every writer follows the protocol; "
-            "run `checkpointd explain` on the tag and keep the store as it is"
+            "keep the root as it is, and report this with the logs of all ranks"
         ) from None
 
 

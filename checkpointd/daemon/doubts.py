@@ -4,8 +4,8 @@ Invariants
   K1  A commit is put only of an attempt of the newest epoch, or one that it spares, with every vote there and valid: whoever
       else decides it comes to the same, and put-if-absent has one winner.
   K2  An abort is put only where nobody can vote any more, as far as can be told: the process that took the attempt's epoch was
-      on this machine and is dead, no job of this daemon works at it, and nothing in it has changed for `grace_s`
-      or for its epoch's commit time-out, whichever is longer.
+      on this machine and is dead, no job of this daemon works at it, no other process holds its lease, and nothing in it has
+      changed for `grace_s` or for its epoch's commit time-out, whichever is longer; a renewal of its lease is a change.
   K3  What a job of this daemon works at is left alone.
 """
 
@@ -16,13 +16,15 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from checkpointd.errors import DamagedError, NotFoundError
+from checkpointd.layout.keys import LEASE
 from checkpointd.layout.manifest import Epoch, Outcome
-from checkpointd.pipeline import epochs
+from checkpointd.pipeline import epochs, leases
 from checkpointd.pipeline.catalog import AttemptView
-from checkpointd.pipeline.collect import tidy
+from checkpointd.pipeline.leases import Sight
 from checkpointd.pipeline.pointer import move_latest
 from checkpointd.pipeline.publish import put_outcome
 from checkpointd.pipeline.recover import judge
+from checkpointd.pipeline.retire import retire_tag
 from checkpointd.pipeline.showing import show
 from checkpointd.store import writers
 from checkpointd.store.base import Store
@@ -32,10 +34,12 @@ log = logging.getLogger("checkpointd")
 
 @dataclass(slots=True)
 class Doubt:
-    """One attempt in doubt: its objects when they last changed, and when that was (seconds of the loop's clock)."""
+    """One attempt in doubt: its objects but for the lease, when they last changed, and when that was (seconds of the loop)."""
 
     sizes: dict[str, int]
     since: float
+    renewed: tuple[int, float] | None = None
+    """The count of its lease when it last changed, and when that was."""
     said: str = ""
     """What was last logged of it."""
 
@@ -72,18 +76,21 @@ class Doubts:
         return [outcome for outcome in found if outcome is not None]
 
     def _see(self, attempts: Iterable[AttemptView], now: float) -> None:
-        seen = {view.prefix: view for view in attempts}
+        seen = {view.prefix: {name: size for name, size in view.sizes.items() if name != LEASE} for view in attempts}
         for gone in self._known.keys() - seen.keys():
             del self._known[gone]
-        for prefix, view in seen.items():
+        for prefix, sizes in seen.items():
             known = self._known.get(prefix)
             if known is None:
-                self._known[prefix] = Doubt(view.sizes, now)
-            elif known.sizes != view.sizes:
-                known.sizes, known.since = view.sizes, now
+                self._known[prefix] = Doubt(sizes, now)
+            elif known.sizes != sizes:
+                known.sizes, known.since = sizes, now
 
     async def _settled(self, store: Store, view: AttemptView, now: float) -> Outcome | None:
         doubt = self._known[view.prefix]
+        lease = await leases.worker_of(store, view.prefix, Sight())
+        if lease is not None and (doubt.renewed is None or doubt.renewed[0] != lease.count):
+            doubt.renewed = lease.count, now
         quiet_s = now - doubt.since
         if not view.vote_ranks or quiet_s < self.patience_s:
             outcome = None
@@ -92,8 +99,12 @@ class Doubts:
             if outcome.outcome == "commit":
                 return await _decide(store, outcome)
         holder, why = await _holder(store, view)
+        # One of this process is a left-over: what its jobs work at is `busy`.
+        if lease is not None and writers.is_alive(lease.process) and not writers.is_this_process(lease.process):
+            why = f"process {lease.writer.pid} on {lease.writer.host} works at it"
         grace_s = max(self.grace_s, holder.commit_timeout_s if holder else 0.0)
-        if why is None and quiet_s >= grace_s:
+        idle_s = min(quiet_s, now - doubt.renewed[1]) if doubt.renewed is not None else quiet_s
+        if why is None and idle_s >= grace_s:
             return await _decide(store, outcome or await judge(store, view))
         doubt.say(view.prefix, why or f"its job has ended; it is decided when nothing in it has changed for {grace_s:g} s")
         return None
@@ -138,7 +149,7 @@ async def _decide(store: Store, outcome: Outcome) -> Outcome:
     await show(store, stands)
     if stands.outcome == "commit" and stands.save_latest:
         await move_latest(store, stands.tag, stands.order)
-    await tidy(store, stands.tag, stands.order[0])
+    await retire_tag(store, stands.tag, stands.order[0])
     return stands
 
 

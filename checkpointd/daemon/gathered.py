@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from checkpointd.daemon.status import RootStatus, SaveStatus
+from checkpointd.pipeline.shard import part_done
 
 DONE = frozenset({"prepared", "committed"})
 SHOWN = {"prepared": "voted"}
@@ -92,10 +93,8 @@ class Gathered:
 
 
 def fraction(save: SaveStatus) -> float:
-    """How much of one rank's bytes is persisted: 0 to 1."""
-    if save.phase in DONE:
-        return 1.0
-    return min(1.0, save.raw_done / save.raw_total) if save.raw_total else 0.0
+    """How much of one rank's bytes is on the disk: 1 only when its vote is durable."""
+    return 1.0 if save.phase in DONE else part_done(save.raw_done, save.raw_total)
 
 
 def gather(saves: Iterable[SaveStatus]) -> list[Gathered]:

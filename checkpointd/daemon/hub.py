@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -15,6 +16,7 @@ from checkpointd.daemon.roots import Roots
 from checkpointd.daemon.status import CheckpointStatus
 from checkpointd.daemon.tier import Tier
 from checkpointd.layout.manifest import ErrorReport
+from checkpointd.pipeline.readback import Reader
 
 COMMITS_KEPT = 64
 RANKS_KEPT = 4096
@@ -100,6 +102,9 @@ class Hub:
         """Called with a root that a client joined, or where a save ended."""
         self.on_remade: Callable[[str], None] = lambda _: None
         """Called with a root that was removed and made again: what was seen there is another one's."""
+        self.readers: weakref.WeakValueDictionary[tuple[str, int], Reader] = weakref.WeakValueDictionary()
+        """What reads back in the background, by root and rank. It goes on after the rank's trainer has left, until all is read,
+        and is the next trainer's, too: the saves of that one pause it."""
         self._ranks: dict[tuple[str, int], RankRecord] = {}
 
     def rank(self, root: str, rank: int, *, world_size: int, pid: int) -> RankRecord:

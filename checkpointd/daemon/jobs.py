@@ -5,6 +5,8 @@ Invariants
   J2  A snapshot is persisted only after its client said that it is whole; one whose client died before votes no.
   J3  A slot is read until the job has left it, whatever becomes of the client.
   J4  A job that has ended holds no memory of the snapshot any more: what is remembered of it is plain data.
+  J5  While the coordinator's snapshot is whole and its attempt undecided, the attempt has a lease, which is renewed: a start
+      that cannot ask this daemon leaves the attempt to it.
 """
 
 from __future__ import annotations
@@ -22,9 +24,10 @@ from checkpointd.daemon.memory import SlotMemory
 from checkpointd.daemon.status import SaveStatus
 from checkpointd.errors import CheckpointdError, StagingError, UsageError
 from checkpointd.layout.manifest import ErrorReport
+from checkpointd.pipeline import leases
 from checkpointd.pipeline.attempt import Attempt, WriterState
 from checkpointd.pipeline.report.advice import after_abort
-from checkpointd.pipeline.shard import AttemptInfo, Progress, Shard
+from checkpointd.pipeline.shard import COORDINATOR, AttemptInfo, Progress, Shard
 
 log = logging.getLogger("checkpointd")
 
@@ -81,11 +84,12 @@ class Job:
         self._on_change = on_change
         self._listeners: dict[object, Callable[[Job], None]] = {}
         self._staged: asyncio.Future[Shard] | None = loop.create_future()
-        self._persist_began: float | None = None
         self.progress = Progress()
         self.attempt = Attempt(
             state, info, deadline=loop.time() + left_s, progress=self.progress, on_phase=self._entered, on_free=self._free
         )
+        self._lease = leases.of_attempt(state.store, info.prefix) if info.rank == COORDINATOR else None
+        self._staged.add_done_callback(self._outlive)
         self.task = loop.create_task(self._run(self._staged))
 
     @property
@@ -154,6 +158,11 @@ class Job:
         else:
             self.spoiled(error)
 
+    def _outlive(self, staged: asyncio.Future[Shard]) -> None:
+        """From here on the save may go on without its trainer: say so at the root (J5)."""
+        if self._lease is not None and not staged.cancelled() and staged.exception() is None and self.phase not in FINAL:
+            self._lease.keep()
+
     def spoiled(self, error: CheckpointdError) -> None:
         """There will be no snapshot; does nothing where there is one."""
         if self._staged is not None and not self._staged.done():
@@ -174,6 +183,8 @@ class Job:
             elif not staged.cancelled():
                 staged.exception()  # an attempt that ended early never looked
             self._forget_snapshot()
+            if self._lease is not None:
+                await self._lease.release()
 
     def _forget_snapshot(self) -> None:
         """Let go of all that refers to the snapshot (J4); waiting for the garbage collector could take hours."""
@@ -191,9 +202,9 @@ class Job:
         now = time.time()
         if phase is Phase.PERSISTING:
             self.times.persisting = now
-            self._persist_began = time.monotonic()
         elif phase is Phase.PREPARED:
             self.times.voted = now
+            self.progress.end()
         elif phase in FINAL:
             self.times.ended = now
             self._say()
@@ -218,9 +229,6 @@ class Job:
 
     def status(self) -> SaveStatus:
         """As people and machines see it."""
-        speed = self._speed()
-        left = self.progress.raw_total - self.progress.raw_done
-        persisting = self.phase is Phase.PERSISTING
         return SaveStatus(
             tag=self.info.tag,
             attempt=str(self.info.attempt),
@@ -230,8 +238,8 @@ class Job:
             raw_total=self.progress.raw_total,
             raw_done=self.progress.raw_done,
             stored=self.progress.stored,
-            speed_bps=speed,
-            eta_s=left / speed if persisting and speed else None,
+            speed_bps=self.progress.speed_bps,
+            eta_s=self.progress.eta_s if self.phase is Phase.PERSISTING else None,
             votes_missing=None if self.phase in FINAL else self.attempt.votes_missing,
             error=self.error,
             advice=self.advice,
@@ -242,15 +250,6 @@ class Job:
             voted_at=self.times.voted,
             ended_at=self.times.ended,
         )
-
-    def _speed(self) -> float | None:
-        if self._persist_began is None or not self.progress.raw_done:
-            return None
-        if self.times.voted is not None and self.times.persisting is not None:
-            seconds = self.times.voted - self.times.persisting
-        else:
-            seconds = time.monotonic() - self._persist_began
-        return self.progress.raw_done / seconds if seconds > 0 else None
 
 
 SHOWN = {Phase.FAILING: "failed", Phase.SKIPPING: "skipped"}

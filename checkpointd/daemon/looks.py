@@ -8,10 +8,9 @@ from datetime import datetime
 from checkpointd.daemon.hub import Look
 from checkpointd.daemon.status import CheckpointStatus
 from checkpointd.errors import DamagedError
-from checkpointd.layout.keys import AttemptId
 from checkpointd.layout.manifest import ErrorReport
 from checkpointd.pipeline import catalog
-from checkpointd.pipeline.catalog import AttemptView, Checkpoint
+from checkpointd.pipeline.catalog import AttemptView, Checkpoint, ReadBackState
 from checkpointd.store.base import Store
 
 CHECKPOINTS_MAX = 20
@@ -25,26 +24,16 @@ class Looker:
 
     async def look(self, store: Store) -> tuple[Look, list[AttemptView]]:
         """How the root stands, and its attempts in doubt. Raises StoreError where the storage fails."""
-        attempts = await self._attempts(store)
+        attempts = await catalog.scan(store, self._decided)
+        self._decided.clear()
+        for view in attempts:
+            self._keep(view)
         newest = catalog.checkpoints_of(attempts)[:CHECKPOINTS_MAX]
-        for checkpoint in newest:  # one of them may have been removed since its outcome was read
+        for checkpoint in newest:  # one of them may have been removed, or read back, since its outcome was read
             self._keep(await catalog.view(store, checkpoint.tag, checkpoint.attempt))
         found = catalog.checkpoints_of(list(self._decided.values()))[:CHECKPOINTS_MAX]
-        return await _look(store, found), [a for a in attempts if a.state == "in-doubt" and a.sizes]
-
-    async def _attempts(self, store: Store) -> list[AttemptView]:
-        there: dict[str, AttemptView] = {}
-        for tag in await catalog.tags(store):
-            for entry in await store.list(tag):
-                attempt = AttemptId.parse(entry.name) if entry.is_prefix else None
-                if attempt is None:
-                    continue
-                known = self._decided.get(f"{tag}/{entry.name}") or await catalog.view(store, tag, attempt)
-                there[known.prefix] = known
-        self._decided.clear()
-        for view in there.values():
-            self._keep(view)
-        return list(there.values())
+        shown = [(checkpoint, self._decided[checkpoint.prefix].read_back) for checkpoint in found]
+        return await _look(store, shown), [a for a in attempts if a.state == "in-doubt" and a.sizes]
 
     def _keep(self, view: AttemptView) -> None:
         """Remember what cannot change any more."""
@@ -53,7 +42,7 @@ class Looker:
             self._decided[view.prefix] = view
 
 
-async def _look(store: Store, newest: list[Checkpoint]) -> Look:
+async def _look(store: Store, newest: list[tuple[Checkpoint, ReadBackState]]) -> Look:
     problem = None
     try:
         latest = await catalog.latest(store)
@@ -61,14 +50,14 @@ async def _look(store: Store, newest: list[Checkpoint]) -> Look:
         latest, problem = None, ErrorReport(code=error.code, message=str(error))
     return Look(
         latest=latest,
-        newest_step=newest[0].outcome.step if newest else None,
-        newest_committed_at=_seconds(newest[0].outcome.writer.time) if newest else None,
-        checkpoints=tuple(_status(checkpoint, latest) for checkpoint in newest),
+        newest_step=newest[0][0].outcome.step if newest else None,
+        newest_committed_at=_seconds(newest[0][0].outcome.writer.time) if newest else None,
+        checkpoints=tuple(_status(checkpoint, latest, read_back) for checkpoint, read_back in newest),
         problem=problem,
     )
 
 
-def _status(checkpoint: Checkpoint, latest: str | None) -> CheckpointStatus:
+def _status(checkpoint: Checkpoint, latest: str | None, read_back: ReadBackState) -> CheckpointStatus:
     outcome = checkpoint.outcome
     return CheckpointStatus(
         tag=checkpoint.tag,
@@ -78,6 +67,7 @@ def _status(checkpoint: Checkpoint, latest: str | None) -> CheckpointStatus:
         order=outcome.order,
         committed_at=outcome.writer.time,
         is_latest=checkpoint.tag == latest,
+        read_back=read_back,
     )
 
 

@@ -126,6 +126,16 @@ def _roots(found: DaemonStatus) -> Iterator[Metric]:
         lambda root: None if root.newest_committed_at is None else max(0.0, found.now - root.newest_committed_at),
     )
     yield by_root("checkpointd_newest_step", "Training step of the newest checkpoint.", lambda root: root.newest_step)
+    yield by_root(
+        "checkpointd_newest_read_back_step",
+        "Training step of the newest checkpoint that was read back whole; none where that is not among the newest at the root.",
+        lambda root: next((c.step for c in root.checkpoints if c.read_back == "whole"), None),
+    )
+    yield by_root(
+        "checkpointd_checkpoints_damaged",
+        "Checkpoints among the newest at the root that were read and are damaged.",
+        lambda root: sum(c.read_back == "damaged" for c in root.checkpoints),
+    )
     yield by_root("checkpointd_ranks", "Ranks of this node that were ever here.", lambda root: len(root.ranks))
     yield by_root(
         "checkpointd_ranks_connected",

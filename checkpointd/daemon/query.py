@@ -19,6 +19,7 @@ from typing import Self
 import msgspec
 
 from checkpointd import __version__
+from checkpointd.commands import start_sidecar
 from checkpointd.daemon import wire
 from checkpointd.daemon.status import DaemonStatus
 from checkpointd.errors import SidecarError, WireError
@@ -92,7 +93,7 @@ class StatusClient:
     """
 
     def __init__(self, socket_path: str | os.PathLike[str], *, timeout_s: float = TIMEOUT_S) -> None:
-        self.socket_path = os.fspath(socket_path)
+        self.socket_path = os.path.abspath(socket_path)
         self._timeout_s = timeout_s
         self._socket: socket.socket | None = None
         self._conversation = _Conversation(self.socket_path)
@@ -156,7 +157,7 @@ class AsyncStatusClient:
     """As StatusClient, on an asyncio loop; one question at a time, those that come meanwhile wait."""
 
     def __init__(self, socket_path: str | os.PathLike[str], *, timeout_s: float = TIMEOUT_S) -> None:
-        self.socket_path = os.fspath(socket_path)
+        self.socket_path = os.path.abspath(socket_path)
         self._timeout_s = timeout_s
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self._conversation = _Conversation(self.socket_path)
@@ -231,7 +232,7 @@ def _unreachable(error: OSError, path: str, timeout_s: float) -> SidecarError:
         )
     match error.errno:
         case errno.ENOENT:
-            return SidecarError(f"there is no socket {path}: start `checkpointd serve --socket {path}`, or give the one it has")
+            return SidecarError(f"there is no socket {path}: give the one that the daemon has, or {start_sidecar(path)}")
         case errno.ECONNREFUSED:
             return SidecarError(f"nobody listens at {path} any more: the daemon has died; start it again")
         case errno.EACCES | errno.EPERM:

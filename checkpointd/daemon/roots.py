@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shlex
+import stat
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
@@ -105,6 +107,10 @@ class Roots:
             raise UsageError(f"root {path} has a symbolic link in it ({link}): give the path that it leads to")
         return path
 
+    async def usable(self) -> None:
+        """UsageError where a configured root is no directory, or one that this process cannot use; bounded like `checked`."""
+        await self._ask("look at the roots", lambda: check_served(self._allowed))
+
     def found(self) -> list[str]:
         """The roots that lie at, or directly below, the configured ones, and those of plain files in these places."""
         places: list[str] = []
@@ -153,6 +159,47 @@ def _on_a_thread(call: Callable[[], T]) -> asyncio.Future[T]:
 
     threading.Thread(target=work, name="checkpointd-roots", daemon=True).start()
     return answer
+
+
+def check_served(paths: Iterable[str]) -> None:
+    """Raise UsageError, with what to do, for the first of `paths` at which no job could save.
+
+    A directory that cannot be written will do where one directly below it can: each job then has a root of its own there.
+    """
+    for path in paths:
+        fault = _unfit(path)
+        if fault:
+            raise UsageError(f"the daemon cannot serve the root {path}: {fault}")
+
+
+def _unfit(path: str) -> str | None:
+    user = f"user {os.geteuid()}, which runs the daemon,"
+    try:
+        is_directory = stat.S_ISDIR(os.stat(path).st_mode)
+    except FileNotFoundError:
+        return f"it does not exist; make it as the user that trains: `{shlex.join(['mkdir', '-p', path])}`"
+    except OSError as error:
+        return f"{user} cannot look at it ({error.strerror}): see that it is mounted, and that this user may reach it"
+    if not is_directory:
+        return "it is not a directory; give --root the directory in which the jobs' roots lie"
+    owner = f"run the daemon as the user that trains, or give this one the right: `{shlex.join(['chmod', 'u+rwx', path])}`"
+    if not _may(path, os.R_OK | os.X_OK):
+        return f"{user} may not list it; {owner}"
+    if not _may(path, os.W_OK) and not any(_may(below, os.W_OK | os.X_OK) for below in _directories_in(path)):
+        return f"{user} may write neither there nor in any directory directly below; {owner}"
+    return None
+
+
+def _may(path: str, mode: int) -> bool:
+    return os.access(path, mode, effective_ids=os.access in os.supports_effective_ids)
+
+
+def _directories_in(path: str) -> list[str]:
+    try:
+        with os.scandir(path) as found:
+            return [entry.path for entry in found if entry.is_dir(follow_symlinks=False)]
+    except OSError:
+        return []
 
 
 def _first_link(path: str) -> str | None:

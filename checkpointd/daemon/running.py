@@ -8,15 +8,16 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import uvloop
 
 from checkpointd.config import ServeConfig, Watched, environment_watched
 from checkpointd.daemon import manners
 from checkpointd.daemon.caretaker import Caretaker
+from checkpointd.daemon.roots import Roots
 from checkpointd.daemon.service import Service
-from checkpointd.errors import UsageError
+from checkpointd.errors import StoreError, UsageError
 
 log = logging.getLogger("checkpointd")
 
@@ -29,6 +30,7 @@ def serve(config: ServeConfig, *, on_ready: Callable[[str | None], None] = lambd
 
 
 async def _serve(config: ServeConfig, on_ready: Callable[[str | None], None]) -> None:
+    await _check_roots(config.roots)
     loop = asyncio.get_running_loop()
     service, supervisor = Service(config), Supervisor(environment_watched())
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -49,6 +51,14 @@ async def _serve(config: ServeConfig, on_ready: Callable[[str | None], None]) ->
             beside.push_async_callback(_ended, asyncio.create_task(_say_stopping(service, supervisor)))
         await running
     ready.cancel()
+
+
+async def _check_roots(roots: Sequence[str]) -> None:
+    """Refuse what no job could save at; a file system that does not answer now may do so when a trainer comes."""
+    try:
+        await Roots(roots).usable()
+    except StoreError as error:
+        log.warning("the roots %s could not be looked at: %s", ", ".join(roots), error)
 
 
 def _http(service: Service) -> contextlib.AbstractAsyncContextManager[str]:

@@ -77,6 +77,7 @@ class Service:
                 await _ended(self._connections)
                 await _ended(self._deaths)
                 await _ended(self._beside)
+                await asyncio.gather(*(reader.close() for reader in self.hub.readers.values()))
         await self.hub.roots.close()
         workers.shutdown(wait=False, cancel_futures=True)
 

@@ -152,7 +152,9 @@ class Session:
             save=number,
             raw_total=job.progress.raw_total,
             raw_done=job.progress.raw_done,
+            raw_kept=job.progress.raw_kept,
             stored=job.progress.stored,
+            writing_s=job.progress.writing_s,
             votes_missing=job.attempt.votes_missing,
             stale=job.progress.stale,
         )
@@ -223,7 +225,8 @@ class Session:
         kept = self._kept(record)
         if kept is not None:
             self._hub.tier.wanted(kept)
-        jobs = self._hub.jobs.at(record.root)
+        # One that only removes left-overs yet, or reads back what is to stay, keeps nobody waiting.
+        jobs = [job for job in self._hub.jobs.at(record.root) if job.phase not in FINAL]
         in_flight = tuple(
             wire.InFlight(tag=j.info.tag, attempt=str(j.info.attempt), rank=j.info.rank, phase=str(j.phase)) for j in jobs
         )
@@ -247,6 +250,7 @@ class Session:
         # Checked again: somebody may have put a link in the root's place since.
         store = await self._hub.roots.opened(record.root)
         self._state = WriterState(store=store, persist=persist, commit=commit)
+        self._state.take_reader(self._hub.readers.setdefault((record.root, record.rank), self._state.reader))
         self._epoch, self._nonce = message.epoch, message.nonce
         self._hub.begun(record, message.epoch, message.nonce)
         kept = self._kept(record)
@@ -313,6 +317,7 @@ class Session:
             hand=message.hand,
             handed=True,
         )
+        state.tidier.keeps_before = message.keeps_before
         key: JobKey = (record.root, self._nonce, info.tag, str(info.attempt), info.rank)
         ended = self._hub.jobs.ended(key)
         job = self._hub.jobs.live(key)

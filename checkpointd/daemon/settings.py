@@ -25,7 +25,7 @@ def persist_config(asked: wire.Begin, ours: ServeConfig) -> PersistConfig:
 def commit_config(asked: wire.Begin) -> CommitConfig:
     """UsageError for what cannot be."""
     rules = (asked.retention or wire.Rules()).checked()
-    return CommitConfig(timeout_s=asked.commit_timeout_s, retention=rules, on_stale=asked.on_stale)
+    return CommitConfig(timeout_s=asked.commit_timeout_s, retention=rules, on_stale=asked.on_stale, read_back=asked.read_back)
 
 
 def _compression(name: str) -> Compression:

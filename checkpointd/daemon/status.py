@@ -8,14 +8,15 @@ from __future__ import annotations
 import msgspec
 
 from checkpointd.layout.manifest import ErrorReport
+from checkpointd.pipeline.catalog import ReadBackState
 
 
 class SaveStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One save of one rank of this node: the rank's side of an attempt.
 
-    `phase`: staging, staged, persisting, prepared; committed, aborted, failed, skipped at the end. `speed_bps`: raw bytes
-    persisted per second, `eta_s` what is left at that speed (None where nothing can be said). `votes_missing`: on the
-    coordinator only, else None.
+    `phase`: staging, staged, persisting, prepared; committed, aborted, failed, skipped at the end. `raw_done`: of
+    `raw_total` bytes, those that are on the disk, past the system's cache. `speed_bps`: raw bytes written per second, `eta_s`
+    what is left at that speed (None where nothing can be said). `votes_missing`: on the coordinator only, else None.
     """
 
     tag: str
@@ -83,6 +84,8 @@ class CheckpointStatus(msgspec.Struct, frozen=True, kw_only=True):
     order: tuple[int, int]
     committed_at: str
     is_latest: bool
+    read_back: ReadBackState = "no"
+    """Whether it was read back since it was written, and what was found."""
 
 
 class RootStatus(msgspec.Struct, frozen=True, kw_only=True):

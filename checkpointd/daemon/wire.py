@@ -130,6 +130,8 @@ class Begin(_Message, frozen=True, kw_only=True, tag="begin"):
     on_stale: OnStale = "warn"
     retention: Rules | None = None
     """Which checkpoints stay; None: all."""
+    read_back: bool = True
+    """Whether what was committed is read back while no save is in flight."""
 
 
 class Slot(_Message, frozen=True, kw_only=True, tag="slot"):
@@ -183,6 +185,8 @@ class Save(_Message, frozen=True, kw_only=True, tag="save"):
     left_s: _Seconds
     """Until the deadline of the attempt."""
     metrics: Annotated[dict[_Name, float], Meta(max_length=METRICS_MAX)] = {}
+    keeps_before: _Count = 0
+    """Of older epochs than this, no checkpoint goes: the job has not loaded, and was not told to start afresh."""
 
 
 class Announced(_Message, frozen=True, kw_only=True, tag="announced"):
@@ -284,7 +288,11 @@ class Progress(_Message, frozen=True, kw_only=True, tag="progress"):
     save: _Id
     raw_total: _Count
     raw_done: _Count
+    """On the disk, past the system's cache; `raw_kept` of them unchanged since the checkpoint before."""
+    raw_kept: _Count = 0
     stored: _Count
+    writing_s: _Seconds | None = None
+    """How long it has been written; None before that."""
     votes_missing: tuple[int, ...] | None = None
     stale: bool = False
     """It was committed, and what is trained had not changed since the checkpoint before."""

@@ -15,6 +15,7 @@ from typing import Final, TypeVar
 import msgspec
 
 from checkpointd import __version__
+from checkpointd.commands import start_sidecar
 from checkpointd.daemon import wire
 from checkpointd.daemon.channel import Peer
 from checkpointd.daemon.status import DaemonStatus
@@ -27,7 +28,6 @@ ANSWER_S: Final = 5.0
 """For each step of the conversation."""
 _PEER: Final = struct.Struct("3i")
 _NOT_ALLOWED: Final = "start the daemon with --uid and --group for this user"
-_START: Final = "start it: checkpointd serve --socket {path} --root ..."
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ def socket_directory(path: str) -> Finding:
     try:
         found = os.stat(directory)
     except OSError as error:
-        return _finding("socket-directory", "fail", f"{directory}: {error.strerror}", _START.format(path=path))
+        return _finding("socket-directory", "fail", f"{directory}: {error.strerror}", start_sidecar(path))
     mode = stat.S_IMODE(found.st_mode)
     seen = f"{directory} has mode {mode:04o} and belongs to user {found.st_uid}"
     if found.st_uid not in (0, os.geteuid()):
@@ -72,7 +72,7 @@ def socket_rights(path: str) -> Finding:
     try:
         found = os.lstat(path)
     except FileNotFoundError:
-        return _finding("socket-rights", "fail", f"there is no {path}", _START.format(path=path))
+        return _finding("socket-rights", "fail", f"there is no {path}", start_sidecar(path))
     except OSError as error:
         return _finding("socket-rights", "fail", f"{path}: {error.strerror}", "let this user enter the directory")
     if not stat.S_ISSOCK(found.st_mode):
@@ -148,13 +148,13 @@ def _status(report: wire.Report) -> DaemonStatus:
 def _unreachable(error: OSError, path: str) -> str:
     match error.errno:
         case errno.ECONNREFUSED:
-            return f"the daemon that listened there has died; {_START.format(path=path)}"
+            return f"the daemon that listened there has died; {start_sidecar(path)}"
         case errno.EAGAIN:
             return "too many connections wait: the daemon hangs, or is starting"
         case errno.EACCES | errno.EPERM:
             return _NOT_ALLOWED
         case _:
-            return _START.format(path=path)
+            return start_sidecar(path)
 
 
 def daemon(answer: Answer) -> Finding:

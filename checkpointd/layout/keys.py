@@ -16,6 +16,10 @@ SERVICE = ".checkpointd"
 OUTCOME = "outcome"
 DELETED = "deleted"
 VERIFIED = "verified"
+PASSED_OVER = "passed-over"
+DAMAGED = "damaged"
+LEASE = "lease"
+"""Beside an attempt: who works at it, although its trainer may have ended."""
 
 _TAG_BYTES_MAX = 200
 # Each number has one spelling: without it, two names could mean one object.
@@ -26,12 +30,13 @@ _CHUNKS = re.compile(rf"{_RANK}-(0|[1-9]\d{{0,3}})\.chunks\Z", re.ASCII)
 _INDEX = re.compile(rf"{_RANK}(?:-({_HAND}))?\.index\Z", re.ASCII)
 _FILE = re.compile(rf"{_RANK}-(0|{_HAND})-(0|[1-9]\d{{0,3}})\.file\Z", re.ASCII)
 _OBJECT = re.compile(
-    rf"(?:{_RANK}(?:-(?:0|[1-9]\d{{0,3}})\.chunks|-(?:0|{_HAND})-(?:0|[1-9]\d{{0,3}})\.file|(?:-{_HAND})?\.index|\.vote)"
-    r"|outcome|verified|deleted(?:-[1-9]\d{0,8})?)\Z",
+    rf"(?:{_RANK}(?:-(?:0|[1-9]\d{{0,3}})\.chunks|-(?:0|{_HAND})-(?:0|[1-9]\d{{0,3}})\.file|(?:-{_HAND})?\.index|\.vote|\.readback)"
+    r"|outcome|verified|damaged|passed-over|deleted(?:-[1-9]\d{0,8})?)\Z",
     re.ASCII,
 )
 _MARK = re.compile(r"deleted(?:-([1-9]\d{0,8}))?\Z", re.ASCII)
 _VOTE = re.compile(rf"{_RANK}\.vote\Z", re.ASCII)
+_READ_BACK = re.compile(rf"{_RANK}\.readback\Z", re.ASCII)
 _EPOCH = re.compile(r"(?:\d{8}|[1-9]\d{8,11})\Z", re.ASCII)
 _DIGEST = re.compile(r"[0-9a-f]{32}\Z")
 
@@ -127,8 +132,9 @@ def holds_bytes(name: str) -> bool:
 
 
 def is_bulk(name: str) -> bool:
-    """Whether `name` goes with the bytes of an attempt, and is no record of it."""
-    return holds_bytes(name) or name.endswith(".index")
+    """Whether `name` goes with the bytes of an attempt: what holds or describes them, or says who wrote or read them."""
+    by_name = name in (VERIFIED, DAMAGED, LEASE) or name.endswith(".index")
+    return by_name or holds_bytes(name) or read_back_rank(name) is not None
 
 
 def index_name(rank: int, hand: int = 0) -> str:
@@ -162,8 +168,19 @@ def vote_rank(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
+def read_back_name(rank: int) -> str:
+    """The record that a rank has read back what it had stored."""
+    return f"{rank:05d}.readback"
+
+
+def read_back_rank(name: str) -> int | None:
+    """The rank whose record of reading back `name` is; None where it is none."""
+    match = _READ_BACK.match(name)
+    return int(match[1]) if match else None
+
+
 def object_rank(name: str) -> int | None:
-    """The rank that wrote the object `name` of an attempt; None for `outcome`, `verified`, `deleted` and what is no object."""
+    """The rank that wrote the object `name` of an attempt; None for the records of the attempt and what is no object."""
     match = _OBJECT.match(name)
     return int(match[1]) if match and match[1] else None
 
@@ -210,7 +227,21 @@ def epoch_key(epoch: int) -> str:
 
 
 def epoch_of(name: str) -> int | None:
+    """The epoch whose record, or whose job's lease, `name` is; None where it is neither."""
     return int(name) if _EPOCH.match(name) else None
+
+
+LEASES = f"{SERVICE}/leases"
+
+
+def job_lease_key(epoch: int) -> str:
+    """Where the job that runs `epoch` says that it is alive."""
+    return f"{LEASES}/{epoch:08d}"
+
+
+def attempt_lease_key(prefix: str) -> str:
+    """Where whoever works at the attempt `prefix` (`<tag>/<attempt>`) says so."""
+    return f"{prefix}/{LEASE}"
 
 
 SHOWN = f"{SERVICE}/shown"

@@ -10,7 +10,6 @@ look for one takes longer than to decode them.
 from __future__ import annotations
 
 import re
-from itertools import pairwise
 from typing import Literal, TypeVar
 
 import msgspec
@@ -19,13 +18,15 @@ from typing_extensions import Buffer
 
 from checkpointd.errors import FormatError
 from checkpointd.layout.boxes import Box
-from checkpointd.layout.dtypes import ITEM_BYTES
-from checkpointd.layout.keys import WORLD_SIZE_MAX, check_chunks_ref, check_holder, index_rank
+from checkpointd.layout.keys import WORLD_SIZE_MAX, index_rank
 
 VERSION = 1
 
 CHUNK_BYTES_MAX = (1 << 30) + (1 << 23)
 """No chunk is larger, raw or stored: 1 GiB and what a codec may add."""
+
+LEASE_S_MAX = 600.0
+"""No lease is longer: nobody waits longer for a job that has died."""
 
 LISTING_BYTES_MAX = 1 << 28
 """No index and no plan is larger; a reader holds one in memory. About 4 million chunks, or 700,000 tensors."""
@@ -67,7 +68,23 @@ class Epoch(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpo
     fenced, and nobody else decides them."""
     commit_timeout_s: float = 0.0
     """How long the ranks of its attempts may take to vote, in seconds; 0 where that was not recorded."""
+    job: str = ""
+    """The job's name, by which its next start is known; empty where it has none."""
     writer: Writer
+
+
+class Lease(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpointd.lease"):
+    """Who is at work: a job at the root, or a daemon at an attempt. Each renewal raises `count`."""
+
+    version: int = VERSION
+    process: str
+    """The holder, exactly: host, boot, process and its start (`store/writers.py` makes the name)."""
+    job: str = ""
+    count: int
+    length_s: float
+    """Whoever sees the same count for so many seconds, by a clock of its own, may take the holder for gone."""
+    writer: Writer
+    """The holder when it began; a renewal leaves it as it is."""
 
 
 class PlanTensor(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -191,6 +208,7 @@ class Vote(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpoi
     tensors: int = 0
     refers: tuple[str, ...] = ()
     """Keys of the older attempts' objects that the index names."""
+    objects: tuple[ObjectRef, ...] = ()  # the attempt's own that the index names, so that a listing shows where one is gone
     metrics: dict[str, float] = {}
     trained: Trained = ""
     """Whether this rank's tensors that require grad differ from the checkpoint before; empty: there is nothing to compare."""
@@ -246,10 +264,38 @@ class Deleted(_Object, frozen=True, kw_only=True, tag_field="format", tag="check
 
 
 class Verified(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpointd.verified"):
-    """The record that all of a checkpoint was read and found whole at some time: retention keeps the newest such one."""
+    """The record that all of a checkpoint was read back and found whole after it was written."""
 
     version: int = VERSION
     nbytes: int
+    uncached: bool = False
+    """Whether it was read from the storage itself, past the cache of the machine that read it; as records of now always are."""
+    writer: Writer
+
+
+class ReadBack(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpointd.readback"):
+    """The record that one rank has read back what it had stored, past the cache, and found it whole."""
+
+    version: int = VERSION
+    rank: int
+    nbytes: int
+    writer: Writer
+
+
+class Damaged(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpointd.damaged"):
+    """The record that a checkpoint was read and is not what was written. It counts whatever else is there."""
+
+    version: int = VERSION
+    faults: tuple[str, ...]
+    """The first faults, in words."""
+    writer: Writer
+
+
+class PassedOver(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpointd.passed-over"):
+    """The record that load() took an older checkpoint because this one was found damaged: retention never removes it."""
+
+    version: int = VERSION
+    why: str
     writer: Writer
 
 
@@ -264,11 +310,13 @@ class Shown(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpo
     files: tuple[str, ...]
 
 
-SmallObject = Epoch | Plan | Vote | Outcome | Deleted | Verified | Shown
-_T = TypeVar("_T", Epoch, Plan, Vote, Outcome, Deleted, Verified, Shown)
+SmallObject = Epoch | Lease | Plan | Vote | Outcome | Deleted | Verified | ReadBack | Damaged | PassedOver | Shown
+_T = TypeVar("_T", Epoch, Lease, Plan, Vote, Outcome, Deleted, Verified, ReadBack, Damaged, PassedOver, Shown)
 
 
-class _Header(msgspec.Struct):
+class Header(msgspec.Struct):
+    """How every object begins."""
+
     format: str = ""
     version: int = 0
 
@@ -293,7 +341,7 @@ def encode(obj: SmallObject) -> bytes:
     return head + digest(data).encode() + tail
 
 
-_LATER = ("spares", "commit_timeout_s", "metrics", "kept", "trained", "stale", "shown_at")
+_LATER = ("spares", "commit_timeout_s", "job", "metrics", "kept", "trained", "stale", "shown_at", "objects", "uncached")
 """Keys that were not there at first: left out where they say nothing."""
 _FILES = "files"
 """Left out where it is None or 0: an empty one in a vote says that the rank has no file beside ranks that have."""
@@ -324,8 +372,8 @@ def _check_seal(data: bytes, key: str) -> None:
 def decode(data: bytes, kind: type[_T], key: str) -> _T:
     """The object of type `kind` in `data`; FormatError names `key` and what is wrong."""
     try:
-        header = msgspec.json.decode(data, type=_Header)
-        _check_header(header, kind, key)
+        header = msgspec.json.decode(data, type=Header)
+        check_header(header, kind, key)
         _check_seal(data, key)
         found = msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
@@ -339,6 +387,8 @@ def decode(data: bytes, kind: type[_T], key: str) -> _T:
 def _fault(obj: SmallObject) -> str | None:
     if isinstance(obj, Vote):
         return _vote_fault(obj)
+    if isinstance(obj, Lease):
+        return _lease_fault(obj)
     return _outcome_fault(obj) if isinstance(obj, Outcome) else None
 
 
@@ -352,6 +402,13 @@ def _vote_fault(vote: Vote) -> str | None:
     return None
 
 
+def _lease_fault(lease: Lease) -> str | None:
+    """What in `lease` would make whoever watches it wait for ever, or not at all."""
+    if not 0 < lease.length_s <= LEASE_S_MAX:
+        return f"is a lease of {lease.length_s:g} seconds, which cannot be"
+    return None
+
+
 def _outcome_fault(outcome: Outcome) -> str | None:
     """What in `outcome` would lead a reader astray: ranks without votes in a commit."""
     if not 0 <= outcome.world_size <= WORLD_SIZE_MAX:
@@ -361,23 +418,8 @@ def _outcome_fault(outcome: Outcome) -> str | None:
     return None
 
 
-def encode_index(index: Index) -> bytes:
-    return msgspec.msgpack.encode(index)
-
-
-def decode_index(data: bytes, key: str) -> Index:
-    """The index in `data`, its references checked to stay inside its attempt and its sizes to add up."""
-    try:
-        header = msgspec.msgpack.decode(data, type=_Header)
-        _check_header(header, Index, key)
-        index = msgspec.msgpack.decode(data, type=Index)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise FormatError(f"{key} is damaged: {error}", key=key) from error
-    _check_index(index, key)
-    return index
-
-
-def _check_header(header: _Header, kind: type, key: str) -> None:
+def check_header(header: Header, kind: type, key: str) -> None:
+    """Raise FormatError unless `header` is that of a `kind` in this release's version."""
     expected = kind.__struct_config__.tag  # type: ignore[attr-defined]  # msgspec puts it on every Struct class
     if header.format != expected:
         raise FormatError(f"{key} is not a {expected} object (it says {header.format!r})", key=key)
@@ -387,63 +429,3 @@ def _check_header(header: _Header, kind: type, key: str) -> None:
             "read it with the release that wrote it, or a newer one",
             key=key,
         )
-
-
-def _check_index(index: Index, key: str) -> None:
-    for ref in index.objects:
-        _check_object(ref, index, key)
-    seen: set[str] = set()
-    parts: set[tuple[str, Box]] = set()
-    for entry in index.tensors:
-        if (entry.fqn, entry.box) in parts:
-            raise FormatError(f"{key} lists {entry.fqn} twice", key=key, fqn=entry.fqn)
-        parts.add((entry.fqn, entry.box))
-        seen.add(entry.fqn)
-        _check_entry(entry, index, key)
-    _check_apart(index, key)
-    for alias in index.aliases:
-        if alias.owner not in seen or alias.fqn in seen:
-            raise FormatError(f"{key}: {alias.fqn} shares memory with {alias.owner}, which is not stored", key=key)
-
-
-def _check_object(ref: ObjectRef, index: Index, key: str) -> None:
-    check_chunks_ref(ref.name, index.rank)
-    if ref.held_by and check_holder(ref.held_by) == f"{index.tag}/{index.attempt}":
-        raise FormatError(f"{key} names {ref.name} as an older attempt's, but {ref.held_by} is its own", key=key)
-
-
-def _check_entry(entry: TensorEntry, index: Index, key: str) -> None:
-    if entry.dtype not in ITEM_BYTES:
-        raise FormatError(f"{key}: {entry.fqn} has the unknown dtype {entry.dtype!r}; a newer release may know it", key=key)
-    entry.box.check(entry.shape)
-    item = ITEM_BYTES[entry.dtype]
-    stored, needed = sum(chunk.raw for chunk in entry.chunks), entry.box.numel() * item
-    if stored != needed:
-        raise FormatError(f"{key}: {entry.fqn} needs {needed} bytes, and its chunks hold {stored}", key=key, fqn=entry.fqn)
-    for chunk in entry.chunks:
-        fault = _chunk_fault(chunk, index, item)
-        if fault:
-            raise FormatError(f"{key}: a chunk of {entry.fqn} {fault}", key=key, fqn=entry.fqn)
-
-
-def _chunk_fault(chunk: Chunk, index: Index, item: int) -> str | None:
-    if not 0 <= chunk.object < len(index.objects) or chunk.offset < 0:
-        return "lies outside the objects of its attempt"
-    if chunk.raw < 1 or chunk.stored < 1 or max(chunk.raw, chunk.stored) > CHUNK_BYTES_MAX:
-        return f"declares {chunk.raw} bytes, stored as {chunk.stored}"
-    if chunk.offset + chunk.stored > index.objects[chunk.object].size:
-        return "lies outside the objects of its attempt"
-    if chunk.raw % item:
-        return f"holds {chunk.raw} bytes, which is no whole number of elements of {item}"
-    if len(chunk.digest) != 16:
-        return f"has a digest of {len(chunk.digest)} bytes"
-    return None
-
-
-def _check_apart(index: Index, key: str) -> None:
-    """Chunks may be the same bytes, but never share a part of them."""
-    placed = sorted((c.object, c.offset, c.offset + c.stored) for entry in index.tensors for c in entry.chunks)
-    for one, two in pairwise(placed):
-        if one[0] == two[0] and two[1] < one[2] and one != two:
-            name = index.objects[one[0]].name
-            raise FormatError(f"{key}: chunks overlap at byte {two[1]} of {name}", key=key)

@@ -4,7 +4,9 @@ Invariants
   A1  `run` returns with the phase final, whatever fails; it never raises a storage error.
   A2  The phase `committed` is reported only after a commit outcome was read back or put durably.
   A3  The snapshot's memory is in use at most until `on_free` is called, which happens once, before `run` returns.
-  A4  Of an attempt that other hands may write, too (`AttemptInfo.handed`), any hand's yes is this rank's: losing the race for
+  A4  A rank whose own no stands waits NO_S for the coordinator, which names all ranks that failed, and then puts the abort
+      itself: the coordinator may have failed without a word.
+  A5  Of an attempt that other hands may write, too (`AttemptInfo.handed`), any hand's yes is this rank's: losing the race for
       the vote is no error, and a commit that counts another hand's vote ends this one as committed.
 """
 
@@ -12,39 +14,41 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from checkpointd.commit import decide as decisions
 from checkpointd.commit.decide import Decision
 from checkpointd.commit.machine import FINAL, Action, Event, Phase, step
 from checkpointd.config import CommitConfig, PersistConfig
-from checkpointd.errors import CheckpointdError, FencedError, NotFoundError, SkippedError, StoreError
+from checkpointd.errors import CheckpointdError, FencedError, NotFoundError, SkippedError, StoreError, StoreFullError
 from checkpointd.layout.keys import OUTCOME, vote_name
 from checkpointd.layout.manifest import ErrorReport, Index, Outcome
 from checkpointd.pipeline import catalog, epochs
 from checkpointd.pipeline.chunks import Persist
-from checkpointd.pipeline.collect import Removal, tidy
+from checkpointd.pipeline.missing import Missing
 from checkpointd.pipeline.pointer import move_latest
 from checkpointd.pipeline.publish import Ballot, PlanCheck, missing_ranks, outcome_of, put_outcome
 from checkpointd.pipeline.rates import Rates
+from checkpointd.pipeline.readback import Reader, checkpoint_of
 from checkpointd.pipeline.reports import code_of, error_of
-from checkpointd.pipeline.retire import retire
 from checkpointd.pipeline.save import VoteUncertain, drop_shard, drop_unless_named, is_own, persist, vote_no
-from checkpointd.pipeline.shard import AttemptInfo, Progress, Shard
+from checkpointd.pipeline.shard import COORDINATOR, AttemptInfo, Progress, Shard
 from checkpointd.pipeline.showing import show
+from checkpointd.pipeline.tidying import Tidier
 from checkpointd.pipeline.unchanged import Base, Bases
-from checkpointd.pipeline.workers import Stopped, answered
+from checkpointd.pipeline.workers import Stopped, answered, unless
 from checkpointd.store.base import Store
 
 log = logging.getLogger("checkpointd")
 
-COORDINATOR = 0
 FENCE_GRACE_S = 5.0
 """How long a fenced coordinator leaves the decision to the newer epoch's recovery before it gives up."""
 GIVE_UP_TRIES = 3
 SHOW_S = 5.0
 """How long the coordinator is waited for to show the files of what is committed."""
+NO_S = 10.0
+"""How long a rank that has voted no leaves the abort to the coordinator."""
 ANSWER_S = 10.0
 """How long a store is waited for once the deadline has passed."""
 
@@ -59,12 +63,19 @@ class WriterState:
     rates: Rates = field(default_factory=Rates)
     plans: PlanCheck = field(init=False)
     bases: Bases = field(init=False)
-    tidying: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """One after another: each looks at what the one before has left."""
+    tidier: Tidier = field(init=False)
+    reader: Reader = field(init=False)
 
     def __post_init__(self) -> None:
+        self.tidier = Tidier(self.store, self.commit)
         self.plans = PlanCheck(self.store)
         self.bases = Bases(self.store)
+        self.reader = Reader(self.store, self.bases.forget)
+
+    def take_reader(self, reader: Reader) -> None:
+        """Go on with the reader of an earlier writer of this rank."""
+        reader.store, reader.on_damage = self.store, self.bases.forget
+        self.reader = reader
 
 
 class Attempt:
@@ -100,9 +111,14 @@ class Attempt:
         self._hopeless: CheckpointdError | None = None
         self._doubted: Decision | None = None
         """The abort that this rank asks for at every look, since its own yes vote may be there or not."""
+        self._no: tuple[Decision, float] | None = None
+        """The abort that this rank's own no calls for, and when it puts it itself (A4)."""
         self._own_vote_stands = False
         self._index: Index | None = None
         """What this rank has stored, once it is durable."""
+        self._missing = Missing(info, self.progress)
+        self._over = asyncio.Event()
+        """Set when nothing more needs to be written."""
 
     @property
     def votes_missing(self) -> tuple[int, ...] | None:
@@ -121,13 +137,32 @@ class Attempt:
 
         `staged` raising SkippedError is a skip, any other error a failed snapshot; both vote no.
         """
+        with self._state.reader.paused():
+            await self._run_tidily(staged)
+        if self.phase is Phase.COMMITTED and self.outcome is not None and self._state.commit.read_back:
+            self._state.reader.committed(checkpoint_of(self.outcome), self.info.rank)
+
+    async def _run_tidily(self, staged: Awaitable[Shard]) -> None:
+        """Run it, and remove what it made dead weight (G5)."""
+        tidier = self._state.tidier
+        tidier.expect(self.info)
+        try:
+            await self._run(staged)
+        finally:
+            tidier.end(self.info)
+        if self.info.rank == COORDINATOR and self.outcome is not None:
+            await tidier.tidy(self.info)
+
+    async def _run(self, staged: Awaitable[Shard]) -> None:
         work = asyncio.ensure_future(self._work(staged))
         try:
             outcome = await self._follow()
         except Exception as error:  # A1: an unforeseen one, too, ends the attempt on this rank
             self._lost(error)
+            self._over.set()
             await work
             return
+        self._over.set()
         if outcome.outcome == "commit":
             await self._voted(work, outcome)
         self.outcome = outcome
@@ -136,13 +171,10 @@ class Attempt:
             await self._point(outcome)
         self._conclude(outcome)
         await work
-        if self.info.handed and outcome.outcome == "commit" and not self._own_vote_stands:
-            await self._drop(drop_unless_named)
-        if self.info.rank == COORDINATOR:
-            async with self._state.tidying:
-                await self._tidy(outcome)
-        elif outcome.outcome == "abort":
+        if outcome.outcome == "abort":
             await self._drop(drop_shard)
+        elif self.info.handed and not self._own_vote_stands:
+            await self._drop(drop_unless_named)
 
     # --- this rank's shard -----------------------------------------------------------------------------------
 
@@ -162,25 +194,36 @@ class Attempt:
             self._on_free()
 
     async def _persist(self, shard: Shard) -> None:
+        tidier = self._state.tidier
+        await unless(self._over, tidier.room_for(self.info, self._deadline))
         self._fire(Event.PERSIST_STARTED)
-        state = self._state
-        compares = state.persist.dedup or state.commit.on_stale != "ignore"
-        base = await state.bases.newest(self.info) if compares else None
-        vote = await persist(
-            Persist(
-                store=self._store,
-                info=self.info,
-                shard=shard,
-                config=state.persist,
-                rates=state.rates,
-                progress=self.progress,
-                stopped=lambda: self.outcome is not None,
-                base=base,
-                on_stored=self._keep,
-            )
-        )
+        freed = tidier.freed
+        try:
+            vote = await persist(await self._job(shard))
+        except StoreFullError as error:
+            await drop_shard(self._store, self.info)
+            if not await unless(self._over, tidier.more_room_for(self.info, self._deadline, freed)):
+                raise
+            log.warning("%s: rank %d writes it once more, as space has come free: %s", self.info.prefix, self.info.rank, error)
+            self.progress.raw_done = self.progress.stored = 0
+            vote = await persist(await self._job(shard))
         self._own_vote_stands = is_own(self.info, vote)
         self._fire(Event.VOTED_YES if self._own_vote_stands else Event.OTHER_HAND_VOTED)
+
+    async def _job(self, shard: Shard) -> Persist:
+        state = self._state
+        compares = state.persist.dedup or state.commit.on_stale != "ignore"
+        return Persist(
+            store=self._store,
+            info=self.info,
+            shard=shard,
+            config=state.persist,
+            rates=state.rates,
+            progress=self.progress,
+            stopped=lambda: self.outcome is not None,
+            base=await unless(self._over, state.bases.newest(self.info)) if compares else None,
+            on_stored=self._keep,
+        )
 
     def _keep(self, index: Index) -> None:
         self._index = index
@@ -201,7 +244,9 @@ class Attempt:
         if event is not Event.SKIP:
             log.info("%s: rank %d failed while %s: %s", self.info.prefix, self.info.rank, phase, error)
         try:
-            if not await vote_no(self._store, self.info, report):
+            if await vote_no(self._store, self.info, report):
+                self._no = decisions.refused({self.info.rank: report}), asyncio.get_running_loop().time() + NO_S
+            else:
                 self._own_error = None
                 self._fire(Event.OTHER_HAND_VOTED)
         except CheckpointdError as second:
@@ -252,6 +297,7 @@ class Attempt:
                 raise self._hopeless
             if loop.time() >= self._deadline:
                 return await self._give_up()
+            self._missing.look(self.phase, self.votes_missing)
             await asyncio.sleep(max(0.0, min(delay, self._deadline - loop.time())))
             delay = min(delay * 1.5, config.poll_max_s)
 
@@ -268,6 +314,8 @@ class Attempt:
         try:
             if self._doubted is not None:
                 return await put_outcome(self._store, self._outcome_of(self._doubted))
+            if self._no is not None and asyncio.get_running_loop().time() >= self._no[1]:
+                return await put_outcome(self._store, self._outcome_of(self._no[0]))
             if self.info.rank == COORDINATOR:
                 return await self._coordinate()
             return await self._seen()
@@ -394,23 +442,8 @@ class Attempt:
         except CheckpointdError as error:
             log.error("%s: committed, but latest could not be moved: %s; the next start repairs it", self.info.prefix, error)
 
-    async def _tidy(self, outcome: Outcome) -> None:
-        """Remove what this outcome made dead weight (G5)."""
-        try:
-            tidied = await tidy(self._store, outcome.tag, self.info.attempt.epoch)
-            if not tidied and outcome.outcome == "abort":
-                await drop_shard(self._store, self.info)
-            if tidied and outcome.outcome == "commit":
-                self._say_retired(await retire(self._store, self._state.commit.retention, self.info.attempt.epoch))
-        except CheckpointdError as error:
-            log.warning("%s: left-overs could not be removed: %s; the next start tries again", outcome.tag, error)
-
-    def _say_retired(self, removed: Sequence[Removal]) -> None:
-        for removal in removed:
-            log.info("%s/%s: %d bytes went: %s", removal.tag, removal.attempt, removal.nbytes, removal.reason)
-
     async def _drop(self, drop: Callable[[Store, AttemptInfo], Awaitable[None]]) -> None:
-        """What this hand wrote after the coordinator had tidied up, as one that was late or asleep."""
+        """Remove what this hand wrote in vain, perhaps after the coordinator had tidied up, as one that was late or asleep."""
         try:
             await drop(self._store, self.info)
         except CheckpointdError as error:

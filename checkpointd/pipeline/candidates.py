@@ -1,53 +1,124 @@
-"""Which checkpoint to load, and what had to be passed over because it cannot be read.
+"""Which checkpoint to load, and what had to be passed over because it is damaged.
 
-Invariant
-  U1  A checkpoint that may be newer than the candidate and cannot be found whole is named, never left out in silence.
+Invariants
+  U1  A checkpoint that may be newer than the candidate and is damaged is named, never left out in silence.
+  U2  Nothing that may be newer is passed over because it cannot be read now, or because one look did not find it: it is looked
+      at again, and UnreadableError is raised where that does not help.
 """
 
 from __future__ import annotations
 
+import logging
 import sys
 from dataclasses import dataclass
 
 from checkpointd.commit.retention import Order
-from checkpointd.errors import DamagedError, NotFoundError
-from checkpointd.layout.keys import LATEST, OUTCOME, vote_name
+from checkpointd.errors import DamagedError, NotFoundError, UnreadableError
+from checkpointd.layout.keys import LATEST, OUTCOME, PASSED_OVER, vote_name
+from checkpointd.layout.manifest import PassedOver, encode
 from checkpointd.pipeline import catalog
 from checkpointd.pipeline.catalog import AttemptView, Checkpoint
+from checkpointd.pipeline.identity import writer
 from checkpointd.store.base import Store
+from checkpointd.store.patient import Patience
+
+log = logging.getLogger("checkpointd")
+
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """Something that cannot be loaded, and the attempt that it is about; none where a pointer names what is not there."""
+
+    error: DamagedError
+    prefix: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
     """The checkpoints that asked for `latest`, newest first, and the damage met on the way to them.
 
-    What is `passed_over` may be newer than all of them; `other` damage is to older ones, or a pointer to nowhere.
+    What is `passed_over` may be newer than all of them; `other` is what is wrong with older ones, or a pointer to nowhere.
+    `known` are all checkpoints, also those that did not ask.
     """
 
     checkpoints: tuple[Checkpoint, ...]
-    passed_over: tuple[DamagedError, ...]
-    other: tuple[DamagedError, ...]
+    known: tuple[Checkpoint, ...]
+    passed_over: tuple[Passed, ...]
+    other: tuple[DamagedError | UnreadableError, ...]
 
 
-async def candidates(store: Store) -> Candidates:
-    """What there is to load at `store` without naming a tag."""
+@dataclass(frozen=True, slots=True)
+class _Look:
+    found: Candidates
+    absent: str = ""
+    """What should be there and was not seen by this look."""
+
+
+async def candidates(store: Store, patience: Patience) -> Candidates:
+    """What there is to load at `store` without naming a tag. UnreadableError where that cannot be told now."""
+    with patience.looks() as looks:
+        while True:
+            try:
+                look = await _look(store)
+                if not look.absent or await looks.is_lost(look.absent):
+                    return look.found
+            except UnreadableError as error:
+                await looks.unreadable(error)
+
+
+async def listed(store: Store, patience: Patience) -> list[Checkpoint]:
+    """All checkpoints, newest first; what is damaged and may be newer is logged (U1)."""
+    found = await candidates(store, patience)
+    for passed in found.passed_over:
+        log.error("%s. It may be newer than all that is listed", passed.error)
+    return [*found.known]
+
+
+async def find(store: Store, tag: str, patience: Patience) -> Checkpoint:
+    """The same for one tag, which somebody named: `catalog.find`, looked at again where it cannot be told."""
+    with patience.looks() as looks:
+        while True:
+            try:
+                return await catalog.find(store, tag)
+            except UnreadableError as error:
+                await looks.unreadable(error)
+            except NotFoundError as error:
+                if await looks.is_lost(str(error)):
+                    raise
+
+
+async def _look(store: Store) -> _Look:
     # First: what it names was committed before, so the scan must find it.
     pointer = await _pointer(store)
     attempts = await catalog.scan(store)
     known = catalog.checkpoints_of(attempts)
-    # What the pointer names counts, too, where its tag was saved again without asking for it.
-    found = tuple(c for c in known if c.outcome.save_latest or c.tag == pointer)
-    over: list[DamagedError] = []
-    other: list[DamagedError] = []
+    # What the pointer names counts, too, where its tag was saved again without asking for it. What a tag held before that is
+    # still there, since it alone was verified, comes after what has replaced it.
+    found = tuple(c for c in catalog.commits_of(attempts) if c.outcome.save_latest or (c.tag == pointer and c in known))
+    over: list[Passed] = []
+    other: list[DamagedError | UnreadableError] = []
     for attempt in attempts:
-        if attempt.state == "damaged":
-            older = found and await _order_at_most(store, attempt) < found[0].outcome.order
-            (other if older else over).append(_damage(attempt))
+        fault = catalog.fault_of(attempt)
+        if fault is None:
+            continue
+        older = found and await _order_at_most(store, attempt) < found[0].outcome.order
+        if older:
+            other.append(fault)
+        elif isinstance(fault, DamagedError):
+            over.append(Passed(fault, attempt.prefix))
+        else:
+            raise fault
+    absent = ""
     if pointer is not None and pointer not in {c.tag for c in known}:
         named = [a for a in attempts if a.tag == pointer]
         if not any(a.state == "damaged" for a in named):
-            (over if named else other).append(await _missing(store, pointer))
-    return Candidates(found, tuple(over), tuple(other))
+            error = await _missing(store, pointer)
+            absent = str(error)
+            if named:
+                over.append(Passed(error, None))
+            else:
+                other.append(error)
+    return _Look(Candidates(found, tuple(known), tuple(over), tuple(other)), absent)
 
 
 async def _pointer(store: Store) -> str | None:
@@ -57,16 +128,11 @@ async def _pointer(store: Store) -> str | None:
         return None  # nothing is loaded by it, and the next start sets it right
 
 
-def _damage(attempt: AttemptView) -> DamagedError:
-    key = f"{attempt.prefix}/{OUTCOME}"
-    return DamagedError(f"the outcome of {attempt.prefix} cannot be read: {attempt.damage}", key=key)
-
-
 async def _order_at_most(store: Store, attempt: AttemptView) -> Order:
-    """The order of an attempt whose outcome cannot be read: rank 0's vote knows it; without, the last of its epoch."""
+    """The order of an attempt whose outcome is not known: rank 0's vote knows it; without, the last of its epoch."""
     try:
         vote = await catalog.read_vote(store, f"{attempt.prefix}/{vote_name(0)}")
-    except (NotFoundError, DamagedError):
+    except (NotFoundError, DamagedError, UnreadableError):
         return (attempt.attempt.epoch, sys.maxsize)
     return (attempt.attempt.epoch, vote.n)
 
@@ -77,3 +143,19 @@ async def _missing(store: Store, tag: str) -> DamagedError:
     except (NotFoundError, DamagedError) as error:
         why = str(error)
     return DamagedError(f"latest names {tag}, which cannot be loaded: {why}", key=LATEST)
+
+
+async def note_passed_over(store: Store, prefix: str, why: str) -> None:
+    """Leave a record in the attempt at `prefix` that load() went past it, so that retention and gc never remove it.
+
+    The first record stands. Nothing is put where the attempt has no outcome any more, as after somebody removed it.
+    """
+    if any(entry.name == OUTCOME for entry in await store.list(prefix)):
+        await store.put_if_absent(f"{prefix}/{PASSED_OVER}", encode(PassedOver(why=why, writer=writer())))
+
+
+async def note_tag_passed_over(store: Store, tag: str, why: str) -> None:
+    """The same for the attempt that a load of `tag` by name would take."""
+    attempts = [a for a in await catalog.attempts_of(store, tag) if a.state in ("committed", "damaged")]
+    if attempts:
+        await note_passed_over(store, attempts[-1].prefix, why)

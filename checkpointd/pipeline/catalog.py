@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal, TypeAlias
 
+from checkpointd.commands import command
 from checkpointd.commit.retention import AttemptFacts, Order, State
-from checkpointd.errors import DamagedError, NotFoundError, StoreError
+from checkpointd.errors import DamagedError, NotFoundError, UnreadableError
+from checkpointd.layout.indexes import decode_index
 from checkpointd.layout.keys import (
+    DAMAGED,
     DELETED,
     LATEST,
     OUTCOME,
+    PASSED_OVER,
+    VERIFIED,
     AttemptId,
     attempt_prefix,
     check_tag,
@@ -21,21 +29,29 @@ from checkpointd.layout.keys import (
     vote_name,
     vote_rank,
 )
-from checkpointd.layout.manifest import LISTING_BYTES_MAX, Index, Outcome, Plan, Vote, decode, decode_index, digest
+from checkpointd.layout.manifest import LISTING_BYTES_MAX, Index, Outcome, Plan, Vote, decode, digest
 from checkpointd.store.base import Store
 
 LATEST_BYTES_MAX = 4096
+_LOOKS = 3
+"""How often an attempt is looked at anew whose outcome goes between listing and reading, as where records are removed."""
+
+ReadBackState: TypeAlias = Literal["no", "whole", "damaged"]
 
 
 @dataclass(frozen=True, slots=True)
 class AttemptView:
-    """One attempt: its objects with their sizes in bytes, and its outcome; `damage` says why the outcome cannot be read."""
+    """One attempt: its objects with their sizes in bytes, and its outcome.
+
+    `damage` says what is wrong with the bytes of the outcome, `unreadable` why they cannot be read now.
+    """
 
     tag: str
     attempt: AttemptId
     sizes: dict[str, int]
     outcome: Outcome | None
     damage: str | None = None
+    unreadable: str | None = None
 
     @property
     def prefix(self) -> str:
@@ -47,9 +63,21 @@ class AttemptView:
             return "deleted"
         if self.damage:
             return "damaged"
+        if self.unreadable:
+            return "unreadable"
         if self.outcome is None:
             return "in-doubt"
         return "committed" if self.outcome.outcome == "commit" else "aborted"
+
+    @property
+    def read_back(self) -> ReadBackState:
+        """Whether it was read back since it was written, and what was found."""
+        return "damaged" if DAMAGED in self.sizes else "whole" if VERIFIED in self.sizes else "no"
+
+    @property
+    def passed_over(self) -> bool:
+        """Whether a load went past it, having found it damaged."""
+        return PASSED_OVER in self.sizes
 
     @property
     def order(self) -> Order | None:
@@ -93,14 +121,14 @@ async def tags(store: Store) -> list[str]:
     return [entry.name for entry in await store.list("") if entry.is_prefix and is_tag(entry.name)]
 
 
-async def attempts_of(store: Store, tag: str) -> list[AttemptView]:
-    """The attempts at `tag`, oldest first; damage is reported in them, not raised."""
+async def attempts_of(store: Store, tag: str, known: Mapping[str, AttemptView] = MappingProxyType({})) -> list[AttemptView]:
+    """The attempts at `tag`, oldest first; an outcome that is damaged or unreadable is reported in them, not raised. Those that
+    are `known`, by their prefix, are not looked at.
+    """
     found = [
-        (attempt, entry.name)
-        for entry in await store.list(check_tag(tag))
-        if entry.is_prefix and (attempt := AttemptId.parse(entry.name))
+        attempt for entry in await store.list(check_tag(tag)) if entry.is_prefix and (attempt := AttemptId.parse(entry.name))
     ]
-    return [await _view(store, tag, attempt) for attempt, _ in sorted(found)]
+    return [known.get(attempt_prefix(tag, attempt)) or await _view(store, tag, attempt) for attempt in sorted(found)]
 
 
 async def view(store: Store, tag: str, attempt: AttemptId) -> AttemptView:
@@ -109,15 +137,22 @@ async def view(store: Store, tag: str, attempt: AttemptId) -> AttemptView:
 
 
 async def _view(store: Store, tag: str, attempt: AttemptId) -> AttemptView:
-    prefix = attempt_prefix(tag, attempt)
-    sizes = {entry.name: entry.size for entry in await store.list(prefix) if not entry.is_prefix}
-    if OUTCOME not in sizes:
-        return AttemptView(tag, attempt, sizes, None)
-    try:
-        return AttemptView(tag, attempt, sizes, await read_outcome(store, tag, attempt))
-    except (DamagedError, NotFoundError, StoreError) as error:
+    prefix, why = attempt_prefix(tag, attempt), ""
+    sizes: dict[str, int] = {}
+    for _ in range(_LOOKS):
+        sizes = {entry.name: entry.size for entry in await store.list(prefix) if not entry.is_prefix}
+        if OUTCOME not in sizes:
+            return AttemptView(tag, attempt, sizes, None)
         # One sector that cannot be read must not hide every other checkpoint.
-        return AttemptView(tag, attempt, sizes, None, str(error))
+        try:
+            return AttemptView(tag, attempt, sizes, await read_outcome(store, tag, attempt))
+        except DamagedError as error:
+            return AttemptView(tag, attempt, sizes, None, damage=str(error))
+        except UnreadableError as error:
+            return AttemptView(tag, attempt, sizes, None, unreadable=str(error))
+        except NotFoundError as error:
+            why = f"{error}, although it is listed"
+    return AttemptView(tag, attempt, sizes, None, unreadable=why)
 
 
 async def read_outcome(store: Store, tag: str, attempt: AttemptId) -> Outcome:
@@ -161,12 +196,12 @@ async def read_plan(store: Store, name: str) -> Plan:
     return decode(data, Plan, key)
 
 
-async def scan(store: Store) -> list[AttemptView]:
-    """Every attempt at the root."""
-    return [attempt for tag in await tags(store) for attempt in await attempts_of(store, tag)]
+async def scan(store: Store, known: Mapping[str, AttemptView] = MappingProxyType({})) -> list[AttemptView]:
+    """Every attempt at the root; those that are `known` as in `attempts_of`."""
+    return [attempt for tag in await tags(store) for attempt in await attempts_of(store, tag, known)]
 
 
-def checkpoints_of(attempts: list[AttemptView]) -> list[Checkpoint]:
+def checkpoints_of(attempts: Iterable[AttemptView]) -> list[Checkpoint]:
     """The checkpoints among `attempts`, one per tag (the last commit of a tag counts), newest first."""
     newest: dict[str, AttemptView] = {}
     for attempt in attempts:
@@ -177,36 +212,56 @@ def checkpoints_of(attempts: list[AttemptView]) -> list[Checkpoint]:
     return sorted(found, key=lambda c: c.outcome.order, reverse=True)
 
 
+def commits_of(attempts: Iterable[AttemptView]) -> list[Checkpoint]:
+    """The same, and what their tags held before, as far as it has not been removed yet; newest first."""
+    found = [Checkpoint(a.tag, a.attempt, a.outcome) for a in attempts if a.state == "committed" and a.outcome is not None]
+    return sorted(found, key=lambda c: c.outcome.order, reverse=True)
+
+
 async def checkpoints(store: Store) -> list[Checkpoint]:
     """All checkpoints, newest first."""
     return checkpoints_of(await scan(store))
 
 
 async def find(store: Store, tag: str) -> Checkpoint:
-    """The checkpoint of `tag`. NotFoundError where there is none, saying what is there instead; DamagedError where its
-    outcome cannot be read.
+    """The checkpoint of `tag`. NotFoundError where there is none, saying what is there instead; DamagedError or UnreadableError
+    where the outcome of a later attempt is damaged, or cannot be read now.
     """
     attempts = await attempts_of(store, tag)
     found = checkpoints_of(attempts)
-    damaged = next((a for a in reversed(attempts) if a.state == "damaged"), None)
-    if damaged is not None and (not found or damaged.attempt > found[0].attempt):
-        raise DamagedError(
-            f"the outcome of {damaged.prefix} cannot be read: {damaged.damage}", key=f"{damaged.prefix}/{OUTCOME}"
-        )
+    fault = next((error for a in reversed(attempts) if _is_newer(a, found) and (error := fault_of(a))), None)
+    if fault is not None:
+        raise fault
     if found:
         return found[0]
     if attempts:
         states = ", ".join(f"{a.attempt} is {a.state}" for a in attempts)
-        raise NotFoundError(f"{tag} is not a checkpoint: {states}; `checkpointd explain {tag}` says why")
+        raise NotFoundError(f"{tag} is not a checkpoint: {states}; {command('explain', store.url, tag)} says why")
     known = [c.tag for c in await checkpoints(store)][:8]
     raise NotFoundError(f"there is no tag {tag!r} at {store.url}; checkpoints are: {', '.join(known) or 'none'}")
+
+
+def _is_newer(attempt: AttemptView, found: list[Checkpoint]) -> bool:
+    return not found or attempt.attempt > found[0].attempt
+
+
+def fault_of(attempt: AttemptView) -> DamagedError | UnreadableError | None:
+    """What keeps the outcome of `attempt` from being known."""
+    if attempt.state == "damaged":
+        key = f"{attempt.prefix}/{OUTCOME}"
+        return DamagedError(f"the outcome of {attempt.prefix} is damaged: {attempt.damage}", key=key)
+    if attempt.state == "unreadable":
+        return UnreadableError(f"the outcome of {attempt.prefix} cannot be read now: {attempt.unreadable}")
+    return None
 
 
 async def latest(store: Store) -> str | None:
     """The tag that `latest` names, or None where there is no pointer. DamagedError where it holds no tag."""
     try:
         text = (await store.get(LATEST, size_max=LATEST_BYTES_MAX)).decode()
-    except NotFoundError:
+    except NotFoundError as error:
+        if any(entry.name == LATEST and not entry.is_prefix for entry in await store.list("")):
+            raise UnreadableError(f"{error}, although it is listed: does the file server lag behind?") from error
         return None
     except UnicodeDecodeError as error:
         raise DamagedError(f"the pointer {LATEST} at {store.url} holds no text: {error}", key=LATEST) from error

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
 
@@ -26,7 +26,7 @@ from checkpointd.layout.manifest import Chunk, Index, ObjectRef, TensorEntry
 from checkpointd.pipeline.packer import Encoded, Packer
 from checkpointd.pipeline.pages import Run, locate, runs_of
 from checkpointd.pipeline.rates import Meter, Rates
-from checkpointd.pipeline.shard import AttemptInfo, Progress, Shard
+from checkpointd.pipeline.shard import AttemptInfo, Progress, Shard, Share
 from checkpointd.pipeline.spans import ChunkKey, Placed, Span, grouped, spans_of
 from checkpointd.pipeline.unchanged import Base
 from checkpointd.pipeline.workers import Stopped, run_workers
@@ -64,9 +64,11 @@ class Persist:
 async def write_chunks(job: Persist) -> Index:
     """Write all chunks that changed durably and return the index that names all of them (not yet written)."""
     codecs = await _choose_codecs(job)
-    job.progress.raw_total = job.shard.nbytes
+    job.progress.begin(job.shard.nbytes)
     spans = spans_of(job.shard.tensors, job.config.chunk_bytes)
     placed = await _unchanged(job, spans)
+    job.progress.keep(sum(span.nbytes for span in spans if span.key in placed.held))
+    job = in_pieces(job)
     raw, packed = _split(placed, spans, codecs)
     opened: list[ObjectWriter] = []
     try:
@@ -79,6 +81,14 @@ async def write_chunks(job: Persist) -> Index:
             await part.discard()
         raise
     return _index(job, placed)
+
+
+def in_pieces(job: Persist) -> Persist:
+    """`job`, with writes no larger than its store lets through at once: how far it has come is known as finely."""
+    piece_bytes = job.store.capabilities.piece_bytes
+    if piece_bytes is None or piece_bytes >= job.config.block_bytes:
+        return job
+    return replace(job, config=replace(job.config, block_bytes=piece_bytes))
 
 
 async def _choose_codecs(job: Persist) -> dict[str, Codec]:
@@ -114,7 +124,6 @@ async def _unchanged(job: Persist, spans: list[Span]) -> Placed:
     groups = grouped(spans, job.config.block_bytes)
     await run_workers([partial(compare, group) for group in groups], job.config.writes, job.check_stop)
     placed.keep_worthy(job.shard.nbytes)
-    job.progress.add(sum(span.nbytes for span in spans if span.key in placed.held), 0)
     return placed
 
 
@@ -157,15 +166,15 @@ async def _write_raw(job: Persist, spans: list[Span], opened: list[ObjectWriter]
     meter = Meter()
     target = await job.store.open_writer(job.info.key(name), size_hint=size)
     opened.append(target)
+    share = Share(job.progress, sum(span.nbytes for span in spans), size)
 
     async def write(block: Run) -> None:
         async with meter.writing(block.stop - block.start):
             await target.write_at(block.base, image[block.start : block.stop].data)
+        share.written(block.stop - block.start)
 
     async def hashed(group: list[Span]) -> None:
         placed.chunks.update(await loop.run_in_executor(None, _hash_group, job, group, runs, placed))
-        nbytes = sum(span.nbytes for span in group)
-        job.progress.add(nbytes, nbytes)
 
     writes = [partial(write, block) for run in runs for block in _blocks(run, job.config.block_bytes)]
     hashes = [partial(hashed, group) for group in grouped(spans, job.config.block_bytes)]
@@ -203,7 +212,7 @@ async def _write_packed(
     target = await job.store.open_writer(job.info.key(name), size_hint=0)
     opened.append(target)
     meter = Meter()
-    packer = Packer(target, job.config, meter)
+    packer = Packer(target, job.config, meter, job.progress.add)
     loop = asyncio.get_running_loop()
     spent: list[float] = []
 
@@ -212,9 +221,8 @@ async def _write_packed(
         known = placed.digests.get(span.key)
         done = await loop.run_in_executor(None, Encoded.of, span.of(job.shard.image), codec, element, known)
         spent.append(done.seconds)
-        offset = await packer.add(done.stored)
+        offset = await packer.add(done.stored, span.nbytes)
         placed.chunks[span.key] = Chunk(part, offset, len(done.stored), span.nbytes, done.codec, done.checksum, done.digest)
-        job.progress.add(span.nbytes, len(done.stored))
 
     try:
         await run_workers([partial(pack, span) for span in spans], _encoders(job.config), job.check_stop)

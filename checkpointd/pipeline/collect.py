@@ -12,6 +12,9 @@ Invariants
   G6  Of a removed checkpoint an object goes only if no other attempt names it: no checkpoint, and none that is undecided and
       has an index. That is looked at after the mark that condemns the object was durable; a writer that puts its index
       later finds the mark, and does not vote for it (X3 in `unchanged.py`). A look that fails removes nothing.
+  G7  The marks are read before that look, and only what these marks condemn goes. A mark that another collector puts after
+      the look says nothing here: a save whose index came in between was seen by neither, and that collector, which looks
+      later, will see it.
 """
 
 from __future__ import annotations
@@ -20,17 +23,18 @@ import logging
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from checkpointd.commit.retention import AttemptFacts, dead_weight, spent_records, with_spare_objects
+from checkpointd.commit.retention import AttemptFacts, Dead, dead_weight, spent_records, with_spare_objects
 from checkpointd.errors import DamagedError, NotFoundError
 from checkpointd.layout.keys import attempt_prefix, holds_bytes, is_bulk, mark_number, object_hand, object_rank, vote_name
-from checkpointd.pipeline import catalog, epochs
-from checkpointd.pipeline.marks import condemn, references, standing_mark
+from checkpointd.layout.manifest import Deleted
+from checkpointd.pipeline import catalog
+from checkpointd.pipeline.catalog import Checkpoint
+from checkpointd.pipeline.marks import condemn, references
+from checkpointd.pipeline.readback import recorded, survivor
 from checkpointd.pipeline.showing import hide
 from checkpointd.store.base import Entry, Store
 
 log = logging.getLogger("checkpointd")
-
-Dead = tuple[AttemptFacts, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +50,23 @@ class Removal:
     kept_bytes: int = 0
 
 
-async def collect(store: Store, attempts: Iterable[AttemptFacts], retired: Sequence[Dead] = ()) -> list[Removal]:
-    """Remove what `dead_weight` and `spent_records` name among `attempts`, what hands wrote in vain beside checkpoints, and
-    the checkpoints `retired`, which somebody chose. Returns what went of each attempt that lost anything.
+async def collect(
+    store: Store,
+    attempts: Iterable[AttemptFacts],
+    going: Sequence[Dead] = (),
+    *,
+    deleted: Sequence[Dead] = (),
+    staying: Sequence[Checkpoint] = (),
+) -> list[Removal]:
+    """Remove what `dead_weight` and `spent_records` name among `attempts`, what hands wrote in vain beside checkpoints, the
+    checkpoints `going`, which were replaced or let go by a rule (see `retire.py`), and those `deleted`, which a user named.
+    Returns what went of each attempt that lost anything.
+
+    None of `going` goes unless a checkpoint that stays was read back whole (B3 in `readback.py`); one is read back now where
+    none was. `staying`: those that are known to stay, newest first, which are looked at before all others.
     """
     known = list(attempts)
-    dead = _all_dead(known, retired)
+    dead = [*dead_weight(known), *await _proved(store, going, deleted, staying), *deleted]
     removed = [await _sweep(store, facts, reason) for facts, reason in dead if facts.state == "aborted"]
     removed += await _remove(store, [(facts, reason) for facts, reason in dead if facts.state != "aborted"])
     gone = {(facts.tag, facts.attempt) for facts, _ in dead}
@@ -63,33 +78,33 @@ async def collect(store: Store, attempts: Iterable[AttemptFacts], retired: Seque
     return [removal for removal in removed if removal.names]
 
 
-async def survey(store: Store, attempts: Iterable[AttemptFacts], retired: Sequence[Dead] = ()) -> list[Removal]:
+async def survey(store: Store, attempts: Iterable[AttemptFacts], going: Sequence[Dead] = ()) -> list[Removal]:
     """What `collect` would remove now; nothing is written."""
-    dead = _all_dead(list(attempts), retired)
-    gone = frozenset(attempt_prefix(facts.tag, facts.attempt) for facts, _ in dead)
-    needed = await references(store, gone)
+    dead = [*dead_weight(attempts), *going]
+    needed = await references(store, _prefixes(dead))
     # No mark is looked at: `collect` condemns what nobody needs before it looks.
     found = [_removal(facts, reason, await _entries(store, facts), _needed_of(facts, needed)) for facts, reason in dead]
     return [removal for removal in found if removal.names]
 
 
-def _all_dead(known: list[AttemptFacts], retired: Sequence[Dead]) -> list[Dead]:
-    dead = dead_weight(known)
-    named = {(facts.tag, facts.attempt) for facts, _ in dead}
-    return [*dead, *((facts, reason) for facts, reason in retired if (facts.tag, facts.attempt) not in named)]
+def _prefixes(dead: Iterable[Dead]) -> frozenset[str]:
+    return frozenset(attempt_prefix(facts.tag, facts.attempt) for facts, _ in dead)
 
 
-async def collect_tag(store: Store, tag: str) -> list[Removal]:
-    """The same for one tag, after one of its attempts was decided."""
-    return await collect(store, [a.facts for a in await catalog.attempts_of(store, tag)])
-
-
-async def tidy(store: Store, tag: str, epoch: int) -> bool:
-    """The same for a writer of an attempt of `epoch`; False where a newer one has begun, and nothing was removed (G5)."""
-    if await epochs.newest(store) > epoch:
-        return False
-    await collect_tag(store, tag)
-    return True
+async def _proved(store: Store, going: Sequence[Dead], deleted: Sequence[Dead], known: Sequence[Checkpoint]) -> Sequence[Dead]:
+    """`going`, or nothing of it where no checkpoint that stays is known to be whole (B3)."""
+    if not going or await recorded(store, known) is not None:
+        return going
+    gone = _prefixes([*going, *deleted])
+    staying = [c for c in catalog.commits_of(await catalog.scan(store)) if c.prefix not in gone]
+    if await recorded(store, staying) is not None:
+        return going
+    found = await survivor(store, staying)
+    if found is None:
+        log.error("%d older checkpoints stay, since none of the newer ones could be read back whole", len(going))
+        return ()
+    # What is newer than that one has just turned out to be damaged, and was counted by the rules: the next look chooses anew.
+    return going if found is staying[0] else ()
 
 
 async def _remove(store: Store, dead: Sequence[Dead]) -> list[Removal]:
@@ -97,22 +112,26 @@ async def _remove(store: Store, dead: Sequence[Dead]) -> list[Removal]:
     if not dead:
         return []
     try:
-        gone = frozenset(attempt_prefix(facts.tag, facts.attempt) for facts, _ in dead)
-        needed = await references(store, gone)
-        for facts, reason in dead:
-            await condemn(store, attempt_prefix(facts.tag, facts.attempt), reason, needed)
+        needed = await references(store, _prefixes(dead))
+        marks = [await condemn(store, attempt_prefix(facts.tag, facts.attempt), reason, needed) for facts, reason in dead]
         needed = await references(store)
     except DamagedError as error:
         log.error("nothing of %d replaced or removed checkpoints goes: who needs it cannot be told (%s)", len(dead), error)
         return []
-    await hide(store, {attempt_prefix(facts.tag, facts.attempt) for facts, _ in dead})
-    return [await _sweep(store, facts, reason, needed) for facts, reason in dead]
+    await hide(store, _prefixes(dead))
+    return [
+        await _sweep(store, facts, reason, mark, needed)
+        for (facts, reason), mark in zip(dead, marks, strict=True)
+        if mark is not None  # K3: all of it stays for now
+    ]
 
 
-async def _sweep(store: Store, facts: AttemptFacts, reason: str, needed: Collection[str] = ()) -> Removal:
-    """Remove indexes, and chunks objects that nobody needs and no mark keeps."""
+async def _sweep(
+    store: Store, facts: AttemptFacts, reason: str, mark: Deleted | None = None, needed: Collection[str] = ()
+) -> Removal:
+    """Remove indexes, and chunks objects that nobody needs and that `mark`, which was read before `needed`, condemns (G7)."""
     entries = await _entries(store, facts)
-    kept = _needed_of(facts, needed) | await _kept_by_mark(store, facts, entries)
+    kept = _needed_of(facts, needed) | set(mark.kept if mark is not None else ())
     removal = _removal(facts, reason, entries, kept)
     for name in removal.names:
         await store.delete(f"{attempt_prefix(facts.tag, facts.attempt)}/{name}")
@@ -143,17 +162,6 @@ def _removal(facts: AttemptFacts, reason: str, entries: Iterable[Entry], kept: C
         kept=tuple(entry.name for entry in staying),
         kept_bytes=sum(entry.size for entry in staying),
     )
-
-
-async def _kept_by_mark(store: Store, facts: AttemptFacts, entries: Sequence[Entry]) -> set[str]:
-    """What the mark that counts does not condemn; everything where it cannot be read (K3)."""
-    prefix, names = attempt_prefix(facts.tag, facts.attempt), [entry.name for entry in entries]
-    try:
-        mark = await standing_mark(store, prefix, names)
-    except (DamagedError, NotFoundError) as error:
-        log.error("%s: what its mark keeps cannot be read, so all of it stays for now: %s", prefix, error)
-        return set(names)
-    return set(mark.kept if mark is not None else ())
 
 
 async def _drop_unnamed(store: Store, facts: AttemptFacts) -> None:

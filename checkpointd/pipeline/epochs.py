@@ -26,25 +26,46 @@ async def newest(store: Store) -> int:
 
 
 async def take(store: Store, world_size: int, spares: Sequence[str] = (), *, commit_timeout_s: float = 0.0) -> Epoch:
-    """Begin the next epoch, for a job of `world_size` ranks (0: for a recovery without one).
+    """Begin the next epoch, for a job of `world_size` ranks (0: for a recovery without one), whoever else runs one.
 
     Whoever ran an older one at this root is fenced from here on, but for the attempts `spares` (`<tag>/<attempt>`), whose
-    writers have outlived their trainers and go on.
+    writers have outlived their trainers and go on. A job begins one with `leases.begin`, which leaves a living job alone.
     """
-    number = max(await newest(store), await _newest_named(store))
+    number = await following(store)
     while True:
-        number += 1
-        epoch = Epoch(
-            epoch=number,
-            nonce=secrets.token_hex(16),
-            world_size=world_size,
-            process=new_writer(),
-            spares=tuple(spares),
-            commit_timeout_s=commit_timeout_s,
-            writer=writer(),
-        )
-        if await store.put_if_absent(epoch_key(number), encode(epoch)):
+        epoch = await begin(store, number, world_size, spares, commit_timeout_s=commit_timeout_s)
+        if epoch is not None:
             return epoch
+        number += 1
+
+
+async def following(store: Store) -> int:
+    """The first number that no epoch has had."""
+    return max(await newest(store), await _newest_named(store)) + 1
+
+
+async def begin(
+    store: Store,
+    number: int,
+    world_size: int,
+    spares: Sequence[str] = (),
+    *,
+    commit_timeout_s: float = 0.0,
+    job: str = "",
+    process: str | None = None,
+) -> Epoch | None:
+    """Begin epoch `number`, as `take` does; None where somebody has begun it. `process`: the holder, by default this one."""
+    epoch = Epoch(
+        epoch=number,
+        nonce=secrets.token_hex(16),
+        world_size=world_size,
+        process=new_writer() if process is None else process,
+        spares=tuple(spares),
+        commit_timeout_s=commit_timeout_s,
+        job=job,
+        writer=writer(),
+    )
+    return epoch if await store.put_if_absent(epoch_key(number), encode(epoch)) else None
 
 
 async def _newest_named(store: Store) -> int:

@@ -28,10 +28,10 @@ from checkpointd.layout.files import SUM_BYTES, Piece, check_files, pieces_of
 from checkpointd.layout.keys import file_name
 from checkpointd.layout.manifest import Chunk, Index, ObjectRef, TensorEntry
 from checkpointd.layout.tree import File, Files
-from checkpointd.pipeline.chunks import Persist
+from checkpointd.pipeline.chunks import Persist, in_pieces
 from checkpointd.pipeline.pages import page_buffer, page_up
 from checkpointd.pipeline.rates import Meter
-from checkpointd.pipeline.shard import Bytes, ShardTensor
+from checkpointd.pipeline.shard import Bytes, ShardTensor, Share
 from checkpointd.pipeline.spans import grouped
 from checkpointd.pipeline.workers import run_workers
 from checkpointd.store.base import ObjectWriter
@@ -111,7 +111,9 @@ class Layout:
 async def write_files(job: Persist, files: Files) -> Index:
     """Write `files`, durably, and return the index that names all of them (not yet written)."""
     layouts = _layouts(job, files)
-    job.progress.raw_total = job.shard.nbytes
+    job.progress.begin(job.shard.nbytes)
+    job.progress.keep(0)
+    job = in_pieces(job)
     opened: list[ObjectWriter] = []
     meter = Meter()
     try:
@@ -145,8 +147,9 @@ def _layouts(job: Persist, files: Files) -> list[Layout]:
 async def _write(job: Persist, layouts: Sequence[Layout], targets: Sequence[ObjectWriter], meter: Meter) -> None:
     """Hash one file while the one before it is written: its sums must be known before it is."""
     hashing: list[list[Work]] = [list(_hashing(job, layout)) for layout in layouts]
+    share = Share(job.progress, job.shard.nbytes, sum(layout.file.size for layout in layouts))
     writing: list[list[Work]] = [
-        list(_writing(job, layout, target, meter)) for layout, target in zip(layouts, targets, strict=True)
+        list(_writing(job, layout, target, meter, share)) for layout, target in zip(layouts, targets, strict=True)
     ]
     works: list[Work] = [
         work
@@ -169,10 +172,10 @@ def _hashing(job: Persist, layout: Layout) -> Iterator[Work]:
     if not groups:
         layout.hashed.set()
     for group in groups:
-        yield partial(_hash, layout, group, left, job)
+        yield partial(_hash, layout, group, left)
 
 
-async def _hash(layout: Layout, group: list[Part], left: list[int], job: Persist) -> None:
+async def _hash(layout: Layout, group: list[Part], left: list[int]) -> None:
     try:
         found = await asyncio.get_running_loop().run_in_executor(None, _hash_group, layout, group)
     except BaseException:
@@ -182,7 +185,6 @@ async def _hash(layout: Layout, group: list[Part], left: list[int], job: Persist
         assert part.piece.room is not None
         layout.sums[part.piece.room][part.start] = part.nbytes, crc
         layout.chunks[fqn][at] = chunk
-    job.progress.add(sum(part.nbytes for part in group), 0)
     left[0] -= 1
     if not left[0]:
         layout.hashed.set()
@@ -209,26 +211,28 @@ def _hashed_around(job: Persist, layout: Layout) -> list[tuple[str, int, Chunk]]
             data = np.empty(part.nbytes, np.uint8)
             layout.fill(data, part.start)
             found.append(layout.note(part, data))
-    job.progress.add(sum(chunk.raw for _, _, chunk in found), 0)
     return found
 
 
 # --- writing ----------------------------------------------------------------------------------------------------
 
 
-def _writing(job: Persist, layout: Layout, target: ObjectWriter, meter: Meter) -> Iterator[Work]:
+def _writing(job: Persist, layout: Layout, target: ObjectWriter, meter: Meter, share: Share) -> Iterator[Work]:
     for start in range(0, layout.file.size, job.config.block_bytes):
-        yield partial(_write_block, layout, start, min(job.config.block_bytes, layout.file.size - start), target, meter, job)
+        nbytes = min(job.config.block_bytes, layout.file.size - start)
+        yield partial(_write_block, layout, start, nbytes, target, meter, job, share)
 
 
-async def _write_block(layout: Layout, start: int, nbytes: int, target: ObjectWriter, meter: Meter, job: Persist) -> None:
+async def _write_block(
+    layout: Layout, start: int, nbytes: int, target: ObjectWriter, meter: Meter, job: Persist, share: Share
+) -> None:
     await layout.hashed.wait()
     job.check_stop()
     block = page_buffer(page_up(nbytes))  # whole pages; `finish` cuts what is too much
     await asyncio.get_running_loop().run_in_executor(None, layout.fill, block[:nbytes], start)
     async with meter.writing(nbytes):
         await target.write_at(start, block.data)
-    job.progress.add(0, nbytes)
+    share.written(nbytes)
 
 
 # --- the index --------------------------------------------------------------------------------------------------

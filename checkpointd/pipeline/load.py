@@ -129,13 +129,22 @@ async def read_tensors(
     return await read_chunks(store, wanted, config, on_bytes)
 
 
+def wanted_of(prefix: str, index: Index) -> Iterator[Wanted]:
+    """Every chunk of `index`, of the attempt at `prefix`, to be verified alone."""
+    keys = [object_key(prefix, ref) for ref in index.objects]
+    for entry in index.tensors:
+        for start, chunk in chunk_starts(entry):
+            yield Wanted(keys[chunk.object], index.rank, entry, chunk, start)
+
+
 async def read_chunks(
     store: Store, wanted: Iterable[Wanted], config: LoadConfig, on_bytes: Callable[[int], None] = lambda _: None
 ) -> list[DamagedError]:
     """Read and verify `wanted` and hand over what is whole; `on_bytes` hears of every read.
 
     Returns every damage found, in the order of the objects; chunks that are whole were handed over all the same, so a
-    caller that must not touch anything verifies first. Raises StoreError where the storage fails.
+    caller that must not touch anything verifies first. Raises UnreadableError where the storage fails. That an object is not
+    there counts as damage: give a store that knows when that is proved (`store/patient.py`).
     """
     loop, budget = asyncio.get_running_loop(), Budget(config.budget_bytes)
     groups = group_chunks(wanted, config.block_bytes)

@@ -11,15 +11,19 @@ Invariants
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterable
 
 from checkpointd.errors import DamagedError, NotFoundError
+from checkpointd.layout.indexes import decode_index
 from checkpointd.layout.keys import DELETED, OUTCOME, holds_bytes, mark_name, mark_number, vote_name
-from checkpointd.layout.manifest import LISTING_BYTES_MAX, Deleted, decode, decode_index, encode
+from checkpointd.layout.manifest import LISTING_BYTES_MAX, Deleted, decode, encode
 from checkpointd.pipeline import catalog
 from checkpointd.pipeline.catalog import AttemptView
 from checkpointd.pipeline.identity import writer
 from checkpointd.store.base import Store
+
+log = logging.getLogger("checkpointd")
 
 LOOKS_MAX = 5
 """How often an attempt is looked at anew that is being decided or removed just now."""
@@ -41,27 +45,43 @@ def _last_mark(names: Iterable[str]) -> int | None:
     return max((number for name in names if (number := mark_number(name)) is not None), default=None)
 
 
-async def condemn(store: Store, prefix: str, reason: str, needed: Collection[str]) -> None:
+async def condemn(store: Store, prefix: str, reason: str, needed: Collection[str]) -> Deleted | None:
     """Mark the attempt as removed, keeping those of its chunks objects whose keys are `needed`, durably.
 
-    Where it is marked already, what is not needed any more is condemned by a further mark (K2).
+    Where it is marked already, what is not needed any more is condemned by a further mark (K2). Returns a mark that stands,
+    and is durable: what it condemns is condemned for everybody who looks from now on. None where it cannot be read (K3).
     """
     names = [entry.name for entry in await store.list(prefix)]
     chunks = {name for name in names if holds_bytes(name)}
     kept = {name for name in chunks if f"{prefix}/{name}" in needed}
     first = Deleted(reason=reason, kept=tuple(sorted(kept)), writer=writer())
     if await store.put_if_absent(f"{prefix}/{DELETED}", encode(first)):
-        return
+        return first
     last = _last_mark([DELETED, *(entry.name for entry in await store.list(prefix))]) or 0
     try:
-        standing = await standing_mark(store, prefix, [mark_name(last)])
+        standing = await _durable_mark(store, prefix, last)
     except DamagedError:
         standing = None
+    except NotFoundError:
+        return None  # the last records of it have just gone
     allowed = set(standing.kept) if standing is not None else set()
-    if standing is None or (allowed & chunks) - kept:
-        reason = standing.reason if standing is not None else reason
-        less = Deleted(reason=reason, kept=tuple(sorted(kept & allowed)), writer=writer())
-        await store.put_if_absent(f"{prefix}/{mark_name(last + 1)}", encode(less))
+    if standing is not None and not (allowed & chunks) - kept:
+        return standing
+    reason = standing.reason if standing is not None else reason
+    less = Deleted(reason=reason, kept=tuple(sorted(kept & allowed)), writer=writer())
+    if await store.put_if_absent(f"{prefix}/{mark_name(last + 1)}", encode(less)):
+        return less
+    try:
+        return await _durable_mark(store, prefix, last + 1)
+    except (DamagedError, NotFoundError) as error:
+        log.error("%s: what its mark keeps cannot be read, so all of it stays for now: %s", prefix, error)
+        return None
+
+
+async def _durable_mark(store: Store, prefix: str, number: int) -> Deleted | None:
+    """The mark with that number, made durable first."""
+    await store.settle(f"{prefix}/{mark_name(number)}")
+    return await standing_mark(store, prefix, [mark_name(number)])
 
 
 async def references(store: Store, without: Collection[str] = ()) -> frozenset[str]:

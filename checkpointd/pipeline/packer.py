@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,31 +42,45 @@ class Encoded:
 
 
 class Packer:
-    """Gathers bytes into blocks and writes each full block; at most `writes` blocks exist at once."""
+    """Gathers bytes into blocks and writes each full block; at most `writes` blocks exist at once.
 
-    def __init__(self, target: ObjectWriter, config: PersistConfig, meter: Meter) -> None:
+    `on_written` is told the raw and the stored bytes of each block that is written.
+    """
+
+    def __init__(
+        self,
+        target: ObjectWriter,
+        config: PersistConfig,
+        meter: Meter,
+        on_written: Callable[[int, int], None] = lambda _, __: None,
+    ) -> None:
         self._target = target
         self._meter = meter
+        self._on_written = on_written
         self._block_bytes = config.block_bytes
         blocks = max(2, min(config.writes, (config.budget_bytes // 2) // config.block_bytes))
         self._free: asyncio.Queue[Bytes] = asyncio.Queue()
         self._unmade = blocks
         self._block: Bytes | None = None
         self._filled = 0
+        self._raw = 0
+        """Raw bytes of what the block holds."""
         self._base = 0
         self._writing: set[asyncio.Task[None]] = set()
         self._error: BaseException | None = None
         self._turn = asyncio.Lock()
 
-    async def add(self, data: memoryview) -> int:
-        """Append `data` and return its byte offset in the object."""
+    async def add(self, data: memoryview, raw: int) -> int:
+        """Append `data`, which holds `raw` raw bytes, and return its byte offset in the object."""
         async with self._turn:
-            offset, left = self._base + self._filled, np.frombuffer(data, dtype=np.uint8)
+            offset, left, told = self._base + self._filled, np.frombuffer(data, dtype=np.uint8), 0
             while left.size:
                 block = await self._current()
                 taken = min(left.size, self._block_bytes - self._filled)
                 block[self._filled : self._filled + taken] = left[:taken]
                 self._filled, left = self._filled + taken, left[taken:]
+                share = raw * (len(data) - left.size) // len(data)
+                self._raw, told = self._raw + share - told, share
                 if self._filled == self._block_bytes:
                     self._send(self._block_bytes)
             return offset
@@ -101,20 +115,21 @@ class Packer:
         return self._block
 
     def _send(self, nbytes: int) -> None:
-        block, base = self._block, self._base
+        block, base, held = self._block, self._base, (self._raw, self._filled)
         assert block is not None
-        self._block, self._base, self._filled = None, base + self._filled, 0
-        self._spawn(self._write(block, base, nbytes))
+        self._block, self._base, self._filled, self._raw = None, base + self._filled, 0, 0
+        self._spawn(self._write(block, base, nbytes, held))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
         self._writing.add(task)
         task.add_done_callback(self._writing.discard)
 
-    async def _write(self, block: Bytes, base: int, nbytes: int) -> None:
+    async def _write(self, block: Bytes, base: int, nbytes: int, held: tuple[int, int]) -> None:
         try:
             async with self._meter.writing(nbytes):
                 await self._target.write_at(base, block[:nbytes].data)
+            self._on_written(*held)
         except BaseException as error:  # kept for the next add or flush, which raises it to the caller
             self._error = self._error or error
         finally:

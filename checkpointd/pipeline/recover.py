@@ -1,45 +1,56 @@
 """Starting up: take the next epoch, decide what the older ones left in doubt, set `latest` right, remove left-overs.
 
+Commits that a newer one has replaced stay: whether they may go is not known before the job has loaded (R10 in
+`commit/retention.py`).
+
 Invariants
   V1  An attempt of an older epoch is rolled forward exactly when every vote is there, valid, and what it names is there too.
   V2  After recovery every attempt of an older epoch that is not spared has an outcome, durable, and `latest` names the newest
       commit that asked for it.
   V3  Of an attempt that is spared nothing is decided, removed or waited for: its writers still work at it. Nor is any temporary
       file removed then, since those of writers on other machines cannot be told from dead ones'; the next start does it.
+  V4  A spared attempt that nobody works at any more is decided by whoever waits for it (`outlived`).
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from checkpointd.commit import decide as decisions
 from checkpointd.commit.decide import Decision
+from checkpointd.config import ABSENCE_S
 from checkpointd.errors import DamagedError, NotFoundError, StoreError
-from checkpointd.layout.keys import OUTCOME, AttemptId
+from checkpointd.layout.keys import OUTCOME, AttemptId, attempt_lease_key, vote_name
 from checkpointd.layout.manifest import Outcome, Vote
 from checkpointd.layout.plan import cover_fault
 from checkpointd.pipeline import catalog
 from checkpointd.pipeline.catalog import AttemptView
 from checkpointd.pipeline.collect import collect
+from checkpointd.pipeline.leases import Sight, Watch
 from checkpointd.pipeline.pointer import move_latest
 from checkpointd.pipeline.publish import RECOVERY, Ballot, PlanCheck, outcome_of, put_outcome
 from checkpointd.pipeline.shard import AttemptInfo
 from checkpointd.pipeline.showing import mend
 from checkpointd.store.base import Store
+from checkpointd.store.patient import Patience, PatientStore
 
 log = logging.getLogger("checkpointd")
 
 
 @dataclass(slots=True)
 class Recovery:
-    """What a recovery did: the attempts it decided, whether `latest` moved, attempts swept, stray pieces removed."""
+    """What a recovery did: the attempts it decided, whether `latest` moved, attempts swept, stray pieces removed; and how many
+    checkpoints it found.
+    """
 
     decided: list[Outcome] = field(default_factory=list)
     latest_moved_to: str | None = None
     swept: int = 0
     strays: int = 0
+    checkpoints: int = 0
 
 
 async def recover(store: Store, epoch: int, spares: Collection[str] = ()) -> Recovery:
@@ -51,9 +62,12 @@ async def recover(store: Store, epoch: int, spares: Collection[str] = ()) -> Rec
     done, spared = Recovery(), frozenset(spares)
     seen = await catalog.scan(store)
     views = [await _settled(store, view, epoch, done, is_spared=view.prefix in spared) for view in seen]
-    newest = next((c for c in catalog.checkpoints_of(views) if c.outcome.save_latest), None)
+    checkpoints = catalog.checkpoints_of(views)
+    done.checkpoints = len(checkpoints)
+    newest = next((c for c in checkpoints if c.outcome.save_latest), None)
     try:
-        done.swept = len(await collect(store, [view.facts for view in views if view.prefix not in spared]))
+        facts = [view.facts for view in views if view.prefix not in spared]
+        done.swept = len(await collect(store, facts))
         if not spared:
             done.strays = await store.sweep()
         if newest is not None and await move_latest(store, newest.tag, newest.outcome.order):
@@ -88,7 +102,9 @@ async def resolve(store: Store, attempt: AttemptView) -> Outcome:
 
 
 async def judge(store: Store, attempt: AttemptView) -> Outcome:
-    """The outcome that `resolve` would put; nothing is written."""
+    """The outcome that `resolve` would put; nothing is written. UnreadableError where what it rests on cannot be read now."""
+    # An abort cannot be taken back: what is missing must really be, and not only be out of this client's sight.
+    store = PatientStore(store, Patience(ABSENCE_S, ABSENCE_S))
     ballot = Ballot(store, attempt.tag, attempt.attempt)
     await ballot.gather(await store.list(attempt.prefix))
     decision = decisions.recover(ballot.votes, tag=attempt.tag, attempt=str(attempt.attempt))
@@ -137,9 +153,61 @@ async def _check_named(store: Store, prefix: str, vote: Vote | None) -> None:
             raise DamagedError(f"{key} has {size} bytes, not {named.size}", key=key)
 
 
+VOTES_S = 15.0
+"""How long the other nodes' votes may take once the coordinator's is there: a node that died with its daemon never votes."""
+_PAUSE_S = 0.1
+
+
+async def outlived(store: Store, spares: Collection[str], timeout_s: float, sight: Sight | None = None) -> tuple[str, ...]:
+    """Wait until the attempts `spares`, at which daemons of other nodes work, are decided; those that are not by then.
+
+    At most `timeout_s`, and VOTES_S from the coordinator's vote on. One that nobody works at any more is decided here (V4).
+    """
+    looker = sight or Sight()
+    waited = [_decided_in_time(store, prefix, timeout_s, looker) for prefix in spares]
+    found = await asyncio.gather(*waited)
+    return tuple(prefix for prefix, decided in zip(spares, found, strict=True) if not decided)
+
+
+async def _decided_in_time(store: Store, prefix: str, timeout_s: float, sight: Sight) -> bool:
+    tag, _, name = prefix.rpartition("/")
+    attempt = AttemptId.parse(name)
+    assert attempt is not None
+    loop, watch = asyncio.get_running_loop(), Watch(store, attempt_lease_key(prefix), sight)
+    until, has_voted = loop.time() + timeout_s, False
+    while True:
+        try:
+            await watch.look()
+            view = await catalog.view(store, tag, attempt)
+            if view.state != "in-doubt":
+                return True
+            if watch.has_ended():
+                await _decide(store, view)
+                return True
+            if not has_voted and vote_name(0) in view.sizes:
+                has_voted, until = True, min(until, loop.time() + VOTES_S)
+        except StoreError as error:
+            log.warning("%s cannot be looked at: %s; trying again", prefix, error)
+        if loop.time() >= until:
+            return False
+        await asyncio.sleep(_PAUSE_S)
+
+
+async def _decide(store: Store, view: AttemptView) -> None:
+    """Decide a spared attempt whose worker has gone, and let `latest` name it if it is a checkpoint now."""
+    outcome = await resolve(store, view)
+    _say(outcome)
+    if outcome.outcome == "commit" and outcome.save_latest:
+        await move_latest(store, outcome.tag, outcome.order)
+
+
 def _report(done: Recovery) -> None:
     for outcome in done.decided:
-        what = "rolled forward" if outcome.outcome == "commit" else f"aborted: {outcome.error.message if outcome.error else ''}"
-        log.warning("%s/%s was left in doubt; %s", outcome.tag, outcome.attempt, what)
+        _say(outcome)
     if done.latest_moved_to:
         log.warning("latest was behind the newest commit; it names %s now", done.latest_moved_to)
+
+
+def _say(outcome: Outcome) -> None:
+    what = "rolled forward" if outcome.outcome == "commit" else f"aborted: {outcome.error.message if outcome.error else ''}"
+    log.warning("%s/%s was left in doubt; %s", outcome.tag, outcome.attempt, what)

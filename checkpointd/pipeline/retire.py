@@ -1,4 +1,4 @@
-"""Apply retention: look at the checkpoints of a root, let `commit/retention.py` choose, and collect what it chose.
+"""Which checkpoints go, by rules or because their tag was saved again: look, let `commit/retention.py` choose, and collect.
 
 Safe beside everything else that goes on at the root: what is removed is a checkpoint that is not the newest, it gets its mark
 first, and what newer ones refer to stays (`collect.py`).
@@ -6,11 +6,13 @@ first, and what newer ones refer to stays (`collect.py`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from checkpointd.commit.retention import AttemptFacts, CheckpointFacts, Retention, retired
+from checkpointd.commit.retention import AttemptFacts, CheckpointFacts, Choice, Retention, choose
 from checkpointd.errors import DamagedError
-from checkpointd.layout.keys import VERIFIED
+from checkpointd.layout.keys import DAMAGED, VERIFIED, attempt_prefix
 from checkpointd.layout.manifest import Outcome
 from checkpointd.pipeline import catalog, epochs
 from checkpointd.pipeline.catalog import AttemptView
@@ -19,42 +21,60 @@ from checkpointd.pipeline.showing import abandoned
 from checkpointd.store.base import Store
 
 
-async def retire(store: Store, rules: Retention, epoch: int) -> list[Removal]:
-    """Remove what `rules` let go, as the coordinator of `epoch`; nothing where a newer one has begun (G5)."""
-    if (rules.keeps_all and store.plain_files is None) or await epochs.newest(store) > epoch:
-        return []
-    views = await catalog.scan(store)
-    chosen = await chosen_by(store, views, rules)
-    removed = await abandoned(store)
-    chosen += [(v.facts, "somebody removed its directory") for v in views if v.prefix in removed and v.state == "committed"]
-    return await collect(store, [view.facts for view in views], chosen) if chosen else []
+@dataclass(frozen=True, slots=True)
+class Retired:
+    """What went, by which choice, and the attempts that lay there undecided."""
+
+    removed: Sequence[Removal]
+    choice: Choice
+    undecided: Sequence[AttemptFacts]
 
 
-async def chosen_by(store: Store, views: list[AttemptView], rules: Retention) -> list[tuple[AttemptFacts, str]]:
-    """The checkpoints among `views` that `rules` let go, oldest first."""
-    return retired(await facts_of(store, views), rules)
+async def retire(store: Store, views: Sequence[AttemptView], rules: Retention, *, keeps_before: int = 0) -> Retired:
+    """Remove what is dead among `views`, for a job that knows what was committed from epoch `keeps_before` on."""
+    choice = await chosen_by(store, views, rules, keeps_before=keeps_before)
+    gone = await abandoned(store)
+    deleted = [(v.facts, "somebody removed its directory") for v in views if v.prefix in gone and v.state == "committed"]
+    going = [dead for dead in choice.going if attempt_prefix(dead[0].tag, dead[0].attempt) not in gone]
+    lost = {facts for facts, _ in [*going, *deleted]}
+    staying = catalog.commits_of(view for view in views if view.facts not in lost)
+    removed = await collect(store, [view.facts for view in views], going, deleted=deleted, staying=staying)
+    return Retired(removed, choice, [v.facts for v in views if v.state == "in-doubt" and v.facts.bulk])
 
 
-async def facts_of(store: Store, views: list[AttemptView]) -> list[CheckpointFacts]:
-    """What retention knows of the checkpoints among `views`: the last commit of each tag, the others being dead weight."""
+async def retire_tag(store: Store, tag: str, epoch: int) -> None:
+    """Remove what is dead of one tag, for whoever has decided an attempt of `epoch`; nothing where a newer one has begun (G5),
+    and nothing that was committed before it (R10).
+    """
+    if await epochs.newest(store) == epoch:
+        await retire(store, await catalog.attempts_of(store, tag), Retention(), keeps_before=epoch)
+
+
+async def chosen_by(store: Store, views: Sequence[AttemptView], rules: Retention, *, keeps_before: int = 0) -> Choice:
+    """Which of the checkpoints among `views` go."""
+    return choose(await facts_of(store, views), rules, keeps_before=keeps_before)
+
+
+async def facts_of(store: Store, views: Sequence[AttemptView]) -> list[CheckpointFacts]:
+    """What is known of every commit among `views`."""
     pointer = await _pointer(store)
-    by_prefix = {view.prefix: view for view in views}
-    found = []
-    for checkpoint in catalog.checkpoints_of(views):
-        view, outcome = by_prefix[checkpoint.prefix], checkpoint.outcome
-        found.append(
-            CheckpointFacts(
-                attempt=view.facts,
-                order=outcome.order,
-                step=outcome.step,
-                save_latest=outcome.save_latest,
-                is_latest=checkpoint.tag == pointer,
-                verified=VERIFIED in view.sizes,
-                age_s=_age_s(outcome),
-                metrics=outcome.metrics,
-            )
+    newest = {c.tag: c.attempt for c in catalog.checkpoints_of(views)}
+    return [
+        CheckpointFacts(
+            attempt=view.facts,
+            order=view.outcome.order,
+            step=view.outcome.step,
+            save_latest=view.outcome.save_latest,
+            is_latest=view.tag == pointer and view.attempt == newest[view.tag],
+            verified=VERIFIED in view.sizes,
+            damaged=DAMAGED in view.sizes,
+            passed_over=view.passed_over,
+            age_s=_age_s(view.outcome),
+            metrics=view.outcome.metrics,
         )
-    return found
+        for view in views
+        if view.state == "committed" and view.outcome is not None
+    ]
 
 
 async def _pointer(store: Store) -> str | None:

@@ -26,6 +26,7 @@ from checkpointd.errors import (
     StoreError,
     UsageError,
 )
+from checkpointd.layout.indexes import encode_index
 from checkpointd.layout.keys import (
     chunks_name,
     file_number,
@@ -35,7 +36,7 @@ from checkpointd.layout.keys import (
     plan_key,
     vote_name,
 )
-from checkpointd.layout.manifest import LISTING_BYTES_MAX, ErrorReport, Index, IndexRef, Vote, digest, encode, encode_index
+from checkpointd.layout.manifest import LISTING_BYTES_MAX, ErrorReport, Index, IndexRef, Vote, digest, encode
 from checkpointd.layout.plan import cover_fault
 from checkpointd.layout.tree import files_of
 from checkpointd.pipeline.catalog import read_vote
@@ -86,7 +87,7 @@ async def _stored(job: Persist, plan: KnownPlan) -> _Stored:
         return stored
     log.warning("%s: rank %d, which had referred to it, writes everything anew: %s", job.info.prefix, job.info.rank, why)
     await drop_shard(job.store, job.info)
-    job.progress.raw_done = job.progress.stored = 0
+    job.progress.begin(job.shard.nbytes)
     return await _written(replace(job, config=replace(job.config, dedup=False)), plan)
 
 
@@ -160,6 +161,7 @@ async def _vote_yes(job: Persist, stored: _Stored, plan_digest: str) -> Vote:
         stored_bytes=sum(c.stored for t in index.tensors for c in t.chunks),
         tensors=len(index.tensors),
         refers=referred(index),
+        objects=tuple(ref for ref in index.objects if not ref.held_by),
         metrics=dict(info.metrics),
         trained=trained(index, job.base),
         files=None if files is None else tuple(file.name for file in files.files),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -16,6 +17,8 @@ from checkpointd.layout.manifest import Alias, Plan, PlanTensor, Scope
 
 Bytes = NDArray[np.uint8]
 
+COORDINATOR = 0
+"""The rank that decides, and removes."""
 TENSOR_ALIGNMENT = 64
 PAGE = 4096
 
@@ -91,19 +94,97 @@ class Shard:
         return Plan(rank=info.rank, world_size=info.world_size, tensors=parts)
 
 
+NEARLY_DONE = 0.99
+"""What progress says where all bytes are written and the vote is not durable: it may still take a while, or fail."""
+
+
 @dataclass(slots=True)
 class Progress:
-    """Bytes of one shard, as far as persisting has come; written by the writer's thread alone, read by any."""
+    """How many bytes of one shard are on the disk; written by the writer's thread alone, read by any.
+
+    A byte counts once it has left this process and the system's cache, or when it was there before. `clock` gives seconds.
+    """
 
     raw_total: int = 0
     raw_done: int = 0
+    raw_kept: int = 0
+    """Of those done, bytes that are unchanged, and were there before."""
     stored: int = 0
     stale: bool = False
     """The save was committed, and what is trained had not changed since the one before."""
     on_change: Callable[[], None] | None = field(default=None, repr=False)
+    clock: Callable[[], float] = field(default=time.monotonic, repr=False)
+    _since: float | None = None
+    _until: float | None = None
+
+    def begin(self, raw_total: int) -> None:
+        """Nothing of `raw_total` bytes is done yet."""
+        self.raw_total = raw_total
+        self.raw_done = self.raw_kept = self.stored = 0
+        self._since = self._until = None
+
+    def keep(self, raw: int) -> None:
+        """So many bytes are unchanged; the others are written from now on."""
+        self.raw_kept = raw
+        self._since = self.clock()
+        self.add(raw, 0)
 
     def add(self, raw: int, stored: int) -> None:
+        """So many bytes, `stored` after encoding, are on the disk now."""
         self.raw_done += raw
         self.stored += stored
         if self.on_change:
             self.on_change()
+
+    def end(self) -> None:
+        """The vote is durable: its speed is what it was up to now."""
+        self._until = self._until or self.clock()
+
+    def mirror(self, *, raw_total: int, raw_done: int, raw_kept: int, stored: int, writing_s: float | None) -> None:
+        """Be as another process says that it is, which has written for `writing_s` seconds."""
+        self.raw_total, self.raw_done, self.raw_kept, self.stored = raw_total, raw_done, raw_kept, stored
+        now = self.clock() if self._until is None else self._until
+        self._since = None if writing_s is None else now - writing_s
+
+    @property
+    def fraction(self) -> float:
+        """The part that is done, 0 to NEARLY_DONE: whether all of it holds only the vote can say."""
+        return part_done(self.raw_done, self.raw_total)
+
+    @property
+    def writing_s(self) -> float | None:
+        """How long it has been written; None before that."""
+        if self._since is None:
+            return None
+        return max(0.0, (self.clock() if self._until is None else self._until) - self._since)
+
+    @property
+    def speed_bps(self) -> float | None:
+        """Bytes per second that were written, before encoding; None where none was."""
+        written, seconds = self.raw_done - self.raw_kept, self.writing_s
+        return written / seconds if written > 0 and seconds else None
+
+    @property
+    def eta_s(self) -> float | None:
+        """Seconds until all is written, at the speed so far; None where nothing can be said, or only the vote is left."""
+        left, speed = self.raw_total - self.raw_done, self.speed_bps
+        return left / speed if left > 0 and speed else None
+
+
+def part_done(raw_done: int, raw_total: int) -> float:
+    """The part of a shard that is on the disk while its vote is not durable: 0 to NEARLY_DONE."""
+    return min(raw_done / raw_total, NEARLY_DONE) if raw_total else 0.0
+
+
+class Share:
+    """Tells `progress` of `raw` bytes little by little, while the `nbytes` bytes that they become are written."""
+
+    def __init__(self, progress: Progress, raw: int, nbytes: int) -> None:
+        self._progress, self._raw, self._nbytes = progress, raw, nbytes
+        self._written = 0
+
+    def written(self, nbytes: int) -> None:
+        """So many more bytes are on the disk."""
+        before = self._raw * self._written // self._nbytes
+        self._written += nbytes
+        self._progress.add(self._raw * self._written // self._nbytes - before, nbytes)

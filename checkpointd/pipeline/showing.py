@@ -5,7 +5,8 @@ Invariants
   Y2  `latest` names the newest directory beside it that is shown and whose save asked for it.
   Y3  An attempt is called committed on any rank only when it is shown; where that failed, the next start shows it.
   Y4  What is hidden was removed: its mark is durable before its files go. Who removes a directory removes the checkpoint, also
-      where it is the one in which the checkpoint was to be shown: that one is never made again.
+      where it is the one in which the checkpoint was to be shown: that one is never made again. A directory that one look does
+      not find is not removed by that: it may be about to be replaced, or a file server may lag behind.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ import re
 from collections.abc import AsyncIterator, Collection
 from contextlib import AsyncExitStack, asynccontextmanager
 
+from checkpointd.config import ABSENCE_S
 from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, StoreError
 from checkpointd.layout.files import check_place
 from checkpointd.layout.keys import SERVICE, SHOWN, AttemptId, attempt_prefix, file_name, object_hand, shown_key, vote_name
 from checkpointd.layout.manifest import Outcome, Shown, decode, encode
 from checkpointd.pipeline import catalog
 from checkpointd.store.base import Store
+from checkpointd.store.patient import Patience
 from checkpointd.store.plain import PlainFiles
 
 log = logging.getLogger("checkpointd")
@@ -84,11 +87,28 @@ async def unseen_of(store: Store, outcome: Outcome) -> str | None:
         await show(store, outcome)
     except StoreError as error:
         return f"its files cannot be shown: {error}"
-    record = await _record(store, outcome.shown_at)
-    if record is None or (record.tag, record.attempt) != (outcome.tag, outcome.attempt):
+    if not await _is_of(store, outcome):
         return f"{outcome.shown_at} shows the files of another save"
-    there = await _plain(store).is_there(outcome.shown_at)
-    return None if there else f"the directory {outcome.shown_at} has been removed, and the checkpoint goes with it"
+    plain, files = _plain(store), await files_of(store, outcome)
+    if await _is_gone(plain, outcome.shown_at):
+        return f"the directory {outcome.shown_at} has been removed, and the checkpoint goes with it"
+    changed = await plain.changed(outcome.shown_at, files)
+    if changed and set(changed.values()) == {"gone"}:
+        async with _alone(store, plain):
+            if await _is_of(store, outcome):  # a newer save may have taken its place
+                await plain.show(outcome.shown_at, files, is_stale_name)
+        changed = await plain.changed(outcome.shown_at, files)
+    if not changed:
+        return None
+    return (
+        f"{_named(changed)} in {outcome.shown_at} changed since the checkpoint was committed; what was stored is kept: "
+        "move the changed files away and load again, and the stored ones take their place"
+    )
+
+
+def _named(names: Collection[str]) -> str:
+    first = sorted(names)[:3]
+    return ", ".join(first) + (f" and {len(names) - len(first)} more" if len(names) > len(first) else "")
 
 
 async def files_of(store: Store, outcome: Outcome) -> dict[str, str]:
@@ -156,15 +176,35 @@ async def abandoned(store: Store) -> set[str]:
     plain = store.plain_files
     if plain is None:
         return set()
-    gone = {f"{record.tag}/{record.attempt}" for at, record in await _records(store) if not await plain.is_there(at)}
+    away = [(at, record) for at, record in await _records(store) if not await plain.is_there(at)]
     # With a file system that is not mounted for a moment everything is gone, this root as well.
-    return gone if await plain.is_there(SERVICE) else set()
+    if not away or not await plain.is_there(SERVICE):
+        return set()
+    async with _alone(store, plain):
+        await plain.finish()  # one whose replacing was cut off goes back to its place
+    gone = await asyncio.gather(*(_is_gone(plain, at) for at, _ in away))
+    found = {f"{record.tag}/{record.attempt}" for (_, record), is_gone in zip(away, gone, strict=True) if is_gone}
+    return found if await plain.is_there(SERVICE) else set()
+
+
+async def _is_gone(plain: PlainFiles, at: str) -> bool:
+    """Whether there is no directory `at`, as looks spread over ABSENCE_S agree."""
+    with Patience(ABSENCE_S, ABSENCE_S).looks() as looks:
+        while not await plain.is_there(at):
+            if await looks.is_lost(at):
+                return True
+    return False
 
 
 async def mend(store: Store) -> None:
     """Show what is committed and not shown, hide what was removed: what a start does. What fails is left for the next one."""
     if store.plain_files is None:
         return
+    try:
+        async with _alone(store, store.plain_files):
+            await store.plain_files.finish()
+    except StoreError as error:
+        log.error("what showing files has left behind cannot be put back: %s; the next start tries again", error)
     views = await catalog.scan(store)
     for checkpoint in catalog.checkpoints_of(views):
         try:
@@ -198,6 +238,12 @@ def _plain(store: Store) -> PlainFiles:
 async def _is_shown(store: Store, outcome: Outcome) -> bool:
     record = await _record(store, outcome.shown_at)
     return record is not None and record.order >= outcome.order
+
+
+async def _is_of(store: Store, outcome: Outcome) -> bool:
+    """Whether what is shown where the files of `outcome` are to be is this very save's."""
+    record = await _record(store, outcome.shown_at)
+    return record is not None and (record.tag, record.attempt) == (outcome.tag, outcome.attempt)
 
 
 async def _records(store: Store) -> list[tuple[str, Shown]]:

@@ -9,8 +9,9 @@ Invariants
       only what none names (G6 in `collect.py`). So one of the two sees the other, whatever runs at the same time: another
       collection, a save of the same tag, retention, a newer epoch's recovery, another hand. Which checkpoint the references
       were taken from does not matter then; it may be gone.
-  X4  What an earlier process wrote is read and verified before the first vote that stands on references to it. It may be
-      damaged, which is what jobs are restarted for: every checkpoint from then on would be damaged in the same place.
+  X4  What was read back and found damaged is no base any more. What an earlier process wrote is read and verified before the
+      first vote that stands on references to it. It may be damaged, which is what jobs are restarted for: every checkpoint
+      from then on would be damaged in the same place.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from checkpointd.config import LoadConfig
 from checkpointd.errors import CheckpointdError, DamagedError, FormatError, NotFoundError
 from checkpointd.layout import tree
 from checkpointd.layout.boxes import Box
-from checkpointd.layout.keys import OUTCOME, mark_number
+from checkpointd.layout.keys import DAMAGED, OUTCOME, mark_number
 from checkpointd.layout.manifest import Chunk, Index, ObjectRef, Scope, TensorEntry, Trained
 from checkpointd.pipeline import catalog
 from checkpointd.pipeline.load import Wanted, chunk_starts, read_chunks, read_index
@@ -100,6 +101,10 @@ class Bases:
             self.committed(found)
         return self._base
 
+    def forget(self) -> None:
+        """What is stored may be damaged: the next save writes everything."""
+        self._base, self._asked = None, True
+
     def committed(self, base: Base | None) -> None:
         """`base` is of an attempt that was seen committed, durably (X2); older ones than what is known are ignored."""
         if base is not None and (self._base is None or base.order > self._base.order):
@@ -113,6 +118,8 @@ async def _stored_base(store: Store, info: AttemptInfo) -> Base | None:
     checkpoint = await catalog.find(store, tag)
     if checkpoint.attempt.epoch > info.attempt.epoch:
         return None  # this writer is a zombie: what a newer epoch does is not its to build on
+    if await store.stat(f"{checkpoint.prefix}/{DAMAGED}") is not None:
+        return None
     await store.settle(f"{checkpoint.prefix}/{OUTCOME}")
     return Base.of(await read_index(store, checkpoint, info.rank), checkpoint.outcome.order, is_read=False)
 

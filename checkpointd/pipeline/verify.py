@@ -9,18 +9,22 @@ from dataclasses import dataclass, field
 import msgspec
 
 from checkpointd.config import LoadConfig
-from checkpointd.errors import ERRORS, CheckpointdError, DamagedError, FormatError, NotFoundError, StoreError
+from checkpointd.errors import CheckpointdError, DamagedError, FormatError, NotFoundError, StoreError, UnreadableError
 from checkpointd.layout import tree
 from checkpointd.layout.files import check_files, pieces_of
-from checkpointd.layout.keys import OUTCOME, VERIFIED, plan_key, vote_name
-from checkpointd.layout.manifest import Index, Plan, PlanTensor, Verified, Vote, encode
+from checkpointd.layout.keys import DAMAGED, OUTCOME, VERIFIED, plan_key, vote_name
+from checkpointd.layout.manifest import Damaged, Index, Plan, PlanTensor, Verified, Vote, encode
 from checkpointd.layout.plan import Listing, Names, cover_fault, listings_fault
-from checkpointd.pipeline.catalog import Checkpoint, read_plan, read_vote
+from checkpointd.pipeline.catalog import Checkpoint, read_plan, read_vote, view
 from checkpointd.pipeline.identity import writer
 from checkpointd.pipeline.load import read_index, read_tensors
 from checkpointd.store.base import Store
+from checkpointd.store.patient import Patience, PatientStore
 
 log = logging.getLogger("checkpointd")
+
+FAULTS_MAX = 8
+"""So many faults stand in the record of a damaged checkpoint."""
 
 
 class Damage(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,16 +46,23 @@ class Damage(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True)
 class Verdict:
-    """What verification of one checkpoint found: bytes read, and every damage (none: it is whole)."""
+    """What verification of one checkpoint found: bytes read, every damage, and what cannot be read now, which is no proof of
+    damage. With neither it is whole.
+    """
 
     tag: str
     attempt: str
     bytes_read: int = 0
     damage: list[Damage] = field(default_factory=list)
+    unreadable: list[Damage] = field(default_factory=list)
 
     @property
     def whole(self) -> bool:
-        return not self.damage
+        return not self.damage and not self.unreadable
+
+    def note(self, error: CheckpointdError, rank: int) -> None:
+        """Count `error`, met at what `rank` stored."""
+        (self.unreadable if isinstance(error, StoreError) else self.damage).append(Damage.of(error, rank))
 
 
 async def verify(
@@ -59,9 +70,11 @@ async def verify(
 ) -> Verdict:
     """Verify outcome, votes, plans, indexes and every chunk of every rank, and that the ranks together stored a whole state.
 
-    What the storage cannot read is damage as well.
+    What cannot be read is tried again as `config` says, and then counts as unreadable. What is not there counts as damage when
+    looks spread over `config.absence_s` have agreed on it.
     """
     verdict = Verdict(checkpoint.tag, str(checkpoint.attempt))
+    store = PatientStore(store, Patience(config.retry_s, config.absence_s))
 
     def count(nbytes: int) -> None:
         verdict.bytes_read += nbytes
@@ -70,13 +83,21 @@ async def verify(
     names, stored = Names(), dict[int, Listing]()
     for rank in range(checkpoint.outcome.world_size):
         try:
-            plan = await _verify_rank(store, checkpoint, rank, config, count, verdict.damage)
+            plan = await _verify_rank(store, checkpoint, rank, config, count, verdict)
             stored[rank] = Listing.of(plan, names)
         except (DamagedError, NotFoundError, StoreError) as error:
-            verdict.damage.append(Damage.of(error, rank))
+            verdict.note(error, rank)
     if len(stored) == checkpoint.outcome.world_size:
         verdict.damage.extend(_union_damage(checkpoint, listings_fault(stored, names)))
     return verdict
+
+
+async def verify_proved(
+    store: Store, checkpoint: Checkpoint, config: LoadConfig, on_bytes: Callable[[int], None] = lambda _: None
+) -> Verdict:
+    """The same for a verdict that is going to be recorded: what is damaged was read twice, past the cache."""
+    verdict = await verify(store.uncached, checkpoint, config, on_bytes)
+    return await verify(store.uncached, checkpoint, config, on_bytes) if verdict.damage else verdict
 
 
 async def verify_ranks(
@@ -86,28 +107,38 @@ async def verify_ranks(
     config: LoadConfig,
     on_bytes: Callable[[int], None] = lambda _: None,
 ) -> list[Damage]:
-    """What is damaged of what `ranks` stored."""
-    damage: list[Damage] = []
+    """What is damaged of what `ranks` stored. UnreadableError where something cannot be read now, and nothing is damaged."""
+    verdict = Verdict(checkpoint.tag, str(checkpoint.attempt))
+    store = PatientStore(store, Patience(config.retry_s, config.absence_s))
     for rank in ranks:
         try:
-            await _verify_rank(store, checkpoint, rank, config, on_bytes, damage)
+            await _verify_rank(store, checkpoint, rank, config, on_bytes, verdict)
         except (DamagedError, NotFoundError, StoreError) as error:
-            damage.append(Damage.of(error, rank))
-    return damage
+            verdict.note(error, rank)
+    if verdict.unreadable and not verdict.damage:
+        raise UnreadableError(verdict.unreadable[0].message)
+    return verdict.damage
 
 
 async def record_verdict(store: Store, checkpoint: Checkpoint, verdict: Verdict) -> None:
-    """Leave the record that `checkpoint` was found whole, or take it back where it is damaged now: retention must not keep it
-    instead of one that is whole. Where the root cannot be written, or be read, all stays as it was.
+    """Leave the record that `checkpoint` was found whole, or that it is damaged, in place of the other one.
+
+    `verdict` is of what `store.uncached` has. Where the root cannot be written, or be read, and where it is no checkpoint any
+    more, all stays as it was.
     """
-    key = f"{checkpoint.prefix}/{VERIFIED}"
+    whole, damaged = f"{checkpoint.prefix}/{VERIFIED}", f"{checkpoint.prefix}/{DAMAGED}"
     try:
+        if (await view(store, checkpoint.tag, checkpoint.attempt)).state != "committed":
+            return
         if verdict.whole:
-            await store.put_if_absent(key, encode(Verified(nbytes=verdict.bytes_read, writer=writer())))
-        elif any(issubclass(ERRORS.get(damage.code, DamagedError), DamagedError | NotFoundError) for damage in verdict.damage):
-            await store.delete(key)
+            await store.put(whole, encode(Verified(nbytes=verdict.bytes_read, uncached=True, writer=writer())))
+            await store.delete(damaged)
+        elif verdict.damage:
+            faults = tuple(damage.message for damage in verdict.damage[:FAULTS_MAX])
+            await store.put(damaged, encode(Damaged(faults=faults, writer=writer())))
+            await store.delete(whole)
     except StoreError as error:
-        log.info("%s: what verifying it has shown cannot be recorded: %s", checkpoint.prefix, error)
+        log.warning("%s: what reading it has shown cannot be recorded: %s", checkpoint.prefix, error)
 
 
 async def _verify_rank(
@@ -116,20 +147,31 @@ async def _verify_rank(
     rank: int,
     config: LoadConfig,
     count: Callable[[int], None],
-    damage: list[Damage],
+    verdict: Verdict,
 ) -> Plan:
     """Everything of one rank; what its index says that it stored."""
     index = await read_index(store, checkpoint, rank)
     try:
-        vote = await read_vote(store, f"{checkpoint.prefix}/{vote_name(rank)}")
-        _check_tree(index, f"{checkpoint.prefix}/{vote.index.name if vote.index else ''}")
-        await _check_plan(store, checkpoint, vote, index)
+        await _check_described(store, checkpoint, index)
     except CheckpointdError as error:
-        damage.append(Damage.of(error, rank))
+        verdict.note(error, rank)
     found = await read_tensors(store, checkpoint.prefix, index, {t.fqn: None for t in index.tensors}, config, count)
-    damage.extend(Damage.of(error, rank) for error in found)
+    verdict.damage.extend(Damage.of(error, rank) for error in found)
     parts = tuple(PlanTensor(t.fqn, t.dtype, t.shape, t.box, t.scope) for t in index.tensors)
     return Plan(rank=rank, world_size=index.world_size, tensors=parts)
+
+
+async def checked_index(store: Store, checkpoint: Checkpoint, rank: int) -> Index:
+    """The index of `rank`, verified along outcome, vote and index, which says what its plan says. DamagedError where not."""
+    index = await read_index(store, checkpoint, rank)
+    await _check_described(store, checkpoint, index)
+    return index
+
+
+async def _check_described(store: Store, checkpoint: Checkpoint, index: Index) -> None:
+    vote = await read_vote(store, f"{checkpoint.prefix}/{vote_name(index.rank)}")
+    _check_tree(index, f"{checkpoint.prefix}/{vote.index.name if vote.index else ''}")
+    await _check_plan(store, checkpoint, vote, index)
 
 
 def _check_tree(index: Index, key: str) -> None:

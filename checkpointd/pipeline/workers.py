@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from checkpointd.errors import StoreError
+from checkpointd.waits import Waiting
 
 T = TypeVar("T")
 
@@ -56,9 +57,22 @@ async def answered(work: Coroutine[Any, Any, T], seconds: float) -> T:
     A system call that hangs cannot be cancelled, so `work` is then left to itself; what it returns in the end is dropped.
     """
     task = asyncio.ensure_future(work)
-    done, _ = await asyncio.wait({task}, timeout=seconds)
-    if not done:
+    waiting = Waiting(lambda: "the storage has not answered", clock=asyncio.get_running_loop().time)
+    if not await waiting.until_done(task, seconds):
         task.cancel()
         task.add_done_callback(lambda late: late.cancelled() or late.exception())
         raise StoreError(f"the storage has not answered for {seconds:.3g} s")
     return task.result()
+
+
+async def unless(over: asyncio.Event, waiting: Coroutine[Any, Any, T]) -> T:
+    """What is waited for; Stopped where the attempt is `over` before it comes."""
+    waited, ended = asyncio.ensure_future(waiting), asyncio.ensure_future(over.wait())
+    try:
+        await asyncio.wait({waited, ended}, return_when=asyncio.FIRST_COMPLETED)
+        if not waited.done():
+            raise Stopped
+        return waited.result()
+    finally:
+        waited.cancel()
+        ended.cancel()

@@ -11,7 +11,8 @@ Invariants
   S4  What `get`, `stat` or `list` show may still be lost by a power cut until its writer has returned, or `settle` has.
   S5  `delete` of what is not there succeeds. A store removes only what it is told to remove.
   S6  Every system error leaves as a StoreError (StoreFullError where space or quota is used up) that names the key and
-      the reason.
+      the reason; from `get`, `get_range`, `list`, `stat` and `settle` as an UnreadableError, whatever its number is.
+      NotFoundError says what this look saw. On a network file system the next one may see the object.
 """
 
 from __future__ import annotations
@@ -46,13 +47,18 @@ class Capabilities:
     """Writes whose offset, length and address are multiples of this many bytes go without a copy; 1: it does not matter."""
     shared: bool
     """Whether other processes can see this store."""
+    piece_bytes: int | None = None
+    """Larger writes to large objects are cut into pieces of so many bytes, with pauses between; None: they are not."""
 
 
 class ObjectWriter(Protocol):
     """One large object being written. Parts may come in any order and concurrently, never overlapping."""
 
     async def write_at(self, offset: int, data: Buffer) -> None:
-        """Write `data` at byte `offset`. The caller keeps `data` unchanged until this returns."""
+        """Write `data` at byte `offset`. The caller keeps `data` unchanged until this returns.
+
+        What is large has left the system's cache then, where the back end can tell: progress counts it as written.
+        """
         ...
 
     async def finish(self, size: int) -> None:
@@ -85,6 +91,13 @@ class Store(Protocol):
     @property
     def plain_files(self) -> PlainFiles | None:
         """How objects are shown as plain files beside the store; None where they cannot be."""
+        ...
+
+    @property
+    def uncached(self) -> Store:
+        """The same objects, whose bytes are read from the storage itself and not from this machine's cache of it, as far as the
+        back end can. It needs no closing, and is of no use once this store is closed.
+        """
         ...
 
     async def put_if_absent(self, key: str, data: bytes) -> bool:

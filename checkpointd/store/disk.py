@@ -21,6 +21,15 @@ class Child:
     is_directory: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Status:
+    """Of a file or directory: its inode number (two names with one number are one file), bytes, and time of change in ns."""
+
+    number: int
+    size: int
+    changed_ns: int
+
+
 class File(Protocol):
     """A file open for writing."""
 
@@ -53,12 +62,12 @@ class Disk(Protocol):
         """Create a new file and open it; FileExistsError where the name is taken."""
         ...
 
-    async def read(self, path: str, size_max: int) -> bytes:
-        """The content; OSError EFBIG where it is longer than `size_max`."""
+    async def read(self, path: str, size_max: int, *, past_cache: bool = False) -> bytes:
+        """The content; OSError EFBIG where it is longer than `size_max`. `past_cache`: as the disk has it, if that can be."""
         ...
 
-    async def read_at(self, path: str, offset: int, out: memoryview) -> int:
-        """Fill `out` from `offset`; the bytes read, fewer only at the end of the file."""
+    async def read_at(self, path: str, offset: int, out: memoryview, *, past_cache: bool = False) -> int:
+        """Fill `out` from `offset`; the bytes read, fewer only at the end of the file. `past_cache`: as for `read`."""
         ...
 
     async def sync_file(self, path: str) -> None:
@@ -83,11 +92,23 @@ class Disk(Protocol):
         """Atomic; replaces `target`, if that is a file. A directory goes where there is nothing."""
         ...
 
-    async def exchange(self, one: str, other: str) -> None:
-        """Let two names change places, atomically where the system can; both exist, and may be directories."""
+    async def exchange(self, one: str, other: str) -> bool:
+        """Let two names change places, atomically; both exist, and may be directories. False where the file system cannot."""
+        ...
+
+    async def clone(self, source: str, target: str) -> bool:
+        """Make the new file `target`, which shares the content of `source` until one of them is written to, and has its time of
+        change. False, and no file, where the file system cannot. Durable after `sync_file`.
+        """
+        ...
+
+    async def protect(self, path: str) -> None:
+        """Let nobody open a file for writing, but for the superuser; its names can be removed as before."""
         ...
 
     async def unlink(self, path: str) -> None: ...
+
+    async def status(self, path: str) -> Status: ...
 
     async def children(self, path: str) -> list[Child]:
         """The names in a directory, unsorted."""

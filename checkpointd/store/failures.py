@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 
-from checkpointd.errors import StoreError, StoreFullError
+from checkpointd.errors import StoreError, StoreFullError, UnreadableError
 
 _FULL = {
     errno.ENOSPC: "no space is left: free some (or delete old checkpoints), then save again",
@@ -29,14 +29,25 @@ _ADVICE = {
     errno.ESHUTDOWN: "the store was closed, or the process is ending: close the checkpointer before the end of the program",
     errno.ENOENT: "it was removed while it was in use: is another process collecting this root?",
 }
+_READ_ADVICE = _ADVICE | {
+    errno.EIO: "the device or the file server failed: see the kernel log, and read again when it answers",
+    errno.EACCES: "permission is missing: let the user of this process read there",
+    errno.EPERM: "the operation is not permitted: let the user of this process read there",
+    errno.EINVAL: "what has that name cannot be read as a file: see what it is",
+    errno.ENOENT: "it was there a moment ago: is another process collecting this root, or does the file server lag behind?",
+}
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, errno.EMLINK})
 
 
-def store_error(error: OSError, *, doing: str, key: str, url: str) -> StoreError:
-    """The StoreError for a system error met while `doing` something to `key` of the store at `url`."""
+def store_error(error: OSError, *, doing: str, key: str, url: str, reads: bool = False) -> StoreError:
+    """The StoreError for a system error met while `doing` something to `key` of the store at `url`: an UnreadableError where
+    the call only `reads`, so that nobody takes it for damage.
+    """
     number = error.errno or 0
     reason = f"[{errno.errorcode.get(number, number)}] {error.strerror or error}"
     what = f"{doing} {key!r} in {url} failed: {reason}"
+    if reads:
+        return UnreadableError(f"{what}: {_READ_ADVICE[number]}" if number in _READ_ADVICE else what)
     if number in _FULL:
         return StoreFullError(f"{what}: {_FULL[number]}")
     return StoreError(f"{what}: {_ADVICE[number]}" if number in _ADVICE else what)

@@ -18,14 +18,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
-from types import TracebackType
-from typing import Final, Self
+from dataclasses import replace
+from typing import Final
 
 from typing_extensions import Buffer
 
 from checkpointd.errors import UsageError
-from checkpointd.store.base import SMALL_BYTES_MAX, Capabilities, Entry, ObjectWriter, Store
-from checkpointd.store.plain import PlainFiles
+from checkpointd.store.base import Capabilities, ObjectWriter, Store
+from checkpointd.store.passing import PassingStore
 
 PIECE_S: Final = 0.05
 """What one piece takes at the limit: how long a writer waits for each of the others."""
@@ -119,66 +119,20 @@ def pieces(offset: int, nbytes: int, piece_bytes: int) -> Iterator[tuple[int, in
         start = stop
 
 
-class LimitedStore:
+class LimitedStore(PassingStore):
     """`store`, with its large writes limited by `bucket`. Closing it closes `store`."""
 
     def __init__(self, store: Store, bucket: TokenBucket) -> None:
-        self._store, self._bucket = store, bucket
-
-    @property
-    def url(self) -> str:
-        return self._store.url
+        super().__init__(store)
+        self._bucket = bucket
 
     @property
     def capabilities(self) -> Capabilities:
-        return self._store.capabilities
+        return replace(self._store.capabilities, piece_bytes=self._bucket.piece_bytes)
 
     @property
-    def plain_files(self) -> PlainFiles | None:
-        return self._store.plain_files
+    def uncached(self) -> Store:
+        return LimitedStore(self._store.uncached, self._bucket)
 
     async def open_writer(self, key: str, *, size_hint: int = 0) -> ObjectWriter:
         return LimitedWriter(await self._store.open_writer(key, size_hint=size_hint), self._bucket)
-
-    # --- not limited (K3) ----------------------------------------------------------------------------------------
-
-    async def put_if_absent(self, key: str, data: bytes) -> bool:
-        return await self._store.put_if_absent(key, data)
-
-    async def put(self, key: str, data: bytes) -> None:
-        await self._store.put(key, data)
-
-    async def put_if_match(self, key: str, expected: bytes | None, data: bytes) -> bool:
-        return await self._store.put_if_match(key, expected, data)
-
-    async def get(self, key: str, *, size_max: int = SMALL_BYTES_MAX) -> bytes:
-        return await self._store.get(key, size_max=size_max)
-
-    async def get_range(self, key: str, offset: int, out: memoryview) -> None:
-        await self._store.get_range(key, offset, out)
-
-    async def list(self, prefix: str) -> list[Entry]:
-        return await self._store.list(prefix)
-
-    async def stat(self, key: str) -> int | None:
-        return await self._store.stat(key)
-
-    async def delete(self, key: str) -> None:
-        await self._store.delete(key)
-
-    async def settle(self, key: str) -> None:
-        await self._store.settle(key)
-
-    async def sweep(self) -> int:
-        return await self._store.sweep()
-
-    async def close(self) -> None:
-        await self._store.close()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()

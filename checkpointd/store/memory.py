@@ -34,6 +34,10 @@ class MemoryStore:
     def plain_files(self) -> None:
         return None
 
+    @property
+    def uncached(self) -> Self:
+        return self
+
     async def put_if_absent(self, key: str, data: bytes) -> bool:
         return await self.put_if_match(key, None, data)
 

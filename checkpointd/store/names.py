@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 from checkpointd.errors import UsageError
 
 SERVICE = ".checkpointd"
 TEMPORARY = f"{SERVICE}/tmp"
 LOCK = f"{SERVICE}/lock"
+_SURROGATE = re.compile("[\\ud800-\\udfff]")
 
 
 def check_key(key: str) -> str:
@@ -44,7 +47,7 @@ def _fault(key: str) -> str | None:
         return "it has an empty part"
     if "." in parts or ".." in parts:
         return "it has a part '.' or '..'"
-    if any(0xD800 <= ord(c) <= 0xDFFF for c in key):
+    if _SURROGATE.search(key):
         return "it cannot be encoded as UTF-8"
     if _is_internal(key):
         return "that name belongs to the store"

@@ -13,13 +13,18 @@ from checkpointd.store.posix import PosixStore
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
-def open_store(root: str | os.PathLike[str]) -> Store:
-    """The store at a path, a `file:///path` or a `memory://name`; UsageError for every other URL. Touches nothing yet."""
+def open_store(root: str | os.PathLike[str], *, read_only: bool = False) -> Store:
+    """The store at a path, a `file:///path` or a `memory://name`; UsageError for every other URL. Touches nothing yet.
+
+    With `read_only`, nothing can be written by it: calls that would are refused with a StoreError.
+    """
     text = os.fspath(root)
     if not _SCHEME.match(text):
-        return PosixStore(text)
+        return PosixStore(text, read_only=read_only)
     url = urlsplit(text)
     if url.scheme == "memory":
+        if read_only:
+            raise UsageError(f"{text!r} lives in the process that made it alone: there is nothing to read from here")
         from checkpointd.store.memory import MemoryStore  # brings in numpy, which a command that only looks does without
 
         return MemoryStore(url.netloc or "memory")
@@ -27,4 +32,4 @@ def open_store(root: str | os.PathLike[str]) -> Store:
         raise UsageError(f"{text!r}: there is no store for {url.scheme}:// URLs; give the path of a directory, or file:///path")
     if url.netloc not in {"", "localhost"} or url.query or url.fragment:
         raise UsageError(f"{text!r}: a file URL has three slashes and nothing after the path, such as file:///mnt/ckpts/run1")
-    return PosixStore(unquote(url.path))
+    return PosixStore(unquote(url.path), read_only=read_only)

@@ -10,15 +10,17 @@ import asyncio
 import ctypes
 import errno
 import fcntl
+import mmap
 import os
 import stat
 
 import aiofiles
 import aiofiles.os
 
-from checkpointd.store.disk import Child, File, Lock
-from checkpointd.store.osfile import BLOCK_BYTES, OsFile
+from checkpointd.store.disk import Child, File, Lock, Status
+from checkpointd.store.osfile import BLOCK_BYTES, REFUSES_DIRECT, OsFile
 from checkpointd.store.threads import Threads, to_the_end
+from checkpointd.waits import Waiting
 
 BULK_THREADS = 4
 SMALL_THREADS = 4
@@ -46,8 +48,11 @@ class OsDisk:
             raise
         return made[0]
 
-    async def read(self, path: str, size_max: int) -> bytes:
-        content = await to_the_end(self._read(path, size_max))
+    async def read(self, path: str, size_max: int, *, past_cache: bool = False) -> bytes:
+        if past_cache:
+            content = await self._bulk.run(_read_past_cache, path, size_max)
+        else:
+            content = await to_the_end(self._read(path, size_max))
         if content is None or len(content) > size_max:
             raise OSError(errno.EFBIG, f"longer than the {size_max} bytes that were asked for")
         return content
@@ -58,8 +63,8 @@ class OsDisk:
             status = await aiofiles.os.stat(file.fileno(), executor=self._small.executor)
             return await file.read(status.st_size + 1) if status.st_size <= size_max else None
 
-    async def read_at(self, path: str, offset: int, out: memoryview) -> int:
-        return await self._bulk.run(_read_at, path, offset, out)
+    async def read_at(self, path: str, offset: int, out: memoryview, *, past_cache: bool = False) -> int:
+        return await self._bulk.run(_read_at_past_cache if past_cache else _read_at, path, offset, out)
 
     async def sync_file(self, path: str) -> None:
         await self._small.run(_sync, path, os.O_RDONLY)
@@ -79,11 +84,21 @@ class OsDisk:
     async def rename(self, source: str, target: str) -> None:
         await to_the_end(aiofiles.os.rename(source, target, executor=self._small.executor))
 
-    async def exchange(self, one: str, other: str) -> None:
-        await self._small.run(_exchange, one, other)
+    async def exchange(self, one: str, other: str) -> bool:
+        return await self._small.run(_exchange, one, other)
+
+    async def clone(self, source: str, target: str) -> bool:
+        return await self._small.run(_clone, source, target)
+
+    async def protect(self, path: str) -> None:
+        await self._small.run(_protect, path)
 
     async def unlink(self, path: str) -> None:
         await to_the_end(aiofiles.os.unlink(path, executor=self._small.executor))
+
+    async def status(self, path: str) -> Status:
+        found = await to_the_end(aiofiles.os.stat(path, executor=self._small.executor))
+        return Status(found.st_ino, found.st_size, found.st_mtime_ns)
 
     async def children(self, path: str) -> list[Child]:
         return await self._small.run(_children, path)
@@ -120,7 +135,9 @@ class OsLock:
         """Wait for the lock. By polling: a blocked call would keep a thread, perhaps the one that the holder needs."""
         await self._threads.run(self._open)
         pause_s = _LOCK_POLL_S_MIN
+        waiting = Waiting(lambda: f"another process holds the lock {self._path}; `lslocks` shows which")
         while not await self._threads.run(self._try):
+            waiting.look()
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LOCK_POLL_S_MAX)
 
@@ -149,21 +166,14 @@ class OsLock:
             os.close(descriptor)
 
 
-def _exchange(one: str, other: str) -> None:
-    """renameat2(2). Where the file system cannot (EINVAL, as on NFS), by way of a third name: `other` is gone for a moment."""
+def _exchange(one: str, other: str) -> bool:
+    """renameat2(2); NFS and others cannot."""
     if _libc.renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
-        return
+        return True
     code = ctypes.get_errno()
-    if code not in {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP}:
-        raise OSError(code, os.strerror(code), one, None, other)
-    aside = f"{one}aside"
-    os.rename(other, aside)
-    try:
-        os.rename(one, other)
-    except OSError:
-        os.rename(aside, other)
-        raise
-    os.rename(aside, one)
+    if code in {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP}:
+        return False
+    raise OSError(code, os.strerror(code), one, None, other)
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -172,18 +182,83 @@ _RENAME_EXCHANGE = 2
 
 
 def _read_at(path: str, offset: int, out: memoryview) -> int:
-    part = out.cast("B") if out.nbytes else memoryview(b"")
     descriptor = _open_to_read(path)
     try:
-        done = 0
-        while done < part.nbytes:
-            count = os.preadv(descriptor, [part[done:]], offset + done)
-            if not count:
-                break
-            done += count
+        return _fill(descriptor, offset, _as_bytes(out))
+    finally:
+        os.close(descriptor)
+
+
+def _fill(descriptor: int, offset: int, part: memoryview) -> int:
+    done = 0
+    while done < part.nbytes:
+        count = os.preadv(descriptor, [part[done:]], offset + done)
+        if not count:
+            break
+        done += count
+    return done
+
+
+def _as_bytes(out: memoryview) -> memoryview:
+    return out.cast("B") if out.nbytes else memoryview(b"")
+
+
+def _read_past_cache(path: str, size_max: int) -> bytes | None:
+    """All of the file; None where it is longer than `size_max`."""
+    size = os.stat(path).st_size
+    if size > size_max:
+        return None
+    out = memoryview(bytearray(size))
+    return bytes(out[: _read_at_past_cache(path, 0, out)])
+
+
+def _read_at_past_cache(path: str, offset: int, out: memoryview) -> int:
+    """As `_read_at`, but what the disk has: by O_DIRECT, or, where the file system refuses that, once the cache was dropped."""
+    part = _as_bytes(out)
+    try:
+        descriptor = _open_to_read(path, os.O_RDONLY | os.O_DIRECT)
+    except OSError as error:
+        if error.errno not in REFUSES_DIRECT:
+            raise
+    else:
+        try:
+            return _fill_direct(descriptor, offset, part)
+        except OSError as error:
+            if error.errno not in REFUSES_DIRECT:
+                raise
+        finally:
+            os.close(descriptor)
+    descriptor = _open_to_read(path)
+    try:
+        # Before, to read from the disk; pages that are still to be written stay, but nothing is read so before it was synced.
+        # And after: nobody asked for these pages, and others may be wanted.
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        done = _fill(descriptor, offset, part)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         return done
     finally:
         os.close(descriptor)
+
+
+_BOUNCE_BYTES = 1 << 20
+
+
+def _fill_direct(descriptor: int, offset: int, part: memoryview) -> int:
+    """The same by way of a buffer of whole blocks: offset, length and address must be multiples of a block."""
+    done = 0
+    with mmap.mmap(-1, _BOUNCE_BYTES) as bounce, memoryview(bounce) as blocks:
+        while done < part.nbytes:
+            skip = (offset + done) % BLOCK_BYTES
+            wanted = min(skip + part.nbytes - done, _BOUNCE_BYTES)
+            count = os.preadv(descriptor, [blocks[: -(-wanted // BLOCK_BYTES) * BLOCK_BYTES]], offset + done - skip)
+            taken = min(count, wanted) - skip
+            if taken <= 0:
+                break
+            part[done : done + taken] = blocks[skip : skip + taken]
+            done += taken
+            if count % BLOCK_BYTES:
+                break  # the end of the file
+    return done
 
 
 def _open_to_read(path: str, flags: int = os.O_RDONLY) -> int:
@@ -211,6 +286,34 @@ def _link(source: str, target: str) -> None:
         # A file server that was asked twice (a lost answer, sent again) meets its own link.
         if not os.path.samefile(source, target):
             raise
+
+
+def _clone(source: str, target: str) -> bool:
+    """ioctl_ficlone(2)."""
+    with open(source, "rb") as stored, open(target, "xb") as file:
+        try:
+            fcntl.ioctl(file.fileno(), _FICLONE, stored.fileno())
+        except OSError as error:
+            os.unlink(target)
+            if error.errno in _CANNOT_CLONE:
+                return False
+            raise
+        status = os.fstat(stored.fileno())
+        os.utime(file.fileno(), ns=(status.st_atime_ns, status.st_mtime_ns))
+    return True
+
+
+_FICLONE = 0x40049409
+_CANNOT_CLONE = frozenset({errno.EOPNOTSUPP, errno.ENOTTY, errno.EINVAL, errno.ENOSYS, errno.EXDEV, errno.EPERM})
+
+
+def _protect(path: str) -> None:
+    mode = stat.S_IMODE(os.stat(path).st_mode)
+    if mode & _WRITE:
+        os.chmod(path, mode & ~_WRITE)
+
+
+_WRITE = stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH
 
 
 def _children(path: str) -> list[Child]:

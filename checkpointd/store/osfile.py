@@ -5,6 +5,8 @@ Invariants
       disk never disagree, and one fsync of the buffered descriptor covers both.
   F2  A descriptor is closed only when no call uses it: a number given out again would send bytes into another file.
   F3  After a failed fsync the content counts as lost: a second fsync would report success for pages that were dropped.
+  F4  A large write has left the page cache when it returns, also where it cannot go around it: else the disk would have all of
+      a file before it when `sync` is called, and nobody could tell how far a save has come.
 """
 
 from __future__ import annotations
@@ -33,12 +35,17 @@ BLOCK_BYTES: Final = 4096
 DIRECT_BYTES_MIN: Final = 64 * 1024
 """Below this a copy through the page cache costs less than waiting for the disk."""
 
-_REFUSED: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
+REFUSES_DIRECT: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
 _CANNOT_RESERVE: Final = frozenset({errno.EOPNOTSUPP, errno.ENOSYS})
+
+_CANNOT_WRITE_BACK: Final = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ESPIPE})
+_WRITE_BACK: Final = 1 | 2 | 4
+"""SYNC_FILE_RANGE_WAIT_BEFORE, _WRITE and _WAIT_AFTER of sync_file_range(2)."""
 
 # Not os.posix_fallocate: where the file system cannot reserve, glibc writes a byte to every block instead.
 _libc: Final = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+_libc.sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 
 
 class OsFile:
@@ -109,6 +116,17 @@ class OsFile:
                 written += self._write_direct(direct, offset + head, part[head : head + body])
             _write_all(buffered, offset, part[:head])
             _write_all(buffered, offset + written, part[written:])
+            if part.size - written >= DIRECT_BYTES_MIN:
+                self._write_back(buffered, offset + written, part.size - written)
+
+    def _write_back(self, buffered: int, offset: int, nbytes: int) -> None:
+        """Wait until a range has left the page cache (F4); nothing where the file system cannot be asked for that."""
+        if _libc.sync_file_range(buffered, offset, nbytes, _WRITE_BACK) == 0:
+            return
+        number = ctypes.get_errno()
+        if number not in _CANNOT_WRITE_BACK:
+            self._lost = True  # the error is told once: fsync would report success
+            raise OSError(number, os.strerror(number))
 
     def _write_direct(self, direct: int, offset: int, body: Bytes) -> int:
         """Bytes written by O_DIRECT: all, or fewer where the file system refuses (from then on) or stops at an odd place."""
@@ -117,7 +135,7 @@ class OsFile:
             try:
                 written += os.pwrite(direct, body.data[written:], offset + written)
             except OSError as error:
-                if error.errno not in _REFUSED:
+                if error.errno not in REFUSES_DIRECT:
                     raise
                 self._direct_refused = True
                 break

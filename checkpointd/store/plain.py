@@ -1,31 +1,57 @@
 """Objects shown as plain files beside a POSIX store, for tools that know nothing of it.
 
-A store whose root is a directory named `.checkpointd` can show objects in directories beside it: `<root>/../<name>/<file>` is
-then a second name of an object, so that it costs no space, and stays when the object goes.
+A store whose root is a directory named `.checkpointd` can show objects in directories beside it: `<root>/../<name>/<file>` has
+the content of an object and takes no space of its own, and it stays when the object goes. It is a clone of the object where the
+file system can share blocks between files (Btrfs, XFS); elsewhere it is a second name of the object, which is made read-only.
 
 Invariants
   W1  A directory beside the root is whole at every moment, also after a power cut: what was shown there before, what is shown
       now, or nothing where nothing was. It is built elsewhere and put there by one rename. (A file system that cannot exchange
       two names, as NFS cannot, shows nothing there for a moment.)
-  W2  What else lies in a directory that is replaced (files and directories that were not shown) stays in it.
+  W2  What else lies in a directory that is replaced (files and directories that were not shown) stays in it. What a crash has
+      left outside it is back there after the next `finish`, which every showing, every start and every sweep begins with.
   W3  When a call returns, what it did is durable.
+  W4  Writing to what is shown, as any program does that opens a file of that name, changes no object. (The superuser may write
+      to read-only files: `verify` finds that.)
 """
 
 from __future__ import annotations
 
 import errno
 import itertools
+import logging
 import os
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
-from functools import partial
+
+import msgspec
 
 from checkpointd.errors import StoreError
 from checkpointd.store.disk import Child
 from checkpointd.store.names import SERVICE, TEMPORARY
 from checkpointd.store.rooted import Root
 
+log = logging.getLogger("checkpointd")
+
 _LATEST_BYTES_MAX = 4096
+_JOURNAL_BYTES_MAX = 64 * 1024 * 1024
+_COMPARED_BYTES = 4 * 1024 * 1024
+
+_JOURNAL, _BUILT = "journal", "built"
+_ASIDE = "aside"
+"""Where the old directory goes on a file system that cannot exchange two names."""
+
+
+class Journal(msgspec.Struct, frozen=True, kw_only=True):
+    """What is about to be exchanged, durable before it is: the directory `at`, relative to the one in which the root lies.
+
+    `ours`: the names of files that are shown or were. `linked`: those of the user's files that were given a second name in the
+    new directory, with their inode numbers.
+    """
+
+    at: str
+    ours: tuple[str, ...]
+    linked: dict[str, int]
 
 
 def can_show(root: str) -> bool:
@@ -36,13 +62,16 @@ def can_show(root: str) -> bool:
 class PlainFiles:
     """The directories beside the root, by their paths relative to the one in which it lies.
 
-    Whoever shows or hides holds `alone` for it.
+    Whoever shows, hides or finishes holds `alone` for it.
     """
 
     def __init__(self, root: Root) -> None:
         self._root, self._disk = root, root.disk
         self._beside = os.path.dirname(root.path)
+        self._temporary = f"{root.path}/{TEMPORARY}"
         self._count = itertools.count()
+        self._clones = True
+        """Whether the file system clones files, as far as was tried."""
 
     def alone(self) -> AbstractAsyncContextManager[None]:
         """Keep every other process out."""
@@ -50,7 +79,7 @@ class PlainFiles:
 
     async def is_there(self, at: str) -> bool:
         """Whether there is such a directory."""
-        async with self._root.guard("looking at", at):
+        async with self._root.guard("looking at", at, reads=True):
             return await self._there(f"{self._beside}/{at}") is not None
 
     async def show(self, at: str, files: Mapping[str, str], stale: Callable[[str], bool]) -> None:
@@ -59,66 +88,67 @@ class PlainFiles:
         Files whose names are `stale` go, whoever put them there: left-overs of a larger job are none of the new checkpoint's.
         """
         target = f"{self._beside}/{at}"
+        await self.finish()
         async with self._root.guard("showing", at):
             there = await self._there(target)
-            others = [c for c in there or () if c.name not in files and (c.is_directory or not stale(c.name))]
-            links = {file: f"{self._root.path}/{key}" for file, key in files.items()}
-            links.update((child.name, f"{target}/{child.name}") for child in others if not child.is_directory)
-            async with self._building(links) as built:
-                if there is None and await self._put(built, target):
-                    return
-                await self._disk.exchange(built, target)
-            await self._sync_both(target)
-            known = {*files, *(child.name for child in there or ())}
-            await self._bring_back(built, target, lambda name: name not in known and not stale(name))
-            await self._remove(built)
-
-    @asynccontextmanager
-    async def _building(self, links: Mapping[str, str]) -> AsyncIterator[str]:
-        """A new directory that holds `links` (by name, the paths), durably, for a body that gives it away or fails."""
-        built = await self._make_directory()
-        try:
-            for name, path in links.items():
-                await self._disk.link(path, f"{built}/{name}")
-            await self._disk.sync_directory(built)
-            yield built
-        except BaseException:
-            await self._remove(built)
-            raise
-
-    async def _put(self, built: str, target: str) -> bool:
-        """Give the directory its name; False where somebody else has just made one."""
-        try:
-            await self._root.directories.within(target, lambda: self._disk.rename(built, target))
-        except OSError as error:
-            if error.errno in {errno.ENOTEMPTY, errno.EEXIST}:
-                return False
-            raise
-        await self._sync_both(target)
-        return True
+            others = [c.name for c in there or () if not c.is_directory and c.name not in files and not stale(c.name)]
+            ours = {*files, *(c.name for c in there or () if not c.is_directory)}.difference(others)
+            async with self._building(at, ours, others) as place:
+                for name, key in files.items():
+                    await self._give(f"{self._root.path}/{key}", f"{place}/{_BUILT}/{name}")
+                await self._ready(place)
+                if there is not None or not await self._put(place, target):
+                    await self._exchange(place, target)
+                await self._settle(place, stale)
 
     async def hide(self, at: str, files: Collection[str]) -> None:
         """Let nothing of `files` be in the directory `at`, which goes where nothing else is in it."""
         target = f"{self._beside}/{at}"
+        await self.finish()
         async with self._root.guard("hiding", at):
             there = await self._there(target)
             if there is None:
                 return
             others = [child for child in there if child.name not in files]
-            async with self._building({c.name: f"{target}/{c.name}" for c in others if not c.is_directory}) as built:
+            async with self._building(at, files, [c.name for c in others if not c.is_directory]) as place:
+                await self._ready(place)
                 if others:
-                    await self._disk.exchange(built, target)
+                    await self._exchange(place, target)
                 else:
-                    await self._disk.remove_directory(built)
-                    await self._disk.rename(target, built)
-            await self._sync_both(target)
-            known = {*files, *(child.name for child in there)}
-            await self._bring_back(built, target, lambda name: name not in known)
-            await self._remove(built)
+                    await self._disk.remove_directory(f"{place}/{_BUILT}")
+                    await self._disk.rename(target, f"{place}/{_BUILT}")
+                await self._settle(place)
+
+    async def finish(self) -> int:
+        """Finish what showings that were cut off have left: the user's files and directories go back to where they were (W2),
+        the rest goes. How many were finished.
+
+        Nobody shows anything meanwhile, as the caller is `alone`: whatever is found was left by a crash or a failure.
+        """
+        finished = 0
+        async with self._root.guard("finishing", TEMPORARY):
+            for child in await self._root.children(self._temporary):
+                if child.is_directory and await self._settle(f"{self._temporary}/{child.name}"):
+                    finished += 1
+        return finished
+
+    async def changed(self, at: str, files: Mapping[str, str]) -> dict[str, str]:
+        """Those of `files` (by name, the objects' keys) that `at` does not hold as they were shown: "gone" or "changed"."""
+        found = {}
+        async with self._root.guard("comparing", at):
+            for name, key in files.items():
+                try:
+                    same = await self._same(f"{self._beside}/{at}/{name}", f"{self._root.path}/{key}")
+                except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+                    found[name] = "gone"
+                else:
+                    if not same:
+                        found[name] = "changed"
+        return found
 
     async def pointed(self, folder: str) -> str | None:
         """What the file `latest` in the directory `folder` names; None where there is none."""
-        async with self._root.guard("reading", "latest"):
+        async with self._root.guard("reading", "latest", reads=True):
             try:
                 data = await self._disk.read(os.path.join(self._beside, folder, "latest"), _LATEST_BYTES_MAX)
             except FileNotFoundError:
@@ -146,33 +176,173 @@ class PlainFiles:
         except NotADirectoryError as error:
             raise StoreError(f"{target} is a file: move it away, so that a checkpoint can be shown there") from error
 
-    async def _make_directory(self) -> str:
-        built = f"{self._root.path}/{TEMPORARY}/{self._root.writer}.shown{next(self._count)}"
-        await self._root.directories.within(built, lambda: self._disk.make_directory(built))
-        return built
+    async def _same(self, shown: str, stored: str) -> bool:
+        """Whether the file `shown` has the content of the object `stored`; FileNotFoundError where it is not there."""
+        one, other = await self._disk.status(shown), await self._disk.status(stored)
+        # A clone is given the object's time of change, so that content need be read only of what somebody has touched.
+        if one.number == other.number or (one.size, one.changed_ns) == (other.size, other.changed_ns):
+            return True
+        if one.size != other.size:
+            return False
+        parts = bytearray(_COMPARED_BYTES), bytearray(_COMPARED_BYTES)
+        for offset in range(0, one.size, _COMPARED_BYTES):
+            views = [memoryview(part)[: min(_COMPARED_BYTES, one.size - offset)] for part in parts]
+            counts = [await self._disk.read_at(path, offset, view) for path, view in zip((shown, stored), views, strict=True)]
+            if counts[0] != counts[1] or views[0] != views[1]:
+                return False
+        return True
 
-    async def _bring_back(self, source: str, target: str, is_late: Callable[[str], bool]) -> None:
-        """Let directories, and files that somebody has put there meanwhile, go where they were (W2)."""
-        back = [child for child in await self._disk.children(source) if child.is_directory or is_late(child.name)]
-        for child in back:
-            await self._root.directories.within(f"{target}/{child.name}", partial(self._rename_in, source, target, child.name))
-        if back:
-            await self._disk.sync_directory(target)
+    # --- building and exchanging -----------------------------------------------------------------------------
 
-    async def _rename_in(self, source: str, target: str, name: str) -> None:
-        await self._disk.rename(f"{source}/{name}", f"{target}/{name}")
+    @asynccontextmanager
+    async def _building(self, at: str, ours: Collection[str], others: Collection[str]) -> AsyncIterator[str]:
+        """A place with a journal and a new directory `built`, which has the user's files `others` of the directory `at`.
 
-    async def _sync_both(self, target: str) -> None:
-        """The names of `target` and of all directories above it that are not the root's."""
+        Whatever becomes of the body: what the journal says is finished then, or by the next `finish`.
+        """
+        place = f"{self._temporary}/{self._root.writer}.shown{next(self._count)}"
+        built = f"{place}/{_BUILT}"
+        try:
+            await self._root.directories.within(built, lambda: self._disk.make_directory(built))
+            linked = {}
+            for name in others:
+                with suppress(FileNotFoundError):  # the user has just removed it
+                    await self._disk.link(f"{self._beside}/{at}/{name}", f"{built}/{name}")
+                    linked[name] = (await self._disk.status(f"{built}/{name}")).number
+            journal = msgspec.json.encode(Journal(at=at, ours=tuple(sorted(ours)), linked=linked))
+            file = await self._disk.create(f"{place}/{_JOURNAL}")
+            try:
+                await file.write_at(0, journal)
+                await file.sync()
+            finally:
+                await file.close()
+            yield place
+        except BaseException:
+            with suppress(OSError):
+                await self._settle(place)
+            raise
+
+    async def _give(self, stored: str, shown: str) -> None:
+        """Let the new file `shown` have the content of an object, so that writing to it does not change the object (W4)."""
+        if self._clones:
+            self._clones = await self._disk.clone(stored, shown)
+            if self._clones:
+                await self._disk.sync_file(shown)
+                return
+        with suppress(PermissionError):  # it belongs to another user, whose programs alone could write to it
+            await self._disk.protect(stored)
+        await self._disk.link(stored, shown)
+
+    async def _ready(self, place: str) -> None:
+        """Make durable what the exchange rests on: the new directory, and the journal."""
+        await self._disk.sync_directory(f"{place}/{_BUILT}")
+        await self._disk.sync_directory(place)
+        await self._root.directories.sync_names(place)
+
+    async def _put(self, place: str, target: str) -> bool:
+        """Give the directory its name; False where somebody else has just made one."""
+        try:
+            await self._root.directories.within(target, lambda: self._disk.rename(f"{place}/{_BUILT}", target))
+        except OSError as error:
+            if error.errno in {errno.ENOTEMPTY, errno.EEXIST}:
+                return False
+            raise
+        return True
+
+    async def _sync_above(self, target: str) -> None:
         directory = os.path.dirname(target)
         while len(directory) >= len(self._beside):
             await self._disk.sync_directory(directory)
             directory = os.path.dirname(directory)
-        await self._disk.sync_directory(f"{self._root.path}/{TEMPORARY}")
 
-    async def _remove(self, built: str) -> None:
-        """Remove what is no longer shown. What cannot be removed goes with the next sweep."""
-        with suppress(OSError):
-            for child in await self._disk.children(built):
-                await self._disk.unlink(f"{built}/{child.name}")
-            await self._disk.remove_directory(built)
+    async def _exchange(self, place: str, target: str) -> None:
+        """Let the new directory take the place of `target`, and that one the place of the new one, or `aside`."""
+        if await self._disk.exchange(f"{place}/{_BUILT}", target):
+            return
+        await self._disk.rename(target, f"{place}/{_ASIDE}")
+        # The name that it had first: a directory must not come back there once another one has taken it.
+        await self._disk.sync_directory(os.path.dirname(target))
+        await self._disk.sync_directory(place)
+        await self._disk.rename(f"{place}/{_BUILT}", target)
+
+    # --- what an exchange leaves -----------------------------------------------------------------------------
+
+    async def _settle(self, place: str, stale: Callable[[str], bool] = lambda _: False) -> bool:
+        """Make the exchange durable, bring the user's things back from `place`, and remove it; False where some must stay."""
+        journal, stays = await self._journal(place), False
+        if journal is not None:
+            await self._make_durable(place, f"{self._beside}/{journal.at}")
+        for old in (f"{place}/{_ASIDE}", f"{place}/{_BUILT}"):
+            stays |= not await self._emptied(old, journal, stale)
+        if not stays:
+            with suppress(OSError):  # what cannot be removed now goes with the next `finish`
+                with suppress(FileNotFoundError):
+                    await self._disk.unlink(f"{place}/{_JOURNAL}")
+                await self._disk.remove_directory(place)
+        return not stays
+
+    async def _journal(self, place: str) -> Journal | None:
+        """None where there is none, or one that was cut off: then nothing has been exchanged yet."""
+        try:
+            return msgspec.json.decode(await self._disk.read(f"{place}/{_JOURNAL}", _JOURNAL_BYTES_MAX), type=Journal)
+        except (FileNotFoundError, msgspec.DecodeError):
+            return None
+
+    async def _make_durable(self, place: str, target: str) -> None:
+        """The names in `place` first: an exchange that only its target knew of could lose what is in `place`."""
+        aside = f"{place}/{_ASIDE}"
+        if await self._there(target) is None and await self._there(aside) is not None:
+            await self._disk.rename(aside, target)  # cut off between two renames
+        await self._disk.sync_directory(place)
+        directory = os.path.dirname(target)
+        while len(directory) >= len(self._beside):
+            with suppress(FileNotFoundError):  # nothing is shown in a folder that somebody has removed
+                await self._disk.sync_directory(directory)
+            directory = os.path.dirname(directory)
+
+    async def _emptied(self, old: str, journal: Journal | None, stale: Callable[[str], bool]) -> bool:
+        """Bring back what is the user's in the directory `old`, and remove the rest with it; False where some must stay."""
+        children = await self._root.children(old)
+        theirs = [c for c in children if journal is None and c.is_directory]
+        if journal is not None:
+            target = f"{self._beside}/{journal.at}"
+            users = [child for child in children if await self._is_users(old, target, child, journal, stale)]
+            theirs = [c for c in users if not await self._brought_back(f"{old}/{c.name}", f"{target}/{c.name}", journal)]
+            if len(users) > len(theirs):
+                await self._disk.sync_directory(old)
+                await self._disk.sync_directory(target)
+                await self._disk.sync_directory(os.path.dirname(target))
+            children = [child for child in children if child not in users]
+        for child in children:
+            if not child.is_directory:
+                await self._disk.unlink(f"{old}/{child.name}")
+        for child in theirs:
+            log.error("%s/%s cannot go back to where it was, as that name is taken: move it where it belongs", old, child.name)
+        if not theirs:
+            with suppress(FileNotFoundError):
+                await self._disk.remove_directory(old)
+        return not theirs
+
+    async def _is_users(self, old: str, target: str, child: Child, journal: Journal, stale: Callable[[str], bool]) -> bool:
+        """Whether `child` of the old directory is the user's, and is not in the new one."""
+        if child.is_directory:
+            return True
+        linked = journal.linked.get(child.name)
+        if linked is None:  # one that came after the directory had been looked at
+            return child.name not in journal.ours and not stale(child.name)
+        # Replaced after it had been given its second name: the new directory has what it was before.
+        return await self._number(f"{old}/{child.name}") != linked and await self._number(f"{target}/{child.name}") == linked
+
+    async def _brought_back(self, path: str, target: str, journal: Journal) -> bool:
+        """Let the user's file or directory have its old name `target` again; False where that is taken."""
+        if os.path.basename(target) not in journal.linked and await self._number(target) is not None:
+            return False
+        await self._root.directories.within(target, lambda: self._disk.rename(path, target))
+        return True
+
+    async def _number(self, path: str) -> int | None:
+        """The inode number; None where there is nothing."""
+        try:
+            return (await self._disk.status(path)).number
+        except (FileNotFoundError, NotADirectoryError):
+            return None

@@ -15,6 +15,7 @@ Invariants (beside the contract's, `checkpointd.store.base`)
 from __future__ import annotations
 
 import asyncio
+import copy
 import errno
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -31,6 +32,7 @@ from checkpointd.store.disk import Disk, File
 from checkpointd.store.names import SERVICE, TEMPORARY, check_key, is_key
 from checkpointd.store.osdisk import OsDisk
 from checkpointd.store.plain import PlainFiles, can_show
+from checkpointd.store.readonly import ReadOnlyDisk
 from checkpointd.store.rooted import Root
 
 _RACES_MAX = 100
@@ -41,7 +43,8 @@ _SWEEP_S = 5.0
 class PosixStore:
     """Objects as files below `root`, which is made at the first write; a root that is a file raises UsageError.
 
-    `writer` names this process on its temporary files, `is_alive` tells `sweep` whose to keep: both are there for simulations.
+    With `read_only`, every call that would change the file system is refused: it ends in a StoreError. `writer` names this
+    process on its temporary files, `is_alive` tells `sweep` whose to keep: both are there for simulations.
     """
 
     def __init__(
@@ -49,16 +52,18 @@ class PosixStore:
         root: str | os.PathLike[str],
         disk: Disk | None = None,
         *,
+        read_only: bool = False,
         writer: str | None = None,
         is_alive: Callable[[str], bool] = writers.is_alive,
     ) -> None:
         self._own_disk: OsDisk | None = None
         if disk is None:
             disk = self._own_disk = OsDisk()
-        self._disk = disk
-        self._root = Root(root, self._disk, writer or writers.new_writer())
+        self._disk = disk = ReadOnlyDisk(disk) if read_only else disk
+        self._root = Root(root, disk, writer or writers.new_writer())
         self._is_alive = is_alive
         self._plain = PlainFiles(self._root) if can_show(self._root.path) else None
+        self._past_cache = False
         self._closed = False
 
     @property
@@ -72,6 +77,12 @@ class PosixStore:
     @property
     def plain_files(self) -> PlainFiles | None:
         return self._plain
+
+    @property
+    def uncached(self) -> PosixStore:
+        view = copy.copy(self)
+        view._own_disk, view._past_cache = None, True
+        return view
 
     async def put_if_absent(self, key: str, data: bytes) -> bool:
         path = self._path(key)
@@ -116,9 +127,9 @@ class PosixStore:
 
     async def get(self, key: str, *, size_max: int = SMALL_BYTES_MAX) -> bytes:
         path = self._path(key)
-        async with self._root.guard("reading", key), self._root.must_exist(key):
+        async with self._root.guard("reading", key, reads=True), self._root.must_exist(key):
             try:
-                return await self._disk.read(path, size_max)
+                return await self._disk.read(path, size_max, past_cache=self._past_cache)
             except OSError as error:
                 if error.errno != errno.EFBIG:
                     raise
@@ -126,15 +137,15 @@ class PosixStore:
 
     async def get_range(self, key: str, offset: int, out: memoryview) -> None:
         path = self._path(key)
-        async with self._root.guard("reading", key), self._root.must_exist(key):
-            count = await self._disk.read_at(path, offset, out)
+        async with self._root.guard("reading", key, reads=True), self._root.must_exist(key):
+            count = await self._disk.read_at(path, offset, out, past_cache=self._past_cache)
         if count < out.nbytes:
             end = offset + out.nbytes
             raise DamagedError(f"{key!r} in {self.url} ends before byte {end}: {count} of {out.nbytes} bytes read", key=key)
 
     async def list(self, prefix: str) -> list[Entry]:
         path = self._path(prefix) if prefix else self._open().path
-        async with self._root.guard("listing", prefix):
+        async with self._root.guard("listing", prefix, reads=True):
             children = await self._root.children(path)
         entries = [
             Entry(c.name, c.size, c.is_directory) for c in children if is_key(f"{prefix}/{c.name}" if prefix else c.name)
@@ -145,7 +156,7 @@ class PosixStore:
 
     async def stat(self, key: str) -> int | None:
         path = self._path(key)
-        async with self._root.guard("looking at", key):
+        async with self._root.guard("looking at", key, reads=True):
             try:
                 return await self._disk.size(path)
             except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
@@ -167,7 +178,7 @@ class PosixStore:
 
     async def settle(self, key: str) -> None:
         path = self._path(key)
-        async with self._root.guard("syncing", key), self._root.must_exist(key):
+        async with self._root.guard("syncing", key, reads=True), self._root.must_exist(key):
             await self._root.settle(path)
 
     async def sweep(self) -> int:
@@ -179,38 +190,25 @@ class PosixStore:
                 if not child.is_directory:
                     with suppress(FileNotFoundError):
                         removed += await self._sweep_file(f"{directory}/{child.name}")
-            removed += await self._sweep_directories([f"{directory}/{child.name}" for child in strays if child.is_directory])
+            if any(child.is_directory for child in strays):
+                removed += await self._sweep_directories()
         return removed
 
     def _is_stray(self, name: str) -> bool:
         writer = name.rpartition(".")[0]
         return writer != self._root.writer and not self._is_alive(writer)
 
-    async def _sweep_directories(self, paths: Sequence[str]) -> int:
+    async def _sweep_directories(self) -> int:
         """Under the lock that whoever shows one holds: a process of another machine, which counts as dead, may be about to."""
-        removed = 0
-        if not paths:
-            return removed
+        if self._plain is None:
+            return 0
         with suppress(TimeoutError):  # a stopped holder: they go with the next sweep
             async with asyncio.timeout(_SWEEP_S), self._root.locked():
-                for path in paths:
-                    with suppress(FileNotFoundError):
-                        removed += await self._sweep_directory(path)
-        return removed
+                return await self._plain.finish()
+        return 0
 
     async def _sweep_file(self, path: str) -> int:
         await self._disk.unlink(path)
-        return 1
-
-    async def _sweep_directory(self, path: str) -> int:
-        """One in which objects were to be shown; what else lies in it was the user's, and stays (W2 in `plain.py`)."""
-        for child in await self._disk.children(path):
-            if not child.is_directory:
-                await self._disk.unlink(f"{path}/{child.name}")
-        try:
-            await self._disk.remove_directory(path)
-        except OSError:
-            return 0
         return 1
 
     async def close(self) -> None:

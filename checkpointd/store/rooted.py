@@ -25,14 +25,14 @@ class Root:
         self._count = itertools.count()
 
     @asynccontextmanager
-    async def guard(self, doing: str, key: str) -> AsyncIterator[None]:
-        """Turn system errors into StoreError (S6)."""
+    async def guard(self, doing: str, key: str, *, reads: bool = False) -> AsyncIterator[None]:
+        """Turn system errors into StoreError, and into UnreadableError where the call only `reads` (S6)."""
         try:
             yield
         except OSError as error:
             if isinstance(error, NotADirectoryError):
                 await self.check(error)
-            raise store_error(error, doing=doing, key=key, url=self.path) from error
+            raise store_error(error, doing=doing, key=key, url=self.path, reads=reads) from error
 
     @asynccontextmanager
     async def must_exist(self, key: str) -> AsyncIterator[None]:

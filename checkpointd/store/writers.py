@@ -9,13 +9,17 @@ from __future__ import annotations
 import os
 import secrets
 from pathlib import Path
+from typing import Literal, TypeAlias
+
+Life: TypeAlias = Literal["running", "ended", "unknown"]
+"""`unknown`: the process was started on another machine, before this one's last boot, or in another container."""
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def new_writer() -> str:
     """A name for this process, different at every call."""
-    return f"{_place()}.{os.getpid()}.{_start_time(os.getpid())}.{secrets.token_hex(4)}"
+    return f"{_place()}.{os.getpid()}.{_stat(os.getpid())[1]}.{secrets.token_hex(4)}"
 
 
 def is_alive(writer: str) -> bool:
@@ -23,8 +27,8 @@ def is_alive(writer: str) -> bool:
     place, pid, start = _split(writer)
     if place != _place() or not _exists(pid):
         return False
-    now = _start_time(pid)
-    return now == start or not now
+    state, now = _stat(pid)
+    return state not in _DEAD and (now == start or not now)
 
 
 def is_within_sight(writer: str) -> bool:
@@ -35,6 +39,13 @@ def is_within_sight(writer: str) -> bool:
 def has_ended(writer: str) -> bool:
     """Whether `writer` is known to run no more."""
     return is_within_sight(writer) and not is_alive(writer)
+
+
+def life_of(writer: str) -> Life:
+    """Whether `writer` runs, as far as it can be told from here."""
+    if not is_within_sight(writer):
+        return "unknown"
+    return "running" if is_alive(writer) else "ended"
 
 
 def is_this_process(writer: str) -> bool:
@@ -69,11 +80,16 @@ def _exists(pid: int) -> bool:
     return True
 
 
-def _start_time(pid: int) -> str:
-    """Start time of `pid` in clock ticks since boot; empty where it cannot be read."""
+_DEAD = ("Z", "X")
+"""States of a process that has ended and that its parent has not asked about: in a container, perhaps for ever."""
+
+
+def _stat(pid: int) -> tuple[str, str]:
+    """State of `pid`, and its start time in clock ticks since boot; empty where they cannot be read."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
-        return ""
-    # The command may hold spaces and parentheses; field 22 is the twentieth after its closing one.
-    return stat.rpartition(")")[2].split()[19]
+        return "", ""
+    # The command may hold spaces and parentheses; field 3 is the first after its closing one, field 22 the twentieth.
+    fields = stat.rpartition(")")[2].split()
+    return fields[0], fields[19]

@@ -58,6 +58,33 @@ class BytesContract:
                 await writer.finish(shift + size)
             assert await store.get(key) == bytes(shift) + arena[:]
 
+    async def test_what_is_read_past_the_cache_is_what_was_written(self, store: Store) -> None:
+        body = random.Random(10).randbytes(2 * MIB + 4097)
+        writer = await store.open_writer("t/a/00000-0.chunks")
+        await writer.write_at(0, body)
+        await writer.finish(len(body))
+        await store.put("small", b"0123456789")
+        uncached = store.uncached
+        assert await uncached.get("small") == b"0123456789"
+        assert await uncached.get("t/a/00000-0.chunks", size_max=len(body)) == body
+        with pytest.raises(DamagedError):
+            await uncached.get("small", size_max=9)
+        for start, stop in (
+            (0, len(body)),
+            (1, 4096),
+            (4095, 4097),
+            (MIB - 1, 2 * MIB + 1),
+            (len(body) - 1, len(body)),
+            (5, 5),
+        ):
+            out = bytearray(stop - start)
+            await uncached.get_range("t/a/00000-0.chunks", start, memoryview(out))
+            assert out == body[start:stop]
+        with pytest.raises(DamagedError, match="ends before byte"):
+            await uncached.get_range("t/a/00000-0.chunks", len(body) - 10, memoryview(bytearray(11)))
+        with pytest.raises(NotFoundError):
+            await uncached.get("nothing")
+
     async def test_s3_an_empty_large_object(self, store: Store) -> None:
         writer = await store.open_writer("nothing", size_hint=MIB)
         await writer.write_at(0, b"")

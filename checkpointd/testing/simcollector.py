@@ -1,4 +1,6 @@
-"""What removes checkpoints of a simulated job beside it: `checkpointd gc`, called now and then, by rules that leave little."""
+"""What removes checkpoints of a simulated job beside it, called now and then: `checkpointd gc`, by rules that leave little, and
+`checkpointd delete`.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,8 @@ import random
 
 from checkpointd.commit.retention import Retention
 from checkpointd.errors import CheckpointdError
-from checkpointd.pipeline.report.collection import collection
+from checkpointd.pipeline import catalog
+from checkpointd.pipeline.report.collection import CollectionReport, collection, deletion
 from checkpointd.store.base import Store
 from checkpointd.testing.simledger import Ledger
 
@@ -15,15 +18,24 @@ ROUNDS = 12
 PAUSE_S_MAX = 2.0
 
 
-async def collect_now_and_then(store: Store, rules: Retention, rng: random.Random, ledger: Ledger) -> None:
-    """Collect, a few times; what the storage refuses is left to the next round."""
+async def collect_now_and_then(store: Store, rules: Retention, rng: random.Random, ledger: Ledger, *, deletes: bool) -> None:
+    """Collect, a few times, or, with `deletes`, remove a checkpoint by name; what is refused is left to the next round."""
     for _ in range(ROUNDS):
         await asyncio.sleep(rng.random() * PAUSE_S_MAX)
         try:
-            done = await collection(store, rules, dry_run=False)
+            if deletes and rng.random() < 0.5:
+                done = await _delete_one(store, rng)
+            else:
+                done = await collection(store, rules, dry_run=False)
         except CheckpointdError:
             continue
         except Exception as error:
             ledger.report(error)
             return
         ledger.collected += len(done.removed)
+
+
+async def _delete_one(store: Store, rng: random.Random) -> CollectionReport:
+    """Delete any checkpoint; the newest is refused."""
+    tags = [checkpoint.tag for checkpoint in await catalog.checkpoints(store)]
+    return await deletion(store, rng.choice(tags or ["none"]), force=False, dry_run=False)

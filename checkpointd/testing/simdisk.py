@@ -23,8 +23,8 @@ from typing import TypeVar
 
 from typing_extensions import Buffer
 
-from checkpointd.store.disk import Child
-from checkpointd.testing.simfs import SimDirectory, SimFile, SimFs
+from checkpointd.store.disk import Child, Status
+from checkpointd.testing.simfs import Node, SimDirectory, SimFile, SimFs
 from checkpointd.testing.simloop import Process, ProcessState, SimLoop, current_process
 
 T = TypeVar("T")
@@ -52,7 +52,9 @@ class Effect:
 class SimDisk:
     """The disk of one simulated run, shared by its processes. Made inside the run, on its SimLoop."""
 
-    def __init__(self, *, root: str = "/root", alignment: int = ALIGNMENT) -> None:
+    def __init__(
+        self, *, root: str = "/root", alignment: int = ALIGNMENT, clones: bool = False, exchanges: bool = True
+    ) -> None:
         loop = asyncio.get_running_loop()
         if not isinstance(loop, SimLoop):
             raise RuntimeError("a SimDisk lives on a SimLoop: use simloop.run")
@@ -60,6 +62,8 @@ class SimDisk:
         self.rng = random.Random(f"disk {loop.seed}")
         self.fs = SimFs()
         self.alignment = alignment
+        self.clones, self.exchanges = clones, exchanges
+        """Whether the file system clones files, and exchanges two names in one step."""
         self.root = root
         self.trace: list[Effect | str] = []
         self.effects = 0
@@ -139,11 +143,11 @@ class ProcessDisk:
     async def create(self, path: str) -> SimOpenFile:
         return SimOpenFile(self, await self.effect("create", path, lambda: self._fs.create(path)), path)
 
-    async def read(self, path: str, size_max: int) -> bytes:
-        return await self.look(lambda: _content(self._fs.file(path), size_max))
+    async def read(self, path: str, size_max: int, *, past_cache: bool = False) -> bytes:
+        return await self.look(lambda: _content(_bytes_of(self._fs.file(path), past_cache), size_max))
 
-    async def read_at(self, path: str, offset: int, out: memoryview) -> int:
-        return await self.look(lambda: _copy_out(self._fs.file(path), offset, out))
+    async def read_at(self, path: str, offset: int, out: memoryview, *, past_cache: bool = False) -> int:
+        return await self.look(lambda: _copy_out(_bytes_of(self._fs.file(path), past_cache), offset, out))
 
     async def sync_file(self, path: str) -> None:
         await self.sync_node(self._fs.file(path), path)
@@ -163,8 +167,18 @@ class ProcessDisk:
     async def rename(self, source: str, target: str) -> None:
         await self.effect("rename", f"{source} -> {target}", lambda: self._fs.rename(source, target))
 
-    async def exchange(self, one: str, other: str) -> None:
-        await self.effect("exchange", f"{one} <-> {other}", lambda: self._fs.exchange(one, other))
+    async def exchange(self, one: str, other: str) -> bool:
+        if self.disk.exchanges:
+            await self.effect("exchange", f"{one} <-> {other}", lambda: self._fs.exchange(one, other))
+        return self.disk.exchanges
+
+    async def clone(self, source: str, target: str) -> bool:
+        if self.disk.clones:
+            await self.effect("clone", f"{source} -> {target}", lambda: self._fs.clone(source, target))
+        return self.disk.clones
+
+    async def protect(self, path: str) -> None:
+        """Modes are not modelled: nobody but the store writes here."""
 
     async def unlink(self, path: str) -> None:
         await self.effect("unlink", path, lambda: self._fs.unlink(path))
@@ -173,6 +187,9 @@ class ProcessDisk:
         found = await self.look(lambda: _children(self._fs.directory(path)))
         self.disk.rng.shuffle(found)
         return found
+
+    async def status(self, path: str) -> Status:
+        return await self.look(lambda: _status(self._fs.node(path)))
 
     async def size(self, path: str) -> int:
         return await self.look(lambda: len(self._fs.file(path).data))
@@ -236,6 +253,17 @@ class ProcessDisk:
             raise asyncio.CancelledError
         if current_process() is not self.process:
             raise RuntimeError(f"a task outside process {self.process.name!r} uses its view of the disk: start it with spawn")
+
+
+FAR_S_MAX = 0.3
+
+
+class FarDisk(ProcessDisk):
+    """The disk as a process far away sees it: every call takes up to FAR_S_MAX longer, so that much happens between two."""
+
+    async def look(self, act: Callable[[], T]) -> T:
+        await asyncio.sleep(self.disk.rng.random() * FAR_S_MAX)
+        return await super().look(act)
 
 
 class SimOpenFile:
@@ -312,16 +340,26 @@ class SimLock:
                 waiter.set_result(None)
 
 
-def _content(file: SimFile, size_max: int) -> bytes:
-    if len(file.data) > size_max:
+def _bytes_of(file: SimFile, past_cache: bool) -> bytes:
+    """What a reader sees; past the cache that is what the disk holds, dirty pages being written before such a read."""
+    return file.durable if past_cache and not file.dirty else bytes(file.data)
+
+
+def _content(data: bytes, size_max: int) -> bytes:
+    if len(data) > size_max:
         raise OSError(errno.EFBIG, f"longer than the {size_max} bytes that were asked for")
-    return bytes(file.data)
+    return data
 
 
-def _copy_out(file: SimFile, offset: int, out: memoryview) -> int:
-    part = file.data[offset : offset + len(out)]
+def _copy_out(data: bytes, offset: int, out: memoryview) -> int:
+    part = data[offset : offset + len(out)]
     out[: len(part)] = part
     return len(part)
+
+
+def _status(node: Node) -> Status:
+    """Times are not modelled: the number stands for the time of change, so that the content of two files is compared."""
+    return Status(node.number, len(node.data), node.number) if isinstance(node, SimFile) else Status(0, 0, 0)
 
 
 def _children(directory: SimDirectory) -> list[Child]:

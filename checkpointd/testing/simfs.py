@@ -108,6 +108,11 @@ class SimFs:
             raise _error(errno.EEXIST, target)
         self._change(NameChange([(parent, name, file)]))
 
+    def clone(self, source: str, target: str) -> None:
+        """A new file with the content of another; dirty until it is synced."""
+        data = bytes(self.file(source).data)
+        self.write(self.create(target), 0, data)
+
     def rename(self, source: str, target: str) -> None:
         file = self.node(source)
         origin, old = self._place(source)

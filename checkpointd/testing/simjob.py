@@ -19,17 +19,20 @@ from typing import Any
 
 from checkpointd.commit.machine import Phase
 from checkpointd.config import CommitConfig
-from checkpointd.errors import CheckpointdError
+from checkpointd.errors import CheckpointdError, RootInUseError
 from checkpointd.layout.manifest import Outcome
 from checkpointd.pipeline import catalog
 from checkpointd.pipeline.attempt import WriterState
 from checkpointd.pipeline.catalog import Checkpoint
+from checkpointd.pipeline.leases import Sight
 from checkpointd.store.posix import PosixStore
+from checkpointd.store.writers import Life
 from checkpointd.testing import simloop
 from checkpointd.testing.simcollector import collect_now_and_then
-from checkpointd.testing.simdisk import Effect, SimDisk
+from checkpointd.testing.simdisk import Effect, FarDisk, SimDisk
 from checkpointd.testing.simledger import InvariantError, Key, Ledger
 from checkpointd.testing.simrank import Board, JobConfig, Rank, read_contents
+from checkpointd.testing.simreader import read_now_and_then
 from checkpointd.testing.simschedule import (
     NAMES,
     Fault,
@@ -66,6 +69,12 @@ class Report:
     """Attempts that a sidecar decided which was begun anew, and has no job for them."""
     collected: int = 0
     """Attempts that lost objects to a collector beside the job."""
+    refused: int = 0
+    """Starts that found another job alive."""
+    read: int = 0
+    """Checkpoints that readers beside the job read whole."""
+    read_back: int = 0
+    """Checkpoints at the end that were read back whole."""
 
 
 @dataclass(slots=True)
@@ -77,6 +86,8 @@ class Incarnation:
     tasks: list[asyncio.Task[None]]
     interrupted: asyncio.Future[str]
     """What the launcher does next: `kill` or `leave` its other ranks, or, after a power cut, nothing (`gone`)."""
+    followed_by: SecondJob = field(default_factory=SecondJob)
+    """Who starts next, where it was left."""
 
     def interrupt(self, how: str) -> None:
         if not self.interrupted.done():
@@ -101,7 +112,7 @@ class SimJob:
 
     def __post_init__(self) -> None:
         job = self.schedule.job
-        retires = job.keeps is not None
+        retires = job.keeps is not None or job.supersedes
         self.ledger = Ledger(self.disk, ROOT, hindered=self.schedule.sweeps_foreign, retires=retires)
         self._faults = dict(self.schedule.faults)
         self._rng = random.Random(f"job {self.schedule.seed}")
@@ -122,17 +133,22 @@ class SimJob:
         self._raise_if_broken()
         self.report.spared = self.ledger.spared_commits
         self.report.collected = self.ledger.collected
+        self.report.read = self.ledger.read
         self.report.cared_for = sum(sidecar.decided for sidecar in self._restarted)
         return self.report
 
     # --- incarnations ------------------------------------------------------------------------------------------
 
     async def _until_done(self) -> None:
+        follower = SecondJob()
         for _ in range(INCARNATIONS_MAX):
-            incarnation = self._start(self.schedule.job)
+            stranger = follower.who != "same"
+            config = replace(self.schedule.job, name="stranger" if stranger else self.schedule.job.name)
+            incarnation = self._start(config, take_over=follower.who == "usurper")
             await self._ended(incarnation)
             if not incarnation.interrupted.done():
                 return
+            follower = incarnation.followed_by
             await asyncio.sleep(self._rng.random() * 3)
             if incarnation.interrupted.result() == "kill":
                 self._kill_all(incarnation)
@@ -144,7 +160,7 @@ class SimJob:
         await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
         self._raise_if_broken()
 
-    def _start(self, config: JobConfig) -> Incarnation:
+    def _start(self, config: JobConfig, *, take_over: bool = False) -> Incarnation:
         self.report.incarnations += 1
         number, board = self.report.incarnations, Board(self.disk.loop)
         ranks, tasks = [], []
@@ -162,21 +178,33 @@ class SimJob:
                 ledger=self.ledger,
                 rng=random.Random(f"rank {config.seed} {name}"),
                 process=view.process,
+                sight=self._sight(name, config),
+                take_over=take_over,
                 sidecar=partial(self._sidecar, config, rank) if config.sidecars else None,
             )
             ranks.append(made)
             tasks.append(view.process.spawn(self._watched(made), name=name))
         for collector in range(config.collectors):
             self._collect(config, f"gc{collector}.{number}")
+        for reader in range(config.readers):
+            self._read(config, f"reader{reader}.{number}")
         self._newest = Incarnation(number, ranks, tasks, self.disk.loop.create_future())
         return self._newest
 
     def _collect(self, config: JobConfig, name: str) -> None:
         """Begin a collector beside the job."""
-        view = self.disk.process(name, self.schedule.view)
+        view = self.disk.process(name, FarDisk if config.supersedes else self.schedule.view)
         store = PosixStore(ROOT, view, writer=name, is_alive=self._is_alive)
         rng = random.Random(f"collect {config.seed} {name}")
-        view.process.spawn(collect_now_and_then(store, config.retention, rng, self.ledger), name=name)
+        work = collect_now_and_then(store, config.retention, rng, self.ledger, deletes=config.supersedes)
+        view.process.spawn(work, name=name)
+
+    def _read(self, config: JobConfig, name: str) -> None:
+        """Begin a reader beside the job."""
+        view = self.disk.process(name, self.schedule.view)
+        store = PosixStore(ROOT, view, read_only=True, writer=name, is_alive=self._is_alive)
+        rng = random.Random(f"read {config.seed} {name}")
+        view.process.spawn(read_now_and_then(store, name, rng, self.ledger), name=name)
 
     def _sidecar(self, config: JobConfig, rank: int) -> Sidecar:
         """The sidecar of `rank`'s node: begun anew where the last one is lost."""
@@ -187,7 +215,8 @@ class SimJob:
             view = self.disk.process(name, self.schedule.view)
             store = PosixStore(ROOT, view, writer=name, is_alive=self._is_alive)
             state = WriterState(store=store, persist=config.persist, commit=config.committing)
-            found = Sidecar(view.process, Runner(name, state, self.ledger), self.disk.loop.create_future())
+            lost: asyncio.Future[None] = self.disk.loop.create_future()
+            found = Sidecar(view.process, Runner(name, state, self.ledger), lost, self._sight(name, config))
             view.process.on_death(found.lose)
             if rank in self._sidecars:
                 care = random.Random(f"care {config.seed} {name}")
@@ -203,7 +232,9 @@ class SimJob:
         try:
             await rank.train()
         except CheckpointdError as error:
-            self.disk.note(f"{rank.name} ends: {error}")
+            # Who was at work is named by its process, which is another one when the run is replayed.
+            self.disk.note(f"{rank.name} ends: {error.code if isinstance(error, RootInUseError) else error}")
+            self.report.refused += isinstance(error, RootInUseError) and rank.rank == 0
             incarnation.interrupt("kill")
         except Exception as error:
             self.ledger.report(_innermost(error))
@@ -211,6 +242,14 @@ class SimJob:
 
     def _is_alive(self, writer: str) -> bool:
         return not self.schedule.sweeps_foreign and writer in self.disk.alive()
+
+    def _sight(self, name: str, config: JobConfig) -> Sight:
+        return Sight(process=name, life=self._life, length_s=config.lease_s)
+
+    def _life(self, process: str) -> Life:
+        if not self.schedule.sees_deaths:
+            return "unknown"
+        return "running" if process in self.disk.alive() else "ended"
 
     def _kill_all(self, incarnation: Incarnation) -> None:
         for rank in incarnation.ranks:
@@ -254,7 +293,10 @@ class SimJob:
         for attempt in views:
             if attempt.state == "committed" and attempt.outcome is not None:
                 await self._check_whole(store, Checkpoint(attempt.tag, attempt.attempt, attempt.outcome))
+            if attempt.state == "committed" and attempt.read_back == "damaged":
+                raise InvariantError("nothing-lost", f"{attempt.prefix} is whole, and is recorded as damaged")
         states = [attempt.state for attempt in views]
+        self.report.read_back = sum(view.read_back == "whole" for view in views if view.state == "committed")
         self.report.committed, self.report.aborted = states.count("committed"), states.count("aborted")
 
     async def _check_whole(self, store: PosixStore, checkpoint: Checkpoint) -> None:
@@ -292,6 +334,7 @@ class SimJob:
                 self._cut_power()
                 incarnation.interrupt("gone")
             case SecondJob():
+                incarnation.followed_by = fault
                 incarnation.interrupt("leave")
             case Kill(rank, zombies) if (name := names[rank]) in alive:
                 self.disk.kill(name)

@@ -10,6 +10,9 @@
                        epoch, or a newer one, spares it.
   spared               A recovery neither decides nor removes anything of an attempt that its epoch spares, and then removes no
                        temporary file of a process that lives.
+  outlived             No recovery aborts an attempt whose lease a living process held when that start began.
+  left-alone           No start fences a living job of another name, or of none, unless it was told to take the root over.
+  always-starts        A start waits no longer than a lease's length for whoever may be there.
   always-ends          An attempt ends in a final phase, and in doubt only where something hindered it.
   next-save-works      When the faults are over, the next incarnation loads and commits.
 The ledger sees everything, also what no process of the job could know: it is the test's eye, not a part of the protocol.
@@ -24,7 +27,7 @@ from typing import TypeAlias
 
 from checkpointd.commit.machine import Phase
 from checkpointd.errors import FormatError
-from checkpointd.layout.keys import LATEST, OUTCOME, SERVICE, AttemptId
+from checkpointd.layout.keys import LATEST, LEASE, OUTCOME, SERVICE, AttemptId
 from checkpointd.layout.manifest import Epoch, Outcome, decode
 from checkpointd.pipeline.publish import RECOVERY
 from checkpointd.store.names import TEMPORARY
@@ -36,6 +39,10 @@ Contents: TypeAlias = Mapping[str, bytes]
 Key: TypeAlias = tuple[str, str]
 """An attempt: tag and attempt name."""
 Order: TypeAlias = tuple[int, int]
+
+
+START_S = 6.0
+"""What a start may take beside waiting for one lease: some calls of the disk take 2 s. A second wait takes longer than this."""
 
 
 class InvariantError(AssertionError):
@@ -70,10 +77,21 @@ class Ledger:
     """Whether checkpoints are removed for newer ones of other tags, too."""
     collected: int = 0
     """Attempts that lost objects to a collector."""
+    readers: set[str] = field(default_factory=set)
+    """Processes that only read (`simreader.py`)."""
+    read: int = 0
+    """Checkpoints that those read whole."""
     _spared_by: dict[str, int] = field(default_factory=dict)
     """The newest epoch that spares each attempt."""
     _recovering: dict[str, frozenset[str]] = field(default_factory=dict)
     """Processes that recover now, and what their epochs spare."""
+    _starting: dict[str, tuple[float, bool]] = field(default_factory=dict)
+    """Processes that begin an epoch: when they began to look around, and whether they take the root over."""
+    _living: dict[str, tuple[str, int]] = field(default_factory=dict)
+    """Processes that have begun a job and not ended it: its name and epoch."""
+    _newest_epoch: int = 0
+    _at_work: dict[str, tuple[str, float]] = field(default_factory=dict)
+    """Who put the lease of an attempt, and when."""
     latest_floor: Order | None = None
     """`latest` was reported to stand at this order: it is durable there."""
     _latest_seen: Order | None = None
@@ -121,6 +139,20 @@ class Ledger:
             raise InvariantError("latest-forward", f"{who} reports order {order}, but latest stands at {current}")
         self.latest_floor = max(self.latest_floor or order, order)
 
+    def start_began(self, process: str, now: float, *, take_over: bool) -> None:
+        """`process` begins to look who is at work at the root."""
+        self._starting[process] = now, take_over
+
+    def job_began(self, process: str, name: str, epoch: int, seconds: float, lease_s: float) -> None:
+        """`process` has begun `epoch`, `seconds` after `start_began`."""
+        self._living[process] = name, epoch
+        if seconds > lease_s + START_S and not self.excuses(process):
+            raise InvariantError("always-starts", f"{process} took {seconds:.1f} s to begin; leases are of {lease_s:g} s")
+
+    def job_ends(self, process: str) -> None:
+        """`process` has nothing more to save, and gives its lease up."""
+        self._living.pop(process, None)
+
     def recovery_began(self, process: str, spares: tuple[str, ...]) -> None:
         self._recovering[process] = frozenset(spares)
 
@@ -148,12 +180,16 @@ class Ledger:
 
     def watch(self, effect: Effect) -> None:
         """Told after every effect that was done."""
+        if effect.process in self.readers:
+            raise InvariantError("reads-only", f"{effect.process} did {effect.kind} on {effect.path}")
         target = effect.path.rpartition(" -> ")[2]
         self._recovery_acts(effect, target)
         if target.endswith(f"/{OUTCOME}"):
             self._outcome_touched(effect, target)
         elif target.startswith(f"{self.root}/{SERVICE}/epochs/") and effect.kind == "link":
-            self._epoch_begun(target)
+            self._epoch_begun(target, effect.process)
+        elif target.endswith(f"/{LEASE}"):
+            self._lease_touched(effect, target)
         elif target == f"{self.root}/{LATEST}" and effect.kind in ("link", "rename"):
             self._latest_moved(effect)
 
@@ -165,13 +201,42 @@ class Ledger:
         outcome = _outcome(self.disk.fs.file(path), path)
         epoch = AttemptId.parse(outcome.attempt) if outcome else None
         by_rank = outcome is not None and outcome.decided_by != RECOVERY
+        if outcome and outcome.outcome == "abort" and not by_rank:
+            self._check_outlived(f"{outcome.tag}/{outcome.attempt}", effect.process)
         if outcome and epoch and by_rank and outcome.outcome == "commit" and epoch.epoch < self.recovered:
             if self._spared_by.get(f"{outcome.tag}/{outcome.attempt}", 0) < self.recovered:
                 raise InvariantError("fenced", f"{effect.process} committed {path} after epoch {self.recovered} had recovered")
             self.spared_commits += 1
 
-    def _epoch_begun(self, path: str) -> None:
+    def _lease_touched(self, effect: Effect, path: str) -> None:
+        prefix = path.removeprefix(f"{self.root}/").removesuffix(f"/{LEASE}")
+        if effect.kind == "unlink":
+            self._at_work.pop(prefix, None)
+        elif effect.kind in ("link", "rename"):
+            before = self._at_work.get(prefix)
+            same = before is not None and before[0] == effect.process
+            self._at_work[prefix] = before if before and same else (effect.process, self.disk.loop.time())
+
+    def _check_outlived(self, prefix: str, process: str) -> None:
+        """`process`, which recovers, has aborted the attempt `prefix`."""
+        worker, since = self._at_work.get(prefix, ("", 0.0))
+        began, _ = self._starting.get(process, (0.0, False))
+        if worker in self.disk.alive() and since < began and not self.excuses(worker) and not self.excuses(process):
+            raise InvariantError("outlived", f"{process} aborted {prefix}, at which {worker} was at work")
+
+    def _check_left_alone(self, epoch: Epoch, process: str) -> None:
+        """`process` has begun `epoch`. Only the job of the epoch before can be fenced by that: it has fenced the older ones."""
+        _, take_over = self._starting.get(process, (0.0, False))
+        for other, (name, number) in self._living.items():
+            is_newest = number == self._newest_epoch
+            same = other == process or (name and name == epoch.job)
+            if is_newest and not same and not take_over and other in self.disk.alive() and not self.excuses(other):
+                raise InvariantError("left-alone", f"{process} began epoch {epoch.epoch}, and {other} is alive in {number}")
+
+    def _epoch_begun(self, path: str, process: str) -> None:
         epoch = decode(bytes(self.disk.fs.file(path).data), Epoch, path)
+        self._check_left_alone(epoch, process)
+        self._newest_epoch = epoch.epoch
         self._spared_by.update(dict.fromkeys(epoch.spares, epoch.epoch))
 
     def _recovery_acts(self, effect: Effect, target: str) -> None:

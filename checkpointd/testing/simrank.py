@@ -23,15 +23,17 @@ from checkpointd.config import CommitConfig, LoadConfig, PersistConfig
 from checkpointd.errors import CheckpointdError, SkippedError, StagingError
 from checkpointd.layout.boxes import whole
 from checkpointd.layout.keys import AttemptId, default_tag
-from checkpointd.pipeline import catalog, epochs
+from checkpointd.pipeline import catalog, epochs, leases
 from checkpointd.pipeline.attempt import Attempt, WriterState
 from checkpointd.pipeline.candidates import candidates
 from checkpointd.pipeline.catalog import Checkpoint
+from checkpointd.pipeline.leases import Beginner, Held, Sight
 from checkpointd.pipeline.load import read_index, read_tensors
 from checkpointd.pipeline.pages import page_buffer, page_up
 from checkpointd.pipeline.recover import recover
 from checkpointd.pipeline.shard import TENSOR_ALIGNMENT, AttemptInfo, Bytes, Shard, ShardTensor
 from checkpointd.store.base import Store
+from checkpointd.store.patient import Patience
 from checkpointd.testing.simledger import Contents, InvariantError, Ledger, Order
 from checkpointd.testing.simloop import Process
 from checkpointd.testing.simsidecar import Runner, Sidecar, snapshot_of
@@ -75,6 +77,8 @@ class SavePlan:
     failing: int | None = None
     """Its snapshot fails."""
     skipping: int | None = None
+    thawed: bool = False
+    """Leaves the frozen part of the state out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +98,18 @@ class JobConfig:
     keeps: int | None = None
     """How many checkpoints retention keeps, after each commit and by collectors beside the job; None: all."""
     collectors: int = 0
+    supersedes: bool = False
+    """Whether saves of frozen state now and then leave the frozen part out, so that what a save under way refers to may be
+    superseded; collectors are then far from the disk, and delete checkpoints by name, too."""
+    name: str = "job"
+    """What its starts call it; empty: nothing, so that each has to see that the one before it has gone."""
+    lease_s: float = 6.0
+    asks_sidecar: bool = True
+    """Whether a start knows from rank 0's sidecar what it works at; without it, as on another node, from leases alone."""
+    readers: int = 0
+    """Processes that read the newest checkpoint now and then."""
+    read_back: bool = False
+    """Whether each rank reads its shards back while no save of its is in flight."""
     commit: CommitConfig = field(default_factory=lambda: CommitConfig(timeout_s=20.0, poll_min_s=0.02, poll_max_s=0.5))
 
     @property
@@ -113,13 +129,14 @@ class JobConfig:
 
     @property
     def committing(self) -> CommitConfig:
-        return replace(self.commit, retention=self.retention)
+        return replace(self.commit, retention=self.retention, read_back=self.read_back)
 
     def plan(self, incarnation: int, step: int) -> SavePlan:
         """The save after `step`; the same on all ranks."""
         rng = random.Random(f"plan {self.seed} {incarnation} {step}")
+        thawed = self.supersedes and random.Random(f"thaw {self.seed} {incarnation} {step}").random() < 0.4
         if not self.deviations:
-            return SavePlan(step, default_tag(step))
+            return SavePlan(step, default_tag(step), thawed=thawed)
         deviation = rng.choice(("none", "none", "none", "absent", "failing", "skipping"))
         rank = rng.randrange(self.world_size)
         reused = rng.random() < 0.3
@@ -130,6 +147,7 @@ class JobConfig:
             absent=rank if deviation == "absent" else None,
             failing=rank if deviation == "failing" else None,
             skipping=rank if deviation == "skipping" else None,
+            thawed=thawed,
         )
 
 
@@ -146,8 +164,10 @@ class Rank:
     ledger: Ledger
     rng: random.Random
     process: Process
+    sight: Sight
     sidecar: Callable[[], Sidecar] | None = None
     """The sidecar that this rank's node has now; None: there are none in this job."""
+    take_over: bool = False
     done: dict[str, Phase] = field(default_factory=dict)
     """The phase in which each attempt ended on this rank's handle."""
     _epoch: int = 0
@@ -155,6 +175,7 @@ class Rank:
     _saves_of_tag: Counter[str] = field(default_factory=Counter)
     _runner: Runner = field(init=False)
     _spares: tuple[str, ...] = ()
+    _lease: Held | None = None
 
     async def train(self) -> None:
         """Start, load, and save after every step up to the last. Raises CheckpointdError where starting or loading fails."""
@@ -170,6 +191,9 @@ class Rank:
                 if plan.absent != self.rank:
                     await free.acquire()
                     attempts.create_task(self._save(plan, self._next_attempt(plan), free.release))
+        if self._lease is not None:
+            self.ledger.job_ends(self.name)
+            await self._lease.release()
 
     # --- starting ----------------------------------------------------------------------------------------------
 
@@ -187,9 +211,17 @@ class Rank:
         return heard
 
     async def _take_epoch(self) -> int:
-        if self.sidecar is not None:
-            self._spares = self.sidecar().in_flight()
-        epoch = (await epochs.take(self.store, self.config.world_size, self._spares)).epoch
+        began = asyncio.get_running_loop().time()
+        self.ledger.start_began(self.name, began, take_over=self.take_over)
+        spares = self.sidecar().in_flight() if self.sidecar is not None and self.config.asks_sidecar else ()
+        beginner = Beginner(
+            world_size=self.config.world_size, job=self.config.name, take_over=self.take_over, spares=spares, sight=self.sight
+        )
+        taken, self._lease = await leases.begin(self.store, beginner)
+        epoch, self._spares = taken.epoch, taken.spares
+        self.ledger.job_began(
+            self.name, self.config.name, epoch, asyncio.get_running_loop().time() - began, self.config.lease_s
+        )
         self.ledger.recovery_began(self.name, self._spares)
         done = await recover(self.store, epoch, self._spares)
         self.ledger.recovery_ended(self.name)
@@ -219,13 +251,13 @@ class Rank:
     async def _newest(self) -> Checkpoint | None:
         """What load() takes: the newest checkpoint that moved latest; `latest` must name it while nobody newer has begun."""
         floor = self.ledger.latest_floor
-        found = await candidates(self.store)
+        found = await candidates(self.store, Patience(retry_s=0.0, absence_s=0.0))
         named = await catalog.latest(self.store)
         newest = found.checkpoints[0] if found.checkpoints else None
         if not await self._is_newest():
             return newest
         if found.passed_over:
-            raise InvariantError("nothing-lost", f"{self.name} passes over: {found.passed_over[0]}")
+            raise InvariantError("nothing-lost", f"{self.name} passes over: {found.passed_over[0].error}")
         if self.ledger.excuses(self.name):
             return newest
         if self._spares:
@@ -266,7 +298,7 @@ class Rank:
     async def _save(self, plan: SavePlan, info: AttemptInfo, free: Callable[[], None]) -> None:
         key = (info.tag, str(info.attempt))
         contents = tensors_of(f"{self.config.seed} {info.prefix} {self.rank} {self.incarnation}")
-        if self.config.frozen:
+        if self.config.frozen and not plan.thawed:
             contents = {**contents, **frozen_tensors(f"{self.config.seed} {self.rank}", contents)}
         self.ledger.save_called(key, self.rank, contents)
         if self.sidecar is None:

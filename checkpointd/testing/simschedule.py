@@ -52,7 +52,9 @@ class Refuse:
 
 @dataclass(frozen=True, slots=True)
 class SecondJob:
-    """A new incarnation starts while all ranks of the old one still run."""
+    """A new incarnation starts while all ranks of the old one run: the same job's, a stranger's, or one that takes over."""
+
+    who: Literal["same", "stranger", "usurper"] = "same"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,8 @@ class Schedule:
     sweeps_foreign: bool = False
     """Whether recovery takes the temporary files of running processes for dead ones', as it does on another machine."""
     cut_at_end: bool = False
+    sees_deaths: bool = False
+    """Whether a process can tell that another one has ended, as on one machine."""
     view: type[ProcessDisk] = ProcessDisk
 
     @property
@@ -127,8 +131,22 @@ def random_schedule(seed: int) -> Schedule:
     sidecars = _random_sidecars(seed, job)
     if sidecars is not None:
         job, faults = replace(job, sidecars=True), faults + sidecars
-    job = _random_collection(seed, job)
-    return Schedule(job=job, faults=tuple(faults), sweeps_foreign=rng.random() < 0.3, cut_at_end=rng.random() < 0.5)
+    job = replace(
+        _random_collection(seed, job),
+        readers=random.Random(f"readers {seed}").choice((0, 0, 1, 2)),
+        read_back=random.Random(f"read back {seed}").random() < 0.5,
+    )
+    schedule = Schedule(job=job, faults=tuple(faults), sweeps_foreign=rng.random() < 0.3, cut_at_end=rng.random() < 0.5)
+    return _random_leases(seed, schedule)
+
+
+def _random_leases(seed: int, schedule: Schedule) -> Schedule:
+    """Whether starts have a name, ask their sidecar and see deaths, and who second jobs are; drawn apart, as sidecars are."""
+    rng = random.Random(f"leases {seed}")
+    job = replace(schedule.job, name=rng.choice(("job", "job", "job", "")), asks_sidecar=rng.random() < 0.6)
+    whose: tuple[Literal["same", "stranger", "usurper"], ...] = ("same", "same", "stranger", "usurper")
+    faults = tuple((at, SecondJob(rng.choice(whose)) if isinstance(f, SecondJob) else f) for at, f in schedule.faults)
+    return replace(schedule, job=job, faults=faults, sees_deaths=rng.random() < 0.3)
 
 
 def _random_sidecars(seed: int, job: JobConfig) -> list[tuple[int | Moment, Fault]] | None:
@@ -150,7 +168,9 @@ def _random_collection(seed: int, job: JobConfig) -> JobConfig:
     if rng.random() < 0.5:
         return job
     collectors = 0 if job.sidecars else rng.choice((0, 1, 2))
-    return replace(job, frozen=True, keeps=rng.choice((None, 1, 1, 2)), collectors=collectors)
+    keeps = rng.choice((None, 1, 1, 2))
+    supersedes = collectors > 0 and rng.random() < 0.5
+    return replace(job, frozen=True, keeps=keeps, collectors=collectors, supersedes=supersedes)
 
 
 def _random_time(rng: random.Random, steps: int) -> int | Moment:

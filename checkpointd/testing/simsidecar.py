@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 from checkpointd.commit.machine import FINAL, Phase
 from checkpointd.daemon.doubts import Doubts
 from checkpointd.errors import CheckpointdError
-from checkpointd.pipeline import catalog
+from checkpointd.pipeline import catalog, leases
 from checkpointd.pipeline.attempt import Attempt, WriterState
-from checkpointd.pipeline.shard import AttemptInfo, Shard
+from checkpointd.pipeline.leases import Sight
+from checkpointd.pipeline.shard import COORDINATOR, AttemptInfo, Shard
 from checkpointd.testing.simledger import InvariantError, Ledger
 from checkpointd.testing.simloop import Process
 
@@ -64,6 +65,7 @@ class Sidecar:
     process: Process
     runner: Runner
     lost: asyncio.Future[None]
+    sight: Sight
     decided: int = 0
     """Attempts that its caretaker decided."""
     _jobs: dict[str, AttemptInfo] = field(default_factory=dict)
@@ -87,6 +89,13 @@ class Sidecar:
         return self.process.spawn(self._run(info, snapshot), name=info.prefix)
 
     async def _run(self, info: AttemptInfo, snapshot: asyncio.Future[Shard]) -> Attempt | None:
+        lease = leases.of_attempt(self.runner.state.store, info.prefix, self.sight)
+
+        def outlive(done: asyncio.Future[Shard]) -> None:
+            if info.rank == COORDINATOR and done.exception() is None:
+                lease.keep()
+
+        snapshot.add_done_callback(outlive)
         try:
             return await self.runner.run(info, snapshot)
         except InvariantError as error:
@@ -94,6 +103,7 @@ class Sidecar:
             return None
         finally:
             del self._jobs[info.prefix]
+            await lease.release()
 
 
 LOOKS = 12

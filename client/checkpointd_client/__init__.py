@@ -11,16 +11,19 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from checkpointd.commit.retention import Retention
     from checkpointd_client.checkpointer import Checkpointer
-    from checkpointd_client.export import StateDict, consolidate, state_dict_from_checkpoint
+    from checkpointd_client.export import consolidate
     from checkpointd_client.handle import SaveHandle, Timings
     from checkpointd_client.loading import Loaded
+    from checkpointd_client.reader import OpenCheckpoint, open_checkpoint
     from checkpointd_client.rng import RngState
+    from checkpointd_client.state_dict import StateDict
     from checkpointd_client.status import AttemptStatus, Status
 
 __all__ = [
     "AttemptStatus",
     "Checkpointer",
     "Loaded",
+    "OpenCheckpoint",
     "Retention",
     "RngState",
     "SaveHandle",
@@ -28,21 +31,22 @@ __all__ = [
     "Status",
     "Timings",
     "consolidate",
-    "state_dict_from_checkpoint",
+    "open_checkpoint",
 ]
 
 _HOMES = {
     "AttemptStatus": "status",
     "Checkpointer": "checkpointer",
     "Loaded": "loading",
+    "OpenCheckpoint": "reader",
     "Retention": "checkpointer",
     "RngState": "rng",
     "SaveHandle": "handle",
-    "StateDict": "export",
+    "StateDict": "state_dict",
     "Status": "status",
     "Timings": "handle",
     "consolidate": "export",
-    "state_dict_from_checkpoint": "export",
+    "open_checkpoint": "reader",
 }
 
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from checkpointd.errors import UsageError
+from checkpointd_client import state_dicts
 from checkpointd_client.choosing import Chooser, Described, Places
 from checkpointd_client.handle import SaveHandle
 from checkpointd_client.loading import Loaded
@@ -113,6 +114,9 @@ class _Some:
 
     def places(self, stored: Described) -> Places:
         """Where it goes."""
+        refused = state_dicts.refused(self._state)
+        if refused is not None:
+            raise refused
         places = Places(self._state)
         for part, live in self._state.items():
             names = stored.get(part)

@@ -6,13 +6,14 @@ that had it is loaded on every rank, and what differs is left as it is, and name
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 
 from checkpointd.errors import FormatError
 from checkpointd.layout import tree
 from checkpointd.layout.manifest import Alias, TensorEntry
 from checkpointd.pipeline.world import World
+from checkpointd_client.flatten import CLIENT_STATE
 from checkpointd_client.merging import Merging
 from checkpointd_client.stored import Entries
 
@@ -78,6 +79,21 @@ def merged_content(world: World, *, keep: int | None, alone: bool) -> Content:
         elsewhere=frozenset() if alone else frozenset(merging.partial),
         among_many=not alone,
     )
+
+
+def part_of(content: Content, names: Collection[str], *, client_state: bool) -> Content:
+    """`content` with the parts `names` of the state alone, as if nothing else had been saved; with the client_state, or not."""
+    if not isinstance(content.root, tree.Dict):
+        return content
+    kept: list[tuple[tree.Node, tree.Node]] = []
+    for key, child in content.root.items:
+        if key == CLIENT_STATE:
+            kept.append((key, child if client_state else None))
+        elif isinstance(child, tree.Dict):
+            kept.append((key, tree.Dict(child.kind, tuple(item for item in child.items if item[0] in names))))
+    inside = (*names, CLIENT_STATE) if client_state else tuple(names)
+    left = (fqn for fqn in content.left if any(fqn == name or fqn.startswith(f"{name}.") for name in inside))
+    return replace(content, root=tree.Dict(content.root.kind, tuple(kept)), left=frozenset(left))
 
 
 def _described(entries: Iterable[TensorEntry]) -> dict[str, tuple[str, tuple[int, ...]]]:

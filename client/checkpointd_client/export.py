@@ -1,33 +1,24 @@
-"""A checkpoint without the job that saved it: as files for other programs, or as tensors that are read when asked for."""
+"""A checkpoint as files for other programs."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, TypeVar
-from weakref import WeakValueDictionary
 
-import torch
-
-from checkpointd.config import LoadConfig
-from checkpointd.errors import NotFoundError
-from checkpointd.layout.boxes import Box, whole
-from checkpointd.layout.keys import LATEST
-from checkpointd.layout.regions import slices
-from checkpointd.pipeline import catalog
 from checkpointd.pipeline.export import consolidate as exporting
 from checkpointd.pipeline.export.consolidate import MEMORY_BYTES, Consolidation, Container, DType, Request, Safetensors
-from checkpointd.pipeline.export.selection import Exported, Source, select
 from checkpointd.pipeline.export.sizes import byte_count
-from checkpointd.pipeline.world import CARRIERS, BoxSink, Want, World, read_boxes, read_world
 from checkpointd.store import open_store
 from checkpointd.store.base import Store
-from checkpointd_client.dtypes import DTYPES, empty
+from checkpointd.store.patient import Patience, PatientStore
 from checkpointd_client.torch_file import TorchFile
 
 T = TypeVar("T")
+RETRY_S = 3.0
+"""How long what cannot be read is tried again: a moment only, as somebody waits for the answer."""
 Root = str | os.PathLike[str]
 
 
@@ -59,108 +50,18 @@ def consolidate(
     container: Container = TorchFile()
     if format == "safetensors":
         container = Safetensors(out, byte_count(max_shard_size, "max_shard_size"))
-    return run_on_store(root, lambda store: exporting.consolidate(store, out, container, request, on_progress))
+    return run_on_store(root, lambda store: exporting.consolidate(store, out, container, request, on_progress), read_only=True)
 
 
-def state_dict_from_checkpoint(
-    root: Root, tag: str | None = None, only: str | None = None, *, rank: int | None = None
-) -> StateDict:
-    """The tensors of checkpoint `tag` (default: latest) by FQN, or by their names below `only`, each read when it is asked for.
+def run_on_store(root: Root, question: Callable[[Store], Coroutine[Any, Any, T]], *, read_only: bool = False) -> T:
+    """What `question` makes of the store at `root`; on a thread of its own where this one runs a loop, as in a notebook.
 
-    Only the indexes are read here. Raises NotFoundError, UsageError where ranks hold different tensors under one name and
-    `rank` does not say whose is meant, DamagedError.
+    With `read_only`, nothing can be written by it, and what cannot be read is tried again for a moment.
     """
-
-    async def look(store: Store) -> World:
-        name = tag if tag is not None and tag != LATEST else await catalog.latest(store)
-        if name is None:
-            raise NotFoundError(f"there is no {LATEST} at {store.url}: name a tag")
-        return await read_world(store, await catalog.find(store, name), LoadConfig())
-
-    world = run_on_store(root, look)
-    return StateDict(root, world, {tensor.name: tensor for tensor in select(world, only, rank).names})
-
-
-class StateDict(Mapping[str, torch.Tensor]):
-    """Tensors on the CPU by name, read and verified on access, each time anew unless the last one is still in use.
-
-    Names that shared memory when they were saved share it again while one of them is in use. Access raises DamagedError with
-    object, FQN and rank where stored bytes are not what was written.
-    """
-
-    def __init__(self, root: Root, world: World, tensors: Mapping[str, Exported]) -> None:
-        self._root, self._world, self._tensors = root, world, tensors
-        self._live: WeakValueDictionary[Source, torch.Tensor] = WeakValueDictionary()
-
-    @property
-    def tag(self) -> str:
-        return self._world.checkpoint.tag
-
-    @property
-    def world(self) -> World:
-        """The checkpoint that they are read from."""
-        return self._world
-
-    @property
-    def step(self) -> int:
-        return self._world.checkpoint.outcome.step
-
-    def exported(self, name: str) -> Exported:
-        """Where a tensor is read from."""
-        return self._tensors[name]
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor, without reading it."""
-        return self._tensors[name].shape
-
-    def dtype(self, name: str) -> torch.dtype:
-        """The dtype of a tensor, without reading it."""
-        return DTYPES[self._tensors[name].dtype]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        tensor = self._tensors[name]
-        owner = self._live.get(tensor.source)
-        if owner is None:
-            owner = self._live[tensor.source] = self._read(tensor.source)
-        view = tensor.view
-        if tensor.fqn == tensor.source.fqn:
-            return owner
-        shown = owner.as_strided(view.shape, view.stride, view.offset)
-        shown._checkpointd_owner = owner  # type: ignore[attr-defined]  # keeps it known while the view is in use
-        return shown
-
-    def _read(self, source: Source) -> torch.Tensor:
-        made = empty(source.shape, DTYPES[source.dtype], torch.device("cpu"))
-        want = Want(source.fqn, whole(source.shape), _filling(made), source.rank)
-        damage = run_on_store(self._root, lambda store: read_boxes(store, self._world, [want], LoadConfig()))
-        if damage:
-            raise damage[0]
-        return made
-
-
-def _filling(made: torch.Tensor) -> BoxSink:
-    flat = made.reshape(-1).view(torch.uint8).numpy()
-    array = flat.view(CARRIERS[made.itemsize]).reshape(tuple(made.shape))
-    frame = whole(tuple(made.shape))
-
-    def sink(box: Box, elements: Any) -> None:
-        array[slices(frame, box)] = elements
-
-    return sink
-
-
-def run_on_store(root: Root, question: Callable[[Store], Coroutine[Any, Any, T]]) -> T:
-    """What `question` makes of the store at `root`; on a thread of its own where this one runs a loop, as in a notebook."""
 
     async def ask() -> T:
-        async with open_store(root) as store:
-            return await question(store)
+        async with open_store(root, read_only=read_only) as store:
+            return await question(PatientStore(store, Patience(RETRY_S, absence_s=0.0)) if read_only else store)
 
     try:
         asyncio.get_running_loop()

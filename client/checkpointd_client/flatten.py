@@ -17,6 +17,7 @@ from checkpointd_client import flat_shards, objects, optimizers
 from checkpointd_client.flat import HeldTensor
 from checkpointd_client.modules import Modules
 from checkpointd_client.sharding import FlatShard, Group, Held, held_by, is_dtensor, is_sharded, local_of, replicated, spread
+from checkpointd_client.state_dicts import HandedOut
 from checkpointd_client.tensors import array_tensor, refusal
 from checkpointd_client.values import SCALAR_TYPES, encode, key_node, key_text, refused, type_name
 
@@ -123,6 +124,9 @@ class Flattener:
         self.fqns.append(fqn)
         self.tensors.append(tensor)
         return tree.Tensor(fqn, value.trained, "cpu" if tensor.is_cpu else tensor.device.type)
+
+    def _handed_out(self, value: HandedOut, fqn: str) -> tree.Node:
+        return self.node(value.content, fqn)
 
     def _array(self, value: NDArray[np.generic], fqn: str) -> tree.Node:
         self.fqns.append(fqn)
@@ -252,6 +256,7 @@ _HANDLERS: dict[type, Callable[[Flattener, Any, str], tree.Node]] = {
     nn.Parameter: Flattener._tensor,
     FlatShard: Flattener._sharded,
     HeldTensor: Flattener._held_tensor,
+    HandedOut: Flattener._handed_out,
     np.ndarray: Flattener._array,
     **dict.fromkeys(DICT_KINDS, Flattener._dict),
     **dict.fromkeys(SEQUENCE_KINDS, Flattener._sequence),

@@ -7,23 +7,26 @@ import threading
 import time
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 
+from checkpointd import arguments
 from checkpointd.commit.machine import FINAL, ORDER, Phase, reached
+from checkpointd.config import TIMEOUT_S_MAX
 from checkpointd.errors import CheckpointdError, UsageError, WaitTimeoutError
 from checkpointd.pipeline.shard import Progress
+from checkpointd.waits import Waiting
 
 Until = Literal["staged", "persisting", "prepared", "committed"]
 
 
 class Timings(msgspec.Struct):
-    """Seconds since save() was called, until each point was reached; None where it was not.
+    """Seconds from the call of save() until each event; None if it has not happened.
 
-    `call_s`: save() returned. `fence_s`: how long optimizer steps were held beyond that. `safe_s`: the tensors might change
-    again. `staged_s`: the snapshot was whole. `durable_s`: this rank's shard and vote were durable. `committed_s`: the
-    outcome was.
+    `call_s`: save() returned. `safe_s`: the tensors were free to change again. `staged_s`: the snapshot was whole. `durable_s`:
+    this rank's shard and vote were durable. `committed_s`: the outcome was durable. `fence_s` is a duration: how long optimizer
+    steps waited for the snapshot.
     """
 
     call_s: float | None = None
@@ -50,10 +53,11 @@ class SaveHandle:
         self._phase = Phase.STAGING
         self._error: BaseException | None = None
         self._change = threading.Condition()
-        self._persisting_s: float | None = None
         self._future: Future[SaveHandle] = Future()
         self._future.set_running_or_notify_cancel()
         self.observed = False
+        self.missing: Callable[[], str] = lambda: f"{self.tag} is {self.phase}"
+        """What the save waits for, in words."""
 
     def __repr__(self) -> str:
         return f"SaveHandle({self.tag!r}, attempt={self.attempt!r}, phase={self.phase!r})"
@@ -65,10 +69,8 @@ class SaveHandle:
 
     @property
     def progress(self) -> float:
-        """The part of this rank's bytes that is encoded and handed to the disk, 0 to 1."""
-        if reached(self._phase, Phase.PREPARED):
-            return 1.0
-        return min(self._bytes.raw_done / self._bytes.raw_total, 1.0) if self._bytes.raw_total else 0.0
+        """The part of this rank's bytes that is on the disk, 0 to 1. It is 1 only once this rank's vote is durable."""
+        return 1.0 if reached(self._phase, Phase.PREPARED) else self._bytes.fraction
 
     @property
     def bytes_total(self) -> int:
@@ -77,53 +79,55 @@ class SaveHandle:
 
     @property
     def bytes_done(self) -> int:
+        """Bytes of the shard that are on the disk: written past the system's cache, or unchanged since the last checkpoint."""
         return self._bytes.raw_done
 
     @property
     def bytes_stored(self) -> int:
-        """Bytes after encoding, as far as persisting has come."""
+        """Bytes after encoding, of what has been written so far."""
         return self._bytes.stored
 
     @property
     def stale(self) -> bool:
-        """Whether it was committed although, on all ranks, nothing that is trained had changed since the checkpoint before."""
+        """Whether it was committed although no trained tensor had changed on any rank since the checkpoint before."""
         return self._bytes.stale
 
     @property
     def speed_bps(self) -> float | None:
-        """Bytes of the shard persisted per second, from the first on; None before."""
-        if self._persisting_s is None or not self.bytes_done:
-            return None
-        until = self.timings.durable_s if self.timings.durable_s is not None else self.seconds()
-        return self.bytes_done / max(until - self._persisting_s, 1e-6)
+        """Bytes of the shard written per second, before encoding; None until the first are on the disk."""
+        return self._bytes.speed_bps
 
     @property
     def eta_s(self) -> float | None:
-        """Seconds until this rank's shard is persisted, at the speed so far; None where nothing can be said."""
-        speed = self.speed_bps
-        return (self.bytes_total - self.bytes_done) / speed if speed and self._phase is Phase.PERSISTING else None
+        """Seconds until this rank's shard is written, at the speed so far; None while that is unknown."""
+        return self._bytes.eta_s if self._phase is Phase.PERSISTING else None
 
     def done(self) -> bool:
         """Whether the save has ended, well or not."""
         return self._phase in FINAL
 
     def exception(self) -> BaseException | None:
-        """The error that ended the save; None while it runs and where it committed. Does not wait."""
+        """The error that ended the save; None while it runs and after it has committed. Does not wait."""
         if self.done():
             self.observed = True
         return self._error
 
-    def wait(self, timeout: float | None = None, until: Until = "committed") -> SaveHandle:
-        """Wait until the save has reached `until`; returns itself.
+    def wait(self, until: Until | float | None = "committed", timeout: float | None = None) -> SaveHandle:
+        """Wait until the save has reached `until`, at most `timeout` seconds (None: no limit). Returns the handle itself.
 
-        Raises the error that ended the save before that (AbortedError and its kin), WaitTimeoutError after `timeout` seconds.
+        Examples: `wait("staged")`, `wait("staged", timeout=5.0)`. A number alone is the time-out: `wait(5.0)` means
+        `wait("committed", timeout=5.0)`. If the save fails first, raises its error, such as AbortedError. Raises
+        WaitTimeoutError after `timeout` seconds.
         """
-        if until not in _UNTIL:
-            raise UsageError(f"until is {until!r}; choose one of {', '.join(_UNTIL)}")
+        if not isinstance(until, str):
+            if until is not None and timeout is not None:
+                raise UsageError(f"wait({until!r}, {timeout!r}) has two time-outs: name the phase, as in wait('staged', 5.0)")
+            return self.wait("committed", timeout if until is None else until)
+        arguments.choice("until", until, _UNTIL)
+        if timeout is not None:
+            arguments.seconds("timeout", timeout, most=TIMEOUT_S_MAX, zero=True)
         goal = Phase(until)
-        with self._change:
-            ended = self._change.wait_for(lambda: reached(self._phase, goal) or self.done(), timeout)
-        if not ended:
+        if not self._wait(lambda: reached(self._phase, goal) or self.done(), timeout):
             raise WaitTimeoutError(f"{self.tag} is still {self.phase} after {timeout:g} s; it goes on in the background")
         if not reached(self._phase, goal):
             self.observed = True
@@ -143,16 +147,22 @@ class SaveHandle:
             raise
 
     def ended_within(self, timeout: float | None) -> bool:
-        """Wait until the save has ended, without counting as having looked."""
-        with self._change:
-            return self._change.wait_for(self.done, timeout)
+        """Wait until the save has ended. close() still raises its error."""
+        return self._wait(self.done, timeout)
+
+    def _wait(self, there: Callable[[], bool], timeout: float | None) -> bool:
+        def wait(seconds: float) -> bool:
+            with self._change:
+                return self._change.wait_for(there, seconds)
+
+        return Waiting(self.missing).until(wait, timeout)
 
     def when_done(self, callback: Callable[[], object]) -> None:
-        """Call it when the save has ended, on the thread that ends it; at once where it has."""
+        """Call `callback` when the save ends, on the thread that ends it; at once if it has ended."""
         self._future.add_done_callback(lambda _: callback())
 
     def peek(self) -> BaseException | None:
-        """The same as `exception`, without counting as having looked."""
+        """The same as `exception`, but close() still raises the error."""
         return self._error
 
     # --- for the checkpointer ----------------------------------------------------------------------------------
@@ -166,12 +176,11 @@ class SaveHandle:
         with self._change:
             if self.done() or _is_behind(phase, self._phase):
                 return
-            if phase is Phase.PERSISTING and self._persisting_s is None:
-                self._persisting_s = now
             self._phase = phase
             self._error = error or self._error
             if phase is Phase.PREPARED:
                 self.timings.durable_s = now
+                self._bytes.end()
             if phase is Phase.COMMITTED:
                 self.timings.committed_s = now
             self._change.notify_all()
@@ -196,4 +205,4 @@ def _is_behind(phase: Phase, now: Phase) -> bool:
 
 
 _SHOWN = {Phase.FAILING: "failed", Phase.SKIPPING: "skipped"}
-_UNTIL = ("staged", "persisting", "prepared", "committed")
+_UNTIL = get_args(Until)

@@ -4,12 +4,14 @@ Invariants
   Y1  A held snapshot is loaded only by all ranks together: the same attempt, held whole by each of them.
   Y2  Every byte that is copied belongs to a box whose digest, taken when the snapshot was complete, was checked here.
   Y3  A snapshot of another root that had this one's place is never taken: its epoch's nonce must be the one in the store.
+      Nor is one whose attempt the store shows as aborted or removed: it was committed, or its sidecar is still at it.
   Y4  What ranks hold together is put together from the snapshots of one attempt that this node's sidecar holds, and only where
       every element that is wanted is there once: else the store is read.
 """
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
@@ -20,14 +22,16 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from checkpointd.codec.checksum import xxh3_128
+from checkpointd.commit.machine import FINAL
 from checkpointd.config import Ranks
 from checkpointd.daemon.layouts import shard_tensors
 from checkpointd.daemon.wire import Held, Layout, Snapshot
-from checkpointd.errors import CheckpointdError, DamagedError, SidecarError, UsageError
+from checkpointd.errors import DamagedError, NotFoundError, SidecarError, UnreadableError, UsageError
 from checkpointd.layout import tree
 from checkpointd.layout.boxes import Box, intersect, tiling_fault
+from checkpointd.layout.keys import AttemptId, is_tag
 from checkpointd.layout.regions import relative
-from checkpointd.pipeline import epochs
+from checkpointd.pipeline import catalog, epochs
 from checkpointd.pipeline.shard import Bytes, ShardTensor
 from checkpointd.pipeline.world import CARRIERS, BoxSink, Want
 from checkpointd.store.base import Store
@@ -36,6 +40,7 @@ from checkpointd_client.sidecar import Sidecar
 from checkpointd_client.slots import Target
 from checkpointd_client.sources import stands_below, wants
 
+log = logging.getLogger("checkpointd")
 T = TypeVar("T")
 Call = Callable[[Coroutine[Any, Any, T]], T]
 """Runs work on the writer and waits for it."""
@@ -56,12 +61,27 @@ def _identity(held: Held) -> tuple[str, str, int, int, str]:
     return (held.tag, held.attempt, held.step, held.world_size, held.nonce)
 
 
-async def belongs(store: Store, held: Held) -> bool:
-    """Whether `held` was saved at this very root (Y3)."""
+async def counts(store: Store, held: Held) -> bool:
+    """Whether `held` was saved at this very root, and is a checkpoint there or still becomes one (Y3).
+
+    UnreadableError where that cannot be told now: what somebody deleted must not come back because of that.
+    """
     try:
-        return (await epochs.read(store, held.order[0])).nonce == held.nonce
-    except CheckpointdError:
+        if (await epochs.read(store, held.order[0])).nonce != held.nonce:
+            return False
+    except (NotFoundError, DamagedError):
         return False
+    attempt = AttemptId.parse(held.attempt)
+    if attempt is None or not is_tag(held.tag):
+        return False
+    view = await catalog.view(store, held.tag, attempt)
+    if view.unreadable:
+        raise UnreadableError(f"whether {view.prefix} is a checkpoint cannot be read now: {view.unreadable}")
+    if view.state == "in-doubt":
+        return held.phase not in FINAL
+    if view.state != "committed":
+        log.info("%s is %s at the root, so the snapshot of it in memory is not taken", view.prefix, view.state)
+    return view.state == "committed"
 
 
 class HeldSnapshot:

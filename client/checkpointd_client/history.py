@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from checkpointd.commit.machine import FINAL, Phase
+from checkpointd.daemon.gathered import rank_runs
 from checkpointd.errors import CheckpointdError
 from checkpointd.layout.manifest import ErrorReport
 from checkpointd_client.handle import SaveHandle
@@ -34,6 +35,24 @@ class Save:
     handle: SaveHandle
     voting: Voting | None = None
     began: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        self.handle.missing = self.missing
+
+    def missing(self) -> str:
+        """What it waits for, in words."""
+        handle, voting = self.handle, self.voting
+        votes = voting.votes_missing if voting else None
+        match handle.phase:
+            case "staging":
+                why = "its snapshot is not whole"
+            case "staged" | "persisting":
+                why = f"{handle.bytes_done} of {handle.bytes_total} bytes are on the disk"
+            case _ if votes:
+                why = f"no vote from {rank_runs(votes)}"
+            case _:
+                why = "rank 0 has not put the outcome; its log names the ranks that have not voted"
+        return f"{handle.tag} ({handle.attempt}) is {handle.phase}: {why}"
 
     def status(self) -> AttemptStatus:
         handle, error = self.handle, self.handle.peek()

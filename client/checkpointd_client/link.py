@@ -20,6 +20,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from checkpointd import __version__
+from checkpointd.commands import start_sidecar
 from checkpointd.commit.machine import Phase
 from checkpointd.config import CommitConfig, PersistConfig, Ranks
 from checkpointd.daemon import wire
@@ -34,6 +35,7 @@ from checkpointd_client.track import Asked, LinkLost, NoAnswer, Track
 
 log = logging.getLogger("checkpointd")
 T = TypeVar("T")
+OnPhase = Callable[[Phase, CheckpointdError | None], None]
 
 ANSWER_S = 10.0
 """How long the daemon may take to answer, or to show that it is there at all while saves are in flight."""
@@ -74,7 +76,7 @@ class Link:
         try:
             channel = await connect(path)
         except OSError as error:
-            raise LinkLost(f"no sidecar answers at {path} ({error.strerror or error}): start `checkpointd serve`") from error
+            raise LinkLost(f"no sidecar answers at {path} ({error.strerror or error}): {start_sidecar(path)}") from error
         link = Link(channel)
         try:
             await link._greet(path)
@@ -305,6 +307,7 @@ class Link:
                 commit_timeout_s=commit.timeout_s,
                 dedup=persist.dedup,
                 on_stale=commit.on_stale,
+                read_back=commit.read_back,
                 retention=wire.Rules.of(commit.retention),
             )
         )
@@ -318,16 +321,14 @@ class Link:
 
     # --- saves ---------------------------------------------------------------------------------------------------
 
-    async def persist(
-        self, job: Job, *, hand: int, left_s: float, on_phase: Callable[[Phase, CheckpointdError | None], None]
-    ) -> None:
+    async def persist(self, job: Job, *, hand: int, left_s: float, keeps_before: int, on_phase: OnPhase) -> None:
         """Hand `job` over and follow it to its end. LinkLost where the daemon is lost before it said how it ended."""
         await self._hand_over(job)
         number, track = next(self._numbers), Track(job, on_phase)
         self._saves[number] = track
         job.save.voting = track
         try:
-            await self._send(_save(number, job, hand, left_s))
+            await self._send(_save(number, job, hand, left_s, keeps_before))
             await self._announce(number, job)
             await self._follow_staging(number, track)
             await track.ended
@@ -429,7 +430,7 @@ def _close(descriptor: int | None) -> None:
         os.close(descriptor)
 
 
-def _save(number: int, job: Job, hand: int, left_s: float) -> wire.Save:
+def _save(number: int, job: Job, hand: int, left_s: float, keeps_before: int) -> wire.Save:
     info = job.info
     return wire.Save(
         save=number,
@@ -441,4 +442,5 @@ def _save(number: int, job: Job, hand: int, left_s: float) -> wire.Save:
         hand=hand,
         left_s=left_s,
         metrics=dict(info.metrics),
+        keeps_before=keeps_before,
     )

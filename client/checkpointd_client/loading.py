@@ -4,6 +4,11 @@ Invariants
   O1  No object of the user is touched before every rank has verified all that it will read, along the chain of digests.
   O2  All ranks load the same attempt, or none loads any.
   O3  Damage is never silent: with `fallback` it is logged as an error and an older checkpoint is tried; else it is raised.
+  O4  An older checkpoint is tried only where damage to the newer one is proved. What cannot be read is read again until the
+      load's deadline, and is then raised on every rank.
+  O5  A checkpoint that was passed over gets a record that it was, so that nobody but a user ever removes it. A job
+      that cannot leave it removes nothing that was there before: its rules would count that checkpoint as a whole one.
+  O6  An error after O1 is a PartlyLoadedError on every rank, whatever it was on the one that had it.
 """
 
 from __future__ import annotations
@@ -11,10 +16,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import MutableMapping
+from collections.abc import Callable, Coroutine, MutableMapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
+from checkpointd.commands import command
 from checkpointd.commit.machine import Phase
 from checkpointd.config import LoadConfig, Ranks
 from checkpointd.daemon.wire import Held, InFlight
@@ -23,25 +29,32 @@ from checkpointd.errors import (
     DamagedError,
     MismatchError,
     NotFoundError,
+    PartlyLoadedError,
     SidecarError,
     StoreError,
+    UnreadableError,
 )
-from checkpointd.layout.keys import AttemptId
+from checkpointd.layout.keys import AttemptId, attempt_prefix
+from checkpointd.pipeline import candidates as choices
 from checkpointd.pipeline import catalog
-from checkpointd.pipeline.candidates import candidates
 from checkpointd.pipeline.catalog import Checkpoint
+from checkpointd.pipeline.recover import VOTES_S, outlived
 from checkpointd.store.base import Store
+from checkpointd.store.patient import Patience, PatientStore
+from checkpointd.waits import Waiting
+from checkpointd_client import state_dicts
 from checkpointd_client.choosing import Chooser
 from checkpointd_client.content import Content
-from checkpointd_client.held import HeldSource, belongs, common
+from checkpointd_client.held import HeldSource, common, counts
 from checkpointd_client.notes import Choice, Holding, Problem
-from checkpointd_client.restore import Restoration, prepare
+from checkpointd_client.restore import Restoration
 from checkpointd_client.sidecar import Sidecar
-from checkpointd_client.sources import Source, StoredSource
+from checkpointd_client.sources import Source, StoredSource, prepared
 from checkpointd_client.turns import Turn
 from checkpointd_client.writer import Writer
 
 log = logging.getLogger("checkpointd")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +95,10 @@ class Examined:
     content: Content
 
 
-READ_TRIES = 2
-FLIGHT_S = 15.0
 _FLIGHT_POLL_S = 0.1
+NOTE_S = 30.0
+LOOK_S = 600.0
+"""How long a look at the root may take that meets no failure: one with very many tags, on a slow file system."""
 
 
 @dataclass(slots=True)
@@ -102,11 +116,17 @@ class Loader:
     cast: bool = False
     unpickle: bool = False
     sidecar: Sidecar | None = None
+    spares: tuple[str, ...] = ()
+    """On rank 0: attempts of earlier incarnations that a daemon worked at when this one began."""
+    is_recorded: bool = True
+    """Whether every record of O5 could be left."""
     _held: dict[tuple[str, str], Held] = field(default_factory=dict)
     _failures: list[str] = field(default_factory=list)
     _tried: set[str] = field(default_factory=set)
     _looked: bool = False
     """Whether rank 0 has looked at the store, and said what is damaged there."""
+    _skipped: list[tuple[str, str]] = field(default_factory=list)
+    """On rank 0: attempts that are damaged so that they are no candidates, and why."""
 
     def load(self, tag: str | None, *, fallback: bool) -> Loaded | None:
         """Agree, verify, load. None where there is no checkpoint and no tag was asked for."""
@@ -122,7 +142,7 @@ class Loader:
             if verdict is None:
                 assert found is not None
                 return self._fill(found)
-            if candidate.in_memory and isinstance(verdict, SidecarError):
+            if candidate.in_memory and isinstance(verdict, SidecarError | StoreError):
                 log.info("%s is loaded from the store: %s", candidate.tag, verdict)
                 continue
             if candidate.in_memory and isinstance(verdict, DamagedError):
@@ -132,10 +152,12 @@ class Loader:
             if not fallback or tag is not None or not isinstance(verdict, DamagedError):
                 raise verdict
             log.error("%s cannot be loaded: %s. Trying the checkpoint before it", candidate.tag, verdict)
+            self._note_passed_over(attempt_prefix(candidate.tag, candidate.attempt), str(verdict))
         raise AssertionError("unreachable")
 
     def _nothing(self) -> None:
-        absent = self.turn.agree("nothing", None)  # a rank that misses this load() would take the answer for its next one
+        # A rank that misses this load() would take the answer for its next one.
+        absent = self.turn.agree("nothing", None if isinstance(self.state, Chooser) else state_dicts.refused(self.state))
         if absent is not None:
             raise absent
         if self._failures:
@@ -155,6 +177,8 @@ class Loader:
                 raise self.turn.agree("nothing", None) or damage.error()
             log.error("%s. Trying the checkpoint before it", damage.message)
             self._failures.append(damage.message)
+        while self._skipped:
+            self._note_passed_over(*self._skipped.pop())
         if choice.tag is None:
             return None
         attempt = AttemptId.parse(choice.attempt)
@@ -164,9 +188,9 @@ class Loader:
     def _choose(self, number: int, tag: str | None) -> Choice:
         try:
             held = self._held_by_all() if number == 0 and tag is None else None
-            if held is None and not self._looked and self.sidecar is not None:
-                self._wait_for_flights(self.sidecar)
-            chosen, passed_over = self.writer.call(self._chosen(tag), self.timeout_s)
+            if held is None and not self._looked:
+                self._wait_for_flights()
+            chosen, passed_over = self._look(lambda patience: self._chosen(tag, patience))
             if held is not None and (chosen is None or held.order >= chosen.outcome.order):
                 return Choice(in_memory=True, tag=held.tag, attempt=held.attempt)
             self._looked = True
@@ -179,17 +203,33 @@ class Loader:
             return Choice(passed_over=damage)
         return Choice(tag=chosen.tag, attempt=str(chosen.attempt), passed_over=damage)
 
-    async def _chosen(self, tag: str | None) -> tuple[Checkpoint | None, tuple[DamagedError, ...]]:
+    async def _chosen(self, tag: str | None, patience: Patience) -> tuple[Checkpoint | None, tuple[DamagedError, ...]]:
         if tag is not None:
-            return await catalog.find(self.store, tag), ()
-        found = await candidates(self.store)
+            return await choices.find(self.store, tag, patience), ()
+        found = await choices.candidates(self.store, patience)
         # By name, not by position: the list may have grown since the last look.
         chosen = next((c for c in found.checkpoints if c.prefix not in self._tried), None)
         if self._looked:
             return chosen, ()
         for damage in found.other:
             log.error("%s. What is loaded does not need it", damage)
-        return chosen, found.passed_over
+        self._skipped = [(passed.prefix, str(passed.error)) for passed in found.passed_over if passed.prefix is not None]
+        return chosen, tuple(passed.error for passed in found.passed_over)
+
+    def _look(self, work: Callable[[Patience], Coroutine[Any, Any, T]]) -> T:
+        return call_patiently(self.writer, self.config, work, self._tries_again)
+
+    def _tries_again(self) -> None:
+        """Let the other ranks wait for this one. On the writer's thread."""
+        try:
+            self.turn.tries_again()
+        except CheckpointdError as error:
+            log.warning("the other ranks cannot be told that rank %d reads again: %s", self.ranks.rank, error)
+
+    def _note_passed_over(self, prefix: str, why: str) -> None:
+        """On rank 0: leave the record (O5)."""
+        if self.ranks.rank == 0:
+            self.is_recorded &= leave_record(self.writer, choices.note_passed_over(self.store, prefix, why), prefix)
 
     def _offer_held(self) -> None:
         """Tell rank 0 what this rank's sidecar holds; nothing where there is none."""
@@ -203,29 +243,41 @@ class Loader:
         self.turn.offer("held", Holding(held=held))
 
     def _held_by_all(self) -> Held | None:
-        """On rank 0: the newest snapshot that all sidecars hold, of this very root."""
+        """On rank 0: the newest snapshot that all sidecars hold, if it counts at this root."""
         held = common({rank: note.held for rank, note in self.turn.offers("held").items()}, self.ranks)
-        if held is None or not self.writer.call(belongs(self.store, held), self.timeout_s):
+        if held is None:
             return None
-        return held
+        return held if self._look(lambda patience: counts(PatientStore(self.store, patience), held)) else None
 
-    def _wait_for_flights(self, sidecar: Sidecar) -> None:
-        """Until what the sidecar still persists of an earlier incarnation is decided: it may be the newest checkpoint.
+    def _wait_for_flights(self) -> None:
+        """Until what daemons still persist of an earlier incarnation is decided: it may be the newest checkpoint."""
+        # Half of the time-out: the other ranks wait that long for what rank 0 chooses.
+        until = time.monotonic() + self.timeout_s / 2
+        own = self._wait_for_own(self.sidecar, until) if self.sidecar is not None else ()
+        others = [spared for spared in self.spares if spared not in own]
+        left_s = max(0.0, until - time.monotonic())
+        late = self.writer.call(outlived(self.store, others, left_s), self.timeout_s) if others else ()
+        if own or late:
+            log.warning("%s are still undecided after all; loading what is committed", ", ".join(sorted({*own, *late})))
 
-        As long as this node's shards are being written; then the votes of other nodes have FLIGHT_S to come, since a node that
+    def _wait_for_own(self, sidecar: Sidecar, until: float) -> tuple[str, ...]:
+        """The same of this node's daemon; the attempts (`<tag>/<attempt>`) that it has not ended.
+
+        As long as this node's shards are being written; then the votes of other nodes have VOTES_S to come, since a node that
         died with its sidecar will never vote.
         """
-        # Half of the time-out: the other ranks wait that long for what rank 0 chooses.
-        until, pause = time.monotonic() + self.timeout_s / 2, threading.Event()
+        pause = threading.Event()
         flights: tuple[InFlight, ...] = ()
+        waiting = Waiting(lambda: f"the sidecar at {sidecar.path} still works at {_named(flights)} of the job before")
         while time.monotonic() < until:
             flights = self.writer.call(sidecar.in_flight(), self.timeout_s)
             if not flights:
-                return
+                break
+            waiting.look()
             if all(flight.phase == Phase.PREPARED for flight in flights):
-                until = min(until, time.monotonic() + FLIGHT_S)
+                until = min(until, time.monotonic() + VOTES_S)
             pause.wait(_FLIGHT_POLL_S)
-        log.warning("%s are still undecided after all; loading what is committed", ", ".join(sorted({f.tag for f in flights})))
+        return tuple(f"{flight.tag}/{flight.attempt}" for flight in flights)
 
     # --- looking before touching -----------------------------------------------------------------------------
 
@@ -234,48 +286,32 @@ class Loader:
 
         Whatever goes wrong is returned, never raised: the other ranks wait for this one's word.
         """
-        problem: CheckpointdError | None = None
-        for look in range(READ_TRIES):
-            try:
-                return self._examine(candidate), None
-            except StoreError as error:
-                log.warning("reading %s: %s", candidate.tag, error)
-                # What cannot be read twice is as lost as what was overwritten: an older checkpoint may be whole.
-                problem = DamagedError(
-                    f"{candidate.tag} cannot be read on rank {self.ranks.rank}: {error}", rank=self.ranks.rank
-                )
-                threading.Event().wait(look)
-            except NotFoundError as error:
-                return None, DamagedError(str(error), rank=self.ranks.rank)
-            except CheckpointdError as error:
-                return None, error
-            except Exception as error:
-                log.exception("examining %s", candidate.tag)
-                return None, CheckpointdError(f"{candidate.tag} cannot be loaded on rank {self.ranks.rank}: {error!r}")
-        return None, problem
+        try:
+            return self._examine(candidate), None
+        except StoreError as error:
+            return None, self._unreadable(candidate, error)
+        except NotFoundError as error:
+            return None, DamagedError(str(error), rank=self.ranks.rank)
+        except CheckpointdError as error:
+            return None, error
+        except Exception as error:
+            log.exception("examining %s", candidate.tag)
+            return None, CheckpointdError(f"{candidate.tag} cannot be loaded on rank {self.ranks.rank}: {error!r}")
+
+    def _unreadable(self, candidate: Candidate, error: StoreError) -> UnreadableError:
+        looks = command("verify", self.store.url, candidate.tag)
+        return UnreadableError(
+            f"{candidate.tag} cannot be read now on rank {self.ranks.rank}: {error}. Nothing was loaded, and no older "
+            "checkpoint was taken instead, since this one may be whole. Mend the storage and load again; "
+            f"{looks} shows what can be read. To go back all the same, name an older checkpoint: "
+            "load(state, tag=...)"
+        )
 
     def _examine(self, candidate: Candidate) -> Examined:
         source = self._held_source(candidate) if candidate.in_memory else self._stored_source(candidate)
-        content, restoration = self._prepared(source)
+        content, restoration = prepared(source, self.state, strict=self.strict, cast=self.cast, unpickle=self.unpickle)
         source.verify(restoration.targets, content)
         return Examined(source, restoration, content)
-
-    def _prepared(self, source: Source) -> tuple[Content, Restoration]:
-        """Where everything goes: what this rank had, and where that is not enough, what other ranks had."""
-        content = source.content()
-        try:
-            restoration = prepare(self.state, content, strict=self.strict, cast=self.cast, unpickle=self.unpickle)
-            if not restoration.missing and not source.has_elsewhere(restoration.stateless, content):
-                return content, restoration
-        except MismatchError:
-            more = source.more()
-            if more is None:
-                raise
-        else:
-            more = source.more()
-            if more is None:
-                return content, restoration
-        return more, prepare(self.state, more, strict=self.strict, cast=self.cast, unpickle=self.unpickle)
 
     def _held_source(self, candidate: Candidate) -> HeldSource:
         """Fetch the snapshot. Whatever is wrong with it is damage: an older checkpoint may be whole."""
@@ -285,11 +321,23 @@ class Loader:
         return HeldSource.fetched(self.sidecar, held, self.ranks.rank, lambda work: self.writer.call(work, self.timeout_s))
 
     def _stored_source(self, candidate: Candidate) -> StoredSource:
-        outcome = self.writer.call(catalog.read_outcome(self.store, candidate.tag, candidate.attempt), self.timeout_s)
+        # Rank 0 has just read it: a rank that does not see it lags behind, and nothing is lost.
+        store = PatientStore(self.store, Patience(self.config.retry_s, None, self._tries_again))
+        read = catalog.read_outcome(store, candidate.tag, candidate.attempt)
+        outcome = self.writer.call(read, self.timeout_s + self.config.retry_s)
         checkpoint = Checkpoint(candidate.tag, candidate.attempt, outcome)
-        return StoredSource(self.store, self.writer, self.config, self.timeout_s, self.ranks, checkpoint)
+        return StoredSource(
+            self.store, self.writer, self.config, self.timeout_s, self.ranks, checkpoint, on_failure=self._tries_again
+        )
 
     # --- touching --------------------------------------------------------------------------------------------
+
+    def _in_part(self, found: Examined, why: str) -> PartlyLoadedError:
+        return PartlyLoadedError(
+            f"loading {found.source.tag} failed after it had begun to fill the objects, which now hold a mix of old and new "
+            f"values: {why}. On every rank, neither train with them nor save them: make them anew and load again, or start the "
+            "job again"
+        )
 
     def _fill(self, found: Examined) -> Loaded:
         problem: CheckpointdError | None = None
@@ -299,13 +347,18 @@ class Loader:
             found.source.fill(restoration.targets, found.content)
             client_state = restoration.finish()
         except CheckpointdError as error:
-            problem = error
+            problem = self._in_part(found, f"{error} (rank {self.ranks.rank})")
+            problem.__cause__ = error
         except Exception as error:  # the other ranks wait for this one's word, whatever it is
             log.exception("loading %s", found.source.tag)
-            problem = CheckpointdError(f"{found.source.tag} was loaded in part on rank {self.ranks.rank}: {error!r}")
-        verdict = self.turn.agree("filled", problem)
+            problem = self._in_part(found, f"{error!r} (rank {self.ranks.rank})")
+            problem.__cause__ = error
+        try:
+            verdict = self.turn.agree("filled", problem)
+        except CheckpointdError as error:  # a rank is gone, and what it has loaded with it
+            verdict = error
         if verdict is not None:
-            raise verdict
+            raise verdict if isinstance(verdict, PartlyLoadedError) else self._in_part(found, str(verdict)) from verdict
         if restoration.per_rank_left and self.ranks.rank == 0:  # once; every rank's own list is in what it gets
             left = ", ".join(restoration.per_rank_left)
             log.warning(
@@ -324,4 +377,36 @@ class Loader:
         )
 
 
-__all__ = ["Loaded", "Loader", "MismatchError"]
+def call_patiently(
+    writer: Writer,
+    config: LoadConfig,
+    look: Callable[[Patience], Coroutine[Any, Any, T]],
+    on_failure: Callable[[], None] = lambda: None,
+) -> T:
+    """What `look` finds, on the writer's thread, with the patience that `config` gives to what cannot be read.
+
+    StoreError where the storage does not answer at all.
+    """
+    patience = Patience(config.retry_s, config.absence_s, on_failure)
+    return writer.call(look(patience), LOOK_S + config.retry_s + config.absence_s)
+
+
+def leave_record(writer: Writer, put: Coroutine[Any, Any, None], what: str) -> bool:
+    """Run `put`; whether it worked. That a record cannot be left must not keep the job from what is whole."""
+    try:
+        writer.call(put, NOTE_S)
+    except CheckpointdError as error:
+        log.error(
+            "%s: the record that it was passed over cannot be left, so this job removes nothing that earlier ones left: %s",
+            what,
+            error,
+        )
+        return False
+    return True
+
+
+def _named(flights: tuple[InFlight, ...]) -> str:
+    return ", ".join(sorted({flight.tag for flight in flights}))
+
+
+__all__ = ["Loaded", "Loader", "MismatchError", "call_patiently", "leave_record"]

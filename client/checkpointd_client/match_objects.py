@@ -48,6 +48,7 @@ def _module(match: Matcher, part: Part, node: tree.Dict, fqn: str) -> bool:
     stored = dict(match.stored.children(node))
     extra: dict[Hashable, Build] = {}
     absent: set[str] = set()
+    filled_before = len(match.slots.by_fqn)
     for live_key, value in live.items():
         key = part.name(live_key)
         path = f"{fqn}.{key}"
@@ -61,6 +62,8 @@ def _module(match: Matcher, part: Part, node: tree.Dict, fqn: str) -> bool:
             extra[live_key] = match.fresh(stored.pop(key))
     for left_over in stored:
         match.note_unexpected(f"{fqn}.{left_over}")
+    if live and not extra and len(match.slots.by_fqn) == filled_before:
+        return True  # nothing of it is stored, or nothing fits
     if part.is_flat:
         extras = building.dict_of("dict", extra)
         match.do(Turn.MODULES, extras, objects.loading(module, fqn, lambda found: flat_shards.loaded(module, found)))

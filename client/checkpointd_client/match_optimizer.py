@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,8 @@ class _Pairing:
     """Which parameter each stored one is, by the number that the optimizer gives it now, and which stored group each is."""
 
     numbers: dict[Hashable, Hashable]
-    groups: list[int]
+    groups: list[int | None]
+    """None for one of which nothing is stored: it stays as it is."""
     stored: frozenset[Hashable]
     """All stored ones, those that are nobody's here included."""
 
@@ -131,13 +133,17 @@ def _by_name(
         if number not in found:
             match.note_missing(f"{fqn}.state.{names.get(id(parameter), number)}")
     group_of = {numbers[name]: j for j, group in enumerate(stored_ids) for name in group if name in numbers}
-    groups: list[int] = []
+    groups: list[int | None] = []
     for i, group in enumerate(live.state["param_groups"]):
         stored = {group_of[number] for number in group["params"] if number in group_of}
-        if len(stored) > 1 or not (stored or i < len(stored_ids)):
+        if len(stored) > 1:
             match.mismatched.append(f"{fqn}.param_groups.{i}: its parameters are those of the stored groups {sorted(stored)}")
             return None
-        groups.append(stored.pop() if stored else i)
+        # One without parameters is known by its position alone, where a stored one stands there that has none either.
+        alike = not group["params"] and i < len(stored_ids) and not stored_ids[i]
+        if not (stored or alike):
+            match.note_missing(f"{fqn}.param_groups.{i}")
+        groups.append(stored.pop() if stored else i if alike else None)
     return _Pairing(numbers, groups, frozenset(chain(*stored_ids)))
 
 
@@ -157,8 +163,8 @@ def _whole(match: Matcher, live: _Live, pairing: _Pairing, stored: dict[Hashable
         number = pairing.numbers.get(key, key)
         if key in kept or key not in pairing.stored:  # what is no parameter's, a hook has added
             entries[number] = _entry(match, live, number, node, f"{fqn}.state.{key}")
-    made = [
-        _group(match, groups.items[j], group, f"{fqn}.param_groups.{i}")
+    made: list[Build] = [
+        partial(dict, group) if j is None else _group(match, groups.items[j], group, f"{fqn}.param_groups.{i}")
         for i, (j, group) in enumerate(zip(pairing.groups, live.state["param_groups"], strict=True))
     ]
     parts = {key: _replaced(match, node, _item(live.state, key), f"{fqn}.{key}", _Like()) for key, node in stored.items()}

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from checkpointd.config import Ranks
 from checkpointd.errors import CheckpointdError, DeadlineError
+from checkpointd.waits import Waiting
 from checkpointd_client.ranks import Board
 
 _PAUSE_MIN_S, _PAUSE_MAX_S = 0.002, 0.1
@@ -39,32 +40,38 @@ class Meetings:
     def meet(self, said: str, doing: str) -> dict[int, str]:
         """What every rank said, by rank, once all of them are `doing` the same. DeadlineError names those that did not come."""
         until, gone = time.monotonic() + self.timeout_s, None
+        waiting = Waiting(lambda: self._missing(doing))
         while gone is None or time.monotonic() < until:
-            heard, gone = self._next(said, doing, until)
+            heard, gone = self._next(said, doing, until, waiting)
             if heard is not None:
                 return heard
         raise DeadlineError(f"rank {gone} had given up waiting: every rank must be {doing}", ranks=(gone,))
 
-    def _next(self, said: str, doing: str, until: float) -> tuple[dict[int, str] | None, int]:
+    def _missing(self, doing: str) -> str:
+        absent = self.board.absent(f"meeting/{self._count}")
+        return f"ranks {absent or [GATHERING]} have not come: every rank must be {doing}"
+
+    def _next(self, said: str, doing: str, until: float, waiting: Waiting) -> tuple[dict[int, str] | None, int]:
         """What was said at the next meeting; None, and who gave it up, where it is void."""
         key = f"meeting/{self._count + 1}"
         self._count += 1
         self.board.post(key, said)
         try:
-            verdict = self._wait(key, doing, until)
+            verdict = self._wait(key, doing, until, waiting)
         except BaseException as error:
             verdict = self._give_up(key, error)
         heard = _heard(verdict)
         self._take_back(key, everybody_came=heard is not None)
         return heard, int(verdict) if heard is None else GATHERING
 
-    def _wait(self, key: str, doing: str, until: float) -> str:
+    def _wait(self, key: str, doing: str, until: float, waiting: Waiting) -> str:
         """The verdict. DeadlineError where there is none by then."""
         if self.ranks.rank == GATHERING:
-            heard = self._gathered(key, doing, until)
+            heard = self._gathered(key, doing, until, waiting)
             return heard if heard.isdecimal() else self.board.agree(f"{key}/{_VERDICT}", heard)
         pause, never = _PAUSE_MIN_S, threading.Event()
         while (verdict := self.board.peek(f"{key}/{_VERDICT}")) is None:
+            waiting.look()
             if time.monotonic() >= until:
                 self.board.read(key, None, 0.0, doing)  # names who is missing
                 raise DeadlineError(
@@ -75,9 +82,10 @@ class Meetings:
             pause = min(pause * 1.5, _PAUSE_MAX_S)
         return verdict
 
-    def _gathered(self, key: str, doing: str, until: float) -> str:
+    def _gathered(self, key: str, doing: str, until: float, waiting: Waiting) -> str:
         """What all ranks said, or the verdict of somebody who gave up before all had come."""
         while True:
+            waiting.look()
             left_s = until - time.monotonic()
             try:
                 return _told(self.board.read(key, None, max(0.0, min(left_s, _PAUSE_MAX_S)), doing))

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from checkpointd.layout.manifest import Alias
 from checkpointd.layout.tree import Overlap
@@ -138,12 +139,17 @@ def overlap_of(region: Region, group: int, lowest: int) -> Overlap:
 def _addresses(region: Region) -> Any:
     """An array for numpy's overlap test, which looks at addresses only: the memory may be a device's."""
     item = region.dtype.itemsize
+    return array_at(region.start, region.shape, tuple(s * item for s in region.stride), item)
+
+
+def array_at(start: int, shape: Shape, strides: tuple[int, ...], item: int) -> NDArray[np.void]:
+    """Memory by its address, as items of `item` bytes; strides in bytes. Nothing keeps it from being freed."""
 
     class _Interface:
         __array_interface__ = {  # noqa: RUF012  # numpy's protocol wants a dict here
-            "data": (region.start, True),
-            "shape": region.shape,
-            "strides": tuple(s * item for s in region.stride),
+            "data": (start, True),
+            "shape": shape,
+            "strides": strides,
             "typestr": f"|V{item}",
             "version": 3,
         }

@@ -7,23 +7,27 @@ from typing import TypeVar
 import msgspec
 
 from checkpointd.daemon.wire import Held
-from checkpointd.errors import ERRORS, CheckpointdError, DamagedError
+from checkpointd.errors import ERRORS, CheckpointdError, DamagedError, MismatchError
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True):
-    """An error of one rank, for the others to raise: its class, message, and for damage the object, FQN and rank."""
+    """An error of one rank, for the others to raise: its class, message, for damage the object, FQN and rank, and for a
+    mismatch all that it lists.
+    """
 
     code: str
     message: str
     key: str = ""
     fqn: str = ""
     rank: int | None = None
+    mismatches: tuple[str, ...] = ()
 
     @staticmethod
     def of(error: CheckpointdError) -> Problem:
         if isinstance(error, DamagedError):
             return Problem(code=error.code, message=str(error), key=error.key, fqn=error.fqn, rank=error.rank)
-        return Problem(code=error.code, message=str(error))
+        mismatches = error.mismatches if isinstance(error, MismatchError) else ()
+        return Problem(code=error.code, message=str(error), mismatches=mismatches)
 
     @property
     def kind(self) -> type[CheckpointdError]:
@@ -31,9 +35,12 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
 
     def error(self, prefix: str = "") -> CheckpointdError:
         """The same error again, its words after `prefix`."""
-        if issubclass(self.kind, DamagedError):
-            return self.kind(f"{prefix}{self.message}", key=self.key, fqn=self.fqn, rank=self.rank)
-        return self.kind(f"{prefix}{self.message}")
+        kind, message = self.kind, f"{prefix}{self.message}"
+        if issubclass(kind, DamagedError):
+            return kind(message, key=self.key, fqn=self.fqn, rank=self.rank)
+        if issubclass(kind, MismatchError):
+            return kind(message, self.mismatches)
+        return kind(message)
 
 
 class Holding(msgspec.Struct, frozen=True, kw_only=True):

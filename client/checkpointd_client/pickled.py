@@ -12,17 +12,13 @@ from typing import Any
 
 import torch
 
-from checkpointd.errors import StateError
+from checkpointd.errors import StateError, UnsafeObjectError
 from checkpointd_client.flatten import CLIENT_STATE, Flattener
 from checkpointd_client.values import type_name
 
 _GLOBAL = re.compile(r"GLOBAL ([\w.]+)")
 _DATA, _CLASS = "checkpointd.pickled", "checkpointd.class"
 """The keys of the dict that stands for such a value in client_state."""
-
-
-class UnsafeObjectError(StateError):
-    """A value that only code could load again, and that is loaded on request alone."""
 
 
 def saved(value: object) -> bytes:

@@ -15,6 +15,7 @@ from typing import Any
 
 from checkpointd.errors import FormatError, MismatchError
 from checkpointd.layout import tree
+from checkpointd_client import mismatches, state_dicts
 from checkpointd_client.choosing import Chooser, described
 from checkpointd_client.content import Content
 from checkpointd_client.match import Matcher
@@ -63,9 +64,10 @@ def prepare(
     """Match a checkpoint against the objects in `state`, touching none of them.
 
     With `strict`, MismatchError lists everything that is missing, unexpected or of another shape, dtype or kind; without, the
-    rest is loaded. With `cast`, floating-point tensors may be of another floating dtype, and are converted. Pickled
-    objects in client_state run code where they may (`unpickle`); else UnsafeObjectError names them. FormatError for a tree that
-    contradicts itself, StateError for an object that this version cannot load into.
+    rest is loaded, and MismatchError says that nothing fits. With `cast`, floating-point tensors may be of another floating
+    dtype, and are converted. Pickled objects in client_state run code where they may (`unpickle`); else UnsafeObjectError names
+    them. FormatError for a tree that contradicts itself, StateError for an object that this version cannot load into, and for a
+    dict that stands in for the object which it came from.
     """
     try:
         return _prepare(state, content, strict=strict, cast=cast, unpickle=unpickle)
@@ -81,11 +83,15 @@ def _prepare(
     if isinstance(state, Chooser):
         places = state.places(described(stored))
         state, faults = places.state, places.faults
+    elif (refused := state_dicts.refused(state)) is not None:
+        raise refused
     match = Matcher(stored, content, Modules(state), cast=cast)
     match.mapping(state, stored.state, "")
     if faults is not None:  # what it has no place for, it does not want
         match.unexpected.clear()
         match.mismatched += faults
+    if not (strict or match.slots.by_fqn or match.steps):
+        _raise_strangers(match, state)
     match.per_rank_left += match.left_below("client_state")
     client = match.fresh(stored.client_state or tree.Dict("dict", ()))
     match.mismatched.extend(dict.fromkeys(match.slots.conflicts()))
@@ -110,16 +116,27 @@ def _prepare(
     )
 
 
-def _raise_mismatches(match: Matcher) -> None:
-    found = (
+def _differences(match: Matcher) -> tuple[str, ...]:
+    return (
         *(f"{fqn}: missing from the checkpoint" for fqn in match.missing),
         *(f"{fqn}: in the checkpoint, and nowhere in the objects" for fqn in match.unexpected),
         *match.mismatched,
     )
-    if found:
+
+
+def _raise_strangers(match: Matcher, state: MutableMapping[str, Any]) -> None:
+    """With strict=False, too, something must fit."""
+    found = _differences(match)
+    stored = ", ".join(str(key) for key, _ in match.stored.children(match.stored.state))
+    if found and stored:
         raise MismatchError(
-            f"the checkpoint and the objects to load into differ in {len(found)} "
-            f"{'place' if len(found) == 1 else 'places'}; nothing was loaded. Make them alike, or load what fits with "
-            "strict=False:\n  " + "\n  ".join(found),
+            f"nothing of the checkpoint fits the objects to load into, and nothing was loaded: it holds {stored}, and the "
+            f"state to load into has {', '.join(map(str, state))}:\n  " + "\n  ".join(found[: mismatches.TOLD_MAX]),
             found,
         )
+
+
+def _raise_mismatches(match: Matcher) -> None:
+    found = _differences(match)
+    if found:
+        raise mismatches.error(found)

@@ -120,7 +120,7 @@ class InlineRunner:
     async def take(self, job: Job, info: AttemptInfo, *, left_s: float) -> None:
         """Run the attempt as the hand that `info` names, with `left_s` until its deadline."""
         job.announced.set()
-        job.progress.raw_done = job.progress.stored = 0  # of the hand before
+        job.progress.begin(0)  # what the hand before had written is not this one's
         attempt = Attempt(
             self._state,
             info,
@@ -148,4 +148,5 @@ class InlineRunner:
         await asyncio.gather(self.take(replace(job, staged=refused, lease=None), info, left_s=left_s), job.free_when_copied())
 
     async def close(self, *, ends_well: bool) -> None:
-        """Nothing is open here."""
+        """Give up what is not read back yet."""
+        await self._state.reader.close()

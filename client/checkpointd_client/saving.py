@@ -19,14 +19,17 @@ from typing import Literal
 
 import torch
 
+from checkpointd import arguments
 from checkpointd.commit.machine import Phase
 from checkpointd.config import Ranks
 from checkpointd.daemon.wire import METRICS_MAX
 from checkpointd.errors import CheckpointdError, SkippedError, StagingError, StoreError, UsageError
 from checkpointd.layout import tree
-from checkpointd.layout.keys import AttemptId
+from checkpointd.layout.keys import AttemptId, check_tag, default_tag
 from checkpointd.pipeline.attempt import WriterState
-from checkpointd.pipeline.shard import AttemptInfo, Progress, Shard, finite
+from checkpointd.pipeline.readback import ReadBackStatus
+from checkpointd.pipeline.shard import COORDINATOR, AttemptInfo, Progress, Shard, finite
+from checkpointd.waits import Waiting
 from checkpointd_client.arena import Arena, Lease, Slot
 from checkpointd_client.files import capture_files
 from checkpointd_client.handle import SaveHandle
@@ -36,7 +39,7 @@ from checkpointd_client.prewarming import expected_bytes
 from checkpointd_client.running import Endings, InlineRunner, Job, Runner
 from checkpointd_client.sidecar import Sidecar, SidecarRunner
 from checkpointd_client.snapshot import SlotLayout, Stager, Staging, plan_slot, signature_of
-from checkpointd_client.start import Begun
+from checkpointd_client.start import Begun, say_unknown
 from checkpointd_client.state import Captured, capture
 from checkpointd_client.writer import Writer
 
@@ -45,6 +48,10 @@ log = logging.getLogger("checkpointd")
 WhenBusy = Literal["wait", "skip"]
 TIDY_TIMEOUT_S = 10.0
 METRIC_NAME_MAX = 200
+SLICE_S = 0.25
+"""How soon a signal is heeded while saves are waited for."""
+OVERTIME_S = 60.0
+"""How long after its deadline a save may take to end: the abort is tried a few times."""
 ANNOUNCE_S = 0.1
 """How long save() waits for the sidecar to know of the snapshot, so that what is whole when it returns outlives this process.
 It takes far less than a millisecond; a sidecar that hangs costs this much, until it counts as lost."""
@@ -61,6 +68,22 @@ class Request:
     metrics: tuple[tuple[str, float], ...] = ()
 
 
+def asked(
+    step: int,
+    tag: str | None,
+    save_latest: bool,
+    metrics: Mapping[str, float] | None = None,
+    *,
+    exclude_frozen_parameters: bool = False,
+) -> Request:
+    """What a user asks for; UsageError naming the argument that cannot be. `tag`: None is global_step<step>."""
+    check_step(step)
+    tag = check_tag(default_tag(step) if tag is None else tag)
+    arguments.flag("save_latest", save_latest)
+    arguments.flag("exclude_frozen_parameters", exclude_frozen_parameters)
+    return Request(tag, step, save_latest, exclude_frozen_parameters, check_metrics(metrics))
+
+
 def check_step(step: int) -> None:
     """Raise UsageError unless `step` is a whole number, 0 or more."""
     if type(step) is not int or step < 0:
@@ -70,12 +93,16 @@ def check_step(step: int) -> None:
 def check_metrics(metrics: Mapping[str, float] | None) -> tuple[tuple[str, float], ...]:
     """`metrics` as an attempt carries them. UsageError for what is no number; NaN and infinities are left out."""
     checked: dict[str, float] = {}
+    if not isinstance(metrics, Mapping | None):
+        raise UsageError(f"metrics is {metrics!r:.80}; it must map names to numbers, as in metrics={{'loss': loss}}")
     for name, value in (metrics or {}).items():
         try:
+            if isinstance(value, bool | str | bytes):
+                raise TypeError("no number")
             checked[name] = float(value)
         except (TypeError, ValueError, RuntimeError) as error:
-            raise UsageError(f"metric {name!r} is {value!r}; it must be a number") from error
-        if not 0 < len(str(name)) <= METRIC_NAME_MAX:
+            raise UsageError(f"metric {name!r} is {value!r:.80}; it must be a number") from error
+        if type(name) is not str or not 0 < len(name) <= METRIC_NAME_MAX:
             raise UsageError(f"{name!r} cannot name a metric: it takes 1 to {METRIC_NAME_MAX} characters")
     if len(checked) > METRICS_MAX:
         raise UsageError(f"{len(checked)} metrics are more than {METRICS_MAX}; pass those that retention chooses by")
@@ -100,13 +127,16 @@ class Saver:
         when_busy: WhenBusy,
         sidecar: Sidecar | None = None,
         pickles: bool = False,
+        afresh: bool = False,
     ) -> None:
         self.history = History()
+        self.is_recorded = True
+        """Whether all that load() has passed over has the record of it."""
         self._writer, self._state, self._ranks, self._epoch = writer, state, ranks, epoch
         self._arena, self._stager, self._when_busy = arena, stager, when_busy
         self._endings = Endings(self.history, epoch.latest)
         inline = InlineRunner(state, self._endings)
-        self._runner: Runner = inline if sidecar is None else SidecarRunner(sidecar, inline, self._endings, state.commit)
+        self._runner: Runner = inline if sidecar is None else SidecarRunner(sidecar, inline, self._endings, state)
         self._handed, self._pickles = sidecar is not None, pickles
         self._layout: SlotLayout | None = None
         self._stagings: list[tuple[Staging, SaveHandle]] = []
@@ -115,11 +145,25 @@ class Saver:
         self._saves = 0
         self._prewarming: threading.Thread | None = None
         self._has_prewarmed_another = False
+        self._said: set[str] = set()
+        self._state.tidier.keeps_before = 0 if afresh else epoch.number
+
+    def take_up(self) -> None:
+        """The job knows what earlier ones have committed: it loaded, or was told to start afresh. Where something that it
+        passed over could not be recorded, nothing of theirs goes (O5 in `loading.py`).
+        """
+        if self.is_recorded:
+            self._state.tidier.keeps_before = 0
 
     @property
     def latest(self) -> str | None:
         """The newest tag known here."""
         return self._endings.latest
+
+    @property
+    def read_back(self) -> ReadBackStatus:
+        """What this process has read back."""
+        return self._state.reader.status
 
     def save(self, request: Request, state: Mapping[str, object], client_state: Mapping[str, object] | None) -> SaveHandle:
         """Take the snapshot of a state, or begin it, and hand the attempt to the writer."""
@@ -168,7 +212,26 @@ class Saver:
         job.save.handle.timings.call_s = time.perf_counter() - began
         return job.save.handle
 
+    def _say_once(self, request: Request) -> None:
+        """Say what keeps retention from removing what it should. On rank 0, which removes."""
+        if self._ranks.rank != COORDINATOR:
+            return
+        if self._state.tidier.keeps_before and "unknown" not in self._said:
+            self._said.add("unknown")
+            say_unknown(self._epoch, self._state.store.url, "load()", "Checkpointer(..., afresh=True)")
+        metric = self._state.commit.retention.metric
+        if metric is not None and metric not in dict(request.metrics) and "metric" not in self._said:
+            self._said.add("metric")
+            log.warning(
+                "%s is saved without the metric %r, by which retention chooses the best: what is saved without it stays, until "
+                "somebody deletes it. Pass metrics={%r: ...} with every save",
+                request.tag,
+                metric,
+                metric,
+            )
+
     def _new_job(self, request: Request) -> Job:
+        self._say_once(request)
         info = AttemptInfo(
             tag=request.tag,
             attempt=AttemptId(self._epoch.number, self._saves_of_tag[request.tag]),
@@ -199,6 +262,7 @@ class Saver:
         job.staged.set_exception(told)
         self._submit(job)
         if isinstance(error, CheckpointdError) or not isinstance(error, Exception):
+            job.save.handle.observed = True  # they hear of it here
             raise error
 
     def _layout_of(self, captured: Captured) -> SlotLayout:
@@ -209,15 +273,26 @@ class Saver:
 
     def _slot_for(self, layout: SlotLayout, info: AttemptInfo) -> Slot:
         if self._prewarming is not None:
-            self._prewarming.join()
+            thread = self._prewarming
+            Waiting(lambda: "the memory of the snapshots is being made ready").until(lambda seconds: _joined(thread, seconds))
             self._prewarming = None
         patience_s = 0.0 if self._when_busy == "skip" else self._state.commit.timeout_s
-        slot = self._arena.acquire(layout.nbytes, timeout=patience_s)
-        if slot is None:
+        found: list[Slot] = []
+
+        def acquired(seconds: float) -> bool:
+            slot = self._arena.acquire(layout.nbytes, timeout=seconds)
+            found.extend([slot] if slot is not None else [])
+            return slot is not None
+
+        waiting = Waiting(lambda: f"{info.tag} finds no free memory for its snapshot: {self._missing()}")
+        if not waiting.until(acquired, patience_s):
             still = f"still in flight after {patience_s:g} s; look at the storage" if patience_s else "still in flight"
             message = f"{info.tag} was skipped on rank {info.rank}: two saves are {still}"
             raise SkippedError(message, ranks=(info.rank,))
-        return slot
+        return found[0]
+
+    def _missing(self) -> str:
+        return "; ".join(save.missing() for save in self.history.live()) or "what was saved before is being let go"
 
     def _stage(self, job: Job, captured: Captured, layout: SlotLayout, slot: Slot) -> Shard:
         """Begin the snapshot; what it will be."""
@@ -287,27 +362,46 @@ class Saver:
         thread.start()
         self._prewarming = thread
 
-    def abandon(self, why: str) -> None:
-        """End the handles of the saves in flight: nobody will follow them any more."""
-        for save in self.history.live():
-            save.handle.advance(
-                Phase.FAILED, StoreError(f"{save.handle.tag} was left in flight: {why}; the next start decides it")
-            )
-            self.history.end(save, Phase.FAILED)
+    def drain(self, grace_left_s: Callable[[], float | None] = lambda: None) -> None:
+        """Wait until no save is in flight, whatever becomes of each; what has not ended when it must have is left.
 
-    def close(self, tidy_s: float, *, ends_well: bool) -> None:
-        """End the background threads, within about `tidy_s` seconds; `ends_well` is the sidecar's to know.
+        A save ends by its own deadline, and no later than `grace_left_s` says, where that is not None.
+        """
+        for save in self.history.live():
+            waiting = Waiting(save.missing)
+            until = save.began + self._state.commit.timeout_s + OVERTIME_S
+            while not save.handle.ended_within(SLICE_S):
+                waiting.look()
+                if grace_left_s() == 0:
+                    self._abandon(save, "the grace period after the signal is over")
+                elif time.monotonic() >= until:
+                    self._abandon(save, f"its deadline passed {OVERTIME_S:g} s ago, and the storage does not answer")
+
+    def _abandon(self, save: Save, why: str) -> None:
+        """End the handle of a save in flight: nobody will follow it any more."""
+        save.handle.advance(Phase.FAILED, StoreError(f"{save.handle.tag} was left in flight: {why}; the next start decides it"))
+        self.history.end(save, Phase.FAILED)
+
+    def close(self, left_s: Callable[[], float], *, ends_well: bool) -> None:
+        """End the background threads, each within the seconds that `left_s` gives then; `ends_well` is the sidecar's to know.
 
         Handles end at the outcome; moving `latest` and tidying up may take a moment more.
         """
-        self._stager.close(tidy_s)
+        self._stager.close(left_s())
         if self._prewarming is not None:
-            self._prewarming.join(tidy_s)
-        wait(set(self._running), tidy_s)
+            self._prewarming.join(left_s())
+        began = time.monotonic()
+        while self._running and time.monotonic() - began < left_s():
+            wait(set(self._running), min(SLICE_S, left_s()))
         try:
-            self._writer.call(self._runner.close(ends_well=ends_well), tidy_s)
+            self._writer.call(self._runner.close(ends_well=ends_well), left_s())
         except CheckpointdError as error:
             log.warning("the sidecar was not told that this trainer ends: %s", error)
+
+
+def _joined(thread: threading.Thread, seconds: float) -> bool:
+    thread.join(seconds)
+    return not thread.is_alive()
 
 
 def _current_device() -> int | None:

@@ -17,6 +17,8 @@ from checkpointd.commit.machine import Phase
 from checkpointd.config import CommitConfig, PersistConfig, Ranks
 from checkpointd.daemon import wire
 from checkpointd.errors import CheckpointdError, SidecarError, WireError
+from checkpointd.pipeline.attempt import WriterState
+from checkpointd.waits import Waiting
 from checkpointd_client import link as links
 from checkpointd_client.link import Link
 from checkpointd_client.running import Endings, InlineRunner, Job
@@ -160,8 +162,8 @@ class Sidecar:
 class SidecarRunner:
     """Hands jobs to the sidecar, and takes them back where it is lost."""
 
-    def __init__(self, sidecar: Sidecar, inline: InlineRunner, endings: Endings, commit: CommitConfig) -> None:
-        self._sidecar, self._inline, self._endings, self._commit = sidecar, inline, endings, commit
+    def __init__(self, sidecar: Sidecar, inline: InlineRunner, endings: Endings, state: WriterState) -> None:
+        self._sidecar, self._inline, self._endings, self._state = sidecar, inline, endings, state
 
     async def run(self, job: Job) -> None:
         try:
@@ -174,7 +176,9 @@ class SidecarRunner:
 
     async def _run(self, job: Job) -> None:
         hand, pause_s = 0, _PAUSE_S_MIN
+        waiting = Waiting(lambda: f"{job.info.prefix}: the sidecar at {self._sidecar.path} is not back")
         while True:
+            waiting.look()
             try:
                 link = await self._sidecar.link()
             except (SidecarError, WireError) as error:
@@ -194,7 +198,13 @@ class SidecarRunner:
     async def _handed_over(self, job: Job, link: Link, hand: int) -> CheckpointdError | None:
         """Let the daemon run `job`; None once it has ended there, else why it did not."""
         try:
-            await link.persist(job, hand=hand, left_s=self._left_s(job), on_phase=lambda p, e: self._entered(job, p, e))
+            await link.persist(
+                job,
+                hand=hand,
+                left_s=self._left_s(job),
+                keeps_before=self._state.tidier.keeps_before,
+                on_phase=lambda p, e: self._entered(job, p, e),
+            )
         except (SidecarError, WireError) as error:
             return error
         except Exception as error:  # a defect of ours: the daemon may be told nonsense on this link, and is told no more
@@ -224,7 +234,8 @@ class SidecarRunner:
         self._endings.entered(job, phase, error)
 
     def _left_s(self, job: Job) -> float:
-        return job.left_s(self._commit.timeout_s)
+        return job.left_s(self._state.commit.timeout_s)
 
     async def close(self, *, ends_well: bool) -> None:
+        await self._inline.close(ends_well=ends_well)
         await self._sidecar.close(ends_well=ends_well)

@@ -5,8 +5,8 @@ Invariants
       returns. Of what is too large to be cloned there, save() waits for the copy.
   N2  What changes only inside `optimizer.step()` is copied in the background, and no step begins before the copy has read it:
       on the host the step's pre-hook copies what is left, on a device the compute stream waits for the copy's event.
-  N3  A snapshot whose sources changed while they were copied is thrown away with a StagingError, where torch can tell (version
-      counters); it is never persisted.
+  N3  A snapshot is persisted only if nothing shows that its sources changed before they were copied: neither torch's version
+      counters, nor, on the host, the sample that save() took (moment.py). Else it is thrown away with a StagingError.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ from checkpointd.layout.boxes import whole
 from checkpointd.layout.dtypes import ITEM_BYTES
 from checkpointd.pipeline.pages import page_up
 from checkpointd.pipeline.shard import TENSOR_ALIGNMENT, ShardTensor
+from checkpointd.waits import Waiting
 from checkpointd_client.arena import Slot
 from checkpointd_client.dtypes import bits, copy_bits
+from checkpointd_client.moment import Proof, Sampler
 from checkpointd_client.sharding import Part as HeldPart
 from checkpointd_client.state import Captured, Leaf
 
@@ -99,15 +101,17 @@ def _version(tensor: torch.Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-_TORN = (
-    "{fqn} was changed while its snapshot was taken, outside an optimizer step; the snapshot was thrown away. "
-    "Call ckpt.fence() before you change parameters by hand, or use Checkpointer(..., staging='eager')"
-)
+def _torn(fqn: str) -> StagingError:
+    return StagingError(
+        f"{fqn} was changed while its snapshot was taken, outside an optimizer step; the snapshot was thrown away. "
+        "Call ckpt.fence() before you change parameters by hand, or use Checkpointer(..., staging='eager')"
+    )
 
 
-def _torn(copies: list[Copy]) -> StagingError | None:
+def _counted(copies: list[Copy]) -> StagingError | None:
+    """Whether torch counted a change of a source since save()."""
     fqn = next((copy.fqn for copy in copies if copy.changed()), None)
-    return StagingError(_TORN.format(fqn=fqn)) if fqn else None
+    return None if fqn is None else _torn(fqn)
 
 
 @dataclass
@@ -123,6 +127,8 @@ class Staging:
     _events: list[tuple[torch.device, torch.cuda.Event]] = field(default_factory=list)
     _held: list[torch.Tensor] = field(default_factory=list)
     _device_copies: list[Copy] = field(default_factory=list)
+    _proofs: list[tuple[Proof, list[Copy]]] = field(default_factory=list)
+    """Each with the copies whose positions it tells."""
     _unfenced: bool = True
     _left: int = 0
     _spoiled: StagingError | None = None
@@ -137,8 +143,11 @@ class Staging:
             return
         began = time.perf_counter()
         self.help()
-        self._host_copied.wait()
+        self._copying().until(self._host_copied.wait)
         self.fence_s += time.perf_counter() - began
+
+    def _copying(self) -> Waiting:
+        return Waiting(lambda: "another thread has not ended a copy into the snapshot that it had begun")
 
     def help(self) -> None:
         """Copy tasks until none is left to take."""
@@ -155,7 +164,7 @@ class Staging:
             with torch.no_grad():
                 for copy in task:
                     copy.run()
-            spoiled = _torn(task)
+            spoiled = _counted(task)
         except Exception as error:  # whatever torch raises: the snapshot is spoiled, training goes on
             spoiled = StagingError(f"the snapshot of {task[0].fqn} and others failed: {error}")
             spoiled.__cause__ = error
@@ -175,7 +184,7 @@ class Staging:
             if not self._unfenced:
                 return
             self._unfenced = False
-            self._spoiled = self._spoiled or _torn(self._device_copies)
+            self._spoiled = self._spoiled or _counted(self._device_copies)
 
     def __post_init__(self) -> None:
         self._host_copied = threading.Event()
@@ -183,7 +192,7 @@ class Staging:
     def finish(self) -> None:
         """On the stager's thread: copy on, wait for the device, then resolve `done`."""
         self.help()
-        if not self._host_copied.wait(STUCK_S):
+        if not self._copying().until(self._host_copied.wait, STUCK_S):
             self._spoiled = self._spoiled or StagingError("a copy that another thread had begun never ended")
         try:
             for _, event in self._events:
@@ -191,13 +200,26 @@ class Staging:
             self._check_device_sources()
         except Exception as error:  # a failed kernel anywhere on the device shows here
             self._spoiled = self._spoiled or StagingError(f"the copy from the device failed: {error}")
+        self._spoiled = self._spoiled or self._unproved()
         self._held.clear()
         self._device_copies.clear()
+        self._proofs.clear()
         if self._spoiled:
             self.done.set_exception(self._spoiled)
         else:
             self.slot.complete()
             self.done.set_result(None)
+
+    def _unproved(self) -> StagingError | None:
+        """Whether the slot, which holds everything now, holds something else than the sources did at save()."""
+        try:
+            for proof, copies in self._proofs:
+                position = proof.torn()
+                if position is not None:
+                    return _torn(copies[position].fqn)
+        except Exception as error:  # memory is short, say: what is not proved is not persisted
+            return StagingError(f"the snapshot could not be compared with what save() saw: {error!r}")
+        return None
 
 
 class Stager:
@@ -209,6 +231,7 @@ class Stager:
         self._wake = threading.Condition()
         self._closing = False
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._sampler = Sampler()
         self._thread = threading.Thread(target=self._work, name="checkpointd-stager", daemon=True)
         self._thread.start()
 
@@ -218,9 +241,11 @@ class Stager:
         staging = Staging(slot)
         targets = slot.views(layout, layout.parts)
         lazy: list[Copy] = []
+        starts: list[int] = []
+        offsets: list[int] = []
         now: list[Copy] = []
         device: dict[torch.device, list[tuple[Leaf, torch.Tensor]]] = {}
-        for leaf, target in zip(captured.leaves, targets, strict=True):
+        for leaf, target, (offset, *_) in zip(captured.leaves, targets, layout.parts, strict=True):
             if leaf.tensor.numel() == 0:
                 continue
             if leaf.tensor.device.type == "cuda":
@@ -229,6 +254,9 @@ class Stager:
                 background = leaf.lazy and self.mode == "lazy"
                 copies = lazy if background else now
                 copies.append(Copy(leaf.fqn, leaf.tensor, target, _version(leaf.tensor) if background else None))
+                if background:
+                    starts.append(leaf.start)
+                    offsets.append(offset)
         try:
             for where, pairs in device.items():
                 slot.pin()
@@ -236,6 +264,9 @@ class Stager:
             with torch.no_grad():
                 for copy in now:
                     copy.run()
+            if lazy:
+                sample = self._sampler.take(layout, [copy.source for copy in lazy], starts, offsets, slot.image)
+                staging._proofs.append((sample, lazy))
         except BaseException:
             for _, event in staging._events:
                 event.synchronize()  # the caller gives the slot away

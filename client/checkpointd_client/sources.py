@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 from checkpointd.config import LoadConfig, Ranks
-from checkpointd.errors import DamagedError
+from checkpointd.errors import DamagedError, MismatchError
 from checkpointd.layout.manifest import Index
 from checkpointd.pipeline.catalog import Checkpoint
 from checkpointd.pipeline.load import Sink, read_index, read_tensors
 from checkpointd.pipeline.world import Want, World, read_boxes, read_world
 from checkpointd.store.base import Store
+from checkpointd.store.patient import Patience, PatientStore
+from checkpointd_client.choosing import Chooser
 from checkpointd_client.content import Content, merged_content, own_content
 from checkpointd_client.dtypes import DTYPES
+from checkpointd_client.restore import Restoration, prepare
 from checkpointd_client.sinks import box_sink, sink_for
 from checkpointd_client.slots import Target
 from checkpointd_client.writer import Writer
+
+T = TypeVar("T")
 
 
 class Source(Protocol):
@@ -49,8 +54,38 @@ class Source(Protocol):
         ...
 
     def fill(self, targets: Sequence[Target], content: Content) -> None:
-        """Read them in. DamagedError where they are not what they were a moment ago."""
+        """Read them in. DamagedError where they are not what they were a moment ago, UnreadableError where reading fails."""
         ...
+
+
+def prepared(
+    source: Source,
+    state: MutableMapping[str, Any] | Chooser,
+    *,
+    strict: bool,
+    cast: bool = False,
+    unpickle: bool = False,
+    part: Callable[[Content], Content] = lambda content: content,
+) -> tuple[Content, Restoration]:
+    """Where everything goes: what this rank had, and where that is not enough, what other ranks had. Raises as `prepare`.
+
+    `part`: what to look at of what is stored.
+    """
+    content = part(source.content())
+    try:
+        restoration = prepare(state, content, strict=strict, cast=cast, unpickle=unpickle)
+        if not restoration.missing and not source.has_elsewhere(restoration.stateless, content):
+            return content, restoration
+    except MismatchError:
+        more = source.more()
+        if more is None:
+            raise
+    else:
+        more = source.more()
+        if more is None:
+            return content, restoration
+    more = part(more)
+    return more, prepare(state, more, strict=strict, cast=cast, unpickle=unpickle)
 
 
 def stands_below(places: Sequence[str], content: Content) -> bool:
@@ -74,7 +109,11 @@ def wants(targets: Iterable[Target], content: Content, *, fill: bool) -> list[Wa
 
 @dataclass(slots=True)
 class StoredSource:
-    """A checkpoint in the store, as many indexes of it as this rank needs."""
+    """A checkpoint in the store, as many indexes of it as this rank needs.
+
+    What cannot be read is tried again for `config.retry_s`, all that comes before the filling together, and the filling;
+    `on_failure` hears, on the writer's thread, of the first failure.
+    """
 
     store: Store
     writer: Writer
@@ -82,18 +121,28 @@ class StoredSource:
     timeout_s: float
     ranks: Ranks
     checkpoint: Checkpoint
+    on_failure: Callable[[], None] = lambda: None
+    on_absence: Callable[[], Awaitable[None]] | None = None
+    """Asked where something is not there: what it raises ends the looking for it."""
     kind: Literal["store", "memory"] = "store"
+    known: World | None = None
+    """All its indexes, where they were read before."""
     _index: Index | None = None
     """This rank's, where it holds nothing together with other ranks: then nobody else's is needed."""
     _world: World = field(init=False)
+    _patience: Patience = field(init=False)
 
     def __post_init__(self) -> None:
+        self._patience = self._new_patience()
+        if self.known is not None:
+            self._world = self.known
+            return
         if self._same_world:
-            index = self.writer.call(read_index(self.store, self.checkpoint, self.ranks.rank), self.timeout_s)
+            index = self._read(lambda store: read_index(store, self.checkpoint, self.ranks.rank))
             if all(entry.scope == "rank" for entry in index.tensors):
                 self._index, self._world = index, World(self.checkpoint, {self.ranks.rank: index})
                 return
-        self._world = self.writer.call(read_world(self.store, self.checkpoint, self.config), self.timeout_s)
+        self._world = self._read(lambda store: read_world(store, self.checkpoint, self.config))
 
     @property
     def tag(self) -> str:
@@ -117,40 +166,46 @@ class StoredSource:
             return None
         if self._index is not None:  # layers may have moved to this rank from another one, that shares nothing with it
             self._index = None
-            self._world = self.writer.call(read_world(self.store, self.checkpoint, self.config), self.timeout_s)
+            self._world = self._read(lambda store: read_world(store, self.checkpoint, self.config))
         return merged_content(self._world, keep=self.ranks.rank, alone=False)
 
     def has_elsewhere(self, places: Sequence[str], content: Content) -> bool:
         return stands_below(places, content)
 
     def verify(self, targets: Sequence[Target], content: Content) -> None:
-        damage = self._read(targets, content, fill=False)
+        damage = self._read_targets(targets, content, fill=False)
         if damage:
             raise damage[0]
 
     def fill(self, targets: Sequence[Target], content: Content) -> None:
-        damage = self._read(targets, content, fill=True)
+        self._patience = self._new_patience()
+        damage = self._read_targets(targets, content, fill=True)
         if damage:
-            raise DamagedError(f"{damage[0]}; it was whole a moment ago, so the objects are now loaded in part: load again")
+            raise DamagedError(f"{damage[0]}; it was whole a moment ago")
 
-    def _read(self, targets: Sequence[Target], content: Content, *, fill: bool) -> list[DamagedError]:
+    def _new_patience(self) -> Patience:
+        return Patience(self.config.retry_s, self.config.absence_s, self.on_failure)
+
+    def _read(self, read: Callable[[Store], Coroutine[Any, Any, T]]) -> T:
+        """What `read` makes of the store, as long as that answers at all, if only with errors."""
+        return self.writer.call_while_moving(
+            lambda on_bytes: read(PatientStore(self.store, self._patience, lambda: on_bytes(1), self.on_absence)),
+            self.timeout_s,
+        )
+
+    def _read_targets(self, targets: Sequence[Target], content: Content, *, fill: bool) -> list[DamagedError]:
         index = self._index
         if index is not None and all(_is_plain(target, content) for target in targets):
             return self._read_whole(index, targets, content, fill=fill)
         found = wants(targets, content, fill=fill)
-        return self.writer.call_while_moving(
-            lambda on_bytes: read_boxes(self.store, self._world, found, self.config, on_bytes), self.timeout_s
-        )
+        return self._read(lambda store: read_boxes(store, self._world, found, self.config))
 
     def _read_whole(self, index: Index, targets: Sequence[Target], content: Content, *, fill: bool) -> list[DamagedError]:
         """Whole tensors of this rank go from the chunks to their memory as rows of bytes, with nothing to be cut."""
         sinks: dict[str, Sink | None] = {
             target.fqn: sink_for(target.tensor, content.entries[target.fqn][0]) if fill else None for target in targets
         }
-        return self.writer.call_while_moving(
-            lambda on_bytes: read_tensors(self.store, self.checkpoint.prefix, index, sinks, self.config, on_bytes),
-            self.timeout_s,
-        )
+        return self._read(lambda store: read_tensors(store, self.checkpoint.prefix, index, sinks, self.config))
 
 
 def _is_plain(target: Target, content: Content) -> bool:

@@ -6,6 +6,7 @@ Invariants
   S3  Every FQN is unique among leaves, aliases and excluded parameters.
   S4  Nothing is pickled: what has no node in the tree is refused, with its FQN, its type and what to do.
   S5  Of a tensor that ranks hold together, the leaves are what this rank writes, a box each; an alias of one is all of it.
+  S6  A dict that stands in for the object which it came from is refused: a load would fill the dict alone.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from checkpointd.errors import StateError
 from checkpointd.layout import tree
 from checkpointd.layout.manifest import Alias
+from checkpointd_client import state_dicts
 from checkpointd_client.dividing import written_parts
 from checkpointd_client.dtypes import NAMES, overlaps_itself
 from checkpointd_client.flatten import Flattener
@@ -37,7 +39,8 @@ class Leaf(msgspec.Struct, frozen=True, eq=False):
     `tensor` is a live, detached view of the user's memory (no copy): it may be non-contiguous, expanded, on any device, and
     shares the version counter of the user's tensor. `dtype` is torch's name without `torch.`. `lazy` says that it changes
     solely inside `optimizer.step()`: a parameter in the param_groups of, or a state tensor of, an optimizer in the state.
-    `part`: which box of a tensor that ranks hold together `tensor` is; None for one that is this rank's own, whole.
+    `part`: which box of a tensor that ranks hold together `tensor` is; None for one that is this rank's own, whole. `start`:
+    the address of its first element where all lie in a row; 0 where nobody has looked.
     """
 
     fqn: str
@@ -45,6 +48,7 @@ class Leaf(msgspec.Struct, frozen=True, eq=False):
     dtype: str
     lazy: bool
     part: Part | None = None
+    start: int = 0
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,9 @@ def capture(
 
     With `exclude_frozen_parameters`, parameters (not buffers) of modules that have requires_grad off are left out and listed.
     """
+    error = state_dicts.refused(state)
+    if error is not None:
+        raise error
     walk = Flattener(exclude_frozen_parameters=exclude_frozen_parameters)
     try:
         root = walk.root(state, client_state)
@@ -87,12 +94,13 @@ def capture(
 
 
 def _leaves(found: _Found, aliases: _Aliases, lazy: set[int]) -> Iterator[Leaf]:
+    strided = {*found.strided, *found.resolved}
     for i, (fqn, tensor, dtype) in enumerate(zip(found.fqns, found.detached, found.dtypes, strict=True)):
         if i in aliases:
             continue
         held = found.held.get(i)
         if held is None:
-            yield Leaf(fqn, tensor, dtype, i in lazy)
+            yield Leaf(fqn, tensor, dtype, i in lazy, None, 0 if i in strided else found.starts[i])
             continue
         for part in written_parts(fqn, held, tensor.itemsize):
             yield Leaf(fqn, part.of(tensor), dtype, i in lazy, part)
@@ -139,6 +147,8 @@ class _Found:
     ends: list[int]
     strided: list[int]
     """Positions of those that are not contiguous."""
+    resolved: list[int]
+    """Positions of those whose bytes are made for the save, and lie elsewhere than the user's."""
     held: dict[int, Held]
     """What this rank holds of those that ranks hold together; the tensor at the position is its local part."""
     tied: dict[int, int]
@@ -147,7 +157,7 @@ class _Found:
 
 def _inspect(walk: Flattener) -> _Found:
     """Check every tensor and note where it lies; kept flat because it runs inside every save(), for every tensor."""
-    found = _Found(walk.fqns, walk.tensors, [], [], [], [], [], walk.held, walk.tied)
+    found = _Found(walk.fqns, walk.tensors, [], [], [], [], [], [], walk.held, walk.tied)
     for i, tensor in enumerate(walk.tensors):
         if tensor.layout is not torch.strided or tensor.is_nested:
             _refuse(tensor, walk.fqns[i])
@@ -163,6 +173,8 @@ def _inspect(walk: Flattener) -> _Found:
         found.dtypes.append(name or "")
         detached = tensor.detach()
         lazy_bits = tensor.is_neg() or (tensor.is_complex() and tensor.is_conj())
+        if lazy_bits:
+            found.resolved.append(i)
         found.detached.append(detached.resolve_conj().resolve_neg() if lazy_bits else detached)
     return found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from checkpointd.layout.manifest import ErrorReport
+from checkpointd.pipeline.readback import ReadBackStatus
 
 
 class AttemptStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,6 +45,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     sidecar: str | None = None
     """The socket of the sidecar that this rank uses; None where its own process persists."""
     sidecar_connected: bool = False
+    read_back: ReadBackStatus
+    """What this process has read back. What a sidecar has stands in its own status."""
 
     def to_json(self) -> str:
         """The same as JSON."""

@@ -53,7 +53,13 @@ class Track:
         self._on_phase(phase, error_of(message.error, message.ranks))
 
     def moved(self, message: wire.Progress, progress: Progress) -> None:
-        progress.raw_total, progress.raw_done, progress.stored = message.raw_total, message.raw_done, message.stored
+        progress.mirror(
+            raw_total=message.raw_total,
+            raw_done=message.raw_done,
+            raw_kept=message.raw_kept,
+            stored=message.stored,
+            writing_s=message.writing_s,
+        )
         progress.stale = message.stale
         self.votes_missing = message.votes_missing
 

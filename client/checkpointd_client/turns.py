@@ -3,6 +3,8 @@
 Invariants
   N1  What rank 0 says of a question is every rank's answer: no rank goes on where another stops.
   N2  A turn that not every rank joined is given up by rank 0, and joined by none afterwards: the next load() works again.
+  N3  A rank that tries again to read keeps no other from waiting for it: whoever runs out of time finds that it does, and
+      waits for as long again as it may try.
 """
 
 from __future__ import annotations
@@ -11,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from checkpointd.config import Ranks
-from checkpointd.errors import CheckpointdError, DamagedError, DeadlineError, MismatchError
-from checkpointd_client import notes
+from checkpointd.errors import CheckpointdError, DamagedError, DeadlineError, MismatchError, UnreadableError
+from checkpointd_client import mismatches, notes
 from checkpointd_client.notes import Choice, Holding, Problem, Verdict, Word
 from checkpointd_client.ranks import Board
 
@@ -27,6 +29,8 @@ class Turns:
     board: Board
     ranks: Ranks
     timeout_s: float
+    patience_s: float
+    """How much longer a rank may take that reads again what could not be read (`LoadConfig`)."""
     _done: int = 0
 
     def begin(self) -> Turn:
@@ -53,7 +57,7 @@ class Turn:
         if turns.ranks.rank == _LEADER:
             turns.end(self.number)
             turns.board.post(key, notes.written(choose()))
-        choice = notes.read(turns.board.read(key, [_LEADER], turns.timeout_s, _DOING)[_LEADER], Choice)
+        choice = notes.read(self._read(key, [_LEADER], turns.timeout_s)[_LEADER], Choice)
         # Not before: where rank 0 has not called load() yet, its next call is this turn.
         turns.end(self.number)
         return choice
@@ -67,20 +71,38 @@ class Turn:
         heard = self.turns.board.read(self._key(name), None, self.turns.timeout_s, _DOING)
         return {rank: notes.read(text, Holding) for rank, text in heard.items()}
 
+    def tries_again(self) -> None:
+        """Say that a rank of this turn reads again what could not be read (N3). From any thread."""
+        self.turns.board.agree(self._key("tries-again"), "yes")
+
+    def _read(self, key: str, ranks: list[int] | None, timeout_s: float) -> dict[int, str]:
+        board = self.turns.board
+        try:
+            return board.read(key, ranks, timeout_s, _DOING)
+        except DeadlineError:
+            if board.peek(self._key("tries-again")) is None:
+                raise
+            return board.read(key, ranks, self.turns.patience_s, _DOING)
+
     def agree(self, name: str, problem: CheckpointdError | None, homeless: tuple[str, ...] = ()) -> CheckpointdError | None:
         """None where no rank has a problem; else this rank's own, or the first of the others'.
 
-        What is `homeless` on every rank is a MismatchError on all of them.
+        What is `homeless` on every rank is a MismatchError on all of them. One rank tells what a mismatch is; the others say
+        which one does.
         """
         board, key = self.turns.board, self._key(name)
         board.post(key, notes.written(Verdict(problem=Problem.of(problem) if problem else None, homeless=homeless)))
         if self.turns.ranks.rank == _LEADER:
             board.post(f"{key}/word", notes.written(self._gathered(key)))
         # Twice as long as rank 0 waits for the slowest: its word comes also where it has to name who is missing.
-        heard = board.read(f"{key}/word", [_LEADER], 2 * self.turns.timeout_s, _DOING)
+        heard = self._read(f"{key}/word", [_LEADER], 2 * self.turns.timeout_s)
         word = notes.read(heard[_LEADER], Word)
         if word.problem is None:
             return None
+        teller = _LEADER if word.rank is None else word.rank
+        if word.problem.mismatches and self.turns.ranks.rank != teller:
+            own = problem.mismatches if isinstance(problem, MismatchError) else ()
+            return mismatches.told_by(teller, own or word.problem.mismatches, own=bool(own))
         if problem is not None and problem.code == word.problem.code:
             return problem
         return word.problem.error() if word.rank is None else word.problem.error(f"rank {word.rank}: ")
@@ -88,7 +110,7 @@ class Turn:
     def _gathered(self, key: str) -> Word:
         turns = self.turns
         try:
-            heard = turns.board.read(key, None, turns.timeout_s, _DOING)
+            heard = self._read(key, None, turns.timeout_s)
         except DeadlineError as error:
             turns.board.agree(_given_up(self.number), "yes")
             return Word(problem=Problem.of(error))
@@ -97,21 +119,22 @@ class Turn:
         if not problems:
             nowhere = sorted(set.intersection(*(set(verdict.homeless) for verdict in verdicts.values())))
             return Word(problem=Problem.of(_unplaced(nowhere))) if nowhere else Word()
-        # A mismatch is the caller's to mend and ends the load on every rank: it goes before damage.
-        worst = next((r for r, p in problems.items() if not issubclass(p.kind, DamagedError)), min(problems))
+        worst = min(problems, key=lambda rank: (_gravity(problems[rank].kind), rank))
         return Word(problem=problems[worst], rank=worst)
 
     def _key(self, name: str) -> str:
         return f"load/{self.number}/{name}"
 
 
+def _gravity(kind: type[CheckpointdError]) -> int:
+    """A mismatch is the caller's to mend and ends the load on every rank: it goes first. Damage goes last, since it makes the
+    ranks take an older checkpoint, which nobody may do while another one cannot read this one (U2 in `candidates.py`).
+    """
+    return 2 if issubclass(kind, DamagedError) else 1 if issubclass(kind, UnreadableError) else 0
+
+
 def _unplaced(fqns: list[str]) -> MismatchError:
-    return MismatchError(
-        f"{len(fqns)} {'name is' if len(fqns) == 1 else 'names are'} in the checkpoint and nowhere in the objects of any rank; "
-        + "nothing was loaded. Make them alike, or load what fits with strict=False:\n  "
-        + "\n  ".join(fqns),
-        tuple(f"{fqn}: in the checkpoint, and nowhere in the objects" for fqn in fqns),
-    )
+    return mismatches.error(tuple(f"{fqn}: in the checkpoint, and nowhere in the objects of any rank" for fqn in fqns))
 
 
 def _given_up(number: int) -> str:

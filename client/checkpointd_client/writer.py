@@ -6,17 +6,22 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 import uvloop
 
 from checkpointd.errors import ClosedError, StoreError
+from checkpointd.waits import Waiting, is_done
 
 log = logging.getLogger("checkpointd")
 T = TypeVar("T")
 ABANDON_S = 5.0
 """How long what is abandoned may take to notice."""
+_LOOK_S = 1.0
+"""How often it is looked whether bytes still come."""
+_ASKED = "the storage has not answered; is it mounted and reachable?"
 
 
 class Writer:
@@ -56,16 +61,16 @@ class Writer:
         if not self._closed:
             self._loop.call_soon_threadsafe(call, *arguments)
 
-    def call(self, work: Coroutine[Any, Any, T], timeout: float) -> T:
-        """Run `work` on the loop and wait for it; StoreError where the storage does not answer within `timeout` seconds."""
+    def call(self, work: Coroutine[Any, Any, T], timeout: float, doing: str = _ASKED) -> T:
+        """Run `work` on the loop and wait for it; StoreError where the storage does not answer within `timeout` seconds.
+
+        `doing` says what takes so long, for the log.
+        """
         future = self.submit(work)
-        try:
-            return future.result(timeout)
-        except TimeoutError as error:
-            if future.done():
-                raise
+        if not Waiting(lambda: doing).until(partial(is_done, future), timeout):
             future.cancel()
-            raise StoreError(f"the storage has not answered for {timeout:g} s; is it mounted and reachable?") from error
+            raise StoreError(f"the storage has not answered for {timeout:g} s; is it mounted and reachable?")
+        return future.result()
 
     def call_while_moving(self, work: Callable[[Callable[[int], None]], Coroutine[Any, Any, T]], patience: float) -> T:
         """Run what `work` makes, however long it takes, as long as it reports bytes to the function that it is given.
@@ -79,21 +84,33 @@ class Writer:
             moved += nbytes
 
         future = self.submit(work(on_bytes))
-        while True:
-            before = moved
-            finished, _ = wait({future}, patience)
-            if finished:
-                return future.result()
-            if moved == before:
+        while not future.done():
+            if not _has_moved(future, lambda: moved, patience):
                 future.cancel()
                 raise StoreError(f"the storage has not answered for {patience:g} s; is it mounted and reachable?")
+        return future.result()
 
-    def close(self) -> None:
-        """Stop the loop; what still runs is abandoned, and a thread inside a system call that hangs is left behind."""
+    def close(self, *, wait: bool = True) -> None:
+        """Stop the loop; what still runs is abandoned, and a thread inside a system call that hangs is left behind.
+
+        Without `wait` it ends when it can: for the garbage collector, which may call from any thread.
+        """
         if self._closed:
             return
         self._closed = True
         self._loop.call_soon_threadsafe(self._loop.stop)
+        if not wait:
+            return
         self._thread.join(2 * ABANDON_S)
         if self._thread.is_alive():
             log.error("the writer's thread does not end: the storage does not answer")
+
+
+def _has_moved(future: Future[Any], moved: Callable[[], int], patience: float) -> bool:
+    """Wait until `moved` has grown or `future` is done; False where neither happens for `patience` seconds."""
+    before = moved()
+
+    def looked(seconds: float) -> bool:
+        return is_done(future, min(seconds, _LOOK_S)) or moved() != before
+
+    return Waiting(lambda: f"{before} bytes have been read, and no more come; {_ASKED}").until(looked, patience)

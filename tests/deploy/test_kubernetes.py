@@ -103,7 +103,17 @@ def test_job_and_jobset_have_the_same_pod() -> None:
     for spec in (one, many):
         command = spec["containers"][0]["command"]
         spec["containers"][0]["command"] = [word for word in command if not re.match(r"--(standalone|nnodes|rdzv)", word)]
+    named = [spec["containers"][0]["env"].pop(0) for spec in (one, many)]
     assert one == many
+    assert [entry["name"] for entry in named] == ["CHECKPOINTD_JOB"] * 2
+
+
+@pytest.mark.parametrize("name", [*SIDECAR_FILES, "daemonset-job.yaml"])
+def test_a_restart_in_another_pod_is_known_to_be_the_same_job(name: str) -> None:
+    """By what the controller labels each pod with, and keeps when it makes a new one."""
+    [entry] = [entry for entry in trainer(name)["env"] if entry["name"] == "CHECKPOINTD_JOB"]
+    uid = "jobset.sigs.k8s.io/jobset-uid" if name == "jobset.yaml" else "batch.kubernetes.io/controller-uid"
+    assert entry["valueFrom"]["fieldRef"]["fieldPath"] == f"metadata.labels['{uid}']"
 
 
 @pytest.mark.parametrize("name", SIDECAR_FILES)
@@ -142,7 +152,7 @@ def mounts(name: str, container: Document) -> dict[str, Any]:
 @pytest.mark.parametrize("name", SIDECAR_FILES)
 def test_there_is_time_to_finish(name: str) -> None:
     """The trainer's end comes first, and only then is the sidecar told."""
-    environment = {entry["name"]: entry["value"] for entry in trainer(name)["env"]}
+    environment = {entry["name"]: entry.get("value") for entry in trainer(name)["env"]}
     last_save_s = int(environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"])
     assert pod(name)["terminationGracePeriodSeconds"] >= last_save_s + served(name)["grace_s"] + 15
 

@@ -209,6 +209,8 @@ NOT_SHOWN = {
     "checkpointd_clients_max",
     "checkpointd_bandwidth_limit_bytes_per_second",
     "checkpointd_root_unreadable",
+    # Rare, and said by `list` with the tag.
+    "checkpointd_checkpoints_damaged",
     # What others imply: the ranks that are connected, the bytes that are held.
     "checkpointd_ranks",
     "checkpointd_held_snapshots",

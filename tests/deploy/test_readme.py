@@ -36,7 +36,7 @@ def test_options_of_serve_are_options() -> None:
     known = {option for parameter in serve.params for option in parameter.opts}
     sentences = FENCED.sub("", README)
     named = set(re.findall(r"`(--[a-z-]+)[` ]", sentences))
-    elsewhere = {"--sidecar", "--root", "--mem", "--user", "--strict", "--signal"}
+    elsewhere = {"--sidecar", "--root", "--mem", "--user", "--strict", "--signal", "--rdzv-id"}
     assert named - elsewhere <= known
     assert {"--grace", "--uid", "--root"} <= named
 

@@ -114,7 +114,7 @@ def running(folder: Path, code: str = "", sidecar: str = "whole") -> Iterator[Ru
     (binaries / "timeout").chmod(0o755)
     environment = {
         "PATH": f"{binaries}:/usr/bin:/bin",
-        "ROOT": "/scratch/run-1",
+        "ROOT": "runs/run-1",
         "USER": "alice",
         "CODE": code,
         "SIDECAR": sidecar,
@@ -167,11 +167,12 @@ def test_training_that_ends_well(tmp_path: Path) -> None:
     with running(tmp_path, code="0") as run:
         assert run.end() == 0, run.output
         assert run.calls == [
-            "serve /scratch/run-1 0o700",
-            "torchrun train.py --lr 3e-4 --root /scratch/run-1",
+            "serve runs/run-1 0o700",
+            "torchrun train.py --lr 3e-4 --root runs/run-1",
             "scancel sidecar",
             "sidecar leaves",
         ]
+    assert (tmp_path / "runs/run-1").is_dir(), "a daemon refuses to serve what is not there"
     assert not Path(f"/tmp/checkpointd-test-{os.getpid()}-0").exists(), "tidied up"
 
 
@@ -184,7 +185,7 @@ def test_training_that_fails_is_not_queued_again(tmp_path: Path) -> None:
 def test_training_goes_on_without_a_sidecar_that_does_not_start(tmp_path: Path) -> None:
     with running(tmp_path, code="0", sidecar="broken") as run:
         assert run.end() == 0, run.output
-        assert run.calls == ["torchrun train.py --lr 3e-4 --root /scratch/run-1"]
+        assert run.calls == ["torchrun train.py --lr 3e-4 --root runs/run-1"]
         assert "the ranks of its node persist their saves themselves" in run.output
 
 

@@ -24,7 +24,16 @@ import torch.distributed as dist
 from deepspeed.runtime import engine as deepspeed_engine
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from checkpointd.errors import AbortedError, CheckpointdError, DamagedError, DeadlineError, StateError, StoreError, UsageError
+from checkpointd.errors import (
+    AbortedError,
+    CheckpointdError,
+    DamagedError,
+    DeadlineError,
+    StateError,
+    StoreError,
+    UnreadableError,
+    UsageError,
+)
 from checkpointd_client import Checkpointer
 from checkpointd_client.integrations.deepspeed import Plug, attach
 from checkpointd_client.integrations.deepspeed.plug import Place
@@ -255,12 +264,10 @@ class Rank(Findings):
             def oldest(ckpt: Checkpointer) -> list[Any]:
                 return [found for found in known(ckpt) if found.tag == "one"]
 
-            with patch.object(Checkpointer, "list", oldest) if dist.get_rank() else nullcontext():
-                path, _ = engine.load_checkpoint(str(root))
-            self.check(path is not None and "one" in path, f"rank 1 sees only the oldest, and {path} was loaded")
-            blind = patch.object(Checkpointer, "list", failing) if dist.get_rank() else nullcontext()
-            with self.raises(DamagedError, "every checkpoint", "a blind rank"), blind:
-                engine.load_checkpoint(str(root))
+            for listed, what in ((oldest, "sees only the oldest"), (failing, "is blind")):
+                behind = patch.object(Checkpointer, "list", listed) if dist.get_rank() else nullcontext()
+                with self.raises(UnreadableError, "no older one is taken", f"rank 1 {what}"), behind:
+                    engine.load_checkpoint(str(root))
 
     def two_engines(self, engine: Any, root: Path) -> None:
         """One saves and another loads, in one process and at once; and files are there when a synchronous save returns."""

@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from checkpointd.errors import CheckpointdError, MismatchError, StateError
-from checkpointd_client import Checkpointer
+from checkpointd.errors import CheckpointdError, MismatchError, StateError, UsageError
+from checkpointd_client import Checkpointer, open_checkpoint
 from checkpointd_client.state import capture
-from tests.e2e.sharded_models import build, locals_of
+from tests.e2e.sharded_models import DTYPES, Job, build, distribute_like, locals_of
 
 if TYPE_CHECKING:
     from tests.e2e.sharded_ranks import Process
@@ -39,14 +39,50 @@ def expect(process: Process, name: str, found: Mapping[str, torch.Tensor], wante
         process.wrong.append(f"{name}: {wrong or found.keys() ^ wanted.keys()} differ")
 
 
+ANOTHER_LISTS = r"in \d+ places? (on rank \d+, which lists them|here, too, and rank \d+ lists its own)"
+
+
 def refused(process: Process, name: str, words: str, kind: type[CheckpointdError], call: Any) -> None:
-    """Note it where `call` does not raise `kind` with `words`."""
+    """Note it where `call` does not raise `kind` with `words`, or names the one rank that says them all."""
     try:
         told: object = call()
     except CheckpointdError as error:
         told = error
-    if not isinstance(told, kind) or not re.search(words, str(told)):
+    if not isinstance(told, kind) or not re.search(rf"{words}|{ANOTHER_LISTS}", str(told)):
         process.wrong.append(f"{name}: {told!r}")
+
+
+# --- readers ---------------------------------------------------------------------------------------------------------
+
+
+def readers(process: Process) -> None:
+    """What other jobs saved is read without a Checkpointer: by each of two ranks on its own, and by one that has no group."""
+    for target, tag in (("fsdp2", "tp-fp32-3"), ("tp", "hsdp-bf16-4"), ("hsdp", "fsdp2-fp32-2"), ("ddp", "zero-fp32-2")):
+        dtype = DTYPES[tag.split("-")[1]]
+        plain = torch.load(process.folder / f"{tag}.pt", weights_only=True)
+        weights = {name: tensor for name, tensor in plain.items() if "/" not in name}
+        with process.job(f"readers-{target}", 2) as mine:
+            if mine:
+                job, reference = build(target, dtype, 77), build(target, dtype, 78)
+                with open_checkpoint(process.root, tag) as opened:
+                    opened.load({"model": job.model}, only="model")
+                distribute_like(reference, weights)
+                expect(process, f"{tag} read into {target}", numbered(job), numbered(reference))
+                if target == "fsdp2":
+                    with open_checkpoint(process.root) as opened:
+                        load = functools.partial(opened.load, {"model": job.model}, only="model", strict=False)
+                        refused(process, "the newest into shards", "is sharded over ranks", UsageError, load)
+        if process.number == 3:  # in no group
+            with open_checkpoint(process.root, tag) as opened:
+                expect(process, f"{tag} by name", dict(opened.tensors("model")), weights)
+                whole = build("plain", dtype, 79)
+                opened.load({"model": whole.model}, only="model")
+                expect(process, f"{tag} read whole", dict(whole.model.state_dict()), weights)
+
+
+def numbered(job: Job) -> dict[str, torch.Tensor]:
+    """What this rank holds of the model."""
+    return {str(i): bits(tensor) for i, tensor in enumerate(job.model.parameters())}
 
 
 # --- DTensors of every placement ------------------------------------------------------------------------------------

@@ -64,7 +64,7 @@ class Rank:
         """How the last save ended, and why; or that it has come so far."""
         handle = self._engine.checkpoint_handle()
         try:
-            handle.wait(60.0, until=until)
+            handle.wait(until, timeout=60.0)
         except CheckpointdError as error:
             return [handle.phase, f"{error} {error.__cause__ or ''}"]
         return [until, ""]

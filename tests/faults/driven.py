@@ -11,6 +11,8 @@ import json
 import logging
 import os
 import sys
+import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -19,16 +21,22 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 
+from checkpointd import waits
 from checkpointd.errors import AbortedError, CheckpointdError
+from checkpointd.pipeline import leases
 from checkpointd.store import osfile
 from checkpointd.store.osdisk import OsDisk
-from checkpointd_client import Checkpointer, SaveHandle
+from checkpointd_client import Checkpointer, SaveHandle, start
 from checkpointd_client.arena import Slot
 from checkpointd_client.snapshot import Stager
+from tests.faults.flaky import FOR_EVER, Fault, Flaky
 from tests.faults.trainer import Journal, Training, save_endlessly
 
+leases.LENGTH_S = 3.0  # who watches one sees a renewal within a second
 DIRECT_BYTES_MIN = osfile.DIRECT_BYTES_MIN
 TRAINING_TIMEOUT = timedelta(seconds=100)
+EVALUATION_S = 50.0
+"""An evaluation that a signal does not end."""
 
 
 class Records(logging.Handler):
@@ -51,6 +59,7 @@ class Rank:
         self._checkpointer: Checkpointer | None = None
         self._handles: dict[str, SaveHandle] = {}
         self._training = Training(seed=0, rank=self._rank, nbytes=4096)
+        self._flaky = Flaky()
 
     @property
     def _ckpt(self) -> Checkpointer:
@@ -63,6 +72,7 @@ class Rank:
         self._training = Training(seed=seed, rank=self._rank, nbytes=nbytes)
         self._handles = {}
         self._records.kept.clear()
+        self._flaky.faults.clear()
         self._checkpointer = Checkpointer(root, **options)
 
     def save(self, step: int, **options: Any) -> str:
@@ -109,6 +119,24 @@ class Rank:
             "source": loaded.source,
         }
 
+    def fail_reads(self, like: str, number: int, works: int = 0) -> None:
+        """After `works` more of them, and until mend_reads(), reads of what has `like` in its path raise `number`."""
+        self._fault(Fault(like, number, works, fails=FOR_EVER))
+
+    def reads_of_chunks(self) -> int:
+        """How many reads of its chunks a load of this rank takes, which every rank must join."""
+        count = self._fault(Fault(rf"{self._rank:05d}-\d\.chunks$", 0, fails=0))
+        self.load()
+        return count.seen
+
+    def mend_reads(self) -> None:
+        self._flaky.faults.clear()
+
+    def _fault(self, fault: Fault) -> Fault:
+        self._flaky.install(setattr)
+        self._flaky.faults[:] = [fault]
+        return fault
+
     def hold_staging(self) -> None:
         """From now on nobody copies in the background: a snapshot stays unfinished."""
         setattr(Stager, "_hand_over", lambda *_: None)  # noqa: B010  # a mutation, which mypy need not understand
@@ -133,10 +161,23 @@ class Rank:
         for step in range(steps):
             self._training.advance(step)
             dist.barrier()
-            if self._ckpt.preempted:
+            if self._ckpt.preempted_at(step):
                 self.save(step)
                 return step
         return None
+
+    def evaluate_until_preempted(self, step: int) -> int | None:
+        """Rank 0 evaluates, as long as nothing tells it to stop, while the others wait for it; then all train on, and save."""
+        until = time.monotonic() + EVALUATION_S
+        while self._rank == 0 and not self._ckpt.preempting and time.monotonic() < until:
+            threading.Event().wait(0.01)
+        dist.barrier()
+        return self.train_until_preempted(step + 1)
+
+    def be_impatient(self, seconds: float) -> None:
+        """From now on wait so long for the ranks to make their Checkpointers, and say so in the log after a tenth of it."""
+        start.START_TIMEOUT_S = seconds
+        waits.FIRST_WORD_S = seconds / 10
 
     def logs(self) -> list[tuple[str, str]]:
         """What was logged since open(), from INFO on."""

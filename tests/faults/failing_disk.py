@@ -9,7 +9,7 @@ from typing import Literal, TypeVar
 
 from typing_extensions import Buffer
 
-from checkpointd.store.disk import Child, File, Lock
+from checkpointd.store.disk import Child, File, Lock, Status
 from checkpointd.store.osdisk import OsDisk
 
 T = TypeVar("T")
@@ -46,11 +46,11 @@ class FailingDisk:
     async def _create(self, path: str) -> File:
         return FailingFile(self, path, await self._inner.create(path))
 
-    async def read(self, path: str, size_max: int) -> bytes:
-        return await self.call("read", path, lambda: self._inner.read(path, size_max))
+    async def read(self, path: str, size_max: int, *, past_cache: bool = False) -> bytes:
+        return await self.call("read", path, lambda: self._inner.read(path, size_max, past_cache=past_cache))
 
-    async def read_at(self, path: str, offset: int, out: memoryview) -> int:
-        return await self.call("read_at", path, lambda: self._inner.read_at(path, offset, out))
+    async def read_at(self, path: str, offset: int, out: memoryview, *, past_cache: bool = False) -> int:
+        return await self.call("read_at", path, lambda: self._inner.read_at(path, offset, out, past_cache=past_cache))
 
     async def sync_file(self, path: str) -> None:
         await self.call("sync_file", path, nothing)
@@ -70,6 +70,18 @@ class FailingDisk:
 
     async def rename(self, source: str, target: str) -> None:
         await self.call("rename", target, lambda: self._inner.rename(source, target))
+
+    async def exchange(self, one: str, other: str) -> bool:
+        return await self.call("exchange", other, lambda: self._inner.exchange(one, other))
+
+    async def clone(self, source: str, target: str) -> bool:
+        return await self.call("clone", target, lambda: self._inner.clone(source, target))
+
+    async def protect(self, path: str) -> None:
+        await self.call("protect", path, lambda: self._inner.protect(path))
+
+    async def status(self, path: str) -> Status:
+        return await self.call("status", path, lambda: self._inner.status(path))
 
     async def unlink(self, path: str) -> None:
         await self.call("unlink", path, lambda: self._inner.unlink(path))

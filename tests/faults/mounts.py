@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import struct
 import subprocess
 import tempfile
@@ -80,6 +81,24 @@ def ext4_image(size: int, backing_dir: Path) -> Iterator[Ext4]:
             yield mounted
     finally:
         image.unlink()
+
+
+@contextmanager
+def cloning(kind: str, backing_dir: Path) -> Iterator[Path]:
+    """A file system that clones files, of `kind` "btrfs" or "xfs", in a sparse file in `backing_dir`; yields its path."""
+    program = shutil.which(f"mkfs.{kind}")
+    if program is None:
+        pytest.skip(f"needs mkfs.{kind}")
+    descriptor, name = tempfile.mkstemp(suffix=f".{kind}", dir=backing_dir)
+    os.ftruncate(descriptor, 512 * MIB)
+    os.close(descriptor)
+    try:
+        _run(program, "-q", name)
+        with _mount_point() as path:
+            _run("mount", "-t", kind, "-o", "loop", name, str(path))
+            yield path
+    finally:
+        os.unlink(name)
 
 
 def power_cut(mounted: Ext4, *, while_off: Callable[[], None] = lambda: None) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from checkpointd.config import LoadConfig
 from checkpointd.errors import DamagedError, NotFoundError
 from checkpointd.pipeline.report.verification import Verification, pointer_now, tasks, verified
 from checkpointd.store import open_store
@@ -26,6 +27,8 @@ from tests.faults.trainer import KIB, Training
 
 SEED = 3
 NBYTES = 160 * KIB
+ABSENCE_S = 0.1
+"""How long what was removed here is looked for."""
 FAULTS = ("flip", "truncate", "remove")
 
 NEWEST = "global_step2/00000001-1"
@@ -111,7 +114,7 @@ def verdict(root: Path) -> Verification:
 
     async def found() -> Verification:
         async with open_store(root) as store:
-            verdicts = await verified(store, await tasks(store, None))
+            verdicts = await verified(store, await tasks(store, None), config=LoadConfig(absence_s=ABSENCE_S))
             return Verification(root=str(root), checkpoints=tuple(verdicts), latest=await pointer_now(store))
 
     return asyncio.run(found())
@@ -122,7 +125,7 @@ def test_without_damage_everything_is_found_whole(root: Path) -> None:
     for pattern in (*VERIFIED_OBJECTS.values(), OUTCOME, *UNREAD_OBJECTS.values()):
         assert (root / only(root, pattern)).stat().st_size > 0
     assert verdict(root).damage == []
-    with Checkpointer(root) as ckpt:
+    with Checkpointer(root, absence_s=ABSENCE_S) as ckpt:
         assert must_load(ckpt, 2).fell_back_from == ()
 
 
@@ -139,7 +142,7 @@ def test_damage_to_what_is_read(root: Path, kind: str, fault: str, caplog: pytes
     assert (found.key, found.rank) == (key, 0)
     assert key in found.message
 
-    with Checkpointer(root) as ckpt:
+    with Checkpointer(root, absence_s=ABSENCE_S) as ckpt:
         loaded = must_load(ckpt, 1)
         assert key in loaded.fell_back_from[0]
         assert f"global_step2 cannot be loaded: {loaded.fell_back_from[0]}" in errors(caplog)
@@ -160,7 +163,7 @@ def test_damage_to_every_checkpoint_raises(root: Path, kind: str) -> None:
     oldest = newest.replace(NEWEST, "global_step1/00000001-0")
     for key in (newest, oldest):
         break_file(root / key, "flip")
-    with Checkpointer(root) as ckpt:
+    with Checkpointer(root, absence_s=ABSENCE_S) as ckpt:
         with pytest.raises(DamagedError, match="no whole checkpoint is left") as caught:
             ckpt.load(new_training().state)
         assert newest in str(caught.value)
@@ -176,7 +179,7 @@ def test_damage_to_every_checkpoint_raises(root: Path, kind: str) -> None:
 def test_a_damaged_outcome(root: Path, fault: str, restarted: bool, caplog: pytest.LogCaptureFixture) -> None:
     if restarted:
         break_file(root / OUTCOME, fault)
-    with Checkpointer(root) as ckpt:
+    with Checkpointer(root, absence_s=ABSENCE_S) as ckpt:
         if not restarted:
             break_file(root / OUTCOME, fault)
         [found, *others] = verdict(root).damage
@@ -195,13 +198,13 @@ def test_a_damaged_outcome(root: Path, fault: str, restarted: bool, caplog: pyte
 def test_a_missing_outcome_is_decided_again_at_the_next_start(root: Path) -> None:
     """All votes are there: that is how a job that died before the commit leaves it."""
     break_file(root / OUTCOME, "remove")
-    with Checkpointer(root) as ckpt:
+    with Checkpointer(root, absence_s=ABSENCE_S) as ckpt:
         must_load(ckpt, 2)
         must_save_and_load(ckpt, 3, 2)
 
 
 def test_an_outcome_that_goes_missing_meanwhile_is_no_silent_step_back(root: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with Checkpointer(root) as ckpt:
+    with Checkpointer(root, absence_s=ABSENCE_S) as ckpt:
         break_file(root / OUTCOME, "remove")
         assert "latest names global_step2" in must_load(ckpt, 1).fell_back_from[0]
         assert "latest names global_step2" in errors(caplog)
@@ -215,7 +218,7 @@ def test_an_outcome_that_goes_missing_meanwhile_is_no_silent_step_back(root: Pat
 def test_an_older_outcome_that_is_damaged_stops_nobody(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     key = "global_step1/00000001-0/outcome"
     break_file(root / key, "flip")
-    with Checkpointer(root) as ckpt:
+    with Checkpointer(root, absence_s=ABSENCE_S) as ckpt:
         for options in ({}, {"fallback": False}):
             training, loaded = load(ckpt, **options)
             assert (loaded.step, training.wrong(2), loaded.fell_back_from) == (2, [], ())
@@ -232,14 +235,14 @@ def test_damage_to_what_is_not_read(root: Path, kind: str, fault: str, restarted
     path = root / only(root, UNREAD_OBJECTS[kind])
     if restarted:
         break_file(path, fault)
-    with Checkpointer(root) as ckpt:
+    with Checkpointer(root, absence_s=ABSENCE_S) as ckpt:
         if not restarted:
             break_file(path, fault)
         training, loaded = load(ckpt, fallback=False)
         assert (loaded.tag, loaded.step, training.wrong(2)) == ("global_step2", 2, [])
         must_save_and_load(ckpt, 3, 2)
         assert ckpt.latest() == "global_step2"
-    with Checkpointer(root) as ckpt:
+    with Checkpointer(root, absence_s=ABSENCE_S) as ckpt:
         must_load(ckpt, 2)
         must_save_and_load(ckpt, 4, 2)
 
@@ -249,7 +252,7 @@ def test_verify_finds_a_damaged_plan_and_the_next_start_mends_it(root: Path, fau
     key = only(root, UNREAD_OBJECTS["plan"])
     break_file(root / key, fault)
     assert {damage.key for damage in verdict(root).damage} == {key}
-    with Checkpointer(root) as ckpt:
+    with Checkpointer(root, absence_s=ABSENCE_S) as ckpt:
         must_save_and_load(ckpt, 3)
     assert verdict(root).damage == []
 
@@ -269,7 +272,7 @@ def test_verify_finds_a_damaged_pointer_and_the_next_start_mends_it(root: Path, 
 def test_a_lost_epoch_is_not_begun_again(root: Path, fault: str) -> None:
     """Attempts of two jobs under one name would overwrite each other."""
     break_file(root / ".checkpointd/epochs/00000001", fault)
-    with Checkpointer(root) as ckpt:
+    with Checkpointer(root, absence_s=ABSENCE_S) as ckpt:
         assert ckpt.status().epoch == 2
 
 
@@ -305,7 +308,7 @@ def test_random_flips_never_give_a_wrong_bit(whole: Path, tmp_path: Path, seed: 
         root = Path(shutil.copytree(whole, tmp_path / str(number)))
         flip.do(root)
         caplog.clear()
-        with Checkpointer(root) as ckpt:
+        with Checkpointer(root, absence_s=ABSENCE_S) as ckpt:
             training, loaded = load(ckpt)  # one of them is always whole
         assert loaded.step in (1, 2), (seed, flip)
         assert training.wrong(loaded.step) == [], (seed, flip)

@@ -105,11 +105,14 @@ def test_a_start_on_a_full_disk_finds_the_newest_checkpoint(pair: Job, small: Pa
 
 
 @pytest.mark.root
-@pytest.mark.parametrize(("direct", "words"), [(True, "writing 'global_step2"), (False, "finishing 'global_step2")])
+@pytest.mark.parametrize(
+    ("direct", "words"),
+    [(True, "writing 'global_step2"), (False, "'global_step2")],
+)
 def test_space_that_is_promised_and_not_there(pair: Job, direct: bool, words: str) -> None:
     """An ext4 with more space than the memory below it: it reserves what is asked for, and a direct write then finds no place.
 
-    Of what goes through the page cache only fsync says so.
+    Of what goes through the page cache, the end of a large write or fsync says so.
     """
     with mounts.tmpfs(32 * MIB) as memory, mounts.ext4_image(64 * MIB, memory) as mounted:
         reserve(mounted.image, 12 * MIB)

@@ -20,7 +20,7 @@ from checkpointd.errors import MismatchError
 from checkpointd_client import Checkpointer
 from tests.builders import objects
 from tests.faults import tracing
-from tests.faults.jobs import End, Job, Rank, wait_until
+from tests.faults.jobs import NEVER_S, End, Job, Rank, RankError, wait_until
 from tests.faults.trainer import Training
 
 pytestmark = pytest.mark.e2e
@@ -76,6 +76,22 @@ def test_the_coordinator_that_never_calls_save_is_named_by_the_others(pair: Job,
     end = pair.ranks[1].end(1)
     assert (end.phase, end.code, end.ranks) == ("aborted", "DeadlineError", [0])
     pair.must_commit(2)
+
+
+@pytest.mark.parametrize("absent", [0, 1])
+def test_a_rank_that_makes_no_checkpointer_is_named(pair: Job, root: Path, absent: int) -> None:
+    came = pair.ranks[1 - absent]
+    pair.all("be_impatient", seconds=SOON_S)
+    try:
+        with pytest.raises(RankError, match=rf"DeadlineError: ranks \[{absent}\] .* Checkpointer\(...\) on every rank"):
+            came.do("open", **pair.opening(root), commit_timeout_s=SOON_S)
+        words = [message for message in came.logged("WARNING").splitlines() if f"ranks [{absent}] have not come" in message]
+        assert len(words) > 1  # and so on, at growing intervals
+        assert not root.exists()  # no epoch was begun
+    finally:
+        pair.all("be_impatient", seconds=NEVER_S)
+    pair.open(root)
+    pair.must_commit(1)
 
 
 @pytest.mark.parametrize("absent", [0, 1])
@@ -247,11 +263,27 @@ def test_ranks_that_leave_right_after_save_have_committed(pair: Job, root: Path,
 # --- another job, another place, another size ---
 
 
-def test_a_second_job_fences_the_first_and_both_say_so(pair: Job, root: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_second_job_is_refused_on_all_its_ranks_and_the_first_goes_on(pair: Job, root: Path, tmp_path: Path) -> None:
+    pair.open(root)
+    pair.must_commit(1)
+    first = pair.ranks[0]
+    with Job(folder=tmp_path) as second:
+        for error in second.errors_of("open", **second.opening(root)):
+            assert error.code == "RootInUseError"
+            assert f"process {first.pid} on {socket.gethostname()} runs a job without a name there since" in error.message
+        pair.must_commit(2)
+        second.open(root, take_over=True)
+        second.must_load(2)
+        alike(pair.save(3), "aborted", "FencedError")
+
+
+def test_a_second_job_that_takes_over_fences_the_first_and_both_say_so(
+    pair: Job, root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     first = pair.ranks[0]
     pair.open(root)
     pair.must_commit(1)
-    with Checkpointer(root) as second:
+    with Checkpointer(root, take_over=True) as second:
         [about_the_first] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
         assert f"process {first.pid} on {socket.gethostname()}" in about_the_first
         assert time_of(root, epoch=1) in about_the_first
@@ -318,7 +350,7 @@ def test_on_another_number_of_ranks_what_each_had_its_own_of_is_not_taken_for_ev
 def test_a_signal_to_one_rank_stops_all_at_the_same_step_and_the_last_save_commits(
     pair: Job, root: Path, signalled: int
 ) -> None:
-    pair.open(root, preempt_signal=int(signal.SIGTERM))
+    pair.open(root, preempt_signals=int(signal.SIGTERM))
     pair.must_commit(0)
     pair.tell("train_until_preempted", steps=1_000_000)
     pair.ranks[signalled].send(signal.SIGTERM)
@@ -327,6 +359,17 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step_and_the_last_save_commi
     pair.all("close")
     pair.open(root)
     pair.must_load(steps[0])
+
+
+def test_a_signal_to_a_rank_that_waits_in_a_barrier_ends_the_evaluation_of_rank_0(pair: Job, root: Path) -> None:
+    pair.open(root, preempt_signals=[int(signal.SIGUSR1), int(signal.SIGTERM)])
+    pair.must_commit(0)
+    pair.tell("evaluate_until_preempted", step=0)
+    pair.ranks[1].send(signal.SIGTERM)
+    assert [rank.answer() for rank in pair.ranks] == [0, 0]
+    pair.all("close")
+    pair.open(root)
+    pair.must_load(0)
 
 
 @pytest.mark.parametrize("damaged", [0, 1])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -132,6 +135,61 @@ def test_a_restart_loads_from_memory(tmp_path: Path, daemon: Daemon) -> None:
         job.must_load(2)
         job.must_commit(3)
         job.must_load(3)
+
+
+def _killed_while_writing(job: Job, root: Path, slow: Daemon, step: int) -> None:
+    """The trainers are dead, and the daemon still writes what they saved last."""
+    job.open(root, sidecar=str(slow.socket))
+    job.all("save", step=step)
+    job.all("end", step=step, until="persisting")
+    _killed(job)
+    assert _latest(root) == ""
+
+
+def test_recover_leaves_alone_what_a_daemon_still_writes(tmp_path: Path, slow: Daemon) -> None:
+    root = tmp_path / "root"
+    with Job(folder=tmp_path, nbytes=8 * MIB) as job:
+        _killed_while_writing(job, root, slow, 3)
+    wait_until(lambda: list(root.glob("global_step3/*/lease")), "the daemon said that it works at it")
+    command = [sys.executable, "-m", "checkpointd", "recover", str(root), "--json"]
+    found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    assert found["decided"] == []
+    assert found["spared"] == ["global_step3/00000001-0"]
+    _wait_for_latest(root, "global_step3", slow)
+    wait_until(lambda: not list(root.glob("global_step3/*/lease")), "the lease was removed with the outcome")
+
+
+@pytest.mark.parametrize("has_daemon", [True, False], ids=["another daemon", "no daemon"])
+def test_a_start_that_cannot_ask_the_daemon_waits_for_what_it_still_writes(
+    tmp_path: Path, slow: Daemon, *, has_daemon: bool
+) -> None:
+    root, nbytes = tmp_path / "root", 16 * MIB
+    with (
+        Daemon(tmp_path, name="node-1") as other,
+        Job(folder=tmp_path, nbytes=nbytes) as job,
+        Job(folder=tmp_path, nbytes=nbytes) as again,
+    ):
+        assert all(rank.pid for rank in again.ranks)  # it begins while the daemon still writes
+        _killed_while_writing(job, root, slow, 3)
+        wait_until(lambda: list(root.glob("global_step3/*/lease")), "the daemon said that it works at it")
+        again.open(root, **({"sidecar": str(other.socket)} if has_daemon else {}))
+        assert not list(root.glob("global_step3/*/outcome"))
+        again.must_load(3)
+        again.must_commit(4)
+
+
+def test_what_was_deleted_does_not_come_back_from_memory(tmp_path: Path, daemon: Daemon) -> None:
+    root = tmp_path / "root"
+    with Job(folder=tmp_path) as job:
+        job.open(root, sidecar=str(daemon.socket))
+        job.must_commit(1)
+        job.must_commit(2)
+        _killed(job)
+    subprocess.run([sys.executable, "-m", "checkpointd", "delete", str(root), "global_step2", "--force", "--yes"], check=True)
+    with Job(folder=tmp_path) as job:
+        job.open(root, sidecar=str(daemon.socket))
+        assert [loaded.source for loaded in job.load() if loaded] == ["store", "store"]
+        job.must_load(1)
 
 
 def test_what_is_in_memory_may_be_newer_than_the_store_and_still_commits(tmp_path: Path) -> None:

@@ -80,9 +80,8 @@ class TestNoSpace:
                 await store.put_if_absent("t/a/outcome", os.urandom(10 * MIB))
             assert await store.stat("t/a/outcome") is None
             writer = await store.open_writer("t/a/large")
-            await writer.write_at(1, os.urandom(10 * MIB))  # Unaligned: into the page cache.
             with pytest.raises(StoreFullError, match="ENOSPC"):
-                await writer.finish(10 * MIB + 1)
+                await writer.write_at(1, os.urandom(10 * MIB))  # Unaligned: by way of the page cache.
             with pytest.raises(StoreError, match="lost"):
                 await writer.finish(10 * MIB + 1)
             await writer.discard()

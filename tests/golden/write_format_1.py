@@ -22,7 +22,11 @@ from torch import nn
 
 from checkpointd.config import LoadConfig
 from checkpointd.errors import CheckpointdError
-from checkpointd.pipeline import catalog, epochs, identity
+from checkpointd.layout.keys import DAMAGED, attempt_lease_key, read_back_name
+from checkpointd.layout.manifest import Damaged, Lease, ReadBack, encode
+from checkpointd.pipeline import catalog, epochs, identity, leases
+from checkpointd.pipeline.candidates import note_passed_over
+from checkpointd.pipeline.report.collection import collection
 from checkpointd.pipeline.verify import record_verdict, verify
 from checkpointd.store.posix import PosixStore
 from checkpointd_client import Checkpointer, Retention
@@ -139,7 +143,8 @@ def keep(folder: Path, name: str, state: dict[str, object], client_state: dict[s
 def write_solo(folder: Path, compression: str) -> None:
     state = everything()
     keep(folder, "solo", state, CLIENT_STATE)
-    with Checkpointer(folder / f"solo-{compression}", compression=compression, chunk_bytes=CHUNK_BYTES, dedup=False) as ckpt:  # type: ignore[arg-type]
+    options = {"compression": compression, "chunk_bytes": CHUNK_BYTES, "dedup": False, "read_back": False}
+    with Checkpointer(folder / f"solo-{compression}", **options) as ckpt:  # type: ignore[arg-type]
         ckpt.save(7, state, client_state=CLIENT_STATE).wait()
 
 
@@ -148,7 +153,8 @@ def write_as_rank(folder: Path, rank: int) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     model, optimizer = trained(10 + rank)
     state: dict[str, object] = {"model": model, "optimizer": optimizer, "rank": rank, "own": torch.full((rank + 1,), rank)}
-    with Checkpointer(folder / "two-ranks", compression="planes", chunk_bytes=CHUNK_BYTES, dedup=False) as ckpt:
+    options = {"compression": "planes", "chunk_bytes": CHUNK_BYTES, "dedup": False, "read_back": False}
+    with Checkpointer(folder / "two-ranks", **options) as ckpt:  # type: ignore[arg-type]
         ckpt.save(1, {"first": torch.zeros(3)}, tag="best").wait()
         keep(folder, f"two-ranks-best-{rank}", state, None)
         ckpt.save(1, state, tag="best").wait()
@@ -165,16 +171,20 @@ def write_as_rank(folder: Path, rank: int) -> None:
 
 
 def write_references(folder: Path) -> None:
-    """global_step3 with a metric, verified, which refers to global_step1; that one and global_step2 were removed."""
+    """global_step3 with a metric, passed over and verified, which refers to global_step1; this and global_step2 are gone.
+
+    Beside it lies a record of reading back that is over, and in global_step2 one of damage.
+    """
     model, optimizer = trained(20)
     state: dict[str, object] = {"model": model, "optimizer": optimizer}
     root = folder / "references"
-    with Checkpointer(root, compression="none", chunk_bytes=CHUNK_BYTES, retention=Retention(keep_last=1)) as ckpt:
+    with Checkpointer(root, compression="none", chunk_bytes=CHUNK_BYTES, read_back=False) as ckpt:
         for step in (1, 2, 3):
             state["moving"] = torch.arange(2500, dtype=torch.float32) * step
             keep(folder, "references", state, None)
             ckpt.save(step, state, metrics={"loss": 1 / step}).wait()
     asyncio.run(record_verified(root))
+    asyncio.run(leave_lease(root))
 
 
 def contents(fill: int) -> dict[str, object]:
@@ -191,7 +201,7 @@ def write_files(folder: Path) -> None:
     """global_step1 twice, of which the second is shown; and runs/last, which no `latest` names."""
     (folder / "files" / "runs").mkdir(parents=True)
     keep(folder, "files", {"global_step1": contents(2), "runs/last": contents(3)}, None)
-    with Checkpointer(folder / "files" / ".checkpointd", chunk_bytes=CHUNK_BYTES) as ckpt:
+    with Checkpointer(folder / "files" / ".checkpointd", chunk_bytes=CHUNK_BYTES, read_back=False) as ckpt:
         for fill in (1, 2):
             ckpt.save_files(1, contents(fill)).wait()
         ckpt.save_files(3, contents(3), tag="runs--last", at="runs/last", save_latest=False).wait()
@@ -200,7 +210,24 @@ def write_files(folder: Path) -> None:
 async def record_verified(root: Path) -> None:
     async with PosixStore(root) as store:
         found = await catalog.find(store, "global_step3")
+        older = await catalog.find(store, "global_step2")
         await record_verdict(store, found, await verify(store, found, LoadConfig()))
+        await note_passed_over(store, found.prefix, "its index was damaged, until somebody brought it back from a copy")
+        await collection(store, Retention(keep_last=1), dry_run=False)
+        read = ReadBack(rank=0, nbytes=30_000, writer=identity.writer())
+        await store.put(f"{found.prefix}/{read_back_name(0)}", encode(read))
+        damaged = Damaged(faults=("a chunk is not what was written",), writer=identity.writer())
+        await store.put(f"{older.prefix}/{DAMAGED}", encode(damaged))
+
+
+async def leave_lease(root: Path) -> None:
+    """What a daemon leaves that was killed between its outcome and the removal of its lease."""
+    lease = Lease(process=NOBODY, job="train", count=7, length_s=30.0, writer=identity.writer())
+    async with PosixStore(root) as store:
+        await store.put(attempt_lease_key("global_step3/00000001-0"), encode(lease))
+
+
+NOBODY = "node7.000000000000.0.4711.0.00000000"
 
 
 def anonymous() -> None:
@@ -210,7 +237,8 @@ def anonymous() -> None:
         (identity, "os", SimpleNamespace(getpid=lambda: 4711)),
         (identity, "socket", SimpleNamespace(gethostname=lambda: "node7")),
         (identity, "datetime", SimpleNamespace(now=lambda _: noon)),
-        (epochs, "new_writer", lambda: "node7.000000000000.0.4711.0.00000000"),
+        (epochs, "new_writer", lambda: NOBODY),
+        (leases, "new_writer", lambda: NOBODY),
     ):
         setattr(module, name, value)
 

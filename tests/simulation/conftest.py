@@ -1,10 +1,11 @@
-"""How many random schedules run: `pytest tests/simulation --sim-schedules=20000 --sim-first=0`."""
+"""How much is simulated: `pytest tests/simulation --sim-schedules=20000 --sim-first=0 --sim-stride=1`."""
 
 from __future__ import annotations
 
 import pytest
 
-SCHEDULES_IN_CI = 500
+SCHEDULES_IN_CI = 200
+STRIDE_IN_CI = 5
 SEEDS_PER_TEST = 50
 
 
@@ -12,6 +13,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("simulation")
     group.addoption("--sim-schedules", type=int, default=SCHEDULES_IN_CI, help="random schedules to run (%(default)s)")
     group.addoption("--sim-first", type=int, default=0, help="the first one's seed (%(default)s)")
+    group.addoption("--sim-stride", type=int, default=STRIDE_IN_CI, help="only every so manieth effect is struck (%(default)s)")
+
+
+@pytest.fixture
+def stride(request: pytest.FixtureRequest) -> int:
+    """How far the effects are apart at which a job is struck; 1: all of them."""
+    return int(request.config.getoption("--sim-stride"))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

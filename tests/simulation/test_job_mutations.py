@@ -6,12 +6,14 @@ that another mechanism covers are not here, with the reason:
   that nobody saw committed may be aborted;
 - a coordinator that does not check that plans are whole together: ranks here never disagree on the state, tests of
   `commit/decide.py` and `layout/plan.py` do.
+Mutations of collection are in `test_collect.py`, which keeps collectors and saves at the same objects.
 """
 
 from __future__ import annotations
 
+import asyncio
 import errno
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,12 +22,12 @@ import pytest
 from checkpointd.commit import decide as decisions
 from checkpointd.commit.decide import Decision
 from checkpointd.commit.machine import Event
-from checkpointd.commit.retention import AttemptFacts, dead_weight
+from checkpointd.commit.retention import AttemptFacts, CheckpointFacts, Choice, Dead, dead_weight
 from checkpointd.errors import FencedError, NotFoundError, StoreError
 from checkpointd.layout import keys
 from checkpointd.layout.keys import OUTCOME, AttemptId, attempt_prefix, vote_name
-from checkpointd.layout.manifest import Epoch, ErrorReport, Outcome, Vote, VoteRef, decode, digest, encode
-from checkpointd.pipeline import attempt, catalog, chunks, collect, epochs, pointer, publish, recover, save
+from checkpointd.layout.manifest import Epoch, ErrorReport, Lease, Outcome, Vote, VoteRef, decode, digest, encode
+from checkpointd.pipeline import attempt, catalog, chunks, collect, epochs, leases, pointer, publish, recover, retire, save
 from checkpointd.pipeline.attempt import Attempt
 from checkpointd.pipeline.shard import AttemptInfo
 from checkpointd.store.base import Store
@@ -47,6 +49,9 @@ from checkpointd.testing.simschedule import (
     Schedule,
     SecondJob,
 )
+
+# Thousands of runs in virtual time: a busy machine needs minutes for the largest.
+pytestmark = pytest.mark.timeout(600)
 
 RUNS_MAX = 100
 
@@ -79,6 +84,8 @@ class Mutation:
     world_size: int = 3
     sweeps_foreign: bool = False
     view: type[ProcessDisk] = ProcessDisk
+    name: str = "job"
+    asks_sidecar: bool = True
 
 
 # --- votes --------------------------------------------------------------------------------------------------------
@@ -220,13 +227,13 @@ def aborted_counts(patch: Patch) -> None:
 
 def epoch_begun_twice(patch: Patch) -> None:
     """A starting job goes on in the newest epoch instead of taking the next."""
-    take = epochs.take
+    begin = epochs.begin
 
-    async def reuse(store: Store, world_size: int, spares: tuple[str, ...] = ()) -> Epoch:
+    async def reuse(store: Store, number: int, *arguments: Any, **options: Any) -> Epoch | None:
         newest = await epochs.newest(store)
-        return await epochs.read(store, newest) if newest else await take(store, world_size)
+        return await epochs.read(store, newest) if newest else await begin(store, number, *arguments, **options)
 
-    patch.setattr(epochs, "take", reuse)
+    patch.setattr(epochs, "begin", reuse)
 
 
 def unforeseen_error(patch: Patch) -> None:
@@ -286,33 +293,76 @@ def recovery_commits_what_is_incomplete(patch: Patch) -> None:
 def removed_without_a_mark(patch: Patch) -> None:
     """A replaced attempt's chunks go while its outcome still says that it is a checkpoint."""
 
-    async def sweep(store: Store, attempts: list[AttemptFacts], retired: Sequence[object] = ()) -> list[object]:
-        for facts, _ in dead_weight(attempts):
+    async def sweep(store: Store, attempts: list[AttemptFacts], going: Sequence[Dead] = (), **_: object) -> list[object]:
+        for facts, _ in [*dead_weight(attempts), *going]:
             prefix = attempt_prefix(facts.tag, facts.attempt)
             for entry in await store.list(prefix):
                 if entry.name.endswith((".index", ".chunks")):
                     await store.delete(f"{prefix}/{entry.name}")
         return []
 
-    patch.setattr(collect, "collect", sweep)
+    patch.setattr(retire, "collect", sweep)
 
 
 def newest_removed(patch: Patch) -> None:
     """Collection takes every commit of a tag for replaced."""
 
-    def dead(attempts: list[AttemptFacts]) -> list[tuple[AttemptFacts, str]]:
-        return [(facts, "the mutation") for facts in attempts if facts.state == "committed"]
+    def all_of(commits: Iterable[CheckpointFacts], *_: object, **__: object) -> Choice:
+        return Choice(going=tuple((commit.attempt, "the mutation") for commit in commits))
 
-    patch.setattr(collect, "dead_weight", dead)
+    patch.setattr(retire, "choose", all_of)
 
 
 def in_doubt_removed(patch: Patch) -> None:
     """Collection takes the bulk of attempts that are not decided yet."""
 
-    def dead(attempts: list[AttemptFacts]) -> list[tuple[AttemptFacts, str]]:
+    def dead(attempts: list[AttemptFacts]) -> list[Dead]:
         return [(facts, "the mutation") for facts in attempts if facts.state == "in-doubt" and facts.bulk]
 
     patch.setattr(collect, "dead_weight", dead)
+
+
+# --- leases -------------------------------------------------------------------------------------------------------
+
+
+def living_job_overlooked(patch: Patch) -> None:
+    """A start does not look whether another job is alive."""
+
+    async def nobody(store: Store, job: str, sight: leases.Sight) -> None:
+        return None
+
+    patch.setattr(leases, "living_job", nobody)
+
+
+def lease_never_renewed(patch: Patch) -> None:
+    """A lease is put once and never again."""
+
+    async def once(self: leases.Held, is_put: bool) -> None:
+        if not is_put:
+            await self._put()
+
+    patch.setattr(leases.Held, "_keep_on", once)
+
+
+def dead_job_waited_for(patch: Patch) -> None:
+    """A lease that nobody renews is watched for ten times its length."""
+    seen_alive = leases._seen_alive
+
+    async def patient(watch: leases.Watch, about: str) -> Lease | None:
+        if not watch.has_ended():
+            await asyncio.sleep(9 * watch.length_s)
+        return await seen_alive(watch, about)
+
+    patch.setattr(leases, "_seen_alive", patient)
+
+
+def attempts_of_others_overlooked(patch: Patch) -> None:
+    """A start does not look at the leases of attempts."""
+
+    async def none(store: Store, sight: leases.Sight, known: Sequence[str] = ()) -> tuple[str, ...]:
+        return ()
+
+    patch.setattr(leases, "attempts_at_work", none)
 
 
 # --- hands and spares ---------------------------------------------------------------------------------------------
@@ -496,6 +546,26 @@ MUTATIONS = {
         sidecars=True,
         world_size=1,
     ),
+    "a living job overlooked": Mutation(
+        living_job_overlooked, ("left-alone",), lambda seed: ((60 + seed, SecondJob("stranger")),), steps=3
+    ),
+    "a lease never renewed": Mutation(
+        lease_never_renewed,
+        ("left-alone",),
+        lambda seed: ((60 + seed, SecondJob("stranger")),),
+        steps=12,
+        world_size=1,
+    ),
+    "a dead job waited for without end": Mutation(
+        dead_job_waited_for, ("always-starts",), lambda seed: ((60 + seed, Kill(0)),), name=""
+    ),
+    "attempts of other daemons overlooked": Mutation(
+        attempts_of_others_overlooked,
+        ("outlived",),
+        lambda seed: ((60 + seed, Kill(0)),),
+        sidecars=True,
+        asks_sidecar=False,
+    ),
     "what is in doubt removed": Mutation(in_doubt_removed, ("latest-whole", "nothing-lost"), steps=3, deviations=True),
 }
 
@@ -527,5 +597,7 @@ def schedule_of(mutation: Mutation, seed: int) -> Schedule:
         deviations=mutation.deviations,
         sidecars=mutation.sidecars,
         world_size=mutation.world_size,
+        name=mutation.name,
+        asks_sidecar=mutation.asks_sidecar,
     )
     return Schedule(job=job, faults=mutation.faults(seed), sweeps_foreign=mutation.sweeps_foreign, view=mutation.view)

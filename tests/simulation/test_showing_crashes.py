@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import pytest
 
@@ -13,6 +15,7 @@ from checkpointd.layout.keys import OUTCOME, AttemptId, attempt_prefix, file_nam
 from checkpointd.layout.manifest import IndexRef, Outcome, Vote, VoteRef, digest, encode
 from checkpointd.pipeline import showing
 from checkpointd.pipeline.identity import writer
+from checkpointd.store.plain import PlainFiles
 from checkpointd.store.posix import PosixStore
 from checkpointd.testing.crashpoints import Crash, every_crash_point
 from checkpointd.testing.simdisk import ProcessDisk, SimDisk
@@ -25,14 +28,15 @@ OLD = {
     "recipe": b"old",
 }
 NEW = {"mp_rank_00_model_states.pt": b"new model", "recipe": b"new"}
-OWN = "notes.txt"
+OWN, FOLDER = "notes.txt", "figures"
+MINE = {OWN: b"mine", f"{FOLDER}/loss.png": b"mine"}
 
 
 class World:
     """A disk with one store that can show, and processes at it."""
 
-    def __init__(self) -> None:
-        self.disk = SimDisk()
+    def __init__(self, *, clones: bool = False, exchanges: bool = True) -> None:
+        self.disk = SimDisk(clones=clones, exchanges=exchanges)
 
     def store(self, name: str) -> tuple[PosixStore, ProcessDisk]:
         disk = self.disk.process(name)
@@ -82,6 +86,14 @@ class World:
         finally:
             self.disk.kill("looker")
 
+    async def own(self, at: str) -> dict[str, bytes]:
+        """What is left of the user's own, by path below the directory."""
+        files = await self.contents(at) or {}
+        below = await self.contents(f"{at}/{FOLDER}") or {}
+        return {name: data for name, data in files.items() if name == OWN} | {
+            f"{FOLDER}/{n}": data for n, data in below.items()
+        }
+
     async def latest(self) -> str:
         """The tag that it names."""
         found = await self.contents("")
@@ -89,13 +101,15 @@ class World:
         return found["latest"].decode()
 
     async def put_own(self, at: str) -> None:
-        """A file of the user's in a directory that is shown."""
+        """A file of the user's in a directory that is shown, and a directory with another one."""
         disk = self.disk.process("user")
 
         async def put() -> None:
-            file = await disk.create(f"{BESIDE}/{at}/{OWN}")
-            await file.write_at(0, b"mine")
-            await file.close()
+            await disk.make_directory(f"{BESIDE}/{at}/{FOLDER}")
+            for path in MINE:
+                file = await disk.create(f"{BESIDE}/{at}/{path}")
+                await file.write_at(0, b"mine")
+                await file.close()
 
         await disk.process.spawn(put())
         self.disk.kill("user")
@@ -191,3 +205,84 @@ def test_a_start_that_is_cut_off_is_finished_by_the_next() -> None:
         return struck
 
     assert every_crash_point(scenario, SEEDS) > 20 * len(SEEDS)
+
+
+@pytest.mark.parametrize(("exchanges", "clones"), [(True, False), (False, False), (True, True)])
+@pytest.mark.parametrize("how", ["power cut", "killed"])
+@pytest.mark.parametrize("what", ["shown again", "hidden"])
+def test_what_is_the_users_own_is_there_after_the_next_start(what: str, how: str, exchanges: bool, clones: bool) -> None:
+    """W2: files and directories, whether the file system exchanges two names in one step or not."""
+    kill = None if how == "power cut" else lambda disk, _: disk.kill("worker")
+    assert every_crash_point(replacing(what, clones=clones, exchanges=exchanges), range(2), kill) > 20
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+@pytest.mark.parametrize("what", ["shown again", "hidden"])
+def test_without_the_finish_something_of_the_users_is_lost(what: str, exchanges: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def nothing(_: PlainFiles) -> int:
+        return 0
+
+    monkeypatch.setattr(PlainFiles, "finish", nothing)
+    with pytest.raises(AssertionError):
+        every_crash_point(replacing(what, exchanges=exchanges), range(2))
+
+
+def replacing(what: str, *, clones: bool = False, exchanges: bool = True) -> Callable[[Crash], Coroutine[Any, Any, bool]]:
+    """A directory that holds things of the user's is shown again, or hidden; after a start they are all there."""
+
+    async def scenario(crash: Crash) -> bool:
+        world = World(clones=clones, exchanges=exchanges)
+        first = await world.committed("best", 1, OLD)
+        await world.shown(first)
+        await world.put_own("best")
+        store, disk = world.store("worker")
+        if what == "shown again":
+            work = disk.process.spawn(showing.show(store, await world.committed("best", 2, NEW)))
+        else:
+            work = disk.process.spawn(showing.hide(store, {f"{first.tag}/{first.attempt}"}))
+        struck = await world.struck(crash, work)
+        await world.started()
+        assert await world.own("best") == MINE
+        assert not [line for line in world.disk.fs.dump() if "/tmp/" in line and ".shown" in line]
+        return struck
+
+    return scenario
+
+
+def test_what_the_user_puts_there_in_the_middle_of_a_showing_is_there_after_the_next_start() -> None:
+    """A file that comes, and one that is replaced, after the directory was looked at: wherever the process is killed."""
+
+    async def scenario(crash: Crash) -> bool:
+        world = World()
+        await world.shown(await world.committed("best", 1, OLD))
+        await world.put_own("best")
+        outcome = await world.committed("best", 2, NEW)
+        store, disk = world.store("worker")
+        user = world.disk.process("user")
+        done = []
+
+        async def write() -> None:
+            for name in ("late.txt", "notes.tmp"):
+                file = await user.create(f"{BESIDE}/best/{name}")
+                await file.write_at(0, b"late")
+                await file.close()
+            await user.rename(f"{BESIDE}/best/notes.tmp", f"{BESIDE}/best/{OWN}")
+            done.append(True)
+
+        showing_ = disk.process.spawn(_both(showing.show(store, outcome), user.process.spawn(write())))
+        struck = await crash.strikes(world.disk, [showing_])
+        world.disk.after = lambda *_: None
+        if not done:
+            return struck
+        if struck:
+            await world.started()
+        found = await world.contents("best") or {}
+        assert (found.get("late.txt"), found.get(OWN)) == (b"late", b"late")
+        return struck
+
+    assert every_crash_point(scenario, range(4), lambda disk, _: disk.kill("worker")) > 50
+
+
+async def _both(showing_: Coroutine[Any, Any, None], writing: asyncio.Task[None]) -> None:
+    await showing_
+    await asyncio.wait({writing})

@@ -4,14 +4,28 @@ from __future__ import annotations
 
 import torch
 
-from checkpointd_client import StateDict, consolidate, state_dict_from_checkpoint
+from checkpointd_client import Loaded, OpenCheckpoint, StateDict, consolidate, open_checkpoint
 
 
 def publish(model: torch.nn.Module) -> int:
     root = "/mnt/ckpts/run1"
     done = consolidate(root, "/mnt/models/run1", "global_step100", only="model", dtype="bf16", max_shard_size="2GB")
-    tensors: StateDict = state_dict_from_checkpoint(root, only="model")
-    weight: torch.Tensor = tensors["layers.0.weight"]
-    assert weight.shape == tensors.shape("layers.0.weight")
-    model.load_state_dict(dict(tensors))
+    with open_checkpoint(root) as checkpoint:
+        tensors: StateDict = checkpoint.tensors("model")
+        weight: torch.Tensor = tensors["layers.0.weight"]
+        assert weight.shape == tensors.shape("layers.0.weight")
+        model.load_state_dict(dict(tensors))
     return sum(file.size for file in done.files)
+
+
+def evaluate(model: torch.nn.Module) -> dict[str, float]:
+    with open_checkpoint("/mnt/ckpts/run1", "global_step100", timeout_s=60.0) as checkpoint:
+        opened: OpenCheckpoint = checkpoint
+        loaded: Loaded = opened.load({"model": model}, only="model", strict=True, cast=True)
+        opened.load({"model": model, "epoch": 0}, only=["model", "epoch"])
+        assert loaded.step == opened.step
+        bias: torch.Tensor = opened.tensor("model.bias", rank=0)
+        seconds: float = opened.committed_at.timestamp() + bias.numel() + opened.world_size
+        tokens: object = opened.client_state["tokens"]
+        assert tokens
+        return {**opened.metrics, opened.tag: seconds}

@@ -7,13 +7,16 @@ import signal
 import torch
 
 from checkpointd_client import Checkpointer, Loaded, Retention, RngState, SaveHandle, Status
+from checkpointd_client.errors import MismatchError, PartlyLoadedError, UnreadableError
 
 
 def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> Status:
     state: dict[str, object] = {"model": model, "optimizer": optimizer, "rng": RngState()}
     rules = Retention(keep_last=3, every_steps=1000, best=1, metric="loss", mode="min")
+    with Checkpointer("/mnt/ckpts/run0", retention=3) as brief:
+        brief.wait(5.0)
     with Checkpointer(
-        "/mnt/ckpts/run1", compression="planes", preempt_signal=signal.SIGTERM, retention=rules, on_stale="abort"
+        "/mnt/ckpts/run1", compression="planes", preempt_signals={signal.SIGTERM: 25.0}, retention=rules, on_stale="abort"
     ) as ckpt:
         loaded: Loaded | None = ckpt.load(state)
         first = loaded.step + 1 if loaded else 0
@@ -22,12 +25,26 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int) 
             assert not handle.stale
             seconds: float | None = handle.timings.safe_s
             assert seconds is None or seconds >= 0
-            if ckpt.preempted:
+            if ckpt.preempting and ckpt.preempted_at(step):
+                handle.wait("staged")
+                handle.wait("prepared", timeout=30.0)
                 handle.wait(timeout=30.0, until="prepared")
+                handle.wait(30.0).wait()
                 break
         names: list[str] = [checkpoint.tag for checkpoint in ckpt.list()]
         assert ckpt.latest() in names
         return ckpt.status()
+
+
+def load_or_say_why(ckpt: Checkpointer, state: dict[str, object]) -> Loaded | None:
+    try:
+        return ckpt.load(state)
+    except MismatchError as error:
+        differences: tuple[str, ...] = error.mismatches
+        raise SystemExit("\n".join(differences)) from error
+    except (UnreadableError, PartlyLoadedError) as error:
+        can_try_again: bool = error.retryable
+        raise SystemExit(error.exit_code if can_try_again else f"{error.code}: {error}") from error
 
 
 async def wait_for(handle: SaveHandle) -> str:

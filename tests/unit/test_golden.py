@@ -17,19 +17,22 @@ import torch
 from checkpointd.config import LoadConfig
 from checkpointd.errors import NotFoundError
 from checkpointd.layout import tree
+from checkpointd.layout.indexes import decode_index, encode_index
 from checkpointd.layout.manifest import (
+    Damaged,
     Deleted,
     Epoch,
+    Lease,
     Outcome,
+    PassedOver,
     Plan,
+    ReadBack,
     Shown,
     SmallObject,
     Verified,
     Vote,
     decode,
-    decode_index,
     encode,
-    encode_index,
 )
 from checkpointd.pipeline import catalog
 from checkpointd.pipeline.verify import verify
@@ -54,7 +57,11 @@ KINDS: dict[str, type[SmallObject]] = {
     "outcome": Outcome,
     "deleted": Deleted,
     "verified": Verified,
+    "passed-over": PassedOver,
+    ".readback": ReadBack,
+    "damaged": Damaged,
     "record": Shown,
+    "lease": Lease,
 }
 
 

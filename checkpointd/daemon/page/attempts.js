@@ -23,7 +23,7 @@ export function attempts(saves, now) {
 /** How much of a rank's bytes is persisted, from 0 to 1. */
 export function fraction(save) {
   if (save.phase === "prepared" || save.phase === "committed") return 1;
-  return save.raw_total ? Math.min(1, save.raw_done / save.raw_total) : 0;
+  return save.raw_total ? Math.min(0.99, save.raw_done / save.raw_total) : 0; // as part_done of checkpointd/pipeline/shard.py
 }
 
 /** How far an attempt has come, over its ranks here. */

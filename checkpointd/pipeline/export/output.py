@@ -18,7 +18,9 @@ from contextlib import contextmanager
 
 from checkpointd.errors import NotFoundError, StoreError, StoreFullError, UsageError
 
-_EXPORTED = re.compile(r"(model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?|__\d+_\d+\.distcp|\.metadata)\Z")
+_EXPORTED = re.compile(
+    r"(model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?|__\d+_\d+\.distcp|\.metadata|checkpointd\.json)\Z"
+)
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _NO_RESERVE = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV})
 

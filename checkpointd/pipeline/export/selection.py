@@ -92,6 +92,14 @@ def select(world: World, only: str | None = None, rank: int | None = None) -> Se
     says whose is meant; without it UsageError names the tensor. NotFoundError where nothing is left, UsageError where there is
     no such rank.
     """
+    selection, differing = select_all(world, only, rank)
+    for error in differing.values():
+        raise error
+    return selection
+
+
+def select_all(world: World, only: str | None = None, rank: int | None = None) -> tuple[Selection, dict[str, UsageError]]:
+    """As `select`; what is not the same on all ranks is selected as the first of them has it, with the error that says so."""
     if rank is not None and rank not in world.indexes:
         raise UsageError(f"there is no rank {rank}: {world.checkpoint.tag} was saved by {len(world.indexes)} ranks")
     found: dict[str, _Found] = {}
@@ -102,10 +110,8 @@ def select(world: World, only: str | None = None, rank: int | None = None) -> Se
                 found.setdefault(name, _Found(fqn, source, view)).add(index.rank, content)
     if not found:
         raise _nothing(world, only)
-    differing = next((name for name in found if len(found[name].contents) > 1), None)
-    if differing is not None:
-        raise found[differing].differs()
-    return Selection(tuple(Exported(name, f.fqn, f.source, f.view) for name, f in found.items()))
+    differing = {name: one.differs() for name, one in found.items() if len(one.contents) > 1}
+    return Selection(tuple(Exported(name, f.fqn, f.source, f.view) for name, f in found.items())), differing
 
 
 @dataclass(slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from checkpointd.commands import command
 from checkpointd.layout.manifest import ErrorReport
 from checkpointd.pipeline.report.holder import Holder
 
@@ -14,12 +15,17 @@ _BY_CODE = {
     "before its vote.",
     "SkippedError": "{Who} was still busy with earlier saves: save less often, or use when_busy='wait'.",
     "StoreFullError": "Free some space, or raise the quota, where {who} writes.",
+    "UnreadableError": "Check the file system of the root on the machine of {who}: mounts, permissions, the kernel's log.",
     "StoreError": "Check the file system of the root on the machine of {who}: mounts, permissions, the kernel's log.",
     "RootNotSharedError": "Mount the same file system at this root on every machine of the job.",
     "FencedError": "A newer job runs at this root. If both are meant to run, give each a root of its own.",
     "StateError": "Change what is handed to save() on {who}: the message names the part that cannot be stored.",
     "StagingError": "See the log of {who} for the snapshot that failed.",
 }
+UNREADABLE = (
+    "Mend what the reason names. Until then nobody knows whether it is a checkpoint: load() reads it again until its deadline, "
+    "and never takes an older one because of it."
+)
 _AFTER_END = "The job ended in the middle of this save, and there was nothing whole to keep."
 
 
@@ -44,7 +50,7 @@ def after_abort(error: ErrorReport | None, ranks: Sequence[int]) -> str:
 def in_doubt(holder: Holder | None, epoch: int, root: str, *, would_commit: bool) -> str:
     """What to do about an attempt of `epoch` without an outcome, when `holder` has the newest epoch."""
     fate = "keep it as a checkpoint" if would_commit else "abort it"
-    recover = f"the next start of the job, or `checkpointd recover {root}`, would {fate}"
+    recover = f"the next start of the job, or {command('recover', root)}, would {fate}"
     if holder is not None and (holder.epoch > epoch or holder.life == "ended"):
         return f"Its job has ended: {recover}."
     if holder is not None and holder.life == "running":
@@ -53,8 +59,9 @@ def in_doubt(holder: Holder | None, epoch: int, root: str, *, would_commit: bool
     return f"If its job{who} still runs, wait for it; if it has ended, {recover}."
 
 
-def after_damage(key: str) -> str:
+def after_damage(key: str, root: str) -> str:
     return (
-        "No job loads it: loading falls back to the newest whole checkpoint (`checkpointd verify` tells which ones are whole). "
+        f"No job loads it: loading falls back to the newest whole checkpoint ({command('verify', root)} tells which ones are "
+        "whole). "
         f"Bring {key} back from a copy if there is one. Find out what changed the file: checkpointd never does."
     )

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from checkpointd.pipeline.report.advice import ranks_text
 from checkpointd.pipeline.report.standing import Flight, Standing
+from checkpointd.pipeline.report.wholeness import lost_text
 
 
 def changes(before: Standing | None, after: Standing) -> Iterator[str]:
@@ -16,6 +17,7 @@ def changes(before: Standing | None, after: Standing) -> Iterator[str]:
         yield f"checkpoints: {after.checkpoints}"
     yield from _aborted(before, after)
     yield from _committed(before, after)
+    yield from _incomplete(before, after)
     if before is None or before.latest != after.latest:
         yield f"latest: {after.latest.problem or after.latest.tag or 'none'}"
     known = before.flights if before else ()
@@ -44,6 +46,13 @@ def _committed(before: Standing | None, after: Standing) -> Iterator[str]:
     for commit in reversed(after.commits):
         if commit.order > newest:
             yield f"committed: {commit.tag} ({commit.attempt}), step {commit.step}"
+
+
+def _incomplete(before: Standing | None, after: Standing) -> Iterator[str]:
+    known = before.incomplete if before else ()
+    for one in after.incomplete:
+        if one not in known:
+            yield f"not whole: {one.tag} ({one.attempt}): {lost_text(one.lost)}"
 
 
 def _flight(flight: Flight) -> str:

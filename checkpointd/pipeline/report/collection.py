@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from checkpointd.commit.retention import AttemptFacts, Retention
+from checkpointd.commands import command
+from checkpointd.commit.retention import Dead, Retention
 from checkpointd.errors import DamagedError, NotFoundError, UsageError
 from checkpointd.layout.keys import LATEST
 from checkpointd.pipeline import catalog
@@ -15,8 +16,6 @@ from checkpointd.pipeline.collect import Removal, collect, survey
 from checkpointd.pipeline.pointer import move_latest
 from checkpointd.pipeline.retire import chosen_by
 from checkpointd.store.base import Store
-
-Dead = tuple[AttemptFacts, str]
 
 
 class Removed(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,12 +40,19 @@ class CollectionReport(msgspec.Struct, frozen=True, kw_only=True):
     freed_bytes: int
     kept_bytes: int
     latest_moved_to: str | None = None
+    needed_by: tuple[str, ...] = ()
+    """Of a deletion: the tags of the newer checkpoints that refer to what stays."""
+    unproved: tuple[str, ...] = ()
+    """Tags that rules let go, and that stay: no checkpoint that was to stay could be read back whole."""
 
 
 async def collection(store: Store, rules: Retention, *, dry_run: bool) -> CollectionReport:
-    """Remove what is dead weight, and the checkpoints that `rules` let go."""
+    """Remove what is dead weight, and the checkpoints that `rules` let go. UsageError where none has their metric."""
     views = await catalog.scan(store)
-    return await _done(store, views, await chosen_by(store, views, rules), dry_run=dry_run)
+    choice = await chosen_by(store, views, rules)
+    if choice.unknown_metric is not None and catalog.checkpoints_of(views):
+        raise UsageError(f"nothing was removed at {store.url}: {choice.unknown_metric}")
+    return await _done(store, views, choice.going, dry_run=dry_run)
 
 
 async def deletion(store: Store, tag: str, *, force: bool, dry_run: bool) -> CollectionReport:
@@ -59,17 +65,25 @@ async def deletion(store: Store, tag: str, *, force: bool, dry_run: bool) -> Col
         raise NotFoundError(f"{tag} is not a checkpoint any more")
     why = await _indispensable(store, tag, [c.tag for c in checkpoints if c.outcome.save_latest])
     if why and not force:
-        raise UsageError(f"{tag} is {why}: a restart would load an older one, or none; add --force to delete it all the same")
-    chosen = [(view.facts, "somebody deleted it") for view in views if view.prefix == found.prefix]
+        anyway = command("delete", store.url, tag, "--force")
+        raise UsageError(f"{tag} is {why}: a restart would load an older one, or none; to delete it all the same: {anyway}")
+    deleted = [(view.facts, "somebody deleted it") for view in views if view.prefix == found.prefix]
     # Older commits of the tag, not collected yet, would be its checkpoint then.
-    chosen += [
+    deleted += [
         (v.facts, "somebody deleted its tag")
         for v in views
         if v.tag == tag and v.state == "committed" and v.prefix != found.prefix
     ]
-    report = await _done(store, [v for v in views if v.tag == tag], chosen, dry_run=dry_run)
+    report = await _done(store, [v for v in views if v.tag == tag], deleted=deleted, dry_run=dry_run)
     moved = None if dry_run else await _move_away(store, tag)
-    return msgspec.structs.replace(report, latest_moved_to=moved)
+    own = {f"{view.prefix}/" for view in views if view.tag == tag}
+    needed_by = tuple(c.tag for c in checkpoints if c.tag != tag and any(_holder(key) in own for key in c.outcome.refers or ()))
+    return msgspec.structs.replace(report, latest_moved_to=moved, needed_by=needed_by)
+
+
+def _holder(key: str) -> str:
+    """`<tag>/<attempt>/` of an object's key."""
+    return key[: key.rindex("/") + 1]
 
 
 async def _indispensable(store: Store, tag: str, newest_first: Sequence[str]) -> str | None:
@@ -95,13 +109,22 @@ async def _move_away(store: Store, tag: str) -> str | None:
     return left.tag if await move_latest(store, left.tag, left.outcome.order) else None
 
 
-async def _done(store: Store, views: list[AttemptView], chosen: list[Dead], *, dry_run: bool) -> CollectionReport:
-    facts = [view.facts for view in views]
-    went = await (survey if dry_run else collect)(store, facts, chosen)
+async def _done(
+    store: Store, views: list[AttemptView], retired: Sequence[Dead] = (), *, deleted: Sequence[Dead] = (), dry_run: bool
+) -> CollectionReport:
+    facts, chosen = [view.facts for view in views], [*retired, *deleted]
+    if dry_run:
+        went = await survey(store, facts, chosen)
+    else:
+        went = await collect(store, facts, retired, deleted=deleted)
+    gone = {(removal.tag, removal.attempt) for removal in went}
+    unproved = [facts for facts, _ in chosen if (facts.tag, str(facts.attempt)) not in gone]
+    left = {c.tag for c in catalog.checkpoints_of(v for v in views if (v.tag, str(v.attempt)) not in gone)}
     return CollectionReport(
         root=store.url,
         dry_run=dry_run,
-        retired=tuple(facts.tag for facts, _ in chosen),
+        retired=tuple(tag for tag in dict.fromkeys(facts.tag for facts, _ in chosen) if tag not in left),
+        unproved=tuple(facts.tag for facts in unproved),
         removed=tuple(_removed(removal) for removal in went),
         freed_bytes=sum(removal.nbytes for removal in went),
         kept_bytes=sum(removal.kept_bytes for removal in went),

@@ -6,16 +6,19 @@ import difflib
 
 import msgspec
 
-from checkpointd.commit.retention import State
+from checkpointd.commands import command
 from checkpointd.errors import DamagedError, NotFoundError
 from checkpointd.layout.keys import DELETED, OUTCOME
 from checkpointd.layout.manifest import Deleted, ErrorReport, Outcome, Writer, decode
-from checkpointd.pipeline import catalog, epochs
+from checkpointd.pipeline import catalog, leases
 from checkpointd.pipeline.catalog import AttemptView
+from checkpointd.pipeline.leases import Sight
 from checkpointd.pipeline.report import advice
-from checkpointd.pipeline.report.holder import Holder, holder_of, newest_holder
+from checkpointd.pipeline.report.holder import Holder, holder_at, newest_holder
+from checkpointd.pipeline.report.listing import RowState, passed_over
 from checkpointd.pipeline.report.pointer import pointer
-from checkpointd.pipeline.report.ranks import RankWord, RankWords, rank_words
+from checkpointd.pipeline.report.ranks import RankWord, RankWords, votes_of, words_of
+from checkpointd.pipeline.report.wholeness import Lost, Wholeness, lost_advice, lost_text
 from checkpointd.store.base import Store
 
 RECOVERY = -1
@@ -25,7 +28,7 @@ class AttemptExplanation(msgspec.Struct, frozen=True, kw_only=True):
     """One attempt: what it is, why, and what to do; `job` is who ran its epoch, `decided` who put its outcome and when."""
 
     attempt: str
-    state: State
+    state: RowState
     why: str
     next: str
     step: int | None
@@ -35,6 +38,8 @@ class AttemptExplanation(msgspec.Struct, frozen=True, kw_only=True):
     decided: Writer | None
     error: ErrorReport | None
     ranks: tuple[RankWord, ...]
+    lost: tuple[Lost, ...] = ()
+    """Of an incomplete one: what is gone."""
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,7 +74,7 @@ async def _no_such_tag(store: Store, tag: str) -> str:
     if similar:
         hint = f"did you mean {' or '.join(similar)}?"
     else:
-        hint = "`checkpointd list --all` shows what is there" if known else "nothing is there at all"
+        hint = f"{command('list', '--all', store.url)} shows what is there" if known else "nothing is there at all"
     return f"nobody ever saved the tag {tag!r} at {store.url}, or it was removed whole: {hint}"
 
 
@@ -82,35 +87,40 @@ async def _newest_holder(store: Store) -> Holder | None:
 
 async def _job(store: Store, epoch: int) -> Holder | None:
     try:
-        return holder_of(await epochs.read(store, epoch))
+        return await holder_at(store, epoch)
     except (NotFoundError, DamagedError):
         return None
 
 
 async def _latest_words(store: Store, tag: str) -> str:
     checkpoints = await catalog.checkpoints(store)
-    named = await pointer(store, checkpoints)
+    named = await pointer(store, checkpoints, Wholeness(store, ()))
     own = next((c for c in checkpoints if c.tag == tag), None)
     if own is None:
         return f"latest names {named.tag}" if named.tag and not named.damage else named.problem or "there is no latest"
     if named.tag == tag:
-        return f"latest names {tag}: a restart loads it"
+        loads = "an older one that is whole, or none" if named.damage else "it"
+        return f"latest names {tag}: a restart loads {loads}"
     if not own.outcome.save_latest:
         return f"latest names {named.tag or 'nothing'}: {tag} was saved with save_latest=False, so it never becomes latest"
     newer = next((c for c in checkpoints if c.tag == named.tag and c.outcome.order > own.outcome.order), None)
-    return f"latest names {newer.tag}, which was committed after {tag}" if newer else named.problem
+    return f"latest names {newer.tag}, which was committed after {tag}" if newer and not named.damage else named.problem
 
 
 async def _explain(
     store: Store, attempt: AttemptView, attempts: list[AttemptView], newest: Holder | None
 ) -> AttemptExplanation:
     job = await _job(store, attempt.attempt.epoch)
-    words = await rank_words(store, attempt, job.world_size if job else None)
-    why, then = await _reason(store, attempt, attempts, words, newest)
+    votes = await votes_of(store, attempt)
+    words = words_of(attempt, votes, job.world_size if job else None)
+    lost = await Wholeness(store, attempts).lost(attempt, votes) if attempt.state == "committed" else ()
+    why, then = await _reason(store, attempt, attempts, words, lost, newest)
+    if over := await passed_over(store, attempt):
+        why += f"; load() took an older checkpoint, so retention keeps this one: {over}"
     outcome = attempt.outcome
     return AttemptExplanation(
         attempt=str(attempt.attempt),
-        state=attempt.state,
+        state="incomplete" if lost else attempt.state,
         why=why,
         next=then,
         step=words.step,
@@ -120,24 +130,32 @@ async def _explain(
         decided=outcome.writer if outcome else None,
         error=outcome.error if outcome else None,
         ranks=words.ranks,
+        lost=lost,
     )
 
 
 async def _reason(
-    store: Store, attempt: AttemptView, attempts: list[AttemptView], words: RankWords, newest: Holder | None
+    store: Store,
+    attempt: AttemptView,
+    attempts: list[AttemptView],
+    words: RankWords,
+    lost: tuple[Lost, ...],
+    newest: Holder | None,
 ) -> tuple[str, str]:
     """Why the attempt is what it is, and what to do."""
     outcome, key = attempt.outcome, f"{attempt.prefix}/{OUTCOME}"
     if attempt.state == "deleted":
         return await _deleted(store, attempt), "Nothing: what is left of it is a record."
     if attempt.state == "damaged":
-        return f"its outcome cannot be read: {attempt.damage}", advice.after_damage(key)
+        return f"its outcome is damaged: {attempt.damage}", advice.after_damage(key, store.url)
+    if attempt.state == "unreadable":
+        return f"its outcome cannot be read now: {attempt.unreadable}", advice.UNREADABLE
     if outcome is None:
         return await _in_doubt(store, attempt, words, newest)
     if outcome.outcome == "abort":
         reason = outcome.error.message if outcome.error else "no reason was recorded"
         return f"{decider(outcome)} aborted it: {reason}", advice.after_abort(outcome.error, outcome.ranks)
-    return _committed(attempt, attempts, outcome, words)
+    return _committed(store, attempt, attempts, words, lost)
 
 
 def decider(outcome: Outcome) -> str:
@@ -149,18 +167,24 @@ def decider(outcome: Outcome) -> str:
     return f"rank {outcome.decided_by}, in the coordinator's place,"
 
 
-def _committed(attempt: AttemptView, attempts: list[AttemptView], outcome: Outcome, words: RankWords) -> tuple[str, str]:
-    why = f"every rank voted yes, and {decider(outcome)} committed it"
+def _committed(
+    store: Store, attempt: AttemptView, attempts: list[AttemptView], words: RankWords, lost: tuple[Lost, ...]
+) -> tuple[str, str]:
+    assert attempt.outcome is not None
+    why = f"every rank voted yes, and {decider(attempt.outcome)} committed it"
     [current] = catalog.checkpoints_of(attempts)
     if current.attempt != attempt.attempt:
         return f"{why}; attempt {current.attempt} of the same tag has replaced it", "Nothing: it is about to be collected."
+    verify = command("verify", store.url, attempt.tag)
     bad = [word.rank for word in words.ranks if word.vote != "yes"]
     if bad:
-        return (
-            f"{why}, but the vote of {advice.ranks_text(bad)} is gone or changed since: it does not load",
-            f"`checkpointd verify {attempt.tag}` lists the damage. Load another one, or bring the objects back from a copy.",
-        )
-    return why, f"Nothing. `checkpointd verify {attempt.tag}` reads all of it and checks every byte."
+        why = f"{why}, but the vote of {advice.ranks_text(bad)} is gone or changed since: it does not load"
+    if lost:
+        remedy = lost_advice(store.url, attempt.tag, lost)
+        return f"{why}; {lost_text(lost)}", f"{remedy[0].upper()}{remedy[1:]}."
+    if bad:
+        return why, f"{verify} lists the damage. Load another one, or bring the objects back from a copy."
+    return why, f"Nothing. {verify} reads all of it and checks every byte."
 
 
 async def _deleted(store: Store, attempt: AttemptView) -> str:
@@ -184,5 +208,9 @@ async def _in_doubt(store: Store, attempt: AttemptView, words: RankWords, newest
         why = f"there is no outcome, and no vote of {advice.ranks_text(missing)}"
     else:
         why = "there is no outcome, although every rank has voted"
+    worker = await leases.worker_of(store, attempt.prefix, Sight())
+    if worker is not None:
+        who = worker.writer
+        return why, f"Wait: the daemon with process {who.pid} on {who.host} works at it, and decides it."
     then = advice.in_doubt(newest, attempt.attempt.epoch, store.url, would_commit=expected.outcome == "commit")
     return why, then

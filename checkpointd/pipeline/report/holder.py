@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
-
 import msgspec
 
+from checkpointd.layout.keys import job_lease_key
 from checkpointd.layout.manifest import Epoch
 from checkpointd.pipeline import epochs
-from checkpointd.store import writers
 from checkpointd.store.base import Store
-
-Life: TypeAlias = Literal["running", "ended", "unknown"]
-"""`unknown`: the process was started on another machine, before this one's last boot, or in another container."""
+from checkpointd.store.writers import Life, life_of
 
 
 class Holder(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,10 +32,18 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
 async def newest_holder(store: Store) -> Holder | None:
     """The newest epoch's holder; None where no job ever ran at the root. DamagedError where its record cannot be read."""
     number = await epochs.newest(store)
-    return holder_of(await epochs.read(store, number)) if number else None
+    return await holder_at(store, number) if number else None
 
 
-def holder_of(epoch: Epoch) -> Holder:
+async def holder_at(store: Store, number: int) -> Holder:
+    """The holder of epoch `number`. NotFoundError where the store does not show it, DamagedError where it cannot be read."""
+    holder = _holder_of(await epochs.read(store, number))
+    if holder.life == "unknown" and await store.stat(job_lease_key(number)) is None:
+        return msgspec.structs.replace(holder, life="ended")  # a job that was not closed has left its lease
+    return holder
+
+
+def _holder_of(epoch: Epoch) -> Holder:
     who = epoch.writer
     return Holder(
         epoch=epoch.epoch,
@@ -49,9 +53,3 @@ def holder_of(epoch: Epoch) -> Holder:
         since=who.time,
         life=life_of(epoch.process),
     )
-
-
-def life_of(process: str) -> Life:
-    if not writers.is_within_sight(process):
-        return "unknown"
-    return "running" if writers.is_alive(process) else "ended"

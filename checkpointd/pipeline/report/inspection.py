@@ -12,11 +12,25 @@ import msgspec
 from checkpointd.errors import DamagedError, NotFoundError, UsageError
 from checkpointd.layout import tree
 from checkpointd.layout.boxes import Box, whole
-from checkpointd.layout.manifest import Alias, Chunk, Index, ObjectRef, Scope, TensorEntry
+from checkpointd.layout.keys import DAMAGED, VERIFIED
+from checkpointd.layout.manifest import (
+    Alias,
+    Chunk,
+    Damaged,
+    Index,
+    ObjectRef,
+    Scope,
+    TensorEntry,
+    Verified,
+    Writer,
+    decode,
+)
 from checkpointd.pipeline import catalog
-from checkpointd.pipeline.catalog import Checkpoint
+from checkpointd.pipeline.catalog import Checkpoint, ReadBackState
 from checkpointd.pipeline.load import read_index
+from checkpointd.pipeline.report.ranks import votes_of
 from checkpointd.pipeline.report.values import Value, values_of
+from checkpointd.pipeline.report.wholeness import Lost, Wholeness
 from checkpointd.pipeline.verify import Damage
 from checkpointd.store.base import Store
 
@@ -83,6 +97,14 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
     damage: Damage | None = None
 
 
+class ReadBackReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether the checkpoint was read back since it was written, by whom and when, and the first faults where it is damaged."""
+
+    state: ReadBackState = "no"
+    writer: Writer | None = None
+    faults: tuple[str, ...] = ()
+
+
 class Inspection(msgspec.Struct, frozen=True, kw_only=True):
     """The sizes and totals are of what is shown: all of the checkpoint, or the ranks and tensors asked for.
 
@@ -101,9 +123,12 @@ class Inspection(msgspec.Struct, frozen=True, kw_only=True):
     written_bytes: int
     referred_bytes: int
     metrics: dict[str, float]
+    read_back: ReadBackReport
     codecs: Totals
     tensors: tuple[GlobalReport, ...]
     ranks: tuple[RankReport, ...]
+    lost: tuple[Lost, ...] = ()
+    """Objects of the checkpoint that are gone."""
 
     @property
     def damage(self) -> list[Damage]:
@@ -122,7 +147,8 @@ async def inspection(
     shown = [tensor for report in reports for tensor in report.tensors]
     if tensors != "*" and not shown and not any(report.damage for report in reports):
         raise NotFoundError(f"no tensor of {tag} matches {tensors!r}; without --tensors all of them are shown")
-    outcome = checkpoint.outcome
+    outcome, view = checkpoint.outcome, await catalog.view(store, tag, checkpoint.attempt)
+    lost = await Wholeness(store, [view]).lost(view, await votes_of(store, view)) if view.state == "committed" else ()
     return Inspection(
         root=store.url,
         tag=tag,
@@ -135,10 +161,27 @@ async def inspection(
         written_bytes=sum(t.stored_bytes - t.referred_bytes for t in shown),
         referred_bytes=sum(t.referred_bytes for t in shown),
         metrics=outcome.metrics,
+        read_back=await _read_back(store, checkpoint),
         codecs=_merged(total for tensor in shown for total in tensor.codecs),
         tensors=tuple(_together(reports)),
         ranks=tuple(reports),
+        lost=lost,
     )
+
+
+async def _read_back(store: Store, checkpoint: Checkpoint) -> ReadBackReport:
+    view = await catalog.view(store, checkpoint.tag, checkpoint.attempt)
+    if view.read_back == "no":
+        return ReadBackReport()
+    try:
+        if view.read_back == "whole":
+            key = f"{checkpoint.prefix}/{VERIFIED}"
+            return ReadBackReport(state="whole", writer=decode(await store.get(key), Verified, key).writer)
+        key = f"{checkpoint.prefix}/{DAMAGED}"
+        record = decode(await store.get(key), Damaged, key)
+        return ReadBackReport(state="damaged", writer=record.writer, faults=record.faults)
+    except (DamagedError, NotFoundError):
+        return ReadBackReport(state=view.read_back)
 
 
 def _ranks(checkpoint: Checkpoint, rank: int | None) -> list[int]:

@@ -6,47 +6,76 @@ from collections.abc import Sequence
 
 import msgspec
 
-from checkpointd.errors import DamagedError, NotFoundError
+from checkpointd.commands import command
+from checkpointd.errors import DamagedError, NotFoundError, UnreadableError
+from checkpointd.layout.keys import LATEST
 from checkpointd.pipeline import catalog
 from checkpointd.pipeline.catalog import Checkpoint
+from checkpointd.pipeline.report.ranks import votes_of
+from checkpointd.pipeline.report.wholeness import Wholeness
 from checkpointd.store.base import Store
-
-REPAIR = "the next start of the job, or `checkpointd recover`, sets it right"
 
 
 class Pointer(msgspec.Struct, frozen=True, kw_only=True):
-    """The tag that `latest` names. `damage`: it names no checkpoint. `behind`: a newer commit asked to be named instead."""
+    """The tag that `latest` names. `damage`: it names no checkpoint. `behind`: a newer commit asked to be named instead.
+    `unreadable`: what it names, or whether that is a checkpoint, cannot be read now.
+    """
 
     tag: str | None
     damage: str = ""
     behind: str = ""
+    unreadable: str = ""
 
     @property
     def problem(self) -> str:
-        return self.damage or self.behind
+        return self.damage or self.unreadable or self.behind
 
 
-async def pointer(store: Store, checkpoints: Sequence[Checkpoint]) -> Pointer:
-    """The pointer of `store`, judged by its `checkpoints`, newest first, as they were a moment ago."""
+async def pointer(store: Store, checkpoints: Sequence[Checkpoint], wholeness: Wholeness | None = None) -> Pointer:
+    """The pointer of `store`, judged by its `checkpoints`, newest first, as they were a moment ago; with `wholeness` also by
+    whether anything is gone of the one that it names.
+    """
+    repair = f"the next start of the job, or {command('recover', store.url)}, sets it right"
     try:
         tag = await catalog.latest(store)
     except DamagedError as error:
-        return Pointer(tag=None, damage=f"{error}; {REPAIR}")
+        return Pointer(tag=None, damage=f"{error}; {repair}")
+    except UnreadableError as error:
+        return Pointer(tag=None, unreadable=f"{LATEST} cannot be read now: {error}")
     named = next((c for c in checkpoints if c.tag == tag), None)
     if tag is not None and named is None:
         # It may have been committed since `checkpoints` were looked up.
-        return Pointer(tag=tag, damage=await _fault(store, tag))
+        return await _without_checkpoint(store, tag, repair)
+    if named is not None and wholeness is not None and (damage := await _incomplete(store, named, wholeness)):
+        return Pointer(tag=tag, damage=damage)
     due = next((c for c in checkpoints if c.outcome.save_latest), None)
     if due is not None and (named is None or named.outcome.order < due.outcome.order):
         names = f"names {tag}" if tag else "does not exist"
-        behind = f"latest {names}, although {due.tag} was committed since; unless its job is just moving it, {REPAIR}"
+        behind = f"latest {names}, although {due.tag} was committed since; unless its job is just moving it, {repair}"
         return Pointer(tag=tag, behind=behind)
     return Pointer(tag=tag)
 
 
-async def _fault(store: Store, tag: str) -> str:
+async def _without_checkpoint(store: Store, tag: str, repair: str) -> Pointer:
     try:
         await catalog.find(store, tag)
+    except UnreadableError as error:
+        return Pointer(tag=tag, unreadable=f"latest names {tag}, which cannot be read now: {error}")
     except (NotFoundError, DamagedError) as error:
-        return f"latest names {tag}, which cannot be loaded: {error}; {REPAIR}"
-    return ""
+        is_there = any(attempt.sizes for attempt in await catalog.attempts_of(store, tag))
+        why = (
+            str(error) if is_there else f"it is gone: somebody removed {tag}, and a restart loads an older checkpoint, or none"
+        )
+        return Pointer(tag=tag, damage=f"latest names {tag}, which cannot be loaded: {why}; {repair}")
+    return Pointer(tag=tag)
+
+
+async def _incomplete(store: Store, named: Checkpoint, wholeness: Wholeness) -> str:
+    """That something is gone of the checkpoint that the pointer names; empty where it is whole."""
+    view = await catalog.view(store, named.tag, named.attempt)
+    if view.state != "committed":
+        return ""
+    if not await wholeness.lost(view, await votes_of(store, view)):
+        return ""
+    why = command("explain", store.url, named.tag)
+    return f"latest names {named.tag}, which is not whole ({why} says why): a restart loads an older one that is, or none"

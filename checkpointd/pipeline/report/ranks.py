@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Literal, TypeAlias
 
 import msgspec
 
-from checkpointd.errors import DamagedError, NotFoundError
+from checkpointd.errors import DamagedError, NotFoundError, UnreadableError
 from checkpointd.layout.keys import object_rank, vote_name
 from checkpointd.layout.manifest import ErrorReport, Vote, Writer
 from checkpointd.pipeline import catalog
@@ -62,12 +63,22 @@ def _total(parts: list[int | None]) -> int | None:
 
 async def rank_words(store: Store, attempt: AttemptView, world_size: int | None = None) -> RankWords:
     """Read the votes of `attempt`. `world_size` helps where it has none, as an epoch's record may know it."""
+    return words_of(attempt, await votes_of(store, attempt), world_size)
+
+
+async def votes_of(store: Store, attempt: AttemptView) -> dict[int, Vote | str]:
+    """The votes of `attempt` by rank; words where one cannot be read."""
     votes: dict[int, Vote | str] = {}
 
     async def read(rank: int) -> None:
         votes[rank] = await _vote(store, attempt, rank)
 
     await run_workers([partial(read, rank) for rank in attempt.vote_ranks], READS, lambda: None)
+    return votes
+
+
+def words_of(attempt: AttemptView, votes: Mapping[int, Vote | str], world_size: int | None = None) -> RankWords:
+    """What `votes` say, rank by rank; as `rank_words`."""
     first = next((vote for _, vote in sorted(votes.items()) if isinstance(vote, Vote)), None)
     told = attempt.outcome or first
     size = (told.world_size if told else 0) or world_size or None
@@ -84,7 +95,7 @@ async def _vote(store: Store, attempt: AttemptView, rank: int) -> Vote | str:
     ref = attempt.outcome.votes.get(str(rank)) if attempt.outcome else None
     try:
         return await catalog.read_vote(store, f"{attempt.prefix}/{vote_name(rank)}", ref.digest if ref else None)
-    except (DamagedError, NotFoundError) as error:
+    except (DamagedError, NotFoundError, UnreadableError) as error:
         return str(error)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import shlex
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Literal
@@ -9,14 +12,17 @@ from typing import Literal
 import msgspec
 
 from checkpointd.commit.retention import dead_weight
-from checkpointd.errors import DamagedError, UsageError
+from checkpointd.errors import DamagedError
 from checkpointd.layout.manifest import Outcome
-from checkpointd.pipeline import catalog, epochs
+from checkpointd.pipeline import catalog, epochs, leases
 from checkpointd.pipeline.catalog import AttemptView, Checkpoint
+from checkpointd.pipeline.leases import Beginner
 from checkpointd.pipeline.recover import judge, recover
 from checkpointd.pipeline.report.holder import Holder, newest_holder
 from checkpointd.pipeline.report.pointer import pointer
 from checkpointd.store.base import Store
+
+log = logging.getLogger("checkpointd")
 
 NO_RANKS = 0
 """The world size of an epoch that no job runs in: it fences the older ones, and the next start takes the one after it."""
@@ -41,6 +47,8 @@ class RecoveryReport(msgspec.Struct, frozen=True, kw_only=True):
     refused: str = ""
     """Dry run only: why the recovery itself would be refused."""
     decided: tuple[Decided, ...]
+    spared: tuple[str, ...] = ()
+    """Undecided attempts (`<tag>/<attempt>`) that are left to the daemons that still work at them."""
     latest_moved_to: str | None
     swept: int
     """Attempts whose chunks and indexes went."""
@@ -48,74 +56,75 @@ class RecoveryReport(msgspec.Struct, frozen=True, kw_only=True):
     """Files of interrupted writes that went; None in a dry run."""
 
 
-async def recovery(store: Store, *, force: bool = False) -> RecoveryReport:
-    """Take the next epoch and decide every attempt of the older ones. UsageError where the job may still run."""
+async def recovery(store: Store, *, take_over: bool = False) -> RecoveryReport:
+    """Take the next epoch and decide every attempt of the older ones, but for those that a daemon still works at.
+
+    RootInUseError where a job is alive at the root, unless it is to be taken over.
+    """
     holder = await _holder(store)
-    why = refusal(holder, force=force)
-    if why:
-        raise UsageError(why)
-    if holder is None and not await catalog.scan(store):
+    if holder is None and not await epochs.newest(store) and not await catalog.scan(store):
         # No job ever ran here: it may be any directory, and must not become a root by a slip.
         return RecoveryReport(
             root=store.url, dry_run=False, epoch=None, holder=None, decided=(), latest_moved_to=None, swept=0, strays=0
         )
-    epoch = await epochs.take(store, NO_RANKS)
-    done = await recover(store, epoch.epoch)
+    epoch, lease = await leases.begin(store, _beginner(store, take_over=take_over))
+    try:
+        done = await recover(store, epoch.epoch, epoch.spares)
+    finally:
+        await lease.release()
     return RecoveryReport(
         root=store.url,
         dry_run=False,
         epoch=epoch.epoch,
-        holder=holder if isinstance(holder, Holder) else None,
+        holder=holder,
         decided=_decided(done.decided),
+        spared=epoch.spares,
         latest_moved_to=done.latest_moved_to,
         swept=done.swept,
         strays=done.strays,
     )
 
 
-async def preview(store: Store, *, force: bool = False) -> RecoveryReport:
+def _beginner(store: Store, *, take_over: bool) -> Beginner:
+    return Beginner(
+        world_size=NO_RANKS,
+        take_over=take_over,
+        instead=(
+            "It decides what is in doubt itself. To recover all the same, end it first, or take the root over, so that every "
+            f"save of it fails from then on: checkpointd recover {shlex.quote(store.url)} --take-over"
+        ),
+    )
+
+
+async def preview(store: Store, *, take_over: bool = False) -> RecoveryReport:
     """What `recovery` would do now; nothing is written."""
-    holder = await _holder(store)
+    beginner = _beginner(store, take_over=take_over)
+    spared, living = await asyncio.gather(
+        leases.attempts_at_work(store, beginner.sight), leases.living_job(store, beginner.job, beginner.sight)
+    )
     attempts = await catalog.scan(store)
-    outcomes = {a.prefix: await judge(store, a) for a in attempts if a.state == "in-doubt"}
+    outcomes = {a.prefix: await judge(store, a) for a in attempts if a.state == "in-doubt" and a.prefix not in spared}
     after = [_as_decided(a, outcomes.get(a.prefix)) for a in attempts]
     return RecoveryReport(
         root=store.url,
         dry_run=True,
         epoch=None,
-        holder=holder if isinstance(holder, Holder) else None,
-        refused=refusal(holder, force=force) or "",
+        holder=await _holder(store),
+        refused=leases.refusal(store, living, beginner.instead) if living is not None and not take_over else "",
         decided=_decided(outcomes.values()),
+        spared=spared,
         latest_moved_to=await _next_latest(store, catalog.checkpoints_of(after)),
-        swept=len(dead_weight([a.facts for a in after])),
+        swept=len(dead_weight([a.facts for a in after if a.prefix not in spared])),
         strays=None,
     )
 
 
-def refusal(holder: Holder | DamagedError | None, *, force: bool) -> str | None:
-    """Why the root must not be taken over from `holder`, or None."""
-    if isinstance(holder, DamagedError):
-        return None if force else f"who runs this root cannot be read ({holder}): see that no job does, then add --force"
-    if holder is None or holder.life == "ended":
-        return None
-    if holder.life == "running":
-        return (
-            f"{holder} has run epoch {holder.epoch} here since {holder.since} and still lives: recovering now would fence it, "
-            "and every save of it would fail; it decides what is in doubt itself. To recover all the same, end it first"
-        )
-    if force or not holder.is_job:
-        return None
-    return (
-        f"the job on {holder.host} cannot be checked from here (process {holder.pid}, epoch {holder.epoch}, begun at "
-        f"{holder.since}): see that it has ended, then add --force; a job that still runs would be fenced"
-    )
-
-
-async def _holder(store: Store) -> Holder | DamagedError | None:
+async def _holder(store: Store) -> Holder | None:
     try:
         return await newest_holder(store)
     except DamagedError as error:
-        return error
+        log.warning("who ran this root cannot be read: %s", error)
+        return None
 
 
 def _decided(outcomes: Iterable[Outcome]) -> tuple[Decided, ...]:

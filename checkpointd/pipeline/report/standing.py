@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from checkpointd.errors import DamagedError
-from checkpointd.pipeline import catalog
+from checkpointd.pipeline import catalog, leases
 from checkpointd.pipeline.catalog import AttemptView, Checkpoint
+from checkpointd.pipeline.leases import Sight
 from checkpointd.pipeline.report.holder import Holder, newest_holder
 from checkpointd.pipeline.report.listing import newest_last
 from checkpointd.pipeline.report.pointer import Pointer, pointer
 from checkpointd.pipeline.report.ranks import RankWord, rank_words
+from checkpointd.pipeline.report.wholeness import Lost, Wholeness
 from checkpointd.store.base import Store
 
 RECENT = 5
@@ -18,7 +22,7 @@ RECENT = 5
 
 
 class Flight(msgspec.Struct, frozen=True, kw_only=True):
-    """An attempt without an outcome. `stale`: its job has ended, so that nobody works on it any more."""
+    """An attempt without an outcome. `stale`: its job has ended, and no daemon works at it, as far as can be told from here."""
 
     tag: str
     attempt: str
@@ -53,6 +57,14 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     ranks: tuple[int, ...]
 
 
+class Incomplete(msgspec.Struct, frozen=True, kw_only=True):
+    """A checkpoint of which objects are gone."""
+
+    tag: str
+    attempt: str
+    lost: tuple[Lost, ...]
+
+
 class Standing(msgspec.Struct, frozen=True, kw_only=True):
     """What the store shows at one moment. Two of them are equal where nothing changed."""
 
@@ -63,7 +75,10 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
     checkpoints: int
     commits: tuple[Commit, ...]
     damaged: tuple[str, ...]
-    """Attempts with an outcome that cannot be read."""
+    """Attempts with a damaged outcome."""
+    unreadable: tuple[str, ...]
+    """Attempts with an outcome that cannot be read now."""
+    incomplete: tuple[Incomplete, ...]
     flights: tuple[Flight, ...]
     failures: tuple[Failure, ...]
 
@@ -72,7 +87,8 @@ async def standing(store: Store) -> Standing:
     """Look once."""
     attempts = [attempt for attempt in await catalog.scan(store) if attempt.sizes]
     checkpoints = catalog.checkpoints_of(attempts)
-    named = await pointer(store, checkpoints)
+    wholeness = Wholeness(store, attempts)
+    named = await pointer(store, checkpoints, wholeness)
     holder, problem = await _holder(store)
     undecided = sorted((a for a in attempts if a.state == "in-doubt"), key=newest_last, reverse=True)
     return Standing(
@@ -83,9 +99,20 @@ async def standing(store: Store) -> Standing:
         checkpoints=len(checkpoints),
         commits=tuple(_commit(checkpoint) for checkpoint in checkpoints[:RECENT]),
         damaged=tuple(attempt.prefix for attempt in attempts if attempt.state == "damaged"),
+        unreadable=tuple(attempt.prefix for attempt in attempts if attempt.state == "unreadable"),
+        incomplete=await _incomplete(wholeness, attempts, checkpoints),
         flights=tuple([await _flight(store, attempt, holder) for attempt in undecided]),
         failures=_failures(attempts),
     )
+
+
+async def _incomplete(
+    wholeness: Wholeness, attempts: Sequence[AttemptView], checkpoints: Sequence[Checkpoint]
+) -> tuple[Incomplete, ...]:
+    """The checkpoints of which something is gone, newest first, as far as listings and outcomes show it: no vote is read."""
+    views = {attempt.prefix: attempt for attempt in attempts}
+    found = [(c, await wholeness.lost(views[c.prefix])) for c in checkpoints]
+    return tuple(Incomplete(tag=c.tag, attempt=str(c.attempt), lost=lost) for c, lost in found if lost)
 
 
 async def _holder(store: Store) -> tuple[Holder | None, str]:
@@ -101,7 +128,9 @@ async def _flight(store: Store, attempt: AttemptView, holder: Holder | None) -> 
     return Flight(
         tag=attempt.tag,
         attempt=str(attempt.attempt),
-        stale=holder is not None and (not is_newest or holder.life == "ended"),
+        stale=holder is not None
+        and (not is_newest or holder.life == "ended")
+        and await leases.worker_of(store, attempt.prefix, Sight()) is None,
         world_size=words.world_size,
         object_bytes=sum(attempt.sizes.values()),
         ranks=words.ranks,

@@ -9,24 +9,33 @@ from typing import Literal
 import msgspec
 
 from checkpointd.config import LoadConfig
-from checkpointd.errors import DamagedError
+from checkpointd.errors import DamagedError, UnreadableError
 from checkpointd.layout.keys import LATEST, OUTCOME
 from checkpointd.pipeline import catalog
 from checkpointd.pipeline.catalog import AttemptView, Checkpoint
 from checkpointd.pipeline.report.pointer import Pointer, pointer
-from checkpointd.pipeline.report.ranks import rank_words
-from checkpointd.pipeline.verify import Damage, record_verdict, verify
+from checkpointd.pipeline.report.ranks import rank_words, votes_of
+from checkpointd.pipeline.report.wholeness import Lost, Wholeness
+from checkpointd.pipeline.verify import Damage, record_verdict, verify, verify_proved
 from checkpointd.store.base import Store
+
+PATIENCE = LoadConfig(retry_s=3.0)
+"""What cannot be read is tried again for a moment only: a person waits for the answer."""
 
 
 class TagVerdict(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of one checkpoint; `removed`: it was replaced and collected while it was being read."""
+    """What became of one checkpoint. `removed`: it was replaced and collected while it was read. `unreadable`: nothing was
+    found damaged, and something could not be read, so nobody knows whether it is whole.
+    """
 
     tag: str
     attempt: str
-    state: Literal["whole", "damaged", "removed"]
+    state: Literal["whole", "damaged", "unreadable", "removed"]
     bytes_read: int
     damage: tuple[Damage, ...] = ()
+    unreadable: tuple[Damage, ...] = ()
+    lost: tuple[Lost, ...] = ()
+    """Objects that are gone, as the cause of some of the damage."""
 
 
 class Verification(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,6 +51,14 @@ class Verification(msgspec.Struct, frozen=True, kw_only=True):
         found = [damage for verdict in self.checkpoints for damage in verdict.damage]
         if self.latest and self.latest.damage:
             found.append(Damage(code=DamagedError.__name__, message=self.latest.damage, key=LATEST))
+        return found
+
+    @property
+    def unreadable(self) -> list[Damage]:
+        """All that could not be read, `latest` included."""
+        found = [one for verdict in self.checkpoints for one in verdict.unreadable]
+        if self.latest and self.latest.unreadable:
+            found.append(Damage(code=UnreadableError.__name__, message=self.latest.unreadable, key=LATEST))
         return found
 
 
@@ -64,9 +81,9 @@ async def tasks(store: Store, tag: str | None) -> list[Task]:
         attempts = await catalog.scan(store)
     else:
         attempts = await catalog.attempts_of(store, tag)
-        if not any(attempt.state == "damaged" for attempt in attempts):
+        if not any(map(catalog.fault_of, attempts)):
             await catalog.find(store, tag)
-    found = [Task(view=a, checkpoint=None, nbytes=0) for a in attempts if a.state == "damaged"]
+    found = [Task(view=a, checkpoint=None, nbytes=0) for a in attempts if catalog.fault_of(a)]
     views = {(a.tag, a.attempt): a for a in attempts}
     for checkpoint in catalog.checkpoints_of(attempts):
         view = views[checkpoint.tag, checkpoint.attempt]
@@ -80,35 +97,50 @@ async def verified(
     todo: list[Task],
     *,
     record: bool = False,
+    config: LoadConfig | None = None,
     on_task: Callable[[Task], None] = lambda _: None,
     on_bytes: Callable[[int], None] = lambda _: None,
     on_verdict: Callable[[TagVerdict], None] = lambda _: None,
 ) -> list[TagVerdict]:
-    """Read all of `todo`, one checkpoint after the other; `record`: leave a record in each that is whole, for retention."""
+    """Read all of `todo` from the storage itself, one checkpoint after the other; `record`: leave the verdict in each."""
     verdicts = []
     for task in todo:
         on_task(task)
-        verdicts.append(await _verdict(store, task, on_bytes, record=record))
+        verdicts.append(await _verdict(store, task, config or PATIENCE, on_bytes, record=record))
         on_verdict(verdicts[-1])
     return verdicts
 
 
-async def _verdict(store: Store, task: Task, on_bytes: Callable[[int], None], *, record: bool) -> TagVerdict:
+async def _verdict(
+    store: Store, task: Task, config: LoadConfig, on_bytes: Callable[[int], None], *, record: bool
+) -> TagVerdict:
     view = task.view
     if task.checkpoint is None:
-        damage = Damage(code=DamagedError.__name__, message=view.damage or "", key=f"{view.prefix}/{OUTCOME}")
-        return TagVerdict(tag=view.tag, attempt=str(view.attempt), state="damaged", bytes_read=0, damage=(damage,))
-    verdict = await verify(store, task.checkpoint, LoadConfig(), on_bytes)
-    if record and (await catalog.view(store, view.tag, view.attempt)).state == "committed":
+        return _without_outcome(view)
+    if record:
+        verdict = await verify_proved(store, task.checkpoint, config, on_bytes)
         await record_verdict(store, task.checkpoint, verdict)
+    else:
+        verdict = await verify(store.uncached, task.checkpoint, config, on_bytes)
     gone = not verdict.whole and await _is_gone(store, view)
+    lost = () if verdict.whole or gone else await Wholeness(store, [view]).lost(view, await votes_of(store, view))
     return TagVerdict(
         tag=view.tag,
         attempt=str(view.attempt),
-        state="whole" if verdict.whole else "removed" if gone else "damaged",
+        state="whole" if verdict.whole else "removed" if gone else "damaged" if verdict.damage else "unreadable",
         bytes_read=verdict.bytes_read,
         damage=() if gone else tuple(verdict.damage),
+        unreadable=() if gone else tuple(verdict.unreadable),
+        lost=lost,
     )
+
+
+def _without_outcome(view: AttemptView) -> TagVerdict:
+    key = f"{view.prefix}/{OUTCOME}"
+    damage = (Damage(code=DamagedError.__name__, message=view.damage, key=key),) if view.damage else ()
+    unreadable = (Damage(code=UnreadableError.__name__, message=view.unreadable, key=key),) if view.unreadable else ()
+    state: Literal["damaged", "unreadable"] = "damaged" if damage else "unreadable"
+    return TagVerdict(tag=view.tag, attempt=str(view.attempt), state=state, bytes_read=0, damage=damage, unreadable=unreadable)
 
 
 async def _is_gone(store: Store, attempt: AttemptView) -> bool:

@@ -11,13 +11,12 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from checkpointd.config import MIB, CommitConfig, PersistConfig
-from checkpointd.errors import CheckpointdError, DamagedError, StagingError, UsageError
+from checkpointd.errors import CheckpointdError, StagingError, UsageError
 from checkpointd.layout import tree
 from checkpointd.layout.boxes import Box, boxes_of_range
 from checkpointd.layout.dtypes import ITEM_BYTES
@@ -26,7 +25,7 @@ from checkpointd.layout.manifest import Alias
 from checkpointd.pipeline import catalog
 from checkpointd.pipeline.attempt import Attempt, WriterState
 from checkpointd.pipeline.chunks import Persist
-from checkpointd.pipeline.report.holder import newest_holder
+from checkpointd.pipeline.leases import Beginner
 from checkpointd.pipeline.save import persist
 from checkpointd.pipeline.shard import AttemptInfo, Bytes, Progress, Shard
 from checkpointd.store.base import Store
@@ -37,6 +36,9 @@ from checkpointd_client.start import begin
 
 MEMORY_BYTES = 512 * MIB
 MEMORY_BYTES_MIN = 64 * MIB
+_INSTEAD = (
+    "An import takes an epoch, so every save of that job would fail: import into a root of its own, or end that job first"
+)
 
 
 class Reader(Protocol):
@@ -66,18 +68,23 @@ class Job:
     reader: Reader
     tag: str
     step: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
     save_latest: bool
     memory: int
     on_progress: Callable[[int, int], None]
 
     async def run(self, store: Store) -> tuple[int, int]:
-        """Write and commit it; bytes of the tensors, and parts."""
+        """Write and commit it; bytes of the tensors, and parts. RootInUseError where a job is alive there."""
         shares = list(_shares(self.tensors, self.memory // 2)) or [[]]
-        commit = CommitConfig(on_stale="ignore")
-        begun = await begin(store, len(shares), commit)
+        commit = CommitConfig(on_stale="ignore", read_back=False)
+        beginner = Beginner(world_size=len(shares), commit_timeout_s=commit.timeout_s, instead=_INSTEAD)
+        started = await begin(store, beginner)
         config = PersistConfig(dedup=False, budget_bytes=max(32 * MIB, self.memory // 4))
-        attempt = _Import(self, store, config, commit, AttemptId(begun.number, 0), shares)
-        await attempt.run()
+        attempt = _Import(self, store, config, commit, AttemptId(started.begun.number, 0), shares)
+        try:
+            await attempt.run()
+        finally:
+            await started.lease.release()
         return attempt.total, len(shares)
 
 
@@ -154,6 +161,7 @@ class _Import:
             step=job.step,
             n=0,
             save_latest=job.save_latest,
+            metrics=tuple(job.metrics.items()),
         )
 
     async def _shard(self, rank: int) -> Shard:
@@ -185,24 +193,9 @@ def _failed(error: BaseException) -> CheckpointdError:
 
 
 async def check_free(store: Store, tag: str, *, force: bool) -> None:
-    """UsageError where the tag exists, or a job runs at the root: the epoch of an import would fence it."""
+    """UsageError where the tag exists, without `force`."""
     if not force and tag in await catalog.tags(store):
         raise UsageError(f"{store.url} has a {tag} already: give another tag, or force")
-    try:
-        holder = await newest_holder(store)
-    except DamagedError as error:
-        if not force:
-            raise UsageError(f"who runs this root cannot be read ({error}): see that no job does, then force") from error
-        return
-    if holder is None or holder.life == "ended" or holder.pid == os.getpid():
-        return
-    if holder.life == "running" or (holder.is_job and not force):
-        sure = "still lives" if holder.life == "running" else "cannot be checked from here"
-        raise UsageError(
-            f"{holder} has run epoch {holder.epoch} here since {holder.since} and {sure}: an import would fence it, and every "
-            "save of it would fail; import into a root of its own, or end it first"
-            + ("" if holder.life == "running" else ", then force")
-        )
 
 
 def _shares(tensors: Sequence[SourceTensor], nbytes_max: int) -> Iterator[list[_Part]]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import pytest
 
 from checkpointd.cli import run
+from checkpointd.pipeline.report import verification
 from checkpointd.store.base import Store
 from checkpointd.store.posix import PosixStore
 from checkpointd.store.writers import new_writer
@@ -53,6 +54,12 @@ class With(Protocol):
 @pytest.fixture(autouse=True)
 def no_root_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CHECKPOINTD_ROOT", raising=False)
+
+
+@pytest.fixture(autouse=True)
+def soon_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No file server lags here: what is not there counts as lost soon."""
+    monkeypatch.setattr(verification, "PATIENCE", replace(verification.PATIENCE, absence_s=0.1))
 
 
 @pytest.fixture

@@ -46,6 +46,21 @@ def test_a_tag_and_json(root: Path, at: With, cli: Cli, tmp_path: Path) -> None:
     assert load_file(tmp_path / "out" / "model.safetensors")["w"].dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("spelling", ["{root} 1", "{root}/global_step1", "{root}/.checkpointd global_step1/"])
+def test_spellings_of_a_tag(root: Path, at: With, cli: Cli, tmp_path: Path, spelling: str) -> None:
+    at(two)
+    places = spelling.format(root=root).split()
+    assert cli("consolidate", *places, tmp_path / "out", "--json").json["tag"] == "global_step1"
+    assert cli("consolidate", *places, tmp_path / "out", "--only", "model", "--force").code == 0
+
+
+def test_what_is_no_root_names_the_one_below_it(root: Path, at: With, cli: Cli, tmp_path: Path) -> None:
+    at(two)
+    answer = cli("consolidate", tmp_path, "global_step1", tmp_path / "out")
+    assert answer.code == 4
+    assert f"did you mean `checkpointd consolidate {root} global_step1 {tmp_path}/out`?" in answer.err
+
+
 def test_the_root_of_the_environment(root: Path, at: With, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     at(two)
     monkeypatch.setenv("CHECKPOINTD_ROOT", str(root))

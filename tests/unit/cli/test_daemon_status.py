@@ -112,6 +112,31 @@ def test_one_root_of_several(daemon: Daemon, cli: Cli) -> None:
     assert (answer.code, answer.error["code"]) == (4, "NotFoundError")
 
 
+@pytest.mark.parametrize("spelling", ["run1", "./run1/", "../work/run1", "link", "{real}", "run1/.checkpointd"])
+def test_a_root_is_found_however_it_is_spelt(
+    daemon: Daemon, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spelling: str
+) -> None:
+    """The daemon calls a root by its real path."""
+    real = Path(os.path.realpath(tmp_path)) / "work" / "run1"
+    (real / ".checkpointd" / "epochs").mkdir(parents=True)
+    (real.parent / "link").symlink_to(real)
+    monkeypatch.chdir(real.parent)
+    known = failing()
+    [first, *others] = known.roots
+    daemon.says = msgspec.structs.replace(known, roots=(msgspec.structs.replace(first, root=str(real)), *others))
+    answer = cli("status", "--socket", os.path.relpath(daemon.path), "--json", spelling.format(real=real))
+    assert answer.code == 0, answer.err
+    assert [root["root"] for root in answer.json["roots"]] == [str(real)]
+
+
+def test_the_save_dir_of_a_deepspeed_job_stands_for_the_root_in_it(daemon: Daemon, cli: Cli, tmp_path: Path) -> None:
+    real = Path(os.path.realpath(tmp_path)) / "save_dir" / ".checkpointd"
+    (real / ".checkpointd" / "epochs").mkdir(parents=True)
+    known = failing()
+    daemon.says = msgspec.structs.replace(known, roots=(msgspec.structs.replace(known.roots[0], root=str(real)),))
+    assert len(cli("status", "--socket", daemon.path, "--json", real.parent).json["roots"]) == 1
+
+
 def test_json_is_the_status_itself(daemon: Daemon, cli: Cli) -> None:
     answer = cli("status", "--socket", daemon.path, "--json")
     assert msgspec.json.decode(answer.out, type=DaemonStatus) == daemon.says
@@ -120,7 +145,7 @@ def test_json_is_the_status_itself(daemon: Daemon, cli: Cli) -> None:
 def test_nobody_listens(tmp_path: Path, cli: Cli) -> None:
     answer = cli("status", "--socket", tmp_path / "none")
     assert answer.code == 13
-    assert answer.err.startswith(f"error: there is no socket {tmp_path}/none: start `checkpointd serve --socket")
+    assert answer.err.startswith(f"error: there is no socket {tmp_path}/none: give the one that the daemon has")
 
 
 def test_names_cannot_write_to_the_terminal() -> None:

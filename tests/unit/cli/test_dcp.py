@@ -32,6 +32,7 @@ def test_a_directory_of_dcp_comes_in_and_leaves(cli: Cli, source: Path, tmp_path
     dcp.load(target, storage_reader=FileSystemReader(out), no_dist=True)
     assert target["model"]["w"].equal(torch.ones(5))
     assert target["epoch"] == 4
+    assert cli("import", out, tmp_path / "again", "--json").json["step"] == 12
 
 
 def test_the_tag_the_step_and_the_pointer_are_the_users(cli: Cli, source: Path, tmp_path: Path) -> None:
@@ -52,6 +53,15 @@ def test_what_is_in_the_way_stays(cli: Cli, source: Path, tmp_path: Path) -> Non
     assert cli("export", root, out, "--force").code == 0
     (out / "mine").touch()
     assert cli("export", root, out, "--force").code == 2
+
+
+def test_a_tag_to_export_is_understood_by_its_path_and_by_its_number(cli: Cli, source: Path, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    cli("import", source, root)
+    assert cli("export", root / "step12", tmp_path / "one", "--json").json["tag"] == "step12"
+    assert cli("export", root, "12", tmp_path / "two", "--json").json["tag"] == "step12"
+    answer = cli("export", tmp_path, "step12", tmp_path / "three")
+    assert f"did you mean `checkpointd export {root} step12 {tmp_path}/three`?" in answer.err
 
 
 @pytest.mark.parametrize(("arguments", "code"), [(("import",), 2), (("export",), 2), (("import", "/nowhere", "/nowhere"), 4)])

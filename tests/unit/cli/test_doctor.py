@@ -48,7 +48,8 @@ def test_what_failed_is_said_with_what_to_do_and_ends_with_code_1(root: Path, cl
     assert answer.code == 1
     assert answer.err == ""
     assert answer.lines[-1].startswith("not fit: 1 check failed")
-    assert f"fail: socket-rights: start it: checkpointd serve --socket {root}/none.sock --root ..." in answer.lines
+    start = f"`checkpointd serve --socket {root}/none.sock --root DIR`"
+    assert f"fail: socket-rights: start it: {start}, DIR being where the jobs' roots lie" in answer.lines
 
 
 def test_a_state_that_does_not_fit_anywhere(root: Path, cli: Cli) -> None:

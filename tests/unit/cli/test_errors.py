@@ -14,7 +14,7 @@ from checkpointd.pipeline import catalog
 from tests.builders import break_file, save_checkpoint
 from tests.unit.cli.conftest import Cli, With
 
-LOOKS_AT_A_ROOT = [command for command in COMMANDS if command not in ("serve", "doctor", "import")]
+LOOKS_AT_A_ROOT = [command for command in COMMANDS if command not in ("serve", "doctor", "import", "completion")]
 TAKE_A_TAG = ("inspect", "explain", "consolidate", "delete", "export")
 
 
@@ -62,7 +62,8 @@ def test_wrong_calls_end_with_code_2(cli: Cli, arguments: tuple[str, ...], words
 
 
 @pytest.mark.parametrize("tag", ["a/b", "..", "", " x", "a\nb"])
-def test_what_cannot_be_a_tag_is_refused(root: Path, cli: Cli, tag: str) -> None:
+def test_what_cannot_be_a_tag_is_refused(root: Path, at: With, cli: Cli, tag: str) -> None:
+    at(save_checkpoint)
     for command in ("inspect", "verify", "explain"):
         answer = cli(command, root, tag)
         assert answer.code == 2
@@ -152,7 +153,7 @@ def test_help_and_version(cli: Cli) -> None:
     for command in COMMANDS:
         answer = cli(command, "-h")
         assert answer.code == 0
-        assert ("--json" in answer.out) == (command != "serve")
+        assert ("--json" in answer.out) == (command not in ("serve", "completion"))
 
 
 def test_a_name_that_the_locale_cannot_write_ends_nothing(root: Path, at: With) -> None:

@@ -6,9 +6,13 @@ from typing import Any
 import pytest
 
 from checkpointd.errors import StoreFullError
+from checkpointd.layout.keys import attempt_lease_key, job_lease_key
+from checkpointd.layout.manifest import Lease, encode
+from checkpointd.pipeline.identity import writer
 from checkpointd.pipeline.recover import recover
 from checkpointd.store.base import Store
 from tests.builders import begin_epoch, break_file, leave_in_doubt, save_checkpoint
+from tests.living import ELSEWHERE
 from tests.unit.cli.conftest import Cli, With
 
 
@@ -101,12 +105,26 @@ def test_in_doubt_when_the_job_is_out_of_sight(root: Path, at: With, cli: Cli) -
     async def begun(store: Store) -> None:
         await leave_in_doubt(store, voting=())
         await leave_in_doubt(store, tag="global_step2", voting=(0,))
+        await store.put(job_lease_key(1), encode(Lease(process=ELSEWHERE, count=1, length_s=30.0, writer=writer())))
 
     at(begun)
     attempt = only_attempt(cli, root, "global_step2")
     assert attempt["job"]["life"] == "unknown"
     assert attempt["next"].startswith("If its job (process ")
     assert "which cannot be checked from here" in cli("explain", root, "global_step2").out
+
+
+@pytest.mark.usefixtures("job_ended")
+def test_in_doubt_while_a_daemon_works_at_it(root: Path, at: With, cli: Cli) -> None:
+    async def begun(store: Store) -> None:
+        save = await leave_in_doubt(store, voting=(1,))
+        key = attempt_lease_key(save.info(0).prefix)
+        await store.put(key, encode(Lease(process=ELSEWHERE, count=1, length_s=30.0, writer=writer())))
+
+    at(begun)
+    assert only_attempt(cli, root, "global_step1")["next"].startswith("Wait: the daemon with process ")
+    [flight] = cli("status", root, "--json").json["flights"]
+    assert not flight["stale"]
 
 
 def test_recovery_is_named_as_the_one_who_decided(root: Path, at: With, cli: Cli) -> None:
@@ -146,7 +164,7 @@ def test_a_damaged_outcome_is_explained_not_raised(root: Path, at: With, cli: Cl
     break_file(root / "global_step1/00000001-0/outcome", "truncate")
     answer = cli("explain", root, "global_step1")
     assert answer.code == 0
-    assert "its outcome cannot be read: global_step1/00000001-0/outcome is damaged" in answer.out
+    assert "its outcome is damaged: global_step1/00000001-0/outcome is damaged" in answer.out
     assert "Bring global_step1/00000001-0/outcome back from a copy" in answer.out
     assert [r["vote"] for r in only_attempt(cli, root, "global_step1")["ranks"]] == ["yes", "yes"]
 
@@ -173,14 +191,14 @@ def test_no_such_tag_names_what_is_like_it(root: Path, at: With, cli: Cli) -> No
         await save_checkpoint(store, tag="best")
 
     at(saves)
-    for tag in ("global_step10", "100"):
-        answer = cli("explain", root, tag)
-        assert (answer.code, answer.out) == (4, "")
-        assert "did you mean global_step100?" in answer.err
-    assert "`checkpointd list --all` shows what is there" in cli("explain", root, "zzz").err
+    answer = cli("explain", root, "global_step10")
+    assert (answer.code, answer.out) == (4, "")
+    assert "did you mean global_step100?" in answer.err
+    assert f"`checkpointd list --all {root}` shows what is there" in cli("explain", root, "zzz").err
 
 
-def test_no_tag_at_all(root: Path, cli: Cli) -> None:
+def test_no_tag_at_all(root: Path, at: With, cli: Cli) -> None:
+    at(begin_epoch)
     assert "nothing is there at all" in cli("explain", root, "global_step1").err
     answer = cli("explain", root, "latest")
     assert answer.code == 4

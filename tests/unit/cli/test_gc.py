@@ -60,6 +60,17 @@ def test_gc_as_json(cli: Cli, three: Path) -> None:
     assert found["freed_bytes"] > 8000
 
 
+@pytest.mark.parametrize("dry_run", [(), ("--dry-run",)])
+def test_a_metric_that_no_checkpoint_has_is_refused_with_those_that_exist(
+    cli: Cli, three: Path, dry_run: tuple[str, ...]
+) -> None:
+    answer = cli("gc", three, "--keep-last", "1", "--best", "1", "--metric", "los", *dry_run)
+    assert (answer.code, answer.out) == (2, "")
+    assert "'los'" in answer.err
+    assert "they have: loss" in answer.err
+    assert len(cli("list", three, "--json").json["rows"]) == 3
+
+
 def test_a_dry_run_only_says_so(cli: Cli, three: Path) -> None:
     answer = cli("gc", three, "--keep-last", "1", "--dry-run")
     assert answer.lines[0] == "would be deleted: 2 checkpoints"
@@ -97,19 +108,19 @@ def test_what_is_no_age(text: str) -> None:
 
 
 def test_delete_removes_one_checkpoint(cli: Cli, three: Path) -> None:
-    answer = cli("delete", three, "global_step1")
+    answer = cli("delete", three, "global_step1", "--yes")
     assert answer.code == 0
     assert answer.lines[0] == "deleted: 1 checkpoint"
     assert cli("verify", three).code == 0
-    again = cli("delete", three, "global_step1", "--json")
+    again = cli("delete", three, "global_step1", "--yes", "--json")
     assert (again.code, again.error["code"]) == (4, "NotFoundError")
 
 
 def test_delete_refuses_the_newest_without_force(cli: Cli, three: Path) -> None:
     refused = cli("delete", three, "latest")
     assert (refused.code, refused.out) == (2, "")
-    assert "add --force" in refused.err
-    forced = cli("delete", three, "latest", "--force", "--json").json
+    assert f"`checkpointd delete {three} global_step3 --force`" in refused.err
+    forced = cli("delete", three, "latest", "--force", "--yes", "--json").json
     assert (forced["retired"], forced["latest_moved_to"]) == (["global_step3"], "global_step2")
 
 

@@ -159,7 +159,7 @@ def test_an_attempt_that_was_not_committed_cannot_be_inspected(root: Path, at: W
     answer = cli("inspect", root, "global_step1", "--json")
     assert answer.code == 4
     assert answer.error["code"] == "NotFoundError"
-    assert "00000001-0 is aborted; `checkpointd explain global_step1` says why" in answer.error["message"]
+    assert f"00000001-0 is aborted; `checkpointd explain {root} global_step1` says why" in answer.error["message"]
 
 
 def test_values_of_a_very_deep_tree_do_not_recurse() -> None:

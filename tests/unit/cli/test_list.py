@@ -1,8 +1,13 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
+import pytest
+
+from checkpointd.pipeline.candidates import note_passed_over
 from checkpointd.store.base import Store
+from checkpointd.store.posix import PosixStore
 from tests.builders import break_file, leave_in_doubt, objects, rank_arrays, save_checkpoint
 from tests.unit.cli.conftest import Cli, With, contents
 
@@ -24,9 +29,9 @@ def test_checkpoints_newest_first_in_plain_columns(root: Path, at: With, cli: Cl
     answer = cli("list", root)
     assert (answer.code, answer.err) == (0, "")
     header, *rows = [line.split() for line in answer.lines]
-    assert header == ["TAG", "STEP", "STATE", "RANKS", "RAW", "STORED", "RATIO", "DECIDED", "LATEST"]
+    assert header == ["TAG", "STEP", "STATE", "RANKS", "RAW", "STORED", "RATIO", "DECIDED", "READ", "BACK", "LATEST"]
     assert [row[0] for row in rows] == ["aside", "global_step3", "global_step1"]
-    assert [row[8] for row in rows] == ["-", "latest", "-"]
+    assert [row[8:10] for row in rows] == [["no", "-"], ["no", "latest"], ["whole", "-"]]
     assert [row[3] for row in rows] == ["2", "2", "2"]
     assert rows[2][4:7] == ["24.3KiB", "24.3KiB", "1.000"]
     assert float(rows[1][6]) < 1
@@ -37,7 +42,7 @@ def test_json_has_the_sizes_in_bytes(root: Path, at: With, cli: Cli) -> None:
     answer = cli("list", root, "--json")
     found = answer.json
     assert found["root"] == str(root)
-    assert found["latest"] == {"tag": "global_step3", "damage": "", "behind": ""}
+    assert found["latest"] == {"tag": "global_step3", "damage": "", "behind": "", "unreadable": ""}
     by_tag = {row["tag"]: row for row in found["rows"]}
     assert set(by_tag) == {"aside", "global_step3", "global_step1"}
     assert by_tag["global_step1"]["raw_bytes"] == by_tag["global_step1"]["stored_bytes"] == RAW
@@ -81,6 +86,31 @@ def test_a_damaged_outcome_is_listed_and_warned_of(root: Path, at: With, cli: Cl
     assert "warning: latest names global_step3, which cannot be loaded" in answer.err
 
 
+def test_what_a_load_went_past_says_so(root: Path, at: With, cli: Cli) -> None:
+    at(many)
+    at(lambda store: note_passed_over(store, "global_step3/00000001-0", "its index is damaged"))
+    assert "warning: global_step3: load() took an older checkpoint, so retention keeps this one: its index is damaged" in (
+        cli("list", root).err
+    )
+    rows = {row["tag"]: row["passed_over"] for row in cli("list", root, "--json").json["rows"]}
+    assert {why for tag, why in rows.items() if tag != "global_step3"} == {""}
+    assert rows["global_step3"] == "its index is damaged"
+    assert "load() took an older checkpoint" in cli("explain", root, "global_step3").out
+
+
+def test_an_outcome_that_cannot_be_read_is_shown_as_that(root: Path, at: With, cli: Cli) -> None:
+    """A pipe has its name: opening it fails with EINVAL, whoever asks."""
+    at(many)
+    (root / "global_step3/00000001-0/outcome").unlink()
+    os.mkfifo(root / "global_step3/00000001-0/outcome")
+    answer = cli("list", root)
+    assert answer.lines[1].split()[0] == "global_step3"
+    assert "unreadable" in answer.lines[1]
+    assert "warning: global_step3: its outcome cannot be read now" in answer.err
+    assert "its outcome cannot be read now" in cli("explain", root, "global_step3").out
+    assert cli("status", root, "--json").json["unreadable"] == ["global_step3/00000001-0"]
+
+
 def test_sizes_are_unknown_where_a_vote_is_gone(root: Path, at: With, cli: Cli) -> None:
     at(save_checkpoint)
     break_file(objects(root, "00001.vote")[0], "remove")
@@ -101,7 +131,8 @@ def test_latest_that_lags_behind_is_warned_of(root: Path, at: With, cli: Cli) ->
 def test_an_empty_root_has_no_checkpoints_and_that_is_no_error(root: Path, cli: Cli) -> None:
     answer = cli("list", root)
     assert (answer.code, answer.out) == (0, "")
-    assert answer.err == f"warning: there are no checkpoints at {root}\n"
+    hint = "no job ever saved there: give the root that the job was given"
+    assert answer.err == f"warning: there are no checkpoints at {root}, {hint}\n"
     assert cli("list", root, "--json").json["rows"] == []
 
 
@@ -114,3 +145,37 @@ def test_looking_writes_nothing(root: Path, at: With, cli: Cli) -> None:
         cli("explain", root, tag)
         cli("inspect", root, tag)
     assert contents(root) == before
+
+
+def test_a_limit_shows_the_newest_and_reads_no_vote_of_others(
+    root: Path, at: With, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at(many)
+    read: list[str] = []
+    get = PosixStore.get
+
+    async def noted(self: PosixStore, key: str, **options: int) -> bytes:
+        read.append(key)
+        return await get(self, key, **options)
+
+    monkeypatch.setattr(PosixStore, "get", noted)
+    found = cli("list", root, "--limit", "2", "--json").json
+    assert ([row["tag"] for row in found["rows"]], found["left_out"]) == (["aside", "global_step3"], 1)
+    assert {key.split("/")[0] for key in read if key.endswith(".vote")} == {"aside", "global_step3"}
+    assert len(cli("list", root, "--all", "--limit", "1").lines) == 2
+    assert cli("list", root, "--limit", "9", "--json").json["left_out"] == 0
+    assert cli("list", root, "--limit", "0").code == 2
+
+
+def test_metrics_have_a_column_where_there_are_any(root: Path, at: With, cli: Cli) -> None:
+    async def saves(store: Store) -> None:
+        await save_checkpoint(store, tag="global_step1", metrics={"loss": 2.3125, "accuracy": 0.91})
+        await save_checkpoint(store, tag="global_step2")
+
+    at(saves)
+    header, unmeasured, measured = (line.split() for line in cli("list", root).lines)
+    assert (header[-1], unmeasured[-1], measured[-2:]) == ("METRICS", "-", ["accuracy=0.91", "loss=2.3125"])
+    rows = cli("list", root, "--json").json["rows"]
+    assert [row["metrics"] for row in rows] == [{}, {"loss": 2.3125, "accuracy": 0.91}]
+    assert "metrics: accuracy=0.91 loss=2.3125" in cli("inspect", root, "1").lines
+    assert "metrics" not in cli("inspect", root, "2").out

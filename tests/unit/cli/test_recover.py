@@ -5,9 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from checkpointd.layout.keys import attempt_lease_key
+from checkpointd.layout.manifest import Lease, encode
 from checkpointd.pipeline import epochs
+from checkpointd.pipeline.identity import writer
 from checkpointd.store.base import Store
-from tests.builders import begin_epoch, break_file, leave_in_doubt, load_arrays, rank_arrays, save_checkpoint
+from checkpointd.store.writers import new_writer
+from tests.builders import break_file, leave_in_doubt, load_arrays, rank_arrays, save_checkpoint
+from tests.living import living_job
 from tests.unit.cli.conftest import Cli, With, contents
 
 
@@ -76,55 +81,55 @@ def test_the_old_jobs_epoch_is_fenced_by_one_without_ranks(root: Path, at: With,
     assert (epoch.world_size, epoch.writer.pid) == (0, os.getpid())
 
 
-def test_a_job_that_still_runs_here_is_not_fenced_even_by_force(root: Path, at: With, cli: Cli) -> None:
+def test_a_living_job_is_left_alone_unless_it_is_to_be_taken_over(root: Path, at: With, cli: Cli) -> None:
     at(died)
-    before = contents(root)
-    for options in ((), ("--force",)):
-        answer = cli("recover", root, *options)
-        assert (answer.code, answer.out) == (2, "")
-        assert f"process {os.getpid()} on " in answer.err
-        assert "still lives" in answer.err
-    assert contents(root) == before
-    dry = cli("recover", root, "--dry-run")
-    assert dry.code == 0
-    assert "without --dry-run this is refused" in dry.err
-
-
-@pytest.mark.usefixtures("job_elsewhere")
-def test_a_job_on_another_machine_needs_force(root: Path, at: With, cli: Cli) -> None:
-    at(died)
-    before = contents(root)
-    answer = cli("recover", root, "--json")
-    assert answer.code == 2
-    assert "cannot be checked from here" in answer.error["message"]
-    assert contents(root) == before
-    assert cli("recover", root, "--force").code == 0
+    with living_job(root, "train"):
+        newest = at(epochs.newest)
+        answer = cli("recover", root)
+        assert (answer.code, answer.out) == (16, "")
+        assert "runs job 'train' there since" in answer.err
+        assert f"checkpointd recover {root} --take-over" in answer.err
+        dry = cli("recover", root, "--dry-run")
+        assert dry.code == 0
+        assert "without --dry-run this is refused" in dry.err
+        assert at(epochs.newest) == newest
+        assert (root / "latest").read_text() == "global_step1\n"
+        assert cli("recover", root, "--take-over").code == 0
     assert (root / "latest").read_text() == "global_step2\n"
 
 
-def test_an_epoch_taken_by_a_recovery_elsewhere_needs_no_force(
-    root: Path, at: With, cli: Cli, request: pytest.FixtureRequest
-) -> None:
-    async def recovered(store: Store) -> None:
-        await died(store)
-        request.getfixturevalue("job_elsewhere")
-        await begin_epoch(store, 0)
-
-    at(recovered)
+@pytest.mark.usefixtures("job_elsewhere")
+def test_a_job_on_another_machine_that_has_left_no_lease_has_ended(root: Path, at: With, cli: Cli) -> None:
+    at(died)
+    assert "which has ended" in cli("status", root).out
     assert cli("recover", root).code == 0
+    assert (root / "latest").read_text() == "global_step2\n"
 
 
-def test_a_damaged_epoch_record_needs_force(root: Path, at: With, cli: Cli) -> None:
+def test_what_a_daemon_works_at_is_left_to_it(root: Path, at: With, cli: Cli) -> None:
+    at(died)
+    prefix = "global_step3/00000001-0"
+    lease = Lease(process=new_writer(), count=1, length_s=30.0, writer=writer())
+    at(lambda store: store.put(attempt_lease_key(prefix), encode(lease)))
+    planned = cli("recover", root, "--dry-run", "--json").json
+    found = cli("recover", root, "--json").json
+    for report in (planned, found):
+        assert report["spared"] == [prefix]
+        assert [d["tag"] for d in report["decided"]] == ["global_step2"]
+    assert at(lambda store: epochs.read(store, 2)).spares == (prefix,)
+    assert f"spared: {prefix}: a daemon works at it" in cli("recover", root).lines
+    at(lambda store: store.delete(attempt_lease_key(prefix)))
+    assert [d["tag"] for d in cli("recover", root, "--json").json["decided"]] == ["global_step3"]
+
+
+def test_a_damaged_epoch_record_keeps_nobody_away(root: Path, at: With, cli: Cli) -> None:
     at(died)
     break_file(root / ".checkpointd/epochs/00000001", "flip")
-    answer = cli("recover", root)
-    assert answer.code == 2
-    assert "who runs this root cannot be read" in answer.err
-    assert cli("recover", root, "--force").code == 0
+    assert cli("recover", root).code == 0
 
 
 def test_a_root_where_nothing_ever_ran(root: Path, cli: Cli) -> None:
     answer = cli("recover", root)
-    assert answer.code == 0
-    assert "decided: 0 attempts" in answer.lines
+    assert (answer.code, answer.out) == (4, "")
+    assert f"{root} is no root, no job ever saved there" in answer.err
     assert list(root.iterdir()) == [], "it has become a root"

@@ -1,14 +1,18 @@
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
 
+from checkpointd.config import LoadConfig
 from checkpointd.pipeline import catalog
-from checkpointd.pipeline.collect import collect_tag
+from checkpointd.pipeline.report import verification
 from checkpointd.pipeline.report.verification import tasks, verified
+from checkpointd.pipeline.retire import retire_tag
 from checkpointd.store.base import Store
-from tests.builders import break_file, objects, save_checkpoint
+from tests.builders import begin_epoch, break_file, objects, save_checkpoint
+from tests.faults.flaky import FOR_EVER, Fault, Flaky
 from tests.unit.cli.conftest import Cli, With
 
 
@@ -73,6 +77,55 @@ def test_damage_to_any_object_is_found(root: Path, at: With, cli: Cli, suffix: s
     assert suffix in answer.out or (suffix, fault) == ("outcome", "remove")
 
 
+OBJECTS = ["00001.vote", "00001.index", "00001-0.chunks", "outcome", "latest", ".checkpointd/plans/"]
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO], ids=errno.errorcode.get)
+@pytest.mark.parametrize("name", OBJECTS)
+def test_what_cannot_be_read_is_unreadable_and_no_damage(
+    root: Path, at: With, cli: Cli, monkeypatch: pytest.MonkeyPatch, name: str, number: int
+) -> None:
+    at(three)
+    assert cli("verify", root, "--record").code == 0
+    monkeypatch.setattr(verification, "PATIENCE", LoadConfig(retry_s=0.2))
+    flaky = Flaky()
+    flaky.install(monkeypatch.setattr)
+    like = name if "/" in name or name == "latest" else f"global_step3/.*/{name}$"
+    flaky.add(Fault(like, number, fails=FOR_EVER, calls=("read", "read_at")))
+    answer = cli("verify", root, "--record", "--json")
+    assert answer.code == 6
+    found = {v["tag"]: v for v in answer.json["checkpoints"]}
+    assert all(v["damage"] == [] for v in found.values())
+    hit = set(found) if name.endswith("plans/") else set() if name == "latest" else {"global_step3"}
+    assert {tag for tag, v in found.items() if v["state"] == "unreadable"} == hit
+    assert {tag for tag, v in found.items() if v["state"] == "whole"} == set(found) - hit
+    for tag in hit:
+        assert all(
+            one["code"] == "UnreadableError" and errno.errorcode[number] in one["message"] for one in found[tag]["unreadable"]
+        )
+    text = cli("verify", root)
+    assert text.code == 6
+    assert "cannot be read now" in text.out
+    assert errno.errorcode[number] in text.out
+    for step in (1, 2, 3):  # the record that it was found whole once is not taken back
+        assert (root / f"global_step{step}/00000001-0/verified").exists()
+
+
+def test_damage_beside_what_cannot_be_read_ends_with_the_code_of_damage(
+    root: Path, at: With, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at(three)
+    monkeypatch.setattr(verification, "PATIENCE", LoadConfig(retry_s=0.2))
+    flaky = Flaky()
+    flaky.install(monkeypatch.setattr)
+    flaky.add(Fault("global_step3/.*/00000.index$", errno.EACCES, fails=FOR_EVER))
+    break_file(root / "global_step3/00000001-0/00001.index", "flip")
+    answer = cli("verify", root, "global_step3", "--json")
+    assert answer.code == 5
+    [verdict] = answer.json["checkpoints"]
+    assert (verdict["state"], len(verdict["damage"]), len(verdict["unreadable"])) == ("damaged", 1, 1)
+
+
 def test_a_damaged_plan_is_found_on_every_rank_that_has_it(root: Path, at: With, cli: Cli) -> None:
     at(three)
     plans = objects(root / ".checkpointd/plans", "")
@@ -103,7 +156,8 @@ def test_no_such_tag(root: Path, at: With, cli: Cli) -> None:
     assert "there is no tag 'global_step9'" in answer.err
 
 
-def test_nothing_to_verify_is_no_damage(root: Path, cli: Cli) -> None:
+def test_nothing_to_verify_is_no_damage(root: Path, at: With, cli: Cli) -> None:
+    at(begin_epoch)
     answer = cli("verify", root)
     assert (answer.code, answer.out) == (0, "")
     assert "there are no checkpoints" in answer.err
@@ -114,7 +168,7 @@ def test_what_is_replaced_while_it_is_read_is_removed_not_damaged(at: With) -> N
         await save_checkpoint(store, tag="best", k=0, n=0)
         todo = await tasks(store, None)
         await save_checkpoint(store, tag="best", k=1, n=1)
-        await collect_tag(store, "best")
+        await retire_tag(store, "best", 1)
         assert (await catalog.find(store, "best")).attempt.k == 1
         [verdict] = await verified(store, todo)
         assert (verdict.state, verdict.damage) == ("removed", ())

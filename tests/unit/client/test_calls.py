@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from checkpointd.errors import AbortedError, MismatchError, NotFoundError, StateError, UsageError
+from checkpointd.errors import MismatchError, NotFoundError, StateError, UsageError
 from checkpointd_client import Checkpointer
-from checkpointd_client.pickled import UnsafeObjectError
+from checkpointd_client.errors import UnsafeObjectError
 
 
 def objects(fill: float) -> dict[str, Any]:
@@ -131,8 +131,7 @@ def test_objects_in_client_state_are_refused_by_name(tmp_path: Path) -> None:
     ckpt = Checkpointer(tmp_path / "root")
     with pytest.raises(StateError, match=r"client_state\.vocabulary: .*Vocabulary"):
         ckpt.save(1, {"w": torch.ones(2)}, client_state=client_state())
-    with pytest.raises(AbortedError, match="Vocabulary"):
-        ckpt.close()
+    ckpt.close()  # which does not raise it again
 
 
 def test_objects_come_back_where_both_sides_ask_for_it(pickled: Path) -> None:

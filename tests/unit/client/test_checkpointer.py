@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -19,6 +20,7 @@ from checkpointd.errors import (
     ClosedError,
     MismatchError,
     NotFoundError,
+    RootInUseError,
     SkippedError,
     StagingError,
     StateError,
@@ -31,6 +33,7 @@ from checkpointd.pipeline.chunks import Persist
 from checkpointd.pipeline.shard import Progress
 from checkpointd_client import Checkpointer, RngState, SaveHandle, Status
 from tests.builders import HeldPersist
+from tests.living import living_job
 
 
 def _state(value: float = 1.0) -> dict[str, object]:
@@ -174,6 +177,42 @@ def test_a_root_that_is_a_file_is_refused(tmp_path: Path) -> None:
         Checkpointer(root)
 
 
+def test_a_living_job_of_another_name_is_left_alone(tmp_path: Path) -> None:
+    with living_job(tmp_path, "train"):
+        for job in (None, "eval"):
+            with pytest.raises(
+                RootInUseError, match=r"process \d+ on .* runs job 'train' there since .*take_over=True"
+            ) as refused:
+                Checkpointer(tmp_path, job=job)
+            assert f"open_checkpoint({str(tmp_path)!r})" in str(refused.value)
+        assert [path.name for path in (tmp_path / ".checkpointd" / "epochs").iterdir()] == ["00000001"]
+    Checkpointer(tmp_path).close()  # and nothing was left claimed, here or there
+
+
+@pytest.mark.parametrize("options", [{"job": "train"}, {"take_over": True}], ids=["the same job", "told to"])
+def test_a_living_job_is_taken_over_from_by_itself_and_on_request(tmp_path: Path, options: dict[str, Any]) -> None:
+    with living_job(tmp_path, "train"), Checkpointer(tmp_path, **options) as ckpt:
+        ckpt.save(1, _state()).wait()
+
+
+def test_a_checkpointer_that_was_closed_leaves_no_lease(tmp_path: Path) -> None:
+    held = tmp_path / ".checkpointd" / "leases"
+    for epoch in ("00000001", "00000002"):
+        with Checkpointer(tmp_path):
+            assert [path.name for path in held.iterdir()] == [epoch]
+        assert list(held.iterdir()) == []
+
+
+def test_a_checkpointer_that_could_not_be_made_leaves_no_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise StoreError("the ranks do not share it")
+
+    monkeypatch.setattr("checkpointd_client.checkpointer.check_shared", fail)
+    with pytest.raises(StoreError, match="do not share"):
+        Checkpointer(tmp_path)
+    assert list((tmp_path / ".checkpointd" / "leases").iterdir()) == []
+
+
 def test_a_second_checkpointer_at_one_root_is_refused(tmp_path: Path) -> None:
     with Checkpointer(tmp_path), pytest.raises(UsageError, match="another Checkpointer"):
         Checkpointer(tmp_path / ".." / tmp_path.name)
@@ -243,8 +282,9 @@ def test_saving_a_tag_again_replaces_it_and_bounds_what_is_left(tmp_path: Path) 
         target = _state(0.0)
         assert ckpt.load(target).step == 23
     assert torch.equal(target["w"], torch.full((64, 64), 23.0))
-    assert len(list(tmp_path.glob("last/*/*.chunks"))) == 1
-    assert len(list(tmp_path.glob("last/*"))) <= 18
+    # The newest, and one before it that stays for as long as it alone was read back whole.
+    assert len(list(tmp_path.glob("last/*/*.chunks"))) <= 2
+    assert len(list(tmp_path.glob("last/*"))) <= 19
 
 
 def test_an_interrupted_save_votes_and_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,15 +396,15 @@ def test_the_first_slot_is_made_ready_while_load_returns(tmp_path: Path) -> None
         assert ckpt._arena.allocated_bytes == ready
 
 
-def test_preempted_is_false_until_the_signal_comes(tmp_path: Path) -> None:
+def test_nobody_is_preempted_until_the_signal_comes(tmp_path: Path) -> None:
     import os
     import signal
 
     before = signal.getsignal(signal.SIGUSR1)
-    with Checkpointer(tmp_path, preempt_signal=signal.SIGUSR1) as ckpt:
-        assert ckpt.preempted is False
+    with Checkpointer(tmp_path, preempt_signals=signal.SIGUSR1) as ckpt:
+        assert ckpt.preempted_at(1) is False
         os.kill(os.getpid(), signal.SIGUSR1)
-        assert ckpt.preempted is True
+        assert ckpt.preempted_at(1) is True
         ckpt.save(1, _state())
     assert signal.getsignal(signal.SIGUSR1) == before
     assert (tmp_path / "latest").read_text() == "global_step1\n"
@@ -394,20 +434,27 @@ def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_is_loaded(
             ckpt.load(target, tag="global_step2")
 
 
-def test_a_handle_never_goes_back_a_phase_and_knows_its_speed(monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = iter(map(float, range(1, 10)))
-    progress = Progress(raw_total=100)
+def test_a_handle_never_goes_back_a_phase_and_knows_its_speed() -> None:
+    now = [0.0]
+    progress = Progress(clock=lambda: now[0])
     handle = SaveHandle("t", "00000001-0", 1, progress)
-    monkeypatch.setattr(handle, "seconds", lambda: next(seconds))
-    assert (handle.speed_bps, handle.eta_s) == (None, None)
-    handle.advance(Phase.PERSISTING)  # at 1
+    assert (handle.progress, handle.speed_bps, handle.eta_s) == (0.0, None, None)
+    handle.advance(Phase.PERSISTING)
+    now[0] = 3.0
+    progress.begin(100)
+    progress.keep(20)
+    assert (handle.progress, handle.speed_bps, handle.eta_s) == (0.2, None, None)
+    now[0] = 5.0
     progress.add(40, 20)
-    assert handle.speed_bps == 40.0  # asked at 2
-    assert handle.eta_s == 60 / (40 / 2)  # asked at 3
+    assert (handle.progress, handle.speed_bps, handle.eta_s) == (0.6, 20.0, 2.0)
     handle.advance(Phase.STAGED)  # another hand begins anew
     assert handle.phase == "persisting"
-    handle.advance(Phase.PREPARED)  # at 5
-    assert (handle.speed_bps, handle.eta_s) == (10.0, None)
+    now[0] = 7.0
+    progress.add(40, 20)
+    assert (handle.progress, handle.speed_bps, handle.eta_s) == (0.99, 20.0, None)  # its vote may take a while
+    handle.advance(Phase.PREPARED)
+    now[0] = 100.0
+    assert (handle.progress, handle.speed_bps, handle.eta_s) == (1.0, 20.0, None)
     handle.advance(Phase.ABORTED)
     handle.advance(Phase.COMMITTED)
     assert handle.phase == "aborted"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -17,15 +19,26 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 from torch.distributed.checkpoint.storage import StorageReader
 
-from checkpointd.errors import CheckpointdError, FormatError, NotFoundError, StateError, UsageError
-from checkpointd.layout.manifest import Outcome
-from checkpointd.pipeline import catalog
+from checkpointd.errors import (
+    CheckpointdError,
+    FencedError,
+    FormatError,
+    NotFoundError,
+    RootInUseError,
+    StateError,
+    UsageError,
+)
+from checkpointd.layout.keys import epoch_key
+from checkpointd.layout.manifest import Outcome, encode
+from checkpointd.pipeline import catalog, epochs
 from checkpointd.pipeline.catalog import AttemptView
+from checkpointd.pipeline.tidying import Tidier
 from checkpointd.store.posix import PosixStore
-from checkpointd_client import Checkpointer
+from checkpointd_client import Checkpointer, Retention, open_checkpoint
+from checkpointd_client.errors import UnsafeObjectError
 from checkpointd_client.integrations.dcp import CheckpointdReader, CheckpointdWriter, export_dcp, import_dcp
 from checkpointd_client.integrations.dcp.writer import Asked
-from checkpointd_client.pickled import UnsafeObjectError
+from tests.living import ELSEWHERE, living_job
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)"),
@@ -134,6 +147,34 @@ def test_the_tag_may_be_the_checkpoint_id_and_the_step_is_its_number(root: Path)
         assert (target["x"], found.outcome.step) == (x, step)
 
 
+def test_a_save_returns_once_it_is_committed_whatever_is_removed_then(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is to stay may have to be read back first, and the other ranks wait in a collective call meanwhile."""
+    removing, saved = threading.Event(), threading.Event()
+
+    async def slow(*_: object) -> None:
+        removing.set()
+        while not saved.is_set():
+            await asyncio.sleep(0.01)
+
+    async def room(*_: object) -> None:
+        return None
+
+    monkeypatch.setattr(Tidier, "tidy", slow)
+    monkeypatch.setattr(Tidier, "room_for", room)
+
+    def save() -> None:
+        dcp.save({"x": 1}, storage_writer=CheckpointdWriter(root, "one"), **ALONE)
+
+    saving = threading.Thread(target=save)
+    saving.start()
+    saving.join(30)
+    returned = not saving.is_alive()
+    assert removing.wait(30)
+    saved.set()
+    saving.join()
+    assert returned
+
+
 def test_a_tag_is_saved_again_unless_overwrite_says_no(root: Path) -> None:
     for x in (1, 2):
         dcp.save({"x": x}, storage_writer=CheckpointdWriter(root, "again", overwrite=x == 2), **ALONE)
@@ -226,6 +267,61 @@ def test_a_checkpointer_that_uses_the_root_is_not_fenced(root: Path) -> None:
         ckpt.save(20, {"x": 1}).wait()
 
 
+def _begin_elsewhere(root: Path, monkeypatch: pytest.MonkeyPatch, job: str = "") -> None:
+    """Another process begins the next epoch."""
+
+    async def begin() -> None:
+        async with PosixStore(root) as store:
+            taken = await epochs.take(store, 1)
+            await store.put(epoch_key(taken.epoch), encode(msgspec.structs.replace(taken, job=job) if job else taken))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(epochs, "new_writer", lambda: ELSEWHERE)
+        asyncio.run(begin())
+
+
+def test_s1_a_session_is_fenced_and_stays_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The older job's next save would be newer than all that the newer job has saved."""
+    dcp.save({"x": 1}, storage_writer=CheckpointdWriter(tmp_path, "old_step10"), **ALONE)
+    _begin_elsewhere(tmp_path, monkeypatch)
+    for take_over in (False, True):
+        writer = (
+            CheckpointdWriter(tmp_path, "old_step11", take_over=take_over)
+            if take_over
+            else CheckpointdWriter(tmp_path, "old_step11")
+        )
+        with pytest.raises(CheckpointException) as fenced:
+            dcp.save({"x": 2}, storage_writer=writer, **ALONE)
+        assert isinstance(failure(fenced), FencedError)
+    assert [a.tag for a in attempts(tmp_path) if a.tag == "old_step11"] == []
+
+
+def test_s1_a_session_goes_on_where_its_own_job_has_begun_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dcp.save({"x": 1}, storage_writer=CheckpointdWriter(tmp_path, "one", job="train"), **ALONE)
+    _begin_elsewhere(tmp_path, monkeypatch, "train")
+    dcp.save({"x": 2}, storage_writer=CheckpointdWriter(tmp_path, "two", job="train"), **ALONE)
+    assert [a.attempt.epoch for a in attempts(tmp_path) if a.tag == "two"] == [max(a.attempt.epoch for a in attempts(tmp_path))]
+
+
+def test_a_session_does_not_begin_beside_a_living_job(tmp_path: Path) -> None:
+    with living_job(tmp_path, "train"):
+        with pytest.raises(CheckpointException) as refused:
+            dcp.save({"x": 1}, storage_writer=CheckpointdWriter(tmp_path, "t"), **ALONE)
+        assert isinstance(failure(refused), RootInUseError)
+        dcp.save({"x": 1}, storage_writer=CheckpointdWriter(tmp_path, "t", take_over=True), **ALONE)
+
+
+def test_an_import_leaves_a_living_job_alone(tmp_path: Path) -> None:
+    dcp.save({"x": torch.ones(1)}, storage_writer=FileSystemWriter(tmp_path / "d"), **ALONE)
+    root = tmp_path / "root"
+    with living_job(root):
+        for force in (False, True):
+            with pytest.raises(RootInUseError, match="import into a root of its own"):
+                import_dcp(tmp_path / "d", root, force=force)
+    assert import_dcp(tmp_path / "d", root).tag == "d"
+    assert list((root / ".checkpointd" / "leases").iterdir()) == []
+
+
 def test_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(CheckpointException, match="there is no latest"):
         dcp.load({"x": 1}, storage_reader=CheckpointdReader(tmp_path), **ALONE)
@@ -294,3 +390,100 @@ def test_a_cut_file_imports_nothing(tmp_path: Path) -> None:
 def test_no_metadata(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match=r"\.metadata"):
         import_dcp(tmp_path, tmp_path / "root")
+
+
+def test_a_process_that_has_not_loaded_removes_nothing_of_an_earlier_job(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Checkpointer(tmp_path) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, {"w": torch.ones(5)}).wait()
+
+    def save(step: int, **options: Any) -> set[str]:
+        writer = CheckpointdWriter(tmp_path, step=step, retention=Retention(keep_last=1), **options)
+        dcp.save({"w": torch.full((5,), float(step))}, storage_writer=writer, **ALONE)
+        return {attempt.tag for attempt in attempts(tmp_path) if attempt.state == "committed"}
+
+    assert save(10) >= {"global_step1", "global_step2", "global_step10"}
+    assert save(11) >= {"global_step1", "global_step2", "global_step11"}
+    assert len([record for record in caplog.records if "has not loaded" in record.getMessage()]) == 1
+    copy = CheckpointdWriter(tmp_path, step=12)
+    assert not copy.__getstate__()["_afresh"]
+    dcp.load({"w": torch.zeros(5)}, storage_reader=CheckpointdReader(tmp_path, "global_step2"), **ALONE)
+    assert copy.__getstate__()["_afresh"]
+    assert not {"global_step1", "global_step2"} & save(13)
+
+
+# --- the step, and what else DCP has no place for --------------------------------------------------------------------
+
+
+def exported(tmp_path: Path, **options: Any) -> Path:
+    with Checkpointer(tmp_path / "root") as ckpt:
+        ckpt.save(1234, {"model": {"w": torch.ones(3)}}, tag="final", metrics={"loss": 0.5}, **options).wait()
+    export_dcp(tmp_path / "root", tmp_path / "out")
+    return tmp_path / "out"
+
+
+def test_step_metrics_and_client_state_go_out_and_come_in(tmp_path: Path) -> None:
+    told = {"tokens": 7, "mix": [("web", 0.5), None], b"x".hex(): b"\x00"}
+    out = exported(tmp_path, client_state=told)
+    done = import_dcp(out, tmp_path / "again")
+    assert (done.tag, done.step) == ("out", 1234)
+    with open_checkpoint(tmp_path / "again") as opened:
+        assert (opened.step, opened.metrics, opened.client_state) == (1234, {"loss": 0.5}, told)
+        assert torch.equal(opened.tensor("model.w"), torch.ones(3))
+    export_dcp(tmp_path / "again", tmp_path / "out2")
+    assert import_dcp(tmp_path / "out2", tmp_path / "third").step == 1234
+    assert everything(FileSystemReader(out)).keys() == {"model"}, "DCP's own reader sees what it saw"
+    assert import_dcp(out, tmp_path / "other", "t7", step=8).step == 8
+
+
+def test_client_state_beside_what_dcp_pickled(tmp_path: Path) -> None:
+    """Both lie in the client state of a checkpoint; a reader tells them apart."""
+    out = exported(tmp_path, client_state={"tokens": 7, "seen": torch.ones(2), "n": 1})
+    dcp.save({"odd": Odd(), "x": 1}, storage_writer=FileSystemWriter(tmp_path / "odd"), **ALONE)
+    import_dcp(tmp_path / "odd", tmp_path / "pickled")
+    done = export_dcp(tmp_path / "pickled", tmp_path / "odd2")
+    assert done.left_out == ()
+    assert everything(FileSystemReader(tmp_path / "odd2"))["odd"] == Odd()
+    left = export_dcp(tmp_path / "root", tmp_path / "out2").left_out
+    assert left == ("client_state.seen",)
+    import_dcp(out, tmp_path / "again")
+    with open_checkpoint(tmp_path / "again") as opened:
+        assert opened.client_state == {"tokens": 7, "n": 1}
+
+
+@pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")
+def test_a_directory_that_dcp_saved_to_again_says_nothing_of_the_old_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    out = exported(tmp_path)
+    dcp.save({"model": {"w": torch.zeros(3)}}, storage_writer=FileSystemWriter(out, overwrite=True), **ALONE)
+    done = import_dcp(out, tmp_path / "again", "step77")
+    assert done.step == 77
+    assert "checkpointd.json is of what was in the directory before" in caplog.text
+    with open_checkpoint(tmp_path / "again") as opened:
+        assert opened.metrics == {}
+
+
+@pytest.mark.parametrize("damage", [b'"step":1235', b'"step":"x"', b"}}}"])
+def test_a_damaged_step_is_refused_and_not_taken(tmp_path: Path, damage: bytes) -> None:
+    path = exported(tmp_path) / "checkpointd.json"
+    path.write_bytes(path.read_bytes().replace(b'"step":1234', damage))
+    with pytest.raises(FormatError, match=r"checkpointd\.json is damaged"):
+        import_dcp(path.parent, tmp_path / "again")
+
+
+def test_the_reader_of_dcp_load_says_what_it_read(root: Path) -> None:
+    dcp.save({"x": 1}, storage_writer=CheckpointdWriter(root, "told", step=4321), **ALONE)
+    reader = CheckpointdReader(root, "told")
+    dcp.load({"x": 0}, storage_reader=reader, **ALONE)
+    assert (reader.checkpoint.tag, reader.checkpoint.step) == ("told", 4321)
+
+
+def test_one_step_is_not_given_to_two_tags(root: Path) -> None:
+    writer = CheckpointdWriter(root, step=50)
+    dcp.save({"x": 1}, checkpoint_id="at-50", storage_writer=writer, **ALONE)
+    with pytest.raises((CheckpointException, UsageError), match="step=50 was given for at-50"):
+        dcp.save({"x": 2}, checkpoint_id="at-51", storage_writer=writer, **ALONE)
+    assert [attempt.tag for attempt in attempts(root) if attempt.tag.startswith("at-")] == ["at-50"]

@@ -1,9 +1,8 @@
-"""Checkpoints for programs without this library: torch.load, safetensors, and tensors that are read when asked for."""
+"""Checkpoints for programs without this library: torch.load and safetensors."""
 
 from __future__ import annotations
 
 import asyncio
-import gc
 import zipfile
 from pathlib import Path
 
@@ -11,26 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, load_model
 
-from checkpointd.errors import DamagedError, NotFoundError, UsageError
-from checkpointd_client import Checkpointer, consolidate, state_dict_from_checkpoint
+from checkpointd.errors import DamagedError, UsageError
+from checkpointd_client import Checkpointer, consolidate, open_checkpoint
 from checkpointd_client import torch_file as torch_files
 from checkpointd_client.files import rooms_of
 from tests.builders import break_file, objects
-
-
-class Tied(torch.nn.Module):
-    """A language model's shape: the head is the embedding."""
-
-    def __init__(self, *, window: bool = True) -> None:
-        super().__init__()
-        self.embed = torch.nn.Embedding(50, 16)
-        self.body = torch.nn.Linear(16, 16).to(torch.bfloat16)
-        self.head = torch.nn.Linear(16, 50, bias=False)
-        self.head.weight = self.embed.weight
-        self.register_buffer("steps", torch.tensor(3))
-        if window:
-            self.register_buffer("window", self.embed.weight.detach()[10:20, 2:5])
-        self.register_buffer("empty", torch.empty(0, 4))
+from tests.unit.client.tied import Tied, same
 
 
 @pytest.fixture
@@ -47,15 +32,6 @@ def root(tmp_path: Path, model: Tied) -> Path:
     with Checkpointer(tmp_path / "root") as ckpt:
         ckpt.save(4, {"model": model, "optimizer": optimizer, "other": {"w": torch.ones(3)}}).wait()
     return tmp_path / "root"
-
-
-def same(found: dict[str, torch.Tensor], model: torch.nn.Module, dtype: torch.dtype | None = None) -> bool:
-    expected = model.state_dict()
-    return found.keys() == expected.keys() and all(
-        torch.equal(found[name], tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor)
-        and found[name].dtype == (dtype if dtype and tensor.is_floating_point() else tensor.dtype)
-        for name, tensor in expected.items()
-    )
 
 
 # --- torch's own file --------------------------------------------------------------------------------------------------
@@ -193,55 +169,8 @@ def test_it_works_where_a_loop_runs_already(root: Path, tmp_path: Path, model: T
 
     async def cell() -> dict[str, torch.Tensor]:
         consolidate(root, tmp_path / "model.pt", only="model", format="torch")
-        return dict(state_dict_from_checkpoint(root, only="model"))
+        with open_checkpoint(root) as opened:
+            return dict(opened.tensors("model"))
 
     assert same(asyncio.run(cell()), model)
     assert same(torch.load(tmp_path / "model.pt", weights_only=True), model)
-
-
-# --- lazily ------------------------------------------------------------------------------------------------------------
-
-
-def test_a_lazy_state_dict_has_every_name_and_reads_on_access(root: Path, model: Tied) -> None:
-    found = state_dict_from_checkpoint(root, only="model")
-    assert (found.tag, found.step) == ("global_step4", 4)
-    assert found.keys() == model.state_dict().keys()
-    assert found.shape("body.weight") == (16, 16)
-    assert found.dtype("body.weight") == torch.bfloat16
-    assert same(dict(found), model)
-    fresh = Tied()
-    fresh.load_state_dict(dict(found))
-    assert same(fresh.state_dict(), model)
-
-
-def test_a_lazy_state_dict_reads_nothing_before_it_is_asked(root: Path) -> None:
-    found = state_dict_from_checkpoint(root)
-    for chunks in objects(root, ".chunks"):
-        chunks.unlink()
-    assert found["model.empty"].shape == (0, 4)
-    with pytest.raises(DamagedError) as caught:
-        found["other.w"]
-    assert (caught.value.fqn, caught.value.rank) == ("other.w", 0)
-
-
-def test_names_that_shared_memory_share_it_while_one_is_in_use(root: Path) -> None:
-    found = state_dict_from_checkpoint(root, only="model")
-    head = found["head.weight"]
-    embed, window = found["embed.weight"], found["window"]
-    assert head.data_ptr() == embed.data_ptr()
-    assert window.untyped_storage().data_ptr() == embed.untyped_storage().data_ptr()
-    address = embed.data_ptr()
-    del embed, head
-    gc.collect()
-    assert found["embed.weight"].data_ptr() == address, "the window keeps it"
-
-
-def test_what_was_asked_for_must_be_there(root: Path) -> None:
-    with pytest.raises(NotFoundError, match="its parts are: model, optimizer, other"):
-        state_dict_from_checkpoint(root, only="nothing")
-    with pytest.raises(KeyError):
-        state_dict_from_checkpoint(root)["nothing"]
-    with pytest.raises(NotFoundError, match="there is no tag"):
-        state_dict_from_checkpoint(root, "global_step5")
-    with pytest.raises(NotFoundError, match="there is no latest"):
-        state_dict_from_checkpoint(root.parent / "elsewhere")

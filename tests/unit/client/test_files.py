@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import errno
 import os
 import shutil
 import zipfile
@@ -10,15 +11,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from checkpointd.cli import run
-from checkpointd.errors import AbortedError, CheckpointdError, StateError, StoreError, UsageError
+from checkpointd.errors import CheckpointdError, StateError, StoreError, UsageError
 from checkpointd.pipeline import catalog, showing
 from checkpointd.pipeline.catalog import AttemptView
 from checkpointd.store.base import Store
-from checkpointd.store.plain import PlainFiles
+from checkpointd.store.disk import Child
+from checkpointd.store.names import TEMPORARY
+from checkpointd.store.osdisk import OsDisk
+from checkpointd.store.plain import Journal, PlainFiles
 from checkpointd_client import Checkpointer
 from tests import format_reader
 
@@ -127,8 +132,7 @@ def test_what_cannot_be_pickled_is_refused_by_name_and_shows_nothing(tmp_path: P
     ckpt = Checkpointer(tmp_path / ".checkpointd")
     with pytest.raises(StateError, match=r"a\.pt cannot be saved"):
         ckpt.save_files(1, {"a.pt": {"function": lambda: None}})
-    with pytest.raises(AbortedError, match="failed while staging"):
-        ckpt.close()
+    ckpt.close()  # which does not raise it again
     assert os.listdir(tmp_path) == [".checkpointd"]
 
 
@@ -168,7 +172,7 @@ def test_no_directory_leads_out(ckpt: Checkpointer, at: str) -> None:
 
 
 def delete(ckpt: Checkpointer, tag: str) -> None:
-    assert run(["delete", ckpt.status().root, tag, "--force"]) == 0
+    assert run(["delete", ckpt.status().root, tag, "--force", "--yes"]) == 0
 
 
 def test_what_is_deleted_is_shown_no_more_and_latest_names_what_is_left(ckpt: Checkpointer) -> None:
@@ -212,6 +216,41 @@ def test_nothing_is_removed_where_everything_is_gone_for_a_moment(ckpt: Checkpoi
 
     monkeypatch.setattr(PlainFiles, "is_there", unmounted)
     assert ckpt._writer.call(showing.abandoned(ckpt._store), 60) == set()
+
+
+@pytest.mark.parametrize("looks", [1, 3])
+def test_a_directory_that_is_out_of_sight_for_a_moment_was_not_removed(
+    ckpt: Checkpointer, monkeypatch: pytest.MonkeyPatch, looks: int
+) -> None:
+    """As on NFS, where a client may lag behind."""
+    save(ckpt, example(), tag="one")
+    shown, children, left = str(beside(ckpt) / "one"), OsDisk.children, looks
+
+    async def lagging(disk: OsDisk, path: str) -> list[Child]:
+        nonlocal left
+        if path == shown and left > 0:
+            left -= 1
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+        return await children(disk, path)
+
+    monkeypatch.setattr(OsDisk, "children", lagging)
+    assert ckpt._writer.call(showing.abandoned(ckpt._store), 60) == set()
+    assert left == 0
+    left = looks
+    (found,) = ckpt.list()
+    assert ckpt.damage(found, [0]) == ()
+    assert left == 0
+
+
+def test_a_directory_whose_replacing_was_cut_off_was_not_removed(ckpt: Checkpointer) -> None:
+    """Where the file system cannot exchange two names, between the two renames."""
+    shown = save(ckpt, example(), tag="one")
+    place = Path(ckpt.status().root) / TEMPORARY / "dead.1.1.1.shown0"
+    place.mkdir(parents=True)
+    (place / "journal").write_bytes(msgspec.json.encode(Journal(at="one", ours=tuple(os.listdir(shown)), linked={})))
+    shown.rename(place / "aside")
+    assert ckpt._writer.call(showing.abandoned(ckpt._store), 60) == set()
+    assert shown.is_dir()
 
 
 @pytest.mark.parametrize("lost", ["all", "directory", "latest"])

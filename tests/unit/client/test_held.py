@@ -15,12 +15,16 @@ from checkpointd.codec.checksum import xxh3_128
 from checkpointd.config import Ranks
 from checkpointd.daemon.layouts import wire_tensors
 from checkpointd.daemon.wire import Held, Snapshot
-from checkpointd.errors import DamagedError
+from checkpointd.errors import DamagedError, StoreError
 from checkpointd.layout.boxes import Box
+from checkpointd.pipeline import epochs
+from checkpointd.pipeline.report.collection import deletion
 from checkpointd.pipeline.shard import PAGE
-from checkpointd_client.held import HeldSnapshot, HeldSource, common
+from checkpointd.store.base import Entry
+from checkpointd.store.memory import MemoryStore
+from checkpointd_client.held import HeldSnapshot, HeldSource, common, counts
 from checkpointd_client.slots import Target
-from tests.builders import make_shard, rank_arrays
+from tests.builders import begin_epoch, leave_in_doubt, make_shard, rank_arrays, save_checkpoint
 
 TWO = Ranks(rank=0, world_size=2)
 SHARD = make_shard(rank_arrays(0))
@@ -88,6 +92,54 @@ def test_nothing_in_common(other: dict[int, tuple[Held, ...]]) -> None:
 def test_what_another_number_of_ranks_saved_is_not_taken() -> None:
     three = (_held(3, world_size=3),)
     assert common({0: three, 1: three}, TWO) is None
+
+
+async def _saved(store: MemoryStore, *, failing: bool = False) -> None:
+    await save_checkpoint(store, step=1, failing={1: StoreError("full")} if failing else {})
+
+
+async def _held_in(store: MemoryStore, phase: str) -> Held:
+    nonce = (await epochs.read(store, 1)).nonce
+    return msgspec.structs.replace(_held(1, nonce=nonce), attempt="00000001-0", phase=phase)
+
+
+async def test_y3_what_the_store_shows_as_committed_is_taken_and_what_it_shows_as_removed_is_not() -> None:
+    store = MemoryStore()
+    await _saved(store)
+    held = await _held_in(store, "committed")
+    assert await counts(store, held)
+    assert not await counts(store, msgspec.structs.replace(held, nonce="another root's"))
+    await deletion(store, "global_step1", force=True, dry_run=False)
+    assert not await counts(store, held)
+    for entry in await store.list("global_step1/00000001-0"):
+        await store.delete(f"global_step1/00000001-0/{entry.name}")
+    assert not await counts(store, held)  # nor when its record has gone, too
+
+
+async def test_y3_what_was_aborted_is_not_taken() -> None:
+    store = MemoryStore()
+    await _saved(store, failing=True)
+    assert not await counts(store, await _held_in(store, "aborted"))
+
+
+@pytest.mark.parametrize(("phase", "taken"), [("staged", True), ("persisting", True), ("prepared", True), ("failed", False)])
+async def test_y3_what_is_in_doubt_is_taken_while_its_sidecar_is_at_it(phase: str, taken: bool) -> None:
+    store = MemoryStore()
+    await leave_in_doubt(store, voting=(0,))
+    assert await counts(store, await _held_in(store, phase)) is taken
+
+
+async def test_y3_where_the_store_cannot_be_read_nothing_is_taken() -> None:
+    class Failing(MemoryStore):
+        async def list(self, prefix: str) -> list[Entry]:
+            if prefix.startswith("global_step1/"):
+                raise StoreError("stale file handle")
+            return await super().list(prefix)
+
+    store = Failing()
+    await begin_epoch(store)
+    with pytest.raises(StoreError, match="stale"):
+        await counts(store, await _held_in(store, "committed"))
 
 
 def test_a_snapshot_is_checked_and_copied() -> None:

@@ -195,7 +195,7 @@ def test_the_phase_never_goes_back_when_another_hand_begins_again(tmp_path: Path
         save = puppet.expect(wire.Save)
         puppet.expect(wire.Staged)
         puppet.say(wire.Phase(save=save.save, phase="prepared"))
-        handle.wait(LIMIT_S, until="prepared")
+        handle.wait("prepared", timeout=LIMIT_S)
         durable_s = handle.timings.durable_s
         puppet.hang_up()
         save = puppet.expect(wire.Save)

@@ -7,8 +7,9 @@ To make tearing likely the stager's thread is held back, so that the copies happ
 from __future__ import annotations
 
 import copy
+import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,7 +18,10 @@ import torch
 
 from checkpointd.errors import AbortedError, StagingError
 from checkpointd_client import Checkpointer, snapshot
-from checkpointd_client.snapshot import Staging, unchanging
+from checkpointd_client.arena import Arena
+from checkpointd_client.moment import Proof
+from checkpointd_client.snapshot import Copy, Stager, Staging, plan_slot, unchanging
+from checkpointd_client.state import capture
 
 
 @contextmanager
@@ -169,6 +173,197 @@ def test_an_unfenced_change_by_hand_spoils_the_save_instead_of_tearing_it(
     again = ckpt.save(2, {"net": net, "optimizer": optimizer}).wait()
     assert again.phase == "committed"
     ckpt.close()
+
+
+# --- changes that torch does not count: the sample ----------------------------------------------------------------------
+
+
+def _averaged(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """What an average holds: near to the parameter, and another value in every element."""
+    return parameter.detach() * 1.25 + torch.where(parameter.detach() < 0, -0.125, 0.125).to(parameter.dtype)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda p: p.data.copy_(_averaged(p)),
+        lambda p: p.data.add_(1.0),
+        lambda p: p.detach().numpy().__iadd__(1.0),
+        lambda p: p.data.zero_(),
+    ],
+)
+def test_a_change_that_torch_does_not_count_spoils_the_save(
+    change: Callable[[torch.nn.Parameter], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = _net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    ckpt = Checkpointer(tmp_path)
+    with held_back_stager(monkeypatch):
+        handle = ckpt.save(1, {"net": net, "optimizer": optimizer})
+        for parameter in net.parameters():
+            change(parameter)
+    with pytest.raises(AbortedError, match=r"net\.0\.weight was changed while its snapshot was taken.*ckpt\.fence\(\)"):
+        handle.wait()
+    assert isinstance(handle.exception().__cause__, StagingError)
+    assert ckpt.latest() is None
+    assert ckpt.save(2, {"net": net, "optimizer": optimizer}).wait().phase == "committed"
+    ckpt.close()
+
+
+def test_the_state_of_an_optimizer_that_is_changed_by_hand_spoils_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = _net()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    _train(net, optimizer)
+    ckpt = Checkpointer(tmp_path)
+    with held_back_stager(monkeypatch):
+        handle = ckpt.save(1, {"net": net, "optimizer": optimizer})
+        optimizer.state[net[3].bias]["exp_avg_sq"].data.mul_(0.5)
+    with pytest.raises(AbortedError, match=r"optimizer\.state\.net\.3\.bias\.exp_avg_sq was changed"):
+        handle.wait()
+    ckpt.close()
+
+
+def test_swapping_whole_tensors_by_data_leaves_the_snapshot_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`p.data, average = average, p.data` moves no bytes: the snapshot reads the memory that it saw."""
+    net = _net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with Checkpointer(tmp_path) as ckpt, held_back_stager(monkeypatch):
+        expected = _frozen(net)
+        ckpt.save(1, {"net": net, "optimizer": optimizer})
+        for parameter in net.parameters():
+            parameter.data = _averaged(parameter)
+    _same(_loaded_net(tmp_path), expected)
+
+
+class Swapped:
+    """Parameters of several dtypes and sizes that an average is swapped into, and a slot that they are copied to."""
+
+    def __init__(self, arena: Arena, stager: Stager) -> None:
+        dtypes = (torch.float32, torch.bfloat16, torch.float64)
+        sizes = (1, 3, 64, 300, 4096, 70_001)
+        self.params = [
+            torch.nn.Parameter(torch.randn(size, dtype=torch.float64).to(dtype)) for dtype in dtypes for size in sizes
+        ]
+        self.averages = [_averaged(p) for p in self.params]
+        assert all((p != average).all() for p, average in zip(self.params, self.averages, strict=True))
+        optimizer = torch.optim.SGD(self.params, lr=0.1)
+        self._captured = capture({"p": self.params, "o": optimizer}, None, exclude_frozen_parameters=False)
+        self._arena, self._stager = arena, stager
+        self.before = [p.detach().clone() for p in self.params]
+
+    def swap(self, i: int) -> None:
+        self.params[i].data.copy_(self.averages[i])
+
+    @contextmanager
+    def staged(self) -> Iterator[tuple[Staging, list[torch.Tensor]]]:
+        """The snapshot, begun, and what will lie in the slot."""
+        layout = plan_slot(self._captured)
+        slot = self._arena.acquire(layout.nbytes, timeout=0.0)
+        assert slot is not None
+        try:
+            staging = self._stager.begin(self._captured, layout, slot)
+            yield staging, slot.views(layout, layout.parts)
+        finally:
+            staging.done.exception(30)
+            self._arena.release(slot)
+
+    def holds_the_moment_of_save(self, found: list[torch.Tensor]) -> bool:
+        return all(torch.equal(one, two) for one, two in zip(found, self.before, strict=True))
+
+
+def test_an_average_swapped_in_at_any_point_of_the_copy_is_caught(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """Copies and swaps in every order that two threads can bring about: torn if and only if a swap came before its copy."""
+    arena, stager = Arena(), Stager("lazy")
+    copied = Copy.run
+    for seed in range(request.config.getoption("--ema-swaps")):
+        chance, case = random.Random(seed), Swapped(arena, stager)
+        count = len(case.params)
+        late = chance.choice([0, chance.randrange(count + 1), chance.randrange(count + 1)])
+        begins = sorted(chance.choice([late, chance.randrange(late, count + 1)]) for _ in range(count))
+        """Before which copy each swap happens."""
+        done = 0
+
+        def run(copy: Copy, case: Swapped = case, begins: list[int] = begins) -> None:
+            nonlocal done
+            for i, begin in enumerate(begins):
+                if begin == done:
+                    case.swap(i)
+            done += 1
+            copied(copy)
+
+        monkeypatch.setattr(Copy, "run", run)
+        with case.staged() as (staging, found):
+            error = staging.done.exception(30)
+            torn = any(begin <= i for i, begin in enumerate(begins))
+            assert isinstance(error, StagingError) == torn, f"seed {seed}"
+            assert torn or case.holds_the_moment_of_save(found), f"seed {seed}"
+    stager.close(30)
+    arena.close()
+
+
+def test_an_average_swapped_in_while_the_copy_runs_is_caught_or_came_after_it(request: pytest.FixtureRequest) -> None:
+    """With real threads: what is committed holds the bytes of save(), and every other snapshot is thrown away."""
+    arena, stager = Arena(), Stager("lazy")
+    for seed in range(request.config.getoption("--ema-swaps")):
+        chance, case = random.Random(seed), Swapped(arena, stager)
+        order = chance.sample(range(len(case.params)), len(case.params))
+        with case.staged() as (staging, found):
+            for i in order:
+                case.swap(i)
+            error = staging.done.exception(30)
+            assert isinstance(error, StagingError) or case.holds_the_moment_of_save(found), f"seed {seed}"
+    stager.close(30)
+    arena.close()
+
+
+def test_an_average_swapped_in_right_after_save_is_always_caught(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """The copy runs after the swap of everything, as it does where the stager's thread gets no processor."""
+    arena, stager = Arena(), Stager("lazy")
+    for _ in range(request.config.getoption("--ema-swaps")):
+        case = Swapped(arena, stager)
+        with held_back_stager(monkeypatch) as go, case.staged() as (staging, _):
+            for i in range(len(case.params)):
+                case.swap(i)
+            go.set()
+            with pytest.raises(StagingError, match=r"p\.0 was changed while its snapshot was taken"):
+                staging.done.result(30)
+        monkeypatch.undo()
+    stager.close(30)
+    arena.close()
+
+
+def test_what_cannot_be_compared_is_not_persisted(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failing(Proof):
+        def torn(self) -> int | None:
+            raise MemoryError("no room")
+
+    arena, stager = Arena(), Stager("lazy")
+    monkeypatch.setattr(stager._sampler, "take", lambda *_: Failing())
+    case = Swapped(arena, stager)
+    with (
+        case.staged() as (staging, _),
+        pytest.raises(StagingError, match=r"could not be compared with what save\(\) saw: MemoryError"),
+    ):
+        staging.done.result(30)
+    stager.close(30)
+    arena.close()
+
+
+def test_eager_staging_takes_no_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    arena, stager = Arena(), Stager("eager")
+    monkeypatch.setattr(stager._sampler, "take", None)
+    case = Swapped(arena, stager)
+    with case.staged() as (staging, found):
+        staging.done.result(30)
+        assert case.holds_the_moment_of_save(found)
+    stager.close(30)
+    arena.close()
 
 
 def test_gradient_accumulation_leaves_the_snapshot_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -235,3 +235,11 @@ def test_gradients_are_not_asked_of_what_cannot_have_them() -> None:
     target: dict[str, Any] = {"x": None}
     prepare(target, stored(tree.Tensor("x", True)), {"x": ("int64", (2,))}).finish()
     assert not target["x"].requires_grad
+
+
+def test_of_many_mismatches_the_first_ten_are_told_and_all_are_kept() -> None:
+    saved = save({f"w{number}": torch.ones(2) for number in range(37)})
+    with pytest.raises(MismatchError, match="differ in 37 places; nothing was loaded") as raised:
+        saved.prepare({f"w{number}": torch.ones(3) for number in range(37)})
+    assert len(raised.value.mismatches) == 37
+    assert [line.strip() for line in str(raised.value).splitlines()[1:]] == list(raised.value.mismatches[:10])

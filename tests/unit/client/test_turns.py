@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -9,7 +10,8 @@ import pytest
 from torch.distributed import HashStore
 
 from checkpointd.config import Ranks
-from checkpointd.errors import CheckpointdError, DamagedError, DeadlineError, MismatchError
+from checkpointd.errors import CheckpointdError, DamagedError, DeadlineError, MismatchError, UnreadableError
+from checkpointd_client import mismatches
 from checkpointd_client.notes import Choice
 from checkpointd_client.ranks import StoreBoard
 from checkpointd_client.turns import Turns
@@ -21,7 +23,7 @@ Answer = tuple[str | None, CheckpointdError | None]
 def _ranks(timeout_s: float) -> list[Turns]:
     store = HashStore()
     ranks = [Ranks(rank=rank, world_size=WORLD) for rank in range(WORLD)]
-    return [Turns(StoreBoard(store, who), who, timeout_s) for who in ranks]
+    return [Turns(StoreBoard(store, who), who, timeout_s, 30.0) for who in ranks]
 
 
 def _load(turns: Turns, tag: str, problem: CheckpointdError | None = None, homeless: tuple[str, ...] = ()) -> Answer:
@@ -49,9 +51,10 @@ def test_every_rank_hears_the_same_problem_and_its_own_words_for_it() -> None:
 def test_what_one_rank_has_a_place_for_is_fine_and_what_none_has_ends_the_load_on_all() -> None:
     a, b, c = _ranks(30.0)
     calls = ((a, ("w", "x")), (b, ("x",)), (c, ("v", "x")))
-    for _, error in _together(*(lambda t=t, h=h: _load(t, "x", None, h) for t, h in calls)):
+    for rank, (_, error) in enumerate(_together(*(lambda t=t, h=h: _load(t, "x", None, h) for t, h in calls))):
         assert isinstance(error, MismatchError)
-        assert str(error).endswith("strict=False:\n  x")
+        assert error.mismatches == ("x: in the checkpoint, and nowhere in the objects of any rank",)
+        assert str(error).endswith("rank 0, which lists them" if rank else f"strict=False:\n  {error.mismatches[0]}")
     assert _together(*(lambda t=t, h=h[:1]: _load(t, "y", None, h) for t, h in calls)) == [("y", None)] * WORLD
 
 
@@ -71,3 +74,56 @@ def test_a_rank_that_asked_before_rank_0_ever_did_takes_part_when_it_does() -> N
     a.timeout_s = b.timeout_s = c.timeout_s = 30.0
     assert _together(*(lambda t=t: _load(t, "said") for t in (a, b, c))) == [("said", None)] * WORLD
     assert _together(*(lambda t=t: _load(t, "again") for t in (a, b, c))) == [("again", None)] * WORLD
+
+
+def test_one_rank_tells_the_first_ten_mismatches_and_the_others_say_which() -> None:
+    a, b, c = _ranks(30.0)
+    of_b, of_c = (
+        tuple(f"{name}{n}: missing from the checkpoint" for n in range(count)) for name, count in (("b", 25), ("c", 1))
+    )
+    calls = ((a, None), (b, mismatches.error(of_b)), (c, mismatches.error(of_c)))
+    at_a, at_b, at_c = (error for _, error in _together(*(lambda t=t, p=p: _load(t, "x", p) for t, p in calls)))
+    assert isinstance(at_a, MismatchError)
+    assert isinstance(at_b, MismatchError)
+    assert isinstance(at_c, MismatchError)
+    assert (at_a.mismatches, at_b.mismatches, at_c.mismatches) == (of_b, of_b, of_c)
+    assert "differ in 25 places" in str(at_b)
+    assert [line.strip() for line in str(at_b).splitlines()[1:]] == list(of_b[:10])
+    assert str(at_a) == "nothing was loaded: the checkpoint and the objects differ in 25 places on rank 1, which lists them"
+    assert str(at_c).endswith("differ in 1 place here, too, and rank 1 lists its own")
+
+
+def test_a_rank_that_cannot_read_keeps_all_from_going_past_what_another_finds_damaged() -> None:
+    a, b, c = _ranks(30.0)
+    calls = ((a, DamagedError("torn", rank=0)), (b, None), (c, UnreadableError("EIO")))
+    for _, error in _together(*(lambda t=t, p=p: _load(t, "x", p) for t, p in calls)):
+        assert isinstance(error, UnreadableError)
+
+
+class Watched(StoreBoard):
+    """Says when somebody who ran out of time asks whether a rank reads again."""
+
+    def peek(self, key: str) -> str | None:
+        if key.endswith("tries-again"):
+            ASKED.release()
+        return super().peek(key)
+
+
+ASKED = threading.Semaphore(0)
+
+
+def test_the_others_wait_for_a_rank_that_reads_again() -> None:
+    """N3: they run out of time twice, rank 0 for the verdicts and rank 1 for the word, and hear it all the same."""
+    a, b, c = _ranks(0.2)
+    for turns in (a, b):
+        turns.board = Watched(turns.board.store, turns.ranks)  # type: ignore[attr-defined]  # they are StoreBoards
+
+    def slow() -> Answer:
+        turn = c.begin()
+        choice = turn.chosen("candidate", lambda: Choice(tag="x"))
+        turn.tries_again()
+        for _ in range(2):
+            assert ASKED.acquire(timeout=30)
+        return choice.tag, turn.agree("verdict", None)
+
+    assert _together(lambda: _load(a, "x"), lambda: _load(b, "x"), slow) == [("x", None)] * WORLD

@@ -1,4 +1,4 @@
-"""R6 of commit/retention.py: which checkpoints go by rule, and which never do."""
+"""R1 and R6 to R10 of commit/retention.py: which checkpoints go, by rule or as replaced ones, and which never do."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointd.commit.retention import AttemptFacts, CheckpointFacts, Retention, retired
+from checkpointd.commit.retention import AttemptFacts, CheckpointFacts, Choice, Retention, choose
 from checkpointd.errors import UsageError
 from checkpointd.layout.keys import AttemptId
 
@@ -20,9 +20,20 @@ def checkpoint(n: int, **options: Any) -> CheckpointFacts:
     return CheckpointFacts(attempt=facts, order=(1, n), step=10 * n, **options)
 
 
+def commit(tag: str, epoch: int, n: int, **options: Any) -> CheckpointFacts:
+    """The `n`th save of `epoch`, of a tag that may have been saved before."""
+    facts = AttemptFacts(tag, AttemptId(epoch, n), "committed", (epoch, n), True)
+    return CheckpointFacts(attempt=facts, order=(epoch, n), step=n, **options)
+
+
+def gone(choice: Choice) -> list[tuple[int, int]]:
+    """The orders of what goes."""
+    return [facts.order for facts, _ in choice.going if facts.order is not None]
+
+
 def left(checkpoints: list[CheckpointFacts], rules: Retention) -> list[int]:
-    gone = {facts.order for facts, _ in retired(checkpoints, rules)}
-    return [c.order[1] for c in checkpoints if c.order not in gone]
+    going = gone(choose(checkpoints, rules))
+    return [c.order[1] for c in checkpoints if c.order not in going]
 
 
 TEN = [checkpoint(n) for n in range(10)]
@@ -76,7 +87,8 @@ def test_the_newest_verified_one_stays_and_what_latest_names_and_the_newest_that
 
 def test_the_reason_names_the_rules() -> None:
     rules = Retention(keep_last=2, every_steps=1000, younger_than_s=60, best=1, metric="loss")
-    [(_, reason), *_] = retired([checkpoint(n, age_s=100.0) for n in range(1, 5)], rules)
+    known = [checkpoint(n, age_s=100.0, metrics={"loss": float(n)}) for n in range(1, 6)]
+    [(_, reason), *_] = choose(known, rules).going
     assert reason == "retention keeps the last 2, every 1000 steps, those younger than 60 s, the best 1 by loss (min)"
 
 
@@ -104,7 +116,7 @@ def test_r6_holds_for_all_rules(
     drawn: list[dict[str, Any]], last: int | None, every: int | None, age: float | None, best: int | None, mode: Any
 ) -> None:
     known = [
-        CheckpointFacts(attempt=AttemptFacts("t", AttemptId(1, n), "committed", (1, n), True), order=(1, n), **options)
+        CheckpointFacts(attempt=AttemptFacts(f"t{n}", AttemptId(1, n), "committed", (1, n), True), order=(1, n), **options)
         for n, options in enumerate(drawn)
     ]
     metric = None if best is None else "loss"
@@ -118,6 +130,107 @@ def test_r6_holds_for_all_rules(
     measured = sorted(c.metrics["loss"] for c in known if c.metrics)
     if best is not None and measured:
         assert (measured[0] if mode == "min" else measured[-1]) in [known[n].metrics.get("loss") for n in stays]
+
+
+# --- replaced ones ------------------------------------------------------------------------------------------------
+
+
+def test_r1_what_its_tag_was_saved_again_for_goes_with_and_without_rules() -> None:
+    known = [commit("best", 1, 0), commit("other", 1, 1), commit("best", 1, 2)]
+    for rules in (Retention(), Retention(keep_last=5)):
+        choice = choose(known, rules)
+        assert [(facts.attempt.k, why) for facts, why in choice.going] == [(0, "the tag was saved again since")]
+
+
+def test_r1_a_damaged_commit_replaces_nothing() -> None:
+    known = [commit("best", 1, 0), commit("best", 1, 1, damaged=True)]
+    assert choose(known, Retention()) == Choice()
+    assert gone(choose(known, Retention(keep_last=1))) == [(1, 1)]
+
+
+def test_r6_what_was_verified_stays_until_something_newer_is() -> None:
+    known = [commit("best", 1, 0, verified=True), commit("best", 1, 1), commit("best", 1, 2)]
+    choice = choose(known, Retention())
+    assert (gone(choice), [facts.attempt.k for facts in choice.surplus]) == ([(1, 1)], [0])
+    choice = choose([*known, commit("best", 1, 3, verified=True)], Retention())
+    assert (gone(choice), choice.surplus) == ([(1, 0), (1, 1), (1, 2)], ())
+
+
+# --- damage -------------------------------------------------------------------------------------------------------
+
+
+def test_r7_what_is_damaged_is_never_counted() -> None:
+    known = [checkpoint(n, damaged=n in (2, 4), verified=n in (0, 2)) for n in range(5)]
+    assert left(known, Retention(keep_last=2)) == [0, 1, 3]
+
+
+def test_r7_a_damaged_one_that_latest_names_stays() -> None:
+    assert left([checkpoint(0), checkpoint(1), checkpoint(2, damaged=True, is_latest=True)], Retention(keep_last=1)) == [1, 2]
+
+
+def test_r7_where_all_is_damaged_nothing_goes() -> None:
+    assert choose([checkpoint(n, damaged=True) for n in range(4)], Retention(keep_last=1)) == Choice()
+
+
+def test_r8_what_a_load_passed_over_stays_until_it_is_recorded_as_damaged() -> None:
+    known = [checkpoint(0, passed_over=True), checkpoint(1, passed_over=True, damaged=True), checkpoint(2), checkpoint(3)]
+    assert left(known, Retention(keep_last=1)) == [0, 3]
+    again = [commit("best", 1, 0, passed_over=True), commit("best", 1, 1)]
+    assert choose(again, Retention()) == Choice()
+
+
+def test_r8_what_a_load_passed_over_stands_for_nothing_that_goes() -> None:
+    over = checkpoint(3, passed_over=True, verified=True)
+    assert left([checkpoint(0), checkpoint(1), checkpoint(2, verified=True), over], Retention(keep_last=1)) == [2, 3]
+    again = [commit("best", 1, 0), commit("best", 1, 1, passed_over=True, verified=True)]
+    assert choose(again, Retention()) == Choice()
+    assert choose([checkpoint(0, passed_over=True), checkpoint(1, damaged=True)], Retention(keep_last=1)) == Choice()
+
+
+# --- metrics ------------------------------------------------------------------------------------------------------
+
+
+def test_r9_a_rule_with_a_metric_keeps_what_was_saved_without_it() -> None:
+    known = [checkpoint(n, metrics={"loss": float(n)} if n % 2 else {"other": 0.0}) for n in range(6)]
+    assert left(known, Retention(best=1, metric="loss")) == [0, 1, 2, 4, 5]
+    assert left(known, Retention(best=1, metric="loss", keep_last=1)) == [0, 1, 2, 4, 5]
+
+
+@pytest.mark.parametrize("rules", [{}, {"keep_last": 1}, {"younger_than_s": 1.0, "mode": "max"}])
+def test_r9_a_metric_that_none_has_removes_nothing_and_is_named(rules: dict[str, Any]) -> None:
+    known = [checkpoint(n, age_s=9.0, metrics={"loss": 1.0, "accuracy": 0.5}) for n in range(4)]
+    choice = choose(known, Retention(best=1, metric="los", **rules))
+    assert choice.going == ()
+    assert choice.unknown_metric is not None
+    assert "'los'" in choice.unknown_metric
+    assert "accuracy, loss" in choice.unknown_metric
+    again = choose([commit("best", 1, 0), commit("best", 1, 1)], Retention(best=1, metric="los", **rules))
+    assert gone(again) == [(1, 0)]  # what was replaced is no rule's to keep
+
+
+def test_r9_without_any_metric_nothing_goes() -> None:
+    choice = choose([checkpoint(n) for n in range(4)], Retention(best=1, metric="loss"))
+    assert choice.going == ()
+    assert "none at all" in str(choice.unknown_metric)
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_metric_that_is_no_finite_number_is_never_the_best(mode: Any, value: float) -> None:
+    known = [checkpoint(0, metrics={"loss": 2.0}), checkpoint(1, metrics={"loss": value}), checkpoint(2, metrics={"loss": 2.5})]
+    known.append(checkpoint(3, metrics={"loss": 2.2}))
+    best = 0 if mode == "min" else 2
+    assert left(known, Retention(best=1, metric="loss", mode=mode)) == sorted({best, 1, 3})
+
+
+# --- earlier jobs -------------------------------------------------------------------------------------------------
+
+
+def test_r10_of_jobs_that_are_not_known_nothing_goes() -> None:
+    known = [commit("best", 1, 0), commit("a", 1, 1), commit("best", 2, 0), commit("b", 2, 1), commit("best", 2, 2)]
+    for rules, rest in ((Retention(), []), (Retention(keep_last=1), [(2, 1)])):
+        assert gone(choose(known, rules, keeps_before=2)) == [(2, 0), *rest]
+    assert gone(choose(known, Retention(keep_last=1))) == [(1, 0), (1, 1), (2, 0), (2, 1)]
 
 
 @pytest.mark.parametrize(

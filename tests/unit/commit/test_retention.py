@@ -1,4 +1,4 @@
-"""R1 to R4 of commit/retention.py: what is dead weight, and that `latest` never goes back."""
+"""R2 to R4 of commit/retention.py: what is dead weight, and that `latest` never goes back."""
 
 from __future__ import annotations
 
@@ -24,27 +24,14 @@ def attempts(draw: st.DrawFn) -> list[AttemptFacts]:
 
 
 @given(attempts())
-def test_r1_a_commit_goes_only_where_a_newer_commit_of_its_tag_stays(known: list[AttemptFacts]) -> None:
-    dead = [facts for facts, _ in dead_weight(known)]
-    for facts in dead:
-        if facts.state == "committed":
-            assert facts.order is not None
-            kept = (other for other in known if other.tag == facts.tag and other.state == "committed" and other not in dead)
-            assert any(other.order is not None and other.order > facts.order for other in kept)
-
-
-@given(attempts())
-def test_r1_the_newest_commit_of_every_tag_stays_and_the_older_ones_go(known: list[AttemptFacts]) -> None:
-    dead = [facts for facts, _ in dead_weight(known)]
-    for tag in "ab":
-        commits = [facts for facts in known if facts.tag == tag and facts.state == "committed"]
-        assert len([facts for facts in commits if facts not in dead]) == min(1, len(commits))
-
-
-@given(attempts())
 def test_r2_what_is_undecided_or_cannot_be_read_is_never_touched(known: list[AttemptFacts]) -> None:
     touched = [facts for facts, _ in dead_weight(known)] + spent_records(known)
     assert not {"in-doubt", "damaged"} & {facts.state for facts in touched}
+
+
+@given(attempts())
+def test_r1_what_is_committed_is_no_dead_weight(known: list[AttemptFacts]) -> None:
+    assert "committed" not in {facts.state for facts, _ in dead_weight(known)}
 
 
 @given(attempts())
@@ -75,10 +62,7 @@ def test_the_order_of_a_listing_does_not_matter(known: list[AttemptFacts]) -> No
 def test_what_was_collected_is_not_found_again(known: list[AttemptFacts]) -> None:
     dead = dict(dead_weight(known))
     after = [
-        facts
-        if facts not in dead
-        else AttemptFacts(facts.tag, facts.attempt, "deleted" if facts.state == "committed" else facts.state, None, bulk=False)
-        for facts in known
+        facts if facts not in dead else AttemptFacts(facts.tag, facts.attempt, facts.state, None, bulk=False) for facts in known
     ]
     assert dead_weight(after) == []
 
@@ -91,7 +75,6 @@ def test_each_reason_is_said_in_words() -> None:
         AttemptFacts("a", AttemptId(1, 3), "deleted", None, bulk=True),
     ]
     assert [(facts.attempt.k, why) for facts, why in dead_weight(known)] == [
-        (0, "the tag was saved again since"),
         (2, "the attempt was aborted"),
         (3, "its removal was interrupted"),
     ]

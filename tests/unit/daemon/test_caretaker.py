@@ -20,14 +20,16 @@ from checkpointd.daemon.doubts import Doubts
 from checkpointd.daemon.hub import Hub, Look
 from checkpointd.daemon.looks import CHECKPOINTS_MAX, Looker
 from checkpointd.errors import StoreError
-from checkpointd.layout.keys import epoch_key
-from checkpointd.layout.manifest import encode
+from checkpointd.layout.keys import attempt_lease_key, epoch_key
+from checkpointd.layout.manifest import Lease, encode
 from checkpointd.pipeline import catalog, epochs
+from checkpointd.pipeline.identity import writer
 from checkpointd.pipeline.verify import verify
 from checkpointd.store import writers
 from checkpointd.store.base import Store
 from checkpointd.store.posix import PosixStore
 from tests.builders import Save, begin_epoch, leave_in_doubt, save_checkpoint
+from tests.living import ELSEWHERE
 from tests.unit.daemon.conftest import until
 
 TAG = "global_step1"
@@ -307,6 +309,33 @@ async def test_k2_ranks_that_had_longer_to_vote_are_waited_for_longer(hub: Hub, 
     await look(hub, root)
     assert await state(store) == "in-doubt"
     await store.put(epoch_key(1), encode(record))
+    await look(hub, root)
+    assert await state(store) == "aborted"
+
+
+@pytest.mark.usefixtures("dead_job")
+async def test_k2_what_another_daemon_works_at_is_left_to_it(store: Store) -> None:
+    """A renewal of its lease is a change, and one that can be seen from here to have ended says nothing."""
+    await leave_in_doubt(store, voting=(0,))
+    doubts, key = Doubts(grace_s=600.0, patience_s=5.0), attempt_lease_key(PREFIX)
+
+    async def settled(now: float, process: str, count: int) -> list[str]:
+        await store.put(key, encode(Lease(process=process, count=count, length_s=30.0, writer=writer())))
+        found = await doubts.settle(store, await catalog.attempts_of(store, TAG), set(), now)
+        return [outcome.outcome for outcome in found]
+
+    for now, count in ((100.0, 1), (600.0, 2), (1100.0, 3), (1600.0, 3)):
+        assert await settled(now, ELSEWHERE, count) == []
+    assert await settled(1700.0, ELSEWHERE, 3) == ["abort"]
+
+
+async def test_k2_a_lease_that_this_process_could_not_remove_says_nothing(
+    hub: Hub, root: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await leave_in_doubt(store, voting=(0,))
+    lease = Lease(process=writers.new_writer(), count=1, length_s=30.0, writer=writer())
+    await store.put(attempt_lease_key(PREFIX), encode(lease))
+    monkeypatch.setattr(writers, "is_alive", lambda process: process == lease.process)
     await look(hub, root)
     assert await state(store) == "aborted"
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 
 from checkpointd.daemon import wire
+from checkpointd.daemon.looks import Looker
 from checkpointd.layout import tree
-from checkpointd.pipeline import catalog
+from checkpointd.pipeline import catalog, readback
 from checkpointd.pipeline.load import read_index
 from checkpointd.pipeline.shard import Shard
+from checkpointd.store.osfile import OsFile
 from checkpointd.store.posix import PosixStore
 from tests.builders import load_arrays, make_shard
 from tests.unit.daemon.conftest import Daemon, RawClient
@@ -49,6 +54,52 @@ async def test_saves_of_one_session_and_of_the_next_refer_to_the_first(daemon: D
         assert await holders(store, f"global_step{step}") == {"global_step1/00000001-0"}
         found = await load_arrays(store, f"global_step{step}", 0)
         assert found["moving"] == np.full(1000, step, dtype=np.float32).tobytes()
+
+
+async def test_the_daemon_reads_back_after_the_trainer_has_left_and_shows_it(
+    daemon: Daemon, store: PosixStore, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readback, "QUIET_S", 0.2)
+    client = await daemon.client()
+    await client.join(root)
+    await client.begin(1)
+    assert (await save(client, 1, shard(1))).phase == "committed"
+    client.close()
+
+    async def read_back() -> str:
+        return (await catalog.attempts_of(store, "global_step1"))[0].read_back
+
+    async with asyncio.timeout(60):
+        while await read_back() != "whole":
+            await asyncio.sleep(0.01)
+    look, _ = await Looker().look(store)
+    assert [checkpoint.read_back for checkpoint in look.checkpoints] == ["whole"]
+
+
+async def test_a_flipped_bit_and_keep_last_1_with_a_sidecar(
+    daemon: Daemon, store: PosixStore, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = OsFile._write
+
+    def flipped(self: OsFile, offset: int, part: Any) -> None:
+        if part.size > 4096:
+            part = part.copy()
+            part[len(part) // 2] ^= 1
+        write(self, offset, part)
+
+    client = await daemon.client()
+    await client.join(root)
+    await client.begin(1, retention=wire.Rules(keep_last=1), read_back=False, dedup=False)
+    assert (await save(client, 1, shard(1))).phase == "committed"
+    with monkeypatch.context() as patch:
+        patch.setattr(OsFile, "_write", flipped)
+        assert (await save(client, 2, shard(2, weight=2.0))).phase == "committed"
+        async with asyncio.timeout(60):
+            while daemon.service.hub.jobs.all():  # the job ends when its left-overs are removed
+                await asyncio.sleep(0.01)
+    assert [c.tag for c in await catalog.checkpoints(store)] == ["global_step2", "global_step1"]
+    assert (await catalog.attempts_of(store, "global_step2"))[0].read_back == "damaged"
+    assert (await load_arrays(store, "global_step1", 0))["moving"] == np.full(1000, 1, dtype=np.float32).tobytes()
 
 
 async def test_without_dedup_nothing_is_referred_to(daemon: Daemon, store: PosixStore, root: Path) -> None:

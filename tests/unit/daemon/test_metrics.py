@@ -26,6 +26,8 @@ WITHOUT_UNIT = {
         "checkpointd_ranks_connected",
         "checkpointd_held_snapshots",
         "checkpointd_root_unreadable",
+        "checkpointd_checkpoints_damaged",
+        "checkpointd_newest_read_back_step",
         "checkpointd_saves",
         "checkpointd_saves_stale",
     ),

@@ -147,7 +147,9 @@ async def test_it_can_be_asked_again_when_the_daemon_is_back(tmp_path: Path, kin
 
 @both
 async def test_nobody_was_ever_there(tmp_path: Path, ask: Ask) -> None:
-    with pytest.raises(SidecarError, match=r"there is no socket .*/s: start `checkpointd serve --socket"):
+    with pytest.raises(
+        SidecarError, match=r"there is no socket .*/s: .* start it: `checkpointd serve --socket \S+/s --root DIR`"
+    ):
         await ask(str(tmp_path / "s"), 5.0)
 
 
@@ -263,3 +265,12 @@ def test_the_exports_are_all_there_and_nothing_else_is() -> None:
     assert all(getattr(checkpointd_client, name).__name__ == name for name in checkpointd_client.__all__)
     with pytest.raises(AttributeError, match="has no attribute 'Chekpointer'"):
         checkpointd_client.Chekpointer  # type: ignore[attr-defined]  # noqa: B018  # the misspelling is the test
+
+
+def test_a_relative_socket_is_of_the_directory_in_which_the_client_was_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    client, other = StatusClient("s"), AsyncStatusClient(Path("s"))
+    monkeypatch.chdir("/")
+    assert client.socket_path == other.socket_path == f"{os.getcwd().rstrip('/')}{tmp_path}/s"

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from checkpointd.daemon import roots as roots_module
-from checkpointd.daemon.roots import Roots
-from checkpointd.errors import ClosedError, UsageError
+from checkpointd.daemon.roots import Roots, check_served
+from checkpointd.errors import ClosedError, StoreError, UsageError
 
 
 @pytest.fixture
@@ -130,3 +135,56 @@ def test_roots_are_found_at_and_below_the_configured_ones(folder: Path) -> None:
         (root / ".checkpointd" / "epochs").mkdir(parents=True)
     (folder / "link").symlink_to(folder / "job")
     assert Roots([str(folder), "/no/such/place"]).found() == [str(folder), str(folder / "job")]
+
+
+@contextmanager
+def as_another_user() -> Iterator[None]:
+    """Effective rights of nobody where the tests run as root: root may do everything."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+@pytest.fixture
+def shared() -> Iterator[Path]:
+    """A directory that every user reaches: pytest's own are for their owner alone."""
+    made = Path(tempfile.mkdtemp(prefix="checkpointd-test-", dir="/tmp"))
+    made.chmod(0o755)
+    yield made
+    shutil.rmtree(made)
+
+
+@pytest.mark.parametrize(
+    ("mode", "words"), [(0o311, "may not list it"), (0o555, "may write neither there nor in any directory")]
+)
+def test_a_root_without_the_rights_is_refused_with_the_command_that_gives_them(shared: Path, mode: int, words: str) -> None:
+    (shared / "run1").mkdir(mode=0o555)
+    shared.chmod(mode)
+    with as_another_user(), pytest.raises(UsageError) as caught:
+        check_served([str(shared)])
+    shared.chmod(0o755)
+    assert words in str(caught.value)
+    assert f"`chmod u+rwx {shared}`" in str(caught.value)
+
+
+def test_where_only_a_directory_below_can_be_written_a_job_can_have_its_root_there(shared: Path) -> None:
+    (shared / "alice").mkdir()
+    (shared / "alice").chmod(0o777)
+    shared.chmod(0o555)
+    with as_another_user():
+        check_served([str(shared)])
+    shared.chmod(0o755)
+
+
+async def test_a_file_system_that_does_not_answer_is_no_wrong_root(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = threading.Event()
+    monkeypatch.setattr(roots_module, "ANSWER_S", 0.05)
+    monkeypatch.setattr(roots_module, "check_served", lambda _: answer.wait())
+    with pytest.raises(StoreError, match="has not answered"):
+        await Roots([str(folder)]).usable()
+    answer.set()

@@ -157,3 +157,30 @@ def test_bad_settings_are_refused_with_the_reason(settings: dict[str, object], w
     with pytest.raises(UsageError) as caught:
         ServeConfig(**{**good, **settings})  # type: ignore[arg-type]  # the test names fields
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        ("nothing", "it does not exist; make it as the user that trains: `mkdir -p '{root}'`"),
+        ("file", "it is not a directory"),
+        ("below a file", "cannot look at it (Not a directory)"),
+    ],
+)
+def test_a_root_that_cannot_be_served_is_refused_with_what_to_do(tmp_path: Path, made: str, words: str) -> None:
+    root = tmp_path / "my runs"
+    if made == "file":
+        root.touch()
+    elif made == "below a file":
+        root.touch()
+        root /= "run1"
+    command = [*SERVE, "--socket", str(tmp_path / "run" / "socket"), "--root", str(tmp_path), "--root", str(root)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    ready = process.stdout.readline()
+    process.terminate()  # one that serves all the same
+    _, err = process.communicate()
+    assert (ready, process.returncode) == ("", 2)
+    assert f"the daemon cannot serve the root {root}: " in err
+    assert words.format(root=root) in err
+    assert not (tmp_path / "run" / "socket").exists()

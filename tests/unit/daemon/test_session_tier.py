@@ -14,6 +14,7 @@ from checkpointd.commit.machine import Phase
 from checkpointd.daemon import wire
 from checkpointd.layout.boxes import Box
 from checkpointd.layout.keys import AttemptId
+from checkpointd.pipeline.tidying import Tidier
 from checkpointd.store.posix import PosixStore
 from tests.builders import begin_epoch, load_arrays, plan_save, rank_arrays
 from tests.unit.daemon.conftest import (
@@ -56,6 +57,32 @@ async def test_a_restarted_trainer_gets_its_snapshot_back(daemon: Daemon, store:
     assert [(t.fqn, t.offset) for t in snapshot.tensors] == [(t.fqn, t.offset) for t in SHARD.tensors]
     parts = [image[t.offset : t.offset + t.nbytes] for t in SHARD.tensors]
     assert snapshot.digests == tuple(map(xxh3_128, parts))
+
+
+async def test_a_save_that_is_decided_is_not_in_flight_while_left_overs_are_removed(
+    daemon: Daemon, store: PosixStore, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    removing, go_on = asyncio.Event(), asyncio.Event()
+
+    async def slow(*_: object) -> None:
+        removing.set()
+        await go_on.wait()
+
+    client = await daemon.client()
+    await client.ready(root, SHARD)
+    monkeypatch.setattr(Tidier, "tidy", slow)
+    monkeypatch.setattr(Tidier, "room_for", noted)
+    await client.whole_save(3, SHARD)
+    await client.outcome(3)
+    await removing.wait()
+    client.close()
+    again = await daemon.client()
+    assert (await again.join(root)).in_flight == ()
+    go_on.set()
+
+
+async def noted(*_: object) -> None:
+    """There is room."""
 
 
 async def test_answers_come_in_the_order_of_the_questions(daemon: Daemon, store: PosixStore, root: Path) -> None:

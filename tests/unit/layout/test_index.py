@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from checkpointd.errors import FormatError
 from checkpointd.layout.boxes import NDIM_MAX, Box, whole
 from checkpointd.layout.dtypes import ITEM_BYTES
+from checkpointd.layout.indexes import decode_index, encode_index
 from checkpointd.layout.keys import AttemptId, chunks_name, is_tag
 from checkpointd.layout.manifest import (
     CHUNK_BYTES_MAX,
@@ -22,8 +23,6 @@ from checkpointd.layout.manifest import (
     ObjectRef,
     Scope,
     TensorEntry,
-    decode_index,
-    encode_index,
 )
 
 KEY = "tag/00000001-0/00003.index"

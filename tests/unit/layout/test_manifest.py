@@ -14,14 +14,19 @@ from checkpointd.errors import FormatError
 from checkpointd.layout.boxes import whole
 from checkpointd.layout.keys import WORLD_SIZE_MAX, index_name
 from checkpointd.layout.manifest import (
+    LEASE_S_MAX,
     LISTING_BYTES_MAX,
+    Damaged,
     Deleted,
     Epoch,
     ErrorReport,
     IndexRef,
+    Lease,
     Outcome,
+    PassedOver,
     Plan,
     PlanTensor,
+    ReadBack,
     Shown,
     SmallObject,
     Verified,
@@ -93,10 +98,12 @@ def outcomes(draw: st.DrawFn) -> Outcome:
 
 small_objects: st.SearchStrategy[SmallObject] = st.one_of(
     st.builds(Epoch, epoch=sizes, nonce=texts, world_size=sizes, process=texts, writer=writers),
+    st.builds(Lease, process=texts, job=texts, count=sizes, length_s=st.floats(0.001, LEASE_S_MAX), writer=writers),
     st.builds(Plan, rank=sizes, world_size=sizes, tensors=st.lists(plan_tensors, max_size=3).map(tuple)),
     votes(),
     outcomes(),
     st.builds(Deleted, reason=texts, writer=writers),
+    st.builds(PassedOver, why=texts, writer=writers),
     st.builds(
         Shown,
         tag=texts,
@@ -145,7 +152,7 @@ def test_what_is_encoded_is_decoded(obj: SmallObject) -> None:
 @given(small_objects)
 def test_format_stands_first_and_the_checksum_last_on_a_line_of_its_own(obj: SmallObject) -> None:
     lines = encode(obj).decode().split("\n")
-    assert re.fullmatch(r'  "format": "checkpointd\.[a-z]+",', lines[1])
+    assert re.fullmatch(r'  "format": "checkpointd\.[a-z-]+",', lines[1])
     assert lines[2] == '  "version": 1,'
     assert re.fullmatch(r'  "checksum": "[0-9a-f]{32}"', lines[-3])
     assert lines[-2:] == ["}", ""]
@@ -156,9 +163,13 @@ def every_object() -> list[SmallObject]:
         VOTE,
         msgspec.structs.replace(OUTCOME, error=ErrorReport(code="AbortedError", message="é")),
         Epoch(epoch=12, nonce="ab" * 16, world_size=2, writer=WRITER),
+        Lease(process="p", job="j", count=3, length_s=30.0, writer=WRITER),
         Plan(rank=0, world_size=2, tensors=(PlanTensor("w", "float32", (2,), whole((2,))),)),
         Deleted(reason="the tag was saved again since", kept=("00000-0.chunks",), writer=WRITER),
-        Verified(nbytes=5, writer=WRITER),
+        Verified(nbytes=5, uncached=True, writer=WRITER),
+        PassedOver(why="its index is damaged", writer=WRITER),
+        ReadBack(rank=1, nbytes=5, writer=WRITER),
+        Damaged(faults=("a chunk is damaged",), writer=WRITER),
         Shown(tag="runs--a", attempt="00000001-0", order=(1, 0), save_latest=True, files=("a_states.pt",)),
     ]
 
@@ -204,6 +215,13 @@ def test_keys_of_a_newer_release_are_ignored() -> None:
 def test_a_sealed_object_of_wrong_types_is_refused() -> None:
     with pytest.raises(FormatError, match=r"Expected `int`.*rank"):
         decode(edited(encode(VOTE), rank="one"), Vote, KEY)
+
+
+@pytest.mark.parametrize("length_s", [0.0, -1.0, LEASE_S_MAX + 1])
+def test_a_lease_that_nobody_could_wait_for_is_refused(length_s: float) -> None:
+    lease = Lease(process="p", count=1, length_s=length_s, writer=WRITER)
+    with pytest.raises(FormatError, match="which cannot be"):
+        decode(encode(lease), Lease, KEY)
 
 
 @pytest.mark.parametrize(("rank", "world_size"), [(-1, 2), (2, 2), (0, 0), (0, WORLD_SIZE_MAX + 1), (0, 1 << 70)])

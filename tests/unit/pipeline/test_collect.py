@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -10,20 +10,26 @@ import pytest
 
 from checkpointd.commit.machine import Phase
 from checkpointd.commit.retention import Retention
-from checkpointd.config import LoadConfig
-from checkpointd.errors import NotFoundError, StoreError, UsageError
+from checkpointd.config import CommitConfig, LoadConfig
+from checkpointd.errors import NotFoundError, UnreadableError, UsageError
 from checkpointd.layout.keys import VERIFIED, mark_name
 from checkpointd.layout.manifest import Deleted, decode
 from checkpointd.pipeline import catalog, epochs
+from checkpointd.pipeline import collect as collecting
 from checkpointd.pipeline.collect import collect
+from checkpointd.pipeline.load import read_index
 from checkpointd.pipeline.marks import condemn, references, standing_mark
+from checkpointd.pipeline.readback import read_back
 from checkpointd.pipeline.report.collection import collection, deletion
-from checkpointd.pipeline.retire import retire
+from checkpointd.pipeline.retire import retire_tag
+from checkpointd.pipeline.shard import AttemptInfo
+from checkpointd.pipeline.tidying import Tidier
+from checkpointd.pipeline.unchanged import Base, Bases
 from checkpointd.pipeline.verify import Damage, Verdict, record_verdict, verify
 from checkpointd.store.base import Store
 from checkpointd.store.memory import MemoryStore
 from checkpointd.store.posix import PosixStore
-from tests.builders import Arrays, leave_in_doubt, load_arrays, phases, save_checkpoint
+from tests.builders import Arrays, leave_in_doubt, load_arrays, phases, plan_save, save_checkpoint
 
 FIRST = "global_step1/00000001-0"
 
@@ -78,6 +84,7 @@ async def test_what_a_newer_checkpoint_refers_to_stays_and_goes_with_it() -> Non
     assert "00000-0.chunks" in await names(store, FIRST)
     await loads(store, 2)
     await saved(store, 3, frozen=9)  # which refers to nothing
+    await read_back(store, await catalog.find(store, "global_step3"))
     would = await collection(store, Retention(keep_last=1), dry_run=True)
     done = await collection(store, Retention(keep_last=1), dry_run=False)
     assert would.removed == done.removed
@@ -99,6 +106,8 @@ async def test_a_tag_that_is_saved_again_refers_to_its_own_older_attempt() -> No
     store = MemoryStore()
     for step in (1, 2, 3):
         await saved(store, step, tag="best", k=step - 1)
+    await read_back(store, await catalog.find(store, "best"))  # else the one before it stays, which was
+    await retire_tag(store, "best", 1)
     assert await references(store) == {"best/00000001-0/00000-0.chunks"}
     assert (await verify(store, await catalog.find(store, "best"), LoadConfig())).whole
     assert await names(store, "best/00000001-1") == ["00000.vote", "deleted", "outcome"]
@@ -145,6 +154,37 @@ async def test_k2_a_later_mark_keeps_less_and_never_more() -> None:
         assert mark is not None
         assert (mark.kept, mark.reason) == (kept, "the test")
     assert [name for name in await names(store, FIRST) if name.startswith("deleted")] == ["deleted", "deleted-1"]
+
+
+async def test_g7_a_mark_put_after_the_look_removes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between a collector's look and its sweep a save refers to what another collector condemns only then."""
+    store, key = MemoryStore(), f"{FIRST}/00000-0.chunks"
+    await saved(store, 1, 2)
+    second = await catalog.find(store, "global_step2")
+    base = Base.of(await read_index(store, second, 0), second.outcome.order)
+    await saved(store, 3, frozen=9)  # which refers to nothing
+    await deletion(store, "global_step1", force=False, dry_run=False)
+    looks: list[frozenset[str]] = []
+
+    async def superseded(bases: Bases, info: AttemptInfo) -> Base:
+        return base
+
+    async def look(store: Store, without: Collection[str] = ()) -> frozenset[str]:
+        looks.append(await references(store, without))
+        if len(looks) == 1:
+            await condemn(store, "global_step2/00000001-0", "the other collector", ())
+        else:
+            await leave_in_doubt(store, voting=(0,), tag="global_step4", world_size=1, dedup=True, tensors=lambda _: state(4))
+            await condemn(store, FIRST, "the other collector", ())
+        return looks[-1]
+
+    monkeypatch.setattr(Bases, "newest", superseded)
+    monkeypatch.setattr(collecting, "references", look)
+    first = next(view.facts for view in await catalog.scan(store) if view.prefix == FIRST)
+    await collect(store, [first])
+    assert [key in found for found in looks] == [True, False]
+    assert key in await references(store)
+    assert "00000-0.chunks" in await names(store, FIRST)
 
 
 async def test_k3_a_mark_that_cannot_be_read_frees_nothing_and_is_followed_by_one_that_keeps_nothing() -> None:
@@ -217,8 +257,8 @@ async def test_what_cannot_be_read_just_now_says_nothing_of_a_verified_one() -> 
     await saved(store, 1)
     found = await catalog.find(store, "global_step1")
     await record_verdict(store, found, await verify(store, found, LoadConfig()))
-    away = Damage.of(StoreError("I/O error"), 0)
-    await record_verdict(store, found, Verdict(found.tag, str(found.attempt), damage=[away]))
+    away = Damage.of(UnreadableError("I/O error"), 0)
+    await record_verdict(store, found, Verdict(found.tag, str(found.attempt), unreadable=[away]))
     assert VERIFIED in await names(store, found.prefix)
 
 
@@ -226,7 +266,9 @@ async def test_g5_an_older_epochs_coordinator_removes_nothing() -> None:
     store = MemoryStore()
     await saved(store, 1, 2)
     await epochs.take(store, 1)
-    assert await retire(store, Retention(keep_last=1), 1) == []
+    save = await plan_save(store, tag="global_step2", epoch=1)
+    await Tidier(store, CommitConfig(retention=Retention(keep_last=1))).tidy(save.info(0))
+    await retire_tag(store, "global_step2", 1)
     assert await tags(store) == ["global_step2", "global_step1"]
 
 

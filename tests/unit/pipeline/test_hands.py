@@ -1,4 +1,4 @@
-"""P6 of pipeline/save.py, A4 of pipeline/attempt.py, G4 of pipeline/collect.py: several hands persist one snapshot."""
+"""P6 of pipeline/save.py, A5 of pipeline/attempt.py, G4 of pipeline/collect.py: several hands persist one snapshot."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from checkpointd.layout.manifest import ErrorReport
 from checkpointd.pipeline import catalog
 from checkpointd.pipeline.attempt import Attempt, WriterState
 from checkpointd.pipeline.chunks import Persist
-from checkpointd.pipeline.collect import collect_tag
 from checkpointd.pipeline.rates import Rates
+from checkpointd.pipeline.retire import retire_tag
 from checkpointd.pipeline.save import drop_shard, is_own, persist, vote_no
 from checkpointd.pipeline.shard import AttemptInfo, Progress, Shard
 from checkpointd.pipeline.verify import verify
@@ -175,7 +175,7 @@ async def test_a4_two_hands_at_once_end_as_one_commit(hands: tuple[int, int]) ->
     attempts = await asyncio.gather(*(hand.run() for hand in racing))
     assert phases(list(attempts)) == [Phase.COMMITTED] * 3
     assert [hand.freed for hand in racing] == [1, 1, 1]
-    await collect_tag(save.store, TAG)
+    await retire_tag(save.store, TAG, 1)
     await check_whole(save)
 
 
@@ -282,7 +282,7 @@ async def test_g4_where_it_cannot_be_told_what_is_needed_nothing_goes(broken: st
     await store.put(f"{PREFIX}/{chunks_name(1, 0, 0)}", b"left")
     await store.put(f"{PREFIX}/{broken}", b"scribble")
     before = await names(store)
-    await collect_tag(store, TAG)
+    await retire_tag(store, TAG, 1)
     assert await names(store) == before
 
 
@@ -292,5 +292,5 @@ async def test_g4_an_attempt_in_doubt_is_left_alone() -> None:
     await persist(job_of(save, hand_of(save, 1, 1)))
     await store.put(f"{PREFIX}/{chunks_name(1, 0, 0)}", b"of a hand that may still vote")
     before = await names(store)
-    await collect_tag(store, TAG)
+    await retire_tag(store, TAG, 1)
     assert await names(store) == before

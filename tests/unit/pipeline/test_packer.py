@@ -62,9 +62,9 @@ async def test_every_chunk_lies_at_the_offset_returned_and_nothing_between(sizes
     packer = Packer(target, config(), Meter())
     chunks = [np.random.default_rng(n).bytes(size) for n, size in enumerate(sizes)]
     if one_by_one:
-        offsets = [await packer.add(memoryview(chunk)) for chunk in chunks]
+        offsets = [await packer.add(memoryview(chunk), 0) for chunk in chunks]
     else:
-        offsets = list(await asyncio.gather(*(packer.add(memoryview(chunk)) for chunk in chunks)))
+        offsets = list(await asyncio.gather(*(packer.add(memoryview(chunk), 0) for chunk in chunks)))
     size = await packer.flush()
     assert size == sum(sizes)
     for chunk, offset in zip(chunks, offsets, strict=True):
@@ -78,7 +78,7 @@ async def test_every_write_is_whole_aligned_pages_of_at_most_a_block(sizes: list
     target = Target()
     packer = Packer(target, config(), Meter())
     for size in sizes:
-        await packer.add(memoryview(bytes(size)))
+        await packer.add(memoryview(bytes(size)), 0)
     await packer.flush()
     assert sorted(offset for offset, _ in target.writes) == list(range(0, sum(sizes), BLOCK))
     assert all(nbytes % PAGE == 0 and nbytes <= BLOCK for _, nbytes in target.writes)
@@ -87,7 +87,7 @@ async def test_every_write_is_whole_aligned_pages_of_at_most_a_block(sizes: list
 async def test_the_padding_of_the_last_page_is_zero_although_blocks_are_used_again() -> None:
     target = Target()
     packer = Packer(target, config(writes=2), Meter())
-    await packer.add(memoryview(b"\xff" * (4 * BLOCK + 10)))
+    await packer.add(memoryview(b"\xff" * (4 * BLOCK + 10)), 0)
     assert await packer.flush() == 4 * BLOCK + 10
     assert bytes(target.data[4 * BLOCK + 10 :]) == bytes(PAGE - 10)
 
@@ -97,7 +97,7 @@ async def test_no_more_blocks_than_writes_are_under_way_and_adding_waits_for_one
     target = Target()
     target.gate.clear()
     packer = Packer(target, config(writes=writes), Meter())
-    adding = asyncio.ensure_future(packer.add(memoryview(bytes(10 * BLOCK))))
+    adding = asyncio.ensure_future(packer.add(memoryview(bytes(10 * BLOCK)), 0))
     for _ in range(100):
         await asyncio.sleep(0)
     assert not adding.done()
@@ -112,7 +112,7 @@ async def test_a_small_budget_makes_fewer_blocks() -> None:
     target = Target()
     target.gate.clear()
     packer = Packer(target, config(writes=8, budget_bytes=6 * BLOCK), Meter())
-    adding = asyncio.ensure_future(packer.add(memoryview(bytes(20 * BLOCK))))
+    adding = asyncio.ensure_future(packer.add(memoryview(bytes(20 * BLOCK)), 0))
     for _ in range(100):
         await asyncio.sleep(0)
     assert target.at_once == 3
@@ -125,9 +125,9 @@ async def test_a_failed_write_is_raised_to_the_next_who_add_and_to_flush() -> No
     target = Target(fail_at=BLOCK)
     packer = Packer(target, config(), Meter())
     with pytest.raises(StoreError, match="the disk is gone"):
-        await packer.add(memoryview(bytes(20 * BLOCK)))
+        await packer.add(memoryview(bytes(20 * BLOCK)), 0)
     with pytest.raises(StoreError, match="the disk is gone"):
-        await packer.add(memoryview(b"x"))
+        await packer.add(memoryview(b"x"), 0)
     with pytest.raises(StoreError, match="the disk is gone"):
         await packer.flush()
 
@@ -136,7 +136,7 @@ async def test_those_who_wait_for_a_block_hear_of_the_failure_too() -> None:
     target = Target(fail_at=0)
     target.gate.clear()
     packer = Packer(target, config(writes=2), Meter())
-    adding = [asyncio.ensure_future(packer.add(memoryview(bytes(3 * BLOCK)))) for _ in range(3)]
+    adding = [asyncio.ensure_future(packer.add(memoryview(bytes(3 * BLOCK)), 0)) for _ in range(3)]
     for _ in range(50):
         await asyncio.sleep(0)
     target.gate.set()
@@ -148,7 +148,7 @@ async def test_drain_waits_for_every_write_and_raises_nothing() -> None:
     target = Target(fail_at=0)
     target.gate.clear()
     packer = Packer(target, config(), Meter())
-    await packer.add(memoryview(bytes(2 * BLOCK)))
+    await packer.add(memoryview(bytes(2 * BLOCK)), 0)
     draining = asyncio.ensure_future(packer.drain())
     for _ in range(50):
         await asyncio.sleep(0)

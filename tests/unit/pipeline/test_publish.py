@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from checkpointd.commit.decide import Decision, unshared
-from checkpointd.commit.machine import Phase, ProtocolError
+from checkpointd.commit.machine import Phase
 from checkpointd.config import LoadConfig
-from checkpointd.errors import AbortedError, DamagedError, FencedError
+from checkpointd.errors import AbortedError, DamagedError, FencedError, ProtocolError
 from checkpointd.layout.boxes import Box
 from checkpointd.layout.keys import AttemptId, plan_key
 from checkpointd.layout.manifest import Plan, Vote, decode, digest, encode

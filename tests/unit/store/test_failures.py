@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from checkpointd.errors import StoreError, StoreFullError
+from checkpointd.errors import StoreError, StoreFullError, UnreadableError
 from checkpointd.store.failures import is_without_links, links_error, store_error, swept_error
 
 
@@ -17,6 +17,14 @@ def test_every_error_names_what_where_and_why(number: int) -> None:
     assert type(error) is (StoreFullError if number in {errno.ENOSPC, errno.EDQUOT} else StoreError)
     for word in ("writing", "t/a/outcome", "/mnt/ckpts", errno.errorcode[number], os.strerror(number)):
         assert word in str(error)
+
+
+@pytest.mark.parametrize("number", sorted(errno.errorcode))
+def test_whatever_keeps_from_reading_is_no_damage_and_says_nothing_of_writing(number: int) -> None:
+    error = store_error(OSError(number, os.strerror(number)), doing="reading", key="k", url="/r", reads=True)
+    assert type(error) is UnreadableError
+    assert errno.errorcode[number] in str(error)
+    assert "save again" not in str(error)
 
 
 @pytest.mark.parametrize(

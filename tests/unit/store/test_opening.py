@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from checkpointd.errors import UsageError
+from checkpointd.errors import NotFoundError, StoreError, UsageError
+from checkpointd.layout.keys import SERVICE
 from checkpointd.store import open_store
 from checkpointd.store.memory import MemoryStore
 from checkpointd.store.posix import PosixStore
@@ -57,3 +58,46 @@ def test_what_is_no_path_is_refused(root: str) -> None:
 def test_opening_touches_nothing(tmp_path: Path) -> None:
     open_store(tmp_path / "run1")
     assert list(tmp_path.iterdir()) == []
+
+
+def changed(place: Path) -> dict[Path, int]:
+    """When each name below `place` was last changed."""
+    return {path: path.stat().st_ctime_ns for path in place.rglob("*")}
+
+
+async def test_what_is_opened_to_be_read_cannot_be_written_to(tmp_path: Path) -> None:
+    root = tmp_path / SERVICE  # one that could show files, too
+    async with open_store(root) as store:
+        await store.put("tag/a", b"1")
+    before = changed(tmp_path)
+    async with open_store(root, read_only=True) as store:
+        assert (await store.get("tag/a"), await store.stat("tag/a")) == (b"1", 1)
+        assert [entry.name for entry in await store.list("")] == ["tag"]
+        out = bytearray(1)
+        await store.get_range("tag/a", 0, memoryview(out))
+        assert out == b"1"
+        with pytest.raises(NotFoundError):
+            await store.get("tag/b")
+        plain = store.plain_files
+        assert plain is not None
+        assert not await plain.is_there("tag")
+        writes = (
+            store.put("tag/b", b""),
+            store.put_if_absent("tag/b", b""),
+            store.put_if_match("tag/a", b"1", b"2"),
+            store.open_writer("tag/c", size_hint=1),
+            store.delete("tag/a"),
+            store.settle("tag/a"),
+            plain.show("tag", {"a": "tag/a"}, lambda _: True),
+            plain.point("", "tag"),
+        )
+        for write in writes:
+            with pytest.raises(StoreError, match="opened to be read"):
+                await write
+        with pytest.raises(OSError, match="opened to be read"):
+            async with plain.alone():
+                raise AssertionError("the lock was taken")
+        assert await store.sweep() == 0
+    assert changed(tmp_path) == before
+    with pytest.raises(UsageError, match="lives in the process"):
+        open_store("memory://node0", read_only=True)

@@ -1,4 +1,4 @@
-"""Invariants F1 to F3 of `checkpointd.store.osfile`, and where O_DIRECT is refused."""
+"""Invariants F1 to F4 of `checkpointd.store.osfile`, and where O_DIRECT is refused."""
 
 from __future__ import annotations
 
@@ -271,3 +271,58 @@ async def test_no_descriptor_is_left(tmp_path: Path, threads: Threads, arena: me
     await file.write_at(0, arena)
     await file.close()
     assert not open_files(tmp_path)
+
+
+# --- F4 ----------------------------------------------------------------------------------------------------------
+
+
+class RangesOfLibc:
+    """A libc that notes which ranges are written back, and fails with `number` where it is not 0."""
+
+    def __init__(self, number: int = 0) -> None:
+        self.ranges: list[tuple[int, int]] = []
+        self._number = number
+
+    def sync_file_range(self, descriptor: int, offset: int, nbytes: int, flags: int) -> int:
+        assert flags == 7  # wait, write, and wait for that
+        self.ranges.append((offset, nbytes))
+        ctypes.set_errno(self._number)
+        return -1 if self._number else 0
+
+
+@pytest.fixture
+def no_direct(file: OsFile) -> None:
+    file._direct_refused = True
+
+
+@pytest.mark.usefixtures("no_direct")
+async def test_f4_a_large_write_through_the_cache_leaves_it_at_once(
+    file: OsFile, arena: memoryview, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    libc = RangesOfLibc()
+    monkeypatch.setattr(osfile, "_libc", libc)
+    await file.write_at(0, arena)
+    await file.write_at(MIB, arena[:100])  # a small one may stay until `sync`
+    await file.write_at(2 * MIB, arena[: DIRECT_BYTES_MIN + 1])
+    assert libc.ranges == [(0, MIB), (2 * MIB, DIRECT_BYTES_MIN + 1)]
+
+
+@pytest.mark.usefixtures("no_direct")
+async def test_f4_what_a_file_system_cannot_be_asked_for_is_left_to_sync(
+    file: OsFile, tmp_path: Path, arena: memoryview, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(osfile, "_libc", RangesOfLibc(errno.ENOSYS))
+    await file.write_at(0, arena)
+    await file.sync()
+    assert (tmp_path / "file").read_bytes() == bytes(arena)
+
+
+@pytest.mark.usefixtures("no_direct")
+async def test_f3_f4_what_cannot_be_written_back_is_lost(
+    file: OsFile, arena: memoryview, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(osfile, "_libc", RangesOfLibc(errno.EIO))
+    with pytest.raises(OSError, match="Input/output error"):
+        await file.write_at(0, arena)
+    with pytest.raises(OSError, match="content is lost"):
+        await file.sync()

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import errno
 import os
+import shutil
+import stat
+import subprocess
+import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -81,27 +86,109 @@ async def test_what_is_put_into_the_directory_meanwhile_stays(
 async def test_what_is_about_to_be_shown_is_not_swept(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process on another machine counts as dead: only the lock that it holds says that it is at work."""
     monkeypatch.setattr(posix, "_SWEEP_S", 0.1)
-    built = tmp_path / SERVICE / SERVICE / "tmp" / "elsewhere.1.1.1.aa.shown0"
-    built.mkdir()
+    built = tmp_path / SERVICE / SERVICE / "tmp" / "elsewhere.1.1.1.aa.shown0" / "built"
+    built.mkdir(parents=True)
     (built / "file").write_bytes(b"1")
     async with plain_of(store).alone():
         assert await store.sweep() == 0  # type: ignore[attr-defined]  # of this store alone
         assert os.listdir(built) == ["file"]
     assert await store.sweep() == 1  # type: ignore[attr-defined]
-    assert not built.exists()
+    assert not built.parent.exists()
 
 
-def test_an_exchange_by_way_of_a_third_name_that_fails_puts_back_what_was_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("fails", [False, True])
+async def test_where_two_names_cannot_be_exchanged_the_old_directory_steps_aside(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
-    """As on NFS, which cannot exchange two names."""
+    """As on NFS. Where the new one cannot take its place, the old one comes back."""
     monkeypatch.setattr(osdisk, "_libc", SimpleNamespace(renameat2=lambda *_: ctypes.set_errno(errno.EINVAL) or -1))
-    one, other = tmp_path / "one", tmp_path / "other"
-    other.mkdir()
-    with pytest.raises(FileNotFoundError):
-        osdisk._exchange(str(one), str(other))
-    assert other.is_dir()
-    one.mkdir()
-    (one / "new").touch()
-    osdisk._exchange(str(one), str(other))
-    assert (os.listdir(one), os.listdir(other)) == ([], ["new"])
+    await plain_of(store).show("shown", {"file": "tag/one"}, never)
+    (tmp_path / "shown" / "notes").mkdir()
+    rename = OsDisk.rename
+
+    async def renamed(disk: OsDisk, source: str, target: str) -> None:
+        if fails and source.endswith("built"):
+            raise OSError(errno.EIO, "the server went away")
+        await rename(disk, source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(OsDisk, "rename", renamed)
+        if fails:
+            with pytest.raises(StoreError):
+                await plain_of(store).show("shown", {"file": "tag/two"}, never)
+        else:
+            await plain_of(store).show("shown", {"file": "tag/two"}, never)
+    assert sorted(os.listdir(tmp_path / "shown")) == ["file", "notes"]
+    assert (tmp_path / "shown" / "file").read_bytes() == (b"1" if fails else b"2")
+    assert os.listdir(tmp_path / SERVICE / SERVICE / "tmp") == [], "nothing is left aside"
+
+
+# --- what programs do to what is shown ---------------------------------------------------------------------------
+
+
+async def test_what_is_shown_cannot_be_opened_for_writing_where_it_is_an_object_by_another_name(
+    store: Store, tmp_path: Path
+) -> None:
+    await plain_of(store).show("shown", {"file": "tag/one"}, never)
+    shown, stored = tmp_path / "shown" / "file", tmp_path / SERVICE / "tag" / "one"
+    if shown.stat().st_ino == stored.stat().st_ino:
+        assert not stat.S_IMODE(shown.stat().st_mode) & 0o222
+    else:  # a clone: whoever writes to it does not write to the object
+        shown.write_bytes(b"changed")
+    assert stored.read_bytes() == b"1"
+
+
+@pytest.mark.root
+def test_a_program_of_the_same_user_cannot_write_over_an_object() -> None:
+    """Root may write everywhere: here, another user owns the files and the program."""
+    nobody = 65534
+    folder = Path(tempfile.mkdtemp())
+    try:
+        asyncio.run(_show_one(folder))
+        for path in (folder, *folder.rglob("*")):
+            os.chown(path, nobody, nobody)
+        folder.chmod(0o755)
+        shown = folder / "shown" / "file"
+        done = subprocess.run(["sh", "-c", f"echo changed > {shown}"], user=nobody, group=nobody, extra_groups=[], check=False)
+        assert (folder / SERVICE / "tag" / "one").read_bytes() == b"1"
+        assert done.returncode or shown.stat().st_nlink == 1, "only a clone can be written to"
+    finally:
+        shutil.rmtree(folder)
+
+
+async def _show_one(folder: Path) -> None:
+    store = open_store(folder / SERVICE)
+    await store.put("tag/one", b"1")
+    await plain_of(store).show("shown", {"file": "tag/one"}, never)
+    await store.close()
+
+
+async def test_a_file_that_was_changed_or_removed_is_named(store: Store, tmp_path: Path) -> None:
+    plain, files = plain_of(store), {"file": "tag/one", "other": "tag/two"}
+    await plain.show("shown", files, never)
+    assert await plain.changed("shown", files) == {}
+    for name, content in (("file", b"3"), ("other", b"2")):
+        (tmp_path / "shown" / name).unlink()
+        (tmp_path / "shown" / name).write_bytes(content)  # one is changed; the other is a copy, as from a backup
+    assert await plain.changed("shown", files) == {"file": "changed"}
+    (tmp_path / "shown" / "other").unlink()
+    assert await plain.changed("shown", files) == {"file": "changed", "other": "gone"}
+
+
+async def test_what_has_no_name_to_go_back_to_stays_and_is_named(
+    store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The old directory of a showing that was cut off has a folder whose name the user has given again since."""
+    place = tmp_path / SERVICE / SERVICE / "tmp" / "dead.shown0"
+    (place / "built" / "notes").mkdir(parents=True)
+    (place / "built" / "notes" / "old").write_bytes(b"mine")
+    (place / "built" / "file").write_bytes(b"1")
+    (place / "journal").write_text('{"at": "shown", "ours": ["file"], "linked": {}}')
+    (tmp_path / "shown" / "notes").mkdir(parents=True)
+    assert await plain_of(store).finish() == 0
+    assert "move it where it belongs" in caplog.text
+    assert [path.name for path in (place / "built").iterdir()] == ["notes"]
+    (tmp_path / "shown" / "notes").rmdir()
+    assert await plain_of(store).finish() == 1
+    assert (tmp_path / "shown" / "notes" / "old").read_bytes() == b"mine"
+    assert not place.exists()

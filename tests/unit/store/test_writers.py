@@ -31,6 +31,20 @@ def test_a_process_is_alive_until_it_has_ended() -> None:
     assert not writers.is_alive(writer)
 
 
+def test_a_process_that_nobody_asked_about_after_its_end_has_ended() -> None:
+    """A zombie: in a container whose first process asks about none of its children, for ever."""
+    code = "import sys; from checkpointd.store.writers import new_writer; print(new_writer(), flush=True); sys.stdin.read()"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, text=True, env=environment) as process:
+        assert process.stdout is not None
+        writer = process.stdout.readline().strip()
+        assert writers.life_of(writer) == "running"
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert writers.life_of(writer) == "ended"
+
+
 def _replaced(part: int, value: str) -> str:
     parts = writers.new_writer().rsplit(".", 5)
     parts[part] = value

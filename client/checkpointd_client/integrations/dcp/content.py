@@ -24,7 +24,8 @@ from checkpointd.pipeline.export.selection import Exported, Source, View, contig
 from checkpointd.pipeline.world import World
 from checkpointd_client import content as merging
 from checkpointd_client.dtypes import DTYPES
-from checkpointd_client.integrations.dcp.marks import parts
+from checkpointd_client.integrations.dcp.about import About
+from checkpointd_client.integrations.dcp.marks import parts, plain_client_state
 from checkpointd_client.integrations.dcp.objects import holds_tensors, value_of
 from checkpointd_client.integrations.dcp.paths import Path, leaves, name_of
 from checkpointd_client.pickled import saved
@@ -38,7 +39,7 @@ def is_whole(tensor: Exported) -> bool:
 @dataclass(frozen=True, slots=True)
 class Content:
     """`values` are plain ones, as nodes; `objects` as torch.save wrote them. `left_out`: what DCP has no place for, namely what
-    differs between the ranks that saved it, numpy arrays, and tensors inside tuples and sets.
+    differs between the ranks that saved it, numpy arrays, tensors inside tuples and sets, and those in client_state.
     """
 
     world: World
@@ -46,7 +47,13 @@ class Content:
     values: Mapping[str, tree.Node] = field(default_factory=dict)
     objects: Mapping[str, bytes] = field(default_factory=dict)
     paths: Mapping[str, Path] = field(default_factory=dict)
+    client_state: tree.Dict = field(default_factory=lambda: tree.Dict("dict", ()))
     left_out: tuple[str, ...] = ()
+
+    def about(self) -> About:
+        """What DCP has no place for, and a directory says of the checkpoint beside it."""
+        outcome = self.world.checkpoint.outcome
+        return About(step=outcome.step, metrics=outcome.metrics, client_state=tree.encode(self.client_state))
 
     def object_bytes(self, name: str) -> bytes:
         """A value as DCP's planner loads it."""
@@ -79,8 +86,9 @@ def content_of(world: World) -> Content:
     found.add(leaves(state))
     objects = dict(marks.objects)
     paths = found.paths | {name: marks.paths.get(name, (name,)) for name in objects}
-    left = (*sorted(merged.left), *found.left)
-    return Content(world, found.tensors, found.values, objects, paths, left)
+    client_state, tensors = plain_client_state(merged.root)
+    left = (*sorted(merged.left), *found.left, *tensors)
+    return Content(world, found.tensors, found.values, objects, paths, client_state, left)
 
 
 class _Found:

@@ -1,4 +1,4 @@
-"""A checkpoint as a DCP directory: `.metadata`, and files in which each box of a tensor is one of torch.save.
+"""A checkpoint as a DCP directory: `.metadata`, files in which each box of a tensor is one of torch.save, and `about.py`'s.
 
 Invariant
   E1  About `memory` bytes are held at once: a batch that is read, and one that is written. A large tensor leaves in boxes.
@@ -32,7 +32,7 @@ from checkpointd.pipeline.world import read_world
 from checkpointd.store.base import Store
 from checkpointd_client.dtypes import DTYPES, empty
 from checkpointd_client.export import run_on_store
-from checkpointd_client.integrations.dcp import metadata_file
+from checkpointd_client.integrations.dcp import about, metadata_file
 from checkpointd_client.integrations.dcp.content import Content, content_of
 from checkpointd_client.integrations.dcp.metadata_file import Place, Written
 from checkpointd_client.integrations.dcp.objects import save_tensor
@@ -106,7 +106,7 @@ def export_dcp(
             files=tuple(ExportedFile(name=file, size=size) for file, size in shown),
         )
 
-    return run_on_store(root, export)
+    return run_on_store(root, export, read_only=True)
 
 
 async def _stream(
@@ -194,6 +194,8 @@ class _Files:
         self.close()
         data = metadata_file.encode(content.metadata(), self.written)
         self.output.create(metadata_file.NAME, data, len(data))
+        told = about.encode(content.about(), data)
+        self.output.create(about.NAME, told, len(told))
 
     def close(self) -> None:
         if self._file is not None:

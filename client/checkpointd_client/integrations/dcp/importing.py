@@ -15,7 +15,8 @@ from checkpointd.layout.keys import check_tag, is_tag
 from checkpointd.pipeline.export.sizes import byte_count
 from checkpointd.store.base import Store
 from checkpointd_client.export import run_on_store
-from checkpointd_client.integrations.dcp import metadata_file
+from checkpointd_client.integrations.dcp import about, metadata_file
+from checkpointd_client.integrations.dcp.about import About
 from checkpointd_client.integrations.dcp.items import described
 from checkpointd_client.integrations.dcp.metadata_file import Described
 from checkpointd_client.integrations.dcp.naming import step_of
@@ -52,21 +53,24 @@ def import_dcp(
 ) -> Imported:
     """Make checkpoint `tag` below `root` of the DCP directory `source`, which is only read.
 
-    `tag`: None takes the directory's name. `step`: None takes the last number in the tag, 0 without one. About `memory` bytes
-    are held at once, whatever the size of the tensors. `force`: also where the tag exists, or it cannot be told whether a job
-    runs at the root, which would be fenced. `on_progress` is told bytes written and their total.
+    `tag`: None takes the directory's name. `step`: None takes the one that was exported, and in a directory that export_dcp did
+    not write the last number in the tag, 0 without one. Metrics and client_state are those that were exported. About `memory`
+    bytes are held at once, whatever the size of the tensors. `force`: also where the tag exists. `on_progress` is told bytes
+    written and their total.
 
     Raises NotFoundError, FormatError where the directory is damaged or its metadata names anything but DCP's own classes,
-    UsageError, StoreError.
+    RootInUseError where a job is alive at the root, UsageError, StoreError.
     """
     held = byte_count(memory, "memory")
     if held < MEMORY_BYTES_MIN:
         raise UsageError(f"memory is {held} bytes; at least {MEMORY_BYTES_MIN} are needed")
     path = Path(source).absolute()
     tag = _tag_of(path) if tag is None else check_tag(tag)
-    found = metadata_file.read(path)
+    found, told = metadata_file.read(path), about.read(path)
+    if step is None:
+        step = step_of(tag) if told is None else told.step
     claim_root(root)()  # the epoch of an import would fence a Checkpointer of this process
-    job = _Job(found, path, tag, step_of(tag) if step is None else step, save_latest, held, on_progress)
+    job = _Job(found, told, path, tag, step, save_latest, held, on_progress)
     return run_on_store(root, lambda store: job.run(store, force=force))
 
 
@@ -79,6 +83,7 @@ def _tag_of(path: Path) -> str:
 @dataclass(frozen=True, slots=True)
 class _Job:
     found: Described
+    about: About | None
     path: Path
     tag: str
     step: int
@@ -89,13 +94,14 @@ class _Job:
     async def run(self, store: Store, *, force: bool) -> Imported:
         await check_free(store, self.tag, force=force)
         with Directory(self.path) as directory:
-            root, pickled = _tree(self.found, directory)
+            root, pickled = _tree(self.found, directory, self.about)
             job = Job(
                 tensors=self.found.tensors,
                 root=root,
                 reader=directory,
                 tag=self.tag,
                 step=self.step,
+                metrics={} if self.about is None else self.about.metrics,
                 save_latest=self.save_latest,
                 memory=self.memory,
                 on_progress=self.on_progress,
@@ -114,7 +120,7 @@ class _Job:
         )
 
 
-def _tree(found: Described, directory: Directory) -> tuple[tree.Node, tuple[str, ...]]:
+def _tree(found: Described, directory: Directory, told: About | None) -> tuple[tree.Node, tuple[str, ...]]:
     """The tree with all names and values, and the names of those that are no plain ones."""
     nodes: dict[str, tree.Node] = {tensor.fqn: tree.Tensor(tensor.fqn) for tensor in found.tensors}
     objects: dict[str, bytes] = {}
@@ -124,4 +130,5 @@ def _tree(found: Described, directory: Directory) -> tuple[tree.Node, tuple[str,
             nodes[name] = node_of(data, name)
         except NotPlain:
             objects[name] = data
-    return described(nodes, objects, found.paths), tuple(objects)
+    client_items = () if told is None else told.client_items()
+    return described(nodes, objects, found.paths, client_items), tuple(objects)

@@ -142,8 +142,13 @@ def _tree(items: Mapping[str, WriteItem], planner: SavePlanner, paths: Mapping[s
     return described(nodes, objects, paths), tuple(objects)
 
 
-def described(nodes: Mapping[str, tree.Node], objects: Mapping[str, bytes], paths: Mapping[str, Path]) -> tree.Node:
-    """The whole tree of a rank: the leaves `nodes` at their paths, and `objects` beside them."""
+def described(
+    nodes: Mapping[str, tree.Node],
+    objects: Mapping[str, bytes],
+    paths: Mapping[str, Path],
+    client_items: tuple[tuple[tree.Node, tree.Node], ...] = (),
+) -> tree.Node:
+    """The whole tree of a rank: the leaves `nodes` at their paths, and `objects` and the client state beside them."""
     state, untold = state_tree({fqn: (paths.get(fqn, (fqn,)), node) for fqn, node in nodes.items()})
     untold |= {fqn: paths[fqn] for fqn in objects if fqn in paths and paths[fqn] != (fqn,)}
-    return root_node(state, Marks(objects, untold))
+    return root_node(state, Marks(objects, untold), client_items)

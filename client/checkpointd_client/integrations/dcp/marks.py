@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 
 from checkpointd.layout import tree
 from checkpointd_client.flatten import CLIENT_STATE
+from checkpointd_client.integrations.dcp.objects import holds_tensors
 from checkpointd_client.integrations.dcp.paths import Path
-from checkpointd_client.values import decode_key
+from checkpointd_client.values import decode_key, key_text
 
 KEY = "torch.distributed.checkpoint"
 _OBJECTS, _PATHS = "objects", "paths"
@@ -25,18 +26,28 @@ class Marks:
     objects: Mapping[str, bytes] = field(default_factory=dict)
     paths: Mapping[str, Path] = field(default_factory=dict)
 
-    def node(self) -> tree.Node:
-        """The client state that carries them."""
+    def items(self) -> tuple[tuple[tree.Node, tree.Node], ...]:
+        """What carries them in a client state."""
         if not self.objects and not self.paths:
-            return tree.Dict("dict", ())
+            return ()
         objects = tree.Dict("dict", tuple((name, tree.Bytes(data)) for name, data in self.objects.items()))
         paths = tree.Dict("dict", tuple((name, tree.Sequence("tuple", path)) for name, path in self.paths.items()))
-        return tree.Dict("dict", ((KEY, tree.Dict("dict", ((_OBJECTS, objects), (_PATHS, paths)))),))
+        return ((KEY, tree.Dict("dict", ((_OBJECTS, objects), (_PATHS, paths)))),)
 
 
-def root_node(state: tree.Node, marks: Marks) -> tree.Node:
-    """The whole tree of a rank."""
-    return tree.Dict("dict", (("state", state), (CLIENT_STATE, marks.node())))
+def root_node(state: tree.Node, marks: Marks, client_items: tuple[tuple[tree.Node, tree.Node], ...] = ()) -> tree.Node:
+    """The whole tree of a rank; `client_items` are the client state that a user gave."""
+    client = tree.Dict("dict", (*client_items, *marks.items()))
+    return tree.Dict("dict", (("state", state), (CLIENT_STATE, client)))
+
+
+def plain_client_state(root: tree.Node) -> tuple[tree.Dict, tuple[str, ...]]:
+    """What in `root` a user gave as client state, but for what holds tensors; and the FQNs of that."""
+    client = _mapping(root).get(CLIENT_STATE)
+    items = [item for item in client.items if item[0] != KEY] if isinstance(client, tree.Dict) else []
+    plain = tuple(item for item in items if not holds_tensors(item[1]))
+    left = tuple(f"{CLIENT_STATE}.{key_text(decode_key(key))}" for key, child in items if holds_tensors(child))
+    return tree.Dict("dict", plain), left
 
 
 def parts(root: tree.Node) -> tuple[tree.Node, Marks]:

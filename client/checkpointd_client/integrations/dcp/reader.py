@@ -21,20 +21,18 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 
-from checkpointd.config import LoadConfig
-from checkpointd.errors import MismatchError, NotFoundError
+from checkpointd.errors import MismatchError
 from checkpointd.layout.boxes import Box, whole
 from checkpointd.layout.keys import LATEST, check_tag
-from checkpointd.pipeline import catalog
 from checkpointd.pipeline.export.selection import Exported
-from checkpointd.pipeline.world import Want, World, read_boxes, read_world
-from checkpointd.store.base import Store
+from checkpointd.pipeline.world import Want
 from checkpointd_client.dtypes import DTYPES, empty
-from checkpointd_client.export import run_on_store
 from checkpointd_client.integrations.dcp.content import Content, content_of, is_whole
 from checkpointd_client.integrations.dcp.objects import OPT_IN
+from checkpointd_client.integrations.dcp.session import take_up
 from checkpointd_client.integrations.dcp.tagged import Tagged
 from checkpointd_client.pickled import loaded
+from checkpointd_client.reader import OpenCheckpoint, open_checkpoint
 from checkpointd_client.sinks import box_sink
 
 log = logging.getLogger("checkpointd")
@@ -60,33 +58,32 @@ class CheckpointdReader(Tagged, StorageReader):
         self._root = root
         self._tag = tag if tag is None or tag == LATEST else check_tag(tag)
         self._weights_only = weights_only
-        self._content: Content | None = None
+        self._opened: tuple[OpenCheckpoint, Content] | None = None
+
+    @property
+    def checkpoint(self) -> OpenCheckpoint:
+        """What dcp.load reads, or has read: its `.tag`, `.step`, `.client_state`, `.metrics` and more."""
+        return self._open[0]
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        self._content = None
+        if self._opened is not None:
+            self._opened[0].close()
+        self._opened = None
         if checkpoint_id is not None:
             self._tag = check_tag(os.fspath(checkpoint_id))
 
     def read_metadata(self, *args: Any, **_options: Any) -> Metadata:
-        self._content = run_on_store(self._root, self._look)
-        if self._content.left_out:
-            shown = ", ".join(self._content.left_out[:SHOWN_MAX]) + (", ..." if len(self._content.left_out) > SHOWN_MAX else "")
-            log.info("%s: DCP is not told of %s", self._content.world.checkpoint.tag, shown)
-        return self._content.metadata()
-
-    async def _look(self, store: Store) -> Content:
-        tag = self._tag
-        if tag is None or tag == LATEST:
-            tag = await catalog.latest(store)
-        if tag is None:
-            raise NotFoundError(f"there is no {LATEST} at {store.url}: name a tag")
-        return content_of(await read_world(store, await catalog.find(store, tag), LoadConfig()))
+        content = self._content
+        if content.left_out:
+            shown = ", ".join(content.left_out[:SHOWN_MAX]) + (", ..." if len(content.left_out) > SHOWN_MAX else "")
+            log.info("%s: DCP is not told of %s", content.world.checkpoint.tag, shown)
+        return content.metadata()
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **_options: Any) -> None:
         """Nothing is left to do."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return replace(plan, storage_data=self._known.world.checkpoint.prefix)
+        return replace(plan, storage_data=self._content.world.checkpoint.prefix)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """On the coordinator: that all ranks have found the same one (R2)."""
@@ -105,10 +102,10 @@ class CheckpointdReader(Tagged, StorageReader):
             want, after = self._tensor(item, planner)
             wants.append(want)
             afters.append(after)
-        world = self._known.world
-        self._read(world, wants)
+        self.checkpoint.read(wants)
         for after in afters:
             after()
+        take_up(os.fspath(self._root))
         done: torch.futures.Future[None] = torch.futures.Future()
         done.set_result(None)
         return done
@@ -116,26 +113,25 @@ class CheckpointdReader(Tagged, StorageReader):
     # --- parts -------------------------------------------------------------------------------------------------
 
     @property
-    def _known(self) -> Content:
-        if self._content is None:
-            self.read_metadata()
-        assert self._content is not None
-        return self._content
+    def _open(self) -> tuple[OpenCheckpoint, Content]:
+        if self._opened is None:
+            reader = open_checkpoint(self._root, self._tag or LATEST)
+            self._opened = reader, content_of(reader.world)
+        return self._opened
 
-    def _read(self, world: World, wants: list[Want]) -> None:
-        damage = run_on_store(self._root, lambda store: read_boxes(store, world, wants, LoadConfig()))
-        if damage:
-            raise damage[0]
+    @property
+    def _content(self) -> Content:
+        return self._open[1]
 
     def _object(self, name: str) -> bytes:
-        data = self._known.object_bytes(name)
-        if self._weights_only and name in self._known.objects:
+        data = self._content.object_bytes(name)
+        if self._weights_only and name in self._content.objects:
             loaded(data, name, opt_in=OPT_IN)
         return data
 
     def _tensor(self, item: ReadItem, planner: LoadPlanner) -> tuple[Want, After]:
         """What to read for `item`, and what to do then."""
-        tensor = self._known.tensors[item.storage_index.fqn]
+        tensor = self._content.tensors[item.storage_index.fqn]
         start = item.storage_index.offset or (0,) * len(item.lengths)
         box = Box(tuple(a + b for a, b in zip(start, item.storage_offsets, strict=True)), tuple(item.lengths))
         target = planner.resolve_tensor(item).detach()

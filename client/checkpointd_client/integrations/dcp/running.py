@@ -8,8 +8,9 @@ from concurrent.futures import Future
 
 from checkpointd.commit.machine import FINAL, Phase
 from checkpointd.errors import AbortedError
-from checkpointd.pipeline.attempt import COORDINATOR, Attempt, WriterState
-from checkpointd.pipeline.shard import AttemptInfo, Shard
+from checkpointd.pipeline.attempt import Attempt, WriterState
+from checkpointd.pipeline.shard import COORDINATOR, AttemptInfo, Shard
+from checkpointd.waits import Waiting
 from checkpointd_client.integrations.dcp.session import Session
 
 
@@ -20,6 +21,8 @@ class Run:
         self._session, self._info = session, info
         self._may_commit = threading.Event()
         self._voted = threading.Event()
+        self._decided = threading.Event()
+        """Set before what it has replaced is removed, which other ranks would wait for in a collective call."""
         self._attempt: Attempt | None = None
         self._ended: Future[None] = session.writer.submit(self._run(state, staged))
         session.follow(self, self._ended)
@@ -36,22 +39,31 @@ class Run:
             await self._attempt.run(asyncio.wrap_future(staged))
         finally:
             self._voted.set()
+            self._decided.set()
 
     def _entered(self, phase: Phase) -> None:
         if phase is Phase.PREPARED or phase in FINAL:
             self._voted.set()
+        if phase in FINAL:
+            self._decided.set()
 
     def wait_voted(self) -> None:
         """Return when this rank's yes is durable; raise what became of the attempt instead. It always ends at its deadline."""
-        self._voted.wait()
+        self._waiting().until(self._voted.wait)
         if self._attempt is None or self._attempt.phase is not Phase.PREPARED:
             self._check()
 
     def commit(self) -> None:
         """Let the coordinator commit, and return when that is durable; raise why it was not."""
         self._may_commit.set()
-        self._ended.result()
+        self._waiting().until(self._decided.wait)
+        if self._attempt is None or self._attempt.phase not in FINAL:
+            self._ended.result()  # raises what is unforeseen
         self._check()
+
+    def _waiting(self) -> Waiting:
+        """It always ends: at the attempt's deadline at the latest."""
+        return Waiting(lambda: f"{self._info.prefix} is {self._attempt.phase if self._attempt else 'not begun'}")
 
     def give_up(self, why: str) -> None:
         """End an attempt that this rank leads and DCP never finished."""

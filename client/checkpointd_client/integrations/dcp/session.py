@@ -1,6 +1,10 @@
 """What the DCP writers of this process share for one root: the thread, the store, the epoch, and attempts that still run.
 
 DCP opens and closes nothing: it makes a writer for each save, or keeps one. So the session stays until the process ends.
+
+Invariant
+  S1  A session keeps the epoch that it took. Where somebody else has begun a newer one, it is fenced and stays so; a process of
+      the same job, and this very process, are not somebody else.
 """
 
 from __future__ import annotations
@@ -10,16 +14,20 @@ import os
 import threading
 from collections import Counter
 from concurrent.futures import Future, wait
+from contextlib import suppress
+from dataclasses import replace
 from typing import Protocol
 
-from checkpointd.config import CommitConfig, PersistConfig
-from checkpointd.errors import CheckpointdError, NotFoundError
+from checkpointd.config import PersistConfig
+from checkpointd.errors import CheckpointdError, DamagedError, FencedError, NotFoundError
 from checkpointd.layout.keys import AttemptId
 from checkpointd.pipeline import catalog, epochs
+from checkpointd.pipeline.leases import Beginner
 from checkpointd.store import open_store
 from checkpointd.store.base import Store
+from checkpointd.store.writers import is_this_process
 from checkpointd_client.lifetime import at_exit, claim_root
-from checkpointd_client.start import LOOK_TIMEOUT_S, RECOVERY_TIMEOUT_S, Begun, begin
+from checkpointd_client.start import LOOK_TIMEOUT_S, RECOVERY_TIMEOUT_S, Begun, Started, begin, end, say_unknown
 from checkpointd_client.writer import Writer
 
 log = logging.getLogger("checkpointd")
@@ -36,18 +44,34 @@ class Follower(Protocol):
 
 
 _sessions: dict[tuple[int, str], Session] = {}
+_loaded: set[tuple[int, str]] = set()
+"""Where this process has loaded from."""
 _lock = threading.Lock()
 
 
 def session_of(root: str) -> Session:
     """The session of this process at `root`. UsageError where a Checkpointer of this process uses it."""
-    claim_root(root)()  # a DCP save takes a new epoch, which would fence the Checkpointer
-    key = os.getpid(), root if "://" in root else os.path.realpath(root)
+    claim_root(root)()  # a DCP save may take a new epoch, which would fence the Checkpointer
+    key = _key(root)
     with _lock:
         session = _sessions.get(key)
         if session is None:
             session = _sessions[key] = Session(root)
         return session
+
+
+def take_up(root: str) -> None:
+    """This process has loaded from `root`: what earlier jobs left there is its own to remove (R10 in `commit/retention.py`)."""
+    _loaded.add(_key(root))
+
+
+def is_taken_up(root: str) -> bool:
+    """Whether this process has loaded from `root`."""
+    return _key(root) in _loaded
+
+
+def _key(root: str) -> tuple[int, str]:
+    return os.getpid(), root if "://" in root else os.path.realpath(root)
 
 
 class Session:
@@ -57,27 +81,57 @@ class Session:
         persist = PersistConfig()
         self.writer = Writer(threads=persist.encoders + persist.writes)
         self.store: Store = open_store(root)
-        self._begun: Begun | None = None
+        self._started: Started | None = None
         self._world_size = 0
+        self.first = 0
+        """The first epoch that was begun here."""
+        self._has_said = False
         self._saves: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._running: dict[Future[None], Follower] = {}
         at_exit(self.leave)
 
-    def next_attempt(self, tag: str, world_size: int, commit: CommitConfig) -> tuple[Begun, AttemptId, int]:
+    def next_attempt(self, tag: str, beginner: Beginner) -> tuple[Begun, AttemptId, int]:
         """On the coordinator: the epoch, the next attempt at `tag` in it, and the number of saves before it.
 
-        A new epoch is taken for another number of ranks, and where another job has begun one since.
+        A new epoch is taken at first, for another number of ranks, and where a process of this job has begun one since.
+        FencedError where another job has (S1), RootInUseError where another job is alive when the first one is taken.
         """
         with self._lock:
-            begun = self._begun
-            if begun is None or self._world_size != world_size or self._newest() != begun.number:
-                begun = self.writer.call(begin(self.store, world_size, commit), RECOVERY_TIMEOUT_S)
-                self._begun, self._world_size = begun, world_size
-                self._saves.clear()
+            begun = self._current(beginner)
+            self.first = self.first or begun.number
             attempt, n = AttemptId(begun.number, self._saves[tag]), self._saves.total()
             self._saves[tag] += 1
             return begun, attempt, n
+
+    def _current(self, beginner: Beginner) -> Begun:
+        before = self._started
+        if before is not None:
+            newest = self.writer.call(epochs.newest(self.store), LOOK_TIMEOUT_S)
+            if newest > before.begun.number:
+                self.writer.call(self._check_own(before.begun.number, newest, beginner.job), LOOK_TIMEOUT_S)
+            elif newest == before.begun.number and self._world_size == beginner.world_size:
+                return before.begun
+            beginner = replace(beginner, take_over=False)  # was done; who came since is not to be taken over again
+        self._started = self.writer.call(begin(self.store, beginner), RECOVERY_TIMEOUT_S)
+        end(self.writer, before)
+        self._world_size = beginner.world_size
+        self._saves.clear()
+        return self._started.begun
+
+    async def _check_own(self, own: int, newest: int, job: str) -> None:
+        """FencedError unless epoch `newest`, which is newer than `own`, is of the same job or of this process."""
+        with suppress(NotFoundError, DamagedError):  # who cannot be told is somebody else
+            found = await epochs.read(self.store, newest)
+            if is_this_process(found.process) or (job and found.job == job):
+                return
+        raise FencedError(await epochs.fence_message(self.store, own, newest))
+
+    def say_unknown(self) -> None:
+        """Say once that what was there before this process stays, since it has not loaded."""
+        if self._started is not None and not self._has_said:
+            self._has_said = True
+            say_unknown(self._started.begun, self.store.url, "dcp.load()", "CheckpointdWriter(..., afresh=True)")
 
     def holds(self, tag: str) -> bool:
         """Whether `tag` is a checkpoint. DamagedError where its outcome cannot be read."""
@@ -86,9 +140,6 @@ class Session:
         except NotFoundError:
             return False
         return True
-
-    def _newest(self) -> int:
-        return self.writer.call(epochs.newest(self.store), LOOK_TIMEOUT_S)
 
     def follow(self, attempt: Follower, running: Future[None]) -> None:
         """Remember an attempt until it ends."""
@@ -102,6 +153,7 @@ class Session:
         for attempt in running.values():
             attempt.leave()
         wait(running, LEAVE_S)
+        end(self.writer, self._started)
         try:
             self.writer.call(self.store.close(), LEAVE_S)
         except CheckpointdError as error:

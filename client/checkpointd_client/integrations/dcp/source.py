@@ -19,7 +19,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from checkpointd.errors import FormatError, NotFoundError, StoreError
+from checkpointd.errors import FormatError, NotFoundError, UnreadableError
 from checkpointd.layout.boxes import Box
 from checkpointd.layout.dtypes import ITEM_BYTES
 from checkpointd.layout.regions import slices
@@ -112,7 +112,7 @@ class Directory:
             try:
                 got = os.preadv(descriptor, [target], offset)
             except OSError as error:
-                raise StoreError(f"reading {self.path / name} failed: {error}") from error
+                raise UnreadableError(f"reading {self.path / name} failed: {error}") from error
             if not got:
                 raise FormatError(f"{self.path / name} ends before byte {offset + len(target)}, where {fqn} ends", fqn=fqn)
             target, offset = target[got:], offset + got

@@ -25,20 +25,23 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
+from checkpointd import arguments
 from checkpointd.codec import Compression
 from checkpointd.commit.retention import Retention
-from checkpointd.config import MIB, CommitConfig, PersistConfig, Ranks
+from checkpointd.config import MIB, TIMEOUT_S_MAX, CommitConfig, PersistConfig, Ranks, check_job
 from checkpointd.errors import CheckpointdError, RootNotSharedError, StagingError, UsageError
 from checkpointd.layout.keys import AttemptId, check_tag, default_tag
 from checkpointd.pipeline.attempt import WriterState
+from checkpointd.pipeline.leases import Beginner
 from checkpointd.pipeline.shard import AttemptInfo, Shard
 from checkpointd_client.integrations.dcp.items import shard_of
 from checkpointd_client.integrations.dcp.naming import step_of
 from checkpointd_client.integrations.dcp.running import Run
-from checkpointd_client.integrations.dcp.session import Session, session_of
+from checkpointd_client.integrations.dcp.session import Session, is_taken_up, session_of
 from checkpointd_client.integrations.dcp.tagged import Tagged
 from checkpointd_client.saving import check_step
-from checkpointd_client.start import Begun, root_fault
+from checkpointd_client.settings import check_paths
+from checkpointd_client.start import Begun, instead, root_fault
 
 log = logging.getLogger("checkpointd")
 SHOWN_MAX = 8
@@ -67,10 +70,11 @@ class CheckpointdWriter(Tagged, StorageWriter):
     `tag`: None where `step` is given (`global_step100`), or `checkpoint_id` of dcp.save is, which names the tag then. `step`:
     None takes the last number in the tag, 0 without one. `overwrite`: False refuses a tag that is a checkpoint already; True
     saves it again, and the earlier one counts until that is committed. The other settings are those of Checkpointer. One
-    writer may be used for many saves, with another `checkpoint_id` each; so may a new one for each save.
+    writer may be used for many saves, with another `checkpoint_id` each and no `step`; so may a new one for each save.
 
     dcp.save raises CheckpointException, whose `failures` hold what happened on each rank: StateError for what cannot be stored,
-    AbortedError with the ranks where the attempt was aborted, RootNotSharedError, StoreError.
+    AbortedError with the ranks where the attempt was aborted, RootInUseError at the first save where another job is alive at
+    the root, FencedError once another job has taken it over, RootNotSharedError, StoreError.
     """
 
     def __init__(
@@ -85,12 +89,19 @@ class CheckpointdWriter(Tagged, StorageWriter):
         chunk_bytes: int = 4 * MIB,
         budget_bytes: int = 256 * MIB,
         dedup: bool = True,
-        retention: Retention | None = None,
+        retention: Retention | int | None = None,
         save_latest: bool = True,
+        job: str | None = None,
+        take_over: bool = False,
+        afresh: bool = False,
     ) -> None:
         super().__init__()
         if step is not None:
             check_step(step)
+        arguments.seconds("commit_timeout_s", commit_timeout_s, most=TIMEOUT_S_MAX)
+        arguments.flag("overwrite", overwrite)
+        arguments.flag("save_latest", save_latest)
+        check_paths(root)
         self._root = os.fspath(root)
         self._tag = check_tag(tag) if tag is not None else default_tag(step) if step is not None else None
         self._step = step
@@ -98,9 +109,15 @@ class CheckpointdWriter(Tagged, StorageWriter):
         self._persist = PersistConfig(compression=compression, chunk_bytes=chunk_bytes, budget_bytes=budget_bytes, dedup=dedup)
         # The state is not known to be trained: DCP's plans are of detached tensors.
         self._commit = CommitConfig(
-            timeout_s=commit_timeout_s, poll_max_s=0.1, retention=retention or Retention(), on_stale="ignore"
+            timeout_s=commit_timeout_s,
+            poll_max_s=0.1,
+            retention=Retention.of(retention),
+            on_stale="ignore",
+            read_back=False,
         )
         self._save_latest = save_latest
+        self._job, self._take_over = check_job(job), take_over
+        self._afresh = afresh
         self._asked = Asked("", "")
         self._held = SavePlan([])
         self._session: Session | None = None
@@ -109,15 +126,23 @@ class CheckpointdWriter(Tagged, StorageWriter):
 
     def __getstate__(self) -> dict[str, Any]:
         """For async_save in a process: there it opens the root anew."""
-        return {**self.__dict__, "_session": None, "_state": None, "_run": None}
+        known = self._afresh or is_taken_up(self._root)  # that process has loaded nothing
+        return {**self.__dict__, "_afresh": known, "_session": None, "_state": None, "_run": None}
 
     # --- what DCP calls, in order ------------------------------------------------------------------------------
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        if checkpoint_id is not None:
-            self._tag = check_tag(os.fspath(checkpoint_id))
         if self._run is not None:
             self._run.give_up("it was never finished: DCP reported a failure on some rank before")
+        if checkpoint_id is None:
+            return
+        tag = check_tag(os.fspath(checkpoint_id))
+        if self._run is not None and self._step is not None and tag != self._tag:
+            raise UsageError(
+                f"step={self._step} was given for {self._tag}, and would be that of {tag}, too: make a writer for each save, "
+                "or leave step out, which is then the last number in each tag"
+            )
+        self._tag = tag
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if not kwargs.get("use_collectives", True):
@@ -145,7 +170,8 @@ class CheckpointdWriter(Tagged, StorageWriter):
         if not self._overwrite and self._open.holds(self._asked.tag):
             raise UsageError(f"Checkpoint already exists: {self._asked.tag} at {self._root}, and overwrite=False")
         here = asked.index(self._asked)
-        begun, attempt, n = self._open.next_attempt(self._asked.tag, len(plans), self._commit)
+        begun, attempt, n = self._open.next_attempt(self._asked.tag, self._beginner(len(plans)))
+        self._take_up()
         infos = (self._info(attempt, (i - here) % len(plans), len(plans), n) for i in range(len(plans)))
         return [replace(plan, storage_data=Told(info, begun)) for plan, info in zip(plans, infos, strict=True)]
 
@@ -189,6 +215,22 @@ class CheckpointdWriter(Tagged, StorageWriter):
         if self._state is None:
             raise UsageError("set_up_storage_writer() comes first")
         return self._state
+
+    def _beginner(self, world_size: int) -> Beginner:
+        return Beginner(
+            world_size=world_size,
+            job=self._job,
+            take_over=self._take_over,
+            commit_timeout_s=self._commit.timeout_s,
+            instead=instead(self._root),
+        )
+
+    def _take_up(self) -> None:
+        """What may go of what was there before this process, which may not know of it; on the coordinator, which removes."""
+        known = self._afresh or is_taken_up(self._root)
+        self._writer_state.tidier.keeps_before = 0 if known else self._open.first
+        if not known:
+            self._open.say_unknown()
 
     def _info(self, attempt: AttemptId, rank: int, world_size: int, n: int) -> AttemptInfo:
         return AttemptInfo(

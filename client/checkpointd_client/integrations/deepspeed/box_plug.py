@@ -43,6 +43,7 @@ class BoxPlug(Plug):
 
         Raises what the arguments or objects of the caller are to blame for, and DeadlineError naming ranks that did not call.
         """
+        save_latest = bool(save_latest)  # DeepSpeed takes whatever counts as one
         step = int(self.engine.global_steps)
         tag = f"global_step{step}" if tag is None else str(tag)
         self.handle = None  # where this raises, there is none
@@ -56,6 +57,7 @@ class BoxPlug(Plug):
         except BaseException as error:
             told = error if isinstance(error, CheckpointdError) else StagingError(f"the engine cannot be saved: {error!r}")
             self.handle = checkpointer.refuse(step, told, tag=place.tag, save_latest=save_latest)
+            self.handle.observed = True
             raise
         client = dict(client_state or {})
         self.handle = checkpointer.save(step, state, tag=place.tag, client_state=client, save_latest=save_latest)
@@ -102,6 +104,7 @@ class BoxPlug(Plug):
             engine.optimizer.checkpoint_event_prologue()
         places = EnginePlaces(engine, what)
         loaded = _first_whole(checkpointer, places, self._chosen(checkpointer, load_dir, tag))
+        checkpointer.take_up()
         if loaded is None:
             if engine._optimizer_has_ckpt_event_epilogue():
                 engine.optimizer.checkpoint_event_epilogue()
@@ -147,8 +150,9 @@ def _first_whole(checkpointer: Checkpointer, places: EnginePlaces, tags: list[st
         try:
             return checkpointer.load(places, tag, cast=True)
         except DamagedError as error:
-            if tag is not tags[-1]:
+            if tag is not None and tag is not tags[-1]:
                 log.error("%s, and an older one is looked for", error)
+                checkpointer.pass_over(tag, str(error))
             damage = error
     if damage is not None:
         raise damage

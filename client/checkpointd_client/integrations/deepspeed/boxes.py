@@ -31,6 +31,7 @@ from checkpointd_client.integrations.deepspeed.zero import (
     names_of,
     parameter_held,
 )
+from checkpointd_client.state_dicts import HandedOut
 
 MODEL, OPTIMIZER, MASTER, SCHEDULER, ENGINE = "model", "optimizer", "master", "scheduler", "deepspeed"
 STEP = "step"
@@ -50,12 +51,12 @@ def state_of(engine: Any, *, exclude_frozen_parameters: bool = False) -> dict[st
     tensors, left_out = _model(engine, exclude_frozen_parameters=exclude_frozen_parameters)
     state: dict[str, Any] = {MODEL: tensors}
     if bundles:
-        state[OPTIMIZER] = {"state": _optimizer_state(engine, bundles), "param_groups": _groups(engine, bundles)}
+        state[OPTIMIZER] = HandedOut({"state": _optimizer_state(engine, bundles), "param_groups": _groups(engine, bundles)})
         masters = dict(_masters(engine, bundles))
         if masters:
             state[MASTER] = masters
     if engine.lr_scheduler is not None:
-        state[SCHEDULER] = objects.state_dict_of(engine.lr_scheduler, SCHEDULER)
+        state[SCHEDULER] = HandedOut(objects.state_dict_of(engine.lr_scheduler, SCHEDULER))
     state[ENGINE] = {**_engine_state(engine), "left_out": left_out, "buffers": _buffer_names(engine)}
     return state
 

@@ -105,8 +105,8 @@ def mount_fault(store: str, save_dir: str) -> str | None:
     with suppress(OSError):
         if os.stat(store).st_dev != os.stat(save_dir).st_dev:
             return (
-                f"{save_dir} lies on another file system than {store}: no files can be shown in it, as they are hard links; "
-                "attach with a root on the same one"
+                f"{save_dir} lies on another file system than {store}: no files can be shown in it, as they share their space "
+                "with the store; attach with a root on the same one"
             )
     return None
 

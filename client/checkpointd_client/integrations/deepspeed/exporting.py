@@ -17,20 +17,21 @@ from typing import Any
 import msgspec
 import torch
 
-from checkpointd.config import LoadConfig
 from checkpointd.errors import FormatError, UsageError
 from checkpointd.layout import tree
 from checkpointd.layout.boxes import boxes_of_range
+from checkpointd.layout.keys import LATEST
 from checkpointd.pipeline.export.consolidate import ExportedFile, check_outside
 from checkpointd.pipeline.export.output import Output, translated
 from checkpointd.pipeline.export.stream import Converting
-from checkpointd.pipeline.world import CARRIERS, Want, read_boxes
+from checkpointd.pipeline.world import CARRIERS, Want
 from checkpointd.store import open_store
 from checkpointd_client import values
 from checkpointd_client.building import is_scalar
 from checkpointd_client.content import merged_content
 from checkpointd_client.dtypes import NAMES
-from checkpointd_client.export import StateDict, run_on_store, state_dict_from_checkpoint
+from checkpointd_client.reader import open_checkpoint
+from checkpointd_client.state_dict import StateDict
 from checkpointd_client.stored import Stored
 
 _STEP = "step"
@@ -84,8 +85,8 @@ def export_deepspeed(
     except ImportError as error:
         raise UsageError(f"DeepSpeed's files hold objects of its classes, and it cannot be imported: {error}") from error
     check_outside(open_store(root), out)
-    state = state_dict_from_checkpoint(root, tag, rank=0)
-    export = _Export(state, root, stage, ranks)
+    state = open_checkpoint(root, tag or LATEST).tensors(rank=0)
+    export = _Export(state, stage, ranks)
     with Output(out, directory=True, force=force) as output:
         folder = output.path(state.tag)
         with translated("writing", output.place):
@@ -117,8 +118,8 @@ def export_deepspeed(
 class _Export:
     """The files of one checkpoint, each made when it is asked for."""
 
-    def __init__(self, state: StateDict, root: str | os.PathLike[str], stage: int, ranks: int) -> None:
-        self._state, self._root, self._stage, self._ranks = state, root, stage, ranks
+    def __init__(self, state: StateDict, stage: int, ranks: int) -> None:
+        self._state, self._stage, self._ranks = state, stage, ranks
         content = merged_content(state.world, keep=0, alone=True)
         self._stored = Stored(content.root, content.entries, content.aliases)
         parts = _children(self._stored.state)
@@ -181,7 +182,7 @@ class _Export:
         fragments: OrderedDict[str, torch.Tensor] = OrderedDict()
         for name in self._frozen:
             fragments[name] = reads.part(f"model.{name}", rank, self._ranks) if self._stage == 3 else module[name]
-        reads.run(self._root)
+        reads.run()
         shapes = {name: torch.Size(self._state.shape(f"model.{name}")) for name in self.model}
         client = self._plain(self._stored.client_state) or {}
         return {
@@ -218,7 +219,7 @@ class _Export:
             fqns = [f"master.{name}" if name in self._masters else f"model.{name}" for name in group]
             masters.append(self._flat(reads, fqns, rank))
             states[number] = self._states(reads, group, rank)
-        reads.run(self._root)
+        reads.run()
         groups = [
             {**{k: v for k, v in settings.items() if k != "params"}, "params": [number]}
             for number, settings in enumerate(self._settings)
@@ -362,13 +363,11 @@ class _Reads:
             self._wants.append(Want(source.fqn, box, sink, source.rank))
             at += box.numel()
 
-    def run(self, root: str | os.PathLike[str]) -> None:
+    def run(self) -> None:
         """Fill them. Raises the first damage that was met."""
         if not self._wants:
             return
-        damage = run_on_store(root, lambda store: read_boxes(store, self._state.world, self._wants, LoadConfig()))
-        if damage:
-            raise damage[0]
+        self._state.read(self._wants)
 
 
 def _children(node: tree.Node) -> dict[str, tree.Node]:

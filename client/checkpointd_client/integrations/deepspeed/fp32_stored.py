@@ -10,9 +10,11 @@ import torch
 
 from checkpointd.errors import NotFoundError
 from checkpointd.layout import tree
+from checkpointd.layout.keys import LATEST
 from checkpointd_client.content import merged_content
-from checkpointd_client.export import StateDict, state_dict_from_checkpoint
 from checkpointd_client.integrations.deepspeed.fp32 import Lazy, as_fp32
+from checkpointd_client.reader import open_checkpoint
+from checkpointd_client.state_dict import StateDict
 from checkpointd_client.stored import Stored
 
 _MODEL, _MASTER, _ENGINE = "model", "master", "deepspeed"
@@ -49,7 +51,7 @@ def stored_state_dict(
 
     NotFoundError where the checkpoint has no model.
     """
-    state = state_dict_from_checkpoint(root, tag, rank=0)
+    state = open_checkpoint(root, tag or LATEST).tensors(rank=0)
     content = merged_content(state.world, keep=0, alone=True)
     parts = dict(Stored.children(Stored(content.root, content.entries, content.aliases).state))
     model, masters = _tensors(parts.get(_MODEL)), _tensors(parts.get(_MASTER))

@@ -20,7 +20,8 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from checkpointd.errors import CheckpointdError, DamagedError, StagingError, StoreError, UsageError
+from checkpointd.commands import command
+from checkpointd.errors import CheckpointdError, DamagedError, StagingError, StoreError, UnreadableError, UsageError
 from checkpointd.layout.files import check_place
 from checkpointd.layout.keys import LATEST, SERVICE, check_tag
 from checkpointd.layout.manifest import digest
@@ -35,7 +36,11 @@ log = logging.getLogger("checkpointd")
 
 Layout = Literal["deepspeed", "checkpointd"]
 
+ASKING_S = 600.0
+"""How long the ranks wait for each other to call load_checkpoint(), where no Checkpointer says it."""
 _WHOLE = "whole"
+_UNREADABLE = "unreadable:"
+"""How a rank begins that cannot tell whether it is whole."""
 SEPARATOR = "--"
 
 
@@ -104,7 +109,10 @@ def _copies_files(engine: Any) -> bool:
 
 def first_says(question: Callable[[], bool]) -> bool:
     """What rank 0 sees, on every rank: they must not go different ways, each by what its file system shows it."""
-    return bool(broadcast_from_coordinator(find_ranks(), lambda: {"yes": question()})["yes"])
+    heard = broadcast_from_coordinator(
+        find_ranks(), lambda: {"yes": question()}, doing="calling load_checkpoint()", come_s=ASKING_S, make_s=ASKING_S
+    )
+    return bool(heard["yes"])
 
 
 def install(**options: Any) -> None:
@@ -186,6 +194,7 @@ class Plug:
         self._synchronous = bool(settings.pop("synchronous", False))
         self._options = settings
         self._checkpointers: dict[str, Checkpointer] = {}
+        self._went_on_from: str | None = None
         self._engine = CheckpointdEngine(self.settle)
 
     def connect(self) -> None:
@@ -248,6 +257,7 @@ class Plug:
         """
         if not save_dir:
             raise DirectoryError(f"save_dir is {save_dir!r}; give the path of a directory")
+        save_latest = bool(save_latest)  # DeepSpeed takes whatever counts as one
         step = int(self.engine.global_steps)
         tag = f"global_step{step}" if tag is None else str(tag)
         client = dict(client_state or {})
@@ -265,6 +275,7 @@ class Plug:
                 error if isinstance(error, CheckpointdError) else StagingError(f"DeepSpeed's save_checkpoint failed: {error!r}")
             )
             self.handle = checkpointer.refuse(step, told, tag=place.tag, save_latest=save_latest)
+            self.handle.observed = True
             raise
         if fault is not None:
             self.handle = checkpointer.refuse(step, StoreError(fault), tag=place.tag, save_latest=save_latest)
@@ -294,7 +305,10 @@ class Plug:
         """
         self.settle()
         if self.engine.load_universal_checkpoint():  # what was made of a checkpoint by a tool
-            return self._load(load_dir, tag, *args, **kwargs)
+            found = self._load(load_dir, tag, *args, **kwargs)
+            with suppress(UsageError):  # from outside the root, where nothing of ours is
+                self._went_on_from = Place.root_of(load_dir, self._root)
+            return found
         root = Place.root_of(load_dir, self._root)
         if root not in self._checkpointers and not first_says(lambda: os.path.isdir(os.path.join(root, SERVICE))):
             return self._load(load_dir, tag, *args, **kwargs)
@@ -302,7 +316,9 @@ class Plug:
         checkpointer.settle()  # another engine of this process may have saved there
         said = {"load_dir": os.path.abspath(load_dir), "tag": tag if tag is None else str(tag)}
         self._meet(checkpointer, "load_checkpoint()", said)
-        return self._load(load_dir, self._whole(checkpointer, load_dir, tag), *args, **kwargs)
+        found = self._load(load_dir, self._whole(checkpointer, load_dir, tag), *args, **kwargs)
+        checkpointer.take_up()
+        return found
 
     def _whole(self, checkpointer: Checkpointer, load_dir: str, tag: str | None) -> str | None:
         """The tag to load: the first that all ranks find whole; `tag` as it is where there is nothing of ours."""
@@ -312,20 +328,29 @@ class Plug:
             damage = [text for _, text in sorted(heard.items()) if text != _WHOLE]
             if not damage and checkpoint is not None:
                 return os.path.basename(checkpoint.outcome.shown_at)
+            unreadable = [text for text in damage if text.startswith(_UNREADABLE)]
+            if unreadable:
+                raise UnreadableError(
+                    f"{prefix} in {load_dir}: {'; '.join(unreadable)}. It may be whole, so no older one is taken: mend the "
+                    "storage and load again, or name an older tag"
+                )
             if tag is not None:
                 raise DamagedError(f"{load_dir}/{tag} is damaged: {'; '.join(damage)}")
             log.error("%s is damaged, and an older one is looked for: %s", prefix, "; ".join(damage))
+            checkpointer.pass_over(prefix.partition("/")[0], "; ".join(damage))
         if candidates:
-            raise DamagedError(f"every checkpoint in {load_dir} is damaged: `checkpointd verify` says how")
+            raise DamagedError(f"every checkpoint in {load_dir} is damaged: {command('verify', load_dir)} says how")
         return tag
 
     def _said_of(self, checkpointer: Checkpointer, checkpoint: Checkpoint | None) -> str:
         """What this rank says of one, having read its share. It raises nothing: the other ranks wait to hear it."""
         if checkpoint is None:
-            return f"rank {self.engine.global_rank} does not see it"
+            return f"{_UNREADABLE} rank {self.engine.global_rank} does not see it"
         own = range(self.engine.global_rank, checkpoint.outcome.world_size, self.engine.world_size)
         try:
             return "; ".join(checkpointer.damage(checkpoint, own)) or _WHOLE
+        except StoreError as error:
+            return f"{_UNREADABLE} rank {self.engine.global_rank} cannot read it now: {error}"
         except CheckpointdError as error:
             return f"rank {self.engine.global_rank} cannot read it: {error}"
 
@@ -342,11 +367,11 @@ class Plug:
 
     @staticmethod
     def _first_said(checkpointer: Checkpointer, found: list[str], fault: str | None) -> list[Any]:
-        """What rank 0 has found, on every rank; StoreError on every rank where it could not look."""
+        """What rank 0 has found, on every rank; UnreadableError on every rank where it could not look."""
         heard = checkpointer.meet(json.dumps([found, fault]), "calling load_checkpoint()")
         first, fault = json.loads(heard[0])
         if fault is not None:
-            raise StoreError(f"rank 0 cannot tell what there is to load: {fault}")
+            raise UnreadableError(f"rank 0 cannot tell what there is to load: {fault}")
         return list(first)
 
     @staticmethod
@@ -396,6 +421,8 @@ class Plug:
     def _checkpointer(self, root: str) -> Checkpointer:
         if root not in self._checkpointers:
             self._checkpointers[root] = borrow(self._store_of(root), self._options)
+        if root == self._went_on_from:
+            self._checkpointers[root].take_up()
         return self._checkpointers[root]
 
     @staticmethod

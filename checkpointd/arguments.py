@@ -1,0 +1,36 @@
+"""What arguments may be. Each check raises UsageError with the name that the caller wrote, the value, and what it must be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from checkpointd.errors import UsageError
+
+
+def whole(name: str, value: object, *, least: int = 1) -> None:
+    """A whole number, `least` or more; no bool."""
+    if type(value) is not int or value < least:
+        raise UsageError(f"{name} is {value!r:.80}; it must be a whole number, {least} or more")
+
+
+def seconds(name: str, value: object, *, most: float = math.inf, zero: bool = False) -> None:
+    """A finite number of seconds, greater than 0 (or 0, with `zero`), up to `most`; no bool."""
+    number = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    if not math.isfinite(number) or number < 0 or (number == 0 and not zero):
+        bound = "0 or more" if zero else "greater than 0"
+        raise UsageError(f"{name} is {value!r:.80}; it must be a number of seconds, {bound}")
+    if number > most:
+        raise UsageError(f"{name} is {value!r:.80}; choose {most:g} ({most / 86400:g} days) or less")
+
+
+def flag(name: str, value: object) -> None:
+    """True or False, and nothing that merely counts as one."""
+    if not isinstance(value, bool):
+        raise UsageError(f"{name} is {value!r:.80}; it must be True or False")
+
+
+def choice(name: str, value: object, options: Sequence[str]) -> None:
+    """One of `options`."""
+    if not isinstance(value, str) or value not in options:
+        raise UsageError(f"{name} is {value!r:.80}; choose one of {', '.join(options)}")

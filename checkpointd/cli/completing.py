@@ -1,0 +1,65 @@
+"""What a shell offers for ROOT, TAG and OUT: directories, the tags of the root that was given before, files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+
+import click
+from click.shell_completion import CompletionItem
+
+from checkpointd.cli.locating import locate
+from checkpointd.layout.keys import LATEST, AttemptId, is_tag
+
+Completer = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
+
+
+def complete_place(metavar: str) -> Completer:
+    """The completion of arguments such as `[ROOT] [TAG] OUT`."""
+
+    def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        before: tuple[str, ...] = ctx.params.get(param.name or "", ()) or ()
+        return list(_offered(metavar, before, incomplete))
+
+    return complete
+
+
+def _offered(metavar: str, before: tuple[str, ...], incomplete: str) -> Iterator[CompletionItem]:
+    """A shell keeps what comes after the offer of its own directories or files, so these come first."""
+    kinds = [word.strip("[]") for word in metavar.split()]
+    if len(before) >= len(kinds):
+        return
+    kind = kinds[len(before)]
+    yield CompletionItem(incomplete, type="dir" if kind in ("ROOT", "SRC") else "file")
+    if kind == "ROOT" and "TAG" in kinds and (root := _environment_root()):
+        yield from _tags(root, incomplete)
+    if kind == "TAG" and before:
+        yield from _tags(before[0], incomplete)
+
+
+def _tags(root: str, incomplete: str) -> Iterator[CompletionItem]:
+    """The tags at `root` that begin so, the highest numbers first; none where it cannot be looked at."""
+    place = locate(os.path.expanduser(root))
+    folder = place.root if place else root
+    try:
+        names = [entry.name for entry in os.scandir(folder) if is_tag(entry.name) and entry.is_dir()]
+    except OSError:
+        return
+    saved = [name for name in names if name.startswith(incomplete) and _has_attempts(f"{folder}/{name}")]
+    for name in sorted(saved, key=lambda name: (len(name), name), reverse=True):
+        yield CompletionItem(name)
+    if LATEST.startswith(incomplete) and os.path.isfile(f"{folder}/{LATEST}"):
+        yield CompletionItem(LATEST)
+
+
+def _has_attempts(folder: str) -> bool:
+    try:
+        return any(AttemptId.parse(name) for name in os.listdir(folder))
+    except OSError:
+        return False
+
+
+def _environment_root() -> str | None:
+    from checkpointd.config import environment_root  # only where it is needed: it brings in numpy
+
+    return environment_root()

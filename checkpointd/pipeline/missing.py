@@ -1,0 +1,53 @@
+"""What an attempt waits for, told in the log while nothing comes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+from checkpointd.commit.machine import Phase
+from checkpointd.pipeline.shard import AttemptInfo, Progress
+from checkpointd.waits import Waiting
+
+NAMED_MAX = 32
+"""Ranks that one line of the log names."""
+
+
+class Missing:
+    """The wait of one rank's attempt; it begins anew whenever a phase, a byte on the disk or a vote has come."""
+
+    def __init__(self, info: AttemptInfo, progress: Progress) -> None:
+        self._info, self._progress = info, progress
+        self._since: tuple[object, Waiting] | None = None
+
+    def look(self, phase: Phase, votes_missing: Sequence[int] | None) -> None:
+        """To be called at every look for the outcome. `votes_missing`: None where this rank gathers none."""
+        point = (phase, self._progress.raw_done, len(votes_missing or ()))
+        if self._since is None or self._since[0] != point:
+            # Of the outcome the coordinator's log tells enough: not a line from each of a thousand ranks.
+            level = logging.INFO if _is_others(phase, votes_missing) else logging.WARNING
+            self._since = (
+                point,
+                Waiting(lambda: self._words(phase, votes_missing), clock=asyncio.get_running_loop().time, level=level),
+            )
+        self._since[1].look()
+
+    def _words(self, phase: Phase, votes_missing: Sequence[int] | None) -> str:
+        rank, progress = self._info.rank, self._progress
+        if phase is Phase.STAGING:
+            why = f"the snapshot of rank {rank} is not whole"
+        elif phase in {Phase.STAGED, Phase.PERSISTING}:
+            why = f"rank {rank} has {progress.raw_done} of {progress.raw_total} bytes on the disk; the storage takes no more"
+        elif votes_missing:
+            more = f" and {len(votes_missing) - NAMED_MAX} more" if len(votes_missing) > NAMED_MAX else ""
+            why = f"no vote from ranks {list(votes_missing[:NAMED_MAX])}{more}"
+        elif votes_missing is None:
+            why = "rank 0 has not put the outcome; its log names the ranks that have not voted"
+        else:
+            why = "all ranks have voted; the outcome is not put"
+        return f"{self._info.prefix}: {why}"
+
+
+def _is_others(phase: Phase, votes_missing: Sequence[int] | None) -> bool:
+    return votes_missing is None and phase not in {Phase.STAGING, Phase.STAGED, Phase.PERSISTING}

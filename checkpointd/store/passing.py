@@ -1,0 +1,76 @@
+"""A store that passes every call on to another one: what a store that changes only some of them is made from."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Self
+
+from checkpointd.store.base import SMALL_BYTES_MAX, Capabilities, Entry, ObjectWriter, Store
+from checkpointd.store.plain import PlainFiles
+
+
+class PassingStore:
+    """`store`, call for call. Closing it closes `store`."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    @property
+    def url(self) -> str:
+        return self._store.url
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._store.capabilities
+
+    @property
+    def plain_files(self) -> PlainFiles | None:
+        return self._store.plain_files
+
+    @property
+    def uncached(self) -> Store:
+        return self._store.uncached
+
+    async def put_if_absent(self, key: str, data: bytes) -> bool:
+        return await self._store.put_if_absent(key, data)
+
+    async def put(self, key: str, data: bytes) -> None:
+        await self._store.put(key, data)
+
+    async def put_if_match(self, key: str, expected: bytes | None, data: bytes) -> bool:
+        return await self._store.put_if_match(key, expected, data)
+
+    async def open_writer(self, key: str, *, size_hint: int = 0) -> ObjectWriter:
+        return await self._store.open_writer(key, size_hint=size_hint)
+
+    async def get(self, key: str, *, size_max: int = SMALL_BYTES_MAX) -> bytes:
+        return await self._store.get(key, size_max=size_max)
+
+    async def get_range(self, key: str, offset: int, out: memoryview) -> None:
+        await self._store.get_range(key, offset, out)
+
+    async def list(self, prefix: str) -> list[Entry]:
+        return await self._store.list(prefix)
+
+    async def stat(self, key: str) -> int | None:
+        return await self._store.stat(key)
+
+    async def delete(self, key: str) -> None:
+        await self._store.delete(key)
+
+    async def settle(self, key: str) -> None:
+        await self._store.settle(key)
+
+    async def sweep(self) -> int:
+        return await self._store.sweep()
+
+    async def close(self) -> None:
+        await self._store.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()

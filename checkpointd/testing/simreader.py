@@ -1,0 +1,79 @@
+"""What reads a simulated job's checkpoints beside it: whole ones, each of one attempt, and without a trace.
+
+Its invariants, beside those of `simledger.py`:
+
+  reads-whole   What a reader opens is committed, at least as new as what `latest` was reported at before it looked, and all
+                of it is what was saved, bit for bit. Else the reader ends with a clear error.
+  reads-only    A reader has no effect on the disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+from checkpointd.config import LoadConfig
+from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError
+from checkpointd.pipeline.catalog import Checkpoint
+from checkpointd.pipeline.reading import Reading
+from checkpointd.pipeline.world import World
+from checkpointd.store.base import Store
+from checkpointd.testing.simledger import Contents, InvariantError, Ledger
+from checkpointd.testing.simrank import read_contents
+
+ROUNDS = 6
+PAUSE_S_MAX = 4.0
+THINK_S_MAX = 1.0
+"""How long a reader does something else between opening a checkpoint and reading a rank's tensors."""
+
+
+async def read_now_and_then(store: Store, name: str, rng: random.Random, ledger: Ledger) -> None:
+    """Open the newest checkpoint and read all of it, a few times, as process `name`."""
+    ledger.readers.add(name)
+    for _ in range(ROUNDS):
+        await asyncio.sleep(rng.random() * PAUSE_S_MAX)
+        try:
+            await _read(store, rng, ledger)
+        except NotFoundError:
+            continue  # nothing is committed yet, or what was opened is gone: a clear error
+        except CheckpointdError as error:
+            ledger.report(InvariantError("reads-whole", f"{name} cannot read: {error!r}"))
+            return
+        except Exception as error:
+            ledger.report(error)
+            return
+        ledger.read += 1
+
+
+async def _read(store: Store, rng: random.Random, ledger: Ledger) -> None:
+    floor = ledger.latest_floor
+    reading = Reading(store, None, config=LoadConfig(reads=2, block_bytes=8192))
+    world, found = await reading.begin(), None
+    while found is None:
+        try:
+            found = await _contents(reading, world, rng)
+        except (DamagedError, NotFoundError) as error:
+            world = await reading.instead(world.checkpoint, error)
+    checkpoint = world.checkpoint
+    if reading.passed_over:
+        raise InvariantError("reads-whole", f"{checkpoint.prefix} was read, past {reading.passed_over[0]}")
+    _check(checkpoint, found, ledger)
+    if floor is not None and checkpoint.outcome.order < floor:
+        raise InvariantError("reads-whole", f"{checkpoint.prefix} was read; latest had been reported at {floor}")
+
+
+async def _contents(reading: Reading, world: World, rng: random.Random) -> dict[int, Contents]:
+    found = {}
+    for rank in world.indexes:
+        await asyncio.sleep(rng.random() * THINK_S_MAX)
+        found[rank] = await read_contents(reading.patient(world.checkpoint), world.checkpoint, rank)
+    return found
+
+
+def _check(checkpoint: Checkpoint, found: dict[int, Contents], ledger: Ledger) -> None:
+    key = (checkpoint.tag, str(checkpoint.attempt))
+    known = ledger.outcomes.get(key)
+    if known is not None and known.outcome != "commit":
+        raise InvariantError("reads-whole", f"{checkpoint.prefix} was read, which was aborted")
+    for rank, contents in found.items():
+        ledger.whole(key, rank, contents)

@@ -1,0 +1,66 @@
+"""Every error that checkpointd raises on purpose, to be caught by name. docs/ERRORS.md says what each means and what to do.
+
+Needs no torch. `exit_code` and `retryable` stand on each class; `str(error)` says what happened, to what, and what to do next.
+"""
+
+from __future__ import annotations
+
+from checkpointd.errors import (
+    AbortedError,
+    CheckpointdError,
+    ClosedError,
+    CodecError,
+    DamagedError,
+    DeadlineError,
+    FencedError,
+    FormatError,
+    MismatchError,
+    NotFoundError,
+    PartlyLoadedError,
+    ProtocolError,
+    RootInUseError,
+    RootNotSharedError,
+    SidecarError,
+    SkippedError,
+    StagingError,
+    StaleError,
+    StateError,
+    StoreError,
+    StoreFullError,
+    UnreadableError,
+    UnsafeObjectError,
+    UsageError,
+    WaitTimeoutError,
+    WireError,
+    WorldSizeError,
+)
+
+__all__ = [
+    "AbortedError",
+    "CheckpointdError",
+    "ClosedError",
+    "CodecError",
+    "DamagedError",
+    "DeadlineError",
+    "FencedError",
+    "FormatError",
+    "MismatchError",
+    "NotFoundError",
+    "PartlyLoadedError",
+    "ProtocolError",
+    "RootInUseError",
+    "RootNotSharedError",
+    "SidecarError",
+    "SkippedError",
+    "StagingError",
+    "StaleError",
+    "StateError",
+    "StoreError",
+    "StoreFullError",
+    "UnreadableError",
+    "UnsafeObjectError",
+    "UsageError",
+    "WaitTimeoutError",
+    "WireError",
+    "WorldSizeError",
+]

@@ -1,0 +1,78 @@
+"""What a DCP directory that was exported says of its checkpoint: a file of our own beside DCP's, which DCP does not look at.
+
+It is bound to the `.metadata` beside it by a digest: once dcp.save has written to the directory again, it counts no more.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from checkpointd.errors import FormatError
+from checkpointd.layout import tree
+from checkpointd.layout.manifest import digest
+from checkpointd_client.integrations.dcp import metadata_file
+from checkpointd_client.integrations.dcp.objects import holds_tensors
+
+log = logging.getLogger("checkpointd")
+
+NAME = "checkpointd.json"
+
+
+class About(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`client_state` is a state tree (`layout/tree.py`) of plain values."""
+
+    version: Literal[1] = 1
+    step: int
+    metrics: dict[str, float] = {}
+    client_state: bytes = b""
+
+    def client_items(self) -> tuple[tuple[tree.Node, tree.Node], ...]:
+        """The client_state, item by item. FormatError where it is none, or holds tensors, which are not in the directory."""
+        node = tree.decode(self.client_state) if self.client_state else tree.Dict("dict", ())
+        if not isinstance(node, tree.Dict) or holds_tensors(node):
+            raise FormatError(f"the client_state in {NAME} is no dict of plain values")
+        return node.items
+
+
+class _File(msgspec.Struct, frozen=True, kw_only=True):
+    """`digest` is that of `checkpoint` as it stands there."""
+
+    checkpoint: msgspec.Raw
+    digest: str
+    metadata: str
+    """The digest of the `.metadata` that it belongs to."""
+
+
+def encode(about: About, metadata: bytes) -> bytes:
+    """The file for the directory whose `.metadata` holds `metadata`."""
+    raw = msgspec.json.encode(about)
+    return msgspec.json.encode(_File(checkpoint=msgspec.Raw(raw), digest=digest(raw), metadata=digest(metadata)))
+
+
+def read(directory: Path) -> About | None:
+    """What `directory` says; None where it says nothing, as one that dcp.save wrote. FormatError where the file is damaged."""
+    path = directory / NAME
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    try:
+        file = msgspec.json.decode(data, type=_File)
+        if digest(file.checkpoint) != file.digest:
+            raise FormatError("its bytes are not those that were written")
+        about = msgspec.json.decode(file.checkpoint, type=About)
+        about.client_items()
+    except (msgspec.DecodeError, FormatError, UnicodeDecodeError, RecursionError) as error:
+        raise FormatError(
+            f"{path} is damaged: {error}. It holds the step, the metrics and the client_state of the checkpoint: restore it, "
+            "or remove it and say which step it is",
+            key=str(path),
+        ) from error
+    if file.metadata != digest((directory / metadata_file.NAME).read_bytes()):
+        log.warning("%s is of what was in the directory before it was saved to again, and is not looked at", path)
+        return None
+    return about

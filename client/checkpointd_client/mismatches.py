@@ -1,0 +1,29 @@
+"""How a mismatch is told: the first few differences and the count, by one rank; the error's `mismatches` have all of them."""
+
+from __future__ import annotations
+
+from checkpointd.errors import MismatchError
+
+TOLD_MAX = 10
+
+
+def error(found: tuple[str, ...]) -> MismatchError:
+    """The error that lists `found`, one line for each difference."""
+    told = found[:TOLD_MAX]
+    more = f". The first {TOLD_MAX} of them (all are in the error's `mismatches`)" if len(found) > TOLD_MAX else ""
+    return MismatchError(
+        f"the checkpoint and the objects to load into differ in {_places(found)}; nothing was loaded. Make them alike, or load "
+        f"what fits with strict=False{more}:\n  " + "\n  ".join(told),
+        found,
+    )
+
+
+def told_by(rank: int, found: tuple[str, ...], *, own: bool) -> MismatchError:
+    """The short error of the other ranks; `own`: `found` is what differs on this one, and not only on rank `rank`."""
+    where = "here, too, and" if own else f"on rank {rank}, which"
+    verb = f"rank {rank} lists its own" if own else "lists them"
+    return MismatchError(f"nothing was loaded: the checkpoint and the objects differ in {_places(found)} {where} {verb}", found)
+
+
+def _places(found: tuple[str, ...]) -> str:
+    return f"{len(found)} {'place' if len(found) == 1 else 'places'}"

@@ -1,0 +1,384 @@
+"""A checkpoint that is read beside the job that saves it, or where no job runs: by an evaluation script, a notebook, a server.
+
+Invariants
+  V1  Nothing is written, locked or announced at the root, no process is spoken to, and no rank waits for another. A read-only
+      mount will do, and a user who may only read; a job at the root never notices.
+  V2  All that one reader gives comes from one attempt, and every byte is verified before anybody sees it.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Collection, Coroutine, MutableMapping, Sequence
+from datetime import datetime
+from functools import partial
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from checkpointd.config import ABSENCE_S, LoadConfig, PersistConfig, Ranks
+from checkpointd.errors import (
+    CheckpointdError,
+    ClosedError,
+    DamagedError,
+    MismatchError,
+    NotFoundError,
+    PartlyLoadedError,
+    UsageError,
+)
+from checkpointd.layout.keys import LATEST, AttemptId
+from checkpointd.pipeline.catalog import Checkpoint
+from checkpointd.pipeline.export.selection import select_all
+from checkpointd.pipeline.reading import Reading
+from checkpointd.pipeline.world import Want, World, read_boxes
+from checkpointd.store import open_store
+from checkpointd_client.content import Content, part_of
+from checkpointd_client.loading import LOOK_S, Loaded
+from checkpointd_client.restore import Restoration, prepare
+from checkpointd_client.sources import StoredSource, prepared
+from checkpointd_client.state_dict import StateDict
+from checkpointd_client.writer import Writer
+
+T = TypeVar("T")
+TIMEOUT_S = 120.0
+
+
+def open_checkpoint(
+    root: str | os.PathLike[str],
+    tag: str | None = None,
+    *,
+    attempt: str | None = None,
+    timeout_s: float = TIMEOUT_S,
+    absence_s: float = ABSENCE_S,
+    pickle_client_state: bool = False,
+) -> OpenCheckpoint:
+    """Open the newest whole checkpoint below `root`, or `tag`, for reading. A job that saves there is not disturbed.
+
+    It writes nothing and needs no process group; in one, each rank opens it on its own. Use it in a `with`, or close it. If the
+    newest checkpoint is damaged, the log says so and the newest whole one is opened; a named one raises DamagedError.
+
+    `tag`: which checkpoint; "latest" means the one that the file `latest` names.
+    `attempt`: which save of that tag, if it was saved more than once.
+    `timeout_s`: how long to try again if the storage does not answer or fails.
+    `absence_s`: how long to look for a file that must be there before it counts as lost.
+    `pickle_client_state`: load values that were stored as pickles; their code runs. Otherwise they are refused by name.
+
+    Raises NotFoundError where there is no checkpoint, no such tag or no root, UsageError, DamagedError, StoreError.
+    """
+    return OpenCheckpoint(
+        root, tag, attempt=attempt, timeout_s=timeout_s, absence_s=absence_s, pickle_client_state=pickle_client_state
+    )
+
+
+class OpenCheckpoint:
+    """One checkpoint, open for reading; `open_checkpoint` makes it.
+
+    If a job removes the checkpoint before you have read anything of it (a property, a tensor, a load), this object switches to
+    the newest one, or to the same tag saved again. After that it never switches: NotFoundError says that it was removed.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        tag: str | None,
+        *,
+        attempt: str | None,
+        timeout_s: float,
+        absence_s: float,
+        pickle_client_state: bool,
+    ) -> None:
+        self._store = open_store(root, read_only=True)
+        if not os.path.isdir(self._store.url):
+            raise NotFoundError(f"there is no directory {self._store.url}: give the root that the job was given")
+        self._config = LoadConfig(retry_s=timeout_s, absence_s=absence_s)
+        parsed = None if attempt is None else _parsed(attempt)
+        self._reading = Reading(self._store, tag, attempt=parsed, config=self._config)
+        self._timeout_s, self._unpickle = timeout_s, pickle_client_state
+        self._process = os.getpid()
+        self._told = False
+        """Whether anything was given of the checkpoint, which is then the only one that anything is given of."""
+        self._client_state: dict[str, object] | None = None
+        self._writer = Writer(threads=PersistConfig().encoders)
+        self._close_unused = weakref.finalize(self, self._writer.close, wait=False)
+        try:
+            self._world = self._begun()
+        except BaseException:
+            self.close()
+            raise
+
+    def _begun(self) -> World:
+        world = self._call(self._reading.begin())
+        outcome = world.checkpoint.outcome
+        if outcome.files:
+            raise UsageError(
+                f"{world.checkpoint.tag} at {self._store.url} holds files of another program, and no state: load the directory "
+                f"{outcome.shown_at!r} beside the root, with the program that they are for"
+            )
+        return world
+
+    # --- what it is ------------------------------------------------------------------------------------------
+
+    @property
+    def root(self) -> str:
+        """The root, as a path."""
+        return self._store.url
+
+    @property
+    def tag(self) -> str:
+        """The tag, even if you opened `latest` or named none."""
+        return self._checkpoint.tag
+
+    @property
+    def attempt(self) -> str:
+        """The attempt at that tag which was committed, as `checkpointd explain` names it."""
+        return str(self._checkpoint.attempt)
+
+    @property
+    def step(self) -> int:
+        """The step that save() was given."""
+        return self._checkpoint.outcome.step
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The metrics that save() was given on rank 0."""
+        return dict(self._checkpoint.outcome.metrics)
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks saved it."""
+        return self._checkpoint.outcome.world_size
+
+    @property
+    def committed_at(self) -> datetime:
+        """When it was committed, with time zone, by the clock of the machine that committed it."""
+        return datetime.fromisoformat(self._checkpoint.outcome.writer.time)
+
+    @property
+    def client_state(self) -> dict[str, object]:
+        """The client_state that save() was given: the values that were equal on all ranks. It is read at the first access.
+
+        In a process group with the number of ranks that saved it, this rank's own. Raises UnsafeObjectError for a value that
+        was stored as a pickle, DamagedError, NotFoundError, StoreError.
+        """
+        if self._client_state is None:
+            self._client_state = self._read_client_state()
+        return self._client_state
+
+    @property
+    def passed_over(self) -> tuple[str, ...]:
+        """Newer checkpoints that were skipped because they are damaged, each with its damage in words."""
+        return tuple(self._reading.passed_over)
+
+    @property
+    def world(self) -> World:
+        """What all ranks stored, as the indexes say."""
+        self._check_open()
+        self._told = True
+        return self._world
+
+    @property
+    def _checkpoint(self) -> Checkpoint:
+        self._told = True
+        return self._world.checkpoint
+
+    def __repr__(self) -> str:
+        checkpoint = self._world.checkpoint
+        return f"<OpenCheckpoint of {checkpoint.prefix}, step {checkpoint.outcome.step}, at {self.root}>"
+
+    # --- its tensors -----------------------------------------------------------------------------------------
+
+    def tensors(self, only: str | None = None, *, rank: int | None = None) -> StateDict:
+        """The tensors by FQN, or by their names below `only`. Each is read when you ask for it, none before.
+
+        `rank`: whose tensor to take where ranks stored different ones under one name. Raises NotFoundError if no tensor lies
+        below `only`, UsageError if there is no such rank.
+        """
+        selection, differing = select_all(self.world, only, rank)
+        return StateDict(self._world, selection, differing, self.read)
+
+    def tensor(self, fqn: str, *, rank: int | None = None) -> torch.Tensor:
+        """One whole tensor on the CPU, however the ranks had sharded it. Raises NotFoundError if there is none of that name."""
+        found = self.tensors(rank=rank)
+        if fqn not in found:
+            near = [name for name in found if name.startswith(f"{fqn}.") or name.endswith(f".{fqn}")]
+            hint = f"did you mean {', '.join(near[:8])}?" if near else "tensors() has all names"
+            raise NotFoundError(f"{self.tag} holds no tensor {fqn!r}; {hint}")
+        return found[fqn]
+
+    def read(self, wants: Sequence[Want]) -> None:
+        """Fill the sinks of `wants`. Raises DamagedError for the first damage, NotFoundError if the checkpoint was removed."""
+        world = self.world
+        patient = partial(self._reading.patient, world.checkpoint)
+        damage = self._writer.call_while_moving(
+            lambda on_bytes: read_boxes(patient(lambda: on_bytes(1)), world, wants, self._config), self._timeout_s
+        )
+        if damage:
+            raise self._call(self._reading.verdict(world.checkpoint, damage[0])) from damage[0]
+
+    # --- loading ---------------------------------------------------------------------------------------------
+
+    def load(
+        self,
+        into: MutableMapping[str, Any],
+        *,
+        only: str | Collection[str] | None = None,
+        strict: bool = True,
+        cast: bool = False,
+    ) -> Loaded:
+        """Load it into the objects of `into`, in place, as Checkpointer.load does. Other ranks need not call it.
+
+        `only`: the names of the parts to load, such as "model". All other parts of `into` and the checkpoint are ignored, and
+        `Loaded.client_state` is empty. Of sharded modules, only this rank's shards are read: open the same tag on every rank.
+        In a process group, stored values that this rank has no place for may be another rank's, and are not an error. If a
+        Checkpointer of this process saves these objects, call its `fence()` first.
+
+        Nothing is touched before all was verified. Raises MismatchError listing every difference (`strict=False` loads what
+        fits), UsageError if `only` names a part that `into` lacks, DamagedError, NotFoundError if the checkpoint was removed,
+        StoreError; PartlyLoadedError if any of these happens after it has begun to fill the objects.
+        """
+        names = (only,) if isinstance(only, str) else None if only is None else tuple(only)
+        state = into if names is None else _chosen(into, names)
+        restoration, client_state = self._filled(
+            state,
+            strict=strict,
+            cast=cast,
+            part=lambda content: content if names is None else part_of(content, names, client_state=False),
+        )
+        if state is not into:
+            into.update(state)
+        return Loaded(
+            tag=self.tag,
+            step=self.step,
+            client_state=client_state,
+            missing=restoration.missing,
+            unexpected=restoration.unexpected,
+            mismatched=restoration.mismatched,
+            per_rank_left=restoration.per_rank_left,
+            fell_back_from=self.passed_over,
+        )
+
+    def _filled(
+        self, state: MutableMapping[str, Any], *, strict: bool, cast: bool, part: Callable[[Content], Content]
+    ) -> tuple[Restoration, dict[str, object]]:
+        """Everything read into its place. Where the checkpoint is removed meanwhile, the next one is read over it."""
+        touched: frozenset[str] = frozenset()
+        try:
+            while True:
+                source = self._source()
+                try:
+                    content, restoration = prepared(source, state, strict=strict, cast=cast, unpickle=self._unpickle, part=part)
+                    self._check_named(restoration)
+                    source.verify(restoration.targets, content)
+                    fqns = frozenset(target.fqn for target in restoration.targets)
+                    if not touched <= fqns:
+                        raise MismatchError(f"{source.tag} has no {min(touched - fqns)}, of which the one before it was read")
+                    touched = fqns
+                    source.fill(restoration.targets, content)
+                except (DamagedError, NotFoundError) as error:
+                    self._go_on(error)
+                else:
+                    self._told = True
+                    return restoration, restoration.finish()
+        except Exception as error:
+            if not touched:
+                raise
+            raise PartlyLoadedError(
+                f"loading {self._world.checkpoint.tag} failed after it had begun to fill the objects, which now hold a mix of "
+                f"old and new values: {error}. Do not use them: make them anew, and load again"
+            ) from error
+
+    def _check_named(self, restoration: Restoration) -> None:
+        """UsageError where ranks load parts of one tensor, each from a checkpoint that it may have found alone (V2)."""
+        part = next((target.fqn for target in restoration.targets if target.held is not None), None)
+        if part is not None and self._reading.tag in (None, LATEST) and _ranks().world_size > 1:
+            raise UsageError(
+                f"{part} is sharded over ranks, and each might find another newest checkpoint: open it by its tag, the same on "
+                "all of them. One rank can open the newest, and broadcast its .tag"
+            )
+
+    def _read_client_state(self) -> dict[str, object]:
+        while True:
+            source = self._source()
+            try:
+                content = part_of(source.content(), (), client_state=True)
+                restoration = prepare({}, content, strict=False, unpickle=self._unpickle)
+                source.fill(restoration.targets, content)
+            except (DamagedError, NotFoundError) as error:
+                self._go_on(error)
+            else:
+                self._told = True
+                return restoration.finish()
+
+    def _source(self) -> StoredSource:
+        self._check_open()
+        checkpoint = self._world.checkpoint
+        return StoredSource(
+            self._store,
+            self._writer,
+            self._config,
+            self._timeout_s,
+            _ranks(),
+            checkpoint,
+            on_absence=lambda: self._reading.check_there(checkpoint),
+            known=self._world,
+        )
+
+    def _go_on(self, error: CheckpointdError) -> None:
+        """Take another checkpoint, since reading this one ended with `error`; raises where nothing else may be given."""
+        checkpoint = self._world.checkpoint
+        if self._told:
+            raise self._call(self._reading.verdict(checkpoint, error)) from error
+        self._world = self._call(self._reading.instead(checkpoint, error))
+
+    # --- its life --------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Release threads and memory. A second call, or a call in a forked child, does nothing."""
+        if self._close_unused.detach() is None or os.getpid() != self._process:
+            return
+        try:
+            self._writer.call(self._store.close(), self._timeout_s)
+        finally:
+            self._writer.close()
+
+    def _call(self, work: Coroutine[Any, Any, T]) -> T:
+        return self._writer.call(work, LOOK_S + self._config.retry_s + self._config.absence_s)
+
+    def _check_open(self) -> None:
+        if os.getpid() != self._process:
+            raise ClosedError("this process was forked, and has none of the reader's threads: call open_checkpoint() in it")
+        if not self._close_unused.alive:
+            raise ClosedError("the reader was closed: call open_checkpoint() again")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def _chosen(into: MutableMapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """The parts of `into` to load; where it is empty, all of them are made anew."""
+    strange = [name for name in names if name not in into] if into else []
+    if strange:
+        raise UsageError(
+            f"only={', '.join(map(repr, strange))} is not in what is loaded into, which has {', '.join(map(repr, into))}"
+        )
+    return {name: into[name] for name in names if name in into}
+
+
+def _ranks() -> Ranks:
+    """This process's place in its process group; alone where there is none, whatever a launcher says."""
+    if dist.is_available() and dist.is_initialized():
+        return Ranks(rank=dist.get_rank(), world_size=dist.get_world_size())
+    return Ranks()
+
+
+def _parsed(attempt: str) -> AttemptId:
+    found = AttemptId.parse(attempt)
+    if found is None:
+        raise UsageError(f"{attempt!r} is not an attempt: give one as the command explain shows it, or .attempt of a reader")
+    return found

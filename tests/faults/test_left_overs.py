@@ -1,0 +1,92 @@
+"""What a job leaves on the disk that saves all the time and is killed now and then: never more than three beside what stays."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from checkpointd.pipeline import catalog
+from checkpointd.store import open_store
+from tests.faults.daemons import Daemon
+from tests.faults.jobs import wait_until
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+
+SPARE, LIVES, SAVES = 3, 3, 10
+
+
+class Counter:
+    """Counts the attempts that have bytes at a root, over and over: those that two looks in a row see were there at once."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.most, self.ever = root, 0, set[str]()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._count)
+        self._thread.start()
+
+    def _seen(self) -> set[str]:
+        tags = [entry for entry in self.root.iterdir() if entry.is_dir() and not entry.name.startswith(".")]
+        attempts = [attempt for tag in tags for attempt in listed(tag)]
+        return {str(attempt) for attempt in attempts if any(path.suffix == ".chunks" for path in listed(attempt))}
+
+    def _count(self) -> None:
+        before = self._seen()
+        while not self._stop.is_set():
+            now = self._seen()
+            self.most = max(self.most, len(before & now))
+            self.ever |= now
+            before = now
+
+    def wait_for(self, more: int, process: subprocess.Popen[bytes]) -> None:
+        """Until so many more attempts were seen, which `process` makes."""
+        until = len(self.ever) + more
+        wait_until(lambda: len(self.ever) >= until or process.poll() is not None, f"{more} more saves", limit_s=100)
+        assert process.poll() is None
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+def listed(folder: Path) -> list[Path]:
+    """What is in a directory that may go at any moment."""
+    try:
+        return list(folder.iterdir())
+    except FileNotFoundError:
+        return []
+
+
+@contextmanager
+def trainer(*arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Killed at the end."""
+    process = subprocess.Popen([sys.executable, "-m", "tests.faults.saver", *arguments])
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("tag", ["", "best"])
+@pytest.mark.parametrize("has_sidecar", [False, True])
+async def test_a_job_that_is_killed_now_and_then_never_leaves_more_than_three(
+    tmp_path: Path, tag: str, has_sidecar: bool
+) -> None:
+    root = tmp_path / "root"
+    root.mkdir()
+    with ExitStack() as stack:
+        socket = str(stack.enter_context(Daemon(tmp_path)).socket) if has_sidecar else ""
+        counter = Counter(root)
+        stack.callback(counter.stop)
+        for _ in range(LIVES):
+            with trainer(str(root), tag, socket) as process:
+                counter.wait_for(SAVES, process)
+    assert counter.most <= (1 if tag else 3) + SPARE
+    async with open_store(root) as store:
+        assert await catalog.checkpoints(store)

@@ -1,0 +1,283 @@
+"""What cannot be read now is no damage: one error, or many, at every kind of object that a load reads.
+
+load() may give the newest checkpoint, every bit of it right, or raise an UnreadableError. It never gives an older one, and
+nothing is removed.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpointd.commit.retention import Retention
+from checkpointd.errors import DamagedError, PartlyLoadedError, UnreadableError
+from checkpointd.layout.keys import PASSED_OVER, VERIFIED
+from checkpointd.layout.manifest import PassedOver, Verified, decode, encode
+from checkpointd.pipeline.identity import writer
+from checkpointd_client import Checkpointer, consolidate
+from tests.builders import break_file
+from tests.faults.flaky import FOR_EVER, Fault, Flaky
+from tests.faults.jobs import Job, Rank
+from tests.faults.trainer import KIB, Training
+
+SEED = 5
+NBYTES = 160 * KIB
+NEWEST = "global_step3/00000001-0"
+SOON_S = 1.0
+"""A deadline that a test waits for."""
+
+KINDS = {
+    "outcome": rf"{NEWEST}/outcome$",
+    "vote": rf"{NEWEST}/00000\.vote$",
+    "index": rf"{NEWEST}/00000\.index$",
+    "chunks": rf"{NEWEST}/00000-\d\.chunks$",
+    "latest": r"root/latest$",
+    "the root's listing": r"/root$",
+    "the tag's listing": r"/global_step3$",
+    "the attempt's listing": rf"/{NEWEST}$",
+}
+LISTINGS = [kind for kind in KINDS if "listing" in kind]
+NUMBERS = [errno.ENOENT, errno.ESTALE, errno.EMFILE, errno.EIO, errno.EACCES]
+
+
+@pytest.fixture
+def flaky(monkeypatch: pytest.MonkeyPatch) -> Flaky:
+    disk = Flaky()
+    disk.install(monkeypatch.setattr)
+    return disk
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Three checkpoints, of steps 1 to 3."""
+    training = Training(seed=SEED, rank=0, nbytes=NBYTES)
+    with Checkpointer(tmp_path / "root", compression="none", chunk_bytes=8 * KIB, dedup=False) as ckpt:
+        for step in (1, 2, 3):
+            training.advance(step)
+            ckpt.save(step, training.state, client_state=training.client_state).wait()
+    return tmp_path / "root"
+
+
+def new_training() -> Training:
+    training = Training(seed=SEED, rank=0, nbytes=NBYTES)
+    training.advance(99)
+    return training
+
+
+def must_load(ckpt: Checkpointer, step: int) -> tuple[str, ...]:
+    training = new_training()
+    loaded = ckpt.load(training.state)
+    assert loaded is not None
+    assert (loaded.step, training.wrong(step)) == (step, [])
+    return loaded.fell_back_from
+
+
+def objects_of(root: Path) -> set[str]:
+    """But for the leases, which come and go with their jobs."""
+    found = {path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()}
+    return {name for name in found if not name.startswith(".checkpointd/leases/")}
+
+
+@pytest.mark.parametrize("number", NUMBERS, ids=errno.errorcode.get)
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_error_costs_nothing_at_whatever_object(root: Path, flaky: Flaky, kind: str, number: int) -> None:
+    """Each of the first three reads of it, one after the other: of choosing, examining, and filling."""
+    with Checkpointer(root, commit_timeout_s=60.0) as ckpt:
+        before = objects_of(root)
+        failed = 0
+        for works in range(3):
+            fault = flaky.add(Fault(KINDS[kind], number, works=works))
+            assert must_load(ckpt, 3) == ()
+            failed += fault.failed
+            flaky.faults.clear()
+        assert failed
+        assert objects_of(root) == before
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.ENOENT], ids=errno.errorcode.get)
+@pytest.mark.parametrize("kind", ["outcome", "index", "chunks"])
+def test_an_export_goes_on_after_one_error(root: Path, flaky: Flaky, kind: str, number: int) -> None:
+    fault = flaky.add(Fault(KINDS[kind], number))
+    assert consolidate(root, root.parent / "out.safetensors", rank=0).step == 3
+    assert fault.failed == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "number"),
+    [
+        *((kind, number) for kind in KINDS for number in (errno.EIO, errno.EACCES)),
+        *((kind, errno.ENOENT) for kind in KINDS if kind not in LISTINGS),
+    ],
+    ids=lambda value: errno.errorcode[value] if isinstance(value, int) else value,
+)
+def test_a_lasting_error_is_raised_at_the_deadline_and_nothing_falls_back(
+    root: Path, flaky: Flaky, kind: str, number: int
+) -> None:
+    """ENOENT: the name is listed all the time, as by a file server that lags behind."""
+    with Checkpointer(root, commit_timeout_s=SOON_S, absence_s=0.1) as ckpt:
+        before = objects_of(root)
+        calls = tuple(call for call in ("read", "read_at", "children") if kind in LISTINGS or call != "children")
+        fault = flaky.add(Fault(KINDS[kind], number, fails=FOR_EVER, calls=calls))
+        training = new_training()
+        for options in ({}, {"tag": "global_step3"}) if "root" not in kind and kind != "latest" else ({},):
+            with pytest.raises(UnreadableError) as caught:
+                ckpt.load(training.state, **options)  # type: ignore[arg-type]  # options of load(), named by the test
+            assert (caught.value.exit_code, caught.value.retryable) == (6, True)
+        assert fault.failed > 1
+        assert training.wrong(99) == []
+        flaky.faults.clear()
+        assert must_load(ckpt, 3) == ()
+        assert objects_of(root) == before
+
+
+def test_the_message_says_what_to_do(root: Path, flaky: Flaky) -> None:
+    with Checkpointer(root, commit_timeout_s=SOON_S) as ckpt:
+        flaky.add(Fault(KINDS["index"], errno.ESTALE, fails=FOR_EVER))
+        with pytest.raises(UnreadableError) as caught:
+            ckpt.load(new_training().state)
+    said = str(caught.value)
+    assert re.match(
+        r"global_step3 cannot be read now on rank 0: reading 'global_step3/00000001-0/00000\.index' .* \[ESTALE\]", said
+    )
+    assert f"`checkpointd verify {root} global_step3`" in said
+    assert "tag=" in said
+
+
+def test_an_older_outcome_that_cannot_be_read_keeps_nobody_waiting(root: Path, flaky: Flaky) -> None:
+    """The deadline is one that no test lives to see."""
+    with Checkpointer(root, commit_timeout_s=3600.0) as ckpt:
+        flaky.add(Fault(r"global_step2/00000001-0/outcome$", errno.EIO, fails=FOR_EVER))
+        assert must_load(ckpt, 3) == ()
+
+
+@pytest.mark.parametrize("kind", ["vote", "index", "chunks"])
+def test_an_absence_that_lasts_is_damage_and_what_was_passed_over_says_so(root: Path, kind: str) -> None:
+    for path in [path for path in root.rglob("*") if re.search(KINDS[kind], path.as_posix())]:
+        break_file(path, "remove")
+    with Checkpointer(root, absence_s=0.1) as ckpt:
+        [why] = must_load(ckpt, 2)
+        key = f"{NEWEST}/{PASSED_OVER}"
+        record = decode((root / key).read_bytes(), PassedOver, key)
+        assert record.why == why
+        assert must_load(ckpt, 2) == (why,)
+        with pytest.raises(DamagedError):
+            ckpt.load(new_training().state, fallback=False)
+    assert decode((root / key).read_bytes(), PassedOver, key) == record
+
+
+def test_a_damaged_outcome_that_was_passed_over_has_the_record_as_well(root: Path) -> None:
+    break_file(root / NEWEST / "outcome", "flip")
+    with Checkpointer(root) as ckpt:
+        with pytest.raises(DamagedError):
+            ckpt.load(new_training().state, fallback=False)
+        assert not (root / NEWEST / PASSED_OVER).exists()
+        [why] = must_load(ckpt, 2)
+    key = f"{NEWEST}/{PASSED_OVER}"
+    assert decode((root / key).read_bytes(), PassedOver, key).why == why
+
+
+def test_a_record_that_cannot_be_left_is_no_reason_not_to_load(
+    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    break_file(root / NEWEST / "00000.index", "flip")
+    (root / NEWEST / PASSED_OVER).mkdir()
+    with Checkpointer(root) as ckpt:
+        must_load(ckpt, 2)
+    assert f"{NEWEST}: the record that it was passed over cannot be left" in caplog.text
+
+
+def test_a_job_that_cannot_leave_the_record_removes_nothing_of_earlier_ones(root: Path) -> None:
+    """The damaged one had been read back whole before: by the rules it would stand for the one that was loaded."""
+    break_file(root / NEWEST / "00000.index", "flip")
+    (root / NEWEST / PASSED_OVER).mkdir()
+    (root / NEWEST / VERIFIED).write_bytes(encode(Verified(nbytes=1, uncached=True, writer=writer())))
+    with Checkpointer(root, retention=1, on_stale="ignore", read_back=False) as ckpt:
+        must_load(ckpt, 2)
+        training = new_training()
+        ckpt.save(4, training.state, client_state=training.client_state).wait()
+    break_file(root / "global_step4" / "00000002-0" / "00000.index", "flip")
+    with Checkpointer(root) as ckpt:
+        must_load(ckpt, 2)
+
+
+def test_a_stale_name_does_not_let_retention_take_the_newest(root: Path, flaky: Flaky) -> None:
+    """A client whose file server lags behind: the outcome that was just read is not there when it is read again."""
+    with Checkpointer(root, retention=Retention(keep_last=1), on_stale="ignore") as ckpt:
+        flaky.add(Fault(KINDS["outcome"], errno.ENOENT, works=1, calls=("read",)))
+        training = new_training()
+        loaded = ckpt.load(training.state)
+        assert loaded is not None
+        assert (loaded.step, training.wrong(3)) == (3, [])
+        training.advance(loaded.step + 1)
+        ckpt.save(loaded.step + 1, training.state, client_state=training.client_state).wait()
+    with Checkpointer(root) as ckpt:
+        assert must_load(ckpt, 4) == ()
+
+
+# --- while the objects are filled --------------------------------------------------------------------------------------
+
+
+def chunk_reads(ckpt: Checkpointer, flaky: Flaky) -> int:
+    """How many reads of chunks a load makes: half of them verify, half of them fill."""
+    count = flaky.add(Fault(r"\.chunks$", 0, fails=0, calls=("read_at",)))
+    must_load(ckpt, 3)
+    assert count.seen >= 2
+    assert count.seen % 2 == 0
+    return count.seen
+
+
+def test_an_error_while_filling_is_tried_again(root: Path, flaky: Flaky) -> None:
+    with Checkpointer(root) as ckpt:
+        half = chunk_reads(ckpt, flaky) // 2
+        fault = flaky.add(Fault(r"\.chunks$", errno.EIO, works=half, fails=3, calls=("read_at",)))
+        assert must_load(ckpt, 3) == ()
+        assert fault.failed == 3
+
+
+def test_an_error_that_lasts_while_filling_says_that_objects_were_touched(root: Path, flaky: Flaky) -> None:
+    with Checkpointer(root, commit_timeout_s=SOON_S) as ckpt:
+        half = chunk_reads(ckpt, flaky) // 2
+        flaky.add(Fault(r"\.chunks$", errno.EIO, works=half, fails=FOR_EVER, calls=("read_at",)))
+        with pytest.raises(
+            PartlyLoadedError, match=r"global_step3 .* mix of old and new values.*\[EIO\].*load again"
+        ) as caught:
+            ckpt.load(new_training().state)
+        assert not caught.value.retryable
+        flaky.faults.clear()
+        assert must_load(ckpt, 3) == ()
+
+
+def ask(rank: Rank, command: str, **arguments: object) -> Any:
+    rank.tell(command, **arguments)
+    return rank.answer()
+
+
+@pytest.mark.e2e
+def test_ranks_hear_alike_of_what_one_of_them_cannot_read(pair: Job, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    pair.open(root)
+    pair.must_commit(1)
+    pair.must_commit(2)
+    pair.all("close")
+    before = objects_of(root)
+    pair.open(root, commit_timeout_s=SOON_S)
+    ask(pair.ranks[1], "fail_reads", like=r"global_step2/.*00001\.index$", number=errno.EIO)
+    for error in pair.errors_of("load"):
+        assert error.code == "UnreadableError"
+        assert "rank 1" in error.message
+        assert "00001.index" in error.message
+    ask(pair.ranks[1], "mend_reads")
+    pair.ranks[0].tell("load")
+    reads = ask(pair.ranks[1], "reads_of_chunks")
+    pair.ranks[0].answer()
+    ask(pair.ranks[1], "fail_reads", like=r"00001-\d\.chunks$", number=errno.EIO, works=reads // 2)
+    for error in pair.errors_of("load"):
+        assert error.code == "PartlyLoadedError"
+        assert "rank 1" in error.message
+    ask(pair.ranks[1], "mend_reads")
+    pair.must_load(2)
+    assert {name for name in objects_of(root) if "epochs" not in name} == {name for name in before if "epochs" not in name}

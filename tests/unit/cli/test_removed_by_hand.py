@@ -1,0 +1,182 @@
+"""Somebody ran `rm -r` below a root: every command shows at once which checkpoints are not whole any more, and why."""
+
+from __future__ import annotations
+
+import shutil
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from checkpointd.errors import StoreError
+from checkpointd.pipeline.report.listing import listing
+from checkpointd.store.base import Entry, Store
+from checkpointd.store.posix import PosixStore
+from tests.builders import Arrays, break_file, objects, save_checkpoint
+from tests.unit.cli.conftest import Cli, With
+
+
+def _state(step: int, _rank: int) -> Arrays:
+    return {"frozen": np.arange(3000, dtype=np.int32), "moving": np.full(2000, step, dtype=np.float32)}
+
+
+async def _three(store: Store) -> None:
+    for step in (1, 2, 3):
+        await save_checkpoint(store, tag=f"global_step{step}", world_size=1, dedup=True, tensors=partial(_state, step))
+
+
+@pytest.fixture
+def three(root: Path, at: With) -> Path:
+    """A root of three checkpoints, of which the later ones refer to the first."""
+    at(_three)
+    return root
+
+
+def states(cli: Cli, root: Path) -> dict[str, str]:
+    return {row["tag"]: row["state"] for row in cli("list", root, "--json").json["rows"]}
+
+
+BASE = "global_step1/00000001-0"
+
+
+@pytest.mark.parametrize("removed", ["global_step1", BASE])
+def test_what_newer_checkpoints_referred_to_was_removed(cli: Cli, three: Path, removed: str) -> None:
+    shutil.rmtree(three / removed)
+    answer = cli("list", three)
+    assert (answer.code, [line.split()[2] for line in answer.lines[1:]]) == (0, ["incomplete", "incomplete"])
+    assert f"it needs {BASE}/00000-0.chunks, which is gone: somebody removed global_step1" in answer.err
+    assert f"`checkpointd delete {three} global_step3`" in answer.err
+    assert answer.err.count("2 checkpoints are not whole (global_step3, global_step2)") == 1
+    assert "latest names global_step3, which is not whole" in answer.err
+    [newest, _] = cli("list", three, "--json").json["rows"]
+    assert newest["latest"]
+    assert newest["lost"] == [
+        {"key": f"{BASE}/00000-0.chunks", "removed": removed.removesuffix("/00000001-0"), "bytes_left": None}
+    ]
+
+
+def test_every_other_command_says_so_as_well(cli: Cli, three: Path) -> None:
+    shutil.rmtree(three / "global_step1")
+    why = f"it needs {BASE}/00000-0.chunks, which is gone: somebody removed global_step1"
+    for call in (("verify", three), ("verify", three, "global_step2"), ("inspect", three, "global_step3")):
+        answer = cli(*call)
+        assert (answer.code, why in answer.out) == (5, True), call
+    status = cli("status", three)
+    assert "2 checkpoints are not whole (global_step3, global_step2)" in status.out
+    assert any(line.startswith("latest: latest names global_step3, which is not whole") for line in status.lines)
+    assert [one["tag"] for one in cli("status", three, "--json").json["incomplete"]] == ["global_step3", "global_step2"]
+    explained = cli("explain", three, "global_step3")
+    assert explained.lines[0].startswith("global_step3 was committed, and is not whole any more")
+    assert why in explained.out
+    assert f"next: Bring global_step1 back from a copy of the root, or remove what is left: `checkpointd delete {three}" in (
+        explained.out
+    )
+    assert cli("explain", three, "global_step3", "--json").json["attempts"][0]["state"] == "incomplete"
+
+
+@pytest.mark.parametrize("suffix", [".vote", ".index", ".chunks"])
+def test_an_object_of_its_own_was_removed(cli: Cli, three: Path, suffix: str) -> None:
+    [lost] = objects(three / "global_step2", suffix)
+    lost.unlink()
+    key = str(lost.relative_to(three))
+    answer = cli("list", three)
+    assert f"global_step2 is not whole: it needs {key}, which is gone: somebody removed it" in answer.err
+    assert states(cli, three) == {"global_step3": "committed", "global_step2": "incomplete", "global_step1": "committed"}
+    assert key in cli("verify", three, "global_step2").out
+
+
+def test_an_object_that_was_cut_is_seen_by_its_size(cli: Cli, three: Path) -> None:
+    [cut] = objects(three / "global_step2", ".chunks")
+    break_file(cut, "truncate")
+    left = cut.stat().st_size
+    assert f"it needs {cut.relative_to(three)}, cut to {left} bytes" in cli("list", three).err
+
+
+def test_the_object_that_others_refer_to_was_removed_alone(cli: Cli, three: Path) -> None:
+    objects(three / "global_step1", ".chunks")[0].unlink()
+    assert set(states(cli, three).values()) == {"incomplete"}
+    assert f"it needs {BASE}/00000-0.chunks, which is gone: somebody removed it" in cli("list", three).err
+
+
+def test_latest_that_names_a_removed_tag_is_said_at_once(cli: Cli, three: Path) -> None:
+    shutil.rmtree(three / "global_step3")
+    answer = cli("list", three)
+    assert "latest names global_step3, which cannot be loaded: it is gone: somebody removed global_step3" in answer.err
+    assert "a restart loads an older checkpoint, or none" in answer.err
+    assert f"`checkpointd recover {three}`" in answer.err
+
+
+def test_what_is_left_can_be_deleted(cli: Cli, three: Path) -> None:
+    shutil.rmtree(three / "global_step1")
+    assert cli("delete", three, "global_step2", "--yes").code == 0
+    assert states(cli, three) == {"global_step3": "incomplete"}
+
+
+def test_checkpoints_removed_by_the_command_leave_the_others_whole(cli: Cli, three: Path) -> None:
+    assert cli("delete", three, "global_step1", "--yes").code == 0
+    answer = cli("list", three)
+    assert answer.err == ""
+    assert set(states(cli, three).values()) == {"committed"}
+
+
+def test_no_page_tells_anyone_to_remove_files_below_a_root() -> None:
+    here = Path(__file__).parents[3]
+    pages = [here / "README.md", *(page for folder in ("docs", "deploy", "examples") for page in (here / folder).rglob("*.md"))]
+    lines = [line for page in pages for line in page.read_text().splitlines() if "rm -r" in line]
+    assert len(pages) > 10
+    assert all("never by `rm -r`" in line for line in lines), lines
+
+
+async def test_a_checkpoint_that_is_removed_while_it_is_listed_is_not_called_incomplete(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The collection of global_step2 runs between the listing of its attempt and the second look at what seems to be gone."""
+    from checkpointd.pipeline.report.collection import deletion
+
+    async with PosixStore(root) as store:
+        await _three(store)
+        whole, looks = PosixStore.list, 0
+
+        async def list_late(self: PosixStore, prefix: str) -> list[Entry]:
+            nonlocal looks
+            found = await whole(self, prefix)
+            if prefix == "global_step2/00000001-0":
+                looks += 1
+                if looks == 1:
+                    await deletion(store, "global_step2", force=False, dry_run=False)
+                    return [entry for entry in found if not entry.name.endswith(".chunks")]
+            return found
+
+        monkeypatch.setattr(PosixStore, "list", list_late)
+        rows = {row.tag: row.state for row in (await listing(store)).rows}
+        assert looks > 1
+        assert rows["global_step2"] == "committed"  # as it was when it was listed
+
+
+def test_a_directory_that_cannot_be_listed_again_proves_nothing(cli: Cli, three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.rmtree(three / "global_step1")
+    whole = PosixStore.list
+
+    async def failing(self: PosixStore, prefix: str) -> list[Entry]:
+        if prefix == BASE:
+            raise StoreError("Stale file handle")
+        return await whole(self, prefix)
+
+    monkeypatch.setattr(PosixStore, "list", failing)
+    assert set(states(cli, three).values()) == {"committed"}
+
+
+def test_nothing_is_read_of_a_whole_root_but_outcomes_votes_and_latest(
+    cli: Cli, three: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: set[str] = set()
+    get = PosixStore.get
+
+    async def noted(self: PosixStore, key: str, **options: int) -> bytes:
+        read.add(key.rpartition("/")[2])
+        return await get(self, key, **options)
+
+    monkeypatch.setattr(PosixStore, "get", noted)
+    cli("list", three)
+    assert read == {"outcome", "00000.vote", "latest"}

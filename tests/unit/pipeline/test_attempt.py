@@ -1,0 +1,64 @@
+"""A4 of pipeline/attempt.py: a rank that has failed does not wait for a coordinator that says nothing."""
+
+from __future__ import annotations
+
+import asyncio
+
+from checkpointd.commit.machine import Phase
+from checkpointd.config import CommitConfig
+from checkpointd.errors import AbortedError, SkippedError, StagingError
+from checkpointd.layout.keys import AttemptId
+from checkpointd.pipeline import attempt
+from checkpointd.pipeline.attempt import Attempt, WriterState
+from checkpointd.pipeline.shard import AttemptInfo, Shard
+from checkpointd.store.memory import MemoryStore
+from checkpointd.testing import simloop
+from tests.builders import make_shard, rank_arrays
+
+DEADLINE_S = 600.0
+
+
+def saved_by(ranks: dict[int, Exception | None], world_size: int) -> tuple[list[Attempt], float]:
+    """One attempt of `ranks`, each of which fails where it has an error, in virtual time: how they end, and after how long."""
+
+    async def main() -> tuple[list[Attempt], float]:
+        store = MemoryStore()
+        attempts = [
+            Attempt(
+                WriterState(store=store, commit=CommitConfig(timeout_s=DEADLINE_S)),
+                AttemptInfo(tag="global_step1", attempt=AttemptId(1, 0), rank=rank, world_size=world_size, step=1, n=0),
+                deadline=DEADLINE_S,
+            )
+            for rank in ranks
+        ]
+
+        async def staged(rank: int, error: Exception | None) -> Shard:
+            if error is not None:
+                raise error
+            return make_shard(rank_arrays(rank))
+
+        await asyncio.gather(*(a.run(staged(*of)) for a, of in zip(attempts, ranks.items(), strict=True)))
+        return attempts, asyncio.get_running_loop().time()
+
+    return simloop.run(1, main())
+
+
+def test_a_rank_that_failed_ends_the_attempt_where_the_coordinator_is_silent() -> None:
+    (failed, other), seconds = saved_by({1: StagingError("the copy was torn"), 2: None}, world_size=3)
+    assert seconds < attempt.NO_S + 2.0
+    assert (failed.phase, other.phase) == (Phase.FAILED, Phase.ABORTED)
+    assert isinstance(other.error, AbortedError)
+    assert other.error.ranks == (1,)
+    assert "rank 1 failed while staging: the copy was torn" in str(other.error)
+
+
+def test_a_rank_that_skips_ends_it_too() -> None:
+    (skipped,), seconds = saved_by({1: SkippedError("no room")}, world_size=2)
+    assert (skipped.phase, seconds < attempt.NO_S + 2.0) == (Phase.SKIPPED, True)
+
+
+def test_a_coordinator_that_is_there_decides_at_once() -> None:
+    ended, seconds = saved_by({0: None, 1: StagingError("torn"), 2: None}, world_size=3)
+    assert seconds < attempt.NO_S
+    assert [a.phase for a in ended] == [Phase.ABORTED, Phase.FAILED, Phase.ABORTED]
+    assert all(a.outcome is not None and a.outcome.decided_by == 0 for a in ended)
