@@ -8,7 +8,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -109,9 +109,11 @@ class Job:
             for n in saves:
                 if not self.absent(rank, n):
                     await free.acquire()
-                    running.create_task(self._save(rank, n, tag, free.release))
+                    begins = asyncio.Event()  # a writer begins saves in their order; tasks on this loop do not
+                    running.create_task(self._save(rank, n, tag, begins, free.release))
+                    await begins.wait()
 
-    async def _save(self, rank: int, n: int, tag: str | None, on_free: Callable[[], None]) -> None:
+    async def _save(self, rank: int, n: int, tag: str | None, begins: asyncio.Event, on_free: Callable[[], None]) -> None:
         info = AttemptInfo(
             tag=tag or default_tag(n),
             attempt=AttemptId(self.epoch, n if tag else 0),
@@ -124,6 +126,7 @@ class Job:
         deadline = asyncio.get_running_loop().time() + self.timeout_s
         attempt = Attempt(self.states[rank], info, deadline=deadline, on_free=on_free)
         self.attempts.append(attempt)
+        begins.set()
         await attempt.run(self._snapshot(rank, n))
 
     async def _snapshot(self, rank: int, n: int) -> Shard:
@@ -228,12 +231,11 @@ def test_t2_what_kills_leave_goes_before_the_next_job_writes(seed: int) -> None:
             epoch = (await epochs.take(disk, 2)).epoch
             await recover(disk, epoch)
             job = Job(disk, rng, epoch, world_size=2, rules=Retention(keep_last=2), slowness={rng.randrange(2): 3.0})
-            running = asyncio.create_task(job.run(100))
+            processes = cast(simloop.SimLoop, asyncio.get_running_loop())
+            trainers = processes.process("trainers")
+            trainers.spawn(job.run(100))
             await asyncio.sleep(rng.random() * 60)
-            everything = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in everything:
-                task.cancel()
-            await asyncio.gather(running, *everything, return_exceptions=True)
+            trainers.kill()
             disk._open_writers.clear()  # what is sweept from the temporary directory
             assert disk.most <= 2 + SPARE
         assert len(await catalog.checkpoints(disk)) >= 2
