@@ -6,13 +6,17 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
 import os
 import queue
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -67,7 +71,7 @@ class Loaded:
 
 
 class Rank:
-    """One rank's process. `prefix` goes before its command line: strace and its options."""
+    """One rank's process: forked by `nursery`, or begun anew where there is none, with `prefix` before its command line."""
 
     def __init__(
         self,
@@ -180,7 +184,8 @@ class Rank:
 class Job:
     """A job of `world_size` ranks, started at once and ready when first told something.
 
-    `prefixes`: rank -> what goes before its command line. `nursery`: what forks the ranks, which are of its kind then.
+    `prefixes`: rank -> what goes before its command line, strace and its options. `nursery`: what forks the other ranks; where
+    none is given they are those of `driven.py`.
     """
 
     folder: Path
@@ -192,11 +197,10 @@ class Job:
     ranks: list[Rank] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
-        environment = rank_environment(self.world_size)
-        self.ranks = [
-            Rank(rank, environment, self.folder / f"rank-{rank}.stderr", self.prefixes.get(rank, ()), self.nursery)
-            for rank in range(self.world_size)
-        ]
+        environment, nursery = rank_environment(self.world_size), self.nursery or driven_nursery()
+        for rank in range(self.world_size):
+            prefix, stderr = self.prefixes.get(rank), self.folder / f"rank-{rank}.stderr"
+            self.ranks.append(Rank(rank, environment, stderr, prefix or (), nursery if prefix is None else None))
 
     def all(self, command: str, **arguments: Any) -> list[Any]:
         """Tell every rank, then hear every rank."""
@@ -270,6 +274,14 @@ class Job:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+@functools.cache
+def driven_nursery() -> Nursery:
+    """What forks the ranks of `driven.py` in this process of tests; it ends with it."""
+    folder = Path(tempfile.mkdtemp(prefix="nursery-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Nursery(folder, "tests.faults.driven")
 
 
 def _error_of(rank: Rank) -> RankError:

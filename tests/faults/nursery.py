@@ -46,7 +46,10 @@ class Forked:
 
 
 class Nursery:
-    """The process that forks ranks of the class `Rank` in `module`, whose methods are their commands; ready when made."""
+    """The process that forks ranks of the class `Rank` in `module`, whose methods are their commands; ready when made.
+
+    It ends when this process does, at the latest.
+    """
 
     def __init__(self, folder: Path, module: str, **environment: str) -> None:
         self.socket = folder / "nursery"
@@ -55,7 +58,7 @@ class Nursery:
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 [sys.executable, str(Path(__file__).with_name("nursery_child.py")), module, str(self.socket)],
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 env={**os.environ, **paths, **environment},
@@ -70,5 +73,7 @@ class Nursery:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._process.kill()
         self._process.wait()
+        assert self._process.stdin is not None
         assert self._process.stdout is not None
+        self._process.stdin.close()
         self._process.stdout.close()

@@ -3,7 +3,7 @@
     nursery_child.py MODULE SOCKET
 
 A rank is asked for on the socket, with its environment as a line of JSON and its standard input, output and error; answered
-are its process id and, once it has ended, its exit code, a line each.
+are its process id and, once it has ended, its exit code, a line each. It ends when its own standard input does.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import gc
 import importlib
 import json
 import os
+import select
 import signal
 import socket
 import sys
@@ -35,7 +36,7 @@ def main(name: str, path: str) -> None:
         listening.bind(path)
         listening.listen()
         print("ready", flush=True)
-        while True:
+        while _is_asked(listening):
             line, _ = listening.accept()
             message, descriptors, _, _ = socket.recv_fds(line, MESSAGE_BYTES_MAX, DESCRIPTORS)
             while not message.endswith(b"\n"):
@@ -50,6 +51,12 @@ def main(name: str, path: str) -> None:
             line.close()
             for descriptor in descriptors:
                 os.close(descriptor)
+
+
+def _is_asked(listening: socket.socket) -> bool:
+    """Wait until a rank is asked for; False where nobody is there any more who could."""
+    ready, _, _ = select.select([listening, sys.stdin], [], [])
+    return sys.stdin not in ready
 
 
 def _rank_of(line: socket.socket, descriptors: list[int]) -> bool:

@@ -194,7 +194,7 @@ def test_what_was_deleted_does_not_come_back_from_memory(tmp_path: Path, daemon:
 
 def test_what_is_in_memory_may_be_newer_than_the_store_and_still_commits(tmp_path: Path) -> None:
     """The trainers come back while the sidecar still writes: they go on at once, and the save is committed behind them."""
-    root, nbytes = tmp_path / "root", 12 * MIB
+    root, nbytes = tmp_path / "root", 5 * MIB
     with Daemon(tmp_path, "--bandwidth-mib", "1") as slowest, Job(folder=tmp_path, nbytes=nbytes) as job:
         job.open(root, sidecar=str(slowest.socket))
         _staged(job, 4)
