@@ -12,8 +12,8 @@ import pytest
 import uvloop
 from hypothesis import HealthCheck, settings
 
-# Tests with one of these markers share the two cores and the loop devices badly: under `--dist loadgroup` they all go
-# to one worker, one after another. A test's own `xdist_group` wins.
+# Tests with one of these markers share the two cores and the loop devices badly: under `--dist loadgroup` those of one folder
+# all go to one worker, one after another. A test's own `xdist_group` wins.
 ONE_AT_A_TIME = ("e2e", "power_cut")
 
 # Neither times an example: the machine decides how long one takes. Both print what reproduces a failure.
@@ -28,6 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--sidecar-seed", type=int, help="the seed of the rounds with sidecars (default: a new one)")
     parser.addoption("--ema-swaps", type=int, default=25, help="averages swapped in while a snapshot is taken (default: 25)")
     parser.addoption("--call-stride", type=int, default=3, help="each so manieth call of a save fails (default: 3)")
+    parser.addoption("--every-load", action="store_true", help="load every pair of layouts and worlds in every dtype")
     parser.addoption("--power-cuts", type=int, default=6, help="power cuts under a saving job (default: 6)")
 
 
@@ -63,7 +64,7 @@ def cancel_on_timeout(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("xdist_group") is None and any(map(item.get_closest_marker, ONE_AT_A_TIME)):
-            item.add_marker(pytest.mark.xdist_group("one-at-a-time"))
+            item.add_marker(pytest.mark.xdist_group(f"one-at-a-time-{item.path.parent.name}"))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

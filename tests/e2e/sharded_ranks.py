@@ -1,6 +1,8 @@
 """One of four processes that save and load models in every layout, as jobs of 1, 2, 3 and 4 ranks one after the other.
 
-    sharded_ranks.py FOLDER PROCESS
+    sharded_ranks.py FOLDER PROCESS [every]
+
+`every`: each pair of layouts and worlds is loaded in every dtype; without it in one, by turns.
 
 Every process prints a line for each thing that is wrong, and `done` last.
 """
@@ -42,8 +44,8 @@ def _go_together(source: str, target: str) -> bool:
 class Process:
     """This process in all the jobs that it takes part in."""
 
-    def __init__(self, folder: Path, number: int) -> None:
-        self.root, self.number = folder / "root", number
+    def __init__(self, folder: Path, number: int, *, every: bool) -> None:
+        self.root, self.number, self._every = folder / "root", number, every
         self.store = dist.FileStore(str(folder / "rendezvous"), PROCESSES)
         self.store.set_timeout(timedelta(seconds=600))
         self.saved: dict[str, dict[str, torch.Tensor]] = {}
@@ -96,6 +98,8 @@ class Process:
                     for a, source in enumerate(PARALLEL):
                         for saved_by in WORLDS if _go_together(source, target) else ():
                             for c, dtype in enumerate(DTYPES):
+                                if not self._every and (a + saved_by + world + c) % len(DTYPES):
+                                    continue
                                 tag, fresh = f"{source}-{dtype}-{saved_by}", (a + saved_by + c) % 3 == 0
                                 self._load(ckpt, tag, f"{target} on {world}", *pairs[dtype], fresh=fresh)
 
@@ -215,7 +219,7 @@ def main() -> None:
     torch.set_num_threads(1)
     # So that these small tensors, too, are written as large ones are.
     dividing.HALVED_BYTES_MIN, dividing.HALVED_ROW_BYTES_MIN = 256, 8
-    process: Any = Process(folder, number)
+    process: Any = Process(folder, number, every="every" in sys.argv[3:])
     for world in WORLDS:
         process.save_all(world)
     for world in WORLDS:

@@ -24,8 +24,9 @@ def daemon(tmp_path: Path) -> Iterator[Daemon]:
         yield daemon
 
 
-def test_whatever_was_saved_loads_wherever(tmp_path: Path, daemon: Daemon) -> None:
+def test_whatever_was_saved_loads_wherever(tmp_path: Path, daemon: Daemon, request: pytest.FixtureRequest) -> None:
     """The matrix of worlds, layouts and dtypes; ranks that disagree; restarts beside a sidecar; exports."""
+    every = ["every"] if request.config.getoption("--every-load") else []
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(sys.path),
@@ -36,7 +37,7 @@ def test_whatever_was_saved_loads_wherever(tmp_path: Path, daemon: Daemon) -> No
     script = Path(__file__).with_name("sharded_ranks.py")
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(script), str(tmp_path), str(number)],
+            [sys.executable, str(script), str(tmp_path), str(number), *every],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

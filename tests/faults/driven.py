@@ -7,6 +7,7 @@ is what the method returned, or the error that it raised.
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import logging
 import os
@@ -26,7 +27,7 @@ from checkpointd.errors import AbortedError, CheckpointdError
 from checkpointd.pipeline import leases
 from checkpointd.store import osfile
 from checkpointd.store.osdisk import OsDisk
-from checkpointd_client import Checkpointer, SaveHandle, start
+from checkpointd_client import Checkpointer, Retention, SaveHandle, start
 from checkpointd_client.arena import Slot
 from checkpointd_client.snapshot import Stager
 from tests.faults.flaky import FOR_EVER, Fault, Flaky
@@ -155,6 +156,16 @@ class Rank:
     def save_endlessly(self, journal: str, after: int) -> None:
         """Train and save every step after `after`; the end of every save is noted in `journal`. Does not return."""
         save_endlessly(self._ckpt, self._training, Journal(Path(journal)), after=after, every=1)
+
+    def save_over_and_over(self, root: str, tag: str | None, sidecar: str | None) -> None:
+        """Save as fast as it can what changes wholly between saves, all under `tag` if it has one. Does not return."""
+        weights = torch.zeros(64 * 1024)
+        state = {"weights": weights}
+        ckpt = Checkpointer(root, retention=None if tag else Retention(keep_last=3), sidecar=sidecar)
+        loaded = ckpt.load(state)
+        for step in itertools.count(loaded.step + 1 if loaded else 0):
+            weights.copy_(torch.randn(weights.shape))
+            ckpt.save(step, state, tag=tag)
 
     def train_until_preempted(self, steps: int) -> int | None:
         """Train with the other ranks until the job is told to stop, save then; the step, or None after `steps` steps."""

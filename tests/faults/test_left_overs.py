@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -14,7 +11,7 @@ import pytest
 from checkpointd.pipeline import catalog
 from checkpointd.store import open_store
 from tests.faults.daemons import Daemon
-from tests.faults.jobs import wait_until
+from tests.faults.jobs import Job, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
@@ -43,11 +40,10 @@ class Counter:
             self.ever |= now
             before = now
 
-    def wait_for(self, more: int, process: subprocess.Popen[bytes]) -> None:
-        """Until so many more attempts were seen, which `process` makes."""
+    def wait_for(self, more: int) -> None:
+        """Until so many more attempts were seen."""
         until = len(self.ever) + more
-        wait_until(lambda: len(self.ever) >= until or process.poll() is not None, f"{more} more saves", limit_s=100)
-        assert process.poll() is None
+        wait_until(lambda: len(self.ever) >= until, f"{more} more saves", limit_s=100)
 
     def stop(self) -> None:
         self._stop.set()
@@ -62,31 +58,21 @@ def listed(folder: Path) -> list[Path]:
         return []
 
 
-@contextmanager
-def trainer(*arguments: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Killed at the end."""
-    process = subprocess.Popen([sys.executable, "-m", "tests.faults.saver", *arguments])
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-
-
-@pytest.mark.parametrize("tag", ["", "best"])
+@pytest.mark.parametrize("tag", [None, "best"])
 @pytest.mark.parametrize("has_sidecar", [False, True])
 async def test_a_job_that_is_killed_now_and_then_never_leaves_more_than_three(
-    tmp_path: Path, tag: str, has_sidecar: bool
+    tmp_path: Path, tag: str | None, has_sidecar: bool
 ) -> None:
     root = tmp_path / "root"
     root.mkdir()
     with ExitStack() as stack:
-        socket = str(stack.enter_context(Daemon(tmp_path)).socket) if has_sidecar else ""
+        socket = str(stack.enter_context(Daemon(tmp_path)).socket) if has_sidecar else None
         counter = Counter(root)
         stack.callback(counter.stop)
         for _ in range(LIVES):
-            with trainer(str(root), tag, socket) as process:
-                counter.wait_for(SAVES, process)
+            with Job(folder=tmp_path, world_size=1) as job:
+                job.tell("save_over_and_over", root=str(root), tag=tag, sidecar=socket)
+                counter.wait_for(SAVES)
     assert counter.most <= (1 if tag else 3) + SPARE
     async with open_store(root) as store:
         assert await catalog.checkpoints(store)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-SCHEDULES_IN_CI = 200
-STRIDE_IN_CI = 5
-SEEDS_PER_TEST = 50
+SCHEDULES_IN_CI = 100
+FIRST_IN_CI = 60
+"""Those before it are run for what they reach."""
+STRIDE_IN_CI = 8
+SEEDS_PER_TEST = 25
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("simulation")
     group.addoption("--sim-schedules", type=int, default=SCHEDULES_IN_CI, help="random schedules to run (%(default)s)")
-    group.addoption("--sim-first", type=int, default=0, help="the first one's seed (%(default)s)")
+    group.addoption("--sim-first", type=int, default=FIRST_IN_CI, help="the first one's seed (%(default)s)")
     group.addoption("--sim-stride", type=int, default=STRIDE_IN_CI, help="only every so manieth effect is struck (%(default)s)")
 
 
@@ -25,7 +27,7 @@ def stride(request: pytest.FixtureRequest) -> int:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "seeds" not in metafunc.fixturenames:
         return
-    first = metafunc.config.getoption("--sim-first", default=0)
+    first = metafunc.config.getoption("--sim-first", default=FIRST_IN_CI)
     last = first + metafunc.config.getoption("--sim-schedules", default=SCHEDULES_IN_CI)
     parts = [range(at, min(at + SEEDS_PER_TEST, last)) for at in range(first, last, SEEDS_PER_TEST)]
     metafunc.parametrize("seeds", parts, ids=lambda part: f"{part.start}-{part.stop - 1}")
