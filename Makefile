@@ -3,8 +3,8 @@
 # Any Python from 3.11 on: PYTHON names one; otherwise the first of these that runs.
 PYTHON  ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$p && break; done)
-# How many test processes (many tests wait: one more than two cores have), and what else pytest is told: make test ARGS="-k codec -x"
-WORKERS ?= 3
+# How many test processes (many tests wait: more than there are cores), and what else pytest is told: make test ARGS="-k codec -x"
+WORKERS ?= 4
 ARGS    ?=
 
 VENV := .venv

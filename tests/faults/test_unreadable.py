@@ -27,7 +27,7 @@ from tests.faults.trainer import KIB, Training
 SEED = 5
 NBYTES = 160 * KIB
 NEWEST = "global_step3/00000001-0"
-SOON_S = 1.0
+SOON_S = 0.5
 """A deadline that a test waits for."""
 
 KINDS = {

@@ -117,7 +117,7 @@ def test_trainers_killed_at_every_effect_while_their_sidecars_go_on(stride: int)
 def test_power_cut_when_a_vote_is_seen_that_is_not_durable(rank: int) -> None:
     stopped = (Moment("link", ".vote", rank + 1), Pause(ACTOR, 30.0))
     cut = (Moment("link", "/outcome", 1), PowerCut())
-    for seed in range(60):
+    for seed in range(30):
         run_schedule(Schedule(job=JobConfig(seed=seed, steps=1), faults=(stopped, cut)))
 
 

@@ -30,9 +30,14 @@ from tests import format_reader
 Files = dict[str, Any]
 
 
+ABSENCE_S = 0.1
+"""Here a name that is not listed is not there: no file server lags behind."""
+
+
 @pytest.fixture
-def ckpt(tmp_path: Path) -> Iterator[Checkpointer]:
-    with Checkpointer(tmp_path / "run" / ".checkpointd") as made:
+def ckpt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Checkpointer]:
+    monkeypatch.setattr(showing, "ABSENCE_S", ABSENCE_S)
+    with Checkpointer(tmp_path / "run" / ".checkpointd", absence_s=ABSENCE_S) as made:
         yield made
 
 
