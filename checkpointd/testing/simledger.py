@@ -235,8 +235,9 @@ class Ledger:
 
     def _epoch_begun(self, path: str, process: str) -> None:
         epoch = decode(bytes(self.disk.fs.file(path).data), Epoch, path)
-        self._check_left_alone(epoch, process)
-        self._newest_epoch = epoch.epoch
+        if epoch.epoch > self._newest_epoch:  # one that comes late is fenced from its beginning, and fences nobody
+            self._check_left_alone(epoch, process)
+            self._newest_epoch = epoch.epoch
         self._spared_by.update(dict.fromkeys(epoch.spares, epoch.epoch))
 
     def _recovery_acts(self, effect: Effect, target: str) -> None:
