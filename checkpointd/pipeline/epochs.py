@@ -107,6 +107,6 @@ async def fence_message(store: Store, number: int, current: int) -> str:
         who = f"a process whose record cannot be read ({error})"
     return (
         f"epoch {number} of {store.url} is over: epoch {current} was begun by {who}. Every further save of this job fails, "
-        "too. Stop one of the two jobs and start the other one again, or give each its own root; a script that only reads this root "
-        "calls open_checkpoint(), which begins no epoch"
+        "too. Stop one of the two jobs and start the other one again, or give each its own root; a script that only reads this "
+        "root calls open_checkpoint(), which begins no epoch"
     )
