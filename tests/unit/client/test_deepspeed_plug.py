@@ -6,7 +6,6 @@ import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,34 +16,7 @@ from checkpointd.errors import AbortedError
 from checkpointd_client.integrations.deepspeed import plug as plugs
 from checkpointd_client.integrations.deepspeed.engine import mount_fault, write_whole
 from checkpointd_client.integrations.deepspeed.plug import Plug
-
-FILE = "mp_rank_00_model_states.pt"
-
-
-class Engine:
-    """Saves one file, and says what it loads."""
-
-    global_steps, global_rank, world_size = 1, 0, 1
-    optimizer: Any = None
-
-    def __init__(self) -> None:
-        self.module = torch.nn.Linear(2, 2)
-        self.checkpoint_engine: Any = None
-        self.universal = False
-
-    def save_checkpoint(self, save_dir: str, tag: str, *_: Any) -> None:
-        self.checkpoint_engine.makedirs(save_dir, exist_ok=True)
-        self.checkpoint_engine.save({"module": self.module.state_dict()}, os.path.join(save_dir, tag, FILE))
-
-    def load_checkpoint(self, load_dir: str, tag: str | None) -> tuple[str, str | None]:
-        return load_dir, tag
-
-    def load_universal_checkpoint(self) -> bool:
-        return self.universal
-
-    def destroy(self) -> None: ...
-
-    def _copy_recovery_script(self, _: str) -> None: ...
+from tests.unit.client.deepspeed_engine import FILE, Engine
 
 
 @pytest.fixture

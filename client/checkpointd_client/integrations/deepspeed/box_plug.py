@@ -12,7 +12,7 @@ from checkpointd.layout.keys import SERVICE
 from checkpointd_client.checkpointer import Checkpointer
 from checkpointd_client.integrations.deepspeed.boxes import state_of
 from checkpointd_client.integrations.deepspeed.places import EnginePlaces, What
-from checkpointd_client.integrations.deepspeed.plug import SEPARATOR, DirectoryError, Place, Plug, first_says
+from checkpointd_client.integrations.deepspeed.plug import SEPARATOR, DirectoryError, Place, Plug
 from checkpointd_client.integrations.deepspeed.zero import check_supported, gather_persistent
 from checkpointd_client.integrations.deepspeed.zero_files import is_zero_checkpoint, tag_directory
 from checkpointd_client.loading import Loaded
@@ -47,10 +47,10 @@ class BoxPlug(Plug):
         step = int(self.engine.global_steps)
         tag = f"global_step{step}" if tag is None else str(tag)
         self.handle = None  # where this raises, there is none
-        checkpointer = self._checkpointer(self._place(save_dir, tag).root)
-        said = {"save_dir": os.path.abspath(save_dir), "step": step}
-        tag = self._one_of(self._meet(checkpointer, "save_checkpoint()", said, tag))
+        self._place(save_dir, tag)
+        tag = self._one_of(self._meet("save_checkpoint()", {"save_dir": os.path.abspath(save_dir), "step": step}, tag))
         place = self._place(save_dir, tag)
+        checkpointer = self._checkpointer(place.root)
         gather_persistent(self.engine)
         try:
             state = state_of(self.engine, exclude_frozen_parameters=exclude_frozen_parameters)
@@ -80,7 +80,9 @@ class BoxPlug(Plug):
         A directory in which DeepSpeed has saved, and nobody else, is left to DeepSpeed.
         """
         place = self._place(load_dir, _NEWEST if tag is None else tag)
-        if not first_says(lambda: self._is_own(place.root) or not _is_deepspeeds(load_dir, tag)):
+        said = {"load_dir": os.path.abspath(load_dir), "tag": place.tag}
+        is_ours = self._is_root(place.root) or not _is_deepspeeds(load_dir, tag)
+        if not self._meet("load_checkpoint()", said, is_ours)[0]:
             log.info(
                 "%s holds DeepSpeed's own files: DeepSpeed loads them, on the ranks and at the stage that saved them", load_dir
             )
@@ -98,7 +100,6 @@ class BoxPlug(Plug):
         )
         checkpointer = self._checkpointer(place.root)
         checkpointer.settle()  # another engine of this process may have saved there
-        self._meet(checkpointer, "load_checkpoint()", {"load_dir": os.path.abspath(load_dir), "tag": place.tag})
         engine = self.engine
         if engine._optimizer_has_ckpt_event_prologue():
             engine.optimizer.checkpoint_event_prologue()
@@ -112,7 +113,7 @@ class BoxPlug(Plug):
         places.settle()
         return os.path.join(place.root, loaded.tag), loaded.client_state
 
-    def _is_own(self, root: str) -> bool:
+    def _is_root(self, root: str) -> bool:
         """Whether `root` is in this project's own format."""
         return root in self._checkpointers or os.path.isdir(os.path.join(root, SERVICE, "epochs"))
 

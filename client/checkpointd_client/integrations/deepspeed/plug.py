@@ -1,7 +1,8 @@
 """The plug between a DeepSpeed engine and a Checkpointer: save_checkpoint and load_checkpoint as users know them.
 
 Invariants
-  P1  Before DeepSpeed's own barriers, which wait for ever, all ranks are waited for with a deadline; who is missing is named.
+  P1  Before a Checkpointer is made, and before DeepSpeed's own barriers, which wait for ever, all ranks are waited for with a
+      deadline; who is missing is named.
   P2  Once the ranks have met, every rank votes on the attempt, whatever DeepSpeed or the user's objects raise.
   P3  A load reads what was committed: it waits for the saves in flight, on every rank.
 """
@@ -20,24 +21,24 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from checkpointd import arguments
 from checkpointd.commands import command
+from checkpointd.config import TIMEOUT_S_MAX, CommitConfig
 from checkpointd.errors import CheckpointdError, DamagedError, StagingError, StoreError, UnreadableError, UsageError
 from checkpointd.layout.files import check_place
 from checkpointd.layout.keys import LATEST, SERVICE, check_tag
 from checkpointd.layout.manifest import digest
 from checkpointd.pipeline.catalog import Checkpoint
 from checkpointd_client.checkpointer import Checkpointer
+from checkpointd_client.convening import convene
 from checkpointd_client.handle import SaveHandle
 from checkpointd_client.integrations.deepspeed.engine import CheckpointdEngine, mount_fault, steps_elsewhere
 from checkpointd_client.integrations.deepspeed.sharing import borrow, give_back
-from checkpointd_client.ranks import broadcast_from_coordinator, find_ranks
 
 log = logging.getLogger("checkpointd")
 
 Layout = Literal["deepspeed", "checkpointd"]
 
-ASKING_S = 600.0
-"""How long the ranks wait for each other to call load_checkpoint(), where no Checkpointer says it."""
 _WHOLE = "whole"
 _UNREADABLE = "unreadable:"
 """How a rank begins that cannot tell whether it is whole."""
@@ -105,14 +106,6 @@ def _settings_of(engine: Any) -> Mapping[str, Any]:
 
 def _copies_files(engine: Any) -> bool:
     return bool(engine.zero_nvme_offload_optimizer())
-
-
-def first_says(question: Callable[[], bool]) -> bool:
-    """What rank 0 sees, on every rank: they must not go different ways, each by what its file system shows it."""
-    heard = broadcast_from_coordinator(
-        find_ranks(), lambda: {"yes": question()}, doing="calling load_checkpoint()", come_s=ASKING_S, make_s=ASKING_S
-    )
-    return bool(heard["yes"])
 
 
 def install(**options: Any) -> None:
@@ -193,6 +186,8 @@ class Plug:
         self._root = None if root is None else os.fspath(root)
         self._synchronous = bool(settings.pop("synchronous", False))
         self._options = settings
+        self._timeout_s = settings.get("commit_timeout_s", CommitConfig().timeout_s)
+        arguments.seconds("commit_timeout_s", self._timeout_s, most=TIMEOUT_S_MAX)
         self._checkpointers: dict[str, Checkpointer] = {}
         self._went_on_from: str | None = None
         self._engine = CheckpointdEngine(self.settle)
@@ -262,10 +257,10 @@ class Plug:
         tag = f"global_step{step}" if tag is None else str(tag)
         client = dict(client_state or {})
         self.handle = None  # where this raises, there is none
-        checkpointer = self._checkpointer(Place.of(save_dir, tag, self._root).root)
-        said = {"save_dir": os.path.abspath(save_dir), "step": step}
-        tag = self._one_of(self._meet(checkpointer, "save_checkpoint()", said, tag))
+        Place.of(save_dir, tag, self._root)
+        tag = self._one_of(self._meet("save_checkpoint()", {"save_dir": os.path.abspath(save_dir), "step": step}, tag))
         place = Place.of(save_dir, tag, self._root)
+        checkpointer = self._checkpointer(place.root)
         try:
             files, fault = self._collected(save_dir, tag, client, save_latest, exclude_frozen_parameters)
             fault = fault or mount_fault(self._store_of(place.root), save_dir)
@@ -304,21 +299,29 @@ class Plug:
         itself has saved is left to DeepSpeed.
         """
         self.settle()
+        said = {"load_dir": os.path.abspath(load_dir), "tag": tag if tag is None else str(tag)}
+        is_ours = self._meet("load_checkpoint()", said, self._is_own(load_dir))[0]
         if self.engine.load_universal_checkpoint():  # what was made of a checkpoint by a tool
             found = self._load(load_dir, tag, *args, **kwargs)
             with suppress(UsageError):  # from outside the root, where nothing of ours is
                 self._went_on_from = Place.root_of(load_dir, self._root)
             return found
         root = Place.root_of(load_dir, self._root)
-        if root not in self._checkpointers and not first_says(lambda: os.path.isdir(os.path.join(root, SERVICE))):
+        if not is_ours:
             return self._load(load_dir, tag, *args, **kwargs)
         checkpointer = self._checkpointer(root)
         checkpointer.settle()  # another engine of this process may have saved there
-        said = {"load_dir": os.path.abspath(load_dir), "tag": tag if tag is None else str(tag)}
-        self._meet(checkpointer, "load_checkpoint()", said)
         found = self._load(load_dir, self._whole(checkpointer, load_dir, tag), *args, **kwargs)
         checkpointer.take_up()
         return found
+
+    def _is_own(self, load_dir: str) -> bool:
+        """Whether there is a store for `load_dir`. Rank 0 says it for all: file systems may show the ranks different things."""
+        try:
+            root = Place.root_of(load_dir, self._root)
+        except UsageError:  # raised later, where nobody waits for this rank
+            return False
+        return root in self._checkpointers or os.path.isdir(os.path.join(root, SERVICE))
 
     def _whole(self, checkpointer: Checkpointer, load_dir: str, tag: str | None) -> str | None:
         """The tag to load: the first that all ranks find whole; `tag` as it is where there is nothing of ours."""
@@ -430,15 +433,18 @@ class Plug:
         """Where the Checkpointer of a root stores."""
         return os.path.join(root, SERVICE)
 
-    def _meet(self, checkpointer: Checkpointer, doing: str, said: Mapping[str, object], tag: str | None = None) -> list[str]:
-        """All ranks, each having said the same (P1); the tag that each of them names."""
+    def _meet(self, doing: str, said: Mapping[str, object], own: Any) -> list[Any]:
+        """All ranks, each having `said` the same (P1); what each of them says for itself."""
         text = json.dumps({"call": doing, **said}, sort_keys=True)
-        heard = checkpointer.meet(json.dumps([text, tag]), f"calling {doing}")
-        texts, tags = zip(*(json.loads(heard[rank]) for rank in sorted(heard)), strict=True)
+        heard = convene(json.dumps([text, own]), f"calling {doing}", self._timeout_s)
+        texts, owns = zip(*(json.loads(heard[rank]) for rank in sorted(heard)), strict=True)
         other = next((rank for rank, one in enumerate(texts) if one != texts[0]), None)
         if other is not None:
-            raise UsageError(f"the ranks do not call the same: rank 0 said {texts[0]}, and rank {other} {texts[other]}")
-        return list(tags)
+            raise UsageError(
+                f"the ranks do not call the same: rank 0 said {texts[0]}, and rank {other} {texts[other]}. Nothing was saved "
+                "or loaded: let every rank make the same call, with the same directory, at the same step"
+            )
+        return list(owns)
 
     def _one_of(self, tags: list[str]) -> str:
         """The tag of rank 0, which a checkpoint can be found by; TagError where DeepSpeed is to fail if others differ."""
