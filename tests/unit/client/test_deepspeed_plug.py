@@ -6,16 +6,17 @@ import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("deepspeed", reason="needs deepspeed: pip install checkpointd[deepspeed]")
 
-from checkpointd.errors import AbortedError
+from checkpointd.errors import AbortedError, ClosedError, StateError
 from checkpointd_client.integrations.deepspeed import plug as plugs
 from checkpointd_client.integrations.deepspeed.engine import mount_fault, write_whole
-from checkpointd_client.integrations.deepspeed.plug import Plug
+from checkpointd_client.integrations.deepspeed.plug import DirectoryError, Plug
 from tests.unit.client.deepspeed_engine import FILE, Engine
 
 
@@ -100,3 +101,45 @@ def test_what_an_engine_has_loaded_from_is_taken_up(plug: Plug, tmp_path: Path, 
     plug.load_checkpoint(str(tmp_path))
     plug.save_checkpoint(str(tmp_path))
     assert checkpointer._saver._state.tidier.keeps_before == 0
+
+
+class Stubborn:
+    """Cannot be pickled."""
+
+    def __reduce__(self) -> Any:
+        raise TypeError("it will not be pickled")
+
+
+def test_a_client_state_is_refused_by_name_also_where_no_file_of_this_rank_has_it(plug: Plug, tmp_path: Path) -> None:
+    """As on all ranks but the first of ZeRO 2, whose own would come back on none of them."""
+    with pytest.raises(StateError, match=r"client_state cannot be saved .*because of 'charm', a Stubborn"):
+        plug.save_checkpoint(str(tmp_path), client_state={"epoch": 3, "charm": Stubborn()})
+    assert plug.handle is not None
+    with pytest.raises(AbortedError, match="'charm', a Stubborn: it will not be pickled"):
+        plug.handle.wait(60)
+    plug.save_checkpoint(str(tmp_path), client_state={"epoch": 3})
+    plug.handle.wait(60)
+
+
+def test_a_file_that_cannot_be_pickled_is_refused_with_the_key_of_what_is_to_blame(plug: Plug, tmp_path: Path) -> None:
+    plug.engine.module.state_dict = Stubborn
+    with pytest.raises(StateError, match=f"{FILE} cannot be saved .*because of 'module', a Stubborn"):
+        plug.save_checkpoint(str(tmp_path))
+
+
+def test_a_directory_that_cannot_be_made_is_told_as_such(plug: Plug, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for directory in (tmp_path / "file" / "below", Path("/proc/nowhere")):
+        with pytest.raises(DirectoryError, match=f"save_dir {directory} cannot be made: .*give the path of a directory"):
+            plug.save_checkpoint(str(directory))
+    assert plug.handle is None
+
+
+def test_a_detached_engine_says_where_the_handle_is(plug: Plug, tmp_path: Path) -> None:
+    plug.save_checkpoint(str(tmp_path))
+    assert plug.engine.checkpoint_handle() is plug.handle
+    plug.detach()
+    with pytest.raises(ClosedError, match=r"after detach.*plug.handle"):
+        plug.engine.checkpoint_handle()
+    plug.connect()
+    assert plug.engine.checkpoint_handle() is plug.handle
