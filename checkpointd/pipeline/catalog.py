@@ -274,8 +274,8 @@ async def latest(store: Store) -> str | None:
 
 
 async def is_of_deepspeed(store: Store, pointer: str) -> bool:
-    """Whether `pointer`, which `latest` holds, was written by DeepSpeed since checkpointd moved it. It is the name alone, without
-    a newline, of a directory with files of DeepSpeed's.
+    """Whether DeepSpeed has written `pointer`, which `latest` holds, since checkpointd moved it. DeepSpeed writes the name of a
+    directory with files of its own, and no newline.
     """
     if not is_tag(pointer):  # as every one is that ends in a newline
         return False

@@ -13,7 +13,8 @@ import torch
 
 pytest.importorskip("deepspeed", reason="needs deepspeed: pip install checkpointd[deepspeed]")
 
-from checkpointd.errors import AbortedError, ClosedError, StateError
+from checkpointd.errors import AbortedError, ClosedError, DamagedError, StateError
+from checkpointd.store.posix import PosixStore
 from checkpointd_client.integrations.deepspeed import plug as plugs
 from checkpointd_client.integrations.deepspeed.engine import mount_fault, write_whole
 from checkpointd_client.integrations.deepspeed.plug import DirectoryError, Plug
@@ -143,3 +144,63 @@ def test_a_detached_engine_says_where_the_handle_is(plug: Plug, tmp_path: Path) 
         plug.engine.checkpoint_handle()
     plug.connect()
     assert plug.engine.checkpoint_handle() is plug.handle
+
+
+class Loading(Engine):
+    """Asks for its file twice, as DeepSpeed does, with the tensors where they are loaded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = torch.nn.Linear(1500, 1500)
+        self.loaded: list[Any] = []
+
+    def load_checkpoint(self, load_dir: str, tag: str | None, *_: Any) -> tuple[str, str | None]:
+        path = os.path.join(load_dir, str(tag), FILE)
+        self.loaded += [self.checkpoint_engine.load(path, map_location=lambda storage, _: storage) for _ in range(2)]
+        return load_dir, tag
+
+
+@pytest.fixture
+def loading(tmp_path: Path) -> Iterator[Plug]:
+    """Attached, with two saves, `one` and `two`."""
+    made = Plug(Loading(), {"chunk_bytes": 1 << 20})
+    made.connect()
+    for tag in ("one", "two"):
+        made.save_checkpoint(str(tmp_path), tag=tag)
+        made.wait(60)
+    yield made
+    made.close()
+
+
+def test_a_load_reads_every_byte_of_a_file_once(loading: Plug, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verified and loaded in one go: the shown file is not opened at all."""
+    read: list[tuple[str, int, int]] = []
+    get_range = PosixStore.get_range
+
+    async def counted(store: PosixStore, key: str, offset: int, out: memoryview) -> None:
+        read.append((key, offset, offset + len(out)))
+        await get_range(store, key, offset, out)
+
+    monkeypatch.setattr(PosixStore, "get_range", counted)
+    (tmp_path / "two" / FILE).rename(tmp_path / "elsewhere")  # it is shown again, and not read
+    assert loading.load_checkpoint(str(tmp_path)) == (str(tmp_path), "two")
+    ends = [0]
+    for key, start, stop in sorted(read):
+        assert key.startswith("two/")
+        assert key.endswith(".file")
+        assert start == ends[-1], "a byte is read twice, or not at all"
+        ends.append(stop)
+    assert ends[-1] == (tmp_path / "two" / FILE).stat().st_size
+    for found in loading.engine.loaded:
+        assert torch.equal(found["module"]["weight"], loading.engine.module.weight)
+
+
+def test_a_flipped_bit_is_found_before_anything_reaches_the_engine(loading: Plug, tmp_path: Path) -> None:
+    [stored] = (tmp_path / ".checkpointd" / "two").glob("*/*.file")
+    data = bytearray(stored.read_bytes())
+    data[len(data) // 2] ^= 1
+    stored.chmod(0o644)
+    stored.write_bytes(data)
+    with pytest.raises(DamagedError, match="damaged"):
+        loading.load_checkpoint(str(tmp_path), "two")
+    assert not loading.engine.loaded

@@ -40,6 +40,7 @@ from checkpointd_client.files import check_saveable
 from checkpointd_client.handle import SaveHandle
 from checkpointd_client.integrations.deepspeed.directories import missing_fault
 from checkpointd_client.integrations.deepspeed.engine import CheckpointdEngine, mount_fault, steps_elsewhere
+from checkpointd_client.integrations.deepspeed.reading import Reading
 from checkpointd_client.integrations.deepspeed.search import Search
 from checkpointd_client.integrations.deepspeed.sharing import borrow, give_back
 
@@ -337,8 +338,11 @@ class Plug:
         checkpointer.settle()  # another engine of this process may have saved there
         folder = os.path.dirname(Place.of(load_dir, "any", self._root).at)
         asked = None if tag is None else check_tag(str(tag))
-        search = Search(self.engine, checkpointer, load_dir, folder, asked, self._store_of(root))
-        found = self._load(load_dir, search.chosen(), *args, **kwargs)
+        reading_of = functools.partial(Reading, self.engine, args, kwargs)
+        search = Search(self.engine, checkpointer, load_dir, folder, asked, self._store_of(root), reading_of)
+        chosen, contents = search.chosen()
+        with self._engine.holding(contents):
+            found = self._load(load_dir, chosen, *args, **kwargs)
         checkpointer.take_up()
         return found
 

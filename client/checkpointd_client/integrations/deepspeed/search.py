@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from checkpointd.layout.keys import shown_key
 from checkpointd.pipeline.catalog import Checkpoint
 from checkpointd_client.checkpointer import Checkpointer
 from checkpointd_client.integrations.deepspeed.directories import missing_fault, pointed, stock_files
+from checkpointd_client.integrations.deepspeed.reading import Reading
 from checkpointd_client.integrations.deepspeed.zero_files import is_zero_checkpoint
 
 log = logging.getLogger("checkpointd")
@@ -35,7 +37,9 @@ _OVER = "saved over:"
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """One load_checkpoint's, on one rank. `folder`: where `load_dir` lies, relative to the root, whose store is at `store`."""
+    """One load_checkpoint's, on one rank. `folder`: where `load_dir` lies, relative to the root, whose store is at `store`.
+    `reading_of`: a new Reading for each checkpoint that is tried.
+    """
 
     engine: Any
     checkpointer: Checkpointer
@@ -43,26 +47,30 @@ class Search:
     folder: str
     tag: str | None
     store: str
+    reading_of: Callable[[], Reading]
 
-    def chosen(self) -> str | None:
-        """The tag to load: the newest that all ranks find whole, or DeepSpeed's own. None where there is nothing to load.
+    def chosen(self) -> tuple[str | None, dict[str, Any]]:
+        """The tag to load (the newest that all ranks find whole, or DeepSpeed's own; None where there is nothing), and what was
+        read of it on the way, by path.
 
         Raises NotFoundError for a tag that is not there, DamagedError, UnreadableError, each on every rank.
         """
         candidates, theirs = self._candidates()
         if theirs is not None:
-            return theirs
+            return theirs, {}
         for prefix, checkpoint in candidates:
-            heard = self.checkpointer.meet(self._said_of(checkpoint), DOING)
+            reading = self.reading_of()
+            heard = self.checkpointer.meet(self._said_of(checkpoint, reading), DOING)
             damage = [text for _, text in sorted(heard.items()) if text != _WHOLE]
             if not damage and checkpoint is not None:
-                return os.path.basename(checkpoint.outcome.shown_at)
+                tag = os.path.basename(checkpoint.outcome.shown_at)
+                return tag, reading.by_path(os.path.join(self.load_dir, tag))
             self._raise_unless_older_may_be_taken(prefix, damage, everybody=len(damage) == len(heard))
             log.error("%s is damaged, and an older one is looked for: %s", prefix, "; ".join(damage))
             self.checkpointer.pass_over(prefix.partition("/")[0], "; ".join(damage))
         if candidates:
             raise DamagedError(f"every checkpoint in {self.load_dir} is damaged: {command('verify', self.load_dir)} says how")
-        return None
+        return None, {}
 
     def _raise_unless_older_may_be_taken(self, prefix: str, damage: list[str], *, everybody: bool) -> None:
         unreadable = [text for text in damage if text.startswith(_UNREADABLE)]
@@ -80,14 +88,14 @@ class Search:
         if self.tag is not None:
             raise DamagedError(f"{self.load_dir}/{self.tag} is damaged: {'; '.join(damage)}")
 
-    def _said_of(self, checkpoint: Checkpoint | None) -> str:
+    def _said_of(self, checkpoint: Checkpoint | None, reading: Reading) -> str:
         """What this rank says of one, having read its share. It raises nothing: the other ranks wait to hear it."""
         rank = self.engine.global_rank
         if checkpoint is None:
             return f"{_UNREADABLE} rank {rank} does not see it"
         own = range(rank, checkpoint.outcome.world_size, self.engine.world_size)
         try:
-            damage = "; ".join(self.checkpointer.damage(checkpoint, own))
+            damage = "; ".join(self.checkpointer.damage(checkpoint, own, reading))
         except StoreError as error:
             return f"{_UNREADABLE} rank {rank} cannot read it now: {error}"
         except CheckpointdError as error:
