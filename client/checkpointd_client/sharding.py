@@ -340,28 +340,6 @@ def spread(held: Held, group: Group) -> Held:
     return Held(held.shape, held.parts, both.replica, both.replicas, held.first_writes)
 
 
-def beyond(meshes: Sequence[Any]) -> dict[int, Group]:
-    """For each mesh of a module that is a part of another one of it, by identity: the ranks of the largest such that differ in
-    its other dimensions alone.
-
-    What a module has on fewer dimensions (a norm that FSDP2 shards, in a model that is parallel over another dimension as
-    well) is the same along the others. Dimensions are told by their names, within one root mesh.
-    """
-    largest = max(meshes, key=lambda mesh: (mesh.size(), mesh.ndim))
-    names, coordinate = largest.mesh_dim_names, largest.get_coordinate()
-    found: dict[int, Group] = {}
-    for mesh in meshes:
-        own = mesh.mesh_dim_names
-        if mesh == largest or names is None or own is None or coordinate is None or not set(own) < set(names):
-            continue
-        group = Group(0, 1)
-        for name, size, at in zip(names, largest.shape, coordinate, strict=True):
-            if name not in own:
-                group = group.times(Group(at, size))
-        found[id(mesh)] = group
-    return found
-
-
 def group_of(process_group: Any) -> Group:
     """The ranks of a process group."""
     return Group(torch.distributed.get_rank(process_group), torch.distributed.get_world_size(process_group))
