@@ -13,7 +13,7 @@ from torch import nn
 
 from checkpointd.errors import StateError
 from checkpointd.layout import tree
-from checkpointd_client import flat_shards, objects, optimizers
+from checkpointd_client import flat_shards, objects, optimizers, placing
 from checkpointd_client.flat import HeldTensor
 from checkpointd_client.meshes import Loose
 from checkpointd_client.modules import Modules
@@ -75,6 +75,7 @@ class Flattener:
         self._modules = Modules({})
         self._loose = Loose()
         self._explained = False
+        self._owners: Mapping[int, Any] = {}
 
     def root(self, state: Mapping[str, object], client_state: Mapping[str, object] | None) -> tree.Node:
         """The tree of both; StateError for what cannot be stored."""
@@ -117,7 +118,9 @@ class Flattener:
             self._loose.note(position, value)
         self.fqns.append(fqn)
         self.tensors.append(local)
-        return tree.Tensor(fqn, value.requires_grad, "cpu" if local.is_cpu else local.device.type)
+        node = tree.Tensor(fqn, value.requires_grad, "cpu" if local.is_cpu else local.device.type)
+        owner = self._owners.get(id(value))
+        return node if owner is None or owner.shape == value.shape or not is_dtensor(value) else placing.noted(node, value)
 
     def _held_tensor(self, value: HeldTensor, fqn: str) -> tree.Node:
         position, tensor = len(self.tensors), value.tensor
@@ -231,9 +234,9 @@ class Flattener:
         if isinstance(stored, dict):
             has_flat = numbers is not None and flat_shards.has_flat(optimizer, shards)
             own = optimizers.owners_of(stored["state"], numbers or {}) if has_flat else optimizers.owners(optimizer)
-        around, self._explained = self._explained, True
+        around, self._explained, self._owners = self._explained, True, own
         node = self.node(optimizers.named(stored, numbers, names) or stored, fqn)
-        self._explained = around
+        self._explained, self._owners = around, {}
         self._note_own(optimizer, own, first)
         return node
 

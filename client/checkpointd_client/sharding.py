@@ -128,6 +128,11 @@ def is_dtensor(value: object) -> TypeGuard[DTensor]:
     return api is not None and isinstance(value, api.DTensor)
 
 
+def dtensors_are_known() -> bool:
+    """Whether anything in this process may be a DTensor."""
+    return "torch.distributed.tensor._api" in sys.modules
+
+
 def is_sharded(value: object) -> TypeGuard[DTensor | FlatShard]:
     """Whether `value` is this rank's part of a tensor."""
     return type(value) is FlatShard or is_dtensor(value)
@@ -169,7 +174,7 @@ def _held(spec: Any, local_shape: tuple[int, ...], fqn: str) -> Held:
     coordinate = mesh.get_coordinate()
     if coordinate is None:  # a rank outside the mesh
         return Held(shape, ())
-    axes = tuple(map(_axis, spec.placements))
+    axes = axes_of(spec.placements)
     layout = Layout(shape, tuple(mesh.shape), axes, _order_of(spec))
     rows = _rows_like(layout, tuple(coordinate), local_shape)
     if rows is None:
@@ -197,6 +202,11 @@ def _axis(placement: Any) -> Axis | None:
     if placement.is_replicate():
         return None
     return Axis(placement.dim, int(getattr(placement, "split_factor", 1)))
+
+
+def axes_of(placements: Iterable[Any]) -> tuple[Axis | None, ...]:
+    """How each dimension of a mesh splits a tensor of these placements; None for one along which the ranks hold the same."""
+    return tuple(map(_axis, placements))
 
 
 def _check_placements(placements: Iterable[Any], shape: tuple[int, ...], fqn: str) -> None:
@@ -364,15 +374,19 @@ def replicated(shape: tuple[int, ...], group: Group, *, first_writes: bool = Fal
     return Held(shape, (part,) if 0 not in shape else (), group.replica, group.replicas, first_writes)
 
 
-def sharded_like(like: object, dtype: torch.dtype) -> tuple[torch.Tensor, object]:
-    """A new tensor of `dtype`, sharded as `like` is, of arbitrary content: its local part and itself."""
+def sharded_like(like: object, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, object]:
+    """A new tensor of `dtype`, sharded as `like` is, of arbitrary content: its local part and itself. It is where `like` is, or
+    on `device` where that has no memory.
+    """
     if type(like) is FlatShard:
         made_flat = like.like(dtype)
         return made_flat.local, made_flat
     assert is_dtensor(like)
     from torch.distributed.tensor import DTensor  # whoever made `like` has imported it
 
-    local = torch.empty_like(local_of(like), dtype=dtype, memory_format=torch.contiguous_format)
+    there = local_of(like)
+    where = device if there.is_meta else there.device
+    local = torch.empty_like(there, dtype=dtype, device=where, memory_format=torch.contiguous_format)
     spec = like._spec
     made = DTensor.from_local(local, spec.mesh, spec.placements, run_check=False, shape=like.shape, stride=tuple(like.stride()))
     return local, made
