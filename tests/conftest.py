@@ -27,6 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--sidecar-rounds", type=int, default=3, help="rounds of kills with sidecars (default: 3)")
     parser.addoption("--sidecar-seed", type=int, help="the seed of the rounds with sidecars (default: a new one)")
     parser.addoption("--ema-swaps", type=int, default=25, help="averages swapped in while a snapshot is taken (default: 25)")
+    parser.addoption("--every-load", action="store_true", help="every form of state in every layout, not only those chosen")
     parser.addoption("--call-stride", type=int, default=3, help="each so manieth call of a save fails (default: 3)")
     parser.addoption("--power-cuts", type=int, default=6, help="power cuts under a saving job (default: 6)")
 
