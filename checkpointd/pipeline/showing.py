@@ -7,6 +7,9 @@ Invariants
   Y4  What is hidden was removed: its mark is durable before its files go. Who removes a directory removes the checkpoint, also
       where it is the one in which the checkpoint was to be shown: that one is never made again. A directory that one look does
       not find is not removed by that: it may be about to be replaced, or a file server may lag behind.
+  Y5  Checkpoints appear in the order of their saves. One writer shows a commit when its earlier attempts are decided, and those
+      of them that committed are shown; a start shows the oldest first. One that was removed before it was shown, or whose
+      directory shows a newer one, never appears. One that cannot be shown now does not hold up the later ones.
 """
 
 from __future__ import annotations
@@ -15,15 +18,27 @@ import asyncio
 import logging
 import os
 import re
-from collections.abc import AsyncIterator, Collection
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Collection, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 from checkpointd.config import ABSENCE_S
 from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, StoreError
 from checkpointd.layout.files import check_place
-from checkpointd.layout.keys import SERVICE, SHOWN, AttemptId, attempt_prefix, file_name, object_hand, shown_key, vote_name
+from checkpointd.layout.keys import (
+    DELETED,
+    SERVICE,
+    SHOWN,
+    AttemptId,
+    attempt_prefix,
+    file_name,
+    object_hand,
+    shown_key,
+    vote_name,
+)
 from checkpointd.layout.manifest import Outcome, Shown, decode, encode
 from checkpointd.pipeline import catalog
+from checkpointd.pipeline.catalog import Checkpoint
+from checkpointd.pipeline.shard import AttemptInfo
 from checkpointd.store.base import Store
 from checkpointd.store.patient import Patience
 from checkpointd.store.plain import PlainFiles
@@ -55,8 +70,52 @@ async def show(store: Store, outcome: Outcome, *, wait_s: float = 0.0) -> None:
             await asyncio.sleep(LOOK_S)
             continue
         async with _alone(store, plain):
+            if await _is_removed(store, outcome):
+                log.info("%s/%s was removed before it was shown", outcome.tag, outcome.attempt)
+                return
             if not await _is_shown(store, outcome):
                 await _show(store, plain, outcome)
+
+
+class Queue:
+    """The attempts of one writer, in the order of their saves: each is shown in its turn (Y5). For one loop."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._undecided: dict[str, tuple[int, asyncio.Event]] = {}
+        """Those whose turn is not over, by prefix: the number of the save, and what says that it is over."""
+        self._late: list[Outcome] = []
+        """Commits that could not be shown, oldest first: tried again when the next one is shown."""
+
+    def expect(self, info: AttemptInfo) -> None:
+        """A save has begun. Its turn lasts until `end`, which must be called whatever becomes of it."""
+        self._undecided[info.prefix] = info.n, asyncio.Event()
+
+    def end(self, info: AttemptInfo) -> None:
+        """The attempt will not be shown by its writer, or has been."""
+        _, over = self._undecided.pop(info.prefix, (0, asyncio.Event()))
+        over.set()
+
+    async def show(self, info: AttemptInfo, outcome: Outcome, *, wait_s: float = 0.0) -> None:
+        """`show` in the turn of the attempt; StoreError where its own files cannot be shown, which are tried again later."""
+        if outcome.outcome != "commit" or not outcome.shown_at:
+            return
+        await self._turn(info)
+        late, self._late = self._late, []
+        for older in late:
+            with suppress(CheckpointdError):  # said when it failed first; the next start tries again
+                await show(self._store, older)
+        try:
+            await show(self._store, outcome, wait_s=wait_s)
+        except CheckpointdError:
+            self._late.append(outcome)
+            raise
+
+    async def _turn(self, info: AttemptInfo) -> None:
+        """Return when every earlier save has had its turn."""
+        for number, over in list(self._undecided.values()):
+            if number < info.n:
+                await over.wait()
 
 
 async def _show(store: Store, plain: PlainFiles, outcome: Outcome) -> None:
@@ -206,13 +265,18 @@ async def mend(store: Store) -> None:
     except StoreError as error:
         log.error("what showing files has left behind cannot be put back: %s; the next start tries again", error)
     views = await catalog.scan(store)
-    for checkpoint in catalog.checkpoints_of(views):
+    for checkpoint in _in_order(catalog.checkpoints_of(views)):
         try:
             await show(store, checkpoint.outcome)
         except CheckpointdError as error:
             log.error("%s is committed, and cannot be shown: %s", checkpoint.prefix, error)
     # Those with a mark alone (Y4): what cannot be read now, or has been committed meanwhile, is none of them.
     await hide(store, {view.prefix for view in views if view.state == "deleted"})
+
+
+def _in_order(found: Iterable[Checkpoint]) -> list[Checkpoint]:
+    """The order in which they appear (Y5)."""
+    return sorted(found, key=lambda checkpoint: checkpoint.outcome.order)
 
 
 @asynccontextmanager
@@ -238,6 +302,11 @@ def _plain(store: Store) -> PlainFiles:
 async def _is_shown(store: Store, outcome: Outcome) -> bool:
     record = await _record(store, outcome.shown_at)
     return record is not None and record.order >= outcome.order
+
+
+async def _is_removed(store: Store, outcome: Outcome) -> bool:
+    """Whether it has the mark of what is removed: its objects may be gone."""
+    return any(entry.name == DELETED for entry in await store.list(f"{outcome.tag}/{outcome.attempt}"))
 
 
 async def _is_of(store: Store, outcome: Outcome) -> bool:

@@ -1,12 +1,12 @@
 """Plain files beside a store, at every crash point: what a directory shows is whole, and the next start finishes the work.
 
-`store/plain.py` (W1 to W3) and `pipeline/showing.py` (Y1 to Y3), which docs/ORDERING.md has in words.
+`store/plain.py` (W1 to W3) and `pipeline/showing.py` (Y1 to Y3, Y5), which docs/ORDERING.md has in words.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 import pytest
@@ -15,6 +15,8 @@ from checkpointd.layout.keys import OUTCOME, AttemptId, attempt_prefix, file_nam
 from checkpointd.layout.manifest import IndexRef, Outcome, Vote, VoteRef, digest, encode
 from checkpointd.pipeline import showing
 from checkpointd.pipeline.identity import writer
+from checkpointd.pipeline.shard import AttemptInfo
+from checkpointd.pipeline.showing import Queue
 from checkpointd.store.plain import PlainFiles
 from checkpointd.store.posix import PosixStore
 from checkpointd.testing.crashpoints import Crash, every_crash_point
@@ -93,6 +95,9 @@ class World:
         return {name: data for name, data in files.items() if name == OWN} | {
             f"{FOLDER}/{n}": data for n, data in below.items()
         }
+
+    async def visible(self, tags: Iterable[str]) -> list[str]:
+        return [tag for tag in tags if await self.contents(tag) is not None]
 
     async def latest(self) -> str:
         """The tag that it names."""
@@ -205,6 +210,70 @@ def test_a_start_that_is_cut_off_is_finished_by_the_next() -> None:
         return struck
 
     assert every_crash_point(scenario, SEEDS) > 20 * len(SEEDS)
+
+
+TAGS = ("step17", "step18", "step19")
+
+
+@pytest.mark.parametrize("how", ["power cut", "killed"])
+@pytest.mark.parametrize("who", ["a start", "a writer"])
+def test_checkpoints_appear_in_the_order_of_their_saves(who: str, how: str) -> None:
+    """Y5: wherever it is cut off, what is there are the oldest, and `latest` names the last of them."""
+    kill = None if how == "power cut" else lambda disk, _: disk.kill("shower")
+    assert every_crash_point(appearing(who), range(2), kill, stride=5) > 20
+
+
+@pytest.mark.parametrize("who", ["a start", "a writer"])
+def test_without_turns_they_appear_in_another_order(who: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def at_once(*_: object) -> None: ...
+
+    def newest_first(found: Iterable[Any]) -> list[Any]:
+        return sorted(found, key=lambda checkpoint: checkpoint.outcome.order, reverse=True)
+
+    monkeypatch.setattr(Queue, "_turn", at_once)
+    monkeypatch.setattr(showing, "_in_order", newest_first)
+    with pytest.raises(AssertionError, match="not the oldest"):
+        every_crash_point(appearing(who), range(2), stride=5)
+
+
+def appearing(who: str) -> Callable[[Crash], Coroutine[Any, Any, bool]]:
+    """Three commits are shown, by a start, or by their writer, which learns of the newest first."""
+
+    async def scenario(crash: Crash) -> bool:
+        world = World()
+        outcomes = [await world.committed(tag, epoch, NEW) for epoch, tag in enumerate(TAGS, 1)]
+        store, disk = world.store("shower")
+        work = showing.mend(store) if who == "a start" else _shown_by_a_writer(store, outcomes)
+        struck = await world.struck(crash, disk.process.spawn(work))
+        seen = await world.visible(TAGS)
+        assert tuple(seen) == TAGS[: len(seen)], f"not the oldest: {seen}"
+        latest = (await world.contents("") or {}).get("latest", b"").decode()
+        assert latest in ({TAGS[-1]} if not struck else {"", *seen}), f"latest names {latest} where there are {seen}"
+        await world.started()
+        assert (await world.visible(TAGS), await world.latest()) == ([*TAGS], TAGS[-1])
+        return struck
+
+    return scenario
+
+
+async def _shown_by_a_writer(store: PosixStore, outcomes: list[Outcome]) -> None:
+    queue = Queue(store)
+    infos = [_info(number, outcome) for number, outcome in enumerate(outcomes)]
+    for info in infos:
+        queue.expect(info)
+
+    async def decided(info: AttemptInfo, outcome: Outcome) -> None:
+        await queue.show(info, outcome)
+        queue.end(info)
+
+    # As tasks of this very process, which a crash ends.
+    await asyncio.gather(*(decided(*pair) for pair in reversed(list(zip(infos, outcomes, strict=True)))))
+
+
+def _info(number: int, outcome: Outcome) -> AttemptInfo:
+    attempt = AttemptId.parse(outcome.attempt)
+    assert attempt is not None
+    return AttemptInfo(tag=outcome.tag, attempt=attempt, rank=0, world_size=1, step=1, n=number)
 
 
 @pytest.mark.parametrize(("exchanges", "clones"), [(True, False), (False, False), (True, True)])

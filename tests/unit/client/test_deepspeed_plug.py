@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -128,3 +129,16 @@ def test_what_an_engine_has_loaded_from_is_taken_up(plug: Plug, tmp_path: Path, 
     plug.load_checkpoint(str(tmp_path))
     plug.save_checkpoint(str(tmp_path))
     assert checkpointer._saver._state.tidier.keeps_before == 0
+
+
+def test_a_directory_that_somebody_removed_is_said_to_be_removed(
+    plug: Plug, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for tag in "ab":
+        plug.save_checkpoint(str(tmp_path), tag=tag)
+        plug.wait(60)
+    shutil.rmtree(tmp_path / "b")
+    assert plug.load_checkpoint(str(tmp_path))[1] == "a"
+    assert "b/00000001-0 in " in caplog.text
+    assert "was removed" in caplog.text
+    assert "damaged" not in caplog.text

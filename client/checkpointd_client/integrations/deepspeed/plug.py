@@ -29,6 +29,7 @@ from checkpointd.pipeline.catalog import Checkpoint
 from checkpointd_client.checkpointer import Checkpointer
 from checkpointd_client.handle import SaveHandle
 from checkpointd_client.integrations.deepspeed.engine import CheckpointdEngine, mount_fault, steps_elsewhere
+from checkpointd_client.integrations.deepspeed.removed import without_removed
 from checkpointd_client.integrations.deepspeed.sharing import borrow, give_back
 from checkpointd_client.ranks import broadcast_from_coordinator, find_ranks
 
@@ -357,7 +358,7 @@ class Plug:
     def _candidates(self, checkpointer: Checkpointer, load_dir: str, tag: str | None) -> list[tuple[str, Checkpoint | None]]:
         """What may be loaded, as rank 0 sees it, newest first; None where this rank does not see it."""
         folder = Place.of(load_dir, "any" if tag is None else str(tag), self._root)
-        known, fault = self._known(checkpointer)
+        known, fault = without_removed(checkpointer, self.engine.global_rank, load_dir, *self._known(checkpointer))
         beside = [c for c in known.values() if os.path.dirname(c.outcome.shown_at) == os.path.dirname(folder.at)]
         found = [c for c in beside if (c.outcome.save_latest if tag is None else c.outcome.shown_at == folder.at)]
         if tag is None and self._is_of_others(load_dir, beside):
