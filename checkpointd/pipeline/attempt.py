@@ -32,7 +32,7 @@ from checkpointd.pipeline.publish import Ballot, PlanCheck, missing_ranks, outco
 from checkpointd.pipeline.rates import Rates
 from checkpointd.pipeline.readback import Reader, checkpoint_of
 from checkpointd.pipeline.reports import code_of, error_of
-from checkpointd.pipeline.save import VoteUncertain, drop_shard, drop_unless_named, is_own, persist, vote_no
+from checkpointd.pipeline.save import VoteUncertain, drop_shard, drop_unfinished, drop_unless_named, is_own, persist, vote_no
 from checkpointd.pipeline.shard import COORDINATOR, AttemptInfo, Progress, Shard
 from checkpointd.pipeline.showing import Queue
 from checkpointd.pipeline.tidying import Tidier
@@ -177,6 +177,8 @@ class Attempt:
         await work
         if outcome.outcome == "abort":
             await self._drop(drop_shard)
+            if self.info.rank == COORDINATOR:
+                await self._drop(drop_unfinished)
         elif self.info.handed and not self._own_vote_stands:
             await self._drop(drop_unless_named)
 

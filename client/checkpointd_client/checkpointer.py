@@ -234,10 +234,12 @@ class Checkpointer(DeepSpeedCalls, FileCalls):
         request = asked(step, tag, save_latest, metrics, exclude_frozen_parameters=exclude_frozen_parameters)
         return self._saver.save(request, state, client_state)
 
-    def refuse(self, step: int, error: CheckpointdError, *, tag: str, save_latest: bool = True) -> SaveHandle:
+    def refuse(
+        self, step: int, error: CheckpointdError, *, tag: str, save_latest: bool = True, unfinished: str = ""
+    ) -> SaveHandle:
         """Vote no on the save that the other ranks begin now, because of `error`: nobody waits for this rank in vain."""
         self._check_open("save")
-        return self._saver.refuse(asked(step, tag, save_latest), error)
+        return self._saver.refuse(asked(step, tag, save_latest, unfinished=unfinished), error)
 
     def meet(self, said: str, doing: str) -> dict[int, str]:
         """What every rank says, by rank, when all of them are `doing` the same; DeadlineError names those that do not come."""

@@ -18,7 +18,7 @@ import torch
 
 from checkpointd.cli import run
 from checkpointd.commit.retention import Retention
-from checkpointd.errors import CheckpointdError, StateError, StoreError, UsageError
+from checkpointd.errors import AbortedError, CheckpointdError, StateError, StoreError, UsageError
 from checkpointd.pipeline import catalog, showing
 from checkpointd.pipeline.catalog import AttemptView
 from checkpointd.pipeline.retire import retire
@@ -441,3 +441,21 @@ def test_a_directory_is_of_one_layout(tmp_path: Path) -> None:
     for root in (files / ".checkpointd", states):
         with Checkpointer(root) as ckpt:
             assert [found.tag for found in ckpt.list()] == ["global_step1"]
+
+
+def test_what_others_filled_appears_with_the_files_or_goes(ckpt: Checkpointer) -> None:
+    for step in (8, 9):
+        given = ckpt.fill(f"checkpoint-{step}")
+        Path(given.path).mkdir(parents=True)
+        (Path(given.path) / "state.json").write_text("mine")
+        named = {"tag": f"c{step}--s", "unfinished": given.name}
+        if step == 8:
+            ckpt.save_files(step, example(), at="checkpoint-8/s", **named).wait(60)
+        else:
+            with pytest.raises(AbortedError, match="it was not written"):
+                ckpt.refuse(step, StoreError("it was not written"), **named).wait(60)
+        assert not Path(given.path).parent.exists(), "its place, before it has its name"
+    assert sorted(os.listdir(beside(ckpt))) == [".checkpointd", "checkpoint-8"]
+    assert sorted(os.listdir(beside(ckpt) / "checkpoint-8")) == ["latest", "s", "state.json"]
+    assert torch.load(beside(ckpt) / "checkpoint-8" / "s" / "mp_rank_00_model_states.pt")["lr"] == 0.1
+    assert ckpt.removed() == frozenset()

@@ -29,6 +29,7 @@ from checkpointd.pipeline.catalog import Checkpoint
 from checkpointd_client.checkpointer import Checkpointer
 from checkpointd_client.handle import SaveHandle
 from checkpointd_client.integrations.deepspeed.engine import CheckpointdEngine, mount_fault, steps_elsewhere
+from checkpointd_client.integrations.deepspeed.filling import Filled
 from checkpointd_client.integrations.deepspeed.removed import without_removed
 from checkpointd_client.integrations.deepspeed.sharing import borrow, give_back
 from checkpointd_client.ranks import broadcast_from_coordinator, find_ranks
@@ -119,12 +120,14 @@ def first_says(question: Callable[[], bool]) -> bool:
 def install(**options: Any) -> None:
     """Attach every engine that deepspeed.initialize makes from here on: for those who do not call it themselves.
 
-    `options` are those of `attach`. Hugging Face's Trainer and Accelerate learn that a save is not yet a checkpoint.
+    `options` are those of `attach`. Hugging Face's Trainer and Accelerate learn that a save is not yet a checkpoint. UsageError
+    for layout "checkpointd", whose checkpoints they do not find.
     """
     import deepspeed
 
-    from checkpointd_client.integrations.deepspeed.trainers import teach, watch
+    from checkpointd_client.integrations.deepspeed.trainers import check_layout, teach, watch
 
+    check_layout(options.get("layout"))
     teach()
     original = deepspeed.initialize
     if hasattr(original, "checkpointd"):
@@ -133,9 +136,10 @@ def install(**options: Any) -> None:
     @functools.wraps(original)
     def initialize(*args: Any, **kwargs: Any) -> Any:
         made = original(*args, **kwargs)
-        attach(made[0], **options)
+        check_layout(_settings_of(made[0]).get("layout"))
+        plug = attach(made[0], **options)
         teach()  # what was imported meanwhile
-        watch(made[0])
+        watch(made[0], plug)
         return made
 
     initialize.checkpointd = attach  # type: ignore[attr-defined]  # says that it is installed
@@ -197,6 +201,8 @@ class Plug:
         self._checkpointers: dict[str, Checkpointer] = {}
         self._went_on_from: str | None = None
         self._engine = CheckpointdEngine(self.settle)
+        self.filled: Filled | None = None
+        """What the next save_checkpoint belongs to, where others fill its directory."""
 
     def connect(self) -> None:
         """Take the place of the engine's own methods."""
@@ -266,23 +272,26 @@ class Plug:
         checkpointer = self._checkpointer(Place.of(save_dir, tag, self._root).root)
         said = {"save_dir": os.path.abspath(save_dir), "step": step}
         tag = self._one_of(self._meet(checkpointer, "save_checkpoint()", said, tag))
-        place = Place.of(save_dir, tag, self._root)
+        place, unfinished = Place.of(save_dir, tag, self._root), "" if self.filled is None else self.filled.name
         try:
-            files, fault = self._collected(save_dir, tag, client, save_latest, exclude_frozen_parameters)
-            fault = fault or mount_fault(self._store_of(place.root), save_dir)
+            folder = save_dir if self.filled is None else self.filled.path
+            files, fault = self._collected(folder, tag, client, save_latest, exclude_frozen_parameters)
+            fault = fault or (self.filled and self.filled.fault) or mount_fault(self._store_of(place.root), folder)
             stepped = self._stepped()
         except BaseException as error:
             told = (
                 error if isinstance(error, CheckpointdError) else StagingError(f"DeepSpeed's save_checkpoint failed: {error!r}")
             )
-            self.handle = checkpointer.refuse(step, told, tag=place.tag, save_latest=save_latest)
+            self.handle = checkpointer.refuse(step, told, tag=place.tag, save_latest=save_latest, unfinished=unfinished)
             self.handle.observed = True
             raise
         if fault is not None:
-            self.handle = checkpointer.refuse(step, StoreError(fault), tag=place.tag, save_latest=save_latest)
+            self.handle = checkpointer.refuse(
+                step, StoreError(fault), tag=place.tag, save_latest=save_latest, unfinished=unfinished
+            )
         else:
             self.handle = checkpointer.save_files(
-                step, files, tag=place.tag, at=place.at, save_latest=save_latest, stepped=stepped
+                step, files, tag=place.tag, at=place.at, save_latest=save_latest, stepped=stepped, unfinished=unfinished
             )
         return True
 
