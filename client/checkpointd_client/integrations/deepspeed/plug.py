@@ -136,7 +136,7 @@ def install(**options: Any) -> None:
     @functools.wraps(original)
     def initialize(*args: Any, **kwargs: Any) -> Any:
         made = original(*args, **kwargs)
-        check_layout(_settings_of(made[0]).get("layout"))
+        check_layout(options.get("layout") or _settings_of(made[0]).get("layout"))
         plug = attach(made[0], **options)
         teach()  # what was imported meanwhile
         watch(made[0], plug)
