@@ -68,9 +68,19 @@ def serve() -> None:
         deepspeed.accelerator.get_accelerator().create_op_builder(name).load()
     system = os.environ[SYSTEM]
     if system != "stock":
-        from checkpointd_client.integrations.deepspeed import install
+        deepspeed.initialize = _attaching(deepspeed.initialize, json.loads(system))
 
-        install(**json.loads(system))
+
+def _attaching(initialize: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+    from checkpointd_client.integrations.deepspeed import attach
+
+    @functools.wraps(initialize)
+    def attached(*args: Any, **kwargs: Any) -> Any:
+        made = initialize(*args, **kwargs)
+        attach(made[0], **options)
+        return made
+
+    return attached
 
 
 def _waited_for(start: Callable[..., Any]) -> Callable[..., Any]:

@@ -32,7 +32,8 @@ def command(places: tuple[str, ...], record: bool, as_json: bool) -> int:
     """Read checkpoint TAG, or all at ROOT, from the storage itself, and check every byte along the chain of digests.
 
     Lists every damage with its object, tensor and rank, and ends with code 5 where there is any. What cannot be read now is
-    shown as unreadable, which is no proof of damage: code 6 where there is nothing worse. TAG may be `latest`.
+    shown as unreadable, which is no proof of damage: code 6 where there is nothing worse. A checkpoint whose directory somebody
+    removed is shown as removed. TAG may be `latest`.
     """
     root, tag = root_and_maybe_tag(places, "verify")
     found = ask(root, lambda store: _verify(store, tag, record=record))

@@ -69,9 +69,12 @@ def _place_fault(votes: Mapping[int, Vote]) -> str | None:
     """Why the files of all ranks cannot be shown in one directory."""
     first = min(votes)
     other = next((rank for rank in sorted(votes) if votes[rank].shown_at != votes[first].shown_at), None)
+    if other is not None:
+        return f"rank {first} stored files for {votes[first].shown_at!r}, and rank {other} for {votes[other].shown_at!r}"
+    other = next((rank for rank in sorted(votes) if votes[rank].unfinished != votes[first].unfinished), None)
     if other is None:
         return None
-    return f"rank {first} stored files for {votes[first].shown_at!r}, and rank {other} for {votes[other].shown_at!r}"
+    return f"rank {first} filled the directory {votes[first].unfinished!r}, and rank {other} {votes[other].unfinished!r}"
 
 
 def _other_step(steps: Mapping[int, int]) -> Decision:

@@ -29,6 +29,7 @@ from checkpointd.daemon.memory import Account, SlotMemory
 from checkpointd.daemon.settings import commit_config, persist_config
 from checkpointd.daemon.tier import Kept
 from checkpointd.errors import ERRORS, CheckpointdError, ClosedError, NotFoundError, StagingError, UsageError
+from checkpointd.layout.files import check_unfinished
 from checkpointd.layout.keys import AttemptId, check_tag
 from checkpointd.layout.manifest import ErrorReport
 from checkpointd.pipeline.attempt import WriterState
@@ -316,6 +317,7 @@ class Session:
             metrics=finite(message.metrics),
             hand=message.hand,
             handed=True,
+            unfinished=message.unfinished and check_unfinished(message.unfinished),
         )
         state.tidier.keeps_before = message.keeps_before
         key: JobKey = (record.root, self._nonce, info.tag, str(info.attempt), info.rank)

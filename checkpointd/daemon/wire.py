@@ -187,6 +187,8 @@ class Save(_Message, frozen=True, kw_only=True, tag="save"):
     metrics: Annotated[dict[_Name, float], Meta(max_length=METRICS_MAX)] = {}
     keeps_before: _Count = 0
     """Of older epochs than this, no checkpoint goes: the job has not loaded, and was not told to start afresh."""
+    unfinished: Annotated[str, Meta(max_length=32)] = ""
+    """The directory that was filled for the save: it goes if the save aborts."""
 
 
 class Announced(_Message, frozen=True, kw_only=True, tag="announced"):

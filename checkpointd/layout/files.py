@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from checkpointd.errors import FormatError
-from checkpointd.layout.keys import FILES_MAX
+from checkpointd.layout.keys import FILES_MAX, AttemptId
 from checkpointd.layout.tree import File, Files
 
 SUM_BYTES = 4
@@ -40,6 +40,13 @@ def check_place(at: str) -> str:
     if fault:
         raise FormatError(f"{at!r} cannot be the directory of a checkpoint: {fault}")
     return at
+
+
+def check_unfinished(name: str) -> str:
+    """Return `name` if a directory can be filled under it, else raise FormatError."""
+    if AttemptId.parse(name) is None:
+        raise FormatError(f"{name!r} cannot be the name of a directory that is being filled: it is no <epoch>-<number>")
+    return name
 
 
 def check_files(files: Files) -> None:

@@ -216,6 +216,8 @@ class Vote(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpoi
     """The names of this rank's files, by number, where it stores files; None where it stores a state."""
     shown_at: str = ""
     """The directory that is to show them, relative to the one in which the root lies."""
+    unfinished: str = ""
+    """Where the directory above that one was filled, if it was: it gets its name when the files are shown."""
     error: ErrorReport | None = None
     writer: Writer
 
@@ -246,6 +248,7 @@ class Outcome(_Object, frozen=True, kw_only=True, tag_field="format", tag="check
     files: int = 0
     """How many files all ranks together store; 0 where they store a state."""
     shown_at: str = ""
+    unfinished: str = ""
     error: ErrorReport | None = None
     ranks: tuple[int, ...] = ()
     decided_by: int
@@ -341,7 +344,19 @@ def encode(obj: SmallObject) -> bytes:
     return head + digest(data).encode() + tail
 
 
-_LATER = ("spares", "commit_timeout_s", "job", "metrics", "kept", "trained", "stale", "shown_at", "objects", "uncached")
+_LATER = (
+    "spares",
+    "commit_timeout_s",
+    "job",
+    "metrics",
+    "kept",
+    "trained",
+    "stale",
+    "shown_at",
+    "unfinished",
+    "objects",
+    "uncached",
+)
 """Keys that were not there at first: left out where they say nothing."""
 _FILES = "files"
 """Left out where it is None or 0: an empty one in a vote says that the rank has no file beside ranks that have."""

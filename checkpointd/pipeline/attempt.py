@@ -33,9 +33,9 @@ from checkpointd.pipeline.publish import Ballot, PlanCheck, missing_ranks, outco
 from checkpointd.pipeline.rates import Rates
 from checkpointd.pipeline.readback import Reader, checkpoint_of
 from checkpointd.pipeline.reports import code_of, error_of
-from checkpointd.pipeline.save import VoteUncertain, drop_shard, drop_unless_named, is_own, persist, vote_no
+from checkpointd.pipeline.save import VoteUncertain, drop_shard, drop_unfinished, drop_unless_named, is_own, persist, vote_no
 from checkpointd.pipeline.shard import COORDINATOR, AttemptInfo, Progress, Shard
-from checkpointd.pipeline.showing import show
+from checkpointd.pipeline.showing import Queue
 from checkpointd.pipeline.tidying import Tidier
 from checkpointd.pipeline.unchanged import Base, Bases
 from checkpointd.pipeline.workers import Stopped, answered, unless
@@ -65,10 +65,12 @@ class WriterState:
     plans: PlanCheck = field(init=False)
     bases: Bases = field(init=False)
     tidier: Tidier = field(init=False)
+    showing: Queue = field(init=False)
     reader: Reader = field(init=False)
 
     def __post_init__(self) -> None:
         self.tidier = Tidier(self.store, self.commit)
+        self.showing = Queue(self.store)
         self.plans = PlanCheck(self.store)
         self.bases = Bases(self.store)
         self.reader = Reader(self.store, self.bases.forget)
@@ -145,11 +147,13 @@ class Attempt:
 
     async def _run_tidily(self, staged: Awaitable[Shard]) -> None:
         """Run it, and remove what it made dead weight (G5)."""
-        tidier = self._state.tidier
+        tidier, showing = self._state.tidier, self._state.showing
         tidier.expect(self.info)
+        showing.expect(self.info)
         try:
             await self._run(staged)
         finally:
+            showing.end(self.info)
             tidier.end(self.info)
         if self.info.rank == COORDINATOR and self.outcome is not None:
             await tidier.tidy(self.info)
@@ -174,6 +178,8 @@ class Attempt:
         await work
         if outcome.outcome == "abort":
             await self._drop(drop_shard)
+            if self.info.rank == COORDINATOR:
+                await self._drop(drop_unfinished)
         elif self.info.handed and not self._own_vote_stands:
             await self._drop(drop_unless_named)
 
@@ -449,9 +455,16 @@ class Attempt:
         """See that its files, if it has any, are shown before anybody hears that it is committed (Y3)."""
         try:
             # The coordinator shows them; whoever waits in vain does it, too.
-            await show(self._store, outcome, wait_s=0.0 if self.info.rank == COORDINATOR else SHOW_S)
+            wait_s = 0.0 if self.info.rank == COORDINATOR else SHOW_S
+            await self._state.showing.show(self.info, outcome, wait_s=wait_s)
         except CheckpointdError as error:
-            log.error("%s: committed, but its files cannot be shown: %s; the next start shows them", self.info.prefix, error)
+            log.error(
+                "%s: committed, but its files cannot be shown: %s; the next save tries again, or the next start",
+                self.info.prefix,
+                error,
+            )
+        finally:
+            self._state.showing.end(self.info)
 
     async def _point(self, outcome: Outcome) -> None:
         if outcome.outcome != "commit" or not outcome.save_latest:

@@ -31,6 +31,22 @@ async def move_latest(store: Store, tag: str, order: Order, *, is_start: bool = 
         ) from error
 
 
+async def move_latest_away(store: Store, tag: str) -> str | None:
+    """Where `latest` names `tag`, which was removed, let it name the newest checkpoint that is left; without any, it goes.
+    The tag that it names now, if it was moved.
+    """
+    try:
+        if await catalog.latest(store) != tag:
+            return None
+    except DamagedError:
+        return None
+    left = next((c for c in await catalog.checkpoints(store) if c.outcome.save_latest), None)
+    if left is None:
+        await store.delete(LATEST)
+        return None
+    return left.tag if await move_latest(store, left.tag, left.outcome.order) else None
+
+
 async def _move(store: Store, tag: str, order: Order, *, is_start: bool) -> bool:
     while True:
         current = await _content(store)

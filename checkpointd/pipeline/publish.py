@@ -156,6 +156,7 @@ def outcome_of(
         stale=counted is not None and is_stale(counted),
         files=sum(len(vote.files or ()) for vote in (counted or {}).values() if vote is not None),
         shown_at="" if first is None else first.shown_at,
+        unfinished="" if first is None else first.unfinished,
         error=decision.error,
         ranks=decision.ranks,
         decided_by=decided_by,

@@ -72,7 +72,7 @@ async def recover(store: Store, epoch: int, spares: Collection[str] = ()) -> Rec
             done.strays = await store.sweep()
         if newest is not None and await move_latest(store, newest.tag, newest.outcome.order, is_start=True):
             done.latest_moved_to = newest.tag
-        await mend(store)
+        await mend(store, 0 if spared else epoch)
     except StoreError as error:
         log.error("recovery at %s is not complete: %s; the next start goes on with it", store.url, error)
     _report(done)

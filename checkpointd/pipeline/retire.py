@@ -17,6 +17,7 @@ from checkpointd.layout.manifest import Outcome
 from checkpointd.pipeline import catalog, epochs
 from checkpointd.pipeline.catalog import AttemptView
 from checkpointd.pipeline.collect import Removal, collect
+from checkpointd.pipeline.pointer import move_latest_away
 from checkpointd.pipeline.showing import abandoned
 from checkpointd.store.base import Store
 
@@ -39,6 +40,8 @@ async def retire(store: Store, views: Sequence[AttemptView], rules: Retention, *
     lost = {facts for facts, _ in [*going, *deleted]}
     staying = catalog.commits_of(view for view in views if view.facts not in lost)
     removed = await collect(store, [view.facts for view in views], going, deleted=deleted, staying=staying)
+    for facts, _ in deleted:
+        await move_latest_away(store, facts.tag)
     return Retired(removed, choice, [v.facts for v in views if v.state == "in-doubt" and v.facts.bulk])
 
 

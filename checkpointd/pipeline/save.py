@@ -44,7 +44,7 @@ from checkpointd.pipeline.chunks import ENCODED_PART, RAW_PART, Persist, write_c
 from checkpointd.pipeline.files import write_files
 from checkpointd.pipeline.identity import writer
 from checkpointd.pipeline.rates import KnownPlan
-from checkpointd.pipeline.shard import AttemptInfo
+from checkpointd.pipeline.shard import COORDINATOR, AttemptInfo
 from checkpointd.pipeline.unchanged import damaged, lost, referred, trained
 from checkpointd.store.base import Store
 
@@ -104,6 +104,8 @@ async def _damaged(job: Persist, index: Index) -> str | None:
 async def _written(job: Persist, plan: KnownPlan) -> _Stored:
     info, files = job.info, files_of(job.shard.tree)
     index = await (write_chunks(job) if files is None else write_files(job, files))
+    if info.unfinished and info.rank == COORDINATOR and job.store.plain_files is not None:
+        await job.store.plain_files.unfinished.settle(info.unfinished)  # all ranks had filled it when this save began
     fault = cover_fault(plan.plan, index)
     if fault:
         raise CheckpointdError(f"the index of rank {info.rank} is wrong: {fault}; this is a defect, please report it")
@@ -166,6 +168,7 @@ async def _vote_yes(job: Persist, stored: _Stored, plan_digest: str) -> Vote:
         trained=trained(index, job.base),
         files=None if files is None else tuple(file.name for file in files.files),
         shown_at="" if files is None else files.at,
+        unfinished=info.unfinished,
         writer=writer(),
     )
     try:
@@ -233,6 +236,11 @@ async def vote_no(store: Store, info: AttemptInfo, error: ErrorReport) -> bool:
     vote names is not ours to drop (P4).
     """
     key = info.key(vote_name(info.rank))
+    if not info.handed:
+        try:
+            await drop_unfinished(store, info)
+        except CheckpointdError as refused:
+            log.warning("%s: what was filled beside it stays for now: %s", info.prefix, refused)
     if await store.stat(key) is None:
         await drop_shard(store, info)
     elif info.handed:
@@ -261,6 +269,12 @@ async def drop_shard(store: Store, info: AttemptInfo) -> None:
     own = [name for name in files if (object_rank(name), object_hand(name)) == (info.rank, info.hand)]
     for name in (index_name(info.rank, info.hand), *parts, *own):
         await store.delete(info.key(name))
+
+
+async def drop_unfinished(store: Store, info: AttemptInfo) -> None:
+    """Remove the directory that was filled for an attempt that will not be, or was not, committed."""
+    if info.unfinished and store.plain_files is not None:
+        await store.plain_files.unfinished.discard(info.unfinished)
 
 
 async def drop_unless_named(store: Store, info: AttemptInfo) -> None:

@@ -48,6 +48,8 @@ class AttemptInfo:
     """What the user says of the checkpoint, for retention to choose by: finite numbers by name."""
     hand: int = 0
     handed: bool = False
+    unfinished: str = ""
+    """The directory that was filled for this save, and gets its name when its files are shown: see `store/unfinished.py`."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.hand < HANDS_MAX:

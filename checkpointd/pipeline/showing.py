@@ -8,6 +8,11 @@ Invariants
   Y4  What is hidden was removed: its mark is durable before its files go. Who removes a directory removes the checkpoint, also
       where it is the one in which the checkpoint was to be shown: that one is never made again. A directory that one look does
       not find is not removed by that: it may be about to be replaced, or a file server may lag behind.
+  Y5  Checkpoints appear in the order of their saves. One writer shows a commit when its earlier attempts are decided, and those
+      of them that committed are shown; a start shows the oldest first. One that was removed before it was shown, or whose
+      directory shows a newer one, never appears. One that cannot be shown now does not hold up the later ones.
+  Y6  A directory that other programs fill beside a save (`store/unfinished.py`) has no name before the save is committed and
+      everything is in it. Where the save aborts, it goes; what a crash has left goes with the next start.
 """
 
 from __future__ import annotations
@@ -16,13 +21,14 @@ import asyncio
 import logging
 import os
 import re
-from collections.abc import AsyncIterator, Collection
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Collection, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 from checkpointd.config import ABSENCE_S
 from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, StoreError
-from checkpointd.layout.files import check_place
+from checkpointd.layout.files import check_place, check_unfinished
 from checkpointd.layout.keys import (
+    DELETED,
     OUTCOME,
     SERVICE,
     SHOWN,
@@ -35,6 +41,8 @@ from checkpointd.layout.keys import (
 )
 from checkpointd.layout.manifest import Outcome, Shown, decode, encode
 from checkpointd.pipeline import catalog
+from checkpointd.pipeline.catalog import AttemptView, Checkpoint
+from checkpointd.pipeline.shard import AttemptInfo
 from checkpointd.store.base import Store
 from checkpointd.store.patient import Patience
 from checkpointd.store.plain import PlainFiles
@@ -66,14 +74,61 @@ async def show(store: Store, outcome: Outcome, *, wait_s: float = 0.0) -> None:
             await asyncio.sleep(LOOK_S)
             continue
         async with _alone(store, plain):
+            if await _is_removed(store, outcome):
+                log.info("%s/%s was removed before it was shown", outcome.tag, outcome.attempt)
+                return
             if not await _is_shown(store, outcome):
                 await _show(store, plain, outcome)
+
+
+class Queue:
+    """The attempts of one writer, in the order of their saves: each is shown in its turn (Y5). For one loop."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._undecided: dict[str, tuple[int, asyncio.Event]] = {}
+        """Those whose turn is not over, by prefix: the number of the save, and what says that it is over."""
+        self._late: list[Outcome] = []
+        """Commits that could not be shown, oldest first: tried again when the next one is shown."""
+
+    def expect(self, info: AttemptInfo) -> None:
+        """A save has begun. Its turn lasts until `end`, which must be called whatever becomes of it."""
+        self._undecided[info.prefix] = info.n, asyncio.Event()
+
+    def end(self, info: AttemptInfo) -> None:
+        """The attempt will not be shown by its writer, or has been."""
+        _, over = self._undecided.pop(info.prefix, (0, asyncio.Event()))
+        over.set()
+
+    async def show(self, info: AttemptInfo, outcome: Outcome, *, wait_s: float = 0.0) -> None:
+        """`show` in the turn of the attempt; StoreError where its own files cannot be shown, which are tried again later."""
+        if outcome.outcome != "commit" or not outcome.shown_at:
+            return
+        await self._turn(info)
+        late, self._late = self._late, []
+        for older in late:
+            with suppress(CheckpointdError):  # said when it failed first; the next start tries again
+                await show(self._store, older)
+        try:
+            await show(self._store, outcome, wait_s=wait_s)
+        except CheckpointdError:
+            self._late.append(outcome)
+            raise
+
+    async def _turn(self, info: AttemptInfo) -> None:
+        """Return when every earlier save has had its turn."""
+        for number, over in list(self._undecided.values()):
+            if number < info.n:
+                await over.wait()
 
 
 async def _show(store: Store, plain: PlainFiles, outcome: Outcome) -> None:
     at, files = check_place(outcome.shown_at), await files_of(store, outcome)
     folder = os.path.dirname(at)
-    if folder and not await plain.is_there(folder):
+    if await _is_filled(plain, outcome, folder):
+        latest = os.path.basename(at) if outcome.save_latest else None
+        await plain.reveal(outcome.unfinished, at, files, latest, is_stale_name)
+    elif folder and not await plain.is_there(folder):
         log.warning("%s is not shown: %s has been removed meanwhile, and the checkpoint goes with it", outcome.tag, folder)
     else:
         await plain.show(at, files, is_stale_name)
@@ -86,6 +141,17 @@ async def _show(store: Store, plain: PlainFiles, outcome: Outcome) -> None:
         files=tuple(sorted(files)),
     )
     await store.put(shown_key(at), encode(record))
+    if outcome.unfinished:
+        await plain.unfinished.discard(outcome.unfinished)
+
+
+async def _is_filled(plain: PlainFiles, outcome: Outcome, folder: str) -> bool:
+    """Whether the directory above the files was filled elsewhere, and lies there still (Y6)."""
+    if not outcome.unfinished:
+        return False
+    name = check_unfinished(outcome.unfinished)
+    # What somebody has removed is not made again, here the directory in which it was to be.
+    return await plain.unfinished.is_there(name, folder) and await plain.is_there(os.path.dirname(folder))
 
 
 async def unseen_of(store: Store, outcome: Outcome) -> str | None:
@@ -223,23 +289,49 @@ async def _is_gone(plain: PlainFiles, at: str) -> bool:
     return False
 
 
-async def mend(store: Store) -> None:
-    """Show what is committed and not shown, hide what was removed: what a start does. What fails is left for the next one."""
-    if store.plain_files is None:
+async def mend(store: Store, before: int = 0) -> None:
+    """Show what is committed and not shown, hide what was removed: what a start does. What fails is left for the next one.
+
+    `before`: of older epochs than this nobody fills a directory any more, so that those which are left go (Y6).
+    """
+    plain = store.plain_files
+    if plain is None:
         return
     try:
-        async with _alone(store, store.plain_files):
-            await store.plain_files.finish()
+        async with _alone(store, plain):
+            await plain.finish()
     except StoreError as error:
         log.error("what showing files has left behind cannot be put back: %s; the next start tries again", error)
     views = await catalog.scan(store)
-    for checkpoint in catalog.checkpoints_of(views):
+    for checkpoint in _in_order(catalog.checkpoints_of(views)):
         try:
             await show(store, checkpoint.outcome)
         except CheckpointdError as error:
             log.error("%s is committed, and cannot be shown: %s", checkpoint.prefix, error)
     # Those with a mark alone (Y4): what cannot be read now, or has been committed meanwhile, is none of them.
     await hide(store, {view.prefix for view in views if view.state == "deleted"})
+    await _drop_unfinished(store, plain, views, before)
+
+
+async def _drop_unfinished(store: Store, plain: PlainFiles, views: Iterable[AttemptView], before: int) -> None:
+    """Remove directories that were filled for saves of epochs before `before` which will never be shown, or are."""
+    names = await plain.unfinished.names()
+    if not names:
+        return
+    committed = [view.outcome for view in views if view.outcome is not None and view.state == "committed"]
+    needed = {outcome.unfinished for outcome in committed if outcome.unfinished and not await _is_shown(store, outcome)}
+    unsure = {view.attempt.epoch for view in views if view.state not in ("committed", "aborted", "deleted")}
+    for name in names:
+        filled_for = AttemptId.parse(name)
+        if filled_for is None or filled_for.epoch >= before or filled_for.epoch in unsure or name in needed:
+            continue
+        log.info("%s was filled for a save that did not commit, and goes", name)
+        await plain.unfinished.discard(name)
+
+
+def _in_order(found: Iterable[Checkpoint]) -> list[Checkpoint]:
+    """The order in which they appear (Y5)."""
+    return sorted(found, key=lambda checkpoint: checkpoint.outcome.order)
 
 
 @asynccontextmanager
@@ -265,6 +357,11 @@ def _plain(store: Store) -> PlainFiles:
 async def _is_shown(store: Store, outcome: Outcome) -> bool:
     record = await _record(store, outcome.shown_at)
     return record is not None and record.order >= outcome.order
+
+
+async def _is_removed(store: Store, outcome: Outcome) -> bool:
+    """Whether it has the mark of what is removed: its objects may be gone."""
+    return any(entry.name == DELETED for entry in await store.list(f"{outcome.tag}/{outcome.attempt}"))
 
 
 async def _is_of(store: Store, outcome: Outcome) -> bool:

@@ -8,6 +8,7 @@ from checkpointd.errors import UsageError
 
 SERVICE = ".checkpointd"
 TEMPORARY = f"{SERVICE}/tmp"
+UNFINISHED = f"{SERVICE}/unfinished"
 LOCK = f"{SERVICE}/lock"
 _SURROGATE = re.compile("[\\ud800-\\udfff]")
 
@@ -31,8 +32,9 @@ def is_key(text: str) -> bool:
 
 
 def _is_internal(key: str) -> bool:
-    """Whether `key` is a temporary file or the lock."""
-    return key in {TEMPORARY, LOCK} or key.startswith((f"{TEMPORARY}/", f"{LOCK}/"))
+    """Whether `key` is a temporary file, the lock, or lies in a directory that is being filled."""
+    own = (TEMPORARY, UNFINISHED, LOCK)
+    return key in own or key.startswith(tuple(f"{name}/" for name in own))
 
 
 def _fault(key: str) -> str | None:

@@ -30,6 +30,7 @@ from checkpointd.errors import StoreError
 from checkpointd.store.disk import Child
 from checkpointd.store.names import SERVICE, TEMPORARY
 from checkpointd.store.rooted import Root
+from checkpointd.store.unfinished import UnfinishedDirectories
 
 log = logging.getLogger("checkpointd")
 
@@ -37,6 +38,7 @@ _LATEST_BYTES_MAX = 4096
 _JOURNAL_BYTES_MAX = 64 * 1024 * 1024
 _COMPARED_BYTES = 4 * 1024 * 1024
 
+_LATEST = "latest"
 _JOURNAL, _BUILT = "journal", "built"
 _ASIDE = "aside"
 """Where the old directory goes on a file system that cannot exchange two names."""
@@ -70,6 +72,7 @@ class PlainFiles:
         self._beside = os.path.dirname(root.path)
         self._temporary = f"{root.path}/{TEMPORARY}"
         self._count = itertools.count()
+        self.unfinished = UnfinishedDirectories(root)
         self._clones = True
         """Whether the file system clones files, as far as was tried."""
 
@@ -100,6 +103,37 @@ class PlainFiles:
                 if there is not None or not await self._put(place, target):
                     await self._exchange(place, target)
                 await self._settle(place, stale)
+
+    async def reveal(
+        self, name: str, at: str, files: Mapping[str, str], latest: str | None, stale: Callable[[str], bool]
+    ) -> None:
+        """Let the directory above `at` appear, whole, by one rename (W1): with what was filled as `name` in it, with `files` in
+        `at`, and with a file `latest`, if that is given. Where there is such a directory already, what was filled goes into it
+        first, file by file, each in the place of what had its name.
+        """
+        folder, shown = os.path.split(at)
+        filled, target = self.unfinished.path(name, folder), f"{self._beside}/{folder}"
+        await self.finish()
+        async with self._root.guard("showing", folder):
+            if await self._there(target) is not None:
+                await self.unfinished.merge(filled, target, leave={shown, _LATEST})
+            else:
+                await self.unfinished.remove(f"{filled}/{shown}")  # an earlier try's
+                await self._disk.make_directory(f"{filled}/{shown}")
+                for file, key in files.items():
+                    await self._give(f"{self._root.path}/{key}", f"{filled}/{shown}/{file}")
+                if latest is not None:
+                    async with self._root.temporary(latest.encode()) as temporary:
+                        await self._disk.rename(temporary, f"{filled}/{_LATEST}")
+                await self.unfinished.sync(filled)
+                await self._disk.rename(filled, target)
+                # The name that it had first: it must not come back beside the new one, and be removed with what it holds.
+                await self._disk.sync_directory(os.path.dirname(filled))
+                await self._sync_above(target)
+                return
+        await self.show(at, files, stale)
+        if latest is not None:
+            await self.point(folder, latest)
 
     async def hide(self, at: str, files: Collection[str]) -> None:
         """Let nothing of `files` be in the directory `at`, which goes where nothing else is in it."""

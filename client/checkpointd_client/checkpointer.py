@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Collection, Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -24,9 +24,8 @@ from checkpointd.commands import start_sidecar
 from checkpointd.commit.decide import OnStale
 from checkpointd.commit.retention import Retention
 from checkpointd.config import ABSENCE_S, MIB, TIMEOUT_S_MAX, CommitConfig, LoadConfig, PersistConfig, check_job
-from checkpointd.errors import CheckpointdError, ClosedError, FormatError, StoreError, UsageError, WaitTimeoutError
-from checkpointd.layout.files import check_names, check_place
-from checkpointd.layout.keys import SERVICE, check_tag
+from checkpointd.errors import CheckpointdError, ClosedError, StoreError, UsageError, WaitTimeoutError
+from checkpointd.layout.keys import check_tag
 from checkpointd.pipeline import catalog
 from checkpointd.pipeline.attempt import WriterState
 from checkpointd.pipeline.candidates import listed, note_tag_passed_over
@@ -38,6 +37,7 @@ from checkpointd_client.arena import Arena
 from checkpointd_client.calls import DeepSpeedCalls
 from checkpointd_client.choosing import Chooser
 from checkpointd_client.examining import Examination, Nobody, Taker
+from checkpointd_client.file_calls import FileCalls
 from checkpointd_client.handle import SaveHandle
 from checkpointd_client.lifetime import at_exit, check_apart, claim_root
 from checkpointd_client.loading import Loaded, Loader, call_patiently, leave_record
@@ -58,7 +58,7 @@ log = logging.getLogger("checkpointd")
 SIDECAR_PATIENCE_S = 30.0
 
 
-class Checkpointer(DeepSpeedCalls):
+class Checkpointer(DeepSpeedCalls, FileCalls):
     """Saves and loads the state of one training job below `root`. Make it on every rank, after init_process_group.
 
     Sizes are in bytes, times in seconds.
@@ -232,42 +232,12 @@ class Checkpointer(DeepSpeedCalls):
         request = asked(step, tag, save_latest, metrics, exclude_frozen_parameters=exclude_frozen_parameters)
         return self._saver.save(request, state, client_state)
 
-    def save_files(
-        self,
-        step: int,
-        files: Mapping[str, object],
-        *,
-        tag: str | None = None,
-        at: str | None = None,
-        save_latest: bool = True,
-        stepped: Collection[int] = (),
-        metrics: Mapping[str, float] | None = None,
+    def refuse(
+        self, step: int, error: CheckpointdError, *, tag: str, save_latest: bool = True, unfinished: str = ""
     ) -> SaveHandle:
-        """Snapshot the objects in `files`, by file name, and return. The root must be a directory `.checkpointd`. Once the
-        save has committed, the directory `at` beside the root holds these files as torch.save writes them, uncompressed. `at`
-        is a relative path, by default the tag. Its parent directory must exist; removing the parent removes the checkpoint.
-
-        Call it on every rank, each with its own file names, or with none. `stepped`: addresses of storages that only optimizer
-        steps change; all others are copied before this returns. Raises as `save` does.
-        """
-        self._check_open("save")
-        request = asked(step, tag, save_latest, metrics)
-        if self._store.plain_files is None:
-            raise UsageError(
-                f"files are shown beside the root, which must be a directory named {SERVICE}: {self._store.url} is not"
-            )
-        at = request.tag if at is None else at
-        try:
-            check_place(at)
-            check_names(files.keys())
-        except FormatError as error:
-            raise UsageError(str(error)) from error
-        return self._saver.save_files(request, at, files, stepped)
-
-    def refuse(self, step: int, error: CheckpointdError, *, tag: str, save_latest: bool = True) -> SaveHandle:
         """Vote no on the save that the other ranks begin now, because of `error`: nobody waits for this rank in vain."""
         self._check_open("save")
-        return self._saver.refuse(asked(step, tag, save_latest), error)
+        return self._saver.refuse(asked(step, tag, save_latest, unfinished=unfinished), error)
 
     def meet(self, said: str, doing: str) -> dict[int, str]:
         """What every rank says, by rank, when all of them are `doing` the same; DeadlineError names those that do not come."""

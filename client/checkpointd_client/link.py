@@ -443,4 +443,5 @@ def _save(number: int, job: Job, hand: int, left_s: float, keeps_before: int) ->
         left_s=left_s,
         metrics=dict(info.metrics),
         keeps_before=keeps_before,
+        unfinished=info.unfinished,
     )

@@ -8,6 +8,7 @@ Invariants
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -66,6 +67,7 @@ class Request:
     save_latest: bool
     exclude_frozen_parameters: bool
     metrics: tuple[tuple[str, float], ...] = ()
+    unfinished: str = ""
 
 
 def asked(
@@ -75,13 +77,14 @@ def asked(
     metrics: Mapping[str, float] | None = None,
     *,
     exclude_frozen_parameters: bool = False,
+    unfinished: str = "",
 ) -> Request:
     """What a user asks for; UsageError naming the argument that cannot be. `tag`: None is global_step<step>."""
     check_step(step)
     tag = check_tag(default_tag(step) if tag is None else tag)
     arguments.flag("save_latest", save_latest)
     arguments.flag("exclude_frozen_parameters", exclude_frozen_parameters)
-    return Request(tag, step, save_latest, exclude_frozen_parameters, check_metrics(metrics))
+    return Request(tag, step, save_latest, exclude_frozen_parameters, check_metrics(metrics), unfinished)
 
 
 def check_step(step: int) -> None:
@@ -143,6 +146,8 @@ class Saver:
         self._running: set[Future[None]] = set()
         self._saves_of_tag: Counter[str] = Counter()
         self._saves = 0
+        self.fillings = itertools.count()
+        """Numbers of the directories that are filled beside saves: the same on every rank, as these are saved on all."""
         self._prewarming: threading.Thread | None = None
         self._has_prewarmed_another = False
         self._said: set[str] = set()
@@ -242,6 +247,7 @@ class Saver:
             save_latest=request.save_latest,
             metrics=request.metrics,
             handed=self._handed,
+            unfinished=request.unfinished,
         )
         self._saves_of_tag[request.tag] += 1
         self._saves += 1

@@ -149,6 +149,7 @@ def _save(source: random.Random) -> wire.Save:
         save_latest=source.random() < 0.5,
         hand=source.choice((0, 0, 1, 999)),
         left_s=source.choice((1.0, 1.0, 0.0, 1e-9)),
+        unfinished=source.choice(("", "", "00000001-0", "..", "../..", "a/b")),
     )
 
 

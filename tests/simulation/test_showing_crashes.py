@@ -1,12 +1,13 @@
 """Plain files beside a store, at every crash point: what a directory shows is whole, and the next start finishes the work.
 
-`store/plain.py` (W1 to W3) and `pipeline/showing.py` (Y1 to Y3), which docs/ORDERING.md has in words.
+`store/plain.py` (W1 to W3) and `pipeline/showing.py` (Y1 to Y3, Y5), which docs/ORDERING.md has in words.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -15,8 +16,11 @@ from checkpointd.layout.keys import OUTCOME, AttemptId, attempt_prefix, file_nam
 from checkpointd.layout.manifest import IndexRef, Outcome, Vote, VoteRef, digest, encode
 from checkpointd.pipeline import showing
 from checkpointd.pipeline.identity import writer
+from checkpointd.pipeline.shard import AttemptInfo
+from checkpointd.pipeline.showing import Queue
 from checkpointd.store.plain import PlainFiles
 from checkpointd.store.posix import PosixStore
+from checkpointd.store.unfinished import UnfinishedDirectories
 from checkpointd.testing.crashpoints import Crash, every_crash_point
 from checkpointd.testing.simdisk import ProcessDisk, SimDisk
 
@@ -43,10 +47,10 @@ class World:
         alive = self.disk.alive
         return PosixStore(f"{BESIDE}/.checkpointd", disk, writer=name, is_alive=lambda one: one in alive()), disk
 
-    async def committed(self, tag: str, epoch: int, files: dict[str, bytes]) -> Outcome:
+    async def committed(self, tag: str, epoch: int, files: dict[str, bytes], **more: str) -> Outcome:
         """The attempt of a save of `files`, committed and not shown."""
         store, disk = self.store("saver")
-        outcome: Outcome = await disk.process.spawn(_commit(store, tag, epoch, files))
+        outcome: Outcome = await disk.process.spawn(_commit(store, tag, epoch, files, **more))
         self.disk.kill("saver")
         self.disk.fs.make_all_durable()
         return outcome
@@ -65,10 +69,10 @@ class World:
             self.disk.power_cut()
         return struck
 
-    async def started(self) -> None:
+    async def started(self, epoch: int = 0) -> None:
         """What a start does."""
         store, disk = self.store("next")
-        await disk.process.spawn(showing.mend(store))
+        await disk.process.spawn(showing.mend(store, epoch))
         self.disk.kill("next")
 
     async def contents(self, at: str) -> dict[str, bytes] | None:
@@ -94,11 +98,41 @@ class World:
             f"{FOLDER}/{n}": data for n, data in below.items()
         }
 
+    async def visible(self, tags: Iterable[str]) -> list[str]:
+        return [tag for tag in tags if await self.contents(tag) is not None]
+
+    async def whole_step(self) -> bool | None:
+        """Whether `checkpoint-8` holds all that belongs to it; None where it is not there."""
+        beside, deep = await self.contents("checkpoint-8"), await self.contents("checkpoint-8/deep") or {}
+        if beside is None:
+            return None
+        written = beside | {f"deep/{name}": data for name, data in deep.items()}
+        own = await self.contents("checkpoint-8/step8") == NEW and beside.get("latest") == b"step8"
+        return own and all(written.get(name) == data for name, data in BESIDE_IT.items())
+
     async def latest(self) -> str:
         """The tag that it names."""
         found = await self.contents("")
         assert found is not None
         return found["latest"].decode()
+
+    async def filled(self, name: str, files: dict[str, bytes]) -> None:
+        """What some other program has written beside a save."""
+        store, disk = self.store("filler")
+        path = store.plain_files.unfinished.path(name, "checkpoint-8")
+
+        async def fill() -> None:
+            for at in [BESIDE, f"{BESIDE}/.checkpointd", *_above(path, f"{BESIDE}/.checkpointd"), f"{path}/deep"]:
+                with suppress(FileExistsError):
+                    await disk.make_directory(at)
+            for one, data in files.items():
+                file = await disk.create(f"{path}/{one}")
+                await file.write_at(0, data)
+                await file.close()
+            await store.plain_files.unfinished.settle(name)  # as a save does before it votes
+
+        await disk.process.spawn(fill())
+        self.disk.kill("filler")
 
     async def put_own(self, at: str) -> None:
         """A file of the user's in a directory that is shown, and a directory with another one."""
@@ -116,7 +150,15 @@ class World:
         self.disk.fs.make_all_durable()
 
 
-async def _commit(store: PosixStore, tag: str, epoch: int, files: dict[str, bytes]) -> Outcome:
+def _above(path: str, below: str) -> list[str]:
+    """`path` and the directories above it that lie below `below`, from the top."""
+    names = path.removeprefix(f"{below}/").split("/")
+    return ["/".join([below, *names[: number + 1]]) for number in range(len(names))]
+
+
+async def _commit(
+    store: PosixStore, tag: str, epoch: int, files: dict[str, bytes], at: str = "", unfinished: str = ""
+) -> Outcome:
     attempt = AttemptId(epoch, 0)
     prefix, said = attempt_prefix(tag, attempt), {"tag": tag, "attempt": str(attempt), "step": 1, "world_size": 1}
     for number, data in enumerate(files.values()):
@@ -130,7 +172,8 @@ async def _commit(store: PosixStore, tag: str, epoch: int, files: dict[str, byte
             vote="yes",
             index=IndexRef(name=index_name(0), size=1, digest=digest(b"")),
             files=tuple(files),
-            shown_at=tag,
+            shown_at=at or tag,
+            unfinished=unfinished,
             writer=writer(),
         )
     )
@@ -142,7 +185,8 @@ async def _commit(store: PosixStore, tag: str, epoch: int, files: dict[str, byte
         save_latest=True,
         votes={"0": VoteRef(digest=digest(vote), size=len(vote))},
         files=len(files),
-        shown_at=tag,
+        shown_at=at or tag,
+        unfinished=unfinished,
         decided_by=0,
         writer=writer(),
     )
@@ -205,6 +249,117 @@ def test_a_start_that_is_cut_off_is_finished_by_the_next() -> None:
         return struck
 
     assert every_crash_point(scenario, SEEDS) > 20 * len(SEEDS)
+
+
+BESIDE_IT = {"model.safetensors": b"weights" * 400, "deep/config.json": b"{}"}
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+@pytest.mark.parametrize("how", ["power cut", "killed"])
+def test_what_others_filled_appears_whole_with_the_files(how: str, is_there: bool) -> None:
+    """Y6, U1, U2: or, where the directory was there before, it is whole after the next start."""
+    kill = None if how == "power cut" else lambda disk, _: disk.kill("shower")
+    assert every_crash_point(revealing(is_there=is_there), range(2), kill, stride=7) > 10
+
+
+@pytest.mark.parametrize("mutation", ["sync", "_is_filled"])
+def test_without_care_what_others_filled_appears_in_part(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def nothing(*_: object) -> bool:
+        return False
+
+    monkeypatch.setattr(UnfinishedDirectories if mutation == "sync" else showing, mutation, nothing)
+    with pytest.raises(AssertionError):
+        every_crash_point(revealing(is_there=False), range(2), stride=3)
+
+
+def revealing(*, is_there: bool) -> Callable[[Crash], Coroutine[Any, Any, bool]]:
+    """A save in `checkpoint-8`, beside whose files others have written theirs; it `is_there` from an earlier save, or not."""
+
+    async def scenario(crash: Crash) -> bool:
+        world = World()
+        place = {"at": "checkpoint-8/step8", "unfinished": "00000002-0"}
+        if is_there:
+            await world.filled("00000001-0", {"model.safetensors": b"old", "mine.txt": b"mine"})
+            await world.shown(await world.committed("c8--step8", 1, OLD, at=place["at"], unfinished="00000001-0"))
+        await world.filled("00000002-1", {"half": b"of one that was killed"})
+        await world.filled(place["unfinished"], BESIDE_IT)
+        outcome = await world.committed("c8--step8", 2, NEW, **place)
+        store, disk = world.store("shower")
+        struck = await world.struck(crash, disk.process.spawn(showing.show(store, outcome)))
+        if not is_there:
+            assert await world.whole_step() in ([True] if not struck else [None, True])
+        await world.started(epoch=3)
+        assert await world.whole_step()
+        if is_there:
+            assert (await world.contents("checkpoint-8") or {})["mine.txt"] == b"mine"
+        assert not [line for line in world.disk.fs.dump() if "unfinished/0" in line], "left-overs"
+        return struck
+
+    return scenario
+
+
+TAGS = ("step17", "step18", "step19")
+
+
+@pytest.mark.parametrize("how", ["power cut", "killed"])
+@pytest.mark.parametrize("who", ["a start", "a writer"])
+def test_checkpoints_appear_in_the_order_of_their_saves(who: str, how: str) -> None:
+    """Y5: wherever it is cut off, what is there are the oldest, and `latest` names the last of them."""
+    kill = None if how == "power cut" else lambda disk, _: disk.kill("shower")
+    assert every_crash_point(appearing(who), range(2), kill, stride=5) > 20
+
+
+@pytest.mark.parametrize("who", ["a start", "a writer"])
+def test_without_turns_they_appear_in_another_order(who: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def at_once(*_: object) -> None: ...
+
+    def newest_first(found: Iterable[Any]) -> list[Any]:
+        return sorted(found, key=lambda checkpoint: checkpoint.outcome.order, reverse=True)
+
+    monkeypatch.setattr(Queue, "_turn", at_once)
+    monkeypatch.setattr(showing, "_in_order", newest_first)
+    with pytest.raises(AssertionError, match="not the oldest"):
+        every_crash_point(appearing(who), range(2), stride=5)
+
+
+def appearing(who: str) -> Callable[[Crash], Coroutine[Any, Any, bool]]:
+    """Three commits are shown, by a start, or by their writer, which learns of the newest first."""
+
+    async def scenario(crash: Crash) -> bool:
+        world = World()
+        outcomes = [await world.committed(tag, epoch, NEW) for epoch, tag in enumerate(TAGS, 1)]
+        store, disk = world.store("shower")
+        work = showing.mend(store) if who == "a start" else _shown_by_a_writer(store, outcomes)
+        struck = await world.struck(crash, disk.process.spawn(work))
+        seen = await world.visible(TAGS)
+        assert tuple(seen) == TAGS[: len(seen)], f"not the oldest: {seen}"
+        latest = (await world.contents("") or {}).get("latest", b"").decode()
+        assert latest in ({TAGS[-1]} if not struck else {"", *seen}), f"latest names {latest} where there are {seen}"
+        await world.started()
+        assert (await world.visible(TAGS), await world.latest()) == ([*TAGS], TAGS[-1])
+        return struck
+
+    return scenario
+
+
+async def _shown_by_a_writer(store: PosixStore, outcomes: list[Outcome]) -> None:
+    queue = Queue(store)
+    infos = [_info(number, outcome) for number, outcome in enumerate(outcomes)]
+    for info in infos:
+        queue.expect(info)
+
+    async def decided(info: AttemptInfo, outcome: Outcome) -> None:
+        await queue.show(info, outcome)
+        queue.end(info)
+
+    # As tasks of this very process, which a crash ends.
+    await asyncio.gather(*(decided(*pair) for pair in reversed(list(zip(infos, outcomes, strict=True)))))
+
+
+def _info(number: int, outcome: Outcome) -> AttemptInfo:
+    attempt = AttemptId.parse(outcome.attempt)
+    assert attempt is not None
+    return AttemptInfo(tag=outcome.tag, attempt=attempt, rank=0, world_size=1, step=1, n=number)
 
 
 @pytest.mark.parametrize(("exchanges", "clones"), [(True, False), (False, False), (True, True)])

@@ -9,11 +9,10 @@ import msgspec
 from checkpointd.commands import command
 from checkpointd.commit.retention import Dead, Retention
 from checkpointd.errors import DamagedError, NotFoundError, UsageError
-from checkpointd.layout.keys import LATEST
 from checkpointd.pipeline import catalog
 from checkpointd.pipeline.catalog import AttemptView
 from checkpointd.pipeline.collect import Removal, collect, survey
-from checkpointd.pipeline.pointer import move_latest
+from checkpointd.pipeline.pointer import move_latest_away
 from checkpointd.pipeline.retire import chosen_by
 from checkpointd.store.base import Store
 
@@ -75,7 +74,7 @@ async def deletion(store: Store, tag: str, *, force: bool, dry_run: bool) -> Col
         if v.tag == tag and v.state == "committed" and v.prefix != found.prefix
     ]
     report = await _done(store, [v for v in views if v.tag == tag], deleted=deleted, dry_run=dry_run)
-    moved = None if dry_run else await _move_away(store, tag)
+    moved = None if dry_run else await move_latest_away(store, tag)
     own = {f"{view.prefix}/" for view in views if view.tag == tag}
     needed_by = tuple(c.tag for c in checkpoints if c.tag != tag and any(_holder(key) in own for key in c.outcome.refers or ()))
     return msgspec.structs.replace(report, latest_moved_to=moved, needed_by=needed_by)
@@ -93,20 +92,6 @@ async def _indispensable(store: Store, tag: str, newest_first: Sequence[str]) ->
     except DamagedError:
         pass  # the next start repairs it
     return "the newest checkpoint" if newest_first[:1] == [tag] else None
-
-
-async def _move_away(store: Store, tag: str) -> str | None:
-    """Let `latest` name the newest checkpoint that is left, if it names `tag`; without any, the pointer goes."""
-    try:
-        if await catalog.latest(store) != tag:
-            return None
-    except DamagedError:
-        return None
-    left = next((c for c in await catalog.checkpoints(store) if c.outcome.save_latest), None)
-    if left is None:
-        await store.delete(LATEST)
-        return None
-    return left.tag if await move_latest(store, left.tag, left.outcome.order) else None
 
 
 async def _done(

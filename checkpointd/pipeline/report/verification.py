@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -9,23 +10,27 @@ from typing import Literal
 import msgspec
 
 from checkpointd.config import LoadConfig
-from checkpointd.errors import DamagedError, UnreadableError
+from checkpointd.errors import DamagedError, StoreError, UnreadableError
 from checkpointd.layout.keys import LATEST, OUTCOME
 from checkpointd.pipeline import catalog
 from checkpointd.pipeline.catalog import AttemptView, Checkpoint
 from checkpointd.pipeline.report.pointer import Pointer, pointer
 from checkpointd.pipeline.report.ranks import rank_words, votes_of
 from checkpointd.pipeline.report.wholeness import Lost, Wholeness
+from checkpointd.pipeline.showing import abandoned
 from checkpointd.pipeline.verify import Damage, record_verdict, verify, verify_proved
 from checkpointd.store.base import Store
+
+log = logging.getLogger("checkpointd")
 
 PATIENCE = LoadConfig(retry_s=3.0)
 """What cannot be read is tried again for a moment only: a person waits for the answer."""
 
 
 class TagVerdict(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of one checkpoint. `removed`: it was replaced and collected while it was read. `unreadable`: nothing was
-    found damaged, and something could not be read, so nobody knows whether it is whole.
+    """What became of one checkpoint. `removed`: it was replaced and collected while it was read, or somebody removed the
+    directory that showed its files. `unreadable`: nothing was found damaged, and something could not be read, so nobody knows
+    whether it is whole.
     """
 
     tag: str
@@ -104,11 +109,27 @@ async def verified(
 ) -> list[TagVerdict]:
     """Read all of `todo` from the storage itself, one checkpoint after the other; `record`: leave the verdict in each."""
     verdicts = []
+    gone = await _abandoned(store)
     for task in todo:
         on_task(task)
-        verdicts.append(await _verdict(store, task, config or PATIENCE, on_bytes, record=record))
+        if task.checkpoint is not None and task.view.prefix in gone:
+            verdicts.append(_removed(task.view))
+        else:
+            verdicts.append(await _verdict(store, task, config or PATIENCE, on_bytes, record=record))
         on_verdict(verdicts[-1])
     return verdicts
+
+
+async def _abandoned(store: Store) -> set[str]:
+    try:
+        return await abandoned(store)
+    except StoreError as error:  # as where the root may only be read
+        log.warning("whether directories of checkpoints were removed cannot be told: %s", error)
+        return set()
+
+
+def _removed(view: AttemptView) -> TagVerdict:
+    return TagVerdict(tag=view.tag, attempt=str(view.attempt), state="removed", bytes_read=0)
 
 
 async def _verdict(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -204,3 +205,16 @@ def test_a_flipped_bit_is_found_before_anything_reaches_the_engine(loading: Plug
     with pytest.raises(DamagedError, match="damaged"):
         loading.load_checkpoint(str(tmp_path), "two")
     assert not loading.engine.loaded
+
+
+def test_a_directory_that_somebody_removed_is_said_to_be_removed(
+    plug: Plug, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for tag in "ab":
+        plug.save_checkpoint(str(tmp_path), tag=tag)
+        plug.wait(60)
+    shutil.rmtree(tmp_path / "b")
+    assert plug.load_checkpoint(str(tmp_path))[1] == "a"
+    assert "b/00000001-0 in " in caplog.text
+    assert "was removed" in caplog.text
+    assert "damaged" not in caplog.text

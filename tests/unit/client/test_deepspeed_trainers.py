@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-import os
+import errno
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("deepspeed", reason="needs deepspeed: pip install checkpointd[deepspeed]")
 
-from checkpointd.errors import NotFoundError
+from checkpointd.errors import NotFoundError, UsageError
 from checkpointd.pipeline.shard import Progress
 from checkpointd_client.handle import Phase, SaveHandle
+from checkpointd_client.integrations.deepspeed import install
+from checkpointd_client.integrations.deepspeed.filling import Filled, Filling, current
 from checkpointd_client.integrations.deepspeed.plug import own_root
-from checkpointd_client.integrations.deepspeed.trainers import Rotation, Saves, _last, _loading_state, watch
+from checkpointd_client.integrations.deepspeed.trainers import Rotation, Saves, _loading_state, keep_newest, watch
 
 
-def by_age(output_dir: str, save_total_limit: int, **_: object) -> None:
-    """As transformers does it: the oldest go, by the age of their directories."""
-    found = sorted(Path(output_dir).glob("checkpoint-*"), key=os.path.getmtime)
+def by_number(output_dir: str, save_total_limit: int) -> None:
+    """As transformers does it: of what is there, the oldest go."""
+    found = sorted(Path(output_dir).glob("checkpoint-*"), key=lambda path: int(path.name[11:]))
     for path in found[:-save_total_limit]:
         shutil.rmtree(path)
 
@@ -28,30 +31,22 @@ def by_age(output_dir: str, save_total_limit: int, **_: object) -> None:
 class Run:
     def __init__(self, folder: Path) -> None:
         self.folder, self.saves = folder, Saves()
-        self.rotate = Rotation(by_age, self.saves)
+        self.rotate = Rotation(by_number)
         self.saves.add_rotation(self.rotate)
-        self._now = 1_000_000
 
     def save(self, step: int, limit: int = 1) -> Callable[[Phase], None]:
         """Save as the Trainer does, and rotate; what it gives ends the save."""
         directory = self.folder / f"checkpoint-{step}"
-        directory.mkdir()
-        self.touch(directory)
         handle = SaveHandle(f"global_step{step}", "00000001-0", step, Progress())
         self.saves.add(str(directory), handle)
         self.rotate(str(self.folder), limit)
 
         def end(phase: Phase) -> None:
             if phase is Phase.COMMITTED:
-                (directory / f"global_step{step}").mkdir()
-                self.touch(directory)
+                directory.mkdir()
             handle.advance(phase)
 
         return end
-
-    def touch(self, path: Path) -> None:
-        self._now += 10
-        os.utime(path, (self._now, self._now))
 
     @property
     def left(self) -> list[int]:
@@ -66,7 +61,7 @@ def run(tmp_path: Path) -> Run:
 def test_the_last_checkpoint_goes_when_a_newer_one_has_committed_and_not_before(run: Run) -> None:
     run.save(10)(Phase.COMMITTED)
     end = run.save(20)
-    assert run.left == [10, 20]
+    assert run.left == [10]
     end(Phase.COMMITTED)
     assert run.left == [20]
 
@@ -74,38 +69,56 @@ def test_the_last_checkpoint_goes_when_a_newer_one_has_committed_and_not_before(
 def test_what_fails_takes_no_checkpoint_with_it(run: Run) -> None:
     run.save(10)(Phase.COMMITTED)
     run.save(20)(Phase.FAILED)
-    assert run.left == [10, 20]
+    assert run.left == [10]
+    assert run.saves.has_failed(str(run.folder / "checkpoint-20"))
     run.save(30)(Phase.COMMITTED)
-    assert 30 in run.left
-    assert 10 not in run.left
+    assert run.left == [30]
+    assert not run.saves.has_failed(str(run.folder / "checkpoint-30"))
 
 
-def test_a_directory_that_is_only_just_made_takes_none_with_it(run: Run) -> None:
-    end = run.save(10)
-    (run.folder / "checkpoint-20").mkdir()  # the Trainer writes the model before it saves
-    end(Phase.COMMITTED)
-    assert run.left == [10, 20]
+def test_accelerates_rotation_goes_by_numbers(tmp_path: Path) -> None:
+    for name in ("checkpoint_9", "checkpoint_10", "checkpoint_11", "checkpoint_best", "other"):
+        (tmp_path / name).mkdir()
+    keep_newest(str(tmp_path), 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint_10", "checkpoint_11", "checkpoint_best", "other"]
 
 
-def test_where_nothing_is_saved_by_engines_all_directories_count(run: Run) -> None:
-    for step in (10, 20, 30):
-        (run.folder / f"checkpoint-{step}").mkdir()
-        run.touch(run.folder / f"checkpoint-{step}")
-    run.rotate(str(run.folder), 2)
-    assert run.left == [20, 30]
+@pytest.mark.parametrize(
+    ("error", "is_its_own"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), True),
+        (RuntimeError("[enforce fail at inline_container.cc:672] . PytorchStreamWriter failed writing file data/0"), True),
+        (RuntimeError("I/O error: No space left on device (os error 28)"), True),
+        (TypeError("Object of type Path is not JSON serializable"), False),
+    ],
+)
+def test_what_the_storage_refuses_fails_the_save_alone(tmp_path: Path, error: Exception, is_its_own: bool) -> None:
+    filling = Filling(str(tmp_path / "checkpoint-1"), Filled("00000001-0", str(tmp_path / "elsewhere" / "checkpoint-1")))
+
+    def fill() -> None:
+        with filling.active():
+            assert current() is filling
+            with filling.keeping():
+                raise error
+
+    if is_its_own:
+        fill()
+        assert str(error) in str(filling.filled.fault)
+    else:
+        with pytest.raises(type(error)):
+            fill()
+        assert not (tmp_path / "elsewhere").exists(), "what was filled goes with whoever filled it"
+    assert current() is None
 
 
-def test_the_newest_is_the_newest_that_committed(tmp_path: Path) -> None:
-    for step in (5, 40, 300):
-        (tmp_path / f"checkpoint-{step}").mkdir()
-    last = _last(lambda _: "whatever it says")
-    assert last(str(tmp_path)) == "whatever it says"
-    for step in (5, 40):
-        (tmp_path / f"checkpoint-{step}" / f"global_step{step}").mkdir()
-    assert last(str(tmp_path)) == str(tmp_path / "checkpoint-40")
+def test_the_other_layout_is_refused_with_the_reason() -> None:
+    with pytest.raises(UsageError, match="checkpoint-N directories that hold DeepSpeed's files"):
+        install(layout="checkpointd")
 
 
 def test_accelerate_is_told_of_a_missing_checkpoint_by_an_error_and_others_as_deepspeed_tells_it() -> None:
+    plug: Any = None  # nothing is saved here
+
     class Engine:
         def save_checkpoint(self, save_dir: str) -> None: ...
 
@@ -113,11 +126,11 @@ def test_accelerate_is_told_of_a_missing_checkpoint_by_an_error_and_others_as_de
             return (load_dir, {}) if load_dir == "there" else (None, None)
 
     engine = Engine()
-    watch(engine)
-    load_state = _loading_state(engine.load_checkpoint)
+    watch(engine, plug)
+    load_state = _loading_state(lambda _accelerator, input_dir: engine.load_checkpoint(input_dir))
     with pytest.raises(NotFoundError, match="no checkpoint was committed in elsewhere"):
-        load_state("elsewhere")
-    assert load_state("there") == ("there", {})
+        load_state(None, "elsewhere")
+    assert load_state(None, "there") == ("there", {})
     assert engine.load_checkpoint("elsewhere") == (None, None)
 
 

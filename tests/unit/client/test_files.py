@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import errno
+import json
 import os
 import shutil
 import zipfile
@@ -16,9 +17,11 @@ import pytest
 import torch
 
 from checkpointd.cli import run
-from checkpointd.errors import CheckpointdError, StateError, StoreError, UsageError
+from checkpointd.commit.retention import Retention
+from checkpointd.errors import AbortedError, CheckpointdError, StateError, StoreError, UsageError
 from checkpointd.pipeline import catalog, showing
 from checkpointd.pipeline.catalog import AttemptView
+from checkpointd.pipeline.retire import retire
 from checkpointd.store.base import Store
 from checkpointd.store.disk import Child
 from checkpointd.store.names import TEMPORARY
@@ -336,6 +339,46 @@ def test_what_is_not_where_it_is_to_be_shown_is_not_whole(ckpt: Checkpointer, mo
     assert "has been removed" in ckpt.damage(found, [0])[0]
 
 
+def test_a_directory_that_somebody_removed_is_removed_and_not_damaged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / ".checkpointd"
+    with Checkpointer(root) as ckpt:
+        for tag in ("one", "two"):
+            save(ckpt, example(), tag=tag)
+        assert ckpt.removed() == frozenset()
+    shutil.rmtree(tmp_path / "two")
+    capsys.readouterr()
+    assert run(["verify", str(root), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert [(one["tag"], one["state"]) for one in found] == [("two", "removed"), ("one", "whole")]
+    with Checkpointer(root) as ckpt:
+        (newest, _) = ckpt.list()
+        assert ckpt.removed() == {newest.prefix}
+
+        async def retired() -> None:
+            await retire(ckpt._store, await catalog.scan(ckpt._store), Retention())
+
+        ckpt._writer.call(retired(), 60)
+        assert ([one.tag for one in ckpt.list()], ckpt.latest()) == (["one"], "one")
+    assert run(["verify", str(root)]) == 0
+
+
+def test_one_that_cannot_be_shown_is_shown_before_the_next(ckpt: Checkpointer, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown, real = [], PlainFiles.show
+
+    async def failing_once(plain: PlainFiles, at: str, *arguments: Any) -> None:
+        shown.append(at)
+        if shown == ["one"]:
+            raise StoreError("no space is left for a directory")
+        await real(plain, at, *arguments)
+
+    monkeypatch.setattr(PlainFiles, "show", failing_once)
+    for tag in ("one", "two"):
+        ckpt.save_files(1, example(), tag=tag).wait(60)
+    assert shown == ["one", "one", "two"]
+
+
 def test_a_latest_that_names_what_others_saved_stays(ckpt: Checkpointer) -> None:
     beside(ckpt).mkdir(exist_ok=True)
     (beside(ckpt) / "latest").write_text("theirs")
@@ -403,3 +446,21 @@ def test_a_directory_is_of_one_layout(tmp_path: Path) -> None:
     for root in (files / ".checkpointd", states):
         with Checkpointer(root) as ckpt:
             assert [found.tag for found in ckpt.list()] == ["global_step1"]
+
+
+def test_what_others_filled_appears_with_the_files_or_goes(ckpt: Checkpointer) -> None:
+    for step in (8, 9):
+        given = ckpt.fill(f"checkpoint-{step}")
+        Path(given.path).mkdir(parents=True)
+        (Path(given.path) / "state.json").write_text("mine")
+        named = {"tag": f"c{step}--s", "unfinished": given.name}
+        if step == 8:
+            ckpt.save_files(step, example(), at="checkpoint-8/s", **named).wait(60)
+        else:
+            with pytest.raises(AbortedError, match="it was not written"):
+                ckpt.refuse(step, StoreError("it was not written"), **named).wait(60)
+        assert not Path(given.path).parent.exists(), "its place, before it has its name"
+    assert sorted(os.listdir(beside(ckpt))) == [".checkpointd", "checkpoint-8"]
+    assert sorted(os.listdir(beside(ckpt) / "checkpoint-8")) == ["latest", "s", "state.json"]
+    assert torch.load(beside(ckpt) / "checkpoint-8" / "s" / "mp_rank_00_model_states.pt")["lr"] == 0.1
+    assert ckpt.removed() == frozenset()

@@ -192,3 +192,19 @@ async def test_what_has_no_name_to_go_back_to_stays_and_is_named(
     assert await plain_of(store).finish() == 1
     assert (tmp_path / "shown" / "notes" / "old").read_bytes() == b"mine"
     assert not place.exists()
+
+
+async def test_what_was_filled_goes_and_what_a_link_leads_to_stays(store: Store, tmp_path: Path) -> None:
+    unfinished, theirs = plain_of(store).unfinished, tmp_path / "theirs"
+    place = Path(unfinished.path("00000001-0", "checkpoint-8"))
+    for folder in (place / "deep", theirs):
+        folder.mkdir(parents=True)
+        (folder / "file").write_text("x")
+    place.parent.with_name("00000001-1").symlink_to(theirs)
+    assert await unfinished.names() == ["00000001-0"]
+    assert await unfinished.is_there("00000001-0", "checkpoint-8")
+    assert not await unfinished.is_there("00000001-0", "checkpoint-9")
+    for name in ("00000001-0", "00000001-1", "00000001-2"):
+        await unfinished.discard(name)
+    assert not place.parent.exists()
+    assert (theirs / "file").exists()

@@ -40,6 +40,7 @@ from checkpointd_client.files import check_saveable
 from checkpointd_client.handle import SaveHandle
 from checkpointd_client.integrations.deepspeed.directories import missing_fault
 from checkpointd_client.integrations.deepspeed.engine import CheckpointdEngine, mount_fault, steps_elsewhere
+from checkpointd_client.integrations.deepspeed.filling import Filled
 from checkpointd_client.integrations.deepspeed.reading import Reading
 from checkpointd_client.integrations.deepspeed.search import Search
 from checkpointd_client.integrations.deepspeed.sharing import borrow, give_back
@@ -125,12 +126,14 @@ def _copies_files(engine: Any) -> bool:
 def install(**options: Any) -> None:
     """Attach every engine that deepspeed.initialize makes from here on: for those who do not call it themselves.
 
-    `options` are those of `attach`. Hugging Face's Trainer and Accelerate learn that a save is not yet a checkpoint.
+    `options` are those of `attach`. Hugging Face's Trainer and Accelerate learn that a save is not yet a checkpoint. UsageError
+    for layout "checkpointd", whose checkpoints they do not find.
     """
     import deepspeed
 
-    from checkpointd_client.integrations.deepspeed.trainers import teach, watch
+    from checkpointd_client.integrations.deepspeed.trainers import check_layout, teach, watch
 
+    check_layout(options.get("layout"))
     teach()
     original = deepspeed.initialize
     if hasattr(original, "checkpointd"):
@@ -139,9 +142,10 @@ def install(**options: Any) -> None:
     @functools.wraps(original)
     def initialize(*args: Any, **kwargs: Any) -> Any:
         made = original(*args, **kwargs)
-        attach(made[0], **options)
+        check_layout(options.get("layout") or _settings_of(made[0]).get("layout"))
+        plug = attach(made[0], **options)
         teach()  # what was imported meanwhile
-        watch(made[0])
+        watch(made[0], plug)
         return made
 
     initialize.checkpointd = attach  # type: ignore[attr-defined]  # says that it is installed
@@ -211,6 +215,8 @@ class Plug:
         self._checkpointers: dict[str, Checkpointer] = {}
         self._went_on_from: str | None = None
         self._engine = CheckpointdEngine(self.settle)
+        self.filled: Filled | None = None
+        """What the next save_checkpoint belongs to, where others fill its directory."""
 
     def connect(self) -> None:
         """Take the place of the engine's own methods."""
@@ -279,26 +285,29 @@ class Plug:
         self.handle = None  # where this raises, there is none
         Place.of(save_dir, tag, self._root)
         tag = self._one_of(self._meet("save_checkpoint()", {"save_dir": os.path.abspath(save_dir), "step": step}, tag))
-        place = Place.of(save_dir, tag, self._root)
-        checkpointer = self._begun(save_dir, place.root)
+        place, filled = Place.of(save_dir, tag, self._root), self.filled
+        unfinished, folder = ("", save_dir) if filled is None else (filled.name, filled.path)
+        checkpointer = self._begun(save_dir if filled is None else os.path.dirname(os.path.abspath(save_dir)), place.root)
         try:
-            files, fault = self._collected(save_dir, tag, client, save_latest, exclude_frozen_parameters)
+            files, fault = self._collected(folder, tag, client, save_latest, exclude_frozen_parameters)
             if not any(isinstance(content, Mapping) and client.keys() <= content.keys() for content in files.values()):
                 check_saveable("client_state", client)  # where another rank writes its own, the same is asked of all
-            fault = fault or mount_fault(self._store_of(place.root), save_dir)
+            fault = fault or (filled and filled.fault) or mount_fault(self._store_of(place.root), folder)
             stepped = self._stepped()
         except BaseException as error:
             told = (
                 error if isinstance(error, CheckpointdError) else StagingError(f"DeepSpeed's save_checkpoint failed: {error!r}")
             )
-            self.handle = checkpointer.refuse(step, told, tag=place.tag, save_latest=save_latest)
+            self.handle = checkpointer.refuse(step, told, tag=place.tag, save_latest=save_latest, unfinished=unfinished)
             self.handle.observed = True
             raise
         if fault is not None:
-            self.handle = checkpointer.refuse(step, StoreError(fault), tag=place.tag, save_latest=save_latest)
+            self.handle = checkpointer.refuse(
+                step, StoreError(fault), tag=place.tag, save_latest=save_latest, unfinished=unfinished
+            )
         else:
             self.handle = checkpointer.save_files(
-                step, files, tag=place.tag, at=place.at, save_latest=save_latest, stepped=stepped
+                step, files, tag=place.tag, at=place.at, save_latest=save_latest, stepped=stepped, unfinished=unfinished
             )
         return True
 

@@ -23,6 +23,7 @@ from checkpointd.pipeline.catalog import Checkpoint
 from checkpointd_client.checkpointer import Checkpointer
 from checkpointd_client.integrations.deepspeed.directories import missing_fault, pointed, stock_files
 from checkpointd_client.integrations.deepspeed.reading import Reading
+from checkpointd_client.integrations.deepspeed.removed import without_removed
 from checkpointd_client.integrations.deepspeed.zero_files import is_zero_checkpoint
 
 log = logging.getLogger("checkpointd")
@@ -118,7 +119,8 @@ class Search:
 
     def _candidates(self) -> tuple[list[tuple[str, Checkpoint | None]], str | None]:
         """What may be loaded, as rank 0 sees it, newest first, and None where this rank does not see it; or DeepSpeed's own."""
-        known, fault = known_of(self.checkpointer)
+        rank = self.engine.global_rank
+        known, fault = without_removed(self.checkpointer, rank, self.load_dir, *known_of(self.checkpointer))
         beside = [c for c in known.values() if os.path.dirname(c.outcome.shown_at) == self.folder]
         if self.tag is None:
             named = pointed(self.load_dir)
@@ -149,8 +151,9 @@ class Search:
         return named if is_zero_checkpoint(os.path.join(self.load_dir, named)) else None
 
     def _is_shown(self, name: str) -> bool:
-        """Whether checkpointd shows something under this name (N3)."""
-        return os.path.exists(os.path.join(self.store, shown_key(os.path.join(self.folder, name))))
+        """Whether checkpointd shows something under this name, which nobody has removed since (N3)."""
+        shown = os.path.join(self.store, shown_key(os.path.join(self.folder, name)))
+        return os.path.exists(shown) and os.path.isdir(os.path.join(self.load_dir, name))
 
 
 def known_of(checkpointer: Checkpointer) -> tuple[dict[str, Checkpoint], str | None]:

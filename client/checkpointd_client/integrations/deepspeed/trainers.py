@@ -1,11 +1,13 @@
-"""Hugging Face's Trainer and Accelerate: what they do to directories around a save learns that a save is not yet a checkpoint.
+"""Hugging Face's Trainer and Accelerate: what they do around a save learns that a save is not yet a checkpoint.
 
-Both write `checkpoint-N` directories, remove old ones when they have called save, and load by looking at what is there.
+Both write `checkpoint-N` directories, remove old ones when they have called save, and load by looking at what is there. What is
+replaced here are methods of their classes, and names in the Trainer's own module: it does not matter who imported them before.
 
 Invariants
-  H1  A rotation takes no committed checkpoint for the sake of one that has not committed.
-  H2  What looks for files of a save in flight waits for it first.
-  H3  Resuming from the newest means the newest that committed; Accelerate's loading one that is not there is an error.
+  H1  A `checkpoint-N` that Transformers or Accelerate makes has that name only when it is committed, and it is whole then, with
+      what they write and what the engine writes. So their own functions, and anybody's, find none that is not.
+  H2  A rotation takes no committed checkpoint for the sake of one that has not committed.
+  H3  What looks for files of a save in flight waits for it first. Accelerate's loading one that is not there is an error.
 """
 
 from __future__ import annotations
@@ -14,32 +16,48 @@ import functools
 import importlib
 import logging
 import os
+import re
+import shutil
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
-from checkpointd.errors import NotFoundError
+from checkpointd.errors import NotFoundError, UsageError
 from checkpointd_client.handle import SaveHandle
+from checkpointd_client.integrations.deepspeed.filling import Filled, Filling, current
+from checkpointd_client.integrations.deepspeed.plug import Place, Plug
 
 log = logging.getLogger("checkpointd")
 
 _Function = Callable[..., Any]
 
 
+def check_layout(layout: object) -> None:
+    """UsageError for the layout whose checkpoints these libraries do not find."""
+    if layout == "checkpointd":
+        raise UsageError(
+            "install() takes layout='deepspeed' alone: Hugging Face's Trainer and Accelerate resume from, rotate and load "
+            "checkpoint-N directories that hold DeepSpeed's files, and layout='checkpointd' stores none there. Leave the "
+            "layout out; in your own training loop, attach(engine, layout='checkpointd') works"
+        )
+
+
 class Saves:
-    """The directories that were saved to, each with its last save, as long as that is in flight."""
+    """The directories that were saved to, each with its last save."""
 
     def __init__(self) -> None:
         self._handles: dict[str, SaveHandle] = {}
         self._rotations: list[Rotation] = []
-        self._any = False
 
     def add(self, directory: str, handle: SaveHandle) -> None:
-        self._any = True
+        for known, older in list(self._handles.items()):
+            if older.done() and older.phase == "committed":
+                self._handles.pop(known, None)
         self._handles[os.path.abspath(directory)] = handle
         handle.when_done(self._rotate)
 
@@ -50,35 +68,30 @@ class Saves:
         for rotation in self._rotations:
             rotation.again()
 
-    def __bool__(self) -> bool:
-        """Whether anything was saved."""
-        return self._any
-
-    def in_flight(self, folder: str) -> list[str]:
-        """The directories in `folder`, in the order of their saves, whose last save has not ended."""
-        for directory, handle in list(self._handles.items()):
-            if handle.done():
-                self._handles.pop(directory, None)
-        return [directory for directory in list(self._handles) if os.path.dirname(directory) == os.path.abspath(folder)]
+    def has_failed(self, directory: str) -> bool:
+        """Whether the last save there has ended without a commit."""
+        handle = self._handles.get(os.path.abspath(directory))
+        return handle is not None and handle.done() and handle.phase != "committed"
 
     def settle(self) -> None:
-        """Wait until no save is in flight, whatever becomes of it: its handle and the log say what."""
+        """Wait until no save is in flight, whatever becomes of it: its handle and the log say what. Old ones have gone then."""
         for handle in list(self._handles.values()):
             handle.ended_within(None)
+        self._rotate()
 
 
 class Rotation:
-    """transformers' rotate_checkpoints, for which uncommitted checkpoints do not count; once they commit it is done again."""
+    """Removes old checkpoints as it was last asked to, and does it again whenever a save has ended."""
 
-    def __init__(self, original: _Function, saves: Saves) -> None:
-        self._original, self._saves = original, saves
+    def __init__(self, original: _Function) -> None:
+        self._original = original
         self._wanted: Callable[[], None] | None = None
         self._alone = threading.Lock()
 
     def __call__(self, output_dir: str, save_total_limit: int | None = None, **options: Any) -> None:
         if save_total_limit is None or save_total_limit <= 0:
             return
-        self._wanted = functools.partial(self._rotate, os.fspath(output_dir), save_total_limit, options)
+        self._wanted = functools.partial(self._original, os.fspath(output_dir), save_total_limit=save_total_limit, **options)
         self.again()
 
     def again(self) -> None:
@@ -87,30 +100,38 @@ class Rotation:
             if self._wanted is not None:
                 self._wanted()
 
-    def _rotate(self, output_dir: str, limit: int, options: dict[str, Any]) -> None:
-        for directory in self._saves.in_flight(output_dir):
-            with suppress(FileNotFoundError):
-                os.utime(directory)  # it goes by age, and showing an older checkpoint has made that one younger
-        self._original(output_dir, save_total_limit=limit + (self._uncommitted(output_dir) if self._saves else 0), **options)
 
-    @staticmethod
-    def _uncommitted(output_dir: str) -> int:
-        """How many directories have no checkpoint in them: in flight, failed, or only just made for a save to come."""
-        return sum(path.is_dir() and not any(path.glob("global_step*")) for path in Path(output_dir).glob("checkpoint-*"))
+def keep_newest(output_dir: str, save_total_limit: int) -> None:
+    """Remove all but the newest `checkpoint_N` by their numbers, as Accelerate does."""
+    found = {path: int(number[1]) for path in Path(output_dir).glob("checkpoint_*") if (number := _NUMBER.search(path.name))}
+    for path in sorted(found, key=lambda path: found[path])[:-save_total_limit]:
+        shutil.rmtree(path, ignore_errors=True)
 
 
+_MODEL_NAME = "pytorch_model"
+"""The tag under which Accelerate saves."""
+_NUMBER = re.compile(r"_(\d+)\Z")
 _SAVES = Saves()
+_ACCELERATES = Rotation(keep_newest)
+_SAVES.add_rotation(_ACCELERATES)
+_PLUGS: WeakKeyDictionary[Any, Plug] = WeakKeyDictionary()
+"""Of the engines that are watched."""
 
 _IN_LOAD_STATE: ContextVar[bool] = ContextVar("in Accelerate's load_state", default=False)
 """It looks at nothing that an engine's load_checkpoint returns; everybody else is told there that no checkpoint was found."""
 
 
-def watch(engine: Any) -> None:
+def watch(engine: Any, plug: Plug) -> None:
     """Follow the saves of an attached engine."""
     save, load = engine.save_checkpoint, engine.load_checkpoint
+    _PLUGS[engine] = plug
 
     @functools.wraps(save)
     def save_checkpoint(save_dir: str, *args: Any, **kwargs: Any) -> Any:
+        filling = current()
+        if filling is not None and filling.takes(save_dir):
+            filling.call = args, kwargs  # begins when all of it is filled
+            return True
         try:
             return save(save_dir, *args, **kwargs)
         finally:
@@ -131,89 +152,243 @@ def watch(engine: Any) -> None:
 def teach() -> None:
     """Let those of the two libraries that this process has imported go by H1 to H3. Again is no harm."""
     if "transformers" in sys.modules:
-        homes = ["transformers.trainer", "transformers.trainer_utils", "transformers.integrations.deepspeed"]
-        modules = [importlib.import_module(name) for name in homes]
-        _replace(modules, "rotate_checkpoints", _rotating)
-        _replace(modules, "get_last_checkpoint", _last)
-        _replace(modules, "deepspeed_load_checkpoint", _settled)
+        module = importlib.import_module("transformers.trainer")
+        _replace(module, "rotate_checkpoints", _rotating)
+        _replace(module, "deepspeed_load_checkpoint", _settled)
+        for name, wrap in _OF_TRAINER.items():
+            _replace(module.Trainer, name, wrap)
     if "accelerate" in sys.modules:
         accelerator = importlib.import_module("accelerate").Accelerator
-        _replace([accelerator], "save_state", _saving_state)
-        _replace([accelerator], "load_state", _loading_state)
+        _replace(accelerator, "save_state", _saving_state)
+        _replace(accelerator, "load_state", _loading_state)
 
 
-def _replace(homes: list[Any], name: str, wrap: Callable[[_Function], _Function]) -> None:
-    """Let `name` mean the wrapped function wherever it is found."""
-    originals = {id(getattr(home, name)): getattr(home, name) for home in homes if hasattr(home, name)}
-    if not originals:
+def _replace(home: Any, name: str, wrap: Callable[[_Function], _Function]) -> None:
+    """Let `name` of `home` mean the wrapped function."""
+    original = getattr(home, name, None)
+    if original is None:
         log.warning("this release has no %s: see docs/DEEPSPEED.md for the releases that were tried", name)
-    wrapped = {
-        key: original if hasattr(original, "checkpointd") else _marked(wrap(original)) for key, original in originals.items()
-    }
-    for home in homes:
-        if hasattr(home, name):
-            setattr(home, name, wrapped[id(getattr(home, name))])
-
-
-def _marked(function: _Function) -> _Function:
-    function.checkpointd = True  # type: ignore[attr-defined]  # says that it is done
-    return function
-
-
-def _rotating(original: _Function) -> _Function:
-    rotation = Rotation(original, _SAVES)
-    _SAVES.add_rotation(rotation)
-
-    @functools.wraps(original)
-    def rotate_checkpoints(output_dir: str, save_total_limit: int | None = None, *args: Any, **options: Any) -> None:
-        named = dict(zip(("best_model_checkpoint", "use_mtime", "checkpoint_prefix"), args, strict=False))
-        rotation(output_dir, save_total_limit, **named, **options)
-
-    return rotate_checkpoints
-
-
-def _last(original: _Function) -> _Function:
-    @functools.wraps(original)
-    def get_last_checkpoint(folder: str) -> Any:
-        _SAVES.settle()
-        whole = {path.parent for path in Path(folder).glob("checkpoint-*/global_step*") if path.parent.name[11:].isdigit()}
-        newest = max(whole, key=lambda path: int(path.name[11:]), default=None)
-        return original(folder) if newest is None else os.path.join(folder, newest.name)
-
-    return get_last_checkpoint
+    elif not hasattr(original, "checkpointd"):
+        wrapped = wrap(original)
+        wrapped.checkpointd = True  # type: ignore[attr-defined]  # says that it is done
+        setattr(home, name, wrapped)
 
 
 def _settled(original: _Function) -> _Function:
     @functools.wraps(original)
-    def load(*args: Any, **kwargs: Any) -> Any:
+    def settled(*args: Any, **kwargs: Any) -> Any:
         _SAVES.settle()
         return original(*args, **kwargs)
 
-    return load
+    return settled
+
+
+# --- filling a directory ----------------------------------------------------------------------------------------
+
+
+def _filling(engine: Any, directory: str) -> Filling | None:
+    """Let `directory` be filled out of sight for the next save of `engine`; None where it cannot be."""
+    plug = None if engine is None else _PLUGS.get(engine)
+    if plug is None:
+        return None
+    directory = os.path.abspath(directory)
+    root = Place.root_of(directory, plug._root)
+    if directory == root:
+        return None
+    given = plug._checkpointer(root).fill(os.path.relpath(directory, root))
+    return Filling(directory, Filled(given.name, given.path))
+
+
+def _save_filled(engine: Any, filling: Filling, *usual: str) -> None:
+    """Let the engine save what it was asked to, together with what was filled. On every rank, also where the storage kept one
+    from asking for it: the `usual` arguments are taken then.
+    """
+    plug = _PLUGS[engine]
+    call = filling.call or ((usual, {}) if filling.filled.fault else None)
+    if call is None:
+        filling.drop()
+        raise UsageError(
+            f"{filling.directory} was filled, and no rank's engine was asked to save: call the engine's save_checkpoint in "
+            "_save_checkpoint or save_state, as the library itself does"
+        )
+    args, kwargs = call
+    plug.filled = filling.filled
+    try:
+        engine.save_checkpoint(filling.directory, *args, **kwargs)
+    finally:
+        plug.filled = None
+        if plug.handle is None:  # nothing was begun that would remove it
+            filling.drop()
+
+
+@contextmanager
+def _instead(home: Any, **functions: _Function) -> Iterator[None]:
+    """Let attributes of one object be others for a while."""
+    with ExitStack() as stack:
+        for name, function in functions.items():
+            own = vars(home).get(name)
+            stack.callback(*((delattr, home, name) if own is None else (setattr, home, name, own)))
+            setattr(home, name, function)
+        yield
+
+
+# --- Trainer ----------------------------------------------------------------------------------------------------
+
+
+def _saving_checkpoint(original: _Function) -> _Function:
+    @functools.wraps(original)
+    def _save_checkpoint(self: Any, model: Any, trial: Any = None, **kwargs: Any) -> Any:
+        run_dir = self._get_output_dir(trial=trial)
+        engine = None if self.args.save_only_model else getattr(self, "deepspeed", None)
+        filling = _filling(engine, os.path.join(run_dir, f"checkpoint-{self.state.global_step}"))
+        if filling is None:
+            return original(self, model, trial, **kwargs)
+        elsewhere, save_to_json = os.path.dirname(filling.filled.path), self.state.save_to_json
+
+        def state_saved(path: str) -> None:
+            _name_best(self.state, run_dir, elsewhere)
+            with filling.keeping():
+                save_to_json(path)
+
+        steps = {name: filling.kept(getattr(self, name)) for name in _WRITING if hasattr(self, name)}
+        with (
+            filling.active(),
+            _instead(self, _get_output_dir=lambda *_, **__: elsewhere, **steps),
+            _instead(self.state, save_to_json=state_saved),
+        ):
+            found = original(self, model, trial, **kwargs)
+        _name_best(self.state, run_dir, elsewhere)
+        _save_filled(engine, filling)
+        return found
+
+    return _save_checkpoint
+
+
+_WRITING = ("save_model", "_save_optimizer_and_scheduler", "_save_scaler", "_save_rng_state")
+
+
+def _name_best(state: Any, run_dir: str, elsewhere: str) -> None:
+    """Let the best checkpoint be known by the name that it has, or will have when it is committed."""
+    step = getattr(state, "best_global_step", None)
+    name = f"checkpoint-{step}"
+    if step and any(os.path.isdir(os.path.join(folder, name)) for folder in (run_dir, elsewhere)):
+        state.best_model_checkpoint = os.path.join(run_dir, name)
+
+
+def _rotating(original: _Function) -> _Function:
+    rotation = Rotation(original)
+    _SAVES.add_rotation(rotation)
+
+    @functools.wraps(original)
+    def rotate_checkpoints(output_dir: str, save_total_limit: int | None = None, *args: Any, **options: Any) -> None:
+        filling = current()
+        named = dict(zip(("best_model_checkpoint", "use_mtime", "checkpoint_prefix"), args, strict=False))
+        rotation(filling.real(output_dir) if filling is not None else output_dir, save_total_limit, **named, **options)
+
+    return rotate_checkpoints
+
+
+def _saving_model(original: _Function) -> _Function:
+    """What is saved by the user needs the space that a save which fails will give back."""
+
+    @functools.wraps(original)
+    def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> Any:
+        if not _internal_call:
+            _SAVES.settle()
+        return original(self, output_dir, _internal_call)
+
+    return save_model
+
+
+def _loading_best(original: _Function) -> _Function:
+    @functools.wraps(original)
+    def _load_best_model(self: Any) -> Any:
+        _SAVES.settle()
+        best = self.state.best_model_checkpoint
+        if best is not None and _SAVES.has_failed(best):
+            log.error("the best checkpoint, %s, could not be saved: the model keeps the weights of the last step", best)
+            return None
+        return original(self)
+
+    return _load_best_model
+
+
+_OF_TRAINER: dict[str, Callable[[_Function], _Function]] = {
+    "_save_checkpoint": _saving_checkpoint,
+    "save_model": _saving_model,
+    "train": _settled,
+    "_finalize_training": _settled,
+    "_load_best_model": _loading_best,
+}
+
+
+# --- Accelerate -------------------------------------------------------------------------------------------------
 
 
 def _loading_state(original: _Function) -> _Function:
     load = _settled(original)
 
     @functools.wraps(original)
-    def load_state(*args: Any, **kwargs: Any) -> Any:
+    def load_state(self: Any, input_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        if input_dir is None and self.project_configuration.automatic_checkpoint_naming:
+            _begin(self)
         token = _IN_LOAD_STATE.set(True)
         try:
-            return load(*args, **kwargs)
+            return load(self, input_dir, *args, **kwargs)
         finally:
             _IN_LOAD_STATE.reset(token)
 
     return load_state
 
 
+def _begin(accelerator: Any) -> None:
+    """Start at the root of an Accelerator's checkpoints before it chooses the newest: what an earlier job had committed when it
+    died, and had not shown, appears then.
+    """
+    plug = _PLUGS.get(accelerator._models[0]) if len(accelerator._models) == 1 else None
+    if plug is None:
+        return
+    place = _place_of(accelerator)
+    if plug._meet("load_state()", {"load_dir": os.path.abspath(place)}, plug._is_own(place))[0]:
+        plug._checkpointer(Place.root_of(place, plug._root))
+
+
 def _saving_state(original: _Function) -> _Function:
-    """Accelerate removes old checkpoints before it saves: it may, once there is a committed one."""
+    """Accelerate removes old checkpoints before it saves: here they go when the new one has committed."""
 
     @functools.wraps(original)
-    def save_state(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.project_configuration.automatic_checkpoint_naming and self.project_configuration.total_limit is not None:
-            _SAVES.settle()
-            self.wait_for_everyone()
-        return original(self, *args, **kwargs)
+    def save_state(self: Any, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        naming = self.project_configuration
+        engine = self._models[0] if len(self._models) == 1 else None
+        names, limit = naming.automatic_checkpoint_naming, naming.total_limit
+        directory = _place_of(self) if names else output_dir
+        filling = None if directory is None else _filling(engine, os.fspath(directory))
+        if filling is None:
+            if names and limit is not None:
+                _SAVES.settle()
+                self.wait_for_everyone()
+            return original(self, output_dir, *args, **kwargs)
+        if names and os.path.exists(filling.directory):
+            raise ValueError(f"{filling.directory} is there already: set save_iteration to the number of the next checkpoint")
+        iteration = naming.iteration
+        with filling.active():
+            naming.automatic_checkpoint_naming = False
+            try:
+                with filling.keeping():
+                    original(self, filling.filled.path, *args, **kwargs)
+            finally:
+                naming.automatic_checkpoint_naming = names
+        naming.iteration = iteration + 1  # on each rank, whether its files could be written or not
+        _save_filled(engine, filling, _MODEL_NAME)
+        if names and self.is_main_process:
+            _ACCELERATES(os.path.dirname(filling.directory), limit)
+        return Path(filling.directory)
 
     return save_state
+
+
+def _place_of(accelerator: Any) -> str:
+    """Where Accelerate names the next checkpoint by itself; the directory above it is made."""
+    folder = os.path.join(accelerator.project_dir, "checkpoints")
+    os.makedirs(folder, exist_ok=True)
+    return os.path.join(folder, f"checkpoint_{accelerator.save_iteration}")
