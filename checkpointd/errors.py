@@ -31,7 +31,7 @@ class ClosedError(UsageError):
 
 
 class StateError(UsageError):
-    """The state holds something that cannot be stored safely; names the FQN and the type."""
+    """The state holds something that cannot be stored safely, or loaded into; names the FQN and the type."""
 
 
 class UnsafeObjectError(StateError):

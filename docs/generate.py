@@ -16,8 +16,9 @@ TARGET = Path(__file__).parent / "COMMIT.md"
 HEAD = """# One rank's side of an attempt
 
 Generated from `checkpointd/commit/machine.py` by `make docs`; do not edit. `failing` and `skipping` show as `failed` and
-`skipped` to users. The coordinator's decision (`commit/decide.py`) is a plain function of the votes: commit when every rank's
-yes is there and valid and the plans are whole together, abort on the first no or invalid vote, abort at the deadline.
+`skipped` to users, and an attempt that a newer epoch has ended shows as `fenced`. The coordinator's decision
+(`commit/decide.py`) is a plain function of the votes: commit when every rank's yes is there and valid and the plans are
+whole together, abort on the first no or invalid vote, abort at the deadline.
 
 """
 

@@ -15,6 +15,7 @@ from checkpointd.cli.arguments import only_root
 from checkpointd.cli.asking import show_json
 from checkpointd.cli.render import Bar, Bars, Block, Cell, Facts, Heading, Mood, Note, Table, console, rich_page, show, warn
 from checkpointd.cli.words import ABSENT, count, duration, printable, size, speed
+from checkpointd.commit.machine import FENCED
 from checkpointd.daemon.changes import changes
 from checkpointd.daemon.gathered import SHOWN, Gathered, attempts_of, fraction, gather, rank_runs
 from checkpointd.daemon.query import AsyncStatusClient
@@ -258,6 +259,7 @@ def _result_cell(attempt: Gathered) -> Cell:
 def _failure_blocks(attempt: Gathered) -> Iterator[Block]:
     yield Heading(f"{attempt.name}: not committed")
     for (phase, message), saves in attempt.causes.items():
-        yield Note(f"{rank_runs(save.rank for save in saves)} {phase}: {message}", "bad" if phase == "failed" else "doubt")
+        mood: Mood = "bad" if phase in ("failed", FENCED) else "doubt"
+        yield Note(f"{rank_runs(save.rank for save in saves)} {phase}: {message}", mood)
     for advice in dict.fromkeys(save.advice for save in attempt.saves if save.advice):
         yield Note(f"what to do: {advice}")

@@ -16,7 +16,8 @@ from checkpointd.cli.locating import is_used, suggestion
 from checkpointd.cli.render import Block, Cell, Facts, Heading, Note, console, rich_page, show, warn
 from checkpointd.cli.words import count, moment, printable, shortened, size
 from checkpointd.commands import command as command_line
-from checkpointd.errors import StoreError
+from checkpointd.commit.machine import FENCED
+from checkpointd.errors import FencedError, StoreError
 from checkpointd.pipeline.report.advice import ranks_text
 from checkpointd.pipeline.report.changes import changes
 from checkpointd.pipeline.report.standing import Failure, Flight, Standing, standing
@@ -181,4 +182,5 @@ def _flight_blocks(flight: Flight) -> Iterator[Block]:
 
 def _failure_text(failure: Failure) -> str:
     who = f", {ranks_text(failure.ranks)}" if failure.ranks else ""
-    return f"{failure.code}{who}, {moment(failure.time)}: {failure.message}"
+    what = FENCED if failure.code == FencedError.__name__ else failure.code
+    return f"{what}{who}, {moment(failure.time)}: {failure.message}"

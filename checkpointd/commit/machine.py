@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from checkpointd.errors import ProtocolError
+from checkpointd.errors import FencedError, ProtocolError
 
 
 class Phase(StrEnum):
@@ -56,6 +56,9 @@ class Action(StrEnum):
 
 
 FINAL = frozenset({Phase.COMMITTED, Phase.ABORTED, Phase.FAILED, Phase.SKIPPED})
+FENCED = "fenced"
+"""How a save is shown that did not commit because a newer epoch has begun; the same word stands in the metrics."""
+_SHOWN = {Phase.FAILING: "failed", Phase.SKIPPING: "skipped"}
 ORDER = (Phase.STAGING, Phase.STAGED, Phase.PERSISTING, Phase.PREPARED, Phase.COMMITTED)
 
 TABLE: dict[tuple[Phase, Event], tuple[Phase, Action]] = {
@@ -92,6 +95,13 @@ def step(phase: Phase, event: Event) -> tuple[Phase, Action]:
             f"{event} while {phase}: this cannot happen while every writer follows the protocol; "
             "keep the root as it is, and report this with the logs of all ranks"
         ) from None
+
+
+def shown(phase: Phase, error: str = "") -> str:
+    """The word for `phase` that people read, where the save has the error of the class named `error`."""
+    if error == FencedError.__name__ and phase is not Phase.COMMITTED:
+        return FENCED
+    return _SHOWN.get(phase, str(phase))
 
 
 def reached(phase: Phase, until: Phase) -> bool:

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from checkpointd.commit.machine import FINAL, Phase
+from checkpointd.commit.machine import FENCED, FINAL, Phase
 from checkpointd.config import ServeConfig
 from checkpointd.daemon.histogram import Durations
 from checkpointd.daemon.jobs import Job, Jobs
@@ -38,8 +38,10 @@ class RankRecord:
     connections: int = 0
     committed: int = 0
     failed: int = 0
-    """Every save that ended without a commit; `aborted` and `skipped` are among them."""
+    """Every save that ended without a commit; `aborted`, `fenced` and `skipped` are among them."""
     aborted: int = 0
+    fenced: int = 0
+    """A newer epoch had begun; not among those aborted."""
     skipped: int = 0
     stale: int = 0
     """Of those committed: the step had moved on, and nothing that is trained had changed."""
@@ -55,7 +57,9 @@ class RankRecord:
         """Count a save that came to its end."""
         if job.phase is not Phase.COMMITTED:
             self.failed += 1
-            self.aborted += job.phase is Phase.ABORTED
+            is_fenced = job.shown == FENCED
+            self.fenced += is_fenced
+            self.aborted += job.phase is Phase.ABORTED and not is_fenced
             self.skipped += job.phase is Phase.SKIPPED
             return
         self.committed += 1

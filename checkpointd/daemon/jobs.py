@@ -19,7 +19,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from checkpointd.commit.machine import FINAL, Phase
+from checkpointd.commit.machine import FINAL, Phase, shown
 from checkpointd.daemon.memory import SlotMemory
 from checkpointd.daemon.status import SaveStatus
 from checkpointd.errors import CheckpointdError, StagingError, UsageError
@@ -99,6 +99,11 @@ class Job:
     @property
     def phase(self) -> Phase:
         return self.attempt.phase
+
+    @property
+    def shown(self) -> str:
+        """The phase in the word that people read."""
+        return shown(self.phase, self.attempt.error.code if self.attempt.error else "")
 
     @property
     def error(self) -> ErrorReport | None:
@@ -225,7 +230,7 @@ class Job:
         if self.phase is Phase.COMMITTED:
             log.info("%s: committed (rank %d)", self.info.prefix, self.info.rank)
         else:
-            log.error("%s: %s (rank %d): %s", self.info.prefix, self.phase, self.info.rank, self.attempt.error)
+            log.error("%s: %s (rank %d): %s", self.info.prefix, self.shown, self.info.rank, self.attempt.error)
 
     def status(self) -> SaveStatus:
         """As people and machines see it."""
@@ -234,7 +239,7 @@ class Job:
             attempt=str(self.info.attempt),
             step=self.info.step,
             rank=self.info.rank,
-            phase=SHOWN.get(self.phase, str(self.phase)),
+            phase=self.shown,
             raw_total=self.progress.raw_total,
             raw_done=self.progress.raw_done,
             stored=self.progress.stored,
@@ -250,9 +255,6 @@ class Job:
             voted_at=self.times.voted,
             ended_at=self.times.ended,
         )
-
-
-SHOWN = {Phase.FAILING: "failed", Phase.SKIPPING: "skipped"}
 
 
 @dataclass(frozen=True, slots=True)

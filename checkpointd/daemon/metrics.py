@@ -186,7 +186,10 @@ def _bound(bound: float) -> str:
 
 def _ranks(records: list[RankRecord]) -> Iterator[Metric]:
     labels = ("root", "rank")
-    saves = "Saves that ended: committed by all ranks, aborted by others or the deadline, failed here, or skipped."
+    saves = (
+        "Saves that ended: committed by all ranks, aborted by others or the deadline, fenced by a newer job, failed here, or "
+        "skipped."
+    )
     yield _counter("checkpointd_saves", saves, list(_results(records)), (*labels, "result"))
 
     def by_rank(name: str, text: str, value: Callable[[RankRecord], float]) -> Metric:
@@ -212,8 +215,8 @@ def _ranks(records: list[RankRecord]) -> Iterator[Metric]:
 
 def _results(records: Iterable[RankRecord]) -> Iterator[tuple[tuple[str, ...], float]]:
     for record in records:
-        failed = record.failed - record.aborted - record.skipped
-        counts = {"committed": record.committed, "aborted": record.aborted, "failed": failed, "skipped": record.skipped}
+        apart = {"aborted": record.aborted, "fenced": record.fenced, "skipped": record.skipped}
+        counts = {"committed": record.committed, "failed": record.failed - sum(apart.values()), **apart}
         for result, count in counts.items():
             yield (record.root, str(record.rank), result), count
 

@@ -14,7 +14,7 @@ from checkpointd.pipeline.catalog import ReadBackState
 class SaveStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One save of one rank of this node: the rank's side of an attempt.
 
-    `phase`: staging, staged, persisting, prepared; committed, aborted, failed, skipped at the end. `raw_done`: of
+    `phase`: staging, staged, persisting, prepared; committed, aborted, fenced, failed, skipped at the end. `raw_done`: of
     `raw_total` bytes, those that are on the disk, past the system's cache. `speed_bps`: raw bytes written per second, `eta_s`
     what is left at that speed (None where nothing can be said). `votes_missing`: on the coordinator only, else None.
     """

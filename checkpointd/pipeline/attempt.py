@@ -8,6 +8,7 @@ Invariants
       itself: the coordinator may have failed without a word.
   A5  Of an attempt that other hands may write, too (`AttemptInfo.handed`), any hand's yes is this rank's: losing the race for
       the vote is no error, and a commit that counts another hand's vote ends this one as committed.
+  A6  A rank that finds a newer epoch, which does not spare the attempt, writes nothing of its shard and puts the abort at once.
 """
 
 from __future__ import annotations
@@ -194,6 +195,8 @@ class Attempt:
             self._on_free()
 
     async def _persist(self, shard: Shard) -> None:
+        if await unless(self._over, self._ends_fenced()):
+            return
         tidier = self._state.tidier
         await unless(self._over, tidier.room_for(self.info, self._deadline))
         self._fire(Event.PERSIST_STARTED)
@@ -209,6 +212,22 @@ class Attempt:
             vote = await persist(await self._job(shard))
         self._own_vote_stands = is_own(self.info, vote)
         self._fire(Event.VOTED_YES if self._own_vote_stands else Event.OTHER_HAND_VOTED)
+
+    async def _ends_fenced(self) -> bool:
+        """Whether a newer epoch has begun that does not spare this attempt: then it is aborted, which every rank sees (A6).
+
+        A store that does not answer tells it to whoever writes next, and to the coordinator before the commit.
+        """
+        try:
+            await epochs.check_fence(self._store, self.info.attempt.epoch, self.info.prefix)
+        except FencedError as error:
+            self._own_error = error
+            report = ErrorReport(code=error.code, message=str(error), phase=str(self.phase))
+            self._hopeless = await self._put_abort(Decision(report, (self.info.rank,)))
+            return True
+        except CheckpointdError as error:
+            log.warning("%s: cannot look for a newer epoch: %s", self.info.prefix, error)
+        return False
 
     async def _job(self, shard: Shard) -> Persist:
         state = self._state
@@ -422,7 +441,7 @@ class Attempt:
             message = (
                 f"{self.info.prefix}: no outcome can be read or put ({error}); it is in doubt until the next start decides it"
             )
-        self.error = StoreError(message)
+        self.error = (FencedError if isinstance(self._own_error, FencedError) else StoreError)(message)
         self.error.__cause__ = self._own_error or error
         self._fire(Event.OUTCOME_LOST)
 

@@ -106,6 +106,7 @@ async def fence_message(store: Store, number: int, current: int) -> str:
     except (NotFoundError, DamagedError) as error:
         who = f"a process whose record cannot be read ({error})"
     return (
-        f"epoch {number} of {store.url} is over: epoch {current} was begun by {who}. "
-        "If both jobs are meant to run, give each its own root"
+        f"epoch {number} of {store.url} is over: epoch {current} was begun by {who}. Every further save of this job fails, "
+        "too. Stop one of the two jobs and start the other one again, or give each its own root; a script that only reads this "
+        "root calls open_checkpoint(), which begins no epoch"
     )

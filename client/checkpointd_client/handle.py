@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 import msgspec
 
 from checkpointd import arguments
-from checkpointd.commit.machine import FINAL, ORDER, Phase, reached
+from checkpointd.commit.machine import FINAL, ORDER, Phase, reached, shown
 from checkpointd.config import TIMEOUT_S_MAX
 from checkpointd.errors import CheckpointdError, UsageError, WaitTimeoutError
 from checkpointd.pipeline.shard import Progress
@@ -64,8 +64,8 @@ class SaveHandle:
 
     @property
     def phase(self) -> str:
-        """staging, staged, persisting, prepared, committed; or aborted, failed, skipped."""
-        return _SHOWN.get(self._phase, str(self._phase))
+        """staging, staged, persisting, prepared, committed; or aborted, fenced (a newer job has begun), failed, skipped."""
+        return shown(self._phase, self._error.code if isinstance(self._error, CheckpointdError) else "")
 
     @property
     def progress(self) -> float:
@@ -204,5 +204,4 @@ def _is_behind(phase: Phase, now: Phase) -> bool:
     return phase in ORDER and now in ORDER and ORDER.index(phase) < ORDER.index(now)
 
 
-_SHOWN = {Phase.FAILING: "failed", Phase.SKIPPING: "skipped"}
 _UNTIL = get_args(Until)

@@ -28,7 +28,7 @@ from checkpointd.daemon.layouts import shard_tensors
 from checkpointd.daemon.wire import Held, Layout, Snapshot
 from checkpointd.errors import DamagedError, NotFoundError, SidecarError, UnreadableError, UsageError
 from checkpointd.layout import tree
-from checkpointd.layout.boxes import Box, intersect, tiling_fault
+from checkpointd.layout.boxes import Box, intersect, tiling_fault, whole
 from checkpointd.layout.keys import AttemptId, is_tag
 from checkpointd.layout.regions import relative
 from checkpointd.pipeline import catalog, epochs
@@ -38,7 +38,7 @@ from checkpointd.store.base import Store
 from checkpointd_client.content import Content
 from checkpointd_client.sidecar import Sidecar
 from checkpointd_client.slots import Target
-from checkpointd_client.sources import stands_below, wants
+from checkpointd_client.sources import Prints, same_bits, same_prints, scratch, stands_below, wants
 
 log = logging.getLogger("checkpointd")
 T = TypeVar("T")
@@ -105,13 +105,17 @@ class HeldSnapshot:
             raise DamagedError(f"the held snapshot cannot be read: {error}", rank=rank) from error
         if len(snapshot.digests) != len(self.tensors):
             raise DamagedError(f"the held snapshot has {len(snapshot.digests)} digests, {len(self.tensors)} tensors", rank=rank)
+        self._digests = dict(zip(map(id, self.tensors), snapshot.digests, strict=True))
+
+    def digest_of(self, tensor: ShardTensor) -> bytes:
+        """What the bytes of this box, which is of this snapshot, had when it was complete."""
+        return self._digests[id(tensor)]
 
     def check(self, wanted: Iterable[ShardTensor]) -> None:
         """Raise DamagedError unless the bytes of these boxes, which are of this snapshot, are what they were (Y2)."""
-        digests = dict(zip(map(id, self.tensors), self.snapshot.digests, strict=True))
         boxes = list(wanted)
         with ThreadPoolExecutor(_THREADS) as threads:
-            good = list(threads.map(lambda tensor: xxh3_128(self._bytes(tensor)) == digests[id(tensor)], boxes))
+            good = list(threads.map(lambda tensor: xxh3_128(self._bytes(tensor)) == self.digest_of(tensor), boxes))
         for tensor, same in zip(boxes, good, strict=True):
             if not same:
                 message = f"{tensor.fqn} of the held snapshot {self.snapshot.held.tag} changed in memory (rank {self._rank})"
@@ -191,6 +195,22 @@ class HeldSource:
         if places and (apart or stands_below(places, content)):
             raise SidecarError(f"another rank has what is at {places[0]}")
         return False
+
+    def equal(self, one: str, two: str, content: Content) -> bool:
+        """SidecarError where not all of both is on this node: another one may then find another answer."""
+        parts = self._parts()
+        wanted = [Want(f, whole(content.entries[f][1]), None, content.owners.get(f)) for f in (one, two)]
+        known = same_prints(*(self._prints(self._covering(want, parts)) for want in wanted))
+        if known is not None:
+            return known
+        both = scratch((one, two), content)
+        self.verify(both, content)
+        self.fill(both, content)
+        return same_bits(both[0].tensor, both[1].tensor)
+
+    @staticmethod
+    def _prints(pieces: Iterable[_Piece]) -> Prints:
+        return {tensor.box: ((tensor.nbytes, snapshot.digest_of(tensor)),) for snapshot, tensor in pieces}
 
     def verify(self, targets: Sequence[Target], content: Content) -> None:
         """SidecarError where not all of it is on this node, DamagedError where it changed."""

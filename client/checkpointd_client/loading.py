@@ -59,8 +59,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What was loaded. With `strict=False`, what was left: `missing` stood in the objects but not in the checkpoint,
-    `unexpected` the other way round, `mismatched` in both but not alike.
+    """What was loaded. With `strict=False`, what was left as it is, which one rank's log says as well, its first ten lines.
+
+    `missing`: FQNs of what the objects have and the checkpoint has not. `unexpected`: FQNs the other way round.
+    `mismatched`: what both have in another shape, dtype or kind, each in words that begin with its FQN.
     """
 
     tag: str
@@ -354,7 +356,7 @@ class Loader:
             problem = self._in_part(found, f"{error!r} (rank {self.ranks.rank})")
             problem.__cause__ = error
         try:
-            verdict = self.turn.agree("filled", problem)
+            verdict = self.turn.agree("filled", problem, warning=restoration.left_out(found.source.tag))
         except CheckpointdError as error:  # a rank is gone, and what it has loaded with it
             verdict = error
         if verdict is not None:

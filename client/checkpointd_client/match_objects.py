@@ -17,6 +17,7 @@ from checkpointd_client.modules import Part
 from checkpointd_client.rng import RngState
 from checkpointd_client.sharding import FlatShard
 from checkpointd_client.steps import Turn
+from checkpointd_client.tensors import is_meta, refuse_meta
 
 if TYPE_CHECKING:
     from checkpointd_client.match import Matcher
@@ -46,6 +47,8 @@ def _module(match: Matcher, part: Part, node: tree.Dict, fqn: str) -> bool:
     """Fill what state_dict() hands out, then hand it back: no copy for live parameters, and hooks see what they expect."""
     module, live = part.module, part.tensors
     stored = dict(match.stored.children(node))
+    names = ((part.name(key), value) for key, value in live.items())
+    refuse_meta(fqn, [f"{fqn}.{name}" for name, value in names if name in stored and is_meta(value)])
     extra: dict[Hashable, Build] = {}
     absent: set[str] = set()
     filled_before = len(match.slots.by_fqn)

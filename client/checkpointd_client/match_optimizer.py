@@ -2,12 +2,18 @@
 
 State that is stored under the names of parameters goes to the parameters of those names; state under numbers, as by releases
 before this one or where the state held no module that names them, goes by their order, group by group.
+
+Invariants
+  Z1  The state of a parameter is loaded whole, or is left whole and named: never with some of its tensors old and some new.
+  Z2  A param group of another kind keeps its own hyperparameters, and the state of its parameters is left.
+  Z3  State of parameters that were not stored stays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+import collections
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -17,9 +23,12 @@ import torch
 from checkpointd.layout import tree
 from checkpointd_client import building, flat_shards, objects, optimizers
 from checkpointd_client.building import Build
+from checkpointd_client.dtypes import NAMES, is_floating
 from checkpointd_client.flat_shards import Shards
 from checkpointd_client.sharding import FlatShard
 from checkpointd_client.steps import Turn
+from checkpointd_client.stored import Place
+from checkpointd_client.tensors import is_meta, refuse_meta
 
 if TYPE_CHECKING:
     from checkpointd_client.match import Matcher
@@ -62,8 +71,8 @@ def match_optimizer(match: Matcher, optimizer: torch.optim.Optimizer, node: tree
     for path in match.left_below(fqn):
         match.note_different(path)
     pairing = _paired(match, live, stored_ids, fqn)
-    if pairing is not None:
-        build = _whole(match, live, pairing, dict(match.stored.children(node)), fqn)
+    build = _whole(match, live, pairing, dict(match.stored.children(node)), fqn) if pairing is not None else None
+    if build is not None:
         load = objects.loading(optimizer, fqn, lambda state: _load_optimizer(live, state))
         match.do(Turn.OPTIMIZERS, build, load)
     return True
@@ -75,6 +84,7 @@ def _live(match: Matcher, optimizer: torch.optim.Optimizer, fqn: str) -> _Live |
     params = optimizers.numbered(optimizer, state, shards)
     if params is None or not isinstance(state, dict):
         return None
+    refuse_meta(fqn, [f"parameter {number}" for number, parameter in params.items() if is_meta(parameter)])
     pairs = zip(optimizer.param_groups, state["param_groups"], strict=True)
     groups = {number: live for live, group in pairs for number in group["params"]}
     return _Live(optimizer, state, params, groups, shards)
@@ -105,7 +115,11 @@ def _paired(match: Matcher, live: _Live, stored_ids: list[list[Hashable]], fqn: 
         number_of = {id(parameter): number for number, parameter in live.params.items()}
         names = match.modules.all_names()
         known = {name: id(names[name]) for name in ids if name in names}
-        numbers: dict[Hashable, Hashable] = {name: number_of[it] for name, it in known.items() if it in number_of}
+        numbers: dict[Hashable, Hashable] = {}
+        for name, it in known.items():
+            # Of parameters that are tied now and were not when saved, the first one's state counts: there is one to fill.
+            if it in number_of and number_of[it] not in numbers.values():
+                numbers[name] = number_of[it]
         if numbers:
             return _by_name(match, live, stored_ids, numbers, fqn)
     return _by_order(match, live, stored_ids, fqn)
@@ -150,23 +164,26 @@ def _by_name(
 # --- what load_state_dict is given ----------------------------------------------------------------------------------
 
 
-def _whole(match: Matcher, live: _Live, pairing: _Pairing, stored: dict[Hashable, tree.Node], fqn: str) -> Build:
-    """The dict for `load_state_dict`: live tensors where there are some, new ones elsewhere, every other value as stored."""
+def _whole(match: Matcher, live: _Live, pairing: _Pairing, stored: dict[Hashable, tree.Node], fqn: str) -> Build | None:
+    """The dict for `load_state_dict`: live tensors where there are some, new ones elsewhere, every other value as stored.
+
+    None where nothing of it fits.
+    """
     state, groups = stored.pop("state"), stored.pop("param_groups")
     assert isinstance(state, tree.Dict)  # _stored_ids looked
     assert isinstance(groups, tree.Sequence)
-    entries: dict[Hashable, Build] = {}
-    kept = {key for key, number in pairing.numbers.items() if optimizers.keeps(live.optimizer, live.params[number])}
-    missing = kept.difference(key for key, _ in match.stored.children(state))
-    match.stateless += [f"{fqn}.state.{key}" for key in missing]
-    for key, node in match.stored.children(state):
-        number = pairing.numbers.get(key, key)
-        if key in kept or key not in pairing.stored:  # what is no parameter's, a hook has added
-            entries[number] = _entry(match, live, number, node, f"{fqn}.state.{key}")
-    made: list[Build] = [
-        partial(dict, group) if j is None else _group(match, groups.items[j], group, f"{fqn}.param_groups.{i}")
-        for i, (j, group) in enumerate(zip(pairing.groups, live.state["param_groups"], strict=True))
-    ]
+    made: list[Build] = []
+    of_another_kind: set[Hashable] = set()
+    for i, (j, group) in enumerate(zip(pairing.groups, live.state["param_groups"], strict=True)):
+        node, path = None if j is None else groups.items[j], f"{fqn}.param_groups.{i}"
+        if node is not None and not _is_of_kind(match, node, group, path):
+            of_another_kind.update(group["params"])
+            node = None
+        build = None if node is None else _group(match, node, group, path)
+        made.append(build or partial(dict, group))
+    if of_another_kind and of_another_kind >= live.params.keys():
+        return None
+    entries = _entries(match, live, pairing, state, of_another_kind, fqn)
     parts = {key: _replaced(match, node, _item(live.state, key), f"{fqn}.{key}", _Like()) for key, node in stored.items()}
     return building.dict_of(
         "dict",
@@ -174,26 +191,157 @@ def _whole(match: Matcher, live: _Live, pairing: _Pairing, stored: dict[Hashable
     )
 
 
-def _group(match: Matcher, node: tree.Node, live: dict[str, Any], fqn: str) -> Build:
-    """What is stored of a group, with the numbers that its parameters have now."""
+def _group(match: Matcher, node: tree.Node, live: dict[str, Any], fqn: str) -> Build | None:
+    """What is stored of a group, with the numbers that its parameters have now; None where a part of it does not fit.
+
+    What is there and not stored stays: another version of torch, or a scheduler, may have added it.
+    """
     assert isinstance(node, tree.Dict)  # _stored_ids looked
-    _check_kind(match, {str(key) for key, _ in match.stored.children(node)}, set(map(str, live)), fqn)
     rest = tree.Dict(node.kind, tuple((key, child) for key, child in node.items if key != "params"))
+    trial = _Trial(match)
     build = _replaced(match, rest, live, fqn, _Like())
-    return lambda: {**build(), "params": list(live["params"])}
+    return (lambda: {**live, **build(), "params": list(live["params"])}) if trial.fits(fqn) else None
 
 
 _OF_SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "base_lr", "max_momentum", "base_momentum", "swa_lr"})
 
 
-def _check_kind(match: Matcher, stored: set[str], live: set[str], fqn: str) -> None:
+def _is_of_kind(match: Matcher, node: tree.Node, group: Mapping[str, Any], fqn: str) -> bool:
     """Another version of torch may have more or fewer keys; only another kind of optimizer has some and lacks others."""
+    assert isinstance(node, tree.Dict)  # _stored_ids looked
+    stored, live = {str(key) for key, _ in match.stored.children(node)}, set(map(str, group))
     extra, absent = sorted(stored - live - _OF_SCHEDULERS), sorted(live - stored - _OF_SCHEDULERS)
-    if extra and absent:
-        stored_only, live_only = ", ".join(extra), ", ".join(absent)
-        match.mismatched.append(
-            f"{fqn}: it was saved of another kind of optimizer: {stored_only} is stored, and {live_only} is there now"
-        )
+    if not (extra and absent):
+        return True
+    stored_only, live_only = ", ".join(extra), ", ".join(absent)
+    match.mismatched.append(
+        f"{fqn}: it was saved of another kind of optimizer: {stored_only} is stored, and {live_only} is there now; neither "
+        "the group nor the state of its parameters can be loaded"
+    )
+    return False
+
+
+# --- the state of parameters ----------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Trial:
+    """A part of the match that holds as a whole or not at all (Z1)."""
+
+    match: Matcher
+    _slots: int = field(init=False)
+    _told: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._slots, self._told = len(self.match.slots.by_fqn), len(self.match.mismatched)
+
+    @property
+    def failed(self) -> bool:
+        """Whether something was found since the beginning that does not fit."""
+        return len(self.match.mismatched) > self._told
+
+    def fits(self, fqn: str) -> bool:
+        """Whether all of it fits; else whatever was matched of what is stored at `fqn` is dropped."""
+        if not self.failed:
+            return True
+        self.match.slots.drop_after(self._slots)
+        told = self.match.mismatched
+        if not told[-1].startswith(f"{fqn}: "):
+            told[-1] += f" (so all that is stored at {fqn} is left out)"
+        return False
+
+
+def _entries(
+    match: Matcher, live: _Live, pairing: _Pairing, state: tree.Dict, of_another_kind: set[Hashable], fqn: str
+) -> dict[Hashable, Build]:
+    """The state of every parameter: as stored where it fits, and as it is where it does not, or where the parameter was not
+    stored.
+    """
+    nodes = dict(match.stored.children(state))
+    ours = {key: number for key, number in pairing.numbers.items() if number not in of_another_kind}
+    kept = {key: number for key, number in ours.items() if optimizers.keeps(live.optimizer, live.params[number])}
+    match.stateless += [f"{fqn}.state.{key}" for key in kept if key not in nodes]
+    entries: dict[Hashable, Build] = {}
+    left = live.params.keys() - ours.values()
+    following = _following(match, live, ours, nodes)
+    for keys in _units(live, ours):
+        trial, first = _Trial(match), f"{fqn}.state.{keys[0]}"
+        stored = {key: kept[key] for key in keys if key in kept and key in nodes}
+        match.mismatched += [
+            f"{fqn}.state.{key}: {why}"
+            for key, number in stored.items()
+            if (why := _misfit(match, live, key, number, nodes[key], following)) is not None
+        ]
+        made: dict[Hashable, Build] = {}
+        if not trial.failed:
+            made = {number: _entry(match, live, number, nodes[key], f"{fqn}.state.{key}") for key, number in stored.items()}
+        if trial.fits(first):
+            entries |= made
+        else:
+            left = left | {ours[key] for key in keys}
+    entries |= {number: _as_it_is(entry) for number, entry in live.state["state"].items() if number in left}
+    for key, node in nodes.items():
+        if key not in pairing.stored:  # what is no parameter's, a hook has added
+            entries[key] = _replaced(match, node, live.state["state"].get(key), f"{fqn}.state.{key}", _Like())
+    return entries
+
+
+def _as_it_is(value: object) -> Build:
+    return lambda: value
+
+
+def _units(live: _Live, ours: Mapping[Hashable, Hashable]) -> Iterable[list[Hashable]]:
+    """The stored parameters, those together of which the optimizer here keeps one state, as in one flat parameter."""
+    units: dict[int, list[Hashable]] = {}
+    for key, number in ours.items():
+        parameter = live.params[number]
+        owner = parameter.parameter if isinstance(parameter, FlatShard) else parameter
+        units.setdefault(id(owner), []).append(key)
+    return units.values()
+
+
+def _misfit(
+    match: Matcher, live: _Live, key: Hashable, number: Hashable, node: tree.Node, following: frozenset[Hashable]
+) -> str | None:
+    """Why the state that is stored for `key` cannot be that of the parameter here, whether or not that has some."""
+    parameter, was = live.params[number], match.stored.find(key)
+    shape, tensors = tuple(parameter.shape), _tensors_of(match, node)
+    if was is None:
+        wrong = next((place for name, place in tensors if name in following and not _broadcasts(place.shape, shape)), None)
+        return None if wrong is None else f"a tensor of shape {wrong.shape} is stored, and its parameter has {shape} now"
+    if was.shape != shape:
+        return f"it is of a parameter of shape {was.shape}, and the one here has {shape}"
+    if number in live.state["state"] or (match.cast and parameter.is_floating_point() and is_floating(was.dtype)):
+        return None
+    dtype = NAMES.get(parameter.dtype, str(parameter.dtype))
+    alike = any((place.shape, place.dtype) == (was.shape, was.dtype) for _, place in tensors)
+    return f"it is of a parameter of dtype {was.dtype}, and the one here has {dtype}" if alike and was.dtype != dtype else None
+
+
+def _following(
+    match: Matcher, live: _Live, ours: Mapping[Hashable, Hashable], nodes: Mapping[Hashable, tree.Node]
+) -> frozenset[Hashable]:
+    """The kinds of state (`exp_avg`) whose tensors have the shape of their parameter more often than not, of parameters whose
+    own stored shape nobody knows.
+    """
+    counts: collections.Counter[tuple[Hashable, bool]] = collections.Counter()
+    for key, number in ours.items():
+        if key in nodes and match.stored.find(key) is None:
+            shape = tuple(live.params[number].shape)
+            counts.update((name, place.shape == shape) for name, place in _tensors_of(match, nodes[key]) if place.shape)
+    return frozenset(name for (name, same), count in counts.items() if same and count > counts[name, False])
+
+
+def _tensors_of(match: Matcher, node: tree.Node) -> list[tuple[Hashable, Place]]:
+    """The tensors in the state of one parameter, by key."""
+    if not isinstance(node, tree.Dict):
+        return []
+    children = match.stored.children(node)
+    return [(key, match.stored.place(child.fqn)) for key, child in children if isinstance(child, tree.Tensor)]
+
+
+def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
+    return len(shape) <= len(to) and all(n in (1, m) for n, m in zip(reversed(shape), reversed(to), strict=False))
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,16 @@ def error(found: tuple[str, ...]) -> MismatchError:
     )
 
 
+def left_out(tag: str, missing: int, unexpected: int, mismatched: int, found: tuple[str, ...]) -> str:
+    """The warning that a checkpoint was loaded in part: how much of which kind was left, and the first lines of `found`."""
+    first = f"The first {TOLD_MAX} of them" if len(found) > TOLD_MAX else "They are"
+    lines = "\n  ".join(found[:TOLD_MAX])
+    return (
+        f"{tag} was loaded in part, as strict=False allows: {missing} missing, {unexpected} unexpected and {mismatched} "
+        f"mismatched. These were left as they are, and stand in the result of load(). {first}:\n  {lines}"
+    )
+
+
 def told_by(rank: int, found: tuple[str, ...], *, own: bool) -> MismatchError:
     """The short error of the other ranks; `own`: `found` is what differs on this one, and not only on rank `rank`."""
     where = "here, too, and" if own else f"on rank {rank}, which"

@@ -64,11 +64,12 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """What one rank found out about a candidate; no problem: it can be loaded. `homeless`: what it has no place for, and which
-    may be another rank's.
+    may be another rank's. `warning`: what people are to hear of it.
     """
 
     problem: Problem | None = None
     homeless: tuple[str, ...] = ()
+    warning: str = ""
 
 
 class Word(msgspec.Struct, frozen=True, kw_only=True):

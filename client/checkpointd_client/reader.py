@@ -8,6 +8,7 @@ Invariants
 
 from __future__ import annotations
 
+import logging
 import os
 import weakref
 from collections.abc import Callable, Collection, Coroutine, MutableMapping, Sequence
@@ -42,6 +43,7 @@ from checkpointd_client.sources import StoredSource, prepared
 from checkpointd_client.state_dict import StateDict
 from checkpointd_client.writer import Writer
 
+log = logging.getLogger("checkpointd")
 T = TypeVar("T")
 TIMEOUT_S = 120.0
 
@@ -249,6 +251,9 @@ class OpenCheckpoint:
         )
         if state is not into:
             into.update(state)
+        warning = restoration.left_out(self.tag)
+        if warning and _ranks().rank == 0:
+            log.warning("%s", warning)
         return Loaded(
             tag=self.tag,
             step=self.step,

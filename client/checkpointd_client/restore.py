@@ -21,8 +21,9 @@ from checkpointd_client.content import Content
 from checkpointd_client.match import Matcher
 from checkpointd_client.modules import Modules
 from checkpointd_client.pickled import unpacked
-from checkpointd_client.slots import Target
+from checkpointd_client.slots import Equal, Target
 from checkpointd_client.stored import Stored
+from checkpointd_client.values import key_text
 
 __all__ = ["Restoration", "Target", "prepare"]
 
@@ -45,9 +46,16 @@ class Restoration:
     per_rank_left: tuple[str, ...]
     stateless: tuple[str, ...]
     homeless: tuple[str, ...]
+    differences: tuple[str, ...]
+    """What is missing, unexpected and mismatched, a line for each."""
     _copies: list[Callable[[], None]] = field(repr=False)
     _steps: list[tuple[Callable[[Any], object], Any]] = field(repr=False)
     _client_state: dict[str, object] = field(repr=False)
+
+    def left_out(self, tag: str) -> str:
+        """The warning that the checkpoint `tag` is loaded in part; empty where all of it is."""
+        counts = len(self.missing), len(self.unexpected), len(self.mismatched)
+        return mismatches.left_out(tag, *counts, self.differences) if any(counts) else ""
 
     def finish(self) -> dict[str, object]:
         """Tie and copy what shares a stored tensor, set every other value, let the objects load; returns client_state."""
@@ -58,25 +66,36 @@ class Restoration:
         return self._client_state
 
 
+def _unknown(_one: str, _two: str) -> bool:
+    return False
+
+
 def prepare(
-    state: MutableMapping[str, Any] | Chooser, content: Content, *, strict: bool, cast: bool = False, unpickle: bool = False
+    state: MutableMapping[str, Any] | Chooser,
+    content: Content,
+    *,
+    strict: bool,
+    cast: bool = False,
+    unpickle: bool = False,
+    equal: Equal = _unknown,
 ) -> Restoration:
     """Match a checkpoint against the objects in `state`, touching none of them.
 
     With `strict`, MismatchError lists everything that is missing, unexpected or of another shape, dtype or kind; without, the
     rest is loaded, and MismatchError says that nothing fits. With `cast`, floating-point tensors may be of another floating
-    dtype, and are converted. Pickled objects in client_state run code where they may (`unpickle`); else UnsafeObjectError names
-    them. FormatError for a tree that contradicts itself, StateError for an object that this version cannot load into, and for a
-    dict that stands in for the object which it came from.
+    dtype, and are converted. Tensors that were stored apart fill one that is tied now where they are `equal`. Pickled objects
+    in client_state run code where they may (`unpickle`); else UnsafeObjectError names them. FormatError for a tree that
+    contradicts itself, StateError for an object that this version cannot load into, as one on the meta device, and for a dict
+    that stands in for the object which it came from.
     """
     try:
-        return _prepare(state, content, strict=strict, cast=cast, unpickle=unpickle)
+        return _prepare(state, content, strict=strict, cast=cast, unpickle=unpickle, equal=equal)
     except RecursionError as error:
         raise FormatError("the state tree is nested too deeply for what is left of Python's stack") from error
 
 
 def _prepare(
-    state: MutableMapping[str, Any] | Chooser, content: Content, *, strict: bool, cast: bool, unpickle: bool
+    state: MutableMapping[str, Any] | Chooser, content: Content, *, strict: bool, cast: bool, unpickle: bool, equal: Equal
 ) -> Restoration:
     stored = Stored(content.root, content.entries, content.aliases)
     faults: list[str] | None = None
@@ -94,12 +113,12 @@ def _prepare(
         _raise_strangers(match, state)
     match.per_rank_left += match.left_below("client_state")
     client = match.fresh(stored.client_state or tree.Dict("dict", ()))
-    match.mismatched.extend(dict.fromkeys(match.slots.conflicts()))
+    match.mismatched.extend(dict.fromkeys(match.slots.conflicts(equal)))
     homeless: tuple[str, ...] = ()
     if strict and content.among_many:
         homeless, match.unexpected = (*match.unexpected, *match.elsewhere), []
     if strict:
-        _raise_mismatches(match)
+        _raise_mismatches(match, state)
     targets, copies = match.slots.bind(stored.entries)
     steps = [(step.apply, step.build()) for step in sorted(match.steps, key=attrgetter("turn"))]
     return Restoration(
@@ -110,33 +129,40 @@ def _prepare(
         per_rank_left=tuple(dict.fromkeys(match.per_rank_left)),
         stateless=tuple(match.stateless),
         homeless=homeless,
+        differences=_differences(match, state),
         _copies=copies,
         _steps=steps,
         _client_state=unpacked(client(), allowed=unpickle),
     )
 
 
-def _differences(match: Matcher) -> tuple[str, ...]:
+def _differences(match: Matcher, state: MutableMapping[str, Any]) -> tuple[str, ...]:
+    parts = set(map(key_text, state))
+    has = f", which has {_parts(match)}"
     return (
-        *(f"{fqn}: missing from the checkpoint" for fqn in match.missing),
+        *(f"{fqn}: missing from the checkpoint{has if fqn in parts else ''}" for fqn in match.missing),
         *(f"{fqn}: in the checkpoint, and nowhere in the objects" for fqn in match.unexpected),
         *match.mismatched,
     )
 
 
+def _parts(match: Matcher) -> str:
+    """The names of the parts of the state that is stored."""
+    return ", ".join(str(key) for key, _ in match.stored.children(match.stored.state)) or "nothing"
+
+
 def _raise_strangers(match: Matcher, state: MutableMapping[str, Any]) -> None:
     """With strict=False, too, something must fit."""
-    found = _differences(match)
-    stored = ", ".join(str(key) for key, _ in match.stored.children(match.stored.state))
-    if found and stored:
+    found = _differences(match, state)
+    if found and match.stored.state.items:
         raise MismatchError(
-            f"nothing of the checkpoint fits the objects to load into, and nothing was loaded: it holds {stored}, and the "
-            f"state to load into has {', '.join(map(str, state))}:\n  " + "\n  ".join(found[: mismatches.TOLD_MAX]),
+            f"nothing of the checkpoint fits the objects to load into, and nothing was loaded: it holds {_parts(match)}, and "
+            f"the state to load into has {', '.join(map(str, state))}:\n  " + "\n  ".join(found[: mismatches.TOLD_MAX]),
             found,
         )
 
 
-def _raise_mismatches(match: Matcher) -> None:
-    found = _differences(match)
+def _raise_mismatches(match: Matcher, state: MutableMapping[str, Any]) -> None:
+    found = _differences(match, state)
     if found:
         raise mismatches.error(found)

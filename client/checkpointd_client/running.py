@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from checkpointd.commit.machine import FINAL, ORDER, Phase, reached
+from checkpointd.commit.machine import FINAL, ORDER, Phase, reached, shown
 from checkpointd.errors import CheckpointdError
 from checkpointd.pipeline.attempt import Attempt, WriterState
 from checkpointd.pipeline.shard import AttemptInfo, Progress, Shard
@@ -101,7 +101,7 @@ class Endings:
         elif phase is Phase.SKIPPED:
             log.warning("%s", error)
         else:
-            log.error("%s: %s", phase, error)
+            log.error("%s: %s", shown(phase, error.code if error else ""), error)
 
 
 def _is_behind(phase: Phase, now: str) -> bool:

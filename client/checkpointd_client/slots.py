@@ -4,13 +4,13 @@ Invariants
   B1  Every stored tensor that is wanted is read once, into one target, whatever number of slots it fills.
   B2  Slots that were tied when saved are tied after loading where their memory is made here; where the user's objects hold them
       apart, each gets its copy.
-  B3  No memory is filled with two different stored tensors.
+  B3  No memory is filled with two different stored tensors. Where it is tied now, two that are equal bit for bit count as one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -22,6 +22,9 @@ from checkpointd_client.memory import Region, overlapping_pairs
 from checkpointd_client.sharding import Held, is_sharded, sharded_like
 from checkpointd_client.stored import Entries, Place
 from checkpointd_client.tensors import array_dtype, tensor_array
+
+Equal = Callable[[str, str], bool]
+"""Whether two stored tensors of one dtype and shape are the same, bit for bit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +92,15 @@ class Slots:
             raise FormatError(f"the state tree names {slot.fqn} twice", fqn=slot.fqn)
         self.by_fqn[slot.fqn] = slot
 
-    def conflicts(self) -> Iterator[str]:
+    def drop_after(self, count: int) -> None:
+        """Forget the slots that were added after the first `count` ones."""
+        for fqn in list(self.by_fqn)[count:]:
+            del self.by_fqn[fqn]
+
+    def conflicts(self, equal: Equal) -> Iterator[str]:
         """Every way in which the live memory cannot hold what is stored, in words; the slots concerned are dropped."""
         dropped: set[str] = set()
-        for fqn, words in [*self._self_overlaps(), *self._shared()]:
+        for fqn, words in [*self._self_overlaps(), *self._shared(equal)]:
             dropped.add(fqn)
             yield words
         for fqn in dropped:
@@ -115,7 +123,7 @@ class Slots:
             else:
                 yield slot.fqn, f"{slot.fqn}: its elements share memory now (it is expanded), and did not when it was saved"
 
-    def _shared(self) -> Iterator[tuple[str, str]]:
+    def _shared(self, equal: Equal) -> Iterator[tuple[str, str]]:
         live = self._live()
         for i, j in overlapping_pairs([region for _, region in live]):
             (one, one_region), (two, two_region) = live[i], live[j]
@@ -124,9 +132,18 @@ class Slots:
             if two.replaceable or one.replaceable:
                 (two if two.replaceable else one).vacate()
                 continue
-            words = f"{one.fqn} and {two.fqn} share memory now, and were stored as different tensors"
+            if _may_tie(one, one_region, two, two_region) and equal(one.place.owner, two.place.owner):
+                self._tie(two.place.owner, one.place.owner)
+                continue
+            words = f"{one.fqn} and {two.fqn} share memory now, and were stored as different tensors of different values"
             yield one.fqn, words
             yield two.fqn, words
+
+    def _tie(self, owner: str, to: str) -> None:
+        """Fill whatever was to be filled from `owner` from `to`, which is equal."""
+        for slot in self._all():
+            if slot.place.owner == owner:
+                slot.place = replace(slot.place, owner=to)
 
     def bind(self, entries: Entries) -> tuple[tuple[Target, ...], list[Callable[[], None]]]:
         """Allocate what is missing and give every slot its value. The targets, and the copies to make when they are filled."""
@@ -166,6 +183,12 @@ def _consistent(one: Slot, one_region: Region, two: Slot, two_region: Region) ->
     return was[1].offset - was[0].offset == two_region.start - one_region.start and all(
         (w.stride, (w.conjugate, w.negative)) == (r.byte_stride, r.lazy_bits) for w, r in zip(was, is_now, strict=True) if w
     )
+
+
+def _may_tie(one: Slot, one_region: Region, two: Slot, two_region: Region) -> bool:
+    """Whether both are the same memory, for all of tensors that may be equal."""
+    alike = (one.place.dtype, one.place.shape, one.held) == (two.place.dtype, two.place.shape, two.held)
+    return alike and one.place.whole and two.place.whole and one_region.equals(two_region)
 
 
 def _origin(place: Place, region: Region) -> int | None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, Protocol, TypeVar
+
+import torch
 
 from checkpointd.config import LoadConfig, Ranks
 from checkpointd.errors import DamagedError, MismatchError
+from checkpointd.layout.boxes import Box
 from checkpointd.layout.manifest import Index
 from checkpointd.pipeline.catalog import Checkpoint
 from checkpointd.pipeline.load import Sink, read_index, read_tensors
@@ -16,7 +20,7 @@ from checkpointd.store.base import Store
 from checkpointd.store.patient import Patience, PatientStore
 from checkpointd_client.choosing import Chooser
 from checkpointd_client.content import Content, merged_content, own_content
-from checkpointd_client.dtypes import DTYPES
+from checkpointd_client.dtypes import DTYPES, empty
 from checkpointd_client.restore import Restoration, prepare
 from checkpointd_client.sinks import box_sink, sink_for
 from checkpointd_client.slots import Target
@@ -49,6 +53,10 @@ class Source(Protocol):
         """Whether another rank saved something right below one of `places`, where this one saved nothing."""
         ...
 
+    def equal(self, one: str, two: str, content: Content) -> bool:
+        """Whether these two tensors, of one dtype and shape, are the same bit for bit; the same answer on every rank."""
+        ...
+
     def verify(self, targets: Sequence[Target], content: Content) -> None:
         """Raise what is wrong with the bytes of `targets`; touch none."""
         ...
@@ -72,8 +80,13 @@ def prepared(
     `part`: what to look at of what is stored.
     """
     content = part(source.content())
+
+    def match(content: Content) -> Restoration:
+        same = partial(source.equal, content=content)
+        return prepare(state, content, strict=strict, cast=cast, unpickle=unpickle, equal=same)
+
     try:
-        restoration = prepare(state, content, strict=strict, cast=cast, unpickle=unpickle)
+        restoration = match(content)
         if not restoration.missing and not source.has_elsewhere(restoration.stateless, content):
             return content, restoration
     except MismatchError:
@@ -85,7 +98,31 @@ def prepared(
         if more is None:
             return content, restoration
     more = part(more)
-    return more, prepare(state, more, strict=strict, cast=cast, unpickle=unpickle)
+    return more, match(more)
+
+
+Prints = Mapping[Box, tuple[tuple[int, bytes], ...]]
+"""The boxes of a stored tensor that have elements, each with the bytes and digests of its chunks."""
+
+
+def same_prints(one: Prints, two: Prints) -> bool | None:
+    """Whether two tensors are the same as their digests say; None where they were cut in different ways."""
+    if {box: [raw for raw, _ in chunks] for box, chunks in one.items()} != {
+        box: [raw for raw, _ in chunks] for box, chunks in two.items()
+    }:
+        return None
+    return one == two
+
+
+def scratch(fqns: Iterable[str], content: Content) -> list[Target]:
+    """Memory of their own for whole tensors."""
+    entries = ((fqn, *content.entries[fqn]) for fqn in fqns)
+    return [Target(fqn, empty(shape, DTYPES[dtype], torch.device("cpu"))) for fqn, dtype, shape in entries]
+
+
+def same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:
+    """Whether two contiguous tensors of one dtype hold the same bits."""
+    return torch.equal(one.reshape(-1).view(torch.uint8), two.reshape(-1).view(torch.uint8))
 
 
 def stands_below(places: Sequence[str], content: Content) -> bool:
@@ -171,6 +208,21 @@ class StoredSource:
 
     def has_elsewhere(self, places: Sequence[str], content: Content) -> bool:
         return stands_below(places, content)
+
+    def equal(self, one: str, two: str, content: Content) -> bool:
+        known = same_prints(self._prints(one, content), self._prints(two, content))
+        if known is not None:
+            return known
+        both = scratch((one, two), content)
+        damage = self._read_targets(both, content, fill=True)
+        if damage:
+            raise damage[0]
+        return same_bits(both[0].tensor, both[1].tensor)
+
+    def _prints(self, fqn: str, content: Content) -> Prints:
+        rank = content.owners.get(fqn)
+        entries = [part.entry for part in self._world.tensors[fqn].parts] if rank is None else [self._world.own(rank)[fqn]]
+        return {entry.box: tuple((c.raw, c.digest) for c in entry.chunks) for entry in entries if entry.box.numel()}
 
     def verify(self, targets: Sequence[Target], content: Content) -> None:
         damage = self._read_targets(targets, content, fill=False)

@@ -49,6 +49,10 @@ class Stored:
         """The items of a stored dict with their keys as Python values."""
         return ((decode_key(key), child) for key, child in node.items)
 
+    def find(self, fqn: object) -> Place | None:
+        """The place of the tensor at `fqn`; None where no such tensor is stored."""
+        return self.place(fqn) if isinstance(fqn, str) and (fqn in self.entries or fqn in self.aliases) else None
+
     def place(self, fqn: str) -> Place:
         """Where the elements of the tensor at `fqn` are."""
         alias = self.aliases.get(fqn)

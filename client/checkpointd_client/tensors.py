@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -36,6 +38,20 @@ def refusal(tensor: torch.Tensor) -> str | None:
     if tensor.nbytes and tensor.data_ptr() < LIKELY_LOWEST_ADDRESS and tensor.untyped_storage().nbytes() == 0:
         return "its storage was freed: gather or restore the tensor first"
     return None
+
+
+def is_meta(value: object) -> bool:
+    """Whether `value` is a tensor, sharded or not, that has a shape and no memory."""
+    return getattr(getattr(value, "device", None), "type", None) == "meta"
+
+
+def refuse_meta(fqn: str, found: Sequence[str]) -> None:
+    """StateError where the object at `fqn` has tensors without memory, `found`, that a load would have to fill."""
+    if found:
+        raise StateError(
+            f"{fqn}: {len(found)} of its tensors, such as {found[0]}, are on the meta device, which has no memory to load "
+            "into: call to_empty(device=...) on the module and make the optimizer after that, then load"
+        )
 
 
 def _subclass_refusal(tensor: torch.Tensor) -> str:

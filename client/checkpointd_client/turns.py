@@ -9,6 +9,7 @@ Invariants
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,6 +18,8 @@ from checkpointd.errors import CheckpointdError, DamagedError, DeadlineError, Mi
 from checkpointd_client import mismatches, notes
 from checkpointd_client.notes import Choice, Holding, Problem, Verdict, Word
 from checkpointd_client.ranks import Board
+
+log = logging.getLogger("checkpointd")
 
 _DOING = "calling load()"
 _LEADER = 0
@@ -84,14 +87,17 @@ class Turn:
                 raise
             return board.read(key, ranks, self.turns.patience_s, _DOING)
 
-    def agree(self, name: str, problem: CheckpointdError | None, homeless: tuple[str, ...] = ()) -> CheckpointdError | None:
+    def agree(
+        self, name: str, problem: CheckpointdError | None, homeless: tuple[str, ...] = (), warning: str = ""
+    ) -> CheckpointdError | None:
         """None where no rank has a problem; else this rank's own, or the first of the others'.
 
         What is `homeless` on every rank is a MismatchError on all of them. One rank tells what a mismatch is; the others say
-        which one does.
+        which one does. Where there is no problem, rank 0 logs one `warning`: its own, or the first of the others'.
         """
         board, key = self.turns.board, self._key(name)
-        board.post(key, notes.written(Verdict(problem=Problem.of(problem) if problem else None, homeless=homeless)))
+        found = Verdict(problem=Problem.of(problem) if problem else None, homeless=homeless, warning=warning)
+        board.post(key, notes.written(found))
         if self.turns.ranks.rank == _LEADER:
             board.post(f"{key}/word", notes.written(self._gathered(key)))
         # Twice as long as rank 0 waits for the slowest: its word comes also where it has to name who is missing.
@@ -117,6 +123,7 @@ class Turn:
         verdicts = {rank: notes.read(text, Verdict) for rank, text in sorted(heard.items())}
         problems = {rank: verdict.problem for rank, verdict in verdicts.items() if verdict.problem is not None}
         if not problems:
+            _warn_once({rank: verdict.warning for rank, verdict in verdicts.items() if verdict.warning})
             nowhere = sorted(set.intersection(*(set(verdict.homeless) for verdict in verdicts.values())))
             return Word(problem=Problem.of(_unplaced(nowhere))) if nowhere else Word()
         worst = min(problems, key=lambda rank: (_gravity(problems[rank].kind), rank))
@@ -124,6 +131,13 @@ class Turn:
 
     def _key(self, name: str) -> str:
         return f"load/{self.number}/{name}"
+
+
+def _warn_once(warnings: dict[int, str]) -> None:
+    """Where ranks left different things out, the log has those of one of them, and says whose."""
+    if warnings:
+        rank = min(warnings)
+        log.warning("%s%s", "" if rank == _LEADER else f"rank {rank}: ", warnings[rank])
 
 
 def _gravity(kind: type[CheckpointdError]) -> int:

@@ -274,7 +274,7 @@ def test_a_second_job_is_refused_on_all_its_ranks_and_the_first_goes_on(pair: Jo
         pair.must_commit(2)
         second.open(root, take_over=True)
         second.must_load(2)
-        alike(pair.save(3), "aborted", "FencedError")
+        alike(pair.save(3), "fenced", "FencedError")
 
 
 def test_a_second_job_that_takes_over_fences_the_first_and_both_say_so(
@@ -288,7 +288,7 @@ def test_a_second_job_that_takes_over_fences_the_first_and_both_say_so(
         assert f"process {first.pid} on {socket.gethostname()}" in about_the_first
         assert time_of(root, epoch=1) in about_the_first
 
-        message = alike(pair.save(2), "aborted", "FencedError")
+        message = alike(pair.save(2), "fenced", "FencedError")
         assert f"epoch 2 was begun by process {os.getpid()} on {socket.gethostname()} at {time_of(root, epoch=2)}" in message
         assert "give each its own root" in message
         assert message in first.logged("ERROR")

@@ -1,6 +1,6 @@
 // The saves of single ranks, put together to attempts: what a checkpoint is made of.
 
-export const isFinal = (save) => ["committed", "aborted", "failed", "skipped"].includes(save.phase) && save.ended_at !== null;
+export const isFinal = (save) => ["committed", "aborted", "fenced", "failed", "skipped"].includes(save.phase) && save.ended_at !== null;
 
 /** Saves by attempt, in the order in which the attempts began: {key, tag, attempt, step, saves, began, ended}. */
 export function attempts(saves, now) {

@@ -98,7 +98,7 @@ function inFlight(root, now, ui) {
   );
 }
 
-const SHOWN = [["staging", "staging"], ["staged", "staged"], ["persisting", "persisting"], ["prepared", "voted"], ["failed", "failed"], ["skipped", "skipped"]];
+const SHOWN = [["staging", "staging"], ["staged", "staged"], ["persisting", "persisting"], ["prepared", "voted"], ["failed", "failed"], ["fenced", "fenced"], ["skipped", "skipped"]];
 
 function flight(attempt, now, ui) {
   const p = progress(attempt);
@@ -206,7 +206,7 @@ function failure(attempt, now) {
 }
 
 /** What failed by itself comes before what was aborted because of it. */
-const rankOf = (phase) => ["failed", "skipped", "aborted"].indexOf(phase);
+const rankOf = (phase) => ["fenced", "failed", "skipped", "aborted"].indexOf(phase);
 
 // --- the picture -------------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from checkpointd.commands import command
+from checkpointd.errors import FencedError
 from checkpointd.layout.manifest import ErrorReport
 from checkpointd.pipeline.report.holder import Holder
 
@@ -18,13 +19,16 @@ _BY_CODE = {
     "UnreadableError": "Check the file system of the root on the machine of {who}: mounts, permissions, the kernel's log.",
     "StoreError": "Check the file system of the root on the machine of {who}: mounts, permissions, the kernel's log.",
     "RootNotSharedError": "Mount the same file system at this root on every machine of the job.",
-    "FencedError": "A newer job runs at this root. If both are meant to run, give each a root of its own.",
     "StateError": "Change what is handed to save() on {who}: the message names the part that cannot be stored.",
     "StagingError": "See the log of {who} for the snapshot that failed.",
 }
 UNREADABLE = (
     "Mend what the reason names. Until then nobody knows whether it is a checkpoint: load() reads it again until its deadline, "
     "and never takes an older one because of it."
+)
+FENCED = (
+    "A newer job runs at this root, and every further save of this one fails, too. Stop one of the two and start the other one "
+    "again, or give each a root of its own. Scripts that only read call open_checkpoint(root), which leaves a job alone."
 )
 _AFTER_END = "The job ended in the middle of this save, and there was nothing whole to keep."
 
@@ -42,6 +46,8 @@ def after_abort(error: ErrorReport | None, ranks: Sequence[int]) -> str:
         return AFRESH
     if error.phase == "recovery":
         return f"{_AFTER_END} {AFRESH}"
+    if error.code == FencedError.__name__:
+        return FENCED
     who = ranks_text(ranks) if ranks else "the ranks"
     advice = _BY_CODE.get(error.code, "See the log of {who}.").format(who=who, Who=who[:1].upper() + who[1:])
     return f"{advice} {AFRESH}"

@@ -40,6 +40,21 @@ def test_who_runs_it_what_is_latest_in_flight_and_failed(root: Path, at: With, c
     assert "global_step3 (attempt 00000001-0): in flight, 1 of 2 voted" in text
 
 
+def test_a_save_that_a_newer_job_fenced_is_called_so(root: Path, at: With, cli: Cli) -> None:
+    async def overtaken(store: Store) -> None:
+        old = await begin_epoch(store)
+        await begin_epoch(store)
+        await save_checkpoint(store, epoch=old)
+
+    at(overtaken)
+    [failure] = cli("status", root, "--json").json["failures"]
+    assert failure["code"] == "FencedError"
+    assert "global_step1: fenced, rank " in cli("status", root).out
+    advice = cli("explain", root, "global_step1").out
+    assert "every further save of this one fails, too" in advice
+    assert "The next save starts afresh" not in advice
+
+
 @pytest.mark.usefixtures("job_ended")
 def test_what_a_dead_job_left_is_in_doubt_not_in_flight(root: Path, at: With, cli: Cli) -> None:
     async def died(store: Store) -> None:

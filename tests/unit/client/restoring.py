@@ -29,7 +29,7 @@ class Saved:
 
     def prepare(self, state: MutableMapping[str, Any], *, strict: bool = True) -> Restoration:
         content = Content(root=self.tree, entries=self.entries, owners={}, aliases=self.aliases, excluded=self.excluded)
-        return prepare(state, content, strict=strict)
+        return prepare(state, content, strict=strict, equal=lambda one, two: self.data[one] == self.data[two])
 
     def load(self, state: MutableMapping[str, Any], *, strict: bool = True) -> dict[str, object]:
         """Load into `state`, returning client_state."""

@@ -31,7 +31,7 @@ from checkpointd.errors import (
 from checkpointd.pipeline import attempt as attempt_module
 from checkpointd.pipeline.chunks import Persist
 from checkpointd.pipeline.shard import Progress
-from checkpointd_client import Checkpointer, RngState, SaveHandle, Status
+from checkpointd_client import Checkpointer, RngState, SaveHandle, Status, open_checkpoint, sources
 from tests.builders import HeldPersist
 from tests.living import living_job
 
@@ -254,6 +254,46 @@ def test_load_lists_every_mismatch_and_touches_nothing(tmp_path: Path) -> None:
     assert loaded is not None
     assert len(loaded.mismatched) == 3
     assert torch.equal(other[1].bias, saved[1].bias)
+
+
+@pytest.mark.parametrize("cut_alike", [True, False])
+@pytest.mark.parametrize("equal", [True, False])
+def test_weights_that_were_stored_apart_fill_tied_ones_where_they_are_equal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut_alike: bool, equal: bool
+) -> None:
+    """Their digests tell, or where chunks were cut in different ways, their bytes."""
+    if not cut_alike:
+        monkeypatch.setattr(sources, "same_prints", lambda *_: None)
+    apart = torch.nn.ModuleDict({"a": torch.nn.Linear(64, 64, bias=False), "b": torch.nn.Linear(64, 64, bias=False)})
+    if equal:
+        apart["b"].load_state_dict(apart["a"].state_dict())
+    tied = torch.nn.ModuleDict({"a": torch.nn.Linear(64, 64, bias=False), "b": torch.nn.Linear(64, 64, bias=False)})
+    tied["b"].weight = tied["a"].weight
+    with Checkpointer(tmp_path) as ckpt:
+        ckpt.save(1, {"model": apart, "epoch": 1}).wait()
+        loaded = ckpt.load({"model": tied, "epoch": 0}, strict=False)
+    assert loaded is not None
+    assert tied["b"].weight is tied["a"].weight
+    assert torch.equal(tied["a"].weight, apart["a"].weight) == equal
+    told = "model.a.weight and model.b.weight share memory now, and were stored as different tensors of different values"
+    assert loaded.mismatched == (() if equal else (told,))
+
+
+def test_a_load_in_part_is_said_once_in_the_log_and_one_of_all_is_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def warnings() -> list[str]:
+        return [record.getMessage() for record in caplog.records if "was loaded in part" in record.getMessage()]
+
+    with Checkpointer(tmp_path) as ckpt:
+        ckpt.save(1, {"w": torch.ones(2), "optimizer": {"lr": 1}}).wait()
+        ckpt.load({"w": torch.zeros(2), "optimizer": {"lr": 0}}, strict=False)
+        assert warnings() == []
+        ckpt.load({"w": torch.zeros(2), "new": 1}, strict=False)
+        [words] = warnings()
+    assert "global_step1 was loaded in part, as strict=False allows: 1 missing, 1 unexpected and 0 mismatched" in words
+    assert "new: missing from the checkpoint, which has w, optimizer" in words
+    with open_checkpoint(tmp_path) as checkpoint:
+        checkpoint.load({"w": torch.zeros(2)}, strict=False)
+    assert "0 missing, 1 unexpected and 0 mismatched" in warnings()[1]
 
 
 def test_loading_a_tag_that_is_not_there_names_those_that_are(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from checkpointd.codec.checksum import xxh3_128
 from checkpointd.config import Ranks
 from checkpointd.daemon.layouts import wire_tensors
 from checkpointd.daemon.wire import Held, Snapshot
-from checkpointd.errors import DamagedError, StoreError
+from checkpointd.errors import DamagedError, SidecarError, StoreError
 from checkpointd.layout.boxes import Box
 from checkpointd.pipeline import epochs
 from checkpointd.pipeline.report.collection import deletion
@@ -208,3 +208,26 @@ def test_a_part_of_a_tensor_is_not_taken_for_the_whole() -> None:
     target = Target(part.fqn, torch.empty(128, 48))
     with pytest.raises(DamagedError, match=f"{part.fqn} is held in part"):
         source.verify([target], source.content())
+
+
+@pytest.mark.parametrize("cut_alike", [True, False])
+def test_held_tensors_are_equal_where_every_bit_of_them_is(monkeypatch: pytest.MonkeyPatch, cut_alike: bool) -> None:
+    if not cut_alike:
+        monkeypatch.setattr("checkpointd_client.held.same_prints", lambda *_: None)
+    weight = np.arange(12.0).reshape(3, 4)
+    shard = make_shard({"a": weight, "b": weight.copy(), "c": weight + 1})
+    digests = tuple(xxh3_128(shard.image[t.offset : t.offset + t.nbytes]) for t in shard.tensors)
+    snapshot = _snapshot(nbytes=len(shard.image), tensors=wire_tensors(shard.tensors), tree=shard.tree, digests=digests)
+    source = HeldSource(HeldSnapshot(snapshot, _descriptor(bytes(shard.image)), 0), {}, 0)
+    content = source.content()
+    assert source.equal("a", "b", content)
+    assert not source.equal("a", "c", content)
+
+
+def test_whether_tensors_are_equal_of_which_a_part_is_on_another_node_is_the_stores_to_tell() -> None:
+    tensors = wire_tensors(SHARD.tensors)
+    part = msgspec.structs.replace(tensors[0], shape=(128, 48), box=Box((0, 0), (64, 48)), scope="global")
+    held = HeldSnapshot(_snapshot(tensors=(part, *tensors[1:])), _descriptor(bytes(SHARD.image)), 0)
+    source = HeldSource(held, {}, 0)
+    with pytest.raises(SidecarError, match="does not hold all of"):
+        source.equal(part.fqn, part.fqn, source.content())

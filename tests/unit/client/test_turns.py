@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 from torch.distributed import HashStore
@@ -26,10 +27,12 @@ def _ranks(timeout_s: float) -> list[Turns]:
     return [Turns(StoreBoard(store, who), who, timeout_s, 30.0) for who in ranks]
 
 
-def _load(turns: Turns, tag: str, problem: CheckpointdError | None = None, homeless: tuple[str, ...] = ()) -> Answer:
+def _load(
+    turns: Turns, tag: str, problem: CheckpointdError | None = None, homeless: tuple[str, ...] = (), warning: str = ""
+) -> Answer:
     turn = turns.begin()
     choice = turn.chosen("candidate", lambda: Choice(tag=tag))
-    return choice.tag, turn.agree("verdict", problem, homeless)
+    return choice.tag, turn.agree("verdict", problem, homeless, warning)
 
 
 def _together(*calls: Callable[[], Answer]) -> list[Answer]:
@@ -56,6 +59,22 @@ def test_what_one_rank_has_a_place_for_is_fine_and_what_none_has_ends_the_load_o
         assert error.mismatches == ("x: in the checkpoint, and nowhere in the objects of any rank",)
         assert str(error).endswith("rank 0, which lists them" if rank else f"strict=False:\n  {error.mismatches[0]}")
     assert _together(*(lambda t=t, h=h[:1]: _load(t, "y", None, h) for t, h in calls)) == [("y", None)] * WORLD
+
+
+@pytest.mark.parametrize(
+    ("warnings", "told"),
+    [
+        (("mine", "yours", ""), ["mine"]),
+        (("", "yours", "theirs"), ["rank 1: yours"]),
+        (("", "", ""), []),
+    ],
+)
+def test_what_ranks_left_out_is_said_once_by_rank_0(
+    warnings: tuple[str, ...], told: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    calls = [partial(_load, turns, "x", warning=words) for turns, words in zip(_ranks(30.0), warnings, strict=True)]
+    assert _together(*calls) == [("x", None)] * WORLD
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == told
 
 
 def test_a_rank_that_missed_a_load_joins_the_next_one() -> None:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointd.commit.machine import FINAL, ORDER, TABLE, Action, Event, Phase, reached, step
+from checkpointd.commit.machine import FINAL, ORDER, TABLE, Action, Event, Phase, reached, shown, step
 from checkpointd.errors import ProtocolError
 
 ROOT = Path(__file__).parents[3]
@@ -150,6 +150,14 @@ def test_whatever_happens_a_run_commits_only_after_its_yes(events: list[Event]) 
 @pytest.mark.parametrize(("phase", "until"), list(product(Phase, ORDER)))
 def test_a_phase_is_reached_when_it_or_a_later_one_is(phase: Phase, until: Phase) -> None:
     assert reached(phase, until) == (phase in ORDER and LEVEL[phase] >= LEVEL[until])
+
+
+def test_a_save_that_a_newer_epoch_ended_is_shown_as_fenced_and_no_other() -> None:
+    for phase in Phase:
+        fenced = shown(phase, "FencedError")
+        assert fenced == ("committed" if phase is Phase.COMMITTED else "fenced")
+        assert shown(phase, "AbortedError") == shown(phase) != "fenced"
+    assert (shown(Phase.FAILING), shown(Phase.SKIPPING), shown(Phase.ABORTED)) == ("failed", "skipped", "aborted")
 
 
 def generated(code: str) -> subprocess.CompletedProcess[str]:

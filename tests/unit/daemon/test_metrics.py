@@ -40,7 +40,7 @@ def hub(tmp_path: Path) -> Hub:
     hub = Hub(config)
     for rank in range(2):
         record = hub.rank("/r", rank, world_size=2, pid=7)
-        record.committed, record.failed, record.aborted, record.skipped = 9, 6, 2, 1
+        record.committed, record.failed, record.aborted, record.fenced, record.skipped = 9, 10, 2, 4, 1
         record.bytes_persisted, record.bytes_stored, record.stall_s = 1000, 600, 0.25
     for seconds in (0.05, 3.0, 3.0, 4000.0):
         hub.ranks_at("/r")[0].commits.add(seconds)
@@ -100,6 +100,7 @@ def test_the_counts_of_ranks(hub: Hub) -> None:
     }
     assert results == {"committed": 9, "aborted": 2, "failed": 3}
     assert value(found, "checkpointd_saves_total", root="/r", rank="1", result="skipped") == 1
+    assert value(found, "checkpointd_saves_total", root="/r", rank="1", result="fenced") == 4
     assert value(found, "checkpointd_persist_bytes_total", root="/r", rank="0") == 1000
     assert value(found, "checkpointd_stored_bytes_total", root="/r", rank="0") == 600
     assert value(found, "checkpointd_stall_seconds_total", root="/r", rank="0") == 0.25

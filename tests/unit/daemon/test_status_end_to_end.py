@@ -16,6 +16,7 @@ from checkpointd.daemon import http, wire
 from checkpointd.daemon.http import serving as serving_http
 from checkpointd.daemon.status import DaemonStatus, RootStatus
 from checkpointd.layout.manifest import ErrorReport
+from checkpointd.pipeline import epochs
 from checkpointd.store.posix import PosixStore
 from checkpointd_client.query import AsyncStatusClient
 from tests.builders import HeldPersist, rank_arrays
@@ -133,6 +134,29 @@ async def test_a_save_that_fails_is_told_with_what_to_do(daemon: Daemon, store: 
     assert counted["checkpointd_saves_total", ("0", "aborted")] == 1
     assert counted["checkpointd_saves_total", ("1", "failed")] == 1
     assert counted["checkpointd_commit_seconds_count", ()] == 0
+
+
+async def test_a_save_of_a_job_that_another_one_has_taken_over_is_fenced_at_once_on_every_rank(
+    daemon: Daemon, store: PosixStore, root: Path
+) -> None:
+    first, second = await two_ranks(daemon, root)
+    await epochs.take(store, 2)
+    await first.whole_save(1, shard_of(0))
+    await second.whole_save(1, shard_of(1))
+    for client in (first, second):
+        message = await client.outcome(1)
+        assert (message.phase, message.error.code if message.error else "") == ("aborted", "FencedError")
+    await ended(daemon)
+    found = await seen_ended(daemon, root)
+    assert {save.phase for save in found.recent} == {"fenced"}
+    assert all("every further save of this one fails, too" in save.advice for save in found.recent)
+    status = daemon_status(found)
+    assert "2 fenced" in plain(page(status))
+    async with serving_http(daemon.hub, "127.0.0.1:0") as url:
+        counted = await metrics(url)
+    for rank in "01":
+        assert counted["checkpointd_saves_total", (rank, "fenced")] == 1
+        assert all(counted["checkpointd_saves_total", (rank, result)] == 0 for result in ("aborted", "failed", "committed"))
 
 
 async def seen_ended(daemon: Daemon, root: Path) -> RootStatus:

@@ -8,18 +8,19 @@ import msgspec
 import pytest
 
 from checkpointd.commit.decide import Decision, unshared
-from checkpointd.commit.machine import Phase
+from checkpointd.commit.machine import FINAL, Phase
 from checkpointd.config import LoadConfig
-from checkpointd.errors import AbortedError, DamagedError, FencedError, ProtocolError
+from checkpointd.errors import AbortedError, DamagedError, FencedError, ProtocolError, StagingError, StoreError
 from checkpointd.layout.boxes import Box
 from checkpointd.layout.keys import AttemptId, plan_key
 from checkpointd.layout.manifest import Plan, Vote, decode, digest, encode
 from checkpointd.pipeline import catalog, epochs
 from checkpointd.pipeline.publish import Ballot, PlanCheck, missing_ranks, outcome_of, put_outcome
+from checkpointd.pipeline.shard import Shard
 from checkpointd.pipeline.verify import verify
-from checkpointd.store.base import Entry
+from checkpointd.store.base import Entry, Store
 from checkpointd.store.memory import MemoryStore
-from tests.builders import begin_epoch, leave_in_doubt, phases, save_checkpoint
+from tests.builders import begin_epoch, leave_in_doubt, phases, plan_save, save_checkpoint
 
 TAG, ATTEMPT = "global_step1", AttemptId(1, 0)
 PREFIX = f"{TAG}/{ATTEMPT}"
@@ -114,9 +115,8 @@ async def test_an_outcome_that_was_moved_here_from_another_attempt_is_refused() 
 
 @pytest.mark.parametrize("record", [None, b"", b"not a record"])
 async def test_c2_a_newer_epoch_fences_even_where_its_record_cannot_be_read(
-    record: bytes | None, monkeypatch: pytest.MonkeyPatch
+    record: bytes | None,
 ) -> None:
-    monkeypatch.setattr("checkpointd.pipeline.attempt.FENCE_GRACE_S", 0.01)
     store = MemoryStore()
     old = await begin_epoch(store)
     await begin_epoch(store)
@@ -127,6 +127,94 @@ async def test_c2_a_newer_epoch_fences_even_where_its_record_cannot_be_read(
     attempts = await save_checkpoint(store, epoch=old)
     assert phases(attempts) == [Phase.ABORTED] * 2
     assert all(isinstance(attempt.error, FencedError) for attempt in attempts)
+
+
+async def test_a6_a_fenced_rank_ends_the_save_on_all_ranks_before_it_writes_and_says_what_to_do() -> None:
+    """Rank 0 has not even its snapshot yet: nobody waits for it, for a grace or for a deadline."""
+    store = MemoryStore()
+    old = await begin_epoch(store)
+    await begin_epoch(store)
+    save = await plan_save(store, epoch=old)
+    snapshot: asyncio.Future[Shard] = asyncio.get_running_loop().create_future()
+
+    def give_up(phase: Phase) -> None:
+        if phase in FINAL:
+            snapshot.set_exception(StagingError("the attempt is over"))
+
+    first = save._attempt(0, give_up)
+    _, second = await asyncio.gather(first.run(snapshot), save.run(1))
+    assert phases([first, second]) == [Phase.ABORTED] * 2
+    for attempt in (first, second):
+        assert isinstance(attempt.error, FencedError)
+        for words in ("Every further save of this job fails, too", "give each its own root", "open_checkpoint()"):
+            assert words in str(attempt.error)
+    assert [entry.name for entry in await store.list(PREFIX)] == ["outcome"]
+
+
+async def test_c2_an_epoch_that_begins_after_the_ranks_have_looked_is_found_before_the_commit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("checkpointd.pipeline.attempt.FENCE_GRACE_S", 0.01)
+
+    class Overtaken(MemoryStore):
+        """Another job begins when rank 0 votes."""
+
+        async def put_if_absent(self, key: str, data: bytes) -> bool:
+            if key == f"{PREFIX}/00000.vote":
+                await epochs.take(self, 2)
+            return await super().put_if_absent(key, data)
+
+    store = Overtaken()
+    attempts = await save_checkpoint(store, epoch=await begin_epoch(store))
+    assert phases(attempts) == [Phase.ABORTED] * 2
+    assert all(isinstance(attempt.error, FencedError) for attempt in attempts)
+
+
+async def test_a6_a_rank_looks_for_a_newer_epoch_once_and_rank_0_once_more_before_the_commit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks: list[str | None] = []
+    check = epochs.check_fence
+
+    async def counted(store: Store, number: int, attempt: str | None = None) -> None:
+        looks.append(attempt)
+        await check(store, number, attempt)
+
+    monkeypatch.setattr(epochs, "check_fence", counted)
+    assert phases(await save_checkpoint(MemoryStore(), world_size=3)) == [Phase.COMMITTED] * 3
+    assert looks == [PREFIX] * (3 + 1)
+
+
+async def test_a6_a_store_that_does_not_show_the_epochs_stops_no_save_that_nobody_fenced() -> None:
+    class Refusing(MemoryStore):
+        refusals = 0
+
+        async def list(self, prefix: str) -> list[Entry]:
+            if prefix == ".checkpointd/epochs" and self.refusals:
+                self.refusals -= 1
+                raise StoreError("not now")
+            return await super().list(prefix)
+
+    store = Refusing()
+    save = await plan_save(store)
+    store.refusals = 2
+    assert phases(await save.run_all()) == [Phase.COMMITTED] * 2
+    assert store.refusals == 0
+
+
+async def test_a6_where_the_abort_cannot_be_put_the_fenced_rank_ends_at_once_all_the_same() -> None:
+    class Full(MemoryStore):
+        async def put_if_absent(self, key: str, data: bytes) -> bool:
+            if key.startswith(TAG):
+                raise StoreError("not now")
+            return await super().put_if_absent(key, data)
+
+    store = Full()
+    old = await begin_epoch(store)
+    await begin_epoch(store)
+    [attempt] = await save_checkpoint(store, epoch=old, world_size=1)
+    assert (attempt.phase, type(attempt.error)) == (Phase.FAILED, FencedError)
+    assert "epoch 1 of memory://memory is over" in str(attempt.error)
 
 
 # --- votes -------------------------------------------------------------------------------------------------------------

@@ -201,8 +201,7 @@ async def test_g5_a_spared_abort_drops_the_coordinators_own_objects() -> None:
     assert sorted(await objects(store, PREFIX)) == ["00001.vote", "outcome"]
 
 
-async def test_a_start_that_does_not_spare_it_any_more_fences_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("checkpointd.pipeline.attempt.FENCE_GRACE_S", 0.01)
+async def test_a_start_that_does_not_spare_it_any_more_fences_it() -> None:
     store = MemoryStore()
     save = await leave_in_doubt(store, voting=(1,))
     await restart(store, PREFIX)
