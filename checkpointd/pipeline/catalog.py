@@ -33,6 +33,8 @@ from checkpointd.layout.manifest import LISTING_BYTES_MAX, Index, Outcome, Plan,
 from checkpointd.store.base import Store
 
 LATEST_BYTES_MAX = 4096
+MODEL_STATES = "_model_states.pt"
+"""How the names of DeepSpeed's files end that every checkpoint of its has."""
 _LOOKS = 3
 """How often an attempt is looked at anew whose outcome goes between listing and reading, as where records are removed."""
 
@@ -256,7 +258,7 @@ def fault_of(attempt: AttemptView) -> DamagedError | UnreadableError | None:
 
 
 async def latest(store: Store) -> str | None:
-    """The tag that `latest` names, or None where there is no pointer. DamagedError where it holds no tag."""
+    """The tag that `latest` names; None where there is no pointer, or DeepSpeed's own. DamagedError where it holds no tag."""
     try:
         text = (await store.get(LATEST, size_max=LATEST_BYTES_MAX)).decode()
     except NotFoundError as error:
@@ -268,4 +270,13 @@ async def latest(store: Store) -> str | None:
     tag = text.removesuffix("\n")
     if not is_tag(tag):
         raise DamagedError(f"the pointer {LATEST} at {store.url} holds {tag!r}, which is no tag", key=LATEST)
-    return tag
+    return None if await is_of_deepspeed(store, text) else tag
+
+
+async def is_of_deepspeed(store: Store, pointer: str) -> bool:
+    """Whether DeepSpeed has written `pointer`, which `latest` holds, since checkpointd moved it. DeepSpeed writes the name of a
+    directory with files of its own, and no newline.
+    """
+    if not is_tag(pointer):  # as every one is that ends in a newline
+        return False
+    return any(not entry.is_prefix and entry.name.endswith(MODEL_STATES) for entry in await store.list(pointer))

@@ -15,24 +15,28 @@ PATIENCE_S = 30.0
 """How long a process that holds the pointer's lock is waited for: it may have been stopped with the lock in its hand."""
 
 
-async def move_latest(store: Store, tag: str, order: Order) -> bool:
+async def move_latest(store: Store, tag: str, order: Order, *, is_start: bool = False) -> bool:
     """Point `latest` at `tag`, whose commit has `order`, unless it names a newer checkpoint already; whether it was moved.
+
+    `is_start`: the commit may be an old one, so one that DeepSpeed has written since stays.
 
     Raises StoreError where the storage fails, or another process holds the pointer for longer than PATIENCE_S.
     """
     try:
         async with asyncio.timeout(PATIENCE_S):
-            return await _move(store, tag, order)
+            return await _move(store, tag, order, is_start=is_start)
     except TimeoutError as error:
         raise StoreError(
             f"another process has held the lock of {LATEST} at {store.url} for {PATIENCE_S:g} s; is one stopped there?"
         ) from error
 
 
-async def _move(store: Store, tag: str, order: Order) -> bool:
+async def _move(store: Store, tag: str, order: Order, *, is_start: bool) -> bool:
     while True:
         current = await _content(store)
         if current == f"{tag}\n".encode():
+            return False
+        if is_start and await catalog.is_of_deepspeed(store, (current or b"").decode(errors="replace")):
             return False
         if not moves_latest(await _order_of(store, current), order):
             return False

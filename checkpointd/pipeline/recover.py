@@ -6,7 +6,7 @@ Commits that a newer one has replaced stay: whether they may go is not known bef
 Invariants
   V1  An attempt of an older epoch is rolled forward exactly when every vote is there, valid, and what it names is there too.
   V2  After recovery every attempt of an older epoch that is not spared has an outcome, durable, and `latest` names the newest
-      commit that asked for it.
+      commit that asked for it, or what DeepSpeed itself has saved since.
   V3  Of an attempt that is spared nothing is decided, removed or waited for: its writers still work at it. Nor is any temporary
       file removed then, since those of writers on other machines cannot be told from dead ones'; the next start does it.
   V4  A spared attempt that nobody works at any more is decided by whoever waits for it (`outlived`).
@@ -70,7 +70,7 @@ async def recover(store: Store, epoch: int, spares: Collection[str] = ()) -> Rec
         done.swept = len(await collect(store, facts))
         if not spared:
             done.strays = await store.sweep()
-        if newest is not None and await move_latest(store, newest.tag, newest.outcome.order):
+        if newest is not None and await move_latest(store, newest.tag, newest.outcome.order, is_start=True):
             done.latest_moved_to = newest.tag
         await mend(store)
     except StoreError as error:
@@ -198,7 +198,7 @@ async def _decide(store: Store, view: AttemptView) -> None:
     outcome = await resolve(store, view)
     _say(outcome)
     if outcome.outcome == "commit" and outcome.save_latest:
-        await move_latest(store, outcome.tag, outcome.order)
+        await move_latest(store, outcome.tag, outcome.order, is_start=True)
 
 
 def _report(done: Recovery) -> None:

@@ -2,7 +2,8 @@
 
 Invariants
   Y1  What a directory shows is one commit's files, all of them; a newer one replaces an older one, never the reverse.
-  Y2  `latest` names the newest directory beside it that is shown and whose save asked for it.
+  Y2  `latest` names the newest directory beside it that is shown and whose save asked for it. One that DeepSpeed itself has
+      written after that commit stays.
   Y3  An attempt is called committed on any rank only when it is shown; where that failed, the next start shows it.
   Y4  What is hidden was removed: its mark is durable before its files go. Who removes a directory removes the checkpoint, also
       where it is the one in which the checkpoint was to be shown: that one is never made again. A directory that one look does
@@ -21,7 +22,17 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from checkpointd.config import ABSENCE_S
 from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, StoreError
 from checkpointd.layout.files import check_place
-from checkpointd.layout.keys import SERVICE, SHOWN, AttemptId, attempt_prefix, file_name, object_hand, shown_key, vote_name
+from checkpointd.layout.keys import (
+    OUTCOME,
+    SERVICE,
+    SHOWN,
+    AttemptId,
+    attempt_prefix,
+    file_name,
+    object_hand,
+    shown_key,
+    vote_name,
+)
 from checkpointd.layout.manifest import Outcome, Shown, decode, encode
 from checkpointd.pipeline import catalog
 from checkpointd.store.base import Store
@@ -66,7 +77,7 @@ async def _show(store: Store, plain: PlainFiles, outcome: Outcome) -> None:
         log.warning("%s is not shown: %s has been removed meanwhile, and the checkpoint goes with it", outcome.tag, folder)
     else:
         await plain.show(at, files, is_stale_name)
-        await _point(store, plain, folder, (outcome.order, at) if outcome.save_latest else None)
+        await _point(store, plain, folder, (outcome.order, at) if outcome.save_latest else None, since=outcome_key(outcome))
     record = Shown(
         tag=outcome.tag,
         attempt=outcome.attempt,
@@ -111,6 +122,13 @@ def _named(names: Collection[str]) -> str:
     return ", ".join(first) + (f" and {len(names) - len(first)} more" if len(names) > len(first) else "")
 
 
+def outcome_key(outcome: Outcome) -> str:
+    """Where an outcome lies."""
+    attempt = AttemptId.parse(outcome.attempt)
+    assert attempt is not None
+    return f"{attempt_prefix(outcome.tag, attempt)}/{OUTCOME}"
+
+
 async def files_of(store: Store, outcome: Outcome) -> dict[str, str]:
     """The keys of a commit's files, by the names under which they are shown."""
     attempt = AttemptId.parse(outcome.attempt)
@@ -129,10 +147,13 @@ _Newest = tuple[tuple[int, int], str]
 """The order of a commit, and its directory."""
 
 
-async def _point(store: Store, plain: PlainFiles, folder: str, candidate: _Newest | None, hidden: str = "") -> None:
+async def _point(
+    store: Store, plain: PlainFiles, folder: str, candidate: _Newest | None, *, hidden: str = "", since: str = ""
+) -> None:
     """Let the `latest` in `folder` name the newest that is shown there and asked for it, or `candidate`.
 
-    Without a candidate, one that names neither what is shown there nor what was just `hidden` is somebody else's, and stays.
+    One that names neither what is shown there nor what was just `hidden` is somebody else's. It stays if there is no candidate,
+    or if it was written after the object `since`, the candidate's outcome, and its directory is there.
     """
     prefix = f"{SHOWN}/{folder}".rstrip("/")
     newest, names = candidate, {hidden}
@@ -143,9 +164,15 @@ async def _point(store: Store, plain: PlainFiles, folder: str, candidate: _Newes
             names.add(entry.name)
         if record is not None and record.save_latest and (newest is None or record.order > newest[0]):
             newest = record.order, at
-    if candidate is None and await plain.pointed(folder) not in {None, *names}:
+    pointed = await plain.pointed(folder)
+    if pointed not in {None, *names} and (candidate is None or await _is_later(plain, folder, str(pointed), since)):
         return
     await plain.point(folder, os.path.basename(newest[1]) if newest is not None else None)
+
+
+async def _is_later(plain: PlainFiles, folder: str, pointed: str, since: str) -> bool:
+    is_name = pointed not in {"", ".", ".."} and "/" not in pointed
+    return is_name and await plain.is_there(os.path.join(folder, pointed)) and await plain.pointed_after(folder, since)
 
 
 async def hide(store: Store, prefixes: Collection[str]) -> None:

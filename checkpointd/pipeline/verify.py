@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import msgspec
@@ -106,13 +106,17 @@ async def verify_ranks(
     ranks: Iterable[int],
     config: LoadConfig,
     on_bytes: Callable[[int], None] = lambda _: None,
+    left: Callable[[Index], Container[str]] = lambda _: (),
 ) -> list[Damage]:
-    """What is damaged of what `ranks` stored. UnreadableError where something cannot be read now, and nothing is damaged."""
+    """What is damaged of what `ranks` stored. UnreadableError where something cannot be read now, and nothing is damaged.
+
+    `left`: the tensors of a rank that the caller reads, and verifies, by itself.
+    """
     verdict = Verdict(checkpoint.tag, str(checkpoint.attempt))
     store = PatientStore(store, Patience(config.retry_s, config.absence_s))
     for rank in ranks:
         try:
-            await _verify_rank(store, checkpoint, rank, config, on_bytes, verdict)
+            await _verify_rank(store, checkpoint, rank, config, on_bytes, verdict, left)
         except (DamagedError, NotFoundError, StoreError) as error:
             verdict.note(error, rank)
     if verdict.unreadable and not verdict.damage:
@@ -148,6 +152,7 @@ async def _verify_rank(
     config: LoadConfig,
     count: Callable[[int], None],
     verdict: Verdict,
+    left: Callable[[Index], Container[str]] = lambda _: (),
 ) -> Plan:
     """Everything of one rank; what its index says that it stored."""
     index = await read_index(store, checkpoint, rank)
@@ -155,7 +160,9 @@ async def _verify_rank(
         await _check_described(store, checkpoint, index)
     except CheckpointdError as error:
         verdict.note(error, rank)
-    found = await read_tensors(store, checkpoint.prefix, index, {t.fqn: None for t in index.tensors}, config, count)
+    others = left(index)
+    wanted = {t.fqn: None for t in index.tensors if t.fqn not in others}
+    found = await read_tensors(store, checkpoint.prefix, index, wanted, config, count)
     verdict.damage.extend(Damage.of(error, rank) for error in found)
     parts = tuple(PlanTensor(t.fqn, t.dtype, t.shape, t.box, t.scope) for t in index.tensors)
     return Plan(rank=rank, world_size=index.world_size, tensors=parts)

@@ -33,13 +33,11 @@ from checkpointd.pipeline.candidates import listed, note_tag_passed_over
 from checkpointd.pipeline.catalog import Checkpoint
 from checkpointd.pipeline.leases import Beginner
 from checkpointd.pipeline.shard import COORDINATOR
-from checkpointd.pipeline.showing import unseen_of
-from checkpointd.pipeline.verify import verify_ranks
 from checkpointd.store import open_store
-from checkpointd.store.patient import PatientStore
 from checkpointd_client.arena import Arena
 from checkpointd_client.calls import DeepSpeedCalls
 from checkpointd_client.choosing import Chooser
+from checkpointd_client.examining import Examination, Nobody, Taker
 from checkpointd_client.handle import SaveHandle
 from checkpointd_client.lifetime import at_exit, check_apart, claim_root
 from checkpointd_client.loading import Loaded, Loader, call_patiently, leave_record
@@ -382,20 +380,13 @@ class Checkpointer(DeepSpeedCalls):
             recorded = leave_record(self._writer, note_tag_passed_over(self._store, tag, why), tag)
             self._saver.is_recorded &= recorded
 
-    def damage(self, checkpoint: Checkpoint, ranks: Iterable[int]) -> tuple[str, ...]:
+    def damage(self, checkpoint: Checkpoint, ranks: Iterable[int], taker: Taker | None = None) -> tuple[str, ...]:
         """Read everything that `ranks` stored of a checkpoint and list the damage, and files that are not shown; empty if it is
-        whole. Raises UnreadableError if it cannot be read now.
+        whole. `taker` reads files for good on the way. Raises UnreadableError if something cannot be read now.
         """
         self._check_open("damage")
-        config, store, outcome = self._glance, self._store, checkpoint.outcome
-        unseen = call_patiently(self._writer, config, lambda patience: unseen_of(PatientStore(store, patience), outcome))
-        if unseen is not None:
-            return (unseen,)
-        found = self._writer.call_while_moving(
-            lambda on_bytes: verify_ranks(self._store, checkpoint, ranks, config, on_bytes),
-            self._commit.timeout_s + config.retry_s + config.absence_s,
-        )
-        return tuple(one.message for one in found)
+        examination = Examination(self._store, self._writer, self._glance, self._commit.timeout_s, checkpoint)
+        return examination.damage(ranks, taker or Nobody())
 
     def preempted_at(self, step: int) -> bool:
         """Whether a signal has come and all ranks are to save `step` and leave. Ask it equally often about each step on every

@@ -51,6 +51,11 @@ def capture_files(at: str, files: Mapping[str, object], stepped: Collection[int]
     return Captured(tuple(leaves), (), tree.Files(at, tuple(nodes)), ())
 
 
+def check_saveable(name: str, content: object) -> None:
+    """StateError for what cannot be pickled, as `capture_files` raises it; no tensor is copied."""
+    _capture(name, content, ())
+
+
 def _capture(name: str, content: object, stepped: Collection[int]) -> tuple[tree.File, list[Leaf]]:
     descriptor = os.memfd_create("checkpointd-hollow", os.MFD_CLOEXEC)
     with open(descriptor, "w+b") as file, tempfile.TemporaryDirectory(prefix="checkpointd-") as folder:
@@ -123,8 +128,20 @@ def _write_hollow(name: str, content: object, path: str) -> Storages:
         with torch.serialization.skip_data():
             torch.save(content, path, pickle_module=recorder.module())
     except Exception as error:  # whatever a __reduce__ raises
-        raise StateError(f"{name} cannot be saved as torch.save saves it: {error}") from error
+        where = _culprit(content, path)
+        raise StateError(f"{name} cannot be saved as torch.save saves it{where}: {error}") from error
     return recorder.storages()
+
+
+def _culprit(content: object, path: str) -> str:
+    """By which key what cannot be pickled is found, in words; "" where no single value is to blame."""
+    for key, value in content.items() if isinstance(content, Mapping) else ():
+        try:
+            with torch.serialization.skip_data():
+                torch.save(value, path)
+        except Exception:
+            return f", because of {key!r}, a {type(value).__qualname__}"
+    return ""
 
 
 def _bytes_of(storage: torch.UntypedStorage, tensor: torch.Tensor | None) -> torch.Tensor:

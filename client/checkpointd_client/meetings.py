@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from checkpointd.config import Ranks
 from checkpointd.errors import CheckpointdError, DeadlineError
 from checkpointd.waits import Waiting
-from checkpointd_client.ranks import Board
+from checkpointd_client.ranks import Board, absent_error
 
 _PAUSE_MIN_S, _PAUSE_MAX_S = 0.002, 0.1
 _VERDICT = "verdict"
@@ -45,7 +45,11 @@ class Meetings:
             heard, gone = self._next(said, doing, until, waiting)
             if heard is not None:
                 return heard
-        raise DeadlineError(f"rank {gone} had given up waiting: every rank must be {doing}", ranks=(gone,))
+        raise gone_error(gone, doing)
+
+    def once(self, said: str, doing: str) -> tuple[dict[int, str] | None, int]:
+        """What was said at the next meeting alone; None, and who gave it up, where it is void. Raises as `meet` does."""
+        return self._next(said, doing, time.monotonic() + self.timeout_s, Waiting(lambda: self._missing(doing)))
 
     def _missing(self, doing: str) -> str:
         absent = self.board.absent(f"meeting/{self._count}")
@@ -73,11 +77,8 @@ class Meetings:
         while (verdict := self.board.peek(f"{key}/{_VERDICT}")) is None:
             waiting.look()
             if time.monotonic() >= until:
-                self.board.read(key, None, 0.0, doing)  # names who is missing
-                raise DeadlineError(
-                    f"rank {GATHERING} did not answer within {self.timeout_s:g} s: every rank must be {doing}",
-                    ranks=(GATHERING,),
-                )
+                # Where all have come, rank 0 has not gathered what they said.
+                raise absent_error(self.board.absent(key) or [GATHERING], self.timeout_s, doing)
             never.wait(pause)
             pause = min(pause * 1.5, _PAUSE_MAX_S)
         return verdict
@@ -89,12 +90,12 @@ class Meetings:
             left_s = until - time.monotonic()
             try:
                 return _told(self.board.read(key, None, max(0.0, min(left_s, _PAUSE_MAX_S)), doing))
-            except DeadlineError:
+            except DeadlineError as error:
                 verdict = self.board.peek(f"{key}/{_VERDICT}")
                 if verdict is not None:
                     return verdict
                 if left_s <= 0:
-                    raise
+                    raise absent_error([*error.ranks], self.timeout_s, doing) from None
 
     def _give_up(self, key: str, error: BaseException) -> str:
         """Make the meeting void, and raise `error`; the verdict where all have come all the same."""
@@ -114,6 +115,11 @@ class Meetings:
                     self.board.forget(f"{old}/{_VERDICT}", agreed=True)
             self._old.clear()
         self._old.append(key)
+
+
+def gone_error(rank: int, doing: str) -> DeadlineError:
+    """The error for ranks that came after `rank` had given up waiting for them."""
+    return DeadlineError(f"rank {rank} had given up waiting: every rank must be {doing}", ranks=(rank,))
 
 
 def _told(heard: dict[int, str]) -> str:

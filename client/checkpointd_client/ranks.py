@@ -1,6 +1,6 @@
 """The control plane between the ranks: the epoch's board on torch.distributed's Store, and a broadcast before there is one.
 
-A DeepSpeed engine's load_checkpoint, itself full of collective calls, asks by the same broadcast what rank 0 sees.
+The calls of DeepSpeed's engines, before there is a Checkpointer, begin by the same broadcast (`convening.py`).
 
 Invariants
   K1  Every key carries the epoch's nonce, or the token of one call: nothing of an earlier incarnation is ever read.
@@ -141,7 +141,7 @@ class StoreBoard:
             if _translated(lambda: self.store.check(names)):
                 break
             if time.monotonic() >= until:
-                raise _absent(self.absent(key, wanted), timeout_s, doing)
+                raise absent_error(self.absent(key, wanted), timeout_s, doing)
             waiting.look()
             threading.Event().wait(pause_s)
         found = _translated(lambda: self.store.multi_get(names))
@@ -170,10 +170,10 @@ def open_board(ranks: Ranks, nonce: str) -> Board:
     """The board of the epoch with this nonce."""
     if ranks.world_size == 1:
         return SoloBoard()
-    return StoreBoard(PrefixStore(f"checkpointd/{nonce}", _own_store()), ranks)
+    return StoreBoard(PrefixStore(f"checkpointd/{nonce}", own_store()), ranks)
 
 
-def _own_store() -> Store:
+def own_store() -> Store:
     """A client of the job's store, our own: a wait of training on the shared one would hold ours, and the other way round."""
     base: Store = dist.distributed_c10d._get_default_store()
     if not hasattr(base, "clone"):
@@ -199,10 +199,10 @@ def broadcast_from_coordinator(
     """
     if ranks.world_size == 1:
         return make()
-    call = _Broadcast(ranks, _own_store() if store is None else store, doing, come_s, make_s)
+    call = _Broadcast(ranks, own_store() if store is None else store, doing, come_s, make_s)
     answer = call.lead(make) if ranks.rank == COORDINATOR else call.follow()
     if "missing" in answer:
-        raise _absent(cast(list[int], answer["missing"]), come_s, doing)
+        raise absent_error(cast(list[int], answer["missing"]), come_s, doing)
     if "error" in answer:
         code = str(answer["code"])
         raise ERRORS.get(code, CheckpointdError)(f"rank 0 could not open the root: {code}: {answer['error']}")
@@ -343,7 +343,8 @@ def _missing_words(missing: list[int], doing: str) -> str:
     return f"ranks {missing} have not come: every rank must be {doing}"
 
 
-def _absent(missing: list[int], timeout_s: float, doing: str) -> DeadlineError:
+def absent_error(missing: list[int], timeout_s: float, doing: str) -> DeadlineError:
+    """The error for `missing` ranks, which did not come to what all must be `doing`."""
     return DeadlineError(
         f"ranks {missing} did not answer within {timeout_s:g} s: every rank must be {doing}; "
         "look at their logs, and start the job again if they are gone",

@@ -328,7 +328,12 @@ def parts(process: Process, before: Mapping[str, torch.Tensor]) -> None:
     again = engine_of("z3", seed=6)
     attach(again, layout="checkpointd")
     frozen = tensors_of_module(again)["frozen.weight"]
-    again.load_checkpoint(str(process.folder / "parts"), load_module_only=True)
+    try:
+        again.load_checkpoint(str(process.folder / "parts"), load_module_only=True)
+        process.check(False, "a strict load of a checkpoint without what is frozen")
+    except MismatchError as error:
+        process.check("pass load_module_strict=False" in str(error), f"what is frozen is missing: {error}")
+    again.load_checkpoint(str(process.folder / "parts"), load_module_strict=False, load_module_only=True)
     found = tensors_of_module(again)
     process.check(equal(found["frozen.weight"], frozen), "what is frozen was loaded, and was not stored")
     process.check(equal(found["hidden.weight"], before["hidden.weight"]), "parameters alone: hidden.weight")

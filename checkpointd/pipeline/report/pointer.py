@@ -42,6 +42,8 @@ async def pointer(store: Store, checkpoints: Sequence[Checkpoint], wholeness: Wh
         return Pointer(tag=None, damage=f"{error}; {repair}")
     except UnreadableError as error:
         return Pointer(tag=None, unreadable=f"{LATEST} cannot be read now: {error}")
+    if tag is None and await _is_of_deepspeed(store):
+        return Pointer(tag=None)
     named = next((c for c in checkpoints if c.tag == tag), None)
     if tag is not None and named is None:
         # It may have been committed since `checkpoints` were looked up.
@@ -54,6 +56,13 @@ async def pointer(store: Store, checkpoints: Sequence[Checkpoint], wholeness: Wh
         behind = f"latest {names}, although {due.tag} was committed since; unless its job is just moving it, {repair}"
         return Pointer(tag=tag, behind=behind)
     return Pointer(tag=tag)
+
+
+async def _is_of_deepspeed(store: Store) -> bool:
+    try:
+        return await catalog.is_of_deepspeed(store, (await store.get(LATEST, size_max=catalog.LATEST_BYTES_MAX)).decode())
+    except NotFoundError:
+        return False
 
 
 async def _without_checkpoint(store: Store, tag: str, repair: str) -> Pointer:

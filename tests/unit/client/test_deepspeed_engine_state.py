@@ -12,7 +12,9 @@ pytest.importorskip("deepspeed", reason="needs deepspeed: pip install checkpoint
 import torch
 
 from checkpointd.errors import UsageError
+from checkpointd_client.choosing import Places
 from checkpointd_client.integrations.deepspeed.boxes import restore_engine
+from checkpointd_client.integrations.deepspeed.places import EnginePlaces, What
 from checkpointd_client.integrations.deepspeed.zero import check_supported
 
 
@@ -60,3 +62,18 @@ def test_an_engine_that_has_a_state_which_the_layout_would_leave_out_is_refused(
         UsageError, match=r"cannot store this engine: its data sampler or its random-LTD.*layout='deepspeed' can"
     ):
         check_supported(engine)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_strict_load_misses_what_is_frozen_and_was_not_saved(strict: bool) -> None:
+    """As DeepSpeed's own files have it."""
+    places = EnginePlaces.__new__(EnginePlaces)
+    places.what, places._stored, places._places = What(strict=strict), {"deepspeed": {"left_out": ["a.weight"]}}, Places({})
+    for name in ("a.weight", "b.weight"):
+        places._note_missing(name, None)
+    expected = [
+        "model.a.weight: missing from the checkpoint, which was saved with exclude_frozen_parameters=True: pass "
+        "load_module_strict=False",
+        "model.b.weight: missing from the checkpoint",
+    ]
+    assert places._places.faults == (expected if strict else [])

@@ -13,38 +13,12 @@ import torch
 
 pytest.importorskip("deepspeed", reason="needs deepspeed: pip install checkpointd[deepspeed]")
 
-from checkpointd.errors import AbortedError
+from checkpointd.errors import AbortedError, ClosedError, DamagedError, StateError
+from checkpointd.store.posix import PosixStore
 from checkpointd_client.integrations.deepspeed import plug as plugs
 from checkpointd_client.integrations.deepspeed.engine import mount_fault, write_whole
-from checkpointd_client.integrations.deepspeed.plug import Plug
-
-FILE = "mp_rank_00_model_states.pt"
-
-
-class Engine:
-    """Saves one file, and says what it loads."""
-
-    global_steps, global_rank, world_size = 1, 0, 1
-    optimizer: Any = None
-
-    def __init__(self) -> None:
-        self.module = torch.nn.Linear(2, 2)
-        self.checkpoint_engine: Any = None
-        self.universal = False
-
-    def save_checkpoint(self, save_dir: str, tag: str, *_: Any) -> None:
-        self.checkpoint_engine.makedirs(save_dir, exist_ok=True)
-        self.checkpoint_engine.save({"module": self.module.state_dict()}, os.path.join(save_dir, tag, FILE))
-
-    def load_checkpoint(self, load_dir: str, tag: str | None) -> tuple[str, str | None]:
-        return load_dir, tag
-
-    def load_universal_checkpoint(self) -> bool:
-        return self.universal
-
-    def destroy(self) -> None: ...
-
-    def _copy_recovery_script(self, _: str) -> None: ...
+from checkpointd_client.integrations.deepspeed.plug import DirectoryError, Plug
+from tests.unit.client.deepspeed_engine import FILE, Engine
 
 
 @pytest.fixture
@@ -128,3 +102,105 @@ def test_what_an_engine_has_loaded_from_is_taken_up(plug: Plug, tmp_path: Path, 
     plug.load_checkpoint(str(tmp_path))
     plug.save_checkpoint(str(tmp_path))
     assert checkpointer._saver._state.tidier.keeps_before == 0
+
+
+class Stubborn:
+    """Cannot be pickled."""
+
+    def __reduce__(self) -> Any:
+        raise TypeError("it will not be pickled")
+
+
+def test_a_client_state_is_refused_by_name_also_where_no_file_of_this_rank_has_it(plug: Plug, tmp_path: Path) -> None:
+    """As on all ranks but the first of ZeRO 2, whose own would come back on none of them."""
+    with pytest.raises(StateError, match=r"client_state cannot be saved .*because of 'charm', a Stubborn"):
+        plug.save_checkpoint(str(tmp_path), client_state={"epoch": 3, "charm": Stubborn()})
+    assert plug.handle is not None
+    with pytest.raises(AbortedError, match="'charm', a Stubborn: it will not be pickled"):
+        plug.handle.wait(60)
+    plug.save_checkpoint(str(tmp_path), client_state={"epoch": 3})
+    plug.handle.wait(60)
+
+
+def test_a_file_that_cannot_be_pickled_is_refused_with_the_key_of_what_is_to_blame(plug: Plug, tmp_path: Path) -> None:
+    plug.engine.module.state_dict = Stubborn
+    with pytest.raises(StateError, match=f"{FILE} cannot be saved .*because of 'module', a Stubborn"):
+        plug.save_checkpoint(str(tmp_path))
+
+
+def test_a_directory_that_cannot_be_made_is_told_as_such(plug: Plug, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for directory in (tmp_path / "file" / "below", Path("/proc/nowhere")):
+        with pytest.raises(DirectoryError, match=f"save_dir {directory} cannot be made: .*give the path of a directory"):
+            plug.save_checkpoint(str(directory))
+    assert plug.handle is None
+
+
+def test_a_detached_engine_says_where_the_handle_is(plug: Plug, tmp_path: Path) -> None:
+    plug.save_checkpoint(str(tmp_path))
+    assert plug.engine.checkpoint_handle() is plug.handle
+    plug.detach()
+    with pytest.raises(ClosedError, match=r"after detach.*plug.handle"):
+        plug.engine.checkpoint_handle()
+    plug.connect()
+    assert plug.engine.checkpoint_handle() is plug.handle
+
+
+class Loading(Engine):
+    """Asks for its file twice, as DeepSpeed does, with the tensors where they are loaded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = torch.nn.Linear(1500, 1500)
+        self.loaded: list[Any] = []
+
+    def load_checkpoint(self, load_dir: str, tag: str | None, *_: Any) -> tuple[str, str | None]:
+        path = os.path.join(load_dir, str(tag), FILE)
+        self.loaded += [self.checkpoint_engine.load(path, map_location=lambda storage, _: storage) for _ in range(2)]
+        return load_dir, tag
+
+
+@pytest.fixture
+def loading(tmp_path: Path) -> Iterator[Plug]:
+    """Attached, with two saves, `one` and `two`."""
+    made = Plug(Loading(), {"chunk_bytes": 1 << 20})
+    made.connect()
+    for tag in ("one", "two"):
+        made.save_checkpoint(str(tmp_path), tag=tag)
+        made.wait(60)
+    yield made
+    made.close()
+
+
+def test_a_load_reads_every_byte_of_a_file_once(loading: Plug, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verified and loaded in one go: the shown file is not opened at all."""
+    read: list[tuple[str, int, int]] = []
+    get_range = PosixStore.get_range
+
+    async def counted(store: PosixStore, key: str, offset: int, out: memoryview) -> None:
+        read.append((key, offset, offset + len(out)))
+        await get_range(store, key, offset, out)
+
+    monkeypatch.setattr(PosixStore, "get_range", counted)
+    (tmp_path / "two" / FILE).rename(tmp_path / "elsewhere")  # it is shown again, and not read
+    assert loading.load_checkpoint(str(tmp_path)) == (str(tmp_path), "two")
+    ends = [0]
+    for key, start, stop in sorted(read):
+        assert key.startswith("two/")
+        assert key.endswith(".file")
+        assert start == ends[-1], "a byte is read twice, or not at all"
+        ends.append(stop)
+    assert ends[-1] == (tmp_path / "two" / FILE).stat().st_size
+    for found in loading.engine.loaded:
+        assert torch.equal(found["module"]["weight"], loading.engine.module.weight)
+
+
+def test_a_flipped_bit_is_found_before_anything_reaches_the_engine(loading: Plug, tmp_path: Path) -> None:
+    [stored] = (tmp_path / ".checkpointd" / "two").glob("*/*.file")
+    data = bytearray(stored.read_bytes())
+    data[len(data) // 2] ^= 1
+    stored.chmod(0o644)
+    stored.write_bytes(data)
+    with pytest.raises(DamagedError, match="damaged"):
+        loading.load_checkpoint(str(tmp_path), "two")
+    assert not loading.engine.loaded

@@ -100,3 +100,10 @@ def test_one_process_meets_itself() -> None:
     for number in range(5):
         assert meetings.meet(str(number), "saving") == {0: str(number)}
     assert len(board._notes) == 2
+
+
+@pytest.mark.parametrize("alone", [0, 1])
+def test_who_is_alone_is_told_how_long_it_waited(job: Job, alone: int) -> None:
+    job.patience(*[SHORT_S] * WORLD)
+    [error] = job.all(lambda _: "alone", range(alone, alone + 1))
+    assert f"within {SHORT_S:g} s" in str(error)

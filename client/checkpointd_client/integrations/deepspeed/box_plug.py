@@ -7,14 +7,17 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, StagingError, UsageError
+from checkpointd.errors import CheckpointdError, DamagedError, StagingError, UsageError
 from checkpointd.layout.keys import SERVICE
+from checkpointd.pipeline.catalog import Checkpoint
 from checkpointd_client.checkpointer import Checkpointer
 from checkpointd_client.integrations.deepspeed.boxes import state_of
+from checkpointd_client.integrations.deepspeed.directories import missing_fault
+from checkpointd_client.integrations.deepspeed.histories import Newest, newest, stock_in
 from checkpointd_client.integrations.deepspeed.places import EnginePlaces, What
-from checkpointd_client.integrations.deepspeed.plug import SEPARATOR, DirectoryError, Place, Plug, first_says
+from checkpointd_client.integrations.deepspeed.plug import SEPARATOR, DirectoryError, Place, Plug, check_found
+from checkpointd_client.integrations.deepspeed.search import first_said, known_of
 from checkpointd_client.integrations.deepspeed.zero import check_supported, gather_persistent
-from checkpointd_client.integrations.deepspeed.zero_files import is_zero_checkpoint, tag_directory
 from checkpointd_client.loading import Loaded
 
 log = logging.getLogger("checkpointd")
@@ -47,10 +50,10 @@ class BoxPlug(Plug):
         step = int(self.engine.global_steps)
         tag = f"global_step{step}" if tag is None else str(tag)
         self.handle = None  # where this raises, there is none
-        checkpointer = self._checkpointer(self._place(save_dir, tag).root)
-        said = {"save_dir": os.path.abspath(save_dir), "step": step}
-        tag = self._one_of(self._meet(checkpointer, "save_checkpoint()", said, tag))
+        self._place(save_dir, tag)
+        tag = self._one_of(self._meet("save_checkpoint()", {"save_dir": os.path.abspath(save_dir), "step": step}, tag))
         place = self._place(save_dir, tag)
+        checkpointer = self._begun(save_dir, place.root)
         gather_persistent(self.engine)
         try:
             state = state_of(self.engine, exclude_frozen_parameters=exclude_frozen_parameters)
@@ -77,17 +80,22 @@ class BoxPlug(Plug):
 
         Ranks and stage may be others than those that saved it, and it may have been saved without DeepSpeed, as
         `{"model": model, "optimizer": optimizer}`. MismatchError, with nothing loaded, lists all that does not fit.
-        A directory in which DeepSpeed has saved, and nobody else, is left to DeepSpeed.
+        Where DeepSpeed itself has saved the newest, or what is named, DeepSpeed loads it. UsageError if it cannot be told which
+        is the newest, NotFoundError for a tag that is not there.
         """
         place = self._place(load_dir, _NEWEST if tag is None else tag)
-        if not first_says(lambda: self._is_own(place.root) or not _is_deepspeeds(load_dir, tag)):
-            log.info(
-                "%s holds DeepSpeed's own files: DeepSpeed loads them, on the ranks and at the stage that saved them", load_dir
-            )
-            self.settle()
-            choices = load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn
-            found: tuple[str | None, dict[str, Any] | None] = self._load(load_dir, tag, *choices)
-            return found
+        said = {"load_dir": os.path.abspath(load_dir), "tag": place.tag}
+        choices = load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn
+        is_ours, missing = self._meet("load_checkpoint()", said, (self._is_root(place.root), missing_fault(load_dir, tag)))[0]
+        if not is_ours:
+            check_found(missing)
+            return self._load_stock(load_dir, tag, choices)
+        checkpointer = self._checkpointer(place.root)
+        checkpointer.settle()  # another engine of this process may have saved there
+        tags, theirs = self._chosen(checkpointer, load_dir, tag)
+        if theirs is not None:
+            checkpointer.take_up()
+            return self._load_stock(load_dir, theirs, choices)
         if custom_load_fn is not None:
             raise UsageError("custom_load_fn is for whole state dicts, which layout='checkpointd' does not make")
         what = What(
@@ -96,14 +104,11 @@ class BoxPlug(Plug):
             scheduler=load_lr_scheduler_states,
             module_only=load_module_only,
         )
-        checkpointer = self._checkpointer(place.root)
-        checkpointer.settle()  # another engine of this process may have saved there
-        self._meet(checkpointer, "load_checkpoint()", {"load_dir": os.path.abspath(load_dir), "tag": place.tag})
         engine = self.engine
         if engine._optimizer_has_ckpt_event_prologue():
             engine.optimizer.checkpoint_event_prologue()
         places = EnginePlaces(engine, what)
-        loaded = _first_whole(checkpointer, places, self._chosen(checkpointer, load_dir, tag))
+        loaded = _first_whole(checkpointer, places, tags)
         checkpointer.take_up()
         if loaded is None:
             if engine._optimizer_has_ckpt_event_epilogue():
@@ -112,7 +117,7 @@ class BoxPlug(Plug):
         places.settle()
         return os.path.join(place.root, loaded.tag), loaded.client_state
 
-    def _is_own(self, root: str) -> bool:
+    def _is_root(self, root: str) -> bool:
         """Whether `root` is in this project's own format."""
         return root in self._checkpointers or os.path.isdir(os.path.join(root, SERVICE, "epochs"))
 
@@ -121,17 +126,35 @@ class BoxPlug(Plug):
             raise DirectoryError(f"the directory is {directory!r}; give the path of one")
         return Place.of(directory, str(tag), self._root)
 
-    def _chosen(self, checkpointer: Checkpointer, load_dir: str, tag: str | None) -> list[str | None]:
-        """The tags to try, as rank 0 sees them, newest first; None: the newest that is whole."""
+    def _load_stock(self, load_dir: str, tag: str | None, choices: tuple[Any, ...]) -> tuple[str | None, dict[str, Any] | None]:
+        log.info("in %s DeepSpeed loads what it saved itself, on the ranks and at the stage that saved it", load_dir)
+        self.settle()
+        found: tuple[str | None, dict[str, Any] | None] = self._load(load_dir, tag, *choices)
+        return found
+
+    def _chosen(self, checkpointer: Checkpointer, load_dir: str, tag: str | None) -> tuple[list[str | None], str | None]:
+        """The tags to try, as rank 0 sees them, newest first (None: the newest whole one); or the tag of DeepSpeed's own."""
+        place = self._place(load_dir, _NEWEST if tag is None else tag)
+        theirs = stock_in(place.root, load_dir, None if tag is None else str(tag))
+        is_all = self._root is None and place.at == _NEWEST
+        tags: list[str | None] = [place.tag] if tag is not None else [None]
+        known, fault = known_of(checkpointer) if theirs is not None or (tag is None and not is_all) else ({}, None)
+        own = self._in_directory(load_dir, tag, list(known.values()))
+        if tag is None and not is_all:
+            tags = [c.tag for c in own]
+        found = Newest() if fault or theirs is None else newest(place.root, load_dir, theirs, own)
+        tags, theirs, doubt = first_said(checkpointer, [tags, found.theirs, found.doubt], fault)
+        if doubt is not None:
+            raise UsageError(doubt)
+        return tags, theirs
+
+    def _in_directory(self, load_dir: str, tag: str | None, known: list[Checkpoint]) -> list[Checkpoint]:
+        """Those of `known` that were saved in `load_dir`, under `tag`; without one, those that asked for `latest`."""
         if tag is not None:
-            return [self._place(load_dir, tag).tag]
+            return [c for c in known if c.tag == self._place(load_dir, tag).tag]
         below = self._place(load_dir, _NEWEST).at.removesuffix(_NEWEST).replace("/", SEPARATOR)
-        if self._root is None and not below:
-            return [None]
-        known, fault = self._known(checkpointer)
-        asked = [c.tag for c in known.values() if c.outcome.save_latest and c.tag.startswith(below)]
-        found = [tag for tag in asked if self._is_in(load_dir, tag, tag.removeprefix(below))]
-        return self._first_said(checkpointer, found, fault)
+        asked = [c for c in known if c.outcome.save_latest and c.tag.startswith(below)]
+        return [c for c in asked if self._is_in(load_dir, c.tag, c.tag.removeprefix(below))]
 
     def _is_in(self, load_dir: str, tag: str, name: str) -> bool:
         """Whether `tag` is that of a save in `load_dir` itself, under `name` or what stands in it before a digest."""
@@ -157,11 +180,3 @@ def _first_whole(checkpointer: Checkpointer, places: EnginePlaces, tags: list[st
     if damage is not None:
         raise damage
     return None
-
-
-def _is_deepspeeds(directory: str, tag: str | None) -> bool:
-    """Whether DeepSpeed would find a checkpoint in `directory`."""
-    try:
-        return is_zero_checkpoint(tag_directory(directory, None if tag is None else str(tag)))
-    except (NotFoundError, DamagedError):
-        return False

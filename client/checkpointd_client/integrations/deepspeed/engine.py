@@ -4,23 +4,26 @@ Invariants
   E1  Between `collect` and `collected` nothing is written: what `save` is given is kept as it is, and the plug snapshots it
       before save_checkpoint returns.
   E2  Outside of that (save_16bit_model, which one rank calls alone) a file is written at once, whole or not at all.
-  E3  What is loaded was committed: a load waits for the saves in flight.
+  E3  What is loaded was committed: a load waits for the saves in flight. What it has read already, and verified, is not read
+      again.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
 
+from checkpointd_client.verified import VerifiedFile
+
 
 class CheckpointdEngine(CheckpointEngine):  # type: ignore[misc]  # DeepSpeed has no types
-    """`settle` is called before anything is read; `verified` with every file that is."""
+    """`settle` is called before anything is read."""
 
     def __init__(self, settle: Callable[[], None]) -> None:
         super().__init__()
@@ -29,6 +32,7 @@ class CheckpointdEngine(CheckpointEngine):  # type: ignore[misc]  # DeepSpeed ha
         self._directory: str | None = None
         self._files: dict[str, Any] = {}
         self._fault: str | None = None
+        self._held: dict[str, Any] = {}
 
     # --- collecting --------------------------------------------------------------------------------------------
 
@@ -44,6 +48,15 @@ class CheckpointdEngine(CheckpointEngine):  # type: ignore[misc]  # DeepSpeed ha
     def _name_in(self, path: str) -> str | None:
         folder, name = os.path.split(os.path.abspath(path))
         return name if self._directory is not None and folder == self._directory else None
+
+    @contextmanager
+    def holding(self, contents: dict[str, Any]) -> Iterator[None]:
+        """Inside of it, `load` gives out `contents`, by path; tensors in the host's memory."""
+        self._held = contents
+        try:
+            yield
+        finally:
+            self._held = {}
 
     # --- what DeepSpeed calls ----------------------------------------------------------------------------------
 
@@ -76,6 +89,9 @@ class CheckpointdEngine(CheckpointEngine):  # type: ignore[misc]  # DeepSpeed ha
     def load(self, path: str, map_location: Any = None) -> Any:
         """As torch.load does; the file is DeepSpeed's own, which may hold any object."""
         self._settle()
+        held = self._held.get(os.path.abspath(path))
+        if held is not None and _is_host(map_location):
+            return held
         return torch.load(path, map_location=map_location, weights_only=False)
 
     def commit(self, info: CheckpointCommitInfo) -> bool:
@@ -93,6 +109,16 @@ class CheckpointdEngine(CheckpointEngine):  # type: ignore[misc]  # DeepSpeed ha
         """Called when the engine is destroyed: what is in flight is waited for."""
         with suppress(Exception):  # said by the handle and the log
             self._settle()
+
+
+def unpickled(file: VerifiedFile) -> Any:
+    """What a file of DeepSpeed's holds, with its tensors in the host's memory."""
+    return torch.load(file, map_location="cpu", weights_only=False)  # type: ignore[arg-type]  # a file, as io has them
+
+
+def _is_host(map_location: Any) -> bool:
+    """Whether tensors are wanted in the host's memory. DeepSpeed's functions all leave storages where they are loaded."""
+    return callable(map_location) or (isinstance(map_location, str | torch.device) and torch.device(map_location).type == "cpu")
 
 
 def steps_elsewhere(optimizer: Any) -> bool:

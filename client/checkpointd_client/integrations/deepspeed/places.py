@@ -132,9 +132,10 @@ class EnginePlaces:
         return MASTER if has_master and self.what.masters and not alike else MODEL
 
     def _note_missing(self, name: str, value: Any) -> None:
-        left_out = _dict(self._stored, ENGINE).get("left_out", ())
-        if self.what.strict and name not in left_out:
-            self._places.faults.append(f"{MODEL}.{name}: missing from the checkpoint")
+        if self.what.strict:
+            frozen = name in _dict(self._stored, ENGINE).get("left_out", ())
+            why = ", which was saved with exclude_frozen_parameters=True: pass load_module_strict=False" if frozen else ""
+            self._places.faults.append(f"{MODEL}.{name}: missing from the checkpoint{why}")
 
     def _note_unexpected(self, stored: Mapping[str, Any]) -> None:
         live = {name for _, name, _ in boxes.module_entries(self.engine)} if self.what.strict else stored.keys()

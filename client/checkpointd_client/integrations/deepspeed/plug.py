@@ -1,7 +1,8 @@
 """The plug between a DeepSpeed engine and a Checkpointer: save_checkpoint and load_checkpoint as users know them.
 
 Invariants
-  P1  Before DeepSpeed's own barriers, which wait for ever, all ranks are waited for with a deadline; who is missing is named.
+  P1  Before a Checkpointer is made, and before DeepSpeed's own barriers, which wait for ever, all ranks are waited for with a
+      deadline; who is missing is named.
   P2  Once the ranks have met, every rank votes on the attempt, whatever DeepSpeed or the user's objects raise.
   P3  A load reads what was committed: it waits for the saves in flight, on every rank.
 """
@@ -13,39 +14,45 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
 
-from checkpointd.commands import command
-from checkpointd.errors import CheckpointdError, DamagedError, StagingError, StoreError, UnreadableError, UsageError
+from checkpointd import arguments
+from checkpointd.config import TIMEOUT_S_MAX, CommitConfig
+from checkpointd.errors import (
+    CheckpointdError,
+    ClosedError,
+    NotFoundError,
+    StagingError,
+    StoreError,
+    UsageError,
+)
 from checkpointd.layout.files import check_place
-from checkpointd.layout.keys import LATEST, SERVICE, check_tag
+from checkpointd.layout.keys import SERVICE, check_tag
 from checkpointd.layout.manifest import digest
-from checkpointd.pipeline.catalog import Checkpoint
 from checkpointd_client.checkpointer import Checkpointer
+from checkpointd_client.convening import convene
+from checkpointd_client.files import check_saveable
 from checkpointd_client.handle import SaveHandle
+from checkpointd_client.integrations.deepspeed.directories import missing_fault
 from checkpointd_client.integrations.deepspeed.engine import CheckpointdEngine, mount_fault, steps_elsewhere
+from checkpointd_client.integrations.deepspeed.reading import Reading
+from checkpointd_client.integrations.deepspeed.search import Search
 from checkpointd_client.integrations.deepspeed.sharing import borrow, give_back
-from checkpointd_client.ranks import broadcast_from_coordinator, find_ranks
 
 log = logging.getLogger("checkpointd")
 
 Layout = Literal["deepspeed", "checkpointd"]
 
-ASKING_S = 600.0
-"""How long the ranks wait for each other to call load_checkpoint(), where no Checkpointer says it."""
-_WHOLE = "whole"
-_UNREADABLE = "unreadable:"
-"""How a rank begins that cannot tell whether it is whole."""
 SEPARATOR = "--"
 
 
 class DirectoryError(UsageError, ValueError):
-    """There is no directory to save in. A ValueError too, as it is of DeepSpeed."""
+    """There is no directory to save in, and none can be made. A ValueError too, as it is of DeepSpeed."""
 
 
 class TagError(UsageError, AssertionError):
@@ -88,6 +95,14 @@ def attach(
     return plug
 
 
+def _detached() -> SaveHandle | None:
+    """What an engine that is not attached any more answers to checkpoint_handle()."""
+    raise ClosedError(
+        "checkpoint_handle() after detach(): DeepSpeed saves by itself again, before save_checkpoint() returns. The handle of "
+        "the last save before detach() is `plug.handle`, of the Plug that attach() returned"
+    )
+
+
 def _class_for(layout: Layout) -> type[Plug]:
     if layout == "deepspeed":
         return Plug
@@ -105,14 +120,6 @@ def _settings_of(engine: Any) -> Mapping[str, Any]:
 
 def _copies_files(engine: Any) -> bool:
     return bool(engine.zero_nvme_offload_optimizer())
-
-
-def first_says(question: Callable[[], bool]) -> bool:
-    """What rank 0 sees, on every rank: they must not go different ways, each by what its file system shows it."""
-    heard = broadcast_from_coordinator(
-        find_ranks(), lambda: {"yes": question()}, doing="calling load_checkpoint()", come_s=ASKING_S, make_s=ASKING_S
-    )
-    return bool(heard["yes"])
 
 
 def install(**options: Any) -> None:
@@ -183,6 +190,12 @@ def own_root(folder: str) -> str:
     return os.path.dirname(above) if os.path.basename(above) == "checkpoints" else above
 
 
+def check_found(missing: str | None) -> None:
+    """NotFoundError for what rank 0 says is missing."""
+    if missing is not None:
+        raise NotFoundError(missing)
+
+
 class Plug:
     """One engine's. `handle` is that of its last save."""
 
@@ -193,6 +206,8 @@ class Plug:
         self._root = None if root is None else os.fspath(root)
         self._synchronous = bool(settings.pop("synchronous", False))
         self._options = settings
+        self._timeout_s = settings.get("commit_timeout_s", CommitConfig().timeout_s)
+        arguments.seconds("commit_timeout_s", self._timeout_s, most=TIMEOUT_S_MAX)
         self._checkpointers: dict[str, Checkpointer] = {}
         self._went_on_from: str | None = None
         self._engine = CheckpointdEngine(self.settle)
@@ -232,7 +247,7 @@ class Plug:
         engine.checkpoint_engine = self._stock
         engine.save_checkpoint, engine.load_checkpoint, engine.destroy = self._save, self._load, self._destroy
         engine._copy_recovery_script = self._copy
-        del engine.checkpoint_handle
+        engine.checkpoint_handle = _detached
 
     def _copying(self, save_path: str) -> None:
         """DeepSpeed's copy of its scripts, on rank 0 alone: where a disk is full, the other ranks wait in a barrier (P2)."""
@@ -262,12 +277,14 @@ class Plug:
         tag = f"global_step{step}" if tag is None else str(tag)
         client = dict(client_state or {})
         self.handle = None  # where this raises, there is none
-        checkpointer = self._checkpointer(Place.of(save_dir, tag, self._root).root)
-        said = {"save_dir": os.path.abspath(save_dir), "step": step}
-        tag = self._one_of(self._meet(checkpointer, "save_checkpoint()", said, tag))
+        Place.of(save_dir, tag, self._root)
+        tag = self._one_of(self._meet("save_checkpoint()", {"save_dir": os.path.abspath(save_dir), "step": step}, tag))
         place = Place.of(save_dir, tag, self._root)
+        checkpointer = self._begun(save_dir, place.root)
         try:
             files, fault = self._collected(save_dir, tag, client, save_latest, exclude_frozen_parameters)
+            if not any(isinstance(content, Mapping) and client.keys() <= content.keys() for content in files.values()):
+                check_saveable("client_state", client)  # where another rank writes its own, the same is asked of all
             fault = fault or mount_fault(self._store_of(place.root), save_dir)
             stepped = self._stepped()
         except BaseException as error:
@@ -304,92 +321,38 @@ class Plug:
         itself has saved is left to DeepSpeed.
         """
         self.settle()
-        if self.engine.load_universal_checkpoint():  # what was made of a checkpoint by a tool
+        said = {"load_dir": os.path.abspath(load_dir), "tag": tag if tag is None else str(tag)}
+        is_universal = self.engine.load_universal_checkpoint()
+        seen = self._is_own(load_dir), None if is_universal else missing_fault(load_dir, tag)
+        is_ours, missing = self._meet("load_checkpoint()", said, seen)[0]
+        if is_universal:  # what was made of a checkpoint by a tool
             found = self._load(load_dir, tag, *args, **kwargs)
             with suppress(UsageError):  # from outside the root, where nothing of ours is
                 self._went_on_from = Place.root_of(load_dir, self._root)
             return found
         root = Place.root_of(load_dir, self._root)
-        if root not in self._checkpointers and not first_says(lambda: os.path.isdir(os.path.join(root, SERVICE))):
+        if not is_ours:
+            check_found(missing)
             return self._load(load_dir, tag, *args, **kwargs)
         checkpointer = self._checkpointer(root)
         checkpointer.settle()  # another engine of this process may have saved there
-        said = {"load_dir": os.path.abspath(load_dir), "tag": tag if tag is None else str(tag)}
-        self._meet(checkpointer, "load_checkpoint()", said)
-        found = self._load(load_dir, self._whole(checkpointer, load_dir, tag), *args, **kwargs)
+        folder = os.path.dirname(Place.of(load_dir, "any", self._root).at)
+        asked = None if tag is None else check_tag(str(tag))
+        reading_of = functools.partial(Reading, self.engine, args, kwargs)
+        search = Search(self.engine, checkpointer, load_dir, folder, asked, self._store_of(root), reading_of)
+        chosen, contents = search.chosen()
+        with self._engine.holding(contents):
+            found = self._load(load_dir, chosen, *args, **kwargs)
         checkpointer.take_up()
         return found
 
-    def _whole(self, checkpointer: Checkpointer, load_dir: str, tag: str | None) -> str | None:
-        """The tag to load: the first that all ranks find whole; `tag` as it is where there is nothing of ours."""
-        candidates = self._candidates(checkpointer, load_dir, tag)
-        for prefix, checkpoint in candidates:
-            heard = checkpointer.meet(self._said_of(checkpointer, checkpoint), "calling load_checkpoint()")
-            damage = [text for _, text in sorted(heard.items()) if text != _WHOLE]
-            if not damage and checkpoint is not None:
-                return os.path.basename(checkpoint.outcome.shown_at)
-            unreadable = [text for text in damage if text.startswith(_UNREADABLE)]
-            if unreadable:
-                raise UnreadableError(
-                    f"{prefix} in {load_dir}: {'; '.join(unreadable)}. It may be whole, so no older one is taken: mend the "
-                    "storage and load again, or name an older tag"
-                )
-            if tag is not None:
-                raise DamagedError(f"{load_dir}/{tag} is damaged: {'; '.join(damage)}")
-            log.error("%s is damaged, and an older one is looked for: %s", prefix, "; ".join(damage))
-            checkpointer.pass_over(prefix.partition("/")[0], "; ".join(damage))
-        if candidates:
-            raise DamagedError(f"every checkpoint in {load_dir} is damaged: {command('verify', load_dir)} says how")
-        return tag
-
-    def _said_of(self, checkpointer: Checkpointer, checkpoint: Checkpoint | None) -> str:
-        """What this rank says of one, having read its share. It raises nothing: the other ranks wait to hear it."""
-        if checkpoint is None:
-            return f"{_UNREADABLE} rank {self.engine.global_rank} does not see it"
-        own = range(self.engine.global_rank, checkpoint.outcome.world_size, self.engine.world_size)
+    def _is_own(self, load_dir: str) -> bool:
+        """Whether there is a store for `load_dir`. Rank 0 says it for all: file systems may show the ranks different things."""
         try:
-            return "; ".join(checkpointer.damage(checkpoint, own)) or _WHOLE
-        except StoreError as error:
-            return f"{_UNREADABLE} rank {self.engine.global_rank} cannot read it now: {error}"
-        except CheckpointdError as error:
-            return f"rank {self.engine.global_rank} cannot read it: {error}"
-
-    def _candidates(self, checkpointer: Checkpointer, load_dir: str, tag: str | None) -> list[tuple[str, Checkpoint | None]]:
-        """What may be loaded, as rank 0 sees it, newest first; None where this rank does not see it."""
-        folder = Place.of(load_dir, "any" if tag is None else str(tag), self._root)
-        known, fault = self._known(checkpointer)
-        beside = [c for c in known.values() if os.path.dirname(c.outcome.shown_at) == os.path.dirname(folder.at)]
-        found = [c for c in beside if (c.outcome.save_latest if tag is None else c.outcome.shown_at == folder.at)]
-        if tag is None and self._is_of_others(load_dir, beside):
-            found = []
-        first = self._first_said(checkpointer, [c.prefix for c in found], fault)
-        return [(prefix, known.get(prefix)) for prefix in first]
-
-    @staticmethod
-    def _first_said(checkpointer: Checkpointer, found: list[str], fault: str | None) -> list[Any]:
-        """What rank 0 has found, on every rank; UnreadableError on every rank where it could not look."""
-        heard = checkpointer.meet(json.dumps([found, fault]), "calling load_checkpoint()")
-        first, fault = json.loads(heard[0])
-        if fault is not None:
-            raise UnreadableError(f"rank 0 cannot tell what there is to load: {fault}")
-        return list(first)
-
-    @staticmethod
-    def _known(checkpointer: Checkpointer) -> tuple[dict[str, Checkpoint], str | None]:
-        """What there is, newest first, by prefix, and why it cannot be told; the other ranks wait to hear of it."""
-        try:
-            return {c.prefix: c for c in checkpointer.list()}, None
-        except CheckpointdError as error:
-            return {}, str(error)
-
-    @staticmethod
-    def _is_of_others(load_dir: str, own: Iterable[Checkpoint]) -> bool:
-        """Whether `latest` names what was saved past checkpointd, by an engine that was not attached."""
-        with suppress(OSError, UnicodeDecodeError), open(os.path.join(load_dir, LATEST), encoding="utf-8") as file:
-            named = file.read().strip()
-            ours = any(os.path.basename(c.outcome.shown_at) == named for c in own)
-            return not ours and os.path.isdir(os.path.join(load_dir, named))
-        return False
+            root = Place.root_of(load_dir, self._root)
+        except UsageError:  # raised later, where nobody waits for this rank
+            return False
+        return root in self._checkpointers or os.path.isdir(os.path.join(root, SERVICE))
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until no save is in flight; raises what became of them."""
@@ -418,6 +381,24 @@ class Plug:
             for root in roots:
                 stack.callback(give_back, self._store_of(root))
 
+    def _begun(self, save_dir: str, root: str) -> Checkpointer:
+        """The Checkpointer of a root to save in. DirectoryError on every rank if rank 0 cannot make the first `save_dir` there;
+        a later one that cannot be made is told by the handle.
+        """
+        if root not in self._checkpointers:
+            fault = self._unmade(save_dir) if self.engine.global_rank == 0 else None
+            fault = self._meet("save_checkpoint()", {"save_dir": os.path.abspath(save_dir)}, fault)[0]
+            if fault is not None:
+                raise DirectoryError(f"save_dir {save_dir} cannot be made: {fault}; give the path of a directory that can be")
+        return self._checkpointer(root)
+
+    def _unmade(self, save_dir: str) -> str | None:
+        try:
+            self._engine.makedirs(save_dir, exist_ok=True)
+        except OSError as error:
+            return str(error)
+        return None
+
     def _checkpointer(self, root: str) -> Checkpointer:
         if root not in self._checkpointers:
             self._checkpointers[root] = borrow(self._store_of(root), self._options)
@@ -430,15 +411,18 @@ class Plug:
         """Where the Checkpointer of a root stores."""
         return os.path.join(root, SERVICE)
 
-    def _meet(self, checkpointer: Checkpointer, doing: str, said: Mapping[str, object], tag: str | None = None) -> list[str]:
-        """All ranks, each having said the same (P1); the tag that each of them names."""
+    def _meet(self, doing: str, said: Mapping[str, object], own: Any) -> list[Any]:
+        """All ranks, each having `said` the same (P1); what each of them says for itself."""
         text = json.dumps({"call": doing, **said}, sort_keys=True)
-        heard = checkpointer.meet(json.dumps([text, tag]), f"calling {doing}")
-        texts, tags = zip(*(json.loads(heard[rank]) for rank in sorted(heard)), strict=True)
+        heard = convene(json.dumps([text, own]), f"calling {doing}", self._timeout_s)
+        texts, owns = zip(*(json.loads(heard[rank]) for rank in sorted(heard)), strict=True)
         other = next((rank for rank, one in enumerate(texts) if one != texts[0]), None)
         if other is not None:
-            raise UsageError(f"the ranks do not call the same: rank 0 said {texts[0]}, and rank {other} {texts[other]}")
-        return list(tags)
+            raise UsageError(
+                f"the ranks do not call the same: rank 0 said {texts[0]}, and rank {other} {texts[other]}. Nothing was saved "
+                "or loaded: let every rank make the same call, with the same directory, at the same step"
+            )
+        return list(owns)
 
     def _one_of(self, tags: list[str]) -> str:
         """The tag of rank 0, which a checkpoint can be found by; TagError where DeepSpeed is to fail if others differ."""

@@ -1,0 +1,112 @@
+"""What is damaged of a checkpoint of files, as one rank finds it: some of the files are read for good on the way.
+
+Invariants
+  G1  Every byte that the ranks asked about have stored is verified, and read once, whether a reader takes its file or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from checkpointd.config import LoadConfig
+from checkpointd.errors import DamagedError
+from checkpointd.layout.manifest import Index
+from checkpointd.pipeline.catalog import Checkpoint
+from checkpointd.pipeline.showing import unseen_of
+from checkpointd.pipeline.stored_files import Run, StoredFile, read_runs, stored_files
+from checkpointd.pipeline.verify import checked_index, verify_ranks
+from checkpointd.store.base import Store
+from checkpointd.store.patient import Patience, PatientStore
+from checkpointd_client.loading import call_patiently
+from checkpointd_client.verified import VerifiedFile
+from checkpointd_client.writer import Writer
+
+
+class Taker(Protocol):
+    """Who reads files for good while they are verified."""
+
+    @property
+    def others(self) -> Sequence[int]:
+        """Ranks of which some files are read, though nobody asked whether what they stored is whole."""
+        ...
+
+    def wants(self, rank: int, name: str) -> bool:
+        """Whether the file `name` of `rank` is read."""
+        ...
+
+    def take(self, file: VerifiedFile) -> None:
+        """Read it. What it is is to be thrown away where `file.damage` or `file.error` says so; raises nothing."""
+        ...
+
+
+class Nobody:
+    """Takes no file."""
+
+    others: Sequence[int] = ()
+
+    def wants(self, rank: int, name: str) -> bool:
+        """No."""
+        del rank, name
+        return False
+
+    def take(self, file: VerifiedFile) -> None:
+        """Never called."""
+
+
+@dataclass(frozen=True, slots=True)
+class Examination:
+    """Of one checkpoint."""
+
+    store: Store
+    writer: Writer
+    config: LoadConfig
+    timeout_s: float
+    checkpoint: Checkpoint
+
+    def damage(self, ranks: Iterable[int], taker: Taker) -> tuple[str, ...]:
+        """What is damaged of what `ranks` stored and `taker` reads, and files that are not shown. Raises UnreadableError if
+        something cannot be read now.
+        """
+        outcome, taken = self.checkpoint.outcome, list[StoredFile]()
+        unseen = call_patiently(
+            self.writer, self.config, lambda patience: unseen_of(PatientStore(self.store, patience), outcome)
+        )
+        if unseen is not None:
+            return (unseen,)
+
+        def left(index: Index) -> set[str]:
+            files = [file for file in stored_files(self.checkpoint.prefix, index) if taker.wants(index.rank, file.name)]
+            taken.extend(files)
+            return {fqn for file in files for fqn in file.fqns}
+
+        patience_s = self.timeout_s + self.config.retry_s + self.config.absence_s
+        found = self.writer.call_while_moving(
+            lambda on_bytes: verify_ranks(self.store, self.checkpoint, ranks, self.config, on_bytes, left), patience_s
+        )
+        damage = [one.message for one in found]
+        try:
+            for rank in taker.others:
+                left(self.writer.call(checked_index(self._patient(), self.checkpoint, rank), patience_s))
+        except DamagedError as error:
+            damage.append(str(error))
+        for file in taken:
+            damage += [str(error) for error in self._taken(file, taker, patience_s)]
+        return tuple(damage)
+
+    def _taken(self, file: StoredFile, taker: Taker, patience_s: float) -> list[DamagedError]:
+        store = self._patient()
+
+        def read(file: StoredFile, runs: Sequence[Run]) -> list[DamagedError]:
+            return self.writer.call_while_moving(
+                lambda on_bytes: read_runs(store, file, runs, self.config, on_bytes), patience_s
+            )
+
+        opened = VerifiedFile(file, read)
+        if not opened.damage:
+            taker.take(opened)
+        return opened.finish()
+
+    def _patient(self) -> PatientStore:
+        return PatientStore(self.store, Patience(self.config.retry_s, self.config.absence_s))

@@ -1,0 +1,84 @@
+"""Checkpoints of layout "checkpointd" and DeepSpeed's own in one directory: which of the two is the newest."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from checkpointd.errors import CheckpointdError
+from checkpointd.layout.keys import LATEST, OUTCOME
+from checkpointd.pipeline.catalog import Checkpoint
+from checkpointd_client.integrations.deepspeed.directories import pointed, stock_files
+from checkpointd_client.integrations.deepspeed.unpickling import read
+from checkpointd_client.integrations.deepspeed.zero_files import is_zero_checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Newest:
+    """What rank 0 found: the tag of DeepSpeed's own if that is to be loaded, or `doubt`: why neither can be."""
+
+    theirs: str | None = None
+    doubt: str | None = None
+
+
+def stock_in(root: str, load_dir: str, tag: str | None) -> str | None:
+    """The tag of DeepSpeed's own that may be meant by a load of `tag`, or of the newest; None where there is none."""
+    named = _stock_tag(root, load_dir) if tag is None else tag
+    return named if named is not None and is_zero_checkpoint(os.path.join(load_dir, named)) else None
+
+
+def newest(root: str, load_dir: str, named: str, own: Sequence[Checkpoint]) -> Newest:
+    """Which is newer: what DeepSpeed has saved in `load_dir` under the tag `named`, or the first of `own`, which lie at `root`.
+
+    Most of these must agree: which was written later, which is of a later step, and who wrote `latest`.
+    """
+    if not own:
+        return Newest(theirs=named)
+    signs = [_written_later(root, load_dir, named, own[0]), _further(load_dir, named, own[0])]
+    if _is_shared(root, load_dir) and pointed(load_dir) == named:
+        signs.append(1 if _stock_tag(root, load_dir) == named else -1)
+    if sum(signs) > 0:
+        return Newest(theirs=named)
+    if sum(signs) < 0:
+        return Newest()
+    return Newest(
+        doubt=f"{load_dir} has {own[0].tag} of checkpointd, of step {own[0].outcome.step}, and {named} of DeepSpeed itself: "
+        "which of the two is newer cannot be told. Name the tag to load; where both have the same tag, move the files *.pt of "
+        "DeepSpeed to a directory of another name"
+    )
+
+
+def _stock_tag(root: str, load_dir: str) -> str | None:
+    """What DeepSpeed's `latest` names: it ends without a newline, and where nobody else writes it, it is always DeepSpeed's."""
+    if _is_shared(root, load_dir):
+        with suppress(OSError), open(os.path.join(load_dir, LATEST), "rb") as file:
+            return None if file.read().endswith(b"\n") else pointed(load_dir)
+        return None
+    return pointed(load_dir)
+
+
+def _is_shared(root: str, load_dir: str) -> bool:
+    """Whether both write the same `latest`."""
+    return os.path.realpath(root) == os.path.realpath(load_dir)
+
+
+def _written_later(root: str, load_dir: str, named: str, own: Checkpoint) -> int:
+    with suppress(OSError):
+        theirs = max(os.stat(path).st_mtime_ns for path in stock_files(os.path.join(load_dir, named)))
+        return _sign(theirs - os.stat(os.path.join(root, own.prefix, OUTCOME)).st_mtime_ns)
+    return 0
+
+
+def _further(load_dir: str, named: str, own: Checkpoint) -> int:
+    """Whether DeepSpeed's was saved at a later step; 0 where its files do not say. Nothing in them is run."""
+    model = next(path for path in sorted(stock_files(os.path.join(load_dir, named))) if path.endswith("_model_states.pt"))
+    with suppress(CheckpointdError, OSError):
+        step = read(model).get("global_steps")
+        return _sign(step - own.outcome.step) if isinstance(step, int) else 0
+    return 0
+
+
+def _sign(number: int) -> int:
+    return (number > 0) - (number < 0)

@@ -1,0 +1,170 @@
+"""What load_checkpoint takes of a directory in which checkpointd commits DeepSpeed's files, and DeepSpeed itself may save, too.
+
+Invariants
+  N1  Rank 0 says what there is, and every rank whether what it would read of it is whole: all take the same, or raise the same.
+  N2  The newest counts, whoever saved it. What may be newer is passed over only where damage is proved.
+  N3  What checkpointd has shown is never loaded unverified, also where the record of its commit is damaged.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from checkpointd.commands import command
+from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, StoreError, UnreadableError
+from checkpointd.layout.keys import shown_key
+from checkpointd.pipeline.catalog import Checkpoint
+from checkpointd_client.checkpointer import Checkpointer
+from checkpointd_client.integrations.deepspeed.directories import missing_fault, pointed, stock_files
+from checkpointd_client.integrations.deepspeed.reading import Reading
+from checkpointd_client.integrations.deepspeed.zero_files import is_zero_checkpoint
+
+log = logging.getLogger("checkpointd")
+
+DOING = "calling load_checkpoint()"
+_WHOLE = "whole"
+_UNREADABLE = "unreadable:"
+"""How a rank begins that cannot tell whether it is whole."""
+_OVER = "saved over:"
+"""How a rank begins that finds damage, and all files written after the commit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """One load_checkpoint's, on one rank. `folder`: where `load_dir` lies, relative to the root, whose store is at `store`.
+    `reading_of`: a new Reading for each checkpoint that is tried.
+    """
+
+    engine: Any
+    checkpointer: Checkpointer
+    load_dir: str
+    folder: str
+    tag: str | None
+    store: str
+    reading_of: Callable[[], Reading]
+
+    def chosen(self) -> tuple[str | None, dict[str, Any]]:
+        """The tag to load (the newest that all ranks find whole, or DeepSpeed's own; None where there is nothing), and what was
+        read of it on the way, by path.
+
+        Raises NotFoundError for a tag that is not there, DamagedError, UnreadableError, each on every rank.
+        """
+        candidates, theirs = self._candidates()
+        if theirs is not None:
+            return theirs, {}
+        for prefix, checkpoint in candidates:
+            reading = self.reading_of()
+            heard = self.checkpointer.meet(self._said_of(checkpoint, reading), DOING)
+            damage = [text for _, text in sorted(heard.items()) if text != _WHOLE]
+            if not damage and checkpoint is not None:
+                tag = os.path.basename(checkpoint.outcome.shown_at)
+                return tag, reading.by_path(os.path.join(self.load_dir, tag))
+            self._raise_unless_older_may_be_taken(prefix, damage, everybody=len(damage) == len(heard))
+            log.error("%s is damaged, and an older one is looked for: %s", prefix, "; ".join(damage))
+            self.checkpointer.pass_over(prefix.partition("/")[0], "; ".join(damage))
+        if candidates:
+            raise DamagedError(f"every checkpoint in {self.load_dir} is damaged: {command('verify', self.load_dir)} says how")
+        return None, {}
+
+    def _raise_unless_older_may_be_taken(self, prefix: str, damage: list[str], *, everybody: bool) -> None:
+        unreadable = [text for text in damage if text.startswith(_UNREADABLE)]
+        if unreadable:
+            raise UnreadableError(
+                f"{prefix} in {self.load_dir}: {'; '.join(unreadable)}. It may be whole, so no older one is taken: mend the "
+                "storage and load again, or name an older tag"
+            )
+        if everybody and all(text.startswith(_OVER) for text in damage):
+            raise DamagedError(
+                f"all files of {prefix} in {self.load_dir} were written after it was committed, as by a save without "
+                "checkpointd: what lies there may be newer than every checkpoint, so no older one is taken. Load it as it is "
+                f"with an engine that is not attached, or name an older tag ({'; '.join(damage)})"
+            )
+        if self.tag is not None:
+            raise DamagedError(f"{self.load_dir}/{self.tag} is damaged: {'; '.join(damage)}")
+
+    def _said_of(self, checkpoint: Checkpoint | None, reading: Reading) -> str:
+        """What this rank says of one, having read its share. It raises nothing: the other ranks wait to hear it."""
+        rank = self.engine.global_rank
+        if checkpoint is None:
+            return f"{_UNREADABLE} rank {rank} does not see it"
+        own = range(rank, checkpoint.outcome.world_size, self.engine.world_size)
+        try:
+            damage = "; ".join(self.checkpointer.damage(checkpoint, own, reading))
+        except StoreError as error:
+            return f"{_UNREADABLE} rank {rank} cannot read it now: {error}"
+        except CheckpointdError as error:
+            damage = f"rank {rank} cannot read it: {error}"
+        if not damage:
+            return _WHOLE
+        return f"{_OVER} {damage}" if self._is_saved_over(checkpoint) else damage
+
+    def _is_saved_over(self, checkpoint: Checkpoint) -> bool:
+        """Whether every file was written after it was shown. Where bits rot, or one file is changed, that is not so."""
+        shown = Path(self.store, shown_key(checkpoint.outcome.shown_at))
+        files = stock_files(os.path.join(self.load_dir, os.path.basename(checkpoint.outcome.shown_at)))
+        try:
+            since = shown.stat().st_mtime_ns
+            return bool(files) and all(Path(file).stat().st_mtime_ns > since for file in files)
+        except OSError:
+            return False
+
+    # --- what there is -----------------------------------------------------------------------------------------
+
+    def _candidates(self) -> tuple[list[tuple[str, Checkpoint | None]], str | None]:
+        """What may be loaded, as rank 0 sees it, newest first, and None where this rank does not see it; or DeepSpeed's own."""
+        known, fault = known_of(self.checkpointer)
+        beside = [c for c in known.values() if os.path.dirname(c.outcome.shown_at) == self.folder]
+        if self.tag is None:
+            named = pointed(self.load_dir)
+            found = [c for c in beside if c.outcome.save_latest or os.path.basename(c.outcome.shown_at) == named]
+            theirs = self._theirs(beside)
+        else:
+            found = [c for c in beside if os.path.basename(c.outcome.shown_at) == self.tag]
+            theirs = None if found else self.tag
+        damaged = missing = None
+        named = pointed(self.load_dir) if self.tag is None else self.tag
+        if not found and theirs in (None, self.tag) and named is not None and self._is_shown(named):
+            damaged = f"the record of {self.load_dir}/{named} is damaged: {command('verify', self.load_dir)} says how"
+        elif not found:
+            missing = missing_fault(self.load_dir, self.tag)
+        said = first_said(self.checkpointer, [[c.prefix for c in found if theirs is None], theirs, damaged, missing], fault)
+        first, theirs, damaged, missing = said
+        if damaged is not None:
+            raise DamagedError(damaged)
+        if missing is not None:
+            raise NotFoundError(missing)
+        return [(prefix, known.get(prefix)) for prefix in first], theirs
+
+    def _theirs(self, own: list[Checkpoint]) -> str | None:
+        """What `latest` names, where DeepSpeed itself has saved that, by an engine that was not attached."""
+        named = pointed(self.load_dir)
+        if named is None or any(os.path.basename(c.outcome.shown_at) == named for c in own) or self._is_shown(named):
+            return None
+        return named if is_zero_checkpoint(os.path.join(self.load_dir, named)) else None
+
+    def _is_shown(self, name: str) -> bool:
+        """Whether checkpointd shows something under this name (N3)."""
+        return os.path.exists(os.path.join(self.store, shown_key(os.path.join(self.folder, name))))
+
+
+def known_of(checkpointer: Checkpointer) -> tuple[dict[str, Checkpoint], str | None]:
+    """What there is, newest first, by prefix, and why it cannot be told; the other ranks wait to hear of it."""
+    try:
+        return {c.prefix: c for c in checkpointer.list()}, None
+    except CheckpointdError as error:
+        return {}, str(error)
+
+
+def first_said(checkpointer: Checkpointer, found: Any, fault: str | None) -> Any:
+    """What rank 0 has found, on every rank; UnreadableError on every rank where it could not look."""
+    heard = checkpointer.meet(json.dumps([found, fault]), DOING)
+    first, fault = json.loads(heard[0])
+    if fault is not None:
+        raise UnreadableError(f"rank 0 cannot tell what there is to load: {fault}")
+    return first
