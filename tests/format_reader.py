@@ -151,7 +151,7 @@ def unpacked(stored: bytes, codec: str, raw_size: int) -> bytes:
 
 def tensor_bytes(folder: Path, index: dict[str, Any], entry: list[Any]) -> bytes:
     fqn, dtype, shape, (offsets, sizes), scope, chunks = entry
-    check((sizes, set(offsets) <= {0}, scope) == (shape, True, "rank"), f"{fqn} is not whole")
+    check((sizes, set(offsets) <= {0}, scope in ("rank", "global")) == (shape, True, True), f"{fqn} is not whole")
     parts = []
     for number, offset, stored, raw, codec, checksum, raw_digest in chunks:
         with open(object_path(folder, index["objects"][number]), "rb") as file:
@@ -218,7 +218,7 @@ def described(node: Any, tensors: dict[str, tuple[str, list[int], bytes]]) -> An
     if isinstance(node, float):
         return {"float": struct.pack("<d", node).hex()}
     kind, *rest = node
-    if kind == "T":
+    if kind in ("T", "P"):
         dtype, shape, data = tensors[rest[0]]
         return {"tensor": dtype, "shape": shape, "requires_grad": rest[1], "hex": data.hex()}
     if kind == "A":

@@ -107,17 +107,48 @@ def union_fault(plans: Mapping[int, Plan]) -> str | None:
     A rank-scoped tensor must be covered by its own rank; a global one by all ranks together, under one dtype and shape.
     """
     names = Names()
-    return listings_fault({rank: Listing.of(plan, names) for rank, plan in plans.items()}, names)
+    return compared({rank: Listing.of(plan, names) for rank, plan in plans.items()}, names).fault
 
 
-def listings_fault(listings: Mapping[int, Listing], names: Names) -> str | None:
-    """The same for plans that were taken in before."""
+@dataclass(frozen=True, slots=True)
+class Doubled:
+    """A tensor of which several ranks list the same box: they are one state only if these ranks stored the same elements.
+
+    `ranks`: all those that list such a box.
+    """
+
+    fqn: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What the plans of all ranks are together: `fault` says why they are not one whole state, and `doubled` what must be equal
+    for them to be one.
+    """
+
+    fault: str | None = None
+    doubled: tuple[Doubled, ...] = ()
+
+
+def compared(listings: Mapping[int, Listing], names: Names) -> Comparison:
+    """The same for plans that were taken in before, with what several ranks list."""
     for rank, listing in listings.items():
         if listing.fault is not None:
             fqn, words = listing.fault
-            return f"{fqn} (ranks [{rank}]): {words}"
+            return Comparison(f"{fqn} (ranks [{rank}]): {words}")
     parts = _by_tensor(listings, names)
-    return _other_tensor(parts, names) or next(filter(None, (_fault(names.by_number[n], parts[n]) for n in parts)), None)
+    other = _other_tensor(parts, names)
+    if other is not None:
+        return Comparison(other)
+    doubled: list[Doubled] = []
+    for number, several in parts.items():
+        found = _fault(names.by_number[number], several)
+        if isinstance(found, str):
+            return Comparison(found)
+        if found is not None:
+            doubled.append(found)
+    return Comparison(doubled=tuple(doubled))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -158,17 +189,38 @@ def _other_tensor(parts: Mapping[int, Sequence[_Parts]], names: Names) -> str | 
     return None
 
 
-def _fault(named: Named, several: Sequence[_Parts]) -> str | None:
+def _fault(named: Named, several: Sequence[_Parts]) -> str | Doubled | None:
     fqn, _, shape = named
     places = np.concatenate([parts.places for parts in several])
-    if len(places) > _FEW and _is_grid(shape, places):
+    if (len(places) > _FEW and _is_grid(shape, places)) or _tiling_fault(shape, places) is None:
         return None
+    ranks = np.concatenate([parts.ranks for parts in several])
+    once, doubled = _once(len(shape), places, ranks)
+    fault = None if doubled and len(once) > _FEW and _is_grid(shape, once) else _tiling_fault(shape, once)
+    if fault is not None:
+        return f"{fqn} (ranks {sorted(set(ranks.tolist()))}): {fault}"
+    return Doubled(fqn, doubled)
+
+
+def _tiling_fault(shape: tuple[int, ...], places: Numbers) -> str | None:
     ndim = len(shape)
-    fault = tiling_fault(shape, [Box(tuple(row[:ndim]), tuple(row[ndim:])) for row in places.tolist()])
-    if fault is None:
-        return None
-    ranks = sorted({rank for parts in several for rank in parts.ranks.tolist()})
-    return f"{fqn} (ranks {ranks}): {fault}"
+    return tiling_fault(shape, [Box(tuple(row[:ndim]), tuple(row[ndim:])) for row in places.tolist()])
+
+
+def _once(ndim: int, places: Numbers, ranks: Numbers) -> tuple[Numbers, tuple[int, ...]]:
+    """Each box that has elements once, and the ranks that list one which another rank lists as well."""
+    filled = (places[:, ndim:] > 0).all(axis=1)
+    rows = np.flatnonzero(filled)
+    if not ndim:  # all of these boxes are the same
+        number, count = np.zeros(len(rows), np.int64), np.array([len(rows)])
+        first = np.zeros(min(1, len(rows)), np.int64)
+    else:
+        _, first, number, count = np.unique(places[rows], axis=0, return_index=True, return_inverse=True, return_counts=True)
+    again = rows[count[number.reshape(-1)] > 1] if len(rows) else rows
+    if not len(again):
+        return places, ()
+    kept = np.concatenate([rows[np.sort(first)], np.flatnonzero(~filled)])
+    return places[kept], tuple(sorted(set(ranks[again].tolist())))
 
 
 def _is_grid(shape: tuple[int, ...], places: Numbers) -> bool:

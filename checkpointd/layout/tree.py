@@ -45,6 +45,19 @@ class Tensor(_Node, frozen=True, array_like=True, forbid_unknown_fields=True, ta
     overlap: Overlap | None = None
 
 
+class Placed(Tensor, frozen=True, array_like=True, forbid_unknown_fields=True, tag="P"):
+    """A tensor that lay on a mesh of ranks, where nothing else in the state says how: optimizer state of another shape than its
+    parameter.
+
+    `mesh`: the size of each dimension of the mesh and its name, None where it has none. `placements`: for each of them the
+    dimension of the tensor that was split over it, after it was split into so many pieces by the later ones; None where all
+    ranks had the same.
+    """
+
+    mesh: tuple[tuple[int, str | None], ...] = ()
+    placements: tuple[tuple[int, int] | None, ...] = ()
+
+
 class Array(_Node, frozen=True, array_like=True, forbid_unknown_fields=True, tag="A"):
     """A numpy array stored as the tensor `fqn`; `dtype` is numpy's name with byte order (`<u4`).
 
@@ -123,7 +136,21 @@ class Files(_Node, frozen=True, array_like=True, forbid_unknown_fields=True, tag
 
 
 Node: TypeAlias = (
-    bool | int | float | str | Tensor | Array | NumpyScalar | Bytes | BigInt | Complex | Dict | Sequence | TorchName | None
+    bool
+    | int
+    | float
+    | str
+    | Tensor
+    | Placed
+    | Array
+    | NumpyScalar
+    | Bytes
+    | BigInt
+    | Complex
+    | Dict
+    | Sequence
+    | TorchName
+    | None
 )
 
 

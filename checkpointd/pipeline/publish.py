@@ -16,9 +16,10 @@ from functools import partial
 from checkpointd.commit.decide import Decision, decide, is_stale, unshared
 from checkpointd.errors import DamagedError, NotFoundError
 from checkpointd.layout.keys import OUTCOME, AttemptId, attempt_prefix, is_bulk, object_rank, vote_name, vote_rank
-from checkpointd.layout.manifest import Outcome, Vote, VoteRef, decode, digest, encode
-from checkpointd.layout.plan import Listing, Names, listings_fault
+from checkpointd.layout.manifest import Index, Outcome, Vote, VoteRef, decode, digest, encode
+from checkpointd.layout.plan import Doubled, Listing, Names, compared
 from checkpointd.pipeline import catalog
+from checkpointd.pipeline.doubled import unequal
 from checkpointd.pipeline.identity import writer
 from checkpointd.pipeline.shard import AttemptInfo
 from checkpointd.pipeline.workers import run_workers
@@ -26,6 +27,10 @@ from checkpointd.store.base import Entry, Store
 
 RECOVERY = -1
 """`decided_by` of an outcome that no rank of the attempt put."""
+OVERLAP_REMEDY = (
+    "these ranks say that they hold the same part of it: pass the module itself as you train it, which tells what ranks hold "
+    "together, or give each tensor a name of its own"
+)
 READS = 16
 """So many votes, or plans, are read at once: a store far away answers each of thousands only after a while."""
 
@@ -66,31 +71,50 @@ class Ballot:
 
 @dataclass(slots=True)
 class PlanCheck:
-    """Whether the plans that the votes name are whole together; remembered, since plans rarely change."""
+    """Whether the plans that the votes name are whole together; remembered, since plans rarely change.
+
+    What several ranks list alike is compared for every attempt: it must hold the same values each time.
+    """
 
     store: Store
     _names: Names = field(default_factory=Names)
     _listings: dict[str, Listing] = field(default_factory=dict)
-    _whole: set[tuple[str, ...]] = field(default_factory=set)
+    _whole: dict[tuple[str, ...], tuple[Doubled, ...]] = field(default_factory=dict)
 
     async def fault(self, votes: Mapping[int, Vote | None]) -> Decision | None:
         """The abort that the plans call for, or None."""
         ranks = sorted(votes)
         digests = tuple((vote.plan or "") if (vote := votes[rank]) else "" for rank in ranks)
-        if digests in self._whole:
-            return None
-        found = dict(self._listings)
+        doubled = self._whole.get(digests)
+        if doubled is None:
+            found = dict(self._listings)
+            try:
+                await run_workers([partial(self._take, name, found) for name in dict.fromkeys(digests)], READS, lambda: None)
+            except (NotFoundError, DamagedError) as error:
+                return unshared(str(error))
+            comparison = compared({rank: found[name] for rank, name in zip(ranks, digests, strict=True)}, self._names)
+            if comparison.fault:
+                overlaps = comparison.fault.endswith(" overlap")
+                return unshared(f"{comparison.fault}: {OVERLAP_REMEDY}" if overlaps else comparison.fault)
+            # Two attempts may be checked at once, so nothing that the other needs lies in what is replaced here.
+            doubled = comparison.doubled
+            self._whole = {digests: doubled}
+            self._listings = {name: found[name] for name in digests}
+        return await self._unequal(votes, doubled) if doubled else None
+
+    async def _unequal(self, votes: Mapping[int, Vote | None], doubled: tuple[Doubled, ...]) -> Decision | None:
+        async def read(rank: int) -> Index:
+            vote = votes[rank]
+            attempt = AttemptId.parse(vote.attempt) if vote is not None else None
+            assert vote is not None  # its plan was read
+            assert attempt is not None  # decide() compared it
+            return await catalog.index_named_by(self.store, attempt_prefix(vote.tag, attempt), vote)
+
         try:
-            await run_workers([partial(self._take, name, found) for name in dict.fromkeys(digests)], READS, lambda: None)
+            fault = await unequal(read, doubled, READS)
         except (NotFoundError, DamagedError) as error:
             return unshared(str(error))
-        fault = listings_fault({rank: found[name] for rank, name in zip(ranks, digests, strict=True)}, self._names)
-        if fault:
-            return unshared(fault)
-        # Two attempts may be checked at once, so nothing that the other needs lies in what is replaced here.
-        self._whole = {digests}
-        self._listings = {name: found[name] for name in digests}
-        return None
+        return unshared(fault) if fault else None
 
     async def _take(self, name: str, found: dict[str, Listing]) -> None:
         if name not in found:

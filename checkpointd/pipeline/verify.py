@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 
@@ -14,8 +15,9 @@ from checkpointd.layout import tree
 from checkpointd.layout.files import check_files, pieces_of
 from checkpointd.layout.keys import DAMAGED, OUTCOME, VERIFIED, plan_key, vote_name
 from checkpointd.layout.manifest import Damaged, Index, Plan, PlanTensor, Verified, Vote, encode
-from checkpointd.layout.plan import Listing, Names, cover_fault, listings_fault
+from checkpointd.layout.plan import Listing, Names, compared, cover_fault
 from checkpointd.pipeline.catalog import Checkpoint, read_plan, read_vote, view
+from checkpointd.pipeline.doubled import unequal
 from checkpointd.pipeline.identity import writer
 from checkpointd.pipeline.load import read_index, read_tensors
 from checkpointd.store.base import Store
@@ -88,7 +90,11 @@ async def verify(
         except (DamagedError, NotFoundError, StoreError) as error:
             verdict.note(error, rank)
     if len(stored) == checkpoint.outcome.world_size:
-        verdict.damage.extend(_union_damage(checkpoint, listings_fault(stored, names)))
+        comparison = compared(stored, names)
+        verdict.damage.extend(_union_damage(checkpoint, comparison.fault))
+        if comparison.doubled:
+            fault = await unequal(partial(read_index, store, checkpoint), comparison.doubled, config.reads)
+            verdict.damage.extend(_union_damage(checkpoint, fault))
     return verdict
 
 

@@ -51,7 +51,10 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class GlobalTensor:
-    """A tensor that the ranks hold together; `parts` are its boxes, by rank, empty ones included."""
+    """A tensor that the ranks hold together; `parts` are its boxes, by rank, empty ones included.
+
+    A box that several ranks stored stands there once, as the first of them stored it: a commit means that all hold the same.
+    """
 
     fqn: str
     dtype: str
@@ -132,7 +135,10 @@ def _tensor(fqn: str, parts: list[Part]) -> GlobalTensor:
                 fqn=fqn,
                 rank=part.rank,
             )
-    return GlobalTensor(fqn, first.dtype, first.shape, tuple(parts))
+    once: dict[object, Part] = {}
+    for number, part in enumerate(parts):
+        once.setdefault(part.entry.box if part.entry.chunks else number, part)
+    return GlobalTensor(fqn, first.dtype, first.shape, tuple(once.values()))
 
 
 async def read_boxes(

@@ -13,8 +13,9 @@ from torch import nn
 
 from checkpointd.errors import StateError
 from checkpointd.layout import tree
-from checkpointd_client import flat_shards, objects, optimizers
+from checkpointd_client import flat_shards, objects, optimizers, placing
 from checkpointd_client.flat import HeldTensor
+from checkpointd_client.meshes import Loose
 from checkpointd_client.modules import Modules
 from checkpointd_client.sharding import FlatShard, Group, Held, held_by, is_dtensor, is_sharded, local_of, replicated, spread
 from checkpointd_client.state_dicts import HandedOut
@@ -72,6 +73,9 @@ class Flattener:
         self._objects_allowed = True
         self._path: set[int] = set()
         self._modules = Modules({})
+        self._loose = Loose()
+        self._explained = False
+        self._owners: Mapping[int, Any] = {}
 
     def root(self, state: Mapping[str, object], client_state: Mapping[str, object] | None) -> tree.Node:
         """The tree of both; StateError for what cannot be stored."""
@@ -80,6 +84,7 @@ class Flattener:
         stored = self._pairs(state.items(), "")
         self._objects_allowed = False
         client = None if client_state is None else self._plain_mapping(client_state)
+        self._loose.settle(self.held, self.sharded.values())
         return tree.Dict("dict", (("state", tree.Dict("dict", stored)), (CLIENT_STATE, client)))
 
     @staticmethod
@@ -109,9 +114,13 @@ class Flattener:
     def _sharded(self, value: Any, fqn: str) -> tree.Node:
         position, local = len(self.tensors), local_of(value)
         self.held[position], self.sharded[position] = held_by(value, fqn), value
+        if not self._explained and type(value) is not FlatShard:
+            self._loose.note(position, value)
         self.fqns.append(fqn)
         self.tensors.append(local)
-        return tree.Tensor(fqn, value.requires_grad, "cpu" if local.is_cpu else local.device.type)
+        node = tree.Tensor(fqn, value.requires_grad, "cpu" if local.is_cpu else local.device.type)
+        owner = self._owners.get(id(value))
+        return node if owner is None or owner.shape == value.shape or not is_dtensor(value) else placing.noted(node, value)
 
     def _held_tensor(self, value: HeldTensor, fqn: str) -> tree.Node:
         position, tensor = len(self.tensors), value.tensor
@@ -198,14 +207,16 @@ class Flattener:
         left_out = objects.frozen_names(part.module, tensors) if self._exclude else ()
         self.excluded.extend(f"{fqn}.{part.name(key)}" for key in tensors if key in left_out)
         first = len(self.tensors)
+        around, self._explained = self._explained, True
         if renamed or left_out:
             # Pairs, not a dict: two keys that are cleaned to the same name must be seen, and refused.
             kept = [(part.name(key), value) for key, value in tensors.items() if key not in left_out]
             node = tree.Dict("OrderedDict", self._pairs(kept, fqn))
         else:
             node = tree.Dict("OrderedDict", self._pairs(tensors.items(), fqn))
+        self._explained = around
         for i in [i for i in self.sharded if i >= first] if part.beyond else ():
-            outer = part.beyond.get(id(self.sharded[i]._spec.mesh)) if is_dtensor(self.sharded[i]) else None
+            outer = part.beyond.get(self.sharded[i]._spec.mesh) if is_dtensor(self.sharded[i]) else None
             if outer is not None:
                 self.held[i] = spread(self.held[i], outer)
         if part.replicas:
@@ -219,11 +230,14 @@ class Flattener:
         stored = optimizers.state_dict(optimizer, fqn, shards)
         first = len(self.tensors)
         numbers = optimizers.numbered(optimizer, stored, shards)
-        node = self.node(optimizers.named(stored, numbers, names) or stored, fqn)
+        own: Mapping[int, Any] = {}
         if isinstance(stored, dict):
             has_flat = numbers is not None and flat_shards.has_flat(optimizer, shards)
             own = optimizers.owners_of(stored["state"], numbers or {}) if has_flat else optimizers.owners(optimizer)
-            self._note_own(optimizer, own, first)
+        around, self._explained, self._owners = self._explained, True, own
+        node = self.node(optimizers.named(stored, numbers, names) or stored, fqn)
+        self._explained, self._owners = around, {}
+        self._note_own(optimizer, own, first)
         return node
 
     def _note_own(self, optimizer: torch.optim.Optimizer, own: Mapping[int, Any], first: int) -> None:
@@ -240,6 +254,12 @@ class Flattener:
 
     def _note_shared(self, i: int, parameter: Any) -> None:
         """Where ranks hold a parameter together, they hold its state together."""
+        if is_dtensor(parameter) and not self._modules.explains(parameter):
+            if i in self.sharded:
+                self._loose.note(i, self.sharded[i])
+            elif self.tensors[i].numel() == 1:
+                self._loose.note_beside(i, parameter, self.tensors[i].shape)
+            return
         if i in self.sharded:
             outer = self._modules.beyond(parameter)
             if outer is not None:

@@ -254,7 +254,11 @@ class HeldSource:
 
     def _covering(self, want: Want, parts: Mapping[tuple[str, bool], list[_Piece]]) -> list[_Piece]:
         """The boxes that together are the wanted one (Y4)."""
-        pieces = [p for p in parts.get((want.fqn, want.rank is None), ()) if intersect(p[1].box, want.box) is not None]
+        found = (p for p in parts.get((want.fqn, want.rank is None), ()) if intersect(p[1].box, want.box) is not None)
+        once: dict[Box, _Piece] = {}  # what several ranks hold is read from one of them
+        for piece in found:
+            once.setdefault(piece[1].box, piece)
+        pieces = list(once.values())
         shared = [box for _, tensor in pieces if (box := intersect(tensor.box, want.box)) is not None]
         fault = tiling_fault(want.box.sizes, relative(shared, want.box))
         if fault is None:

@@ -234,6 +234,10 @@ class Matcher:
         else:
             self.note_missing(fqn)
 
+    def is_shared(self, fqn: str) -> bool:
+        """Whether ranks held the stored tensor `fqn` together."""
+        return self.stored.place(fqn).owner not in self._content.owners
+
     def note_missing(self, fqn: str) -> None:
         if fqn in self._content.left:
             self.per_rank_left.append(fqn)

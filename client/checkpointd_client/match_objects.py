@@ -12,10 +12,11 @@ from torch import nn
 from checkpointd.layout import tree
 from checkpointd_client import building, flat_shards, objects
 from checkpointd_client.building import Build
-from checkpointd_client.match_optimizer import match_optimizer
+from checkpointd_client.dtypes import is_floating
+from checkpointd_client.match_optimizer import filled, match_optimizer
 from checkpointd_client.modules import Part
 from checkpointd_client.rng import RngState
-from checkpointd_client.sharding import FlatShard
+from checkpointd_client.sharding import FlatShard, dtensors_are_known, is_dtensor
 from checkpointd_client.steps import Turn
 from checkpointd_client.tensors import is_meta, refuse_meta
 
@@ -36,11 +37,36 @@ def match_object(match: Matcher, live: Any, node: tree.Node, fqn: str) -> bool:
         if left:  # a part of what it was saved with would be worse than nothing
             match.per_rank_left.append(fqn)
             return True
-        # Its own state_dict() is not asked for: that may start workers, and what it returns need not be its memory.
         turn = Turn.RANDOMNESS if isinstance(live, RngState) else Turn.OTHERS
-        match.do(turn, match.fresh(node), objects.loading(live, fqn, live.load_state_dict))
+        shards = _shards_of(match, live, node, fqn)
+        build = match.fresh(node) if shards is None else filled(match, shards, node, fqn)
+        match.do(turn, build, objects.loading(live, fqn, live.load_state_dict))
         return True
     return False
+
+
+def _shards_of(match: Matcher, live: Any, node: tree.Node, fqn: str) -> object | None:
+    """What the object's state_dict() hands out, where that holds DTensors, as torch's get_state_dict() of a sharded model does.
+
+    Such an object takes back DTensors alone, and only its own say how these lie. Any other is not asked: that may start
+    workers, and what it returns need not be its memory.
+    """
+    if not dtensors_are_known() or not _holds_weights(match, node):
+        return None
+    found = objects.state_dict_of(live, fqn)
+    return found if _holds_dtensors(found) else None
+
+
+def _holds_weights(match: Matcher, node: tree.Node) -> bool:
+    if isinstance(node, tree.Tensor):
+        place = match.stored.place(node.fqn)
+        return bool(place.shape) and is_floating(place.dtype)
+    return any(_holds_weights(match, child) for child in tree.children(node))
+
+
+def _holds_dtensors(value: object) -> bool:
+    children = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return is_dtensor(value) or any(map(_holds_dtensors, children))
 
 
 def _module(match: Matcher, part: Part, node: tree.Dict, fqn: str) -> bool:

@@ -12,8 +12,9 @@ Invariants
 from __future__ import annotations
 
 import collections
+import math
 from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -21,11 +22,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from checkpointd.layout import tree
-from checkpointd_client import building, flat_shards, objects, optimizers
+from checkpointd_client import building, flat_shards, objects, optimizers, placing
 from checkpointd_client.building import Build
 from checkpointd_client.dtypes import NAMES, is_floating
 from checkpointd_client.flat_shards import Shards
-from checkpointd_client.sharding import FlatShard
+from checkpointd_client.sharding import FlatShard, is_dtensor
 from checkpointd_client.steps import Turn
 from checkpointd_client.stored import Place
 from checkpointd_client.tensors import is_meta, refuse_meta
@@ -346,10 +347,30 @@ def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Like:
-    """How to make a tensor that is not there: on which device, and sharded like which parameter."""
+    """How to make a tensor that is not there: on which device, and sharded like which parameter, or as `first` made what stands
+    at `path`.
+    """
 
     device: torch.device | None = None
     parameter: torch.Tensor | FlatShard | None = None
+    first: placing.FirstStep | None = None
+    path: tuple[Hashable, ...] = ()
+
+    def below(self, key: Hashable) -> _Like:
+        return self if self.first is None else replace(self, path=(*self.path, key))
+
+    def tensor(self, match: Matcher, node: tree.Node) -> torch.Tensor | FlatShard | None:
+        """What the tensor stored at `node` is to be made like."""
+        if self.first is None or self.parameter is None or not isinstance(node, tree.Tensor):
+            return self.parameter
+        shape = match.stored.place(node.fqn).shape
+        # A number goes with DTensors as it is, and is one only where it was one.
+        as_it_is = math.prod(shape) == 1 and not isinstance(node, tree.Placed)
+        if as_it_is or shape == tuple(self.parameter.shape):
+            return self.parameter
+        shared = match.is_shared(node.fqn)
+        made: torch.Tensor | None = placing.like(node, shape, self.first, self.path, shared=shared)
+        return self.parameter if made is None else made
 
 
 def _entry(match: Matcher, live: _Live, number: Hashable, node: tree.Node, fqn: str) -> Build:
@@ -359,9 +380,11 @@ def _entry(match: Matcher, live: _Live, number: Hashable, node: tree.Node, fqn: 
         return _replaced(match, node, there, fqn, _Like())
     parameter, group = live.params[number], live.groups[number]
     steps_stay = not (group.get("capturable") or group.get("fused"))
+    first = placing.FirstStep(live.optimizer, group, parameter) if is_dtensor(parameter) else None
+    made = _Like(parameter.device, parameter, first)
     parts: dict[Hashable, Build] = {}
     for key, child in match.stored.children(node):
-        like = _Like(torch.device("cpu")) if key == "step" and steps_stay else _Like(parameter.device, parameter)
+        like = _Like(torch.device("cpu")) if key == "step" and steps_stay else made.below(key)
         parts[key] = _replaced(match, child, _item(there, key), f"{fqn}.{key}", like)
     return building.dict_of(node.kind, parts)
 
@@ -372,14 +395,21 @@ def _replaced(match: Matcher, node: tree.Node, live: Any, fqn: str, like: _Like)
         return match.tensor(live, node, fqn, replaceable=True) or (lambda: live)
     if isinstance(node, tree.Dict):
         children = match.stored.children(node)
-        parts = {key: _replaced(match, child, _item(live, key), f"{fqn}.{key}", like) for key, child in children}
+        parts = {key: _replaced(match, child, _item(live, key), f"{fqn}.{key}", like.below(key)) for key, child in children}
         return building.dict_of(node.kind, parts)
     if isinstance(node, tree.Sequence):
         numbered = enumerate(node.items)
         return building.sequence_of(
-            node.kind, [_replaced(match, child, _item(live, i), f"{fqn}.{i}", like) for i, child in numbered]
+            node.kind, [_replaced(match, child, _item(live, i), f"{fqn}.{i}", like.below(i)) for i, child in numbered]
         )
-    return match.fresh(node, like.device, like.parameter)
+    return match.fresh(node, like.device, like.tensor(match, node))
+
+
+def filled(match: Matcher, live: Any, node: tree.Node, fqn: str) -> Build:
+    """What is stored, with the tensors of `live` filled where it has them at the same places: what an object is to load that
+    handed `live` out as its state.
+    """
+    return _replaced(match, node, live, fqn, _Like())
 
 
 def _item(live: Any, key: Any) -> Any:

@@ -15,7 +15,8 @@ from torch import nn
 
 from checkpointd.errors import StateError
 from checkpointd_client import flat_shards, objects
-from checkpointd_client.sharding import FlatShard, Group, Held, beyond, group_of, is_dtensor, is_sharded, mesh_group, replicated
+from checkpointd_client.meshes import beyond
+from checkpointd_client.sharding import FlatShard, Group, Held, group_of, is_dtensor, is_sharded, mesh_group, replicated
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,8 +28,8 @@ class Part:
     tensors: dict[str, Any]
     renamed: Mapping[str, str]
     replicas: tuple[Replicas, ...]
-    beyond: Mapping[int, Group]
-    """By the identity of a mesh: the ranks of the module's whole mesh that hold the same of what lies on that part of it."""
+    beyond: Mapping[Any, Group]
+    """By mesh: the ranks of the module's whole mesh that hold the same of what lies on that part of it."""
     is_flat: bool
     """Whether FullyShardedDataParallel is in it."""
 
@@ -108,7 +109,7 @@ def part_of(wrapped: nn.Module, fqn: str) -> Part:
     is_flat = flat_shards.is_flat(module)
     tensors = flat_shards.module_tensors(module, fqn) if is_flat else objects.module_tensors(module, fqn)
     meshes = {id(mesh): mesh for value in tensors.values() if is_dtensor(value) for mesh in (value._spec.mesh,)}
-    outer = beyond(list(meshes.values())) if len(meshes) > 1 else {}
+    outer = beyond(meshes.values())
     replicas = () if is_flat else _replicas_in(wrapped, fqn, tensors)
     return Part(fqn, module, tensors, {} if is_flat else objects.clean_names(module, tensors), replicas, outer, is_flat)
 
@@ -171,6 +172,10 @@ class Modules:
         group, outer = mesh_group(parameter), self.beyond(parameter)
         return group if group is None or outer is None else outer.times(group)
 
+    def explains(self, parameter: Any) -> bool:
+        """Whether a module of the state has `parameter`, and so tells which ranks hold it."""
+        return id(parameter) in self.names()
+
     def beyond(self, parameter: Any) -> Group | None:
         """The ranks outside the mesh of a sharded parameter that hold the same of it and of its state."""
         self.names()
@@ -182,7 +187,7 @@ class Modules:
                 self._groups[id(tensor)] = tensor.holders
                 self._shards.setdefault(id(tensor.parameter), []).append(tensor)
         elif is_dtensor(tensor):
-            outer = part.beyond.get(id(tensor._spec.mesh))
+            outer = part.beyond.get(tensor._spec.mesh)
             if outer is not None:
                 self._beyond.setdefault(id(tensor), outer)
         elif (around := part.replicated(key)) is not None:

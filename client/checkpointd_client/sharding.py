@@ -128,6 +128,11 @@ def is_dtensor(value: object) -> TypeGuard[DTensor]:
     return api is not None and isinstance(value, api.DTensor)
 
 
+def dtensors_are_known() -> bool:
+    """Whether anything in this process may be a DTensor."""
+    return "torch.distributed.tensor._api" in sys.modules
+
+
 def is_sharded(value: object) -> TypeGuard[DTensor | FlatShard]:
     """Whether `value` is this rank's part of a tensor."""
     return type(value) is FlatShard or is_dtensor(value)
@@ -169,7 +174,7 @@ def _held(spec: Any, local_shape: tuple[int, ...], fqn: str) -> Held:
     coordinate = mesh.get_coordinate()
     if coordinate is None:  # a rank outside the mesh
         return Held(shape, ())
-    axes = tuple(map(_axis, spec.placements))
+    axes = axes_of(spec.placements)
     layout = Layout(shape, tuple(mesh.shape), axes, _order_of(spec))
     rows = _rows_like(layout, tuple(coordinate), local_shape)
     if rows is None:
@@ -197,6 +202,11 @@ def _axis(placement: Any) -> Axis | None:
     if placement.is_replicate():
         return None
     return Axis(placement.dim, int(getattr(placement, "split_factor", 1)))
+
+
+def axes_of(placements: Iterable[Any]) -> tuple[Axis | None, ...]:
+    """How each dimension of a mesh splits a tensor of these placements; None for one along which the ranks hold the same."""
+    return tuple(map(_axis, placements))
 
 
 def _check_placements(placements: Iterable[Any], shape: tuple[int, ...], fqn: str) -> None:
@@ -340,28 +350,6 @@ def spread(held: Held, group: Group) -> Held:
     return Held(held.shape, held.parts, both.replica, both.replicas, held.first_writes)
 
 
-def beyond(meshes: Sequence[Any]) -> dict[int, Group]:
-    """For each mesh of a module that is a part of another one of it, by identity: the ranks of the largest such that differ in
-    its other dimensions alone.
-
-    What a module has on fewer dimensions (a norm that FSDP2 shards, in a model that is parallel over another dimension as
-    well) is the same along the others. Dimensions are told by their names, within one root mesh.
-    """
-    largest = max(meshes, key=lambda mesh: (mesh.size(), mesh.ndim))
-    names, coordinate = largest.mesh_dim_names, largest.get_coordinate()
-    found: dict[int, Group] = {}
-    for mesh in meshes:
-        own = mesh.mesh_dim_names
-        if mesh == largest or names is None or own is None or coordinate is None or not set(own) < set(names):
-            continue
-        group = Group(0, 1)
-        for name, size, at in zip(names, largest.shape, coordinate, strict=True):
-            if name not in own:
-                group = group.times(Group(at, size))
-        found[id(mesh)] = group
-    return found
-
-
 def group_of(process_group: Any) -> Group:
     """The ranks of a process group."""
     return Group(torch.distributed.get_rank(process_group), torch.distributed.get_world_size(process_group))
@@ -386,15 +374,19 @@ def replicated(shape: tuple[int, ...], group: Group, *, first_writes: bool = Fal
     return Held(shape, (part,) if 0 not in shape else (), group.replica, group.replicas, first_writes)
 
 
-def sharded_like(like: object, dtype: torch.dtype) -> tuple[torch.Tensor, object]:
-    """A new tensor of `dtype`, sharded as `like` is, of arbitrary content: its local part and itself."""
+def sharded_like(like: object, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, object]:
+    """A new tensor of `dtype`, sharded as `like` is, of arbitrary content: its local part and itself. It is where `like` is, or
+    on `device` where that has no memory.
+    """
     if type(like) is FlatShard:
         made_flat = like.like(dtype)
         return made_flat.local, made_flat
     assert is_dtensor(like)
     from torch.distributed.tensor import DTensor  # whoever made `like` has imported it
 
-    local = torch.empty_like(local_of(like), dtype=dtype, memory_format=torch.contiguous_format)
+    there = local_of(like)
+    where = device if there.is_meta else there.device
+    local = torch.empty_like(there, dtype=dtype, device=where, memory_format=torch.contiguous_format)
     spec = like._spec
     made = DTensor.from_local(local, spec.mesh, spec.placements, run_check=False, shape=like.shape, stride=tuple(like.stride()))
     return local, made

@@ -256,7 +256,7 @@ def _same_part(slot: Slot, other: Slot) -> bool:
 def _make_sharded(slot: Slot) -> None:
     assert slot.like is not None
     try:
-        slot.live, slot.value = sharded_like(slot.like, slot.dtype or DTYPES[slot.place.dtype])
+        slot.live, slot.value = sharded_like(slot.like, slot.dtype or DTYPES[slot.place.dtype], slot.device)
     except RuntimeError as error:  # memory is short
         raise StateError(f"{slot.fqn}: its part of a new {slot.place.dtype} tensor cannot be made: {error}") from error
 

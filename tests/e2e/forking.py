@@ -19,6 +19,11 @@ def forked(folder: Path, count: int, run: Callable[[Path, int], None]) -> None:
     """
     import torch._inductor.compile_fx  # noqa: F401  # DeepSpeed's first engine would
 
+    sys.exit(not all_well(folder, count, run))
+
+
+def all_well(folder: Path, count: int, run: Callable[[Path, int], None]) -> bool:
+    """The same, with what is imported already, and whether all have ended well."""
     alone = threading.active_count()
     assert alone == 1, f"{alone} threads cannot be forked"
     gc.collect()
@@ -32,7 +37,7 @@ def forked(folder: Path, count: int, run: Callable[[Path, int], None]) -> None:
             failed = True
             for child in children:
                 os.kill(child, signal.SIGKILL)  # they would wait for it
-    sys.exit(failed)
+    return not failed
 
 
 def _child(folder: Path, number: int, run: Callable[[Path, int], None]) -> int:

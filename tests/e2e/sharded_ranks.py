@@ -140,7 +140,8 @@ def _weight(rank: int, fault: str) -> object:
     """A tensor that rank 1 of 2 describes otherwise than rank 0, in the way that `fault` says."""
     both = DeviceMesh("cpu", [0, 1])
     if fault == "overlap":  # each on a mesh of its own, and both of the same name
-        return distribute_tensor(torch.ones(6, 4), DeviceMesh("cpu", [rank]), [Replicate()], src_data_rank=None)
+        full = torch.full((6, 4), float(rank))
+        return distribute_tensor(full, DeviceMesh("cpu", [rank]), [Replicate()], src_data_rank=None)
     if rank == 1 and fault == "gap":
         return torch.ones(6, 4)
     dtype = torch.float64 if rank == 1 and fault == "dtype" else torch.float32
@@ -156,7 +157,7 @@ FAULTS = {
     "dtype": r"w is float32\[6, 4\] on rank 0 and float64\[6, 4\] on rank 1",
     "shape": r"w is float32\[6, 4\] on rank 0 and float32\[8, 4\] on rank 1",
     "gap": r"w \(ranks \[0\]\): 12 of 24 elements are written by no rank",
-    "overlap": r"w \(ranks \[0, 1\]\): boxes .* overlap",
+    "overlap": r"w: ranks 0 and 1 both stored the box .* and their values differ: if it is one tensor",
 }
 
 

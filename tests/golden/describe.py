@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 
 Described = None | bool | int | str | list["Described"] | dict[str, "Described"]
 
@@ -24,7 +25,7 @@ def describe(value: object) -> Described:
     if isinstance(value, torch.optim.Optimizer):
         return describe(value.state_dict())
     if isinstance(value, torch.Tensor):
-        return tensor(value)
+        return tensor(value.full_tensor() if isinstance(value, DTensor) else value)
     if isinstance(value, np.ndarray):
         return {"array": value.dtype.str, "shape": [*value.shape], "hex": value.tobytes().hex()}
     if isinstance(value, np.generic):

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from checkpointd.config import LoadConfig
 from checkpointd.errors import CheckpointdError
@@ -187,6 +188,26 @@ def write_references(folder: Path) -> None:
     asyncio.run(leave_lease(root))
 
 
+def write_placed(folder: Path) -> None:
+    """The state of an optimizer whose parameter is a DTensor, and which keeps tensors of another shape beside it."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=0, world_size=1)
+    mesh = torch.distributed.init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+    numbers = torch.arange(12, dtype=torch.float32).reshape(4, 3)
+    weight = distribute_tensor(numbers, mesh, [Shard(0), Shard(1)]).requires_grad_()
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    optimizer.state[weight] = {
+        "momentum": distribute_tensor(numbers / 8, mesh, [Shard(0), Shard(1)]),
+        "rows": distribute_tensor(numbers[:, 0] / 4, mesh, [Shard(0), Replicate()]),
+        "columns": distribute_tensor(numbers[0], mesh, [Replicate(), Shard(0)]),
+    }
+    state: dict[str, object] = {"optimizer": optimizer}
+    keep(folder, "placed", state, None)
+    with Checkpointer(folder / "placed", compression="none", read_back=False) as ckpt:
+        ckpt.save(1, state).wait()
+    torch.distributed.destroy_process_group()
+    (folder / "meeting").unlink()
+
+
 def contents(fill: int) -> dict[str, object]:
     """What two files hold: tensors of several chunks, some of which share memory, and values."""
     weights = torch.arange(1500, dtype=torch.float32) * fill
@@ -259,6 +280,7 @@ def main() -> None:
         write_solo(folder, compression)
     write_references(folder)
     write_files(folder)
+    write_placed(folder)
     program = [sys.executable, "-m", "tests.golden.write_format_1", str(folder), "--rank"]
     ranks = [subprocess.Popen([*program, str(rank)]) for rank in range(2)]
     if any(rank.wait() for rank in ranks):

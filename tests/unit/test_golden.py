@@ -48,6 +48,7 @@ FILES = "files/.checkpointd"
 SHARDS = [
     *((root, "global_step7", 0, "solo") for root in SOLO),
     ("references", "global_step3", 0, "references"),
+    ("placed", "global_step1", 0, "placed"),
     *(("two-ranks", tag, rank, f"two-ranks-{tag}-{rank}") for tag in ("best", "global_step3") for rank in range(2)),
 ]
 KINDS: dict[str, type[SmallObject]] = {
@@ -141,7 +142,7 @@ def test_this_release_still_writes_the_same_indexes_and_trees(path: Path) -> Non
 # --- by this release ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("root", [*SOLO, "two-ranks", "references", FILES])
+@pytest.mark.parametrize("root", [*SOLO, "two-ranks", "references", "placed", FILES])
 async def test_every_checkpoint_is_whole(root: str) -> None:
     async with PosixStore(GOLDEN / root) as store:
         for checkpoint in await catalog.checkpoints(store):
@@ -216,6 +217,13 @@ def test_a_state_loads_in_place(tmp_path: Path) -> None:
     assert describe(embed.weight) == stored["embed.weight"]
     assert describe(norm.weight) == stored["norm.weight"]
     assert "tensors" in loaded.unexpected
+
+
+def test_what_lay_on_a_mesh_loads_without_one(tmp_path: Path) -> None:
+    state: dict[str, object] = {}
+    with Checkpointer(copy("placed", tmp_path)) as ckpt:
+        ckpt.load(state)
+    assert describe(state) == expected("placed")["state"]
 
 
 @pytest.mark.e2e

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from checkpointd.layout.boxes import Box, boxes_of_range, tiling_fault, whole
 from checkpointd.layout.manifest import Chunk, Index, ObjectRef, Plan, PlanTensor, TensorEntry
-from checkpointd.layout.plan import _is_grid, cover_fault, raw_bytes, union_fault
+from checkpointd.layout.plan import Comparison, Doubled, Listing, Names, _is_grid, compared, cover_fault, raw_bytes, union_fault
 from tests.tilings import boxes_in, shapes, tilings_of
 
 
@@ -55,6 +55,40 @@ def test_a_gap_names_the_tensor_and_the_ranks_that_have_the_rest() -> None:
 def test_an_overlap_names_the_tensor_the_ranks_and_the_boxes() -> None:
     fault = union_fault({0: plan(0, TOP), 1: plan(1, part("w", (1, 0), (3, 4)))})
     assert fault == "w (ranks [0, 1]): boxes (0, 0)+(2, 4) and (1, 0)+(3, 4) overlap"
+
+
+def comparison(*plans: Plan) -> Comparison:
+    names = Names()
+    return compared({one.rank: Listing.of(one, names) for one in plans}, names)
+
+
+def test_a_box_that_several_ranks_list_must_be_equal_and_counts_once() -> None:
+    once = comparison(plan(0, TOP), plan(1, BOTTOM))
+    assert once == Comparison()
+    twice = comparison(plan(0, TOP, own("rng", 2)), plan(1, BOTTOM), plan(2, TOP), plan(3, part("w", (0, 0), (0, 0))))
+    assert twice == Comparison(doubled=(Doubled("w", (0, 2)),))
+
+
+def test_a_number_that_every_rank_lists_must_be_equal() -> None:
+    number = part("step", (), (), ())
+    assert comparison(plan(0, number), plan(1, number)) == Comparison(doubled=(Doubled("step", (0, 1)),))
+
+
+@pytest.mark.parametrize("rest", [part("w", (2, 0), (1, 4)), part("w", (1, 0), (3, 4))])
+def test_what_is_doubled_hides_no_other_fault(rest: PlanTensor) -> None:
+    found = comparison(plan(0, TOP), plan(1, TOP), plan(2, rest))
+    assert found.fault is not None
+    assert found.fault.startswith("w (ranks [0, 1, 2]): ")
+    assert not found.doubled
+
+
+def test_two_stages_of_many_ranks_that_both_hold_a_tensor() -> None:
+    """More boxes than are compared one by one."""
+    rows = 100
+    parts = [part("w", (row, 0), (1, 4), (rows, 4)) for row in range(rows)]
+    plans = [plan(stage * rows + row, one) for stage in range(2) for row, one in enumerate(parts)]
+    assert comparison(*plans).doubled == (Doubled("w", tuple(range(2 * rows))),)
+    assert comparison(*plans[:-1]).doubled == (Doubled("w", (*range(rows - 1), *range(rows, 2 * rows - 1))),)
 
 
 def test_a_rank_must_cover_its_own_tensor_alone() -> None:

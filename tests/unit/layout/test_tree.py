@@ -23,6 +23,7 @@ overlaps = st.none() | st.builds(
     conjugate=st.booleans(),
     negative=st.booleans(),
 )
+splits = st.none() | st.tuples(st.integers(0, 9), st.integers(1, 9))
 leaves: st.SearchStrategy[Node] = st.one_of(
     st.none(),
     st.booleans(),
@@ -30,6 +31,15 @@ leaves: st.SearchStrategy[Node] = st.one_of(
     floats,
     texts,
     st.builds(tree.Tensor, fqn=texts, requires_grad=st.booleans(), device=texts, overlap=overlaps),
+    st.builds(
+        tree.Placed,
+        fqn=texts,
+        requires_grad=st.booleans(),
+        device=texts,
+        overlap=overlaps,
+        mesh=st.lists(st.tuples(st.integers(1, 2**20), st.none() | texts), max_size=3).map(tuple),
+        placements=st.lists(splits, max_size=3).map(tuple),
+    ),
     st.builds(tree.Array, fqn=texts, dtype=texts, overlap=overlaps),
     st.builds(tree.NumpyScalar, dtype=texts, data=st.binary(max_size=16)),
     st.builds(tree.Bytes, data=st.binary(max_size=16)),

@@ -10,6 +10,7 @@ import pytest
 
 from checkpointd.config import LoadConfig
 from checkpointd.layout.boxes import Box
+from checkpointd.layout.plan import Comparison
 from checkpointd.pipeline import catalog
 from checkpointd.pipeline.verify import Verdict, verify
 from checkpointd.store.posix import PosixStore
@@ -64,7 +65,7 @@ async def test_ranks_that_did_not_store_one_whole_are_told_apart(
     tmp_path: Path, rows: Sequence[tuple[int, int]], dtypes: Sequence[str], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No coordinator lets such a checkpoint pass; this one looked away."""
-    monkeypatch.setattr("checkpointd.pipeline.publish.listings_fault", lambda *_: None)
+    monkeypatch.setattr("checkpointd.pipeline.publish.compared", lambda *_: Comparison())
     found = await verdict(tmp_path, rows, dtypes)
     [damage] = found.damage
     assert (damage.code, damage.key) == ("FormatError", "global_step1/00000001-0/outcome")

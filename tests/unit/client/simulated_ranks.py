@@ -1,0 +1,22 @@
+"""One process as any rank of a job whose other ranks are not there: meshes and DTensors are real, collectives do nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache as forget_meshes
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+
+@contextmanager
+def rank_of(rank: int, world: int) -> Iterator[None]:
+    """This process is rank `rank` of `world`."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    forget_meshes()  # torch takes meshes of the same ranks for one, whichever rank it was when it met them
+    try:
+        yield
+    finally:
+        forget_meshes()
+        dist.destroy_process_group()
