@@ -28,9 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--sidecar-seed", type=int, help="the seed of the rounds with sidecars (default: a new one)")
     parser.addoption("--ema-swaps", type=int, default=25, help="averages swapped in while a snapshot is taken (default: 25)")
     parser.addoption("--call-stride", type=int, default=5, help="each so manieth call of a save fails (default: 5)")
-    parser.addoption(
-        "--every-load", action="store_true", help="every state, layout, world and dtype, not only those chosen"
-    )
+    parser.addoption("--every-load", action="store_true", help="every state, layout, world and dtype, not only those chosen")
     parser.addoption("--power-cuts", type=int, default=6, help="power cuts under a saving job (default: 6)")
 
 

@@ -272,7 +272,7 @@ def latest_goes_back(patch: Patch) -> None:
 def latest_not_repaired(patch: Patch) -> None:
     """Recovery leaves `latest` where it finds it."""
 
-    async def stay(store: Store, tag: str, order: tuple[int, int]) -> bool:
+    async def stay(store: Store, tag: str, order: tuple[int, int], *, is_start: bool = False) -> bool:
         return False
 
     patch.setattr(recover, "move_latest", stay)
