@@ -48,7 +48,7 @@ def _is_related(part: Any, largest: Any) -> bool:
     if part._get_root_mesh() == largest._get_root_mesh():
         return True
     if part.mesh_dim_names is None or largest.mesh_dim_names is None:
-        return part.size() > 1  # a mesh of one rank is a part of every mesh, and says nothing
+        return bool(part.size() > 1)  # a mesh of one rank is a part of every mesh, and says nothing
     return set(part.mesh_dim_names) <= set(largest.mesh_dim_names)
 
 
