@@ -222,14 +222,16 @@ class Attempt:
     async def _ends_fenced(self) -> bool:
         """Whether a newer epoch has begun that does not spare this attempt: then it is aborted, which every rank sees (A6).
 
-        A store that does not answer tells it to whoever writes next, and to the coordinator before the commit.
+        A store that does not answer, or does not show the record of the newer epoch, tells it to whoever writes next, and to
+        the coordinator before the commit.
         """
         try:
-            await epochs.check_fence(self._store, self.info.attempt.epoch, self.info.prefix)
+            await epochs.check_fence(self._store, self.info.attempt.epoch, self.info.prefix, proved=True)
         except FencedError as error:
             self._own_error = error
             report = ErrorReport(code=error.code, message=str(error), phase=str(self.phase))
-            self._hopeless = await self._put_abort(Decision(report, (self.info.rank,)))
+            unsaid = await self._put_abort(Decision(report, (self.info.rank,)))
+            self._hopeless = None if self.info.handed else unsaid  # another hand's yes may stand
             return True
         except CheckpointdError as error:
             log.warning("%s: cannot look for a newer epoch: %s", self.info.prefix, error)

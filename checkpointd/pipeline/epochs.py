@@ -83,18 +83,23 @@ async def read(store: Store, number: int) -> Epoch:
     return decode(await store.get(key), Epoch, key)
 
 
-async def check_fence(store: Store, number: int, attempt: str | None = None) -> None:
-    """Raise FencedError where an epoch newer than `number` has begun and does not spare `attempt` (`<tag>/<attempt>`)."""
+async def check_fence(store: Store, number: int, attempt: str | None = None, *, proved: bool = False) -> None:
+    """Raise FencedError where an epoch newer than `number` has begun and does not spare `attempt` (`<tag>/<attempt>`).
+
+    `proved`: where the newer epoch's record cannot be read, raise NotFoundError or DamagedError instead.
+    """
     current = await newest(store)
-    if current > number and not (attempt and await _is_spared(store, current, attempt)):
+    if current > number and not (attempt and await _is_spared(store, current, attempt, proved=proved)):
         raise FencedError(await fence_message(store, number, current))
 
 
-async def _is_spared(store: Store, current: int, attempt: str) -> bool:
-    """Whether epoch `current` spares `attempt`; a record that cannot be read spares nobody."""
+async def _is_spared(store: Store, current: int, attempt: str, *, proved: bool) -> bool:
+    """Whether epoch `current` spares `attempt`; a record that cannot be read spares nobody, or is raised where `proved`."""
     try:
         return attempt in (await read(store, current)).spares
     except (NotFoundError, DamagedError):
+        if proved:
+            raise
         return False
 
 

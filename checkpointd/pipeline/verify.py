@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Container, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -93,9 +94,18 @@ async def verify(
         comparison = compared(stored, names)
         verdict.damage.extend(_union_damage(checkpoint, comparison.fault))
         if comparison.doubled:
-            fault = await unequal(partial(read_index, store, checkpoint), comparison.doubled, config.reads)
-            verdict.damage.extend(_union_damage(checkpoint, fault))
+            with suppress(DamagedError, NotFoundError, StoreError):  # noted
+                fault = await unequal(partial(_read_again, store, checkpoint, verdict), comparison.doubled, config.reads)
+                verdict.damage.extend(_union_damage(checkpoint, fault))
     return verdict
+
+
+async def _read_again(store: Store, checkpoint: Checkpoint, verdict: Verdict, rank: int) -> Index:
+    try:
+        return await read_index(store, checkpoint, rank)
+    except (DamagedError, NotFoundError, StoreError) as error:
+        verdict.note(error, rank)
+        raise
 
 
 async def verify_proved(

@@ -256,8 +256,10 @@ class HeldSource:
         """The boxes that together are the wanted one (Y4)."""
         found = (p for p in parts.get((want.fqn, want.rank is None), ()) if intersect(p[1].box, want.box) is not None)
         once: dict[Box, _Piece] = {}  # what several ranks hold is read from one of them
-        for piece in found:
-            once.setdefault(piece[1].box, piece)
+        for snapshot, tensor in found:
+            other, same = once.setdefault(tensor.box, (snapshot, tensor))
+            if other.digest_of(same) != snapshot.digest_of(tensor):  # its save may be in doubt, and would be aborted for it
+                raise SidecarError(f"ranks hold different values of {want.fqn} in this node's memory")
         pieces = list(once.values())
         shared = [box for _, tensor in pieces if (box := intersect(tensor.box, want.box)) is not None]
         fault = tiling_fault(want.box.sizes, relative(shared, want.box))

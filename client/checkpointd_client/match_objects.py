@@ -49,19 +49,20 @@ def _shards_of(match: Matcher, live: Any, node: tree.Node, fqn: str) -> object |
     """What the object's state_dict() hands out, where that holds DTensors, as torch's get_state_dict() of a sharded model does.
 
     Such an object takes back DTensors alone, and only its own say how these lie. Any other is not asked: that may start
-    workers, and what it returns need not be its memory.
+    workers, and what it returns need not be its memory. Nor is one of which the ranks did not store a tensor together, as where
+    rank 0 gathers all: state_dict() may be a meeting of the ranks, and of such an object they do not all have the same.
     """
-    if not dtensors_are_known() or not _holds_weights(match, node):
+    if not dtensors_are_known() or not _holds_shared_weights(match, node):
         return None
     found = objects.state_dict_of(live, fqn)
     return found if _holds_dtensors(found) else None
 
 
-def _holds_weights(match: Matcher, node: tree.Node) -> bool:
+def _holds_shared_weights(match: Matcher, node: tree.Node) -> bool:
     if isinstance(node, tree.Tensor):
         place = match.stored.place(node.fqn)
-        return bool(place.shape) and is_floating(place.dtype)
-    return any(_holds_weights(match, child) for child in tree.children(node))
+        return match.is_shared(node.fqn) and bool(place.shape) and is_floating(place.dtype)
+    return any(_holds_shared_weights(match, child) for child in tree.children(node))
 
 
 def _holds_dtensors(value: object) -> bool:

@@ -117,10 +117,12 @@ def _paired(match: Matcher, live: _Live, stored_ids: list[list[Hashable]], fqn: 
         names = match.modules.all_names()
         known = {name: id(names[name]) for name in ids if name in names}
         numbers: dict[Hashable, Hashable] = {}
+        taken: set[int] = set()
         for name, it in known.items():
             # Of parameters that are tied now and were not when saved, the first one's state counts: there is one to fill.
-            if it in number_of and number_of[it] not in numbers.values():
+            if it in number_of and it not in taken:
                 numbers[name] = number_of[it]
+                taken.add(it)
         if numbers:
             return _by_name(match, live, stored_ids, numbers, fqn)
     return _by_order(match, live, stored_ids, fqn)
@@ -268,10 +270,11 @@ def _entries(
     for keys in _units(live, ours):
         trial, first = _Trial(match), f"{fqn}.state.{keys[0]}"
         stored = {key: kept[key] for key in keys if key in kept and key in nodes}
+        # Of all in the unit, also those of which this rank holds nothing: every rank decides alike.
         match.mismatched += [
             f"{fqn}.state.{key}: {why}"
-            for key, number in stored.items()
-            if (why := _misfit(match, live, key, number, nodes[key], following)) is not None
+            for key in keys
+            if key in nodes and (why := _misfit(match, live, key, ours[key], nodes[key], following)) is not None
         ]
         made: dict[Hashable, Build] = {}
         if not trial.failed:
@@ -280,6 +283,12 @@ def _entries(
             entries |= made
         else:
             left = left | {ours[key] for key in keys}
+            told = tuple(match.mismatched)
+            match.mismatched += [
+                f"{path}: it lies with {first} in one parameter, so it is left out with it"
+                for path in (f"{fqn}.state.{key}" for key in keys if key in nodes)
+                if not any(line.startswith((f"{path}:", f"{path}.")) for line in told)
+            ]
     entries |= {number: _as_it_is(entry) for number, entry in live.state["state"].items() if number in left}
     for key, node in nodes.items():
         if key not in pairing.stored:  # what is no parameter's, a hook has added

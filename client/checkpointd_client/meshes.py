@@ -20,8 +20,9 @@ from checkpointd_client.sharding import Group, Held, is_dtensor, mesh_group, rep
 def beyond(meshes: Iterable[Any]) -> dict[Any, Group]:
     """For each mesh that is a part of the largest of `meshes`: the ranks of that one that differ in its other dimensions alone.
 
-    What lies on fewer dimensions is the same along the others. Dimensions are told by the ranks that they join, so that their
-    names, or a dimension that was made of two, do not matter.
+    What lies on fewer dimensions is the same along the others. Dimensions are told by the ranks that they join, so that a
+    dimension that was made of two does not matter. A mesh of dimensions that the largest one does not have is no part of it,
+    though its ranks are: experts on a mesh of their own may differ wherever the dense layers are the same.
     """
     distinct = dict.fromkeys(meshes)
     if len(distinct) < 2:
@@ -32,13 +33,23 @@ def beyond(meshes: Iterable[Any]) -> dict[Any, Group]:
         return {}
     ranks, found = largest.mesh, {}
     for mesh in distinct:
-        others = _other_dims(ranks, tuple(coordinate), mesh) if mesh.size() < largest.size() else None
+        is_part = mesh.size() < largest.size() and _is_related(mesh, largest)
+        others = _other_dims(ranks, tuple(coordinate), mesh) if is_part else None
         if others:
             group = Group(0, 1)
             for dim in others:
                 group = group.times(Group(coordinate[dim], largest.size(dim)))
             found[mesh] = group
     return found
+
+
+def _is_related(part: Any, largest: Any) -> bool:
+    """Whether both were cut from one mesh, or their dimensions have the same names, or none of which could tell them apart."""
+    if part._get_root_mesh() == largest._get_root_mesh():
+        return True
+    if part.mesh_dim_names is None or largest.mesh_dim_names is None:
+        return bool(part.size() > 1)  # a mesh of one rank is a part of every mesh, and says nothing
+    return set(part.mesh_dim_names) <= set(largest.mesh_dim_names)
 
 
 def _other_dims(ranks: torch.Tensor, coordinate: tuple[int, ...], part: Any) -> tuple[int, ...] | None:

@@ -118,23 +118,30 @@ def _state_after_a_step(optimizer: Any, group: Mapping[str, Any], parameter: Any
     """The state of `parameter` after a step of a copy of `optimizer` that holds only a stand-in for it, on no device; an empty
     dict where the optimizer cannot make such a step.
     """
+    if any(isinstance(value, torch.optim.Optimizer) for value in vars(optimizer).values()):
+        return {}  # its step would be one of the optimizer that it wraps
     stand_in = _stand_in(parameter)
     stand_in.grad = _stand_in(parameter).detach()
-    trial = object.__new__(type(optimizer))
-    # Containers are copied: what the step notes in them must not reach the user's own.
-    own = {key: copy.copy(value) if isinstance(value, dict | list | set) else value for key, value in vars(optimizer).items()}
-    vars(trial).update(own)
-    trial.state = collections.defaultdict(dict)
-    trial.param_groups = [
-        {**group, "params": [stand_in], "fused": False} if "fused" in group else {**group, "params": [stand_in]}
-    ]
     try:
+        trial = object.__new__(type(optimizer))
+        vars(trial).update({key: _apart(value) for key, value in vars(optimizer).items()})
+        trial.state = collections.defaultdict(dict)
+        trial.param_groups = [
+            {**group, "params": [stand_in], "fused": False} if "fused" in group else {**group, "params": [stand_in]}
+        ]
         # The bare function: hooks and what schedulers wrap around it are for real steps.
         with torch.no_grad():
             inspect.unwrap(type(optimizer).step)(trial)
         return trial.state.get(stand_in, {})
     except Exception:  # the user's code, which need not be able to do without elements
         return {}
+
+
+def _apart(value: Any) -> Any:
+    """A copy of what a step may change in place: that must not reach the user's own."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    return copy.copy(value) if isinstance(value, dict | list | set) else value
 
 
 def _stand_in(parameter: Any) -> torch.nn.Parameter:

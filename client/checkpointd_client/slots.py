@@ -187,7 +187,11 @@ def _consistent(one: Slot, one_region: Region, two: Slot, two_region: Region) ->
 
 def _may_tie(one: Slot, one_region: Region, two: Slot, two_region: Region) -> bool:
     """Whether both are the same memory, for all of tensors that may be equal."""
-    alike = (one.place.dtype, one.place.shape, one.held) == (two.place.dtype, two.place.shape, two.held)
+    alike = (one.place.dtype, one.place.shape) == (two.place.dtype, two.place.shape)
+    if one.held is None or two.held is None:
+        alike = alike and one.held is two.held
+    else:
+        alike = alike and one.held.alike(two.held)
     return alike and one.place.whole and two.place.whole and one_region.equals(two_region)
 
 

@@ -201,7 +201,7 @@ def committed_on_own_vote(patch: Patch) -> None:
 def everybody_fenced(patch: Patch) -> None:
     """Every coordinator takes itself for an older epoch's."""
 
-    async def check(store: Store, number: int, attempt: str | None = None) -> None:
+    async def check(store: Store, number: int, attempt: str | None = None, *, proved: bool = False) -> None:
         raise FencedError("the mutation")
 
     patch.setattr(epochs, "check_fence", check)
@@ -210,7 +210,7 @@ def everybody_fenced(patch: Patch) -> None:
 def no_fence(patch: Patch) -> None:
     """A coordinator does not look whether a newer epoch has begun."""
 
-    async def check(store: Store, number: int, attempt: str | None = None) -> None:
+    async def check(store: Store, number: int, attempt: str | None = None, *, proved: bool = False) -> None:
         return None
 
     patch.setattr(epochs, "check_fence", check)

@@ -210,6 +210,21 @@ def test_a_part_of_a_tensor_is_not_taken_for_the_whole() -> None:
         source.verify([target], source.content())
 
 
+def test_what_ranks_hold_with_different_values_is_taken_from_nobody() -> None:
+    """Its save was still in doubt, and the coordinator would have aborted it."""
+    snapshots = []
+    for value in (1.0, 2.0):
+        shard = make_shard({"tied": np.full(12, value)})
+        tensors = tuple(msgspec.structs.replace(tensor, scope="global") for tensor in wire_tensors(shard.tensors))
+        digests = tuple(xxh3_128(shard.image[t.offset : t.offset + t.nbytes]) for t in shard.tensors)
+        snapshot = _snapshot(nbytes=len(shard.image), tensors=tensors, tree=shard.tree, digests=digests)
+        snapshots.append(HeldSnapshot(snapshot, _descriptor(bytes(shard.image)), 0))
+    source = HeldSource(snapshots[0], {1: snapshots[1]}, 0)
+    [tied] = [tensor.fqn for tensor in snapshots[0].tensors if tensor.fqn == "tied"]
+    with pytest.raises(SidecarError, match="ranks hold different values of tied in this node's memory"):
+        source.verify([Target(tied, torch.empty(12, dtype=torch.float64))], source.content())
+
+
 @pytest.mark.parametrize("cut_alike", [True, False])
 def test_held_tensors_are_equal_where_every_bit_of_them_is(monkeypatch: pytest.MonkeyPatch, cut_alike: bool) -> None:
     if not cut_alike:

@@ -129,6 +129,18 @@ def test_meshes_that_share_only_some_ranks_explain_nothing() -> None:
         assert beyond([three, two]) == {}
 
 
+def test_experts_on_a_mesh_of_their_own_are_no_replicas_of_each_other() -> None:
+    """Its one rank is a part of every mesh; its name says that it is none of this one."""
+
+    def state() -> dict[str, Any]:
+        dense, experts = grid(), init_device_mesh("cpu", (1, 4), mesh_dim_names=("edp", "ep"))["edp"]
+        up = placed(torch.ones(8, 6), dense, Shard(1), Shard(0))
+        return {"model": {"up": up, "expert": placed(torch.full((8,), float(dist.get_rank())), experts, Shard(0))}}
+
+    found = planned(4, state)
+    assert [(one.fqn, one.ranks) for one in found.doubled] == [("model.expert", (0, 1, 2, 3))]
+
+
 def test_replicated_over_all_is_written_once() -> None:
     def state() -> dict[str, Any]:
         mesh = grid()

@@ -10,7 +10,7 @@ import pytest
 from checkpointd.commit.decide import Decision, unshared
 from checkpointd.commit.machine import FINAL, Phase
 from checkpointd.config import LoadConfig
-from checkpointd.errors import AbortedError, DamagedError, FencedError, ProtocolError, StagingError, StoreError
+from checkpointd.errors import AbortedError, DamagedError, FencedError, NotFoundError, ProtocolError, StagingError, StoreError
 from checkpointd.layout.boxes import Box
 from checkpointd.layout.keys import AttemptId, plan_key
 from checkpointd.layout.manifest import Plan, Vote, decode, digest, encode
@@ -176,13 +176,29 @@ async def test_a6_a_rank_looks_for_a_newer_epoch_once_and_rank_0_once_more_befor
     looks: list[str | None] = []
     check = epochs.check_fence
 
-    async def counted(store: Store, number: int, attempt: str | None = None) -> None:
+    async def counted(store: Store, number: int, attempt: str | None = None, *, proved: bool = False) -> None:
         looks.append(attempt)
-        await check(store, number, attempt)
+        await check(store, number, attempt, proved=proved)
 
     monkeypatch.setattr(epochs, "check_fence", counted)
     assert phases(await save_checkpoint(MemoryStore(), world_size=3)) == [Phase.COMMITTED] * 3
     assert looks == [PREFIX] * (3 + 1)
+
+
+@pytest.mark.parametrize("hidden", [True, False])
+async def test_a6_a_spared_save_goes_on_where_a_rank_does_not_see_the_newer_epochs_record(hidden: bool) -> None:
+    """As on a node whose file server lags behind: what it cannot read proves nothing."""
+
+    class Lagging(MemoryStore):
+        async def get(self, key: str, *, size_max: int | None = None) -> bytes:
+            if key.endswith("epochs/00000002") and hidden and not await self.stat(f"{PREFIX}/00001.vote"):
+                raise NotFoundError(f"there is no {key}")
+            return await super().get(key) if size_max is None else await super().get(key, size_max=size_max)
+
+    store = Lagging()
+    old = await begin_epoch(store)
+    await epochs.take(store, 2, spares=[PREFIX])
+    assert phases(await save_checkpoint(store, epoch=old)) == [Phase.COMMITTED] * 2
 
 
 async def test_a6_a_store_that_does_not_show_the_epochs_stops_no_save_that_nobody_fenced() -> None:

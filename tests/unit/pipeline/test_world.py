@@ -334,11 +334,16 @@ async def test_w2_a_box_that_nobody_stored_whole_is_named_and_not_read() -> None
 
 
 async def test_w2_elements_that_two_ranks_stored_are_refused() -> None:
-    store = await saved({"t": (noise((4,), "uint8"), "uint8", [whole((4,))])}, 1)
+    """Of boxes that differ; equal ones are read once."""
+    tensor = noise((4,), "uint8")
+    store = await saved({"t": (tensor, "uint8", [whole((4,))])}, 1)
     world = await world_of(store)
-    twice = World(world.checkpoint, {0: world.indexes[0], 1: world.indexes[0]})
+    halves = await world_of(await saved({"t": (tensor, "uint8", [Box((0,), (2,)), Box((2,), (2,))])}, 1))
+    twice = World(world.checkpoint, {0: world.indexes[0], 1: halves.indexes[0]})
     [fault] = await read_boxes(store, twice, [Want("t", whole((4,)), None)], CONFIG)
     assert "overlap" in str(fault)
+    same = World(world.checkpoint, {0: world.indexes[0], 1: world.indexes[0]})
+    assert await read_boxes(store, same, [Want("t", whole((4,)), None)], CONFIG) == []
 
 
 async def test_ranks_that_describe_a_tensor_differently_are_refused_by_name() -> None:
