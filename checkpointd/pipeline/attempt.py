@@ -164,6 +164,7 @@ class Attempt:
             outcome = await self._follow()
         except Exception as error:  # A1: an unforeseen one, too, ends the attempt on this rank
             self._lost(error)
+            self._state.showing.end(self.info)  # later saves do not wait for what may hang in the storage
             self._over.set()
             await work
             return

@@ -104,8 +104,9 @@ async def _damaged(job: Persist, index: Index) -> str | None:
 async def _written(job: Persist, plan: KnownPlan) -> _Stored:
     info, files = job.info, files_of(job.shard.tree)
     index = await (write_chunks(job) if files is None else write_files(job, files))
-    if info.unfinished and info.rank == COORDINATOR and job.store.plain_files is not None:
-        await job.store.plain_files.unfinished.settle(info.unfinished)  # all ranks had filled it when this save began
+    if info.unfinished and job.store.plain_files is not None:
+        # All ranks had filled it when this save began; what another machine has in its cache, only that one makes durable.
+        await job.store.plain_files.unfinished.settle(info.unfinished)
     fault = cover_fault(plan.plan, index)
     if fault:
         raise CheckpointdError(f"the index of rank {info.rank} is wrong: {fault}; this is a defect, please report it")

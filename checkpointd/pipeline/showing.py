@@ -125,14 +125,16 @@ class Queue:
 async def _show(store: Store, plain: PlainFiles, outcome: Outcome) -> None:
     at, files = check_place(outcome.shown_at), await files_of(store, outcome)
     folder = os.path.dirname(at)
-    if await _is_filled(plain, outcome, folder):
-        latest = os.path.basename(at) if outcome.save_latest else None
-        await plain.reveal(outcome.unfinished, at, files, latest, is_stale_name)
-    elif folder and not await plain.is_there(folder):
-        log.warning("%s is not shown: %s has been removed meanwhile, and the checkpoint goes with it", outcome.tag, folder)
-    else:
+    filled = await _is_filled(plain, outcome, folder)
+    above = os.path.dirname(folder) if filled else folder
+    newest = (outcome.order, at) if outcome.save_latest else None
+    if above and await _is_gone(plain, above):
+        log.warning("%s is not shown: %s has been removed meanwhile, and the checkpoint goes with it", outcome.tag, above)
+    elif not filled:
         await plain.show(at, files, is_stale_name)
-        await _point(store, plain, folder, (outcome.order, at) if outcome.save_latest else None, since=outcome_key(outcome))
+        await _point(store, plain, folder, newest, since=outcome_key(outcome))
+    elif not await plain.reveal(outcome.unfinished, at, files, os.path.basename(at) if newest else None, is_stale_name):
+        await _point(store, plain, folder, newest, since=outcome_key(outcome))
     record = Shown(
         tag=outcome.tag,
         attempt=outcome.attempt,
@@ -149,9 +151,7 @@ async def _is_filled(plain: PlainFiles, outcome: Outcome, folder: str) -> bool:
     """Whether the directory above the files was filled elsewhere, and lies there still (Y6)."""
     if not outcome.unfinished:
         return False
-    name = check_unfinished(outcome.unfinished)
-    # What somebody has removed is not made again, here the directory in which it was to be.
-    return await plain.unfinished.is_there(name, folder) and await plain.is_there(os.path.dirname(folder))
+    return await plain.unfinished.is_there(check_unfinished(outcome.unfinished), folder)
 
 
 async def unseen_of(store: Store, outcome: Outcome) -> str | None:

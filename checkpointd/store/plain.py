@@ -106,10 +106,10 @@ class PlainFiles:
 
     async def reveal(
         self, name: str, at: str, files: Mapping[str, str], latest: str | None, stale: Callable[[str], bool]
-    ) -> None:
+    ) -> bool:
         """Let the directory above `at` appear, whole, by one rename (W1): with what was filled as `name` in it, with `files` in
         `at`, and with a file `latest`, if that is given. Where there is such a directory already, what was filled goes into it
-        first, file by file, each in the place of what had its name.
+        first, file by file, each in the place of what had its name; then this is False, and `latest` is left to the caller.
         """
         folder, shown = os.path.split(at)
         filled, target = self.unfinished.path(name, folder), f"{self._beside}/{folder}"
@@ -130,10 +130,9 @@ class PlainFiles:
                 # The name that it had first: it must not come back beside the new one, and be removed with what it holds.
                 await self._disk.sync_directory(os.path.dirname(filled))
                 await self._sync_above(target)
-                return
+                return True
         await self.show(at, files, stale)
-        if latest is not None:
-            await self.point(folder, latest)
+        return False
 
     async def hide(self, at: str, files: Collection[str]) -> None:
         """Let nothing of `files` be in the directory `at`, which goes where nothing else is in it."""

@@ -21,7 +21,7 @@ from typing import Any
 
 log = logging.getLogger("checkpointd")
 
-_OF_STORAGE = ("os error", "PytorchStreamWriter", "unexpected pos")
+_OF_STORAGE = ("os error", "PytorchStreamWriter", "unexpected pos", "Parent directory")
 """Words of safetensors and of torch.save, which do not raise OSError where a file cannot be written."""
 
 
@@ -76,7 +76,9 @@ class Filling:
         try:
             yield
         except Exception as error:
-            if not is_of_storage(error):
+            # Where the directory could not even be made, what is written into it fails in words of its own.
+            follows = self.filled.fault is not None and isinstance(error, RuntimeError)
+            if not (follows or is_of_storage(error)):
                 raise
             if self.filled.fault is None:
                 log.error("%s cannot be written, and the save fails: %s", self.directory, error)

@@ -123,6 +123,15 @@ def _copies_files(engine: Any) -> bool:
     return bool(engine.zero_nvme_offload_optimizer())
 
 
+def unmade(directory: str) -> str | None:
+    """Why a directory cannot be made; None where it is there now."""
+    try:
+        os.makedirs(directory, exist_ok=True)
+    except OSError as error:
+        return str(error)
+    return None
+
+
 def install(**options: Any) -> None:
     """Attach every engine that deepspeed.initialize makes from here on: for those who do not call it themselves.
 
@@ -215,6 +224,7 @@ class Plug:
         self._checkpointers: dict[str, Checkpointer] = {}
         self._went_on_from: str | None = None
         self._engine = CheckpointdEngine(self.settle)
+        self.is_attached = False
         self.filled: Filled | None = None
         """What the next save_checkpoint belongs to, where others fill its directory."""
 
@@ -228,6 +238,7 @@ class Plug:
         engine._copy_recovery_script = self._copying
         engine.save_checkpoint, engine.load_checkpoint, engine.destroy = self._saving(), self.load_checkpoint, self.destroy
         engine.checkpoint_handle = lambda: self.handle
+        self.is_attached = True
 
     def _saving(self) -> Callable[..., bool]:
         """What the engine's users call; with the parameters of save_checkpoint, which some of them look at."""
@@ -254,6 +265,7 @@ class Plug:
         engine.save_checkpoint, engine.load_checkpoint, engine.destroy = self._save, self._load, self._destroy
         engine._copy_recovery_script = self._copy
         engine.checkpoint_handle = _detached
+        self.is_attached = False
 
     def _copying(self, save_path: str) -> None:
         """DeepSpeed's copy of its scripts, on rank 0 alone: where a disk is full, the other ranks wait in a barrier (P2)."""
@@ -292,7 +304,11 @@ class Plug:
             files, fault = self._collected(folder, tag, client, save_latest, exclude_frozen_parameters)
             if not any(isinstance(content, Mapping) and client.keys() <= content.keys() for content in files.values()):
                 check_saveable("client_state", client)  # where another rank writes its own, the same is asked of all
-            fault = fault or (filled and filled.fault) or mount_fault(self._store_of(place.root), folder)
+            if filled is not None:
+                # It appears by one rename: beside others of its kind, in a directory that must be there.
+                folder = os.path.dirname(os.path.abspath(save_dir))
+                fault = fault or filled.fault or (unmade(folder) if self.engine.global_rank == 0 else None)
+            fault = fault or mount_fault(self._store_of(place.root), folder)
             stepped = self._stepped()
         except BaseException as error:
             told = (
@@ -395,18 +411,11 @@ class Plug:
         a later one that cannot be made is told by the handle.
         """
         if root not in self._checkpointers:
-            fault = self._unmade(save_dir) if self.engine.global_rank == 0 else None
+            fault = unmade(save_dir) if self.engine.global_rank == 0 else None
             fault = self._meet("save_checkpoint()", {"save_dir": os.path.abspath(save_dir)}, fault)[0]
             if fault is not None:
                 raise DirectoryError(f"save_dir {save_dir} cannot be made: {fault}; give the path of a directory that can be")
         return self._checkpointer(root)
-
-    def _unmade(self, save_dir: str) -> str | None:
-        try:
-            self._engine.makedirs(save_dir, exist_ok=True)
-        except OSError as error:
-            return str(error)
-        return None
 
     def _checkpointer(self, root: str) -> Checkpointer:
         if root not in self._checkpointers:

@@ -53,6 +53,8 @@ class Saves:
     def __init__(self) -> None:
         self._handles: dict[str, SaveHandle] = {}
         self._rotations: list[Rotation] = []
+        self.best: str | None = None
+        """The Trainer's best checkpoint, of those that were there when the last save began."""
 
     def add(self, directory: str, handle: SaveHandle) -> None:
         for known, older in list(self._handles.items()):
@@ -72,6 +74,11 @@ class Saves:
         """Whether the last save there has ended without a commit."""
         handle = self._handles.get(os.path.abspath(directory))
         return handle is not None and handle.done() and handle.phase != "committed"
+
+    def is_in_flight(self, directory: str) -> bool:
+        """Whether it is not decided what becomes of the last save there."""
+        handle = self._handles.get(os.path.abspath(directory))
+        return handle is not None and not handle.done()
 
     def settle(self) -> None:
         """Wait until no save is in flight, whatever becomes of it: its handle and the log say what. Old ones have gone then."""
@@ -102,9 +109,9 @@ class Rotation:
 
 
 def keep_newest(output_dir: str, save_total_limit: int) -> None:
-    """Remove all but the newest `checkpoint_N` by their numbers, as Accelerate does."""
-    found = {path: int(number[1]) for path in Path(output_dir).glob("checkpoint_*") if (number := _NUMBER.search(path.name))}
-    for path in sorted(found, key=lambda path: found[path])[:-save_total_limit]:
+    """Remove all but the newest `checkpoint_N`, as Accelerate does, but by age: a job that goes on may count from 0 again."""
+    found = [path for path in Path(output_dir).glob("checkpoint_*") if _NUMBER.search(path.name)]
+    for path in sorted(found, key=lambda path: path.stat().st_mtime_ns)[:-save_total_limit]:
         shutil.rmtree(path, ignore_errors=True)
 
 
@@ -189,7 +196,7 @@ def _settled(original: _Function) -> _Function:
 def _filling(engine: Any, directory: str) -> Filling | None:
     """Let `directory` be filled out of sight for the next save of `engine`; None where it cannot be."""
     plug = None if engine is None else _PLUGS.get(engine)
-    if plug is None:
+    if plug is None or not plug.is_attached:
         return None
     directory = os.path.abspath(directory)
     root = Place.root_of(directory, plug._root)
@@ -240,6 +247,9 @@ def _saving_checkpoint(original: _Function) -> _Function:
     def _save_checkpoint(self: Any, model: Any, trial: Any = None, **kwargs: Any) -> Any:
         run_dir = self._get_output_dir(trial=trial)
         engine = None if self.args.save_only_model else getattr(self, "deepspeed", None)
+        best = self.state.best_model_checkpoint
+        if best is not None and os.path.isdir(best):
+            _SAVES.best = best
         filling = _filling(engine, os.path.join(run_dir, f"checkpoint-{self.state.global_step}"))
         if filling is None:
             return original(self, model, trial, **kwargs)
@@ -276,7 +286,16 @@ def _name_best(state: Any, run_dir: str, elsewhere: str) -> None:
 
 
 def _rotating(original: _Function) -> _Function:
-    rotation = Rotation(original)
+    def rotate(output_dir: str, save_total_limit: int, best_model_checkpoint: str | None = None, **options: Any) -> None:
+        best = best_model_checkpoint
+        if best is not None and not os.path.isdir(best):
+            if _SAVES.is_in_flight(best):
+                return  # it is asked again when it is decided which one is the best
+            best = _SAVES.best
+        limit = save_total_limit + _uncommitted(output_dir)
+        original(output_dir, save_total_limit=limit, best_model_checkpoint=best, **options)
+
+    rotation = Rotation(rotate)
     _SAVES.add_rotation(rotation)
 
     @functools.wraps(original)
@@ -286,6 +305,28 @@ def _rotating(original: _Function) -> _Function:
         rotation(filling.real(output_dir) if filling is not None else output_dir, save_total_limit, **named, **options)
 
     return rotate_checkpoints
+
+
+def _uncommitted(output_dir: str) -> int:
+    """How many directories hold no checkpoint: a callback writes there before the commit, or an earlier job was cut off."""
+    return sum(path.is_dir() and not any(path.glob("global_step*")) for path in Path(output_dir).glob("checkpoint-*"))
+
+
+def _finalizing(original: _Function) -> _Function:
+    """The end of a training looks at the best checkpoint, which must be one that was committed."""
+
+    @functools.wraps(original)
+    def _finalize_training(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _SAVES.settle()
+        best = self.state.best_model_checkpoint
+        if best is not None and _SAVES.has_failed(best):
+            earlier = _SAVES.best if _SAVES.best is not None and os.path.isdir(_SAVES.best) else None
+            instead = "the model keeps the weights of the last step" if earlier is None else f"{earlier} counts as the best"
+            log.error("the best checkpoint, %s, could not be saved: %s", best, instead)
+            self.state.best_model_checkpoint = earlier
+        return original(self, *args, **kwargs)
+
+    return _finalize_training
 
 
 def _saving_model(original: _Function) -> _Function:
@@ -300,25 +341,11 @@ def _saving_model(original: _Function) -> _Function:
     return save_model
 
 
-def _loading_best(original: _Function) -> _Function:
-    @functools.wraps(original)
-    def _load_best_model(self: Any) -> Any:
-        _SAVES.settle()
-        best = self.state.best_model_checkpoint
-        if best is not None and _SAVES.has_failed(best):
-            log.error("the best checkpoint, %s, could not be saved: the model keeps the weights of the last step", best)
-            return None
-        return original(self)
-
-    return _load_best_model
-
-
 _OF_TRAINER: dict[str, Callable[[_Function], _Function]] = {
     "_save_checkpoint": _saving_checkpoint,
     "save_model": _saving_model,
     "train": _settled,
-    "_finalize_training": _settled,
-    "_load_best_model": _loading_best,
+    "_finalize_training": _finalizing,
 }
 
 
