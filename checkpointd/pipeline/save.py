@@ -44,7 +44,7 @@ from checkpointd.pipeline.chunks import ENCODED_PART, RAW_PART, Persist, write_c
 from checkpointd.pipeline.files import write_files
 from checkpointd.pipeline.identity import writer
 from checkpointd.pipeline.rates import KnownPlan
-from checkpointd.pipeline.shard import COORDINATOR, AttemptInfo
+from checkpointd.pipeline.shard import AttemptInfo
 from checkpointd.pipeline.unchanged import damaged, lost, referred, trained
 from checkpointd.store.base import Store
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ pytest.importorskip("deepspeed", reason="needs deepspeed: pip install checkpoint
 from checkpointd.errors import NotFoundError, UsageError
 from checkpointd.pipeline.shard import Progress
 from checkpointd_client.handle import Phase, SaveHandle
-from checkpointd_client.integrations.deepspeed import install
+from checkpointd_client.integrations.deepspeed import install, trainers
 from checkpointd_client.integrations.deepspeed.filling import Filled, Filling, current
 from checkpointd_client.integrations.deepspeed.plug import own_root
 from checkpointd_client.integrations.deepspeed.trainers import Rotation, Saves, _loading_state, keep_newest, watch
@@ -76,11 +78,55 @@ def test_what_fails_takes_no_checkpoint_with_it(run: Run) -> None:
     assert not run.saves.has_failed(str(run.folder / "checkpoint-30"))
 
 
-def test_accelerates_rotation_goes_by_numbers(tmp_path: Path) -> None:
-    for name in ("checkpoint_9", "checkpoint_10", "checkpoint_11", "checkpoint_best", "other"):
+def test_accelerates_rotation_goes_by_age(tmp_path: Path) -> None:
+    """A job that goes on may count from 0 again."""
+    for age, name in enumerate(("checkpoint_9", "checkpoint_10", "checkpoint_0", "checkpoint_best", "other")):
         (tmp_path / name).mkdir()
+        os.utime(tmp_path / name, (age, age))
     keep_newest(str(tmp_path), 2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint_10", "checkpoint_11", "checkpoint_best", "other"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint_0", "checkpoint_10", "checkpoint_best", "other"]
+
+
+@pytest.fixture
+def saves(monkeypatch: pytest.MonkeyPatch) -> Saves:
+    made = Saves()
+    monkeypatch.setattr(trainers, "_SAVES", made)
+    return made
+
+
+def test_a_directory_without_a_checkpoint_takes_no_checkpoints_place(saves: Saves, tmp_path: Path) -> None:
+    """Such as one that a callback writes to before the commit, or that an earlier job has left half made."""
+    (tmp_path / "checkpoint-4" / "global_step4").mkdir(parents=True)
+    (tmp_path / "checkpoint-8").mkdir()
+    rotate = trainers._rotating(lambda output_dir, save_total_limit, **_: by_number(output_dir, save_total_limit))
+    rotate(str(tmp_path), 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-4", "checkpoint-8"]
+
+
+def test_the_best_checkpoint_stays_until_a_better_one_has_committed(saves: Saves, tmp_path: Path) -> None:
+    for step in (4, 6):
+        (tmp_path / f"checkpoint-{step}" / f"global_step{step}").mkdir(parents=True)
+    asked: list[tuple[int, str | None]] = []
+
+    def original(_: str, *, save_total_limit: int, best_model_checkpoint: str | None) -> None:
+        asked.append((save_total_limit, best_model_checkpoint))
+
+    best, better = str(tmp_path / "checkpoint-4"), str(tmp_path / "checkpoint-8")
+    saves.best, handle = best, SaveHandle("global_step8", "00000001-0", 8, Progress())
+    saves.add(better, handle)
+    rotate = trainers._rotating(original)
+    rotate(str(tmp_path), 1, best_model_checkpoint=better)
+    assert asked == []
+    handle.advance(Phase.ABORTED)
+    assert asked == [(1, best)]
+
+    class Training:
+        """A Trainer at its end."""
+
+        state = SimpleNamespace(best_model_checkpoint=better)
+
+    trainers._finalizing(lambda training: asked.append((0, training.state.best_model_checkpoint)))(Training())
+    assert asked[-1] == (0, best)
 
 
 @pytest.mark.parametrize(

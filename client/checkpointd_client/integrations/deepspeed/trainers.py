@@ -260,7 +260,10 @@ def _saving_checkpoint(original: _Function) -> _Function:
             with filling.keeping():
                 save_to_json(path)
 
+        pushes: list[str] = []
         steps = {name: filling.kept(getattr(self, name)) for name in _WRITING if hasattr(self, name)}
+        if hasattr(self, "_push_from_checkpoint"):
+            steps["_push_from_checkpoint"] = pushes.append
         with (
             filling.active(),
             _instead(self, _get_output_dir=lambda *_, **__: elsewhere, **steps),
@@ -269,6 +272,10 @@ def _saving_checkpoint(original: _Function) -> _Function:
             found = original(self, model, trial, **kwargs)
         _name_best(self.state, run_dir, elsewhere)
         _save_filled(engine, filling)
+        if pushes:  # what goes to the hub is committed, and read under its name
+            handle = _PLUGS[engine].handle
+            if handle is not None and handle.ended_within(None) and handle.phase == "committed":
+                self._push_from_checkpoint(filling.directory)
         return found
 
     return _save_checkpoint
