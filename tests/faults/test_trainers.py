@@ -92,6 +92,7 @@ def test_a_job_that_is_killed_in_the_middle_of_a_save_goes_on(
         went_on = point == "shown" or (point == "showing" and order == "accelerate")
         assert (one["from"], one["step"]) == (4 if went_on else 2, 6), point
         found = visible(folder)
+        assert one.get("elsewhere", "pytorch_model") == "pytorch_model", "a directory below one that was not there"
         assert one["newest"] == found[-1].name == ("checkpoint_2" if order == "accelerate" else "checkpoint-6")
         assert len(found) == 2, f"{point}: the older ones have gone: {found}"
         assert all(map(whole, found))

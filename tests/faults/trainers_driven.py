@@ -190,7 +190,11 @@ class Rank:
                 accelerator.save_state()
         engine.checkpoint_handle().wait(LIMIT_S)
         found = sorted(path.name for path in Path(folder, "checkpoints").iterdir())
-        return {"from": begun, "step": step, "newest": found[-1]}
+        naming.automatic_checkpoint_naming = False
+        elsewhere = Path(folder, "another", "checkpoints", "state_1")
+        accelerator.save_state(str(elsewhere))
+        engine.checkpoint_handle().wait(LIMIT_S)
+        return {"from": begun, "step": step, "newest": found[-1], "elsewhere": (elsewhere / "latest").read_text()}
 
 
 def _ended(engine: Any) -> None:
@@ -202,11 +206,11 @@ def _ended(engine: Any) -> None:
 def _die_revealing(step: int, *, done: bool) -> None:
     reveal = PlainFiles.reveal
 
-    async def dying(self: PlainFiles, name: str, at: str, *arguments: Any) -> None:
-        if done or not at.endswith(_name_of(step)):
-            await reveal(self, name, at, *arguments)
+    async def dying(self: PlainFiles, name: str, at: str, *arguments: Any) -> bool:
+        appeared = (done or not at.endswith(_name_of(step))) and await reveal(self, name, at, *arguments)
         if at.endswith(_name_of(step)):
             killed()
+        return appeared
 
     PlainFiles.reveal = dying  # type: ignore[method-assign]  # a mutation
 
