@@ -311,6 +311,8 @@ class Shown(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpo
     order: tuple[int, int]
     save_latest: bool
     files: tuple[str, ...]
+    beside: tuple[str, ...] = ()
+    """Files in the directory above that other programs had filled and that appeared with these: they go with them."""
 
 
 SmallObject = Epoch | Lease | Plan | Vote | Outcome | Deleted | Verified | ReadBack | Damaged | PassedOver | Shown

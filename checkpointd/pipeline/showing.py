@@ -128,6 +128,7 @@ async def _show(store: Store, plain: PlainFiles, outcome: Outcome) -> None:
     filled = await _is_filled(plain, outcome, folder)
     above = os.path.dirname(folder) if filled else folder
     newest = (outcome.order, at) if outcome.save_latest else None
+    beside = await plain.unfinished.files(outcome.unfinished, folder) if filled else []
     if above and await _is_gone(plain, above):
         log.warning("%s is not shown: %s has been removed meanwhile, and the checkpoint goes with it", outcome.tag, above)
     elif not filled:
@@ -141,6 +142,7 @@ async def _show(store: Store, plain: PlainFiles, outcome: Outcome) -> None:
         order=outcome.order,
         save_latest=outcome.save_latest,
         files=tuple(sorted(files)),
+        beside=tuple(beside),
     )
     await store.put(shown_key(at), encode(record))
     if outcome.unfinished:
@@ -251,10 +253,14 @@ async def hide(store: Store, prefixes: Collection[str]) -> None:
             if f"{record.tag}/{record.attempt}" not in prefixes or await _is_awaited(store, at, record):
                 continue
             await plain.hide(at, record.files)
-            await store.delete(shown_key(at))
             folder, name = os.path.split(at)
+            if record.beside:
+                await plain.hide(folder, record.beside)
+            await store.delete(shown_key(at))
             if await plain.is_there(folder):
                 await _point(store, plain, folder, None, hidden=name)
+                if record.beside:
+                    await plain.hide(folder, ())  # it goes where nothing is left in it
 
 
 async def _is_awaited(store: Store, at: str, record: Shown) -> bool:

@@ -43,6 +43,11 @@ class UnfinishedDirectories:
             found = await self._root.children(f"{self._folder}/{name}") if name in await self.names() else []
             return any(child.is_directory and child.name == os.path.basename(folder) for child in found)
 
+    async def files(self, name: str, folder: str) -> list[str]:
+        """The names of the files, not of the directories, that were filled for `folder`."""
+        async with self._root.guard("listing", f"{UNFINISHED}/{name}", reads=True):
+            return sorted(child.name for child in await self._root.children(self.path(name, folder)) if not child.is_directory)
+
     async def discard(self, name: str) -> None:
         """Remove all that was filled as `name`. Nothing where that is a link: it leads into somebody else's house."""
         if name in await self.names():

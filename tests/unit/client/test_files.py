@@ -464,3 +464,20 @@ def test_what_others_filled_appears_with_the_files_or_goes(ckpt: Checkpointer) -
     assert sorted(os.listdir(beside(ckpt) / "checkpoint-8")) == ["latest", "s", "state.json"]
     assert torch.load(beside(ckpt) / "checkpoint-8" / "s" / "mp_rank_00_model_states.pt")["lr"] == 0.1
     assert ckpt.removed() == frozenset()
+
+
+@pytest.mark.parametrize("of_the_user", [False, True])
+def test_what_others_filled_goes_with_the_checkpoint_and_what_the_user_adds_stays(
+    ckpt: Checkpointer, of_the_user: bool
+) -> None:
+    """A half directory would be taken for the newest checkpoint."""
+    given = ckpt.fill("checkpoint-8")
+    Path(given.path).mkdir(parents=True)
+    (Path(given.path) / "state.json").write_text("mine")
+    ckpt.save_files(8, example(), at="checkpoint-8/s", tag="c8--s", unfinished=given.name).wait(60)
+    if of_the_user:
+        (beside(ckpt) / "checkpoint-8" / "notes.txt").write_text("theirs")
+    delete(ckpt, "c8--s")
+    left = sorted(path.relative_to(beside(ckpt)).as_posix() for path in beside(ckpt).glob("checkpoint-8/**/*"))
+    assert left == (["checkpoint-8/notes.txt"] if of_the_user else [])
+    assert (beside(ckpt) / "checkpoint-8").exists() == of_the_user
