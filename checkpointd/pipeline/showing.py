@@ -249,13 +249,17 @@ async def hide(store: Store, prefixes: Collection[str]) -> None:
     if plain is None:
         return
     async with _alone(store, plain):
-        for at, record in await _records(store):
+        records = await _records(store)
+        for at, record in records:
             if f"{record.tag}/{record.attempt}" not in prefixes or await _is_awaited(store, at, record):
                 continue
             await plain.hide(at, record.files)
             folder, name = os.path.split(at)
             if record.beside:
-                await plain.hide(folder, record.beside)
+                of_others = {
+                    file for other, r in records if other != at and os.path.dirname(other) == folder for file in r.beside
+                }
+                await plain.hide(folder, set(record.beside) - of_others)
             await store.delete(shown_key(at))
             if await plain.is_there(folder):
                 await _point(store, plain, folder, None, hidden=name)
