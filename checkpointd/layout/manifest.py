@@ -356,6 +356,7 @@ _LATER = (
     "stale",
     "shown_at",
     "unfinished",
+    "beside",
     "objects",
     "uncached",
 )
