@@ -12,43 +12,20 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.deepspeed_engines import Findings, Model  # first: it prepares DeepSpeed for a CPU
+from tests.e2e.deepspeed_engines import Findings  # first: it prepares DeepSpeed for a CPU
 
 import torch  # isort: skip
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin
-from torch import nn
 from transformers import Trainer, TrainingArguments
 
 from checkpointd.errors import NotFoundError
 from checkpointd_client.integrations.deepspeed import install
+from tests.e2e.deepspeed_with_loss import CONFIG, WithLoss, examples
 from tests.faults.jobs import wait_until
 
 LIMIT_S = 60.0
-CONFIG: dict[str, Any] = {
-    "train_micro_batch_size_per_gpu": 2,
-    "gradient_accumulation_steps": 1,
-    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
-    "zero_optimization": {"stage": 2},
-}
-
-
-class WithLoss(nn.Module):
-    """As the Trainer expects it."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.inner = Model()
-
-    def forward(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"loss": self.inner(tokens)}
-
-
-def examples() -> list[dict[str, torch.Tensor]]:
-    chosen = torch.Generator().manual_seed(7)
-    return [{"tokens": row} for row in torch.randint(0, 19, (64, 8), generator=chosen)]
 
 
 def handle_of(engine: Any) -> Any:

@@ -13,11 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.deepspeed_engines import Model  # first: it prepares DeepSpeed for a CPU
+from tests.e2e.deepspeed_with_loss import CONFIG, WithLoss, examples  # first: it prepares DeepSpeed for a CPU
 
 import torch  # isort: skip
 import torch._inductor.compile_fx  # DeepSpeed's first engine would
-from torch import nn
 
 from checkpointd.pipeline import save
 from checkpointd.store.plain import PlainFiles
@@ -38,29 +37,6 @@ if ORDER != "before":
 
 LIMIT_S = 60.0
 WIDE = 300
-CONFIG: dict[str, Any] = {
-    "train_micro_batch_size_per_gpu": 2,
-    "gradient_accumulation_steps": 1,
-    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
-    "zero_optimization": {"stage": 2},
-}
-
-
-class WithLoss(nn.Module):
-    """As the Trainer expects it; `wide` has so many rows and columns of weights beside."""
-
-    def __init__(self, seed: int, wide: int = 1) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.inner, self.wide = Model(), nn.Linear(wide, wide)
-
-    def forward(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"loss": self.inner(tokens) + self.wide.weight.square().mean()}
-
-
-def examples() -> list[dict[str, torch.Tensor]]:
-    chosen = torch.Generator().manual_seed(7)
-    return [{"tokens": row} for row in torch.randint(0, 19, (64, 8), generator=chosen)]
 
 
 def killed(*_: object, **__: object) -> None:

@@ -112,12 +112,12 @@ def test_one_root_of_several(daemon: Daemon, cli: Cli) -> None:
     assert (answer.code, answer.error["code"]) == (4, "NotFoundError")
 
 
-@pytest.mark.parametrize("spelling", ["run1", "./run1/", "../work/run1", "link", "{real}", "run1/.checkpointd"])
+@pytest.mark.parametrize("spelling", ["run1", "./run1/", "../runs/run1", "link", "{real}", "run1/.checkpointd"])
 def test_a_root_is_found_however_it_is_spelt(
     daemon: Daemon, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spelling: str
 ) -> None:
     """The daemon calls a root by its real path."""
-    real = Path(os.path.realpath(tmp_path)) / "work" / "run1"
+    real = Path(os.path.realpath(tmp_path)) / "runs" / "run1"
     (real / ".checkpointd" / "epochs").mkdir(parents=True)
     (real.parent / "link").symlink_to(real)
     monkeypatch.chdir(real.parent)
