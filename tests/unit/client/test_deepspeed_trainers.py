@@ -83,8 +83,40 @@ def test_accelerates_rotation_goes_by_age(tmp_path: Path) -> None:
     for age, name in enumerate(("checkpoint_9", "checkpoint_10", "checkpoint_0", "checkpoint_best", "other")):
         (tmp_path / name).mkdir()
         os.utime(tmp_path / name, (age, age))
-    keep_newest(str(tmp_path), 2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint_0", "checkpoint_10", "checkpoint_best", "other"]
+    keep_newest(str(tmp_path), 2, str(tmp_path / "hidden"))
+    assert left_in(tmp_path) == ["checkpoint_0", "checkpoint_10", "checkpoint_best", "other"]
+
+
+def left_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.name != "hidden")
+
+
+def test_accelerates_rotation_that_is_cut_off_or_done_twice_takes_no_newer_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU each rank takes itself for the first one of its node, and rotates."""
+    for age in range(3):
+        (tmp_path / f"checkpoint_{age}").mkdir()
+        (tmp_path / f"checkpoint_{age}" / "latest").touch()
+        (tmp_path / f"checkpoint_{age}" / "model.safetensors").touch()
+        os.utime(tmp_path / f"checkpoint_{age}", (age, age))
+
+    def half(path: os.PathLike[str], **_: object) -> None:
+        for found in sorted(Path(path).glob("**/latest")):
+            found.unlink()
+
+    monkeypatch.setattr(shutil, "rmtree", half)
+    for _ in range(2):
+        keep_newest(str(tmp_path), 2, str(tmp_path / "hidden"))
+        assert left_in(tmp_path) == ["checkpoint_1", "checkpoint_2"]
+    monkeypatch.setattr(Path, "rename", gone)  # to another rank that was faster
+    (tmp_path / "checkpoint_3").mkdir()
+    keep_newest(str(tmp_path), 2, str(tmp_path / "hidden"))
+    assert left_in(tmp_path) == ["checkpoint_1", "checkpoint_2", "checkpoint_3"]
+
+
+def gone(*_: object) -> None:
+    raise FileNotFoundError
 
 
 @pytest.fixture

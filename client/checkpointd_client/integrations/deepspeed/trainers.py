@@ -20,8 +20,9 @@ import re
 import shutil
 import sys
 import threading
+import uuid
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -108,11 +109,24 @@ class Rotation:
                 self._wanted()
 
 
-def keep_newest(output_dir: str, save_total_limit: int) -> None:
-    """Remove all but the newest `checkpoint_N`, as Accelerate does, but by age: a job that goes on may count from 0 again."""
-    found = [path for path in Path(output_dir).glob("checkpoint_*") if _NUMBER.search(path.name)]
-    for path in sorted(found, key=lambda path: path.stat().st_mtime_ns)[:-save_total_limit]:
-        shutil.rmtree(path, ignore_errors=True)
+def keep_newest(output_dir: str, save_total_limit: int, out_of_sight: str) -> None:
+    """Remove all but the newest `checkpoint_N`, as Accelerate does, but by age: a job that goes on may count from 0 again.
+
+    What goes is moved to the directory `out_of_sight` first: half removed, it would be the one that changed last, and another
+    rank that rotates as well, or this one once more, would take older ones in its place. What a crash leaves there goes with
+    what else is unfinished.
+    """
+    ages: dict[Path, int] = {}
+    for found in Path(output_dir).glob("checkpoint_*"):
+        with suppress(FileNotFoundError):  # another rank has removed it
+            if _NUMBER.search(found.name):
+                ages[found] = found.stat().st_mtime_ns
+    for path in sorted(ages, key=ages.__getitem__)[:-save_total_limit]:
+        gone = Path(out_of_sight, f"removed-{uuid.uuid4().hex}")
+        with suppress(FileNotFoundError):
+            gone.mkdir(parents=True)
+            path.rename(gone / path.name)
+        shutil.rmtree(gone, ignore_errors=True)
 
 
 _MODEL_NAME = "pytorch_model"
@@ -415,7 +429,8 @@ def _saving_state(original: _Function) -> _Function:
         naming.iteration = iteration + 1  # on each rank, whether its files could be written or not
         _save_filled(engine, filling, _MODEL_NAME)
         if names and self.is_main_process:
-            _ACCELERATES(os.path.dirname(filling.directory), limit)
+            out_of_sight = os.path.dirname(os.path.dirname(filling.filled.path))
+            _ACCELERATES(os.path.dirname(filling.directory), limit, out_of_sight=out_of_sight)
         return Path(filling.directory)
 
     return save_state
