@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Coroutine, MutableMapping
+from collections.abc import Callable, Container, Coroutine, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -47,7 +47,7 @@ from checkpointd_client.choosing import Chooser
 from checkpointd_client.content import Content
 from checkpointd_client.held import HeldSource, common, counts
 from checkpointd_client.notes import Choice, Holding, Problem
-from checkpointd_client.restore import Restoration
+from checkpointd_client.restore import Restoration, askable
 from checkpointd_client.sidecar import Sidecar
 from checkpointd_client.sources import Source, StoredSource, prepared
 from checkpointd_client.turns import Turn
@@ -86,6 +86,15 @@ class Candidate:
     tag: str
     attempt: AttemptId
     in_memory: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a candidate holds for this rank, and which objects it may want to ask for their state (`restore.askable`)."""
+
+    source: Source
+    content: Content
+    askable: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +148,7 @@ class Loader:
             if candidate is None:
                 self._nothing()
                 return None
-            found, problem = self._examined(candidate)
+            found, problem = self._examined(number, candidate)
             verdict = self.turn.agree(f"{number}/verdict", problem, () if found is None else found.restoration.homeless)
             if verdict is None:
                 assert found is not None
@@ -283,13 +292,23 @@ class Loader:
 
     # --- looking before touching -----------------------------------------------------------------------------
 
-    def _examined(self, candidate: Candidate) -> tuple[Examined | None, CheckpointdError | None]:
+    def _examined(self, number: int, candidate: Candidate) -> tuple[Examined | None, CheckpointdError | None]:
         """What is needed to load `candidate`, or everything that can be wrong with it on this rank. Touches nothing.
 
-        Whatever goes wrong is returned, never raised: the other ranks wait for this one's word.
+        Whatever goes wrong is returned, never raised: the other ranks wait for this one's word. What is raised is that they do
+        not answer.
         """
+        seen, problem = self._tried_on(candidate, lambda: self._see(candidate))
+        asked: Container[str] | None = None
+        if self.ranks.world_size > 1:
+            asked = self.turn.named_by_all(f"{number}/askable", seen.askable if seen is not None else ())
+        if seen is None:
+            return None, problem
+        return self._tried_on(candidate, lambda: self._examine(seen, asked))
+
+    def _tried_on(self, candidate: Candidate, work: Callable[[], T]) -> tuple[T | None, CheckpointdError | None]:
         try:
-            return self._examine(candidate), None
+            return work(), None
         except StoreError as error:
             return None, self._unreadable(candidate, error)
         except NotFoundError as error:
@@ -309,9 +328,16 @@ class Loader:
             "load(state, tag=...)"
         )
 
-    def _examine(self, candidate: Candidate) -> Examined:
+    def _see(self, candidate: Candidate) -> Seen:
         source = self._held_source(candidate) if candidate.in_memory else self._stored_source(candidate)
-        content, restoration = prepared(source, self.state, strict=self.strict, cast=self.cast, unpickle=self.unpickle)
+        content = source.content()
+        return Seen(source, content, askable(self.state, content))
+
+    def _examine(self, seen: Seen, asked: Container[str] | None) -> Examined:
+        source = seen.source
+        content, restoration = prepared(
+            source, self.state, seen.content, strict=self.strict, cast=self.cast, unpickle=self.unpickle, askable=asked
+        )
         source.verify(restoration.targets, content)
         return Examined(source, restoration, content)
 

@@ -7,7 +7,7 @@ three lists of what did not match.
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Hashable, Mapping, MutableMapping
+from collections.abc import Callable, Container, Hashable, Iterator, Mapping, MutableMapping
 from functools import partial
 from operator import setitem
 from typing import Any
@@ -23,7 +23,7 @@ from checkpointd_client.building import Build
 from checkpointd_client.content import Content
 from checkpointd_client.dtypes import NAMES, is_floating
 from checkpointd_client.flat import HeldTensor, Several
-from checkpointd_client.match_objects import match_object
+from checkpointd_client.match_objects import hands_out_weights, match_object
 from checkpointd_client.modules import Modules
 from checkpointd_client.sharding import FlatShard, held_by, is_sharded, local_of
 from checkpointd_client.slots import Slot, Slots
@@ -36,7 +36,9 @@ _CPU = torch.device("cpu")
 class Matcher:
     """One match. A method that returns a Build wants its value put into the parent; None leaves the parent's value in place."""
 
-    def __init__(self, stored: Stored, content: Content, modules: Modules, *, cast: bool) -> None:
+    def __init__(
+        self, stored: Stored, content: Content, modules: Modules, *, cast: bool, askable: Container[str] | None = None
+    ) -> None:
         self.slots = Slots()
         self.steps: list[Step] = []
         self.missing: list[str] = []
@@ -50,6 +52,8 @@ class Matcher:
         """Where the state of a parameter would stand, and none is stored."""
         self.modules = modules
         self.cast = cast
+        self.askable = askable
+        """FQNs of the objects whose state_dict() may be called; None: of all."""
         self._content, self._excluded = content, frozenset(content.excluded)
         self._left_below = {path[:at] for path in content.left for at in _dots(path)}
 
@@ -269,6 +273,19 @@ class Matcher:
     def _object(self, live: Any, node: tree.Node, fqn: str) -> Build | None:
         matched = match_object(self, live, node, fqn)
         return None if matched else self.note_kind(live, node, fqn)
+
+
+def with_weights(live: object, node: tree.Node, stored: Stored, fqn: str = "") -> Iterator[str]:
+    """FQNs of the objects in `live` that the match may want to ask for their state: those for which weights are stored."""
+    if isinstance(live, Mapping) and not objects.is_object(live):
+        for key, child in stored.children(node) if isinstance(node, tree.Dict) else ():
+            if key in live:
+                yield from with_weights(live[key], child, stored, _join(fqn, key))
+    elif isinstance(live, list | tuple) and not objects.is_object(live):
+        for i, (one, child) in enumerate(zip(live, node.items if isinstance(node, tree.Sequence) else (), strict=False)):
+            yield from with_weights(one, child, stored, f"{fqn}.{i}")
+    elif hands_out_weights(live, node, stored):
+        yield fqn
 
 
 def _dots(path: str) -> list[int]:

@@ -18,6 +18,7 @@ from checkpointd_client.modules import Part
 from checkpointd_client.rng import RngState
 from checkpointd_client.sharding import FlatShard, dtensors_are_known, is_dtensor
 from checkpointd_client.steps import Turn
+from checkpointd_client.stored import Stored
 from checkpointd_client.tensors import is_meta, refuse_meta
 
 if TYPE_CHECKING:
@@ -49,20 +50,26 @@ def _shards_of(match: Matcher, live: Any, node: tree.Node, fqn: str) -> object |
     """What the object's state_dict() hands out, where that holds DTensors, as torch's get_state_dict() of a sharded model does.
 
     Such an object takes back DTensors alone, and only its own say how these lie. Any other is not asked: that may start
-    workers, and what it returns need not be its memory. Nor is one of which the ranks did not store a tensor together, as where
-    rank 0 gathers all: state_dict() may be a meeting of the ranks, and of such an object they do not all have the same.
+    workers, and what it returns need not be its memory. Nor is one of which not every rank stored weights, as where rank 0
+    gathers all: state_dict() may be a meeting of the ranks.
     """
-    if not dtensors_are_known() or not _holds_shared_weights(match, node):
+    if not hands_out_weights(live, node, match.stored) or (match.askable is not None and fqn not in match.askable):
         return None
     found = objects.state_dict_of(live, fqn)
     return found if _holds_dtensors(found) else None
 
 
-def _holds_shared_weights(match: Matcher, node: tree.Node) -> bool:
+def hands_out_weights(live: object, node: tree.Node, stored: Stored) -> bool:
+    """Whether `live` is an object, of no kind that torch has itself, that may hand out DTensors for what is stored."""
+    own_way = objects.is_stateful(live) and not isinstance(live, nn.Module | torch.optim.Optimizer | torch.Generator)
+    return own_way and dtensors_are_known() and _holds_weights(stored, node)
+
+
+def _holds_weights(stored: Stored, node: tree.Node) -> bool:
     if isinstance(node, tree.Tensor):
-        place = match.stored.place(node.fqn)
-        return match.is_shared(node.fqn) and bool(place.shape) and is_floating(place.dtype)
-    return any(_holds_shared_weights(match, child) for child in tree.children(node))
+        place = stored.place(node.fqn)
+        return bool(place.shape) and is_floating(place.dtype)
+    return any(_holds_weights(stored, child) for child in tree.children(node))
 
 
 def _holds_dtensors(value: object) -> bool:

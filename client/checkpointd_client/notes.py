@@ -49,6 +49,12 @@ class Holding(msgspec.Struct, frozen=True, kw_only=True):
     held: tuple[Held, ...] = ()
 
 
+class Names(msgspec.Struct, frozen=True, kw_only=True):
+    """The FQNs of objects that one rank may ask for their state, or that every rank may."""
+
+    names: tuple[str, ...] = ()
+
+
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
     """What rank 0 chose to try next: an attempt at a tag, nothing (no tag), or the problem that choosing ran into.
 
@@ -79,10 +85,10 @@ class Word(msgspec.Struct, frozen=True, kw_only=True):
     rank: int | None = None
 
 
-Note = TypeVar("Note", Choice, Verdict, Word, Holding)
+Note = TypeVar("Note", Choice, Verdict, Word, Holding, Names)
 
 
-def written(note: Choice | Verdict | Word | Holding) -> str:
+def written(note: Choice | Verdict | Word | Holding | Names) -> str:
     """`note` as the text to post."""
     return msgspec.json.encode(note).decode()
 

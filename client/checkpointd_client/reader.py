@@ -274,7 +274,8 @@ class OpenCheckpoint:
             while True:
                 source = self._source()
                 try:
-                    content, restoration = prepared(source, state, strict=strict, cast=cast, unpickle=self._unpickle, part=part)
+                    own, unpickle = part(source.content()), self._unpickle
+                    content, restoration = prepared(source, state, own, strict=strict, cast=cast, unpickle=unpickle, part=part)
                     self._check_named(restoration)
                     source.verify(restoration.targets, content)
                     fqns = frozenset(target.fqn for target in restoration.targets)

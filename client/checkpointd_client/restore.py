@@ -8,7 +8,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Container, MutableMapping
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
@@ -18,14 +18,14 @@ from checkpointd.layout import tree
 from checkpointd_client import mismatches, state_dicts
 from checkpointd_client.choosing import Chooser, described
 from checkpointd_client.content import Content
-from checkpointd_client.match import Matcher
+from checkpointd_client.match import Matcher, with_weights
 from checkpointd_client.modules import Modules
 from checkpointd_client.pickled import unpacked
 from checkpointd_client.slots import Equal, Target
 from checkpointd_client.stored import Stored
 from checkpointd_client.values import key_text
 
-__all__ = ["Restoration", "Target", "prepare"]
+__all__ = ["Restoration", "Target", "askable", "prepare"]
 
 
 @dataclass
@@ -78,33 +78,61 @@ def prepare(
     cast: bool = False,
     unpickle: bool = False,
     equal: Equal = _unknown,
+    askable: Container[str] | None = None,
 ) -> Restoration:
     """Match a checkpoint against the objects in `state`, touching none of them.
 
     With `strict`, MismatchError lists everything that is missing, unexpected or of another shape, dtype or kind; without, the
     rest is loaded, and MismatchError says that nothing fits. With `cast`, floating-point tensors may be of another floating
-    dtype, and are converted. Tensors that were stored apart fill one that is tied now where they are `equal`. Pickled objects
-    in client_state run code where they may (`unpickle`); else UnsafeObjectError names them. FormatError for a tree that
-    contradicts itself, StateError for an object that this version cannot load into, as one on the meta device, and for a dict
-    that stands in for the object which it came from.
+    dtype, and are converted. Of the objects that load themselves, those in `askable` (None: all) may be asked for their state
+    before, where only that says how it is sharded. Tensors that were stored apart fill one that is tied now where they are
+    `equal`. Pickled objects in client_state run code where they may (`unpickle`); else UnsafeObjectError names them.
+    FormatError for a tree that contradicts itself, StateError for an object that this version cannot load into, as one on the
+    meta device, and for a dict that stands in for the object which it came from.
     """
     try:
-        return _prepare(state, content, strict=strict, cast=cast, unpickle=unpickle, equal=equal)
+        return _prepare(state, content, strict=strict, cast=cast, unpickle=unpickle, equal=equal, askable=askable)
     except RecursionError as error:
-        raise FormatError("the state tree is nested too deeply for what is left of Python's stack") from error
+        raise _too_deep() from error
+
+
+def askable(state: MutableMapping[str, Any] | Chooser, content: Content) -> tuple[str, ...]:
+    """FQNs of the objects that `prepare` may ask for their state. FormatError as there."""
+    if isinstance(state, Chooser):
+        return ()
+    stored = _stored(content)
+    try:
+        return tuple(with_weights(state, stored.state, stored))
+    except RecursionError as error:
+        raise _too_deep() from error
+
+
+def _too_deep() -> FormatError:
+    return FormatError("the state tree is nested too deeply for what is left of Python's stack")
+
+
+def _stored(content: Content) -> Stored:
+    return Stored(content.root, content.entries, content.aliases)
 
 
 def _prepare(
-    state: MutableMapping[str, Any] | Chooser, content: Content, *, strict: bool, cast: bool, unpickle: bool, equal: Equal
+    state: MutableMapping[str, Any] | Chooser,
+    content: Content,
+    *,
+    strict: bool,
+    cast: bool,
+    unpickle: bool,
+    equal: Equal,
+    askable: Container[str] | None,
 ) -> Restoration:
-    stored = Stored(content.root, content.entries, content.aliases)
+    stored = _stored(content)
     faults: list[str] | None = None
     if isinstance(state, Chooser):
         places = state.places(described(stored))
         state, faults = places.state, places.faults
     elif (refused := state_dicts.refused(state)) is not None:
         raise refused
-    match = Matcher(stored, content, Modules(state), cast=cast)
+    match = Matcher(stored, content, Modules(state), cast=cast, askable=askable)
     match.mapping(state, stored.state, "")
     if faults is not None:  # what it has no place for, it does not want
         match.unexpected.clear()

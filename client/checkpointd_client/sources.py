@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Container, Coroutine, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, Protocol, TypeVar
@@ -69,21 +69,23 @@ class Source(Protocol):
 def prepared(
     source: Source,
     state: MutableMapping[str, Any] | Chooser,
+    content: Content,
     *,
     strict: bool,
     cast: bool = False,
     unpickle: bool = False,
     part: Callable[[Content], Content] = lambda content: content,
+    askable: Container[str] | None = None,
 ) -> tuple[Content, Restoration]:
-    """Where everything goes: what this rank had, and where that is not enough, what other ranks had. Raises as `prepare`.
+    """Where everything goes: what this rank had, and where that is not enough, what other ranks had. Raises as `prepare`, whose
+    `askable` this is, too.
 
-    `part`: what to look at of what is stored.
+    `content`: what this rank had; `part`: what to look at of what other ranks had.
     """
-    content = part(source.content())
 
     def match(content: Content) -> Restoration:
         same = partial(source.equal, content=content)
-        return prepare(state, content, strict=strict, cast=cast, unpickle=unpickle, equal=same)
+        return prepare(state, content, strict=strict, cast=cast, unpickle=unpickle, equal=same, askable=askable)
 
     try:
         restoration = match(content)

@@ -10,13 +10,13 @@ Invariants
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from checkpointd.config import Ranks
 from checkpointd.errors import CheckpointdError, DamagedError, DeadlineError, MismatchError, UnreadableError
 from checkpointd_client import mismatches, notes
-from checkpointd_client.notes import Choice, Holding, Problem, Verdict, Word
+from checkpointd_client.notes import Choice, Holding, Names, Problem, Verdict, Word
 from checkpointd_client.ranks import Board
 
 log = logging.getLogger("checkpointd")
@@ -73,6 +73,21 @@ class Turn:
         """On rank 0: what every rank offered, waited for. DeadlineError names who is missing."""
         heard = self.turns.board.read(self._key(name), None, self.turns.timeout_s, _DOING)
         return {rank: notes.read(text, Holding) for rank, text in heard.items()}
+
+    def named_by_all(self, name: str, own: Iterable[str]) -> frozenset[str]:
+        """What every rank names, on every rank; nothing where one does not answer, as the next agree() will say."""
+        board, key = self.turns.board, self._key(name)
+        board.post(key, notes.written(Names(names=tuple(own))))
+        if self.turns.ranks.rank == _LEADER:
+            try:
+                heard = self._read(key, None, self.turns.timeout_s)
+                common = frozenset.intersection(*(frozenset(notes.read(text, Names).names) for text in heard.values()))
+            except DeadlineError:
+                common = frozenset()
+            board.post(f"{key}/word", notes.written(Names(names=tuple(sorted(common)))))
+        # As in agree(): its word comes also where a rank is missing.
+        word = self._read(f"{key}/word", [_LEADER], 2 * self.turns.timeout_s)[_LEADER]
+        return frozenset(notes.read(word, Names).names)
 
     def tries_again(self) -> None:
         """Say that a rank of this turn reads again what could not be read (N3). From any thread."""

@@ -393,6 +393,57 @@ def _zeros(tensor: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(tensor)
 
 
+# --- objects that load themselves -----------------------------------------------------------------------------------
+
+
+class Handing:
+    """Hands out its tensor, and takes one of the same kind only, as torch's set_model_state_dict() does."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def state_dict(self) -> State:
+        return {"w": self.tensor}
+
+    def load_state_dict(self, state: State) -> None:
+        if type(state["w"]) is not type(self.tensor):
+            raise TypeError(type(state["w"]))
+        self.tensor = state["w"]
+
+
+class Gathering:
+    """Gathers what it holds on rank 0 and scatters it from there, so that all ranks must call."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def state_dict(self) -> State:
+        dist.reduce(found := self.tensor.clone(), 0)
+        return {"w": found} if dist.get_rank() == 0 else {}
+
+    def load_state_dict(self, state: State) -> None:
+        dist.broadcast(found := state.get("w", self.tensor), 0)
+        self.tensor = found
+
+
+def objects_that_load_themselves(process: Process) -> None:
+    """Each rank's plain tensor is loaded where ranks hold it together now; what rank 0 alone has stored asks no rank alone."""
+    whole = _numbers(5, 3)
+    for world in (2, 1):
+        with process.job(f"objects-{world}", world) as mine:
+            if not mine:
+                continue
+            mesh = DeviceMesh("cpu", list(range(world)))
+            with Checkpointer(process.folder / "objects") as ckpt:
+                if world == 2:
+                    ckpt.save(1, {"hands": Handing(whole), "gathers": Gathering(whole)}).wait()
+                hands = Handing(cut(torch.zeros(5, 3), mesh, Shard(0)))
+                gathers = Gathering(torch.zeros(5, 3))
+                ckpt.load({"hands": hands, "gathers": gathers})
+                found = {"hands": hands.tensor, "gathers": gathers.tensor}
+                expect(process, f"objects on {world}", found, {"hands": cut(whole, mesh, Shard(0)), "gathers": whole * 2})
+
+
 def steps_go_on(process: Process) -> None:
     """A step right after save() returns: the checkpoint holds what was before it, of what is sharded as well."""
     with process.job("go-on", 2) as mine:

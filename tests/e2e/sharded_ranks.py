@@ -25,7 +25,15 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from checkpointd.errors import AbortedError, CheckpointdError
 from checkpointd_client import Checkpointer, dividing
-from tests.e2e.sharded_cases import one_rank_changes, placements, readers, replicas, stages, steps_go_on
+from tests.e2e.sharded_cases import (
+    objects_that_load_themselves,
+    one_rank_changes,
+    placements,
+    readers,
+    replicas,
+    stages,
+    steps_go_on,
+)
 from tests.e2e.sharded_example import example
 from tests.e2e.sharded_flat import flat
 from tests.e2e.sharded_models import DTYPES, LAYOUTS, Job, build, distribute_like, locals_of, plain_tensors, state_of
@@ -225,7 +233,19 @@ def main() -> None:
         process.save_all(world)
     for world in WORLDS:
         process.load_all(world)
-    for case in (readers, disagree, restart, placements, stages, replicas, one_rank_changes, steps_go_on, flat, example):
+    for case in (
+        readers,
+        disagree,
+        restart,
+        placements,
+        stages,
+        replicas,
+        one_rank_changes,
+        objects_that_load_themselves,
+        steps_go_on,
+        flat,
+        example,
+    ):
         case(process)
     for line in process.wrong:
         print(line)

@@ -77,6 +77,24 @@ def test_what_ranks_left_out_is_said_once_by_rank_0(
     assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == told
 
 
+def test_every_rank_hears_what_all_of_them_name() -> None:
+    a, b, c = (turns.begin() for turns in _ranks(30.0))
+    with ThreadPoolExecutor(WORLD) as threads:
+        named = ((a, ("app", "ema")), (b, ("ema", "app")), (c, ("app",)))
+        found = [threads.submit(turn.named_by_all, "askable", names) for turn, names in named]
+        assert [one.result() for one in found] == [{"app"}] * WORLD
+
+
+def test_nothing_is_named_by_all_where_one_rank_does_not_answer() -> None:
+    a, b, _ = _ranks(0.3)
+    turns = [a.begin(), b.begin()]
+    with ThreadPoolExecutor(2) as threads:
+        for one in [threads.submit(turn.named_by_all, "askable", ("app",)) for turn in turns]:
+            assert one.result() == frozenset()
+        for end in [threads.submit(turn.agree, "verdict", None) for turn in turns]:
+            assert isinstance(end.result(), DeadlineError)
+
+
 def test_a_rank_that_missed_a_load_joins_the_next_one() -> None:
     a, b, c = _ranks(0.3)
     for _, error in _together(lambda: _load(a, "first"), lambda: _load(b, "first")):
