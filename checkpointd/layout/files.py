@@ -49,6 +49,14 @@ def check_unfinished(name: str) -> str:
     return name
 
 
+def check_beside(paths: Collection[str]) -> Collection[str]:
+    """Return `paths` if each leads to a file in the directory that they are relative to, else raise FormatError."""
+    for path in paths:
+        if not {"", ".", ".."}.isdisjoint(path.split("/")):
+            raise FormatError(f"{path!r} cannot be a file in the directory above a checkpoint's files")
+    return paths
+
+
 def check_files(files: Files) -> None:
     """FormatError unless the directory and every name can be such, and no two names are the same."""
     check_place(files.at)

@@ -218,6 +218,8 @@ class Vote(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpoi
     """The directory that is to show them, relative to the one in which the root lies."""
     unfinished: str = ""
     """Where the directory above that one was filled, if it was: it gets its name when the files are shown."""
+    beside: tuple[str, ...] = ()
+    """On rank 0, the files that lay there, relative to that directory: they go with the checkpoint."""
     error: ErrorReport | None = None
     writer: Writer
 
@@ -249,6 +251,7 @@ class Outcome(_Object, frozen=True, kw_only=True, tag_field="format", tag="check
     """How many files all ranks together store; 0 where they store a state."""
     shown_at: str = ""
     unfinished: str = ""
+    beside: tuple[str, ...] = ()
     error: ErrorReport | None = None
     ranks: tuple[int, ...] = ()
     decided_by: int
@@ -312,7 +315,7 @@ class Shown(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpo
     save_latest: bool
     files: tuple[str, ...]
     beside: tuple[str, ...] = ()
-    """Files in the directory above that other programs had filled and that appeared with these: they go with them."""
+    """Files that other programs had filled and that appeared with these, relative to the directory above: they go with them."""
 
 
 SmallObject = Epoch | Lease | Plan | Vote | Outcome | Deleted | Verified | ReadBack | Damaged | PassedOver | Shown

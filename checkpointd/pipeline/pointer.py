@@ -8,7 +8,7 @@ from checkpointd.commit.retention import Order, moves_latest
 from checkpointd.errors import DamagedError, NotFoundError, StoreError
 from checkpointd.layout.keys import LATEST, is_tag
 from checkpointd.pipeline import catalog
-from checkpointd.pipeline.catalog import LATEST_BYTES_MAX
+from checkpointd.pipeline.catalog import LATEST_BYTES_MAX, Checkpoint
 from checkpointd.store.base import Store
 
 PATIENCE_S = 30.0
@@ -40,11 +40,15 @@ async def move_latest_away(store: Store, tag: str) -> str | None:
             return None
     except DamagedError:
         return None
-    left = next((c for c in await catalog.checkpoints(store) if c.outcome.save_latest), None)
+    left = await _newest(store)
     if left is None:
         await store.delete(LATEST)
-        return None
-    return left.tag if await move_latest(store, left.tag, left.outcome.order) else None
+        left = await _newest(store)  # it was committed meanwhile, and what has just gone may have named it
+    return left.tag if left is not None and await move_latest(store, left.tag, left.outcome.order) else None
+
+
+async def _newest(store: Store) -> Checkpoint | None:
+    return next((c for c in await catalog.checkpoints(store) if c.outcome.save_latest), None)
 
 
 async def _move(store: Store, tag: str, order: Order, *, is_start: bool) -> bool:

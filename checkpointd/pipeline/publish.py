@@ -157,6 +157,7 @@ def outcome_of(
         files=sum(len(vote.files or ()) for vote in (counted or {}).values() if vote is not None),
         shown_at="" if first is None else first.shown_at,
         unfinished="" if first is None else first.unfinished,
+        beside=() if first is None else first.beside,
         error=decision.error,
         ranks=decision.ranks,
         decided_by=decided_by,

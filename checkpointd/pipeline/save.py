@@ -14,6 +14,7 @@ Invariants
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass, replace
 
 from checkpointd.config import LoadConfig
@@ -77,6 +78,8 @@ class _Stored:
 
     index: Index
     ref: IndexRef
+    beside: tuple[str, ...] = ()
+    """On rank 0, what others had filled for the directory above its files."""
 
 
 async def _stored(job: Persist, plan: KnownPlan) -> _Stored:
@@ -104,9 +107,12 @@ async def _damaged(job: Persist, index: Index) -> str | None:
 async def _written(job: Persist, plan: KnownPlan) -> _Stored:
     info, files = job.info, files_of(job.shard.tree)
     index = await (write_chunks(job) if files is None else write_files(job, files))
+    beside: tuple[str, ...] = ()
     if info.unfinished and job.store.plain_files is not None:
         # All ranks had filled it when this save began; what another machine has in its cache, only that one makes durable.
         await job.store.plain_files.unfinished.settle(info.unfinished)
+        if info.rank == 0 and files is not None:
+            beside = tuple(await job.store.plain_files.unfinished.files(info.unfinished, os.path.dirname(files.at)))
     fault = cover_fault(plan.plan, index)
     if fault:
         raise CheckpointdError(f"the index of rank {info.rank} is wrong: {fault}; this is a defect, please report it")
@@ -115,7 +121,7 @@ async def _written(job: Persist, plan: KnownPlan) -> _Stored:
     _check_listing(f"index of {info.tag}", data)
     name = index_name(info.rank, info.hand)
     await put_new(job.store, info.key(name), data)
-    return _Stored(index, IndexRef(name=name, size=len(data), digest=digest(data)))
+    return _Stored(index, IndexRef(name=name, size=len(data), digest=digest(data)), beside)
 
 
 async def _stored_plan(job: Persist) -> KnownPlan:
@@ -170,6 +176,7 @@ async def _vote_yes(job: Persist, stored: _Stored, plan_digest: str) -> Vote:
         files=None if files is None else tuple(file.name for file in files.files),
         shown_at="" if files is None else files.at,
         unfinished=info.unfinished,
+        beside=stored.beside,
         writer=writer(),
     )
     try:

@@ -1,7 +1,8 @@
 """Files of checkpoints as plain files, where other tools look for them: `<directory>/<file>` and `latest` beside the directory.
 
 Invariants
-  Y1  What a directory shows is one commit's files, all of them; a newer one replaces an older one, never the reverse.
+  Y1  What a directory shows is one commit's files, all of them; a newer one replaces an older one, never the reverse. What
+      somebody else has saved in it after the commit is newer.
   Y2  `latest` names the newest directory beside it that is shown and whose save asked for it. One that DeepSpeed itself has
       written after that commit stays.
   Y3  An attempt is called committed on any rank only when it is shown; where that failed, the next start shows it.
@@ -21,12 +22,12 @@ import asyncio
 import logging
 import os
 import re
-from collections.abc import AsyncIterator, Collection, Iterable
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 from checkpointd.config import ABSENCE_S
 from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, StoreError
-from checkpointd.layout.files import check_place, check_unfinished
+from checkpointd.layout.files import check_beside, check_place, check_unfinished
 from checkpointd.layout.keys import (
     DELETED,
     OUTCOME,
@@ -46,6 +47,7 @@ from checkpointd.pipeline.shard import AttemptInfo
 from checkpointd.store.base import Store
 from checkpointd.store.patient import Patience
 from checkpointd.store.plain import PlainFiles
+from checkpointd.store.unfinished import GOING
 
 log = logging.getLogger("checkpointd")
 
@@ -128,9 +130,13 @@ async def _show(store: Store, plain: PlainFiles, outcome: Outcome) -> None:
     filled = await _is_filled(plain, outcome, folder)
     above = os.path.dirname(folder) if filled else folder
     newest = (outcome.order, at) if outcome.save_latest else None
-    beside = await plain.unfinished.files(outcome.unfinished, folder) if filled else []
     if above and await _is_gone(plain, above):
         log.warning("%s is not shown: %s has been removed meanwhile, and the checkpoint goes with it", outcome.tag, above)
+    elif await _is_overtaken(store, plain, outcome, at, files):
+        raise StoreError(
+            f"{at} was saved there without checkpointd after {outcome.tag} was committed, and stays as it is: move "
+            f"{folder if filled else at} away, and the next start shows what was committed; or delete {outcome.tag}"
+        )
     elif not filled:
         await plain.show(at, files, is_stale_name)
         await _point(store, plain, folder, newest, since=outcome_key(outcome))
@@ -142,11 +148,33 @@ async def _show(store: Store, plain: PlainFiles, outcome: Outcome) -> None:
         order=outcome.order,
         save_latest=outcome.save_latest,
         files=tuple(sorted(files)),
-        beside=tuple(beside),
+        beside=tuple(check_beside(outcome.beside)),
     )
     await store.put(shown_key(at), encode(record))
     if outcome.unfinished:
         await plain.unfinished.discard(outcome.unfinished)
+
+
+async def _is_overtaken(store: Store, plain: PlainFiles, outcome: Outcome, at: str, files: Mapping[str, str]) -> bool:
+    """Whether somebody else has saved in the directory `at` since the commit `outcome`, which was never shown (Y1)."""
+    folder, name = os.path.split(at)
+    # What is ours has its record after `latest` was moved; what somebody else saves moves `latest`.
+    if await plain.pointed(folder) != name or not await plain.pointed_after(folder, outcome_key(outcome), shown_key(at)):
+        return False
+    if not await plain.is_there(at) or not await plain.changed(at, files):
+        return False
+    record = await _record(store, at)
+    return record is None or await _has_changed(store, plain, at, record)
+
+
+async def _has_changed(store: Store, plain: PlainFiles, at: str, record: Shown) -> bool:
+    """Whether the directory `at` shows other files than its `record` says, or nobody knows any more which these were."""
+    attempt = AttemptId.parse(record.attempt)
+    try:
+        outcome = await catalog.read_outcome(store, record.tag, attempt) if attempt is not None else None
+    except NotFoundError:
+        return True
+    return outcome is None or bool(await plain.changed(at, await files_of(store, outcome)))
 
 
 async def _is_filled(plain: PlainFiles, outcome: Outcome, folder: str) -> bool:
@@ -255,16 +283,26 @@ async def hide(store: Store, prefixes: Collection[str]) -> None:
                 continue
             await plain.hide(at, record.files)
             folder, name = os.path.split(at)
-            if record.beside:
-                of_others = {
-                    file for other, r in records if other != at and os.path.dirname(other) == folder for file in r.beside
-                }
-                await plain.hide(folder, set(record.beside) - of_others)
+            of_others = {f for other, r in records if other != at and os.path.dirname(other) == folder for f in r.beside}
+            for directory, names in _deepest_first(set(check_beside(record.beside)) - of_others):
+                await plain.hide(os.path.join(folder, directory).rstrip("/"), names)
             await store.delete(shown_key(at))
             if await plain.is_there(folder):
                 await _point(store, plain, folder, None, hidden=name)
                 if record.beside:
                     await plain.hide(folder, ())  # it goes where nothing is left in it
+
+
+def _deepest_first(paths: Collection[str]) -> list[tuple[str, set[str]]]:
+    """The names in each directory that `paths` lead through, the deepest one first."""
+    found: dict[str, set[str]] = {}
+    for path in paths:
+        directory, name = os.path.split(path)
+        found.setdefault(directory, set()).add(name)
+        while directory:
+            directory = os.path.dirname(directory)
+            found.setdefault(directory, set())
+    return sorted(found.items(), key=lambda item: len(item[0].split("/")) if item[0] else 0, reverse=True)
 
 
 async def _is_awaited(store: Store, at: str, record: Shown) -> bool:
@@ -332,6 +370,9 @@ async def _drop_unfinished(store: Store, plain: PlainFiles, views: Iterable[Atte
     needed = {outcome.unfinished for outcome in committed if outcome.unfinished and not await _is_shown(store, outcome)}
     unsure = {view.attempt.epoch for view in views if view.state not in ("committed", "aborted", "deleted")}
     for name in names:
+        if name.startswith(GOING):
+            await plain.unfinished.discard(name)
+            continue
         filled_for = AttemptId.parse(name)
         if filled_for is None or filled_for.epoch >= before or filled_for.epoch in unsure or name in needed:
             continue

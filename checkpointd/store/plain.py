@@ -188,14 +188,20 @@ class PlainFiles:
                 return None
         return data.decode(errors="replace").strip()
 
-    async def pointed_after(self, folder: str, key: str) -> bool:
-        """Whether the file `latest` in the directory `folder` was written after the object `key`."""
+    async def pointed_after(self, folder: str, key: str, *others: str) -> bool:
+        """Whether the file `latest` in the directory `folder` was written after the object `key`, and after those of `others`
+        that are there.
+        """
         async with self._root.guard("comparing", "latest", reads=True):
             try:
                 latest = await self._disk.status(os.path.join(self._beside, folder, "latest"))
-                return latest.changed_ns > (await self._disk.status(f"{self._root.path}/{key}")).changed_ns
+                changed = [(await self._disk.status(f"{self._root.path}/{key}")).changed_ns]
             except FileNotFoundError:
                 return False
+            for other in others:
+                with suppress(FileNotFoundError, NotADirectoryError):
+                    changed.append((await self._disk.status(f"{self._root.path}/{other}")).changed_ns)
+        return latest.changed_ns > max(changed)
 
     async def point(self, folder: str, text: str | None) -> None:
         """Let the file `latest` in the directory `folder` ("": that of the root) hold `text`, or not be there."""

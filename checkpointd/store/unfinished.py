@@ -14,11 +14,19 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Collection
+from collections.abc import AsyncIterator, Collection
 from contextlib import suppress
 
 from checkpointd.store.names import UNFINISHED
 from checkpointd.store.rooted import Root
+
+GOING = "going-"
+"""What is on its way out, and has such a name here, goes with the next start."""
+
+
+def is_text(name: str) -> bool:
+    """Whether a name of a file, as Python has it, can be written down."""
+    return not any(0xD800 <= ord(letter) <= 0xDFFF for letter in name)
 
 
 class UnfinishedDirectories:
@@ -44,9 +52,17 @@ class UnfinishedDirectories:
             return any(child.is_directory and child.name == os.path.basename(folder) for child in found)
 
     async def files(self, name: str, folder: str) -> list[str]:
-        """The names of the files, not of the directories, that were filled for `folder`."""
+        """The files that were filled for `folder`, relative to it, but for those whose names are no text."""
         async with self._root.guard("listing", f"{UNFINISHED}/{name}", reads=True):
-            return sorted(child.name for child in await self._root.children(self.path(name, folder)) if not child.is_directory)
+            return sorted([path async for path in self._files(self.path(name, folder), "") if is_text(path)])
+
+    async def _files(self, directory: str, prefix: str) -> AsyncIterator[str]:
+        for child in await self._root.children(f"{directory}/{prefix}".rstrip("/")):
+            if not child.is_directory:
+                yield f"{prefix}{child.name}"
+                continue
+            async for path in self._files(directory, f"{prefix}{child.name}/"):
+                yield path
 
     async def discard(self, name: str) -> None:
         """Remove all that was filled as `name`. Nothing where that is a link: it leads into somebody else's house."""

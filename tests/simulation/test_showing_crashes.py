@@ -47,7 +47,7 @@ class World:
         alive = self.disk.alive
         return PosixStore(f"{BESIDE}/.checkpointd", disk, writer=name, is_alive=lambda one: one in alive()), disk
 
-    async def committed(self, tag: str, epoch: int, files: dict[str, bytes], **more: str) -> Outcome:
+    async def committed(self, tag: str, epoch: int, files: dict[str, bytes], **more: Any) -> Outcome:
         """The attempt of a save of `files`, committed and not shown."""
         store, disk = self.store("saver")
         outcome: Outcome = await disk.process.spawn(_commit(store, tag, epoch, files, **more))
@@ -74,6 +74,12 @@ class World:
         store, disk = self.store("next")
         await disk.process.spawn(showing.mend(store, epoch))
         self.disk.kill("next")
+
+    async def removed(self, outcome: Outcome) -> None:
+        """What is shown of a checkpoint goes."""
+        store, disk = self.store("remover")
+        await disk.process.spawn(showing.hide(store, {f"{outcome.tag}/{outcome.attempt}"}))
+        self.disk.kill("remover")
 
     async def contents(self, at: str) -> dict[str, bytes] | None:
         """What stands in a directory; None where there is none."""
@@ -157,7 +163,13 @@ def _above(path: str, below: str) -> list[str]:
 
 
 async def _commit(
-    store: PosixStore, tag: str, epoch: int, files: dict[str, bytes], at: str = "", unfinished: str = ""
+    store: PosixStore,
+    tag: str,
+    epoch: int,
+    files: dict[str, bytes],
+    at: str = "",
+    unfinished: str = "",
+    beside: Iterable[str] = (),
 ) -> Outcome:
     attempt = AttemptId(epoch, 0)
     prefix, said = attempt_prefix(tag, attempt), {"tag": tag, "attempt": str(attempt), "step": 1, "world_size": 1}
@@ -187,6 +199,7 @@ async def _commit(
         files=len(files),
         shown_at=at or tag,
         unfinished=unfinished,
+        beside=tuple(beside),
         decided_by=0,
         writer=writer(),
     )
@@ -283,7 +296,7 @@ def revealing(*, is_there: bool) -> Callable[[Crash], Coroutine[Any, Any, bool]]
             await world.shown(await world.committed("c8--step8", 1, OLD, at=place["at"], unfinished="00000001-0"))
         await world.filled("00000002-1", {"half": b"of one that was killed"})
         await world.filled(place["unfinished"], BESIDE_IT)
-        outcome = await world.committed("c8--step8", 2, NEW, **place)
+        outcome = await world.committed("c8--step8", 2, NEW, **place, beside=BESIDE_IT)
         store, disk = world.store("shower")
         struck = await world.struck(crash, disk.process.spawn(showing.show(store, outcome)))
         if not is_there:
@@ -293,6 +306,9 @@ def revealing(*, is_there: bool) -> Callable[[Crash], Coroutine[Any, Any, bool]]
         if is_there:
             assert (await world.contents("checkpoint-8") or {})["mine.txt"] == b"mine"
         assert not [line for line in world.disk.fs.dump() if "unfinished/0" in line], "left-overs"
+        await world.removed(outcome)
+        left = {"mine.txt": b"mine"} if is_there else None
+        assert (await world.contents("checkpoint-8"), await world.contents("checkpoint-8/deep")) == (left, None)
         return struck
 
     return scenario

@@ -27,6 +27,7 @@ from checkpointd.store.disk import Child
 from checkpointd.store.names import TEMPORARY
 from checkpointd.store.osdisk import OsDisk
 from checkpointd.store.plain import Journal, PlainFiles
+from checkpointd.store.unfinished import GOING
 from checkpointd_client import Checkpointer
 from tests import format_reader
 
@@ -280,6 +281,51 @@ def test_a_start_shows_what_was_committed_and_not_shown(tmp_path: Path, lost: st
 _STEP = {"directory": "show", "latest": "point"}
 
 
+@pytest.mark.parametrize("is_filled", [False, True])
+def test_a_start_shows_nothing_over_what_was_saved_since_without_checkpointd(
+    tmp_path: Path, is_filled: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A commit that was never shown, and then a job that saved the same step in the same place by itself."""
+
+    async def crashed(*_: object, **__: object) -> None:
+        raise StoreError("crashed here")
+
+    root, folder = tmp_path / ".checkpointd", tmp_path / "checkpoint-8"
+    with monkeypatch.context() as patch, Checkpointer(root) as ckpt:
+        patch.setattr(showing, "_show", crashed)
+        given = ckpt.fill("checkpoint-8")
+        Path(given.path).mkdir(parents=True)
+        (Path(given.path) / "state.json").write_text("ours")
+        named = {"unfinished": given.name} if is_filled else {}
+        ckpt.save_files(8, example(), at="checkpoint-8/s", tag="c8--s", **named).wait(60)
+    (folder / "s").mkdir(parents=True)
+    for name in ("latest", "state.json", "s/mp_rank_00_model_states.pt"):
+        (folder / name).write_text("s" if name == "latest" else "theirs")
+    with Checkpointer(root) as ckpt:
+        assert (folder / "state.json").read_text() == (folder / "s" / "mp_rank_00_model_states.pt").read_text() == "theirs"
+        assert "saved there without checkpointd" in caplog.text
+        shutil.rmtree(folder if is_filled else folder / "s")
+        ckpt._writer.call(showing.mend(ckpt._store), 60)
+        assert torch.load(folder / "s" / "mp_rank_00_model_states.pt")["lr"] == 0.1
+        assert (folder / "state.json").read_text() == ("ours" if is_filled else "theirs")
+
+
+def test_a_start_shows_over_what_was_shown_before_whenever_latest_was_moved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two commits of one tag, of which the first is shown by the start that shows the second."""
+
+    async def crashed(*_: object, **__: object) -> None:
+        raise StoreError("crashed here")
+
+    with monkeypatch.context() as patch, Checkpointer(tmp_path / ".checkpointd") as ckpt:
+        patch.setattr(showing, "_show", crashed)
+        for value in (1, 2):
+            ckpt.save_files(value, {"a.pt": value}, tag="best").wait(60)
+    with Checkpointer(tmp_path / ".checkpointd"):
+        assert torch.load(tmp_path / "best" / "a.pt") == 2
+
+
 def test_a_start_hides_nothing_because_it_cannot_be_read(tmp_path: Path) -> None:
     """A sector of the outcome is bad, or a read of it failed once: the files themselves are whole."""
     with Checkpointer(tmp_path / ".checkpointd") as ckpt:
@@ -466,6 +512,15 @@ def test_what_others_filled_appears_with_the_files_or_goes(ckpt: Checkpointer) -
     assert ckpt.removed() == frozenset()
 
 
+def test_what_was_on_its_way_out_goes_with_the_next_start(tmp_path: Path) -> None:
+    """As after a kill in the middle of Accelerate's rotation."""
+    with Checkpointer(tmp_path / ".checkpointd") as ckpt:
+        unfinished = Path(ckpt.fill("checkpoint-8").path).parents[1]
+    (unfinished / f"{GOING}1" / "checkpoint_7").mkdir(parents=True)
+    with Checkpointer(tmp_path / ".checkpointd"):
+        assert not (unfinished / f"{GOING}1").exists()
+
+
 @pytest.mark.parametrize("of_the_user", [False, True])
 def test_what_others_filled_goes_with_the_checkpoint_and_what_the_user_adds_stays(
     ckpt: Checkpointer, of_the_user: bool
@@ -473,7 +528,9 @@ def test_what_others_filled_goes_with_the_checkpoint_and_what_the_user_adds_stay
     """A half directory would be taken for the newest checkpoint."""
     given = ckpt.fill("checkpoint-8")
     Path(given.path).mkdir(parents=True)
-    (Path(given.path) / "state.json").write_text("mine")
+    (Path(given.path) / "adapter" / "deep").mkdir(parents=True)
+    for name in ("state.json", "adapter/weights", "adapter/deep/weights"):
+        (Path(given.path) / name).write_text("mine")
     ckpt.save_files(8, example(), at="checkpoint-8/s", tag="c8--s", unfinished=given.name).wait(60)
     if of_the_user:
         (beside(ckpt) / "checkpoint-8" / "notes.txt").write_text("theirs")

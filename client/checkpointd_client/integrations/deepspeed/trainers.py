@@ -29,6 +29,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from checkpointd.errors import NotFoundError, UsageError
+from checkpointd.store.unfinished import GOING
 from checkpointd_client.handle import SaveHandle
 from checkpointd_client.integrations.deepspeed.filling import Filled, Filling, current
 from checkpointd_client.integrations.deepspeed.plug import Place, Plug
@@ -113,8 +114,8 @@ def keep_newest(output_dir: str, save_total_limit: int, out_of_sight: str) -> No
     """Remove all but the newest `checkpoint_N`, as Accelerate does, but by age: a job that goes on may count from 0 again.
 
     What goes is moved to the directory `out_of_sight` first: half removed, it would be the one that changed last, and another
-    rank that rotates as well, or this one once more, would take older ones in its place. What a crash leaves there goes with
-    what else is unfinished.
+    rank that rotates as well, or this one once more, would take older ones in its place. A start removes what a crash has left
+    there.
     """
     ages: dict[Path, int] = {}
     for found in Path(output_dir).glob("checkpoint_*"):
@@ -122,7 +123,7 @@ def keep_newest(output_dir: str, save_total_limit: int, out_of_sight: str) -> No
             if _NUMBER.search(found.name):
                 ages[found] = found.stat().st_mtime_ns
     for path in sorted(ages, key=ages.__getitem__)[:-save_total_limit]:
-        gone = Path(out_of_sight, f"removed-{uuid.uuid4().hex}")
+        gone = Path(out_of_sight, f"{GOING}{uuid.uuid4().hex}")
         with suppress(FileNotFoundError):
             gone.mkdir(parents=True)
             path.rename(gone / path.name)
