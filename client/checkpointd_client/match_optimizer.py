@@ -270,11 +270,11 @@ def _entries(
     for keys in _units(live, ours):
         trial, first = _Trial(match), f"{fqn}.state.{keys[0]}"
         stored = {key: kept[key] for key in keys if key in kept and key in nodes}
-        # Of all in the unit, also those of which this rank holds nothing: every rank decides alike.
+        # Of all in the unit, also those of which this rank holds, and stored, nothing: every rank decides alike.
         match.mismatched += [
             f"{fqn}.state.{key}: {why}"
-            for key in keys
-            if key in nodes and (why := _misfit(match, live, key, ours[key], nodes[key], following)) is not None
+            for key in (keys if any(key in nodes for key in keys) else ())
+            if (why := _misfit(match, live, key, ours[key], nodes.get(key), following)) is not None
         ]
         made: dict[Hashable, Build] = {}
         if not trial.failed:
@@ -311,7 +311,7 @@ def _units(live: _Live, ours: Mapping[Hashable, Hashable]) -> Iterable[list[Hash
 
 
 def _misfit(
-    match: Matcher, live: _Live, key: Hashable, number: Hashable, node: tree.Node, following: frozenset[Hashable]
+    match: Matcher, live: _Live, key: Hashable, number: Hashable, node: tree.Node | None, following: frozenset[Hashable]
 ) -> str | None:
     """Why the state that is stored for `key` cannot be that of the parameter here, whether or not that has some."""
     parameter, was = live.params[number], match.stored.find(key)
@@ -342,7 +342,7 @@ def _following(
     return frozenset(name for (name, same), count in counts.items() if same and count > counts[name, False])
 
 
-def _tensors_of(match: Matcher, node: tree.Node) -> list[tuple[Hashable, Place]]:
+def _tensors_of(match: Matcher, node: tree.Node | None) -> list[tuple[Hashable, Place]]:
     """The tensors in the state of one parameter, by key."""
     if not isinstance(node, tree.Dict):
         return []

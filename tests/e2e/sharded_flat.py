@@ -7,19 +7,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 from checkpointd_client import Checkpointer
 from tests.e2e.sharded_cases import expect
-from tests.e2e.sharded_models import Job, Net, build, plain_tensors
+from tests.e2e.sharded_models import VOCABULARY, WIDTH, Job, Net, build, plain_tensors
 
 if TYPE_CHECKING:
     from tests.e2e.sharded_ranks import Process
 
 
-def _wrapped(*, originals: bool, hybrid: bool = False) -> Job:
+def _wrapped(*, originals: bool, hybrid: bool = False, vocabulary: int = VOCABULARY) -> Job:
     """A module in a wrapper of its own within a wrapped one; `originals`: the optimizer knows the original parameters."""
     torch.manual_seed(11)
     options: dict[str, Any] = {"use_orig_params": originals, "device_id": torch.device("cpu")}
@@ -27,6 +28,7 @@ def _wrapped(*, originals: bool, hybrid: bool = False) -> Job:
         mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
         options |= {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "device_mesh": mesh}
     model: Any = Net()
+    model.embedding = nn.Embedding(vocabulary, WIDTH)
     model.large = FullyShardedDataParallel(model.large, **options)
     model = FullyShardedDataParallel(model, **options)
     return Job(model, torch.optim.AdamW(model.parameters(), lr=0.01))
@@ -92,3 +94,26 @@ def flat(process: Process) -> None:
             if process.number == 0:
                 torch.save(full, process.folder / f"flat-{i}.pt")
             ckpt.save(i, job.state).wait()
+
+
+def flat_in_part(process: Process) -> None:
+    """Of a flat parameter in which one parameter has another shape, the state is left whole: also on the rank that holds
+    nothing of that one.
+    """
+    with process.job("flat-in-part", 2) as mine:
+        if not mine:
+            return
+        saved = _wrapped(originals=False)
+        saved.step(20)
+        job = _wrapped(originals=False, vocabulary=VOCABULARY + 3)
+        job.step(21)
+        stored, before = _full(saved), _full(job)
+        with Checkpointer(process.folder / "flat-in-part") as ckpt:
+            ckpt.save(1, saved.state).wait()
+            loaded = ckpt.load(job.state, strict=False)
+        kept = {name for name in before if name.startswith("embedding.") or "exp_avg" in name or name.endswith(".step")}
+        kept -= {name for name in kept if name.startswith("large.")}
+        expect(process, "FSDP1 in part", _full(job), stored | {name: before[name] for name in kept})
+        if loaded is None or not any(line.startswith("optimizer.state.model.up.weight:") for line in loaded.mismatched):
+            process.wrong.append(f"FSDP1 in part: {loaded}")
+        job.step(22)

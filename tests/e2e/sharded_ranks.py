@@ -35,7 +35,7 @@ from tests.e2e.sharded_cases import (
     steps_go_on,
 )
 from tests.e2e.sharded_example import example
-from tests.e2e.sharded_flat import flat
+from tests.e2e.sharded_flat import flat, flat_in_part
 from tests.e2e.sharded_models import DTYPES, LAYOUTS, Job, build, distribute_like, locals_of, plain_tensors, state_of
 
 PROCESSES = 4
@@ -244,6 +244,7 @@ def main() -> None:
         objects_that_load_themselves,
         steps_go_on,
         flat,
+        flat_in_part,
         example,
     ):
         case(process)
