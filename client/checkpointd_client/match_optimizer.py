@@ -11,7 +11,6 @@ Invariants
 
 from __future__ import annotations
 
-import collections
 import math
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -24,11 +23,9 @@ import torch
 from checkpointd.layout import tree
 from checkpointd_client import building, flat_shards, objects, optimizers, placing
 from checkpointd_client.building import Build
-from checkpointd_client.dtypes import NAMES, is_floating
-from checkpointd_client.flat_shards import Shards
+from checkpointd_client.optimizer_fit import OF_OTHERS, Live, following_kinds, misfit, other_kind
 from checkpointd_client.sharding import FlatShard, is_dtensor
 from checkpointd_client.steps import Turn
-from checkpointd_client.stored import Place
 from checkpointd_client.tensors import is_meta, refuse_meta
 
 if TYPE_CHECKING:
@@ -44,17 +41,6 @@ class _Pairing:
     """None for one of which nothing is stored: it stays as it is."""
     stored: frozenset[Hashable]
     """All stored ones, those that are nobody's here included."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Live:
-    """The optimizer as it is: its state_dict, and its parameters and their groups by number."""
-
-    optimizer: torch.optim.Optimizer
-    state: dict[str, Any]
-    params: dict[Hashable, Any]
-    groups: dict[Hashable, dict[str, Any]]
-    shards: Shards
 
 
 def match_optimizer(match: Matcher, optimizer: torch.optim.Optimizer, node: tree.Dict, fqn: str) -> bool:
@@ -79,7 +65,7 @@ def match_optimizer(match: Matcher, optimizer: torch.optim.Optimizer, node: tree
     return True
 
 
-def _live(match: Matcher, optimizer: torch.optim.Optimizer, fqn: str) -> _Live | None:
+def _live(match: Matcher, optimizer: torch.optim.Optimizer, fqn: str) -> Live | None:
     shards = match.modules.shards()
     state = optimizers.state_dict(optimizer, fqn, shards)
     params = optimizers.numbered(optimizer, state, shards)
@@ -88,7 +74,7 @@ def _live(match: Matcher, optimizer: torch.optim.Optimizer, fqn: str) -> _Live |
     refuse_meta(fqn, [f"parameter {number}" for number, parameter in params.items() if is_meta(parameter)])
     pairs = zip(optimizer.param_groups, state["param_groups"], strict=True)
     groups = {number: live for live, group in pairs for number in group["params"]}
-    return _Live(optimizer, state, params, groups, shards)
+    return Live(optimizer, state, params, groups, shards)
 
 
 def _stored_ids(match: Matcher, node: tree.Dict) -> list[list[Hashable]] | None:
@@ -109,7 +95,7 @@ def _stored_ids(match: Matcher, node: tree.Dict) -> list[list[Hashable]] | None:
 # --- which parameter is which ---------------------------------------------------------------------------------------
 
 
-def _paired(match: Matcher, live: _Live, stored_ids: list[list[Hashable]], fqn: str) -> _Pairing | None:
+def _paired(match: Matcher, live: Live, stored_ids: list[list[Hashable]], fqn: str) -> _Pairing | None:
     """None where they cannot be told, which is noted."""
     ids = list(chain(*stored_ids))
     if any(isinstance(name, str) for name in ids):
@@ -123,12 +109,13 @@ def _paired(match: Matcher, live: _Live, stored_ids: list[list[Hashable]], fqn: 
             if it in number_of and it not in taken:
                 numbers[name] = number_of[it]
                 taken.add(it)
-        if numbers:
+        # Where their names are known, none goes by its place: it would get the state of another one.
+        if numbers or not number_of.keys().isdisjoint(match.modules.names()):
             return _by_name(match, live, stored_ids, numbers, fqn)
     return _by_order(match, live, stored_ids, fqn)
 
 
-def _by_order(match: Matcher, live: _Live, stored_ids: list[list[Hashable]], fqn: str) -> _Pairing | None:
+def _by_order(match: Matcher, live: Live, stored_ids: list[list[Hashable]], fqn: str) -> _Pairing | None:
     live_ids: list[list[Hashable]] = [list(group["params"]) for group in live.state["param_groups"]]
     if list(map(len, stored_ids)) != list(map(len, live_ids)):
         counts = f"{list(map(len, stored_ids))} stored and {list(map(len, live_ids))} now"
@@ -139,7 +126,7 @@ def _by_order(match: Matcher, live: _Live, stored_ids: list[list[Hashable]], fqn
 
 
 def _by_name(
-    match: Matcher, live: _Live, stored_ids: list[list[Hashable]], numbers: dict[Hashable, Hashable], fqn: str
+    match: Matcher, live: Live, stored_ids: list[list[Hashable]], numbers: dict[Hashable, Hashable], fqn: str
 ) -> _Pairing | None:
     for name in chain(*stored_ids):
         if name not in numbers:
@@ -167,7 +154,7 @@ def _by_name(
 # --- what load_state_dict is given ----------------------------------------------------------------------------------
 
 
-def _whole(match: Matcher, live: _Live, pairing: _Pairing, stored: dict[Hashable, tree.Node], fqn: str) -> Build | None:
+def _whole(match: Matcher, live: Live, pairing: _Pairing, stored: dict[Hashable, tree.Node], fqn: str) -> Build | None:
     """The dict for `load_state_dict`: live tensors where there are some, new ones elsewhere, every other value as stored.
 
     None where nothing of it fits.
@@ -179,10 +166,15 @@ def _whole(match: Matcher, live: _Live, pairing: _Pairing, stored: dict[Hashable
     of_another_kind: set[Hashable] = set()
     for i, (j, group) in enumerate(zip(pairing.groups, live.state["param_groups"], strict=True)):
         node, path = None if j is None else groups.items[j], f"{fqn}.param_groups.{i}"
-        if node is not None and not _is_of_kind(match, node, group, path):
+        build: Build | None = None
+        if node is not None and _is_of_kind(match, live, pairing, node, state, group, path):
+            apart = _split(live.state["param_groups"], pairing.groups, i)
+            match.mismatched += [
+                f"{path}.{key}: its parameters were in one group, and are in several with different values now" for key in apart
+            ]
+            build = _group(match, node, group, apart, path)
+        if node is not None and build is None:
             of_another_kind.update(group["params"])
-            node = None
-        build = None if node is None else _group(match, node, group, path)
         made.append(build or partial(dict, group))
     if of_another_kind and of_another_kind >= live.params.keys():
         return None
@@ -194,34 +186,55 @@ def _whole(match: Matcher, live: _Live, pairing: _Pairing, stored: dict[Hashable
     )
 
 
-def _group(match: Matcher, node: tree.Node, live: dict[str, Any], fqn: str) -> Build | None:
+def _split(groups: list[dict[str, Any]], stored: list[int | None], number: int) -> list[str]:
+    """The hyperparameters in which the groups here differ that are made of the same stored one as group `number`."""
+    others = [group for group, j in zip(groups, stored, strict=True) if j == stored[number]]
+    own = groups[number]
+    return sorted(str(key) for key in own if any(not _alike(own[key], o.get(key)) for o in others) and key not in OF_OTHERS)
+
+
+def _alike(one: object, other: object) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.shape == other.shape and one.dtype == other.dtype and bool((one == other).all())
+    return type(one) is type(other) and bool(one == other)
+
+
+def _group(match: Matcher, node: tree.Node, live: dict[str, Any], left: list[str], fqn: str) -> Build | None:
     """What is stored of a group, with the numbers that its parameters have now; None where a part of it does not fit.
 
-    What is there and not stored stays: another version of torch, or a scheduler, may have added it.
+    What is there and not stored stays, as another version of torch, or a scheduler, may have added it; so does what is `left`.
     """
     assert isinstance(node, tree.Dict)  # _stored_ids looked
-    rest = tree.Dict(node.kind, tuple((key, child) for key, child in node.items if key != "params"))
+    rest = tree.Dict(node.kind, tuple((key, child) for key, child in node.items if key != "params" and key not in left))
     trial = _Trial(match)
     build = _replaced(match, rest, live, fqn, _Like())
-    return (lambda: {**live, **build(), "params": list(live["params"])}) if trial.fits(fqn) else None
+    if trial.fits(fqn):
+        return lambda: {**live, **build(), "params": list(live["params"])}
+    match.mismatched[-1] += ", and so is the state of its parameters"
+    return None
 
 
-_OF_SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "base_lr", "max_momentum", "base_momentum", "swa_lr"})
-
-
-def _is_of_kind(match: Matcher, node: tree.Node, group: Mapping[str, Any], fqn: str) -> bool:
-    """Another version of torch may have more or fewer keys; only another kind of optimizer has some and lacks others."""
+def _is_of_kind(
+    match: Matcher, live: Live, pairing: _Pairing, node: tree.Node, state: tree.Dict, group: Mapping[str, Any], fqn: str
+) -> bool:
     assert isinstance(node, tree.Dict)  # _stored_ids looked
-    stored, live = {str(key) for key, _ in match.stored.children(node)}, set(map(str, group))
-    extra, absent = sorted(stored - live - _OF_SCHEDULERS), sorted(live - stored - _OF_SCHEDULERS)
-    if not (extra and absent):
-        return True
-    stored_only, live_only = ", ".join(extra), ", ".join(absent)
-    match.mismatched.append(
-        f"{fqn}: it was saved of another kind of optimizer: {stored_only} is stored, and {live_only} is there now; neither "
-        "the group nor the state of its parameters can be loaded"
-    )
-    return False
+    plain = {
+        key: building.constant(child)() if building.is_scalar(child) else None for key, child in match.stored.children(node)
+    }
+    ours = {key for key, number in pairing.numbers.items() if number in set(group["params"])}
+    states = [
+        [name for name, _ in match.stored.children(entry)]
+        for key, entry in match.stored.children(state)
+        if key in ours and isinstance(entry, tree.Dict)
+    ]
+    parameters = [live.params[number] for number in group["params"] if number in live.params]
+    why = other_kind(live.optimizer, group, plain, states, parameters)
+    if why is not None:
+        match.mismatched.append(
+            f"{fqn}: it was saved of another kind of optimizer: {why}; neither the group nor the state of its parameters can "
+            "be loaded"
+        )
+    return why is None
 
 
 # --- the state of parameters ----------------------------------------------------------------------------------------
@@ -255,7 +268,7 @@ class _Trial:
 
 
 def _entries(
-    match: Matcher, live: _Live, pairing: _Pairing, state: tree.Dict, of_another_kind: set[Hashable], fqn: str
+    match: Matcher, live: Live, pairing: _Pairing, state: tree.Dict, of_another_kind: set[Hashable], fqn: str
 ) -> dict[Hashable, Build]:
     """The state of every parameter: as stored where it fits, and as it is where it does not, or where the parameter was not
     stored.
@@ -266,20 +279,24 @@ def _entries(
     match.stateless += [f"{fqn}.state.{key}" for key in kept if key not in nodes]
     entries: dict[Hashable, Build] = {}
     left = live.params.keys() - ours.values()
-    following = _following(match, live, ours, nodes)
+    following = following_kinds(match, live, ours, nodes)
     for keys in _units(live, ours):
         trial, first = _Trial(match), f"{fqn}.state.{keys[0]}"
+        # Of what the ranks had different values of, the rest is no state.
+        torn = any(match.left_below(f"{fqn}.state.{key}") for key in keys)
         stored = {key: kept[key] for key in keys if key in kept and key in nodes}
         # Of all in the unit, also those of which this rank holds, and stored, nothing: every rank decides alike.
         match.mismatched += [
             f"{fqn}.state.{key}: {why}"
             for key in (keys if any(key in nodes for key in keys) else ())
-            if (why := _misfit(match, live, key, ours[key], nodes.get(key), following)) is not None
+            if (why := misfit(match, live, key, ours[key], nodes.get(key), following)) is not None
         ]
+        if stored and _has_more(live, ours[keys[0]], ours):
+            match.mismatched.append(f"{first}: it lies in one parameter here with others, of which nothing is stored")
         made: dict[Hashable, Build] = {}
-        if not trial.failed:
+        if not (torn or trial.failed):
             made = {number: _entry(match, live, number, nodes[key], f"{fqn}.state.{key}") for key, number in stored.items()}
-        if trial.fits(first):
+        if not torn and trial.fits(first):
             entries |= made
         else:
             left = left | {ours[key] for key in keys}
@@ -300,7 +317,7 @@ def _as_it_is(value: object) -> Build:
     return lambda: value
 
 
-def _units(live: _Live, ours: Mapping[Hashable, Hashable]) -> Iterable[list[Hashable]]:
+def _units(live: Live, ours: Mapping[Hashable, Hashable]) -> Iterable[list[Hashable]]:
     """The stored parameters, those together of which the optimizer here keeps one state, as in one flat parameter."""
     units: dict[int, list[Hashable]] = {}
     for key, number in ours.items():
@@ -310,48 +327,13 @@ def _units(live: _Live, ours: Mapping[Hashable, Hashable]) -> Iterable[list[Hash
     return units.values()
 
 
-def _misfit(
-    match: Matcher, live: _Live, key: Hashable, number: Hashable, node: tree.Node | None, following: frozenset[Hashable]
-) -> str | None:
-    """Why the state that is stored for `key` cannot be that of the parameter here, whether or not that has some."""
-    parameter, was = live.params[number], match.stored.find(key)
-    shape, tensors = tuple(parameter.shape), _tensors_of(match, node)
-    if was is None:
-        wrong = next((place for name, place in tensors if name in following and not _broadcasts(place.shape, shape)), None)
-        return None if wrong is None else f"a tensor of shape {wrong.shape} is stored, and its parameter has {shape} now"
-    if was.shape != shape:
-        return f"it is of a parameter of shape {was.shape}, and the one here has {shape}"
-    if number in live.state["state"] or (match.cast and parameter.is_floating_point() and is_floating(was.dtype)):
-        return None
-    dtype = NAMES.get(parameter.dtype, str(parameter.dtype))
-    alike = any((place.shape, place.dtype) == (was.shape, was.dtype) for _, place in tensors)
-    return f"it is of a parameter of dtype {was.dtype}, and the one here has {dtype}" if alike and was.dtype != dtype else None
-
-
-def _following(
-    match: Matcher, live: _Live, ours: Mapping[Hashable, Hashable], nodes: Mapping[Hashable, tree.Node]
-) -> frozenset[Hashable]:
-    """The kinds of state (`exp_avg`) whose tensors have the shape of their parameter more often than not, of parameters whose
-    own stored shape nobody knows.
-    """
-    counts: collections.Counter[tuple[Hashable, bool]] = collections.Counter()
-    for key, number in ours.items():
-        if key in nodes and match.stored.find(key) is None:
-            shape = tuple(live.params[number].shape)
-            counts.update((name, place.shape == shape) for name, place in _tensors_of(match, nodes[key]) if place.shape)
-    return frozenset(name for (name, same), count in counts.items() if same and count > counts[name, False])
-
-
-def _tensors_of(match: Matcher, node: tree.Node | None) -> list[tuple[Hashable, Place]]:
-    """The tensors in the state of one parameter, by key."""
-    if not isinstance(node, tree.Dict):
-        return []
-    children = match.stored.children(node)
-    return [(key, match.stored.place(child.fqn)) for key, child in children if isinstance(child, tree.Tensor)]
-
-
-def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
-    return len(shape) <= len(to) and all(n in (1, m) for n, m in zip(reversed(shape), reversed(to), strict=False))
+def _has_more(live: Live, number: Hashable, ours: Mapping[Hashable, Hashable]) -> bool:
+    """Whether a flat parameter here, of which `number` is a part, has parts that were not stored."""
+    part = live.params[number]
+    if not isinstance(part, FlatShard):
+        return False
+    others = live.params.keys() - ours.values()
+    return any(isinstance(o := live.params[n], FlatShard) and o.parameter is part.parameter for n in others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,7 +364,7 @@ class _Like:
         return self.parameter if made is None else made
 
 
-def _entry(match: Matcher, live: _Live, number: Hashable, node: tree.Node, fqn: str) -> Build:
+def _entry(match: Matcher, live: Live, number: Hashable, node: tree.Node, fqn: str) -> Build:
     """The state of one parameter: on its device, but for step counts, which torch keeps on the host."""
     there = live.state["state"].get(number)
     if number not in live.params or not isinstance(node, tree.Dict):
@@ -429,7 +411,7 @@ def _item(live: Any, key: Any) -> Any:
     return None
 
 
-def _load_optimizer(live: _Live, state: dict[str, Any]) -> None:
+def _load_optimizer(live: Live, state: dict[str, Any]) -> None:
     optimizer, params = live.optimizer, live.params
     if flat_shards.has_flat(optimizer, live.shards):
         state = flat_shards.joined(optimizer, live.shards, state)

@@ -37,7 +37,7 @@ def noted(node: tree.Tensor, tensor: Any) -> tree.Placed:
 
 @dataclass(slots=True)
 class FirstStep:
-    """What the optimizer's first step makes of one parameter, a DTensor; tried when it is first asked for."""
+    """What the optimizer's first step makes of one parameter; tried when it is first asked for."""
 
     optimizer: Any
     group: Mapping[str, Any]
@@ -145,6 +145,8 @@ def _apart(value: Any) -> Any:
 
 
 def _stand_in(parameter: Any) -> torch.nn.Parameter:
+    if not is_dtensor(parameter):
+        return torch.nn.Parameter(torch.empty_like(parameter, device="meta"))
     from torch.distributed.tensor import DTensor
 
     spec = parameter._spec

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,8 +28,16 @@ class Saved:
     tree: tree.Node
     excluded: tuple[str, ...]
 
-    def prepare(self, state: MutableMapping[str, Any], *, strict: bool = True) -> Restoration:
-        content = Content(root=self.tree, entries=self.entries, owners={}, aliases=self.aliases, excluded=self.excluded)
+    def prepare(self, state: MutableMapping[str, Any], *, strict: bool = True, left: Sequence[str] = ()) -> Restoration:
+        """`left`: what the saving ranks had different values of."""
+        content = Content(
+            root=_without(self.tree, "", {f"state.{path}" for path in left}),
+            entries=self.entries,
+            owners={},
+            aliases=self.aliases,
+            excluded=self.excluded,
+            left=frozenset(left),
+        )
         return prepare(state, content, strict=strict, equal=lambda one, two: self.data[one] == self.data[two])
 
     def load(self, state: MutableMapping[str, Any], *, strict: bool = True) -> dict[str, object]:
@@ -47,6 +56,13 @@ class Saved:
             assert not (target.tensor.is_neg())
             assert not (overlaps_itself(target.tensor))
             copy_bits(target.tensor, tensor_of(self.data[target.fqn], dtype, shape))
+
+
+def _without(node: tree.Node, path: str, left: AbstractSet[str]) -> tree.Node:
+    if not isinstance(node, tree.Dict):
+        return node
+    below = ((key, child, f"{path}.{key}" if path else str(key)) for key, child in node.items)
+    return tree.Dict(node.kind, tuple((key, _without(child, at, left)) for key, child, at in below if at not in left))
 
 
 def tensor_of(data: bytes, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:

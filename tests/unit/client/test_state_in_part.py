@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from checkpointd.errors import MismatchError, StateError
 from tests.unit.client.restoring import Saved, bytes_of, same, save
@@ -187,6 +187,154 @@ def test_z2_with_nothing_else_to_load_nothing_fits() -> None:
     saved = save({"o": pair(10, adam, steps=1)[1]})
     with pytest.raises(MismatchError, match="nothing of the checkpoint fits"):
         saved.load({"o": pair(10, momentum)[1]}, strict=False)
+
+
+class Lion(torch.optim.Optimizer):
+    """One moment, and hyperparameters that AdamW has, too."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.25, "betas": (0.5, 0.75), "weight_decay": 0.0})
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]  # as little as the test needs
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter].setdefault("exp_avg", torch.zeros_like(parameter))
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize(
+    ("was", "now"),
+    [(torch.optim.Adamax, adam), (adam, torch.optim.Adamax), (Lion, adam), (torch.optim.RAdam, torch.optim.NAdam)],
+)
+def test_z2_an_optimizer_that_needs_other_state_is_of_another_kind_whatever_its_hyperparameters_are(
+    was: Make, now: Make, strict: bool
+) -> None:
+    source = pair(10, was, steps=1)
+    model, optimizer = pair(10, now)
+    saved = save({"m": source[0], "o": source[1]})
+    if strict:
+        with pytest.raises(MismatchError, match=r"another kind of optimizer: the state of its parameters has .* needs"):
+            saved.load({"m": model, "o": optimizer})
+    else:
+        saved.load({"m": model, "o": optimizer}, strict=False)
+        assert not optimizer.state
+    step(model, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("was", "now"),
+    [
+        (adam, lambda p: torch.optim.Adam(p, amsgrad=True)),
+        (lambda p: torch.optim.AdamW(p, fused=True), adam),
+        (torch.optim.RAdam, adam),
+    ],
+)
+def test_an_optimizer_that_can_go_on_with_the_state_is_loaded(was: Make, now: Make) -> None:
+    source = pair(10, was, steps=2)
+    model, optimizer = pair(10, now)
+    save({"m": source[0], "o": source[1]}).load({"m": model, "o": optimizer})
+    assert same(state_of(model, optimizer, 0), state_of(*source, 0))
+    step(model, optimizer)
+
+
+@pytest.mark.parametrize("of_the_user", [True, False])
+def test_keys_of_the_users_and_names_of_parameters_say_nothing_of_a_groups_kind(of_the_user: bool) -> None:
+    model, optimizer = pair(10, adam, steps=1)
+    if of_the_user:
+        optimizer.param_groups[0]["name"] = "all"
+    else:
+        optimizer = torch.optim.AdamW(model.named_parameters())
+        step(model, optimizer)
+        del optimizer.param_groups[0]["decoupled_weight_decay"]  # as in an older torch
+    saved = save({"m": model, "o": optimizer})
+    other, target = pair(10, adam)
+    target.param_groups[0]["lr_scale"] = 2
+    saved.load({"m": other, "o": target})
+    assert same(state_of(other, target, 0), state_of(model, optimizer, 0))
+
+
+def test_z2_a_group_that_does_not_fit_leaves_the_state_of_its_parameters() -> None:
+    def float_lr(dtype: torch.dtype, **more: Any) -> Make:
+        return lambda p: torch.optim.Adam(p, lr=torch.tensor(0.25, dtype=dtype), foreach=False, **more)
+
+    source = pair(10, float_lr(torch.float64), steps=3)
+    model, optimizer = pair(10, float_lr(torch.float32, amsgrad=True), steps=1)
+    before = state_of(model, optimizer, 0)
+    restoration = save({"m": source[0], "o": source[1]}).prepare({"m": model, "o": optimizer}, strict=False)
+    [told] = restoration.mismatched
+    assert told.endswith("so all that is stored at o.param_groups.0 is left out), and so is the state of its parameters")
+    restoration.finish()
+    assert same(state_of(model, optimizer, 0), before)
+    step(model, optimizer)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_the_state_of_one_parameter_never_goes_to_another_by_its_place(strict: bool) -> None:
+    """Layers that are unfrozen one after the other: each stage has an optimizer of its own."""
+    model, first = pair(10, lambda p: adam(list(p)[:1]), steps=3)
+    saved = save({"m": model, "o": first})
+    other, second = pair(10, lambda p: adam(list(p)[1:2]))
+    if strict:
+        with pytest.raises(MismatchError, match=r"o\.state\.m\.1\.weight: missing"):
+            saved.load({"m": other, "o": second})
+    else:
+        restoration = saved.prepare({"m": other, "o": second}, strict=False)
+        assert restoration.missing == ("o.state.m.1.weight", "o.param_groups.0")
+        assert restoration.unexpected == ("o.state.m.0.weight",)
+    assert not second.state
+
+
+def test_a_group_that_was_split_keeps_what_its_parts_differ_in() -> None:
+    model, optimizer = pair(10, adam, steps=1)
+    optimizer.param_groups[0]["lr"] = 0.5
+    saved = save({"m": model, "o": optimizer})
+    parts = {"weight_decay": 0.0}, {"weight_decay": 0.25}
+    other, target = pair(10, lambda p: adam([{"params": [one], **part} for one, part in zip(list(p)[:2], parts, strict=True)]))
+    restoration = saved.prepare({"m": other, "o": target}, strict=False)
+    words = "its parameters were in one group, and are in several with different values now"
+    assert restoration.mismatched == tuple(f"o.param_groups.{i}.weight_decay: {words}" for i in (0, 1))
+    saved.fill(restoration)
+    restoration.finish()
+    assert [(group["lr"], group["weight_decay"]) for group in target.param_groups] == [(0.5, 0.0), (0.5, 0.25)]
+
+
+def test_z1_what_the_ranks_had_different_values_of_leaves_the_rest_of_that_state() -> None:
+    """A moment that is each rank's own, and a count of steps that is not."""
+    model, optimizer = pair(10, adam, steps=3)
+    saved = save({"m": model, "o": optimizer})
+    other, target = pair(10, adam, steps=1)
+    before = state_of(other, target, 1)
+    restoration = saved.prepare({"m": other, "o": target}, strict=False, left=["o.state.m.1.weight.exp_avg"])
+    saved.fill(restoration)
+    restoration.finish()
+    assert same(state_of(other, target, 1), before)
+    assert same(state_of(other, target, 0), state_of(model, optimizer, 0))
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_z1_a_flat_parameter_keeps_its_state_where_a_part_of_it_was_not_stored() -> None:
+    def flat(*, new: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+        layers = [nn.Embedding(10, 4), nn.Linear(4, 3), *([nn.Linear(3, 3)] if new else [])]
+        cpu = torch.device("cpu")
+        model = FullyShardedDataParallel(nn.Sequential(*layers), use_orig_params=False, device_id=cpu)
+        return model, adam(model.parameters())
+
+    source, target = flat(new=False), flat(new=True)
+    for one in (source, source, target):
+        step(*one)
+    before = state_of(*target, 0)
+    restoration = save({"m": source[0], "o": source[1]}).prepare({"m": target[0], "o": target[1]}, strict=False)
+    assert "in one parameter here with others, of which nothing is stored" in restoration.mismatched[0]
+    restoration.finish()
+    assert same(state_of(*target, 0), before)
+
+
+def test_an_empty_state_does_not_hide_that_what_is_stored_is_of_another_dtype() -> None:
+    source = pair(10, adam, steps=1)
+    model, optimizer = pair(10, adam)
+    model.double()
+    _ = optimizer.state[next(model.parameters())]
+    restoration = save({"m": source[0], "o": source[1]}).prepare({"m": model, "o": optimizer}, strict=False)
+    assert any(line.startswith("o.state.m.0.weight: it is of a parameter of dtype") for line in restoration.mismatched)
 
 
 def test_hyperparameters_that_were_not_stored_keep_their_values() -> None:
