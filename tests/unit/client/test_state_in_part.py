@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 
 from checkpointd.errors import MismatchError, StateError
 from tests.unit.client.restoring import Saved, bytes_of, same, save
@@ -314,8 +314,8 @@ def test_z1_what_the_ranks_had_different_values_of_leaves_the_rest_of_that_state
 def test_z1_a_flat_parameter_keeps_its_state_where_a_part_of_it_was_not_stored() -> None:
     def flat(*, new: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
         layers = [nn.Embedding(10, 4), nn.Linear(4, 3), *([nn.Linear(3, 3)] if new else [])]
-        cpu = torch.device("cpu")
-        model = FullyShardedDataParallel(nn.Sequential(*layers), use_orig_params=False, device_id=cpu)
+        options: Any = {"use_orig_params": False, "device_id": torch.device("cpu")}
+        model = FullyShardedDataParallel(nn.Sequential(*layers), sharding_strategy=ShardingStrategy.NO_SHARD, **options)
         return model, adam(model.parameters())
 
     source, target = flat(new=False), flat(new=True)
