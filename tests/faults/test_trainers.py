@@ -72,7 +72,7 @@ def test_a_job_that_is_killed_in_the_middle_of_a_save_goes_on(
     for number in range(pytestconfig.getoption("--trainer-rounds")):
         folder = tmp_path / str(number)
         folder.mkdir()
-        point = POINTS[(number + ORDERS.index(order)) % len(POINTS)]
+        point = POINTS[(number + len(ORDERS) - 1 - ORDERS.index(order)) % len(POINTS)]
         train = "accelerate" if order == "accelerate" else "train"
         with Job(folder=folder, nursery=nursery) as job:
             dying = job.ranks[0 if point in ("showing", "shown") else number % 2]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,42 +18,51 @@ pytest.importorskip("deepspeed", reason="needs deepspeed: pip install checkpoint
 from checkpointd.errors import NotFoundError, UsageError
 from checkpointd.pipeline.shard import Progress
 from checkpointd_client.handle import Phase, SaveHandle
-from checkpointd_client.integrations.deepspeed import install, trainers
+from checkpointd_client.integrations.deepspeed import install, rotating, trainers
 from checkpointd_client.integrations.deepspeed.filling import Filled, Filling, current
 from checkpointd_client.integrations.deepspeed.plug import own_root
-from checkpointd_client.integrations.deepspeed.trainers import Rotation, Saves, _loading_state, keep_newest, watch
-
-
-def by_number(output_dir: str, save_total_limit: int) -> None:
-    """As transformers does it: of what is there, the oldest go."""
-    found = sorted(Path(output_dir).glob("checkpoint-*"), key=lambda path: int(path.name[11:]))
-    for path in found[:-save_total_limit]:
-        shutil.rmtree(path)
+from checkpointd_client.integrations.deepspeed.rotating import Limit, Saves, rotate
+from checkpointd_client.integrations.deepspeed.trainers import _loading_state, watch
 
 
 class Run:
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.saves = folder, Saves()
-        self.rotate = Rotation(by_number)
-        self.saves.add_rotation(self.rotate)
+    """A directory to which a Trainer saves."""
 
-    def save(self, step: int, limit: int = 1) -> Callable[[Phase], None]:
-        """Save as the Trainer does, and rotate; what it gives ends the save."""
-        directory = self.folder / f"checkpoint-{step}"
-        handle = SaveHandle(f"global_step{step}", "00000001-0", step, Progress())
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.saves, self._age = folder, Saves(), 0
+
+    def whole(self, number: int, *, name: str = "checkpoint-{}") -> Path:
+        """A checkpoint that is there, younger than those before."""
+        path = self.folder / name.format(number)
+        (path / "engine").mkdir(parents=True)
+        self._age += 1
+        for file in ("trainer_state.json", "engine/mp_rank_00_model_states.pt"):
+            (path / file).touch()
+            os.utime(path / file, (self._age, self._age))
+        return path
+
+    def ask(self, keep: int, *, best: int | None = None, names: str = r"checkpoint-\d+") -> None:
+        """What the Trainer asks for when it saves."""
+        better = None if best is None else str(self.folder / f"checkpoint-{best}")
+        limit = Limit(keep, names, "trainer_state.json", str(self.folder / "hidden"), better)
+        self.saves.limit(str(self.folder), limit)
+
+    def save(self, number: int) -> Callable[[Phase], None]:
+        """Begin a save; what it gives ends it."""
+        directory = self.folder / f"checkpoint-{number}"
+        handle = SaveHandle(f"global_step{number}", "00000001-0", number, Progress())
         self.saves.add(str(directory), handle)
-        self.rotate(str(self.folder), limit)
 
         def end(phase: Phase) -> None:
-            if phase is Phase.COMMITTED:
-                directory.mkdir()
+            if phase is Phase.COMMITTED and not directory.exists():
+                self.whole(number)
             handle.advance(phase)
 
         return end
 
-    @property
-    def left(self) -> list[int]:
-        return sorted(int(path.name.split("-")[1]) for path in self.folder.glob("checkpoint-*"))
+    def settled(self) -> list[str]:
+        self.saves.settle()
+        return sorted(path.name for path in self.folder.iterdir() if path.name != "hidden")
 
 
 @pytest.fixture
@@ -61,62 +71,102 @@ def run(tmp_path: Path) -> Run:
 
 
 def test_the_last_checkpoint_goes_when_a_newer_one_has_committed_and_not_before(run: Run) -> None:
-    run.save(10)(Phase.COMMITTED)
+    run.whole(10)
+    run.ask(1)
     end = run.save(20)
-    assert run.left == [10]
+    run.saves._rotate()
+    assert (run.folder / "checkpoint-10").exists()
     end(Phase.COMMITTED)
-    assert run.left == [20]
+    assert run.settled() == ["checkpoint-20"]
 
 
 def test_what_fails_takes_no_checkpoint_with_it(run: Run) -> None:
-    run.save(10)(Phase.COMMITTED)
+    run.whole(10)
+    run.ask(1)
     run.save(20)(Phase.FAILED)
-    assert run.left == [10]
+    assert run.settled() == ["checkpoint-10"]
     assert run.saves.has_failed(str(run.folder / "checkpoint-20"))
     run.save(30)(Phase.COMMITTED)
-    assert run.left == [30]
+    assert run.settled() == ["checkpoint-30"]
     assert not run.saves.has_failed(str(run.folder / "checkpoint-30"))
 
 
-def test_accelerates_rotation_goes_by_age(tmp_path: Path) -> None:
-    """A job that goes on may count from 0 again."""
-    for age, name in enumerate(("checkpoint_9", "checkpoint_10", "checkpoint_0", "checkpoint_best", "other")):
-        (tmp_path / name).mkdir()
-        os.utime(tmp_path / name, (age, age))
-    keep_newest(str(tmp_path), 2, str(tmp_path / "hidden"))
-    assert left_in(tmp_path) == ["checkpoint_0", "checkpoint_10", "checkpoint_best", "other"]
+@pytest.mark.parametrize("lost", ["engine/mp_rank_00_model_states.pt", "trainer_state.json"])
+def test_what_is_no_checkpoint_takes_no_checkpoints_place_and_stays(run: Run, lost: str) -> None:
+    """A job without checkpointd that was killed while it saved; or the user has removed the engine's files, to save space."""
+    run.whole(4)
+    (run.whole(6) / lost).unlink()
+    run.whole(8)
+    run.ask(2)
+    run.save(5)(Phase.COMMITTED)
+    assert run.settled() == ["checkpoint-5", "checkpoint-6", "checkpoint-8"]
 
 
-def left_in(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir() if path.name != "hidden")
+def test_the_newest_commit_stays_whatever_its_number_and_whoever_touches_another_directory(run: Run) -> None:
+    for number in (2, 9):
+        run.whole(number)
+    run.ask(2)
+    end = run.save(1)
+    (run.folder / "checkpoint-2" / "converted.bin").touch()
+    end(Phase.COMMITTED)
+    assert run.settled() == ["checkpoint-1", "checkpoint-9"]
 
 
-def test_accelerates_rotation_that_is_cut_off_or_done_twice_takes_no_newer_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_names_that_the_library_gives_are_rotated(run: Run) -> None:
+    for number in range(3):
+        run.whole(number, name="checkpoint_{}")
+    run.whole(1, name="checkpoint_best_{}")
+    run.ask(1, names=r"checkpoint_\d+")
+    run.save(7)(Phase.COMMITTED)
+    assert run.settled() == ["checkpoint-7", "checkpoint_2", "checkpoint_best_1"]
+
+
+def test_a_rotation_that_is_cut_off_or_done_twice_takes_no_newer_one(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU each rank takes itself for the first one of its node, and rotates."""
-    for age in range(3):
-        (tmp_path / f"checkpoint_{age}").mkdir()
-        (tmp_path / f"checkpoint_{age}" / "latest").touch()
-        (tmp_path / f"checkpoint_{age}" / "model.safetensors").touch()
-        os.utime(tmp_path / f"checkpoint_{age}", (age, age))
 
     def half(path: os.PathLike[str], **_: object) -> None:
-        for found in sorted(Path(path).glob("**/latest")):
+        for found in Path(path).glob("*/trainer_state.json"):
             found.unlink()
 
+    for number in range(3):
+        run.whole(number)
+    run.ask(2)
+    [limit] = run.saves._limits.values()
     monkeypatch.setattr(shutil, "rmtree", half)
     for _ in range(2):
-        keep_newest(str(tmp_path), 2, str(tmp_path / "hidden"))
-        assert left_in(tmp_path) == ["checkpoint_1", "checkpoint_2"]
-    monkeypatch.setattr(Path, "rename", gone)  # to another rank that was faster
-    (tmp_path / "checkpoint_3").mkdir()
-    keep_newest(str(tmp_path), 2, str(tmp_path / "hidden"))
-    assert left_in(tmp_path) == ["checkpoint_1", "checkpoint_2", "checkpoint_3"]
+        rotate(str(run.folder), limit, set())
+        assert run.settled() == ["checkpoint-1", "checkpoint-2"]
+    monkeypatch.setattr(os, "rename", gone)  # to another rank that was faster
+    run.whole(3)
+    rotate(str(run.folder), limit, set())
+    assert run.settled() == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
 
 
 def gone(*_: object) -> None:
     raise FileNotFoundError
+
+
+def test_what_cannot_be_removed_is_said(run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def refused(*_: object) -> None:
+        raise PermissionError("not yours")
+
+    monkeypatch.setattr(os, "rename", refused)
+    run.whole(1)
+    run.ask(1)
+    run.save(2)(Phase.COMMITTED)
+    assert run.settled() == ["checkpoint-1", "checkpoint-2"]
+    assert "checkpoint-1 is no longer needed and cannot be removed: not yours" in caplog.text
+
+
+def test_what_goes_is_not_removed_on_the_thread_that_ends_the_save(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All other saves wait for that thread, and the lease of the job."""
+    on: list[threading.Thread] = []
+    run.ask(1)
+    begun = threading.Event()
+    monkeypatch.setattr(rotating, "rotate", lambda *_: (on.append(threading.current_thread()), begun.set()))
+    run.save(2)(Phase.COMMITTED)
+    assert begun.wait(30)
+    assert on != [threading.current_thread()]
 
 
 @pytest.fixture
@@ -126,39 +176,76 @@ def saves(monkeypatch: pytest.MonkeyPatch) -> Saves:
     return made
 
 
-def test_a_directory_without_a_checkpoint_takes_no_checkpoints_place(saves: Saves, tmp_path: Path) -> None:
-    """Such as one that a callback writes to before the commit, or that an earlier job has left half made."""
-    (tmp_path / "checkpoint-4" / "global_step4").mkdir(parents=True)
-    (tmp_path / "checkpoint-8").mkdir()
-    rotate = trainers._rotating(lambda output_dir, save_total_limit, **_: by_number(output_dir, save_total_limit))
-    rotate(str(tmp_path), 1)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-4", "checkpoint-8"]
+def test_the_limit_of_one_training_is_none_of_the_next(run: Run, saves: Saves) -> None:
+    run.saves = saves
+    run.whole(1)
+    run.ask(1)
+    saves.note_best(str(run.folder), str(run.folder / "checkpoint-1"))
+    trainers._training(lambda: None)()
+    assert saves.best(str(run.folder)) is None
+    run.save(2)(Phase.COMMITTED)
+    assert run.settled() == ["checkpoint-1", "checkpoint-2"]
+    run.ask(1)
+    run.ask(0)  # no limit any more
+    run.save(3)(Phase.COMMITTED)
+    assert run.settled() == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
 
 
-def test_the_best_checkpoint_stays_until_a_better_one_has_committed(saves: Saves, tmp_path: Path) -> None:
-    for step in (4, 6):
-        (tmp_path / f"checkpoint-{step}" / f"global_step{step}").mkdir(parents=True)
-    asked: list[tuple[int, str | None]] = []
+def test_what_does_not_go_through_an_engine_is_rotated_as_ever(tmp_path: Path, saves: Saves) -> None:
+    asked: list[tuple[object, ...]] = []
+    rotate_checkpoints = trainers._rotating(lambda *args, **options: asked.append((args, options)))
+    rotate_checkpoints(str(tmp_path), 1, use_mtime=True)
+    assert asked == [((str(tmp_path), 1), {"use_mtime": True})]
 
-    def original(_: str, *, save_total_limit: int, best_model_checkpoint: str | None) -> None:
-        asked.append((save_total_limit, best_model_checkpoint))
 
-    best, better = str(tmp_path / "checkpoint-4"), str(tmp_path / "checkpoint-8")
-    saves.best, handle = best, SaveHandle("global_step8", "00000001-0", 8, Progress())
-    saves.add(better, handle)
-    rotate = trainers._rotating(original)
-    rotate(str(tmp_path), 1, best_model_checkpoint=better)
-    assert asked == []
-    handle.advance(Phase.ABORTED)
-    assert asked == [(1, best)]
+def test_a_save_on_sigterm_makes_no_directory_that_is_not_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Trainer's own way makes checkpoint-3 first; with an engine that is not attached it stays so."""
+    done: list[str] = []
+
+    class Engine:
+        """One that is attached."""
+
+    class Plugged:
+        is_attached = True
+
+    engine = Engine()
+    monkeypatch.setitem(trainers._PLUGS, engine, Plugged())
+    save_at_once = trainers._saving_at_once(lambda _: done.append("as ever"))
+    for at, only_model in ((engine, False), (engine, True), (Engine(), False), (None, False)):
+        trainer = SimpleNamespace(
+            args=SimpleNamespace(save_only_model=only_model),
+            deepspeed=at,
+            model="model",
+            _save_checkpoint=lambda model, **_: done.append(model),
+        )
+        manager = SimpleNamespace(trainer=trainer, is_checkpoint_requested=True)
+        save_at_once(manager)
+        assert manager.is_checkpoint_requested == (done[-1] == "as ever")
+    assert done == ["model", "as ever", "as ever", "as ever"]
+
+
+def test_the_best_checkpoint_stays_until_a_better_one_has_committed(run: Run, saves: Saves) -> None:
+    run.saves = saves
+    for number in (4, 5):
+        run.whole(number)
+    best, better = str(run.folder / "checkpoint-4"), str(run.folder / "checkpoint-8")
+    saves.note_best(str(run.folder), best)
+    run.ask(1, best=8)
+    end_of_the_better = run.save(8)
+    run.save(6)(Phase.COMMITTED)
+    saves._rotate()
+    assert (run.folder / "checkpoint-5").exists()
+    end_of_the_better(Phase.ABORTED)
+    assert run.settled() == ["checkpoint-4", "checkpoint-6"]
 
     class Training:
         """A Trainer at its end."""
 
         state = SimpleNamespace(best_model_checkpoint=better)
 
-    trainers._finalizing(lambda training: asked.append((0, training.state.best_model_checkpoint)))(Training())
-    assert asked[-1] == (0, best)
+    ended: list[str | None] = []
+    trainers._finalizing(lambda training: ended.append(training.state.best_model_checkpoint))(Training())
+    assert ended == [best]
 
 
 @pytest.mark.parametrize(
@@ -218,6 +305,7 @@ def test_accelerate_is_told_of_a_missing_checkpoint_by_an_error_and_others_as_de
         ("/runs/a", "/runs/a"),
         ("/runs/a/checkpoint-30", "/runs/a"),
         ("/runs/a/checkpoints/checkpoint_3", "/runs/a"),
+        ("/mnt/checkpoints/checkpoint-3", "/mnt/checkpoints"),
         ("/runs/a/checkpoints", "/runs/a/checkpoints"),
         ("/runs/a/checkpoint-best", "/runs/a/checkpoint-best"),
     ],

@@ -43,6 +43,11 @@ class Filling:
     call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
     """What the engine was asked to save, beside the directory."""
 
+    @property
+    def above(self) -> str:
+        """Where all directories are filled: out of sight."""
+        return os.path.dirname(os.path.dirname(self.filled.path))
+
     def takes(self, save_dir: object) -> bool:
         return os.path.abspath(str(save_dir)) == self.filled.path
 

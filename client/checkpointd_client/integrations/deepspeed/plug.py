@@ -195,12 +195,14 @@ def _joined(parts: list[str]) -> str:
 def own_root(folder: str) -> str:
     """The root of a save_dir for which none was given: itself, or of a `checkpoint-N` the directory in which such ones lie.
 
-    These come and go with each save. Accelerate's lie in a directory `checkpoints`, in which nothing else may be.
+    These come and go with each save. Accelerate's (`checkpoint_N`) lie in a directory `checkpoints`, in which nothing else may
+    be.
     """
     above, name = os.path.split(folder)
-    if re.fullmatch(r"checkpoint[-_]\d+", name) is None:
+    found = re.fullmatch(r"checkpoint([-_])\d+", name)
+    if found is None:
         return folder
-    return os.path.dirname(above) if os.path.basename(above) == "checkpoints" else above
+    return os.path.dirname(above) if found[1] == "_" and os.path.basename(above) == "checkpoints" else above
 
 
 def check_found(missing: str | None) -> None:

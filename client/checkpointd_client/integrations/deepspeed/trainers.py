@@ -6,7 +6,7 @@ replaced here are methods of their classes, and names in the Trainer's own modul
 Invariants
   H1  A `checkpoint-N` that Transformers or Accelerate makes has that name only when it is committed, and it is whole then, with
       what they write and what the engine writes. So their own functions, and anybody's, find none that is not.
-  H2  A rotation takes no committed checkpoint for the sake of one that has not committed.
+  H2  A rotation takes no committed checkpoint for the sake of one that has not committed (`rotating.py`).
   H3  What looks for files of a save in flight waits for it first. Accelerate's loading one that is not there is an error.
 """
 
@@ -17,10 +17,7 @@ import importlib
 import logging
 import os
 import re
-import shutil
 import sys
-import threading
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
@@ -29,10 +26,9 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from checkpointd.errors import NotFoundError, UsageError
-from checkpointd.store.unfinished import GOING
-from checkpointd_client.handle import SaveHandle
 from checkpointd_client.integrations.deepspeed.filling import Filled, Filling, current
 from checkpointd_client.integrations.deepspeed.plug import Place, Plug
+from checkpointd_client.integrations.deepspeed.rotating import Limit, Saves
 
 log = logging.getLogger("checkpointd")
 
@@ -49,93 +45,9 @@ def check_layout(layout: object) -> None:
         )
 
 
-class Saves:
-    """The directories that were saved to, each with its last save."""
-
-    def __init__(self) -> None:
-        self._handles: dict[str, SaveHandle] = {}
-        self._rotations: list[Rotation] = []
-        self.best: str | None = None
-        """The Trainer's best checkpoint, of those that were there when the last save began."""
-
-    def add(self, directory: str, handle: SaveHandle) -> None:
-        for known, older in list(self._handles.items()):
-            if older.done() and older.phase == "committed":
-                self._handles.pop(known, None)
-        self._handles[os.path.abspath(directory)] = handle
-        handle.when_done(self._rotate)
-
-    def add_rotation(self, rotation: Rotation) -> None:
-        self._rotations.append(rotation)
-
-    def _rotate(self) -> None:
-        for rotation in self._rotations:
-            rotation.again()
-
-    def has_failed(self, directory: str) -> bool:
-        """Whether the last save there has ended without a commit."""
-        handle = self._handles.get(os.path.abspath(directory))
-        return handle is not None and handle.done() and handle.phase != "committed"
-
-    def is_in_flight(self, directory: str) -> bool:
-        """Whether it is not decided what becomes of the last save there."""
-        handle = self._handles.get(os.path.abspath(directory))
-        return handle is not None and not handle.done()
-
-    def settle(self) -> None:
-        """Wait until no save is in flight, whatever becomes of it: its handle and the log say what. Old ones have gone then."""
-        for handle in list(self._handles.values()):
-            handle.ended_within(None)
-        self._rotate()
-
-
-class Rotation:
-    """Removes old checkpoints as it was last asked to, and does it again whenever a save has ended."""
-
-    def __init__(self, original: _Function) -> None:
-        self._original = original
-        self._wanted: Callable[[], None] | None = None
-        self._alone = threading.Lock()
-
-    def __call__(self, output_dir: str, save_total_limit: int | None = None, **options: Any) -> None:
-        if save_total_limit is None or save_total_limit <= 0:
-            return
-        self._wanted = functools.partial(self._original, os.fspath(output_dir), save_total_limit=save_total_limit, **options)
-        self.again()
-
-    def again(self) -> None:
-        """Rotate as was last asked for, now that more may have committed."""
-        with self._alone:
-            if self._wanted is not None:
-                self._wanted()
-
-
-def keep_newest(output_dir: str, save_total_limit: int, out_of_sight: str) -> None:
-    """Remove all but the newest `checkpoint_N`, as Accelerate does, but by age: a job that goes on may count from 0 again.
-
-    What goes is moved to the directory `out_of_sight` first: half removed, it would be the one that changed last, and another
-    rank that rotates as well, or this one once more, would take older ones in its place. A start removes what a crash has left
-    there.
-    """
-    ages: dict[Path, int] = {}
-    for found in Path(output_dir).glob("checkpoint_*"):
-        with suppress(FileNotFoundError):  # another rank has removed it
-            if _NUMBER.search(found.name):
-                ages[found] = found.stat().st_mtime_ns
-    for path in sorted(ages, key=ages.__getitem__)[:-save_total_limit]:
-        gone = Path(out_of_sight, f"{GOING}{uuid.uuid4().hex}")
-        with suppress(FileNotFoundError):
-            gone.mkdir(parents=True)
-            path.rename(gone / path.name)
-        shutil.rmtree(gone, ignore_errors=True)
-
-
 _MODEL_NAME = "pytorch_model"
 """The tag under which Accelerate saves."""
-_NUMBER = re.compile(r"_(\d+)\Z")
 _SAVES = Saves()
-_ACCELERATES = Rotation(keep_newest)
-_SAVES.add_rotation(_ACCELERATES)
 _PLUGS: WeakKeyDictionary[Any, Plug] = WeakKeyDictionary()
 """Of the engines that are watched."""
 
@@ -177,6 +89,9 @@ def teach() -> None:
         module = importlib.import_module("transformers.trainer")
         _replace(module, "rotate_checkpoints", _rotating)
         _replace(module, "deepspeed_load_checkpoint", _settled)
+        with suppress(ImportError):  # of releases that do not have it
+            jit = importlib.import_module("transformers.trainer_jit_checkpoint")
+            _replace(jit.CheckpointManager, "execute_jit_checkpoint", _saving_at_once)
         for name, wrap in _OF_TRAINER.items():
             _replace(module.Trainer, name, wrap)
     if "accelerate" in sys.modules:
@@ -203,6 +118,15 @@ def _settled(original: _Function) -> _Function:
         return original(*args, **kwargs)
 
     return settled
+
+
+def _training(original: _Function) -> _Function:
+    @functools.wraps(original)
+    def train(*args: Any, **kwargs: Any) -> Any:
+        _SAVES.begin()
+        return original(*args, **kwargs)
+
+    return train
 
 
 # --- filling a directory ----------------------------------------------------------------------------------------
@@ -264,7 +188,7 @@ def _saving_checkpoint(original: _Function) -> _Function:
         engine = None if self.args.save_only_model else getattr(self, "deepspeed", None)
         best = self.state.best_model_checkpoint
         if best is not None and os.path.isdir(best):
-            _SAVES.best = best
+            _SAVES.note_best(run_dir, best)
         filling = _filling(engine, os.path.join(run_dir, f"checkpoint-{self.state.global_step}"))
         if filling is None:
             return original(self, model, trial, **kwargs)
@@ -308,30 +232,34 @@ def _name_best(state: Any, run_dir: str, elsewhere: str) -> None:
 
 
 def _rotating(original: _Function) -> _Function:
-    def rotate(output_dir: str, save_total_limit: int, best_model_checkpoint: str | None = None, **options: Any) -> None:
-        best = best_model_checkpoint
-        if best is not None and not os.path.isdir(best):
-            if _SAVES.is_in_flight(best):
-                return  # it is asked again when it is decided which one is the best
-            best = _SAVES.best
-        limit = save_total_limit + _uncommitted(output_dir)
-        original(output_dir, save_total_limit=limit, best_model_checkpoint=best, **options)
-
-    rotation = Rotation(rotate)
-    _SAVES.add_rotation(rotation)
-
     @functools.wraps(original)
     def rotate_checkpoints(output_dir: str, save_total_limit: int | None = None, *args: Any, **options: Any) -> None:
         filling = current()
-        named = dict(zip(("best_model_checkpoint", "use_mtime", "checkpoint_prefix"), args, strict=False))
-        rotation(filling.real(output_dir) if filling is not None else output_dir, save_total_limit, **named, **options)
+        if filling is None:  # nothing goes through an engine that is attached
+            original(output_dir, save_total_limit, *args, **options)
+            return
+        named = dict(zip(("best_model_checkpoint", "use_mtime", "checkpoint_prefix"), args, strict=False)) | options
+        names = rf"{re.escape(named.get('checkpoint_prefix', 'checkpoint'))}-\d+"
+        limit = Limit(save_total_limit or 0, names, "trainer_state.json", filling.above, named.get("best_model_checkpoint"))
+        _SAVES.limit(filling.real(os.fspath(output_dir)), limit)
 
     return rotate_checkpoints
 
 
-def _uncommitted(output_dir: str) -> int:
-    """How many directories hold no checkpoint: a callback writes there before the commit, or an earlier job was cut off."""
-    return sum(path.is_dir() and not any(path.glob("global_step*")) for path in Path(output_dir).glob("checkpoint-*"))
+def _saving_at_once(original: _Function) -> _Function:
+    """On SIGTERM the Trainer makes `checkpoint-N` itself, with a mark that it is unfinished. Here it is never there by half."""
+
+    @functools.wraps(original)
+    def execute_jit_checkpoint(self: Any) -> Any:
+        trainer = self.trainer
+        engine = None if trainer.args.save_only_model else getattr(trainer, "deepspeed", None)
+        if engine is None or engine not in _PLUGS or not _PLUGS[engine].is_attached:
+            return original(self)
+        self.is_checkpoint_requested = False
+        trainer._save_checkpoint(trainer.model, trial=None)
+        return None
+
+    return execute_jit_checkpoint
 
 
 def _finalizing(original: _Function) -> _Function:
@@ -342,7 +270,7 @@ def _finalizing(original: _Function) -> _Function:
         _SAVES.settle()
         best = self.state.best_model_checkpoint
         if best is not None and _SAVES.has_failed(best):
-            earlier = _SAVES.best if _SAVES.best is not None and os.path.isdir(_SAVES.best) else None
+            earlier = _SAVES.best(os.path.dirname(best))
             instead = "the model keeps the weights of the last step" if earlier is None else f"{earlier} counts as the best"
             log.error("the best checkpoint, %s, could not be saved: %s", best, instead)
             self.state.best_model_checkpoint = earlier
@@ -366,7 +294,7 @@ def _saving_model(original: _Function) -> _Function:
 _OF_TRAINER: dict[str, Callable[[_Function], _Function]] = {
     "_save_checkpoint": _saving_checkpoint,
     "save_model": _saving_model,
-    "train": _settled,
+    "train": _training,
     "_finalize_training": _finalizing,
 }
 
@@ -428,10 +356,10 @@ def _saving_state(original: _Function) -> _Function:
             finally:
                 naming.automatic_checkpoint_naming = names
         naming.iteration = iteration + 1  # on each rank, whether its files could be written or not
-        _save_filled(engine, filling, _MODEL_NAME)
         if names and self.is_main_process:
-            out_of_sight = os.path.dirname(os.path.dirname(filling.filled.path))
-            _ACCELERATES(os.path.dirname(filling.directory), limit, out_of_sight=out_of_sight)
+            kept = None if limit is None else Limit(limit, r"checkpoint_\d+", "random_states_0.pkl", filling.above)
+            _SAVES.limit(os.path.dirname(filling.directory), kept)
+        _save_filled(engine, filling, _MODEL_NAME)
         return Path(filling.directory)
 
     return save_state
