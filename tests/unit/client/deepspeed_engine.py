@@ -34,7 +34,8 @@ class Engine:
         self.checkpoint_engine.save({"module": self.module.state_dict()}, os.path.join(save_dir, tag, FILE))
 
     def load_checkpoint(self, load_dir: str, tag: str | None, *_: Any) -> tuple[str, str | None]:
-        return load_dir, tag
+        latest = Path(load_dir, "latest")
+        return load_dir, latest.read_text().strip() if tag is None and latest.exists() else tag
 
     def _optimizer_has_ckpt_event_prologue(self) -> bool:
         return False

@@ -225,6 +225,21 @@ def test_what_ranks_hold_with_different_values_is_taken_from_nobody() -> None:
         source.verify([Target(tied, torch.empty(12, dtype=torch.float64))], source.content())
 
 
+def test_equal_values_of_what_two_ranks_hold_are_read_from_one_of_them() -> None:
+    snapshots = []
+    for rank in (0, 1):
+        shard = make_shard({"tied": np.full(12, 7.0)})
+        tensors = tuple(msgspec.structs.replace(tensor, scope="global") for tensor in wire_tensors(shard.tensors))
+        digests = tuple(xxh3_128(shard.image[t.offset : t.offset + t.nbytes]) for t in shard.tensors)
+        snapshot = _snapshot(nbytes=len(shard.image), tensors=tensors, tree=shard.tree, digests=digests)
+        snapshots.append(HeldSnapshot(snapshot, _descriptor(bytes(shard.image)), rank))
+    source = HeldSource(snapshots[0], {1: snapshots[1]}, 0)
+    found = torch.empty(12, dtype=torch.float64)
+    for work in (source.verify, source.fill):
+        work([Target("tied", found)], source.content())
+    assert torch.equal(found, torch.full((12,), 7.0, dtype=torch.float64))
+
+
 @pytest.mark.parametrize("cut_alike", [True, False])
 def test_held_tensors_are_equal_where_every_bit_of_them_is(monkeypatch: pytest.MonkeyPatch, cut_alike: bool) -> None:
     if not cut_alike:
