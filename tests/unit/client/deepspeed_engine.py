@@ -35,7 +35,8 @@ class Engine:
 
     def load_checkpoint(self, load_dir: str, tag: str | None, *_: Any) -> tuple[str, str | None]:
         latest = Path(load_dir, "latest")
-        return load_dir, latest.read_text().strip() if tag is None and latest.exists() else tag
+        names = tag is None and not self.universal and latest.exists()
+        return load_dir, latest.read_text().strip() if names else tag
 
     def _optimizer_has_ckpt_event_prologue(self) -> bool:
         return False
