@@ -27,10 +27,16 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if carrier is None or carrier == tensor.dtype else tensor.view(carrier)
 
 
-def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A new contiguous tensor with arbitrary content; made as bits, because torch warns when it makes complex32."""
+def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device, stride: Sequence[int] | None = None) -> torch.Tensor:
+    """A new tensor with arbitrary content, contiguous unless `stride` is given; made as bits, because torch warns when it
+    makes complex32.
+    """
     carrier = _CARRIERS.get(dtype.itemsize)
-    made = torch.empty(tuple(shape), dtype=carrier or dtype, device=device)
+    size, own = tuple(shape), carrier or dtype
+    if stride is None:
+        made = torch.empty(size, dtype=own, device=device)
+    else:
+        made = torch.empty_strided(size, tuple(stride), dtype=own, device=device)
     return made if carrier is None or carrier == dtype else made.view(dtype)
 
 

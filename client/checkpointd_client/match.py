@@ -28,7 +28,7 @@ from checkpointd_client.modules import Modules
 from checkpointd_client.sharding import FlatShard, held_by, is_sharded, local_of
 from checkpointd_client.slots import Slot, Slots
 from checkpointd_client.steps import Step, Turn
-from checkpointd_client.stored import Stored
+from checkpointd_client.stored import Place, Stored
 
 _CPU = torch.device("cpu")
 
@@ -150,9 +150,18 @@ class Matcher:
 
     # --- what is not there yet -----------------------------------------------------------------------------------
 
-    def fresh(self, node: tree.Node, device: torch.device | None = None, like: torch.Tensor | FlatShard | None = None) -> Build:
-        """Whatever is stored, made anew: on `device`, or on the kind of device where it was. Tensors of the shape of `like` get
-        its sharding, and its dtype where that may be.
+    def fresh(
+        self,
+        node: tree.Node,
+        device: torch.device | None = None,
+        like: torch.Tensor | FlatShard | None = None,
+        was: Place | None = None,
+    ) -> Build:
+        """Whatever is stored, made anew: on `device`, or on the kind of device where it was. A tensor of the shape of `like`
+        gets its sharding and its strides.
+
+        With cast=True it gets the dtype of `like` as well, unless it was of another dtype than the tensor at `was`, which
+        stood where `like` stands now: a master copy in float32 stays one.
         """
         if isinstance(node, tree.Tensor | tree.Array):
             place = self.stored.place(node.fqn)
@@ -161,22 +170,25 @@ class Matcher:
             where = _CPU if isinstance(node, tree.Array) else device or _device(node.device)
             slot = Slot(node, place, where, replaceable=True)
             if like is not None and isinstance(node, tree.Tensor):
-                self._made_like(slot, like)
+                self._made_like(slot, like, was)
             self.slots.add(slot)
             return lambda: slot.value
         if isinstance(node, tree.Dict):
             children = self.stored.children(node)
-            return building.dict_of(node.kind, {key: self.fresh(child, device, like) for key, child in children})
+            return building.dict_of(node.kind, {key: self.fresh(child, device, like, was) for key, child in children})
         if isinstance(node, tree.Sequence):
-            return building.sequence_of(node.kind, [self.fresh(child, device, like) for child in node.items])
+            return building.sequence_of(node.kind, [self.fresh(child, device, like, was) for child in node.items])
         return building.constant(node)
 
-    def _made_like(self, slot: Slot, like: torch.Tensor | FlatShard) -> None:
+    def _made_like(self, slot: Slot, like: torch.Tensor | FlatShard, was: Place | None) -> None:
         if slot.place.shape != tuple(like.shape):
             return
         if is_sharded(like):
             slot.like, slot.held = like, held_by(like, slot.fqn)
-        if self.cast and like.is_floating_point() and is_floating(slot.place.dtype):
+        elif isinstance(like, torch.Tensor):
+            slot.stride = tensors.stride_like(like)  # fused optimizers take parameter and state in the order of memory
+        follows = was is None or was.dtype == slot.place.dtype
+        if self.cast and follows and like.is_floating_point() and is_floating(slot.place.dtype):
             slot.dtype = like.dtype
 
     # --- containers ----------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from checkpointd_client.building import Build
 from checkpointd_client.optimizer_fit import OF_OTHERS, Live, following_kinds, misfit, other_kind
 from checkpointd_client.sharding import FlatShard, is_dtensor
 from checkpointd_client.steps import Turn
+from checkpointd_client.stored import Place
 from checkpointd_client.tensors import is_meta, refuse_meta
 
 if TYPE_CHECKING:
@@ -295,7 +296,10 @@ def _entries(
             match.mismatched.append(f"{first}: it lies in one parameter here with others, of which nothing is stored")
         made: dict[Hashable, Build] = {}
         if not (torn or trial.failed):
-            made = {number: _entry(match, live, number, nodes[key], f"{fqn}.state.{key}") for key, number in stored.items()}
+            made = {
+                number: _entry(match, live, number, nodes[key], match.stored.find(key), f"{fqn}.state.{key}")
+                for key, number in stored.items()
+            }
         if not torn and trial.fits(first):
             entries |= made
         else:
@@ -346,6 +350,8 @@ class _Like:
     parameter: torch.Tensor | FlatShard | None = None
     first: placing.FirstStep | None = None
     path: tuple[Hashable, ...] = ()
+    was: Place | None = None
+    """The parameter as it is stored."""
 
     def below(self, key: Hashable) -> _Like:
         return self if self.first is None else replace(self, path=(*self.path, key))
@@ -354,28 +360,34 @@ class _Like:
         """What the tensor stored at `node` is to be made like."""
         if self.first is None or self.parameter is None or not isinstance(node, tree.Tensor):
             return self.parameter
-        shape = match.stored.place(node.fqn).shape
+        shape, shared = match.stored.place(node.fqn).shape, match.is_shared(node.fqn)
         # A number goes with DTensors as it is, and is one only where it was one.
-        as_it_is = math.prod(shape) == 1 and not isinstance(node, tree.Placed)
-        if as_it_is or shape == tuple(self.parameter.shape):
+        if math.prod(shape) == 1 and not isinstance(node, tree.Placed):
             return self.parameter
-        shared = match.is_shared(node.fqn)
-        made: torch.Tensor | None = placing.like(node, shape, self.first, self.path, shared=shared)
-        return self.parameter if made is None else made
+        if shape != tuple(self.parameter.shape):
+            made: torch.Tensor | None = placing.like(node, shape, self.first, self.path, shared=shared)
+            return self.parameter if made is None else made
+        # Where ranks held the parameter together, and this not, it was a plain tensor beside a DTensor.
+        was_plain = not shared and self.was is not None and match.is_shared(self.was.fqn)
+        return torch.empty(shape, dtype=self.parameter.dtype, device="meta") if was_plain else self.parameter
 
 
-def _entry(match: Matcher, live: Live, number: Hashable, node: tree.Node, fqn: str) -> Build:
-    """The state of one parameter: on its device, but for step counts, which torch keeps on the host."""
+def _entry(match: Matcher, live: Live, number: Hashable, node: tree.Node, was: Place | None, fqn: str) -> Build:
+    """The state of one parameter, which is itself stored at `was`: on its device, but for step counts, which torch keeps on the
+    host, and in a dtype of their own.
+    """
     there = live.state["state"].get(number)
     if number not in live.params or not isinstance(node, tree.Dict):
         return _replaced(match, node, there, fqn, _Like())
     parameter, group = live.params[number], live.groups[number]
     steps_stay = not (group.get("capturable") or group.get("fused"))
     first = placing.FirstStep(live.optimizer, group, parameter) if is_dtensor(parameter) else None
-    made = _Like(parameter.device, parameter, first)
+    made = _Like(parameter.device, parameter, first, was=was)
     parts: dict[Hashable, Build] = {}
     for key, child in match.stored.children(node):
-        like = _Like(torch.device("cpu")) if key == "step" and steps_stay else made.below(key)
+        like = made.below(key)
+        if key == "step" and (steps_stay or not isinstance(child, tree.Placed)):
+            like = _Like(torch.device("cpu") if steps_stay else parameter.device)
         parts[key] = _replaced(match, child, _item(there, key), f"{fqn}.{key}", like)
     return building.dict_of(node.kind, parts)
 
@@ -393,7 +405,7 @@ def _replaced(match: Matcher, node: tree.Node, live: Any, fqn: str, like: _Like)
         return building.sequence_of(
             node.kind, [_replaced(match, child, _item(live, i), f"{fqn}.{i}", like.below(i)) for i, child in numbered]
         )
-    return match.fresh(node, like.device, like.tensor(match, node))
+    return match.fresh(node, like.device, like.tensor(match, node), like.was)
 
 
 def filled(match: Matcher, live: Any, node: tree.Node, fqn: str) -> Build:

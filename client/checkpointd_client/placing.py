@@ -14,6 +14,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from checkpointd.layout import tree
@@ -124,11 +125,10 @@ def _state_after_a_step(optimizer: Any, group: Mapping[str, Any], parameter: Any
     stand_in.grad = _stand_in(parameter).detach()
     try:
         trial = object.__new__(type(optimizer))
-        vars(trial).update({key: _apart(value) for key, value in vars(optimizer).items()})
+        vars(trial).update(_apart({key: value for key, value in vars(optimizer).items() if key not in _OF_PARAMETERS}))
         trial.state = collections.defaultdict(dict)
-        trial.param_groups = [
-            {**group, "params": [stand_in], "fused": False} if "fused" in group else {**group, "params": [stand_in]}
-        ]
+        own = _apart({key: value for key, value in group.items() if key != "params"})
+        trial.param_groups = [{**own, "params": [stand_in]} | ({"fused": False} if "fused" in own else {})]
         # The bare function: hooks and what schedulers wrap around it are for real steps.
         with torch.no_grad():
             inspect.unwrap(type(optimizer).step)(trial)
@@ -137,21 +137,54 @@ def _state_after_a_step(optimizer: Any, group: Mapping[str, Any], parameter: Any
         return {}
 
 
-def _apart(value: Any) -> Any:
-    """A copy of what a step may change in place: that must not reach the user's own."""
+_OF_PARAMETERS = frozenset({"state", "param_groups"})
+"""What the trial has of its own: the state of every parameter would be much to copy."""
+
+_COPIED_MAX = 1 << 10
+"""Elements of a tensor whose values the trial sees, such as a counter. A larger one has no memory there."""
+
+
+def _apart(value: Any, met: dict[int, Any] | None = None) -> Any:
+    """A copy, at any depth of containers, of what a step may change in place: that must not reach the user's own.
+
+    `met`: what was copied before, by identity, so that what stands at two places, or in itself, is still one.
+    """
+    met = {} if met is None else met
+    if id(value) in met:
+        return met[id(value)]
+    if type(value) is tuple:
+        return tuple(_apart(child, met) for child in value)
     if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    return copy.copy(value) if isinstance(value, dict | list | set) else value
+        made: Any = _tensor_apart(value)
+    elif isinstance(value, dict | list | set | collections.deque | np.ndarray):
+        made = copy.copy(value)
+    else:
+        return value
+    met[id(value)] = made
+    if isinstance(value, dict | list | collections.deque):
+        for key, child in value.items() if isinstance(value, dict) else enumerate(value):
+            made[key] = _apart(child, met)
+    return made
+
+
+def _tensor_apart(tensor: Any) -> Any:
+    if tensor.numel() <= _COPIED_MAX:
+        return tensor.detach().clone()
+    return _like_it_without_memory(tensor.detach())
 
 
 def _stand_in(parameter: Any) -> torch.nn.Parameter:
-    if not is_dtensor(parameter):
-        return torch.nn.Parameter(torch.empty_like(parameter, device="meta"))
+    return torch.nn.Parameter(_like_it_without_memory(parameter))
+
+
+def _like_it_without_memory(tensor: Any) -> Any:
+    """A tensor as `tensor` is one, on no device."""
+    if not is_dtensor(tensor):
+        return torch.empty_like(tensor, device="meta")
     from torch.distributed.tensor import DTensor
 
-    spec = parameter._spec
-    local = torch.empty_like(parameter._local_tensor, device="meta")
-    made = DTensor.from_local(
-        local, spec.mesh, spec.placements, run_check=False, shape=parameter.shape, stride=tuple(parameter.stride())
+    spec = tensor._spec
+    local = torch.empty_like(tensor._local_tensor, device="meta")
+    return DTensor.from_local(
+        local, spec.mesh, spec.placements, run_check=False, shape=tensor.shape, stride=tuple(tensor.stride())
     )
-    return torch.nn.Parameter(made)

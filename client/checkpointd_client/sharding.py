@@ -375,8 +375,8 @@ def replicated(shape: tuple[int, ...], group: Group, *, first_writes: bool = Fal
 
 
 def sharded_like(like: object, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, object]:
-    """A new tensor of `dtype`, sharded as `like` is, of arbitrary content: its local part and itself. It is where `like` is, or
-    on `device` where that has no memory.
+    """A new tensor of `dtype`, sharded and strided as `like` is, of arbitrary content: its local part and itself. It is where
+    `like` is, or on `device` where that has no memory.
     """
     if type(like) is FlatShard:
         made_flat = like.like(dtype)
@@ -386,7 +386,7 @@ def sharded_like(like: object, dtype: torch.dtype, device: torch.device) -> tupl
 
     there = local_of(like)
     where = device if there.is_meta else there.device
-    local = torch.empty_like(there, dtype=dtype, device=where, memory_format=torch.contiguous_format)
+    local = torch.empty_like(there, dtype=dtype, device=where, memory_format=torch.preserve_format)
     spec = like._spec
     made = DTensor.from_local(local, spec.mesh, spec.placements, run_check=False, shape=like.shape, stride=tuple(like.stride()))
     return local, made

@@ -5,12 +5,15 @@ Invariants
   B2  Slots that were tied when saved are tied after loading where their memory is made here; where the user's objects hold them
       apart, each gets its copy.
   B3  No memory is filled with two different stored tensors. Where it is tied now, two that are equal bit for bit count as one.
+  B4  Every slot gets the stored values in its own dtype, converted at most once: never by way of another slot's dtype.
+  B5  New memory has the strides of the parameter that it is the state of, unless B2 ties it to memory that has others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -21,7 +24,7 @@ from checkpointd_client.dtypes import DTYPES, copy_bits, empty, overlaps_itself
 from checkpointd_client.memory import Region, overlapping_pairs
 from checkpointd_client.sharding import Held, is_sharded, sharded_like
 from checkpointd_client.stored import Entries, Place
-from checkpointd_client.tensors import array_dtype, tensor_array
+from checkpointd_client.tensors import array_dtype, stride_like, tensor_array
 
 Equal = Callable[[str, str], bool]
 """Whether two stored tensors of one dtype and shape are the same, bit for bit."""
@@ -65,15 +68,24 @@ class Slot:
     """The sharded tensor that a new one is to be sharded like."""
     dtype: torch.dtype | None = None
     """Of a new tensor, where it is not to be the stored one."""
+    stride: tuple[int, ...] | None = None
+    """Of a new tensor that is not sharded, where it is not to be contiguous."""
 
     @property
     def fqn(self) -> str:
         return self.place.fqn
 
+    def wanted(self, stored: torch.dtype) -> torch.dtype:
+        """The dtype that the elements are to have, where they are stored as `stored`."""
+        return self.live.dtype if self.live is not None else self.dtype or stored
+
     def vacate(self) -> None:
-        """Let a new tensor take the place of the live one, sharded as that is."""
+        """Let a new tensor take the place of the live one: of its dtype, sharded and strided as that is."""
         if self.held is not None and is_sharded(self.value):
             self.like = self.value
+        elif self.live is not None:
+            self.stride = stride_like(self.live)
+        self.dtype = None if self.live is None else self.live.dtype
         self.live = self.value = None
 
 
@@ -210,7 +222,7 @@ def _bind_group(
     plain = [slot for slot in group if slot.held is None]
     filled: torch.Tensor | None = None
     if plain or not all(slot.place.whole for slot in sharded):
-        filled = _bind_plain(owner, entry, plain or group, copies, allocate=not plain)
+        filled = _bind_plain(owner, entry, group, plain, copies)
         yield Target(owner, filled.detach())
     bound: list[Slot] = []
     for slot in sharded:
@@ -227,27 +239,38 @@ def _bind_group(
 
 
 def _bind_plain(
-    owner: str,
-    entry: tuple[str, tuple[int, ...]],
-    group: list[Slot],
-    copies: list[Callable[[], None]],
-    *,
-    allocate: bool,
+    owner: str, entry: tuple[str, tuple[int, ...]], group: list[Slot], plain: list[Slot], copies: list[Callable[[], None]]
 ) -> torch.Tensor:
-    """The memory that all of the stored tensor goes to. With `allocate`, `group` only says on which device to make it."""
-    dtype, shape = entry
-    if allocate:
-        return _allocate(owner, shape, DTYPES[dtype], _device_of(group))
-    direct = next((slot.live for slot in group if slot.place.whole and slot.live is not None and _fillable(slot.live)), None)
-    if direct is None:
-        direct = _allocate(owner, shape, group[0].dtype or DTYPES[dtype], _device_of(group))
-    for slot in group:
+    """The memory that all of the stored tensor goes to, for the slots `plain` and whatever else is in `group`."""
+    stored, shape = DTYPES[entry[0]], entry[1]
+    dtypes = {slot.wanted(stored) for slot in group}
+    # The reader converts where all are to have one other dtype. Where they differ, each is converted from the stored values.
+    read = dtypes.pop() if len(dtypes) == 1 else stored
+    whole: dict[torch.dtype, torch.Tensor] = {}
+    for slot in plain:
+        if slot.place.whole and slot.live is not None and _fillable(slot.live):
+            whole.setdefault(slot.live.dtype, slot.live)
+    for dtype in (read, *(slot.wanted(stored) for slot in plain if slot.live is None)):
+        if dtype not in whole:
+            new = [slot for slot in plain if slot.live is None and slot.wanted(stored) == dtype]
+            made = whole[dtype] = _allocate(owner, shape, dtype, _device_of(new or plain or group), _stride_of(new))
+            if dtype != read:
+                copies.append(partial(_fill, made, whole[read]))
+    direct = whole[read]
+    for slot in plain:
         if slot.live is None:
-            slot.live = _made(slot, direct, copies)
+            slot.live = _made(slot, whole[slot.wanted(stored)], direct, copies)
             slot.value = _value(slot)
         elif not _tied(slot, direct):
             copies.append(_copy(slot.live, direct, slot.place))
     return direct
+
+
+def _stride_of(slots: Iterable[Slot]) -> tuple[int, ...] | None:
+    """The strides of new memory that all of `slots` share: a part of a tensor, or an array, needs elements in a row."""
+    if not all(slot.place.whole and isinstance(slot.node, tree.Tensor) for slot in slots):
+        return None
+    return next((slot.stride for slot in slots if slot.stride is not None), None)
 
 
 def _same_part(slot: Slot, other: Slot) -> bool:
@@ -288,9 +311,11 @@ def _fill(target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
 
 
-def _allocate(fqn: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _allocate(
+    fqn: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, stride: tuple[int, ...] | None = None
+) -> torch.Tensor:
     try:
-        return empty(shape, dtype, device)
+        return empty(shape, dtype, device, stride)
     except RuntimeError as error:  # torch's way to say that memory is short, or that there can be no such tensor
         raise StateError(f"{fqn}: there is no memory on {device} for a new {dtype} tensor of shape {shape}: {error}") from error
 
@@ -304,8 +329,8 @@ def _fillable(tensor: torch.Tensor) -> bool:
     return not (tensor.is_conj() or tensor.is_neg() or overlaps_itself(tensor))
 
 
-def _made(slot: Slot, filled: torch.Tensor, copies: list[Callable[[], None]]) -> torch.Tensor:
-    """The memory for a slot that has none: tied to `filled` where that can be."""
+def _made(slot: Slot, filled: torch.Tensor, direct: torch.Tensor, copies: list[Callable[[], None]]) -> torch.Tensor:
+    """The memory for a slot that has none: tied to `filled` where that can be, else a copy out of `direct`."""
     place = slot.place
     # numpy sees host memory alone, and reads an item of a dtype that torch lacks only where its bytes lie in a row.
     fit_for_array = filled.device.type == "cpu" and filled.is_contiguous()
@@ -315,7 +340,7 @@ def _made(slot: Slot, filled: torch.Tensor, copies: list[Callable[[], None]]) ->
         if filled.is_contiguous():
             return _view(filled, place)
     made = _allocate(slot.fqn, place.shape, filled.dtype, slot.device)
-    copies.append(_copy(made, filled, place))
+    copies.append(_copy(made, direct, place))
     return made
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from checkpointd.errors import FormatError, StateError
 from checkpointd_client.dtypes import DTYPES, NAMES
+from checkpointd_client.memory import contiguous_stride
 from checkpointd_client.values import type_name
 
 PLAIN_TENSORS: frozenset[type] = frozenset({torch.Tensor, nn.Parameter})
@@ -38,6 +39,17 @@ def refusal(tensor: torch.Tensor) -> str | None:
     if tensor.nbytes and tensor.data_ptr() < LIKELY_LOWEST_ADDRESS and tensor.untyped_storage().nbytes() == 0:
         return "its storage was freed: gather or restore the tensor first"
     return None
+
+
+def stride_like(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """The strides of a new tensor like `tensor`, as torch's optimizers make the state of a parameter; None for contiguous ones.
+
+    They are those of `tensor` where its elements fill their memory, and else keep the order of its dimensions.
+    """
+    if tensor.layout is not torch.strided or tensor.stride() == contiguous_stride(tensor.shape):
+        return None
+    without_memory = torch.empty_strided(tensor.shape, tensor.stride(), device="meta")
+    return torch.empty_like(without_memory, memory_format=torch.preserve_format).stride()
 
 
 def is_meta(value: object) -> bool:

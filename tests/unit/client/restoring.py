@@ -28,7 +28,9 @@ class Saved:
     tree: tree.Node
     excluded: tuple[str, ...]
 
-    def prepare(self, state: MutableMapping[str, Any], *, strict: bool = True, left: Sequence[str] = ()) -> Restoration:
+    def prepare(
+        self, state: MutableMapping[str, Any], *, strict: bool = True, cast: bool = False, left: Sequence[str] = ()
+    ) -> Restoration:
         """`left`: what the saving ranks had different values of."""
         content = Content(
             root=_without(self.tree, "", {f"state.{path}" for path in left}),
@@ -38,24 +40,25 @@ class Saved:
             excluded=self.excluded,
             left=frozenset(left),
         )
-        return prepare(state, content, strict=strict, equal=lambda one, two: self.data[one] == self.data[two])
+        return prepare(state, content, strict=strict, cast=cast, equal=lambda one, two: self.data[one] == self.data[two])
 
-    def load(self, state: MutableMapping[str, Any], *, strict: bool = True) -> dict[str, object]:
+    def load(self, state: MutableMapping[str, Any], *, strict: bool = True, cast: bool = False) -> dict[str, object]:
         """Load into `state`, returning client_state."""
-        restoration = self.prepare(state, strict=strict)
-        self.fill(restoration)
+        restoration = self.prepare(state, strict=strict, cast=cast)
+        self.fill(restoration, cast=cast)
         return restoration.finish()
 
-    def fill(self, restoration: Restoration) -> None:
+    def fill(self, restoration: Restoration, *, cast: bool = False) -> None:
         for target in restoration.targets:
             dtype, shape = self.entries[target.fqn]
             assert tuple(target.tensor.shape) == shape
-            assert target.tensor.dtype == DTYPES[dtype]
+            assert cast or target.tensor.dtype == DTYPES[dtype]
             # What Target promises to whoever fills it.
             assert not (target.tensor.is_conj())
             assert not (target.tensor.is_neg())
             assert not (overlaps_itself(target.tensor))
-            copy_bits(target.tensor, tensor_of(self.data[target.fqn], dtype, shape))
+            stored = tensor_of(self.data[target.fqn], dtype, shape)
+            copy_bits(target.tensor, stored.to(target.tensor.dtype) if cast else stored)
 
 
 def _without(node: tree.Node, path: str, left: AbstractSet[str]) -> tree.Node:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -138,6 +139,75 @@ def test_a_ranks_own_scales_stay_its_own() -> None:
         rows, columns = loaded(captured, job(row(0, 1), Shard(0), **options))
         assert type(rows) is type(columns) is torch.Tensor
         assert rows.shape == (ROWS // 2,)
+
+
+class Counting(Rowwise):
+    """It counts its steps in its attributes and in its group, and keeps an average as large as its parameters."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.calls = [torch.zeros(())]
+        self.stats = {"calls": self.calls[0], "deep": ([np.zeros(1)], {"calls": torch.zeros(1)})}
+        self.average = {"all": torch.zeros(64, 64)}
+        self.param_groups[0]["calls"] = torch.zeros(())
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # it returns nothing
+        self.calls[0].add_(1)
+        assert self.stats["calls"] == 1  # it is the same tensor
+        self.stats["deep"][0][0] += 1
+        self.stats["deep"][1]["calls"] += 1
+        self.average["all"].add_(1)
+        self.param_groups[0]["calls"].add_(1)
+        super().step()
+
+
+def test_the_trial_of_a_step_changes_nothing_of_the_users_at_any_depth() -> None:
+    state = {"model": nn.Linear(COLUMNS, ROWS, bias=False)}
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    state["model"].weight = nn.Parameter(on(mesh, Shard(0), Shard(1)))
+    optimizer = Counting(state["model"].parameters())
+    rows, _ = loaded(of_fsdp(), {**state, "optimizer": optimizer})
+    assert rows.placements == (Shard(0), Replicate())  # a step was tried
+    counts = [optimizer.calls[0], *optimizer.stats["deep"][0], optimizer.stats["deep"][1]["calls"], optimizer.average["all"]]
+    assert [float(count.sum()) for count in (*counts, optimizer.param_groups[0]["calls"])] == [0] * 5
+    assert optimizer.stats["calls"] is optimizer.calls[0]
+
+
+SIZE = 4
+
+
+def square(weight: torch.Tensor, **entries: torch.Tensor) -> dict[str, Any]:
+    model = nn.Linear(SIZE, SIZE, bias=False)
+    model.weight = nn.Parameter(weight)
+    optimizer = Rowwise(model.parameters())
+    if entries:
+        optimizer.state[model.weight] = dict(entries)
+    return {"model": model, "optimizer": optimizer}
+
+
+def entry_of(state: dict[str, Any]) -> dict[str, Any]:
+    return state["optimizer"].state[state["model"].weight]  # type: ignore[no-any-return]
+
+
+def test_a_plain_tensor_beside_a_dtensor_of_the_same_shape_stays_plain() -> None:
+    """As the statistics of the rows of a square parameter, which every rank keeps, or each its own."""
+    sharded = on(row(0, 1), Shard(0), shape=(SIZE, SIZE))
+    captured = capture(
+        square(sharded, exp_avg=sharded.clone(), rows=torch.ones(SIZE, SIZE)), None, exclude_frozen_parameters=False
+    )
+    state = square(on(row(0, 1), Shard(0), shape=(SIZE, SIZE)))
+    matched(captured, state).finish()
+    assert type(entry_of(state)["rows"]) is torch.Tensor
+    assert entry_of(state)["exp_avg"].placements == (Shard(0),)
+
+
+def test_state_of_a_plain_parameter_is_sharded_as_the_parameter_is_now() -> None:
+    plain = square(torch.ones(SIZE, SIZE), exp_avg=torch.ones(SIZE, SIZE))
+    captured = capture(plain, None, exclude_frozen_parameters=False)
+    state = square(on(row(0, 1), Shard(0), shape=(SIZE, SIZE)))
+    matched(captured, state).finish()
+    assert entry_of(state)["exp_avg"].placements == (Shard(0),)
 
 
 def test_a_step_count_stays_plain() -> None:
