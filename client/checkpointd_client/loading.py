@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Container, Coroutine, MutableMapping
+from collections.abc import Callable, Coroutine, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -43,6 +43,7 @@ from checkpointd.store.base import Store
 from checkpointd.store.patient import Patience, PatientStore
 from checkpointd.waits import Waiting
 from checkpointd_client import state_dicts
+from checkpointd_client.answers import Answers
 from checkpointd_client.choosing import Chooser
 from checkpointd_client.content import Content
 from checkpointd_client.held import HeldSource, common, counts
@@ -90,11 +91,11 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a candidate holds for this rank, and which objects it may want to ask for their state (`restore.askable`)."""
+    """What a candidate holds for this rank, and the objects that it may want to ask for their state (`restore.askable`)."""
 
     source: Source
     content: Content
-    askable: tuple[str, ...]
+    askable: Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +139,7 @@ class Loader:
     """Whether rank 0 has looked at the store, and said what is damaged there."""
     _skipped: list[tuple[str, str]] = field(default_factory=list)
     """On rank 0: attempts that are damaged so that they are no candidates, and why."""
+    _answers: Answers = field(default_factory=Answers)
 
     def load(self, tag: str | None, *, fallback: bool) -> Loaded | None:
         """Agree, verify, load. None where there is no checkpoint and no tag was asked for."""
@@ -299,12 +301,13 @@ class Loader:
         not answer.
         """
         seen, problem = self._tried_on(candidate, lambda: self._see(candidate))
-        asked: Container[str] | None = None
+        answers = self._answers
         if self.ranks.world_size > 1:
-            asked = self.turn.named_by_all(f"{number}/askable", seen.askable if seen is not None else ())
+            own: Mapping[str, object] = seen.askable if seen is not None else {}
+            answers = answers.of_all({fqn: own[fqn] for fqn in self.turn.named_by_all(f"{number}/askable", own)})
         if seen is None:
             return None, problem
-        return self._tried_on(candidate, lambda: self._examine(seen, asked))
+        return self._tried_on(candidate, lambda: self._examine(seen, answers))
 
     def _tried_on(self, candidate: Candidate, work: Callable[[], T]) -> tuple[T | None, CheckpointdError | None]:
         try:
@@ -333,10 +336,10 @@ class Loader:
         content = source.content()
         return Seen(source, content, askable(self.state, content))
 
-    def _examine(self, seen: Seen, asked: Container[str] | None) -> Examined:
+    def _examine(self, seen: Seen, answers: Answers) -> Examined:
         source = seen.source
         content, restoration = prepared(
-            source, self.state, seen.content, strict=self.strict, cast=self.cast, unpickle=self.unpickle, askable=asked
+            source, self.state, seen.content, strict=self.strict, cast=self.cast, unpickle=self.unpickle, answers=answers
         )
         source.verify(restoration.targets, content)
         return Examined(source, restoration, content)

@@ -7,7 +7,7 @@ three lists of what did not match.
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Container, Hashable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping
 from functools import partial
 from operator import setitem
 from typing import Any
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from checkpointd.errors import StateError
 from checkpointd.layout import tree
 from checkpointd_client import building, objects, tensors, values
+from checkpointd_client.answers import Answers
 from checkpointd_client.building import Build
 from checkpointd_client.content import Content
 from checkpointd_client.dtypes import NAMES, is_floating
@@ -37,7 +38,7 @@ class Matcher:
     """One match. A method that returns a Build wants its value put into the parent; None leaves the parent's value in place."""
 
     def __init__(
-        self, stored: Stored, content: Content, modules: Modules, *, cast: bool, askable: Container[str] | None = None
+        self, stored: Stored, content: Content, modules: Modules, *, cast: bool, answers: Answers | None = None
     ) -> None:
         self.slots = Slots()
         self.steps: list[Step] = []
@@ -52,8 +53,8 @@ class Matcher:
         """Where the state of a parameter would stand, and none is stored."""
         self.modules = modules
         self.cast = cast
-        self.askable = askable
-        """FQNs of the objects whose state_dict() may be called; None: of all."""
+        self.answers = answers or Answers()
+        """What the objects hand out that may be asked for their state."""
         self._content, self._excluded = content, frozenset(content.excluded)
         self._left_below = {path[:at] for path in content.left for at in _dots(path)}
 
@@ -287,8 +288,8 @@ class Matcher:
         return None if matched else self.note_kind(live, node, fqn)
 
 
-def with_weights(live: object, node: tree.Node, stored: Stored, fqn: str = "") -> Iterator[str]:
-    """FQNs of the objects in `live` that the match may want to ask for their state: those for which weights are stored."""
+def with_weights(live: object, node: tree.Node, stored: Stored, fqn: str = "") -> Iterator[tuple[str, object]]:
+    """By FQN, the objects in `live` that the match may want to ask for their state: those for which weights are stored."""
     if isinstance(live, Mapping) and not objects.is_object(live):
         for key, child in stored.children(node) if isinstance(node, tree.Dict) else ():
             if key in live:
@@ -297,7 +298,7 @@ def with_weights(live: object, node: tree.Node, stored: Stored, fqn: str = "") -
         for i, (one, child) in enumerate(zip(live, node.items if isinstance(node, tree.Sequence) else (), strict=False)):
             yield from with_weights(one, child, stored, f"{fqn}.{i}")
     elif hands_out_weights(live, node, stored):
-        yield fqn
+        yield fqn, live
 
 
 def _dots(path: str) -> list[int]:

@@ -16,7 +16,7 @@ from checkpointd_client.dtypes import is_floating
 from checkpointd_client.match_optimizer import filled, match_optimizer
 from checkpointd_client.modules import Part
 from checkpointd_client.rng import RngState
-from checkpointd_client.sharding import FlatShard, dtensors_are_known, is_dtensor
+from checkpointd_client.sharding import FlatShard, dtensors_are_known
 from checkpointd_client.steps import Turn
 from checkpointd_client.stored import Stored
 from checkpointd_client.tensors import is_meta, refuse_meta
@@ -53,10 +53,7 @@ def _shards_of(match: Matcher, live: Any, node: tree.Node, fqn: str) -> object |
     workers, and what it returns need not be its memory. Nor is one of which not every rank stored weights, as where rank 0
     gathers all: state_dict() may be a meeting of the ranks.
     """
-    if not hands_out_weights(live, node, match.stored) or (match.askable is not None and fqn not in match.askable):
-        return None
-    found = objects.state_dict_of(live, fqn)
-    return found if _holds_dtensors(found) else None
+    return match.answers.of(live, fqn) if hands_out_weights(live, node, match.stored) else None
 
 
 def hands_out_weights(live: object, node: tree.Node, stored: Stored) -> bool:
@@ -70,11 +67,6 @@ def _holds_weights(stored: Stored, node: tree.Node) -> bool:
         place = stored.place(node.fqn)
         return bool(place.shape) and is_floating(place.dtype)
     return any(_holds_weights(stored, child) for child in tree.children(node))
-
-
-def _holds_dtensors(value: object) -> bool:
-    children = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
-    return is_dtensor(value) or any(map(_holds_dtensors, children))
 
 
 def _module(match: Matcher, part: Part, node: tree.Dict, fqn: str) -> bool:

@@ -36,6 +36,7 @@ from checkpointd.pipeline.export.selection import select_all
 from checkpointd.pipeline.reading import Reading
 from checkpointd.pipeline.world import Want, World, read_boxes
 from checkpointd.store import open_store
+from checkpointd_client.answers import Answers
 from checkpointd_client.content import Content, part_of
 from checkpointd_client.loading import LOOK_S, Loaded
 from checkpointd_client.restore import Restoration, prepare
@@ -270,12 +271,15 @@ class OpenCheckpoint:
     ) -> tuple[Restoration, dict[str, object]]:
         """Everything read into its place. Where the checkpoint is removed meanwhile, the next one is read over it."""
         touched: frozenset[str] = frozenset()
+        answers = Answers()
         try:
             while True:
                 source = self._source()
                 try:
                     own, unpickle = part(source.content()), self._unpickle
-                    content, restoration = prepared(source, state, own, strict=strict, cast=cast, unpickle=unpickle, part=part)
+                    content, restoration = prepared(
+                        source, state, own, strict=strict, cast=cast, unpickle=unpickle, part=part, answers=answers
+                    )
                     self._check_named(restoration)
                     source.verify(restoration.targets, content)
                     fqns = frozenset(target.fqn for target in restoration.targets)

@@ -8,7 +8,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, MutableMapping
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 from checkpointd.errors import FormatError, MismatchError
 from checkpointd.layout import tree
 from checkpointd_client import mismatches, state_dicts
+from checkpointd_client.answers import Answers
 from checkpointd_client.choosing import Chooser, described
 from checkpointd_client.content import Content
 from checkpointd_client.match import Matcher, with_weights
@@ -78,31 +79,31 @@ def prepare(
     cast: bool = False,
     unpickle: bool = False,
     equal: Equal = _unknown,
-    askable: Container[str] | None = None,
+    answers: Answers | None = None,
 ) -> Restoration:
     """Match a checkpoint against the objects in `state`, touching none of them.
 
     With `strict`, MismatchError lists everything that is missing, unexpected or of another shape, dtype or kind; without, the
     rest is loaded, and MismatchError says that nothing fits. With `cast`, floating-point tensors may be of another floating
-    dtype, and are converted. Of the objects that load themselves, those in `askable` (None: all) may be asked for their state
-    before, where only that says how it is sharded. Tensors that were stored apart fill one that is tied now where they are
+    dtype, and are converted. Objects that load themselves may be asked for their state before, where only that says how it is
+    sharded: `answers` keeps what they hand out. Tensors that were stored apart fill one that is tied now where they are
     `equal`. Pickled objects in client_state run code where they may (`unpickle`); else UnsafeObjectError names them.
     FormatError for a tree that contradicts itself, StateError for an object that this version cannot load into, as one on the
     meta device, and for a dict that stands in for the object which it came from.
     """
     try:
-        return _prepare(state, content, strict=strict, cast=cast, unpickle=unpickle, equal=equal, askable=askable)
+        return _prepare(state, content, strict=strict, cast=cast, unpickle=unpickle, equal=equal, answers=answers)
     except RecursionError as error:
         raise _too_deep() from error
 
 
-def askable(state: MutableMapping[str, Any] | Chooser, content: Content) -> tuple[str, ...]:
-    """FQNs of the objects that `prepare` may ask for their state. FormatError as there."""
+def askable(state: MutableMapping[str, Any] | Chooser, content: Content) -> dict[str, object]:
+    """The objects that `prepare` may ask for their state, by FQN. FormatError as there."""
     if isinstance(state, Chooser):
-        return ()
+        return {}
     stored = _stored(content)
     try:
-        return tuple(with_weights(state, stored.state, stored))
+        return dict(with_weights(state, stored.state, stored))
     except RecursionError as error:
         raise _too_deep() from error
 
@@ -123,7 +124,7 @@ def _prepare(
     cast: bool,
     unpickle: bool,
     equal: Equal,
-    askable: Container[str] | None,
+    answers: Answers | None,
 ) -> Restoration:
     stored = _stored(content)
     faults: list[str] | None = None
@@ -132,7 +133,7 @@ def _prepare(
         state, faults = places.state, places.faults
     elif (refused := state_dicts.refused(state)) is not None:
         raise refused
-    match = Matcher(stored, content, Modules(state), cast=cast, askable=askable)
+    match = Matcher(stored, content, Modules(state), cast=cast, answers=answers)
     match.mapping(state, stored.state, "")
     if faults is not None:  # what it has no place for, it does not want
         match.unexpected.clear()

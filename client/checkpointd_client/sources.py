@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Container, Coroutine, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, Protocol, TypeVar
@@ -18,6 +18,7 @@ from checkpointd.pipeline.load import Sink, read_index, read_tensors
 from checkpointd.pipeline.world import Want, World, read_boxes, read_world
 from checkpointd.store.base import Store
 from checkpointd.store.patient import Patience, PatientStore
+from checkpointd_client.answers import Answers
 from checkpointd_client.choosing import Chooser
 from checkpointd_client.content import Content, merged_content, own_content
 from checkpointd_client.dtypes import DTYPES, empty
@@ -75,17 +76,18 @@ def prepared(
     cast: bool = False,
     unpickle: bool = False,
     part: Callable[[Content], Content] = lambda content: content,
-    askable: Container[str] | None = None,
+    answers: Answers | None = None,
 ) -> tuple[Content, Restoration]:
-    """Where everything goes: what this rank had, and where that is not enough, what other ranks had. Raises as `prepare`, whose
-    `askable` this is, too.
+    """Where everything goes: what this rank had, and where that is not enough, what other ranks had. Raises as `prepare`.
 
-    `content`: what this rank had; `part`: what to look at of what other ranks had.
+    `content`: what this rank had; `part`: what to look at of what other ranks had; `answers`: those of this load, as `prepare`
+    takes them.
     """
+    kept = answers or Answers()
 
     def match(content: Content) -> Restoration:
         same = partial(source.equal, content=content)
-        return prepare(state, content, strict=strict, cast=cast, unpickle=unpickle, equal=same, askable=askable)
+        return prepare(state, content, strict=strict, cast=cast, unpickle=unpickle, equal=same, answers=kept)
 
     try:
         restoration = match(content)
