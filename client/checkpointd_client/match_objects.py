@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from checkpointd.layout import tree
-from checkpointd_client import building, flat_shards, objects
+from checkpointd_client import building, flat_shards, objects, schedulers
 from checkpointd_client.building import Build
 from checkpointd_client.dtypes import is_floating
 from checkpointd_client.match_optimizer import filled, match_optimizer
@@ -37,6 +37,10 @@ def match_object(match: Matcher, live: Any, node: tree.Node, fqn: str) -> bool:
         left = match.left_below(fqn)
         if left:  # a part of what it was saved with would be worse than nothing
             match.per_rank_left.append(fqn)
+            return True
+        why = schedulers.misfit(live, node, match.stored, fqn)
+        if why is not None:
+            match.mismatched.append(why)
             return True
         turn = Turn.RANDOMNESS if isinstance(live, RngState) else Turn.OTHERS
         shards = _shards_of(match, live, node, fqn)
