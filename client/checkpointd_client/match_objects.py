@@ -13,7 +13,8 @@ from checkpointd.layout import tree
 from checkpointd_client import building, flat_shards, objects, schedulers
 from checkpointd_client.building import Build
 from checkpointd_client.dtypes import is_floating
-from checkpointd_client.match_optimizer import filled, match_optimizer
+from checkpointd_client.handed import handed_back
+from checkpointd_client.match_optimizer import match_optimizer
 from checkpointd_client.modules import Part
 from checkpointd_client.rng import RngState
 from checkpointd_client.sharding import FlatShard, dtensors_are_known
@@ -44,7 +45,7 @@ def match_object(match: Matcher, live: Any, node: tree.Node, fqn: str) -> bool:
             return True
         turn = Turn.RANDOMNESS if isinstance(live, RngState) else Turn.OTHERS
         shards = _shards_of(match, live, node, fqn)
-        build = match.fresh(node) if shards is None else filled(match, shards, node, fqn)
+        build = match.fresh(node) if shards is None else handed_back(match, shards, node, fqn)
         match.do(turn, build, objects.loading(live, fqn, live.load_state_dict))
         return True
     return False

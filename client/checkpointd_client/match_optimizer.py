@@ -53,7 +53,7 @@ def match_optimizer(match: Matcher, optimizer: torch.optim.Optimizer, node: tree
             return True
         match.do(Turn.OPTIMIZERS, match.fresh(node), objects.loading(optimizer, fqn, optimizer.load_state_dict))
         return True
-    stored_ids = _stored_ids(match, node)
+    stored_ids = ids_by_group(match, node)
     if stored_ids is None:
         return False
     for path in match.left_below(fqn):
@@ -78,7 +78,7 @@ def _live(match: Matcher, optimizer: torch.optim.Optimizer, fqn: str) -> Live | 
     return Live(optimizer, state, params, groups, shards)
 
 
-def _stored_ids(match: Matcher, node: tree.Dict) -> list[list[Hashable]] | None:
+def ids_by_group(match: Matcher, node: tree.Dict) -> list[list[Hashable]] | None:
     """Names or numbers of the stored parameters by group; None where this is no torch optimizer's state."""
     parts = dict(match.stored.children(node))
     groups = parts.get("param_groups")
@@ -161,7 +161,7 @@ def _whole(match: Matcher, live: Live, pairing: _Pairing, stored: dict[Hashable,
     None where nothing of it fits.
     """
     state, groups = stored.pop("state"), stored.pop("param_groups")
-    assert isinstance(state, tree.Dict)  # _stored_ids looked
+    assert isinstance(state, tree.Dict)  # ids_by_group looked
     assert isinstance(groups, tree.Sequence)
     made: list[Build] = []
     of_another_kind: set[Hashable] = set()
@@ -205,9 +205,9 @@ def _group(match: Matcher, node: tree.Node, live: dict[str, Any], left: list[str
 
     What is there and not stored stays, as another version of torch, or a scheduler, may have added it; so does what is `left`.
     """
-    assert isinstance(node, tree.Dict)  # _stored_ids looked
+    assert isinstance(node, tree.Dict)  # ids_by_group looked
     rest = tree.Dict(node.kind, tuple((key, child) for key, child in node.items if key != "params" and key not in left))
-    trial = _Trial(match)
+    trial = Trial(match)
     build = _replaced(match, rest, live, fqn, _Like())
     if trial.fits(fqn):
         return lambda: {**live, **build(), "params": list(live["params"])}
@@ -218,7 +218,7 @@ def _group(match: Matcher, node: tree.Node, live: dict[str, Any], left: list[str
 def _is_of_kind(
     match: Matcher, live: Live, pairing: _Pairing, node: tree.Node, state: tree.Dict, group: Mapping[str, Any], fqn: str
 ) -> bool:
-    assert isinstance(node, tree.Dict)  # _stored_ids looked
+    assert isinstance(node, tree.Dict)  # ids_by_group looked
     plain = {
         key: building.constant(child)() if building.is_scalar(child) else None for key, child in match.stored.children(node)
     }
@@ -242,7 +242,7 @@ def _is_of_kind(
 
 
 @dataclass(slots=True)
-class _Trial:
+class Trial:
     """A part of the match that holds as a whole or not at all (Z1)."""
 
     match: Matcher
@@ -282,7 +282,7 @@ def _entries(
     left = live.params.keys() - ours.values()
     following = following_kinds(match, live, ours, nodes)
     for keys in _units(live, ours):
-        trial, first = _Trial(match), f"{fqn}.state.{keys[0]}"
+        trial, first = Trial(match), f"{fqn}.state.{keys[0]}"
         # Of what the ranks had different values of, the rest is no state.
         torn = any(match.left_below(f"{fqn}.state.{key}") for key in keys)
         stored = {key: kept[key] for key in keys if key in kept and key in nodes}
@@ -409,9 +409,7 @@ def _replaced(match: Matcher, node: tree.Node, live: Any, fqn: str, like: _Like)
 
 
 def filled(match: Matcher, live: Any, node: tree.Node, fqn: str) -> Build:
-    """What is stored, with the tensors of `live` filled where it has them at the same places: what an object is to load that
-    handed `live` out as its state.
-    """
+    """What is stored, with the tensors of `live` filled where it has them at the same places."""
     return _replaced(match, node, live, fqn, _Like())
 
 
