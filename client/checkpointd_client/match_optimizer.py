@@ -66,12 +66,12 @@ def match_optimizer(match: Matcher, optimizer: torch.optim.Optimizer, node: tree
             return True
         match.do(Turn.OPTIMIZERS, match.fresh(node), objects.loading(optimizer, fqn, optimizer.load_state_dict))
         return True
-    stored_ids = _stored_ids(match, node)
-    if stored_ids is None:
-        return False
-    for path in match.left_below(fqn):
+    stored_ids, left = _stored_ids(match, node), match.left_below(fqn)
+    for path in left:
         match.note_different(path)
-    pairing = _paired(match, live, stored_ids, fqn)
+    if stored_ids is None:
+        return bool(left)
+    pairing = _paired(match, live, stored_ids, node, fqn)
     build = _whole(match, live, pairing, dict(match.stored.children(node)), fqn) if pairing is not None else None
     if build is not None:
         load = objects.loading(optimizer, fqn, lambda state: _load_optimizer(live, state))
@@ -109,7 +109,7 @@ def _stored_ids(match: Matcher, node: tree.Dict) -> list[list[Hashable]] | None:
 # --- which parameter is which ---------------------------------------------------------------------------------------
 
 
-def _paired(match: Matcher, live: _Live, stored_ids: list[list[Hashable]], fqn: str) -> _Pairing | None:
+def _paired(match: Matcher, live: _Live, stored_ids: list[list[Hashable]], node: tree.Dict, fqn: str) -> _Pairing | None:
     """None where they cannot be told, which is noted."""
     ids = list(chain(*stored_ids))
     if any(isinstance(name, str) for name in ids):
@@ -124,7 +124,7 @@ def _paired(match: Matcher, live: _Live, stored_ids: list[list[Hashable]], fqn: 
                 numbers[name] = number_of[it]
                 taken.add(it)
         if numbers:
-            return _by_name(match, live, stored_ids, numbers, fqn)
+            return _by_name(match, live, stored_ids, node, numbers, fqn)
     return _by_order(match, live, stored_ids, fqn)
 
 
@@ -139,8 +139,14 @@ def _by_order(match: Matcher, live: _Live, stored_ids: list[list[Hashable]], fqn
 
 
 def _by_name(
-    match: Matcher, live: _Live, stored_ids: list[list[Hashable]], numbers: dict[Hashable, Hashable], fqn: str
+    match: Matcher,
+    live: _Live,
+    stored_ids: list[list[Hashable]],
+    node: tree.Dict,
+    numbers: dict[Hashable, Hashable],
+    fqn: str,
 ) -> _Pairing | None:
+    settings = [_settings(group) for group in tree.children(dict(match.stored.children(node))["param_groups"])]
     for name in chain(*stored_ids):
         if name not in numbers:
             match.note_unexpected(f"{fqn}.state.{name}")
@@ -153,14 +159,16 @@ def _by_name(
     groups: list[int | None] = []
     for i, group in enumerate(live.state["param_groups"]):
         stored = {group_of[number] for number in group["params"] if number in group_of}
-        if len(stored) > 1:
+        # Ranks that held other layers may have had groups of the same settings at other positions.
+        if not all(match.are_alike(settings[min(stored)], settings[j]) for j in stored):
             match.mismatched.append(f"{fqn}.param_groups.{i}: its parameters are those of the stored groups {sorted(stored)}")
             return None
-        # One without parameters is known by its position alone, where a stored one stands there that has none either.
-        alike = not group["params"] and i < len(stored_ids) and not stored_ids[i]
+        # One without parameters is known by its position alone, where a stored one stands there of which none is here either.
+        alike = not group["params"] and i < len(stored_ids) and numbers.keys().isdisjoint(stored_ids[i])
+        alike = alike and (not stored_ids[i] or len(stored_ids) == len(live.state["param_groups"]))
         if not (stored or alike):
             match.note_missing(f"{fqn}.param_groups.{i}")
-        groups.append(stored.pop() if stored else i if alike else None)
+        groups.append(min(stored) if stored else i if alike else None)
     return _Pairing(numbers, groups, frozenset(chain(*stored_ids)))
 
 
@@ -194,16 +202,24 @@ def _whole(match: Matcher, live: _Live, pairing: _Pairing, stored: dict[Hashable
     )
 
 
+_OF_PARAMETERS = frozenset({"params", "param_names"})
+"""What a group says of its parameters, which are those that it has now."""
+
+
 def _group(match: Matcher, node: tree.Node, live: dict[str, Any], fqn: str) -> Build | None:
     """What is stored of a group, with the numbers that its parameters have now; None where a part of it does not fit.
 
     What is there and not stored stays: another version of torch, or a scheduler, may have added it.
     """
-    assert isinstance(node, tree.Dict)  # _stored_ids looked
-    rest = tree.Dict(node.kind, tuple((key, child) for key, child in node.items if key != "params"))
     trial = _Trial(match)
-    build = _replaced(match, rest, live, fqn, _Like())
+    build = _replaced(match, _settings(node), live, fqn, _Like())
     return (lambda: {**live, **build(), "params": list(live["params"])}) if trial.fits(fqn) else None
+
+
+def _settings(group: tree.Node) -> tree.Dict:
+    """A stored group without what it says of its parameters."""
+    assert isinstance(group, tree.Dict)  # _stored_ids looked
+    return tree.Dict(group.kind, tuple((key, child) for key, child in group.items if key not in _OF_PARAMETERS))
 
 
 _OF_SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "base_lr", "max_momentum", "base_momentum", "swa_lr"})
@@ -212,7 +228,7 @@ _OF_SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "base_lr", "max_mo
 def _is_of_kind(match: Matcher, node: tree.Node, group: Mapping[str, Any], fqn: str) -> bool:
     """Another version of torch may have more or fewer keys; only another kind of optimizer has some and lacks others."""
     assert isinstance(node, tree.Dict)  # _stored_ids looked
-    stored, live = {str(key) for key, _ in match.stored.children(node)}, set(map(str, group))
+    stored, live = {str(key) for key, _ in match.stored.children(node)} - _OF_PARAMETERS, set(map(str, group)) - _OF_PARAMETERS
     extra, absent = sorted(stored - live - _OF_SCHEDULERS), sorted(live - stored - _OF_SCHEDULERS)
     if not (extra and absent):
         return True

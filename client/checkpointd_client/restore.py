@@ -132,7 +132,7 @@ def _prepare(
         state, faults = places.state, places.faults
     elif (refused := state_dicts.refused(state)) is not None:
         raise refused
-    match = Matcher(stored, content, Modules(state), cast=cast, askable=askable)
+    match = Matcher(stored, content, Modules(state), cast=cast, equal=equal, askable=askable)
     match.mapping(state, stored.state, "")
     if faults is not None:  # what it has no place for, it does not want
         match.unexpected.clear()
