@@ -13,7 +13,7 @@ import torch
 from checkpointd.layout import manifest, tree
 from checkpointd_client.content import Content
 from checkpointd_client.dtypes import DTYPES, copy_bits, overlaps_itself
-from checkpointd_client.restore import Restoration, prepare
+from checkpointd_client.restore import Restoration, Target, prepare
 from checkpointd_client.state import Captured, capture
 
 
@@ -39,14 +39,17 @@ class Saved:
 
     def fill(self, restoration: Restoration) -> None:
         for target in restoration.targets:
-            dtype, shape = self.entries[target.fqn]
-            assert tuple(target.tensor.shape) == shape
-            assert target.tensor.dtype == DTYPES[dtype]
-            # What Target promises to whoever fills it.
-            assert not (target.tensor.is_conj())
-            assert not (target.tensor.is_neg())
-            assert not (overlaps_itself(target.tensor))
-            copy_bits(target.tensor, tensor_of(self.data[target.fqn], dtype, shape))
+            self.fill_one(target)
+
+    def fill_one(self, target: Target) -> None:
+        dtype, shape = self.entries[target.fqn]
+        assert tuple(target.tensor.shape) == shape
+        assert target.tensor.dtype == DTYPES[dtype]
+        # What Target promises to whoever fills it.
+        assert not (target.tensor.is_conj())
+        assert not (target.tensor.is_neg())
+        assert not (overlaps_itself(target.tensor))
+        copy_bits(target.tensor, tensor_of(self.data[target.fqn], dtype, shape))
 
 
 def tensor_of(data: bytes, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:

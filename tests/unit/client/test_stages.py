@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed import HashStore
 
+from checkpointd.config import Ranks
 from checkpointd.errors import MismatchError
 from checkpointd_client.content import Content
 from checkpointd_client.merging import Merging
+from checkpointd_client.notes import Choice
+from checkpointd_client.ranks import StoreBoard
 from checkpointd_client.restore import Restoration, prepare
-from checkpointd_client.slots import Target
+from checkpointd_client.sources import prepared, stands_below
+from checkpointd_client.turns import Turns
 from tests.unit.client.restoring import Saved, same, save
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
@@ -52,7 +58,6 @@ class Job:
 
     def __init__(self, *states: dict[str, Any]) -> None:
         self.ranks: list[Saved] = [save(state) for state in states]
-        self.restored: Restoration | None = None
 
     def content(self, keep: int | None = None, *, alone: bool = True) -> Content:
         merging = Merging(lambda rank, fqn: (self.ranks[rank].entries[fqn], self.ranks[rank].data[fqn]), keep)
@@ -75,14 +80,9 @@ class Job:
 
         restoration = prepare(state, content, strict=strict, equal=lambda one, two: data(one) == data(two))
         for target in restoration.targets:
-            self._fill(target, content)
+            self.ranks[content.owners[target.fqn]].fill_one(target)
         restoration.finish()
         return restoration
-
-    def _fill(self, target: Target, content: Content) -> None:
-        saved = self.ranks[content.owners[target.fqn]]
-        one = Restoration((target,), (), (), (), (), (), (), (), [], [], {})
-        saved.fill(one)
 
 
 def expect_same(states: Iterable[dict[str, Any]], loaded: dict[str, Any]) -> None:
@@ -188,3 +188,87 @@ def test_ranks_that_differ_about_one_parameter_are_told_and_not_as_another_kind_
     with pytest.raises(MismatchError, match=r"o\.param_groups: the ranks that saved it had different values") as caught:
         job.load(stage((0,), plain, 5), job.content())
     assert "AdamW is there now" not in str(caught.value)
+
+
+# --- what the ranks agree on ---
+
+
+class Source:
+    """What the job saved, as one of as many ranks sees it."""
+
+    def __init__(self, job: Job, rank: int) -> None:
+        self.job, self.rank = job, rank
+
+    def content(self) -> Content:
+        saved = self.job.ranks[self.rank]
+        own = dict.fromkeys(saved.entries, self.rank)
+        return Content(root=saved.tree, entries=saved.entries, owners=own, aliases=(), excluded=())
+
+    def more(self) -> Content:
+        return self.job.content(self.rank, alone=False)
+
+    def has_elsewhere(self, places: Sequence[str], content: Content) -> bool:
+        return stands_below(places, content)
+
+    def equal(self, one: str, two: str, content: Content) -> bool:
+        raise AssertionError("nothing is tied")
+
+
+def judged(job: Job, *states: dict[str, Any], strict: bool) -> list[tuple[Any, tuple[str, ...]]]:
+    """What all ranks find out about loading what `job` saved."""
+    store, world = HashStore(), len(states)
+
+    def load(rank: int) -> tuple[Any, tuple[str, ...]]:
+        who = Ranks(rank=rank, world_size=world)
+        turn = Turns(StoreBoard(store, who), who, 30.0, 30.0).begin()
+        turn.chosen("candidate", lambda: Choice(tag="x"))
+        source: Any = Source(job, rank)
+        content = source.content() if len(job.ranks) == world else job.content(alone=False)
+        if len(job.ranks) != world:
+            source.more = lambda: None
+        try:
+            _, restoration = prepared(source, states[rank], content, strict=strict)
+        except MismatchError as error:
+            return turn.judge("verdict", error, None, strict=strict)
+        return turn.judge("verdict", None, restoration, strict=strict)
+
+    with ThreadPoolExecutor(world) as threads:
+        return list(threads.map(load, range(world)))
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_nothing_is_unexpected_where_stages_together_have_a_place_for_all_of_one_process(strict: bool) -> None:
+    job = Job(stage((0, 1), plain, 0))
+    assert judged(job, stage((0,), plain, 5), stage((1,), plain, 6), strict=strict) == [(None, ())] * 2
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_layer_that_one_stage_lost_is_named_on_all_and_those_of_other_stages_are_not(strict: bool, momentum: float) -> None:
+    """The other stage looks at what it saved itself alone."""
+
+    def sgd(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), 0.5, momentum=momentum)
+
+    job = Job(stage((0, 1), sgd, 0), stage((2,), sgd, 1))
+    lost = ("m.1.bias", "m.1.weight", "o.state.m.1.bias", "o.state.m.1.weight")
+    for error, nowhere in judged(job, stage((0,), sgd, 5), stage((2,), sgd, 6), strict=strict):
+        if strict:
+            assert error.mismatches == tuple(
+                f"{fqn}: in the checkpoint, and nowhere in the objects of any rank" for fqn in lost
+            )
+        else:
+            assert (error, nowhere) == (None, lost)
+    assert judged(job, stage((0,), sgd, 5), stage((2, 1), sgd, 6), strict=strict) == [(None, ())] * 2
+
+
+def test_without_strict_a_stage_that_is_all_new_keeps_no_other_from_loading() -> None:
+    def model(layer: int) -> dict[str, Any]:
+        return {"m": stage((layer,), plain, layer)["m"]}
+
+    job = Job(model(0), model(1))
+    for layers in ((0, 7), (7, 0), (0, 7, 8)):
+        assert judged(job, *map(model, layers), strict=False) == [(None, ("m.1.bias", "m.1.weight"))] * len(layers)
+    for error, _ in judged(job, model(7), model(8), strict=False):
+        assert isinstance(error, MismatchError)
+        assert all(line.endswith("weight: missing from the checkpoint") for line in error.mismatches[:1])
