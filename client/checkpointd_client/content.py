@@ -14,6 +14,7 @@ from checkpointd.layout import tree
 from checkpointd.layout.manifest import Alias, TensorEntry
 from checkpointd.pipeline.world import World
 from checkpointd_client.flatten import CLIENT_STATE
+from checkpointd_client.memory import contiguous_stride
 from checkpointd_client.merging import Merging
 from checkpointd_client.stored import Entries
 
@@ -118,4 +119,6 @@ def _identity(world: World, aliases: Mapping[int, Mapping[str, Alias]], rank: in
     entry = world.own(rank).get(owner)
     if entry is None:
         raise FormatError(f"rank {rank} names {fqn}, which no rank stored", fqn=fqn, rank=rank)
+    if view == (entry.shape, contiguous_stride(entry.shape), 0):
+        view = None  # all of it, as if it were stored itself
     return entry.dtype, entry.shape, tuple((chunk.raw, chunk.digest) for chunk in entry.chunks), view

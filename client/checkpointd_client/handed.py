@@ -17,7 +17,7 @@ from checkpointd.layout import tree
 from checkpointd_client import building
 from checkpointd_client.building import Build
 from checkpointd_client.match_optimizer import Trial, filled, ids_by_group
-from checkpointd_client.optimizer_fit import OF_OTHERS
+from checkpointd_client.optimizer_fit import OF_OTHERS, OF_PARAMETERS
 from checkpointd_client.sharding import is_dtensor
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def _group(match: Matcher, nodes: list[tree.Node], live: Mapping[str, Any], fqn:
             f"{', '.join(sorted(has - had))} is there now; neither the group nor the state of its parameters can be loaded"
         )
         return None
-    rest = tree.Dict(node.kind, tuple((key, child) for key, child in node.items if key not in ("params", "param_names")))
+    rest = tree.Dict(node.kind, tuple((key, child) for key, child in node.items if key not in OF_PARAMETERS))
     trial = Trial(match)
     build = filled(match, live, rest, fqn)
     if trial.fits(fqn):

@@ -62,7 +62,8 @@ T = TypeVar("T")
 class Loaded:
     """What was loaded. With `strict=False`, what was left as it is, which one rank's log says as well, its first ten lines.
 
-    `missing`: FQNs of what the objects have and the checkpoint has not. `unexpected`: FQNs the other way round.
+    `missing`: FQNs of what the objects have and the checkpoint has not. `unexpected`: FQNs the other way round, of what no rank
+    has a place for.
     `mismatched`: what both have in another shape, dtype or kind, each in words that begin with its FQN.
     """
 
@@ -151,9 +152,12 @@ class Loader:
                 self._nothing()
                 return None
             found, problem = self._examined(number, candidate)
-            verdict = self.turn.agree(f"{number}/verdict", problem, () if found is None else found.restoration.homeless)
+            fit = None if found is None else found.restoration
+            verdict, nowhere = self.turn.judge(f"{number}/verdict", problem, fit, strict=self.strict)
             if verdict is None:
                 assert found is not None
+                if self.ranks.world_size > 1:
+                    found.restoration.unexpected = nowhere
                 return self._fill(found)
             if candidate.in_memory and isinstance(verdict, SidecarError | StoreError):
                 log.info("%s is loaded from the store: %s", candidate.tag, verdict)

@@ -27,7 +27,7 @@ from checkpointd_client.flat import HeldTensor, Several
 from checkpointd_client.match_objects import hands_out_weights, match_object
 from checkpointd_client.modules import Modules
 from checkpointd_client.sharding import FlatShard, held_by, is_sharded, local_of
-from checkpointd_client.slots import Slot, Slots
+from checkpointd_client.slots import Equal, Slot, Slots
 from checkpointd_client.steps import Step, Turn
 from checkpointd_client.stored import Place, Stored
 
@@ -38,7 +38,14 @@ class Matcher:
     """One match. A method that returns a Build wants its value put into the parent; None leaves the parent's value in place."""
 
     def __init__(
-        self, stored: Stored, content: Content, modules: Modules, *, cast: bool, answers: Answers | None = None
+        self,
+        stored: Stored,
+        content: Content,
+        modules: Modules,
+        *,
+        cast: bool,
+        equal: Equal,
+        answers: Answers | None = None,
     ) -> None:
         self.slots = Slots()
         self.steps: list[Step] = []
@@ -53,6 +60,7 @@ class Matcher:
         """Where the state of a parameter would stand, and none is stored."""
         self.modules = modules
         self.cast = cast
+        self._equal = equal
         self.answers = answers or Answers()
         """What the objects hand out that may be asked for their state."""
         self._content, self._excluded = content, frozenset(content.excluded)
@@ -254,6 +262,18 @@ class Matcher:
     def is_shared(self, fqn: str) -> bool:
         """Whether ranks held the stored tensor `fqn` together."""
         return self.stored.place(fqn).owner not in self._content.owners
+
+    def are_alike(self, one: tree.Node, two: tree.Node) -> bool:
+        """Whether the same is stored at both, whatever the order of keys."""
+        if isinstance(one, tree.Dict) and isinstance(two, tree.Dict):
+            ours, theirs = ({tree.encode(key): child for key, child in node.items} for node in (one, two))
+            return ours.keys() == theirs.keys() and all(self.are_alike(child, theirs[key]) for key, child in ours.items())
+        if isinstance(one, tree.Tensor) and isinstance(two, tree.Tensor):
+            was, other = self.stored.place(one.fqn), self.stored.place(two.fqn)
+            if not was.whole or not other.whole or (was.dtype, was.shape) != (other.dtype, other.shape):
+                return one.fqn == two.fqn
+            return was.owner == other.owner or self._equal(was.owner, other.owner)
+        return tree.encode(one) == tree.encode(two)
 
     def note_missing(self, fqn: str) -> None:
         if fqn in self._content.left:

@@ -12,7 +12,7 @@ Invariants
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -23,7 +23,7 @@ import torch
 from checkpointd.layout import tree
 from checkpointd_client import building, flat_shards, objects, optimizers, placing
 from checkpointd_client.building import Build
-from checkpointd_client.optimizer_fit import OF_OTHERS, Live, following_kinds, misfit, other_kind
+from checkpointd_client.optimizer_fit import OF_OTHERS, OF_PARAMETERS, Live, following_kinds, misfit, other_kind
 from checkpointd_client.sharding import FlatShard, is_dtensor
 from checkpointd_client.steps import Turn
 from checkpointd_client.stored import Place
@@ -53,12 +53,12 @@ def match_optimizer(match: Matcher, optimizer: torch.optim.Optimizer, node: tree
             return True
         match.do(Turn.OPTIMIZERS, match.fresh(node), objects.loading(optimizer, fqn, optimizer.load_state_dict))
         return True
-    stored_ids = ids_by_group(match, node)
-    if stored_ids is None:
-        return False
-    for path in match.left_below(fqn):
+    stored_ids, left = ids_by_group(match, node), match.left_below(fqn)
+    for path in left:
         match.note_different(path)
-    pairing = _paired(match, live, stored_ids, fqn)
+    if stored_ids is None:
+        return bool(left)
+    pairing = _paired(match, live, stored_ids, node, fqn)
     build = _whole(match, live, pairing, dict(match.stored.children(node)), fqn) if pairing is not None else None
     if build is not None:
         load = objects.loading(optimizer, fqn, lambda state: _load_optimizer(live, state))
@@ -96,7 +96,7 @@ def ids_by_group(match: Matcher, node: tree.Dict) -> list[list[Hashable]] | None
 # --- which parameter is which ---------------------------------------------------------------------------------------
 
 
-def _paired(match: Matcher, live: Live, stored_ids: list[list[Hashable]], fqn: str) -> _Pairing | None:
+def _paired(match: Matcher, live: Live, stored_ids: list[list[Hashable]], node: tree.Dict, fqn: str) -> _Pairing | None:
     """None where they cannot be told, which is noted."""
     ids = list(chain(*stored_ids))
     if any(isinstance(name, str) for name in ids):
@@ -112,7 +112,7 @@ def _paired(match: Matcher, live: Live, stored_ids: list[list[Hashable]], fqn: s
                 taken.add(it)
         # Where their names are known, none goes by its place: it would get the state of another one.
         if numbers or not number_of.keys().isdisjoint(match.modules.names()):
-            return _by_name(match, live, stored_ids, numbers, fqn)
+            return _by_name(match, live, stored_ids, node, numbers, fqn)
     return _by_order(match, live, stored_ids, fqn)
 
 
@@ -127,8 +127,14 @@ def _by_order(match: Matcher, live: Live, stored_ids: list[list[Hashable]], fqn:
 
 
 def _by_name(
-    match: Matcher, live: Live, stored_ids: list[list[Hashable]], numbers: dict[Hashable, Hashable], fqn: str
+    match: Matcher,
+    live: Live,
+    stored_ids: list[list[Hashable]],
+    node: tree.Dict,
+    numbers: dict[Hashable, Hashable],
+    fqn: str,
 ) -> _Pairing | None:
+    settings = [_settings(group) for group in tree.children(dict(match.stored.children(node))["param_groups"])]
     for name in chain(*stored_ids):
         if name not in numbers:
             match.note_unexpected(f"{fqn}.state.{name}")
@@ -141,14 +147,16 @@ def _by_name(
     groups: list[int | None] = []
     for i, group in enumerate(live.state["param_groups"]):
         stored = {group_of[number] for number in group["params"] if number in group_of}
-        if len(stored) > 1:
+        # Ranks that held other layers may have had groups of the same settings at other positions.
+        if not all(match.are_alike(settings[min(stored)], settings[j]) for j in stored):
             match.mismatched.append(f"{fqn}.param_groups.{i}: its parameters are those of the stored groups {sorted(stored)}")
             return None
-        # One without parameters is known by its position alone, where a stored one stands there that has none either.
-        alike = not group["params"] and i < len(stored_ids) and not stored_ids[i]
+        # One without parameters is known by its position alone, where a stored one stands there of which none is here either.
+        alike = not group["params"] and i < len(stored_ids) and numbers.keys().isdisjoint(stored_ids[i])
+        alike = alike and (not stored_ids[i] or len(stored_ids) == len(live.state["param_groups"]))
         if not (stored or alike):
             match.note_missing(f"{fqn}.param_groups.{i}")
-        groups.append(stored.pop() if stored else i if alike else None)
+        groups.append(min(stored) if stored else i if alike else None)
     return _Pairing(numbers, groups, frozenset(chain(*stored_ids)))
 
 
@@ -205,14 +213,18 @@ def _group(match: Matcher, node: tree.Node, live: dict[str, Any], left: list[str
 
     What is there and not stored stays, as another version of torch, or a scheduler, may have added it; so does what is `left`.
     """
-    assert isinstance(node, tree.Dict)  # ids_by_group looked
-    rest = tree.Dict(node.kind, tuple((key, child) for key, child in node.items if key != "params" and key not in left))
     trial = Trial(match)
-    build = _replaced(match, rest, live, fqn, _Like())
+    build = _replaced(match, _settings(node, left), live, fqn, _Like())
     if trial.fits(fqn):
         return lambda: {**live, **build(), "params": list(live["params"])}
     match.mismatched[-1] += ", and so is the state of its parameters"
     return None
+
+
+def _settings(group: tree.Node, left: Collection[object] = ()) -> tree.Dict:
+    """A stored group without what it says of its parameters, which are those that it has now, and what is `left`."""
+    assert isinstance(group, tree.Dict)  # ids_by_group looked
+    return tree.Dict(group.kind, tuple((key, child) for key, child in group.items if key not in {*OF_PARAMETERS, *left}))
 
 
 def _is_of_kind(
@@ -222,7 +234,8 @@ def _is_of_kind(
     plain = {
         key: building.constant(child)() if building.is_scalar(child) else None for key, child in match.stored.children(node)
     }
-    ours = {key for key, number in pairing.numbers.items() if number in set(group["params"])}
+    numbers = set(group["params"])
+    ours = {key for key, number in pairing.numbers.items() if number in numbers}
     states = [
         [name for name, _ in match.stored.children(entry)]
         for key, entry in match.stored.children(state)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from checkpointd.errors import FormatError
@@ -15,7 +14,8 @@ Having = Sequence[tuple[Ranks, tree.Node]]
 """What is at one place of the trees, and the ranks that have it."""
 
 _CLIENT_STATE = "client_state"
-_GROUP_PARAMS = re.compile(r"\.param_groups\.\d+\.params\Z")
+_GROUPS = ".param_groups"
+_PARAMS, _PARAM_NAMES = "params", "param_names"
 
 
 class _Different:
@@ -95,9 +95,9 @@ class Merging:
 
     def _sequence(self, first: tree.Sequence, having: Having, fqn: str) -> tree.Node | _Different:
         lists = [list(_children(node)) for _, node in having]
-        if _GROUP_PARAMS.search(fqn) and all(isinstance(item, str) for items in lists for item in items):
-            # The parameters of an optimizer's group, by name: ranks that hold other layers have others.
-            return tree.Sequence(first.kind, tuple(dict.fromkeys(item for items in lists for item in items)))
+        if fqn.endswith(_GROUPS) and all(_is_named(group) for groups in lists for group in groups):
+            made_groups = self._groups([(ranks, groups) for (ranks, _), groups in zip(having, lists, strict=True)])
+            return _DIFFERENT if made_groups is None else tree.Sequence(first.kind, made_groups)
         if len({len(items) for items in lists}) != 1:
             return _DIFFERENT
         before = len(self.left)
@@ -110,6 +110,37 @@ class Merging:
             return _DIFFERENT
         return tree.Sequence(first.kind, tuple(item for item in made if not isinstance(item, _Different)))
 
+    def _groups(self, having: Sequence[tuple[Ranks, Sequence[tree.Node]]]) -> tuple[tree.Node, ...] | None:
+        """The param groups of an optimizer, by the names of their parameters: ranks that hold other layers have others.
+
+        Groups of other ranks that have the same settings become one, at one position if there is such a one; any other stays,
+        for the parameters that are its own. None where ranks have different settings for one parameter, and none of these ranks
+        is to be kept, and where two groups need different tensors of one FQN.
+        """
+        made = _Groups(self.keep)
+        for ranks, groups in having:
+            rank = self.keep if self.keep is not None and self.keep in ranks else ranks[0]
+            joined: set[int] = set()
+            for position, node in enumerate(groups):
+                assert isinstance(node, tree.Dict)  # _is_named looked
+                settings = self._print(rank, node)
+                apart = rank != self.keep and any(_tensors(node)) and any(self._print(r, node) != settings for r in ranks)
+                if apart or not made.add(_Group(position, settings, [(rank, node)]), joined):
+                    return None
+        chosen = made.chosen()
+        for rank, node in chosen or ():
+            self._choose(node, rank)
+        return None if chosen is None else tuple(node for _, node in chosen)
+
+    def _print(self, rank: int, node: tree.Node) -> Hashable:
+        """What is equal for two groups of any ranks where all their settings are."""
+        if isinstance(node, tree.Dict):
+            items = ((key, child) for key, child in node.items if key not in (_PARAMS, _PARAM_NAMES))
+            return node.kind, frozenset((tree.encode(key), self._print(rank, child)) for key, child in items)
+        if isinstance(node, tree.Sequence):
+            return node.kind, tuple(self._print(rank, child) for child in node.items)
+        return self.identity(rank, node.fqn) if isinstance(node, tree.Tensor | tree.Array) else tree.encode(node)
+
     def _tensor(self, first: tree.Tensor | tree.Array, having: Having) -> tree.Node | _Different:
         same = {
             self.identity(rank, node.fqn)
@@ -121,6 +152,102 @@ class Merging:
             return _DIFFERENT
         self.chosen[first.fqn] = having[0][0][0]
         return first
+
+
+@dataclass(slots=True, eq=False)
+class _Group:
+    """One param group of the merged optimizer, and those of different ranks that it is put together of."""
+
+    position: int
+    settings: Hashable
+    parts: list[tuple[int, tree.Dict]]
+    names: dict[str, None] = field(init=False)
+    """Of its parameters, in order."""
+    _is_whole: bool = True
+    """Whether all that it is put together of has the same parameters, and torch's own list of their names is the same."""
+
+    def __post_init__(self) -> None:
+        (_, node), *_ = self.parts
+        self.names = dict.fromkeys(name for name in _children(dict(node.items)[_PARAMS]) if isinstance(name, str))
+
+    def without(self, names: set[str]) -> None:
+        """Leave the parameters `names` to other groups."""
+        if names:
+            self._is_whole = False
+            self.names = {name: None for name in self.names if name not in names}
+
+    def join(self, other: _Group) -> None:
+        """Take what `other` has."""
+        own, others = (dict(group.parts[0][1].items).get(_PARAM_NAMES) for group in (self, other))
+        self._is_whole &= other._is_whole and self.names == other.names and tree.encode(own) == tree.encode(others)
+        self.position = max(self.position, other.position)
+        self.names |= other.names
+        self.parts += other.parts
+
+    def made(self, node: tree.Dict) -> tree.Dict:
+        """The group as `node` has it; without torch's own list of its parameters' names, where nobody had all of these."""
+        kept = (item for item in node.items if self._is_whole or item[0] != _PARAM_NAMES)
+        params = dict(node.items)[_PARAMS]
+        assert isinstance(params, tree.Sequence)  # _is_named looked
+        names = tree.Sequence(params.kind, tuple(self.names))
+        return tree.Dict(node.kind, tuple((key, names if key == _PARAMS else child) for key, child in kept))
+
+
+@dataclass(slots=True)
+class _Groups:
+    """The param groups of one optimizer while they are merged; those of rank `keep` are added first."""
+
+    keep: int | None
+    _alike: dict[Hashable, list[_Group]] = field(default_factory=dict)
+    """By their settings."""
+    _of: dict[str, _Group] = field(default_factory=dict)
+    """By the names of their parameters."""
+
+    def add(self, group: _Group, joined: set[int]) -> bool:
+        """False where it contradicts one that is not of the rank to be kept. `joined`: those that this rank's have joined."""
+        taken = {name for name in group.names if name in self._of}
+        rivals = {id(one): one for one in map(self._of.__getitem__, taken) if one.settings != group.settings}
+        if any(one.parts[0][0] != self.keep for one in rivals.values()):
+            return False
+        if taken and taken == group.names.keys():
+            return True
+        group.without(taken)
+        found = self._alike.setdefault(group.settings, [])
+        free = [one for one in found if id(one) not in joined]
+        into = next((one for one in free if one.position == group.position), free[0] if free else None)
+        if into is None:
+            found.append(group)
+        else:
+            into.join(group)
+        joined.add(id(into or group))
+        self._of |= dict.fromkeys(group.names, into or group)
+        return True
+
+    def chosen(self) -> list[tuple[int, tree.Dict]] | None:
+        """Each group with the rank whose settings it has. None where that would be different tensors under one FQN."""
+        found = [group for groups in self._alike.values() for group in groups]
+        used: set[str] = set()
+        nodes: dict[int, tuple[int, tree.Dict]] = {}
+        for group in sorted(found, key=lambda group: len(group.parts)):
+            part = next(((r, node) for r, node in group.parts if used.isdisjoint(_tensors(node))), None)
+            if part is None:
+                return None
+            used.update(_tensors(part[1]))
+            nodes[id(group)] = part[0], group.made(part[1])
+        return [nodes[id(group)] for group in sorted(found, key=lambda group: group.position)]
+
+
+def _is_named(group: tree.Node) -> bool:
+    """Whether it is an optimizer's group whose parameters are stored by their names."""
+    params = [child for key, child in _items(group) if key == _PARAMS]
+    return len(params) == 1 and isinstance(params[0], tree.Sequence) and all(isinstance(i, str) for i in params[0].items)
+
+
+def _tensors(node: tree.Node) -> Iterator[str]:
+    if isinstance(node, tree.Tensor | tree.Array):
+        yield node.fqn
+    for child in tree.children(node):
+        yield from _tensors(child)
 
 
 def _items(node: tree.Node) -> Sequence[tuple[tree.Node, tree.Node]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 from checkpointd.errors import MismatchError
 
 TOLD_MAX = 10
@@ -33,6 +35,11 @@ def told_by(rank: int, found: tuple[str, ...], *, own: bool) -> MismatchError:
     where = "here, too, and" if own else f"on rank {rank}, which"
     verb = f"rank {rank} lists its own" if own else "lists them"
     return MismatchError(f"nothing was loaded: the checkpoint and the objects differ in {_places(found)} {where} {verb}", found)
+
+
+def stands_in(fqn: str, places: Container[str]) -> bool:
+    """Whether `fqn` is one of `places`, or below one."""
+    return fqn in places or any(letter == "." and fqn[:at] in places for at, letter in enumerate(fqn))
 
 
 def _places(found: tuple[str, ...]) -> str:

@@ -50,7 +50,7 @@ class Holding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Names(msgspec.Struct, frozen=True, kw_only=True):
-    """The FQNs of objects that one rank may ask for their state, or that every rank may."""
+    """FQNs: of the objects that one rank may ask for their state, or that every rank may; of what one rank has a place for."""
 
     names: tuple[str, ...] = ()
 
@@ -69,20 +69,31 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank found out about a candidate; no problem: it can be loaded. `homeless`: what it has no place for, and which
-    may be another rank's. `warning`: what people are to hear of it.
+    """What one rank found out about a candidate; no problem: it can be loaded. `warning`: what people are to hear of it.
+
+    `homeless`: what it has no place for, and which may be another rank's; `saw_all`: of what all ranks saved, and not only of
+    what this one did. `fits`: something fits; `strangers`: that nothing does.
     """
 
     problem: Problem | None = None
     homeless: tuple[str, ...] = ()
+    saw_all: bool = False
+    fits: bool = False
+    strangers: Problem | None = None
     warning: str = ""
 
 
 class Word(msgspec.Struct, frozen=True, kw_only=True):
-    """What rank 0 made of all verdicts; `rank`: whose problem it is, None where it is everybody's."""
+    """What rank 0 made of all verdicts; `rank`: whose problem it is, None where it is everybody's.
+
+    `nowhere`: what no rank has a place for; `asked`: what the `answering` ranks, which did not see all, may have a place for.
+    """
 
     problem: Problem | None = None
     rank: int | None = None
+    nowhere: tuple[str, ...] = ()
+    asked: tuple[str, ...] = ()
+    answering: tuple[int, ...] = ()
 
 
 Note = TypeVar("Note", Choice, Verdict, Word, Holding, Names)

@@ -22,9 +22,9 @@ from checkpointd_client.stored import Place
 if TYPE_CHECKING:
     from checkpointd_client.match import Matcher
 
-OF_OTHERS = frozenset(
-    {"initial_lr", "max_lr", "min_lr", "base_lr", "max_momentum", "base_momentum", "swa_lr", "params", "param_names"}
-)
+OF_PARAMETERS = frozenset({"params", "param_names"})
+"""What a group says of its parameters."""
+OF_OTHERS = OF_PARAMETERS | {"initial_lr", "max_lr", "min_lr", "base_lr", "max_momentum", "base_momentum", "swa_lr"}
 """What schedulers and torch itself keep in a group, whatever the optimizer."""
 
 

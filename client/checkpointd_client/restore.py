@@ -8,7 +8,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
@@ -36,8 +36,11 @@ class Restoration:
     `targets` are the stored tensors to read, each once. `missing` names what is in the user's objects and not in the
     checkpoint, `unexpected` the other way round, both by FQN; `mismatched` says in words what is in both and does not fit;
     `per_rank_left` names what every saving rank had its own value of, and nobody can say whose is wanted;
-    `stateless` where an optimizer's state for a parameter would stand, and none is; `homeless` what would be unexpected if
-    every other rank had no place for it either.
+    `stateless` where an optimizer's state for a parameter would stand, and none is.
+
+    The ranks agree on the rest (`turns.Fit`): `homeless` is what this rank has no place for, and which is unexpected where no
+    other one has a place for it either; `saw_all`: what all ranks saved was looked at; `fits`: something of it fits here;
+    `strangers` says that nothing does, which is an error where it is so on every rank.
     """
 
     targets: tuple[Target, ...]
@@ -47,11 +50,24 @@ class Restoration:
     per_rank_left: tuple[str, ...]
     stateless: tuple[str, ...]
     homeless: tuple[str, ...]
-    differences: tuple[str, ...]
-    """What is missing, unexpected and mismatched, a line for each."""
+    saw_all: bool
+    fits: bool
+    strangers: MismatchError | None
+    _missing_told: tuple[str, ...] = field(repr=False)
+    _tree: tree.Dict = field(repr=False)
     _copies: list[Callable[[], None]] = field(repr=False)
     _steps: list[tuple[Callable[[Any], object], Any]] = field(repr=False)
     _client_state: dict[str, object] = field(repr=False)
+
+    @property
+    def differences(self) -> tuple[str, ...]:
+        """What is missing, unexpected and mismatched, a line for each."""
+        return (*self._missing_told, *map(_unexpected, self.unexpected), *self.mismatched)
+
+    def placed(self, fqns: Iterable[str]) -> tuple[str, ...]:
+        """Of `fqns` what was looked at and has a place here."""
+        there = frozenset(_paths(self._tree, ""))
+        return tuple(fqn for fqn in fqns if fqn in there and not mismatches.stands_in(fqn, self.homeless))
 
     def left_out(self, tag: str) -> str:
         """The warning that the checkpoint `tag` is loaded in part; empty where all of it is."""
@@ -133,19 +149,22 @@ def _prepare(
         state, faults = places.state, places.faults
     elif (refused := state_dicts.refused(state)) is not None:
         raise refused
-    match = Matcher(stored, content, Modules(state), cast=cast, answers=answers)
+    match = Matcher(stored, content, Modules(state), cast=cast, equal=equal, answers=answers)
     match.mapping(state, stored.state, "")
     if faults is not None:  # what it has no place for, it does not want
         match.unexpected.clear()
+        match.elsewhere.clear()
         match.mismatched += faults
-    if not (strict or match.slots.by_fqn or match.steps):
-        _raise_strangers(match, state)
+    fits = bool(match.slots.by_fqn or match.steps)
+    strangers = None if strict or fits else _strangers(match, state)
+    if strangers is not None and not content.among_many:
+        raise strangers
     match.per_rank_left += match.left_below("client_state")
     client = match.fresh(stored.client_state or tree.Dict("dict", ()))
     match.mismatched.extend(dict.fromkeys(match.slots.conflicts(equal)))
-    homeless: tuple[str, ...] = ()
-    if strict and content.among_many:
-        homeless, match.unexpected = (*match.unexpected, *match.elsewhere), []
+    homeless = (*match.unexpected, *match.elsewhere)
+    if content.among_many:
+        match.unexpected = []
     if strict:
         _raise_mismatches(match, state)
     targets, copies = match.slots.bind(stored.entries)
@@ -158,7 +177,11 @@ def _prepare(
         per_rank_left=tuple(dict.fromkeys(match.per_rank_left)),
         stateless=tuple(match.stateless),
         homeless=homeless,
-        differences=_differences(match, state),
+        saw_all=content.among_many,
+        fits=fits,
+        strangers=strangers,
+        _missing_told=_missing(match, state),
+        _tree=stored.state,
         _copies=copies,
         _steps=steps,
         _client_state=unpacked(client(), allowed=unpickle),
@@ -166,13 +189,33 @@ def _prepare(
 
 
 def _differences(match: Matcher, state: MutableMapping[str, Any]) -> tuple[str, ...]:
+    return (*_missing(match, state), *map(_unexpected, match.unexpected), *match.mismatched)
+
+
+def _missing(match: Matcher, state: MutableMapping[str, Any]) -> tuple[str, ...]:
     parts = set(map(key_text, state))
     has = f", which has {_parts(match)}"
-    return (
-        *(f"{fqn}: missing from the checkpoint{has if fqn in parts else ''}" for fqn in match.missing),
-        *(f"{fqn}: in the checkpoint, and nowhere in the objects" for fqn in match.unexpected),
-        *match.mismatched,
-    )
+    return tuple(f"{fqn}: missing from the checkpoint{has if fqn in parts else ''}" for fqn in match.missing)
+
+
+def _unexpected(fqn: str) -> str:
+    return f"{fqn}: in the checkpoint, and nowhere in the objects"
+
+
+def _paths(node: tree.Node, fqn: str) -> Iterator[str]:
+    """Whatever stands below `node`, and where the state of every parameter of an optimizer would."""
+    pairs: Iterable[tuple[object, tree.Node]] = ()
+    if isinstance(node, tree.Dict):
+        pairs = ((key_text(key), child) for key, child in Stored.children(node))
+    elif isinstance(node, tree.Sequence):
+        pairs = enumerate(node.items)
+        optimizer, _, place = fqn.partition(".param_groups.")
+        if place.endswith(".params"):
+            yield from (f"{optimizer}.state.{name}" for name in node.items)
+    for key, child in pairs:
+        path = f"{fqn}.{key}" if fqn else str(key)
+        yield path
+        yield from _paths(child, path)
 
 
 def _parts(match: Matcher) -> str:
@@ -180,15 +223,16 @@ def _parts(match: Matcher) -> str:
     return ", ".join(str(key) for key, _ in match.stored.children(match.stored.state)) or "nothing"
 
 
-def _raise_strangers(match: Matcher, state: MutableMapping[str, Any]) -> None:
+def _strangers(match: Matcher, state: MutableMapping[str, Any]) -> MismatchError | None:
     """With strict=False, too, something must fit."""
     found = _differences(match, state)
-    if found and match.stored.state.items:
-        raise MismatchError(
-            f"nothing of the checkpoint fits the objects to load into, and nothing was loaded: it holds {_parts(match)}, and "
-            f"the state to load into has {', '.join(map(str, state))}:\n  " + "\n  ".join(found[: mismatches.TOLD_MAX]),
-            found,
-        )
+    if not (found and match.stored.state.items):
+        return None
+    return MismatchError(
+        f"nothing of the checkpoint fits the objects to load into, and nothing was loaded: it holds {_parts(match)}, and "
+        f"the state to load into has {', '.join(map(str, state))}:\n  " + "\n  ".join(found[: mismatches.TOLD_MAX]),
+        found,
+    )
 
 
 def _raise_mismatches(match: Matcher, state: MutableMapping[str, Any]) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 from checkpointd.config import Ranks
 from checkpointd.errors import CheckpointdError, DamagedError, DeadlineError, MismatchError, UnreadableError
@@ -45,6 +46,24 @@ class Turns:
     def end(self, number: int) -> None:
         """No later load() of this rank belongs to turn `number`."""
         self._done = number
+
+
+class Fit(Protocol):
+    """How a candidate fits the objects of one rank (`restore.Restoration`)."""
+
+    @property
+    def homeless(self) -> tuple[str, ...]: ...
+
+    @property
+    def saw_all(self) -> bool: ...
+
+    @property
+    def fits(self) -> bool: ...
+
+    @property
+    def strangers(self) -> MismatchError | None: ...
+
+    def placed(self, fqns: Iterable[str]) -> tuple[str, ...]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,22 +121,46 @@ class Turn:
                 raise
             return board.read(key, ranks, self.turns.patience_s, _DOING)
 
-    def agree(
-        self, name: str, problem: CheckpointdError | None, homeless: tuple[str, ...] = (), warning: str = ""
-    ) -> CheckpointdError | None:
+    def agree(self, name: str, problem: CheckpointdError | None, warning: str = "") -> CheckpointdError | None:
         """None where no rank has a problem; else this rank's own, or the first of the others'.
 
-        What is `homeless` on every rank is a MismatchError on all of them. One rank tells what a mismatch is; the others say
-        which one does. Where there is no problem, rank 0 logs one `warning`: its own, or the first of the others'.
+        One rank tells what a mismatch is; the others say which one does. Where there is no problem, rank 0 logs one `warning`:
+        its own, or the first of the others'.
         """
-        board, key = self.turns.board, self._key(name)
-        found = Verdict(problem=Problem.of(problem) if problem else None, homeless=homeless, warning=warning)
-        board.post(key, notes.written(found))
-        if self.turns.ranks.rank == _LEADER:
-            board.post(f"{key}/word", notes.written(self._gathered(key)))
-        # Twice as long as rank 0 waits for the slowest: its word comes also where it has to name who is missing.
-        heard = self._read(f"{key}/word", [_LEADER], 2 * self.turns.timeout_s)
-        word = notes.read(heard[_LEADER], Word)
+        return self._error(self._word(name, Verdict(problem=_noted(problem), warning=warning), strict=False), problem)
+
+    def judge(
+        self, name: str, problem: CheckpointdError | None, fit: Fit | None, *, strict: bool
+    ) -> tuple[CheckpointdError | None, tuple[str, ...]]:
+        """The same of a candidate, and what of it no rank has a place for: with `strict`, that is a MismatchError on all ranks.
+
+        Without, it is one that nothing of the candidate fits on any rank.
+        """
+        found = Verdict(problem=_noted(problem))
+        if fit is not None:
+            found = Verdict(
+                problem=found.problem,
+                homeless=fit.homeless,
+                saw_all=fit.saw_all,
+                fits=fit.fits,
+                strangers=_noted(fit.strangers),
+            )
+        word = self._word(name, found, strict=strict)
+        if word.answering:
+            word = self._answered(name, word, fit, strict=strict)
+        return self._error(word, problem or (fit.strangers if fit is not None else None)), word.nowhere
+
+    def _answered(self, name: str, word: Word, fit: Fit | None, *, strict: bool) -> Word:
+        """The word once the ranks that are to answer have said what they have a place for."""
+        board, key, rank = self.turns.board, self._key(name), self.turns.ranks.rank
+        if fit is not None and rank in word.answering:
+            board.post(f"{key}/placed", notes.written(Names(names=fit.placed(word.asked))))
+        if rank == _LEADER:
+            board.post(f"{key}/settled", notes.written(self._settled(key, word, strict=strict)))
+        return self._said(f"{key}/settled")
+
+    def _error(self, word: Word, problem: CheckpointdError | None) -> CheckpointdError | None:
+        """The error on this rank, whose own `problem` that may be."""
         if word.problem is None:
             return None
         teller = _LEADER if word.rank is None else word.rank
@@ -128,24 +171,73 @@ class Turn:
             return problem
         return word.problem.error() if word.rank is None else word.problem.error(f"rank {word.rank}: ")
 
-    def _gathered(self, key: str) -> Word:
-        turns = self.turns
+    def _word(self, name: str, found: Verdict, *, strict: bool) -> Word:
+        """What rank 0 made of all verdicts."""
+        board, key = self.turns.board, self._key(name)
+        board.post(key, notes.written(found))
+        if self.turns.ranks.rank == _LEADER:
+            board.post(f"{key}/word", notes.written(self._gathered(key, strict=strict)))
+        return self._said(f"{key}/word")
+
+    def _said(self, key: str) -> Word:
+        # Twice as long as rank 0 waits for the slowest: its word comes also where it has to name who is missing.
+        return notes.read(self._read(key, [_LEADER], 2 * self.turns.timeout_s)[_LEADER], Word)
+
+    def _gathered(self, key: str, *, strict: bool) -> Word:
         try:
-            heard = self._read(key, None, turns.timeout_s)
+            heard = self._read(key, None, self.turns.timeout_s)
         except DeadlineError as error:
-            turns.board.agree(_given_up(self.number), "yes")
-            return Word(problem=Problem.of(error))
+            return self._given_up(error)
         verdicts = {rank: notes.read(text, Verdict) for rank, text in sorted(heard.items())}
         problems = {rank: verdict.problem for rank, verdict in verdicts.items() if verdict.problem is not None}
-        if not problems:
-            _warn_once({rank: verdict.warning for rank, verdict in verdicts.items() if verdict.warning})
-            nowhere = sorted(set.intersection(*(set(verdict.homeless) for verdict in verdicts.values())))
-            return Word(problem=Problem.of(_unplaced(nowhere))) if nowhere else Word()
-        worst = min(problems, key=lambda rank: (_gravity(problems[rank].kind), rank))
-        return Word(problem=problems[worst], rank=worst)
+        if problems:
+            worst = min(problems, key=lambda rank: (_gravity(problems[rank].kind), rank))
+            return Word(problem=problems[worst], rank=worst)
+        strangers = {rank: verdict.strangers for rank, verdict in verdicts.items() if verdict.strangers is not None}
+        if strangers and not any(verdict.fits for verdict in verdicts.values()):
+            return Word(problem=strangers[min(strangers)], rank=min(strangers))
+        _warn_once({rank: verdict.warning for rank, verdict in verdicts.items() if verdict.warning})
+        homeless = _homeless(verdicts.values())
+        partial = {rank: frozenset(verdict.homeless) for rank, verdict in verdicts.items() if not verdict.saw_all}
+        if all(mismatches.stands_in(fqn, own) for own in set(partial.values()) for fqn in homeless):
+            return _nowhere(homeless, strict=strict)
+        return Word(asked=tuple(homeless), answering=tuple(partial))
+
+    def _settled(self, key: str, word: Word, *, strict: bool) -> Word:
+        try:
+            heard = self._read(f"{key}/placed", list(word.answering), self.turns.timeout_s)
+        except DeadlineError as error:
+            return self._given_up(error)
+        placed = {fqn for text in heard.values() for fqn in notes.read(text, Names).names}
+        return _nowhere([fqn for fqn in word.asked if fqn not in placed], strict=strict)
+
+    def _given_up(self, error: DeadlineError) -> Word:
+        self.turns.board.agree(_given_up(self.number), "yes")
+        return Word(problem=Problem.of(error))
 
     def _key(self, name: str) -> str:
         return f"load/{self.number}/{name}"
+
+
+def _noted(problem: CheckpointdError | None) -> Problem | None:
+    return None if problem is None else Problem.of(problem)
+
+
+def _homeless(verdicts: Iterable[Verdict]) -> list[str]:
+    """What a rank has no place for, nor any other one of those that saw all."""
+    found = {frozenset(verdict.homeless): None for verdict in verdicts}
+    knowing = {frozenset(verdict.homeless): None for verdict in verdicts if verdict.saw_all}
+    homeless = sorted(frozenset().union(*found))
+    for places in knowing:
+        homeless = [fqn for fqn in homeless if mismatches.stands_in(fqn, places)]
+    return homeless
+
+
+def _nowhere(fqns: list[str], *, strict: bool) -> Word:
+    """The word that no rank has a place for `fqns`, of which those that lie below others go without saying."""
+    found = frozenset(fqns)
+    told = [fqn for fqn in fqns if not mismatches.stands_in(fqn.rpartition(".")[0], found)]
+    return Word(problem=Problem.of(_unplaced(told))) if strict and told else Word(nowhere=tuple(told))
 
 
 def _warn_once(warnings: dict[int, str]) -> None:

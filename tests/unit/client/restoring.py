@@ -14,7 +14,7 @@ import torch
 from checkpointd.layout import manifest, tree
 from checkpointd_client.content import Content
 from checkpointd_client.dtypes import DTYPES, copy_bits, overlaps_itself
-from checkpointd_client.restore import Restoration, prepare
+from checkpointd_client.restore import Restoration, Target, prepare
 from checkpointd_client.state import Captured, capture
 
 
@@ -50,15 +50,18 @@ class Saved:
 
     def fill(self, restoration: Restoration, *, cast: bool = False) -> None:
         for target in restoration.targets:
-            dtype, shape = self.entries[target.fqn]
-            assert tuple(target.tensor.shape) == shape
-            assert cast or target.tensor.dtype == DTYPES[dtype]
-            # What Target promises to whoever fills it.
-            assert not (target.tensor.is_conj())
-            assert not (target.tensor.is_neg())
-            assert not (overlaps_itself(target.tensor))
-            stored = tensor_of(self.data[target.fqn], dtype, shape)
-            copy_bits(target.tensor, stored.to(target.tensor.dtype) if cast else stored)
+            self.fill_one(target, cast=cast)
+
+    def fill_one(self, target: Target, *, cast: bool = False) -> None:
+        dtype, shape = self.entries[target.fqn]
+        assert tuple(target.tensor.shape) == shape
+        assert cast or target.tensor.dtype == DTYPES[dtype]
+        # What Target promises to whoever fills it.
+        assert not (target.tensor.is_conj())
+        assert not (target.tensor.is_neg())
+        assert not (overlaps_itself(target.tensor))
+        stored = tensor_of(self.data[target.fqn], dtype, shape)
+        copy_bits(target.tensor, stored.to(target.tensor.dtype) if cast else stored)
 
 
 def _without(node: tree.Node, path: str, left: AbstractSet[str]) -> tree.Node:

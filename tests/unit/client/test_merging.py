@@ -81,6 +81,69 @@ def test_the_parameters_of_an_optimizers_groups_are_put_together() -> None:
     assert not merging.left
 
 
+def _group(*names: str, **settings: tree.Node) -> tree.Dict:
+    return _dict(**settings, params=_list(*names))
+
+
+def _groups(merging: Merging, *ranks: list[tree.Node]) -> list[tree.Node]:
+    """The param groups of one optimizer out of those of all ranks."""
+    opt = dict(_merged(merging, *(_root(opt=_dict(param_groups=_list(*groups))) for groups in ranks)).items)["opt"]
+    assert isinstance(opt, tree.Dict)
+    groups = dict(opt.items).get("param_groups", _list())
+    assert isinstance(groups, tree.Sequence)
+    return list(groups.items)
+
+
+def test_groups_of_the_same_settings_become_one_and_any_other_stays() -> None:
+    def decays(name: str) -> tree.Node:
+        return _group(name, decay=0.1)
+
+    def stays(name: str) -> tree.Node:
+        return _group(name, decay=0.0)
+
+    merging = Merging(_alike)
+    both = [_group("a", "c", decay=0.1), _group("b", "d", decay=0.0)]
+    assert _groups(merging, [decays("a"), stays("b")], [decays("c"), stays("d")]) == both
+    assert _groups(merging, [decays("a"), stays("b")], [stays("d")], [decays("c")]) == both
+    assert _groups(merging, [stays("b")], [decays("a"), stays("d")], [decays("c")]) == both
+    assert _groups(merging, [decays("a")], [stays("b")]) == [decays("a"), stays("b")]
+    # Of one rank, groups of the same settings stay as they are: a scheduler may change them apart.
+    layers = [_group("a", "c", decay=0.1), decays("b")]
+    assert _groups(merging, [decays("a"), decays("b")], [decays("c")]) == layers
+    assert not merging.left
+
+
+def test_the_names_that_torch_notes_beside_them_are_left_out_where_nobody_had_that_group() -> None:
+    def named(name: str) -> tree.Node:
+        return _dict(lr=0.1, params=_list(f"m.{name}"), param_names=_list(name))
+
+    assert _groups(Merging(_alike), [named("a")], [named("b")]) == [_group("m.a", "m.b", lr=0.1)]
+    assert _groups(Merging(_alike), [named("a")], [named("a")]) == [named("a")]
+
+
+@pytest.mark.parametrize("keep", [None, 1])
+def test_ranks_that_had_other_settings_for_one_parameter_contradict_each_other_unless_one_is_kept(keep: int | None) -> None:
+    merging = Merging(_alike, keep)
+    first, second = (
+        _root(opt=_dict(param_groups=_list(group))) for group in (_group("m.a", "m.b", lr=0.1), _group("m.b", "m.c", lr=0.2))
+    )
+    made = merging.merged([((0,), first), ((1,), second)] if keep is None else [((1,), second), ((0,), first)])
+    kept = _list(_group("m.b", "m.c", lr=0.2), _group("m.a", lr=0.1))
+    assert made == _root(opt=_dict() if keep is None else _dict(param_groups=kept))
+    assert merging.left == (["opt.param_groups"] if keep is None else [])
+
+
+def test_a_group_whose_settings_hold_tensors_goes_with_those_of_the_same_values() -> None:
+    first = [_group("m.w", lr=tree.Tensor("lr")), _group("m.b", lr=tree.Tensor("lr1"))]
+    second = [_group("n.w", lr=tree.Tensor("lr"))]
+    merging = Merging(_alike)
+    assert _groups(merging, first, second) == [_group("m.w", "n.w", lr=tree.Tensor("lr")), first[1]]
+    assert merging.chosen == {"lr": 0, "lr1": 0}
+    merging = Merging(_apart)
+    assert not _groups(merging, first, second)  # both values would be stored under one name
+    assert merging.left == ["opt.param_groups"]
+
+
 @pytest.mark.parametrize("kind", [tree.Tensor, lambda fqn: tree.Array(fqn, "<f4")])
 def test_tensors_are_equal_where_what_they_hold_is(kind: type[tree.Tensor]) -> None:
     roots = [_root(w=kind("w")), _root(w=kind("w"))]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 
 import pytest
@@ -27,12 +28,42 @@ def _ranks(timeout_s: float) -> list[Turns]:
     return [Turns(StoreBoard(store, who), who, timeout_s, 30.0) for who in ranks]
 
 
-def _load(
-    turns: Turns, tag: str, problem: CheckpointdError | None = None, homeless: tuple[str, ...] = (), warning: str = ""
-) -> Answer:
+def _load(turns: Turns, tag: str, problem: CheckpointdError | None = None, warning: str = "") -> Answer:
     turn = turns.begin()
     choice = turn.chosen("candidate", lambda: Choice(tag=tag))
-    return choice.tag, turn.agree("verdict", problem, homeless, warning)
+    return choice.tag, turn.agree("verdict", problem, warning)
+
+
+@dataclass(frozen=True)
+class Fitting:
+    """How a candidate fits one rank."""
+
+    homeless: tuple[str, ...] = ()
+    own: tuple[str, ...] | None = None
+    """What this rank saved, where it looked at nothing else."""
+    fits: bool = True
+    strangers: MismatchError | None = None
+
+    @property
+    def saw_all(self) -> bool:
+        return self.own is None
+
+    def placed(self, fqns: Iterable[str]) -> tuple[str, ...]:
+        assert self.own is not None, "asked once more although it saw all"
+        return tuple(fqn for fqn in fqns if fqn in self.own and fqn not in self.homeless)
+
+
+Judged = tuple[CheckpointdError | None, tuple[str, ...]]
+
+
+def _judge(ranks: Iterable[Turns], fits: Iterable[Fitting | None], *, strict: bool) -> list[Judged]:
+    def judge(turns: Turns, fit: Fitting | None) -> Judged:
+        turn = turns.begin()
+        turn.chosen("candidate", lambda: Choice(tag="x"))
+        return turn.judge("verdict", DamagedError("torn") if fit is None else None, fit, strict=strict)
+
+    with ThreadPoolExecutor(WORLD) as threads:
+        return [one.result() for one in [threads.submit(judge, *pair) for pair in zip(ranks, fits, strict=True)]]
 
 
 def _together(*calls: Callable[[], Answer]) -> list[Answer]:
@@ -51,14 +82,74 @@ def test_every_rank_hears_the_same_problem_and_its_own_words_for_it() -> None:
         assert str(error) == "rank 1: w has another shape here"
 
 
-def test_what_one_rank_has_a_place_for_is_fine_and_what_none_has_ends_the_load_on_all() -> None:
-    a, b, c = _ranks(30.0)
-    calls = ((a, ("w", "x")), (b, ("x",)), (c, ("v", "x")))
-    for rank, (_, error) in enumerate(_together(*(lambda t=t, h=h: _load(t, "x", None, h) for t, h in calls))):
+def _told(rank: int, error: CheckpointdError | None, fqn: str) -> None:
+    assert isinstance(error, MismatchError)
+    assert error.mismatches == (f"{fqn}: in the checkpoint, and nowhere in the objects of any rank",)
+    assert str(error).endswith("rank 0, which lists them" if rank else f"strict=False:\n  {error.mismatches[0]}")
+
+
+def test_what_one_rank_has_a_place_for_is_fine_and_what_none_has_ends_the_load_on_all_or_is_said() -> None:
+    ranks = _ranks(30.0)
+    fits = [Fitting(homeless) for homeless in (("w", "x"), ("x",), ("v", "x"))]
+    for rank, (error, _) in enumerate(_judge(ranks, fits, strict=True)):
+        _told(rank, error, "x")
+    assert _judge(ranks, fits, strict=False) == [(None, ("x",))] * WORLD
+    fits = [Fitting(fit.homeless[:1]) for fit in fits]
+    assert _judge(ranks, fits, strict=True) == _judge(ranks, fits, strict=False) == [(None, ())] * WORLD
+
+
+def test_a_rank_that_saw_its_own_part_alone_is_asked_what_it_has_a_place_for() -> None:
+    """Rank 0 lost a layer, x, and looked at all; what the others saved themselves has a place there, but for y."""
+    fits = [Fitting(("w", "x", "y")), Fitting((), own=("w",)), Fitting(("y",), own=("y",))]
+    ranks = _ranks(30.0)
+    assert _judge(ranks, fits, strict=False) == [(None, ("x", "y"))] * WORLD
+    fits[0], fits[2] = Fitting(("w", "x")), Fitting((), own=("y",))
+    for rank, (error, _) in enumerate(_judge(ranks, fits, strict=True)):
+        _told(rank, error, "x")
+
+
+def test_of_a_part_that_one_rank_has_what_lies_in_it_and_has_no_place_there_is_said() -> None:
+    ranks = _ranks(30.0)
+    fits = [Fitting(("opt",)), Fitting(("opt.a", "opt.b")), Fitting(("opt.a",))]
+    assert _judge(ranks, fits, strict=False) == [(None, ("opt.a",))] * WORLD
+    assert _judge(ranks, [*fits[:2], Fitting(("opt",), own=("opt",))], strict=False) == [(None, ("opt.a", "opt.b"))] * WORLD
+    assert _judge(ranks, [Fitting(("opt",)), *fits[:1], fits[0]], strict=False) == [(None, ("opt",))] * WORLD
+
+
+def test_a_rank_that_nothing_fits_is_fine_where_something_fits_another() -> None:
+    ranks = _ranks(30.0)
+    nothing = Fitting(("w",), fits=False, strangers=MismatchError("nothing fits", ("new: missing from the checkpoint",)))
+    assert _judge(ranks, [nothing, Fitting(), nothing], strict=False) == [(None, ())] * WORLD
+    empty = Fitting(("w",), fits=False)
+    (at_0, _), (at_1, _), (at_2, _) = _judge(ranks, [empty, nothing, nothing], strict=False)
+    assert at_1 is nothing.strangers
+    for error, own in ((at_0, False), (at_2, True)):
         assert isinstance(error, MismatchError)
-        assert error.mismatches == ("x: in the checkpoint, and nowhere in the objects of any rank",)
-        assert str(error).endswith("rank 0, which lists them" if rank else f"strict=False:\n  {error.mismatches[0]}")
-    assert _together(*(lambda t=t, h=h[:1]: _load(t, "y", None, h) for t, h in calls)) == [("y", None)] * WORLD
+        assert error.mismatches == nothing.strangers.mismatches  # type: ignore[union-attr]  # it has one
+        assert ("here, too" in str(error)) == own
+
+
+def test_a_rank_with_a_problem_ends_it_before_what_others_have_no_place_for() -> None:
+    for error, nowhere in _judge(_ranks(30.0), [Fitting(("w",), own=("v",)), None, Fitting(("w",))], strict=False):
+        assert isinstance(error, DamagedError)
+        assert nowhere == ()
+
+
+def test_a_rank_that_is_gone_when_it_is_asked_is_named() -> None:
+    a, b, c = _ranks(0.3)
+
+    class Gone(Fitting):
+        def placed(self, fqns: Iterable[str]) -> tuple[str, ...]:
+            raise KeyboardInterrupt
+
+    with ThreadPoolExecutor(WORLD) as threads:
+        fits = (Fitting(("x",)), Gone(own=()), Fitting(("x",)))
+        calls = [threads.submit(_judge, [t], [f], strict=True) for t, f in zip((a, b, c), fits, strict=True)]
+        for one in (calls[0], calls[2]):
+            ((error, _),) = one.result()
+            assert isinstance(error, DeadlineError)
+            assert "ranks [1] did not answer" in str(error)
+        assert isinstance(calls[1].exception(), KeyboardInterrupt)
 
 
 @pytest.mark.parametrize(
