@@ -311,6 +311,11 @@ class Checkpointer(DeepSpeedCalls, FileCalls):
         """Count as having loaded, by other means: from here on this job may remove checkpoints of earlier ones."""
         self._saver.take_up()
 
+    @property
+    def has_taken_up(self) -> bool:
+        """Whether this job may remove checkpoints of earlier ones."""
+        return self._saver.has_taken_up
+
     # --- looking ---------------------------------------------------------------------------------------------
 
     def status(self) -> Status:

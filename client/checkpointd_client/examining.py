@@ -6,13 +6,13 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from checkpointd.config import LoadConfig
 from checkpointd.errors import DamagedError
-from checkpointd.layout.manifest import Index
+from checkpointd.layout.manifest import Index, Outcome
 from checkpointd.pipeline.catalog import Checkpoint
 from checkpointd.pipeline.showing import unseen_of
 from checkpointd.pipeline.stored_files import Run, StoredFile, read_runs, stored_files
@@ -57,13 +57,14 @@ class Nobody:
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    """Of one checkpoint."""
+    """Of one checkpoint. `unseen`: says why its files are not shown; None where they are."""
 
     store: Store
     writer: Writer
     config: LoadConfig
     timeout_s: float
     checkpoint: Checkpoint
+    unseen: Callable[[Store, Outcome], Coroutine[Any, Any, str | None]] = unseen_of
 
     def damage(self, ranks: Iterable[int], taker: Taker) -> tuple[str, ...]:
         """What is damaged of what `ranks` stored and `taker` reads, and files that are not shown. Raises UnreadableError if
@@ -71,7 +72,7 @@ class Examination:
         """
         outcome, taken = self.checkpoint.outcome, list[StoredFile]()
         unseen = call_patiently(
-            self.writer, self.config, lambda patience: unseen_of(PatientStore(self.store, patience), outcome)
+            self.writer, self.config, lambda patience: self.unseen(PatientStore(self.store, patience), outcome)
         )
         if unseen is not None:
             return (unseen,)

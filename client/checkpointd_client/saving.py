@@ -161,6 +161,11 @@ class Saver:
             self._state.tidier.keeps_before = 0
 
     @property
+    def has_taken_up(self) -> bool:
+        """Whether it may remove what earlier jobs have committed."""
+        return self._state.tidier.keeps_before == 0
+
+    @property
     def latest(self) -> str | None:
         """The newest tag known here."""
         return self._endings.latest

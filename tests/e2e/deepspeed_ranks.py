@@ -39,6 +39,7 @@ from checkpointd_client.integrations.deepspeed import Plug, attach
 from checkpointd_client.integrations.deepspeed.plug import Place
 from tests.e2e.deepspeed_engines import Findings, Kind, make, train
 from tests.e2e.deepspeed_parallel import PARALLEL
+from tests.living import living_job
 
 KINDS = (Kind(0), Kind(0, "bfloat16"), Kind(1), Kind(2, "bfloat16"), Kind(3), Kind(3, "bfloat16"))
 LIMIT_S = 60.0
@@ -305,6 +306,29 @@ class Rank(Findings):
             engine.checkpoint_handle().wait(LIMIT_S)
             self.check(engine.load_checkpoint(str(root), 0)[0] == str(root / "0"), "a tag that is the number 0")
 
+    def starts_from_the_checkpoint_of_a_living_job(self, layout: str) -> None:
+        """Which is read on all ranks, and left alone."""
+        kind, root = Kind(2), self.folder / "living" / layout
+        store = root / ".checkpointd" if layout == "deepspeed" else root
+        engine = make(kind)
+        train(engine, 0, 2)
+        plug = attach(engine, layout=layout)
+        engine.save_checkpoint(str(root))
+        losses = train(engine, 2, 4)
+        plug.close()
+        engine.destroy()
+        again = make(kind, seed=1)
+        attach(again, layout=layout)
+        with living_job(store, "other") if dist.get_rank() == 0 else nullcontext():
+            dist.barrier()
+            path, _ = again.load_checkpoint(str(root))
+            self.check(path is not None and "global_step2" in path, f"{layout}, of a living job: loaded {path}")
+            self.check(train(again, 2, 4) == losses, f"{layout}: the losses after a start from a living job differ")
+            epochs = sorted(path.name for path in (store / ".checkpointd" / "epochs").iterdir())
+            self.check(epochs == ["00000001", "00000002"], f"{layout}: a load has begun {epochs}")
+            dist.barrier()
+        again.destroy()
+
     def one_rank_alone(self, engine: Any, root: Path) -> None:
         engine.save_checkpoint(str(root))  # both ranks: the Checkpointer is there
         dist.barrier()
@@ -347,6 +371,8 @@ def main() -> None:
     for kind in KINDS:
         rank.saves_as_deepspeed_does_and_resumes(kind)
     rank.does_what_users_do()
+    for layout in ("deepspeed", "checkpointd"):
+        rank.starts_from_the_checkpoint_of_a_living_job(layout)
     for what in PARALLEL:
         rank.saves_what_each_rank_has_alone(what)
     rank.report()

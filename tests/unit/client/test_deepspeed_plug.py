@@ -97,7 +97,7 @@ def test_what_an_engine_has_loaded_from_is_taken_up(plug: Plug, tmp_path: Path, 
     plug.save_checkpoint(str(tmp_path))
     plug.close()
     plug.save_checkpoint(str(tmp_path))
-    [checkpointer] = plug._checkpointers.values()
+    [checkpointer] = plug._roots.checkpointers.values()
     assert checkpointer._saver._state.tidier.keeps_before == 2
     plug.engine.universal = universal
     plug.load_checkpoint(str(tmp_path))

@@ -10,10 +10,10 @@ from typing import Any
 from checkpointd.errors import CheckpointdError, DamagedError, StagingError, UsageError
 from checkpointd.layout.keys import SERVICE
 from checkpointd.pipeline.catalog import Checkpoint
-from checkpointd_client.checkpointer import Checkpointer
 from checkpointd_client.integrations.deepspeed.boxes import state_of
 from checkpointd_client.integrations.deepspeed.directories import missing_fault
 from checkpointd_client.integrations.deepspeed.histories import Newest, newest, stock_in
+from checkpointd_client.integrations.deepspeed.opening import Opened, said_of
 from checkpointd_client.integrations.deepspeed.places import EnginePlaces, What
 from checkpointd_client.integrations.deepspeed.plug import SEPARATOR, DirectoryError, Place, Plug, check_found
 from checkpointd_client.integrations.deepspeed.search import first_said, known_of
@@ -86,40 +86,44 @@ class BoxPlug(Plug):
         place = self._place(load_dir, _NEWEST if tag is None else tag)
         said = {"load_dir": os.path.abspath(load_dir), "tag": place.tag}
         choices = load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn
-        is_ours, missing = self._meet("load_checkpoint()", said, (self._is_root(place.root), missing_fault(load_dir, tag)))[0]
+        self.settle()  # what is loaded goes to where snapshots are taken from
+        seen = self._is_root(place.root), missing_fault(load_dir, tag), said_of(place.root)
+        is_ours, missing, how = self._meet("load_checkpoint()", said, seen)[0]
         if not is_ours:
             check_found(missing)
             return self._load_stock(load_dir, tag, choices)
-        checkpointer = self._checkpointer(place.root)
-        checkpointer.settle()  # another engine of this process may have saved there
-        tags, theirs = self._chosen(checkpointer, load_dir, tag)
-        if theirs is not None:
-            checkpointer.take_up()
-            return self._load_stock(load_dir, theirs, choices)
-        if custom_load_fn is not None:
-            raise UsageError("custom_load_fn is for whole state dicts, which layout='checkpointd' does not make")
         what = What(
             strict=load_module_strict,
             optimizer=load_optimizer_states,
             scheduler=load_lr_scheduler_states,
             module_only=load_module_only,
         )
+        with self._opened(place.root, how) as root:
+            tags, theirs = self._chosen(root, load_dir, tag)
+            if theirs is None and custom_load_fn is not None:
+                raise UsageError("custom_load_fn is for whole state dicts, which layout='checkpointd' does not make")
+            loaded = None if theirs is not None else self._loaded(root, what, tags)
+            root.take_up()
+        if theirs is not None:
+            return self._load_stock(load_dir, theirs, choices)
+        return (None, None) if loaded is None else (os.path.join(place.root, loaded.tag), loaded.client_state)
+
+    def _loaded(self, root: Opened, what: What, tags: list[str | None]) -> Loaded | None:
+        """The first of `tags` that is whole, in its places; None where there are none."""
         engine = self.engine
         if engine._optimizer_has_ckpt_event_prologue():
             engine.optimizer.checkpoint_event_prologue()
         places = EnginePlaces(engine, what)
-        loaded = _first_whole(checkpointer, places, tags)
-        checkpointer.take_up()
-        if loaded is None:
-            if engine._optimizer_has_ckpt_event_epilogue():
-                engine.optimizer.checkpoint_event_epilogue()
-            return None, None
-        places.settle()
-        return os.path.join(place.root, loaded.tag), loaded.client_state
+        loaded = _first_whole(root, places, tags)
+        if loaded is not None:
+            places.settle()
+        elif engine._optimizer_has_ckpt_event_epilogue():
+            engine.optimizer.checkpoint_event_epilogue()
+        return loaded
 
     def _is_root(self, root: str) -> bool:
         """Whether `root` is in this project's own format."""
-        return root in self._checkpointers or os.path.isdir(os.path.join(root, SERVICE, "epochs"))
+        return root in self._roots or os.path.isdir(os.path.join(root, SERVICE, "epochs"))
 
     def _place(self, directory: str, tag: object) -> Place:
         if not directory:
@@ -132,18 +136,18 @@ class BoxPlug(Plug):
         found: tuple[str | None, dict[str, Any] | None] = self._load(load_dir, tag, *choices)
         return found
 
-    def _chosen(self, checkpointer: Checkpointer, load_dir: str, tag: str | None) -> tuple[list[str | None], str | None]:
+    def _chosen(self, root: Opened, load_dir: str, tag: str | None) -> tuple[list[str | None], str | None]:
         """The tags to try, as rank 0 sees them, newest first (None: the newest whole one); or the tag of DeepSpeed's own."""
         place = self._place(load_dir, _NEWEST if tag is None else tag)
         theirs = stock_in(place.root, load_dir, None if tag is None else str(tag))
         is_all = self._root is None and place.at == _NEWEST
         tags: list[str | None] = [place.tag] if tag is not None else [None]
-        known, fault = known_of(checkpointer) if theirs is not None or (tag is None and not is_all) else ({}, None)
+        known, fault = known_of(root) if theirs is not None or (tag is None and not is_all) else ({}, None)
         own = self._in_directory(load_dir, tag, list(known.values()))
         if tag is None and not is_all:
             tags = [c.tag for c in own]
         found = Newest() if fault or theirs is None else newest(place.root, load_dir, theirs, own)
-        tags, theirs, doubt = first_said(checkpointer, [tags, found.theirs, found.doubt], fault)
+        tags, theirs, doubt = first_said(root, [tags, found.theirs, found.doubt], fault)
         if doubt is not None:
             raise UsageError(doubt)
         return tags, theirs
@@ -166,16 +170,16 @@ class BoxPlug(Plug):
         return root
 
 
-def _first_whole(checkpointer: Checkpointer, places: EnginePlaces, tags: list[str | None]) -> Loaded | None:
+def _first_whole(root: Opened, places: EnginePlaces, tags: list[str | None]) -> Loaded | None:
     """Load the first of `tags` that is whole; None where there are none. DamagedError, on every rank, where none is whole."""
     damage: DamagedError | None = None
     for tag in tags:
         try:
-            return checkpointer.load(places, tag, cast=True)
+            return root.load(places, tag, cast=True)
         except DamagedError as error:
             if tag is not None and tag is not tags[-1]:
                 log.error("%s, and an older one is looked for", error)
-                checkpointer.pass_over(tag, str(error))
+                root.pass_over(tag, str(error))
             damage = error
     if damage is not None:
         raise damage

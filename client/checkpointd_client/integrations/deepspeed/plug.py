@@ -5,6 +5,7 @@ Invariants
       deadline; who is missing is named.
   P2  Once the ranks have met, every rank votes on the attempt, whatever DeepSpeed or the user's objects raise.
   P3  A load reads what was committed: it waits for the saves in flight, on every rank.
+  P4  Where this job cannot begin at a root, a load only reads there, on every rank.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -41,9 +42,10 @@ from checkpointd_client.handle import SaveHandle
 from checkpointd_client.integrations.deepspeed.directories import missing_fault
 from checkpointd_client.integrations.deepspeed.engine import CheckpointdEngine, mount_fault, steps_elsewhere
 from checkpointd_client.integrations.deepspeed.filling import Filled
+from checkpointd_client.integrations.deepspeed.opening import Opened, Said, opened, said_of
 from checkpointd_client.integrations.deepspeed.reading import Reading
+from checkpointd_client.integrations.deepspeed.roots import Roots
 from checkpointd_client.integrations.deepspeed.search import Search
-from checkpointd_client.integrations.deepspeed.sharing import borrow, give_back
 
 log = logging.getLogger("checkpointd")
 
@@ -223,8 +225,7 @@ class Plug:
         self._options = settings
         self._timeout_s = settings.get("commit_timeout_s", CommitConfig().timeout_s)
         arguments.seconds("commit_timeout_s", self._timeout_s, most=TIMEOUT_S_MAX)
-        self._checkpointers: dict[str, Checkpointer] = {}
-        self._went_on_from: str | None = None
+        self._roots = Roots(self._store_of, settings)
         self._engine = CheckpointdEngine(self.settle)
         self.is_attached = False
         self.filled: Filled | None = None
@@ -345,32 +346,31 @@ class Plug:
 
         Without a tag, a damaged newest checkpoint is logged as an error and the newest whole one is loaded, by all ranks
         together. A named one that is damaged raises DamagedError on every rank, before anything is touched. What DeepSpeed
-        itself has saved is left to DeepSpeed.
+        itself has saved is left to DeepSpeed. Where another job is alive at the root, or nothing may be written
+        there, it is only read; RootInUseError if it is the one `root` of this engine.
         """
         self.settle()
         said = {"load_dir": os.path.abspath(load_dir), "tag": tag if tag is None else str(tag)}
         is_universal = self.engine.load_universal_checkpoint()
-        seen = self._is_own(load_dir), None if is_universal else missing_fault(load_dir, tag)
-        is_ours, missing = self._meet("load_checkpoint()", said, seen)[0]
+        seen = self._is_own(load_dir), None if is_universal else missing_fault(load_dir, tag), self._said_of(load_dir)
+        is_ours, missing, how = self._meet("load_checkpoint()", said, seen)[0]
         if is_universal:  # what was made of a checkpoint by a tool
             found = self._load(load_dir, tag, *args, **kwargs)
             with suppress(UsageError):  # from outside the root, where nothing of ours is
-                self._went_on_from = Place.root_of(load_dir, self._root)
+                self._roots.went_on_from = Place.root_of(load_dir, self._root)
             return found
         root = Place.root_of(load_dir, self._root)
         if not is_ours:
             check_found(missing)
             return self._load(load_dir, tag, *args, **kwargs)
-        checkpointer = self._checkpointer(root)
-        checkpointer.settle()  # another engine of this process may have saved there
         folder = os.path.dirname(Place.of(load_dir, "any", self._root).at)
         asked = None if tag is None else check_tag(str(tag))
         reading_of = functools.partial(Reading, self.engine, args, kwargs)
-        search = Search(self.engine, checkpointer, load_dir, folder, asked, self._store_of(root), reading_of)
-        chosen, contents = search.chosen()
-        with self._engine.holding(contents):
-            found = self._load(load_dir, chosen, *args, **kwargs)
-        checkpointer.take_up()
+        with self._opened(root, how) as source:
+            chosen, contents = Search(self.engine, source, load_dir, folder, asked, self._store_of(root), reading_of).chosen()
+            with self._engine.holding(contents):
+                found = self._load(load_dir, chosen, *args, **kwargs)
+            source.take_up()
         return found
 
     def _is_own(self, load_dir: str) -> bool:
@@ -379,19 +379,28 @@ class Plug:
             root = Place.root_of(load_dir, self._root)
         except UsageError:  # raised later, where nobody waits for this rank
             return False
-        return root in self._checkpointers or os.path.isdir(os.path.join(root, SERVICE))
+        return root in self._roots or os.path.isdir(os.path.join(root, SERVICE))
+
+    def _said_of(self, load_dir: str) -> Said | None:
+        """What this rank would say of the root of `load_dir`."""
+        with suppress(UsageError):
+            return said_of(self._store_of(Place.root_of(load_dir, self._root)))
+        return None
+
+    def _opened(self, root: str, said: Said) -> AbstractContextManager[Opened]:
+        """`root` for a load, as rank 0 has `said` that it can be (P4)."""
+        begin, saves = functools.partial(self._roots.checkpointer, root), self._root is not None
+        return opened(self._store_of(root), begin, said, self._timeout_s, self._options, saves=saves)
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until no save is in flight; raises what became of them."""
-        for checkpointer in self._checkpointers.values():
-            checkpointer.wait(timeout)
+        self._roots.wait(timeout)
 
     def settle(self) -> None:
         """Wait until no save is in flight, whatever becomes of it: what may end otherwise on another rank must not be raised
         where ranks do something together.
         """
-        for checkpointer in self._checkpointers.values():
-            checkpointer.settle()
+        self._roots.settle()
 
     def destroy(self) -> None:
         """DeepSpeed's destroy, after the saves in flight."""
@@ -402,29 +411,21 @@ class Plug:
 
     def close(self) -> None:
         """Wait for the saves in flight and end the background threads."""
-        self.settle()  # another engine may go on with the same Checkpointer
-        roots, self._checkpointers = list(self._checkpointers), {}
-        with ExitStack() as stack:  # each of them, whatever another raises
-            for root in roots:
-                stack.callback(give_back, self._store_of(root))
+        self._roots.close()
 
     def _begun(self, save_dir: str, root: str) -> Checkpointer:
         """The Checkpointer of a root to save in. DirectoryError on every rank if rank 0 cannot make the first `save_dir` there;
         a later one that cannot be made is told by the handle.
         """
-        if root not in self._checkpointers:
+        if root not in self._roots:
             fault = unmade(save_dir) if self.engine.global_rank == 0 else None
             fault = self._meet("save_checkpoint()", {"save_dir": os.path.abspath(save_dir)}, fault)[0]
             if fault is not None:
                 raise DirectoryError(f"save_dir {save_dir} cannot be made: {fault}; give the path of a directory that can be")
-        return self._checkpointer(root)
+        return self._roots.to_save(root)
 
     def _checkpointer(self, root: str) -> Checkpointer:
-        if root not in self._checkpointers:
-            self._checkpointers[root] = borrow(self._store_of(root), self._options)
-        if root == self._went_on_from:
-            self._checkpointers[root].take_up()
-        return self._checkpointers[root]
+        return self._roots.checkpointer(root)
 
     @staticmethod
     def _store_of(root: str) -> str:

@@ -6,13 +6,13 @@ import logging
 
 from checkpointd.errors import CheckpointdError
 from checkpointd.pipeline.catalog import Checkpoint
-from checkpointd_client.checkpointer import Checkpointer
+from checkpointd_client.integrations.deepspeed.opening import Opened
 
 log = logging.getLogger("checkpointd")
 
 
 def without_removed(
-    checkpointer: Checkpointer, rank: int, load_dir: str, known: dict[str, Checkpoint], fault: str | None
+    opened: Opened, rank: int, load_dir: str, known: dict[str, Checkpoint], fault: str | None
 ) -> tuple[dict[str, Checkpoint], str | None]:
     """`known`, by prefix, without those whose directory is gone, and why it cannot be told what there is. Rank 0 alone looks,
     since it says to all others what may be loaded.
@@ -20,7 +20,7 @@ def without_removed(
     if rank != 0 or fault is not None:
         return known, fault
     try:
-        removed = checkpointer.removed()
+        removed = opened.removed()
     except CheckpointdError as error:
         return {}, str(error)
     for prefix in sorted(removed & known.keys()):

@@ -20,8 +20,8 @@ from checkpointd.commands import command
 from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, StoreError, UnreadableError
 from checkpointd.layout.keys import shown_key
 from checkpointd.pipeline.catalog import Checkpoint
-from checkpointd_client.checkpointer import Checkpointer
 from checkpointd_client.integrations.deepspeed.directories import missing_fault, pointed, stock_files
+from checkpointd_client.integrations.deepspeed.opening import Opened
 from checkpointd_client.integrations.deepspeed.reading import Reading
 from checkpointd_client.integrations.deepspeed.removed import without_removed
 from checkpointd_client.integrations.deepspeed.zero_files import is_zero_checkpoint
@@ -43,7 +43,7 @@ class Search:
     """
 
     engine: Any
-    checkpointer: Checkpointer
+    opened: Opened
     load_dir: str
     folder: str
     tag: str | None
@@ -61,14 +61,14 @@ class Search:
             return theirs, {}
         for prefix, checkpoint in candidates:
             reading = self.reading_of()
-            heard = self.checkpointer.meet(self._said_of(checkpoint, reading), DOING)
+            heard = self.opened.meet(self._said_of(checkpoint, reading), DOING)
             damage = [text for _, text in sorted(heard.items()) if text != _WHOLE]
             if not damage and checkpoint is not None:
                 tag = os.path.basename(checkpoint.outcome.shown_at)
                 return tag, reading.by_path(os.path.join(self.load_dir, tag))
             self._raise_unless_older_may_be_taken(prefix, damage, everybody=len(damage) == len(heard))
             log.error("%s is damaged, and an older one is looked for: %s", prefix, "; ".join(damage))
-            self.checkpointer.pass_over(prefix.partition("/")[0], "; ".join(damage))
+            self.opened.pass_over(prefix.partition("/")[0], "; ".join(damage))
         if candidates:
             raise DamagedError(f"every checkpoint in {self.load_dir} is damaged: {command('verify', self.load_dir)} says how")
         return None, {}
@@ -96,7 +96,7 @@ class Search:
             return f"{_UNREADABLE} rank {rank} does not see it"
         own = range(rank, checkpoint.outcome.world_size, self.engine.world_size)
         try:
-            damage = "; ".join(self.checkpointer.damage(checkpoint, own, reading))
+            damage = "; ".join(self.opened.damage(checkpoint, own, reading))
         except StoreError as error:
             return f"{_UNREADABLE} rank {rank} cannot read it now: {error}"
         except CheckpointdError as error:
@@ -120,7 +120,7 @@ class Search:
     def _candidates(self) -> tuple[list[tuple[str, Checkpoint | None]], str | None]:
         """What may be loaded, as rank 0 sees it, newest first, and None where this rank does not see it; or DeepSpeed's own."""
         rank = self.engine.global_rank
-        known, fault = without_removed(self.checkpointer, rank, self.load_dir, *known_of(self.checkpointer))
+        known, fault = without_removed(self.opened, rank, self.load_dir, *known_of(self.opened))
         beside = [c for c in known.values() if os.path.dirname(c.outcome.shown_at) == self.folder]
         if self.tag is None:
             named = pointed(self.load_dir)
@@ -135,7 +135,7 @@ class Search:
             damaged = f"the record of {self.load_dir}/{named} is damaged: {command('verify', self.load_dir)} says how"
         elif not found:
             missing = missing_fault(self.load_dir, self.tag)
-        said = first_said(self.checkpointer, [[c.prefix for c in found if theirs is None], theirs, damaged, missing], fault)
+        said = first_said(self.opened, [[c.prefix for c in found if theirs is None], theirs, damaged, missing], fault)
         first, theirs, damaged, missing = said
         if damaged is not None:
             raise DamagedError(damaged)
@@ -156,17 +156,17 @@ class Search:
         return os.path.exists(shown) and os.path.isdir(os.path.join(self.load_dir, name))
 
 
-def known_of(checkpointer: Checkpointer) -> tuple[dict[str, Checkpoint], str | None]:
+def known_of(opened: Opened) -> tuple[dict[str, Checkpoint], str | None]:
     """What there is, newest first, by prefix, and why it cannot be told; the other ranks wait to hear of it."""
     try:
-        return {c.prefix: c for c in checkpointer.list()}, None
+        return {c.prefix: c for c in opened.list()}, None
     except CheckpointdError as error:
         return {}, str(error)
 
 
-def first_said(checkpointer: Checkpointer, found: Any, fault: str | None) -> Any:
+def first_said(opened: Opened, found: Any, fault: str | None) -> Any:
     """What rank 0 has found, on every rank; UnreadableError on every rank where it could not look."""
-    heard = checkpointer.meet(json.dumps([found, fault]), DOING)
+    heard = opened.meet(json.dumps([found, fault]), DOING)
     first, fault = json.loads(heard[0])
     if fault is not None:
         raise UnreadableError(f"rank 0 cannot tell what there is to load: {fault}")

@@ -1,0 +1,112 @@
+"""The checkpoints of a root for all ranks of a job that does not begin there: another job uses it, or nothing may be written.
+
+Invariants
+  V1  Nothing is written, locked or announced at the root: there is no epoch and no lease. A job at the root never notices.
+  V2  The ranks agree as those of a Checkpointer do: all of them load the same, or raise the same.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from functools import partial
+from types import TracebackType
+from typing import Self
+
+from checkpointd.config import ABSENCE_S, LoadConfig, PersistConfig
+from checkpointd.pipeline import catalog
+from checkpointd.pipeline.candidates import listed
+from checkpointd.pipeline.catalog import Checkpoint
+from checkpointd.pipeline.shown import unlike, without_directory
+from checkpointd.store import open_store
+from checkpointd_client.choosing import Chooser
+from checkpointd_client.examining import Examination, Nobody, Taker
+from checkpointd_client.loading import LOOK_S, Loaded, Loader, call_patiently
+from checkpointd_client.meetings import Meetings
+from checkpointd_client.ranks import find_ranks, open_board
+from checkpointd_client.turns import Turns
+from checkpointd_client.writer import Writer
+
+log = logging.getLogger("checkpointd")
+
+
+class Onlooker:
+    """Make it on every rank with the same `nonce`, which nobody has used. Its calls are those of Checkpointer, and `timeout_s`
+    is its `commit_timeout_s`.
+    """
+
+    def __init__(
+        self, root: str, nonce: str, *, timeout_s: float, absence_s: float = ABSENCE_S, pickle_client_state: bool = False
+    ) -> None:
+        self._ranks = find_ranks()
+        self._load = LoadConfig(retry_s=timeout_s, absence_s=absence_s)
+        # The other ranks wait for a look in a meeting.
+        self._glance = LoadConfig(retry_s=timeout_s / 2, absence_s=absence_s)
+        self._timeout_s, self._pickles = timeout_s, pickle_client_state
+        board = open_board(self._ranks, f"looking/{nonce}")
+        self._meetings = Meetings(board, self._ranks, timeout_s)
+        self._turns = Turns(board, self._ranks, timeout_s, timeout_s + absence_s)
+        self._store = open_store(root, read_only=True)
+        self._writer = Writer(threads=PersistConfig().encoders)
+
+    def meet(self, said: str, doing: str) -> dict[int, str]:
+        """What every rank says, by rank, when all of them are `doing` the same; DeadlineError names those that do not come."""
+        return self._meetings.meet(said, doing)
+
+    def load(self, state: Chooser, tag: str | None = None, *, cast: bool = False) -> Loaded | None:
+        """Load the newest whole checkpoint, or `tag`. Raises as Checkpointer.load does."""
+        loader = Loader(
+            store=self._store,
+            writer=self._writer,
+            ranks=self._ranks,
+            config=self._load,
+            turn=self._turns.begin(),
+            timeout_s=self._timeout_s,
+            state=state,
+            strict=True,
+            cast=cast,
+            unpickle=self._pickles,
+        )
+        return loader.load(tag, fallback=True)
+
+    def take_up(self) -> None:
+        """Nothing: this job removes no checkpoint here."""
+
+    def pass_over(self, tag: str, why: str) -> None:
+        """Nothing but a line in the log: no record can be left."""
+        log.info("no record is left at %s that %s was passed over: %s", self._store.url, tag, why)
+
+    def removed(self) -> frozenset[str]:
+        """The checkpoints (`<tag>/<attempt>`) whose directory is not there: nobody can load their files."""
+        looked = without_directory(self._store, self.list(), self._load.absence_s)
+        return frozenset(self._writer.call(looked, LOOK_S))
+
+    def damage(self, checkpoint: Checkpoint, ranks: Iterable[int], taker: Taker | None = None) -> tuple[str, ...]:
+        """What is damaged of what `ranks` stored, and files that are not shown, as Checkpointer.damage lists them."""
+        unseen = partial(unlike, absence_s=self._load.absence_s)
+        examination = Examination(self._store, self._writer, self._glance, self._timeout_s, checkpoint, unseen)
+        damage = examination.damage(ranks, taker or Nobody())
+        if damage and self._is_gone(checkpoint):
+            return (f"{checkpoint.prefix} was removed while it was read, by the job that saves there or by hand",)
+        return damage
+
+    def _is_gone(self, checkpoint: Checkpoint) -> bool:
+        look = catalog.view(self._store, checkpoint.tag, checkpoint.attempt)
+        return self._writer.call(look, LOOK_S).state in ("deleted", "in-doubt")
+
+    def close(self) -> None:
+        """Release threads and memory."""
+        try:
+            self._writer.call(self._store.close(), self._timeout_s)
+        finally:
+            self._writer.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def list(self) -> list[Checkpoint]:
+        """All checkpoints, newest first. UnreadableError where the storage does not let it find out which one is the newest."""
+        return call_patiently(self._writer, self._glance, lambda patience: listed(self._store, patience))
