@@ -26,7 +26,7 @@ from collections.abc import AsyncIterator, Collection, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 from checkpointd.config import ABSENCE_S
-from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, StoreError
+from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, StoreError, UnreadableError
 from checkpointd.layout.files import check_beside, check_place, check_unfinished
 from checkpointd.layout.keys import (
     DELETED,
@@ -186,18 +186,20 @@ async def _is_filled(plain: PlainFiles, outcome: Outcome, folder: str) -> bool:
 
 async def unseen_of(store: Store, outcome: Outcome) -> str | None:
     """Why the files of the commit `outcome` are not where they are to be shown; None where they are. They are shown if they can
-    be: an earlier try may have failed.
+    be: an earlier try may have failed. UnreadableError where they cannot: what was stored may be whole.
     """
     if not outcome.shown_at:
         return None
     try:
         await show(store, outcome)
     except StoreError as error:
-        return f"its files cannot be shown: {error}"
+        raise UnreadableError(f"its files cannot be shown: {error}") from error
     if not await _is_of(store, outcome):
         return f"{outcome.shown_at} shows the files of another save"
     plain, files = _plain(store), await files_of(store, outcome)
     if await _is_gone(plain, outcome.shown_at):
+        if outcome.shown_at in await plain.unsettled():
+            raise UnreadableError(f"{outcome.shown_at} was about to be replaced, and cannot be put back now: see the log")
         return f"the directory {outcome.shown_at} has been removed, and the checkpoint goes with it"
     changed = await plain.changed(outcome.shown_at, files)
     if changed and set(changed.values()) == {"gone"}:
@@ -323,6 +325,8 @@ async def abandoned(store: Store) -> set[str]:
         return set()
     async with _alone(store, plain):
         await plain.finish()  # one whose replacing was cut off goes back to its place
+        unsettled = await plain.unsettled()
+    away = [(at, record) for at, record in away if at not in unsettled]
     gone = await asyncio.gather(*(_is_gone(plain, at) for at, _ in away))
     found = {f"{record.tag}/{record.attempt}" for (_, record), is_gone in zip(away, gone, strict=True) if is_gone}
     return found if await plain.is_there(SERVICE) else set()

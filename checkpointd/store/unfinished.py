@@ -57,7 +57,7 @@ class UnfinishedDirectories:
             return sorted([path async for path in self._files(self.path(name, folder), "") if is_text(path)])
 
     async def _files(self, directory: str, prefix: str) -> AsyncIterator[str]:
-        for child in await self._root.children(f"{directory}/{prefix}".rstrip("/")):
+        for child in await self._root.children(f"{directory}/{prefix}".rstrip("/"), links=True):
             if not child.is_directory:
                 yield f"{prefix}{child.name}"
                 continue
@@ -79,7 +79,7 @@ class UnfinishedDirectories:
     async def merge(self, source: str, target: str, leave: Collection[str] = ()) -> None:
         """Move what is in the directory `source` to `target`, durably, but for the names `leave` (U2)."""
         taken = {child.name for child in await self._disk.children(target) if child.is_directory}
-        for child in await self._disk.children(source):
+        for child in await self._disk.children(source, links=True):
             if child.name in leave:
                 continue
             if child.is_directory and child.name in taken:
@@ -97,8 +97,8 @@ class UnfinishedDirectories:
         await self._disk.sync_directory(directory)
 
     async def remove(self, directory: str) -> None:
-        """Remove a directory with all that is in it, if it is there. What links to directories lead to stays, and the links."""
-        for child in await self._root.children(directory):
+        """Remove a directory with all that is in it, if it is there. What links in it lead to stays."""
+        for child in await self._root.children(directory, links=True):
             path = f"{directory}/{child.name}"
             if child.is_directory:
                 await self.remove(path)
