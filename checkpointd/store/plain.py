@@ -22,7 +22,7 @@ import errno
 import itertools
 import logging
 import os
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 
 import msgspec
@@ -195,6 +195,20 @@ class PlainFiles:
                 else:
                     if not same:
                         found[name] = "changed"
+        return found
+
+    async def unchanged(self, folder: str, noted: Mapping[str, tuple[int, int]]) -> set[str]:
+        """Those of `noted` (by path: bytes, and time of change in ns) that are in the directory `folder` as they were noted.
+        None to which a symbolic link in it leads.
+        """
+        place, found = f"{self._beside}/{folder}", set()
+        async with self._root.guard("comparing", folder, reads=True):
+            links = {above for above in _all_above(noted) if await self._is_link(f"{place}/{above}")}
+            for path, known in noted.items():
+                with suppress(FileNotFoundError, NotADirectoryError):
+                    status = await self._disk.status(f"{place}/{path}", follow=False)
+                    if (status.size, status.changed_ns) == known and links.isdisjoint(_all_above([path])):
+                        found.add(path)
         return found
 
     async def pointed(self, folder: str) -> str | None:
@@ -419,3 +433,8 @@ class PlainFiles:
             return (await self._disk.status(path, follow=False)).is_link
         except (FileNotFoundError, NotADirectoryError):
             return False
+
+
+def _all_above(paths: Iterable[str]) -> set[str]:
+    """The directories that `paths` lead through, relative as they are."""
+    return {path[:at] for path in paths for at, letter in enumerate(path) if letter == "/"}

@@ -19,6 +19,7 @@ import torch
 from checkpointd.cli import run
 from checkpointd.commit.retention import Retention
 from checkpointd.errors import AbortedError, CheckpointdError, StateError, StoreError, UnreadableError, UsageError
+from checkpointd.layout.keys import shown_key
 from checkpointd.pipeline import catalog, showing
 from checkpointd.pipeline.catalog import AttemptView
 from checkpointd.pipeline.retire import retire
@@ -495,6 +496,61 @@ def test_who_removes_a_directory_above_removes_the_checkpoints_in_it(ckpt: Check
     ckpt.close()
     root = Path(ckpt.status().root)
     assert {path.parts[-3] for path in root.glob("*/*/*.file")} == {"run-2--s", "run-3--s"}
+
+
+WRITTEN = {"model.safetensors": "weights", "deep/config.json": "{}", "state.json": "step 8"}
+
+
+def save_beside(ckpt: Checkpointer, step: int) -> Path:
+    """A save in `checkpoint-<step>`, beside whose files some other program writes its own. What is shown."""
+    given = ckpt.fill(f"checkpoint-{step}")
+    (Path(given.path) / "deep").mkdir(parents=True)
+    for name, text in WRITTEN.items():
+        (Path(given.path) / name).write_text(text)
+    ckpt.save_files(step, example(), at=f"checkpoint-{step}/s", tag=f"c{step}--s", unfinished=given.name).wait(60)
+    return beside(ckpt) / f"checkpoint-{step}"
+
+
+def files_in(folder: Path) -> dict[str, str]:
+    return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_what_others_wrote_goes_with_the_checkpoint(ckpt: Checkpointer) -> None:
+    folder = save_beside(ckpt, 8)
+    assert {name: (folder / name).read_text() for name in WRITTEN} == WRITTEN
+    delete(ckpt, "c8--s")
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("what", ["the optimizer's", "all"])
+def test_what_is_left_or_new_where_somebody_removed_a_checkpoint_stays(ckpt: Checkpointer, what: str) -> None:
+    """To keep the weights alone, or as another job saves in the same place that knows nothing of checkpointd."""
+    folder = save_beside(ckpt, 8)
+    shutil.rmtree(folder / "s" if what != "all" else folder)
+    kept = dict(WRITTEN)
+    if what == "all":
+        folder.mkdir()
+        (folder / "model.safetensors").write_text("of another job")
+        kept = {"model.safetensors": "of another job"}
+    save_beside(ckpt, 9)
+    ckpt.close()  # tidies up
+    root = Path(ckpt.status().root)
+    assert not list(root.glob("c8--s/*/*.file"))
+    assert list(root.glob("c9--s/*/*.file"))
+    assert not (root / shown_key("checkpoint-8/s")).exists()
+    assert files_in(folder) == kept
+
+
+def test_what_was_written_again_stays_where_the_checkpoint_is_removed(ckpt: Checkpointer, tmp_path: Path) -> None:
+    """Y7: only what appeared with it goes."""
+    folder = save_beside(ckpt, 8)
+    (folder / "model.safetensors").write_text("trained")
+    archive = (folder / "deep").rename(tmp_path / "archive")
+    (folder / "deep").symlink_to(archive)
+    delete(ckpt, "c8--s")
+    assert sorted(os.listdir(folder)) == ["deep", "model.safetensors"]
+    assert (folder / "model.safetensors").read_text() == "trained"
+    assert files_in(archive) == {"config.json": "{}"}
 
 
 def test_a_directory_is_of_one_layout(tmp_path: Path) -> None:
