@@ -188,6 +188,16 @@ class IndexRef(_Object, frozen=True, kw_only=True):
     digest: str
 
 
+class BesideFile(msgspec.Struct, frozen=True, array_like=True):
+    """A file that another program has filled beside a checkpoint's, as it was at the vote: only that one goes with them."""
+
+    path: str
+    """Relative to the directory above the checkpoint's files."""
+    size: int
+    changed_ns: int
+    """When its content was last modified, in nanoseconds since 1970, by the clock of the file system."""
+
+
 class Vote(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpointd.vote"):
     """A rank's durable word on its shard of an attempt."""
 
@@ -218,8 +228,8 @@ class Vote(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpoi
     """The directory that is to show them, relative to the one in which the root lies."""
     unfinished: str = ""
     """Where the directory above that one was filled, if it was: it gets its name when the files are shown."""
-    beside: tuple[str, ...] = ()
-    """On rank 0, the files that lay there, relative to that directory: they go with the checkpoint."""
+    beside: tuple[BesideFile, ...] = ()
+    """On rank 0, the files that lay there: they go with the checkpoint."""
     error: ErrorReport | None = None
     writer: Writer
 
@@ -251,7 +261,7 @@ class Outcome(_Object, frozen=True, kw_only=True, tag_field="format", tag="check
     """How many files all ranks together store; 0 where they store a state."""
     shown_at: str = ""
     unfinished: str = ""
-    beside: tuple[str, ...] = ()
+    beside: tuple[BesideFile, ...] = ()
     error: ErrorReport | None = None
     ranks: tuple[int, ...] = ()
     decided_by: int
@@ -314,8 +324,10 @@ class Shown(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpo
     order: tuple[int, int]
     save_latest: bool
     files: tuple[str, ...]
-    beside: tuple[str, ...] = ()
-    """Files that other programs had filled and that appeared with these, relative to the directory above: they go with them."""
+    beside: tuple[BesideFile, ...] = ()
+    """Files that other programs had filled and that appeared with these: they go with them."""
+    going: bool = False
+    """Whether they are being hidden: if the directory is gone, then nobody else need have removed it."""
 
 
 SmallObject = Epoch | Lease | Plan | Vote | Outcome | Deleted | Verified | ReadBack | Damaged | PassedOver | Shown
@@ -360,6 +372,7 @@ _LATER = (
     "shown_at",
     "unfinished",
     "beside",
+    "going",
     "objects",
     "uncached",
 )

@@ -37,7 +37,7 @@ from checkpointd.layout.keys import (
     plan_key,
     vote_name,
 )
-from checkpointd.layout.manifest import LISTING_BYTES_MAX, ErrorReport, Index, IndexRef, Vote, digest, encode
+from checkpointd.layout.manifest import LISTING_BYTES_MAX, BesideFile, ErrorReport, Index, IndexRef, Vote, digest, encode
 from checkpointd.layout.plan import cover_fault
 from checkpointd.layout.tree import files_of
 from checkpointd.pipeline.catalog import read_vote
@@ -78,7 +78,7 @@ class _Stored:
 
     index: Index
     ref: IndexRef
-    beside: tuple[str, ...] = ()
+    beside: tuple[BesideFile, ...] = ()
     """On rank 0, what others had filled for the directory above its files."""
 
 
@@ -107,12 +107,14 @@ async def _damaged(job: Persist, index: Index) -> str | None:
 async def _written(job: Persist, plan: KnownPlan) -> _Stored:
     info, files = job.info, files_of(job.shard.tree)
     index = await (write_chunks(job) if files is None else write_files(job, files))
-    beside: tuple[str, ...] = ()
+    beside: tuple[BesideFile, ...] = ()
     if info.unfinished and job.store.plain_files is not None:
+        unfinished = job.store.plain_files.unfinished
         # All ranks had filled it when this save began; what another machine has in its cache, only that one makes durable.
-        await job.store.plain_files.unfinished.settle(info.unfinished)
+        await unfinished.settle(info.unfinished)
         if info.rank == 0 and files is not None:
-            beside = tuple(await job.store.plain_files.unfinished.files(info.unfinished, os.path.dirname(files.at)))
+            filled = await unfinished.files(info.unfinished, os.path.dirname(files.at))
+            beside = tuple(BesideFile(path, status.size, status.changed_ns) for path, status in sorted(filled.items()))
     fault = cover_fault(plan.plan, index)
     if fault:
         raise CheckpointdError(f"the index of rank {info.rank} is wrong: {fault}; this is a defect, please report it")

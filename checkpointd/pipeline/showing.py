@@ -14,6 +14,8 @@ Invariants
       directory shows a newer one, never appears. One that cannot be shown now does not hold up the later ones.
   Y6  A directory that other programs fill beside a save (`store/unfinished.py`) has no name before the save is committed and
       everything is in it. Where the save aborts, it goes; what a crash has left goes with the next start.
+  Y7  Of what other programs had filled, only files go that are those which appeared with the checkpoint, and only where this
+      project removes it. Where somebody has removed its own files (Y4), the others are theirs to keep.
 """
 
 from __future__ import annotations
@@ -25,8 +27,10 @@ import re
 from collections.abc import AsyncIterator, Collection, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
+import msgspec
+
 from checkpointd.config import ABSENCE_S
-from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, StoreError
+from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, StoreError, UnreadableError
 from checkpointd.layout.files import check_beside, check_place, check_unfinished
 from checkpointd.layout.keys import (
     DELETED,
@@ -126,6 +130,7 @@ class Queue:
 
 async def _show(store: Store, plain: PlainFiles, outcome: Outcome) -> None:
     at, files = check_place(outcome.shown_at), await files_of(store, outcome)
+    check_beside([file.path for file in outcome.beside])
     folder = os.path.dirname(at)
     filled = await _is_filled(plain, outcome, folder)
     above = os.path.dirname(folder) if filled else folder
@@ -148,7 +153,7 @@ async def _show(store: Store, plain: PlainFiles, outcome: Outcome) -> None:
         order=outcome.order,
         save_latest=outcome.save_latest,
         files=tuple(sorted(files)),
-        beside=tuple(check_beside(outcome.beside)),
+        beside=outcome.beside,
     )
     await store.put(shown_key(at), encode(record))
     if outcome.unfinished:
@@ -186,18 +191,20 @@ async def _is_filled(plain: PlainFiles, outcome: Outcome, folder: str) -> bool:
 
 async def unseen_of(store: Store, outcome: Outcome) -> str | None:
     """Why the files of the commit `outcome` are not where they are to be shown; None where they are. They are shown if they can
-    be: an earlier try may have failed.
+    be: an earlier try may have failed. UnreadableError where they cannot: what was stored may be whole.
     """
     if not outcome.shown_at:
         return None
     try:
         await show(store, outcome)
     except StoreError as error:
-        return f"its files cannot be shown: {error}"
+        raise UnreadableError(f"its files cannot be shown: {error}") from error
     if not await _is_of(store, outcome):
         return f"{outcome.shown_at} shows the files of another save"
     plain, files = _plain(store), await files_of(store, outcome)
     if await _is_gone(plain, outcome.shown_at):
+        if outcome.shown_at in await plain.unsettled():
+            raise UnreadableError(f"{outcome.shown_at} was about to be replaced, and cannot be put back now: see the log")
         return f"the directory {outcome.shown_at} has been removed, and the checkpoint goes with it"
     changed = await plain.changed(outcome.shown_at, files)
     if changed and set(changed.values()) == {"gone"}:
@@ -255,7 +262,7 @@ async def _point(
     newest, names = candidate, {hidden}
     for entry in await store.list(prefix):
         at = os.path.join(folder, entry.name)
-        record = await _record(store, at) if entry.is_prefix else None
+        record = await _record(store, at) if entry.is_prefix and entry.name != hidden else None
         if record is not None:
             names.add(entry.name)
         if record is not None and record.save_latest and (newest is None or record.order > newest[0]):
@@ -272,25 +279,54 @@ async def _is_later(plain: PlainFiles, folder: str, pointed: str, since: str) ->
 
 
 async def hide(store: Store, prefixes: Collection[str]) -> None:
-    """Take away what is shown of removed attempts (`<tag>/<attempt>`)."""
+    """Take away what is shown of removed attempts (`<tag>/<attempt>`). Where somebody has removed the directory before, what
+    others had filled beside it stays (Y7).
+    """
     plain = store.plain_files
     if plain is None:
         return
     async with _alone(store, plain):
         records = await _records(store)
-        for at, record in records:
-            if f"{record.tag}/{record.attempt}" not in prefixes or await _is_awaited(store, at, record):
-                continue
-            await plain.hide(at, record.files)
+        going = [
+            (at, record)
+            for at, record in records
+            if f"{record.tag}/{record.attempt}" in prefixes and not await _is_awaited(store, at, record)
+        ]
+        if not going:
+            return
+        await plain.finish()  # one whose replacing was cut off goes back to its place
+        unsettled = await plain.unsettled()
+        gone = await asyncio.gather(*(_is_removed_by_others(plain, at, record) for at, record in going))
+        of_others = {at: {file.path for file in record.beside} for at, record in records if (at, record) not in going}
+        for (at, record), is_gone in zip(going, gone, strict=True):
+            if at in unsettled and not await plain.is_there(at):
+                continue  # the next start hides it
             folder, name = os.path.split(at)
-            of_others = {f for other, r in records if other != at and os.path.dirname(other) == folder for f in r.beside}
-            for directory, names in _deepest_first(set(check_beside(record.beside)) - of_others):
-                await plain.hide(os.path.join(folder, directory).rstrip("/"), names)
-            await store.delete(shown_key(at))
+            if not is_gone:
+                staying = [paths for other, paths in of_others.items() if os.path.dirname(other) == folder]
+                await _hide(store, plain, at, record, set[str]().union(*staying))
             if await plain.is_there(folder):
                 await _point(store, plain, folder, None, hidden=name)
-                if record.beside:
+                if record.beside and not is_gone:
                     await plain.hide(folder, ())  # it goes where nothing is left in it
+            await store.delete(shown_key(at))  # last: until then the next start does it again
+
+
+async def _hide(store: Store, plain: PlainFiles, at: str, record: Shown, staying: Collection[str]) -> None:
+    """Take away the files of `record`, and what others had filled beside them where it is as it was, but for `staying`."""
+    if record.beside and not record.going:
+        # Before the directory goes: after a crash nobody may believe that somebody else has removed it.
+        await store.put(shown_key(at), encode(msgspec.structs.replace(record, going=True)))
+    await plain.hide(at, record.files)
+    folder, noted = os.path.dirname(at), {file.path: (file.size, file.changed_ns) for file in record.beside}
+    own = await plain.unchanged(folder, {path: noted[path] for path in check_beside(noted) if path not in staying})
+    for directory, names in _deepest_first(noted):
+        await plain.hide(os.path.join(folder, directory).rstrip("/"), {n for n in names if os.path.join(directory, n) in own})
+
+
+async def _is_removed_by_others(plain: PlainFiles, at: str, record: Shown) -> bool:
+    """Whether somebody removed the directory `at`; told only where others have filled something beside it."""
+    return bool(record.beside) and not record.going and await _is_gone(plain, at)
 
 
 def _deepest_first(paths: Collection[str]) -> list[tuple[str, set[str]]]:
@@ -323,6 +359,8 @@ async def abandoned(store: Store) -> set[str]:
         return set()
     async with _alone(store, plain):
         await plain.finish()  # one whose replacing was cut off goes back to its place
+        unsettled = await plain.unsettled()
+    away = [(at, record) for at, record in away if at not in unsettled]
     gone = await asyncio.gather(*(_is_gone(plain, at) for at, _ in away))
     found = {f"{record.tag}/{record.attempt}" for (_, record), is_gone in zip(away, gone, strict=True) if is_gone}
     return found if await plain.is_there(SERVICE) else set()

@@ -14,11 +14,12 @@ from typing_extensions import Buffer
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """One name in a directory; `size` in bytes, 0 for a directory."""
+    """One name in a directory; `size` in bytes, 0 for a directory and for a symbolic link that is listed as one."""
 
     name: str
     size: int
     is_directory: bool
+    is_link: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,7 @@ class Status:
     number: int
     size: int
     changed_ns: int
+    is_link: bool = False
 
 
 class File(Protocol):
@@ -85,7 +87,7 @@ class Disk(Protocol):
         ...
 
     async def link(self, source: str, target: str) -> None:
-        """Hard link; FileExistsError where `target` exists. Atomic."""
+        """Hard link, of a symbolic link itself; FileExistsError where `target` exists. Atomic."""
         ...
 
     async def rename(self, source: str, target: str) -> None:
@@ -108,10 +110,14 @@ class Disk(Protocol):
 
     async def unlink(self, path: str) -> None: ...
 
-    async def status(self, path: str) -> Status: ...
+    async def status(self, path: str, *, follow: bool = True) -> Status:
+        """`follow`: where `path` is a symbolic link, of what it leads to; else of the link itself."""
+        ...
 
-    async def children(self, path: str) -> list[Child]:
-        """The names in a directory, unsorted."""
+    async def children(self, path: str, *, links: bool = False) -> list[Child]:
+        """The names in a directory, unsorted. `links`: symbolic links are listed as such, wherever they lead. Else one that
+        leads to a file counts as that file, and all others are left out.
+        """
         ...
 
     async def size(self, path: str) -> int:

@@ -96,12 +96,12 @@ class OsDisk:
     async def unlink(self, path: str) -> None:
         await to_the_end(aiofiles.os.unlink(path, executor=self._small.executor))
 
-    async def status(self, path: str) -> Status:
-        found = await to_the_end(aiofiles.os.stat(path, executor=self._small.executor))
-        return Status(found.st_ino, found.st_size, found.st_mtime_ns)
+    async def status(self, path: str, *, follow: bool = True) -> Status:
+        found = await to_the_end(aiofiles.os.stat(path, follow_symlinks=follow, executor=self._small.executor))
+        return Status(found.st_ino, found.st_size, found.st_mtime_ns, stat.S_ISLNK(found.st_mode))
 
-    async def children(self, path: str) -> list[Child]:
-        return await self._small.run(_children, path)
+    async def children(self, path: str, *, links: bool = False) -> list[Child]:
+        return await self._small.run(_children, path, links)
 
     async def size(self, path: str) -> int:
         status = await to_the_end(aiofiles.os.stat(path, executor=self._small.executor))
@@ -281,7 +281,7 @@ def _sync(path: str, flags: int) -> None:
 
 def _link(source: str, target: str) -> None:
     try:
-        os.link(source, target)
+        os.link(source, target, follow_symlinks=False)
     except FileExistsError:
         # A file server that was asked twice (a lost answer, sent again) meets its own link.
         if not os.path.samefile(source, target):
@@ -316,16 +316,20 @@ def _protect(path: str) -> None:
 _WRITE = stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH
 
 
-def _children(path: str) -> list[Child]:
-    """What lies in `path`. Links to directories are left out: whoever clears one away would do it in somebody else's house."""
+def _children(path: str, links: bool) -> list[Child]:
+    """What lies in `path`. No link to a directory is one: whoever clears it away would do it in somebody else's house."""
     found = []
     with os.scandir(path) as entries:
         for entry in entries:
+            if links and entry.is_symlink():
+                found.append(Child(entry.name, 0, is_directory=False, is_link=True))
+                continue
             try:
                 directory = entry.is_dir()
                 if directory and entry.is_symlink():
                     continue
                 found.append(Child(entry.name, 0 if directory else entry.stat().st_size, directory))
-            except FileNotFoundError:
-                continue  # Removed since, or a link to nowhere.
+            except OSError as error:
+                if error.errno not in {errno.ENOENT, errno.ELOOP}:  # Removed since, or a link to nowhere.
+                    raise
     return found

@@ -8,8 +8,9 @@ Invariants
   W1  A directory beside the root is whole at every moment, also after a power cut: what was shown there before, what is shown
       now, or nothing where nothing was. It is built elsewhere and put there by one rename. (A file system that cannot exchange
       two names, as NFS cannot, shows nothing there for a moment.)
-  W2  What else lies in a directory that is replaced (files and directories that were not shown) stays in it. What a crash has
-      left outside it is back there after the next `finish`, which every showing, every start and every sweep begins with.
+  W2  What else lies in a directory that is replaced (files, directories and symbolic links that were not shown) stays in it.
+      What a crash has left outside it is back there after the next `finish`, which every showing, every start and every sweep
+      begins with. What cannot be brought back waits for a later one, and keeps nothing else from being shown.
   W3  When a call returns, what it did is durable.
   W4  Writing to what is shown, as any program does that opens a file of that name, changes no object. (The superuser may write
       to read-only files: `verify` finds that.)
@@ -21,7 +22,7 @@ import errno
 import itertools
 import logging
 import os
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 
 import msgspec
@@ -93,9 +94,11 @@ class PlainFiles:
         target = f"{self._beside}/{at}"
         await self.finish()
         async with self._root.guard("showing", at):
+            if await self._is_link(target):
+                raise StoreError(f"{target} is a symbolic link: move it away, so that a checkpoint can be shown there")
             there = await self._there(target)
-            others = [c.name for c in there or () if not c.is_directory and c.name not in files and not stale(c.name)]
-            ours = {*files, *(c.name for c in there or () if not c.is_directory)}.difference(others)
+            others = [c for c in there or () if not c.is_directory and c.name not in files and not stale(c.name)]
+            ours = {*files, *(c.name for c in there or () if not c.is_directory)}.difference(c.name for c in others)
             async with self._building(at, ours, others) as place:
                 for name, key in files.items():
                     await self._give(f"{self._root.path}/{key}", f"{place}/{_BUILT}/{name}")
@@ -135,15 +138,19 @@ class PlainFiles:
         return False
 
     async def hide(self, at: str, files: Collection[str]) -> None:
-        """Let nothing of `files` be in the directory `at`, which goes where nothing else is in it."""
+        """Let nothing of `files` be in the directory `at`, which goes where nothing else is in it. Nothing where `at` is a
+        symbolic link: it leads into somebody else's house.
+        """
         target = f"{self._beside}/{at}"
         await self.finish()
         async with self._root.guard("hiding", at):
-            there = await self._there(target)
+            there = None if await self._is_link(target) else await self._there(target)
             if there is None:
                 return
             others = [child for child in there if child.name not in files]
-            async with self._building(at, files, [c.name for c in others if not c.is_directory]) as place:
+            if there and len(others) == len(there):
+                return
+            async with self._building(at, files, others) as place:
                 await self._ready(place)
                 if others:
                     await self._exchange(place, target)
@@ -154,16 +161,27 @@ class PlainFiles:
 
     async def finish(self) -> int:
         """Finish what showings that were cut off have left: the user's files and directories go back to where they were (W2),
-        the rest goes. How many were finished.
+        the rest goes. How many were finished. One that cannot be finished now stays, and the log says so: `unsettled`.
 
         Nobody shows anything meanwhile, as the caller is `alone`: whatever is found was left by a crash or a failure.
         """
         finished = 0
         async with self._root.guard("finishing", TEMPORARY):
-            for child in await self._root.children(self._temporary):
-                if child.is_directory and await self._settle(f"{self._temporary}/{child.name}"):
-                    finished += 1
+            for place in await self._places():
+                try:
+                    finished += await self._settle(place)
+                except (OSError, StoreError) as error:
+                    log.error("what showing files has left in %s stays there until it can be put back: %s", place, error)
         return finished
+
+    async def unsettled(self) -> set[str]:
+        """The directories of which `finish` had to leave something: where one is missing, nobody need have removed it."""
+        async with self._root.guard("listing", TEMPORARY, reads=True):
+            journals = [await self._journal(place) for place in await self._places()]
+        return {journal.at for journal in journals if journal is not None}
+
+    async def _places(self) -> list[str]:
+        return [f"{self._temporary}/{child.name}" for child in await self._root.children(self._temporary) if child.is_directory]
 
     async def changed(self, at: str, files: Mapping[str, str]) -> dict[str, str]:
         """Those of `files` (by name, the objects' keys) that `at` does not hold as they were shown: "gone" or "changed"."""
@@ -177,6 +195,20 @@ class PlainFiles:
                 else:
                     if not same:
                         found[name] = "changed"
+        return found
+
+    async def unchanged(self, folder: str, noted: Mapping[str, tuple[int, int]]) -> set[str]:
+        """Those of `noted` (by path: bytes, and time of change in ns) that are in the directory `folder` as they were noted.
+        None to which a symbolic link in it leads.
+        """
+        place, found = f"{self._beside}/{folder}", set()
+        async with self._root.guard("comparing", folder, reads=True):
+            links = {above for above in _all_above(noted) if await self._is_link(f"{place}/{above}")}
+            for path, known in noted.items():
+                with suppress(FileNotFoundError, NotADirectoryError):
+                    status = await self._disk.status(f"{place}/{path}", follow=False)
+                    if (status.size, status.changed_ns) == known and links.isdisjoint(_all_above([path])):
+                        found.add(path)
         return found
 
     async def pointed(self, folder: str) -> str | None:
@@ -218,7 +250,7 @@ class PlainFiles:
     async def _there(self, target: str) -> list[Child] | None:
         """What is in the directory; None where there is none. StoreError where something else has its name."""
         try:
-            return await self._disk.children(target)
+            return await self._disk.children(target, links=True)
         except FileNotFoundError:
             return None
         except NotADirectoryError as error:
@@ -243,8 +275,9 @@ class PlainFiles:
     # --- building and exchanging -----------------------------------------------------------------------------
 
     @asynccontextmanager
-    async def _building(self, at: str, ours: Collection[str], others: Collection[str]) -> AsyncIterator[str]:
-        """A place with a journal and a new directory `built`, which has the user's files `others` of the directory `at`.
+    async def _building(self, at: str, ours: Collection[str], others: Collection[Child]) -> AsyncIterator[str]:
+        """A place with a journal and a new directory `built`, which has the user's files of `others` in the directory `at`.
+        Their directories cannot have a second name, nor symbolic links everywhere: they come when the two have changed places.
 
         Whatever becomes of the body: what the journal says is finished then, or by the next `finish`.
         """
@@ -253,10 +286,10 @@ class PlainFiles:
         try:
             await self._root.directories.within(built, lambda: self._disk.make_directory(built))
             linked = {}
-            for name in others:
+            for name in (child.name for child in others if not child.is_directory and not child.is_link):
                 with suppress(FileNotFoundError):  # the user has just removed it
                     await self._disk.link(f"{self._beside}/{at}/{name}", f"{built}/{name}")
-                    linked[name] = (await self._disk.status(f"{built}/{name}")).number
+                    linked[name] = (await self._disk.status(f"{built}/{name}", follow=False)).number
             journal = msgspec.json.encode(Journal(at=at, ours=tuple(sorted(ours)), linked=linked))
             file = await self._disk.create(f"{place}/{_JOURNAL}")
             try:
@@ -350,7 +383,7 @@ class PlainFiles:
 
     async def _emptied(self, old: str, journal: Journal | None, stale: Callable[[str], bool]) -> bool:
         """Bring back what is the user's in the directory `old`, and remove the rest with it; False where some must stay."""
-        children = await self._root.children(old)
+        children = await self._root.children(old, links=True)
         theirs = [c for c in children if journal is None and c.is_directory]
         if journal is not None:
             target = f"{self._beside}/{journal.at}"
@@ -382,7 +415,7 @@ class PlainFiles:
         return await self._number(f"{old}/{child.name}") != linked and await self._number(f"{target}/{child.name}") == linked
 
     async def _brought_back(self, path: str, target: str, journal: Journal) -> bool:
-        """Let the user's file or directory have its old name `target` again; False where that is taken."""
+        """Let the user's file, link or directory have its old name `target` again; False where that is taken."""
         if os.path.basename(target) not in journal.linked and await self._number(target) is not None:
             return False
         await self._root.directories.within(target, lambda: self._disk.rename(path, target))
@@ -391,6 +424,17 @@ class PlainFiles:
     async def _number(self, path: str) -> int | None:
         """The inode number; None where there is nothing."""
         try:
-            return (await self._disk.status(path)).number
+            return (await self._disk.status(path, follow=False)).number
         except (FileNotFoundError, NotADirectoryError):
             return None
+
+    async def _is_link(self, path: str) -> bool:
+        try:
+            return (await self._disk.status(path, follow=False)).is_link
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
+
+def _all_above(paths: Iterable[str]) -> set[str]:
+    """The directories that `paths` lead through, relative as they are."""
+    return {path[:at] for path in paths for at, letter in enumerate(path) if letter == "/"}

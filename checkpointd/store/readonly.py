@@ -24,14 +24,14 @@ class ReadOnlyDisk:
     async def read_at(self, path: str, offset: int, out: memoryview, *, past_cache: bool = False) -> int:
         return await self._disk.read_at(path, offset, out, past_cache=past_cache)
 
-    async def children(self, path: str) -> list[Child]:
-        return await self._disk.children(path)
+    async def children(self, path: str, *, links: bool = False) -> list[Child]:
+        return await self._disk.children(path, links=links)
 
     async def size(self, path: str) -> int:
         return await self._disk.size(path)
 
-    async def status(self, path: str) -> Status:
-        return await self._disk.status(path)
+    async def status(self, path: str, *, follow: bool = True) -> Status:
+        return await self._disk.status(path, follow=follow)
 
     async def create(self, path: str) -> File:
         _refuse(path)

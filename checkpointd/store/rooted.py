@@ -100,10 +100,10 @@ class Root:
         finally:
             await lock.release()
 
-    async def children(self, path: str) -> list[Child]:
+    async def children(self, path: str, *, links: bool = False) -> list[Child]:
         """The names in a directory; none where there is no such directory."""
         try:
-            return await self.disk.children(path)
+            return await self.disk.children(path, links=links)
         except (FileNotFoundError, NotADirectoryError) as error:
             await self.check(error)
             return []

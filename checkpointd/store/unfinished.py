@@ -17,6 +17,7 @@ import os
 from collections.abc import AsyncIterator, Collection
 from contextlib import suppress
 
+from checkpointd.store.disk import Status
 from checkpointd.store.names import UNFINISHED
 from checkpointd.store.rooted import Root
 
@@ -51,13 +52,15 @@ class UnfinishedDirectories:
             found = await self._root.children(f"{self._folder}/{name}") if name in await self.names() else []
             return any(child.is_directory and child.name == os.path.basename(folder) for child in found)
 
-    async def files(self, name: str, folder: str) -> list[str]:
-        """The files that were filled for `folder`, relative to it, but for those whose names are no text."""
+    async def files(self, name: str, folder: str) -> dict[str, Status]:
+        """The files that were filled for `folder`, by their paths relative to it, but for those whose names are no text."""
+        place = self.path(name, folder)
         async with self._root.guard("listing", f"{UNFINISHED}/{name}", reads=True):
-            return sorted([path async for path in self._files(self.path(name, folder), "") if is_text(path)])
+            paths = [path async for path in self._files(place, "") if is_text(path)]
+            return {path: await self._disk.status(f"{place}/{path}", follow=False) for path in paths}
 
     async def _files(self, directory: str, prefix: str) -> AsyncIterator[str]:
-        for child in await self._root.children(f"{directory}/{prefix}".rstrip("/")):
+        for child in await self._root.children(f"{directory}/{prefix}".rstrip("/"), links=True):
             if not child.is_directory:
                 yield f"{prefix}{child.name}"
                 continue
@@ -79,7 +82,7 @@ class UnfinishedDirectories:
     async def merge(self, source: str, target: str, leave: Collection[str] = ()) -> None:
         """Move what is in the directory `source` to `target`, durably, but for the names `leave` (U2)."""
         taken = {child.name for child in await self._disk.children(target) if child.is_directory}
-        for child in await self._disk.children(source):
+        for child in await self._disk.children(source, links=True):
             if child.name in leave:
                 continue
             if child.is_directory and child.name in taken:
@@ -97,8 +100,8 @@ class UnfinishedDirectories:
         await self._disk.sync_directory(directory)
 
     async def remove(self, directory: str) -> None:
-        """Remove a directory with all that is in it, if it is there. What links to directories lead to stays, and the links."""
-        for child in await self._root.children(directory):
+        """Remove a directory with all that is in it, if it is there. What links in it lead to stays."""
+        for child in await self._root.children(directory, links=True):
             path = f"{directory}/{child.name}"
             if child.is_directory:
                 await self.remove(path)

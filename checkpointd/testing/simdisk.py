@@ -183,12 +183,15 @@ class ProcessDisk:
     async def unlink(self, path: str) -> None:
         await self.effect("unlink", path, lambda: self._fs.unlink(path))
 
-    async def children(self, path: str) -> list[Child]:
+    async def children(self, path: str, *, links: bool = False) -> list[Child]:
+        """Symbolic links are not modelled."""
+        del links
         found = await self.look(lambda: _children(self._fs.directory(path)))
         self.disk.rng.shuffle(found)
         return found
 
-    async def status(self, path: str) -> Status:
+    async def status(self, path: str, *, follow: bool = True) -> Status:
+        del follow
         return await self.look(lambda: _status(self._fs.node(path)))
 
     async def size(self, path: str) -> int:

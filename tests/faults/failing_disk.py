@@ -80,14 +80,14 @@ class FailingDisk:
     async def protect(self, path: str) -> None:
         await self.call("protect", path, lambda: self._inner.protect(path))
 
-    async def status(self, path: str) -> Status:
-        return await self.call("status", path, lambda: self._inner.status(path))
+    async def status(self, path: str, *, follow: bool = True) -> Status:
+        return await self.call("status", path, lambda: self._inner.status(path, follow=follow))
 
     async def unlink(self, path: str) -> None:
         await self.call("unlink", path, lambda: self._inner.unlink(path))
 
-    async def children(self, path: str) -> list[Child]:
-        return await self.call("children", path, lambda: self._inner.children(path))
+    async def children(self, path: str, *, links: bool = False) -> list[Child]:
+        return await self.call("children", path, lambda: self._inner.children(path, links=links))
 
     async def size(self, path: str) -> int:
         return await self.call("size", path, lambda: self._inner.size(path))

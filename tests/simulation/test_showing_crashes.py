@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from checkpointd.layout.keys import OUTCOME, AttemptId, attempt_prefix, file_name, index_name, vote_name
-from checkpointd.layout.manifest import IndexRef, Outcome, Vote, VoteRef, digest, encode
+from checkpointd.layout.keys import DELETED, OUTCOME, AttemptId, attempt_prefix, file_name, index_name, vote_name
+from checkpointd.layout.manifest import BesideFile, Deleted, IndexRef, Outcome, Shown, Vote, VoteRef, digest, encode
 from checkpointd.pipeline import showing
 from checkpointd.pipeline.identity import writer
 from checkpointd.pipeline.shard import AttemptInfo
@@ -81,6 +81,10 @@ class World:
         await disk.process.spawn(showing.hide(store, {f"{outcome.tag}/{outcome.attempt}"}))
         self.disk.kill("remover")
 
+    async def is_marked(self, outcome: Outcome) -> bool:
+        """Whether it has the mark of what is removed."""
+        return DELETED in (await self.contents(f".checkpointd/{outcome.tag}/{outcome.attempt}") or {})
+
     async def contents(self, at: str) -> dict[str, bytes] | None:
         """What stands in a directory; None where there is none."""
         disk = self.disk.process("looker")
@@ -122,12 +126,12 @@ class World:
         assert found is not None
         return found["latest"].decode()
 
-    async def filled(self, name: str, files: dict[str, bytes]) -> None:
-        """What some other program has written beside a save."""
+    async def filled(self, name: str, files: dict[str, bytes]) -> list[BesideFile]:
+        """What some other program has written beside a save, as the vote and the outcome list it."""
         store, disk = self.store("filler")
         path = store.plain_files.unfinished.path(name, "checkpoint-8")
 
-        async def fill() -> None:
+        async def fill() -> list[BesideFile]:
             for at in [BESIDE, f"{BESIDE}/.checkpointd", *_above(path, f"{BESIDE}/.checkpointd"), f"{path}/deep"]:
                 with suppress(FileExistsError):
                     await disk.make_directory(at)
@@ -136,9 +140,12 @@ class World:
                 await file.write_at(0, data)
                 await file.close()
             await store.plain_files.unfinished.settle(name)  # as a save does before it votes
+            found = await store.plain_files.unfinished.files(name, "checkpoint-8")
+            return [BesideFile(path, status.size, status.changed_ns) for path, status in found.items()]
 
-        await disk.process.spawn(fill())
+        found: list[BesideFile] = await disk.process.spawn(fill())
         self.disk.kill("filler")
+        return found
 
     async def put_own(self, at: str) -> None:
         """A file of the user's in a directory that is shown, and a directory with another one."""
@@ -169,7 +176,7 @@ async def _commit(
     files: dict[str, bytes],
     at: str = "",
     unfinished: str = "",
-    beside: Iterable[str] = (),
+    beside: Iterable[BesideFile] = (),
 ) -> Outcome:
     attempt = AttemptId(epoch, 0)
     prefix, said = attempt_prefix(tag, attempt), {"tag": tag, "attempt": str(attempt), "step": 1, "world_size": 1}
@@ -295,8 +302,8 @@ def revealing(*, is_there: bool) -> Callable[[Crash], Coroutine[Any, Any, bool]]
             await world.filled("00000001-0", {"model.safetensors": b"old", "mine.txt": b"mine"})
             await world.shown(await world.committed("c8--step8", 1, OLD, at=place["at"], unfinished="00000001-0"))
         await world.filled("00000002-1", {"half": b"of one that was killed"})
-        await world.filled(place["unfinished"], BESIDE_IT)
-        outcome = await world.committed("c8--step8", 2, NEW, **place, beside=BESIDE_IT)
+        filled = await world.filled(place["unfinished"], BESIDE_IT)
+        outcome = await world.committed("c8--step8", 2, NEW, **place, beside=filled)
         store, disk = world.store("shower")
         struck = await world.struck(crash, disk.process.spawn(showing.show(store, outcome)))
         if not is_there:
@@ -312,6 +319,44 @@ def revealing(*, is_there: bool) -> Callable[[Crash], Coroutine[Any, Any, bool]]
         return struck
 
     return scenario
+
+
+@pytest.mark.parametrize("how", ["power cut", "killed"])
+def test_a_removal_that_is_cut_off_is_finished_by_the_next_start(how: str) -> None:
+    """Y7: also when the directory has gone, and what others had filled beside it has not."""
+    kill = None if how == "power cut" else lambda disk, _: disk.kill("shower")
+    assert every_crash_point(removing, range(2), kill) > 20
+
+
+def test_without_a_word_before_it_a_removal_that_is_cut_off_leaves_what_others_filled(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def forgetful(plain: PlainFiles, at: str, _: Shown) -> bool:
+        return await showing._is_gone(plain, at)
+
+    monkeypatch.setattr(showing, "_is_removed_by_others", forgetful)
+    with pytest.raises(AssertionError):
+        every_crash_point(removing, range(2))
+
+
+async def removing(crash: Crash) -> bool:
+    """A checkpoint is hidden, beside whose files others have written theirs, and the user a file of his own."""
+    world = World()
+    filled = await world.filled("00000001-0", BESIDE_IT | {"mine.txt": b"mine"})
+    listed = [file for file in filled if file.path in BESIDE_IT]
+    outcome = await world.committed("c8--step8", 1, NEW, at="checkpoint-8/step8", unfinished="00000001-0", beside=listed)
+    await world.shown(outcome)
+    store, disk = world.store("shower")
+
+    async def remove() -> None:
+        prefix = f"{outcome.tag}/{outcome.attempt}"
+        await store.put(f"{prefix}/{DELETED}", encode(Deleted(reason="a test", writer=writer())))
+        await showing.hide(store, {prefix})
+
+    struck = await world.struck(crash, disk.process.spawn(remove()))
+    if not struck or await world.is_marked(outcome):
+        await world.started()
+        assert await world.contents("checkpoint-8") == {"mine.txt": b"mine"}
+        assert [await world.contents(f"checkpoint-8/{name}") for name in ("step8", "deep")] == [None, None]
+    return struck
 
 
 TAGS = ("step17", "step18", "step19")

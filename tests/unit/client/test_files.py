@@ -18,7 +18,8 @@ import torch
 
 from checkpointd.cli import run
 from checkpointd.commit.retention import Retention
-from checkpointd.errors import AbortedError, CheckpointdError, StateError, StoreError, UsageError
+from checkpointd.errors import AbortedError, CheckpointdError, StateError, StoreError, UnreadableError, UsageError
+from checkpointd.layout.keys import shown_key
 from checkpointd.pipeline import catalog, showing
 from checkpointd.pipeline.catalog import AttemptView
 from checkpointd.pipeline.retire import retire
@@ -235,12 +236,12 @@ def test_a_directory_that_is_out_of_sight_for_a_moment_was_not_removed(
     save(ckpt, example(), tag="one")
     shown, children, left = str(beside(ckpt) / "one"), OsDisk.children, looks
 
-    async def lagging(disk: OsDisk, path: str) -> list[Child]:
+    async def lagging(disk: OsDisk, path: str, *, links: bool = False) -> list[Child]:
         nonlocal left
         if path == shown and left > 0:
             left -= 1
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-        return await children(disk, path)
+        return await children(disk, path, links=links)
 
     monkeypatch.setattr(OsDisk, "children", lagging)
     assert ckpt._writer.call(showing.abandoned(ckpt._store), 60) == set()
@@ -251,15 +252,26 @@ def test_a_directory_that_is_out_of_sight_for_a_moment_was_not_removed(
     assert left == 0
 
 
-def test_a_directory_whose_replacing_was_cut_off_was_not_removed(ckpt: Checkpointer) -> None:
+def test_a_directory_whose_replacing_was_cut_off_was_not_removed(ckpt: Checkpointer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the file system cannot exchange two names, between the two renames."""
     shown = save(ckpt, example(), tag="one")
     place = Path(ckpt.status().root) / TEMPORARY / "dead.1.1.1.shown0"
     place.mkdir(parents=True)
     (place / "journal").write_bytes(msgspec.json.encode(Journal(at="one", ours=tuple(os.listdir(shown)), linked={})))
     shown.rename(place / "aside")
+    (found,) = ckpt.list()
+
+    async def refused(_disk: OsDisk, source: str, _target: str) -> None:
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES), source)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(OsDisk, "rename", refused)
+        assert ckpt._writer.call(showing.abandoned(ckpt._store), 60) == set()
+        with pytest.raises(UnreadableError, match="was about to be replaced"):
+            ckpt.damage(found, [0])
     assert ckpt._writer.call(showing.abandoned(ckpt._store), 60) == set()
     assert shown.is_dir()
+    assert ckpt.damage(found, [0]) == ()
 
 
 @pytest.mark.parametrize("lost", ["all", "directory", "latest"])
@@ -368,6 +380,17 @@ def test_the_old_files_stay_until_those_of_the_newer_commit_can_be_shown(
         assert torch.load(tmp_path / "best" / "a.pt") == 2
 
 
+def test_a_link_in_a_shown_directory_keeps_nothing_from_being_shown(ckpt: Checkpointer) -> None:
+    shown = save(ckpt, {"a.pt": 1}, tag="best")
+    (beside(ckpt) / "exports").mkdir()
+    (shown / "hf").symlink_to("../exports")
+    for value, tag in ((2, "best"), (3, "best"), (4, "other")):
+        save(ckpt, {"a.pt": value}, tag=tag)
+        assert torch.load(beside(ckpt) / tag / "a.pt") == value
+    assert os.readlink(shown / "hf") == "../exports"
+    assert [ckpt.damage(found, [0]) for found in ckpt.list()] == [(), ()]
+
+
 def test_what_is_not_where_it_is_to_be_shown_is_not_whole(ckpt: Checkpointer, monkeypatch: pytest.MonkeyPatch) -> None:
     """DeepSpeed would load other files than those that were verified, or none."""
 
@@ -378,7 +401,8 @@ def test_what_is_not_where_it_is_to_be_shown_is_not_whole(ckpt: Checkpointer, mo
         patch.setattr(PlainFiles, "show", crashed)
         save(ckpt, example(), tag="one")
         (found,) = ckpt.list()
-        assert "no space is left" in ckpt.damage(found, [0])[0]
+        with pytest.raises(UnreadableError, match="no space is left"):  # no proof of damage
+            ckpt.damage(found, [0])
     assert ckpt.damage(found, [0]) == ()
     assert torch.load(beside(ckpt) / "one" / "mp_rank_00_model_states.pt")["lr"] == 0.1
     shutil.rmtree(beside(ckpt) / "one")
@@ -472,6 +496,61 @@ def test_who_removes_a_directory_above_removes_the_checkpoints_in_it(ckpt: Check
     ckpt.close()
     root = Path(ckpt.status().root)
     assert {path.parts[-3] for path in root.glob("*/*/*.file")} == {"run-2--s", "run-3--s"}
+
+
+WRITTEN = {"model.safetensors": "weights", "deep/config.json": "{}", "state.json": "step 8"}
+
+
+def save_beside(ckpt: Checkpointer, step: int) -> Path:
+    """A save in `checkpoint-<step>`, beside whose files some other program writes its own. What is shown."""
+    given = ckpt.fill(f"checkpoint-{step}")
+    (Path(given.path) / "deep").mkdir(parents=True)
+    for name, text in WRITTEN.items():
+        (Path(given.path) / name).write_text(text)
+    ckpt.save_files(step, example(), at=f"checkpoint-{step}/s", tag=f"c{step}--s", unfinished=given.name).wait(60)
+    return beside(ckpt) / f"checkpoint-{step}"
+
+
+def files_in(folder: Path) -> dict[str, str]:
+    return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_what_others_wrote_goes_with_the_checkpoint(ckpt: Checkpointer) -> None:
+    folder = save_beside(ckpt, 8)
+    assert {name: (folder / name).read_text() for name in WRITTEN} == WRITTEN
+    delete(ckpt, "c8--s")
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("what", ["the optimizer's", "all"])
+def test_what_is_left_or_new_where_somebody_removed_a_checkpoint_stays(ckpt: Checkpointer, what: str) -> None:
+    """To keep the weights alone, or as another job saves in the same place that knows nothing of checkpointd."""
+    folder = save_beside(ckpt, 8)
+    shutil.rmtree(folder / "s" if what != "all" else folder)
+    kept = dict(WRITTEN)
+    if what == "all":
+        folder.mkdir()
+        (folder / "model.safetensors").write_text("of another job")
+        kept = {"model.safetensors": "of another job"}
+    save_beside(ckpt, 9)
+    ckpt.close()  # tidies up
+    root = Path(ckpt.status().root)
+    assert not list(root.glob("c8--s/*/*.file"))
+    assert list(root.glob("c9--s/*/*.file"))
+    assert not (root / shown_key("checkpoint-8/s")).exists()
+    assert files_in(folder) == kept
+
+
+def test_what_was_written_again_stays_where_the_checkpoint_is_removed(ckpt: Checkpointer, tmp_path: Path) -> None:
+    """Y7: only what appeared with it goes."""
+    folder = save_beside(ckpt, 8)
+    (folder / "model.safetensors").write_text("trained")
+    archive = (folder / "deep").rename(tmp_path / "archive")
+    (folder / "deep").symlink_to(archive)
+    delete(ckpt, "c8--s")
+    assert sorted(os.listdir(folder)) == ["deep", "model.safetensors"]
+    assert (folder / "model.safetensors").read_text() == "trained"
+    assert files_in(archive) == {"config.json": "{}"}
 
 
 def test_a_directory_is_of_one_layout(tmp_path: Path) -> None:

@@ -111,6 +111,21 @@ async def test_children_are_files_and_directories_but_no_links_to_those(disk: Os
     ]
 
 
+async def test_links_are_listed_as_such_where_they_are_asked_for(disk: OsDisk, tmp_path: Path) -> None:
+    (tmp_path / "directory").mkdir()
+    (tmp_path / "file").write_bytes(b"123")
+    for name, to in (("a", "directory"), ("b", "file"), ("c", "gone"), ("d", "d")):
+        (tmp_path / name).symlink_to(to)
+    found = sorted(await disk.children(str(tmp_path), links=True), key=lambda child: child.name)
+    links = [Child(name, 0, is_directory=False, is_link=True) for name in "abcd"]
+    assert found == [*links, Child("directory", 0, True), Child("file", 3, False)]
+    assert sorted(child.name for child in await disk.children(str(tmp_path))) == ["b", "directory", "file"]
+    followed, itself = [await disk.status(str(tmp_path / "b"), follow=follow) for follow in (True, False)]
+    assert (followed.size, followed.is_link, itself.is_link) == (3, False, True)
+    await disk.link(str(tmp_path / "c"), str(tmp_path / "e"))
+    assert os.readlink(tmp_path / "e") == "gone"
+
+
 async def test_read_refuses_what_is_longer(disk: OsDisk, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"12345")
     assert await disk.read(str(tmp_path / "file"), 5) == b"12345"

@@ -123,6 +123,74 @@ async def test_where_two_names_cannot_be_exchanged_the_old_directory_steps_aside
     assert os.listdir(tmp_path / SERVICE / SERVICE / "tmp") == [], "nothing is left aside"
 
 
+# --- symbolic links ----------------------------------------------------------------------------------------------
+
+
+LINKS = {"to-directory": "../exports", "to-file": "../exports/model", "to-nowhere": "../gone", "to-itself": "to-itself"}
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+@pytest.mark.parametrize("what", ["shown again", "hidden"])
+async def test_links_of_the_users_stay_where_they_are(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, exchanges: bool
+) -> None:
+    """W2. From where the directory is built, a relative link leads to nowhere."""
+    if not exchanges:
+        monkeypatch.setattr(osdisk, "_libc", SimpleNamespace(renameat2=lambda *_: ctypes.set_errno(errno.EINVAL) or -1))
+    plain, shown = plain_of(store), tmp_path / "shown"
+    (tmp_path / "exports").mkdir()
+    (tmp_path / "exports" / "model").write_bytes(b"weights")
+    await plain.show("shown", {"file": "tag/one", "other": "tag/one"}, never)
+    for name, to in LINKS.items():
+        (shown / name).symlink_to(to)
+    (shown / "other").unlink()
+    (shown / "other").symlink_to("../exports/model")  # instead of a file that is shown: it goes as that one would
+    if what == "shown again":
+        await plain.show("shown", {"file": "tag/two", "other": "tag/two"}, never)
+        assert (shown / "file").read_bytes() == (shown / "other").read_bytes() == b"2"
+        assert not (shown / "other").is_symlink()
+    else:
+        await plain.hide("shown", ["file", "other"])
+        assert not (shown / "file").exists()
+        assert not (shown / "other").exists()
+    assert {path.name: os.readlink(path) for path in shown.iterdir() if path.is_symlink()} == LINKS
+    assert (tmp_path / "exports" / "model").read_bytes() == b"weights"
+    assert os.listdir(tmp_path / SERVICE / SERVICE / "tmp") == []
+
+
+async def test_what_a_link_in_the_place_of_a_directory_leads_to_stays(store: Store, tmp_path: Path) -> None:
+    plain, moved = plain_of(store), tmp_path / "elsewhere"
+    await plain.show("shown", {"file": "tag/one"}, never)
+    (tmp_path / "shown").rename(moved)
+    (tmp_path / "shown").symlink_to(moved)
+    with pytest.raises(StoreError, match="is a symbolic link: move it away"):
+        await plain.show("shown", {"file": "tag/two"}, never)
+    await plain.hide("shown", ["file"])
+    assert (tmp_path / "shown").is_symlink()
+    assert (moved / "file").read_bytes() == b"1"
+    assert os.listdir(tmp_path / SERVICE / SERVICE / "tmp") == []
+
+
+async def test_what_was_filled_with_links_in_it_is_moved_or_goes(store: Store, tmp_path: Path) -> None:
+    unfinished, theirs = plain_of(store).unfinished, tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "file").write_text("x")
+    for name in ("00000001-0", "00000001-1"):
+        place = Path(unfinished.path(name, "checkpoint-8"))
+        (place / "deep").mkdir(parents=True)
+        (place / "deep" / "link").symlink_to(theirs)
+        (place / "nowhere").symlink_to("gone")
+    await unfinished.settle("00000001-0")
+    (tmp_path / "checkpoint-8" / "deep").mkdir(parents=True)
+    await unfinished.merge(unfinished.path("00000001-0", "checkpoint-8"), str(tmp_path / "checkpoint-8"))
+    assert os.readlink(tmp_path / "checkpoint-8" / "deep" / "link") == str(theirs)
+    assert os.readlink(tmp_path / "checkpoint-8" / "nowhere") == "gone"
+    for name in ("00000001-0", "00000001-1"):
+        await unfinished.discard(name)
+        assert not Path(unfinished.path(name, "checkpoint-8")).parent.exists()
+    assert (theirs / "file").exists()
+
+
 # --- what programs do to what is shown ---------------------------------------------------------------------------
 
 
@@ -192,6 +260,25 @@ async def test_what_has_no_name_to_go_back_to_stays_and_is_named(
     assert await plain_of(store).finish() == 1
     assert (tmp_path / "shown" / "notes" / "old").read_bytes() == b"mine"
     assert not place.exists()
+
+
+async def test_what_cannot_be_put_back_keeps_nothing_else_from_being_shown(
+    store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Somebody has put a file where the directory was whose showing was cut off."""
+    plain, place = plain_of(store), tmp_path / SERVICE / SERVICE / "tmp" / "dead.shown0"
+    (place / "aside").mkdir(parents=True)
+    (place / "aside" / "notes").write_bytes(b"mine")
+    (place / "journal").write_text('{"at": "best", "ours": ["file"], "linked": {}}')
+    (tmp_path / "best").write_text("in the way")
+    assert await plain.finish() == 0
+    assert f"{place} stays there until it can be put back" in caplog.text
+    await plain.show("other", {"file": "tag/one"}, never)
+    assert (tmp_path / "other" / "file").read_bytes() == b"1"
+    assert await plain.unsettled() == {"best"}
+    (tmp_path / "best").unlink()
+    assert await plain.finish() == 1
+    assert (await plain.unsettled(), (tmp_path / "best" / "notes").read_bytes()) == (set(), b"mine")
 
 
 async def test_what_was_filled_goes_and_what_a_link_leads_to_stays(store: Store, tmp_path: Path) -> None:
