@@ -171,6 +171,9 @@ def _whole(match: Matcher, live: Live, pairing: _Pairing, stored: dict[Hashable,
     state, groups = stored.pop("state"), stored.pop("param_groups")
     assert isinstance(state, tree.Dict)  # ids_by_group looked
     assert isinstance(groups, tree.Sequence)
+    of_hooks = stored or any(key not in pairing.stored for key, _ in match.stored.children(state))
+    if not (of_hooks or pairing.numbers or any(j is not None for j in pairing.groups)):
+        return None
     made: list[Build] = []
     of_another_kind: set[Hashable] = set()
     for i, (j, group) in enumerate(zip(pairing.groups, live.state["param_groups"], strict=True)):
@@ -178,8 +181,12 @@ def _whole(match: Matcher, live: Live, pairing: _Pairing, stored: dict[Hashable,
         build: Build | None = None
         if node is not None and _is_of_kind(match, live, pairing, node, state, group, path):
             apart = _split(live.state["param_groups"], pairing.groups, i)
+            if isinstance(node, tree.Dict) and i > pairing.groups.index(j):  # a stored tensor fills one
+                apart += [
+                    str(key) for key, one in match.stored.children(node) if isinstance(one, tree.Tensor) and key not in apart
+                ]
             match.mismatched += [
-                f"{path}.{key}: its parameters were in one group, and are in several with different values now" for key in apart
+                f"{path}.{key}: its parameters were in one group and are in several now, so each keeps its own" for key in apart
             ]
             build = _group(match, node, group, apart, path)
         if node is not None and build is None:

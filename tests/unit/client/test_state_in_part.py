@@ -290,11 +290,27 @@ def test_a_group_that_was_split_keeps_what_its_parts_differ_in() -> None:
     parts = {"weight_decay": 0.0}, {"weight_decay": 0.25}
     other, target = pair(10, lambda p: adam([{"params": [one], **part} for one, part in zip(list(p)[:2], parts, strict=True)]))
     restoration = saved.prepare({"m": other, "o": target}, strict=False)
-    words = "its parameters were in one group, and are in several with different values now"
+    words = "its parameters were in one group and are in several now, so each keeps its own"
     assert restoration.mismatched == tuple(f"o.param_groups.{i}.weight_decay: {words}" for i in (0, 1))
     saved.fill(restoration)
     restoration.finish()
     assert [(group["lr"], group["weight_decay"]) for group in target.param_groups] == [(0.5, 0.0), (0.5, 0.25)]
+
+
+def test_a_learning_rate_in_a_tensor_fills_one_part_of_a_group_that_was_split() -> None:
+    def split(parameters: Any) -> torch.optim.Optimizer:
+        groups = [{"params": [one], "lr": torch.tensor(0.5)} for one in list(parameters)[:2]]
+        return torch.optim.AdamW(groups, foreach=False)
+
+    model = language_model(10)
+    optimizer = torch.optim.AdamW(list(model.parameters())[:2], lr=torch.tensor(0.25), foreach=False)
+    saved = save({"m": model, "o": optimizer})
+    other, target = pair(10, split)
+    restoration = saved.prepare({"m": other, "o": target}, strict=False)
+    assert [line.partition(":")[0] for line in restoration.mismatched] == ["o.param_groups.1.lr"]
+    saved.fill(restoration)
+    restoration.finish()
+    assert [float(group["lr"]) for group in target.param_groups] == [0.25, 0.5]
 
 
 def test_z1_what_the_ranks_had_different_values_of_leaves_the_rest_of_that_state() -> None:
