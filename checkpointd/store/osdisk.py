@@ -1,4 +1,4 @@
-"""The real file system: aiofiles for names and small files, own threads for bulk bytes and fsync.
+"""The real file system: aiofiles for names, own threads for bytes and fsync.
 
 `checkpointd.store.disk` is the contract. Every call ends when its system call has ended, cancelled or not. Works under any
 asyncio loop; all waiting is done without the GIL.
@@ -14,7 +14,6 @@ import mmap
 import os
 import stat
 
-import aiofiles
 import aiofiles.os
 
 from checkpointd.store.disk import Child, File, Lock, Status
@@ -52,16 +51,10 @@ class OsDisk:
         if past_cache:
             content = await self._bulk.run(_read_past_cache, path, size_max)
         else:
-            content = await to_the_end(self._read(path, size_max))
+            content = await self._small.run(_read, path, size_max)
         if content is None or len(content) > size_max:
             raise OSError(errno.EFBIG, f"longer than the {size_max} bytes that were asked for")
         return content
-
-    async def _read(self, path: str, size_max: int) -> bytes | None:
-        """Up to a byte more than `size_max`; None where the file is longer, of which nothing is read then."""
-        async with aiofiles.open(path, "rb", opener=_open_to_read, executor=self._small.executor) as file:
-            status = await aiofiles.os.stat(file.fileno(), executor=self._small.executor)
-            return await file.read(status.st_size + 1) if status.st_size <= size_max else None
 
     async def read_at(self, path: str, offset: int, out: memoryview, *, past_cache: bool = False) -> int:
         return await self._bulk.run(_read_at_past_cache if past_cache else _read_at, path, offset, out)
@@ -201,6 +194,15 @@ def _fill(descriptor: int, offset: int, part: memoryview) -> int:
 
 def _as_bytes(out: memoryview) -> memoryview:
     return out.cast("B") if out.nbytes else memoryview(b"")
+
+
+def _read(path: str, size_max: int) -> bytes | None:
+    """Up to a byte more than `size_max`; None where the file is longer, of which nothing is read then. In one go on one thread:
+    whoever is cancelled in the middle leaves no open file behind.
+    """
+    with open(path, "rb", opener=_open_to_read) as file:
+        size = os.fstat(file.fileno()).st_size
+        return file.read(size + 1) if size <= size_max else None
 
 
 def _read_past_cache(path: str, size_max: int) -> bytes | None:

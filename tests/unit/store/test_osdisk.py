@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import os
 import sys
 import threading
+import warnings
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
+from checkpointd.store import osdisk
 from checkpointd.store.disk import Child
 from checkpointd.store.osdisk import OsDisk
 
@@ -21,6 +24,34 @@ async def disk() -> AsyncIterator[OsDisk]:
     disk = OsDisk()
     yield disk
     await disk.close()
+
+
+async def test_a_read_that_is_cancelled_with_all_its_tasks_leaves_no_file_open(
+    disk: OsDisk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As at the end of a loop."""
+    (tmp_path / "vote").write_bytes(b"yes")
+    opened, release = threading.Event(), threading.Event()
+
+    def slowly(path: str, flags: int) -> int:
+        descriptor = os.open(path, flags)
+        opened.set()
+        release.wait(30)
+        return descriptor
+
+    monkeypatch.setattr(osdisk, "_open_to_read", slowly)
+    task = asyncio.create_task(disk.read(str(tmp_path / "vote"), 100))
+    await asyncio.to_thread(opened.wait, 30)
+    for one in asyncio.all_tasks() - {asyncio.current_task()}:
+        one.cancel()
+    release.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await disk.sync_directory(str(tmp_path))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        gc.collect()
+    assert [str(one.message) for one in told] == []
 
 
 async def test_a_lock_has_one_holder(disk: OsDisk, tmp_path: Path) -> None:
