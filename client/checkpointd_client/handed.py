@@ -72,7 +72,7 @@ def _is_optimizers(value: Mapping[Any, Any]) -> bool:
 def _optimizer(match: Matcher, live: Mapping[Any, Any], node: tree.Dict, fqn: str, *, is_flat: bool = False) -> Build:
     stored_ids = ids_by_group(match, node)
     if stored_ids is None:
-        match.mismatched.append(f"{fqn}: the state of an optimizer is there now, and what is stored is not of that form")
+        match.mismatched.append(f"{fqn}: an optimizer's state is there now, and what is stored does not have that form")
         return _as_it_is(live)
     ours = _paired(match, stored_ids, [list(group["params"]) for group in live["param_groups"]], fqn)
     if ours is None:
@@ -124,7 +124,7 @@ def _paired(
 def _group(match: Matcher, nodes: list[tree.Node], live: Mapping[str, Any], fqn: str) -> Build | None:
     """What is stored of a group, with the parameters that it has now; None where that does not fit, or where none is stored."""
     if len(nodes) > 1:
-        match.mismatched.append(f"{fqn}: its parameters were in {len(nodes)} groups, so it is left with their state")
+        match.mismatched.append(f"{fqn}: its parameters were in {len(nodes)} groups, so the group and their state are left as they are")
     if not nodes and not live["params"]:
         match.note_missing(fqn)
     if len(nodes) != 1:
@@ -134,7 +134,7 @@ def _group(match: Matcher, nodes: list[tree.Node], live: Mapping[str, Any], fqn:
     had, has = {str(key) for key, _ in match.stored.children(node)} - OF_OTHERS, set(map(str, live)) - OF_OTHERS
     if had - has and has - had:
         match.mismatched.append(
-            f"{fqn}: it was saved of another kind of optimizer: {', '.join(sorted(had - has))} is stored, and "
+            f"{fqn}: it was saved from another kind of optimizer: {', '.join(sorted(had - has))} is stored, and "
             f"{', '.join(sorted(has - had))} is there now; neither the group nor the state of its parameters can be loaded"
         )
         return None

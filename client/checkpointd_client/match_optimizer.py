@@ -186,7 +186,7 @@ def _whole(match: Matcher, live: Live, pairing: _Pairing, stored: dict[Hashable,
                     str(key) for key, one in match.stored.children(node) if isinstance(one, tree.Tensor) and key not in apart
                 ]
             match.mismatched += [
-                f"{path}.{key}: its parameters were in one group and are in several now, so each keeps its own" for key in apart
+                f"{path}.{key}: its parameters were in one group and are in several now, so each group keeps its own value" for key in apart
             ]
             build = _group(match, node, group, apart, path)
         if node is not None and build is None:
@@ -252,7 +252,7 @@ def _is_of_kind(
     why = other_kind(live.optimizer, group, plain, states, parameters)
     if why is not None:
         match.mismatched.append(
-            f"{fqn}: it was saved of another kind of optimizer: {why}; neither the group nor the state of its parameters can "
+            f"{fqn}: it was saved from another kind of optimizer: {why}; neither the group nor the state of its parameters can "
             "be loaded"
         )
     return why is None
@@ -313,7 +313,7 @@ def _entries(
             if (why := misfit(match, live, key, ours[key], nodes.get(key), following)) is not None
         ]
         if stored and _has_more(live, ours[keys[0]], ours):
-            match.mismatched.append(f"{first}: it lies in one parameter here with others, of which nothing is stored")
+            match.mismatched.append(f"{first}: here it is part of a flat parameter, together with others of which nothing is stored")
         made: dict[Hashable, Build] = {}
         if not (torn or trial.failed):
             made = {
@@ -326,7 +326,7 @@ def _entries(
             left = left | {ours[key] for key in keys}
             told = tuple(match.mismatched)
             match.mismatched += [
-                f"{path}: it lies with {first} in one parameter, so it is left out with it"
+                f"{path}: it is part of the same flat parameter as {first}, so both are left out"
                 for path in (f"{fqn}.state.{key}" for key in keys if key in nodes)
                 if not any(line.startswith((f"{path}:", f"{path}.")) for line in told)
             ]

@@ -175,7 +175,7 @@ def test_z2_an_optimizer_of_another_class_keeps_its_groups_and_its_state(wrap: W
     saved = save({"m": source[0], "o": source[1]})
     restoration = saved.prepare({"m": model, "o": optimizer}, strict=False)
     [told] = restoration.mismatched
-    assert told.startswith("o.param_groups.0: it was saved of another kind of optimizer")
+    assert told.startswith("o.param_groups.0: it was saved from another kind of optimizer")
     saved.fill(restoration)
     restoration.finish()
     assert [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups] == groups
@@ -290,7 +290,7 @@ def test_a_group_that_was_split_keeps_what_its_parts_differ_in() -> None:
     parts = {"weight_decay": 0.0}, {"weight_decay": 0.25}
     other, target = pair(10, lambda p: adam([{"params": [one], **part} for one, part in zip(list(p)[:2], parts, strict=True)]))
     restoration = saved.prepare({"m": other, "o": target}, strict=False)
-    words = "its parameters were in one group and are in several now, so each keeps its own"
+    words = "its parameters were in one group and are in several now, so each group keeps its own value"
     assert restoration.mismatched == tuple(f"o.param_groups.{i}.weight_decay: {words}" for i in (0, 1))
     saved.fill(restoration)
     restoration.finish()
@@ -339,7 +339,7 @@ def test_z1_a_flat_parameter_keeps_its_state_where_a_part_of_it_was_not_stored()
         step(*one)
     before = state_of(*target, 0)
     restoration = save({"m": source[0], "o": source[1]}).prepare({"m": target[0], "o": target[1]}, strict=False)
-    assert "in one parameter here with others, of which nothing is stored" in restoration.mismatched[0]
+    assert "here it is part of a flat parameter, together with others of which nothing is stored" in restoration.mismatched[0]
     restoration.finish()
     assert same(state_of(*target, 0), before)
 

@@ -60,7 +60,7 @@ class Roots:
         try:
             give_back(self._store_of(root))
         except CheckpointdError as error:  # of another engine's save, whose handle has it
-            log.error("leaving %s: %s", root, error)
+            log.error("giving the root %s back failed: %s", root, error)
 
     def wait(self, timeout: float | None) -> None:
         """Wait until no save is in flight; raises what became of them."""
