@@ -22,7 +22,9 @@ DIRECT_BYTES = 256 << 10
 """From this size on a part is read where it is wanted; smaller ones are read together, ahead."""
 AHEAD_BYTES = 4 << 20
 BLOCK_BYTES = 8 << 20
-"""Neighbouring parts are read together up to this size."""
+"""Neighbouring parts that go to memory of ours are read together up to this size."""
+RUN_BYTES = 64 << 20
+"""The same of those that are read where they are wanted: the kernel reads far ahead only in long reads."""
 
 
 @dataclass(slots=True)
@@ -131,7 +133,7 @@ class VerifiedFile(io.RawIOBase):
             if part.start in self._kept or part.start in chosen:
                 end_run()
             elif is_whole and part.nbytes >= DIRECT_BYTES:
-                if direct and part.stop - direct[0].start > BLOCK_BYTES:
+                if direct and part.stop - direct[0].start > RUN_BYTES:
                     end_run()
                 direct.append(part)
             else:
