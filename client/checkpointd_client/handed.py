@@ -124,7 +124,8 @@ def _paired(
 def _group(match: Matcher, nodes: list[tree.Node], live: Mapping[str, Any], fqn: str) -> Build | None:
     """What is stored of a group, with the parameters that it has now; None where that does not fit, or where none is stored."""
     if len(nodes) > 1:
-        match.mismatched.append(f"{fqn}: its parameters were in {len(nodes)} groups, so the group and their state are left as they are")
+        were = f"its parameters were in {len(nodes)} groups"
+        match.mismatched.append(f"{fqn}: {were}, so the group and their state are left as they are")
     if not nodes and not live["params"]:
         match.note_missing(fqn)
     if len(nodes) != 1:

@@ -185,9 +185,8 @@ def _whole(match: Matcher, live: Live, pairing: _Pairing, stored: dict[Hashable,
                 apart += [
                     str(key) for key, one in match.stored.children(node) if isinstance(one, tree.Tensor) and key not in apart
                 ]
-            match.mismatched += [
-                f"{path}.{key}: its parameters were in one group and are in several now, so each group keeps its own value" for key in apart
-            ]
+            split = "its parameters were in one group and are in several now, so each group keeps its own value"
+            match.mismatched += [f"{path}.{key}: {split}" for key in apart]
             build = _group(match, node, group, apart, path)
         if node is not None and build is None:
             of_another_kind.update(group["params"])
@@ -313,7 +312,8 @@ def _entries(
             if (why := misfit(match, live, key, ours[key], nodes.get(key), following)) is not None
         ]
         if stored and _has_more(live, ours[keys[0]], ours):
-            match.mismatched.append(f"{first}: here it is part of a flat parameter, together with others of which nothing is stored")
+            others = "together with others of which nothing is stored"
+            match.mismatched.append(f"{first}: here it is part of a flat parameter, {others}")
         made: dict[Hashable, Build] = {}
         if not (torn or trial.failed):
             made = {
