@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import errno
 import json
 import os
@@ -18,8 +17,7 @@ import torch
 
 from checkpointd.cli import run
 from checkpointd.commit.retention import Retention
-from checkpointd.errors import AbortedError, CheckpointdError, StateError, StoreError, UnreadableError, UsageError
-from checkpointd.layout.keys import shown_key
+from checkpointd.errors import CheckpointdError, StateError, StoreError, UnreadableError, UsageError
 from checkpointd.pipeline import catalog, showing
 from checkpointd.pipeline.catalog import AttemptView
 from checkpointd.pipeline.retire import retire
@@ -28,15 +26,9 @@ from checkpointd.store.disk import Child
 from checkpointd.store.names import TEMPORARY
 from checkpointd.store.osdisk import OsDisk
 from checkpointd.store.plain import Journal, PlainFiles
-from checkpointd.store.unfinished import GOING
 from checkpointd_client import Checkpointer
 from tests import format_reader
-
-Files = dict[str, Any]
-
-
-ABSENCE_S = 0.1
-"""Here a name that is not listed is not there: no file server lags behind."""
+from tests.unit.client.shown_files import ABSENCE_S, beside, delete, example, save
 
 
 @pytest.fixture
@@ -44,28 +36,6 @@ def ckpt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Checkpoint
     monkeypatch.setattr(showing, "ABSENCE_S", ABSENCE_S)
     with Checkpointer(tmp_path / "run" / ".checkpointd", absence_s=ABSENCE_S) as made:
         yield made
-
-
-def example() -> Files:
-    flat = torch.arange(5000.0, dtype=torch.bfloat16)
-    return {
-        "mp_rank_00_model_states.pt": {
-            "module": collections.OrderedDict(weight=flat[:513].view(27, 19), bias=flat[600:700]),
-            "empty": torch.empty(0),
-            "shapes": [torch.Size([27, 19]), torch.Size([])],
-            "lr": 0.1,
-        },
-        "zero_pp_rank_0_mp_rank_00_optim_states.pt": {
-            "optimizer_state_dict": {"fp32": torch.randn(3_000_000), "step": torch.tensor(7.0), "flags": torch.tensor([True])},
-            "ds_version": "0.19.8",
-        },
-    }
-
-
-def save(ckpt: Checkpointer, files: Files, tag: str = "global_step7", **options: Any) -> Path:
-    (beside(ckpt) / options.get("at", tag)).parent.mkdir(exist_ok=True)
-    ckpt.save_files(7, files, tag=tag, **options).wait(60)
-    return Path(ckpt.status().root).parent / tag
 
 
 def equal(one: Any, other: Any) -> bool:
@@ -161,10 +131,6 @@ def test_a_root_of_another_name_says_what_is_wrong(tmp_path: Path) -> None:
 # --- where they are shown, and how they go ----------------------------------------------------------------------
 
 
-def beside(ckpt: Checkpointer) -> Path:
-    return Path(ckpt.status().root).parent
-
-
 def test_they_are_shown_in_a_directory_below_which_has_a_latest_of_its_own(ckpt: Checkpointer) -> None:
     save(ckpt, example(), tag="run--5", at="checkpoint-5/global_step5")
     save(ckpt, example(), tag="run--6", at="checkpoint-6/global_step6")
@@ -179,10 +145,6 @@ def test_no_directory_leads_out(ckpt: Checkpointer, at: str) -> None:
     with pytest.raises(UsageError, match="cannot be the directory of a checkpoint"):
         ckpt.save_files(1, {"a.pt": {"a": 1}}, at=at)
     assert os.listdir(beside(ckpt)) == [".checkpointd"]
-
-
-def delete(ckpt: Checkpointer, tag: str) -> None:
-    assert run(["delete", ckpt.status().root, tag, "--force", "--yes"]) == 0
 
 
 def test_what_is_deleted_is_shown_no_more_and_latest_names_what_is_left(ckpt: Checkpointer) -> None:
@@ -498,61 +460,6 @@ def test_who_removes_a_directory_above_removes_the_checkpoints_in_it(ckpt: Check
     assert {path.parts[-3] for path in root.glob("*/*/*.file")} == {"run-2--s", "run-3--s"}
 
 
-WRITTEN = {"model.safetensors": "weights", "deep/config.json": "{}", "state.json": "step 8"}
-
-
-def save_beside(ckpt: Checkpointer, step: int) -> Path:
-    """A save in `checkpoint-<step>`, beside whose files some other program writes its own. What is shown."""
-    given = ckpt.fill(f"checkpoint-{step}")
-    (Path(given.path) / "deep").mkdir(parents=True)
-    for name, text in WRITTEN.items():
-        (Path(given.path) / name).write_text(text)
-    ckpt.save_files(step, example(), at=f"checkpoint-{step}/s", tag=f"c{step}--s", unfinished=given.name).wait(60)
-    return beside(ckpt) / f"checkpoint-{step}"
-
-
-def files_in(folder: Path) -> dict[str, str]:
-    return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
-
-
-def test_what_others_wrote_goes_with_the_checkpoint(ckpt: Checkpointer) -> None:
-    folder = save_beside(ckpt, 8)
-    assert {name: (folder / name).read_text() for name in WRITTEN} == WRITTEN
-    delete(ckpt, "c8--s")
-    assert not folder.exists()
-
-
-@pytest.mark.parametrize("what", ["the optimizer's", "all"])
-def test_what_is_left_or_new_where_somebody_removed_a_checkpoint_stays(ckpt: Checkpointer, what: str) -> None:
-    """To keep the weights alone, or as another job saves in the same place that knows nothing of checkpointd."""
-    folder = save_beside(ckpt, 8)
-    shutil.rmtree(folder / "s" if what != "all" else folder)
-    kept = dict(WRITTEN)
-    if what == "all":
-        folder.mkdir()
-        (folder / "model.safetensors").write_text("of another job")
-        kept = {"model.safetensors": "of another job"}
-    save_beside(ckpt, 9)
-    ckpt.close()  # tidies up
-    root = Path(ckpt.status().root)
-    assert not list(root.glob("c8--s/*/*.file"))
-    assert list(root.glob("c9--s/*/*.file"))
-    assert not (root / shown_key("checkpoint-8/s")).exists()
-    assert files_in(folder) == kept
-
-
-def test_what_was_written_again_stays_where_the_checkpoint_is_removed(ckpt: Checkpointer, tmp_path: Path) -> None:
-    """Y7: only what appeared with it goes."""
-    folder = save_beside(ckpt, 8)
-    (folder / "model.safetensors").write_text("trained")
-    archive = (folder / "deep").rename(tmp_path / "archive")
-    (folder / "deep").symlink_to(archive)
-    delete(ckpt, "c8--s")
-    assert sorted(os.listdir(folder)) == ["deep", "model.safetensors"]
-    assert (folder / "model.safetensors").read_text() == "trained"
-    assert files_in(archive) == {"config.json": "{}"}
-
-
 def test_a_directory_is_of_one_layout(tmp_path: Path) -> None:
     """Both would move one `latest`, and put their tags in each other's way."""
     files, states = tmp_path / "files", tmp_path / "states"
@@ -571,49 +478,3 @@ def test_a_directory_is_of_one_layout(tmp_path: Path) -> None:
     for root in (files / ".checkpointd", states):
         with Checkpointer(root) as ckpt:
             assert [found.tag for found in ckpt.list()] == ["global_step1"]
-
-
-def test_what_others_filled_appears_with_the_files_or_goes(ckpt: Checkpointer) -> None:
-    for step in (8, 9):
-        given = ckpt.fill(f"checkpoint-{step}")
-        Path(given.path).mkdir(parents=True)
-        (Path(given.path) / "state.json").write_text("mine")
-        named = {"tag": f"c{step}--s", "unfinished": given.name}
-        if step == 8:
-            ckpt.save_files(step, example(), at="checkpoint-8/s", **named).wait(60)
-        else:
-            with pytest.raises(AbortedError, match="it was not written"):
-                ckpt.refuse(step, StoreError("it was not written"), **named).wait(60)
-        assert not Path(given.path).parent.exists(), "its place, before it has its name"
-    assert sorted(os.listdir(beside(ckpt))) == [".checkpointd", "checkpoint-8"]
-    assert sorted(os.listdir(beside(ckpt) / "checkpoint-8")) == ["latest", "s", "state.json"]
-    assert torch.load(beside(ckpt) / "checkpoint-8" / "s" / "mp_rank_00_model_states.pt")["lr"] == 0.1
-    assert ckpt.removed() == frozenset()
-
-
-def test_what_was_on_its_way_out_goes_with_the_next_start(tmp_path: Path) -> None:
-    """As after a kill in the middle of Accelerate's rotation."""
-    with Checkpointer(tmp_path / ".checkpointd") as ckpt:
-        unfinished = Path(ckpt.fill("checkpoint-8").path).parents[1]
-    (unfinished / f"{GOING}1" / "checkpoint_7").mkdir(parents=True)
-    with Checkpointer(tmp_path / ".checkpointd"):
-        assert not (unfinished / f"{GOING}1").exists()
-
-
-@pytest.mark.parametrize("of_the_user", [False, True])
-def test_what_others_filled_goes_with_the_checkpoint_and_what_the_user_adds_stays(
-    ckpt: Checkpointer, of_the_user: bool
-) -> None:
-    """A half directory would be taken for the newest checkpoint."""
-    given = ckpt.fill("checkpoint-8")
-    Path(given.path).mkdir(parents=True)
-    (Path(given.path) / "adapter" / "deep").mkdir(parents=True)
-    for name in ("state.json", "adapter/weights", "adapter/deep/weights"):
-        (Path(given.path) / name).write_text("mine")
-    ckpt.save_files(8, example(), at="checkpoint-8/s", tag="c8--s", unfinished=given.name).wait(60)
-    if of_the_user:
-        (beside(ckpt) / "checkpoint-8" / "notes.txt").write_text("theirs")
-    delete(ckpt, "c8--s")
-    left = sorted(path.relative_to(beside(ckpt)).as_posix() for path in beside(ckpt).glob("checkpoint-8/**/*"))
-    assert left == (["checkpoint-8/notes.txt"] if of_the_user else [])
-    assert (beside(ckpt) / "checkpoint-8").exists() == of_the_user

@@ -111,22 +111,22 @@ def _replace(home: Any, name: str, wrap: Callable[[_Function], _Function]) -> No
         setattr(home, name, wrapped)
 
 
-def _settled(original: _Function) -> _Function:
-    @functools.wraps(original)
-    def settled(*args: Any, **kwargs: Any) -> Any:
-        _SAVES.settle()
-        return original(*args, **kwargs)
+def _after(first: Callable[[], None]) -> Callable[[_Function], _Function]:
+    """What wraps a function so that `first` is called before it."""
 
-    return settled
+    def wrap(original: _Function) -> _Function:
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            first()
+            return original(*args, **kwargs)
+
+        return call
+
+    return wrap
 
 
-def _training(original: _Function) -> _Function:
-    @functools.wraps(original)
-    def train(*args: Any, **kwargs: Any) -> Any:
-        _SAVES.begin()
-        return original(*args, **kwargs)
-
-    return train
+_settled = _after(lambda: _SAVES.settle())
+_training = _after(lambda: _SAVES.begin())
 
 
 # --- filling a directory ----------------------------------------------------------------------------------------
