@@ -14,13 +14,13 @@ PIP  := $(BIN)/python -m pip install -c constraints.txt
 READY := $(VENV)/ready-$(firstword $(shell cat pyproject.toml constraints.txt | cksum))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint type bench docs setup clean
+.PHONY: help demo test lint type bench generate docs setup clean
 
 help: ## What can be done here
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 demo: setup ## Train a small GPT, kill a rank in mid-save and compare bit for bit; then kill all beside a sidecar
-	$(BIN)/python examples/demo.py
+	$(BIN)/python examples/demo/demo.py
 
 test: setup ## All tests (narrow it: make test ARGS="-k codec")
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
@@ -35,8 +35,12 @@ type: setup ## mypy, strict: both packages, and user code in tests/typing
 bench: setup ## Measure against the peers, which get an environment of their own (minutes, a few GiB of disk)
 	$(BIN)/python benchmarks/compare.py
 
-docs: setup ## Write the generated parts of the documentation again
+generate: setup ## Write the generated parts of the documentation again
 	$(BIN)/python docs/generate.py
+
+docs: setup ## Build the documentation site strictly, and serve it at http://127.0.0.1:8000/docs/
+	$(BIN)/python -m sphinx -W --keep-going -q -c docs . build/site
+	$(BIN)/python -m http.server --bind 127.0.0.1 --directory build/site 8000
 
 setup: $(READY) ## Make .venv, or bring it up to date; every verb above does it first
 
@@ -49,7 +53,7 @@ $(READY):
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) "$$(grep '^torch==' constraints.txt)"
 	$(PIP) -q hatchling setuptools
-	DS_BUILD_OPS=0 $(PIP) -q --no-build-isolation -e '.[torch,deepspeed,serve,test,lint]'
+	DS_BUILD_OPS=0 $(PIP) -q --no-build-isolation -e '.[torch,deepspeed,serve,test,lint,docs]'
 	@rm -f $(VENV)/ready-*
 	@touch $@
 

@@ -23,14 +23,15 @@ from benchmarks import report
 from checkpointd.config import LoadConfig, PersistConfig
 from checkpointd.layout.dtypes import ITEM_BYTES
 from checkpointd.layout.keys import AttemptId, chunks_name
-from checkpointd.layout.manifest import Chunk, Index, ObjectRef, Outcome, TensorEntry, Writer
-from checkpointd.pipeline.catalog import Checkpoint
-from checkpointd.pipeline.load import group_chunks
+from checkpointd.layout.manifest import Chunk, Index, ObjectRef, Outcome, TensorEntry, WriterIdentity
+from checkpointd.pipeline.read.checkpoint_view import CheckpointView
+from checkpointd.pipeline.read.chunks import group_chunks
+from checkpointd.pipeline.read.plan import BoxRequest, plan_reads
+from checkpointd.pipeline.root.catalog import Checkpoint
 from checkpointd.pipeline.shard import ShardTensor
-from checkpointd.pipeline.spans import spans_of
-from checkpointd.pipeline.world import Want, World, plan_reads
-from checkpointd_client.dividing import written_parts
-from checkpointd_client.sharding import Axis, Held, Layout, Part, _parts, rows_of
+from checkpointd.pipeline.write.split import split
+from checkpointd_client.sharding.dtensor import Axis, LocalBox, LocalShard, MeshLayout, _parts, rows_of
+from checkpointd_client.sharding.write_split import written_parts
 
 HERE = Path(__file__).resolve().parent
 ATTEMPT = AttemptId(1, 0)
@@ -89,19 +90,19 @@ class Ranks:
             return (Axis(0, pieces), None if tensor.tp is None else Axis(tensor.tp))
         return {"ddp": (None,), "hsdp": (None, Axis(0))}.get(self.kind, (Axis(0),))
 
-    def held(self, tensor: Tensor, rank: int) -> Held:
+    def held(self, tensor: Tensor, rank: int) -> LocalShard:
         """What `rank` holds of `tensor`."""
         at = tuple(rank // math.prod(self.mesh[dim + 1 :]) % size for dim, size in enumerate(self.mesh))
         axes = self.axes(tensor)
-        rows = rows_of(Layout(tensor.shape, self.mesh, axes), at)
+        rows = rows_of(MeshLayout(tensor.shape, self.mesh, axes), at)
         replica, replicas = 0, 1
         for size, index, axis in zip(self.mesh, at, axes, strict=True):
             if axis is None:
                 replica, replicas = replica * size + index, replicas * size
-        return Held(tensor.shape, _parts(tensor.shape, rows), replica, replicas)
+        return LocalShard(tensor.shape, _parts(tensor.shape, rows), replica, replicas)
 
 
-def saved(tensors: Iterable[Tensor], ranks: Ranks, chunk_bytes: int) -> World:
+def saved(tensors: Iterable[Tensor], ranks: Ranks, chunk_bytes: int) -> CheckpointView:
     """The checkpoint that `ranks` make of `tensors`, without its bytes."""
     known = list(tensors)
     indexes = {rank: _index(list(_written(known, ranks, rank)), rank, ranks.count, chunk_bytes) for rank in range(ranks.count)}
@@ -114,9 +115,9 @@ def saved(tensors: Iterable[Tensor], ranks: Ranks, chunk_bytes: int) -> World:
         order=(1, 0),
         save_latest=True,
         decided_by=0,
-        writer=Writer(host="", pid=0, time=""),
+        writer=WriterIdentity(host="", pid=0, time=""),
     )
-    return World(Checkpoint("tag", ATTEMPT, outcome), indexes)
+    return CheckpointView(Checkpoint("tag", ATTEMPT, outcome), indexes)
 
 
 def _written(tensors: Iterable[Tensor], ranks: Ranks, rank: int) -> Iterator[ShardTensor]:
@@ -131,7 +132,7 @@ def _written(tensors: Iterable[Tensor], ranks: Ranks, rank: int) -> Iterator[Sha
 
 def _index(tensors: list[ShardTensor], rank: int, world_size: int, chunk_bytes: int) -> Index:
     def chunks(tensor: ShardTensor) -> tuple[Chunk, ...]:
-        return tuple(Chunk(0, s.offset, s.nbytes, s.nbytes, "raw", 0, bytes(16)) for s in spans_of([tensor], chunk_bytes))
+        return tuple(Chunk(0, s.offset, s.nbytes, s.nbytes, "raw", 0, bytes(16)) for s in split([tensor], chunk_bytes))
 
     return Index(
         tag="tag",
@@ -148,20 +149,20 @@ def _index(tensors: list[ShardTensor], rank: int, world_size: int, chunk_bytes: 
 
 
 def amplification(
-    world: World, tensors: Iterable[Tensor], ranks: Ranks, config: LoadConfig | None = None
+    world: CheckpointView, tensors: Iterable[Tensor], ranks: Ranks, config: LoadConfig | None = None
 ) -> tuple[float, float]:
     """Bytes read over bytes needed, of all `ranks` that load `world` together, and of the worst of them."""
     known, found = list(tensors), []
     for rank in range(ranks.count):
         held = [(tensor, part) for tensor in known for part in ranks.held(tensor, rank).parts]
-        gaps, wanted = plan_reads(world, [Want(tensor.fqn, part.box, None) for tensor, part in held])
+        gaps, wanted = plan_reads(world, [BoxRequest(tensor.fqn, part.box, None) for tensor, part in held])
         assert not gaps, gaps
         read = sum(group.stop - group.start for group in group_chunks(wanted, (config or LoadConfig()).block_bytes))
         found.append((read, _needed(held)))
     return sum(r for r, _ in found) / sum(n for _, n in found), max(r / n for r, n in found if n)
 
 
-def _needed(held: Iterable[tuple[Tensor, Part]]) -> int:
+def _needed(held: Iterable[tuple[Tensor, LocalBox]]) -> int:
     return sum(part.box.numel() * ITEM_BYTES[tensor.dtype] for tensor, part in held)
 
 

@@ -184,6 +184,7 @@ def _daemon(mode: Mode, root: Path) -> Iterator[tuple[str, int]]:
     with tempfile.TemporaryDirectory(prefix="checkpointd-") as directory:
         socket = f"{directory}/sock"
         command = [sys.executable, "-m", "checkpointd", "serve", "--socket", socket, "--root", str(root), *mode.serve]
+        command += ["--uid", str(os.geteuid())]  # root has to be named
         with open(f"{directory}/log", "w+") as log:
             process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
             try:

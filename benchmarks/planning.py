@@ -24,10 +24,10 @@ from benchmarks import document, report
 from benchmarks.amplification import Ranks, Tensor, model
 from checkpointd.layout.dtypes import ITEM_BYTES
 from checkpointd.layout.keys import plan_key
-from checkpointd.layout.manifest import Plan, PlanTensor, Vote, Writer, digest, encode
-from checkpointd.pipeline.publish import PlanCheck
+from checkpointd.layout.manifest import Plan, PlanTensor, Vote, WriterIdentity, digest, encode
+from checkpointd.pipeline.decide.publish import PlanCheck
 from checkpointd.store.memory import MemoryStore
-from checkpointd_client.dividing import written_parts
+from checkpointd_client.sharding.write_split import written_parts
 
 HERE = Path(__file__).resolve().parent
 TENSORS, TP = 2000, 8
@@ -101,7 +101,7 @@ async def _changed(store: MemoryStore, tensors: list[Tensor], ranks: Ranks) -> V
 
 
 def _vote(rank: int, count: int, plan: str) -> Vote:
-    writer = Writer(host="", pid=0, time="")
+    writer = WriterIdentity(host="", pid=0, time="")
     return Vote(
         tag="t",
         attempt="00000001-0",

@@ -111,6 +111,7 @@ def sidecar(folder: Path, *, held: bool) -> Iterator[Path]:
     """`checkpointd serve`; without `held` it holds no snapshot for a restart."""
     socket = folder / "run" / "socket"
     command = [sys.executable, "-m", "checkpointd", "serve", "--socket", str(socket), "--root", str(folder)]
+    command += ["--uid", str(os.geteuid())]  # root has to be named
     options = [] if held else ["--held-mib", "0"]
     with (folder / "sidecar.log").open("w") as log:
         process = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, stderr=log, text=True)

@@ -22,11 +22,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from benchmarks import document, report
-from checkpointd_client.arena import Slot
-from checkpointd_client.dtypes import copy_bits
-from checkpointd_client.moment import Sample, Sampler
-from checkpointd_client.snapshot import plan_slot
-from checkpointd_client.state import capture
+from checkpointd_client.capture.dtypes import copy_bits
+from checkpointd_client.capture.state import capture
+from checkpointd_client.staging.arena import Slot
+from checkpointd_client.staging.moment import Sample, Sampler
+from checkpointd_client.staging.stager import plan_slot
 
 HERE = Path(__file__).resolve().parent
 GIB = 1 << 30
@@ -80,9 +80,9 @@ def measure(count: int, nbytes: int, runs: int) -> list[Cost]:
 
         samples: list[Sample] = []
         sampler = Sampler()  # which has no plan yet
-        planned_s = cold(lambda: sampler.take(layout, tensors, starts, offsets, slot.image), walk)
+        planned_s = cold(lambda: sampler.take(layout, tensors, starts, offsets, slot.buffer), walk)
         memcpy_s = cold(lambda: slot.memory[: piece.numel()].copy_(piece))
-        taken_s = cold(lambda: samples.append(sampler.take(layout, tensors, starts, offsets, slot.image)), walk)
+        taken_s = cold(lambda: samples.append(sampler.take(layout, tensors, starts, offsets, slot.buffer)), walk)
         copy_s = cold(copied)
         found: list[int | None] = []
         compared_s = cold(lambda: found.append(samples[0].torn()))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import subprocess
 import sys
 import time
@@ -306,6 +307,7 @@ class CheckpointdSidecar(Checkpointd):
         socket = self.root.with_name(f"{self.root.name}-sidecar") / "socket"
         if self.rank == 0 and self._daemon is None:
             command = [sys.executable, "-m", "checkpointd", "serve", "--socket", str(socket), "--root", str(self.root)]
+            command += ["--uid", str(os.geteuid())]  # root has to be named
             self._daemon = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
             assert self._daemon.stdout is not None
             self._daemon.stdout.readline()  # "ready at ..."

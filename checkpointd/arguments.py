@@ -1,4 +1,4 @@
-"""What arguments may be. Each check raises UsageError with the name that the caller wrote, the value, and what it must be."""
+"""Checks of arguments. Each raises UsageError with the argument's name, its value, and the values allowed."""
 
 from __future__ import annotations
 

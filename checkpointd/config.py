@@ -7,7 +7,7 @@ import tomllib
 from dataclasses import dataclass, field, fields
 from typing import Literal, get_args
 
-from checkpointd import arguments
+from checkpointd import arguments, memory_limit
 from checkpointd.codec import Compression
 from checkpointd.commit.decide import OnStale
 from checkpointd.commit.retention import Retention
@@ -66,7 +66,7 @@ class CommitConfig:
     poll_max_s: float = 0.25
     retention: Retention = field(default_factory=Retention)
     """Which checkpoints stay; the coordinator removes the others after a commit."""
-    on_stale: OnStale = "warn"
+    on_no_progress: OnStale = "warn"
     """What to do where the step moved on and no rank's trained tensors changed."""
     read_back: bool = True
     """Whether what was committed is read back while no save is in flight."""
@@ -74,7 +74,7 @@ class CommitConfig:
     def __post_init__(self) -> None:
         arguments.seconds("timeout_s", self.timeout_s, most=TIMEOUT_S_MAX)
         arguments.seconds("poll_min_s", self.poll_min_s)
-        arguments.choice("on_stale", self.on_stale, get_args(OnStale))
+        arguments.choice("on_no_progress", self.on_no_progress, get_args(OnStale))
         if self.poll_max_s < self.poll_min_s:
             raise UsageError(f"poll_max_s ({self.poll_max_s}) is below poll_min_s ({self.poll_min_s})")
 
@@ -180,7 +180,7 @@ def read_serve_file(path: str) -> dict[str, object]:
     except OSError as error:
         raise UsageError(f"the configuration {path} cannot be read: {error.strerror}") from error
     except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"the configuration {path} is no TOML: {error}") from error
+        raise UsageError(f"the configuration {path} is not TOML: {error}") from error
     table = found.pop("serve", None)
     if not isinstance(table, dict) or found:
         raise UsageError(f"the configuration {path} must have one table, [serve], and nothing else")
@@ -192,7 +192,7 @@ def read_serve_file(path: str) -> dict[str, object]:
 
 
 def _half_of_memory() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    return memory_limit.memory_bytes() // 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -203,7 +203,9 @@ class ServeConfig:
     roots: tuple[str, ...]
     """Directories that clients may name as their root, or as one above it."""
     uids: tuple[int, ...] = field(default_factory=lambda: (os.geteuid(),))
-    """User ids that may connect."""
+    """User ids that may connect. What another one than the daemon's own asks for is done with that user's rights."""
+    status_uids: tuple[int, ...] = ()
+    """User ids that may only ask for the status, beside `uids`, the daemon's own user and root."""
     group: str | None = None
     """A group whose members may open the socket, too; None: its owner alone."""
     clients_max: int = 256
@@ -211,10 +213,13 @@ class ServeConfig:
     """Per client: two in use, and two that are being replaced."""
     saves_max: int = 4
     """That have not voted yet, per client. Those that only wait for other ranks cost next to nothing."""
-    client_bytes_max: int = field(default_factory=_half_of_memory)
-    """Slots mapped for one client."""
+    user_clients_max: int | None = None
+    """Connections of one user; None: all, and half of them where several users may connect."""
     memory_bytes_max: int = field(default_factory=_half_of_memory)
-    """Slots mapped for all clients. It is the trainers' memory; the daemon's own is `budget_bytes` per save."""
+    """What all clients may make the daemon hold: slots, which are the trainers' memory, layouts, states' trees, and messages
+    that are coming. What it needs itself to write, `budget_bytes` per save, is not in it."""
+    user_bytes_max: int | None = None
+    """The same for the clients of one user; None: all, and half of it where several users may connect."""
     held_bytes_max: int = field(default_factory=_half_of_memory)
     """Snapshots held for restarts; 0: none."""
     hold_s: float = 1800.0
@@ -227,10 +232,20 @@ class ServeConfig:
     """Bytes per second that persisting may write, over all clients; None: as fast as the storage takes them."""
     niceness: int = 0
     io_class: Literal["none", "best-effort", "idle"] = "none"
+    sandbox: Literal["auto", "require", "off"] = "auto"
+    """Forbid the daemon other programs and other files. "auto": as far as the kernel has it and a root may be mounted anew;
+    "require": all of it, or the daemon does not start."""
     http: str | None = None
     """Where status is served over HTTP: HOST:PORT, or the path of a Unix socket; None: nowhere."""
     http_public: bool = False
     """Let `http` name a HOST that other machines reach. Whoever reaches it reads paths, tags and errors of every job here."""
+    metrics_per_rank: bool = False
+    """Whether what is counted has a label `rank`; else the ranks of a root are counted together."""
+    names: dict[str, str] = field(default_factory=dict)
+    """What people call roots, by their paths: shown, and the label `name` of their metrics."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["text", "json"] = "text"
+    """One line of text for each record, or one JSON object."""
     grace_s: float = 60.0
     """After SIGTERM, how long saves in flight may take."""
     progress_interval_s: float = 0.2
@@ -240,9 +255,17 @@ class ServeConfig:
     def __post_init__(self) -> None:
         if not self.roots:
             raise UsageError("a sidecar needs at least one root that it may serve: give --root")
-        for root in self.roots:
+        for root in (*self.roots, *self.names):
             if not os.path.isabs(root):
                 raise UsageError(f"root {root!r} must be an absolute path")
+        # Only where it is asked for: a file system that hangs must not keep the daemon from starting.
+        served = [os.path.realpath(root) for root in self.roots] if self.names else []
+        for root in self.names:
+            real = os.path.realpath(root)
+            if not any(os.path.commonpath((real, one)) == one for one in served):
+                raise UsageError(
+                    f"the name {self.names[root]!r} is for {root}, which lies below no --root ({', '.join(self.roots)})"
+                )
         if len(os.fsencode(self.socket)) > 107:
             raise UsageError(
                 f"the socket's path has {len(os.fsencode(self.socket))} bytes; Linux takes up to 107: {self.socket}"
@@ -253,6 +276,21 @@ class ServeConfig:
             raise UsageError(f"bandwidth_bps is {self.bandwidth_bps:g}; choose 1 MiB/s or more")
         if not -20 <= self.niceness <= 19:
             raise UsageError(f"niceness is {self.niceness}; choose -20 to 19")
-        for name in ("client_bytes_max", "memory_bytes_max", "held_bytes_max", "hold_s", "grace_s"):
-            if getattr(self, name) < 0:
+        for name in ("user_clients_max", "user_bytes_max", "memory_bytes_max", "held_bytes_max", "hold_s", "grace_s"):
+            if (getattr(self, name) or 0) < 0:
                 raise UsageError(f"{name} is {getattr(self, name)}; it cannot be negative")
+
+    @property
+    def user_clients(self) -> int:
+        """Connections that one user may have."""
+        return share(self.clients_max, self.user_clients_max, self.uids)
+
+    @property
+    def user_bytes(self) -> int:
+        """Bytes that the clients of one user may make the daemon hold."""
+        return share(self.memory_bytes_max, self.user_bytes_max, self.uids)
+
+
+def share(of_all: int, given: int | None, uids: tuple[int, ...]) -> int:
+    """What one user may have of `of_all`: `given`, or, where there are others, half."""
+    return min(of_all, given) if given is not None else of_all if len(uids) < 2 else -(-of_all // 2)

@@ -21,7 +21,7 @@ class CheckpointdError(Exception):
 
 
 class UsageError(CheckpointdError):
-    """A call or an argument that cannot work; nothing was started."""
+    """An argument or a call is invalid; nothing was started."""
 
     exit_code = 2
 
@@ -31,11 +31,11 @@ class ClosedError(UsageError):
 
 
 class StateError(UsageError):
-    """The state holds something that cannot be stored safely, or loaded into; names the FQN and the type."""
+    """The state holds an object that cannot be stored safely, or loaded into; names the FQN and the type."""
 
 
 class UnsafeObjectError(StateError):
-    """A value in client_state that only code could load again, and that is loaded on request alone."""
+    """A value in client_state was stored as a pickle. Loading it runs code, so it is loaded only on request."""
 
 
 class MismatchError(CheckpointdError):
@@ -59,9 +59,9 @@ class NotFoundError(CheckpointdError):
 
 
 class DamagedError(CheckpointdError):
-    """It is proved that stored bytes are not what was written, or are gone; names the object, and the FQN and rank where known.
+    """Stored bytes are proved wrong or gone; names the object, and the FQN and rank if they are known.
 
-    What merely cannot be read now is an UnreadableError.
+    An object that merely cannot be read now is an UnreadableError.
     """
 
     exit_code = 5
@@ -87,11 +87,17 @@ class StoreError(CheckpointdError):
 
 
 class UnreadableError(StoreError):
-    """The storage did not let something be read now: that is no proof of damage, and the same call may work later."""
+    """The storage cannot be read now. This does not prove damage, and the same call may work later."""
 
 
 class StoreFullError(StoreError):
     """No space, or the quota is used up: free some and save again."""
+
+
+class LinkError(StoreError):
+    """The root contains a symbolic link in place of a file or directory of the store; nothing behind the link was changed."""
+
+    retryable = False
 
 
 class RootNotSharedError(StoreError):
@@ -100,17 +106,24 @@ class RootNotSharedError(StoreError):
     retryable = False
 
 
+class RootGoneError(StoreError):
+    """The root is no longer the directory in which this job began, such as after an unmount; nothing was written there.
+
+    Later saves go on by themselves once that directory is back.
+    """
+
+
 class PartlyLoadedError(CheckpointdError):
     """load() failed after it had begun to fill the objects: they hold a mix of old and new values, on every rank.
 
-    Make the objects anew and load again, or start the processes again; neither train with them nor save them.
+    Make new objects and load again, or start the processes again. Do not train with these objects or save them.
     """
 
     exit_code = 15
 
 
 class AbortedError(CheckpointdError):
-    """An attempt whose outcome is abort: says why and which ranks; the next save starts afresh."""
+    """All ranks gave up a save; says why and names the ranks. The next save starts anew."""
 
     exit_code = 7
     retryable = True
@@ -124,8 +137,8 @@ class DeadlineError(AbortedError):
     """The deadline passed before every rank had voted; names the missing ranks."""
 
 
-class StaleError(AbortedError):
-    """The step moved on, but no tensor that requires grad had changed: the save is not of what is trained, or nothing is."""
+class NoProgressError(AbortedError):
+    """No progress: the step moved on, but no tensor that requires grad had changed. Probably the wrong model is saved."""
 
     retryable = False
 
@@ -137,20 +150,20 @@ class SkippedError(AbortedError):
 
 
 class FencedError(CheckpointdError):
-    """A newer incarnation of the job has taken over this root."""
+    """A newer start, of this job or of another one, has taken over this root."""
 
     exit_code = 9
 
 
 class RootInUseError(CheckpointdError):
-    """Another job saves at this root and is alive; nothing was begun, and that job goes on undisturbed."""
+    """Another job is alive at this root; nothing was begun, and that job goes on undisturbed."""
 
     exit_code = 16
     retryable = True
 
 
 class StagingError(CheckpointdError):
-    """The snapshot could not be taken whole: it would have been torn, so it was thrown away."""
+    """The snapshot would have been torn, so it was thrown away."""
 
     exit_code = 10
     retryable = True
@@ -164,22 +177,33 @@ class WaitTimeoutError(CheckpointdError, TimeoutError):
 
 
 class ProtocolError(CheckpointdError):
-    """An event that the commit protocol does not allow in this phase: the store holds what no writer can have written."""
+    """The commit protocol does not allow this event in this phase: the store holds an object that no release writes."""
 
     exit_code = 12
 
 
 class WireError(CheckpointdError):
-    """What came over the sidecar's socket is not its protocol; the connection is of no further use."""
+    """The bytes on the sidecar's socket do not follow its protocol; the connection cannot be used any more."""
 
     exit_code = 14
 
 
 class SidecarError(CheckpointdError):
-    """The sidecar cannot be reached, refused the request, or went away with it."""
+    """The sidecar cannot be reached, refused the request, or went away before it answered.
+
+    `seen` says what happened, `advice` what to do about it; the message is both.
+    """
 
     exit_code = 13
     retryable = True
+
+    def __init__(self, seen: str, advice: str = "") -> None:
+        super().__init__(f"{seen}: {advice}" if advice else seen)
+        self.seen, self.advice = seen, advice
+
+
+class SidecarFullError(SidecarError):
+    """The sidecar has no room for one more connection, or for that many bytes; it goes on serving the others."""
 
 
 ERRORS: dict[str, type[CheckpointdError]] = {
@@ -199,12 +223,15 @@ ERRORS: dict[str, type[CheckpointdError]] = {
         UnreadableError,
         WireError,
         SidecarError,
+        SidecarFullError,
         StoreFullError,
+        LinkError,
         RootNotSharedError,
+        RootGoneError,
         PartlyLoadedError,
         AbortedError,
         DeadlineError,
-        StaleError,
+        NoProgressError,
         SkippedError,
         FencedError,
         RootInUseError,

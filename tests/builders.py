@@ -23,18 +23,20 @@ from checkpointd.config import CommitConfig, LoadConfig, PersistConfig
 from checkpointd.layout import tree
 from checkpointd.layout.boxes import Box, whole
 from checkpointd.layout.keys import AttemptId
-from checkpointd.layout.manifest import Alias, ErrorReport, Scope
+from checkpointd.layout.manifest import Alias, ErrorReport, Inline, Scope
 from checkpointd.layout.regions import slices
 from checkpointd.pipeline import attempt as attempt_module
-from checkpointd.pipeline import catalog, epochs
 from checkpointd.pipeline.attempt import Attempt, WriterState
-from checkpointd.pipeline.chunks import Persist
-from checkpointd.pipeline.load import read_index, read_tensors
 from checkpointd.pipeline.pages import page_buffer, page_up
-from checkpointd.pipeline.rates import Rates
-from checkpointd.pipeline.save import persist, vote_no
-from checkpointd.pipeline.shard import TENSOR_ALIGNMENT, AttemptInfo, Bytes, Progress, Shard, ShardTensor, finite
-from checkpointd.pipeline.unchanged import Bases
+from checkpointd.pipeline.read.index import read_index
+from checkpointd.pipeline.read.load import read_tensors
+from checkpointd.pipeline.root import catalog, epochs
+from checkpointd.pipeline.shard import TENSOR_ALIGNMENT, AttemptInfo, Bytes, Shard, ShardProgress, ShardTensor, finite
+from checkpointd.pipeline.write.dedup import Bases
+from checkpointd.pipeline.write.job import PersistJob
+from checkpointd.pipeline.write.persist import persist
+from checkpointd.pipeline.write.rates import Rates
+from checkpointd.pipeline.write.vote import vote_no
 from checkpointd.store.base import Store
 
 Arrays = Mapping[str, NDArray[np.generic]]
@@ -88,24 +90,25 @@ def make_shard(
     excluded: tuple[str, ...] = (),
     pieces: Sequence[Piece] = (),
 ) -> Shard:
-    """`arrays`, the rank's own, and `pieces` as a snapshot: row-major at 64-byte offsets of a page-aligned image."""
+    """`arrays`, the rank's own, and `pieces` as a snapshot: row-major at 64-byte offsets of a page-aligned buffer."""
     offset, tensors, parts = 0, [], []
     for piece in [*(Piece.own(fqn, array) for fqn, array in arrays.items()), *pieces]:
         flat, item = np.ascontiguousarray(piece.array).reshape(-1).view(np.uint8), piece.array.itemsize
         tensors.append(ShardTensor(piece.fqn, piece.dtype, piece.shape, piece.box, piece.scope, offset, flat.nbytes, item))
         parts.append((offset, flat))
         offset += -(-flat.nbytes // TENSOR_ALIGNMENT) * TENSOR_ALIGNMENT
-    image = page_buffer(page_up(offset))
+    buffer = page_buffer(page_up(offset))
     for at, flat in parts:
-        image[at : at + flat.nbytes] = flat
+        buffer[at : at + flat.nbytes] = flat
     leaves = {fqn: tree.Tensor(fqn) for fqn in (*(t.fqn for t in tensors), *(alias.fqn for alias in aliases))}
     root = tree.Dict("dict", (*leaves.items(), *values.items()))
-    return Shard(image=image, tensors=tuple(tensors), aliases=aliases, excluded=excluded, tree=tree.encode(root))
+    return Shard(buffer=buffer, tensors=tuple(tensors), aliases=aliases, excluded=excluded, tree=tree.encode(root))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Save:
-    """One save of all ranks at a store. `failing` ranks raise while staging, `absent` ones never call save().
+    """One save of all ranks at a store. `failing` ranks raise while staging, `absent` ones never call save(). `inline` ones say
+    that their trainers persisted their parts, and why.
 
     `run_all` settles the races: failing ranks raise, and the deadline for absent ones passes, once the others have voted.
     """
@@ -124,10 +127,11 @@ class Save:
     dedup: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
     retention: Retention = field(default_factory=Retention)
-    on_stale: OnStale = "warn"
+    on_no_progress: OnStale = "warn"
     timeout_s: float = DEADLINE_S
     failing: Mapping[int, Exception] = field(default_factory=dict)
     absent: frozenset[int] = frozenset()
+    inline: Mapping[int, Inline] = field(default_factory=dict)
 
     @property
     def persist(self) -> PersistConfig:
@@ -150,6 +154,7 @@ class Save:
             n=self.n,
             save_latest=self.save_latest,
             metrics=finite(self.metrics),
+            inline=self.inline.get(rank),
         )
 
     async def run(self, rank: int) -> Attempt:
@@ -182,7 +187,7 @@ class Save:
             poll_min_s=0.001,
             poll_max_s=0.01,
             retention=self.retention,
-            on_stale=self.on_stale,
+            on_no_progress=self.on_no_progress,
             read_back=False,
         )
         state = WriterState(store=self.store, persist=self.persist, commit=commit)
@@ -209,13 +214,13 @@ class Save:
             report = ErrorReport(code=type(error).__name__, message=str(error), phase="staging")
             await vote_no(self.store, self.info(rank), report)
             return
-        job = Persist(
+        job = PersistJob(
             store=self.store,
             info=self.info(rank),
             shard=self.shard_of(rank),
             config=self.persist,
             rates=Rates(),
-            progress=Progress(),
+            progress=ShardProgress(),
             stopped=lambda: False,
             base=await Bases(self.store).newest(self.info(rank)),
         )
@@ -316,7 +321,7 @@ class HeldPersist:
         self.go = threading.Event()
         persist = attempt_module.persist
 
-        async def held(job: Persist) -> object:
+        async def held(job: PersistJob) -> object:
             while not self.go.is_set():
                 await asyncio.sleep(0.005)
             return await persist(job)

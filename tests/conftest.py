@@ -30,6 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--call-stride", type=int, default=5, help="each so manieth call of a save fails (default: 5)")
     parser.addoption("--every-load", action="store_true", help="every state, layout, world and dtype, not only those chosen")
     parser.addoption("--trainer-rounds", type=int, default=1, help="jobs of trainers killed in a save (default: 1 each)")
+    parser.addoption("--fuzzed-files", type=int, default=40, help="roots and files that are changed and loaded (default: 40)")
     parser.addoption("--power-cuts", type=int, default=6, help="power cuts under a saving job (default: 6)")
 
 

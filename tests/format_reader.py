@@ -197,15 +197,17 @@ def files(root: Path, tag: str) -> dict[str, bytes]:
 
 
 def described_file(file: list[Any], tensors: dict[str, bytes]) -> bytes:
-    name, size, hollow, rooms, sums = file
+    name, size, hollow, placeholders, sums = file
     whole, around = b"", tensors[hollow]
-    for start, fqn in sorted(rooms, key=lambda room: room[0]):
+    for start, fqn in sorted(placeholders, key=lambda placeholder: placeholder[0]):
         gap = start - len(whole)
         whole, around = whole + around[:gap] + tensors[fqn], around[gap:]
     whole += around
     check(len(whole) == size, f"{name}: size")
-    for room, start in sums:
-        check(whole[start : start + 4] == zlib.crc32(tensors[rooms[room][1]]).to_bytes(4, "little"), f"{name}: sums")
+    for placeholder, start in sums:
+        check(
+            whole[start : start + 4] == zlib.crc32(tensors[placeholders[placeholder][1]]).to_bytes(4, "little"), f"{name}: sums"
+        )
     return whole
 
 

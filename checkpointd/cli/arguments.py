@@ -1,4 +1,4 @@
-"""Where a command looks: ROOT and TAG of the command line, and CHECKPOINTD_ROOT where ROOT was left out.
+"""The arguments ROOT and TAG of a command, and CHECKPOINTD_ROOT in place of a missing ROOT.
 
 A path into a root is understood: `ROOT/TAG` is the root and the tag, `ROOT/.checkpointd` the root.
 """
@@ -44,13 +44,13 @@ def only_root(places: tuple[str, ...], command: str) -> str:
 
 
 def given_root(places: tuple[str, ...], *example: str) -> str:
-    """`[ROOT]` as it was given, of a command that makes it where it is not there."""
+    """`[ROOT]` as given, for a command that makes the root if it does not exist."""
     _at_most(places, 1)
     return places[0] if places else _environment_root(*example, EXAMPLE_ROOT)
 
 
 def maybe_root(places: tuple[str, ...]) -> str | None:
-    """`[ROOT]` of a command that has something to do without one, too."""
+    """`[ROOT]` of a command that also works without one."""
     _at_most(places, 1)
     return places[0] if places else _set_root()
 
@@ -88,7 +88,7 @@ def given_root_and_maybe_tag(places: tuple[str, ...], command: str) -> tuple[str
 
 
 def located(root: str, tag: str | None) -> tuple[str, str | None]:
-    """The root and the tag that were meant by `root` and `tag`."""
+    """The root and the tag that `root` and `tag` mean."""
     if tag is not None:
         return _root_of(root, tag)
     place = locate(root)
@@ -109,7 +109,7 @@ def _root_of(given: str, tag: str) -> tuple[str, str]:
 
 
 def _named(root: str, tag: str) -> str:
-    """`tag` as it was meant: a shell completes a directory's name with a slash, and may be given its whole path."""
+    """The tag that `tag` means: a shell completes a directory's name with a slash, and a user may pass its whole path."""
     name = tag.rstrip("/")
     if "/" not in name:
         return name or tag

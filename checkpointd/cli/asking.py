@@ -14,7 +14,7 @@ import msgspec
 from checkpointd.cli.locating import is_used, suggestion
 from checkpointd.errors import NotFoundError, UsageError
 from checkpointd.layout.keys import LATEST, default_tag
-from checkpointd.pipeline import catalog
+from checkpointd.pipeline.root import catalog
 from checkpointd.store import open_store
 from checkpointd.store.base import Store
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 def ask(root: str, question: Callable[[Store], Awaitable[T]], *, unused: bool = False, read_only: bool = False) -> T:
-    """What `question` makes of the store at `root`; with `read_only`, it can write nothing. Raises as `check_root`."""
+    """The answer to `question` about the store at `root`; with `read_only`, it can write nothing. Raises as `check_root`."""
     return asyncio.run(_ask(root, question, unused=unused, read_only=read_only))
 
 
@@ -38,13 +38,13 @@ def check_root(store: Store, given: str, *, unused: bool = False) -> None:
     """
     path = store.url
     if not store.capabilities.shared:
-        raise UsageError(f"{path} lives in the process that made it alone: there is nothing to see from here")
+        raise UsageError(f"{path} exists only in the process that made it: there is nothing to see from here")
     if not os.path.lexists(path):
         raise NotFoundError(f"there is no directory {path}: {suggestion(path, given)}")
     if not os.path.isdir(path):
         raise UsageError(f"the root {path} is not a directory: {suggestion(path, given)}")
     if not unused and not is_used(path):
-        raise NotFoundError(f"{path} is no root, no job ever saved there: {suggestion(path, given)}")
+        raise NotFoundError(f"{path} is not a root (no job ever saved there): {suggestion(path, given)}")
 
 
 async def named_tag(store: Store, tag: str) -> str:

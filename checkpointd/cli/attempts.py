@@ -1,16 +1,17 @@
-"""How attempts, votes and jobs look, wherever they are shown."""
+"""Tables and words for attempts, votes and jobs, for all commands."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from checkpointd.cli.formatting import ABSENT, count, duration, moment, size
 from checkpointd.cli.render import Cell, Mood, Table
-from checkpointd.cli.words import ABSENT, count, moment, size
-from checkpointd.layout.manifest import Writer
-from checkpointd.pipeline.catalog import ReadBackState
-from checkpointd.pipeline.report.holder import Holder
-from checkpointd.pipeline.report.listing import RowState
-from checkpointd.pipeline.report.ranks import Ballot, RankWord
+from checkpointd.layout.manifest import WriterIdentity
+from checkpointd.layout.save_timings import PhaseSeconds
+from checkpointd.pipeline.root.catalog import ReadBackState
+from checkpointd.report.holder import Holder
+from checkpointd.report.listing import RowState
+from checkpointd.report.votes import Ballot, RankWord
 
 STATE_MOODS: dict[RowState, Mood] = {
     "committed": "good",
@@ -47,19 +48,20 @@ def job_text(job: Holder) -> str:
     return f"epoch {job.epoch}, {count(job.world_size, 'rank')}: {who}"
 
 
-def process_text(writer: Writer | None) -> str:
+def process_text(writer: WriterIdentity | None) -> str:
     return f"{writer.host}:{writer.pid}" if writer else ABSENT
 
 
 def votes_table(ranks: Sequence[RankWord]) -> Table:
-    """A line for each rank: its vote, its bytes, when and by which process; its error where any has one."""
-    errors = [error_text(word) for word in ranks]
-    titles = ["rank", "vote", "raw", "stored", "objects", "when", "process", "error"]
-    rows = [[*_vote_cells(word), error] for word, error in zip(ranks, errors, strict=True)]
-    if not any(errors):
-        titles, rows = titles[:-1], [row[:-1] for row in rows]
+    """A line for each rank: its vote, its bytes, when and by which process; where any has one, why it was inline, its error."""
+    titles = ["rank", "vote", "raw", "stored", "objects", "when", "process"]
+    rows = [list(_vote_cells(word)) for word in ranks]
+    for title, texts in (("inline", [inline_text(word) for word in ranks]), ("error", [error_text(word) for word in ranks])):
+        if any(texts):
+            titles.append(title)
+            rows = [[*row, text] for row, text in zip(rows, texts, strict=True)]
     right = frozenset({"rank", "raw", "stored", "objects"})
-    return Table(titles, rows, right=right, prose=frozenset({"process", "error"}), optional=("raw", "stored"))
+    return Table(titles, rows, right=right, prose=frozenset({"process", "inline", "error"}), optional=("raw", "stored"))
 
 
 def _vote_cells(word: RankWord) -> tuple[str | Cell, ...]:
@@ -74,8 +76,26 @@ def _vote_cells(word: RankWord) -> tuple[str | Cell, ...]:
     )
 
 
+PARTS = ("staging", "persisting", "hash", "codec", "disk", "waiting")
+
+
+def seconds_table(ranks: Sequence[RankWord]) -> Table | None:
+    """A line for each rank that tells it: how long its save took for what. `hash`, `codec` and `disk` overlap."""
+    rows: list[list[str | Cell]] = [
+        [str(word.rank), *(ABSENT if s is None else duration(s) for s in (getattr(word.seconds, part) for part in PARTS))]
+        for word in ranks
+        if word.seconds != PhaseSeconds()
+    ]
+    return Table(("rank", *PARTS), rows, right=frozenset({"rank", *PARTS})) if rows else None
+
+
+def inline_text(word: RankWord) -> str:
+    """Why a rank's trainer persisted its part itself; empty where its sidecar did, or it uses none."""
+    return "" if word.inline is None else word.inline.why
+
+
 def error_text(word: RankWord) -> str:
-    """What kept a rank from voting yes; empty where nothing did."""
+    """The error that kept a rank from voting yes; empty if there was none."""
     if word.error is None:
         return word.problem
     during = f" while {word.error.phase}" if word.error.phase else ""

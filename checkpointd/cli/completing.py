@@ -1,4 +1,4 @@
-"""What a shell offers for ROOT, TAG and OUT: directories, the tags of the root that was given before, files."""
+"""Completion of ROOT, TAG and OUT in a shell: directories, the tags of the root before them, files."""
 
 from __future__ import annotations
 

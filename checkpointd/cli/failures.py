@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import click
 import msgspec
 
-from checkpointd.cli.words import printable
+from checkpointd.cli.formatting import printable
 from checkpointd.commands import command
 from checkpointd.errors import AbortedError, CheckpointdError, DamagedError, UsageError
 

@@ -1,4 +1,4 @@
-"""What a path on the command line means: a root, a tag's directory in it, a DeepSpeed job's save_dir; and which roots are near.
+"""Paths of the command line: a root, a tag's directory in it, or a DeepSpeed job's save_dir; and which roots are near.
 
 Nothing here writes, and nothing fails because a directory cannot be looked into: that is said when the store is asked.
 """
@@ -22,14 +22,14 @@ _LOOKED_AT_MAX = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Location:
     """A root, and the tag where a path led into one of its tags."""
 
     root: str
     tag: str | None = None
 
 
-def locate(text: str) -> Place | None:
+def locate(text: str) -> Location | None:
     """What the path `text` leads to; None where neither it nor what lies above it is a root, or where it is no path."""
     if "://" in text:
         return None
@@ -62,14 +62,14 @@ def _upwards(path: str) -> Iterator[tuple[str, tuple[str, ...]]]:
         path, inside = above, (name, *inside)
 
 
-def _place(root: str, inside: Sequence[str]) -> Place | None:
+def _place(root: str, inside: Sequence[str]) -> Location | None:
     if not inside or inside[0] == SERVICE:
-        return Place(root)
+        return Location(root)
     first = inside[0]
     if first == LATEST and len(inside) == 1:
-        return Place(root, LATEST)
+        return Location(root, LATEST)
     if is_tag(first) and (len(inside) == 1 or AttemptId.parse(inside[1]) or root.endswith(f"/{SERVICE}")):
-        return Place(root, first)
+        return Location(root, first)
     return None
 
 

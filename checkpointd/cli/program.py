@@ -1,4 +1,4 @@
-"""From arguments to an exit code: finds the command, runs it, and turns what went wrong into words."""
+"""From arguments to an exit code: finds the command, runs it, and reports its error."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        command: click.Command = import_module(f"checkpointd.cli.{MODULES.get(cmd_name, cmd_name)}").command
+        command: click.Command = import_module(f"checkpointd.cli.commands.{MODULES.get(cmd_name, cmd_name)}").command
         return command
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
@@ -74,7 +74,7 @@ def _meant(name: str) -> str:
 
 @click.command(cls=Commands, epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name=PROGRAM, message="%(prog)s %(version)s")
-@click.option("--debug", is_flag=True, expose_value=False, help="Show the log, and where an error came from.")
+@click.option("--debug", is_flag=True, expose_value=False, help="Show the log, and the traceback of an error.")
 def commands() -> None:
     """See and check the checkpoints of a training job, and run the sidecar that persists them."""
 

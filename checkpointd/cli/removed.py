@@ -1,12 +1,13 @@
-"""How a collection looks, for `gc` and `delete`."""
+"""The page that shows a collection, for `gc` and `delete`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from checkpointd.admin.gc import CollectionReport
+from checkpointd.cli.formatting import count, shortened, size
 from checkpointd.cli.render import Block, Cell, Facts, Heading, Table
-from checkpointd.cli.words import count, shortened, size
-from checkpointd.pipeline.report.collection import CollectionReport, Removed
+from checkpointd.pipeline.gc.collect import Removal
 
 TAGS_CHARACTERS = 100
 
@@ -34,5 +35,5 @@ def page(found: CollectionReport) -> Iterator[Block]:
         yield Table(titles, rows, right=frozenset({"freed", "stays"}), prose=frozenset({"why"}))
 
 
-def _cells(removed: Removed) -> tuple[str, ...]:
+def _cells(removed: Removal) -> tuple[str, ...]:
     return removed.tag, removed.attempt, size(removed.freed_bytes), size(removed.kept_bytes), removed.reason

@@ -13,7 +13,7 @@ from typing import IO, TYPE_CHECKING, Literal, TypeAlias
 
 import click
 
-from checkpointd.cli.words import ABSENT, printable
+from checkpointd.cli.formatting import ABSENT, printable
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleRenderable

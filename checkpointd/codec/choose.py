@@ -1,4 +1,4 @@
-"""Which codec for which tensor: estimates from samples, and a decision that is a plain function of them.
+"""Chooses a codec for each tensor: estimates from samples, then a plain function of the estimates decides.
 
 The model: a pipeline in which `threads` encoders feed one disk. A tensor of B bytes is durable after B / disk when stored raw,
 and after max(B / (encode * threads), ratio * B / disk) when compressed: the slower of the two stages sets the pace. Because

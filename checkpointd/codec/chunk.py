@@ -1,4 +1,4 @@
-"""One chunk through one codec: the only two calls that the pipelines need.
+"""Encodes or decodes one chunk with one codec: the only two calls that the pipelines need.
 
 Who decides what: `choose` names the codec of a tensor; `encode` does as told, even where the result is not smaller; its
 caller compares the sizes, stores the raw bytes where encoding did not shrink them, and names in the index what it stored.

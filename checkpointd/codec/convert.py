@@ -1,4 +1,4 @@
-"""Floats of one width as floats of another, rounded as torch rounds: to nearest, ties to even, by way of float32.
+"""Converts floats of one width to another, rounded as torch rounds: to nearest, ties to even, by way of float32.
 
 Elements come as the unsigned integers that carry their bits (bfloat16 and the 8-bit floats have no numpy dtype), and go so.
 """

@@ -1,4 +1,4 @@
-"""What the codec needs to know about a tensor's elements: how wide they are, and whether they are floats."""
+"""The properties of a tensor's elements that codecs need: their width, and whether they are floats."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The coordinator's and recovery's decision: from votes to an outcome.
 
 Invariants
-  D1  Commit needs a valid yes vote of every rank for this very attempt and one step, and plans that are whole together.
-  D2  A no vote or an invalid vote aborts at once; a missing vote aborts only when the deadline passed or nobody can vote
+  DECIDE-1  Commit needs a valid yes vote of every rank for this very attempt and one step, and plans that are whole together.
+  DECIDE-2  A no vote or an invalid vote aborts at once; a missing vote aborts only when the deadline passed or nobody can vote
       any more.
 """
 
@@ -12,9 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from checkpointd.commit.facts import Order
 from checkpointd.layout.manifest import ErrorReport, Vote
+from checkpointd.phrases import listed, rank_runs
 
 OnStale = Literal["warn", "abort", "ignore"]
+REASON_MAX = 4000
+"""Characters of a rank's reason that its vote and the outcome tell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +60,7 @@ def _files_fault(files: Mapping[int, tuple[str, ...] | None]) -> str | None:
     """Why the files of all ranks cannot stand side by side in one directory; None where they can, or where there are none."""
     storing, not_storing = ([r for r in sorted(files) if (files[r] is None) is absent] for absent in (False, True))
     if storing and not_storing:
-        return f"{_ranks(storing)} stored files, and {_ranks(not_storing)} a state"
+        return f"{rank_runs(storing)} stored files, and {rank_runs(not_storing)} a state"
     owners: dict[str, int] = {}
     for rank in storing:
         for name in files[rank] or ():
@@ -93,11 +97,16 @@ def refused(no: Mapping[int, ErrorReport | None]) -> Decision:
     # A skip explains less than a failure: name the failure first where both are there.
     ordered = sorted(reports.items(), key=lambda item: (item[1].code == "SkippedError", item[0]))
     if not ordered:
-        return _abort("AbortedError", f"{_ranks(list(no))} voted no without a reason", list(no))
+        return _abort("AbortedError", f"{rank_runs(list(no))} voted no without a reason", list(no))
     rank, report = ordered[0]
     more = f" (and {len(no) - 1} more ranks voted no)" if len(no) > 1 else ""
-    message = f"rank {rank} failed while {report.phase}: {report.message}{more}"
+    message = f"rank {rank} failed while {report.phase}: {shortened(report.message)}{more}"
     return Decision(ErrorReport(code=report.code, message=message, phase=report.phase), tuple(no))
+
+
+def shortened(reason: str) -> str:
+    """A rank's reason as the outcome repeats it, and as every rank then tells it."""
+    return reason if len(reason) <= REASON_MAX else f"{reason[:REASON_MAX]}…"
 
 
 def vote_fault(vote: Vote, rank: int, tag: str, attempt: str, world_size: int) -> str | None:
@@ -116,7 +125,7 @@ def vote_fault(vote: Vote, rank: int, tag: str, attempt: str, world_size: int) -
 def deadline(missing: Mapping[int, str], *, timeout_s: float) -> Decision:
     """The abort when votes are still missing after `timeout_s`; `missing` maps each rank to what is known of it."""
     ranks = sorted(missing)
-    shown = _listed([f"rank {r} ({missing[r]})" if missing[r] else f"rank {r}" for r in ranks])
+    shown = listed([f"rank {r} ({missing[r]})" if missing[r] else f"rank {r}" for r in ranks])
     message = (
         f"no vote from {shown} within {timeout_s:g} s: every rank must call save() for the same step and tag; "
         "the next save starts afresh"
@@ -124,19 +133,19 @@ def deadline(missing: Mapping[int, str], *, timeout_s: float) -> Decision:
     return Decision(ErrorReport(code="DeadlineError", message=message, phase="vote"), tuple(ranks))
 
 
-def is_stale(votes: Mapping[int, Vote | None]) -> bool:
+def has_no_progress(votes: Mapping[int, Vote | None]) -> bool:
     """Whether some ranks' trained tensors are what they were at an earlier step, and no rank's have moved."""
     words = {vote.trained for vote in votes.values() if vote is not None}
     return "still" in words and "moved" not in words
 
 
-def stale(step: int) -> Decision:
+def no_progress(step: int) -> Decision:
     """The abort of a save of `step` that holds no progress."""
-    return _abort("StaleError", stale_words(step), [])
+    return _abort("NoProgressError", no_progress_words(step), [])
 
 
-def stale_words(step: int) -> str:
-    """What is wrong with a stale save, and what to look at."""
+def no_progress_words(step: int) -> str:
+    """What is wrong with a save without progress, and what to look at."""
     return (
         f"the step moved on to {step}, but no tensor that requires grad has changed since the checkpoint before: is the model "
         "that is saved the one that is trained, does the optimizer hold its parameters, is the learning rate 0?"
@@ -155,20 +164,15 @@ def recover(votes: Mapping[int, Vote | None], *, tag: str, attempt: str) -> Deci
     if decision is not None:
         return decision
     missing = sorted(set(range(world_size)) - set(votes))
-    who = f"{_ranks(missing)} had not voted" if missing else "no rank had voted"
+    who = f"{rank_runs(missing)} had not voted" if missing else "no rank had voted"
     message = f"the job ended before the attempt was decided: {who}"
     return Decision(ErrorReport(code="AbortedError", message=message, phase="recovery"), tuple(missing))
 
 
-def _ranks(numbers: list[int]) -> str:
-    return f"{'rank' if len(numbers) == 1 else 'ranks'} {_listed(list(map(str, numbers)))}"
-
-
-def _listed(names: list[str]) -> str:
-    """At most eight of `names`, and how many more there are."""
-    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-    return ", ".join(names[:8]) + more
-
-
 def _abort(code: str, message: str, ranks: list[int]) -> Decision:
     return Decision(ErrorReport(code=code, message=message, phase="vote"), tuple(ranks))
+
+
+def moves_latest(current: Order | None, candidate: Order) -> bool:
+    """Whether `latest` may go from a checkpoint of order `current` to one of order `candidate`: only forward."""
+    return current is None or candidate > current

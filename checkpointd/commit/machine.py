@@ -1,14 +1,15 @@
-"""One rank's side of an attempt: a table from (phase, event) to (phase, action).
+"""One rank's side of an attempt: a table from (phase, event) to the next phase.
 
 Invariants
-  M1  The phase only moves forward; `committed`, `aborted`, `failed` and `skipped` are final.
-  M2  A rank votes once: yes only from `persisting`, no only when it enters `failing` or `skipping`. Where storing the yes
+  PHASE-1  The phase only moves forward; `committed`, `aborted`, `failed` and `skipped` are final.
+  PHASE-2  A rank votes once: yes only from `persisting`, no only when it enters `failing` or `skipping`. Where storing the yes
       failed, it may be there all the same: the rank counts as prepared, and asks for the abort.
-  M3  `committed` is entered only on seeing a commit outcome, never on the rank's own word.
-  M4  A rank that voted no, or never voted, never sees a commit: that pair raises ProtocolError, since it means
+  PHASE-3  `committed` is entered only on seeing a commit outcome, never on the rank's own word.
+  PHASE-4  A rank that voted no, or never voted, never sees a commit: that pair raises ProtocolError, since it means
       that a vote was forged or an object was overwritten.
-  M5  Where several hands write one rank's shard in turn, another hand's durable yes counts as the rank's: `other hand voted`
-      is fired only for an attempt that may have other hands, after that vote, or the commit that counts it, was read.
+  PHASE-5  Where several writers write one rank's shard in turn, another writer's durable yes counts as the rank's: `other
+      writer voted` is fired only for an attempt that may have other writers, after that vote, or the commit that counts it, was
+      read.
 """
 
 from __future__ import annotations
@@ -39,20 +40,11 @@ class Event(StrEnum):
     VOTED_YES = "yes vote durable"
     VOTE_UNCERTAIN = "yes vote uncertain"
     SHARD_FAILED = "shard failed"
-    OTHER_HAND_VOTED = "other hand voted yes"
+    OTHER_WRITER_VOTED = "other writer voted yes"
     DEADLINE = "deadline passed"
     SAW_COMMIT = "commit seen"
     SAW_ABORT = "abort seen"
     OUTCOME_LOST = "outcome out of reach"
-
-
-class Action(StrEnum):
-    NONE = "-"
-    PERSIST = "persist the snapshot, then vote"
-    VOTE_NO = "drop own chunks, vote no"
-    AWAIT_OUTCOME = "wait for the outcome"
-    PUT_ABORT = "put the abort outcome"
-    FINISH = "finish the handle"
 
 
 FINAL = frozenset({Phase.COMMITTED, Phase.ABORTED, Phase.FAILED, Phase.SKIPPED})
@@ -61,33 +53,33 @@ FENCED = "fenced"
 _SHOWN = {Phase.FAILING: "failed", Phase.SKIPPING: "skipped"}
 ORDER = (Phase.STAGING, Phase.STAGED, Phase.PERSISTING, Phase.PREPARED, Phase.COMMITTED)
 
-TABLE: dict[tuple[Phase, Event], tuple[Phase, Action]] = {
-    (Phase.STAGING, Event.SNAPSHOT_TAKEN): (Phase.STAGED, Action.PERSIST),
-    (Phase.STAGING, Event.SNAPSHOT_FAILED): (Phase.FAILING, Action.VOTE_NO),
-    (Phase.STAGING, Event.SKIP): (Phase.SKIPPING, Action.VOTE_NO),
-    (Phase.STAGED, Event.PERSIST_STARTED): (Phase.PERSISTING, Action.NONE),
-    (Phase.STAGED, Event.SHARD_FAILED): (Phase.FAILING, Action.VOTE_NO),
-    (Phase.PERSISTING, Event.VOTED_YES): (Phase.PREPARED, Action.AWAIT_OUTCOME),
-    (Phase.PERSISTING, Event.VOTE_UNCERTAIN): (Phase.PREPARED, Action.PUT_ABORT),
-    (Phase.PERSISTING, Event.SHARD_FAILED): (Phase.FAILING, Action.VOTE_NO),
-    (Phase.PREPARED, Event.SAW_COMMIT): (Phase.COMMITTED, Action.FINISH),
-    (Phase.FAILING, Event.SAW_ABORT): (Phase.FAILED, Action.FINISH),
-    (Phase.FAILING, Event.OUTCOME_LOST): (Phase.FAILED, Action.FINISH),
-    (Phase.SKIPPING, Event.SAW_ABORT): (Phase.SKIPPED, Action.FINISH),
-    (Phase.SKIPPING, Event.OUTCOME_LOST): (Phase.SKIPPED, Action.FINISH),
-    (Phase.FAILING, Event.DEADLINE): (Phase.FAILING, Action.PUT_ABORT),
-    (Phase.SKIPPING, Event.DEADLINE): (Phase.SKIPPING, Action.PUT_ABORT),
+TABLE: dict[tuple[Phase, Event], Phase] = {
+    (Phase.STAGING, Event.SNAPSHOT_TAKEN): Phase.STAGED,
+    (Phase.STAGING, Event.SNAPSHOT_FAILED): Phase.FAILING,
+    (Phase.STAGING, Event.SKIP): Phase.SKIPPING,
+    (Phase.STAGED, Event.PERSIST_STARTED): Phase.PERSISTING,
+    (Phase.STAGED, Event.SHARD_FAILED): Phase.FAILING,
+    (Phase.PERSISTING, Event.VOTED_YES): Phase.PREPARED,
+    (Phase.PERSISTING, Event.VOTE_UNCERTAIN): Phase.PREPARED,
+    (Phase.PERSISTING, Event.SHARD_FAILED): Phase.FAILING,
+    (Phase.PREPARED, Event.SAW_COMMIT): Phase.COMMITTED,
+    (Phase.FAILING, Event.SAW_ABORT): Phase.FAILED,
+    (Phase.FAILING, Event.OUTCOME_LOST): Phase.FAILED,
+    (Phase.SKIPPING, Event.SAW_ABORT): Phase.SKIPPED,
+    (Phase.SKIPPING, Event.OUTCOME_LOST): Phase.SKIPPED,
+    (Phase.FAILING, Event.DEADLINE): Phase.FAILING,
+    (Phase.SKIPPING, Event.DEADLINE): Phase.SKIPPING,
 }
 for _phase in (Phase.STAGING, Phase.STAGED, Phase.PERSISTING, Phase.FAILING, Phase.SKIPPING):
-    TABLE[(_phase, Event.OTHER_HAND_VOTED)] = (Phase.PREPARED, Action.AWAIT_OUTCOME)
+    TABLE[(_phase, Event.OTHER_WRITER_VOTED)] = Phase.PREPARED
 for _phase in (Phase.STAGING, Phase.STAGED, Phase.PERSISTING, Phase.PREPARED):
-    TABLE[(_phase, Event.SAW_ABORT)] = (Phase.ABORTED, Action.FINISH)
-    TABLE[(_phase, Event.DEADLINE)] = (_phase, Action.PUT_ABORT)
-    TABLE[(_phase, Event.OUTCOME_LOST)] = (Phase.FAILED, Action.FINISH)
+    TABLE[(_phase, Event.SAW_ABORT)] = Phase.ABORTED
+    TABLE[(_phase, Event.DEADLINE)] = _phase
+    TABLE[(_phase, Event.OUTCOME_LOST)] = Phase.FAILED
 
 
-def step(phase: Phase, event: Event) -> tuple[Phase, Action]:
-    """The next phase and what the caller must do; ProtocolError where the pair stands not in the table."""
+def step(phase: Phase, event: Event) -> Phase:
+    """The next phase; ProtocolError if the transition is not in the table."""
     try:
         return TABLE[(phase, event)]
     except KeyError:

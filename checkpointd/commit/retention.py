@@ -1,21 +1,18 @@
-"""What may be removed, decided from what a listing shows: left-overs, replaced checkpoints, and those that rules let go.
+"""Decides which checkpoints are kept: those that the user's rules name, and those that no rule may remove.
 
 Invariants
-  R1  A committed attempt goes only where a newer, undamaged commit of the same tag exists, or where rules let it go.
-  R2  An undecided attempt is never touched: recovery decides it first.
-  R3  Outcome and votes of an aborted attempt stay, as the record that `explain` reads and so that no late vote can revive it.
-  R4  Only an attempt that was committed ever loses its votes, and only when it was removed and many newer ones were, too: of
-      its tag, or at the root.
-  R5  Of a committed attempt that stays, only objects of ranks that several hands wrote for are looked at, and only what no
-      vote's index names goes.
-  R6  Rules never remove the newest checkpoint, the newest of those that asked for `latest`, the one that `latest` names,
-      nor the newest that was verified; nor one that any of the rules names. Without rules only what was replaced goes.
-  R7  A checkpoint that is recorded as damaged is none of these, and no rule counts it. Where nothing else is left, none goes.
-  R8  A checkpoint that a load has passed over stays until it is recorded as damaged. It is none of those of R6, no rule counts
-      it, and no other one goes for it: whatever was recorded of it before, a load has found it damaged since.
-  R9  Rules with a metric never remove a checkpoint without it, and nothing at all where no checkpoint has it.
-  R10 A job that does not know what earlier epochs committed removes nothing of it: neither by rules, nor for a newer commit of
-      the same tag.
+  RETENTION-1  A committed attempt is removed only if a newer, undamaged commit of its tag exists, or if the rules allow it.
+  RETENTION-2  Rules never remove the newest checkpoint, the newest of those whose save moves `latest`, the one that `latest`
+      names, or the newest that was verified. They keep each checkpoint that any of them names. Without rules, a checkpoint is
+      removed only if its tag was saved again.
+  RETENTION-3  A checkpoint that is recorded as damaged is none of these, and no rule counts it. If there are only such
+      checkpoints, none is removed.
+  RETENTION-4  A checkpoint that a load has passed over stays until it is recorded as damaged. It is none of those of
+      RETENTION-2, no rule counts it, and no other checkpoint is removed in its favour: whatever was recorded before, a load has
+      found it damaged since.
+  RETENTION-5  Rules with a metric never remove a checkpoint without it, and remove nothing at all if no checkpoint has it.
+  RETENTION-6  A job that does not know what earlier epochs committed removes none of their checkpoints, neither by rules nor
+      for a newer commit of the same tag.
 """
 
 from __future__ import annotations
@@ -26,86 +23,16 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from checkpointd import arguments
+from checkpointd.commit.facts import AttemptFacts, Dead, Order
 from checkpointd.errors import UsageError
-from checkpointd.layout.keys import AttemptId
-
-State = Literal["committed", "aborted", "in-doubt", "deleted", "damaged", "unreadable"]
-"""`damaged`: the bytes of the outcome are wrong. `unreadable`: they cannot be read now, and may be a commit's."""
-Order = tuple[int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class AttemptFacts:
-    """What a listing says of an attempt; `order` is set for what is or was committed, `bulk` where there are chunks or indexes.
-
-    `contested`: the ranks for which more than one hand left objects; one of them was written in vain.
-    """
-
-    tag: str
-    attempt: AttemptId
-    state: State
-    order: Order | None
-    bulk: bool
-    contested: tuple[int, ...] = ()
-
-
-Dead = tuple[AttemptFacts, str]
-"""An attempt that loses its bulk, and the reason in words."""
-
-
-def dead_weight(attempts: Iterable[AttemptFacts]) -> list[Dead]:
-    """The attempts that are no checkpoints, and whose bulk can go."""
-    dead = []
-    for facts in attempts:
-        if facts.state == "aborted" and facts.bulk:
-            dead.append((facts, "the attempt was aborted"))
-        elif facts.state == "deleted" and facts.bulk:
-            dead.append((facts, "its removal was interrupted"))
-    return dead
-
-
-def with_spare_objects(attempts: Iterable[AttemptFacts]) -> list[AttemptFacts]:
-    """The committed attempts in which some hand wrote in vain (R5)."""
-    return [facts for facts in attempts if facts.state == "committed" and facts.contested]
-
-
-RECORDS_KEPT = 16
-"""How many removed attempts of a tag leave their outcome and votes behind, for people and for ranks that have not read them."""
-ROOT_RECORDS_KEPT = 256
-"""The same for all tags together: whoever looks at the root reads them all."""
-
-
-def spent_records(attempts: Iterable[AttemptFacts]) -> list[AttemptFacts]:
-    """The removed attempts whose records can go as well: all but the newest RECORDS_KEPT of each tag, oldest first, and all
-    but the newest ROOT_RECORDS_KEPT of what is left then.
-    """
-    removed: dict[str, list[AttemptFacts]] = {}
-    for facts in attempts:
-        if facts.state == "deleted" and not facts.bulk:
-            removed.setdefault(facts.tag, []).append(facts)
-    spent: list[AttemptFacts] = []
-    left: list[AttemptFacts] = []
-    for known in removed.values():
-        known.sort(key=lambda f: f.attempt)
-        spent += known[:-RECORDS_KEPT]
-        left += known[-RECORDS_KEPT:]
-    left.sort(key=lambda f: f.order or (f.attempt.epoch, 0))
-    return spent + left[:-ROOT_RECORDS_KEPT]
-
-
-def moves_latest(current: Order | None, candidate: Order) -> bool:
-    """Whether `latest` may go from a checkpoint of order `current` to one of order `candidate`: only forward."""
-    return current is None or candidate > current
-
-
-# --- which checkpoints are kept ---------------------------------------------------------------------------------
 
 Mode = Literal["min", "max"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retention:
-    """Which checkpoints stay: those that at least one rule names, and those of R6 to R10. Without any rule all of them stay.
+    """Which checkpoints stay: those that at least one rule names, and those of RETENTION-2 to RETENTION-6. Without any rule
+    all of them stay.
 
     Raises UsageError for numbers that cannot be, and for `best` without a `metric`.
     """
@@ -175,31 +102,31 @@ class CheckpointFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class RemovalChoice:
     """What goes, the oldest first, and why not more."""
 
     going: tuple[Dead, ...] = ()
     surplus: tuple[AttemptFacts, ...] = ()
-    """What would go, had anything newer been verified (R6)."""
+    """What would go, had anything newer been verified (RETENTION-2)."""
     unknown_metric: str | None = None
-    """Why the rules were not applied (R9)."""
+    """Why the rules were not applied (RETENTION-5)."""
 
 
-def choose(commits: Iterable[CheckpointFacts], rules: Retention, *, keeps_before: int = 0) -> Choice:
+def choose(commits: Iterable[CheckpointFacts], rules: Retention, *, keeps_before: int = 0) -> RemovalChoice:
     """Which of `commits`, all committed attempts that are looked at, go. `keeps_before`: the first epoch that the one who asks
-    may remove anything of (R10).
+    may remove anything of (RETENTION-6).
     """
     newest_first = sorted(commits, key=lambda c: c.order, reverse=True)
     sound = [c for c in newest_first if not c.damaged and not c.passed_over]
     if not sound:
-        return Choice()
+        return RemovalChoice()
     reasons = _replaced(newest_first, sound)
     unknown_metric = _unknown_metric(newest_first, rules)
     if unknown_metric is None:
         reasons = _let_go(newest_first, [c for c in sound if c.order not in reasons], rules) | reasons
     verified = next((c.order for c in sound if c.verified), None)
     may_go = [c for c in reversed(newest_first) if c.order in reasons and _is_known(c, keeps_before)]
-    return Choice(
+    return RemovalChoice(
         going=tuple((c.attempt, reasons[c.order]) for c in may_go if c.order != verified),
         surplus=tuple(c.attempt for c in may_go if c.order == verified),
         unknown_metric=unknown_metric,
@@ -207,7 +134,7 @@ def choose(commits: Iterable[CheckpointFacts], rules: Retention, *, keeps_before
 
 
 def _is_known(checkpoint: CheckpointFacts, keeps_before: int) -> bool:
-    """Whether nobody can miss it but who has seen it (R8, R10)."""
+    """Whether nobody can miss it but who has seen it (RETENTION-4, RETENTION-6)."""
     return checkpoint.attempt.attempt.epoch >= keeps_before and (checkpoint.damaged or not checkpoint.passed_over)
 
 
@@ -221,7 +148,7 @@ def _let_go(newest_first: Sequence[CheckpointFacts], current: Sequence[Checkpoin
 
 
 def _replaced(newest_first: Sequence[CheckpointFacts], sound: Sequence[CheckpointFacts]) -> dict[Order, str]:
-    """By order, why what has a newer commit of its tag is not needed (R1)."""
+    """By order, why what has a newer commit of its tag is not needed (RETENTION-1)."""
     newest: dict[str, Order] = {}
     for c in sound:
         newest.setdefault(c.attempt.tag, c.order)
@@ -245,7 +172,7 @@ def _measure(checkpoint: CheckpointFacts, metric: str) -> float | None:
 
 
 def _indispensable(newest_first: Sequence[CheckpointFacts], current: Sequence[CheckpointFacts]) -> set[Order]:
-    """The orders of those that no rule removes (R6); the newest verified one apart."""
+    """The orders of those that no rule removes (RETENTION-2); the newest verified one apart."""
     firsts = (current[:1], [c for c in current if c.save_latest][:1], [c for c in newest_first if c.is_latest])
     return {c.order for some in firsts for c in some}
 

@@ -1,12 +1,13 @@
-"""The saves that the daemon works at: each runs the same `Attempt` as the in-process writer, and outlives its client.
+"""The save jobs of the daemon: each runs the same `Attempt` as the in-process writer, and outlives its client.
 
 Invariants
-  J1  One job per (root, epoch's nonce, tag, attempt, rank): a client that comes back is attached to the job that there is.
-  J2  A snapshot is persisted only after its client said that it is whole; one whose client died before votes no.
-  J3  A slot is read until the job has left it, whatever becomes of the client.
-  J4  A job that has ended holds no memory of the snapshot any more: what is remembered of it is plain data.
-  J5  While the coordinator's snapshot is whole and its attempt undecided, the attempt has a lease, which is renewed: a start
-      that cannot ask this daemon leaves the attempt to it.
+  SAVEJOB-1  One job per (root, epoch's nonce, user, tag, attempt, rank): a client that comes back is attached to
+      the job that there is.
+  SAVEJOB-2  A snapshot is persisted only after its client said that it is whole; one whose client died before votes no.
+  SAVEJOB-3  A slot is read until the job has left it, whatever becomes of the client.
+  SAVEJOB-4  A job that has ended holds no memory of the snapshot any more: what is remembered of it is plain data.
+  SAVEJOB-5  While the coordinator's snapshot is whole and its attempt undecided, the attempt has a lease, which is renewed: a
+      start that cannot ask this daemon leaves the attempt to it.
 """
 
 from __future__ import annotations
@@ -16,18 +17,28 @@ import logging
 import time
 import traceback
 from collections import OrderedDict, deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
-from checkpointd.commit.machine import FINAL, Phase, shown
-from checkpointd.daemon.memory import SlotMemory
-from checkpointd.daemon.status import SaveStatus
-from checkpointd.errors import CheckpointdError, StagingError, UsageError
+import msgspec
+
+from checkpointd.commit.machine import FENCED, FINAL, Phase, shown
+from checkpointd.config import ServeConfig
+from checkpointd.daemon.accounts import Charge
+from checkpointd.daemon.memory.mapped import SlotMemory
+from checkpointd.daemon.process.logs import Subject, about, told
+from checkpointd.daemon.protocol.wire import RANKS_TOLD
+from checkpointd.daemon.status.model import SaveStatus
+from checkpointd.errors import CheckpointdError, SidecarFullError, StagingError, UsageError
 from checkpointd.layout.manifest import ErrorReport
-from checkpointd.pipeline import leases
+from checkpointd.layout.save_timings import PhaseSeconds
+from checkpointd.phrases import byte_size
 from checkpointd.pipeline.attempt import Attempt, WriterState
-from checkpointd.pipeline.report.advice import after_abort
-from checkpointd.pipeline.shard import COORDINATOR, AttemptInfo, Progress, Shard
+from checkpointd.pipeline.root import identity, leases
+from checkpointd.pipeline.shard import COORDINATOR, AttemptInfo, Shard, ShardProgress
+from checkpointd.report.advice import after_abort
 
 log = logging.getLogger("checkpointd")
 
@@ -37,9 +48,20 @@ VOTED_MAX = 64
 """Saves of one client that have voted and wait for other ranks: they hold no snapshot."""
 RANKS_KEPT = 1024
 """Ranks whose ended saves are remembered: those that ended one last."""
+ALL_KEPT = 8192
+"""Ended saves that are remembered of all ranks."""
 
-JobKey = tuple[str, str, str, str, int]
-"""Root, nonce of the epoch, tag, attempt, rank: a root that was removed and made again counts its epochs from 1 again."""
+ABORTED_AS = {FENCED: Phase.ABORTED.value}
+"""Words that people read which are no phases of their own."""
+
+JobKey = tuple[str, str, int, str, str, int]
+"""Root, nonce of the epoch, uid, tag, attempt, rank: a root that was removed and made again counts its epochs from 1 again, and
+what one user says or asks for tells nothing of another one's save.
+"""
+
+
+def job_key(root: str, nonce: str, uid: int, info: AttemptInfo) -> JobKey:
+    return (root, nonce, uid, info.tag, str(info.attempt), info.rank)
 
 
 @dataclass(slots=True)
@@ -55,14 +77,29 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """A snapshot that is being taken: see `Job.announce`."""
+    """A snapshot that is being taken: see `SaveJob.announce`."""
 
     shard: Shard
     mark: int
+    charge: Charge
     on_whole: Callable[[], object]
 
 
-class Job:
+class _Snapshot:
+    """What an attempt waits for; it is passed through many hands, and refers to the snapshot no longer than the job does."""
+
+    def __init__(self, staged: asyncio.Future[Shard]) -> None:
+        self._staged: asyncio.Future[Shard] | None = staged
+
+    def __await__(self) -> Generator[Any, None, Shard]:
+        assert self._staged is not None, "nobody reads the snapshot any more"
+        return self._staged.__await__()
+
+    def forget(self) -> None:
+        self._staged = None
+
+
+class SaveJob:
     """One save of one rank. `on_change(job)` and every listener are called at each change of phase, on the loop."""
 
     def __init__(
@@ -74,7 +111,7 @@ class Job:
         info: AttemptInfo,
         *,
         left_s: float,
-        on_change: Callable[[Job], None],
+        on_change: Callable[[SaveJob], None],
     ) -> None:
         loop = asyncio.get_running_loop()
         self.root, self.nonce, self.uid, self.info = root, nonce, uid, info
@@ -82,19 +119,22 @@ class Job:
         self.slot: SlotMemory | None = None
         self._announced: Announcement | None = None
         self._on_change = on_change
-        self._listeners: dict[object, Callable[[Job], None]] = {}
+        self._listeners: dict[object, Callable[[SaveJob], None]] = {}
         self._staged: asyncio.Future[Shard] | None = loop.create_future()
-        self.progress = Progress()
+        """None once nobody reads the snapshot any more."""
+        self.progress = ShardProgress()
         self.attempt = Attempt(
             state, info, deadline=loop.time() + left_s, progress=self.progress, on_phase=self._entered, on_free=self._free
         )
-        self._lease = leases.of_attempt(state.store, info.prefix) if info.rank == COORDINATOR else None
+        check = partial(state.own_root.check, info.attempt.epoch)
+        self._lease = leases.of_attempt(state.store, info.prefix, check=check) if info.rank == COORDINATOR else None
         self._staged.add_done_callback(self._outlive)
-        self.task = loop.create_task(self._run(self._staged))
+        self._snapshot = _Snapshot(self._staged)
+        self.task = loop.create_task(self._run())
 
     @property
     def key(self) -> JobKey:
-        return (self.root, self.nonce, self.info.tag, str(self.info.attempt), self.info.rank)
+        return job_key(self.root, self.nonce, self.uid, self.info)
 
     @property
     def phase(self) -> Phase:
@@ -108,7 +148,7 @@ class Job:
     @property
     def error(self) -> ErrorReport | None:
         error = self.attempt.error
-        return None if error is None else ErrorReport(code=error.code, message=str(error), phase=str(self.phase))
+        return None if error is None else ErrorReport.of(error, str(self.phase), told(str(error)))
 
     @property
     def advice(self) -> str:
@@ -121,8 +161,8 @@ class Job:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks that the error names."""
-        return tuple(getattr(self.attempt.error, "ranks", ()))
+        """The ranks that the error names: the first of very many."""
+        return tuple(getattr(self.attempt.error, "ranks", ()))[:RANKS_TOLD]
 
     @property
     def has_voted(self) -> bool:
@@ -133,38 +173,54 @@ class Job:
     def has_snapshot(self) -> bool:
         return self._staged is None or self._staged.done()
 
-    def announce(self, slot: SlotMemory, shard: Shard, mark: int, on_whole: Callable[[], object]) -> None:
+    def announce(self, slot: SlotMemory, shard: Shard, mark: int, charge: Charge, on_whole: Callable[[], object]) -> None:
         """The snapshot will be `shard`; the slot's last 8 bytes are `mark` once it is whole. `on_whole` is called then.
 
-        One that was announced on an earlier connection is forgotten: this one holds the same.
+        One that was announced on an earlier connection is forgotten: this one holds the same. Takes the `charge`.
         """
-        if self.slot is not slot:
-            self._free()
-        self.slot, self._announced = slot, Announcement(shard, mark, on_whole)
+        if self.slot is not slot and self.slot is not None:
+            self.slot.leave(self)
+        if self._announced is not None:
+            self._announced.charge.release()
+        self.slot, self._announced = slot, Announcement(shard, mark, charge, on_whole)
         slot.use(self)
 
+    def held(self, seconds: float) -> float:
+        """The save held training for so long; what of it is news: a client that comes back says it again."""
+        before, self.progress.held_s = self.progress.held_s, seconds
+        return max(0.0, seconds - before)
+
     def staged(self) -> None:
-        """The slot holds the whole snapshot; does nothing where it is known already. UsageError where none was announced."""
+        """The slot holds the whole snapshot; does nothing where it is known already.
+
+        UsageError where none was announced, or it was never written.
+        """
         if self._staged is None or self._staged.done():
             return
-        if self._announced is None:
+        if self._announced is None or self.slot is None:
             raise UsageError("announce the snapshot before it is staged")
+        self.slot.check_whole(len(self._announced.shard.buffer))
         self.times.staged = time.time()
         self._announced.on_whole()
         self._staged.set_result(self._announced.shard)
 
     def client_died(self, error: CheckpointdError) -> None:
-        """Its client is dead and said no more: the snapshot is whole if its mark says so, else `error` spoils it (J2)."""
+        """Its client is dead and said no more: the snapshot is whole if its mark says so, else `error` spoils
+        it (SAVEJOB-2).
+        """
         if self.has_snapshot:
             return
         if self._announced is not None and self.slot is not None and self.slot.mark == self._announced.mark:
-            log.info("%s: the trainer died when its snapshot was whole (rank %d)", self.info.prefix, self.info.rank)
-            self.staged()
+            log.info("%s: the trainer died when its snapshot was whole", self.info.prefix)
+            try:
+                self.staged()
+            except UsageError as unwritten:
+                self.spoiled(unwritten)
         else:
             self.spoiled(error)
 
     def _outlive(self, staged: asyncio.Future[Shard]) -> None:
-        """From here on the save may go on without its trainer: say so at the root (J5)."""
+        """From here on the save may go on without its trainer: say so at the root (SAVEJOB-5)."""
         if self._lease is not None and not staged.cancelled() and staged.exception() is None and self.phase not in FINAL:
             self._lease.keep()
 
@@ -173,9 +229,11 @@ class Job:
         if self._staged is not None and not self._staged.done():
             self._staged.set_exception(error)
 
-    async def _run(self, staged: asyncio.Future[Shard]) -> None:
+    async def _run(self) -> None:
+        about(Subject(self.root, self.info.rank, self.info.tag, str(self.info.attempt)))
+        identity.acts_for(self.uid)
         try:
-            await self.attempt.run(staged)
+            await self.attempt.run(self._snapshot)
         except Exception as error:  # a defect of ours must not end the daemon, nor leave the client waiting
             log.exception("%s: the writer failed in an unforeseen way; please report it", self.info.prefix)
             self.attempt.error = CheckpointdError(f"the writer failed: {error!r}; please report it")
@@ -183,25 +241,31 @@ class Job:
             self._entered(Phase.FAILED)
         finally:
             # The slot is not left here: where the attempt was cut off, a thread of it may still read; it calls `_free` itself.
-            if not staged.done():
-                staged.cancel()
-            elif not staged.cancelled():
-                staged.exception()  # an attempt that ended early never looked
             self._forget_snapshot()
             if self._lease is not None:
                 await self._lease.release()
 
     def _forget_snapshot(self) -> None:
-        """Let go of all that refers to the snapshot (J4); waiting for the garbage collector could take hours."""
-        self._staged = self._announced = None
-        error: BaseException | None = self.attempt.error
-        while error is not None:
+        """Let go of all that refers to the snapshot (SAVEJOB-4); waiting for the garbage collector could take hours."""
+        staged, self._staged = self._staged, None
+        self._snapshot.forget()
+        if staged is not None and not staged.done():
+            staged.cancel()
+        elif staged is not None and not staged.cancelled():
+            staged.exception()  # an attempt that ended early never looked
+        if self._announced is not None:
+            self._announced.charge.release()
+            self._announced = None
+        for error in _chain(self.attempt.error, self.attempt.own_error):
             traceback.clear_frames(error.__traceback__)
-            error = error.__cause__ or error.__context__
 
     def _free(self) -> None:
+        """The attempt reads the snapshot no more, though it may take long until it ends."""
         if self.slot is not None:
             self.slot.leave(self)
+            self.slot = None
+        # Soon: what calls this is still on its way out, through frames that hold the snapshot.
+        asyncio.get_running_loop().call_soon(self._forget_snapshot)
 
     def _entered(self, phase: Phase) -> None:
         now = time.time()
@@ -219,7 +283,7 @@ class Job:
         for listener in list(self._listeners.values()):
             listener(self)
 
-    def listen(self, who: object, listener: Callable[[Job], None]) -> None:
+    def listen(self, who: object, listener: Callable[[SaveJob], None]) -> None:
         """Call `listener` at each change of phase from here on, in place of an earlier one of `who`."""
         self._listeners[who] = listener
 
@@ -227,10 +291,29 @@ class Job:
         self._listeners.pop(who, None)
 
     def _say(self) -> None:
+        info, progress, took_s = self.info, self.progress, (self.times.ended or 0.0) - self.times.began
+        seconds, extra = _known(progress.seconds), {"fields": ended_fields(self.status())}
         if self.phase is Phase.COMMITTED:
-            log.info("%s: committed (rank %d)", self.info.prefix, self.info.rank)
-        else:
-            log.error("%s: %s (rank %d): %s", self.info.prefix, self.shown, self.info.rank, self.attempt.error)
+            log.info(
+                "%s: committed: %s, stored as %s, in %.1f s (%s)",
+                info.prefix,
+                byte_size(progress.raw_done),
+                byte_size(progress.stored),
+                took_s,
+                ", ".join(f"{name} {value:.1f} s" for name, value in seconds.items()),
+                extra=extra,
+            )
+            return
+        log.error(
+            "%s: %s after %.1f s, %s of %s written: %s",
+            info.prefix,
+            self.shown,
+            took_s,
+            byte_size(progress.raw_done),
+            byte_size(progress.raw_total),
+            self.attempt.error,
+            extra=extra,
+        )
 
     def status(self) -> SaveStatus:
         """As people and machines see it."""
@@ -248,7 +331,8 @@ class Job:
             votes_missing=None if self.phase in FINAL else self.attempt.votes_missing,
             error=self.error,
             advice=self.advice,
-            stale=self.progress.stale,
+            no_progress=self.progress.no_progress,
+            seconds=self.progress.seconds,
             began_at=self.times.began,
             staged_at=self.times.staged,
             persisting_at=self.times.persisting,
@@ -257,8 +341,43 @@ class Job:
         )
 
 
+def _chain(*errors: BaseException | None) -> Iterator[BaseException]:
+    """`errors` with what caused each."""
+    for error in errors:
+        while error is not None:
+            yield error
+            error = error.__cause__ or error.__context__
+
+
+def _known(seconds: PhaseSeconds) -> dict[str, float]:
+    return {name: value for name, value in msgspec.structs.asdict(seconds).items() if value is not None}
+
+
+def ended_fields(save: SaveStatus) -> dict[str, object]:
+    """What the log tells machines of a save that has ended."""
+    return {
+        "event": save.phase,
+        "bytes": save.raw_done,
+        "stored_bytes": save.stored,
+        "seconds": round((save.ended_at or save.began_at) - save.began_at, 3),
+        "phase_seconds": _known(save.seconds),
+        **({} if save.inline is None else {"inline": save.inline.reason, "why": save.inline.why}),
+    }
+
+
+def ended_inline(save: SaveStatus) -> str:
+    """What the log tells people of a save that its trainer persisted itself."""
+    took_s = (save.ended_at or save.began_at) - save.began_at
+    why = save.inline.why if save.inline is not None else ""
+    error = "" if save.error is None else f": {save.error.message}"
+    return (
+        f"{save.tag}/{save.attempt}: {save.phase} inline, by its trainer (rank {save.rank}): {byte_size(save.raw_done)}, "
+        f"stored as {byte_size(save.stored)}, in {took_s:.1f} s ({why}){error}"
+    )
+
+
 @dataclass(frozen=True, slots=True)
-class Ended:
+class EndedSaveJob:
     """What is remembered of a job that has ended."""
 
     key: JobKey
@@ -268,55 +387,101 @@ class Ended:
     error: ErrorReport | None
     ranks: tuple[int, ...]
     shown: SaveStatus
+    is_told: bool = False
+    """Whether this is only what a trainer said of a save that it persisted itself: no save is answered by it."""
 
     @staticmethod
-    def of(job: Job) -> Ended:
-        return Ended(job.key, job.info, job.times, job.phase, job.error, job.ranks, job.status())
+    def of(job: SaveJob) -> EndedSaveJob:
+        info = replace(job.info, metrics=())  # which may be long, and nobody asks for them any more
+        shown = job.status()
+        return EndedSaveJob(job.key, info, job.times, job.phase, shown.error, job.ranks, shown)
+
+    @staticmethod
+    def elsewhere(key: JobKey, info: AttemptInfo, save: SaveStatus) -> EndedSaveJob:
+        """A save that its trainer persisted itself."""
+        times = Times(save.began_at, save.staged_at, save.persisting_at, save.voted_at, save.ended_at)
+        return EndedSaveJob(key, info, times, Phase(ABORTED_AS.get(save.phase, save.phase)), save.error, (), save, is_told=True)
 
     def status(self) -> SaveStatus:
         return self.shown
 
 
 @dataclass(slots=True)
-class Jobs:
+class SaveJobs:
     """All jobs of this daemon: those in flight, and the last ones that ended."""
 
-    _live: dict[JobKey, Job] = field(default_factory=dict)
-    _ended: OrderedDict[tuple[str, int], deque[Ended]] = field(default_factory=OrderedDict)
+    _live: dict[JobKey, SaveJob] = field(default_factory=dict)
+    _ended: OrderedDict[tuple[str, int, int], deque[EndedSaveJob]] = field(default_factory=OrderedDict)
+    """By root, uid and rank."""
 
     def __len__(self) -> int:
         return len(self._live)
 
-    def add(self, job: Job) -> None:
+    def check_room(self, root: str, rank: int, uid: int, config: ServeConfig) -> None:
+        """SidecarFullError where one save more of the rank, of its user or of all would be too many: those of earlier
+        connections count, so whoever connects again and again does not get more.
+        """
+        of_user = [job for job in self._live.values() if job.uid == uid]
+        voted = [job.has_voted for job in of_user if (job.root, job.info.rank) == (root, rank)]
+        too_many = voted.count(False) >= 2 * config.saves_max or len(voted) >= 2 * VOTED_MAX
+        if too_many or len(of_user) >= config.user_clients * VOTED_MAX or len(self) >= config.clients_max * VOTED_MAX:
+            raise SidecarFullError(
+                f"{len(voted)} saves of rank {rank} are in flight, {len(of_user)} of user {uid} and {len(self)} in all: "
+                "no more are taken before one of them ends"
+            )
+
+    def add(self, job: SaveJob) -> None:
         self._live[job.key] = job
         job.task.add_done_callback(lambda _: self._end(job))
 
-    def _end(self, job: Job) -> None:
+    def _end(self, job: SaveJob) -> None:
         del self._live[job.key]
-        rank = (job.root, job.info.rank)
-        self._ended.setdefault(rank, deque(maxlen=ENDED_KEPT)).append(Ended.of(job))
+        self.remember(EndedSaveJob.of(job))
+
+    def remember(self, ended: EndedSaveJob) -> None:
+        """Keep what is known of a save that has ended."""
+        rank = _rank_of(ended.key)
+        self._ended.setdefault(rank, deque(maxlen=ENDED_KEPT)).append(ended)
         self._ended.move_to_end(rank)
-        if len(self._ended) > RANKS_KEPT:
+        while len(self._ended) > RANKS_KEPT or (len(self._ended) > 1 and self._count() > ALL_KEPT):
             self._ended.popitem(last=False)
 
-    def live(self, key: JobKey) -> Job | None:
+    def forget(self, root: str) -> None:
+        """Forget all that ended at `root`."""
+        for key in [key for key in self._ended if key[0] == root]:
+            del self._ended[key]
+
+    def _count(self) -> int:
+        return sum(map(len, self._ended.values()))
+
+    def live(self, key: JobKey) -> SaveJob | None:
         return self._live.get(key)
 
-    def ended(self, key: JobKey) -> Ended | None:
+    def ended(self, key: JobKey) -> EndedSaveJob | None:
         """What is remembered of the job, if it has ended."""
-        return next((job for job in reversed(self._ended.get((key[0], key[-1]), deque())) if job.key == key), None)
+        return next((job for job in reversed(self._ended.get(_rank_of(key), deque())) if job.key == key), None)
 
-    def at(self, root: str) -> list[Job]:
+    def ended_here(self, key: JobKey) -> EndedSaveJob | None:
+        """The same of a job that this daemon ran."""
+        jobs = reversed(self._ended.get(_rank_of(key), deque()))
+        return next((job for job in jobs if job.key == key and not job.is_told), None)
+
+    def at(self, root: str) -> list[SaveJob]:
         """The jobs in flight at a root, in the order in which they came."""
         return [job for job in self._live.values() if job.root == root]
 
-    def ended_at(self, root: str) -> list[Ended]:
+    def ended_at(self, root: str) -> list[EndedSaveJob]:
         """The last jobs that ended at a root, in the order in which they began."""
-        ended = [job for (where, _), jobs in self._ended.items() if where == root for job in jobs]
+        ended = [job for (where, *_), jobs in self._ended.items() if where == root for job in jobs]
         return sorted(ended, key=lambda job: job.times.began)
 
-    def all(self) -> list[Job]:
+    def all(self) -> list[SaveJob]:
         return list(self._live.values())
 
     def roots(self) -> set[str]:
-        return {job.root for job in self._live.values()} | {root for root, _ in self._ended}
+        return {job.root for job in self._live.values()} | {root for root, *_ in self._ended}
+
+
+def _rank_of(key: JobKey) -> tuple[str, int, int]:
+    root, _, uid, _, _, rank = key
+    return (root, uid, rank)

@@ -1,34 +1,42 @@
 """The daemon as a whole: accepts connections, serves each one, and leaves well when it is told to.
 
 Invariants
-  Z1  No connection keeps another one waiting, and running out of descriptors ends nothing but connections that needed one, or
-      had not said who they are.
-  Z2  After SIGTERM nothing new is taken; what is in flight has `grace_s` to end.
-  Z3  Nothing that goes wrong with one connection ends the accepting of others.
+  SERVICE-1  No connection keeps another one waiting, and running out of descriptors ends nothing but connections that needed
+      one, or had not said who they are.
+  SERVICE-2  After SIGTERM nothing new is taken; what is in flight has `grace_s` to end.
+  SERVICE-3  Nothing that goes wrong with one connection ends the accepting of others.
+  SERVICE-4  One user of several leaves places for the others, and trainers leave some for those who ask for the status.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
 import time
+from collections import Counter
 from collections.abc import Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from checkpointd import __version__
-from checkpointd.config import ServeConfig
-from checkpointd.daemon import wire
-from checkpointd.daemon.channel import Channel, Peer
-from checkpointd.daemon.deaths import NO_ROOM, PAUSE_S, death_of
+from checkpointd.config import ServeConfig, share
 from checkpointd.daemon.hub import Hub
-from checkpointd.daemon.jobs import Job
-from checkpointd.daemon.listener import listening
-from checkpointd.daemon.session import Session, clean
-from checkpointd.daemon.standing import standing
-from checkpointd.errors import CheckpointdError, SidecarError, StagingError, UsageError, WireError
+from checkpointd.daemon.hub_status import standing
+from checkpointd.daemon.jobs import SaveJob
+from checkpointd.daemon.process.logs import told
+from checkpointd.daemon.process.process_exit import NO_ROOM, PAUSE_S, death_of
+from checkpointd.daemon.protocol import wire
+from checkpointd.daemon.protocol.channel import Channel
+from checkpointd.daemon.protocol.listener import Door, door_at
+from checkpointd.daemon.protocol.parts import report_parts
+from checkpointd.daemon.protocol.peers import Peer
+from checkpointd.daemon.session import RankSession
+from checkpointd.daemon.users import may_ask, warn_of_shut_out
+from checkpointd.errors import CheckpointdError, SidecarFullError, StagingError, UsageError, WireError
 from checkpointd.layout.manifest import ErrorReport
 
 log = logging.getLogger("checkpointd")
@@ -38,6 +46,33 @@ _SAY_AGAIN_S = 10.0
 _REPORT_PAUSE = 2.0
 """A status report is good for this many times what it took to make: whoever asks without a pause does not hold the loop."""
 WORKERS_MAX = 32
+STATUS_CLIENTS_MAX = 64
+"""Connections of status clients, beside `clients_max` of ranks."""
+
+
+@dataclass(slots=True)
+class ConnectionLimit:
+    """Connections that there may be, and those that one user may have. `kind`: whose they are. `advice`: when all are taken."""
+
+    kind: str
+    advice: str
+    most: int
+    most_of_user: int
+    _taken: Counter[int] = field(default_factory=Counter)
+
+    def take(self, uid: int) -> None:
+        """SidecarFullError where there is none left."""
+        if self._taken.total() >= self.most:
+            raise SidecarFullError(f"all connections for {self.kind} are taken ({self.most}): {self.advice}")
+        if self._taken[uid] >= self.most_of_user:
+            raise SidecarFullError(
+                f"user {uid} has taken its share of the connections for {self.kind} ({self.most_of_user} of {self.most}): "
+                f"{self.advice}"
+            )
+        self._taken[uid] += 1
+
+    def give_back(self, uid: int) -> None:
+        self._taken[uid] -= 1
 
 
 class Service:
@@ -46,11 +81,21 @@ class Service:
     def __init__(self, config: ServeConfig) -> None:
         self.config = config
         self.hub = Hub(config)
+        self._places = {
+            "rank": ConnectionLimit("ranks", "raise clients_max (--clients)", config.clients_max, config.user_clients),
+            # Of their own: a probe that is turned away would end a daemon that has only much to do.
+            "status": ConnectionLimit(
+                "status clients",
+                "ask with fewer at once",
+                STATUS_CLIENTS_MAX,
+                share(STATUS_CLIENTS_MAX, None, (*config.uids, *config.status_uids)),
+            ),
+        }
         self._told_to_leave = asyncio.Event()
         self._connections: set[asyncio.Task[None]] = set()
         self._greeting: dict[asyncio.Task[None], None] = {}
         """Connections that have not said who they are, the oldest first."""
-        self._report: tuple[float, wire.Report] | None = None
+        self._report: tuple[float, tuple[wire.Report, ...]] | None = None
         """The last one, and until when it is good."""
         self._deaths: set[asyncio.Task[None]] = set()
         self._beside: set[asyncio.Task[None]] = set()
@@ -65,9 +110,10 @@ class Service:
         loop = asyncio.get_running_loop()
         workers = ThreadPoolExecutor(min(WORKERS_MAX, self.config.encoders + 4), thread_name_prefix="checkpointd-worker")
         loop.set_default_executor(workers)
-        with listening(self.config.socket, self.config.group) as listener:
-            accepting = asyncio.create_task(self._accept(listener))
-            log.info("listening at %s for %s", self.config.socket, ", ".join(self.config.roots))
+        with door_at(self.config.socket, self.config.group) as door:
+            accepting = asyncio.create_task(self._accept_all(door))
+            log.info("listening at %s for %s", self.config.socket, ", ".join(map(_resolved, self.config.roots)))
+            warn_of_shut_out(self.config.socket, (*self.config.uids, *self.config.status_uids))
             self._ready.set()
             try:
                 await self._told_to_leave.wait()
@@ -112,6 +158,17 @@ class Service:
         await asyncio.wait({job.task for job in waiting}, timeout=PAUSE_S)
 
     # --- connections ---------------------------------------------------------------------------------------------
+
+    async def _accept_all(self, door: Door) -> None:
+        """Accept from the socket of `door`, and from the next one where it was bound anew."""
+        accepting: list[asyncio.Task[None]] = []
+        try:
+            async with contextlib.aclosing(door.sockets()) as listeners:
+                async for listener in listeners:
+                    await _ended(accepting)
+                    accepting = [asyncio.create_task(self._accept(listener))]
+        finally:
+            await _ended(accepting)
 
     async def _accept(self, listener: socket.socket) -> None:
         loop, said = asyncio.get_running_loop(), -_SAY_AGAIN_S
@@ -162,31 +219,41 @@ class Service:
         try:
             await self._converse(channel, peer)
         except CheckpointdError as error:
-            self.hub.refused += 1
-            text = clean(str(error))
-            log.warning("process %d (user %d) was turned away: %s", peer.pid, peer.uid, text)
-            await _tell(channel, ErrorReport(code=error.code, message=text))
+            self.hub.refuse(error)
+            text = told(str(error))
+            self.hub.said.warning(
+                f"turned away {error.code}", peer.uid, "process %d (user %d) was turned away: %s", peer.pid, peer.uid, text
+            )
+            await _tell(channel, ErrorReport.of(error, message=text))
         except OSError as error:
             log.info("process %d: %s", peer.pid, error)
         except Exception:
             log.exception("serving process %d failed in an unforeseen way; please report it", peer.pid)
 
     async def _converse(self, channel: Channel, peer: Peer) -> None:
-        if peer.uid not in self.config.uids:
-            raise UsageError(
-                f"user {peer.uid} may not use this daemon: it serves users {', '.join(map(str, self.config.uids))}"
-            )
+        served = peer.uid in self.config.uids
+        if not served and not may_ask(peer.uid, self.config.status_uids):
+            raise _not_served(peer.uid, self.config.uids)
         hello = await self._greeted(channel)
-        if self.hub.clients >= self.config.clients_max:
-            raise SidecarError(f"this daemon has {self.config.clients_max} clients already (clients_max)")
-        self.hub.clients += 1
+        if not served and hello.role != "status":
+            raise _not_served(peer.uid, self.config.uids)
+        places = self._places[hello.role]
+        places.take(peer.uid)
         try:
             await self._welcome(channel, hello)
             if hello.role == "status":
                 await self._answer(channel)
             else:
-                channel.allow_frames(wire.FRAME_BYTES_MAX)
-                await Session(self.hub, channel, peer, self._left).run()
+                await self._serve_rank(channel, peer)
+        finally:
+            places.give_back(peer.uid)
+
+    async def _serve_rank(self, channel: Channel, peer: Peer) -> None:
+        self.hub.clients += 1
+        try:
+            channel.allow_frames(wire.FRAME_BYTES_MAX)
+            channel.charge_to(self.hub.account_of(peer.uid), self.hub.turns)
+            await RankSession(self.hub, channel, peer, self._left).run()
         finally:
             self.hub.clients -= 1
 
@@ -220,7 +287,7 @@ class Service:
             pid=os.getpid(),
             frame_bytes_max=wire.FRAME_BYTES_MAX,
             slots_max=self.config.slots_max,
-            memory_bytes_max=self.config.client_bytes_max,
+            memory_bytes_max=self.config.user_bytes,
         )
         await channel.send(welcome)
 
@@ -231,19 +298,20 @@ class Service:
                 os.close(received.descriptor)
             if not isinstance(received.message, wire.Query):
                 raise WireError(f"a status client asks queries, and sent a {type(received.message).__name__}")
-            await channel.send(self._reported())
+            for part in self._reported():
+                await channel.send(part)
 
-    def _reported(self) -> wire.Report:
+    def _reported(self) -> tuple[wire.Report, ...]:
         began = time.monotonic()
         if self._report is None or began >= self._report[0]:
-            made = wire.Report(status=standing(self.hub).to_json().decode())
+            made = tuple(report_parts(standing(self.hub).to_json().decode()))
             ended = time.monotonic()
             self._report = (ended + _REPORT_PAUSE * (ended - began), made)
         return self._report[1]
 
     # --- clients that are gone -----------------------------------------------------------------------------------
 
-    def _left(self, pid: int, unstaged: list[Job]) -> None:
+    def _left(self, pid: int, unstaged: list[SaveJob]) -> None:
         """A connection ended while these snapshots were being taken: they go with their process, not with the connection."""
         if not unstaged:
             return
@@ -251,7 +319,7 @@ class Service:
         self._deaths.add(task)
         task.add_done_callback(self._deaths.discard)
 
-    async def _spoil_when_dead(self, pid: int, unstaged: list[Job]) -> None:
+    async def _spoil_when_dead(self, pid: int, unstaged: list[SaveJob]) -> None:
         death = asyncio.ensure_future(death_of(pid))
         over = asyncio.ensure_future(asyncio.wait({job.task for job in unstaged}))
         try:
@@ -261,6 +329,20 @@ class Service:
             over.cancel()
         for job in unstaged:
             job.client_died(StagingError(f"rank {job.info.rank} (process {pid}) ended while its snapshot was being taken"))
+
+
+def _resolved(root: str) -> str:
+    """A root, with the path that its links lead to now: the daemon follows none later."""
+    real = os.path.realpath(root)
+    return root if real == root else f"{root} (it is {real})"
+
+
+def _not_served(uid: int, served: tuple[int, ...]) -> UsageError:
+    users = ", ".join(map(str, served))
+    return UsageError(
+        f"user {uid} may not use this daemon, which serves user {users}: "
+        f"start it with --uid {uid} as well, or run as user {users}"
+    )
 
 
 async def _tell(channel: Channel, report: ErrorReport) -> None:

@@ -1,10 +1,10 @@
-"""One connection of a rank: from the handshake to its end. What it asked for goes on without it.
+"""One connection of a rank, from the handshake to its end. Its saves go on without it.
 
 Invariants
-  Y1  Nothing that a client sends ends the daemon, or another client's session.
-  Y2  A client that does not read is left, never waited for: at most OUTBOX messages wait for it.
-  Y3  What a client holds (slots, layouts, saves in flight) is bounded, on however many connections.
-  Y4  Every save that was taken is answered by its final phase, also where it had ended before.
+  SESSION-1  Nothing that a client sends ends the daemon, or another client's session.
+  SESSION-2  A client that does not read is left, never waited for: at most OUTBOX messages wait for it.
+  SESSION-3  What a client holds (slots, layouts, saves in flight) is bounded, on however many connections.
+  SESSION-4  Every save that was taken is answered by its final phase, also where it had ended before.
 """
 
 from __future__ import annotations
@@ -16,24 +16,32 @@ import os
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from itertools import islice
 
 from checkpointd.commit.machine import FINAL
 from checkpointd.commit.machine import Phase as JobPhase
-from checkpointd.daemon import wire
-from checkpointd.daemon.channel import Channel, Peer, Received
-from checkpointd.daemon.deaths import death_of
+from checkpointd.daemon import beginning, inline_saves
+from checkpointd.daemon.accounts import Charge
 from checkpointd.daemon.hub import Hub, RankRecord
-from checkpointd.daemon.jobs import VOTED_MAX, Job, JobKey
-from checkpointd.daemon.layouts import KnownLayouts
-from checkpointd.daemon.memory import Account, SlotMemory
-from checkpointd.daemon.settings import commit_config, persist_config
-from checkpointd.daemon.tier import Kept
-from checkpointd.errors import ERRORS, CheckpointdError, ClosedError, NotFoundError, StagingError, UsageError
-from checkpointd.layout.files import check_unfinished
+from checkpointd.daemon.jobs import VOTED_MAX, SaveJob, job_key
+from checkpointd.daemon.memory.contents import ReceivedContents
+from checkpointd.daemon.memory.layouts import KnownLayouts
+from checkpointd.daemon.memory.mapped import SlotMemory
+from checkpointd.daemon.memory.tier import Kept
+from checkpointd.daemon.process.logs import told
+from checkpointd.daemon.process.process_exit import death_of
+from checkpointd.daemon.protocol import wire
+from checkpointd.daemon.protocol.channel import Channel, Received
+from checkpointd.daemon.protocol.parts import snapshot_parts
+from checkpointd.daemon.protocol.peers import Peer
+from checkpointd.daemon.users import user_of
+from checkpointd.errors import CheckpointdError, ClosedError, NotFoundError, SidecarFullError, StagingError, UsageError
+from checkpointd.layout.files import check_leftovers, check_unfinished
 from checkpointd.layout.keys import AttemptId, check_tag
 from checkpointd.layout.manifest import ErrorReport
 from checkpointd.pipeline.attempt import WriterState
 from checkpointd.pipeline.shard import PAGE, AttemptInfo, Shard, finite
+from checkpointd.store.posix.users import User
 
 log = logging.getLogger("checkpointd")
 
@@ -45,23 +53,25 @@ FRAME_S = 30.0
 """How long the rest of a frame may take to come."""
 GOODBYE_S = 1.0
 """How long a client whose connection ends may take to read what it was told before."""
-TEXT_MAX = 2000
-"""Characters of a message that came from a client, or repeats its words, that are kept."""
 
 
-class Session:
+class RankSession:
     """Serves one rank's connection. `left` is called with the saves whose client went before their snapshot was whole."""
 
-    def __init__(self, hub: Hub, channel: Channel, peer: Peer, left: Callable[[int, list[Job]], None]) -> None:
+    def __init__(self, hub: Hub, channel: Channel, peer: Peer, left: Callable[[int, list[SaveJob]], None]) -> None:
         self._hub, self._channel, self._peer, self._left = hub, channel, peer, left
         self._outbox: asyncio.Queue[wire.Message | None] = asyncio.Queue(OUTBOX)
-        self._account = Account(hub.config.client_bytes_max)
+        self._account = hub.account_of(peer.uid)
         self._record: RankRecord | None = None
+        self._user: User | None = None
+        """With whose rights the client's saves are made; None: the daemon's own."""
         self._state: WriterState | None = None
-        self._epoch, self._nonce = -1, ""
+        self._world_size, self._epoch, self._nonce = 0, -1, ""
         self._slots: dict[int, SlotMemory] = {}
         self._layouts = KnownLayouts(self._account)
-        self._saves: dict[int, Job] = {}
+        self._saves: dict[int, SaveJob] = {}
+        self._contents: dict[int, ReceivedContents] = {}
+        """Of saves that are not announced yet."""
         self._over: deque[int] = deque(maxlen=SAVES_REMEMBERED)
         self._shown: dict[int, tuple[int, int, int]] = {}
 
@@ -108,10 +118,13 @@ class Session:
         for number, slot in self._slots.items():
             slot.disown((self, number))
         self._slots.clear()
+        self._layouts.clear()
+        for contents in self._contents.values():
+            contents.charge.release()
         if self._record is not None:
-            self._record.connections -= 1
-            kept = self._hub.tier.of(self._record.root, self._record.rank)
-            if kept is not None and self._record.connections == 0:
+            self._hub.went(self._record, self._peer)
+            kept = self._kept(self._record)
+            if kept is not None and not self._record.connections_of(self._peer.uid):
                 self._hub.tier.drop_after(kept, self._hub.config.hold_s)
         self._left(self._peer.pid, unstaged)
 
@@ -127,7 +140,7 @@ class Session:
             self._outbox.task_done()
 
     def _post(self, message: wire.Message) -> None:
-        """Send `message` as soon as the client reads; a client that has left OUTBOX messages unread is left (Y2)."""
+        """Send `message` as soon as the client reads; a client that has left OUTBOX messages unread is left (SESSION-2)."""
         if self._channel.closed:
             return
         try:
@@ -148,7 +161,7 @@ class Session:
                 self._shown[number] = now
                 self._tell_bytes(number, job)
 
-    def _tell_bytes(self, number: int, job: Job) -> None:
+    def _tell_bytes(self, number: int, job: SaveJob) -> None:
         told = wire.Progress(
             save=number,
             raw_total=job.progress.raw_total,
@@ -157,7 +170,8 @@ class Session:
             stored=job.progress.stored,
             writing_s=job.progress.writing_s,
             votes_missing=job.attempt.votes_missing,
-            stale=job.progress.stale,
+            no_progress=job.progress.no_progress,
+            seconds=job.progress.seconds if job.has_voted else None,
         )
         self._post(told)
 
@@ -173,6 +187,8 @@ class Session:
                 case wire.Join():
                     await self._join(message)
                 case wire.Look():
+                    if self._outbox.qsize() > OUTBOX // 32:
+                        await self._outbox.join()  # the answer may be long: few of them wait for a client
                     self._show()
                 case wire.Ping():
                     self._post(wire.Pong())
@@ -183,15 +199,21 @@ class Session:
                 case wire.DropSlot():
                     self._drop_slot(message.slot)
                 case wire.Layout():
-                    self._take_layout(message)
+                    await self._take_layout(message)
                 case wire.Save():
                     self._save(message)
+                case wire.Contents():
+                    self._take_contents(message)
                 case wire.Announced():
                     self._announced(message)
                 case wire.Staged():
                     self._staged(message)
                 case wire.Spoiled():
                     self._spoiled(message)
+                case wire.Inlined():
+                    self._hub.inlined(
+                        *inline_saves.told(self._joined(), self._nonce, self._peer.uid, message), held_s=message.held_s
+                    )
                 case wire.Fetch():
                     await self._fetch(message)
                 case wire.Leave():
@@ -199,15 +221,15 @@ class Session:
                 case _:
                     raise UsageError(f"a {type(message).__name__} message does not belong here")
         except CheckpointdError as error:
-            if isinstance(message, wire.Announced | wire.Staged) and message.save in self._saves:
+            if isinstance(message, wire.Contents | wire.Announced | wire.Staged) and message.save in self._saves:
                 self._saves[message.save].spoiled(error)
             self._refuse(error, getattr(message, "save", None))
 
     def _refuse(self, error: CheckpointdError, save: int | None) -> None:
-        self._hub.refused += 1
-        text = clean(str(error))
-        log.warning("process %d was refused: %s", self._peer.pid, text)
-        self._post(wire.Refused(error=ErrorReport(code=error.code, message=text), save=save))
+        self._hub.refuse(error)
+        text = told(str(error))
+        self._hub.said.warning(f"refused {error.code}", self._peer.uid, "process %d was refused: %s", self._peer.pid, text)
+        self._post(wire.Refused(error=ErrorReport.of(error, message=text), save=save))
 
     async def _join(self, message: wire.Join) -> None:
         if self._record is not None:
@@ -215,8 +237,11 @@ class Session:
         if message.rank >= message.world_size:
             raise UsageError(f"rank {message.rank} does not exist in a world of {message.world_size}")
         root = await self._hub.roots.checked(message.root)
-        self._record = self._hub.rank(root, message.rank, world_size=message.world_size, pid=self._peer.pid)
-        self._record.connections += 1
+        self._user = user_of(self._channel, self._peer)
+        await self._hub.roots.check_writable(root, self._user)
+        self._record = self._hub.rank(root, message.rank, world_size=message.world_size, pid=self._peer.pid, user=self._user)
+        self._world_size = message.world_size
+        self._hub.came(self._record, self._peer)
         await self._hub.roots.trim(self._hub.roots_in_use())
         self._show()
 
@@ -226,19 +251,19 @@ class Session:
         kept = self._kept(record)
         if kept is not None:
             self._hub.tier.wanted(kept)
-        # One that only removes left-overs yet, or reads back what is to stay, keeps nobody waiting.
-        jobs = [job for job in self._hub.jobs.at(record.root) if job.phase not in FINAL]
+        # One that only removes leftovers yet, or reads back what is to stay, keeps nobody waiting.
+        jobs = [job for job in self._hub.jobs.at(record.root) if job.phase not in FINAL and job.uid == self._peer.uid]
         in_flight = tuple(
-            wire.InFlight(tag=j.info.tag, attempt=str(j.info.attempt), rank=j.info.rank, phase=str(j.phase)) for j in jobs
+            wire.InFlight(tag=j.info.tag, attempt=str(j.info.attempt), rank=j.info.rank, phase=str(j.phase), nonce=j.nonce)
+            for j in jobs[-wire.IN_FLIGHT_TOLD :]
         )
-        others = (o for o in self._hub.tier.at(record.root) if o.info.rank != record.rank and o.uid == self._peer.uid)
-        beside = tuple(other.described() for other in others)
+        others = (o for o in self._hub.tier.at(record.root, self._peer.uid) if o.info.rank != record.rank)
+        beside = tuple(other.described() for other in islice(others, wire.BESIDE_TOLD))
         self._post(wire.Joined(held=(kept.described(),) if kept else (), in_flight=in_flight, beside=beside))
 
     def _kept(self, record: RankRecord, rank: int | None = None) -> Kept | None:
-        """What is held for this rank, or another one of its root, if it is this user's."""
-        kept = self._hub.tier.of(record.root, record.rank if rank is None else rank)
-        return kept if kept is not None and kept.uid == self._peer.uid else None
+        """What is held for this user's rank, or another one of its root."""
+        return self._hub.tier.of(record.root, self._peer.uid, record.rank if rank is None else rank)
 
     def _joined(self) -> RankRecord:
         if self._record is None:
@@ -247,16 +272,21 @@ class Session:
 
     async def _begin(self, message: wire.Begin) -> None:
         record = self._joined()
-        persist, commit = persist_config(message, self._hub.config), commit_config(message)
         # Checked again: somebody may have put a link in the root's place since.
-        store = await self._hub.roots.opened(record.root)
-        self._state = WriterState(store=store, persist=persist, commit=commit)
-        self._state.take_reader(self._hub.readers.setdefault((record.root, record.rank), self._state.reader))
-        self._epoch, self._nonce = message.epoch, message.nonce
-        self._hub.begun(record, message.epoch, message.nonce)
+        store = await self._hub.roots.opened(record.root, self._user)
+        say = partial(self._hub.said.warning, "an epoch was not seen", self._peer.uid)
         kept = self._kept(record)
-        if kept is not None and kept.nonce != message.nonce and kept.order[0] >= message.epoch:
-            self._hub.tier.drop(kept)  # of a root that was removed, and would be newer than all that is saved from here on
+        known = {record.begun} if kept is None else {record.begun, (kept.order[0], kept.nonce)}
+        state, removed = await beginning.begun(message, store, self._hub.config, known, say)
+        state.take_reader(self._hub.readers.setdefault((record.root, record.rank, self._user), state.reader))
+        self._state, self._epoch, self._nonce = state, message.epoch, message.nonce
+        if (
+            record.begun[0] <= message.epoch or record.begun[1] in removed
+        ):  # else a newer job runs it, and spares attempts of this
+            record.run_by(self._peer.pid, self._world_size)
+            self._hub.begun(record, message.epoch, message.nonce, removed)
+        if kept is not None and kept.nonce in removed:
+            self._hub.tier.drop(kept)  # it would be newer than all that is saved from here on
 
     def _begun(self) -> WriterState:
         if self._state is None:
@@ -274,28 +304,23 @@ class Session:
                 raise UsageError(f"slot {message.slot} is there already")
             if len(self._slots) >= self._hub.config.slots_max:
                 raise UsageError(f"this client has {len(self._slots)} slots already; drop one first")
-            self._account.take(message.nbytes)
         except UsageError:
             os.close(descriptor)
             raise
-        try:
-            self._slots[message.slot] = self._hub.memory.map(
-                descriptor, message.nbytes, (self, message.slot), lambda: self._post(wire.Free(slot=message.slot))
-            )
-        except UsageError:
-            self._account.give_back(message.nbytes)
-            raise
+        free = wire.Free(slot=message.slot)
+        self._slots[message.slot] = self._hub.memory.map(
+            descriptor, message.nbytes, self._account, (self, message.slot), lambda: self._post(free)
+        )
 
     def _drop_slot(self, number: int) -> None:
         slot = self._slots.pop(number, None)
         if slot is None:
             raise UsageError(f"there is no slot {number}")
-        self._account.give_back(slot.nbytes)
         slot.disown((self, number))
 
-    def _take_layout(self, message: wire.Layout) -> None:
+    async def _take_layout(self, message: wire.Layout) -> None:
         self._joined()
-        self._layouts.add(message)
+        await self._hub.turns.take_each(self._layouts.add(message))
 
     # --- saves ---------------------------------------------------------------------------------------------------
 
@@ -303,62 +328,69 @@ class Session:
         state, record = self._begun(), self._joined()
         attempt = AttemptId.parse(message.attempt)
         if attempt is None or attempt.epoch != self._epoch:
-            raise UsageError(f"{message.attempt!r} is no attempt of epoch {self._epoch}")
+            raise UsageError(f"{message.attempt!r} is not an attempt of epoch {self._epoch}")
         if message.save in self._saves or message.save in self._over:
             raise UsageError(f"save {message.save} is there already")
         info = AttemptInfo(
             tag=check_tag(message.tag),
             attempt=attempt,
             rank=record.rank,
-            world_size=record.world_size,
+            world_size=self._world_size,
             step=message.step,
             n=message.n,
             save_latest=message.save_latest,
             metrics=finite(message.metrics),
-            hand=message.hand,
-            handed=True,
+            takeover=message.takeover,
+            may_be_taken_over=True,
             unfinished=message.unfinished and check_unfinished(message.unfinished),
+            leftovers=check_leftovers(message.leftovers),
         )
         state.tidier.keeps_before = message.keeps_before
-        key: JobKey = (record.root, self._nonce, info.tag, str(info.attempt), info.rank)
-        ended = self._hub.jobs.ended(key)
+        key = job_key(record.root, self._nonce, self._peer.uid, info)
+        ended = self._hub.jobs.ended_here(key)
         job = self._hub.jobs.live(key)
         if job is None and ended is not None:
             self._over.append(message.save)
-            self._post(wire.Phase(save=message.save, phase=str(ended.phase), error=ended.error, ranks=ended.ranks))
+            self._post(wire.PhaseEntered(save=message.save, phase=str(ended.phase), error=ended.error, ranks=ended.ranks))
             return
         unvoted = sum(not known.has_voted for known in self._saves.values())
         if unvoted >= self._hub.config.saves_max or len(self._saves) >= VOTED_MAX:
             raise UsageError(f"{len(self._saves)} saves of this client are in flight already; wait for one")
         if job is None:
             job = self._new_job(state, record, info, message)
-        elif job.uid != self._peer.uid:
-            raise UsageError(f"{info.prefix} is saved by another user")
         self._saves[message.save] = job
         job.listen((self, message.save), lambda changed: self._tell(message.save, changed))
         self._tell(message.save, job)
 
-    def _new_job(self, state: WriterState, record: RankRecord, info: AttemptInfo, message: wire.Save) -> Job:
-        config = self._hub.config
+    def _new_job(self, state: WriterState, record: RankRecord, info: AttemptInfo, message: wire.Save) -> SaveJob:
         if self._hub.leaving:
             raise ClosedError("this daemon is leaving, and takes no new saves")
-        # Those of earlier connections, too: whoever connects again and again does not get more.
-        voted = [job.has_voted for job in self._hub.jobs.at(record.root) if job.info.rank == info.rank]
-        of_rank, too_many = len(voted), voted.count(False) >= 2 * config.saves_max
-        if too_many or of_rank >= 2 * VOTED_MAX or len(self._hub.jobs) >= config.clients_max * VOTED_MAX:
-            raise UsageError(f"{of_rank} saves of rank {info.rank}, {len(self._hub.jobs)} in all, are in flight; wait for one")
-        job = Job(record.root, self._nonce, self._peer.uid, state, info, left_s=message.left_s, on_change=self._hub.changed)
+        self._hub.jobs.check_room(record.root, info.rank, self._peer.uid, self._hub.config)
+        job = SaveJob(record.root, self._nonce, self._peer.uid, state, info, left_s=message.left_s, on_change=self._hub.changed)
         self._hub.jobs.add(job)
         return job
 
-    def _of(self, save: int) -> Job:
+    def _of(self, save: int) -> SaveJob:
         job = self._saves.get(save)
         if job is None:
             raise UsageError(f"there is no save {save}")
         return job
 
+    def _take_contents(self, message: wire.Contents) -> None:
+        if message.save in self._over:
+            return
+        self._of(message.save)
+        self._contents.setdefault(message.save, ReceivedContents(Charge(self._account))).add(message)
+
     def _announced(self, message: wire.Announced) -> None:
         slot = self._slots.get(message.slot)
+        contents = self._contents.pop(message.save, None) or ReceivedContents(Charge(self._account))
+        try:
+            self._announce(message, slot, contents)
+        finally:
+            contents.charge.release()
+
+    def _announce(self, message: wire.Announced, slot: SlotMemory | None, contents: ReceivedContents) -> None:
         if message.save in self._over:  # it ended while this was on its way
             self._free_unless_used(message.slot, slot)
             return
@@ -366,23 +398,39 @@ class Session:
         known = self._layouts.get(message.layout)
         if slot is None or known is None:
             raise UsageError(f"there is no slot {message.slot}, or no layout {message.layout}")
-        nbytes, tensors = known
-        if nbytes > slot.nbytes - PAGE:
-            raise UsageError(f"the layout needs {nbytes} bytes and a page, and the slot has {slot.nbytes}")
+        if known.nbytes > slot.nbytes - PAGE:
+            raise UsageError(f"the layout needs {known.nbytes} bytes and a page, and the slot has {slot.nbytes}")
         if job.has_snapshot or job.phase in FINAL:  # of an earlier connection, whose memory holds the same
             self._free_unless_used(message.slot, slot)
             return
         shard = Shard(
-            image=slot.image[:nbytes], tensors=tensors, aliases=message.aliases, excluded=message.excluded, tree=message.tree
+            buffer=slot.buffer[: known.nbytes],
+            tensors=known.tensors,
+            aliases=tuple(contents.aliases),
+            excluded=tuple(contents.excluded),
+            tree=bytes(contents.tree),
         )
-        job.announce(slot, shard, message.mark, partial(self._hold, self._joined(), job, slot, shard))
+        # With its layout, which stays with it when the client replaces it, or goes.
+        cost = contents.charge.nbytes + known.cost
+        job.announce(
+            slot,
+            shard,
+            message.mark,
+            Charge.of(self._account, cost),
+            partial(self._hold, self._joined(), job, slot, shard, cost),
+        )
 
-    def _hold(self, record: RankRecord, job: Job, slot: SlotMemory, shard: Shard) -> None:
+    def _hold(self, record: RankRecord, job: SaveJob, slot: SlotMemory, shard: Shard, cost: int) -> None:
         """A snapshot is whole: hold it for a restart, if a restart would load its checkpoint."""
         if not job.info.save_latest:
             return
-        kept = self._hub.tier.offer(record.root, job.info, slot, shard, nonce=job.nonce, uid=job.uid)
-        if kept is not None and not record.connections:
+        try:
+            charge = Charge.of(self._account, cost)
+        except SidecarFullError as error:
+            log.warning("%s: its snapshot is not held for a restart: %s", job.info.prefix, error)
+            return
+        kept = self._hub.tier.offer(record.root, job.info, slot, shard, charge, nonce=job.nonce, uid=job.uid)
+        if kept is not None and not record.connections_of(job.uid):
             self._hub.tier.drop_after(kept, self._hub.config.hold_s)
 
     def _free_unless_used(self, number: int, slot: SlotMemory | None) -> None:
@@ -392,24 +440,27 @@ class Session:
     def _staged(self, message: wire.Staged) -> None:
         if message.save not in self._over:
             job = self._of(message.save)
-            self._joined().stall_s += message.held_s
+            self._hub.held_up(self._joined(), job.held(message.held_s))
             job.staged()
 
     def _spoiled(self, message: wire.Spoiled) -> None:
         if message.save in self._over:
             return
-        kind = ERRORS.get(message.error.code, StagingError)
-        self._of(message.save).spoiled(kind(clean(message.error.message)))
+        job = self._of(message.save)
+        self._hub.held_up(self._joined(), job.held(message.held_s))
+        job.spoiled(message.error.error(told(message.error.message), unknown=StagingError))
 
-    def _tell(self, save: int, job: Job) -> None:
+    def _tell(self, save: int, job: SaveJob) -> None:
         if job.phase in FINAL or job.phase is JobPhase.PREPARED:
             self._tell_bytes(save, job)
-        self._post(wire.Phase(save=save, phase=str(job.phase), error=job.error, ranks=job.ranks))
+        self._post(wire.PhaseEntered(save=save, phase=str(job.phase), error=job.error, ranks=job.ranks))
         if job.phase in FINAL:
             job.unlisten((self, save))
             self._saves.pop(save, None)
             self._over.append(save)
             self._shown.pop(save, None)
+            if (contents := self._contents.pop(save, None)) is not None:
+                contents.charge.release()
 
     # --- what is held --------------------------------------------------------------------------------------------
 
@@ -428,18 +479,21 @@ class Session:
             # Not through the outbox, but after it: what may be long is made once what was said before is read.
             await self._outbox.join()
             with contextlib.suppress(ConnectionError):
-                await self._channel.send(kept.as_message(), kept.slot.descriptor)
+                await self._give(kept)
         finally:
             kept.slot.leave(user)
 
+    async def _give(self, kept: Kept) -> None:
+        descriptor: int | None = kept.slot.descriptor
+        for part in await self._hub.turns.take(lambda: snapshot_parts(kept.as_message())):
+            await self._channel.send(part, descriptor)
+            descriptor = None
+
     def _leave(self) -> None:
-        """The client ends well: nobody will come back for its snapshot."""
-        kept = self._kept(self._joined())
-        if kept is not None:
+        """The client ends well: nobody will come back for its snapshot. That of a newer job, which took over, stays."""
+        record = self._joined()
+        if record.epoch is None or record.begun[0] <= self._epoch:
+            record.left_well = True
+        kept = self._kept(record)
+        if kept is not None and kept.order[0] <= self._epoch:
             self._hub.tier.drop(kept)
-
-
-def clean(text: str) -> str:
-    """`text`, which may repeat a client's words, fit for one line of a log: no control characters, not too long."""
-    shown = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text[:TEXT_MAX])
-    return shown if len(text) <= TEXT_MAX else f"{shown}…"

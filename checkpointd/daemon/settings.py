@@ -1,4 +1,4 @@
-"""How the saves of one epoch are persisted: what the client asks for, within what this daemon allows."""
+"""How the saves of one epoch are persisted: the client's wishes, within the daemon's limits."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import cast, get_args
 
 from checkpointd.codec import Compression
 from checkpointd.config import CommitConfig, PersistConfig, ServeConfig
-from checkpointd.daemon import wire
+from checkpointd.daemon.protocol import wire
 from checkpointd.errors import UsageError
 
 
@@ -25,7 +25,9 @@ def persist_config(asked: wire.Begin, ours: ServeConfig) -> PersistConfig:
 def commit_config(asked: wire.Begin) -> CommitConfig:
     """UsageError for what cannot be."""
     rules = (asked.retention or wire.Rules()).checked()
-    return CommitConfig(timeout_s=asked.commit_timeout_s, retention=rules, on_stale=asked.on_stale, read_back=asked.read_back)
+    return CommitConfig(
+        timeout_s=asked.commit_timeout_s, retention=rules, on_no_progress=asked.on_no_progress, read_back=asked.read_back
+    )
 
 
 def _compression(name: str) -> Compression:

@@ -1,1 +1,1 @@
-"""Is this machine fit for it? Each check looks at one thing and returns a `Finding`; `examine` makes them all."""
+"""Tests whether this machine is fit. Each check tests one thing and returns a `Finding`; `examine` runs them all."""

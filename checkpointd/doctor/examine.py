@@ -1,4 +1,4 @@
-"""All checks, one after another: none keeps another from being made."""
+"""Runs all checks, one after another; none can prevent another."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from checkpointd.doctor import machine, memory, mounts, sidecar, software, space
 from checkpointd.doctor.finding import Diagnosis, Finding, StateSize, Topic
 from checkpointd.doctor.scratch import scratch
 from checkpointd.errors import CheckpointdError, UsageError
-from checkpointd.pipeline.report.listing import listing
+from checkpointd.report.listing import listing
 from checkpointd.store import open_store
-from checkpointd.store.failures import store_error
+from checkpointd.store.posix.failures import store_error
 
 TRIALS: tuple[tuple[str, Callable[[str], Finding]], ...] = (
     ("direct-io", trials.direct_io),
@@ -36,6 +36,7 @@ class Question:
 
     root: str | None = None
     socket: str | None = None
+    sidecar_uid: int | None = None
     state_bytes: int | None = None
     nodes: int | None = None
     copies: int = 2
@@ -46,7 +47,8 @@ def examine(question: Question) -> Diagnosis:
     root = None if question.root is None else _path_of(question.root)
     state = _state_size(question, root)
     findings = [*_root(root, state, question.copies), *_memory(state), *machine.here(), *software.here()]
-    findings += _sidecar(question.socket, state)
+    if question.socket is not None:
+        findings += sidecar.here(question.socket, state, question.sidecar_uid)
     return Diagnosis(
         release=__version__,
         root=root,
@@ -61,7 +63,7 @@ def examine(question: Question) -> Diagnosis:
 def _path_of(root: str) -> str:
     store = open_store(root)
     if not store.capabilities.shared:
-        raise UsageError(f"{store.url} lives in the process that made it alone: there is nothing to examine")
+        raise UsageError(f"{store.url} exists only in the process that made it: there is nothing to examine")
     return store.url
 
 
@@ -134,12 +136,6 @@ def _memory(state: StateSize | None) -> list[Finding]:
         memory.locked(state),
         memory.overcommit(memory.overcommit_mode()),
     ]
-
-
-def _sidecar(socket: str | None, state: StateSize | None) -> list[Finding]:
-    if socket is None:
-        return []
-    return sidecar.here(socket, state)
 
 
 def _made(topic: Topic, check: str, trial: Callable[[], Finding]) -> Finding:

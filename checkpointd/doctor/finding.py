@@ -1,4 +1,4 @@
-"""What a check says: what was seen, how bad it is, and what to do."""
+"""The result of a check: what was seen, how bad it is, and what to do."""
 
 from __future__ import annotations
 
@@ -42,11 +42,3 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     fit: bool
     """Nothing failed."""
     findings: tuple[Finding, ...]
-
-
-def amount(nbytes: int) -> str:
-    """Bytes as people read them."""
-    value, units = float(nbytes), ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
-    while value >= 1023.95 and len(units) > 1:
-        value, units = value / 1024, units[1:]
-    return f"{value:.1f} {units[0]}" if units[0] != "B" else f"{nbytes} B"

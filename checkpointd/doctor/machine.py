@@ -8,6 +8,7 @@ import resource
 from pathlib import Path
 from typing import Final
 
+from checkpointd.daemon.sandbox import LANDLOCK_LEAST, LANDLOCK_TOO_OLD, landlock_version
 from checkpointd.doctor.finding import Finding, Level
 
 KERNEL_LEAST: Final = (5, 4)
@@ -67,9 +68,25 @@ def backlog(somaxconn: str | None) -> Finding:
     return _finding("backlog", "ok", f"{somaxconn} connections may wait")
 
 
+def sandbox(landlock: int, *, seccomp: bool) -> Finding:
+    """What a sidecar can forbid itself here (`checkpointd serve --sandbox`)."""
+    missing = [name for name, there in (("Landlock", landlock), ("seccomp", seccomp)) if not there]
+    if missing:
+        advice = "a sidecar runs without: name landlock in the kernel's `lsm=` list, or use a kernel that is built with it"
+        return _finding("sandbox", "note", f"this kernel has no {' and no '.join(missing)}", advice)
+    if landlock < LANDLOCK_LEAST:
+        return _finding("sandbox", "note", LANDLOCK_TOO_OLD, "a sidecar runs without: use Linux 5.19 or newer")
+    return _finding("sandbox", "ok", f"this kernel has seccomp, and Landlock {landlock}")
+
+
 def here() -> list[Finding]:
     """All checks of this machine."""
-    return [kernel(os.uname().release), open_files(*resource.getrlimit(resource.RLIMIT_NOFILE)), backlog(_somaxconn())]
+    return [
+        kernel(os.uname().release),
+        open_files(*resource.getrlimit(resource.RLIMIT_NOFILE)),
+        backlog(_somaxconn()),
+        sandbox(landlock_version(), seccomp="Seccomp:" in Path("/proc/self/status").read_text()),
+    ]
 
 
 def _somaxconn() -> str | None:

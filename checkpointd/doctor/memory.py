@@ -1,4 +1,4 @@
-"""Whether the snapshots fit into memory, and whether their memory can be had in the way the arena wants it.
+"""Tests whether the snapshots fit into memory, and whether the arena can allocate as it needs to.
 
 A rank's snapshots live in two slots, each as large as what it saves, in a memfd. That is memory of the node, and counts in the
 trainer's cgroup; the size of /dev/shm does not matter.
@@ -16,13 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from checkpointd.doctor.finding import Finding, Level, StateSize, amount
+from checkpointd.doctor.finding import Finding, Level, StateSize
+from checkpointd.phrases import byte_size
 
 SLOTS: Final = 2
 WRITER_BYTES: Final = 256 << 20
 """What one rank's writer takes beside its snapshots, at most (PersistConfig.budget_bytes)."""
 _MADV_POPULATE_WRITE: Final = 23
-_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | 0x0010
+"""With F_SEAL_FUTURE_WRITE: what a sidecar asks of a slot."""
 _UNLIMITED: Final = 1 << 60
 """cgroup v1 writes a number near 2^63 where there is no limit."""
 
@@ -43,8 +45,8 @@ def memfd() -> Finding:
         return _finding("memfd", "fail", f"memfd_create is refused: {error.strerror}", _why_no_memfd())
     try:
         os.ftruncate(descriptor, size)
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
         with mmap.mmap(descriptor, size) as mapped:
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
             mapped[:1] = b"x"
         try:
             os.ftruncate(descriptor, 0)
@@ -86,11 +88,11 @@ def locked(state: StateSize | None, *, limit: int | None = None, gpu: bool | Non
         gpu = os.path.exists("/dev/nvidiactl")
     if soft == resource.RLIM_INFINITY:
         return _finding("locked-memory", "ok", "no limit on locked memory")
-    seen = f"{amount(soft)} may be locked"
+    seen = f"{byte_size(soft)} may be locked"
     if not gpu:
         return _finding("locked-memory", "ok", f"{seen}; there is no NVIDIA GPU here, so nothing is pinned")
     if state is not None and soft >= SLOTS * state.node_bytes:
-        return _finding("locked-memory", "ok", f"{seen}, and two slots have {amount(SLOTS * state.node_bytes)}")
+        return _finding("locked-memory", "ok", f"{seen}, and two slots have {byte_size(SLOTS * state.node_bytes)}")
     return _finding(
         "locked-memory",
         "warn",
@@ -104,7 +106,7 @@ def locked(state: StateSize | None, *, limit: int | None = None, gpu: bool | Non
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class MachineMemory:
     """Bytes of this machine: all, what could be had now, and what this cgroup may have (None: no limit)."""
 
     total: int
@@ -112,22 +114,22 @@ class Memory:
     limit: int | None
 
 
-def measured() -> Memory:
+def measured() -> MachineMemory:
     """What the kernel says of this machine and this cgroup."""
     fields = dict(line.split(":", 1) for line in (_text("/proc/meminfo") or "").splitlines())
     total, available = (int(fields.get(name, "0").split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
-    return Memory(total, available, cgroup_limit(_text("/proc/self/cgroup") or "", _text))
+    return MachineMemory(total, available, cgroup_limit(_text("/proc/self/cgroup") or "", _text))
 
 
-def fits(found: Memory, state: StateSize | None) -> Finding:
+def fits(found: MachineMemory, state: StateSize | None) -> Finding:
     """Two slots of what this node saves, and its writer, against the memory."""
     bound = found.total if found.limit is None else min(found.total, found.limit)
-    what = f"{amount(bound)} of memory" + (" (limit of this cgroup)" if bound < found.total else "")
-    seen = f"{what}, {amount(found.available)} available now"
+    what = f"{byte_size(bound)} of memory" + (" (limit of this cgroup)" if bound < found.total else "")
+    seen = f"{what}, {byte_size(found.available)} available now"
     if state is None:
         return _finding("memory", "note", seen, "how much is needed is not known yet: give --state-bytes, or save once")
     needed = SLOTS * state.node_bytes + WRITER_BYTES
-    seen = f"{seen}; two snapshots and the writer take {amount(needed)}"
+    seen = f"{seen}; two snapshots and the writer take {byte_size(needed)}"
     if needed > bound:
         if not state.share_known:
             return _finding("memory", "warn", f"{seen} if one node holds all of the state", "if it spans several: give --nodes")

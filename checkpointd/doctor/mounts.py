@@ -1,4 +1,4 @@
-"""Which file system a path lies on, by what the kernel says in /proc/self/mountinfo (proc(5)), and what that means."""
+"""Finds the file system of a path in /proc/self/mountinfo (proc(5)), and its consequences."""
 
 from __future__ import annotations
 

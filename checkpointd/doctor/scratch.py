@@ -1,8 +1,8 @@
-"""A directory at the root to try things in, which is gone afterwards, however the trying ends.
+"""A directory at the root for the tests, which is always removed afterwards.
 
 Invariants
-  X1  What lies at the root is never touched; everything tried happens in a new directory below `.checkpointd`.
-  X2  That directory, and what had to be made to hold it, is removed at the end: also after Ctrl-C, SIGTERM and SIGHUP.
+  SCRATCH-1  What lies at the root is never touched; everything tried happens in a new directory below `.checkpointd`.
+  SCRATCH-2  That directory, and what had to be made to hold it, is removed at the end: also after Ctrl-C, SIGTERM and SIGHUP.
       What SIGKILL left is removed by the next doctor on this machine, and only once its maker is gone.
 """
 

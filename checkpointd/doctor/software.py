@@ -1,4 +1,4 @@
-"""The libraries: whether they are there, load, and compute what they should. torch is asked for its version, never imported."""
+"""Tests that the libraries are installed, load, and compute correctly. It reads torch's version without importing torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Final
 from checkpointd import __version__
 from checkpointd.doctor.finding import Diagnosis, Finding, Level
 
-LIBRARIES: Final = ("aiofiles", "click", "msgspec", "numpy", "rich", "uvloop", "xxhash", "zstandard")
+LIBRARIES: Final = ("click", "msgspec", "numpy", "rich", "uvloop", "xxhash", "zstandard")
 SERVE: Final = ("aiohttp", "prometheus_client", "psutil")
 TORCH_LEAST: Final = (2, 6)
 _XXH3_64_OF_NOTHING: Final = 0x2D06800538D394C2

@@ -1,4 +1,4 @@
-"""Whether the checkpoints fit: bytes, inodes, and what a quota says when the space is really asked for."""
+"""Tests whether the checkpoints fit: bytes, inodes, and quotas, by really reserving the space."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import os
 from dataclasses import dataclass
 from typing import Final
 
-from checkpointd.doctor.finding import Finding, Level, StateSize, amount
+from checkpointd.doctor.finding import Finding, Level, StateSize
+from checkpointd.phrases import byte_size
 
 INODES_PER_CHECKPOINT: Final = 16
 """For a few ranks; a job of many needs five files for each rank, which no file system of that size lacks."""
@@ -20,7 +21,7 @@ _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class FreeSpace:
     """What statvfs says: bytes free for this user and in all, inodes the same (all 0: there is no fixed number of them)."""
 
     free_bytes: int
@@ -29,25 +30,25 @@ class Room:
     all_inodes: int
 
 
-def room(path: str) -> Room:
+def room(path: str) -> FreeSpace:
     """The room at `path`."""
     found = os.statvfs(path)
-    return Room(found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize, found.f_favail, found.f_files)
+    return FreeSpace(found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize, found.f_favail, found.f_files)
 
 
 def _finding(check: str, level: Level, seen: str, fix: str = "") -> Finding:
     return Finding(topic="space", check=check, level=level, seen=seen, fix=fix)
 
 
-def free_space(found: Room, state: StateSize | None, copies: int) -> Finding:
+def free_space(found: FreeSpace, state: StateSize | None, copies: int) -> Finding:
     """Free bytes against `copies` of the state; stored raw, as it is where the disk is fast."""
-    seen = f"{amount(found.free_bytes)} of {amount(found.all_bytes)} are free"
+    seen = f"{byte_size(found.free_bytes)} of {byte_size(found.all_bytes)} are free"
     if found.free_bytes == 0:
         return _finding("free-space", "fail", seen, "free some space: nothing can be written")
     if state is None:
         return _finding("free-space", "note", seen, "how much is needed is not known yet: give --state-bytes, or save once")
     needed = state.total_bytes * copies
-    seen = f"{seen}; {copies} x {amount(state.total_bytes)} are needed ({state.source})"
+    seen = f"{seen}; {copies} x {byte_size(state.total_bytes)} are needed ({state.source})"
     if found.free_bytes < state.total_bytes:
         return _finding("free-space", "fail", seen, "not one checkpoint fits: free some space, or use a larger disk")
     if found.free_bytes < needed:
@@ -57,7 +58,7 @@ def free_space(found: Room, state: StateSize | None, copies: int) -> Finding:
     return _finding("free-space", "ok", seen)
 
 
-def inodes(found: Room, copies: int) -> Finding:
+def inodes(found: FreeSpace, copies: int) -> Finding:
     """Free inodes: every object is a file."""
     if found.all_inodes == 0:
         return _finding("inodes", "ok", "this file system has no fixed number of files")
@@ -67,7 +68,7 @@ def inodes(found: Room, copies: int) -> Finding:
     return _finding("inodes", "ok", seen)
 
 
-def reservation(place: str, found: Room, state: StateSize | None, *, volatile: bool = False) -> Finding:
+def reservation(place: str, found: FreeSpace, state: StateSize | None, *, volatile: bool = False) -> Finding:
     """One state's size really reserved in a file below `place`, and given back at once: quotas speak only when asked.
 
     Not on a file system in memory (`volatile`), where reserving takes the memory itself.
@@ -85,7 +86,7 @@ def reservation(place: str, found: Room, state: StateSize | None, *, volatile: b
         os.unlink(f"{place}/reserved")
         os.close(descriptor)
     if not failed:
-        return _finding("reservation", "ok", f"{amount(state.total_bytes)} could be reserved, and were given back")
+        return _finding("reservation", "ok", f"{byte_size(state.total_bytes)} could be reserved, and were given back")
     if failed in (errno.EOPNOTSUPP, errno.ENOSYS):
         return _finding(
             "reservation",
@@ -95,13 +96,13 @@ def reservation(place: str, found: Room, state: StateSize | None, *, volatile: b
         )
     reason = os.strerror(failed)
     if failed == errno.EDQUOT:
-        return _finding("reservation", "fail", f"the quota refuses {amount(state.total_bytes)}: {reason}", "raise the quota")
+        return _finding("reservation", "fail", f"the quota refuses {byte_size(state.total_bytes)}: {reason}", "raise the quota")
     if failed == errno.EFBIG:
         advice = "raise `ulimit -f`, or use a file system that takes larger files"
-        return _finding("reservation", "fail", f"a file of {amount(state.total_bytes)} is refused: {reason}", advice)
+        return _finding("reservation", "fail", f"a file of {byte_size(state.total_bytes)} is refused: {reason}", advice)
     return _finding(
         "reservation",
         "fail",
-        f"{amount(state.total_bytes)} cannot be reserved, although as much is said to be free: {reason}",
+        f"{byte_size(state.total_bytes)} cannot be reserved, although as much is said to be free: {reason}",
         "look for a quota of this user, group or project",
     )

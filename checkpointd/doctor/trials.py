@@ -1,4 +1,4 @@
-"""What the root's file system can do, by doing it: each check works in `place`, an empty directory of its own.
+"""Tests the root's file system by using it: each check works in `place`, an empty directory of its own.
 
 A check returns its Finding or raises the OSError that it did not expect; whoever calls it turns that into a finding.
 """
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Final
 
 from checkpointd.doctor.finding import Finding, Level
-from checkpointd.store.failures import is_without_links
+from checkpointd.store.posix.failures import is_without_links
 
 DIRECT_BYTES: Final = 1 << 20
 REPLACEMENTS: Final = 64

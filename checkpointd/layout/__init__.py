@@ -1,1 +1,1 @@
-"""PURE: what a checkpoint is. Keys of objects, boxes, the manifest's objects, the state tree, the plan."""
+"""PURE: the parts of a checkpoint. Keys of objects, boxes, the manifest's objects, the state tree, the plan."""

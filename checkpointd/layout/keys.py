@@ -43,9 +43,9 @@ _DIGEST = re.compile(r"[0-9a-f]{32}\Z")
 EPOCH_MAX = 10**12 - 1
 WORLD_SIZE_MAX = 1 << 18
 """No job has more ranks: what an object declares beyond it is damage, and nothing is sized by it."""
-HANDS_MAX = 5000
+TAKEOVERS_MAX = 5000
 """So many writers may take one shard over from each other: each has names of its own."""
-PARTS_PER_HAND = 2
+PARTS_PER_TAKEOVER = 2
 FILES_MAX = 10_000
 """So many files a rank may have in one checkpoint."""
 
@@ -110,14 +110,14 @@ def attempt_prefix(tag: str, attempt: AttemptId) -> str:
     return f"{tag}/{attempt}"
 
 
-def chunks_name(rank: int, part: int, hand: int = 0) -> str:
-    """The chunks object `part` (0 or 1) that hand `hand` of a rank writes: no two hands ever write one object."""
-    return f"{rank:05d}-{PARTS_PER_HAND * hand + part}.chunks"
+def chunks_name(rank: int, part: int, takeover: int = 0) -> str:
+    """The chunks object `part` (0 or 1) that takeover `takeover` of a rank writes: no two writers ever write one object."""
+    return f"{rank:05d}-{PARTS_PER_TAKEOVER * takeover + part}.chunks"
 
 
-def file_name(rank: int, number: int, hand: int = 0) -> str:
-    """The object that is file `number` of a rank, whole, as hand `hand` wrote it."""
-    return f"{rank:05d}-{hand}-{number}.file"
+def file_name(rank: int, number: int, takeover: int = 0) -> str:
+    """The object that is file `number` of a rank, whole, as takeover `takeover` wrote it."""
+    return f"{rank:05d}-{takeover}-{number}.file"
 
 
 def file_number(name: str) -> int | None:
@@ -137,25 +137,25 @@ def is_bulk(name: str) -> bool:
     return by_name or holds_bytes(name) or read_back_rank(name) is not None
 
 
-def index_name(rank: int, hand: int = 0) -> str:
-    """The index that hand `hand` of a rank writes."""
-    return f"{rank:05d}-{hand}.index" if hand else f"{rank:05d}.index"
+def index_name(rank: int, takeover: int = 0) -> str:
+    """The index that takeover `takeover` of a rank writes."""
+    return f"{rank:05d}-{takeover}.index" if takeover else f"{rank:05d}.index"
 
 
 def index_rank(name: str) -> int | None:
-    """The rank whose index, by whichever hand, `name` is; None where it is no index."""
+    """The rank whose index, by whichever writer, `name` is; None where it is no index."""
     match = _INDEX.match(name)
     return int(match[1]) if match else None
 
 
-def object_hand(name: str) -> int | None:
-    """The hand that wrote the index, file or chunks object `name`; None where it is none of these."""
+def object_takeover(name: str) -> int | None:
+    """The writer that wrote the index, file or chunks object `name`; None where it is none of these."""
     if match := _INDEX.match(name):
         return int(match[2] or 0)
     if match := _FILE.match(name):
         return int(match[2])
     match = _CHUNKS.match(name)
-    return int(match[2]) // PARTS_PER_HAND if match else None
+    return int(match[2]) // PARTS_PER_TAKEOVER if match else None
 
 
 def vote_name(rank: int) -> str:

@@ -10,15 +10,17 @@ look for one takes longer than to decode them.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Literal, TypeVar
 
 import msgspec
 import xxhash
 from typing_extensions import Buffer
 
-from checkpointd.errors import FormatError
+from checkpointd.errors import ERRORS, AbortedError, CheckpointdError, FormatError, StagingError
 from checkpointd.layout.boxes import Box
 from checkpointd.layout.keys import WORLD_SIZE_MAX, index_rank
+from checkpointd.layout.save_timings import Cost, PhaseSeconds
 
 VERSION = 1
 
@@ -37,12 +39,15 @@ Scope = Literal["rank", "global"]
 
 Trained = Literal["", "moved", "still"]
 
+InlineReason = Literal["refused", "lost"]
+"""Why a trainer that uses a sidecar persisted a save itself: the sidecar would not take it, or could not be reached."""
+
 
 class _Object(msgspec.Struct, frozen=True, kw_only=True):
     pass
 
 
-class Writer(_Object, frozen=True, kw_only=True):
+class WriterIdentity(_Object, frozen=True, kw_only=True):
     """Who wrote an object: for people, never for a decision."""
 
     host: str
@@ -70,7 +75,7 @@ class Epoch(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpo
     """How long the ranks of its attempts may take to vote, in seconds; 0 where that was not recorded."""
     job: str = ""
     """The job's name, by which its next start is known; empty where it has none."""
-    writer: Writer
+    writer: WriterIdentity
 
 
 class Lease(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpointd.lease"):
@@ -83,7 +88,7 @@ class Lease(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpo
     count: int
     length_s: float
     """Whoever sees the same count for so many seconds, by a clock of its own, may take the holder for gone."""
-    writer: Writer
+    writer: WriterIdentity
     """The holder when it began; a renewal leaves it as it is."""
 
 
@@ -181,6 +186,22 @@ class ErrorReport(_Object, frozen=True, kw_only=True):
     message: str
     phase: str = ""
 
+    @classmethod
+    def of(cls, error: BaseException, phase: str = "", message: str | None = None) -> ErrorReport:
+        """The report of `error`, with its own message or another one. What is not of `errors.py` becomes a StagingError."""
+        code = error.code if isinstance(error, CheckpointdError) else StagingError.__name__
+        return cls(code=code, message=(str(error) or repr(error)) if message is None else message, phase=phase)
+
+    def error(
+        self, message: str | None = None, *, ranks: Sequence[int] = (), unknown: type[CheckpointdError] = CheckpointdError
+    ) -> CheckpointdError:
+        """The error that was reported, as its class; `unknown` where this release has no such class."""
+        kind, text = ERRORS.get(self.code, unknown), self.message if message is None else message
+        return kind(text, ranks=tuple(ranks)) if issubclass(kind, AbortedError) else kind(text)
+
+
+NO_REASON = ErrorReport(code=AbortedError.__name__, message="no reason was recorded")
+
 
 class IndexRef(_Object, frozen=True, kw_only=True):
     name: str
@@ -196,6 +217,14 @@ class BesideFile(msgspec.Struct, frozen=True, array_like=True):
     size: int
     changed_ns: int
     """When its content was last modified, in nanoseconds since 1970, by the clock of the file system."""
+
+
+class Inline(_Object, frozen=True, kw_only=True):
+    """Why a save was persisted by its trainer, although that uses a sidecar."""
+
+    reason: InlineReason
+    """For machines: people read `why`, which says it, too."""
+    why: str
 
 
 class Vote(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpointd.vote"):
@@ -228,10 +257,18 @@ class Vote(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpoi
     """The directory that is to show them, relative to the one in which the root lies."""
     unfinished: str = ""
     """Where the directory above that one was filled, if it was: it gets its name when the files are shown."""
+    leftovers: tuple[str, ...] = ()
+    """How the names of files end that must not stay beside these where they are shown, unless they are of this save."""
+    held_s: float = 0.0
+    """Seconds for which this save held training on this rank; 0 where that is not known."""
     beside: tuple[BesideFile, ...] = ()
     """On rank 0, the files that lay there: they go with the checkpoint."""
+    seconds: PhaseSeconds = PhaseSeconds()
+    """How long this rank took for what, up to its yes."""
+    inline: Inline | None = None
+    """The rank's trainer persisted it itself, although it uses a sidecar; None: it uses none, or that did."""
     error: ErrorReport | None = None
-    writer: Writer
+    writer: WriterIdentity
 
 
 class VoteRef(_Object, frozen=True, kw_only=True):
@@ -255,18 +292,20 @@ class Outcome(_Object, frozen=True, kw_only=True, tag_field="format", tag="check
     """Keys of all objects of older attempts that the checkpoint needs; None: of an older release, only the votes tell."""
     metrics: dict[str, float] = {}
     """What the user passed to save() on rank 0, for retention to choose by."""
-    stale: bool = False
+    no_progress: bool = msgspec.field(default=False, name="stale")
     """Whether the step moved on since the checkpoint before, and on no rank a tensor that requires grad changed."""
+    cost: Cost | None = None
     files: int = 0
     """How many files all ranks together store; 0 where they store a state."""
     shown_at: str = ""
     unfinished: str = ""
+    leftovers: tuple[str, ...] = ()
     beside: tuple[BesideFile, ...] = ()
     error: ErrorReport | None = None
     ranks: tuple[int, ...] = ()
     decided_by: int
     """The rank that put the outcome; -1 for recovery at a start or by the command line."""
-    writer: Writer
+    writer: WriterIdentity
 
 
 class Deleted(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpointd.deleted"):
@@ -276,7 +315,9 @@ class Deleted(_Object, frozen=True, kw_only=True, tag_field="format", tag="check
     reason: str
     kept: tuple[str, ...] = ()
     """Chunks objects of the attempt that newer checkpoints still need. All others are condemned: nobody may refer to them."""
-    writer: Writer
+    user: str = ""
+    """The user who removed it, with the number: `alice (1000)`; empty where that was not recorded."""
+    writer: WriterIdentity
 
 
 class Verified(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpointd.verified"):
@@ -286,7 +327,7 @@ class Verified(_Object, frozen=True, kw_only=True, tag_field="format", tag="chec
     nbytes: int
     uncached: bool = False
     """Whether it was read from the storage itself, past the cache of the machine that read it; as records of now always are."""
-    writer: Writer
+    writer: WriterIdentity
 
 
 class ReadBack(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpointd.readback"):
@@ -295,7 +336,7 @@ class ReadBack(_Object, frozen=True, kw_only=True, tag_field="format", tag="chec
     version: int = VERSION
     rank: int
     nbytes: int
-    writer: Writer
+    writer: WriterIdentity
 
 
 class Damaged(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpointd.damaged"):
@@ -304,7 +345,7 @@ class Damaged(_Object, frozen=True, kw_only=True, tag_field="format", tag="check
     version: int = VERSION
     faults: tuple[str, ...]
     """The first faults, in words."""
-    writer: Writer
+    writer: WriterIdentity
 
 
 class PassedOver(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpointd.passed-over"):
@@ -312,7 +353,7 @@ class PassedOver(_Object, frozen=True, kw_only=True, tag_field="format", tag="ch
 
     version: int = VERSION
     why: str
-    writer: Writer
+    writer: WriterIdentity
 
 
 class Shown(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpointd.shown"):
@@ -371,10 +412,16 @@ _LATER = (
     "stale",
     "shown_at",
     "unfinished",
+    "leftovers",
     "beside",
     "going",
     "objects",
     "uncached",
+    "held_s",
+    "cost",
+    "seconds",
+    "inline",
+    "user",
 )
 """Keys that were not there at first: left out where they say nothing."""
 _FILES = "files"

@@ -1,7 +1,7 @@
-"""Who writes what: checks that the parts the ranks wrote are the whole, each element exactly once.
+"""Checks the plans of all ranks: together, their boxes must be every tensor, each element exactly once.
 
-A thousand ranks with thousands of tensors each name millions of parts. So a plan is taken in one at a time, as a `Listing` that
-is numbers, and the numbers of all ranks are compared tensor by tensor.
+A thousand ranks with thousands of tensors each name millions of parts. So a plan is taken in one at a time, as a `NumberedPlan`
+that is numbers, and the numbers of all ranks are compared tensor by tensor.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _COUNT_MAX = 1 << 44
 
 
 @dataclass(slots=True)
-class Names:
+class TensorNumbers:
     """What plans say of tensors, each once and by number, however many ranks say the same."""
 
     by_number: list[Named] = field(default_factory=list)
@@ -43,11 +43,11 @@ class Names:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Listing:
+class NumberedPlan:
     """A plan as it is compared with others.
 
-    `tensors`: the number in `Names` of each part of scope global, in the plan's order; `places`: offsets and then sizes of each
-    such box, one after the other. `fault`: FQN and words where the plan is wrong whatever the others say.
+    `tensors`: the number in `TensorNumbers` of each part of scope global, in the plan's order; `places`: offsets and then sizes
+    of each such box, one after the other. `fault`: FQN and words where the plan is wrong whatever the others say.
     """
 
     tensors: Numbers
@@ -55,7 +55,7 @@ class Listing:
     fault: tuple[str, str] | None = None
 
     @staticmethod
-    def of(plan: Plan, names: Names) -> Listing:
+    def of(plan: Plan, names: TensorNumbers) -> NumberedPlan:
         """The listing of `plan`; what was not met before is added to `names`."""
         numbers: list[int] = []
         places: list[int] = []
@@ -74,14 +74,14 @@ class Listing:
             if (fault := _own_fault(parts)) is not None:
                 return _faulty(fqn, fault)
         try:
-            return Listing(np.array(numbers, np.int64), np.array(places, np.int64))
+            return NumberedPlan(np.array(numbers, np.int64), np.array(places, np.int64))
         except OverflowError:
             return _faulty(*_beyond(plan))
 
 
-def _faulty(fqn: str, words: str) -> Listing:
+def _faulty(fqn: str, words: str) -> NumberedPlan:
     nothing = np.zeros(0, np.int64)
-    return Listing(nothing, nothing, (fqn, words))
+    return NumberedPlan(nothing, nothing, (fqn, words))
 
 
 def _own_fault(parts: Sequence[PlanTensor]) -> str | None:
@@ -101,15 +101,6 @@ def _beyond(plan: Plan) -> tuple[str, str]:
     raise AssertionError("unreachable")
 
 
-def union_fault(plans: Mapping[int, Plan]) -> str | None:
-    """Why the plans of all ranks are not one whole state, naming FQN and ranks; None where they are.
-
-    A rank-scoped tensor must be covered by its own rank; a global one by all ranks together, under one dtype and shape.
-    """
-    names = Names()
-    return compared({rank: Listing.of(plan, names) for rank, plan in plans.items()}, names).fault
-
-
 @dataclass(frozen=True, slots=True)
 class Doubled:
     """A tensor of which several ranks list the same box: they are one state only if these ranks stored the same elements.
@@ -122,7 +113,7 @@ class Doubled:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class PlanComparison:
     """What the plans of all ranks are together: `fault` says why they are not one whole state, and `doubled` what must be equal
     for them to be one.
     """
@@ -131,24 +122,26 @@ class Comparison:
     doubled: tuple[Doubled, ...] = ()
 
 
-def compared(listings: Mapping[int, Listing], names: Names) -> Comparison:
-    """The same for plans that were taken in before, with what several ranks list."""
+def compared(listings: Mapping[int, NumberedPlan], names: TensorNumbers) -> PlanComparison:
+    """What the plans of all ranks are together. A rank-scoped tensor must be covered by its own rank; a global one by all ranks
+    together, under one dtype and shape. The fault names FQN and ranks.
+    """
     for rank, listing in listings.items():
         if listing.fault is not None:
             fqn, words = listing.fault
-            return Comparison(f"{fqn} (ranks [{rank}]): {words}")
+            return PlanComparison(f"{fqn} (ranks [{rank}]): {words}")
     parts = _by_tensor(listings, names)
     other = _other_tensor(parts, names)
     if other is not None:
-        return Comparison(other)
+        return PlanComparison(other)
     doubled: list[Doubled] = []
     for number, several in parts.items():
         found = _fault(names.by_number[number], several)
         if isinstance(found, str):
-            return Comparison(found)
+            return PlanComparison(found)
         if found is not None:
             doubled.append(found)
-    return Comparison(doubled=tuple(doubled))
+    return PlanComparison(doubled=tuple(doubled))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -159,7 +152,7 @@ class _Parts:
     places: Numbers
 
 
-def _by_tensor(listings: Mapping[int, Listing], names: Names) -> dict[int, list[_Parts]]:
+def _by_tensor(listings: Mapping[int, NumberedPlan], names: TensorNumbers) -> dict[int, list[_Parts]]:
     """All boxes by the number of their tensor. Ranks that list the same tensors in the same order are taken together."""
     alike: dict[bytes, list[int]] = defaultdict(list)
     for rank, listing in listings.items():
@@ -175,7 +168,7 @@ def _by_tensor(listings: Mapping[int, Listing], names: Names) -> dict[int, list[
     return found
 
 
-def _other_tensor(parts: Mapping[int, Sequence[_Parts]], names: Names) -> str | None:
+def _other_tensor(parts: Mapping[int, Sequence[_Parts]], names: TensorNumbers) -> str | None:
     """Where ranks call different tensors by one FQN."""
     numbers: dict[str, list[int]] = defaultdict(list)
     for number in parts:

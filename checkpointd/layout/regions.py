@@ -1,4 +1,4 @@
-"""Regions: which elements of a wanted box lie in a run of another box's row-major elements, and where in the run they are.
+"""Regions: the elements of a wanted box that lie in a run of another box's row-major elements, and where they are in the run.
 
 A chunk holds a run of a stored box; a reader wants another box of the same tensor. A run is at most 2*ndim-1 boxes
 (`boxes_of_range`), each contiguous in the run, so what is wanted of it is at most as many n-d slices.

@@ -1,4 +1,4 @@
-"""The state tree: the shape of what the user handed over, with tensors replaced by references to their FQNs.
+"""The state tree: the structure of the user's state, with tensors replaced by references to their FQNs.
 
 Plain `None`, bool, int (64 bits), float and str stand for themselves; everything else is a tagged node. Nothing here can name a
 class or a function, so decoding a tree can never run code.
@@ -45,7 +45,7 @@ class Tensor(_Node, frozen=True, array_like=True, forbid_unknown_fields=True, ta
     overlap: Overlap | None = None
 
 
-class Placed(Tensor, frozen=True, array_like=True, forbid_unknown_fields=True, tag="P"):
+class MeshTensor(Tensor, frozen=True, array_like=True, forbid_unknown_fields=True, tag="P"):
     """A tensor that lay on a mesh of ranks, where nothing else in the state says how: optimizer state of another shape than its
     parameter.
 
@@ -110,29 +110,30 @@ class TorchName(_Node, frozen=True, array_like=True, forbid_unknown_fields=True,
     name: str
 
 
-class File(_Node, frozen=True, array_like=True, forbid_unknown_fields=True):
+class StoredFileNode(_Node, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A file that is stored as it is: an object of its own, and the plain file `name` once the attempt has committed.
 
-    Its `rooms` are filled with the bytes of tensors (uint8, one dimension): the first byte's place in the file, and the FQN.
-    The bytes around the rooms are those of the tensor `hollow`, in order. `sums`: where the CRC-32 of a room's bytes stands,
-    four bytes, the least significant first: the room's number, and the first byte's place in the file, which is in no room.
+    Its `placeholders` are filled with the bytes of tensors (uint8, one dimension): the first byte's place in the file, and the
+    FQN. The bytes around the placeholders are those of the tensor `hollow`, in order. `sums`: where the CRC-32 of a
+    placeholder's bytes stands, four bytes, the least significant first: the placeholder's number, and the first byte's place in
+    the file, which is in no placeholder.
     """
 
     name: str
     size: int
     hollow: str
-    rooms: tuple[tuple[int, str], ...] = ()
+    placeholders: tuple[tuple[int, str], ...] = ()
     sums: tuple[tuple[int, int], ...] = ()
 
 
-class Files(_Node, frozen=True, array_like=True, forbid_unknown_fields=True, tag="F"):
+class FilesNode(_Node, frozen=True, array_like=True, forbid_unknown_fields=True, tag="F"):
     """What stands in place of a state where a rank stores files: file `i` is its object `file_name(rank, i)`.
 
     `at`: the directory that shows them, relative to the one in which the root lies.
     """
 
     at: str
-    files: tuple[File, ...]
+    files: tuple[StoredFileNode, ...]
 
 
 Node: TypeAlias = (
@@ -141,7 +142,7 @@ Node: TypeAlias = (
     | float
     | str
     | Tensor
-    | Placed
+    | MeshTensor
     | Array
     | NumpyScalar
     | Bytes
@@ -154,7 +155,7 @@ Node: TypeAlias = (
 )
 
 
-def encode(tree: Node | Files) -> bytes:
+def encode(tree: Node | FilesNode) -> bytes:
     """The tree as msgpack."""
     return _ENCODER.encode(tree)
 
@@ -163,7 +164,7 @@ def decode(data: bytes, key: str = "") -> Node:
     """The tree in `data`; FormatError where it is not one, is nested too deeply to be read, or is one of files."""
     if data.startswith(_FILES_HEAD):
         raise FormatError(
-            f"{key or 'the index'} is of files, not of a state: load them with what wrote them, DeepSpeed", key=key
+            f"{key or 'the index'} is of files, not of a state: load them with the program that they are for", key=key
         )
     try:
         root: Node = _DECODER.decode(data)
@@ -186,12 +187,20 @@ def _is_flat_enough(root: Node) -> bool:
 
 def children(node: Node) -> Iterable[Node]:
     """The nodes directly below `node`; of a mapping keys and values."""
-    if isinstance(node, Dict):
-        return chain.from_iterable(node.items)
+    return chain.from_iterable(node.items) if isinstance(node, Dict) else elements(node)
+
+
+def items(node: Node) -> tuple[tuple[Node, Node], ...]:
+    """The items of a mapping; of any other node none."""
+    return node.items if isinstance(node, Dict) else ()
+
+
+def elements(node: Node) -> tuple[Node, ...]:
+    """The elements of a sequence; of any other node none."""
     return node.items if isinstance(node, Sequence) else ()
 
 
-def files_of(data: bytes, key: str = "") -> Files | None:
+def files_of(data: bytes, key: str = "") -> FilesNode | None:
     """The files where there are files in place of a state, else None."""
     if not data.startswith(_FILES_HEAD):
         return None
@@ -203,6 +212,6 @@ def files_of(data: bytes, key: str = "") -> Files | None:
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Node)
-_FILES_DECODER = msgspec.msgpack.Decoder(Files)
-_FILES_HEAD = _ENCODER.encode(Files("", ()))[:3]
+_FILES_DECODER = msgspec.msgpack.Decoder(FilesNode)
+_FILES_HEAD = _ENCODER.encode(FilesNode("", ()))[:3]
 """An array of three whose first is the tag: no tree of a state begins like that."""

@@ -1,14 +1,16 @@
-"""One rank's run through one attempt: drives `commit/machine.py`, performs its actions, and always ends.
+"""One rank's run through one attempt: drives `commit/machine.py`, and always ends.
 
 Invariants
-  A1  `run` returns with the phase final, whatever fails; it never raises a storage error.
-  A2  The phase `committed` is reported only after a commit outcome was read back or put durably.
-  A3  The snapshot's memory is in use at most until `on_free` is called, which happens once, before `run` returns.
-  A4  A rank whose own no stands waits NO_S for the coordinator, which names all ranks that failed, and then puts the abort
-      itself: the coordinator may have failed without a word.
-  A5  Of an attempt that other hands may write, too (`AttemptInfo.handed`), any hand's yes is this rank's: losing the race for
-      the vote is no error, and a commit that counts another hand's vote ends this one as committed.
-  A6  A rank that finds a newer epoch, which does not spare the attempt, writes nothing of its shard and puts the abort at once.
+  ATTEMPT-1  `run` returns with the phase final, whatever fails; it never raises a storage error.
+  ATTEMPT-2  The phase `committed` is reported only after a commit outcome was read back or put durably.
+  ATTEMPT-3  The snapshot's memory is in use at most until `on_free` is called, which happens once, before `run` returns.
+  ATTEMPT-4  A rank whose own no stands waits NO_S for the coordinator, which names all ranks that failed, and then puts the
+      abort itself: the coordinator may have failed without a word.
+  ATTEMPT-5  Of an attempt that other writers may write, too (`AttemptInfo.may_be_taken_over`), any writer's yes is this rank's:
+      losing the race for the vote is no error, and a commit that counts another writer's vote ends this one as committed.
+  ATTEMPT-6  A rank that finds a newer epoch, which does not spare the attempt, writes nothing of its shard and puts the abort
+      at once.
+  ATTEMPT-7  No vote and no outcome is put where the root is not the one in which the job began (OWNROOT-1 in `own_root.py`).
 """
 
 from __future__ import annotations
@@ -17,28 +19,40 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from checkpointd.commit import decide as decisions
 from checkpointd.commit.decide import Decision
-from checkpointd.commit.machine import FINAL, Action, Event, Phase, step
+from checkpointd.commit.machine import FINAL, Event, Phase, step
 from checkpointd.config import CommitConfig, PersistConfig
-from checkpointd.errors import CheckpointdError, FencedError, NotFoundError, SkippedError, StoreError, StoreFullError
+from checkpointd.errors import (
+    AbortedError,
+    CheckpointdError,
+    FencedError,
+    LinkError,
+    NotFoundError,
+    RootGoneError,
+    SkippedError,
+    StoreError,
+    StoreFullError,
+)
 from checkpointd.layout.keys import OUTCOME, vote_name
-from checkpointd.layout.manifest import ErrorReport, Index, Outcome
-from checkpointd.pipeline import catalog, epochs
-from checkpointd.pipeline.chunks import Persist
+from checkpointd.layout.manifest import NO_REASON, ErrorReport, Index, Outcome
+from checkpointd.pipeline.decide.publish import Ballot, PlanCheck, missing_ranks, outcome_of, put_outcome
+from checkpointd.pipeline.gc.tidying import Tidier
 from checkpointd.pipeline.missing import Missing
-from checkpointd.pipeline.pointer import move_latest
-from checkpointd.pipeline.publish import Ballot, PlanCheck, missing_ranks, outcome_of, put_outcome
-from checkpointd.pipeline.rates import Rates
-from checkpointd.pipeline.readback import Reader, checkpoint_of
-from checkpointd.pipeline.reports import code_of, error_of
-from checkpointd.pipeline.save import VoteUncertain, drop_shard, drop_unfinished, drop_unless_named, is_own, persist, vote_no
-from checkpointd.pipeline.shard import COORDINATOR, AttemptInfo, Progress, Shard
-from checkpointd.pipeline.showing import Queue
-from checkpointd.pipeline.tidying import Tidier
-from checkpointd.pipeline.unchanged import Base, Bases
+from checkpointd.pipeline.read.readback import BackgroundReadBack, checkpoint_of
+from checkpointd.pipeline.root import catalog, epochs
+from checkpointd.pipeline.root.latest import move_latest
+from checkpointd.pipeline.root.own_root import OwnRoot
+from checkpointd.pipeline.root.tag_directories import Queue
+from checkpointd.pipeline.shard import COORDINATOR, AttemptInfo, Shard, ShardProgress
 from checkpointd.pipeline.workers import Stopped, answered, unless
+from checkpointd.pipeline.write.dedup import Bases
+from checkpointd.pipeline.write.job import PersistJob
+from checkpointd.pipeline.write.persist import persist
+from checkpointd.pipeline.write.rates import Rates
+from checkpointd.pipeline.write.vote import VoteUncertain, drop_shard, drop_unfinished, drop_unless_named, is_own, vote_no
 from checkpointd.store.base import Store
 
 log = logging.getLogger("checkpointd")
@@ -66,16 +80,18 @@ class WriterState:
     bases: Bases = field(init=False)
     tidier: Tidier = field(init=False)
     showing: Queue = field(init=False)
-    reader: Reader = field(init=False)
+    reader: BackgroundReadBack = field(init=False)
+    own_root: OwnRoot = field(init=False)
 
     def __post_init__(self) -> None:
         self.tidier = Tidier(self.store, self.commit)
         self.showing = Queue(self.store)
         self.plans = PlanCheck(self.store)
         self.bases = Bases(self.store)
-        self.reader = Reader(self.store, self.bases.forget)
+        self.reader = BackgroundReadBack(self.store, self.bases.forget)
+        self.own_root = OwnRoot(self.store)
 
-    def take_reader(self, reader: Reader) -> None:
+    def take_reader(self, reader: BackgroundReadBack) -> None:
         """Go on with the reader of an earlier writer of this rank."""
         reader.store, reader.on_damage = self.store, self.bases.forget
         self.reader = reader
@@ -92,31 +108,32 @@ class Attempt:
         info: AttemptInfo,
         *,
         deadline: float,
-        progress: Progress | None = None,
+        progress: ShardProgress | None = None,
         on_phase: Callable[[Phase], None] = lambda _: None,
         on_free: Callable[[], None] = lambda: None,
         may_commit: Callable[[], bool] = lambda: True,
     ) -> None:
-        self.info = info
-        self.phase = Phase.STAGING
+        self.info, self.phase = info, Phase.STAGING
         self.error: CheckpointdError | None = None
         self.outcome: Outcome | None = None
-        self.progress = progress or Progress()
+        self.progress = progress or ShardProgress()
+        self.progress.spent.begin()
         self._state, self._store = state, state.store
-        self._deadline = deadline
-        self._on_phase = on_phase
-        self._on_free = on_free
-        self._may_commit = may_commit
+        self._began, self._deadline = asyncio.get_running_loop().time(), deadline
+        self._on_phase, self._on_free, self._may_commit = on_phase, on_free, may_commit
+        self._check_root = partial(state.own_root.check, info.attempt.epoch)
         self._ballot = Ballot(state.store, info.tag, info.attempt)
-        self._own_error: BaseException | None = None
+        self.own_error: BaseException | None = None
         self._fenced: FencedError | None = None
         self._given_up: Decision | None = None
         self._hopeless: CheckpointdError | None = None
         self._doubted: Decision | None = None
         """The abort that this rank asks for at every look, since its own yes vote may be there or not."""
         self._no: tuple[Decision, float] | None = None
-        """The abort that this rank's own no calls for, and when it puts it itself (A4)."""
+        """The abort that this rank's own no calls for, and when it puts it itself (ATTEMPT-4)."""
         self._own_vote_stands = False
+        self._unseen = ""
+        """Why the last look that failed saw nothing."""
         self._index: Index | None = None
         """What this rank has stored, once it is durable."""
         self._missing = Missing(info, self.progress)
@@ -146,7 +163,7 @@ class Attempt:
             self._state.reader.committed(checkpoint_of(self.outcome), self.info.rank)
 
     async def _run_tidily(self, staged: Awaitable[Shard]) -> None:
-        """Run it, and remove what it made dead weight (G5)."""
+        """Run it, and remove what it made dead weight (COLLECT-5)."""
         tidier, showing = self._state.tidier, self._state.showing
         tidier.expect(self.info)
         showing.expect(self.info)
@@ -162,7 +179,7 @@ class Attempt:
         work = asyncio.ensure_future(self._work(staged))
         try:
             outcome = await self._follow()
-        except Exception as error:  # A1: an unforeseen one, too, ends the attempt on this rank
+        except Exception as error:  # ATTEMPT-1: an unforeseen one, too, ends the attempt on this rank
             self._lost(error)
             self._state.showing.end(self.info)  # later saves do not wait for what may hang in the storage
             self._over.set()
@@ -181,7 +198,7 @@ class Attempt:
             await self._drop(drop_shard)
             if self.info.rank == COORDINATOR:
                 await self._drop(drop_unfinished)
-        elif self.info.handed and not self._own_vote_stands:
+        elif self.info.may_be_taken_over and not self._own_vote_stands:
             await self._drop(drop_unless_named)
 
     # --- this rank's shard -----------------------------------------------------------------------------------
@@ -196,7 +213,7 @@ class Attempt:
             return
         except VoteUncertain as error:
             await self._doubt(error)
-        except Exception as error:  # A1: whatever it is becomes this rank's no
+        except Exception as error:  # ATTEMPT-1: whatever it is becomes this rank's no
             await self._fail(error, self._event_of(error))
         finally:
             self._on_free()
@@ -204,6 +221,7 @@ class Attempt:
     async def _persist(self, shard: Shard) -> None:
         if await unless(self._over, self._ends_fenced()):
             return
+        await unless(self._over, self._check_root())
         tidier = self._state.tidier
         await unless(self._over, tidier.room_for(self.info, self._deadline))
         self._fire(Event.PERSIST_STARTED)
@@ -218,10 +236,11 @@ class Attempt:
             self.progress.raw_done = self.progress.stored = 0
             vote = await persist(await self._job(shard))
         self._own_vote_stands = is_own(self.info, vote)
-        self._fire(Event.VOTED_YES if self._own_vote_stands else Event.OTHER_HAND_VOTED)
+        self._fire(Event.VOTED_YES if self._own_vote_stands else Event.OTHER_WRITER_VOTED)
 
     async def _ends_fenced(self) -> bool:
-        """Whether a newer epoch has begun that does not spare this attempt: then it is aborted, which every rank sees (A6).
+        """Whether a newer epoch has begun that does not spare this attempt: then it is aborted, which every rank sees
+        (ATTEMPT-6).
 
         A store that does not answer, or does not show the record of the newer epoch, tells it to whoever writes next, and to
         the coordinator before the commit.
@@ -229,19 +248,19 @@ class Attempt:
         try:
             await epochs.check_fence(self._store, self.info.attempt.epoch, self.info.prefix, proved=True)
         except FencedError as error:
-            self._own_error = error
-            report = ErrorReport(code=error.code, message=str(error), phase=str(self.phase))
+            self.own_error = error
+            report = ErrorReport.of(error, str(self.phase))
             unsaid = await self._put_abort(Decision(report, (self.info.rank,)))
-            self._hopeless = None if self.info.handed else unsaid  # another hand's yes may stand
+            self._hopeless = None if self.info.may_be_taken_over else unsaid  # another writer's yes may stand
             return True
         except CheckpointdError as error:
             log.warning("%s: cannot look for a newer epoch: %s", self.info.prefix, error)
         return False
 
-    async def _job(self, shard: Shard) -> Persist:
+    async def _job(self, shard: Shard) -> PersistJob:
         state = self._state
-        compares = state.persist.dedup or state.commit.on_stale != "ignore"
-        return Persist(
+        compares = state.persist.dedup or state.commit.on_no_progress != "ignore"
+        return PersistJob(
             store=self._store,
             info=self.info,
             shard=shard,
@@ -251,6 +270,7 @@ class Attempt:
             stopped=lambda: self.outcome is not None,
             base=await unless(self._over, state.bases.newest(self.info)) if compares else None,
             on_stored=self._keep,
+            before_vote=self._check_root,
         )
 
     def _keep(self, index: Index) -> None:
@@ -263,53 +283,55 @@ class Attempt:
 
     async def _fail(self, error: BaseException, event: Event) -> None:
         if self.outcome is not None:
-            return  # what this hand did not manage is moot
-        self._own_error = error
+            return  # what this writer did not manage is moot
+        self.own_error = error
         phase = self.phase
-        if self._fire(event) is not Action.VOTE_NO:
+        if phase in FINAL:
             return
-        report = ErrorReport(code=code_of(error), message=str(error) or repr(error), phase=str(phase))
+        self._fire(event)
+        report = ErrorReport.of(error, str(phase), decisions.shortened(str(error) or repr(error)))
         if event is not Event.SKIP:
             log.info("%s: rank %d failed while %s: %s", self.info.prefix, self.info.rank, phase, error)
         try:
+            await self._check_root()
             if await vote_no(self._store, self.info, report):
                 self._no = decisions.refused({self.info.rank: report}), asyncio.get_running_loop().time() + NO_S
             else:
-                self._own_error = None
-                self._fire(Event.OTHER_HAND_VOTED)
-        except CheckpointdError as second:
-            log.error("%s: rank %d cannot vote no either (%s); putting the abort", self.info.prefix, self.info.rank, second)
+                self.own_error = None
+                self._fire(Event.OTHER_WRITER_VOTED)
+        except CheckpointdError as why:
+            log.error("%s: rank %d cannot store its no: %s; it tries to store the abort", self.info.prefix, self.info.rank, why)
             unsaid = await self._put_abort(Decision(report, (self.info.rank,)))
-            if not self.info.handed:
+            if not self.info.may_be_taken_over or is_out_of_reach(unsaid):
                 # Without this rank's yes there can be no commit: its save has failed for certain, though nobody else knows.
                 self._hopeless = unsaid
 
     async def _doubt(self, error: VoteUncertain) -> None:
         """The yes vote may or may not be there: nothing may be removed, and only an outcome can tell."""
-        self._own_error = error.__cause__
+        self.own_error = error.__cause__
         self._fire(Event.VOTE_UNCERTAIN)
-        report = ErrorReport(code=code_of(error), message=str(error), phase=str(Phase.PERSISTING))
+        report = ErrorReport.of(error, str(Phase.PERSISTING))
         self._doubted = Decision(report, (self.info.rank,))
 
     async def _put_abort(self, decision: Decision) -> CheckpointdError | None:
         """Put the abort unless there is an outcome; the error that prevented it."""
         try:
-            await put_outcome(self._store, outcome_of(self.info, decision, {}, decided_by=self.info.rank))
+            await self._put(decision)
         except CheckpointdError as error:
-            log.error("%s: the abort cannot be put (%s); the other ranks learn it at the deadline", self.info.prefix, error)
+            log.error("%s: the abort cannot be stored: %s", self.info.prefix, error)
             return error
         return None
 
     async def _voted(self, work: asyncio.Future[None], commit: Outcome) -> None:
         """Return when this rank counts as having voted, as `commit` says that it has."""
-        if not self.info.handed:
+        if not self.info.may_be_taken_over:
             await work  # its own vote, whose put has just not returned
             return
-        self.outcome = commit  # stops persisting: whatever this hand adds, the vote stands
+        self.outcome = commit  # stops persisting: whatever this writer adds, the vote stands
         if self.phase is not Phase.STAGING:
             await work
         if self.phase is not Phase.PREPARED:
-            self._fire(Event.OTHER_HAND_VOTED)
+            self._fire(Event.OTHER_WRITER_VOTED)
 
     # --- the outcome -----------------------------------------------------------------------------------------
 
@@ -341,15 +363,17 @@ class Attempt:
     async def _look(self) -> Outcome | None:
         try:
             if self._doubted is not None:
-                return await put_outcome(self._store, self._outcome_of(self._doubted))
+                return await self._put(self._doubted)
             if self._no is not None and asyncio.get_running_loop().time() >= self._no[1]:
-                return await put_outcome(self._store, self._outcome_of(self._no[0]))
+                return await self._put(self._no[0])
             if self.info.rank == COORDINATOR:
                 return await self._coordinate()
             return await self._seen()
         except CheckpointdError as error:
             # Storage may come back before the deadline; the phase shows that the attempt still waits.
-            log.warning("%s: cannot look for the outcome: %s", self.info.prefix, error)
+            if (cause := str(error)) != self._unseen:  # else it was logged at the look before
+                log.warning("%s: cannot look for the outcome: %s", self.info.prefix, error)
+            self._unseen = cause
             return None
 
     async def _seen(self) -> Outcome | None:
@@ -370,11 +394,11 @@ class Attempt:
             return None
         if decision.commit:
             decision = await self._state.plans.fault(self._ballot.votes) or decision
-        if decision.commit and self._state.commit.on_stale == "abort" and decisions.is_stale(self._ballot.votes):
-            decision = decisions.stale(self.info.step)
+        if decision.commit and self._state.commit.on_no_progress == "abort" and decisions.has_no_progress(self._ballot.votes):
+            decision = decisions.no_progress(self.info.step)
         if decision.commit and await self._is_fenced():
             return None
-        return await put_outcome(self._store, self._outcome_of(decision))
+        return await self._put(decision)
 
     async def _is_fenced(self) -> bool:
         """Whether a newer epoch has begun that does not spare this attempt: then its recovery decides, and this coordinator
@@ -406,9 +430,10 @@ class Attempt:
     async def _abort_late(self) -> Outcome:
         own_vote = self.info.key(vote_name(self.info.rank))
         if self.phase is Phase.PREPARED and self._doubted is None and await self._store.stat(own_vote) is None:
-            # Removed by somebody, or its records went after a commit (R4): an abort put now could contradict what was decided.
+            # Removed by somebody, or its records went after a commit (GARBAGE-3): an abort put now could contradict what was
+            # decided.
             raise StoreError(f"{own_vote}, this rank's own vote, is gone")
-        return await put_outcome(self._store, self._outcome_of(await self._too_late()))
+        return await self._put(await self._too_late())
 
     async def _too_late(self) -> Decision:
         if self._fenced is not None:
@@ -421,51 +446,42 @@ class Attempt:
             missing = {COORDINATOR: "coordinator: all ranks have voted, but it put no outcome"}
         return decisions.deadline(missing, timeout_s=self._state.commit.timeout_s)
 
-    def _outcome_of(self, decision: Decision) -> Outcome:
-        ballot = self._ballot
-        return outcome_of(self.info, decision, ballot.refs, decided_by=self.info.rank, votes=ballot.votes)
+    async def _put(self, decision: Decision) -> Outcome:
+        await self._check_root()
+        votes, by, took_s = self._ballot.votes, self.info.rank, asyncio.get_running_loop().time() - self._began
+        refs = self._ballot.refs
+        return await put_outcome(self._store, outcome_of(self.info, decision, refs, decided_by=by, votes=votes, took_s=took_s))
 
     # --- the end ---------------------------------------------------------------------------------------------
 
     def _conclude(self, outcome: Outcome) -> None:
         if outcome.outcome == "commit":
             if self._index is not None and self._own_vote_stands:
-                self._state.bases.committed(Base.of(self._index, outcome.order))
-            if outcome.stale and self._state.commit.on_stale != "ignore":
-                self.progress.stale = True
+                self._state.bases.saw(self._index, outcome.order)
+            if outcome.no_progress and self._state.commit.on_no_progress != "ignore":
+                self.progress.no_progress = True
                 if self.info.rank == COORDINATOR:
-                    log.warning("%s: %s", self.info.prefix, decisions.stale_words(outcome.step))
+                    log.warning("%s: %s", self.info.prefix, decisions.no_progress_words(outcome.step))
             self._fire(Event.SAW_COMMIT)
             return
         self.error = error_of(self.info, outcome)
-        self.error.__cause__ = self._own_error
+        self.error.__cause__ = self.own_error
         self._fire(Event.SAW_ABORT)
 
     def _lost(self, error: Exception) -> None:
         if not isinstance(error, CheckpointdError):
             log.error("%s: unforeseen, please report it", self.info.prefix, exc_info=error)
-        if self._own_error is not None:
-            message = f"{self.info.prefix} failed: {self._own_error}; the storage took no word of it ({error})"
-        else:
-            message = (
-                f"{self.info.prefix}: no outcome can be read or put ({error}); it is in doubt until the next start decides it"
-            )
-        self.error = (FencedError if isinstance(self._own_error, FencedError) else StoreError)(message)
-        self.error.__cause__ = self._own_error or error
+        self.error = lost_error(self.info, self.own_error, error)
         self._fire(Event.OUTCOME_LOST)
 
     async def _show(self, outcome: Outcome) -> None:
-        """See that its files, if it has any, are shown before anybody hears that it is committed (Y3)."""
+        """See that its files, if it has any, are shown before anybody hears that it is committed (TAGDIR-3)."""
         try:
             # The coordinator shows them; whoever waits in vain does it, too.
             wait_s = 0.0 if self.info.rank == COORDINATOR else SHOW_S
             await self._state.showing.show(self.info, outcome, wait_s=wait_s)
-        except CheckpointdError as error:
-            log.error(
-                "%s: committed, but its files cannot be shown: %s; the next save tries again, or the next start",
-                self.info.prefix,
-                error,
-            )
+        except CheckpointdError as why:
+            log.error("%s: committed, but its files cannot be shown: %s; the next save or start retries", self.info.prefix, why)
         finally:
             self._state.showing.end(self.info)
 
@@ -478,20 +494,45 @@ class Attempt:
             log.error("%s: committed, but latest could not be moved: %s; the next start repairs it", self.info.prefix, error)
 
     async def _drop(self, drop: Callable[[Store, AttemptInfo], Awaitable[None]]) -> None:
-        """Remove what this hand wrote in vain, perhaps after the coordinator had tidied up, as one that was late or asleep."""
+        """Remove what this writer wrote in vain, perhaps after the coordinator had tidied up, as one that was
+        late or asleep.
+        """
         try:
             await drop(self._store, self.info)
         except CheckpointdError as error:
-            log.warning("%s: left-overs could not be removed: %s; the next start tries again", self.info.prefix, error)
+            log.warning("%s: leftovers could not be removed: %s; the next start tries again", self.info.prefix, error)
 
-    def _fire(self, event: Event) -> Action:
-        if self.phase in FINAL:
-            return Action.FINISH
-        phase, action = step(self.phase, event)
-        if phase is not self.phase:
+    def _fire(self, event: Event) -> None:
+        if self.phase not in FINAL and (phase := step(self.phase, event)) is not self.phase:
             self._enter(phase)
-        return action
 
     def _enter(self, phase: Phase) -> None:
         self.phase = phase
+        self.progress.spent.entered(phase)
         self._on_phase(phase)
+
+
+def error_of(info: AttemptInfo, outcome: Outcome) -> CheckpointdError:
+    """What an abort is raised as: the class that was reported where it is one of an abort, with the ranks to blame."""
+    report = outcome.error or NO_REASON
+    message = f"{info.tag} (attempt {info.attempt}) was not committed: {report.message}"
+    error = report.error(message, ranks=outcome.ranks)
+    return error if isinstance(error, AbortedError | FencedError) else AbortedError(message, ranks=tuple(outcome.ranks))
+
+
+def is_out_of_reach(error: BaseException | None) -> bool:
+    """Whether no word of the save can be written, nor read: the root has gone, or a link stands in its way."""
+    return isinstance(error, LinkError | RootGoneError)
+
+
+def lost_error(info: AttemptInfo, own: BaseException | None, error: Exception) -> CheckpointdError:
+    """The error of an attempt whose outcome could not be read or put because of `error`; `own` is what had failed before."""
+    if is_out_of_reach(own):
+        message = f"{info.prefix} failed: {own}"
+    elif own is not None:
+        message = f"{info.prefix} failed: {own}; the storage took no word of it ({error})"
+    else:
+        message = f"{info.prefix}: no outcome can be read or put ({error}); it is in doubt until the next start decides it"
+    lost = (type(own) if isinstance(own, FencedError | LinkError | RootGoneError) else StoreError)(message)
+    lost.__cause__ = own or error
+    return lost

@@ -1,4 +1,4 @@
-"""What an attempt waits for, told in the log while nothing comes."""
+"""Names what an attempt waits for, for the log of long waits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import logging
 from collections.abc import Sequence
 
 from checkpointd.commit.machine import Phase
-from checkpointd.pipeline.shard import AttemptInfo, Progress
+from checkpointd.phrases import rank_runs
+from checkpointd.pipeline.shard import AttemptInfo, ShardProgress
 from checkpointd.waits import Waiting
 
 NAMED_MAX = 32
@@ -17,7 +18,7 @@ NAMED_MAX = 32
 class Missing:
     """The wait of one rank's attempt; it begins anew whenever a phase, a byte on the disk or a vote has come."""
 
-    def __init__(self, info: AttemptInfo, progress: Progress) -> None:
+    def __init__(self, info: AttemptInfo, progress: ShardProgress) -> None:
         self._info, self._progress = info, progress
         self._since: tuple[object, Waiting] | None = None
 
@@ -40,8 +41,7 @@ class Missing:
         elif phase in {Phase.STAGED, Phase.PERSISTING}:
             why = f"rank {rank} has {progress.raw_done} of {progress.raw_total} bytes on the disk; the storage takes no more"
         elif votes_missing:
-            more = f" and {len(votes_missing) - NAMED_MAX} more" if len(votes_missing) > NAMED_MAX else ""
-            why = f"no vote from ranks {list(votes_missing[:NAMED_MAX])}{more}"
+            why = f"no vote from {rank_runs(votes_missing, NAMED_MAX)}"
         elif votes_missing is None:
             why = "rank 0 has not put the outcome; its log names the ranks that have not voted"
         else:

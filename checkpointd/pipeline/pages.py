@@ -1,4 +1,4 @@
-"""Page-aligned memory and runs of pages: what lets raw tensors go from the snapshot to the disk without a copy."""
+"""Page-aligned memory and runs of pages, so that raw tensors go from the slot to the disk without a copy."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def page_up(size: int) -> int:
     return -(-size // PAGE) * PAGE
 
 
-class Piece(Protocol):
-    """A tensor, or a part of one: `nbytes` bytes from byte `offset` of the image on."""
+class BufferRange(Protocol):
+    """A tensor, or a part of one: `nbytes` bytes from byte `offset` of the buffer on."""
 
     @property
     def offset(self) -> int: ...
@@ -32,7 +32,7 @@ class Piece(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class PageRun:
     """Whole pages `[start, stop)` of the image that are stored from byte `base` of the raw object on."""
 
     start: int
@@ -40,22 +40,22 @@ class Run:
     base: int
 
 
-def runs_of(pieces: Iterable[Piece]) -> list[Run]:
+def runs_of(pieces: Iterable[BufferRange]) -> list[PageRun]:
     """The pages that hold the given pieces, neighbours merged, laid out back to back in the object."""
-    runs: list[Run] = []
+    runs: list[PageRun] = []
     for piece in sorted((p for p in pieces if p.nbytes), key=lambda p: p.offset):
         start, stop = piece.offset // PAGE * PAGE, page_up(piece.offset + piece.nbytes)
         if runs and start <= runs[-1].stop:
             last = runs.pop()
-            runs.append(Run(last.start, max(last.stop, stop), last.base))
+            runs.append(PageRun(last.start, max(last.stop, stop), last.base))
         else:
             at = runs[-1].base + runs[-1].stop - runs[-1].start if runs else 0
-            runs.append(Run(start, stop, at))
+            runs.append(PageRun(start, stop, at))
     return runs
 
 
-def locate(runs: list[Run], offset: int) -> int:
-    """Where byte `offset` of the image lies in the raw object."""
+def locate(runs: list[PageRun], offset: int) -> int:
+    """Where byte `offset` of the buffer lies in the raw object."""
     low, high = 0, len(runs)
     while high - low > 1:
         middle = (low + high) // 2

@@ -1,4 +1,4 @@
-"""What the writer is handed: one rank's snapshot in host memory, and which attempt it belongs to."""
+"""A shard as the writer gets it: one rank's snapshot in host memory, and its attempt."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from numpy.typing import NDArray
 
 from checkpointd.errors import UsageError
 from checkpointd.layout.boxes import Box
-from checkpointd.layout.keys import HANDS_MAX, AttemptId, attempt_prefix
-from checkpointd.layout.manifest import Alias, Plan, PlanTensor, Scope
+from checkpointd.layout.keys import TAKEOVERS_MAX, AttemptId, attempt_prefix
+from checkpointd.layout.manifest import Alias, Inline, Plan, PlanTensor, Scope
+from checkpointd.layout.save_timings import PhaseSeconds
+from checkpointd.pipeline.meter import SaveMeter
 
 Bytes = NDArray[np.uint8]
 
@@ -21,6 +23,11 @@ COORDINATOR = 0
 """The rank that decides, and removes."""
 TENSOR_ALIGNMENT = 64
 PAGE = 4096
+
+
+def aligned(nbytes: int) -> int:
+    """The bytes that a tensor of `nbytes` takes in a buffer: the next tensor begins behind them."""
+    return -(-nbytes // TENSOR_ALIGNMENT) * TENSOR_ALIGNMENT
 
 
 def finite(metrics: Mapping[str, float]) -> tuple[tuple[str, float], ...]:
@@ -32,9 +39,9 @@ def finite(metrics: Mapping[str, float]) -> tuple[tuple[str, float], ...]:
 class AttemptInfo:
     """One try at one tag, as one rank sees it; `n` counts this rank's saves in its epoch.
 
-    `hand`: which writer of this snapshot this is; the first is 0, and whoever takes the attempt over from one that was lost
-    takes the next. `handed`: other hands may write the same snapshot, so a vote of this rank may be another hand's. A hand
-    that cannot be raises UsageError.
+    `takeover`: which writer of this snapshot this is; the first is 0, and whoever takes the attempt over from one that was lost
+    takes the next. `may_be_taken_over`: other writers may write the same snapshot, so a vote of this rank may be another
+    writer's. A writer that cannot be raises UsageError.
     """
 
     tag: str
@@ -46,14 +53,20 @@ class AttemptInfo:
     save_latest: bool = True
     metrics: tuple[tuple[str, float], ...] = ()
     """What the user says of the checkpoint, for retention to choose by: finite numbers by name."""
-    hand: int = 0
-    handed: bool = False
+    takeover: int = 0
+    may_be_taken_over: bool = False
+    inline: Inline | None = None
+    """Why the trainer persists this itself, although it uses a sidecar."""
     unfinished: str = ""
-    """The directory that was filled for this save, and gets its name when its files are shown: see `store/unfinished.py`."""
+    """The directory that was filled for this save, and gets its name when its files are shown: see `unfinished.py`."""
+    leftovers: tuple[str, ...] = ()
+    """How the names of files end that go from the directory in which the files are shown, unless they are of this save."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.hand < HANDS_MAX:
-            raise UsageError(f"hand {self.hand} cannot be: a shard has at most {HANDS_MAX} writers, one after the other")
+        if not 0 <= self.takeover < TAKEOVERS_MAX:
+            raise UsageError(
+                f"takeover {self.takeover} cannot be: a shard has at most {TAKEOVERS_MAX} writers, one after the other"
+            )
 
     @property
     def prefix(self) -> str:
@@ -65,7 +78,7 @@ class AttemptInfo:
 
 @dataclass(frozen=True, slots=True)
 class ShardTensor:
-    """One box of one tensor, row-major at byte `offset` of the image, `nbytes` long; `itemsize` bytes per element."""
+    """One box of one tensor, row-major at byte `offset` of the buffer, `nbytes` long; `itemsize` bytes per element."""
 
     fqn: str
     dtype: str
@@ -79,9 +92,9 @@ class ShardTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """A complete snapshot: `image` is the slot's memory, page-aligned, a whole number of pages, unchanged until persisted."""
+    """A complete snapshot: `buffer` is the slot's memory, page-aligned, a whole number of pages, unchanged until persisted."""
 
-    image: Bytes
+    buffer: Bytes
     tensors: tuple[ShardTensor, ...]
     aliases: tuple[Alias, ...] = ()
     excluded: tuple[str, ...] = ()
@@ -101,7 +114,7 @@ NEARLY_DONE = 0.99
 
 
 @dataclass(slots=True)
-class Progress:
+class ShardProgress:
     """How many bytes of one shard are on the disk; written by the writer's thread alone, read by any.
 
     A byte counts once it has left this process and the system's cache, or when it was there before. `clock` gives seconds.
@@ -112,8 +125,14 @@ class Progress:
     raw_kept: int = 0
     """Of those done, bytes that are unchanged, and were there before."""
     stored: int = 0
-    stale: bool = False
+    no_progress: bool = False
     """The save was committed, and what is trained had not changed since the one before."""
+    held_s: float = 0.0
+    """Seconds for which the save has held training."""
+    spent: SaveMeter = field(default_factory=SaveMeter)
+    """What it took so far, where this process persists it."""
+    told: PhaseSeconds | None = None
+    """The same where another process does, as it says."""
     on_change: Callable[[], None] | None = field(default=None, repr=False)
     clock: Callable[[], float] = field(default=time.monotonic, repr=False)
     _since: float | None = None
@@ -142,8 +161,23 @@ class Progress:
         """The vote is durable: its speed is what it was up to now."""
         self._until = self._until or self.clock()
 
-    def mirror(self, *, raw_total: int, raw_done: int, raw_kept: int, stored: int, writing_s: float | None) -> None:
+    @property
+    def seconds(self) -> PhaseSeconds:
+        """How long it took for what."""
+        return self.told or self.spent.seconds()
+
+    def mirror(
+        self,
+        *,
+        raw_total: int,
+        raw_done: int,
+        raw_kept: int,
+        stored: int,
+        writing_s: float | None,
+        seconds: PhaseSeconds | None = None,
+    ) -> None:
         """Be as another process says that it is, which has written for `writing_s` seconds."""
+        self.told = seconds
         self.raw_total, self.raw_done, self.raw_kept, self.stored = raw_total, raw_done, raw_kept, stored
         now = self.clock() if self._until is None else self._until
         self._since = None if writing_s is None else now - writing_s
@@ -181,7 +215,7 @@ def part_done(raw_done: int, raw_total: int) -> float:
 class Share:
     """Tells `progress` of `raw` bytes little by little, while the `nbytes` bytes that they become are written."""
 
-    def __init__(self, progress: Progress, raw: int, nbytes: int) -> None:
+    def __init__(self, progress: ShardProgress, raw: int, nbytes: int) -> None:
         self._progress, self._raw, self._nbytes = progress, raw, nbytes
         self._written = 0
 

@@ -1,15 +1,20 @@
-"""A bounded number of asynchronous works at once, all of them ended before the call returns."""
+"""Runs a bounded number of asynchronous tasks at once; all of them have ended when the call returns."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, ParamSpec, TypeVar
 
 from checkpointd.errors import StoreError
 from checkpointd.waits import Waiting
 
+P = ParamSpec("P")
 T = TypeVar("T")
+
+LARGE = 4096
+"""From so many tensors on, what goes over all of them would hold the loop for longer than others may wait."""
 
 
 class Stopped(Exception):
@@ -49,6 +54,13 @@ async def run_workers(works: Sequence[Callable[[], Awaitable[None]]], width: int
     for result in gathered.result():
         if isinstance(result, BaseException):
             raise result
+
+
+async def aside(tensors: int, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+    """The result of `call`, which goes over so many `tensors`: made on a thread where these are many."""
+    if tensors < LARGE:
+        return call(*args, **kwargs)
+    return await asyncio.get_running_loop().run_in_executor(None, partial(call, *args, **kwargs))
 
 
 async def answered(work: Coroutine[Any, Any, T], seconds: float) -> T:

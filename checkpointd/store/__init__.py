@@ -1,4 +1,4 @@
-"""EFFECTS: where objects lie. `base` is the contract, `posix` and `memory` keep it."""
+"""EFFECTS: stores of objects. `base` is the contract, `posix` and `memory` keep it."""
 
 from checkpointd.store.opening import open_store
 

@@ -3,14 +3,14 @@
 Durable: after the call has returned, a power cut loses nothing of it. Visible: another process sees it from then on.
 
 Invariants
-  S1  `put_if_absent` has one winner among any number of racing processes and machines, and a reader sees the winner's bytes
-      whole or nothing. When it returns, with True or False, the object is durable.
-  S2  `put` and `put_if_match` replace whole: a reader sees the old bytes or the new ones, also after a power cut.
-  S3  An object written by `open_writer` is durable when `finish` has returned. Before that it may be visible, torn or absent:
-      nothing may refer to it. Its key is new: writing an existing key is refused.
-  S4  What `get`, `stat` or `list` show may still be lost by a power cut until its writer has returned, or `settle` has.
-  S5  `delete` of what is not there succeeds. A store removes only what it is told to remove.
-  S6  Every system error leaves as a StoreError (StoreFullError where space or quota is used up) that names the key and
+  STORE-1  `put_if_absent` has one winner among any number of racing processes and machines, and a reader sees the winner's
+      bytes whole or nothing. When it returns, with True or False, the object is durable.
+  STORE-2  `put` and `put_if_match` replace whole: a reader sees the old bytes or the new ones, also after a power cut.
+  STORE-3  An object written by `open_writer` is durable when `finish` has returned. Before that it may be visible, torn or
+      absent: nothing may refer to it. Its key is new: writing an existing key is refused.
+  STORE-4  What `get`, `stat` or `list` show may still be lost by a power cut until its writer has returned, or `settle` has.
+  STORE-5  `delete` of what is not there succeeds. A store removes only what it is told to remove.
+  STORE-6  Every system error leaves as a StoreError (StoreFullError where space or quota is used up) that names the key and
       the reason; from `get`, `get_range`, `list`, `stat` and `settle` as an UnreadableError, whatever its number is.
       NotFoundError says what this look saw. On a network file system the next one may see the object.
 """
@@ -19,12 +19,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import Protocol, Self
 
 from typing_extensions import Buffer
-
-if TYPE_CHECKING:
-    from checkpointd.store.plain import PlainFiles
 
 SMALL_BYTES_MAX = 64 * 1024 * 1024
 """Above this size an object is not read by `get` in one piece unless the caller says how large it may be."""
@@ -62,7 +59,7 @@ class ObjectWriter(Protocol):
         ...
 
     async def finish(self, size: int) -> None:
-        """Cut the object to `size` bytes and make it durable (S3).
+        """Cut the object to `size` bytes and make it durable (STORE-3).
 
         Where this raises, or a `write_at` did, the object is lost: `discard` it. `finish` then keeps raising.
         """
@@ -89,11 +86,6 @@ class Store(Protocol):
     def capabilities(self) -> Capabilities: ...
 
     @property
-    def plain_files(self) -> PlainFiles | None:
-        """How objects are shown as plain files beside the store; None where they cannot be."""
-        ...
-
-    @property
     def uncached(self) -> Store:
         """The same objects, whose bytes are read from the storage itself and not from this machine's cache of it, as far as the
         back end can. It needs no closing, and is of no use once this store is closed.
@@ -101,15 +93,17 @@ class Store(Protocol):
         ...
 
     async def put_if_absent(self, key: str, data: bytes) -> bool:
-        """Create `key`; False where it already exists. Durable either way (S1)."""
+        """Create `key`; False where it already exists. Durable either way (STORE-1)."""
         ...
 
     async def put(self, key: str, data: bytes) -> None:
-        """Create or replace `key` atomically and durably (S2)."""
+        """Create or replace `key` atomically and durably (STORE-2)."""
         ...
 
     async def put_if_match(self, key: str, expected: bytes | None, data: bytes) -> bool:
-        """Replace `key` if its content is `expected` (None: absent); False where it is not (S2)."""
+        """Replace `key` if its content is `expected` (None: absent, or a symbolic link, whose name it takes); False where it is
+        not (STORE-2).
+        """
         ...
 
     async def open_writer(self, key: str, *, size_hint: int = 0) -> ObjectWriter:
@@ -136,11 +130,13 @@ class Store(Protocol):
         ...
 
     async def delete(self, key: str) -> None:
-        """Remove the object, durably (S5)."""
+        """Remove the object, durably (STORE-5)."""
         ...
 
     async def settle(self, key: str) -> None:
-        """Make durable what is visible of `key` (S4), for readers that act on what they saw. NotFoundError where it is not."""
+        """Make durable what is visible of `key` (STORE-4), for readers that act on what they saw. NotFoundError
+        where it is not.
+        """
         ...
 
     async def sweep(self) -> int:

@@ -1,11 +1,12 @@
-"""A store whose large writes keep to so many bytes per second, all of them together.
+"""A store with a bandwidth limit for all its large writes together.
 
 Invariants
-  K1  In any stretch of T seconds at most `bytes_per_s` * T + `burst_bytes` bytes are let through, over all writers of a bucket.
-  K2  Every write gets its turn: writers that want bytes are served one piece each in turn, in the order in which they asked,
-      however many writes each of them has under way. A wait lasts as long as one piece of each of them takes.
-  K3  Only what `open_writer` writes is limited: votes, outcomes, indexes, reads and deletions are never delayed.
-  K4  A write that is cancelled while it waits takes nothing from the others.
+  LIMIT-1  In any stretch of T seconds at most `bytes_per_s` * T + `burst_bytes` bytes are let through, over all writers of a
+      bucket.
+  LIMIT-2  Every write gets its turn: writers that want bytes are served one piece each in turn, in the order in which they
+      asked, however many writes each of them has under way. A wait lasts as long as one piece of each of them takes.
+  LIMIT-3  Only what `open_writer` writes is limited: votes, outcomes, indexes, reads and deletions are never delayed.
+  LIMIT-4  A write that is cancelled while it waits takes nothing from the others.
 
 A write waits inside `write_at`, so whoever measures how fast this store takes bytes measures the limit: `compression="auto"`
 compresses more where bandwidth is scarce.
@@ -86,7 +87,7 @@ class LimitedWriter:
 
     def __init__(self, target: ObjectWriter, bucket: TokenBucket) -> None:
         self._target, self._bucket = target, bucket
-        # One request of this object at a time: many writes at once give it no larger share (K2).
+        # One request of this object at a time: many writes at once give it no larger share (LIMIT-2).
         self._turn = asyncio.Lock()
 
     async def write_at(self, offset: int, data: Buffer) -> None:

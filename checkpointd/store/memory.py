@@ -31,10 +31,6 @@ class MemoryStore:
         return Capabilities(alignment=1, shared=False)
 
     @property
-    def plain_files(self) -> None:
-        return None
-
-    @property
     def uncached(self) -> Self:
         return self
 

@@ -1,4 +1,4 @@
-"""Which keys a store accepts, and which names below `.checkpointd` belong to the store itself."""
+"""The keys that a store accepts, and the names below `.checkpointd` that belong to the store itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From what a user calls a root to the store behind it."""
+"""Opens the store at a user's root."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from urllib.parse import unquote, urlsplit
 
 from checkpointd.errors import UsageError
 from checkpointd.store.base import Store
-from checkpointd.store.posix import PosixStore
+from checkpointd.store.posix.store import PosixStore
 
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
@@ -24,7 +24,7 @@ def open_store(root: str | os.PathLike[str], *, read_only: bool = False) -> Stor
     url = urlsplit(text)
     if url.scheme == "memory":
         if read_only:
-            raise UsageError(f"{text!r} lives in the process that made it alone: there is nothing to read from here")
+            raise UsageError(f"{text!r} exists only in the process that made it: there is nothing to read from here")
         from checkpointd.store.memory import MemoryStore  # brings in numpy, which a command that only looks does without
 
         return MemoryStore(url.netloc or "memory")

@@ -1,4 +1,4 @@
-"""A store that passes every call on to another one: what a store that changes only some of them is made from."""
+"""A store that passes every call on to another one: the base of stores that change only some calls."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from types import TracebackType
 from typing import Self
 
 from checkpointd.store.base import SMALL_BYTES_MAX, Capabilities, Entry, ObjectWriter, Store
-from checkpointd.store.plain import PlainFiles
+from checkpointd.store.identity import Identity, forget_synced, identity_of
+from checkpointd.store.posix.plain import PlainFiles
+from checkpointd.store.showing import plain_files_of
 
 
 class PassingStore:
@@ -25,7 +27,7 @@ class PassingStore:
 
     @property
     def plain_files(self) -> PlainFiles | None:
-        return self._store.plain_files
+        return plain_files_of(self._store)
 
     @property
     def uncached(self) -> Store:
@@ -57,6 +59,12 @@ class PassingStore:
 
     async def delete(self, key: str) -> None:
         await self._store.delete(key)
+
+    async def identity(self, key: str) -> Identity | None:
+        return await identity_of(self._store, key)
+
+    def forget_synced(self) -> None:
+        forget_synced(self._store)
 
     async def settle(self, key: str) -> None:
         await self._store.settle(key)

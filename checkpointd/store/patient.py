@@ -1,13 +1,15 @@
-"""A store whose reads are patient: what cannot be read now is tried again, and absence is believed only when it lasts.
+"""A store with patient reads: it tries an unreadable object again, and believes an absence only if it lasts.
 
 For readers that follow names, from an outcome to its votes, indexes and chunks: what they ask for was there once. A file server
 that is failing over, a process out of descriptors, or a client with a stale directory entry must not look like damage.
 
 Invariants
-  T1  An UnreadableError is never turned into anything else. It is raised when it has lasted for `retry_s`.
-  T2  NotFoundError leaves only when LOOKS_MIN looks, the first and the last at least `absence_s` apart, all agreed: none found
-      the object, nor its name in a listing taken after it. A look that finds the name, or that fails, starts the count again.
-  T3  Pauses grow, and are never longer than PAUSE_S_MAX, so that whoever waits for a sign of life gets one at every look.
+  PATIENT-1  An UnreadableError is never turned into anything else. It is raised when it has lasted for `retry_s`.
+  PATIENT-2  NotFoundError leaves only when LOOKS_MIN looks, the first and the last at least `absence_s` apart, all agreed: none
+      found the object, nor its name in a listing taken after it. A look that finds the name, or that fails, starts the count
+      again.
+  PATIENT-3  Pauses grow, and are never longer than PAUSE_S_MAX, so that whoever waits for a sign of life gets one at every
+      look.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ class Patience:
     """What all reads of one undertaking may wait together. For one loop; times in seconds.
 
     `retry_s`: how long reads may fail, whichever they are; the time in between, in which all goes well, does not count.
-    `absence_s`: see T2; None where the object is known to be there, so that it is unreadable rather than lost.
+    `absence_s`: see PATIENT-2; None where the object is known to be there, so that it is unreadable rather than lost.
     `on_failure` hears of the first failure.
     """
 
@@ -45,9 +47,9 @@ class Patience:
         self._since = self._spent_s = 0.0
         self._told = False
 
-    def looks(self) -> Looks:
+    def looks(self) -> RepeatedLooks:
         """Begin to look at one thing."""
-        return Looks(self)
+        return RepeatedLooks(self)
 
     def left_s(self) -> float:
         """What is left of `retry_s`."""
@@ -67,7 +69,7 @@ class Patience:
             self._spent_s += _now() - self._since
 
 
-class Looks:
+class RepeatedLooks:
     """The looks at one thing that could not be read or was not there. A context manager: leaving it ends the looking."""
 
     def __init__(self, patience: Patience) -> None:
@@ -84,7 +86,9 @@ class Looks:
             self._patience.ended_failing()
 
     async def unreadable(self, error: UnreadableError) -> None:
-        """Wait until the next look is due; raises `error`, with how long it was tried, where there is to be none (T1)."""
+        """Wait until the next look is due; raises `error`, with how long it was tried, where there is to be
+        none (PATIENT-1).
+        """
         self._agreed = 0
         self._note()
         left_s = self._patience.left_s()
@@ -95,7 +99,7 @@ class Looks:
         await self._pause(left_s)
 
     async def is_lost(self, what: str) -> bool:
-        """Whether absence is proved, `what` saying what of (T2); else waits until the next look is due."""
+        """Whether absence is proved, `what` saying what of (PATIENT-2); else waits until the next look is due."""
         if self._patience.absence_s is None:
             await self.unreadable(UnreadableError(f"{what}, although it was seen by another look"))
             return False

@@ -1,4 +1,4 @@
-"""Who wrote a temporary file, and whether that process still lives.
+"""The writer of a temporary file, and whether that process still lives.
 
 A writer is `<host>.<boot>.<pid namespace>.<pid>.<start time>.<random>`: exact where this process can look (same boot, same pid
 namespace), and never a matter of clocks: a pid that was given again has another start time. Everything else counts as dead.

@@ -7,10 +7,10 @@ from __future__ import annotations
 import asyncio
 import random
 
+from checkpointd.admin.gc import CollectionReport, collection, deletion
 from checkpointd.commit.retention import Retention
 from checkpointd.errors import CheckpointdError
-from checkpointd.pipeline import catalog
-from checkpointd.pipeline.report.collection import CollectionReport, collection, deletion
+from checkpointd.pipeline.root import catalog
 from checkpointd.store.base import Store
 from checkpointd.testing.simledger import Ledger
 

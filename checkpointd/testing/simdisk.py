@@ -1,13 +1,14 @@
 """A simulated disk, seen by simulated processes: the POSIX store runs on it as it runs on the real one.
 
-What a power cut and a failing fsync may do is stated in `simfs.py` (F1 to F7). This module adds the processes:
-  P1  Every effect (create, write, reserve, truncate, fsync, link, rename, unlink, mkdir, rmdir, fsync of a directory) has a
-      number, counted from 1 over all processes. Just after any of them, `after` may kill, pause or cut the power.
-  P2  A killed process performs no later effect and its calls never return. What it had done stays, also where it never learned
-      of it. A write of more than a page may stop in between. Its locks are free at once.
-  P3  A paused process keeps its locks; when it is resumed it goes on where it stood.
-  P4  Effects take seeded virtual time before and after they happen, so that calls in flight overtake each other.
-  P5  `before` may refuse any effect with an error of the system (ENOSPC, EIO); F5 to F7 then say what is left of it.
+What a power cut and a failing fsync may do is stated in `simfs.py` (SIMFS-1 to SIMFS-7). This module adds the processes:
+  SIMDISK-1  Every effect (create, write, reserve, truncate, fsync, link, rename, unlink, mkdir, rmdir, fsync of a directory)
+      has a number, counted from 1 over all processes. Just after any of them, `after` may kill, pause or cut the power.
+  SIMDISK-2  A killed process performs no later effect and its calls never return. What it had done stays, also where it never
+      learned of it. A write of more than a page may stop in between. Its locks are free at once.
+  SIMDISK-3  A paused process keeps its locks; when it is resumed it goes on where it stood.
+  SIMDISK-4  Effects take seeded virtual time before and after they happen, so that calls in flight overtake each other.
+  SIMDISK-5  `before` may refuse any effect with an error of the system (ENOSPC, EIO); SIMFS-5 to SIMFS-7 then say what is left
+      of it.
 Calls are made by tasks of the process that the view belongs to (`Process.spawn`); anything else is a fault of the test.
 """
 
@@ -23,7 +24,7 @@ from typing import TypeVar
 
 from typing_extensions import Buffer
 
-from checkpointd.store.disk import Child, Status
+from checkpointd.store.posix.disk import Child, FileStatus
 from checkpointd.testing.simfs import Node, SimDirectory, SimFile, SimFs
 from checkpointd.testing.simloop import Process, ProcessState, SimLoop, current_process
 
@@ -68,9 +69,9 @@ class SimDisk:
         self.trace: list[Effect | str] = []
         self.effects = 0
         self.before: Callable[[Effect], int | None] = lambda _: None
-        """Asked just before each effect; an errno makes it fail (P5)."""
+        """Asked just before each effect; an errno makes it fail (SIMDISK-5)."""
         self.after: Callable[[Effect, bool], None] = lambda _effect, _done: None
-        """Told just after each effect (P1), and whether it was done: False where the call failed."""
+        """Told just after each effect (SIMDISK-1), and whether it was done: False where the call failed."""
         self._alive: dict[str, ProcessDisk] = {}
         self.fs.make_directory(root)
         self.fs.make_all_durable()
@@ -82,12 +83,12 @@ class SimDisk:
         return view
 
     def kill(self, name: str) -> None:
-        """SIGKILL (P2)."""
+        """SIGKILL (SIMDISK-2)."""
         self.note(f"kill {name}")
         self._alive.pop(name).process.kill()
 
     def pause(self, name: str) -> None:
-        """SIGSTOP (P3)."""
+        """SIGSTOP (SIMDISK-3)."""
         self.note(f"pause {name}")
         self._alive[name].process.pause()
 
@@ -101,7 +102,7 @@ class SimDisk:
         return list(self._alive)
 
     def power_cut(self) -> None:
-        """Kill all processes and leave what F1 to F4 allow."""
+        """Kill all processes and leave what SIMFS-1 to SIMFS-4 allow."""
         self.note("power cut")
         for view in self._alive.values():
             view.process.kill()
@@ -130,7 +131,7 @@ class SimDisk:
 
 
 class ProcessDisk:
-    """The disk as one process sees it; `checkpointd.store.disk.Disk` is the contract."""
+    """The disk as one process sees it; `checkpointd.store.posix.disk.Disk` is the contract."""
 
     def __init__(self, disk: SimDisk, process: Process) -> None:
         self.disk, self.process = disk, process
@@ -190,8 +191,7 @@ class ProcessDisk:
         self.disk.rng.shuffle(found)
         return found
 
-    async def status(self, path: str, *, follow: bool = True) -> Status:
-        del follow
+    async def status(self, path: str) -> FileStatus:
         return await self.look(lambda: _status(self._fs.node(path)))
 
     async def size(self, path: str) -> int:
@@ -270,7 +270,7 @@ class FarDisk(ProcessDisk):
 
 
 class SimOpenFile:
-    """A file open for writing; `checkpointd.store.disk.File` is the contract."""
+    """A file open for writing; `checkpointd.store.posix.disk.WritableFile` is the contract."""
 
     def __init__(self, view: ProcessDisk, file: SimFile, path: str) -> None:
         self._view, self._file, self._path = view, file, path
@@ -360,9 +360,9 @@ def _copy_out(data: bytes, offset: int, out: memoryview) -> int:
     return len(part)
 
 
-def _status(node: Node) -> Status:
+def _status(node: Node) -> FileStatus:
     """Times are not modelled: the number stands for the time of change, so that the content of two files is compared."""
-    return Status(node.number, len(node.data), node.number) if isinstance(node, SimFile) else Status(0, 0, 0)
+    return FileStatus(node.number, len(node.data), node.number) if isinstance(node, SimFile) else FileStatus(0, 0, 0)
 
 
 def _children(directory: SimDirectory) -> list[Child]:

@@ -1,20 +1,22 @@
 """The state of a simulated file system, and what a power cut may leave of it. Synchronous; `simdisk.py` puts processes on it.
 
 The legal faults. A power cut may do exactly this, each choice from the seed:
-  F1  Content that no successful fsync covered may vanish, be there in part (any subset of its 512-byte sectors, of any part of
-      the writes), or be whole. A size may survive without its content: the missing bytes read as zeros.
-  F2  A name (create, link, rename, unlink, mkdir, rmdir) that no fsync of its directory covered may or may not survive, each
-      independently of all others and of the content. A link or a rename survives whole or not at all: no name ever refers to a
-      mixture, and no name that was replaced is missing.
-  F3  A rename between directories is durable at its target once the target's directory is synced; the name at its source may
-      come back until the source's directory is synced too. Syncing the source's directory makes all of it durable.
-  F4  What an fsync covered always survives: content by the file's, names by their own directory's (a directory's own name is in
-      its parent). Content whose name is lost is lost.
+  SIMFS-1  Content that no successful fsync covered may vanish, be there in part (any subset of its 512-byte sectors, of any
+      part of the writes), or be whole. A size may survive without its content: the missing bytes read as zeros.
+  SIMFS-2  A name (create, link, rename, unlink, mkdir, rmdir) that no fsync of its directory covered may or may not survive,
+      each independently of all others and of the content. A link or a rename survives whole or not at all: no name ever refers
+      to a mixture, and no name that was replaced is missing.
+  SIMFS-3  A rename between directories is durable at its target once the target's directory is synced; the name at its source
+      may come back until the source's directory is synced too. Syncing the source's directory makes all of it durable.
+  SIMFS-4  What an fsync covered always survives: content by the file's, names by their own directory's (a directory's own name
+      is in its parent). Content whose name is lost is lost.
 Without a power cut:
-  F5  A failed fsync (EIO, ENOSPC) drops the file's dirty pages: they are clean but lost, any part of them may have reached the
-      disk, a later fsync succeeds and writes nothing. A reader may see the new content or, where pages were evicted, the old.
-  F6  A failed fsync of a directory leaves its names in doubt; a later one that succeeds makes them durable (journalled names).
-  F7  A write that fails may have written any part from its beginning.
+  SIMFS-5  A failed fsync (EIO, ENOSPC) drops the file's dirty pages: they are clean but lost, any part of them may have reached
+      the disk, a later fsync succeeds and writes nothing. A reader may see the new content or, where pages were evicted, the
+      old.
+  SIMFS-6  A failed fsync of a directory leaves its names in doubt; a later one that succeeds makes them durable (journalled
+      names).
+  SIMFS-7  A write that fails may have written any part from its beginning.
 Not modelled: bytes that decay after they were durable, blocks of other files showing up, caches of a network file system.
 """
 
@@ -68,7 +70,7 @@ class NameChange:
 
     parts: list[Part]
     source: SimDirectory | None = None
-    """Where a rename took its file from (F3)."""
+    """Where a rename took its file from (SIMFS-3)."""
 
 
 class SimFs:
@@ -169,7 +171,7 @@ class SimFs:
         return node
 
     def sync_directory(self, path: str) -> None:
-        """Make the names in `path` durable (F2, F3, F4)."""
+        """Make the names in `path` durable (SIMFS-2, SIMFS-3, SIMFS-4)."""
         directory = self.directory(path)
         covered: set[tuple[int, str]] = set()
         # Newest first: of several changes to one name only the last one counts, and the earlier ones must not come back.
@@ -212,14 +214,14 @@ class SimFs:
         file.dirty.append(change)
 
     def sync(self, file: SimFile) -> None:
-        """fsync: the content is durable, save what an earlier failed fsync dropped (F5)."""
+        """fsync: the content is durable, save what an earlier failed fsync dropped (SIMFS-5)."""
         disk = bytearray(file.durable)
         for change in file.dirty:
             _apply(disk, change)
         file.durable, file.dirty = bytes(disk), []
 
     def drop_dirty(self, file: SimFile, rng: random.Random) -> None:
-        """A failed fsync (F5)."""
+        """A failed fsync (SIMFS-5)."""
         file.durable, file.dirty = _survivors(file, rng), []
         if rng.random() < 0.5:
             kept = file.durable[: len(file.data)]
@@ -296,7 +298,7 @@ def _apply(content: bytearray, change: Change) -> None:
 
 
 def _survivors(file: SimFile, rng: random.Random) -> bytes:
-    """What the disk holds of `file` if nothing more is written to it (F1)."""
+    """What the disk holds of `file` if nothing more is written to it (SIMFS-1)."""
     disk = bytearray(file.durable)
     fate = rng.choice(("vanished", "whole", "torn", "torn", "size only"))
     for change in file.dirty:

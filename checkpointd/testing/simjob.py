@@ -21,17 +21,17 @@ from checkpointd.commit.machine import Phase
 from checkpointd.config import CommitConfig
 from checkpointd.errors import CheckpointdError, RootInUseError
 from checkpointd.layout.manifest import Outcome
-from checkpointd.pipeline import catalog
 from checkpointd.pipeline.attempt import WriterState
-from checkpointd.pipeline.catalog import Checkpoint
-from checkpointd.pipeline.leases import Sight
-from checkpointd.store.posix import PosixStore
+from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root.catalog import Checkpoint
+from checkpointd.pipeline.root.leases import Sight
+from checkpointd.store.posix.store import PosixStore
 from checkpointd.store.writers import Life
 from checkpointd.testing import simloop
 from checkpointd.testing.simcollector import collect_now_and_then
 from checkpointd.testing.simdisk import Effect, FarDisk, SimDisk
 from checkpointd.testing.simledger import InvariantError, Key, Ledger
-from checkpointd.testing.simrank import Board, JobConfig, Rank, read_contents
+from checkpointd.testing.simrank import JobConfig, Rank, SimBoard, read_contents
 from checkpointd.testing.simreader import read_now_and_then
 from checkpointd.testing.simschedule import (
     NAMES,
@@ -45,7 +45,7 @@ from checkpointd.testing.simschedule import (
     Schedule,
     SecondJob,
 )
-from checkpointd.testing.simsidecar import Runner, Sidecar, look_after
+from checkpointd.testing.simsidecar import SimRunner, SimSidecar, look_after
 
 ROOT = "/root/run"
 INCARNATIONS_MAX = 30
@@ -53,7 +53,7 @@ ZOMBIES_END_S = 500.0
 
 
 @dataclass(slots=True)
-class Report:
+class SimReport:
     """What a run did: effects up to the end of the faults, faults that struck, attempts committed and aborted, incarnations."""
 
     effects: int = 0
@@ -100,14 +100,14 @@ class SimJob:
 
     schedule: Schedule
     disk: SimDisk = field(default_factory=lambda: SimDisk(root="/root"))
-    report: Report = field(default_factory=Report)
+    report: SimReport = field(default_factory=SimReport)
     ledger: Ledger = field(init=False)
     _faults: dict[int | Moment, Fault] = field(init=False)
     _counts: Counter[tuple[str, str]] = field(default_factory=Counter)
     _refusals: dict[str, Refuse] = field(default_factory=dict)
     _newest: Incarnation | None = None
-    _sidecars: dict[int, Sidecar] = field(default_factory=dict)
-    _restarted: list[Sidecar] = field(default_factory=list)
+    _sidecars: dict[int, SimSidecar] = field(default_factory=dict)
+    _restarted: list[SimSidecar] = field(default_factory=list)
     _rng: random.Random = field(init=False)
 
     def __post_init__(self) -> None:
@@ -119,7 +119,7 @@ class SimJob:
         self.disk.after = self._after
         self.disk.before = self._refusal
 
-    async def run(self) -> Report:
+    async def run(self) -> SimReport:
         """Incarnations until one ends by itself, then the check of what is left."""
         await self._until_done()
         await self._end_zombies()
@@ -162,7 +162,7 @@ class SimJob:
 
     def _start(self, config: JobConfig, *, take_over: bool = False) -> Incarnation:
         self.report.incarnations += 1
-        number, board = self.report.incarnations, Board(self.disk.loop)
+        number, board = self.report.incarnations, SimBoard(self.disk.loop)
         ranks, tasks = [], []
         for rank in range(config.world_size):
             name = f"{rank}.{number}"
@@ -206,7 +206,7 @@ class SimJob:
         rng = random.Random(f"read {config.seed} {name}")
         view.process.spawn(read_now_and_then(store, name, rng, self.ledger), name=name)
 
-    def _sidecar(self, config: JobConfig, rank: int) -> Sidecar:
+    def _sidecar(self, config: JobConfig, rank: int) -> SimSidecar:
         """The sidecar of `rank`'s node: begun anew where the last one is lost."""
         found = self._sidecars.get(rank)
         if found is None or found.lost.done():
@@ -216,7 +216,7 @@ class SimJob:
             store = PosixStore(ROOT, view, writer=name, is_alive=self._is_alive)
             state = WriterState(store=store, persist=config.persist, commit=config.committing)
             lost: asyncio.Future[None] = self.disk.loop.create_future()
-            found = Sidecar(view.process, Runner(name, state, self.ledger), lost, self._sight(name, config))
+            found = SimSidecar(view.process, SimRunner(name, state, self.ledger), lost, self._sight(name, config))
             view.process.on_death(found.lose)
             if rank in self._sidecars:
                 care = random.Random(f"care {config.seed} {name}")
@@ -385,11 +385,11 @@ def _innermost(error: Exception) -> Exception:
     return _innermost(error.exceptions[0]) if isinstance(error, ExceptionGroup) else error
 
 
-def run_schedule(schedule: Schedule) -> Report:
+def run_schedule(schedule: Schedule) -> SimReport:
     """Run `schedule`; an error carries the schedule and the end of the trace."""
     jobs: list[SimJob] = []
 
-    async def main() -> Report:
+    async def main() -> SimReport:
         jobs.append(SimJob(schedule))
         return await jobs[0].run()
 

@@ -1,11 +1,13 @@
 """A deterministic event loop: virtual time, a seeded choice among what is ready, and processes that die, stop and go on.
 
 Invariants
-  L1  The same seed and the same coroutine run the same callbacks in the same order: no clock, socket or thread is asked.
-  L2  Time moves only when nothing is ready, and then to the next timer: a run never sleeps.
-  L3  Any callback that is ready may be next. asyncio promises first-in first-out; code that needs it fails here, on purpose.
-  L4  A killed process runs no further callback; a paused one runs none until it is resumed, and then finds its timers overdue.
-  L5  A run ends: with nothing to do (deadlock), or past its bounds of virtual time and callbacks, it raises StuckError.
+  SIMLOOP-1  The same seed and the same coroutine run the same callbacks in the same order: no clock, socket or thread is asked.
+  SIMLOOP-2  Time moves only when nothing is ready, and then to the next timer: a run never sleeps.
+  SIMLOOP-3  Any callback that is ready may be next. asyncio promises first-in first-out; code that needs it fails here, on
+      purpose.
+  SIMLOOP-4  A killed process runs no further callback; a paused one runs none until it is resumed, and then finds its timers
+      overdue.
+  SIMLOOP-5  A run ends: with nothing to do (deadlock), or past its bounds of virtual time and callbacks, it raises StuckError.
 """
 
 from __future__ import annotations

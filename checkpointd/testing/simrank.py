@@ -2,7 +2,7 @@
 
 The order of steps is that of `checkpointd_client`: rank 0 takes the epoch, recovers and says so to the others; all load the
 newest checkpoint; each save is an `Attempt` of its own, two at most in flight. With sidecars, another process runs it, and
-the rank takes it over with the next hand when that one is lost.
+the rank takes it over with the next writer when that one is lost.
 """
 
 from __future__ import annotations
@@ -23,27 +23,28 @@ from checkpointd.config import CommitConfig, LoadConfig, PersistConfig
 from checkpointd.errors import CheckpointdError, SkippedError, StagingError
 from checkpointd.layout.boxes import whole
 from checkpointd.layout.keys import AttemptId, default_tag
-from checkpointd.pipeline import catalog, epochs, leases
 from checkpointd.pipeline.attempt import Attempt, WriterState
-from checkpointd.pipeline.candidates import candidates
-from checkpointd.pipeline.catalog import Checkpoint
-from checkpointd.pipeline.leases import Beginner, Held, Sight
-from checkpointd.pipeline.load import read_index, read_tensors
+from checkpointd.pipeline.decide.recover import recover
 from checkpointd.pipeline.pages import page_buffer, page_up
-from checkpointd.pipeline.recover import recover
-from checkpointd.pipeline.shard import TENSOR_ALIGNMENT, AttemptInfo, Bytes, Shard, ShardTensor
+from checkpointd.pipeline.read.index import read_index
+from checkpointd.pipeline.read.load import read_tensors
+from checkpointd.pipeline.root import catalog, epochs, leases
+from checkpointd.pipeline.root.candidates import candidates
+from checkpointd.pipeline.root.catalog import Checkpoint
+from checkpointd.pipeline.root.leases import Beginner, HeldLease, Sight
+from checkpointd.pipeline.shard import AttemptInfo, Bytes, Shard, ShardTensor, aligned
 from checkpointd.store.base import Store
 from checkpointd.store.patient import Patience
 from checkpointd.testing.simledger import Contents, InvariantError, Ledger, Order
 from checkpointd.testing.simloop import Process
-from checkpointd.testing.simsidecar import Runner, Sidecar, snapshot_of
+from checkpointd.testing.simsidecar import SimRunner, SimSidecar, snapshot_of
 
 IN_FLIGHT_MAX = 2
 COMPUTE_S_MAX = 2.0
 REUSED_TAG = "best"
 
 
-class Board:
+class SimBoard:
     """What torch.distributed's Store is to the real ranks: values that one rank posts once and others wait for."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -160,12 +161,12 @@ class Rank:
     rank: int
     name: str
     store: Store
-    board: Board
+    board: SimBoard
     ledger: Ledger
     rng: random.Random
     process: Process
     sight: Sight
-    sidecar: Callable[[], Sidecar] | None = None
+    sidecar: Callable[[], SimSidecar] | None = None
     """The sidecar that this rank's node has now; None: there are none in this job."""
     take_over: bool = False
     done: dict[str, Phase] = field(default_factory=dict)
@@ -173,15 +174,16 @@ class Rank:
     _epoch: int = 0
     _saves: int = 0
     _saves_of_tag: Counter[str] = field(default_factory=Counter)
-    _runner: Runner = field(init=False)
+    _runner: SimRunner = field(init=False)
     _spares: tuple[str, ...] = ()
-    _lease: Held | None = None
+    _lease: HeldLease | None = None
 
     async def train(self) -> None:
         """Start, load, and save after every step up to the last. Raises CheckpointdError where starting or loading fails."""
         state = WriterState(store=self.store, persist=self.config.persist, commit=self.config.committing)
-        self._runner = Runner(self.name, state, self.ledger)
+        self._runner = SimRunner(self.name, state, self.ledger)
         self._epoch = await self._begin()
+        await state.own_root.begun(self._epoch, (await epochs.read(self.store, self._epoch)).nonce)
         first = await self._load()
         free = asyncio.Semaphore(IN_FLIGHT_MAX)
         async with asyncio.TaskGroup() as attempts:
@@ -308,12 +310,12 @@ class Rank:
             free()
         self.done[info.prefix] = attempt.phase
 
-    async def _handed_over(self, info: AttemptInfo, taking: asyncio.Task[Shard], sidecar: Callable[[], Sidecar]) -> Attempt:
+    async def _handed_over(self, info: AttemptInfo, taking: asyncio.Task[Shard], sidecar: Callable[[], SimSidecar]) -> Attempt:
         """The attempt, by the sidecar, or by whoever takes over from a lost one: the next sidecar, or this process itself."""
         snapshot = snapshot_of(self.process, taking, StagingError(f"{self.name} died while its snapshot was being taken"))
-        for hand in itertools.count():
-            info = replace(info, hand=hand, handed=True)
-            if hand and self.rng.random() < 0.5:
+        for takeover in itertools.count():
+            info = replace(info, takeover=takeover, may_be_taken_over=True)
+            if takeover and self.rng.random() < 0.5:
                 return await self._runner.run(info, snapshot)
             current = sidecar()
             work = current.begin(info, snapshot)
@@ -354,17 +356,17 @@ def frozen_tensors(seed: str, moving: Contents) -> Contents:
 
 
 def make_shard(contents: Contents) -> Shard:
-    """`contents` as a snapshot: float32 vectors at 64-byte offsets of a page-aligned image."""
+    """`contents` as a snapshot: float32 vectors at 64-byte offsets of a page-aligned buffer."""
     tensors: list[ShardTensor] = []
     offset = 0
     for fqn, data in contents.items():
         shape = (len(data) // 4,)
         tensors.append(ShardTensor(fqn, "float32", shape, whole(shape), "rank", offset, len(data), 4))
-        offset += -(-len(data) // TENSOR_ALIGNMENT) * TENSOR_ALIGNMENT
-    image = page_buffer(page_up(offset))
+        offset += aligned(len(data))
+    buffer = page_buffer(page_up(offset))
     for tensor, data in zip(tensors, contents.values(), strict=True):
-        image[tensor.offset : tensor.offset + tensor.nbytes] = np.frombuffer(data, np.uint8)
-    return Shard(image=image, tensors=tuple(tensors), tree=b"\xc0")
+        buffer[tensor.offset : tensor.offset + tensor.nbytes] = np.frombuffer(data, np.uint8)
+    return Shard(buffer=buffer, tensors=tuple(tensors), tree=b"\xc0")
 
 
 async def read_contents(store: Store, checkpoint: Checkpoint, rank: int) -> Contents:

@@ -14,9 +14,9 @@ import random
 
 from checkpointd.config import LoadConfig
 from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError
-from checkpointd.pipeline.catalog import Checkpoint
-from checkpointd.pipeline.reading import Reading
-from checkpointd.pipeline.world import World
+from checkpointd.pipeline.read.checkpoint_view import CheckpointView
+from checkpointd.pipeline.read.choice import CheckpointFinder
+from checkpointd.pipeline.root.catalog import Checkpoint
 from checkpointd.store.base import Store
 from checkpointd.testing.simledger import Contents, InvariantError, Ledger
 from checkpointd.testing.simrank import read_contents
@@ -47,7 +47,7 @@ async def read_now_and_then(store: Store, name: str, rng: random.Random, ledger:
 
 async def _read(store: Store, rng: random.Random, ledger: Ledger) -> None:
     floor = ledger.latest_floor
-    reading = Reading(store, None, config=LoadConfig(reads=2, block_bytes=8192))
+    reading = CheckpointFinder(store, None, config=LoadConfig(reads=2, block_bytes=8192))
     world, found = await reading.begin(), None
     while found is None:
         try:
@@ -62,7 +62,7 @@ async def _read(store: Store, rng: random.Random, ledger: Ledger) -> None:
         raise InvariantError("reads-whole", f"{checkpoint.prefix} was read; latest had been reported at {floor}")
 
 
-async def _contents(reading: Reading, world: World, rng: random.Random) -> dict[int, Contents]:
+async def _contents(reading: CheckpointFinder, world: CheckpointView, rng: random.Random) -> dict[int, Contents]:
     found = {}
     for rank in world.indexes:
         await asyncio.sleep(rng.random() * THINK_S_MAX)

@@ -1,7 +1,7 @@
 """The sidecar of one rank of a simulated job: runs its attempts in a process of its own, which outlives the rank's.
 
 A sidecar is *lost* when its rank gives it up: it died, it was stopped, or only the connection broke. The rank then takes its
-attempts over with the next hand, while a lost sidecar that still lives, or wakes up, goes on with its own.
+attempts over with the next writer, while a lost sidecar that still lives, or wakes up, goes on with its own.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from contextvars import Context
 from dataclasses import dataclass, field
 
 from checkpointd.commit.machine import FINAL, Phase
-from checkpointd.daemon.doubts import Doubts
+from checkpointd.daemon.roots.in_doubt import InDoubtAttempts
 from checkpointd.errors import CheckpointdError
-from checkpointd.pipeline import catalog, leases
 from checkpointd.pipeline.attempt import Attempt, WriterState
-from checkpointd.pipeline.leases import Sight
+from checkpointd.pipeline.root import catalog, leases
+from checkpointd.pipeline.root.leases import Sight
 from checkpointd.pipeline.shard import COORDINATOR, AttemptInfo, Shard
 from checkpointd.testing.simledger import InvariantError, Ledger
 from checkpointd.testing.simloop import Process
 
 
 @dataclass(slots=True)
-class Runner:
+class SimRunner:
     """Runs attempts in the process `name`, and tells the ledger of their ends."""
 
     name: str
@@ -59,11 +59,11 @@ class Runner:
 
 
 @dataclass(slots=True)
-class Sidecar:
+class SimSidecar:
     """One life of a sidecar. `lost` is done once its rank gives it up."""
 
     process: Process
-    runner: Runner
+    runner: SimRunner
     lost: asyncio.Future[None]
     sight: Sight
     decided: int = 0
@@ -110,12 +110,12 @@ LOOKS = 12
 LOOK_S_MAX = 4.0
 
 
-async def look_after(sidecar: Sidecar, rng: random.Random) -> None:
+async def look_after(sidecar: SimSidecar, rng: random.Random) -> None:
     """What a sidecar that was begun anew does beside its jobs: now and then decide what nobody decides, for a while.
 
     No job of a simulation is ever seen to be dead, so what lacks a vote is only watched.
     """
-    store, doubts = sidecar.runner.state.store, Doubts(grace_s=0.0, patience_s=rng.random())
+    store, doubts = sidecar.runner.state.store, InDoubtAttempts(grace_s=0.0, patience_s=rng.random())
     for _ in range(LOOKS):
         await asyncio.sleep(rng.random() * LOOK_S_MAX)
         try:

@@ -1,7 +1,7 @@
 """What each call of the POSIX store promises at a power cut and in a race, as scenarios on the simulated disk.
 
-S1 to S5 of `checkpointd.store.base`. Each scenario takes the class of the disk's views, so that a disk that forgets a step (a
-mutation) can be shown to break it, and returns whether its crash came before the end.
+STORE-1 to STORE-5 of `checkpointd.store.base`. Each scenario takes the class of the disk's views, so that a disk that forgets a
+step (a mutation) can be shown to break it, and returns whether its crash came before the end.
 """
 
 from __future__ import annotations
@@ -11,20 +11,24 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeAlias
 
 from checkpointd.errors import NotFoundError
-from checkpointd.store.posix import PosixStore
+from checkpointd.layout.manifest import Epoch
+from checkpointd.pipeline.root import epochs
+from checkpointd.pipeline.root.own_root import OwnRoot
+from checkpointd.store.posix.store import PosixStore
 from checkpointd.testing import simloop
 from checkpointd.testing.crashpoints import Crash, Scenario
 from checkpointd.testing.simdisk import ProcessDisk, SimDisk
 
 ROOT = "/root/run"
 KEY = "tag/00000001-0/outcome"
+PLAN = f".checkpointd/plans/{'a' * 32}"
 OLD, NEW = b"old " * 300, b"new " * 500
 
 View: TypeAlias = type[ProcessDisk]
 Work: TypeAlias = Callable[[PosixStore], Coroutine[Any, Any, Any]]
 
 
-class World:
+class CrashWorld:
     """A disk, and stores of processes on it; `view` is what the processes under test see it through."""
 
     def __init__(self, view: View = ProcessDisk) -> None:
@@ -46,6 +50,13 @@ class World:
         store = PosixStore(ROOT, disk, writer=name, is_alive=lambda writer: writer in self.disk.alive())
         return disk.process.spawn(work(store))
 
+    def remove_root(self) -> None:
+        """rm -r, by a person."""
+        for line in reversed(self.disk.fs.dump()):
+            path = line if line.endswith("/") else line.rpartition(" ")[0]
+            if path.startswith(f"{ROOT}/"):
+                (self.disk.fs.remove_directory if path.endswith("/") else self.disk.fs.unlink)(path.rstrip("/"))
+
     async def content(self, key: str = KEY) -> bytes | None:
         return await self.honest("reader", lambda store: content(store, key))  # type: ignore[no-any-return]
 
@@ -65,10 +76,10 @@ async def prepare(store: PosixStore) -> None:
 
 
 def put_if_absent(view: View = ProcessDisk) -> Scenario:
-    """S1: whole or nothing; durable once it returned."""
+    """STORE-1: whole or nothing; durable once it returned."""
 
     async def scenario(crash: Crash) -> bool:
-        world, returned = World(view), list[bool]()
+        world, returned = CrashWorld(view), list[bool]()
 
         async def create(store: PosixStore) -> None:
             returned.append(await store.put_if_absent(KEY, NEW))
@@ -84,10 +95,10 @@ def put_if_absent(view: View = ProcessDisk) -> Scenario:
 
 
 def lost_put_if_absent(view: View = ProcessDisk) -> Scenario:
-    """S1: also who lost the race may rely on the object: it is durable, though its writer died half-way."""
+    """STORE-1: also who lost the race may rely on the object: it is durable, though its writer died half-way."""
 
     async def scenario(crash: Crash) -> bool:
-        world, returned = World(view), list[bool]()
+        world, returned = CrashWorld(view), list[bool]()
 
         async def create(store: PosixStore) -> None:
             returned.append(await store.put_if_absent(KEY, NEW))
@@ -102,10 +113,10 @@ def lost_put_if_absent(view: View = ProcessDisk) -> Scenario:
 
 
 def put(view: View = ProcessDisk) -> Scenario:
-    """S2: the old bytes or the new ones; the new ones once it returned."""
+    """STORE-2: the old bytes or the new ones; the new ones once it returned."""
 
     async def scenario(crash: Crash) -> bool:
-        world, returned = World(view), list[bool]()
+        world, returned = CrashWorld(view), list[bool]()
         await world.honest("before", prepare)
 
         async def replace(store: PosixStore) -> None:
@@ -122,11 +133,11 @@ def put(view: View = ProcessDisk) -> Scenario:
 
 
 def put_if_match(view: View = ProcessDisk) -> Scenario:
-    """S2: a chain of replacements, as `latest` sees them: never back behind one that returned."""
+    """STORE-2: a chain of replacements, as `latest` sees them: never back behind one that returned."""
     values = [None, b"1\n", b"2\n", b"3\n"]
 
     async def scenario(crash: Crash) -> bool:
-        world, returned = World(view), [0]
+        world, returned = CrashWorld(view), [0]
 
         async def replace(store: PosixStore) -> None:
             for at in (1, 2, 3):
@@ -146,11 +157,11 @@ def put_if_match(view: View = ProcessDisk) -> Scenario:
 
 
 def large_object(view: View = ProcessDisk) -> Scenario:
-    """S3: durable once `finish` has returned."""
+    """STORE-3: durable once `finish` has returned."""
     blocks = [bytes([65 + at]) * 6000 for at in range(3)]
 
     async def scenario(crash: Crash) -> bool:
-        world, returned = World(view), list[bool]()
+        world, returned = CrashWorld(view), list[bool]()
 
         async def write(store: PosixStore) -> None:
             writer = await store.open_writer("tag/00000001-0/00000-0.chunks", size_hint=20_000)
@@ -169,10 +180,10 @@ def large_object(view: View = ProcessDisk) -> Scenario:
 
 
 def settle(view: View = ProcessDisk) -> Scenario:
-    """S4: what a writer left half-way is durable once `settle` has returned to a reader that saw it."""
+    """STORE-4: what a writer left half-way is durable once `settle` has returned to a reader that saw it."""
 
     async def scenario(crash: Crash) -> bool:
-        world = World(view)
+        world = CrashWorld(view)
         seen: dict[str, bytes] = {}
 
         async def write(store: PosixStore) -> None:
@@ -199,10 +210,10 @@ def settle(view: View = ProcessDisk) -> Scenario:
 
 
 def delete(view: View = ProcessDisk) -> Scenario:
-    """S5: gone for good once it returned, and nothing else with it."""
+    """STORE-5: gone for good once it returned, and nothing else with it."""
 
     async def scenario(crash: Crash) -> bool:
-        world, returned = World(view), list[bool]()
+        world, returned = CrashWorld(view), list[bool]()
         await world.honest("before", prepare)
         await world.honest("neighbour", lambda store: store.put("tag/other", OLD))
 
@@ -221,10 +232,10 @@ def delete(view: View = ProcessDisk) -> Scenario:
 
 
 def put_while_emptied(view: View = ProcessDisk) -> Scenario:
-    """S1 and S5 together: a directory that one process empties and removes while another puts an object into it."""
+    """STORE-1 and STORE-5 together: a directory that one process empties and removes while another puts an object into it."""
 
     async def scenario(crash: Crash) -> bool:
-        world, returned = World(view), list[bool]()
+        world, returned = CrashWorld(view), list[bool]()
         await world.honest("before", lambda store: store.put("tag/00000001-0/left-over", OLD))
 
         async def create(store: PosixStore) -> None:
@@ -242,6 +253,35 @@ def put_while_emptied(view: View = ProcessDisk) -> Scenario:
     return scenario
 
 
+def put_in_a_root_made_again(view: View = ProcessDisk) -> Scenario:
+    """STORE-1 for a store that is open for longer than its root is there: the next job makes the root again,
+    and begins in it.
+    """
+
+    async def scenario(crash: Crash) -> bool:
+        world, returned = CrashWorld(view), list[bool]()
+        before, anew = asyncio.Event(), asyncio.get_running_loop().create_future()
+
+        async def outlive(store: PosixStore) -> None:
+            assert await store.put_if_absent(PLAN, OLD)
+            before.set()
+            epoch: Epoch = await anew
+            await OwnRoot(store).begun(epoch.epoch, epoch.nonce)
+            returned.append(await store.put_if_absent(PLAN, NEW))
+
+        task = world.spawn("a", outlive)
+        await before.wait()
+        world.remove_root()
+        anew.set_result(await world.honest("the next job", lambda store: epochs.take(store, 1)))
+        struck = await crash.strikes(world.disk, [task])
+        if not struck:
+            world.disk.power_cut()
+        assert await world.content(PLAN) in ({NEW} if returned else {NEW, None})
+        return struck
+
+    return scenario
+
+
 SCENARIOS: list[Callable[[View], Scenario]] = [
     put_if_absent,
     lost_put_if_absent,
@@ -251,6 +291,7 @@ SCENARIOS: list[Callable[[View], Scenario]] = [
     settle,
     delete,
     put_while_emptied,
+    put_in_a_root_made_again,
 ]
 
 
@@ -258,10 +299,10 @@ SCENARIOS: list[Callable[[View], Scenario]] = [
 
 
 def one_winner(seed: int, view: View = ProcessDisk) -> None:
-    """S1: five processes create one object, one of them dies on the way: one winner, and its bytes are what all see."""
+    """STORE-1: five processes create one object, one of them dies on the way: one winner, and its bytes are what all see."""
 
     async def main() -> None:
-        world = World(view)
+        world = CrashWorld(view)
         won: list[bytes] = []
         seen: set[bytes | None] = set()
 
@@ -287,10 +328,10 @@ def one_winner(seed: int, view: View = ProcessDisk) -> None:
 
 
 def nothing_overwritten(seed: int, view: View = ProcessDisk) -> None:
-    """S2: processes that count up one object by compare and replace lose no step, whoever dies or is stopped meanwhile."""
+    """STORE-2: processes that count up one object by compare and replace lose no step, whoever dies or is stopped meanwhile."""
 
     async def main() -> None:
-        world, steps = World(view), list[int]()
+        world, steps = CrashWorld(view), list[int]()
 
         async def count(store: PosixStore) -> None:
             for _ in range(3):

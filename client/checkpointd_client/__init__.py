@@ -10,17 +10,18 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from checkpointd.commit.retention import Retention
+    from checkpointd_client.capture.rng import RngState
     from checkpointd_client.checkpointer import Checkpointer
-    from checkpointd_client.export import consolidate
-    from checkpointd_client.handle import SaveHandle, Timings
-    from checkpointd_client.loading import Loaded
+    from checkpointd_client.export.consolidate import consolidate
+    from checkpointd_client.export.state_dict import StateDict
+    from checkpointd_client.loader import Loaded
     from checkpointd_client.reader import OpenCheckpoint, open_checkpoint
-    from checkpointd_client.rng import RngState
-    from checkpointd_client.state_dict import StateDict
-    from checkpointd_client.status import AttemptStatus, Status
+    from checkpointd_client.saves.handle import SaveHandle, Timings
+    from checkpointd_client.saves.status import AttemptStatus, CheckpointInfo, Status
 
 __all__ = [
     "AttemptStatus",
+    "CheckpointInfo",
     "Checkpointer",
     "Loaded",
     "OpenCheckpoint",
@@ -35,17 +36,18 @@ __all__ = [
 ]
 
 _HOMES = {
-    "AttemptStatus": "status",
+    "AttemptStatus": "saves.status",
+    "CheckpointInfo": "saves.status",
     "Checkpointer": "checkpointer",
-    "Loaded": "loading",
+    "Loaded": "loader",
     "OpenCheckpoint": "reader",
     "Retention": "checkpointer",
-    "RngState": "rng",
-    "SaveHandle": "handle",
-    "StateDict": "state_dict",
-    "Status": "status",
-    "Timings": "handle",
-    "consolidate": "export",
+    "RngState": "capture.rng",
+    "SaveHandle": "saves.handle",
+    "StateDict": "export.state_dict",
+    "Status": "saves.status",
+    "Timings": "saves.handle",
+    "consolidate": "export.consolidate",
     "open_checkpoint": "reader",
 }
 

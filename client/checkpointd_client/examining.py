@@ -1,7 +1,8 @@
 """What is damaged of a checkpoint of files, as one rank finds it: some of the files are read for good on the way.
 
 Invariants
-  G1  Every byte that the ranks asked about have stored is verified, and read once, whether a reader takes its file or not.
+  EXAMINE-1  Every byte that the ranks asked about have stored is verified, and read once, whether a reader takes its file or
+      not.
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ from typing import Any, Protocol
 from checkpointd.config import LoadConfig
 from checkpointd.errors import DamagedError
 from checkpointd.layout.manifest import Index, Outcome
-from checkpointd.pipeline.catalog import Checkpoint
-from checkpointd.pipeline.showing import unseen_of
-from checkpointd.pipeline.stored_files import Run, StoredFile, read_runs, stored_files
-from checkpointd.pipeline.verify import checked_index, verify_ranks
+from checkpointd.pipeline.read.stored_files import FileChunkRun, StoredFile, read_runs, stored_files
+from checkpointd.pipeline.read.verify import checked_index, verify_ranks
+from checkpointd.pipeline.root.catalog import Checkpoint
+from checkpointd.pipeline.root.tag_directories import unseen_of
 from checkpointd.store.base import Store
 from checkpointd.store.patient import Patience, PatientStore
-from checkpointd_client.loading import call_patiently
-from checkpointd_client.verified import VerifiedFile
-from checkpointd_client.writer import Writer
+from checkpointd_client.loader import call_patiently
+from checkpointd_client.ranks.writer import WriterThread
+from checkpointd_client.restore.verified import VerifiedFile
 
 
 class Taker(Protocol):
@@ -60,7 +61,7 @@ class Examination:
     """Of one checkpoint. `unseen`: says why its files are not shown; None where they are."""
 
     store: Store
-    writer: Writer
+    writer: WriterThread
     config: LoadConfig
     timeout_s: float
     checkpoint: Checkpoint
@@ -83,7 +84,7 @@ class Examination:
             return {fqn for file in files for fqn in file.fqns}
 
         patience_s = self.timeout_s + self.config.retry_s + self.config.absence_s
-        found = self.writer.call_while_moving(
+        found = self.writer.call_with_progress_timeout(
             lambda on_bytes: verify_ranks(self.store, self.checkpoint, ranks, self.config, on_bytes, left), patience_s
         )
         damage = [one.message for one in found]
@@ -99,8 +100,8 @@ class Examination:
     def _taken(self, file: StoredFile, taker: Taker, patience_s: float) -> list[DamagedError]:
         store = self._patient()
 
-        def read(file: StoredFile, runs: Sequence[Run]) -> list[DamagedError]:
-            return self.writer.call_while_moving(
+        def read(file: StoredFile, runs: Sequence[FileChunkRun]) -> list[DamagedError]:
+            return self.writer.call_with_progress_timeout(
                 lambda on_bytes: read_runs(store, file, runs, self.config, on_bytes), patience_s
             )
 

@@ -1,4 +1,4 @@
-"""The edges of a Checkpointer's life: one per root in a process, and an orderly end when the interpreter leaves."""
+"""One Checkpointer per root in a process, and an orderly end when the interpreter exits."""
 
 from __future__ import annotations
 

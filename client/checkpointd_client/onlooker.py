@@ -1,8 +1,9 @@
-"""The checkpoints of a root for all ranks of a job that does not begin there: another job uses it, or nothing may be written.
+"""Loads of all ranks at a root where this job does not begin: another job uses it, or it is not writable.
 
 Invariants
-  V1  Nothing is written, locked or announced at the root: there is no epoch and no lease. A job at the root never notices.
-  V2  The ranks agree as those of a Checkpointer do: all of them load the same, or raise the same.
+  ONLOOKER-1  Nothing is written, locked or announced at the root: there is no epoch and no lease. A job at the root never
+      notices.
+  ONLOOKER-2  The ranks agree as those of a Checkpointer do: all of them load the same, or raise the same.
 """
 
 from __future__ import annotations
@@ -14,18 +15,19 @@ from types import TracebackType
 from typing import Self
 
 from checkpointd.config import ABSENCE_S, LoadConfig, PersistConfig
-from checkpointd.pipeline import catalog
-from checkpointd.pipeline.candidates import listed
-from checkpointd.pipeline.catalog import Checkpoint
-from checkpointd.pipeline.shown import unlike, without_directory
+from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root.candidates import listed
+from checkpointd.pipeline.root.catalog import Checkpoint
+from checkpointd.pipeline.root.tag_directory_view import unlike, without_directory
 from checkpointd.store import open_store
-from checkpointd_client.choosing import Chooser
 from checkpointd_client.examining import Examination, Nobody, Taker
-from checkpointd_client.loading import LOOK_S, Loaded, Loader, call_patiently
-from checkpointd_client.meetings import Meetings
-from checkpointd_client.ranks import find_ranks, open_board
-from checkpointd_client.turns import Turns
-from checkpointd_client.writer import Writer
+from checkpointd_client.loader import LOOK_S, Loaded, Loader, call_patiently
+from checkpointd_client.ranks.board import find_ranks, open_board
+from checkpointd_client.ranks.load_rounds import LoadRounds
+from checkpointd_client.ranks.rendezvous import Meetings
+from checkpointd_client.ranks.writer import WriterThread
+from checkpointd_client.restore.plan import LoadOptions
+from checkpointd_client.restore.target_chooser import TargetChooser
 
 log = logging.getLogger("checkpointd")
 
@@ -45,15 +47,15 @@ class Onlooker:
         self._timeout_s, self._pickles = timeout_s, pickle_client_state
         board = open_board(self._ranks, f"looking/{nonce}")
         self._meetings = Meetings(board, self._ranks, timeout_s)
-        self._turns = Turns(board, self._ranks, timeout_s, timeout_s + absence_s)
+        self._turns = LoadRounds(board, self._ranks, timeout_s, timeout_s + absence_s)
         self._store = open_store(root, read_only=True)
-        self._writer = Writer(threads=PersistConfig().encoders)
+        self._writer = WriterThread(threads=PersistConfig().encoders)
 
     def meet(self, said: str, doing: str) -> dict[int, str]:
         """What every rank says, by rank, when all of them are `doing` the same; DeadlineError names those that do not come."""
         return self._meetings.meet(said, doing)
 
-    def load(self, state: Chooser, tag: str | None = None, *, cast: bool = False) -> Loaded | None:
+    def load(self, state: TargetChooser, tag: str | None = None, *, cast: bool = False) -> Loaded | None:
         """Load the newest whole checkpoint, or `tag`. Raises as Checkpointer.load does."""
         loader = Loader(
             store=self._store,
@@ -63,9 +65,7 @@ class Onlooker:
             turn=self._turns.begin(),
             timeout_s=self._timeout_s,
             state=state,
-            strict=True,
-            cast=cast,
-            unpickle=self._pickles,
+            options=LoadOptions(cast=cast, unpickle=self._pickles),
         )
         return loader.load(tag, fallback=True)
 
@@ -78,7 +78,7 @@ class Onlooker:
 
     def removed(self) -> frozenset[str]:
         """The checkpoints (`<tag>/<attempt>`) whose directory is not there: nobody can load their files."""
-        looked = without_directory(self._store, self.list(), self._load.absence_s)
+        looked = without_directory(self._store, self.checkpoints(), self._load.absence_s)
         return frozenset(self._writer.call(looked, LOOK_S))
 
     def damage(self, checkpoint: Checkpoint, ranks: Iterable[int], taker: Taker | None = None) -> tuple[str, ...]:
@@ -107,6 +107,6 @@ class Onlooker:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def list(self) -> list[Checkpoint]:
+    def checkpoints(self) -> list[Checkpoint]:
         """All checkpoints, newest first. UnreadableError where the storage does not let it find out which one is the newest."""
         return call_patiently(self._writer, self._glance, lambda patience: listed(self._store, patience))

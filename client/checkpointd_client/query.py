@@ -1,4 +1,4 @@
-"""Status for scripts: ask the node's daemon what is in flight, what was committed and what failed. Needs no torch.
+"""Status for scripts: asks the node's daemon for saves in flight, commits and failures. Needs no torch.
 
 from checkpointd_client.query import StatusClient
 
@@ -10,7 +10,7 @@ with StatusClient("/run/checkpointd/checkpointd.sock") as client:
 from __future__ import annotations
 
 from checkpointd.daemon.query import TIMEOUT_S, AsyncStatusClient, StatusClient
-from checkpointd.daemon.status import (
+from checkpointd.daemon.status.model import (
     CheckpointStatus,
     DaemonStatus,
     HeldStatus,

@@ -1,9 +1,9 @@
-"""A checkpoint that is read beside the job that saves it, or where no job runs: by an evaluation script, a notebook, a server.
+"""Reads a checkpoint outside the job that saves it: in an evaluation script, a notebook, or a server.
 
 Invariants
-  V1  Nothing is written, locked or announced at the root, no process is spoken to, and no rank waits for another. A read-only
-      mount will do, and a user who may only read; a job at the root never notices.
-  V2  All that one reader gives comes from one attempt, and every byte is verified before anybody sees it.
+  OPEN-1  Nothing is written, locked or announced at the root, no process is spoken to, and no rank waits for another. A
+      read-only mount will do, and a user who may only read; a job at the root never notices.
+  OPEN-2  All that one reader gives comes from one attempt, and every byte is verified before anybody sees it.
 """
 
 from __future__ import annotations
@@ -30,19 +30,21 @@ from checkpointd.errors import (
     PartlyLoadedError,
     UsageError,
 )
+from checkpointd.export.selection import select_all
 from checkpointd.layout.keys import LATEST, AttemptId
-from checkpointd.pipeline.catalog import Checkpoint
-from checkpointd.pipeline.export.selection import select_all
-from checkpointd.pipeline.reading import Reading
-from checkpointd.pipeline.world import Want, World, read_boxes
+from checkpointd.pipeline.read.checkpoint_view import CheckpointView
+from checkpointd.pipeline.read.choice import CheckpointFinder
+from checkpointd.pipeline.read.load import read_boxes
+from checkpointd.pipeline.read.plan import BoxRequest
+from checkpointd.pipeline.root.catalog import Checkpoint
 from checkpointd.store import open_store
-from checkpointd_client.answers import Answers
-from checkpointd_client.content import Content, part_of
-from checkpointd_client.loading import LOOK_S, Loaded
-from checkpointd_client.restore import Restoration, prepare
-from checkpointd_client.sources import StoredSource, prepared
-from checkpointd_client.state_dict import StateDict
-from checkpointd_client.writer import Writer
+from checkpointd_client.export.state_dict import StateDict
+from checkpointd_client.loader import LOOK_S, Loaded
+from checkpointd_client.ranks.writer import WriterThread
+from checkpointd_client.restore.answers import HandedOutStates
+from checkpointd_client.restore.content import RankContent, part_of
+from checkpointd_client.restore.plan import LoadOptions, Restoration, prepare
+from checkpointd_client.restore.store_source import StoredSource, prepared
 
 log = logging.getLogger("checkpointd")
 T = TypeVar("T")
@@ -98,13 +100,13 @@ class OpenCheckpoint:
             raise NotFoundError(f"there is no directory {self._store.url}: give the root that the job was given")
         self._config = LoadConfig(retry_s=timeout_s, absence_s=absence_s)
         parsed = None if attempt is None else _parsed(attempt)
-        self._reading = Reading(self._store, tag, attempt=parsed, config=self._config)
+        self._reading = CheckpointFinder(self._store, tag, attempt=parsed, config=self._config)
         self._timeout_s, self._unpickle = timeout_s, pickle_client_state
         self._process = os.getpid()
         self._told = False
         """Whether anything was given of the checkpoint, which is then the only one that anything is given of."""
         self._client_state: dict[str, object] | None = None
-        self._writer = Writer(threads=PersistConfig().encoders)
+        self._writer = WriterThread(threads=PersistConfig().encoders)
         self._close_unused = weakref.finalize(self, self._writer.close, wait=False)
         try:
             self._world = self._begun()
@@ -112,7 +114,7 @@ class OpenCheckpoint:
             self.close()
             raise
 
-    def _begun(self) -> World:
+    def _begun(self) -> CheckpointView:
         world = self._call(self._reading.begin())
         outcome = world.checkpoint.outcome
         if outcome.files:
@@ -176,7 +178,7 @@ class OpenCheckpoint:
         return tuple(self._reading.passed_over)
 
     @property
-    def world(self) -> World:
+    def world(self) -> CheckpointView:
         """What all ranks stored, as the indexes say."""
         self._check_open()
         self._told = True
@@ -211,11 +213,11 @@ class OpenCheckpoint:
             raise NotFoundError(f"{self.tag} holds no tensor {fqn!r}; {hint}")
         return found[fqn]
 
-    def read(self, wants: Sequence[Want]) -> None:
+    def read(self, wants: Sequence[BoxRequest]) -> None:
         """Fill the sinks of `wants`. Raises DamagedError for the first damage, NotFoundError if the checkpoint was removed."""
         world = self.world
         patient = partial(self._reading.patient, world.checkpoint)
-        damage = self._writer.call_while_moving(
+        damage = self._writer.call_with_progress_timeout(
             lambda on_bytes: read_boxes(patient(lambda: on_bytes(1)), world, wants, self._config), self._timeout_s
         )
         if damage:
@@ -246,9 +248,8 @@ class OpenCheckpoint:
         state = into if names is None else _chosen(into, names)
         restoration, client_state = self._filled(
             state,
-            strict=strict,
-            cast=cast,
-            part=lambda content: content if names is None else part_of(content, names, client_state=False),
+            LoadOptions(strict, cast, self._unpickle),
+            lambda content: content if names is None else part_of(content, names, client_state=False),
         )
         if state is not into:
             into.update(state)
@@ -267,19 +268,17 @@ class OpenCheckpoint:
         )
 
     def _filled(
-        self, state: MutableMapping[str, Any], *, strict: bool, cast: bool, part: Callable[[Content], Content]
+        self, state: MutableMapping[str, Any], options: LoadOptions, part: Callable[[RankContent], RankContent]
     ) -> tuple[Restoration, dict[str, object]]:
         """Everything read into its place. Where the checkpoint is removed meanwhile, the next one is read over it."""
         touched: frozenset[str] = frozenset()
-        answers = Answers()
+        answers = HandedOutStates()
         try:
             while True:
                 source = self._source()
                 try:
-                    own, unpickle = part(source.content()), self._unpickle
-                    content, restoration = prepared(
-                        source, state, own, strict=strict, cast=cast, unpickle=unpickle, part=part, answers=answers
-                    )
+                    own = part(source.content())
+                    content, restoration = prepared(source, state, own, options, part=part, answers=answers)
                     self._check_named(restoration)
                     source.verify(restoration.targets, content)
                     fqns = frozenset(target.fqn for target in restoration.targets)
@@ -301,7 +300,7 @@ class OpenCheckpoint:
             ) from error
 
     def _check_named(self, restoration: Restoration) -> None:
-        """UsageError where ranks load parts of one tensor, each from a checkpoint that it may have found alone (V2)."""
+        """UsageError where ranks load parts of one tensor, each from a checkpoint that it may have found alone (OPEN-2)."""
         part = next((target.fqn for target in restoration.targets if target.held is not None), None)
         if part is not None and self._reading.tag in (None, LATEST) and _ranks().world_size > 1:
             raise UsageError(
@@ -314,7 +313,7 @@ class OpenCheckpoint:
             source = self._source()
             try:
                 content = part_of(source.content(), (), client_state=True)
-                restoration = prepare({}, content, strict=False, unpickle=self._unpickle)
+                restoration = prepare({}, content, LoadOptions(strict=False, unpickle=self._unpickle))
                 source.fill(restoration.targets, content)
             except (DamagedError, NotFoundError) as error:
                 self._go_on(error)

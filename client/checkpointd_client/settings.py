@@ -1,47 +1,112 @@
-"""The arguments of a Checkpointer, checked under the names that users write: what no part of it checks by itself."""
+"""Checks the arguments of a Checkpointer, under the names that users write, if no part of it checks them by itself."""
 
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
 from typing import get_args
 
 from checkpointd import arguments
-from checkpointd.config import TIMEOUT_S_MAX
+from checkpointd.codec import Compression
+from checkpointd.commit.decide import OnStale
+from checkpointd.commit.retention import Retention
+from checkpointd.config import ABSENCE_S, MIB, TIMEOUT_S_MAX, CommitConfig, LoadConfig, PersistConfig, check_job
 from checkpointd.errors import UsageError
-from checkpointd_client.choosing import Chooser
-from checkpointd_client.saving import WhenBusy
-from checkpointd_client.sidecar import OnSidecarLoss
-from checkpointd_client.snapshot import StagingMode
-from checkpointd_client.values import type_name
+from checkpointd_client.capture.scalars import type_name
+from checkpointd_client.ranks.preemption import PreemptSignals, graces_of
+from checkpointd_client.restore.target_chooser import TargetChooser
+from checkpointd_client.saver import WhenBusy
+from checkpointd_client.sidecar.client import OnSidecarLoss
+from checkpointd_client.staging.stager import StagingMode
 
 
-def check_choices(staging: object, when_busy: object, on_sidecar_loss: object) -> None:
-    """UsageError for words that are none of those to choose from."""
-    arguments.choice("staging", staging, get_args(StagingMode))
-    arguments.choice("when_busy", when_busy, get_args(WhenBusy))
-    arguments.choice("on_sidecar_loss", on_sidecar_loss, get_args(OnSidecarLoss))
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of a Checkpointer, which documents them. UsageError for one that cannot be."""
+
+    compression: Compression = "auto"
+    staging: StagingMode = "lazy"
+    when_busy: WhenBusy = "wait"
+    commit_timeout_s: float = 600.0
+    chunk_bytes: int = 4 * MIB
+    budget_bytes: int = 256 * MIB
+    preempt_signals: PreemptSignals = None
+    grace_s: float = 25.0
+    sidecar: str | os.PathLike[str] | None = None
+    sidecar_uid: int | None = None
+    on_sidecar_loss: OnSidecarLoss = "inline"
+    dedup: bool = True
+    retention: Retention | int | None = None
+    afresh: bool = False
+    on_no_progress: OnStale = "warn"
+    pickle_client_state: bool = False
+    absence_s: float = ABSENCE_S
+    job: str | None = None
+    take_over: bool = False
+    read_back: bool = True
+
+    def __post_init__(self) -> None:
+        check_path("sidecar", self.sidecar, required=False)
+        if self.sidecar_uid is not None and (type(self.sidecar_uid) is not int or self.sidecar_uid < 0):
+            raise UsageError(f"sidecar_uid is {self.sidecar_uid!r}; it must be the number of a user, or None")
+        arguments.choice("staging", self.staging, get_args(StagingMode))
+        arguments.choice("when_busy", self.when_busy, get_args(WhenBusy))
+        arguments.choice("on_sidecar_loss", self.on_sidecar_loss, get_args(OnSidecarLoss))
+        arguments.seconds("commit_timeout_s", self.commit_timeout_s, most=TIMEOUT_S_MAX)
+        arguments.seconds("grace_s", self.grace_s, most=TIMEOUT_S_MAX, zero=True)
+        arguments.seconds("absence_s", self.absence_s, most=TIMEOUT_S_MAX, zero=True)
+        _ = self.graces
+        for name in ("pickle_client_state", "afresh", "take_over", "read_back"):
+            arguments.flag(name, getattr(self, name))
+        _ = self.persist, self.commit
+        check_job(self.job)
+
+    @property
+    def graces(self) -> dict[signal.Signals, float]:
+        """The preemption signals, each with the seconds that are left after it."""
+        return graces_of(self.preempt_signals, self.grace_s)
+
+    @property
+    def persist(self) -> PersistConfig:
+        """How shards are written."""
+        return PersistConfig(
+            compression=self.compression, chunk_bytes=self.chunk_bytes, budget_bytes=self.budget_bytes, dedup=self.dedup
+        )
+
+    @property
+    def commit(self) -> CommitConfig:
+        """How saves are committed, and what goes after that."""
+        return CommitConfig(
+            timeout_s=self.commit_timeout_s,
+            retention=Retention.of(self.retention),
+            on_no_progress=self.on_no_progress,
+            read_back=self.read_back,
+        )
+
+    @property
+    def load(self) -> LoadConfig:
+        """How checkpoints are read."""
+        return LoadConfig(retry_s=self.commit_timeout_s, absence_s=self.absence_s)
+
+    @property
+    def glance(self) -> LoadConfig:
+        """The same while the other ranks wait in a meeting for what is read."""
+        return LoadConfig(retry_s=self.commit_timeout_s / 2, absence_s=self.absence_s)
 
 
-def check_times(commit_timeout_s: object, grace_s: object, absence_s: object) -> None:
-    """UsageError for what are no times to wait."""
-    arguments.seconds("commit_timeout_s", commit_timeout_s, most=TIMEOUT_S_MAX)
-    arguments.seconds("grace_s", grace_s, most=TIMEOUT_S_MAX, zero=True)
-    arguments.seconds("absence_s", absence_s, most=TIMEOUT_S_MAX, zero=True)
-
-
-def check_paths(root: object, sidecar: object = None) -> None:
+def check_path(name: str, value: object, *, required: bool = True) -> None:
     """UsageError for what is no path."""
-    for name, value in (("root", root), ("sidecar", sidecar)):
-        path = os.fspath(value) if isinstance(value, os.PathLike) else value
-        if not (isinstance(path, str) and path) and not (name == "sidecar" and value is None):
-            raise UsageError(f"{name} is {value!r:.80}; it must be a path")
+    path = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if not (isinstance(path, str) and path) and (required or value is not None):
+        raise UsageError(f"{name} is {value!r:.80}; it must be a path")
 
 
 def check_load(state: object, *, strict: object, fallback: object, cast: object) -> None:
     """UsageError for what load() cannot work with."""
     for name, value in (("strict", strict), ("fallback", fallback), ("cast", cast)):
         arguments.flag(name, value)
-    if not isinstance(state, MutableMapping | Chooser):
+    if not isinstance(state, MutableMapping | TargetChooser):
         advice = "a dict that can be changed" if isinstance(state, Mapping) else "{'model': model, ...}"
         raise UsageError(f"the state to load into must map names to objects, not be a {type_name(state)}: pass {advice}")

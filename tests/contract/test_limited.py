@@ -10,7 +10,7 @@ import pytest
 from checkpointd.store.base import Store
 from checkpointd.store.limited import LimitedStore, TokenBucket
 from checkpointd.store.memory import MemoryStore
-from checkpointd.store.posix import PosixStore
+from checkpointd.store.posix.store import PosixStore
 from checkpointd.testing.contract import StoreContract
 
 BYTES_PER_S = 200e6

@@ -10,7 +10,7 @@ import pytest
 from checkpointd.store.base import Store
 from checkpointd.store.memory import MemoryStore
 from checkpointd.store.patient import Patience, PatientStore
-from checkpointd.store.posix import PosixStore
+from checkpointd.store.posix.store import PosixStore
 from checkpointd.testing.contract import StoreContract
 
 

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from checkpointd.store.base import Store
-from checkpointd.store.posix import PosixStore
+from checkpointd.store.posix.store import PosixStore
 from checkpointd.testing.contract import StoreContract
 
-RACER = Path(__file__).with_name("racer.py")
+RACING_PROCESS = Path(__file__).with_name("racing_process.py")
 PROCESSES = 4
 
 
@@ -28,7 +28,7 @@ class TestPosixStore(StoreContract):
 
 
 class Racer:
-    """One process at one root; see racer.py."""
+    """One process at one root; see racing_process.py."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
@@ -48,7 +48,7 @@ class Racer:
 @contextmanager
 def racing(root: Path) -> Iterator[Racer]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, str(RACER), str(root)]
+    command = [sys.executable, str(RACING_PROCESS), str(root)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as process:
         try:
             yield Racer(process)
@@ -70,7 +70,7 @@ def racers(root: Path) -> Iterator[list[Racer]]:
         yield racers
 
 
-def test_s1_one_of_the_racing_processes_creates(root: Path, racers: list[Racer]) -> None:
+def test_store_1_one_of_the_racing_processes_creates(root: Path, racers: list[Racer]) -> None:
     """The directories are part of the race: each round has new ones."""
     for turn in range(40):
         for n, racer in enumerate(racers):
@@ -81,7 +81,7 @@ def test_s1_one_of_the_racing_processes_creates(root: Path, racers: list[Racer])
     assert list((root / ".checkpointd/tmp").iterdir()) == []
 
 
-def test_s1_s2_a_reading_process_sees_nothing_torn(root: Path, racers: list[Racer]) -> None:
+def test_store_1_store_2_a_reading_process_sees_nothing_torn(root: Path, racers: list[Racer]) -> None:
     racers[-1].start("watch", "seen", "seen.end")
     current, written = None, set()
     for turn in range(20):
@@ -99,7 +99,7 @@ def test_s1_s2_a_reading_process_sees_nothing_torn(root: Path, racers: list[Race
     assert set(seen) <= written
 
 
-def test_s2_no_update_of_a_process_is_lost(root: Path, racers: list[Racer]) -> None:
+def test_store_2_no_update_of_a_process_is_lost(root: Path, racers: list[Racer]) -> None:
     root.mkdir()
     (root / "counter").write_text("0")
     for racer in racers:
@@ -109,7 +109,7 @@ def test_s2_no_update_of_a_process_is_lost(root: Path, racers: list[Racer]) -> N
     assert (root / "counter").read_text() == str(15 * PROCESSES)
 
 
-def test_s5_processes_create_in_a_directory_that_others_empty(root: Path, racers: list[Racer]) -> None:
+def test_store_5_processes_create_in_a_directory_that_others_empty(root: Path, racers: list[Racer]) -> None:
     for n, racer in enumerate(racers):
         racer.start("come_and_go", "shared/deep/er", str(n), 40)
     assert [racer.answer() for racer in racers] == [40] * PROCESSES

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 from checkpointd.cli.program import commands
-from checkpointd.cli.serve import command as serve
+from tests.deploy.serving import serve_parameters
 
 FOLDER = Path(__file__).resolve().parents[2] / "deploy" / "kubernetes"
-FILES = sorted(FOLDER.glob("*.yaml"))
+OPERATORS = ["podmonitor.yaml", "prometheusrule.yaml"]
+"""Of the Prometheus operator, which Kubernetes does not know."""
+FILES = sorted(path for path in FOLDER.glob("*.yaml") if path.name not in OPERATORS)
 POD_FILES = ["job.yaml", "jobset.yaml", "daemonset.yaml", "daemonset-job.yaml"]
 SIDECAR_FILES = ["job.yaml", "jobset.yaml"]
 UNITS = {"Gi": 1 << 30, "Mi": 1 << 20}
@@ -55,7 +57,7 @@ def trainer(name: str) -> Document:
 
 def served(name: str) -> dict[str, Any]:
     """What `checkpointd serve` makes of the container's arguments; it ends the test where it does not take them."""
-    return serve.make_context("serve", daemon(name)["args"][1:]).params
+    return serve_parameters(daemon(name)["args"][1:])
 
 
 def told(name: str, option: str) -> str:
@@ -172,7 +174,7 @@ def test_probes_ask_the_socket(name: str, probe: str) -> None:
     assert "--socket" in [word for parameter in command.params for word in parameter.opts]
 
 
-@pytest.mark.parametrize("name", POD_FILES)
+@pytest.mark.parametrize("name", [name for name in POD_FILES if name != "daemonset.yaml"])
 def test_the_pod_is_guaranteed_its_memory(name: str) -> None:
     """Requests are limits in every container: the kernel then takes others first."""
     spec = pod(name)
@@ -196,7 +198,8 @@ def test_nothing_runs_with_more_rights_than_it_needs(name: str) -> None:
         rights = container["securityContext"]
         assert rights["allowPrivilegeEscalation"] is False
         assert rights["capabilities"]["drop"] == ["ALL"]
-        assert rights.get("runAsUser") is None or container["name"] == "directory"
+        assert "add" not in rights["capabilities"]
+        assert rights.get("runAsUser") is None
         assert not container["image"].endswith(":latest")
         assert ":" in container["image"]
 
@@ -209,3 +212,81 @@ def test_the_network_policy_opens_the_status_port() -> None:
         assert daemon(name)["ports"] == [{"name": "metrics", "containerPort": port}]
         labels = job_of(load(name))["spec"]["template"]["metadata"]["labels"]
         assert policy["podSelector"]["matchLabels"].items() <= labels.items()
+
+
+# --- many users, and starting ---------------------------------------------------------------------------------------
+
+
+def amount(text: str) -> float:
+    """Cores or bytes."""
+    if text.endswith("m"):
+        return int(text[:-1]) / 1000
+    return float(int(text[:-2]) * UNITS[text[-2:]]) if text[-2:] in UNITS else float(text)
+
+
+def test_a_daemonset_for_each_of_fifty_users_leaves_the_node_to_training() -> None:
+    asked = daemon("daemonset.yaml")["resources"]["requests"]
+    training = trainer("daemonset-job.yaml")["resources"]["requests"]
+    assert 50 * amount(asked["cpu"]) <= amount(training["cpu"]) / 4
+    assert 50 * amount(asked["memory"]) <= amount(training["memory"]) / 4
+
+
+def test_one_number_stands_for_the_user() -> None:
+    """As its first lines say: replaced, the DaemonSet of another user has nothing in common with this one's."""
+    one = load("daemonset.yaml")
+    other = yaml.safe_load((FOLDER / "daemonset.yaml").read_text().replace("1000", "1042"))
+    assert one["metadata"]["name"] != other["metadata"]["name"]
+    assert one["spec"]["selector"] != other["spec"]["selector"]
+    for made in (one, other):
+        labels = made["spec"]["template"]["metadata"]["labels"]
+        assert made["spec"]["selector"]["matchLabels"].items() <= labels.items()
+    spec = other["spec"]["template"]["spec"]
+    assert spec["securityContext"]["runAsUser"] == 1042
+    assert "--socket=/run/checkpointd/user-1042/checkpointd.sock" in spec["containers"][0]["args"]
+    validate(other)
+
+
+def test_the_directory_on_the_node_is_made_by_the_node() -> None:
+    """No container of the DaemonSet is root, so the line for systemd-tmpfiles makes it, for the daemon's user alone."""
+    assert "initContainers" not in pod("daemonset.yaml")
+    text = (FOLDER.parent / "systemd" / "checkpointd.tmpfiles.conf").read_text()
+    [line] = [line.lstrip("#").split() for line in text.splitlines() if "user-1000" in line and "0700" in line]
+    user = str(pod("daemonset.yaml")["securityContext"]["runAsUser"])
+    assert line == ["d", str(Path(served("daemonset.yaml")["socket"]).parent), "0700", user, user, "-"]
+    [volume] = [volume for volume in pod("daemonset.yaml")["volumes"] if volume["name"] == "sockets"]
+    assert volume["hostPath"]["type"] == "Directory"
+
+
+@pytest.mark.parametrize("name", [*SIDECAR_FILES, "daemonset.yaml"])
+def test_a_daemon_has_as_long_to_start_as_under_systemd(name: str) -> None:
+    unit = (FOLDER.parent / "systemd" / "checkpointd@.service").read_text()
+    [seconds] = re.findall(r"(?m)^TimeoutStartSec=(\d+)$", unit)
+    probe = daemon(name)["startupProbe"]
+    assert probe["periodSeconds"] * probe["failureThreshold"] >= int(seconds)
+
+
+# --- the Prometheus operator ----------------------------------------------------------------------------------------
+
+
+def test_the_rule_is_the_alerts() -> None:
+    rule = load("prometheusrule.yaml")
+    assert (rule["apiVersion"], rule["kind"]) == ("monitoring.coreos.com/v1", "PrometheusRule")
+    alerts = yaml.safe_load((FOLDER.parent / "prometheus" / "alerts.yml").read_text())
+    assert rule["spec"] == alerts, "run `make generate`"
+
+
+def test_the_monitor_finds_every_daemon_and_calls_it_as_prometheus_does() -> None:
+    monitor = load("podmonitor.yaml")
+    assert (monitor["apiVersion"], monitor["kind"]) == ("monitoring.coreos.com/v1", "PodMonitor")
+    spec = monitor["spec"]
+    assert set(spec) == {"namespaceSelector", "selector", "podMetricsEndpoints"}
+    [endpoint] = spec["podMetricsEndpoints"]
+    for name in (*SIDECAR_FILES, "daemonset.yaml"):
+        labels = job_of(load(name))["spec"]["template"]["metadata"]["labels"]
+        assert spec["selector"]["matchLabels"].items() <= labels.items()
+        assert endpoint["port"] in [port["name"] for port in daemon(name)["ports"]]
+    prometheus = yaml.safe_load((FOLDER.parent / "prometheus" / "prometheus.yml").read_text())
+    jobs = {config["job_name"]: config for config in prometheus["scrape_configs"]}
+    assert {"targetLabel": "job", "replacement": "checkpointd-pods"} in endpoint["relabelings"]
+    dropped = [rule["regex"] for rule in jobs["checkpointd-pods"]["relabel_configs"] if rule.get("action") == "drop"]
+    assert dropped == [rule["regex"] for rule in endpoint["relabelings"] if rule.get("action") == "drop"]

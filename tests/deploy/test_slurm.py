@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -38,7 +40,7 @@ SCANCEL = """
 import os, sys
 signal, step = sys.argv[1:]
 assert signal == "--signal=TERM"
-(name,) = [name for name in ("sidecar", "ready", "train") if step == f"7.{name}"]
+(name,) = [name for name in ("directory", "sidecar", "ready", "port", "train") if step == f"7.{name}"]
 print(f"scancel {name}", file=open("calls", "a"), flush=True)
 os.killpg(int(open(f"{name}.step").read()), 15)
 """
@@ -65,6 +67,7 @@ if sys.argv[1] == "status":
     sys.exit()
 mode = oct(os.stat(os.path.dirname(words["--socket"])).st_mode & 0o777)
 print("serve", words["--root"], mode, file=open("calls", "a"), flush=True)
+print(words["--socket"], words["--http"], file=open("places", "a"), flush=True)
 signal.signal(signal.SIGTERM, lambda *_: (print("sidecar leaves", file=open("calls", "a")), sys.exit()))
 listening.bind(words["--socket"])
 listening.listen()
@@ -76,6 +79,7 @@ import os, signal, socket, sys
 if os.environ["SIDECAR"] == "whole":
     socket.socket(socket.AF_UNIX).connect(sys.argv[sys.argv.index("--sidecar") + 1])
 print("torchrun", *sys.argv[sys.argv.index("train.py"):-2], file=open("calls", "a"), flush=True)
+print(*sys.argv, file=open("trained", "a"), flush=True)
 signal.signal(signal.SIGTERM, lambda *_: (print("last save", file=open("calls", "a")), sys.exit(1)))
 code = os.environ["CODE"]
 print("training", flush=True)
@@ -95,13 +99,25 @@ class Run:
     def calls(self) -> list[str]:
         return (self.folder / "calls").read_text().splitlines()
 
+    @property
+    def places(self) -> tuple[str, str]:
+        """The sidecar's socket, and where it serves its metrics."""
+        socket, http = (self.folder / "places").read_text().split()
+        return socket, http
+
+    @property
+    def endpoint(self) -> str:
+        """Where the ranks meet."""
+        [found] = re.findall(r"--rdzv-endpoint=(\S+)", (self.folder / "trained").read_text())
+        return str(found)
+
     def end(self) -> int:
         self.output += self.process.communicate()[0]
         return self.process.returncode
 
 
 @contextmanager
-def running(folder: Path, code: str = "", sidecar: str = "whole") -> Iterator[Run]:
+def running(folder: Path, code: str = "", sidecar: str = "whole", mkdir: str = 'exec /bin/mkdir "$@"') -> Iterator[Run]:
     """Start the script as Slurm's batch step would; `code` is what training ends with, "" for training that goes on."""
     binaries = folder / "bin"
     binaries.mkdir()
@@ -109,7 +125,11 @@ def running(folder: Path, code: str = "", sidecar: str = "whole") -> Iterator[Ru
     for name, text in {**stand_ins, "checkpointd": CHECKPOINTD, "torchrun": TORCHRUN}.items():
         (binaries / name).write_text(f"#!{sys.executable} -S\n{text}")
         (binaries / name).chmod(0o755)
+    (binaries / "python3").symlink_to(sys.executable)
     patience_s = 60 if sidecar == "whole" else 1
+    # The root's directory is made with -p, by the script itself.
+    (binaries / "mkdir").write_text(f'#!/bin/sh\n[ "$1" != -p ] || exec /bin/mkdir "$@"\n{mkdir}\n')
+    (binaries / "mkdir").chmod(0o755)
     (binaries / "timeout").write_text(f'#!/bin/sh\nshift\nexec /usr/bin/timeout {patience_s} "$@"\n')
     (binaries / "timeout").chmod(0o755)
     environment = {
@@ -173,7 +193,51 @@ def test_training_that_ends_well(tmp_path: Path) -> None:
             "sidecar leaves",
         ]
     assert (tmp_path / "runs/run-1").is_dir(), "a daemon refuses to serve what is not there"
-    assert not Path(f"/tmp/checkpointd-test-{os.getpid()}-0").exists(), "tidied up"
+    assert not Path(run.places[0]).parent.exists(), "tidied up"
+
+
+def test_metrics_are_beside_the_socket_and_the_job_says_where(tmp_path: Path) -> None:
+    with running(tmp_path, code="0") as run:
+        assert run.end() == 0, run.output
+        socket_path, http = run.places
+    assert http == str(Path(socket_path).with_name("http"))
+    assert f"metrics and page at {http}" in run.output
+
+
+def test_two_jobs_on_a_node_get_in_each_others_way_nowhere(tmp_path: Path) -> None:
+    """Of one user, and started at once: sockets, metrics and the port at which ranks meet are each job's own."""
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    with running(tmp_path / "one") as one, running(tmp_path / "two", code="0") as two:
+        assert two.end() == 0, two.output
+        assert one.process.stdout is not None
+        assert "training\n" in iter(one.process.stdout.readline, "")
+        assert set(one.places).isdisjoint(two.places)
+        assert one.endpoint != two.endpoint
+        host, port = one.endpoint.split(":")
+        assert host == "node-1"
+        with socket.create_server(("", int(port))):
+            pass  # it was free
+        os.kill(one.process.pid, signal.SIGTERM)
+        one.end()
+
+
+def test_the_job_stops_where_the_directory_cannot_be_made(tmp_path: Path) -> None:
+    """As where somebody has taken the name: no daemon and no training is started, and no trainer finds what lies there."""
+    with running(tmp_path, code="0", mkdir="exit 1") as run:
+        assert run.end() == 1
+        assert "cannot be made on every node: the job stops" in run.output
+    assert not (tmp_path / "calls").exists()
+
+
+def test_the_directory_cannot_be_guessed(tmp_path: Path) -> None:
+    names = set()
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        with running(tmp_path / name, code="0") as run:
+            run.end()
+            names.add(Path(run.places[0]).parent)
+    assert len(names) == 2, "of one job id and one count of restarts"
 
 
 def test_training_that_fails_is_not_queued_again(tmp_path: Path) -> None:

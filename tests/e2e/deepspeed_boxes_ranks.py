@@ -26,7 +26,7 @@ from checkpointd.errors import MismatchError
 from checkpointd_client import Checkpointer
 from checkpointd_client.integrations.deepspeed import attach
 from tests.e2e.deepspeed_engines import Kind, Model, deepspeed, make
-from tests.e2e.forking import forked
+from tests.e2e.forked_ranks import forked
 
 PROCESSES = 4
 WORLDS = (1, 2, 3, 4)

@@ -19,6 +19,8 @@ import deepspeed.comm.comm  # noqa: E402
 import torch  # noqa: E402
 from torch import nn  # noqa: E402
 
+from tests.e2e.rank_cases import CaseNotes  # noqa: E402
+
 # It would be compiled for a minute, and is not needed: gloo does the same.
 sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -98,19 +100,13 @@ def train(engine: Any, first: int, last: int) -> list[float]:
     return losses
 
 
-class Findings:
+class Findings(CaseNotes):
     """What one rank of a test's job finds wrong."""
 
     def __init__(self, folder: Path) -> None:
+        super().__init__(folder, int(os.environ["RANK"]))
         self.folder = folder
-        self.wrong: list[str] = []
 
     def check(self, true: bool, what: str) -> None:
         if not true:
             self.wrong.append(what)
-
-    def report(self) -> None:
-        """A line for each thing that is wrong, and `done`: in one piece, since the ranks share the pipe."""
-        sys.stdout.flush()
-        lines = [*(f"wrong: {what}" for what in self.wrong), "done"]
-        os.write(sys.stdout.fileno(), "".join(f"{line}\n" for line in lines).encode())

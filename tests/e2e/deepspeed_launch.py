@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -23,9 +22,3 @@ def run_ranks(script: Path, *arguments: object, ranks: int = 2, limit_s: float =
     return subprocess.run(
         [*command, *map(str, arguments)], capture_output=True, text=True, env=environment, timeout=limit_s, check=False
     )
-
-
-def told(done: subprocess.CompletedProcess[str]) -> list[str]:
-    """What the ranks of `deepspeed_engines.Findings` have to tell: `done` of each, where nothing is wrong."""
-    # Not at the beginning of a line: what another rank's library has just printed may not have ended with one.
-    return [said for line in done.stdout.splitlines() for said in re.findall("wrong:.*|done$", line)]

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node=2 deepspeed_ranks.py FOLDER
 
-Every rank prints a line for each thing that is wrong, and `done` last.
+Every rank notes what is wrong in each case: see `rank_cases.py`.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ from checkpointd.errors import (
     UsageError,
 )
 from checkpointd_client import Checkpointer
-from checkpointd_client.integrations.deepspeed import Plug, attach
-from checkpointd_client.integrations.deepspeed.plug import Place
+from checkpointd_client.core import Core
+from checkpointd_client.integrations.deepspeed import Adapter, attach
+from checkpointd_client.integrations.deepspeed.adapter_base import SaveTarget
 from tests.e2e.deepspeed_engines import Findings, Kind, make, train
 from tests.e2e.deepspeed_parallel import PARALLEL
-from tests.living import living_job
+from tests.live_job import live_job
 
 KINDS = (Kind(0), Kind(0, "bfloat16"), Kind(1), Kind(2, "bfloat16"), Kind(3), Kind(3, "bfloat16"))
 LIMIT_S = 60.0
@@ -262,13 +263,13 @@ class Rank(Findings):
             dist.barrier()
             path, _ = engine.load_checkpoint(str(root))
             self.check(path is not None and "two" in path, f"three was removed, and {path} was loaded")
-            known = Checkpointer.list
+            known = Core.checkpoints
 
-            def oldest(ckpt: Checkpointer) -> list[Any]:
-                return [found for found in known(ckpt) if found.tag == "one"]
+            def oldest(core: Core) -> list[Any]:
+                return [found for found in known(core) if found.tag == "one"]
 
             for listed, what in ((oldest, "sees only the oldest"), (failing, "is blind")):
-                behind = patch.object(Checkpointer, "list", listed) if dist.get_rank() else nullcontext()
+                behind = patch.object(Core, "checkpoints", listed) if dist.get_rank() else nullcontext()
                 with self.raises(UnreadableError, "no older one is taken", f"rank 1 {what}"), behind:
                     engine.load_checkpoint(str(root))
 
@@ -290,7 +291,7 @@ class Rank(Findings):
     def one_root_for_several_directories(self, engine: Any, root: Path) -> None:
         """Each has its own checkpoints, in both layouts."""
         places = [("a--b", "c"), ("a", "b--c"), ("a/b", "c"), ("", "a--b--c"), ("a-", "b"), ("a", "-b")]
-        tags = {Place.of(str(root / folder), tag, str(root)).tag for folder, tag in places}
+        tags = {SaveTarget.of(str(root / folder), tag, str(root)).tag for folder, tag in places}
         self.check(len(tags) == len(places), f"directories share the tags {tags}")
         with detaching(attach(engine, root, layout="checkpointd")):
             self.check(engine.load_checkpoint(str(root / "run")) == (None, None), "something is loaded of an empty directory")
@@ -319,7 +320,7 @@ class Rank(Findings):
         engine.destroy()
         again = make(kind, seed=1)
         attach(again, layout=layout)
-        with living_job(store, "other") if dist.get_rank() == 0 else nullcontext():
+        with live_job(store, "other") if dist.get_rank() == 0 else nullcontext():
             dist.barrier()
             path, _ = again.load_checkpoint(str(root))
             self.check(path is not None and "global_step2" in path, f"{layout}, of a living job: loaded {path}")
@@ -346,7 +347,7 @@ def failing(_: Checkpointer) -> list[Any]:
 
 
 @contextmanager
-def detaching(plug: Plug) -> Iterator[Plug]:
+def detaching(plug: Adapter) -> Iterator[Adapter]:
     yield plug
     with suppress(AbortedError):  # one of those that had to
         plug.close()
@@ -369,13 +370,17 @@ def same(one: Any, two: Any) -> bool:
 def main() -> None:
     rank = Rank(Path(sys.argv[1]))
     for kind in KINDS:
-        rank.saves_as_deepspeed_does_and_resumes(kind)
-    rank.does_what_users_do()
+        with rank.case(f"saves_as_deepspeed_does_and_resumes: {kind.name}"):
+            rank.saves_as_deepspeed_does_and_resumes(kind)
+    with rank.case("does_what_users_do"):
+        rank.does_what_users_do()
     for layout in ("deepspeed", "checkpointd"):
-        rank.starts_from_the_checkpoint_of_a_living_job(layout)
+        with rank.case(f"starts_from_the_checkpoint_of_a_living_job: {layout}"):
+            rank.starts_from_the_checkpoint_of_a_living_job(layout)
     for what in PARALLEL:
-        rank.saves_what_each_rank_has_alone(what)
-    rank.report()
+        with rank.case(f"saves_what_each_rank_has_alone: {what}"):
+            rank.saves_what_each_rank_has_alone(what)
+    rank.finish()
     os._exit(0)  # DeepSpeed's atexit hooks wait for ranks that have left
 
 

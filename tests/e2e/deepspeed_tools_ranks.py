@@ -19,10 +19,10 @@ import torch.distributed as dist
 from deepspeed.utils import zero_to_fp32 as theirs
 
 from checkpointd_client.integrations import deepspeed as ours
-from checkpointd_client.integrations.deepspeed.exporting import export_deepspeed
-from checkpointd_client.integrations.deepspeed.importing import import_deepspeed
-from checkpointd_client.integrations.deepspeed.zero_files import open_files
-from checkpointd_client.integrations.deepspeed.zero_map import map_files
+from checkpointd_client.integrations.deepspeed.offline.exporting import export_deepspeed
+from checkpointd_client.integrations.deepspeed.offline.importing import import_deepspeed
+from checkpointd_client.integrations.deepspeed.offline.zero_files import open_files
+from checkpointd_client.integrations.deepspeed.offline.zero_map import map_files
 from tests.e2e.deepspeed_engines import Findings, Kind, make, train
 
 SUB_GROUPS = {"zero_optimization": {"stage": 3, "sub_group_size": 300, "stage3_param_persistence_threshold": 30}}
@@ -39,26 +39,30 @@ TAG = "global_step2"
 class Rank(Findings):
     def run(self) -> None:
         for saving, loading in PATHS:
-            stock, root, boxes = (self.folder / f"{saving.name}-{what}" for what in ("stock", "root", "boxes"))
-            losses = self.save(saving, stock, boxes)
-            if dist.get_rank() == 0:
-                self.compare(saving, stock, boxes)
-                import_deepspeed(stock, root)
-            dist.barrier()
-            engine = make(loading, seed=7)
-            plug = ours.attach(engine, layout="checkpointd")
-            path, client = engine.load_checkpoint(str(root), TAG)
             what = f"{saving.name} -> {loading.name}"
-            self.check(path == str(root / TAG) and client == {"mine": {"epoch": 3}}, f"{what}: {path}, {client}")
-            self.check(engine.global_steps == 2, f"{what}: step {engine.global_steps}")
-            found = train(engine, 2, 4)
-            exact = saving.stage == loading.stage
-            near = found == losses if exact else torch.allclose(torch.tensor(found), torch.tensor(losses), rtol=2e-2)
-            self.check(near, f"{what}: losses {found}, and without a stop {losses}")
-            plug.detach()
-            engine.destroy()
-            if exact:
-                self.export(saving, root, losses)
+            with self.case(what):
+                self.save_and_load(saving, loading, what)
+
+    def save_and_load(self, saving: Kind, loading: Kind, what: str) -> None:
+        stock, root, boxes = (self.folder / f"{saving.name}-{what}" for what in ("stock", "root", "boxes"))
+        losses = self.save(saving, stock, boxes)
+        if dist.get_rank() == 0:
+            self.compare(saving, stock, boxes)
+            import_deepspeed(stock, root)
+        dist.barrier()
+        engine = make(loading, seed=7)
+        plug = ours.attach(engine, layout="checkpointd")
+        path, client = engine.load_checkpoint(str(root), TAG)
+        self.check(path == str(root / TAG) and client == {"mine": {"epoch": 3}}, f"{what}: {path}, {client}")
+        self.check(engine.global_steps == 2, f"{what}: step {engine.global_steps}")
+        found = train(engine, 2, 4)
+        exact = saving.stage == loading.stage
+        near = found == losses if exact else torch.allclose(torch.tensor(found), torch.tensor(losses), rtol=2e-2)
+        self.check(near, f"{what}: losses {found}, and without a stop {losses}")
+        plug.detach()
+        engine.destroy()
+        if exact:
+            self.export(saving, root, losses)
 
     def export(self, kind: Kind, root: Path, losses: list[float]) -> None:
         """DeepSpeed itself loads what is exported."""
@@ -128,4 +132,4 @@ class Rank(Findings):
 if __name__ == "__main__":
     rank = Rank(Path(sys.argv[1]))
     rank.run()
-    rank.report()
+    rank.finish()

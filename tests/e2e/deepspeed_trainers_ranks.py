@@ -22,7 +22,7 @@ from transformers import Trainer, TrainingArguments
 
 from checkpointd.errors import NotFoundError
 from checkpointd_client.integrations.deepspeed import install
-from tests.e2e.deepspeed_with_loss import CONFIG, WithLoss, examples
+from tests.e2e.deepspeed_loss_model import CONFIG, WithLoss, examples
 from tests.faults.jobs import wait_until
 
 LIMIT_S = 60.0
@@ -113,11 +113,10 @@ class Rank(Findings):
 def main() -> None:
     install()
     rank = Rank(Path(sys.argv[1]))
-    if sys.argv[2] == "Trainer":
-        rank.trainer_saves_and_resumes()
-    else:
-        rank.accelerate_saves_and_loads()
-    rank.report()
+    run = rank.trainer_saves_and_resumes if sys.argv[2] == "Trainer" else rank.accelerate_saves_and_loads
+    with rank.case(run.__name__):
+        run()
+    rank.finish()
     os._exit(0)  # DeepSpeed's atexit hooks wait for ranks that have left
 
 

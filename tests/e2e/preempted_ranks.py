@@ -1,4 +1,4 @@
-"""A training under torchrun that never gets out of its warm-up, or of an evaluation, unless `preempted_at` says so."""
+"""A training under torchrun that never gets out of its warm-up, or of an evaluation, unless `preempted` says so."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def is_preempted_in(ckpt: Checkpointer, step: int, inside: Path) -> bool:
     until = time.monotonic() + PATIENCE_S
     while time.monotonic() < until:
         dist.barrier()  # what the ranks do there, they do together
-        if ckpt.preempted_at(step):
+        if ckpt.preempted(step):
             return True
         threading.Event().wait(0.01)
     return False
@@ -37,7 +37,7 @@ def train(ckpt: Checkpointer, where: str, inside: Path) -> int | None:
     if where == "warm-up":
         return 0 if is_preempted_in(ckpt, 0, inside) else None
     for step in range(1, EVALUATED + 1):
-        if ckpt.preempted_at(step):
+        if ckpt.preempted(step):
             return step
     return EVALUATED if is_preempted_in(ckpt, EVALUATED, inside) else None
 

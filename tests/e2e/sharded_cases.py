@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from checkpointd.errors import CheckpointdError, MismatchError, StateError, UsageError
 from checkpointd_client import Checkpointer, open_checkpoint
-from checkpointd_client.state import capture
+from checkpointd_client.capture.state import capture
 from tests.e2e.sharded_models import DTYPES, Job, build, distribute_like, locals_of
 
 if TYPE_CHECKING:

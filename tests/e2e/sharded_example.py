@@ -40,7 +40,7 @@ def example(process: Process) -> None:
 
 def _train(process: Process, root: str, parallel: str, ranks: int, until: int, *more: str) -> None:
     """Run the example as a job of the first `ranks` processes; what it leaves lies in a folder named after the job."""
-    examples = str(Path(__file__).resolve().parents[2] / "examples")
+    examples = str(Path(__file__).resolve().parents[2] / "examples" / "demo")
     if examples not in sys.path:
         sys.path.insert(0, examples)  # the examples import each other as scripts do
     import train_gpt

@@ -4,7 +4,7 @@
 
 `every`: each pair of layouts and worlds is loaded in every dtype; without it in one, by turns.
 
-Every process prints a line for each thing that is wrong, and `done` last.
+Every process notes what is wrong in each case: see `rank_cases.py`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from checkpointd.errors import AbortedError, CheckpointdError
-from checkpointd_client import Checkpointer, dividing
+from checkpointd_client import Checkpointer
+from checkpointd_client.sharding import write_split
+from tests.e2e.rank_cases import CaseNotes
 from tests.e2e.sharded_cases import (
     objects_that_load_themselves,
     one_rank_changes,
@@ -35,7 +37,7 @@ from tests.e2e.sharded_cases import (
     steps_go_on,
 )
 from tests.e2e.sharded_example import example
-from tests.e2e.sharded_flat import flat, flat_in_part
+from tests.e2e.sharded_fsdp1 import flat, flat_in_part
 from tests.e2e.sharded_models import DTYPES, LAYOUTS, Job, build, distribute_like, locals_of, plain_tensors, state_of
 
 PROCESSES = 4
@@ -49,16 +51,16 @@ def _go_together(source: str, target: str) -> bool:
     return "zero" not in (source, target) or {source, target} <= {"zero", "ddp"}
 
 
-class Process:
+class Process(CaseNotes):
     """This process in all the jobs that it takes part in."""
 
     def __init__(self, folder: Path, number: int, *, every: bool) -> None:
+        super().__init__(folder, number)
         self.root, self.number, self._every = folder / "root", number, every
         self.store = dist.FileStore(str(folder / "rendezvous"), PROCESSES)
         self.store.set_timeout(timedelta(seconds=600))
         self.saved: dict[str, dict[str, torch.Tensor]] = {}
         self.folder = folder
-        self.wrong: list[str] = []
 
     @contextmanager
     def job(self, name: str, world: int) -> Iterator[bool]:
@@ -213,13 +215,13 @@ def restart(process: Process) -> None:
 
 def leave(ckpt: Checkpointer) -> None:
     """As a trainer that is killed: the sidecar hears no more of it, and no word of farewell."""
-    sidecar = ckpt._sidecar
+    sidecar = ckpt._core._sidecar
     assert sidecar is not None
 
     async def hang_up() -> None:
         (await sidecar.link()).lose("as if killed")
 
-    ckpt._writer.call(hang_up(), 10.0)
+    ckpt._core._writer.call(hang_up(), 10.0)
     ckpt.close()
 
 
@@ -227,12 +229,14 @@ def main() -> None:
     folder, number = Path(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(1)
     # So that these small tensors, too, are written as large ones are.
-    dividing.HALVED_BYTES_MIN, dividing.HALVED_ROW_BYTES_MIN = 256, 8
+    write_split.HALVED_BYTES_MIN, write_split.HALVED_ROW_BYTES_MIN = 256, 8
     process: Any = Process(folder, number, every="every" in sys.argv[3:])
     for world in WORLDS:
-        process.save_all(world)
+        with process.case(f"save on {world}"):
+            process.save_all(world)
     for world in WORLDS:
-        process.load_all(world)
+        with process.case(f"load on {world}"):
+            process.load_all(world)
     for case in (
         readers,
         disagree,
@@ -247,10 +251,9 @@ def main() -> None:
         flat_in_part,
         example,
     ):
-        case(process)
-    for line in process.wrong:
-        print(line)
-    print("done", flush=True)
+        with process.case(case.__name__):
+            case(process)
+    process.finish()
     os._exit(0)  # gloo's threads of groups that are gone need not be waited for
 
 

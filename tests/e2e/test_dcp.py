@@ -13,9 +13,9 @@ import torch.distributed.checkpoint as dcp
 
 from checkpointd.config import LoadConfig
 from checkpointd.layout.boxes import tiling_fault
-from checkpointd.pipeline import catalog
-from checkpointd.pipeline.world import read_world
-from checkpointd.store.posix import PosixStore
+from checkpointd.pipeline.read.checkpoint_view import read_view
+from checkpointd.pipeline.root import catalog
+from checkpointd.store.posix.store import PosixStore
 from checkpointd_client.integrations.dcp import CheckpointdReader
 from tests.e2e.dcp_ranks import PROCESSES, plain_state
 
@@ -70,7 +70,7 @@ async def test_a_rank_that_failed_has_kept_all_from_committing(root: Path) -> No
 
 async def test_both_ranks_have_written_and_each_element_once(root: Path) -> None:
     async with PosixStore(root) as store:
-        world = await read_world(store, await catalog.find(store, "one"), LoadConfig())
+        world = await read_view(store, await catalog.find(store, "one"), LoadConfig())
     parts = [part for tensor in world.tensors.values() for part in tensor.parts if part.entry.chunks]
     assert {part.rank for part in parts} == set(range(PROCESSES))
     for tensor in world.tensors.values():

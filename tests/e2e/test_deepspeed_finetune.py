@@ -10,7 +10,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "demo"
 sys.path.insert(0, str(EXAMPLES))
 
 from tests.e2e.deepspeed_launch import NEEDS_DEEPSPEED, run_ranks  # noqa: E402

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "demo"
 sys.path.insert(0, str(EXAMPLES))  # the examples import each other as scripts do
 
 from compare import Comparison, compare_runs  # noqa: E402

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.exports import wrong_exports
+from tests.e2e.rank_cases import show_cases
 from tests.e2e.sharded_ranks import PROCESSES
 from tests.faults.daemons import Daemon
 from tests.faults.jobs import wait_until
@@ -24,7 +25,9 @@ def daemon(tmp_path: Path) -> Iterator[Daemon]:
         yield daemon
 
 
-def test_whatever_was_saved_loads_wherever(tmp_path: Path, daemon: Daemon, request: pytest.FixtureRequest) -> None:
+def test_whatever_was_saved_loads_wherever(
+    tmp_path: Path, daemon: Daemon, request: pytest.FixtureRequest, subtests: pytest.Subtests
+) -> None:
     """The matrix of worlds, layouts and dtypes; ranks that disagree; restarts beside a sidecar; exports."""
     every = ["every"] if request.config.getoption("--every-load") else []
     environment = {
@@ -55,6 +58,6 @@ def test_whatever_was_saved_loads_wherever(tmp_path: Path, daemon: Daemon, reque
     finally:
         for rank in ranks:
             rank.kill()
-    for number, (out, errors) in sorted(enumerate(said), key=lambda pair: ranks[pair[0]].returncode < 1):
-        assert out == "done\n", f"rank {number} said:\n{out}{errors[-4000:]}"
-    assert list(wrong_exports(tmp_path, worlds=(2, 3))) == []
+    show_cases(subtests, tmp_path, PROCESSES, "\n".join(errors[-4000:] for _, errors in said))
+    with subtests.test("exports"):
+        assert list(wrong_exports(tmp_path, worlds=(2, 3))) == []

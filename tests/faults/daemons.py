@@ -13,19 +13,20 @@ from typing import Self
 
 
 class Daemon:
-    """`checkpointd serve` for the roots below `folder`; listening when the constructor returns."""
+    """`checkpointd serve` for the roots below `folder`; listening when the constructor returns. `within`: what runs it."""
 
-    def __init__(self, folder: Path, *options: str, name: str = "sidecar") -> None:
+    def __init__(self, folder: Path, *options: str, name: str = "sidecar", within: Sequence[str] = ()) -> None:
         self.socket = folder / name / "socket"
-        self._folder, self._options = folder, options
+        self._folder, self._options, self._within = folder, options, within
         self._log = folder / f"{name}.log"
         self.process = self._start()
 
     def _start(self) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "checkpointd", "serve", "--socket", str(self.socket), "--root", str(self._folder)]
+        command += ["--uid", str(os.geteuid())]  # root has to be named
         with self._log.open("a") as log:
             process = subprocess.Popen(
-                [*command, *self._options], stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True
+                [*self._within, *command, *self._options], stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True
             )
         assert process.stdout is not None
         line = process.stdout.readline()

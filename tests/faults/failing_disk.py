@@ -9,8 +9,8 @@ from typing import Literal, TypeVar
 
 from typing_extensions import Buffer
 
-from checkpointd.store.disk import Child, File, Lock, Status
-from checkpointd.store.osdisk import OsDisk
+from checkpointd.store.posix.disk import Child, FileStatus, Lock, WritableFile
+from checkpointd.store.posix.osdisk import OsDisk
 
 T = TypeVar("T")
 When = Literal["before", "after"]
@@ -40,10 +40,10 @@ class FailingDisk:
             await act()
         raise OSError(errno.EIO, os.strerror(errno.EIO), path)
 
-    async def create(self, path: str) -> File:
+    async def create(self, path: str) -> WritableFile:
         return await self.call("create", path, lambda: self._create(path))
 
-    async def _create(self, path: str) -> File:
+    async def _create(self, path: str) -> WritableFile:
         return FailingFile(self, path, await self._inner.create(path))
 
     async def read(self, path: str, size_max: int, *, past_cache: bool = False) -> bytes:
@@ -80,8 +80,8 @@ class FailingDisk:
     async def protect(self, path: str) -> None:
         await self.call("protect", path, lambda: self._inner.protect(path))
 
-    async def status(self, path: str, *, follow: bool = True) -> Status:
-        return await self.call("status", path, lambda: self._inner.status(path, follow=follow))
+    async def status(self, path: str) -> FileStatus:
+        return await self.call("status", path, lambda: self._inner.status(path))
 
     async def unlink(self, path: str) -> None:
         await self.call("unlink", path, lambda: self._inner.unlink(path))
@@ -104,7 +104,7 @@ async def nothing() -> None:
 class FailingFile:
     """A file on a FailingDisk; its calls count with the disk's."""
 
-    def __init__(self, disk: FailingDisk, path: str, inner: File) -> None:
+    def __init__(self, disk: FailingDisk, path: str, inner: WritableFile) -> None:
         self._disk, self._path, self._inner = disk, path, inner
 
     async def write_at(self, offset: int, data: Buffer) -> None:

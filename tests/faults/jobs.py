@@ -1,7 +1,7 @@
 """Jobs of several ranks as real processes, for tests that kill, stop and starve them.
 
-`Job`: ranks that do what the test tells them, one command at a time (`tests/faults/driven.py`). `Torchrun`: the training of
-`tests/faults/trainer.py` under torchrun, which trains and saves until it is killed.
+`Job`: ranks that do what the test tells them, one command at a time (`tests/faults/commanded_rank.py`). `Torchrun`: the
+training of `tests/faults/predictable_training.py` under torchrun, which trains and saves until it is killed.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from tests.faults.nursery import Forked, Nursery
+from tests.faults.rank_forker import ForkedRank, RankForker
 
 HERE = Path(__file__).parent
-DRIVEN = HERE / "driven.py"
+COMMANDED_RANK = HERE / "commanded_rank.py"
 POLL_S = 0.002
 NEVER_S = 600.0
 """A commit deadline that no test lives to see: what ends before it, ended for another reason."""
@@ -71,7 +71,7 @@ class Loaded:
 
 
 class Rank:
-    """One rank's process: forked by `nursery`, or begun anew where there is none, with `prefix` before its command line."""
+    """One rank's process: forked by `rank_forker`, or begun anew where there is none, with `prefix` before its command line."""
 
     def __init__(
         self,
@@ -79,17 +79,17 @@ class Rank:
         environment: dict[str, str],
         stderr: Path,
         prefix: Sequence[str] = (),
-        nursery: Nursery | None = None,
+        rank_forker: RankForker | None = None,
     ) -> None:
         self.rank, self._stderr = rank, stderr
-        self.process: subprocess.Popen[str] | Forked
+        self.process: subprocess.Popen[str] | ForkedRank
         environment = {**environment, "RANK": str(rank)}
         with stderr.open("wb") as errors:
-            if nursery is not None:
-                self.process = Forked(nursery.socket, environment, errors)
+            if rank_forker is not None:
+                self.process = ForkedRank(rank_forker.socket, environment, errors)
             else:
                 self.process = subprocess.Popen(
-                    [*prefix, sys.executable, str(DRIVEN)],
+                    [*prefix, sys.executable, str(COMMANDED_RANK)],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=errors,
@@ -184,8 +184,8 @@ class Rank:
 class Job:
     """A job of `world_size` ranks, started at once and ready when first told something.
 
-    `prefixes`: rank -> what goes before its command line, strace and its options. `nursery`: what forks the other ranks; where
-    none is given they are those of `driven.py`.
+    `prefixes`: rank -> what goes before its command line, strace and its options. `rank_forker`: what forks the other ranks;
+    without one, they are those of `commanded_rank.py`.
     """
 
     folder: Path
@@ -193,14 +193,14 @@ class Job:
     seed: int = 1
     nbytes: int = NBYTES
     prefixes: dict[int, list[str]] = field(default_factory=dict)
-    nursery: Nursery | None = None
+    rank_forker: RankForker | None = None
     ranks: list[Rank] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
-        environment, nursery = rank_environment(self.world_size), self.nursery or driven_nursery()
+        environment, rank_forker = rank_environment(self.world_size), self.rank_forker or commanded_rank_forker()
         for rank in range(self.world_size):
             prefix, stderr = self.prefixes.get(rank), self.folder / f"rank-{rank}.stderr"
-            self.ranks.append(Rank(rank, environment, stderr, prefix or (), nursery if prefix is None else None))
+            self.ranks.append(Rank(rank, environment, stderr, prefix or (), rank_forker if prefix is None else None))
 
     def all(self, command: str, **arguments: Any) -> list[Any]:
         """Tell every rank, then hear every rank."""
@@ -277,11 +277,11 @@ class Job:
 
 
 @functools.cache
-def driven_nursery() -> Nursery:
-    """What forks the ranks of `driven.py` in this process of tests; it ends with it."""
-    folder = Path(tempfile.mkdtemp(prefix="nursery-"))
+def commanded_rank_forker() -> RankForker:
+    """What forks the ranks of `commanded_rank.py` in this process of tests; it ends with it."""
+    folder = Path(tempfile.mkdtemp(prefix="rank-forker-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return Nursery(folder, "tests.faults.driven")
+    return RankForker(folder, "tests.faults.commanded_rank")
 
 
 def _error_of(rank: Rank) -> RankError:
@@ -334,7 +334,7 @@ class Torchrun:
         environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         with self._stderr.open("a") as errors:
             self.process = subprocess.Popen(
-                [*torchrun, str(HERE / "trainer.py"), "--journal", str(folder), *arguments],
+                [*torchrun, str(HERE / "predictable_training.py"), "--journal", str(folder), *arguments],
                 stdout=errors,
                 stderr=errors,
                 env=environment,

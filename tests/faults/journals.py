@@ -10,7 +10,7 @@ from typing import Any
 Event = dict[str, Any]
 
 
-class Notes:
+class JournalReader:
     """One rank's journal: `events` holds all that was noted until the last look, whatever process it was."""
 
     def __init__(self, path: Path) -> None:
@@ -34,7 +34,7 @@ class Notes:
         return next((event for event in reversed(self.look()) if event["event"] == kind), None)
 
 
-def committed_steps(journals: Iterable[Notes]) -> set[int]:
+def committed_steps(journals: Iterable[JournalReader]) -> set[int]:
     """The steps whose save the handle of any rank has called committed."""
-    noted = [event for notes in journals for event in notes.look()]
+    noted = [event for journal in journals for event in journal.look()]
     return {int(event["tag"].removeprefix("global_step")) for event in noted if event["event"] == "committed"}

@@ -55,13 +55,14 @@ def ramfs() -> Iterator[Path]:
 
 
 @contextmanager
-def overlay(layers: Path) -> Iterator[Path]:
-    """An overlay whose layers lie in new folders of `layers`; yields where it is mounted."""
-    for name in ("lower", "upper", "work"):
-        (layers / name).mkdir()
+def overlay(layers: Path, *options: str, lower: Path | None = None) -> Iterator[Path]:
+    """An overlay whose layers lie in new folders of `layers`, or of `lower`; yields where it is mounted."""
+    folders = {"lower": (lower or layers) / "lower", "upper": layers / "upper", "work": layers / "work"}
+    for folder in folders.values():
+        folder.mkdir()
     with _mount_point() as path:
-        options = ",".join(f"{name}dir={layers / name}" for name in ("lower", "upper", "work"))
-        _run("mount", "-t", "overlay", "overlay", "-o", options, str(path))
+        placed = ",".join([*(f"{name}dir={folder}" for name, folder in folders.items()), *options])
+        _run("mount", "-t", "overlay", "overlay", "-o", placed, str(path))
         yield path
 
 
@@ -101,6 +102,27 @@ def cloning(kind: str, backing_dir: Path) -> Iterator[Path]:
         os.unlink(name)
 
 
+@contextmanager
+def bound(directory: Path, point: Path) -> Iterator[None]:
+    """`directory` mounted at `point`, too; nothing is mounted there afterwards."""
+    mount(directory, point, "--bind")
+    try:
+        yield
+    finally:
+        while is_mounted(point):
+            unmount(point)
+
+
+def is_mounted(point: Path) -> bool:
+    """Whether something is mounted at `point`; `Path.is_mount` does not see a directory of the same file system there."""
+    mounted = (line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines())
+    return str(point.resolve()) in mounted
+
+
+def mount(what: Path | str, point: Path, *options: str) -> None:
+    _run("mount", *options, str(what), str(point))
+
+
 def power_cut(mounted: Ext4, *, while_off: Callable[[], None] = lambda: None) -> None:
     """Cut the power and put it on again: what was not synced is gone. Files open across the cut only give errors from then on.
 
@@ -113,7 +135,7 @@ def power_cut(mounted: Ext4, *, while_off: Callable[[], None] = lambda: None) ->
     finally:
         os.close(descriptor)
     while_off()
-    _unmount(mounted.path)
+    unmount(mounted.path)
     _mount_image(mounted)
 
 
@@ -138,7 +160,7 @@ def _mount_point() -> Iterator[Path]:
         yield path
     finally:
         while path.is_mount():
-            _unmount(path)
+            unmount(path)
         path.rmdir()
 
 
@@ -152,7 +174,7 @@ def _mount_image(mounted: Ext4) -> None:
         _run("losetup", "--detach", device)
 
 
-def _unmount(path: Path) -> None:
+def unmount(path: Path) -> None:
     """Unmount, at once or, where a file is still open there, as soon as it is closed."""
     if subprocess.run(["umount", str(path)], capture_output=True, check=False).returncode:
         _run("umount", "--lazy", str(path))

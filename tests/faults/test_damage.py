@@ -7,6 +7,7 @@ that names the object; or raise. Never anything else.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import random
 import shutil
@@ -16,14 +17,17 @@ from pathlib import Path
 
 import pytest
 
+from checkpointd.cli import program
 from checkpointd.config import LoadConfig
-from checkpointd.errors import DamagedError, NotFoundError
-from checkpointd.pipeline.report.verification import Verification, pointer_now, tasks, verified
+from checkpointd.errors import DamagedError, LinkError, NotFoundError
+from checkpointd.pipeline.root import catalog
+from checkpointd.report.latest import pointer
+from checkpointd.report.verification import Verification, tasks, verified
 from checkpointd.store import open_store
 from checkpointd_client import Checkpointer
-from checkpointd_client.loading import Loaded
+from checkpointd_client.loader import Loaded
 from tests.builders import break_file
-from tests.faults.trainer import KIB, Training
+from tests.faults.predictable_training import KIB, Training
 
 SEED = 3
 NBYTES = 160 * KIB
@@ -42,7 +46,6 @@ VERIFIED_OBJECTS = {
 OUTCOME = f"{NEWEST}/outcome"
 UNREAD_OBJECTS = {
     "plan": ".checkpointd/plans/*",
-    "latest": "latest",
     "epoch": ".checkpointd/epochs/00000001",
     "deleted": "global_step2/00000001-0/deleted",
     "vote of a replaced attempt": "global_step2/00000001-0/00000.vote",
@@ -115,7 +118,9 @@ def verdict(root: Path) -> Verification:
     async def found() -> Verification:
         async with open_store(root) as store:
             verdicts = await verified(store, await tasks(store, None), config=LoadConfig(absence_s=ABSENCE_S))
-            return Verification(root=str(root), checkpoints=tuple(verdicts), latest=await pointer_now(store))
+            return Verification(
+                root=str(root), checkpoints=tuple(verdicts), latest=await pointer(store, await catalog.checkpoints(store))
+            )
 
     return asyncio.run(found())
 
@@ -257,13 +262,32 @@ def test_verify_finds_a_damaged_plan_and_the_next_start_mends_it(root: Path, fau
     assert verdict(root).damage == []
 
 
+@pytest.mark.parametrize("restarted", [True, False])
+@pytest.mark.parametrize("fault", ["flip", "truncate"])
+def test_a_pointer_that_names_another_tag_is_told_until_the_next_commit(
+    root: Path, fault: str, restarted: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody can tell it from one whose checkpoint is gone; what is loaded is the newest all the same."""
+    if restarted:
+        break_file(root / "latest", fault)
+    with Checkpointer(root, absence_s=ABSENCE_S) as ckpt:
+        if not restarted:
+            break_file(root / "latest", fault)
+        with pytest.raises(DamagedError, match="latest names"):
+            ckpt.load(new_training().state, fallback=False)
+        assert "latest names" in must_load(ckpt, 2).fell_back_from[0]
+        assert "latest names" in errors(caplog)
+        must_save_and_load(ckpt, 3, 2)
+        assert ckpt.latest() == "global_step2"
+
+
 @pytest.mark.parametrize("fault", FAULTS)
-def test_verify_finds_a_damaged_pointer_and_the_next_start_mends_it(root: Path, fault: str) -> None:
+def test_verify_finds_a_damaged_pointer_and_recover_mends_it(root: Path, fault: str) -> None:
     break_file(root / "latest", fault)
     report = verdict(root).latest
     assert report is not None
     assert report.damage or report.behind
-    Checkpointer(root).close()
+    assert program.run(["recover", str(root)]) == 0
     assert (root / "latest").read_text() == "global_step2\n"
     assert verdict(root).damage == []
 
@@ -317,3 +341,88 @@ def test_random_flips_never_give_a_wrong_bit(whole: Path, tmp_path: Path, seed: 
             assert flip.key.startswith(NEWEST), (seed, flip)
             assert flip.key in errors(caplog), (seed, flip)
     assert fell_back > 0
+
+
+# --- the newest is gone -----------------------------------------------------------------------------------------------
+
+
+LOST = {
+    "its tag": "global_step2",
+    "its attempt": NEWEST,
+    "its outcome and its vote": f"{NEWEST}/[o0]*[et]",
+}
+
+
+def lose(root: Path, what: str) -> None:
+    for path in root.glob(LOST[what]):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+@pytest.mark.parametrize("restarted", [True, False])
+@pytest.mark.parametrize("what", LOST)
+def test_the_newest_is_gone(root: Path, what: str, restarted: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """A start leaves the pointer, so that each load can tell; the next commit moves it on."""
+    if restarted:
+        lose(root, what)
+    with Checkpointer(root, absence_s=ABSENCE_S) as ckpt:
+        if restarted:
+            assert "latest names global_step2, which cannot be loaded" in errors(caplog)
+            assert "behind the newest commit" not in caplog.text
+        else:
+            lose(root, what)
+        for _ in range(2):
+            with pytest.raises(DamagedError, match=r"latest names global_step2, which .*Bring it back.* recover ") as caught:
+                ckpt.load(new_training().state, fallback=False)
+            assert caught.value.key == "latest"
+        assert "latest names global_step2, which cannot be loaded" in must_load(ckpt, 1).fell_back_from[0]
+        must_save_and_load(ckpt, 3, 2)
+        assert (root / "latest").read_text() == "global_step2\n"
+        assert load(ckpt, fallback=False)[1].fell_back_from == ()
+
+
+@pytest.mark.parametrize("options", [{}, {"fallback": False}])
+def test_a_link_at_the_newest_is_named_and_not_called_gone(
+    root: Path, tmp_path: Path, options: dict[str, bool], caplog: pytest.LogCaptureFixture
+) -> None:
+    """CANDIDATE-1: nobody is told to give up a checkpoint that lies elsewhere, and `recover` gives none up."""
+    away = tmp_path / "away"
+    (root / "global_step2").rename(away)
+    (root / "global_step2").symlink_to(away)
+    with Checkpointer(root, absence_s=ABSENCE_S) as ckpt:
+        assert "global_step2 is a symbolic link" in errors(caplog)
+        with pytest.raises(LinkError, match=r"global_step2 is a symbolic link.*move what it leads to there"):
+            ckpt.load(new_training().state, **options)
+    assert "it is gone" not in errors(caplog)
+    program.run(["recover", str(root)])
+    assert (root / "latest").read_text() == "global_step2\n"
+    (root / "global_step2").unlink()
+    away.rename(root / "global_step2")
+    with Checkpointer(root, absence_s=ABSENCE_S) as ckpt:
+        must_load(ckpt, 2)
+
+
+def test_the_newest_is_gone_and_so_is_every_other(root: Path) -> None:
+    for tag in ("global_step1", "global_step2"):
+        shutil.rmtree(root / tag)
+    with Checkpointer(root, absence_s=ABSENCE_S) as ckpt, pytest.raises(DamagedError, match="latest names global_step2"):
+        ckpt.load(new_training().state, fallback=False)
+
+
+def test_every_checkpoint_was_removed_by_hand(
+    root: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A job that begins afresh goes on without one; any other one once a person has accepted the loss."""
+    for tag in ("global_step1", "global_step2"):
+        shutil.rmtree(root / tag)
+    with Checkpointer(root, absence_s=ABSENCE_S) as ckpt, pytest.raises(DamagedError, match="removes it where none is"):
+        ckpt.load(new_training().state)
+    with Checkpointer(root, absence_s=ABSENCE_S, afresh=True) as ckpt:
+        caplog.clear()
+        assert ckpt.load(new_training().state) is None
+        assert "latest names global_step2, which cannot be loaded" in errors(caplog)
+    for more in (["--dry-run"], []):
+        assert program.run(["recover", str(root), "--json", *more]) == 0
+        assert json.loads(capsys.readouterr().out)["latest_removed"]
+    with Checkpointer(root, absence_s=ABSENCE_S) as ckpt:
+        assert ckpt.load(new_training().state) is None
+        must_save_and_load(ckpt, 3, 2)

@@ -14,7 +14,7 @@ import torch
 from tests.faults import mounts
 from tests.faults.daemons import Daemon
 from tests.faults.jobs import Job, RankError, wait_until
-from tests.faults.nursery import Nursery
+from tests.faults.rank_forker import RankForker
 
 pytestmark = [
     pytest.mark.e2e,
@@ -32,22 +32,22 @@ COMMITTED = [["committed", ""]] * 2
 
 
 @pytest.fixture(scope="module")
-def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
-    with Nursery(tmp_path_factory.mktemp("nursery"), "tests.faults.deepspeed_driven", DS_ACCELERATOR="cpu") as started:
+def rank_forker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankForker]:
+    with RankForker(tmp_path_factory.mktemp("rank_forker"), "tests.faults.deepspeed_rank", DS_ACCELERATOR="cpu") as started:
         yield started
 
 
 @pytest.fixture(scope="module")
-def job(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
+def job(rank_forker: RankForker, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
     """Two ranks that outlive the tests which share them."""
-    with Job(folder=tmp_path_factory.mktemp("job"), nursery=nursery) as started:
+    with Job(folder=tmp_path_factory.mktemp("job"), rank_forker=rank_forker) as started:
         yield started
 
 
 @pytest.fixture
-def mortal(nursery: Nursery, tmp_path: Path) -> Iterator[Job]:
+def job_to_kill(rank_forker: RankForker, tmp_path: Path) -> Iterator[Job]:
     """Two ranks that the test may kill."""
-    with Job(folder=tmp_path, nursery=nursery) as started:
+    with Job(folder=tmp_path, rank_forker=rank_forker) as started:
         yield started
 
 
@@ -105,21 +105,21 @@ def steps_in(folder: Path) -> set[Any]:
 # --- ranks that die ---------------------------------------------------------------------------------------------------
 
 
-def test_a_rank_that_is_killed_in_the_middle_of_saves(mortal: Job, job: Job, layout: str, tmp_path: Path) -> None:
+def test_a_rank_that_is_killed_in_the_middle_of_saves(job_to_kill: Job, job: Job, layout: str, tmp_path: Path) -> None:
     """After its files, and before its vote: nothing has changed, and the next job goes on from the save before."""
     root = tmp_path / "root"
-    with_engine(mortal, layout, tmp_path)
-    mortal.all("train", first=1, last=2)
-    save(mortal, root, "best")
-    assert mortal.all("end") == COMMITTED
+    with_engine(job_to_kill, layout, tmp_path)
+    job_to_kill.all("train", first=1, last=2)
+    save(job_to_kill, root, "best")
+    assert job_to_kill.all("end") == COMMITTED
     before = contents(root / "best") if layout == "deepspeed" else {}
-    losses = mortal.all("train", first=2, last=4)
-    mortal.ranks[1].do("hold")
-    save(mortal, root, "best")  # the same tag once more
-    mortal.all("train", first=4, last=5)
-    save(mortal, root, "next")
-    wait_until(lambda: mortal.ranks[1].do("is_held"), "rank 1 has written its files")
-    for rank in reversed(mortal.ranks):
+    losses = job_to_kill.all("train", first=2, last=4)
+    job_to_kill.ranks[1].do("hold")
+    save(job_to_kill, root, "best")  # the same tag once more
+    job_to_kill.all("train", first=4, last=5)
+    save(job_to_kill, root, "next")
+    wait_until(lambda: job_to_kill.ranks[1].do("is_held"), "rank 1 has written its files")
+    for rank in reversed(job_to_kill.ranks):
         rank.kill()
     assert latest(root) == "best"
     assert not is_checkpoint(root, "next", layout)
@@ -130,15 +130,15 @@ def test_a_rank_that_is_killed_in_the_middle_of_saves(mortal: Job, job: Job, lay
     assert job.all("train", first=2, last=4) == losses
 
 
-def test_ranks_that_are_killed_between_the_commit_and_the_showing(mortal: Job, job: Job, tmp_path: Path) -> None:
+def test_ranks_that_are_killed_between_the_commit_and_the_showing(job_to_kill: Job, job: Job, tmp_path: Path) -> None:
     root = tmp_path / "root"
-    with_engine(mortal, "deepspeed", tmp_path)
+    with_engine(job_to_kill, "deepspeed", tmp_path)
     before = contents(root / "first")
-    mortal.all("train", first=1, last=3)
-    mortal.ranks[0].do("die_when", call="show")
-    mortal.ranks[1].do("die_when", call="show")  # which would do it instead
-    mortal.tell("save", root=str(root), tag="first")
-    for rank in mortal.ranks:
+    job_to_kill.all("train", first=1, last=3)
+    job_to_kill.ranks[0].do("die_when", call="show")
+    job_to_kill.ranks[1].do("die_when", call="show")  # which would do it instead
+    job_to_kill.tell("save", root=str(root), tag="first")
+    for rank in job_to_kill.ranks:
         assert rank.process.wait() == -signal.SIGKILL
     assert contents(root / "first") == before, "not the old ones, and not yet the new ones either"
     job.all("open", stage=1, seed=2, layout="deepspeed")
@@ -146,27 +146,27 @@ def test_ranks_that_are_killed_between_the_commit_and_the_showing(mortal: Job, j
     assert steps_in(root / "first") == {3}
 
 
-def test_trainers_that_are_killed_have_a_sidecar_that_commits(mortal: Job, job: Job, layout: str, tmp_path: Path) -> None:
+def test_trainers_that_are_killed_have_a_sidecar_that_commits(job_to_kill: Job, job: Job, layout: str, tmp_path: Path) -> None:
     root = tmp_path / "root"
     with Daemon(tmp_path) as daemon:
-        mortal.all("open", stage=3, seed=0, layout=layout, sidecar=str(daemon.socket))
-        mortal.all("train", first=0, last=2)
-        save(mortal, root, "last")
-        assert mortal.all("end", until="staged") == [["staged", ""]] * 2
-        for rank in mortal.ranks:
+        job_to_kill.all("open", stage=3, seed=0, layout=layout, sidecar=str(daemon.socket))
+        job_to_kill.all("train", first=0, last=2)
+        save(job_to_kill, root, "last")
+        assert job_to_kill.all("end", until="staged") == [["staged", ""]] * 2
+        for rank in job_to_kill.ranks:
             rank.kill()
         wait_until(lambda: latest(root) == "last", f"it was committed: {daemon.said()}")
     job.all("open", stage=3, seed=1, layout=layout)
     assert job.all("load", root=str(root)) == [["last", 2]] * 2
 
 
-def test_a_script_that_ends_right_after_a_save(mortal: Job, job: Job, layout: str, tmp_path: Path) -> None:
+def test_a_script_that_ends_right_after_a_save(job_to_kill: Job, job: Job, layout: str, tmp_path: Path) -> None:
     """The interpreter's end waits for the commit."""
     root = tmp_path / "root"
-    with_engine(mortal, layout, tmp_path)
-    save(mortal, root, "last")
-    mortal.tell("leave")
-    for rank in mortal.ranks:
+    with_engine(job_to_kill, layout, tmp_path)
+    save(job_to_kill, root, "last")
+    job_to_kill.tell("leave")
+    for rank in job_to_kill.ranks:
         assert rank.process.wait() == 0, rank.said()
     assert latest(root) == "last"
     job.all("open", stage=1, seed=1, layout=layout)

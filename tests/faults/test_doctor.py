@@ -14,7 +14,7 @@ import pytest
 
 from checkpointd.doctor.examine import Question, examine
 from checkpointd.doctor.finding import Finding
-from tests.faults import tracing
+from tests.faults import strace_faults
 from tests.faults.mounts import MIB, ext4_image, overlay, ramfs, remount, tmpfs
 
 pytestmark = [pytest.mark.xdist_group("mounts")]
@@ -140,7 +140,7 @@ PROGRAM = "import sys; from checkpointd.cli import run; sys.exit(run(sys.argv[1:
 )
 def test_a_system_call_that_is_refused(tmp_path: Path, calls: str, fault: str, check: str, words: str) -> None:
     log = tmp_path / "strace.log"
-    prefix = tracing.prefix(calls=calls, on=[], fault=fault, log=log)
+    prefix = strace_faults.prefix(calls=calls, on=[], fault=fault, log=log)
     findings = asked([*prefix, sys.executable, "-c", PROGRAM, "doctor", str(tmp_path / "root"), *SIZE, "--json"], code=1)
     assert findings[check]["level"] == "fail"
     assert words in findings[check]["fix"]

@@ -14,13 +14,13 @@ import pytest
 
 from checkpointd.commit.machine import Phase
 from checkpointd.config import LoadConfig
-from checkpointd.pipeline import catalog
 from checkpointd.pipeline.attempt import Attempt
-from checkpointd.pipeline.recover import recover
-from checkpointd.pipeline.verify import verify
+from checkpointd.pipeline.decide.recover import recover
+from checkpointd.pipeline.read.verify import verify
+from checkpointd.pipeline.root import catalog
 from checkpointd.store.base import Store
-from checkpointd.store.osdisk import OsDisk
-from checkpointd.store.posix import PosixStore
+from checkpointd.store.posix.osdisk import OsDisk
+from checkpointd.store.posix.store import PosixStore
 from tests.builders import begin_epoch, load_arrays, objects, plan_save, rank_arrays
 from tests.faults.failing_disk import FailingDisk, When
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.builders import objects
-from tests.faults import mounts, tracing
+from tests.faults import mounts, strace_faults
 from tests.faults.jobs import End, Job, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("mounts")]
@@ -159,7 +159,7 @@ def test_an_error_of_the_device_under_one_rank(tmp_path: Path, calls: str) -> No
     root = tmp_path / "root"
     chunks = root / "global_step2" / "00000001-0" / "00001-0.chunks"
     log = tmp_path / "strace"
-    prefix = tracing.prefix(calls=calls, on=[chunks], fault="error=EIO", log=log)
+    prefix = strace_faults.prefix(calls=calls, on=[chunks], fault="error=EIO", log=log)
     with Job(folder=tmp_path, prefixes={1: prefix}) as job:
         job.open(root, compression="none")
         job.must_commit(1)

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from checkpointd.pipeline import catalog
+from checkpointd.pipeline.root import catalog
 from checkpointd.store import open_store
 from tests.builders import load_arrays
 from tests.faults.jobs import Torchrun, kill, wait_until
-from tests.faults.journals import Event, Notes, committed_steps
-from tests.faults.trainer import expected
+from tests.faults.journals import Event, JournalReader, committed_steps
+from tests.faults.predictable_training import expected
 
 NBYTES = 4 << 20
 TARGETS = ("rank 0", "rank 1", "all")
@@ -45,7 +45,7 @@ class Rounds:
     def __post_init__(self) -> None:
         self.chance = random.Random(self.seed)
         self.root = self.folder / "root"
-        self.ranks = [Notes(self.folder / f"rank-{rank}.jsonl") for rank in range(2)]
+        self.ranks = [JournalReader(self.folder / f"rank-{rank}.jsonl") for rank in range(2)]
         self.job: Torchrun | None = None
 
     def run(self, target: str) -> None:

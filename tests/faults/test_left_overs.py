@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpointd.pipeline import catalog
+from checkpointd.pipeline.root import catalog
 from checkpointd.store import open_store
 from tests.faults.daemons import Daemon
 from tests.faults.jobs import Job, wait_until

@@ -15,13 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from checkpointd.pipeline import catalog
+from checkpointd.pipeline.root import catalog
 from checkpointd.store import open_store
 from tests.builders import load_arrays
 from tests.faults import mounts
 from tests.faults.jobs import Job, RankError, wait_until
-from tests.faults.journals import Notes, committed_steps
-from tests.faults.trainer import expected
+from tests.faults.journals import JournalReader, committed_steps
+from tests.faults.predictable_training import expected
 
 pytestmark = [
     pytest.mark.root,
@@ -56,7 +56,7 @@ class Cuts:
     def __post_init__(self) -> None:
         self.chance = random.Random(self.seed)
         self.root = self.disk.path / "root"
-        self.journals = [Notes(self.folder / f"rank-{rank}.jsonl") for rank in range(2)]
+        self.journals = [JournalReader(self.folder / f"rank-{rank}.jsonl") for rank in range(2)]
 
     def next_job(self) -> Job:
         """Starts at once; importing takes its time, so it is begun before it is needed."""

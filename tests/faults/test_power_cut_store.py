@@ -1,4 +1,4 @@
-"""Durability of the store, invariants S1 to S5: the power goes right after a call has returned.
+"""Durability of the store, invariants STORE-1 to STORE-5: the power goes right after a call has returned.
 
 An ext4 is shut down without flushing anything, then mounted again. The same calls on disks that leave out an fsync do lose what
 they promised: so the cut cuts, and each fsync of the store is needed.
@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from checkpointd.errors import StoreError
-from checkpointd.store.disk import File
-from checkpointd.store.osdisk import OsDisk
-from checkpointd.store.posix import PosixStore
+from checkpointd.store.posix.disk import WritableFile
+from checkpointd.store.posix.osdisk import OsDisk
+from checkpointd.store.posix.store import PosixStore
 from tests.faults import mounts
 
 pytestmark = [pytest.mark.root, pytest.mark.power_cut, pytest.mark.xdist_group("mounts")]
@@ -155,7 +155,7 @@ async def test_a_cut_in_the_middle_of_a_large_object_leaves_the_rest_alone(ext4:
 class NoSyncFile:
     """A file whose fsync does nothing."""
 
-    def __init__(self, file: File) -> None:
+    def __init__(self, file: WritableFile) -> None:
         self._file = file
         self.write_at, self.reserve, self.truncate, self.close = file.write_at, file.reserve, file.truncate, file.close
 
@@ -164,7 +164,7 @@ class NoSyncFile:
 
 
 class NoFileSync(OsDisk):
-    async def create(self, path: str) -> File:
+    async def create(self, path: str) -> WritableFile:
         file = await super().create(path)
         vars(file)["_write_back"] = lambda *_: None  # large writes push what they wrote to the disk as well
         return NoSyncFile(file)

@@ -10,7 +10,6 @@ import json
 import os
 import signal
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,9 +18,9 @@ import torch
 from checkpointd.errors import MismatchError
 from checkpointd_client import Checkpointer
 from tests.builders import objects
-from tests.faults import tracing
+from tests.faults import strace_faults
 from tests.faults.jobs import NEVER_S, End, Job, Rank, RankError, wait_until
-from tests.faults.trainer import Training
+from tests.faults.predictable_training import Training
 
 pytestmark = pytest.mark.e2e
 
@@ -214,24 +213,19 @@ def test_a_dead_coordinator_leaves_the_others_with_an_answer(pair: Job, root: Pa
     restart(pair, root, loads=1)
 
 
-@pytest.fixture
-def dies_at_the_commit(root: Path, tmp_path: Path) -> Iterator[Job]:
+def test_a_coordinator_that_dies_at_the_commit_is_named_and_the_next_start_agrees(
+    pair: Job, root: Path, tmp_path: Path
+) -> None:
     """Rank 0 is killed as it gives the outcome of step 2 its name."""
     outcome = attempt(root, 2) / "outcome"
-    prefix = tracing.prefix(calls="link,linkat", on=[outcome], fault="signal=KILL", log=tmp_path / "strace")
-    with Job(folder=tmp_path, prefixes={0: prefix}) as job:
-        yield job
-
-
-def test_a_coordinator_that_dies_at_the_commit_is_named_and_the_next_start_agrees(
-    dies_at_the_commit: Job, pair: Job, root: Path
-) -> None:
-    job = dies_at_the_commit
-    job.open(root, commit_timeout_s=4 * SOON_S)
-    job.must_commit(1)
-    job.tell("save", step=2)
-    end = job.ranks[1].end(2)
-    assert job.ranks[0].process.wait() != 0
+    with Job(folder=tmp_path) as job:
+        job.open(root, commit_timeout_s=4 * SOON_S)
+        job.must_commit(1)
+        log = tmp_path / "strace"
+        with strace_faults.attached(job.ranks[0].pid, calls="link,linkat", on=[outcome], fault="signal=KILL", log=log):
+            job.tell("save", step=2)
+            end = job.ranks[1].end(2)
+            assert job.ranks[0].process.wait() != 0
     if end.phase == "committed":  # the name was given before the signal came
         restart(pair, root, loads=2)
         return

@@ -111,7 +111,7 @@ class Trainer:
     def _run(self) -> None:
         state = {name: torch.zeros(64, 64) for name in "abcdefgh"}
         try:
-            with Checkpointer(self._root, retention=Retention(keep_last=1), chunk_bytes=4096, on_stale="ignore") as ckpt:
+            with Checkpointer(self._root, retention=Retention(keep_last=1), chunk_bytes=4096, on_no_progress="ignore") as ckpt:
                 while not self._stop.is_set():
                     self.saved += 1
                     for tensor in state.values():

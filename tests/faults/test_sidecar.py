@@ -11,7 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
+from checkpointd_client import Checkpointer
+from checkpointd_client.errors import LinkError
 from tests.faults.daemons import Daemon
 from tests.faults.jobs import MIB, NEVER_S, Job, wait_until
 
@@ -99,8 +102,8 @@ def test_two_nodes_finish_a_save_without_any_trainer(tmp_path: Path, coordinator
         _staged(job, 5)
         _killed(job)
         _wait_for_latest(root, "global_step5", one, two)
-        wait_until(lambda: "global_step5/00000001-0: committed (rank 0)" in nodes[0].said(), "the coordinator has said it")
-        wait_until(lambda: "committed (rank 3)" in nodes[1].said(), "the other node heard of it")
+        wait_until(lambda: "rank 0] global_step5/00000001-0: committed:" in nodes[0].said(), "the coordinator has said it")
+        wait_until(lambda: "rank 3] global_step5/00000001-0: committed:" in nodes[1].said(), "the other node heard of it")
     with Job(folder=tmp_path, world_size=4) as job:
         job.open(root)
         job.must_load(5)
@@ -270,7 +273,7 @@ def test_a_sidecar_killed_in_the_middle_of_a_save_costs_nothing(tmp_path: Path, 
         job.all("end", step=1, until="persisting")
         slow.kill()
         assert [end.phase for end in job.ends(1)] == ["committed", "committed"]
-        assert "this process persists it itself" in job.ranks[0].logged("WARNING")
+        assert "this process persists its saves itself" in job.ranks[0].logged("WARNING")
         job.must_commit(2)  # nobody is there, and it works all the same
         slow.start_again(())
         job.must_commit(3)
@@ -313,7 +316,7 @@ def test_a_sidecar_that_hangs_is_as_good_as_lost_and_may_wake_up(tmp_path: Path,
         job.all("end", step=1, until="persisting")
         slow.send(signal.SIGSTOP)
         assert [end.phase for end in job.ends(1)] == ["committed", "committed"]
-        assert "has not answered for" in job.ranks[0].logged("ERROR")
+        assert "has not answered for" in job.ranks[0].logged("WARNING")
         job.must_commit(2)
         slow.send(signal.SIGCONT)
         wait_until(lambda: slow.said().count("global_step1/00000001-0") >= 2, "it woke up and saw the end")
@@ -346,5 +349,17 @@ def test_what_does_not_fit_into_the_sidecar_is_persisted_by_the_trainers(tmp_pat
         job.open(tmp_path / "root", sidecar=str(small.socket))
         for step in (1, 2, 3):
             job.must_commit(step)
-        assert "bytes are in use" in job.ranks[0].logged("ERROR")
+        assert "no room for" in job.ranks[0].logged("WARNING")
         job.must_load(3)
+
+
+def test_a_link_at_a_tag_fails_the_save_long_before_its_deadline(tmp_path: Path, daemon: Daemon) -> None:
+    root, state = tmp_path / "root", {"model": torch.nn.Linear(4, 4)}
+    with Checkpointer(root, sidecar=str(daemon.socket), commit_timeout_s=20) as checkpointer:
+        checkpointer.save(1, state).wait()
+        (root / "global_step1").rename(tmp_path / "elsewhere")
+        (root / "global_step1").symlink_to(tmp_path / "elsewhere")
+        with pytest.raises(LinkError, match=r"root/global_step1 is a symbolic link.*Remove the link"):
+            checkpointer.save(1, state).wait()
+    assert daemon.said().count("cannot look for the outcome") == 1
+    assert [path.name for path in (tmp_path / "elsewhere").iterdir()] == ["00000001-0"]

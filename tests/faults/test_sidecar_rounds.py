@@ -19,8 +19,8 @@ from pathlib import Path
 import pytest
 
 from checkpointd.config import LoadConfig
-from checkpointd.pipeline import catalog
-from checkpointd.pipeline.verify import verify
+from checkpointd.pipeline.read.verify import verify
+from checkpointd.pipeline.root import catalog
 from checkpointd.store import open_store
 from tests.faults.daemons import Daemon
 from tests.faults.jobs import Torchrun, wait_until

@@ -15,11 +15,11 @@ import pytest
 
 from checkpointd.errors import StoreError, StoreFullError
 from checkpointd.store.base import Store
-from checkpointd.store.posix import PosixStore
-from tests.faults import mounts, tracing
-from tests.faults.store_child import LARGE, SMALL, WRITER
+from checkpointd.store.posix.store import PosixStore
+from tests.faults import mounts, strace_faults
+from tests.faults.store_process import LARGE, SMALL, WRITER
 
-CHILD = Path(__file__).with_name("store_child.py")
+CHILD = Path(__file__).with_name("store_process.py")
 MIB = 1024 * 1024
 LINK = "link,linkat"
 RENAME = "rename,renameat,renameat2"
@@ -251,12 +251,12 @@ async def test_without_a_fault_the_child_succeeds(store: Store) -> None:
         assert await store.get(key) == body
 
 
-def _child(store: Store, step: str, calls: str, on: str, fault: str) -> tracing.Traced:
+def _child(store: Store, step: str, calls: str, on: str, fault: str) -> strace_faults.Traced:
     path = Path(os.path.normpath(Path(store.url) / on))
-    return tracing.run_python([str(CHILD), store.url, step], calls=calls, on=path, fault=fault)
+    return strace_faults.run_python([str(CHILD), store.url, step], calls=calls, on=path, fault=fault)
 
 
-def _error(traced: tracing.Traced) -> str:
+def _error(traced: strace_faults.Traced) -> str:
     """The message of the StoreError that the child met."""
     assert traced.returncode == 0, traced
     assert traced.failed_calls, f"the fault did not happen: {traced}"

@@ -15,7 +15,7 @@ import pytest
 
 from tests.faults import mounts
 from tests.faults.jobs import Job, wait_until
-from tests.faults.nursery import Nursery
+from tests.faults.rank_forker import RankForker
 
 NEEDED = ("deepspeed", "transformers", "accelerate")
 MISSING = [name for name in NEEDED if importlib.util.find_spec(name) is None]
@@ -38,9 +38,9 @@ def order(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def nursery(order: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
-    folder = tmp_path_factory.mktemp("nursery")
-    with Nursery(folder, "tests.faults.trainers_driven", DS_ACCELERATOR="cpu", ORDER=order) as started:
+def rank_forker(order: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankForker]:
+    folder = tmp_path_factory.mktemp("rank_forker")
+    with RankForker(folder, "tests.faults.huggingface_rank", DS_ACCELERATOR="cpu", ORDER=order) as started:
         yield started
 
 
@@ -67,14 +67,14 @@ def left_over(folder: Path) -> list[Path]:
 
 
 def test_a_job_that_is_killed_in_the_middle_of_a_save_goes_on(
-    nursery: Nursery, order: str, tmp_path: Path, pytestconfig: pytest.Config
+    rank_forker: RankForker, order: str, tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
     for number in range(pytestconfig.getoption("--trainer-rounds")):
         folder = tmp_path / str(number)
         folder.mkdir()
         point = POINTS[(number + len(ORDERS) - 1 - ORDERS.index(order)) % len(POINTS)]
         train = "accelerate" if order == "accelerate" else "train"
-        with Job(folder=folder, nursery=nursery) as job:
+        with Job(folder=folder, rank_forker=rank_forker) as job:
             dying = job.ranks[0 if point in ("showing", "shown") else number % 2]
             dying.do("die", point=point, step=4)
             job.tell(train, folder=str(folder), last=8)
@@ -85,7 +85,7 @@ def test_a_job_that_is_killed_in_the_middle_of_a_save_goes_on(
         first, second = (0, 1) if order == "accelerate" else (2, 4)
         assert numbers in ([[first]] if point != "shown" else [[first, second]]), f"{point}: {found}"
         assert all(map(whole, found)), f"{point}: {found}"
-        with Job(folder=folder, nursery=nursery) as job:
+        with Job(folder=folder, rank_forker=rank_forker) as job:
             [one, other] = job.all(train, folder=str(folder), last=6, resume=True)
         assert one == other
         # What was committed appears at the start, at which the Trainer has chosen already.
@@ -100,8 +100,8 @@ def test_a_job_that_is_killed_in_the_middle_of_a_save_goes_on(
 
 
 @pytest.mark.parametrize("order", ["after"], indirect=True)
-def test_the_best_is_loaded_at_the_end(nursery: Nursery, tmp_path: Path) -> None:
-    with Job(folder=tmp_path, nursery=nursery) as job:
+def test_the_best_is_loaded_at_the_end(rank_forker: RankForker, tmp_path: Path) -> None:
+    with Job(folder=tmp_path, rank_forker=rank_forker) as job:
         for said in job.all("train_to_the_best", folder=str(tmp_path / "run")):
             assert said == {"best": str(tmp_path / "run" / "checkpoint-2"), "holds": [2]}
     assert [path.name for path in visible(tmp_path)] == ["checkpoint-2", "checkpoint-6"]
@@ -109,9 +109,9 @@ def test_the_best_is_loaded_at_the_end(nursery: Nursery, tmp_path: Path) -> None
 
 @pytest.mark.root
 @pytest.mark.parametrize("order", ["after"], indirect=True)
-def test_a_full_disk_fails_saves_and_nothing_else(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_full_disk_fails_saves_and_nothing_else(rank_forker: RankForker, tmp_path: Path) -> None:
     """Of a save that fails, in the engine's files or in the library's, nothing stays; so there is room for save_model()."""
-    with mounts.tmpfs(16 * MIB) as small, Job(folder=tmp_path, nursery=nursery) as job:
+    with mounts.tmpfs(16 * MIB) as small, Job(folder=tmp_path, rank_forker=rank_forker) as job:
         run = small / "run"
         for said in job.all(
             "train_on_a_full_disk", folder=str(run), ballast=str(small / "ballast"), room=700 * KIB, less=100 * KIB

@@ -17,12 +17,12 @@ from checkpointd.commit.retention import Retention
 from checkpointd.errors import DamagedError, PartlyLoadedError, UnreadableError
 from checkpointd.layout.keys import PASSED_OVER, VERIFIED
 from checkpointd.layout.manifest import PassedOver, Verified, decode, encode
-from checkpointd.pipeline.identity import writer
+from checkpointd.pipeline.root.identity import writer
 from checkpointd_client import Checkpointer, consolidate
 from tests.builders import break_file
-from tests.faults.flaky import FOR_EVER, Fault, Flaky
+from tests.faults.failing_reads import FOR_EVER, FailingReads, Fault
 from tests.faults.jobs import Job, Rank
-from tests.faults.trainer import KIB, Training
+from tests.faults.predictable_training import KIB, Training
 
 SEED = 5
 NBYTES = 160 * KIB
@@ -45,8 +45,8 @@ NUMBERS = [errno.ENOENT, errno.ESTALE, errno.EMFILE, errno.EIO, errno.EACCES]
 
 
 @pytest.fixture
-def flaky(monkeypatch: pytest.MonkeyPatch) -> Flaky:
-    disk = Flaky()
+def failing_reads(monkeypatch: pytest.MonkeyPatch) -> FailingReads:
+    disk = FailingReads()
     disk.install(monkeypatch.setattr)
     return disk
 
@@ -84,24 +84,24 @@ def objects_of(root: Path) -> set[str]:
 
 @pytest.mark.parametrize("number", NUMBERS, ids=errno.errorcode.get)
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_error_costs_nothing_at_whatever_object(root: Path, flaky: Flaky, kind: str, number: int) -> None:
+def test_one_error_costs_nothing_at_whatever_object(root: Path, failing_reads: FailingReads, kind: str, number: int) -> None:
     """Each of the first three reads of it, one after the other: of choosing, examining, and filling."""
     with Checkpointer(root, commit_timeout_s=60.0) as ckpt:
         before = objects_of(root)
         failed = 0
         for works in range(3):
-            fault = flaky.add(Fault(KINDS[kind], number, works=works))
+            fault = failing_reads.add(Fault(KINDS[kind], number, works=works))
             assert must_load(ckpt, 3) == ()
             failed += fault.failed
-            flaky.faults.clear()
+            failing_reads.faults.clear()
         assert failed
         assert objects_of(root) == before
 
 
 @pytest.mark.parametrize("number", [errno.ESTALE, errno.ENOENT], ids=errno.errorcode.get)
 @pytest.mark.parametrize("kind", ["outcome", "index", "chunks"])
-def test_an_export_goes_on_after_one_error(root: Path, flaky: Flaky, kind: str, number: int) -> None:
-    fault = flaky.add(Fault(KINDS[kind], number))
+def test_an_export_goes_on_after_one_error(root: Path, failing_reads: FailingReads, kind: str, number: int) -> None:
+    fault = failing_reads.add(Fault(KINDS[kind], number))
     assert consolidate(root, root.parent / "out.safetensors", rank=0).step == 3
     assert fault.failed == 1
 
@@ -115,13 +115,13 @@ def test_an_export_goes_on_after_one_error(root: Path, flaky: Flaky, kind: str, 
     ids=lambda value: errno.errorcode[value] if isinstance(value, int) else value,
 )
 def test_a_lasting_error_is_raised_at_the_deadline_and_nothing_falls_back(
-    root: Path, flaky: Flaky, kind: str, number: int
+    root: Path, failing_reads: FailingReads, kind: str, number: int
 ) -> None:
     """ENOENT: the name is listed all the time, as by a file server that lags behind."""
     with Checkpointer(root, commit_timeout_s=SOON_S, absence_s=0.1) as ckpt:
         before = objects_of(root)
         calls = tuple(call for call in ("read", "read_at", "children") if kind in LISTINGS or call != "children")
-        fault = flaky.add(Fault(KINDS[kind], number, fails=FOR_EVER, calls=calls))
+        fault = failing_reads.add(Fault(KINDS[kind], number, fails=FOR_EVER, calls=calls))
         training = new_training()
         for options in ({}, {"tag": "global_step3"}) if "root" not in kind and kind != "latest" else ({},):
             with pytest.raises(UnreadableError) as caught:
@@ -129,14 +129,14 @@ def test_a_lasting_error_is_raised_at_the_deadline_and_nothing_falls_back(
             assert (caught.value.exit_code, caught.value.retryable) == (6, True)
         assert fault.failed > 1
         assert training.wrong(99) == []
-        flaky.faults.clear()
+        failing_reads.faults.clear()
         assert must_load(ckpt, 3) == ()
         assert objects_of(root) == before
 
 
-def test_the_message_says_what_to_do(root: Path, flaky: Flaky) -> None:
+def test_the_message_says_what_to_do(root: Path, failing_reads: FailingReads) -> None:
     with Checkpointer(root, commit_timeout_s=SOON_S) as ckpt:
-        flaky.add(Fault(KINDS["index"], errno.ESTALE, fails=FOR_EVER))
+        failing_reads.add(Fault(KINDS["index"], errno.ESTALE, fails=FOR_EVER))
         with pytest.raises(UnreadableError) as caught:
             ckpt.load(new_training().state)
     said = str(caught.value)
@@ -147,10 +147,10 @@ def test_the_message_says_what_to_do(root: Path, flaky: Flaky) -> None:
     assert "tag=" in said
 
 
-def test_an_older_outcome_that_cannot_be_read_keeps_nobody_waiting(root: Path, flaky: Flaky) -> None:
+def test_an_older_outcome_that_cannot_be_read_keeps_nobody_waiting(root: Path, failing_reads: FailingReads) -> None:
     """The deadline is one that no test lives to see."""
     with Checkpointer(root, commit_timeout_s=3600.0) as ckpt:
-        flaky.add(Fault(r"global_step2/00000001-0/outcome$", errno.EIO, fails=FOR_EVER))
+        failing_reads.add(Fault(r"global_step2/00000001-0/outcome$", errno.EIO, fails=FOR_EVER))
         assert must_load(ckpt, 3) == ()
 
 
@@ -195,7 +195,7 @@ def test_a_job_that_cannot_leave_the_record_removes_nothing_of_earlier_ones(root
     break_file(root / NEWEST / "00000.index", "flip")
     (root / NEWEST / PASSED_OVER).mkdir()
     (root / NEWEST / VERIFIED).write_bytes(encode(Verified(nbytes=1, uncached=True, writer=writer())))
-    with Checkpointer(root, retention=1, on_stale="ignore", read_back=False) as ckpt:
+    with Checkpointer(root, retention=1, on_no_progress="ignore", read_back=False) as ckpt:
         must_load(ckpt, 2)
         training = new_training()
         ckpt.save(4, training.state, client_state=training.client_state).wait()
@@ -204,10 +204,10 @@ def test_a_job_that_cannot_leave_the_record_removes_nothing_of_earlier_ones(root
         must_load(ckpt, 2)
 
 
-def test_a_stale_name_does_not_let_retention_take_the_newest(root: Path, flaky: Flaky) -> None:
+def test_a_stale_name_does_not_let_retention_take_the_newest(root: Path, failing_reads: FailingReads) -> None:
     """A client whose file server lags behind: the outcome that was just read is not there when it is read again."""
-    with Checkpointer(root, retention=Retention(keep_last=1), on_stale="ignore") as ckpt:
-        flaky.add(Fault(KINDS["outcome"], errno.ENOENT, works=1, calls=("read",)))
+    with Checkpointer(root, retention=Retention(keep_last=1), on_no_progress="ignore") as ckpt:
+        failing_reads.add(Fault(KINDS["outcome"], errno.ENOENT, works=1, calls=("read",)))
         training = new_training()
         loaded = ckpt.load(training.state)
         assert loaded is not None
@@ -221,33 +221,33 @@ def test_a_stale_name_does_not_let_retention_take_the_newest(root: Path, flaky: 
 # --- while the objects are filled --------------------------------------------------------------------------------------
 
 
-def chunk_reads(ckpt: Checkpointer, flaky: Flaky) -> int:
+def chunk_reads(ckpt: Checkpointer, failing_reads: FailingReads) -> int:
     """How many reads of chunks a load makes: half of them verify, half of them fill."""
-    count = flaky.add(Fault(r"\.chunks$", 0, fails=0, calls=("read_at",)))
+    count = failing_reads.add(Fault(r"\.chunks$", 0, fails=0, calls=("read_at",)))
     must_load(ckpt, 3)
     assert count.seen >= 2
     assert count.seen % 2 == 0
     return count.seen
 
 
-def test_an_error_while_filling_is_tried_again(root: Path, flaky: Flaky) -> None:
+def test_an_error_while_filling_is_tried_again(root: Path, failing_reads: FailingReads) -> None:
     with Checkpointer(root) as ckpt:
-        half = chunk_reads(ckpt, flaky) // 2
-        fault = flaky.add(Fault(r"\.chunks$", errno.EIO, works=half, fails=3, calls=("read_at",)))
+        half = chunk_reads(ckpt, failing_reads) // 2
+        fault = failing_reads.add(Fault(r"\.chunks$", errno.EIO, works=half, fails=3, calls=("read_at",)))
         assert must_load(ckpt, 3) == ()
         assert fault.failed == 3
 
 
-def test_an_error_that_lasts_while_filling_says_that_objects_were_touched(root: Path, flaky: Flaky) -> None:
+def test_an_error_that_lasts_while_filling_says_that_objects_were_touched(root: Path, failing_reads: FailingReads) -> None:
     with Checkpointer(root, commit_timeout_s=SOON_S) as ckpt:
-        half = chunk_reads(ckpt, flaky) // 2
-        flaky.add(Fault(r"\.chunks$", errno.EIO, works=half, fails=FOR_EVER, calls=("read_at",)))
+        half = chunk_reads(ckpt, failing_reads) // 2
+        failing_reads.add(Fault(r"\.chunks$", errno.EIO, works=half, fails=FOR_EVER, calls=("read_at",)))
         with pytest.raises(
             PartlyLoadedError, match=r"global_step3 .* mix of old and new values.*\[EIO\].*load again"
         ) as caught:
             ckpt.load(new_training().state)
         assert not caught.value.retryable
-        flaky.faults.clear()
+        failing_reads.faults.clear()
         assert must_load(ckpt, 3) == ()
 
 

@@ -8,15 +8,15 @@ from collections.abc import Callable
 
 import msgspec
 
-from checkpointd.daemon import wire
-from checkpointd.daemon.layouts import wire_tensors
-from checkpointd.daemon.wire import HEAD, encode
+from checkpointd.daemon.memory.layouts import wire_tensors
+from checkpointd.daemon.protocol import wire
+from checkpointd.daemon.protocol.wire import HEAD, encode
 from checkpointd.errors import WireError
 from checkpointd.layout.boxes import Box
-from checkpointd.layout.manifest import ErrorReport
+from checkpointd.layout.manifest import Alias, ErrorReport
 from checkpointd.pipeline.shard import PAGE
 from tests.builders import make_shard, rank_arrays
-from tests.unit.daemon.test_wire import EVERY
+from tests.unit.daemon.protocol.test_wire import EVERY
 
 SHARD = make_shard(rank_arrays(0))
 FRAMES = tuple(encode(message, number % 2) for number, message in enumerate(EVERY))
@@ -84,14 +84,14 @@ def conversation(source: random.Random, root: str) -> list[tuple[wire.Message, b
     if source.random() < 0.9:
         said.append((_good_begin(source), False))
     if source.random() < 0.8:
-        said += [(wire.Slot(slot=0, nbytes=len(SHARD.image) + PAGE), True), (_layout(source, good=True), False)]
+        said += [(wire.Slot(slot=0, nbytes=len(SHARD.buffer) + PAGE), True), (_layout(source, good=True), False)]
     if source.random() < 0.25:
         tag, attempt = source.choice("abcd"), f"00000001-{source.randrange(100)}"
-        save = wire.Save(save=0, tag=tag, attempt=attempt, step=1, n=1, save_latest=True, hand=0, left_s=10.0)
-        announced = wire.Announced(save=0, slot=0, layout=0, mark=1, aliases=(), excluded=(), tree=SHARD.tree)
-        start = [save, announced, wire.Staged(save=0)]
+        save = wire.Save(save=0, tag=tag, attempt=attempt, step=1, n=1, save_latest=True, takeover=0, left_s=10.0)
+        announced = wire.Announced(save=0, slot=0, layout=0, mark=1)
+        start = [save, wire.Contents(save=0, tree=SHARD.tree), announced, wire.Staged(save=0)]
         if source.random() < 0.3:
-            del start[source.randrange(3)]
+            del start[source.randrange(4)]
         said += [(message, False) for message in start]
     for _ in range(source.randint(1, 14)):
         message = source.choice(_ANY)(source)
@@ -135,8 +135,10 @@ def _layout(source: random.Random, good: bool = False) -> wire.Layout:
             source.choice((0, 64, 63, -64, 1 << 40, 12352)),
         )
         tensors = (*tensors[:at], bad, *tensors[at + 1 :])
-    nbytes = len(SHARD.image) if good else source.choice((len(SHARD.image), *_COUNTS))
-    return wire.Layout(layout=0 if good else source.randint(0, 5), nbytes=nbytes, tensors=tensors)
+    nbytes = len(SHARD.buffer) if good else source.choice((len(SHARD.buffer), *_COUNTS))
+    return wire.Layout(
+        layout=0 if good else source.randint(0, 5), nbytes=nbytes, tensors=tensors, more=not good and source.random() < 0.3
+    )
 
 
 def _save(source: random.Random) -> wire.Save:
@@ -147,9 +149,10 @@ def _save(source: random.Random) -> wire.Save:
         step=source.choice(_COUNTS),
         n=source.choice(_COUNTS),
         save_latest=source.random() < 0.5,
-        hand=source.choice((0, 0, 1, 999)),
+        takeover=source.choice((0, 0, 1, 999)),
         left_s=source.choice((1.0, 1.0, 0.0, 1e-9)),
         unfinished=source.choice(("", "", "00000001-0", "..", "../..", "a/b")),
+        leftovers=source.choice(((), (), ("_states.pt",), ("",), ("/",), ("x",) * 20)),
     )
 
 
@@ -159,9 +162,15 @@ def _announced(source: random.Random) -> wire.Announced:
         slot=source.choice((0, 0, 0, 1, 2)),
         layout=source.randint(0, 5),
         mark=source.randint(1, 3),
-        aliases=(),
-        excluded=(),
-        tree=source.choice((SHARD.tree, b"", b"\xff" * 64)),
+    )
+
+
+def _contents(source: random.Random) -> wire.Contents:
+    return wire.Contents(
+        save=source.randint(0, 2),
+        aliases=source.choice(((), (Alias("a", "w", (2,) * 40, (1,) * 40, 0),) * 30)),
+        excluded=source.choice(((), ("x" * 500,) * 20)),
+        tree=source.choice((SHARD.tree, b"", b"\xff" * 64, bytes(40_000))),
     )
 
 
@@ -187,10 +196,11 @@ _ANY: tuple[Callable[[random.Random], wire.Message], ...] = (
     _save,
     _announced,
     _announced,
+    _contents,
     lambda s: wire.Staged(save=s.randint(0, 2), held_s=s.choice((0.0, 1.0, math.pi))),
     lambda s: wire.Staged(save=s.randint(0, 2)),
-    lambda s: wire.Spoiled(save=s.randint(0, 2), error=_error(s)),
-    lambda s: wire.Slot(slot=s.randint(0, 5), nbytes=s.choice((len(SHARD.image) + PAGE,) * 3 + _COUNTS)),
+    lambda s: wire.Spoiled(save=s.randint(0, 2), error=_error(s), held_s=s.choice((0.0, 1.0, math.pi))),
+    lambda s: wire.Slot(slot=s.randint(0, 5), nbytes=s.choice((len(SHARD.buffer) + PAGE,) * 3 + _COUNTS)),
     lambda s: wire.DropSlot(slot=s.randint(0, 2)),
     lambda s: _layout(s, good=s.random() < 0.5),
     lambda s: wire.Fetch(tag=s.choice("abcd"), attempt="00000001-0"),

@@ -22,17 +22,19 @@ from unittest import mock
 import uvloop
 
 from checkpointd.config import ServeConfig
-from checkpointd.daemon import wire
-from checkpointd.daemon.channel import Channel, Peer, Received
 from checkpointd.daemon.hub import Hub
-from checkpointd.daemon.jobs import Job
-from checkpointd.daemon.session import OUTBOX, Session
-from checkpointd.daemon.standing import standing
-from checkpointd.daemon.wire import HEAD, HELLO_BYTES_MAX, Decoder
+from checkpointd.daemon.hub_status import standing
+from checkpointd.daemon.jobs import SaveJob
+from checkpointd.daemon.protocol import wire
+from checkpointd.daemon.protocol.channel import Channel, Received
+from checkpointd.daemon.protocol.decoder import Decoder
+from checkpointd.daemon.protocol.peers import Peer
+from checkpointd.daemon.protocol.wire import HEAD, HELLO_BYTES_MAX
+from checkpointd.daemon.session import OUTBOX, RankSession
 from checkpointd.errors import StagingError, WireError
 from checkpointd.store.memory import MemoryStore
 from tests.fuzz.frames import SHARD, conversation, stream
-from tests.unit.daemon.conftest import open_descriptors, slot_of
+from tests.unit.daemon.conftest import open_descriptors, put_epoch, slot_of
 
 HANG_S = 60
 GROWTH_BYTES_MAX = 96 << 20
@@ -99,7 +101,7 @@ class Stage:
 
     def __init__(self) -> None:
         # The size of one slot is the bound of all: sessions come to it all the time.
-        self.hub = Hub(ServeConfig(socket="/fuzz.sock", roots=(ROOT,), client_bytes_max=3 << 15, memory_bytes_max=1 << 17))
+        self.hub = Hub(ServeConfig(socket="/fuzz.sock", roots=(ROOT,), user_bytes_max=3 << 15, memory_bytes_max=1 << 17))
         self.store = MemoryStore()
         self.hub.roots = mock.Mock(wraps=self.hub.roots)
         self.hub.roots.checked = mock.AsyncMock(side_effect=self.hub.roots.check)
@@ -110,8 +112,8 @@ class Stage:
         """One client from its first word to its end; how many messages it heard."""
         source = random.Random(seed)
         channel = ScriptedChannel(source, source.choice(self.slots))
-        gone: list[Job] = []
-        session = Session(
+        gone: list[SaveJob] = []
+        session = RankSession(
             self.hub, cast(Channel, channel), Peer(os.getpid(), os.getuid(), os.getgid()), lambda _, jobs: gone.extend(jobs)
         )
         with contextlib.suppress(ConnectionError):
@@ -119,6 +121,7 @@ class Stage:
         assert session._outbox.qsize() <= OUTBOX
         assert sum(not job.has_voted for job in self.hub.jobs.all()) <= 4 * self.hub.config.saves_max
         assert self.hub.account.used <= self.hub.account.limit
+        assert self.hub.account_of(os.getuid()).used == self.hub.account.used
         for job in gone:
             job.client_died(StagingError("the client has gone"))
         for job in self.hub.jobs.all():
@@ -143,11 +146,11 @@ class Stage:
         """All jobs end, and nothing is left mapped or open."""
         await self._end_jobs()
         self._drop_all()
-        assert self.hub.account.used == 0
         assert len(self.hub.memory) == 0
         for _ in range(20):  # so many turns of the loop may still hold frames of jobs that have just ended
             await asyncio.sleep(0)
         assert self.hub.memory.release_lingering() == 0
+        assert self.hub.account.used == 0
         for slot in self.slots:
             os.close(slot)
 
@@ -157,6 +160,7 @@ async def sessions(seeds: range, per_stage: int = 500) -> int:
     heard = 0
     for start in range(seeds.start, seeds.stop, per_stage):
         stage = Stage()
+        await put_epoch(stage.store, 1, "n")
         for seed in range(start, min(start + per_stage, seeds.stop)):
             try:
                 heard += await stage.session(seed)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.e2e.deepspeed_launch import NEEDS_DEEPSPEED
+from tests.fuzz.fuzz_files import corpora, fuzz, sum_of_outcomes
 from tests.fuzz.fuzz_wire import decode_one, fuzz_decoder, fuzz_sessions
 
 SEEDS = st.integers(min_value=1 << 40, max_value=1 << 60)
@@ -12,13 +15,13 @@ SEEDS = st.integers(min_value=1 << 40, max_value=1 << 60)
 
 @given(SEEDS)
 def test_decoder(seed: int) -> None:
-    """W1, W2"""
+    """WIRE-1, WIRE-2"""
     decode_one(seed)
 
 
 @given(SEEDS)
 def test_session(seed: int) -> None:
-    """Y1 to Y3: five clients after one another at one daemon."""
+    """SESSION-1 to SESSION-3: five clients after one another at one daemon."""
     fuzz_sessions(range(seed, seed + 5))
 
 
@@ -26,3 +29,12 @@ def test_the_inputs_get_somewhere() -> None:
     """A fuzzer whose inputs are all refused at once finds nothing."""
     assert fuzz_decoder(range(500)) > 200
     assert fuzz_sessions(range(60)) > 300
+
+
+@NEEDS_DEEPSPEED
+@pytest.mark.timeout(450)  # it waits where a file is missing or cannot be read, and a loaded machine makes that long
+def test_files(pytestconfig: pytest.Config) -> None:
+    """Each changed root or file gives what was saved, or says what is wrong; the seeds are the same in every run."""
+    with corpora() as corpus:
+        found = fuzz(range(pytestconfig.getoption("--fuzzed-files")), corpus)
+    assert {"newest", "older, and said", "refused", "read"} <= sum_of_outcomes(found).keys()

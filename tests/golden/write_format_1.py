@@ -21,16 +21,17 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from checkpointd.admin.gc import collection
 from checkpointd.config import LoadConfig
 from checkpointd.errors import CheckpointdError
 from checkpointd.layout.keys import DAMAGED, attempt_lease_key, read_back_name
 from checkpointd.layout.manifest import Damaged, Lease, ReadBack, encode
-from checkpointd.pipeline import catalog, epochs, identity, leases
-from checkpointd.pipeline.candidates import note_passed_over
-from checkpointd.pipeline.report.collection import collection
-from checkpointd.pipeline.verify import record_verdict, verify
-from checkpointd.store.posix import PosixStore
+from checkpointd.pipeline.read.verify import record_verdict, verify
+from checkpointd.pipeline.root import catalog, epochs, identity, leases
+from checkpointd.pipeline.root.candidates import note_passed_over
+from checkpointd.store.posix.store import PosixStore
 from checkpointd_client import Checkpointer, Retention
+from checkpointd_client.checkpointer import core_of
 from tests.golden.describe import describe
 
 CHUNK_BYTES = 4096
@@ -224,8 +225,8 @@ def write_files(folder: Path) -> None:
     keep(folder, "files", {"global_step1": contents(2), "runs/last": contents(3)}, None)
     with Checkpointer(folder / "files" / ".checkpointd", chunk_bytes=CHUNK_BYTES, read_back=False) as ckpt:
         for fill in (1, 2):
-            ckpt.save_files(1, contents(fill)).wait()
-        ckpt.save_files(3, contents(3), tag="runs--last", at="runs/last", save_latest=False).wait()
+            core_of(ckpt).save_files(1, contents(fill)).wait()
+        core_of(ckpt).save_files(3, contents(3), tag="runs--last", at="runs/last", save_latest=False).wait()
 
 
 async def record_verified(root: Path) -> None:

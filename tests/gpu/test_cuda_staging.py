@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpointd_client import Checkpointer, RngState, snapshot
+from checkpointd_client import Checkpointer, RngState
+from checkpointd_client.staging import stager
 
 pytestmark = pytest.mark.gpu
 
@@ -72,11 +73,11 @@ def test_save_does_not_wait_for_the_device(tmp_path: Path) -> None:
         handle.wait()
 
 
-@pytest.mark.parametrize("cloned", [0, 20_000, snapshot.CLONED_BYTES_MAX])
+@pytest.mark.parametrize("cloned", [0, 20_000, stager.CLONED_BYTES_MAX])
 def test_buffers_and_emas_are_cloned_in_stream_order_or_waited_for(
     tmp_path: Path, cloned: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(snapshot, "CLONED_BYTES_MAX", cloned)
+    monkeypatch.setattr(stager, "CLONED_BYTES_MAX", cloned)
     net = _net()
     ema = torch.optim.swa_utils.AveragedModel(net)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -101,10 +102,10 @@ def test_the_arena_is_pinned(tmp_path: Path) -> None:
     net = _net()
     with Checkpointer(tmp_path) as ckpt:
         ckpt.save(0, {"net": net}).wait()
-        slot = ckpt._saver._arena.acquire(1, timeout=10)
+        slot = ckpt._core._saver._arena.acquire(1, timeout=10)
         assert slot is not None
         assert slot.pinned
-        ckpt._saver._arena.release(slot)
+        ckpt._core._saver._arena.release(slot)
 
 
 def test_a_fresh_optimizer_and_cuda_rng_come_back_on_the_device(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Collection loses nothing: a crash at every effect of it, alone and beside saves that refer to what it removes, two at once.
 
-G1, G3, G6 and G7 of `pipeline/collect.py`, K1 to K4 of `marks.py` and X3 of `unchanged.py`; each mutation leaves one of them
-out, and must be caught.
+COLLECT-1, COLLECT-3, COLLECT-6 and COLLECT-7 of `pipeline/gc/collect.py`, MARK-1 to MARK-4 of `marks.py` and DEDUP-3 of
+`dedup.py`; each mutation leaves one of them out, and must be caught.
 """
 
 from __future__ import annotations
@@ -13,19 +13,23 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
+from checkpointd.admin.gc import collection, deletion
+from checkpointd.commit.facts import AttemptFacts
 from checkpointd.commit.machine import Phase
-from checkpointd.commit.retention import AttemptFacts, Retention
+from checkpointd.commit.retention import Retention
 from checkpointd.config import CommitConfig, PersistConfig
 from checkpointd.errors import DamagedError, NotFoundError
 from checkpointd.layout.keys import AttemptId, attempt_prefix
 from checkpointd.layout.manifest import Deleted, Index
-from checkpointd.pipeline import catalog, collect, epochs, marks, save
 from checkpointd.pipeline.attempt import Attempt, WriterState
-from checkpointd.pipeline.recover import recover
-from checkpointd.pipeline.report.collection import collection, deletion
+from checkpointd.pipeline.decide.recover import recover
+from checkpointd.pipeline.gc import collect
+from checkpointd.pipeline.root import catalog, epochs, marks
 from checkpointd.pipeline.shard import AttemptInfo, Shard
+from checkpointd.pipeline.write import persist
+from checkpointd.pipeline.write.dedup import Base, Bases
 from checkpointd.store.base import Store
-from checkpointd.store.posix import PosixStore
+from checkpointd.store.posix.store import PosixStore
 from checkpointd.testing import simloop
 from checkpointd.testing.crashpoints import Crash, Scenario, every_crash_point
 from checkpointd.testing.simdisk import FarDisk, ProcessDisk, SimDisk
@@ -200,21 +204,30 @@ def test_power_cut_at_every_effect_of_a_save_and_two_collections(stride: int) ->
 # --- whoever holds an old base ------------------------------------------------------------------------------------
 
 
+def base_of(bases: Bases) -> Base | None:
+    """What the next save would refer to."""
+    return bases._base if bases._seen is None else Base.of(*bases._seen)
+
+
+def set_base(bases: Bases, base: Base | None) -> None:
+    bases._base, bases._seen = base, None
+
+
 async def old_base(world: World) -> None:
     """The writers still refer to what a collection removes: they have not seen the newer commits."""
     await world.start()
     await world.saved(1)
-    known = {rank: state.bases._base for rank, state in world.states.items()}
+    known = {rank: base_of(state.bases) for rank, state in world.states.items()}
     await world.saved(2, 3)
     # All tensors of step 1 are written anew in a tag that refers to nothing of it, so that step 1 is needed by nobody.
     for rank, state in world.states.items():
-        state.bases._base = None
+        set_base(state.bases, None)
         state.persist = replace(PERSIST, dedup=False)
         assert rank in known
     await world.saved(4)
     for rank, state in world.states.items():
         state.persist = PERSIST
-        state.bases._base = known[rank]
+        set_base(state.bases, known[rank])
 
 
 def races(seeds: Sequence[int]) -> int:
@@ -238,7 +251,7 @@ def races(seeds: Sequence[int]) -> int:
 
 
 def test_a_save_races_the_removal_of_what_it_refers_to(stride: int) -> None:
-    """X3: it commits whatever happens, with references that hold or with everything written anew; both are seen."""
+    """DEDUP-3: it commits whatever happens, with references that hold or with everything written anew; both are seen."""
     seeds = range(max(60, 150 // stride))  # two of 60 write all anew
     assert 0 < races(seeds) < len(seeds)
 
@@ -256,12 +269,13 @@ def superseded(seeds: Sequence[int]) -> int:
         world = World()
         await world.start()
         await world.saved(1, 2)
-        known = {rank: state.bases._base for rank, state in world.states.items()}
+        known = {rank: base_of(state.bases) for rank, state in world.states.items()}
         for state in world.states.values():
             state.persist = replace(PERSIST, dedup=False)
         await world.saved(3)
         for rank, state in world.states.items():
-            state.persist, state.bases._base = PERSIST, known[rank]
+            state.persist = PERSIST
+            set_base(state.bases, known[rank])
         await world.collecting(2)  # step 1 is removed, but for what step 2 refers to
         rng = world.disk.rng
 
@@ -285,7 +299,7 @@ def superseded(seeds: Sequence[int]) -> int:
 
 
 def test_two_collections_beside_a_save_whose_base_is_superseded() -> None:
-    """G7: the save commits, with references that hold or with everything written anew; both are seen."""
+    """COLLECT-7: the save commits, with references that hold or with everything written anew; both are seen."""
     anew = superseded(range(40))
     assert 0 < anew < 40
 
@@ -348,7 +362,7 @@ def references_not_looked_at(patch: Patch) -> None:
     async def nothing(store: Store, index: Index) -> None:
         return None
 
-    patch.setattr(save, "lost", nothing)
+    patch.setattr(persist, "lost", nothing)
 
 
 def references_ignored(patch: Patch) -> None:

@@ -21,15 +21,21 @@ import pytest
 
 from checkpointd.commit import decide as decisions
 from checkpointd.commit.decide import Decision
+from checkpointd.commit.facts import AttemptFacts, Dead
+from checkpointd.commit.garbage import dead_weight
 from checkpointd.commit.machine import Event
-from checkpointd.commit.retention import AttemptFacts, CheckpointFacts, Choice, Dead, dead_weight
+from checkpointd.commit.retention import CheckpointFacts, RemovalChoice
 from checkpointd.errors import FencedError, NotFoundError, StoreError
 from checkpointd.layout import keys
 from checkpointd.layout.keys import OUTCOME, AttemptId, attempt_prefix, vote_name
 from checkpointd.layout.manifest import Epoch, ErrorReport, Lease, Outcome, Vote, VoteRef, decode, digest, encode
-from checkpointd.pipeline import attempt, catalog, chunks, collect, epochs, leases, pointer, publish, recover, retire, save
+from checkpointd.pipeline import attempt
 from checkpointd.pipeline.attempt import Attempt
+from checkpointd.pipeline.decide import publish, recover
+from checkpointd.pipeline.gc import collect, retire
+from checkpointd.pipeline.root import catalog, epochs, latest, leases
 from checkpointd.pipeline.shard import AttemptInfo
+from checkpointd.pipeline.write import persist, vote, write_objects
 from checkpointd.store.base import Store
 from checkpointd.testing import simrank
 from checkpointd.testing.simdisk import ProcessDisk
@@ -102,7 +108,7 @@ def outcome_before_all_votes(patch: Patch) -> None:
 
 def vote_before_index(patch: Patch) -> None:
     """The yes vote is put before the index that it names."""
-    put_new, waiting = save.put_new, dict[str, bytes]()
+    put_new, waiting = vote.put_new, dict[str, bytes]()
 
     async def turned_round(store: Store, key: str, data: bytes) -> None:
         if key.endswith(".index"):
@@ -113,7 +119,8 @@ def vote_before_index(patch: Patch) -> None:
         if index in waiting:
             await put_new(store, index, waiting.pop(index))
 
-    patch.setattr(save, "put_new", turned_round)
+    for module in (persist, vote):
+        patch.setattr(module, "put_new", turned_round)
 
 
 def nothing(patch: Patch) -> None:
@@ -266,7 +273,7 @@ def latest_goes_back(patch: Patch) -> None:
     def always_moves(*_: object) -> bool:
         return True
 
-    patch.setattr(pointer, "moves_latest", always_moves)
+    patch.setattr(latest, "moves_latest", always_moves)
 
 
 def latest_not_repaired(patch: Patch) -> None:
@@ -307,8 +314,8 @@ def removed_without_a_mark(patch: Patch) -> None:
 def newest_removed(patch: Patch) -> None:
     """Collection takes every commit of a tag for replaced."""
 
-    def all_of(commits: Iterable[CheckpointFacts], *_: object, **__: object) -> Choice:
-        return Choice(going=tuple((commit.attempt, "the mutation") for commit in commits))
+    def all_of(commits: Iterable[CheckpointFacts], *_: object, **__: object) -> RemovalChoice:
+        return RemovalChoice(going=tuple((commit.attempt, "the mutation") for commit in commits))
 
     patch.setattr(retire, "choose", all_of)
 
@@ -337,11 +344,11 @@ def living_job_overlooked(patch: Patch) -> None:
 def lease_never_renewed(patch: Patch) -> None:
     """A lease is put once and never again."""
 
-    async def once(self: leases.Held, is_put: bool) -> None:
+    async def once(self: leases.HeldLease, is_put: bool) -> None:
         if not is_put:
             await self._put()
 
-    patch.setattr(leases.Held, "_keep_on", once)
+    patch.setattr(leases.HeldLease, "_keep_on", once)
 
 
 def dead_job_waited_for(patch: Patch) -> None:
@@ -365,47 +372,48 @@ def attempts_of_others_overlooked(patch: Patch) -> None:
     patch.setattr(leases, "attempts_at_work", none)
 
 
-# --- hands and spares ---------------------------------------------------------------------------------------------
+# --- writers and spares ---------------------------------------------------------------------------------------------
 
 
 def hands_share_names(patch: Patch) -> None:
     """Whoever takes an attempt over writes the objects that the one before it wrote."""
 
-    def index_name(rank: int, hand: int = 0) -> str:
+    def index_name(rank: int, takeover: int = 0) -> str:
         return keys.index_name(rank)
 
-    def chunks_name(rank: int, part: int, hand: int = 0) -> str:
+    def chunks_name(rank: int, part: int, takeover: int = 0) -> str:
         return keys.chunks_name(rank, part)
 
-    for module in (save, chunks):
+    for module in (write_objects, vote):
         patch.setattr(module, "chunks_name", chunks_name)
-    patch.setattr(save, "index_name", index_name)
+    for module in (persist, vote):
+        patch.setattr(module, "index_name", index_name)
 
 
 def every_hand_dropped(patch: Patch) -> None:
-    """A hand that drops its shard drops every other hand's as well."""
+    """A writer that drops its shard drops every other writer's as well."""
 
     async def drop(store: Store, info: AttemptInfo) -> None:
         for entry in await store.list(info.prefix):
-            if keys.object_rank(entry.name) == info.rank and keys.object_hand(entry.name) is not None:
+            if keys.object_rank(entry.name) == info.rank and keys.object_takeover(entry.name) is not None:
                 await store.delete(info.key(entry.name))
 
-    for module in (save, attempt):
+    for module in (persist, vote, attempt):
         patch.setattr(module, "drop_shard", drop)
 
 
 def dropped_unlooked(patch: Patch) -> None:
-    """A hand that is not sure of its own vote drops its shard after a commit, whatever the vote names."""
-    patch.setattr(attempt, "drop_unless_named", save.drop_shard)
+    """A writer that is not sure of its own vote drops its shard after a commit, whatever the vote names."""
+    patch.setattr(attempt, "drop_unless_named", vote.drop_shard)
 
 
 def first_hand_tidied_for(patch: Patch) -> None:
-    """What later hands wrote is taken for left-overs, whatever the vote names."""
+    """What later writers wrote is taken for leftovers, whatever the vote names."""
 
     async def drop(store: Store, facts: AttemptFacts) -> None:
         prefix = attempt_prefix(facts.tag, facts.attempt)
         for entry in await store.list(prefix):
-            if keys.object_hand(entry.name):
+            if keys.object_takeover(entry.name):
                 await store.delete(f"{prefix}/{entry.name}")
 
     patch.setattr(collect, "_drop_unnamed", drop)
@@ -513,13 +521,13 @@ MUTATIONS = {
     ),
     "removed without a mark": Mutation(removed_without_a_mark, ("nothing-lost",), steps=3, deviations=True),
     "the newest removed": Mutation(newest_removed, ("latest-whole", "latest-forward", "nothing-lost")),
-    "hands that share names": Mutation(
+    "writers that share names": Mutation(
         hands_share_names,
         ("latest-whole", "nothing-lost"),
         lambda seed: ((Moment("link", ".index", 1 + seed % 3), LoseSidecar(seed // 3 % 3, "cut off")),),
         sidecars=True,
     ),
-    "every hand's objects dropped": Mutation(
+    "every writer's objects dropped": Mutation(
         every_hand_dropped, ("latest-whole", "nothing-lost"), cut_off(".chunks", "create"), sidecars=True
     ),
     "one's own objects dropped without looking at the vote": Mutation(
@@ -528,7 +536,7 @@ MUTATIONS = {
         lambda seed: ((Moment("link", ".vote", 1 + seed % 3), Refuse(ACTOR, errno.EIO, 1, "sync-dir")),),
         sidecars=True,
     ),
-    "a later hand's objects taken for left-overs": Mutation(
+    "a later writer's objects taken for leftovers": Mutation(
         first_hand_tidied_for, ("latest-whole", "nothing-lost"), cut_off(".chunks", "create"), sidecars=True
     ),
     "spares forgotten": Mutation(spares_forgotten, ("spared",), lambda seed: ((60 + seed, Kill(0)),), sidecars=True),

@@ -1,4 +1,5 @@
-"""The POSIX store keeps S1 to S6 of `store/base.py` on the simulated disk: at every crash point, in races, when it refuses.
+"""The POSIX store keeps STORE-1 to STORE-6 of `store/base.py` on the simulated disk: at every crash point, in races, when it
+refuses.
 
 The scenarios are in `checkpointd/testing/storecrashes.py`; `test_posix_mutations.py` shows that they can fail.
 """
@@ -11,10 +12,10 @@ from collections.abc import Callable
 import pytest
 
 from checkpointd.errors import StoreError, StoreFullError
-from checkpointd.store.posix import PosixStore
+from checkpointd.store.posix.store import PosixStore
 from checkpointd.testing.crashpoints import Crash, Scenario, every_crash_point
 from checkpointd.testing.simdisk import ProcessDisk
-from checkpointd.testing.storecrashes import KEY, NEW, OLD, SCENARIOS, View, World, nothing_overwritten, one_winner
+from checkpointd.testing.storecrashes import KEY, NEW, OLD, SCENARIOS, CrashWorld, View, nothing_overwritten, one_winner
 
 SEEDS = range(12)
 
@@ -48,10 +49,12 @@ async def put_all(store: PosixStore, returned: dict[str, bytes]) -> None:
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
 def test_every_refused_effect(number: int) -> None:
-    """S6, and S1 to S3 behind it: an error is a StoreError, what returned is durable, and the second try succeeds."""
+    """STORE-6, and STORE-1 to STORE-3 behind it: an error is a StoreError, what returned is durable, and the
+    second try succeeds.
+    """
 
     async def scenario(crash: Crash) -> bool:
-        world, returned, errors = World(), dict[str, bytes](), list[StoreError]()
+        world, returned, errors = CrashWorld(), dict[str, bytes](), list[StoreError]()
         await world.honest("before", lambda store: store.put("tag/replaced", OLD))
         await world.honest("before", lambda store: store.put("latest", OLD))
         last = world.disk.effects + crash.number
@@ -91,7 +94,7 @@ def test_compare_and_replace_loses_nothing() -> None:
 
 def test_sweep_removes_what_the_dead_left_and_keeps_what_the_living_use() -> None:
     async def scenario(crash: Crash) -> bool:
-        world = World()
+        world = CrashWorld()
 
         async def create(store: PosixStore) -> None:
             await store.put("tag/from-" + store.url[-1], NEW)

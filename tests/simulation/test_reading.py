@@ -1,7 +1,7 @@
 """Readers beside a simulated job that saves, removes, dies and starts again: they read whole checkpoints, and leave no trace.
 
-B1 and B2 of `pipeline/reading.py`. Random schedules have readers as well (`test_job.py`); here the job keeps as little as it
-can, and mutations leave out what a reader rests on.
+READER-1 and READER-2 of `pipeline/read/choice.py`. Random schedules have readers as well (`test_job.py`); here the job keeps as
+little as it can, and mutations leave out what a reader rests on.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import pytest
 
 from checkpointd.errors import CheckpointdError, DamagedError
 from checkpointd.layout.keys import OUTCOME
-from checkpointd.pipeline import catalog
-from checkpointd.pipeline.catalog import Checkpoint
-from checkpointd.pipeline.reading import Reading
-from checkpointd.pipeline.world import World
-from checkpointd.store import posix
-from checkpointd.store.disk import Disk
+from checkpointd.pipeline.read.checkpoint_view import CheckpointView
+from checkpointd.pipeline.read.choice import CheckpointFinder
+from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root.catalog import Checkpoint
+from checkpointd.store.posix import store
+from checkpointd.store.posix.disk import Disk
 from checkpointd.testing.simjob import run_schedule
 from checkpointd.testing.simledger import InvariantError
 from checkpointd.testing.simrank import JobConfig
@@ -46,28 +46,28 @@ def test_what_is_read_is_whole_whatever_happens_to_the_job() -> None:
 def removal_taken_for_damage(patch: Patch) -> None:
     """Whatever cannot be read any more counts as damaged."""
 
-    async def verdict(self: Reading, checkpoint: Checkpoint, error: CheckpointdError) -> CheckpointdError:
+    async def verdict(self: CheckpointFinder, checkpoint: Checkpoint, error: CheckpointdError) -> CheckpointdError:
         return error if isinstance(error, DamagedError) else DamagedError(str(error))
 
-    patch.setattr(Reading, "verdict", verdict)
+    patch.setattr(CheckpointFinder, "verdict", verdict)
 
 
 def oldest_read(patch: Patch) -> None:
     """A reader takes a checkpoint that there is, and not the newest."""
-    newest = Reading._newest
+    newest = CheckpointFinder._newest
 
-    async def oldest(self: Reading) -> Checkpoint:
+    async def oldest(self: CheckpointFinder) -> Checkpoint:
         await newest(self)
         return (await catalog.checkpoints(self.store))[-1]
 
-    patch.setattr(Reading, "_newest", oldest)
+    patch.setattr(CheckpointFinder, "_newest", oldest)
 
 
 def made_durable(patch: Patch) -> None:
     """A reader settles what it reads, as those do who act on it, through a store that lets it."""
-    begin = Reading.begin
+    begin = CheckpointFinder.begin
 
-    async def settling(self: Reading) -> World:
+    async def settling(self: CheckpointFinder) -> CheckpointView:
         world = await begin(self)
         await self.store.settle(f"{world.checkpoint.prefix}/{OUTCOME}")
         return world
@@ -75,8 +75,8 @@ def made_durable(patch: Patch) -> None:
     def writable(disk: Disk) -> Disk:
         return disk
 
-    patch.setattr(Reading, "begin", settling)
-    patch.setattr(posix, "ReadOnlyDisk", writable)
+    patch.setattr(CheckpointFinder, "begin", settling)
+    patch.setattr(store, "ReadOnlyDisk", writable)
 
 
 @dataclass(frozen=True)

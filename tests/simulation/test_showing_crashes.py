@@ -1,6 +1,7 @@
 """Plain files beside a store, at every crash point: what a directory shows is whole, and the next start finishes the work.
 
-`store/plain.py` (W1 to W3) and `pipeline/showing.py` (Y1 to Y3, Y5), which docs/ORDERING.md has in words.
+`plain.py` (PLAINDIR-1 to PLAINDIR-3) and `tag_directories.py` (TAGDIR-1 to TAGDIR-3, TAGDIR-5), which docs/ORDERING.md
+has in words.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ import pytest
 
 from checkpointd.layout.keys import DELETED, OUTCOME, AttemptId, attempt_prefix, file_name, index_name, vote_name
 from checkpointd.layout.manifest import BesideFile, Deleted, IndexRef, Outcome, Shown, Vote, VoteRef, digest, encode
-from checkpointd.pipeline import showing
-from checkpointd.pipeline.identity import writer
+from checkpointd.pipeline.root import tag_directories
+from checkpointd.pipeline.root.identity import writer
+from checkpointd.pipeline.root.tag_directories import Queue
 from checkpointd.pipeline.shard import AttemptInfo
-from checkpointd.pipeline.showing import Queue
-from checkpointd.store.plain import PlainFiles
-from checkpointd.store.posix import PosixStore
-from checkpointd.store.unfinished import UnfinishedDirectories
+from checkpointd.store.posix.plain import PlainFiles
+from checkpointd.store.posix.store import PosixStore
+from checkpointd.store.posix.unfinished import UnfinishedDirectories
 from checkpointd.testing.crashpoints import Crash, every_crash_point
 from checkpointd.testing.simdisk import ProcessDisk, SimDisk
 
@@ -57,7 +58,7 @@ class World:
 
     async def shown(self, outcome: Outcome) -> None:
         store, disk = self.store("shower")
-        await disk.process.spawn(showing.show(store, outcome))
+        await disk.process.spawn(tag_directories.show(store, outcome))
         self.disk.kill("shower")
         self.disk.fs.make_all_durable()
 
@@ -72,13 +73,13 @@ class World:
     async def started(self, epoch: int = 0) -> None:
         """What a start does."""
         store, disk = self.store("next")
-        await disk.process.spawn(showing.mend(store, epoch))
+        await disk.process.spawn(tag_directories.mend(store, epoch))
         self.disk.kill("next")
 
     async def removed(self, outcome: Outcome) -> None:
         """What is shown of a checkpoint goes."""
         store, disk = self.store("remover")
-        await disk.process.spawn(showing.hide(store, {f"{outcome.tag}/{outcome.attempt}"}))
+        await disk.process.spawn(tag_directories.hide(store, {f"{outcome.tag}/{outcome.attempt}"}))
         self.disk.kill("remover")
 
     async def is_marked(self, outcome: Outcome) -> bool:
@@ -206,6 +207,7 @@ async def _commit(
         files=len(files),
         shown_at=at or tag,
         unfinished=unfinished,
+        leftovers=("_states.pt",),
         beside=tuple(beside),
         decided_by=0,
         writer=writer(),
@@ -222,7 +224,7 @@ def test_a_tag_that_is_saved_again_is_the_old_or_the_new_one_and_the_next_start_
         await world.put_own("best")
         outcome = await world.committed("best", 2, NEW)
         store, disk = world.store("shower")
-        shown = disk.process.spawn(showing.show(store, outcome))
+        shown = disk.process.spawn(tag_directories.show(store, outcome))
         struck = await world.struck(crash, shown)
         found, mine = await world.contents("best"), {OWN: b"mine"}
         assert found in ([NEW | mine] if not struck else [OLD | mine, NEW | mine]), f"half of each, or nothing: {found}"
@@ -241,7 +243,7 @@ def test_a_new_tag_is_not_there_or_whole_and_latest_names_one_that_is() -> None:
         await world.shown(await world.committed("first", 1, OLD))
         outcome = await world.committed("second", 2, NEW)
         store, disk = world.store("shower")
-        struck = await world.struck(crash, disk.process.spawn(showing.show(store, outcome)))
+        struck = await world.struck(crash, disk.process.spawn(tag_directories.show(store, outcome)))
         found, latest = await world.contents("second"), await world.latest()
         assert found in ([NEW] if not struck else [None, NEW])
         assert await world.contents("first") == OLD
@@ -261,7 +263,7 @@ def test_a_start_that_is_cut_off_is_finished_by_the_next() -> None:
         await world.committed("best", 2, NEW)
         await world.committed("last", 3, NEW)
         store, disk = world.store("shower")
-        struck = await world.struck(crash, disk.process.spawn(showing.mend(store)))
+        struck = await world.struck(crash, disk.process.spawn(tag_directories.mend(store)))
         assert await world.contents("best") in (OLD, NEW)
         assert await world.contents("last") in ([NEW] if not struck else [None, NEW])
         await world.started()
@@ -277,7 +279,7 @@ BESIDE_IT = {"model.safetensors": b"weights" * 400, "deep/config.json": b"{}"}
 @pytest.mark.parametrize("is_there", [False, True])
 @pytest.mark.parametrize("how", ["power cut", "killed"])
 def test_what_others_filled_appears_whole_with_the_files(how: str, is_there: bool) -> None:
-    """Y6, U1, U2: or, where the directory was there before, it is whole after the next start."""
+    """TAGDIR-6, UNFINISHED-1, UNFINISHED-2: or, where the directory was there before, it is whole after the next start."""
     kill = None if how == "power cut" else lambda disk, _: disk.kill("shower")
     assert every_crash_point(revealing(is_there=is_there), range(2), kill, stride=7) > 10
 
@@ -287,7 +289,7 @@ def test_without_care_what_others_filled_appears_in_part(mutation: str, monkeypa
     async def nothing(*_: object) -> bool:
         return False
 
-    monkeypatch.setattr(UnfinishedDirectories if mutation == "sync" else showing, mutation, nothing)
+    monkeypatch.setattr(UnfinishedDirectories if mutation == "sync" else tag_directories, mutation, nothing)
     with pytest.raises(AssertionError):
         every_crash_point(revealing(is_there=False), range(2), stride=3)
 
@@ -305,14 +307,14 @@ def revealing(*, is_there: bool) -> Callable[[Crash], Coroutine[Any, Any, bool]]
         filled = await world.filled(place["unfinished"], BESIDE_IT)
         outcome = await world.committed("c8--step8", 2, NEW, **place, beside=filled)
         store, disk = world.store("shower")
-        struck = await world.struck(crash, disk.process.spawn(showing.show(store, outcome)))
+        struck = await world.struck(crash, disk.process.spawn(tag_directories.show(store, outcome)))
         if not is_there:
             assert await world.whole_step() in ([True] if not struck else [None, True])
         await world.started(epoch=3)
         assert await world.whole_step()
         if is_there:
             assert (await world.contents("checkpoint-8") or {})["mine.txt"] == b"mine"
-        assert not [line for line in world.disk.fs.dump() if "unfinished/0" in line], "left-overs"
+        assert not [line for line in world.disk.fs.dump() if "unfinished/0" in line], "leftovers"
         await world.removed(outcome)
         left = {"mine.txt": b"mine"} if is_there else None
         assert (await world.contents("checkpoint-8"), await world.contents("checkpoint-8/deep")) == (left, None)
@@ -323,16 +325,16 @@ def revealing(*, is_there: bool) -> Callable[[Crash], Coroutine[Any, Any, bool]]
 
 @pytest.mark.parametrize("how", ["power cut", "killed"])
 def test_a_removal_that_is_cut_off_is_finished_by_the_next_start(how: str) -> None:
-    """Y7: also when the directory has gone, and what others had filled beside it has not."""
+    """TAGDIR-7: also when the directory has gone, and what others had filled beside it has not."""
     kill = None if how == "power cut" else lambda disk, _: disk.kill("shower")
     assert every_crash_point(removing, range(2), kill) > 20
 
 
 def test_without_a_word_before_it_a_removal_that_is_cut_off_leaves_what_others_filled(monkeypatch: pytest.MonkeyPatch) -> None:
     async def forgetful(plain: PlainFiles, at: str, _: Shown) -> bool:
-        return await showing._is_gone(plain, at)
+        return await tag_directories._is_gone(plain, at)
 
-    monkeypatch.setattr(showing, "_is_removed_by_others", forgetful)
+    monkeypatch.setattr(tag_directories, "_is_removed_by_others", forgetful)
     with pytest.raises(AssertionError):
         every_crash_point(removing, range(2))
 
@@ -349,7 +351,7 @@ async def removing(crash: Crash) -> bool:
     async def remove() -> None:
         prefix = f"{outcome.tag}/{outcome.attempt}"
         await store.put(f"{prefix}/{DELETED}", encode(Deleted(reason="a test", writer=writer())))
-        await showing.hide(store, {prefix})
+        await tag_directories.hide(store, {prefix})
 
     struck = await world.struck(crash, disk.process.spawn(remove()))
     if not struck or await world.is_marked(outcome):
@@ -365,7 +367,7 @@ TAGS = ("step17", "step18", "step19")
 @pytest.mark.parametrize("how", ["power cut", "killed"])
 @pytest.mark.parametrize("who", ["a start", "a writer"])
 def test_checkpoints_appear_in_the_order_of_their_saves(who: str, how: str) -> None:
-    """Y5: wherever it is cut off, what is there are the oldest, and `latest` names the last of them."""
+    """TAGDIR-5: wherever it is cut off, what is there are the oldest, and `latest` names the last of them."""
     kill = None if how == "power cut" else lambda disk, _: disk.kill("shower")
     assert every_crash_point(appearing(who), range(2), kill, stride=5) > 20
 
@@ -378,7 +380,7 @@ def test_without_turns_they_appear_in_another_order(who: str, monkeypatch: pytes
         return sorted(found, key=lambda checkpoint: checkpoint.outcome.order, reverse=True)
 
     monkeypatch.setattr(Queue, "_turn", at_once)
-    monkeypatch.setattr(showing, "_in_order", newest_first)
+    monkeypatch.setattr(tag_directories, "_in_order", newest_first)
     with pytest.raises(AssertionError, match="not the oldest"):
         every_crash_point(appearing(who), range(2), stride=5)
 
@@ -390,7 +392,7 @@ def appearing(who: str) -> Callable[[Crash], Coroutine[Any, Any, bool]]:
         world = World()
         outcomes = [await world.committed(tag, epoch, NEW) for epoch, tag in enumerate(TAGS, 1)]
         store, disk = world.store("shower")
-        work = showing.mend(store) if who == "a start" else _shown_by_a_writer(store, outcomes)
+        work = tag_directories.mend(store) if who == "a start" else _shown_by_a_writer(store, outcomes)
         struck = await world.struck(crash, disk.process.spawn(work))
         seen = await world.visible(TAGS)
         assert tuple(seen) == TAGS[: len(seen)], f"not the oldest: {seen}"
@@ -427,7 +429,7 @@ def _info(number: int, outcome: Outcome) -> AttemptInfo:
 @pytest.mark.parametrize("how", ["power cut", "killed"])
 @pytest.mark.parametrize("what", ["shown again", "hidden"])
 def test_what_is_the_users_own_is_there_after_the_next_start(what: str, how: str, exchanges: bool, clones: bool) -> None:
-    """W2: files and directories, whether the file system exchanges two names in one step or not."""
+    """PLAINDIR-2: files and directories, whether the file system exchanges two names in one step or not."""
     kill = None if how == "power cut" else lambda disk, _: disk.kill("worker")
     assert every_crash_point(replacing(what, clones=clones, exchanges=exchanges), range(2), kill) > 20
 
@@ -453,9 +455,9 @@ def replacing(what: str, *, clones: bool = False, exchanges: bool = True) -> Cal
         await world.put_own("best")
         store, disk = world.store("worker")
         if what == "shown again":
-            work = disk.process.spawn(showing.show(store, await world.committed("best", 2, NEW)))
+            work = disk.process.spawn(tag_directories.show(store, await world.committed("best", 2, NEW)))
         else:
-            work = disk.process.spawn(showing.hide(store, {f"{first.tag}/{first.attempt}"}))
+            work = disk.process.spawn(tag_directories.hide(store, {f"{first.tag}/{first.attempt}"}))
         struck = await world.struck(crash, work)
         await world.started()
         assert await world.own("best") == MINE
@@ -485,7 +487,7 @@ def test_what_the_user_puts_there_in_the_middle_of_a_showing_is_there_after_the_
             await user.rename(f"{BESIDE}/best/notes.tmp", f"{BESIDE}/best/{OWN}")
             done.append(True)
 
-        showing_ = disk.process.spawn(_both(showing.show(store, outcome), user.process.spawn(write())))
+        showing_ = disk.process.spawn(_both(tag_directories.show(store, outcome), user.process.spawn(write())))
         struck = await crash.strikes(world.disk, [showing_])
         world.disk.after = lambda *_: None
         if not done:

@@ -1,4 +1,4 @@
-"""Simulated processes on the simulated disk keep P1 to P5 (`checkpointd/testing/simdisk.py`)."""
+"""Simulated processes on the simulated disk keep SIMDISK-1 to SIMDISK-5 (`checkpointd/testing/simdisk.py`)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def kinds(disk: SimDisk) -> list[str]:
     return [effect.kind for effect in disk.trace if isinstance(effect, Effect)]
 
 
-def test_effects_are_numbered_and_traced() -> None:  # P1
+def test_effects_are_numbered_and_traced() -> None:  # SIMDISK-1
     async def main() -> None:
         disk = SimDisk()
         view = disk.process("a")
@@ -45,7 +45,7 @@ def test_effects_are_numbered_and_traced() -> None:  # P1
 
 
 @pytest.mark.parametrize("number", range(1, 8))
-def test_after_a_kill_no_effect_happens(number: int) -> None:  # P2
+def test_after_a_kill_no_effect_happens(number: int) -> None:  # SIMDISK-2
     async def main() -> None:
         disk = SimDisk()
         view = disk.process("a")
@@ -70,7 +70,7 @@ def test_after_a_kill_no_effect_happens(number: int) -> None:  # P2
     run(number, main())
 
 
-def test_a_kill_before_an_effect_prevents_it() -> None:  # P2
+def test_a_kill_before_an_effect_prevents_it() -> None:  # SIMDISK-2
     async def main() -> None:
         disk = SimDisk()
         view = disk.process("a")
@@ -86,7 +86,7 @@ def test_a_kill_before_an_effect_prevents_it() -> None:  # P2
     run(0, main())
 
 
-def test_a_large_write_may_stop_in_between() -> None:  # P2
+def test_a_large_write_may_stop_in_between() -> None:  # SIMDISK-2
     def size_after_kill(seed: int) -> int:
         async def main() -> int:
             disk = SimDisk()
@@ -106,7 +106,7 @@ def test_a_large_write_may_stop_in_between() -> None:  # P2
     assert {size_after_kill(seed) for seed in range(30)} == {PAGE_BYTES, 2 * PAGE_BYTES, 3 * PAGE_BYTES}
 
 
-def test_a_paused_process_goes_on_where_it_stood() -> None:  # P3
+def test_a_paused_process_goes_on_where_it_stood() -> None:  # SIMDISK-3
     async def main() -> None:
         disk = SimDisk()
         view = disk.process("a")
@@ -143,7 +143,7 @@ def test_a_lock_has_one_holder(seed: int) -> None:
     assert all(log[at][0] == log[at + 1][0] for at in range(0, 8, 2))
 
 
-def test_a_killed_holder_lets_go_and_a_paused_one_does_not() -> None:  # P2, P3
+def test_a_killed_holder_lets_go_and_a_paused_one_does_not() -> None:  # SIMDISK-2, SIMDISK-3
     async def main() -> None:
         disk = SimDisk()
         log: list[str] = []
@@ -179,7 +179,7 @@ def test_a_lock_is_on_the_file_not_on_its_name() -> None:
     run(0, main())
 
 
-def test_calls_in_flight_overtake_each_other() -> None:  # P4
+def test_calls_in_flight_overtake_each_other() -> None:  # SIMDISK-4
     async def main() -> str:
         disk = SimDisk()
         view = disk.process("a")
@@ -195,7 +195,7 @@ def test_calls_in_flight_overtake_each_other() -> None:  # P4
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
 @pytest.mark.parametrize("kind", ["create", "write", "fsync", "sync-dir", "link", "rename", "mkdir"])
-def test_any_effect_may_be_refused(kind: str, number: int) -> None:  # P5
+def test_any_effect_may_be_refused(kind: str, number: int) -> None:  # SIMDISK-5
     async def main() -> None:
         disk = SimDisk()
         view = disk.process("a")
@@ -216,7 +216,7 @@ def test_any_effect_may_be_refused(kind: str, number: int) -> None:  # P5
     run(0, main())
 
 
-def test_a_refused_write_leaves_a_part_of_it() -> None:  # F7
+def test_a_refused_write_leaves_a_part_of_it() -> None:  # SIMFS-7
     def left(seed: int) -> int:
         async def main() -> int:
             disk = SimDisk()

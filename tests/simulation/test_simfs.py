@@ -1,4 +1,4 @@
-"""The simulated file system allows exactly the faults F1 to F7 that it states (`checkpointd/testing/simfs.py`)."""
+"""The simulated file system allows exactly the faults SIMFS-1 to SIMFS-7 that it states (`checkpointd/testing/simfs.py`)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def write(fs: SimFs, path: str, data: bytes) -> None:
     fs.write(fs.create(path), 0, data)
 
 
-def test_synced_content_under_a_synced_name_survives() -> None:  # F4
+def test_synced_content_under_a_synced_name_survives() -> None:  # SIMFS-4
     def make(fs: SimFs) -> None:
         write(fs, "/a", b"data")
         fs.sync(fs.file("/a"))
@@ -45,7 +45,7 @@ def test_synced_content_under_a_synced_name_survives() -> None:  # F4
     assert after_cuts(make, lambda fs: content(fs, "/a")) == {b"data"}
 
 
-def test_synced_content_without_a_synced_name_may_go() -> None:  # F2
+def test_synced_content_without_a_synced_name_may_go() -> None:  # SIMFS-2
     def make(fs: SimFs) -> None:
         write(fs, "/a", b"data")
         fs.sync(fs.file("/a"))
@@ -53,7 +53,7 @@ def test_synced_content_without_a_synced_name_may_go() -> None:  # F2
     assert after_cuts(make, lambda fs: content(fs, "/a")) == {b"data", None}
 
 
-def test_a_synced_name_does_not_save_its_content() -> None:  # F1
+def test_a_synced_name_does_not_save_its_content() -> None:  # SIMFS-1
     def make(fs: SimFs) -> None:
         write(fs, "/a", b"data")
         fs.sync_directory("/")
@@ -61,7 +61,7 @@ def test_a_synced_name_does_not_save_its_content() -> None:  # F1
     assert after_cuts(make, lambda fs: content(fs, "/a")) == {b"data", b"", bytes(4)}
 
 
-def test_unsynced_content_tears_at_sectors_alone() -> None:  # F1
+def test_unsynced_content_tears_at_sectors_alone() -> None:  # SIMFS-1
     old, new = b"o" * 3 * SECTOR_BYTES, b"n" * 3 * SECTOR_BYTES
 
     def make(fs: SimFs) -> None:
@@ -78,7 +78,7 @@ def test_unsynced_content_tears_at_sectors_alone() -> None:  # F1
     assert after_cuts(make, sectors) == {a + b + c for a in "on" for b in "on" for c in "on"}
 
 
-def test_a_sector_is_one_of_the_file_not_of_the_write() -> None:  # F1
+def test_a_sector_is_one_of_the_file_not_of_the_write() -> None:  # SIMFS-1
     def make(fs: SimFs) -> None:
         write(fs, "/a", bytes(2 * SECTOR_BYTES))
         fs.make_all_durable()
@@ -88,7 +88,7 @@ def test_a_sector_is_one_of_the_file_not_of_the_write() -> None:  # F1
     assert found == {b"\0\0", b"x\0", b"\0y", b"xy"}
 
 
-def test_names_survive_independently() -> None:  # F2
+def test_names_survive_independently() -> None:  # SIMFS-2
     def make(fs: SimFs) -> None:
         for name in "abc":
             fs.create(f"/{name}")
@@ -97,7 +97,7 @@ def test_names_survive_independently() -> None:  # F2
     assert found == {"", "a", "b", "c", "ab", "ac", "bc", "abc"}
 
 
-def test_a_rename_survives_whole_or_not_at_all() -> None:  # F2
+def test_a_rename_survives_whole_or_not_at_all() -> None:  # SIMFS-2
     def make(fs: SimFs) -> None:
         for name in ("target", "source"):
             write(fs, f"/{name}", name.encode())
@@ -108,7 +108,7 @@ def test_a_rename_survives_whole_or_not_at_all() -> None:  # F2
     assert found == {(b"target", b"source"), (b"source", None)}
 
 
-def test_a_link_and_an_unlink_may_be_undone() -> None:  # F2
+def test_a_link_and_an_unlink_may_be_undone() -> None:  # SIMFS-2
     def make(fs: SimFs) -> None:
         write(fs, "/a", b"a")
         fs.make_all_durable()
@@ -119,7 +119,7 @@ def test_a_link_and_an_unlink_may_be_undone() -> None:  # F2
     assert found == {(b"a", b"a"), (b"a", None), (None, b"a"), (None, None)}
 
 
-def test_a_rename_across_directories_needs_one_sync_to_arrive_and_two_to_leave() -> None:  # F3
+def test_a_rename_across_directories_needs_one_sync_to_arrive_and_two_to_leave() -> None:  # SIMFS-3
     def make(fs: SimFs, synced: str) -> None:
         fs.make_directory("/from")
         fs.make_directory("/to")
@@ -135,7 +135,7 @@ def test_a_rename_across_directories_needs_one_sync_to_arrive_and_two_to_leave()
     assert after_cuts(lambda fs: make(fs, "/from"), names) == {(False, True)}
 
 
-def test_what_was_superseded_never_comes_back() -> None:  # F4
+def test_what_was_superseded_never_comes_back() -> None:  # SIMFS-4
     def make(fs: SimFs) -> None:
         fs.make_directory("/from")
         fs.make_directory("/to")
@@ -149,7 +149,7 @@ def test_what_was_superseded_never_comes_back() -> None:  # F4
     assert after_cuts(make, lambda fs: content(fs, "/to/a")) == {b"/from/new"}
 
 
-def test_a_file_is_lost_with_its_directory() -> None:  # F4
+def test_a_file_is_lost_with_its_directory() -> None:  # SIMFS-4
     def make(fs: SimFs) -> None:
         fs.make_directory("/d")
         write(fs, "/d/a", b"a")
@@ -174,12 +174,12 @@ def after_failed_fsync(seed: int, *, later_sync: bool) -> tuple[bytes | None, by
 
 
 @pytest.mark.parametrize("later_sync", [False, True])
-def test_a_failed_fsync_loses_the_pages_for_good(later_sync: bool) -> None:  # F5
+def test_a_failed_fsync_loses_the_pages_for_good(later_sync: bool) -> None:  # SIMFS-5
     found = {after_failed_fsync(seed, later_sync=later_sync) for seed in SEEDS}
     assert found == {(b"new", b"new"), (b"new", b"old"), (b"old", b"old")}
 
 
-def test_a_truncation_may_be_undone() -> None:  # F1
+def test_a_truncation_may_be_undone() -> None:  # SIMFS-1
     def make(fs: SimFs) -> None:
         write(fs, "/a", b"0123456789")
         fs.make_all_durable()

@@ -1,4 +1,4 @@
-"""The simulated loop keeps its invariants L1 to L5 (`checkpointd/testing/simloop.py`)."""
+"""The simulated loop keeps its invariants SIMLOOP-1 to SIMLOOP-5 (`checkpointd/testing/simloop.py`)."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ async def _interleaving(tasks: int = 4, turns: int = 4) -> list[int]:
     return order
 
 
-def test_one_seed_is_one_schedule() -> None:  # L1
+def test_one_seed_is_one_schedule() -> None:  # SIMLOOP-1
     assert run(7, _interleaving()) == run(7, _interleaving())
 
 
-def test_seeds_differ_in_order() -> None:  # L3
+def test_seeds_differ_in_order() -> None:  # SIMLOOP-3
     assert len({tuple(run(seed, _interleaving())) for seed in range(20)}) > 10
 
 
-def test_time_jumps_to_the_next_timer() -> None:  # L2
+def test_time_jumps_to_the_next_timer() -> None:  # SIMLOOP-2
     async def main() -> list[float]:
         seen = []
         for delay in (3600.0, 0.0, 0.5):
@@ -75,7 +75,7 @@ def test_an_executor_error_is_raised_where_it_is_awaited() -> None:
     run(0, main())
 
 
-def test_deadlock_names_seed_and_tasks() -> None:  # L5
+def test_deadlock_names_seed_and_tasks() -> None:  # SIMLOOP-5
     async def waits_for_ever() -> None:
         await asyncio.Event().wait()
 
@@ -86,7 +86,7 @@ def test_deadlock_names_seed_and_tasks() -> None:  # L5
         run(42, main())
 
 
-def test_a_run_is_bounded() -> None:  # L5
+def test_a_run_is_bounded() -> None:  # SIMLOOP-5
     async def polls() -> None:
         while True:
             await asyncio.sleep(1)
@@ -123,7 +123,7 @@ def test_an_error_that_nobody_awaits_fails_the_run() -> None:
         run(0, main())
 
 
-def test_a_killed_process_runs_nothing_more() -> None:  # L4
+def test_a_killed_process_runs_nothing_more() -> None:  # SIMLOOP-4
     for seed in range(20):
         done: list[float] = []
 
@@ -149,7 +149,7 @@ def test_a_killed_process_runs_nothing_more() -> None:  # L4
         assert 2 < run(seed, main()) <= 3
 
 
-def test_a_paused_process_finds_its_timers_overdue() -> None:  # L4
+def test_a_paused_process_finds_its_timers_overdue() -> None:  # SIMLOOP-4
     async def main() -> list[float]:
         process = loop().process("rank0")
         seen: list[float] = []

@@ -16,16 +16,16 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int) 
     with Checkpointer("/mnt/ckpts/run0", retention=3) as brief:
         brief.wait(5.0)
     with Checkpointer(
-        "/mnt/ckpts/run1", compression="planes", preempt_signals={signal.SIGTERM: 25.0}, retention=rules, on_stale="abort"
+        "/mnt/ckpts/run1", compression="planes", preempt_signals={signal.SIGTERM: 25.0}, retention=rules, on_no_progress="abort"
     ) as ckpt:
         loaded: Loaded | None = ckpt.load(state)
         first = loaded.step + 1 if loaded else 0
         for step in range(first, steps):
             handle: SaveHandle = ckpt.save(step, state, client_state={"epoch": 3}, metrics={"loss": 0.5})
-            assert not handle.stale
+            assert not handle.no_progress
             seconds: float | None = handle.timings.safe_s
             assert seconds is None or seconds >= 0
-            if ckpt.preempting and ckpt.preempted_at(step):
+            if ckpt.preempting and ckpt.preempted(step):
                 handle.wait("staged")
                 handle.wait("prepared", timeout=30.0)
                 handle.wait(timeout=30.0, until="prepared")

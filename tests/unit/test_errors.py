@@ -14,13 +14,13 @@ import pytest
 from checkpointd import errors
 from checkpointd.errors import ERRORS, CheckpointdError
 from checkpointd_client import errors as public
-from checkpointd_client.integrations.deepspeed.plug import DirectoryError, TagError
+from checkpointd_client.integrations.deepspeed.adapter_base import DirectoryError, TagError
 
 ROOT = Path(__file__).parents[2]
 ROW = re.compile(r"\| `(\w+)`(?: \(`(\w+)`\))? \| (\d+) \| (yes|no) \| (.+) \| (.+) \|")
 OF_DEEPSPEED = {kind.__name__: kind for kind in (DirectoryError, TagError)}
 """Raised by its plug alone, and caught as what DeepSpeed itself raises."""
-NEVER_LEAVE = {"NoAnswer", "LinkLost", "VoteUncertain"}
+NEVER_LEAVE = {"NoAnswer", "LinkLost", "SidecarRefusal", "VoteUncertain"}
 """What parts of the service tell each other: users get what becomes of it."""
 KINDS: dict[str, type[CheckpointdError]] = {"CheckpointdError": CheckpointdError, **ERRORS, **OF_DEEPSPEED}
 

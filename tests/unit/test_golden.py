@@ -34,10 +34,11 @@ from checkpointd.layout.manifest import (
     decode,
     encode,
 )
-from checkpointd.pipeline import catalog
-from checkpointd.pipeline.verify import verify
-from checkpointd.store.posix import PosixStore
+from checkpointd.pipeline.read.verify import verify
+from checkpointd.pipeline.root import catalog
+from checkpointd.store.posix.store import PosixStore
 from checkpointd_client import Checkpointer
+from checkpointd_client.checkpointer import core_of
 from tests import format_reader
 from tests.golden.describe import describe
 
@@ -95,7 +96,7 @@ def test_every_kind_of_object_node_and_codec_is_among_them() -> None:
     assert any(alias.offset for index in found for alias in index.aliases)
     assert any(index.excluded for index in found)
     of_files = [tree.files_of(index.tree) for index in found]
-    assert all(file.rooms and file.sums for files in of_files if files is not None for file in files.files)
+    assert all(file.placeholders and file.sums for files in of_files if files is not None for file in files.files)
     nodes = [node for index in found if not tree.files_of(index.tree) for node in walk(tree.decode(index.tree))]
     kinds = {(type(node), getattr(node, "kind", "")) for node in nodes}
     assert kinds >= {
@@ -190,7 +191,7 @@ def test_a_start_beside_files_leaves_them_as_they_are(tmp_path: Path) -> None:
     beside = copy("files", tmp_path)
     before = {path: path.read_bytes() for path in beside.rglob("*.pt")}
     with Checkpointer(beside / ".checkpointd") as ckpt:
-        assert [ckpt.damage(found, [0]) for found in ckpt.list()] == [(), ()]
+        assert [core_of(ckpt).damage(found, [0]) for found in core_of(ckpt).checkpoints()] == [(), ()]
     assert {path: path.read_bytes() for path in beside.rglob("*.pt")} == before
     assert not (beside / "runs" / "latest").exists()
 

@@ -114,7 +114,7 @@ def test_a_coordinator_that_waits_for_votes_names_the_ranks(caplog: pytest.LogCa
     words = [r for r in caplog.records if "still waiting" in r.getMessage()]
     assert [round(float(r.getMessage().split()[3])) for r in words] == [10, 20, 40, 80]
     assert {r.levelno for r in words} == {logging.WARNING}
-    assert all(r.getMessage().endswith("global_step1/00000001-0: no vote from ranks [1]") for r in words)
+    assert all(r.getMessage().endswith("global_step1/00000001-0: no vote from rank 1") for r in words)
 
 
 def test_another_rank_says_quietly_that_the_outcome_is_missing(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,1 +1,1 @@
-"""Other libraries' ways to save and load, on a checkpointd root. Each is imported by name, and only where it is used."""
+"""Save and load calls of other libraries, on a checkpointd root. Each is imported by name, and only when it is used."""

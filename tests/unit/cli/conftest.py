@@ -12,9 +12,9 @@ from typing import Any, Protocol, TypeVar
 import pytest
 
 from checkpointd.cli import run
-from checkpointd.pipeline.report import verification
+from checkpointd.report import verification
 from checkpointd.store.base import Store
-from checkpointd.store.posix import PosixStore
+from checkpointd.store.posix.store import PosixStore
 from checkpointd.store.writers import new_writer
 
 T = TypeVar("T")
@@ -100,13 +100,13 @@ def at(root: Path) -> With:
 def job_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Epochs are taken by a process of this machine that is gone: this one's pid, with the start time of another."""
     place, pid, start, nonce = new_writer().rsplit(".", 3)
-    monkeypatch.setattr("checkpointd.pipeline.epochs.new_writer", lambda: f"{place}.{pid}.{int(start) + 1}.{nonce}")
+    monkeypatch.setattr("checkpointd.pipeline.root.epochs.new_writer", lambda: f"{place}.{pid}.{int(start) + 1}.{nonce}")
 
 
 @pytest.fixture
 def job_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Epochs are taken by a process of another machine."""
-    monkeypatch.setattr("checkpointd.pipeline.epochs.new_writer", lambda: "node7.0123456789ab.4026531836.17.99.cafecafe")
+    monkeypatch.setattr("checkpointd.pipeline.root.epochs.new_writer", lambda: "node7.0123456789ab.4026531836.17.99.cafecafe")
 
 
 def contents(root: Path) -> dict[str, bytes]:

@@ -8,11 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from checkpointd.errors import StoreError
-from checkpointd.pipeline.report.listing import listing
+from checkpointd.report.listing import listing
 from checkpointd.store.base import Entry, Store
-from checkpointd.store.posix import PosixStore
+from checkpointd.store.posix.store import PosixStore
+from checkpointd_client import Checkpointer
+from checkpointd_client.checkpointer import core_of
 from tests.builders import Arrays, break_file, objects, save_checkpoint
 from tests.unit.cli.conftest import Cli, With
 
@@ -86,11 +89,31 @@ def test_an_object_of_its_own_was_removed(cli: Cli, three: Path, suffix: str) ->
     assert key in cli("verify", three, "global_step2").out
 
 
+@pytest.mark.parametrize("suffix", [".chunks", ".file"])
+def test_bytes_behind_the_end_of_an_object_are_damage_to_verify_as_well(
+    cli: Cli, three: Path, tmp_path: Path, suffix: str
+) -> None:
+    root = three
+    if suffix == ".file":
+        root = tmp_path / "files" / ".checkpointd"
+        with Checkpointer(root) as ckpt:
+            core_of(ckpt).save_files(2, {"model.pt": {"weight": torch.ones(9)}}).wait(60)
+    [longer] = objects(root / "global_step2", suffix)
+    size = longer.stat().st_size
+    longer.chmod(0o600)
+    with longer.open("ab") as file:
+        file.write(b"more")
+    assert f"whose size was changed to {size + 4} bytes" in cli("list", root).err
+    answer = cli("verify", root, "global_step2")
+    assert answer.code == 5
+    assert f"has {size + 4} bytes, and was written with {size}" in answer.out + answer.err
+
+
 def test_an_object_that_was_cut_is_seen_by_its_size(cli: Cli, three: Path) -> None:
     [cut] = objects(three / "global_step2", ".chunks")
     break_file(cut, "truncate")
     left = cut.stat().st_size
-    assert f"it needs {cut.relative_to(three)}, cut to {left} bytes" in cli("list", three).err
+    assert f"it needs {cut.relative_to(three)}, whose size was changed to {left} bytes" in cli("list", three).err
 
 
 def test_the_object_that_others_refer_to_was_removed_alone(cli: Cli, three: Path) -> None:
@@ -132,7 +155,7 @@ async def test_a_checkpoint_that_is_removed_while_it_is_listed_is_not_called_inc
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The collection of global_step2 runs between the listing of its attempt and the second look at what seems to be gone."""
-    from checkpointd.pipeline.report.collection import deletion
+    from checkpointd.admin.gc import deletion
 
     async with PosixStore(root) as store:
         await _three(store)

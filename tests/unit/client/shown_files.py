@@ -10,6 +10,7 @@ import torch
 
 from checkpointd.cli import run
 from checkpointd_client import Checkpointer
+from checkpointd_client.checkpointer import core_of
 
 Files = dict[str, Any]
 
@@ -36,7 +37,7 @@ def example() -> Files:
 
 def save(ckpt: Checkpointer, files: Files, tag: str = "global_step7", **options: Any) -> Path:
     (beside(ckpt) / options.get("at", tag)).parent.mkdir(exist_ok=True)
-    ckpt.save_files(7, files, tag=tag, **options).wait(60)
+    core_of(ckpt).save_files(7, files, tag=tag, **{"leftovers": ["_states.pt"], **options}).wait(60)
     return Path(ckpt.status().root).parent / tag
 
 

@@ -29,11 +29,12 @@ from checkpointd.errors import (
     WaitTimeoutError,
 )
 from checkpointd.pipeline import attempt as attempt_module
-from checkpointd.pipeline.chunks import Persist
-from checkpointd.pipeline.shard import Progress
-from checkpointd_client import Checkpointer, RngState, SaveHandle, Status, open_checkpoint, sources
+from checkpointd.pipeline.shard import ShardProgress
+from checkpointd.pipeline.write.job import PersistJob
+from checkpointd_client import Checkpointer, RngState, SaveHandle, Status, open_checkpoint
+from checkpointd_client.restore import store_source
 from tests.builders import HeldPersist
-from tests.living import living_job
+from tests.live_job import live_job
 
 
 def _state(value: float = 1.0) -> dict[str, object]:
@@ -178,7 +179,7 @@ def test_a_root_that_is_a_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_living_job_of_another_name_is_left_alone(tmp_path: Path) -> None:
-    with living_job(tmp_path, "train"):
+    with live_job(tmp_path, "train"):
         for job in (None, "eval"):
             with pytest.raises(
                 RootInUseError, match=r"process \d+ on .* runs job 'train' there since .*take_over=True"
@@ -191,7 +192,7 @@ def test_a_living_job_of_another_name_is_left_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("options", [{"job": "train"}, {"take_over": True}], ids=["the same job", "told to"])
 def test_a_living_job_is_taken_over_from_by_itself_and_on_request(tmp_path: Path, options: dict[str, Any]) -> None:
-    with living_job(tmp_path, "train"), Checkpointer(tmp_path, **options) as ckpt:
+    with live_job(tmp_path, "train"), Checkpointer(tmp_path, **options) as ckpt:
         ckpt.save(1, _state()).wait()
 
 
@@ -207,7 +208,7 @@ def test_a_checkpointer_that_could_not_be_made_leaves_no_lease(tmp_path: Path, m
     def fail(*_: object) -> None:
         raise StoreError("the ranks do not share it")
 
-    monkeypatch.setattr("checkpointd_client.checkpointer.check_shared", fail)
+    monkeypatch.setattr("checkpointd_client.core.check_shared", fail)
     with pytest.raises(StoreError, match="do not share"):
         Checkpointer(tmp_path)
     assert list((tmp_path / ".checkpointd" / "leases").iterdir()) == []
@@ -263,7 +264,7 @@ def test_weights_that_were_stored_apart_fill_tied_ones_where_they_are_equal(
 ) -> None:
     """Their digests tell, or where chunks were cut in different ways, their bytes."""
     if not cut_alike:
-        monkeypatch.setattr(sources, "same_prints", lambda *_: None)
+        monkeypatch.setattr(store_source, "same_prints", lambda *_: None)
     apart = torch.nn.ModuleDict({"a": torch.nn.Linear(64, 64, bias=False), "b": torch.nn.Linear(64, 64, bias=False)})
     if equal:
         apart["b"].load_state_dict(apart["a"].state_dict())
@@ -329,7 +330,7 @@ def test_saving_a_tag_again_replaces_it_and_bounds_what_is_left(tmp_path: Path) 
 
 def test_an_interrupted_save_votes_and_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Checkpointer(tmp_path) as ckpt:
-        monkeypatch.setattr(ckpt._saver._stager, "begin", lambda *_: (_ for _ in ()).throw(RuntimeError("device lost")))
+        monkeypatch.setattr(ckpt._core._saver._stager, "begin", lambda *_: (_ for _ in ()).throw(RuntimeError("device lost")))
         handle = ckpt.save(1, _state())
         with pytest.raises(AbortedError, match="device lost"):
             handle.wait()
@@ -342,7 +343,7 @@ def test_an_interrupted_save_votes_and_raises(tmp_path: Path, monkeypatch: pytes
 def test_a_storage_error_is_the_handles_not_the_trainers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Checkpointer(tmp_path) as ckpt:
 
-        async def broken(job: Persist) -> object:
+        async def broken(job: PersistJob) -> object:
             raise StoreError("the disk is on fire")
 
         monkeypatch.setattr(attempt_module, "persist", broken)
@@ -355,7 +356,7 @@ def test_a_storage_error_is_the_handles_not_the_trainers(tmp_path: Path, monkeyp
 
 
 def test_close_raises_a_failure_that_nobody_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def broken(job: Persist) -> object:
+    async def broken(job: PersistJob) -> object:
         raise StoreError("no luck")
 
     monkeypatch.setattr(attempt_module, "persist", broken)
@@ -427,13 +428,13 @@ def test_the_first_slot_is_made_ready_while_load_returns(tmp_path: Path) -> None
     optimizer = torch.optim.Adam(model.parameters())
     with Checkpointer(tmp_path) as ckpt:
         ckpt.load({"model": model, "optimizer": optimizer})
-        ckpt._saver._prewarming.join()
-        ready = ckpt._arena.allocated_bytes
+        ckpt._core._saver._prewarming.join()
+        ready = ckpt._core._arena.allocated_bytes
         assert ready >= 3 * 256 * 256 * 4
         model(torch.ones(1, 256)).sum().backward()
         optimizer.step()
         ckpt.save(1, {"model": model, "optimizer": optimizer}).wait()
-        assert ckpt._arena.allocated_bytes == ready
+        assert ckpt._core._arena.allocated_bytes == ready
 
 
 def test_nobody_is_preempted_until_the_signal_comes(tmp_path: Path) -> None:
@@ -442,9 +443,9 @@ def test_nobody_is_preempted_until_the_signal_comes(tmp_path: Path) -> None:
 
     before = signal.getsignal(signal.SIGUSR1)
     with Checkpointer(tmp_path, preempt_signals=signal.SIGUSR1) as ckpt:
-        assert ckpt.preempted_at(1) is False
+        assert ckpt.preempted(1) is False
         os.kill(os.getpid(), signal.SIGUSR1)
-        assert ckpt.preempted_at(1) is True
+        assert ckpt.preempted(1) is True
         ckpt.save(1, _state())
     assert signal.getsignal(signal.SIGUSR1) == before
     assert (tmp_path / "latest").read_text() == "global_step1\n"
@@ -476,7 +477,7 @@ def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_is_loaded(
 
 def test_a_handle_never_goes_back_a_phase_and_knows_its_speed() -> None:
     now = [0.0]
-    progress = Progress(clock=lambda: now[0])
+    progress = ShardProgress(clock=lambda: now[0])
     handle = SaveHandle("t", "00000001-0", 1, progress)
     assert (handle.progress, handle.speed_bps, handle.eta_s) == (0.0, None, None)
     handle.advance(Phase.PERSISTING)
@@ -487,7 +488,7 @@ def test_a_handle_never_goes_back_a_phase_and_knows_its_speed() -> None:
     now[0] = 5.0
     progress.add(40, 20)
     assert (handle.progress, handle.speed_bps, handle.eta_s) == (0.6, 20.0, 2.0)
-    handle.advance(Phase.STAGED)  # another hand begins anew
+    handle.advance(Phase.STAGED)  # another writer begins anew
     assert handle.phase == "persisting"
     now[0] = 7.0
     progress.add(40, 20)

@@ -21,12 +21,12 @@ from checkpointd.commit.machine import Phase
 from checkpointd.errors import AbortedError, StagingError, StoreError, StoreFullError, UnreadableError
 from checkpointd.layout.keys import vote_name
 from checkpointd.pipeline import attempt as attempt_module
-from checkpointd.pipeline import catalog
-from checkpointd.pipeline.chunks import Persist
-from checkpointd.store.posix import PosixStore
+from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.write.job import PersistJob
+from checkpointd.store.posix.store import PosixStore
 from checkpointd_client import Checkpointer
-from checkpointd_client.sinks import sink_for
-from checkpointd_client.snapshot import Copy
+from checkpointd_client.restore.sinks import sink_for
+from checkpointd_client.staging.stager import Copy
 from tests.builders import HeldPersist, plan_save, rank_arrays, save_checkpoint
 
 
@@ -156,9 +156,9 @@ def test_an_interrupted_copy_spoils_its_snapshot_and_nothing_else(tmp_path: Path
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Checkpointer(tmp_path) as ckpt:
         # The stager is kept away, so that the step's hook is what copies.
-        monkeypatch.setattr(ckpt._saver._stager, "_hand_over", lambda _: None)
+        monkeypatch.setattr(ckpt._core._saver._stager, "_hand_over", lambda _: None)
         handle = ckpt.save(1, {"model": model, "optimizer": optimizer})
-        (staging, _) = ckpt._saver._stagings[0]
+        (staging, _) = ckpt._core._saver._stagings[0]
         with monkeypatch.context() as patch:
             patch.setattr(Copy, "run", interrupted)
             model(torch.ones(1, 8)).sum().backward()
@@ -194,16 +194,16 @@ def test_storage_that_does_not_answer_ends_the_handle_at_the_deadline(tmp_path: 
         raise AssertionError
 
     for call in ("list", "get", "stat", "put_if_absent", "open_writer"):
-        monkeypatch.setattr(ckpt._store, call, silent)
+        monkeypatch.setattr(ckpt._core._store, call, silent)
     handle = ckpt.save(1, _state())
     with pytest.raises(StoreError, match="not answered"):
         handle.wait()
-    monkeypatch.setattr("checkpointd_client.checkpointer.TIDY_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("checkpointd_client.core.TIDY_TIMEOUT_S", 0.2)
     ckpt.close()
 
 
 def test_a_grace_period_that_ends_while_closing_ends_the_handles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def held(job: Persist) -> object:
+    async def held(job: PersistJob) -> object:
         await asyncio.Event().wait()
         raise AssertionError
 
@@ -258,7 +258,7 @@ def test_replaced_slots_give_their_memory_back(tmp_path: Path) -> None:
         for size in (64, 128, 192, 256, 320):
             ckpt.save(size, _state(1.0, size)).wait()
             ckpt.wait()
-        ckpt._saver.close(lambda: 10.0, ends_well=True)
+        ckpt._core._saver.close(lambda: 10.0, ends_well=True)
         gc.collect()
         assert mapped() <= 2
 

@@ -1,4 +1,4 @@
-"""open_checkpoint: a checkpoint read without an epoch, a process group, or a byte written. Invariants V1 and V2."""
+"""open_checkpoint: a checkpoint read without an epoch, a process group, or a byte written. Invariants OPEN-1 and OPEN-2."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 import torch
 
+from checkpointd.admin.gc import deletion
 from checkpointd.errors import ClosedError, DamagedError, MismatchError, NotFoundError, UsageError
-from checkpointd.pipeline.report.collection import deletion
 from checkpointd.store import open_store
 from checkpointd_client import Checkpointer, RngState, open_checkpoint
 from checkpointd_client.errors import PartlyLoadedError, UnsafeObjectError
-from checkpointd_client.sources import StoredSource
+from checkpointd_client.restore.store_source import StoredSource
 from tests.builders import break_file, objects
-from tests.unit.client.tied import Tied, same
+from tests.unit.client.tied_model import TiedModel, same
 
 
 def state(value: float) -> dict[str, Any]:
@@ -85,7 +85,7 @@ def test_it_tells_what_was_saved(root: Path) -> None:
         assert opened.step == 4
 
 
-def test_v1_nothing_below_the_root_is_touched(root: Path) -> None:
+def test_open_1_nothing_below_the_root_is_touched(root: Path) -> None:
     before = everything_below(root)
     fresh = state(9)
     with open_checkpoint(root) as opened:
@@ -168,19 +168,19 @@ def test_a_pickle_in_client_state_keeps_nobody_from_the_model(tmp_path: Path) ->
 
 
 @pytest.fixture
-def model() -> Tied:
+def model() -> TiedModel:
     torch.manual_seed(0)
-    return Tied()
+    return TiedModel()
 
 
 @pytest.fixture
-def tied(tmp_path: Path, model: Tied) -> Path:
+def tied(tmp_path: Path, model: TiedModel) -> Path:
     with Checkpointer(tmp_path / "tied") as ckpt:
         ckpt.save(4, {"model": model, "other": {"w": torch.ones(3)}}).wait()
     return tmp_path / "tied"
 
 
-def test_single_tensors(tied: Path, model: Tied) -> None:
+def test_single_tensors(tied: Path, model: TiedModel) -> None:
     with open_checkpoint(tied) as opened:
         assert torch.equal(opened.tensor("other.w"), torch.ones(3))
         assert torch.equal(opened.tensor("model.head.weight"), model.head.weight)
@@ -188,7 +188,7 @@ def test_single_tensors(tied: Path, model: Tied) -> None:
             opened.tensor("body.weight")
 
 
-def test_every_name_is_there_and_read_on_access(tied: Path, model: Tied) -> None:
+def test_every_name_is_there_and_read_on_access(tied: Path, model: TiedModel) -> None:
     with open_checkpoint(tied) as opened:
         found = opened.tensors("model")
         assert (found.tag, found.step) == ("global_step4", 4)
@@ -196,7 +196,7 @@ def test_every_name_is_there_and_read_on_access(tied: Path, model: Tied) -> None
         assert found.shape("body.weight") == (16, 16)
         assert found.dtype("body.weight") == torch.bfloat16
         assert same(dict(found), model)
-        fresh = Tied()
+        fresh = TiedModel()
         fresh.load_state_dict(dict(found))
         assert same(fresh.state_dict(), model)
 
@@ -244,7 +244,7 @@ def test_what_was_asked_for_must_be_there(tied: Path, tmp_path: Path) -> None:
             open_checkpoint(tied, "global_step4", attempt=attempt)
     with pytest.raises(UsageError, match="of which tag"):
         open_checkpoint(tied, attempt="00000001-0")
-    with pytest.raises(UsageError, match="lives in the process"):
+    with pytest.raises(UsageError, match="exists only in the process"):
         open_checkpoint("memory://run")
 
 
@@ -321,7 +321,7 @@ def test_removed_while_it_is_loaded_the_next_one_is_taken(
 
 
 @pytest.mark.parametrize(("step", "kind"), [("verify", NotFoundError), ("fill", PartlyLoadedError)])
-def test_v2_what_has_told_of_one_gives_of_no_other(
+def test_open_2_what_has_told_of_one_gives_of_no_other(
     root: Path, step: str, kind: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with open_checkpoint(root) as opened:
@@ -349,7 +349,7 @@ def test_a_tag_that_was_saved_anew_is_read_anew(tmp_path: Path, monkeypatch: pyt
     assert same(dict(fresh["model"].state_dict()), state(5)["model"])
 
 
-def test_v2_no_mixture_is_left_where_the_next_one_has_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_open_2_no_mixture_is_left_where_the_next_one_has_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for step, names in ((3, "a"), (4, "ab")):
         with Checkpointer(tmp_path) as ckpt:
             ckpt.save(step, {name: torch.full((4,), float(step)) for name in names}).wait()

@@ -1,4 +1,4 @@
-"""D1 and D2 of commit/decide.py: from votes to an outcome, and what the words of an abort say."""
+"""DECIDE-1 and DECIDE-2 of commit/decide.py: from votes to an outcome, and what the words of an abort say."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpointd.commit import decide as decisions
-from checkpointd.commit.decide import deadline, decide, recover, unshared, vote_fault
+from checkpointd.commit.decide import deadline, decide, moves_latest, recover, unshared, vote_fault
+from checkpointd.commit.facts import Order
 from checkpointd.layout.keys import index_name
-from checkpointd.layout.manifest import ErrorReport, IndexRef, Vote, Writer, digest
+from checkpointd.layout.manifest import ErrorReport, IndexRef, Vote, WriterIdentity, digest
 
 TAG, ATTEMPT = "global_step1", "00000003-0"
-WRITER = Writer(host="node0", pid=1, time="2026-01-01T00:00:00.000+00:00")
+WRITER = WriterIdentity(host="node0", pid=1, time="2026-01-01T00:00:00.000+00:00")
 Votes = dict[int, Vote | None]
 
 
@@ -59,20 +60,20 @@ FAULTY: dict[str, Vote | None] = {
 }
 
 
-def test_d1_a_yes_of_every_rank_commits() -> None:
+def test_decide_1_a_yes_of_every_rank_commits() -> None:
     decision = of({rank: yes(rank) for rank in range(3)})
     assert decision is not None
     assert decision.commit
     assert (decision.error, decision.ranks) == (None, ())
 
 
-def test_d2_votes_that_are_missing_decide_nothing() -> None:
+def test_decide_2_votes_that_are_missing_decide_nothing() -> None:
     assert of({}) is None
     assert of({0: yes(0), 2: yes(2)}) is None
 
 
 @given(st.integers(1, 6), st.data())
-def test_d1_and_d2_for_any_votes(world_size: int, data: st.DataObject) -> None:
+def test_decide_1_and_d2_for_any_votes(world_size: int, data: st.DataObject) -> None:
     kinds = data.draw(st.lists(st.sampled_from(["yes", "no", "bad", "missing"]), min_size=world_size, max_size=world_size))
     votes: Votes = {}
     for rank, kind in enumerate(kinds):
@@ -92,14 +93,14 @@ def test_d1_and_d2_for_any_votes(world_size: int, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("name", FAULTY)
-def test_d1_a_vote_that_is_not_valid_aborts_at_once_and_is_named(name: str) -> None:
+def test_decide_1_a_vote_that_is_not_valid_aborts_at_once_and_is_named(name: str) -> None:
     decision = of({1: FAULTY[name]})
     assert words(decision).startswith("the vote of rank 1 ")
     assert decision is not None
     assert decision.ranks == (1,)
 
 
-def test_d1_votes_of_ranks_that_do_not_exist_never_fill_the_number() -> None:
+def test_decide_1_votes_of_ranks_that_do_not_exist_never_fill_the_number() -> None:
     assert words(of({0: yes(0), 1: yes(1), 7: yes(7)})) == "the vote of rank 7 is that of a rank that 3 ranks do not have"
     assert words(of({0: yes(0), 1: yes(1), -1: yes(-1)})) == "the vote of rank -1 is that of a rank that 3 ranks do not have"
 
@@ -169,7 +170,7 @@ def test_recovery_aborts_an_attempt_without_any_vote() -> None:
 
 
 def test_recovery_of_a_large_job_names_eight_and_counts_the_rest() -> None:
-    assert words(recovered({0: yes(0, 1000)})).endswith("ranks 1, 2, 3, 4, 5, 6, 7, 8 and 991 more had not voted")
+    assert words(recovered({0: yes(0, 1000)})).endswith("ranks 1-999 had not voted")
 
 
 @pytest.mark.parametrize("name", FAULTY)
@@ -181,3 +182,26 @@ def test_recovery_aborts_where_votes_speak_of_different_worlds() -> None:
     assert not recovered({0: yes(0, 2), 1: yes(1, 3)}).commit
     assert not recovered({0: yes(0, 1), 1: yes(1, 2)}).commit
     assert not recovered({0: None}).commit
+
+
+# --- moving `latest` ------------------------------------------------------------------------------------------------------
+
+orders = st.tuples(st.integers(0, 5), st.integers(0, 20))
+
+
+@given(st.lists(orders, max_size=20))
+def test_latest_never_goes_back_whatever_is_committed_in_whatever_order(commits: list[Order]) -> None:
+    current: Order | None = None
+    for candidate in commits:
+        before = current
+        if moves_latest(current, candidate):
+            current = candidate
+        assert current is not None
+        assert before is None or current >= before
+    assert current == max(commits, default=None)
+
+
+@given(orders)
+def test_latest_does_not_move_to_where_it_is(order: Order) -> None:
+    assert not moves_latest(order, order)
+    assert moves_latest(None, order)

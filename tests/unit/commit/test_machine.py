@@ -1,4 +1,4 @@
-"""M1 to M4 of commit/machine.py: the table, and every run that it allows."""
+"""PHASE-1 to PHASE-4 of commit/machine.py: the table, and every run that it allows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointd.commit.machine import FINAL, ORDER, TABLE, Action, Event, Phase, reached, shown, step
+from checkpointd.commit.machine import FINAL, ORDER, TABLE, Event, Phase, reached, shown, step
 from checkpointd.errors import ProtocolError
 
 ROOT = Path(__file__).parents[3]
@@ -37,7 +37,7 @@ def runs() -> list[list[tuple[Phase, Event]]]:
             found.append(way)
         for event in Event:
             if (phase, event) in TABLE and (phase, event) not in way:
-                go(TABLE[phase, event][0], [*way, (phase, event)])
+                go(TABLE[phase, event], [*way, (phase, event)])
 
     go(Phase.STAGING, [])
     return found
@@ -57,79 +57,79 @@ def test_every_pair_is_in_the_table_or_a_breach_of_the_protocol(phase: Phase, ev
     assert caught.value.exit_code == 12
 
 
-def test_m1_phases_only_move_forward_and_the_last_ones_are_final() -> None:
-    for (phase, _), (after, _) in TABLE.items():
+def test_phase_1_phases_only_move_forward_and_the_last_ones_are_final() -> None:
+    for (phase, _), after in TABLE.items():
         assert phase not in FINAL
         assert LEVEL[after] > LEVEL[phase] or after is phase
 
 
-def test_m1_a_pair_that_stays_in_its_phase_is_only_the_deadline() -> None:
-    assert {event for (phase, event), (after, _) in TABLE.items() if after is phase} == {Event.DEADLINE}
+def test_phase_1_a_pair_that_stays_in_its_phase_is_only_the_deadline() -> None:
+    assert {event for (phase, event), after in TABLE.items() if after is phase} == {Event.DEADLINE}
 
 
-def test_m2_yes_is_voted_from_persisting_alone() -> None:
+def test_phase_2_yes_is_voted_from_persisting_alone() -> None:
     voting = {(phase, event) for phase, event in TABLE if event in (Event.VOTED_YES, Event.VOTE_UNCERTAIN)}
     assert voting == {(Phase.PERSISTING, Event.VOTED_YES), (Phase.PERSISTING, Event.VOTE_UNCERTAIN)}
-    assert {TABLE[pair][0] for pair in voting} == {Phase.PREPARED}
+    assert {TABLE[pair] for pair in voting} == {Phase.PREPARED}
 
 
-def test_m2_no_is_voted_exactly_when_failing_or_skipping_is_entered() -> None:
-    for (phase, _), (after, action) in TABLE.items():
-        enters = after in (Phase.FAILING, Phase.SKIPPING) and after is not phase
-        assert (action is Action.VOTE_NO) == enters
+def votes_no(phase: Phase, event: Event) -> bool:
+    """A rank votes no when it enters `failing` or `skipping`."""
+    after = TABLE[phase, event]
+    return after in (Phase.FAILING, Phase.SKIPPING) and after is not phase
 
 
-def test_m2_an_uncertain_yes_is_never_taken_back() -> None:
-    after, action = step(Phase.PERSISTING, Event.VOTE_UNCERTAIN)
-    assert (after, action) == (Phase.PREPARED, Action.PUT_ABORT)
-    assert all(Action.VOTE_NO is not act for (phase, _), (_, act) in TABLE.items() if phase is Phase.PREPARED)
+def test_phase_2_no_is_voted_on_an_error_or_a_skip_alone() -> None:
+    voting = {event for phase, event in TABLE if votes_no(phase, event)}
+    assert voting == {Event.SNAPSHOT_FAILED, Event.SKIP, Event.SHARD_FAILED}
 
 
-def test_m2_no_run_votes_twice() -> None:
+def test_phase_2_an_uncertain_yes_is_never_taken_back() -> None:
+    assert step(Phase.PERSISTING, Event.VOTE_UNCERTAIN) is Phase.PREPARED
+    assert not any(votes_no(phase, event) for phase, event in TABLE if phase is Phase.PREPARED)
+
+
+def test_phase_2_no_run_votes_twice() -> None:
     for run in RUNS:
         yes = sum(event in (Event.VOTED_YES, Event.VOTE_UNCERTAIN) for _, event in run)
-        no = sum(TABLE[pair][1] is Action.VOTE_NO for pair in run)
+        no = sum(votes_no(*pair) for pair in run)
         assert yes + no <= 1
 
 
-def test_m3_committed_is_entered_on_seeing_a_commit_and_on_nothing_else() -> None:
-    assert {pair for pair, (after, _) in TABLE.items() if after is Phase.COMMITTED} == {(Phase.PREPARED, Event.SAW_COMMIT)}
+def test_phase_3_committed_is_entered_on_seeing_a_commit_and_on_nothing_else() -> None:
+    assert {pair for pair, after in TABLE.items() if after is Phase.COMMITTED} == {(Phase.PREPARED, Event.SAW_COMMIT)}
 
 
-def test_m4_a_rank_that_has_not_voted_yes_never_sees_a_commit() -> None:
+def test_phase_4_a_rank_that_has_not_voted_yes_never_sees_a_commit() -> None:
     for phase in set(Phase) - {Phase.PREPARED}:
         with pytest.raises(ProtocolError):
             step(phase, Event.SAW_COMMIT)
 
 
-def test_m5_another_hands_yes_prepares_every_rank_that_has_not_voted_yes() -> None:
+def test_phase_5_another_hands_yes_prepares_every_rank_that_has_not_voted_yes() -> None:
     for phase in (Phase.STAGING, Phase.STAGED, Phase.PERSISTING, Phase.FAILING, Phase.SKIPPING):
-        assert step(phase, Event.OTHER_HAND_VOTED) == (Phase.PREPARED, Action.AWAIT_OUTCOME)
+        assert step(phase, Event.OTHER_WRITER_VOTED) is Phase.PREPARED
     for phase in (Phase.PREPARED, *FINAL):
         with pytest.raises(ProtocolError):
-            step(phase, Event.OTHER_HAND_VOTED)
+            step(phase, Event.OTHER_WRITER_VOTED)
 
 
-def test_every_run_ends_and_finishes_the_handle() -> None:
+def test_every_run_ends_once() -> None:
     assert len(RUNS) > 20
     for run in RUNS:
-        after, action = TABLE[run[-1]]
-        assert after in FINAL
-        assert action is Action.FINISH
-        assert [pair for pair in run if TABLE[pair][1] is Action.FINISH] == [run[-1]]
+        assert [pair for pair in run if TABLE[pair] in FINAL] == [run[-1]]
 
 
-def test_every_phase_and_event_and_action_is_in_use() -> None:
-    assert {phase for phase, _ in TABLE} | {after for after, _ in TABLE.values()} == set(Phase)
+def test_every_phase_and_event_is_in_use() -> None:
+    assert {phase for phase, _ in TABLE} | set(TABLE.values()) == set(Phase)
     assert {event for _, event in TABLE} == set(Event)
-    assert {action for _, action in TABLE.values()} == set(Action)
 
 
 def test_an_abort_or_a_lost_outcome_ends_an_attempt_in_any_phase() -> None:
     for phase in set(Phase) - FINAL:
-        assert step(phase, Event.SAW_ABORT)[0] in (Phase.ABORTED, Phase.FAILED, Phase.SKIPPED)
-        assert step(phase, Event.OUTCOME_LOST)[0] in (Phase.FAILED, Phase.SKIPPED)
-        assert step(phase, Event.DEADLINE) == (phase, Action.PUT_ABORT)
+        assert step(phase, Event.SAW_ABORT) in (Phase.ABORTED, Phase.FAILED, Phase.SKIPPED)
+        assert step(phase, Event.OUTCOME_LOST) in (Phase.FAILED, Phase.SKIPPED)
+        assert step(phase, Event.DEADLINE) is phase
 
 
 @given(st.lists(st.sampled_from(Event), max_size=12))
@@ -137,11 +137,11 @@ def test_whatever_happens_a_run_commits_only_after_its_yes(events: list[Event]) 
     phase, votes, others = Phase.STAGING, [], 0
     for event in events:
         try:
-            phase, action = step(phase, event)
+            before, phase = phase, step(phase, event)
         except ProtocolError:
             continue
-        others += event is Event.OTHER_HAND_VOTED
-        votes += ["yes"] if event in (Event.VOTED_YES, Event.VOTE_UNCERTAIN) else ["no"] if action is Action.VOTE_NO else []
+        others += event is Event.OTHER_WRITER_VOTED
+        votes += ["yes"] if event in (Event.VOTED_YES, Event.VOTE_UNCERTAIN) else ["no"] if votes_no(before, event) else []
     assert len(votes) <= 1
     if phase is Phase.COMMITTED:
         assert votes == ["yes"] or others == 1
@@ -173,6 +173,6 @@ def test_the_page_of_the_table_is_up_to_date() -> None:
 
 
 def test_a_page_that_is_not_up_to_date_is_noticed() -> None:
-    done = generated("generate.page = lambda page=generate.page(): page.replace('prepared', 'ready', 1)")
+    done = generated("generate.HEAD = generate.HEAD.replace('failed', 'lost', 1)")
     assert done.returncode == 1
-    assert "run `make docs`" in done.stderr
+    assert "run `make generate`" in done.stderr

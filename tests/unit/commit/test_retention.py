@@ -1,112 +1,262 @@
-"""R2 to R4 of commit/retention.py: what is dead weight, and that `latest` never goes back."""
+"""RETENTION-1 to RETENTION-6 of commit/retention.py: which checkpoints are removed, by rule or as replaced ones, and which
+never are.
+"""
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointd.commit.retention import RECORDS_KEPT, AttemptFacts, Order, State, dead_weight, moves_latest, spent_records
+from checkpointd.commit.facts import AttemptFacts
+from checkpointd.commit.retention import CheckpointFacts, RemovalChoice, Retention, choose
+from checkpointd.errors import UsageError
 from checkpointd.layout.keys import AttemptId
 
-orders = st.tuples(st.integers(0, 5), st.integers(0, 20))
+
+def checkpoint(n: int, **options: Any) -> CheckpointFacts:
+    """The `n`th checkpoint, of step 10 * n."""
+    facts = AttemptFacts(f"step{10 * n}", AttemptId(1, 0), "committed", (1, n), True)
+    return CheckpointFacts(attempt=facts, order=(1, n), step=10 * n, **options)
 
 
-@st.composite
-def attempts(draw: st.DrawFn) -> list[AttemptFacts]:
-    """Attempts of two tags, each named once; no two commits have one order, as the coordinator counts its saves."""
-    ids = draw(st.lists(st.builds(AttemptId, st.integers(1, 5), st.integers(0, 20)), unique=True, max_size=12))
-    found = []
-    for n, attempt in enumerate(ids):
-        state: State = draw(st.sampled_from(["committed", "aborted", "in-doubt", "deleted", "damaged"]))
-        order: Order | None = (attempt.epoch, n) if state == "committed" else None
-        found.append(AttemptFacts(draw(st.sampled_from("ab")), attempt, state, order, draw(st.booleans())))
-    return found
+def commit(tag: str, epoch: int, n: int, **options: Any) -> CheckpointFacts:
+    """The `n`th save of `epoch`, of a tag that may have been saved before."""
+    facts = AttemptFacts(tag, AttemptId(epoch, n), "committed", (epoch, n), True)
+    return CheckpointFacts(attempt=facts, order=(epoch, n), step=n, **options)
 
 
-@given(attempts())
-def test_r2_what_is_undecided_or_cannot_be_read_is_never_touched(known: list[AttemptFacts]) -> None:
-    touched = [facts for facts, _ in dead_weight(known)] + spent_records(known)
-    assert not {"in-doubt", "damaged"} & {facts.state for facts in touched}
+def gone(choice: RemovalChoice) -> list[tuple[int, int]]:
+    """The orders of what goes."""
+    return [facts.order for facts, _ in choice.going if facts.order is not None]
 
 
-@given(attempts())
-def test_r1_what_is_committed_is_no_dead_weight(known: list[AttemptFacts]) -> None:
-    assert "committed" not in {facts.state for facts, _ in dead_weight(known)}
+def left(checkpoints: list[CheckpointFacts], rules: Retention) -> list[int]:
+    going = gone(choose(checkpoints, rules))
+    return [c.order[1] for c in checkpoints if c.order not in going]
 
 
-@given(attempts())
-def test_r3_of_an_aborted_attempt_only_the_bulk_goes(known: list[AttemptFacts]) -> None:
-    dead = [facts for facts, _ in dead_weight(known)]
-    for facts in known:
-        if facts.state == "aborted":
-            assert (facts in dead) == facts.bulk
-            assert facts not in spent_records(known)
+TEN = [checkpoint(n) for n in range(10)]
 
 
-@given(attempts())
-def test_r4_records_go_only_of_what_was_committed_and_removed(known: list[AttemptFacts]) -> None:
-    for facts in spent_records(known):
-        assert facts.state == "deleted"
-        assert not facts.bulk
+def test_without_rules_all_stay() -> None:
+    assert left(TEN, Retention()) == list(range(10))
 
 
-@given(attempts())
-def test_the_order_of_a_listing_does_not_matter(known: list[AttemptFacts]) -> None:
-    def judged(facts: list[AttemptFacts]) -> set[tuple[AttemptFacts, str]]:
-        return set(dead_weight(facts))
-
-    assert judged(known) == judged(known[::-1]) == judged(sorted(known, key=lambda f: (f.tag, f.attempt)))
+def test_the_last_ones_stay() -> None:
+    assert left(TEN, Retention(keep_last=3)) == [7, 8, 9]
 
 
-@given(attempts())
-def test_what_was_collected_is_not_found_again(known: list[AttemptFacts]) -> None:
-    dead = dict(dead_weight(known))
-    after = [
-        facts if facts not in dead else AttemptFacts(facts.tag, facts.attempt, facts.state, None, bulk=False) for facts in known
-    ]
-    assert dead_weight(after) == []
+def test_every_so_many_steps_stay_and_the_newest() -> None:
+    assert left(TEN, Retention(every_steps=40)) == [0, 4, 8, 9]
 
 
-def test_each_reason_is_said_in_words() -> None:
+def test_young_ones_stay_and_those_whose_age_cannot_be_told() -> None:
+    known = [checkpoint(0, age_s=None), checkpoint(1, age_s=100.0), checkpoint(2, age_s=99.0), checkpoint(3, age_s=1.0)]
+    assert left(known, Retention(younger_than_s=100.0)) == [0, 2, 3]
+
+
+@pytest.mark.parametrize(("mode", "stays"), [("min", [1, 3, 5]), ("max", [0, 4, 5])])
+def test_the_best_stay(mode: Any, stays: list[int]) -> None:
+    losses = [9.0, 1.0, 5.0, 2.0, 8.0]
+    known = [checkpoint(n, metrics={"loss": loss, "other": -loss}) for n, loss in enumerate(losses)] + [checkpoint(5)]
+    assert left(known, Retention(best=2, metric="loss", mode=mode)) == stays
+
+
+def test_of_equally_good_ones_the_newer_stays() -> None:
+    known = [checkpoint(n, metrics={"loss": 1.0}) for n in range(3)] + [checkpoint(3)]
+    assert left(known, Retention(best=1, metric="loss")) == [2, 3]
+
+
+def test_rules_add_up() -> None:
+    assert left(TEN, Retention(keep_last=2, every_steps=50)) == [0, 5, 8, 9]
+
+
+def test_the_newest_verified_one_stays_and_what_latest_names_and_the_newest_that_asked_for_it() -> None:
     known = [
-        AttemptFacts("a", AttemptId(1, 0), "committed", (1, 0), bulk=True),
-        AttemptFacts("a", AttemptId(1, 1), "committed", (1, 1), bulk=True),
-        AttemptFacts("a", AttemptId(1, 2), "aborted", None, bulk=True),
-        AttemptFacts("a", AttemptId(1, 3), "deleted", None, bulk=True),
+        checkpoint(0, verified=True),
+        checkpoint(1, verified=True),
+        checkpoint(2, is_latest=True),
+        checkpoint(3),
+        checkpoint(4),
+        checkpoint(5, save_latest=False),
+        checkpoint(6, save_latest=False),
     ]
-    assert [(facts.attempt.k, why) for facts, why in dead_weight(known)] == [
-        (2, "the attempt was aborted"),
-        (3, "its removal was interrupted"),
-    ]
+    assert left(known, Retention(keep_last=1)) == [1, 2, 4, 6]
 
 
-def test_the_newest_records_of_each_tag_stay() -> None:
+def test_the_reason_names_the_rules() -> None:
+    rules = Retention(keep_last=2, every_steps=1000, younger_than_s=60, best=1, metric="loss")
+    known = [checkpoint(n, age_s=100.0, metrics={"loss": float(n)}) for n in range(1, 6)]
+    [(_, reason), *_] = choose(known, rules).going
+    assert reason == "retention keeps the last 2, every 1000 steps, those younger than 60 s, the best 1 by loss (min)"
+
+
+facts = st.builds(
+    lambda step, latest, named, verified, age, loss: {
+        "step": step,
+        "save_latest": latest,
+        "is_latest": named,
+        "verified": verified,
+        "age_s": age,
+        "metrics": {} if loss is None else {"loss": loss},
+    },
+    st.integers(0, 100),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+    st.none() | st.floats(0, 1e6),
+    st.none() | st.floats(-1e3, 1e3),
+)
+counts = st.none() | st.integers(1, 5)
+
+
+@given(st.lists(facts, max_size=12), counts, counts, st.none() | st.floats(1, 1e6), counts, st.sampled_from(["min", "max"]))
+def test_retention_6_holds_for_all_rules(
+    drawn: list[dict[str, Any]], last: int | None, every: int | None, age: float | None, best: int | None, mode: Any
+) -> None:
     known = [
-        AttemptFacts(tag, AttemptId(1, k), "deleted", None, bulk=False)
-        for tag in "ab"
-        for k in reversed(range(RECORDS_KEPT + (2 if tag == "a" else 0)))
+        CheckpointFacts(attempt=AttemptFacts(f"t{n}", AttemptId(1, n), "committed", (1, n), True), order=(1, n), **options)
+        for n, options in enumerate(drawn)
     ]
-    assert [(facts.tag, facts.attempt.k) for facts in spent_records(known)] == [("a", 0), ("a", 1)]
+    metric = None if best is None else "loss"
+    rules = Retention(keep_last=last, every_steps=every, younger_than_s=age, best=best, metric=metric, mode=mode)
+    stays = left(known, rules)
+    if known:
+        assert known[-1].order[1] in stays
+    for chosen in ([c for c in known if c.save_latest], [c for c in known if c.verified], [c for c in known if c.is_latest]):
+        assert not chosen or chosen[-1].order[1] in stays
+    assert set(range(len(known) - (last or 0), len(known))) & set(range(len(known))) <= set(stays)
+    measured = sorted(c.metrics["loss"] for c in known if c.metrics)
+    if best is not None and measured:
+        assert (measured[0] if mode == "min" else measured[-1]) in [known[n].metrics.get("loss") for n in stays]
 
 
-def test_what_is_still_being_removed_does_not_count_as_a_record() -> None:
-    known = [AttemptFacts("a", AttemptId(1, k), "deleted", None, bulk=True) for k in range(RECORDS_KEPT + 5)]
-    assert spent_records(known) == []
+# --- replaced ones ------------------------------------------------------------------------------------------------
 
 
-@given(st.lists(orders, max_size=20))
-def test_latest_never_goes_back_whatever_is_committed_in_whatever_order(commits: list[Order]) -> None:
-    current: Order | None = None
-    for candidate in commits:
-        before = current
-        if moves_latest(current, candidate):
-            current = candidate
-        assert current is not None
-        assert before is None or current >= before
-    assert current == max(commits, default=None)
+def test_retention_1_what_its_tag_was_saved_again_for_goes_with_and_without_rules() -> None:
+    known = [commit("best", 1, 0), commit("other", 1, 1), commit("best", 1, 2)]
+    for rules in (Retention(), Retention(keep_last=5)):
+        choice = choose(known, rules)
+        assert [(facts.attempt.k, why) for facts, why in choice.going] == [(0, "the tag was saved again since")]
 
 
-@given(orders)
-def test_latest_does_not_move_to_where_it_is(order: Order) -> None:
-    assert not moves_latest(order, order)
-    assert moves_latest(None, order)
+def test_retention_1_a_damaged_commit_replaces_nothing() -> None:
+    known = [commit("best", 1, 0), commit("best", 1, 1, damaged=True)]
+    assert choose(known, Retention()) == RemovalChoice()
+    assert gone(choose(known, Retention(keep_last=1))) == [(1, 1)]
+
+
+def test_retention_6_what_was_verified_stays_until_something_newer_is() -> None:
+    known = [commit("best", 1, 0, verified=True), commit("best", 1, 1), commit("best", 1, 2)]
+    choice = choose(known, Retention())
+    assert (gone(choice), [facts.attempt.k for facts in choice.surplus]) == ([(1, 1)], [0])
+    choice = choose([*known, commit("best", 1, 3, verified=True)], Retention())
+    assert (gone(choice), choice.surplus) == ([(1, 0), (1, 1), (1, 2)], ())
+
+
+# --- damage -------------------------------------------------------------------------------------------------------
+
+
+def test_retention_7_what_is_damaged_is_never_counted() -> None:
+    known = [checkpoint(n, damaged=n in (2, 4), verified=n in (0, 2)) for n in range(5)]
+    assert left(known, Retention(keep_last=2)) == [0, 1, 3]
+
+
+def test_retention_7_a_damaged_one_that_latest_names_stays() -> None:
+    assert left([checkpoint(0), checkpoint(1), checkpoint(2, damaged=True, is_latest=True)], Retention(keep_last=1)) == [1, 2]
+
+
+def test_retention_7_where_all_is_damaged_nothing_goes() -> None:
+    assert choose([checkpoint(n, damaged=True) for n in range(4)], Retention(keep_last=1)) == RemovalChoice()
+
+
+def test_retention_8_what_a_load_passed_over_stays_until_it_is_recorded_as_damaged() -> None:
+    known = [checkpoint(0, passed_over=True), checkpoint(1, passed_over=True, damaged=True), checkpoint(2), checkpoint(3)]
+    assert left(known, Retention(keep_last=1)) == [0, 3]
+    again = [commit("best", 1, 0, passed_over=True), commit("best", 1, 1)]
+    assert choose(again, Retention()) == RemovalChoice()
+
+
+def test_retention_8_what_a_load_passed_over_stands_for_nothing_that_goes() -> None:
+    over = checkpoint(3, passed_over=True, verified=True)
+    assert left([checkpoint(0), checkpoint(1), checkpoint(2, verified=True), over], Retention(keep_last=1)) == [2, 3]
+    again = [commit("best", 1, 0), commit("best", 1, 1, passed_over=True, verified=True)]
+    assert choose(again, Retention()) == RemovalChoice()
+    assert choose([checkpoint(0, passed_over=True), checkpoint(1, damaged=True)], Retention(keep_last=1)) == RemovalChoice()
+
+
+# --- metrics ------------------------------------------------------------------------------------------------------
+
+
+def test_retention_9_a_rule_with_a_metric_keeps_what_was_saved_without_it() -> None:
+    known = [checkpoint(n, metrics={"loss": float(n)} if n % 2 else {"other": 0.0}) for n in range(6)]
+    assert left(known, Retention(best=1, metric="loss")) == [0, 1, 2, 4, 5]
+    assert left(known, Retention(best=1, metric="loss", keep_last=1)) == [0, 1, 2, 4, 5]
+
+
+@pytest.mark.parametrize("rules", [{}, {"keep_last": 1}, {"younger_than_s": 1.0, "mode": "max"}])
+def test_retention_9_a_metric_that_none_has_removes_nothing_and_is_named(rules: dict[str, Any]) -> None:
+    known = [checkpoint(n, age_s=9.0, metrics={"loss": 1.0, "accuracy": 0.5}) for n in range(4)]
+    choice = choose(known, Retention(best=1, metric="los", **rules))
+    assert choice.going == ()
+    assert choice.unknown_metric is not None
+    assert "'los'" in choice.unknown_metric
+    assert "accuracy, loss" in choice.unknown_metric
+    again = choose([commit("best", 1, 0), commit("best", 1, 1)], Retention(best=1, metric="los", **rules))
+    assert gone(again) == [(1, 0)]  # what was replaced is no rule's to keep
+
+
+def test_retention_9_without_any_metric_nothing_goes() -> None:
+    choice = choose([checkpoint(n) for n in range(4)], Retention(best=1, metric="loss"))
+    assert choice.going == ()
+    assert "none at all" in str(choice.unknown_metric)
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_metric_that_is_no_finite_number_is_never_the_best(mode: Any, value: float) -> None:
+    known = [checkpoint(0, metrics={"loss": 2.0}), checkpoint(1, metrics={"loss": value}), checkpoint(2, metrics={"loss": 2.5})]
+    known.append(checkpoint(3, metrics={"loss": 2.2}))
+    best = 0 if mode == "min" else 2
+    assert left(known, Retention(best=1, metric="loss", mode=mode)) == sorted({best, 1, 3})
+
+
+# --- earlier jobs -------------------------------------------------------------------------------------------------
+
+
+def test_retention_10_of_jobs_that_are_not_known_nothing_goes() -> None:
+    known = [commit("best", 1, 0), commit("a", 1, 1), commit("best", 2, 0), commit("b", 2, 1), commit("best", 2, 2)]
+    for rules, rest in ((Retention(), []), (Retention(keep_last=1), [(2, 1)])):
+        assert gone(choose(known, rules, keeps_before=2)) == [(2, 0), *rest]
+    assert gone(choose(known, Retention(keep_last=1))) == [(1, 0), (1, 1), (2, 0), (2, 1)]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"keep_last": 0},
+        {"keep_last": True},
+        {"every_steps": -1},
+        {"every_steps": 2.5},
+        {"younger_than_s": 0},
+        {"younger_than_s": math.nan},
+        {"best": 1},
+        {"metric": "loss"},
+        {"best": 1, "metric": "loss", "mode": "least"},
+    ],
+)
+def test_rules_that_cannot_be_are_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=next(iter(fields))):
+        Retention(**fields) if "mode" not in fields else _mode(fields)
+
+
+def _mode(fields: dict[str, Any]) -> Retention:
+    try:
+        return Retention(**fields)
+    except UsageError as error:
+        raise UsageError(f"best: {error}") from error

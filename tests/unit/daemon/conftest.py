@@ -17,23 +17,28 @@ from typing_extensions import Buffer
 
 from checkpointd.commit.machine import FINAL, Phase
 from checkpointd.config import ServeConfig
-from checkpointd.daemon import wire
-from checkpointd.daemon.channel import Channel, Received, connect
-from checkpointd.daemon.layouts import wire_tensors
+from checkpointd.daemon.memory.layouts import wire_tensors
+from checkpointd.daemon.protocol import wire
+from checkpointd.daemon.protocol.channel import Channel, Received, connect
+from checkpointd.daemon.protocol.parts import contents_parts, layout_parts, snapshot_of
 from checkpointd.daemon.service import Service
-from checkpointd.layout.keys import AttemptId
-from checkpointd.layout.manifest import ErrorReport
+from checkpointd.layout.keys import AttemptId, epoch_key
+from checkpointd.layout.manifest import Epoch, ErrorReport, encode
+from checkpointd.pipeline.root.identity import writer
 from checkpointd.pipeline.shard import PAGE, Shard
-from checkpointd.store.posix import PosixStore
-from tests.builders import begin_epoch, make_shard, rank_arrays
+from checkpointd.store.base import Store
+from checkpointd.store.posix.store import PosixStore
+from checkpointd.store.writers import new_writer
+from tests.builders import make_shard, rank_arrays
 
 M = TypeVar("M")
 
-ADD_SEALS, SEAL_SHRINK, SEAL_GROW = 1033, 2, 4
+ADD_SEALS, SEAL_SHRINK, SEAL_GROW, SEAL_FUTURE_WRITE = 1033, 2, 4, 16
+SEALS = SEAL_SHRINK | SEAL_GROW | SEAL_FUTURE_WRITE
 ENDS = frozenset(str(phase) for phase in FINAL)
 
 
-def sealed_memfd(content: Buffer, seals: int = SEAL_SHRINK | SEAL_GROW) -> int:
+def sealed_memfd(content: Buffer, seals: int = SEALS) -> int:
     """A memfd that holds `content`, sealed; the caller's to close."""
     descriptor = os.memfd_create("test-slot", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.write(descriptor, content)
@@ -42,13 +47,13 @@ def sealed_memfd(content: Buffer, seals: int = SEAL_SHRINK | SEAL_GROW) -> int:
 
 
 def slot_bytes(shard: Shard) -> int:
-    """The size of a slot for `shard`: its image, and the page of the mark."""
-    return len(shard.image) + PAGE
+    """The size of a slot for `shard`: its buffer, and the page of the mark."""
+    return len(shard.buffer) + PAGE
 
 
 def slot_of(shard: Shard, mark: int = 0) -> int:
     """A slot that holds `shard`, and says that the snapshot `mark` is whole."""
-    return sealed_memfd(shard.image.tobytes() + bytes(PAGE - 8) + mark.to_bytes(8, "little"))
+    return sealed_memfd(shard.buffer.tobytes() + bytes(PAGE - 8) + mark.to_bytes(8, "little"))
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -78,13 +83,23 @@ class RawClient:
     channel: Channel
     welcome: wire.Welcome
     heard: list[wire.Message] = field(default_factory=list)
+    root: str = ""
 
     async def send(self, message: wire.Message, descriptor: int | None = None) -> None:
         await self.channel.send(message, descriptor)
 
     async def receive(self) -> Received:
+        """The next message; a snapshot in one piece."""
         received = await self.channel.receive()
         assert received is not None, f"the daemon hung up; before, it said {self.heard}"
+        if isinstance(received.message, wire.Snapshot):
+            parts = [received.message]
+            while parts[-1].more:
+                part = await self.channel.receive()
+                assert part is not None
+                assert isinstance(part.message, wire.Snapshot)
+                parts.append(part.message)
+            received = Received(snapshot_of(parts), received.descriptor)
         self.heard.append(received.message)
         return received
 
@@ -106,10 +121,12 @@ class RawClient:
             self.heard.append(received.message)
 
     async def join(self, root: Path | str, rank: int = 0, world_size: int = 1) -> wire.Joined:
-        await self.send(wire.Join(root=str(root), rank=rank, world_size=world_size))
+        self.root = str(root)
+        await self.send(wire.Join(root=self.root, rank=rank, world_size=world_size))
         return await self.next(wire.Joined)
 
     async def begin(self, epoch: int, **options: object) -> None:
+        """The job has begun `epoch`: its record is there, and the daemon is told."""
         settings = {
             "nonce": "n1",
             "compression": "none",
@@ -118,6 +135,9 @@ class RawClient:
             "commit_timeout_s": 60.0,
             **options,
         }
+        if self.root:
+            async with PosixStore(self.root) as store:
+                await put_epoch(store, epoch, str(settings["nonce"]))
         await self.send(wire.Begin(epoch=epoch, **settings))  # type: ignore[arg-type]  # fields of Begin, named by the test
 
     async def slot(self, number: int, shard: Shard) -> None:
@@ -128,7 +148,8 @@ class RawClient:
             os.close(descriptor)
 
     async def layout(self, number: int, shard: Shard) -> None:
-        await self.send(wire.Layout(layout=number, nbytes=len(shard.image), tensors=wire_tensors(shard.tensors)))
+        for part in layout_parts(number, len(shard.buffer), wire_tensors(shard.tensors)):
+            await self.send(part)
 
     async def save(self, number: int, **options: object) -> None:
         """Options: fields of Save."""
@@ -138,37 +159,29 @@ class RawClient:
             "step": number,
             "n": number,
             "save_latest": True,
-            "hand": 0,
+            "takeover": 0,
             "left_s": 60.0,
             **options,
         }
         await self.send(wire.Save(save=number, **settings))  # type: ignore[arg-type]  # fields of Save, named by the test
 
     async def announced(self, save: int, shard: Shard, *, slot: int = 0, layout: int = 0, mark: int = 1) -> None:
-        await self.send(
-            wire.Announced(
-                save=save,
-                slot=slot,
-                layout=layout,
-                mark=mark,
-                aliases=shard.aliases,
-                excluded=shard.excluded,
-                tree=shard.tree,
-            )
-        )
+        for part in contents_parts(save, shard.aliases, shard.excluded, shard.tree):
+            await self.send(part)
+        await self.send(wire.Announced(save=save, slot=slot, layout=layout, mark=mark))
 
     async def staged(self, save: int, shard: Shard, *, slot: int = 0, layout: int = 0) -> None:
         """Announce the snapshot and say that it is whole."""
         await self.announced(save, shard, slot=slot, layout=layout)
         await self.send(wire.Staged(save=save))
 
-    async def phase(self, save: int, *phases: Phase) -> wire.Phase:
+    async def phase(self, save: int, *phases: Phase) -> wire.PhaseEntered:
         """The next word that `save` entered one of `phases`."""
         names = {str(phase) for phase in phases}
-        return await self.next(wire.Phase, lambda m: m.save == save and m.phase in names)
+        return await self.next(wire.PhaseEntered, lambda m: m.save == save and m.phase in names)
 
-    async def outcome(self, save: int) -> wire.Phase:
-        return await self.next(wire.Phase, lambda m: m.save == save and m.phase in ENDS)
+    async def outcome(self, save: int) -> wire.PhaseEntered:
+        return await self.next(wire.PhaseEntered, lambda m: m.save == save and m.phase in ENDS)
 
     async def ready(self, root: Path, shard: Shard, *, rank: int = 0, world_size: int = 1, epoch: int = 1) -> wire.Joined:
         """Join, begin, and hand over slot 0 and layout 0 for `shard`."""
@@ -259,6 +272,12 @@ class Daemon:
         return connection
 
 
+def slot_bytes_charged(daemon: Daemon) -> int:
+    """What is charged for the slots of all clients; all else that is charged is less than a page here."""
+    daemon.hub.memory.release_lingering()
+    return sum(slot.nbytes for slot in daemon.hub.memory._slots.values())
+
+
 Start = Callable[..., "contextlib.AbstractAsyncContextManager[Daemon]"]
 
 
@@ -288,8 +307,15 @@ async def daemon(root: Path) -> AsyncIterator[Daemon]:
 async def store(root: Path) -> AsyncIterator[PosixStore]:
     """The store at `root`, with epoch 1 begun."""
     async with PosixStore(root) as opened:
-        await begin_epoch(opened, 1)
+        await put_epoch(opened, 1, "n1")
         yield opened
+
+
+async def put_epoch(store: Store, epoch: int, nonce: str) -> None:
+    """The record of an epoch with a nonce that the test knows."""
+    await store.put(
+        epoch_key(epoch), encode(Epoch(epoch=epoch, nonce=nonce, world_size=1, process=new_writer(), writer=writer()))
+    )
 
 
 def shard_of(seed: int = 0) -> Shard:

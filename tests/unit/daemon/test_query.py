@@ -1,4 +1,4 @@
-"""Q1 and Q2: the status clients against a real daemon, and against everything that can be wrong with one."""
+"""QUERY-1 and QUERY-2: the status clients against a real daemon, and against everything that can be wrong with one."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import pytest
 
 from checkpointd.config import ServeConfig
-from checkpointd.daemon import wire
+from checkpointd.daemon import query
+from checkpointd.daemon import service as service_module
+from checkpointd.daemon.protocol import wire
 from checkpointd.daemon.service import Service
 from checkpointd.errors import SidecarError
 from checkpointd.layout.manifest import ErrorReport
@@ -48,8 +50,8 @@ both = pytest.mark.parametrize("ask", [ask_sync, ask_async], ids=["sync", "async
 
 
 @asynccontextmanager
-async def daemon(tmp_path: Path, *, clients_max: int = 256) -> AsyncIterator[Service]:
-    service = Service(ServeConfig(socket=str(tmp_path / "s"), roots=(str(tmp_path),), clients_max=clients_max, grace_s=5))
+async def daemon(tmp_path: Path, **settings: Any) -> AsyncIterator[Service]:
+    service = Service(ServeConfig(socket=str(tmp_path / "s"), roots=(str(tmp_path),), grace_s=5, **settings))
     running = asyncio.create_task(service.run())
     await service.ready()
     try:
@@ -97,9 +99,9 @@ def welcome(protocol: int = 1) -> bytes:
 @both
 async def test_how_things_stand(tmp_path: Path, ask: Ask) -> None:
     async with daemon(tmp_path) as service:
-        service.hub.rank(str(tmp_path / "run1"), 3, world_size=8, pid=77).committed = 5
+        service.hub.rank(str(tmp_path / "run1"), 3, world_size=8, pid=77).tally.results["committed"] = 5
         found = await ask(str(tmp_path / "s"), 5.0)
-    assert (found.pid, found.socket, found.clients, found.leaving) == (os.getpid(), str(tmp_path / "s"), 1, False)
+    assert (found.pid, found.socket, found.clients, found.leaving) == (os.getpid(), str(tmp_path / "s"), 0, False)
     [root] = found.roots
     assert root.root == str(tmp_path / "run1")
     assert [(rank.rank, rank.world_size, rank.pid, rank.saves_committed) for rank in root.ranks] == [(3, 8, 77, 5)]
@@ -112,7 +114,7 @@ async def test_one_connection_for_many_questions(tmp_path: Path) -> None:
         with StatusClient(str(tmp_path / "s")) as other:
             for _ in range(3):
                 await in_thread(other.status)
-            assert service.hub.clients == 2
+            assert len(service._connections) == 2
         assert service.hub.refused == 0
 
 
@@ -164,7 +166,7 @@ async def test_the_daemon_has_died(tmp_path: Path, ask: Ask) -> None:
 @both
 async def test_it_is_no_socket(tmp_path: Path, ask: Ask) -> None:
     (tmp_path / "s").write_text("")
-    with pytest.raises(SidecarError, match="/s"):
+    with pytest.raises(SidecarError, match="/s is no socket: give the daemon's, or remove it"):
         await ask(str(tmp_path / "s"), 5.0)
 
 
@@ -193,21 +195,37 @@ def test_the_permission_is_missing(tmp_path: Path) -> None:
 
 
 @both
-async def test_users_that_the_daemon_does_not_serve(tmp_path: Path, ask: Ask) -> None:
-    service = Service(ServeConfig(socket=str(tmp_path / "s"), roots=(str(tmp_path),), uids=(os.getuid() + 1,)))
-    running = asyncio.create_task(service.run())
-    await service.ready()
-    with pytest.raises(SidecarError, match=f"refuses: user {os.getuid()} may not use this daemon"):
-        await ask(str(tmp_path / "s"), 5.0)
-    service.leave()
-    await running
+async def test_the_daemons_own_user_may_ask_a_daemon_that_serves_others(tmp_path: Path, ask: Ask) -> None:
+    async with daemon(tmp_path, uids=(os.getuid() + 1,)):
+        assert (await ask(str(tmp_path / "s"), 5.0)).pid == os.getpid()
 
 
 @both
-async def test_too_many_clients(tmp_path: Path, ask: Ask) -> None:
+async def test_the_reason_of_a_daemon_that_hung_up_first_is_read(
+    tmp_path: Path, ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It refused and closed before the question was sent: what was sent fails, and the reason still is there."""
+    refused = wire.encode(wire.Refused(error=ErrorReport(code="UsageError", message="user 7 may not use this daemon")))
+
+    def hung_up(*_: object) -> socket.socket:
+        ours, theirs = socket.socketpair()
+        theirs.sendall(refused)
+        theirs.close()
+        ours.setblocking(False)
+        return ours
+
+    monkeypatch.setattr(query, "connected", hung_up)
+    with pytest.raises(SidecarError, match="refuses: user 7 may not use this daemon"):
+        await ask(str(tmp_path / "s"), 5.0)
+
+
+@both
+async def test_too_many_clients(tmp_path: Path, ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SERVICE-4: as many trainers as there may be keep nobody from asking for the status."""
+    monkeypatch.setattr(service_module, "STATUS_CLIENTS_MAX", 1)
     async with daemon(tmp_path, clients_max=1), AsyncStatusClient(str(tmp_path / "s")) as first:
         await first.status()
-        with pytest.raises(SidecarError, match=r"has 1 clients already \(clients_max\)"):
+        with pytest.raises(SidecarError, match=r"all connections for status clients are taken \(1\)"):
             await ask(str(tmp_path / "s"), 5.0)
 
 

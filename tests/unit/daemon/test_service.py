@@ -1,4 +1,6 @@
-"""The daemon as a whole: who is let in, floods of connections and of descriptors, and how it leaves (Z1 to Z3)."""
+"""The daemon as a whole: who is let in, floods of connections and of descriptors, and how it leaves (SERVICE-1
+to SERVICE-3).
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,14 @@ import pytest
 
 from checkpointd.commit.machine import Phase
 from checkpointd.daemon import service as service_module
-from checkpointd.daemon import wire
-from checkpointd.daemon.channel import Channel, Peer
 from checkpointd.daemon.hub import Hub
-from checkpointd.daemon.standing import standing
-from checkpointd.daemon.status import DaemonStatus
+from checkpointd.daemon.hub_status import standing
+from checkpointd.daemon.protocol import listener, wire
+from checkpointd.daemon.protocol.channel import Channel
+from checkpointd.daemon.protocol.peers import Peer
+from checkpointd.daemon.status.model import DaemonStatus
 from checkpointd.errors import UsageError
-from checkpointd.store.posix import PosixStore
+from checkpointd.store.posix.store import PosixStore
 from tests.builders import HeldPersist
 from tests.unit.daemon.conftest import (
     ADD_SEALS,
@@ -67,9 +70,9 @@ async def served(daemon: Daemon) -> None:
 @pytest.mark.parametrize(
     ("said", "why"),
     [
-        (b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", "no checkpointd client"),
-        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", "no checkpointd client"),
-        (b"\0" * 100, "no checkpointd client"),
+        (b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", "not a checkpointd client"),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", "not a checkpointd client"),
+        (b"\0" * 100, "not a checkpointd client"),
         (wire.encode(wire.Query()), "must be a hello, not a Query"),
         (wire.encode(wire.Join(root="/", rank=0, world_size=1)), "must be a hello, not a Join"),
         (wire.HEAD.pack(wire.MAGIC, 0, 0, 4097), "announces 4097 bytes; at most 4096"),
@@ -97,7 +100,7 @@ async def test_a_hello_that_never_comes_or_not_whole(root: Path) -> None:
 
 
 async def test_the_welcome_names_the_bounds(root: Path) -> None:
-    async with serving(root.parent, slots_max=3, client_bytes_max=1 << 20) as daemon:
+    async with serving(root.parent, slots_max=3, user_bytes_max=1 << 20) as daemon:
         welcome = (await daemon.client()).welcome
         assert (welcome.protocol, welcome.pid) == (1, os.getpid())
         assert (welcome.slots_max, welcome.memory_bytes_max) == (3, 1 << 20)
@@ -118,7 +121,8 @@ async def test_a_descriptor_with_the_hello_is_closed(daemon: Daemon) -> None:
 
 AS_ANOTHER = """
 import os, socket, sys
-from checkpointd.daemon import wire
+from checkpointd.daemon.protocol import wire
+from checkpointd.daemon.protocol.decoder import Decoder
 os.setgid(65534)
 os.setuid(65534)
 client = socket.socket(socket.AF_UNIX)
@@ -128,17 +132,17 @@ except OSError as error:
     print(error.strerror)
     sys.exit()
 try:
-    client.sendall(wire.encode(wire.Hello(protocols=wire.PROTOCOLS, release="x")))
+    client.sendall(wire.encode(wire.Hello(protocols=wire.PROTOCOLS, release="x", role=sys.argv[2])))
 except BrokenPipeError:
     pass  # turned away already: the reason is there to be read
-(message, _), = wire.Decoder(1 << 20).feed(client.recv(1 << 16))
+(message, _), = Decoder(1 << 20).feed(client.recv(1 << 16))
 print(type(message).__name__, getattr(getattr(message, "error", None), "message", ""))
 """
 
 
-async def as_another_user(path: str) -> str:
+async def as_another_user(path: str, role: str = "rank") -> str:
     child = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", AS_ANOTHER, path, stdout=PIPE, cwd=Path(__file__).parents[3]
+        sys.executable, "-c", AS_ANOTHER, path, role, stdout=PIPE, cwd=Path(__file__).parents[3]
     )
     said, _ = await child.communicate()
     return said.decode().strip()
@@ -169,7 +173,7 @@ async def test_another_user_does_not_get_to_the_socket(daemon: Daemon) -> None:
 async def test_another_user_is_turned_away_also_where_the_socket_is_open(public: Path) -> None:
     async with serving(public) as daemon:
         opened_to_all(public, daemon.path)
-        assert "Refused user 65534 may not use this daemon: it serves users 0" in await as_another_user(daemon.path)
+        assert "which serves user 0: start it with --uid 65534 as well" in await as_another_user(daemon.path)
         await served(daemon)
 
 
@@ -180,10 +184,24 @@ async def test_another_user_who_may(public: Path) -> None:
         assert await as_another_user(daemon.path) == "Welcome"
 
 
+@pytest.mark.root
+async def test_a_user_who_may_only_ask_for_the_status(public: Path) -> None:
+    async with serving(public, status_uids=(65534,)) as daemon:
+        opened_to_all(public, daemon.path)
+        assert "user 65534 may not use this daemon" in await as_another_user(daemon.path)
+        assert await as_another_user(daemon.path, "status") == "Welcome"
+
+
+async def test_the_daemons_own_user_may_only_ask_where_others_are_served(root: Path) -> None:
+    async with serving(root.parent, uids=(os.geteuid() + 1,)) as daemon:
+        assert "may not use this daemon" in await turned_away(daemon, HELLO)
+        await (await daemon.client("status")).send(wire.Query())
+
+
 async def test_no_more_clients_than_there_may_be(root: Path) -> None:
     async with serving(root.parent, clients_max=2) as daemon:
         first, second = await daemon.client(), await daemon.client()
-        assert "has 2 clients already (clients_max)" in await turned_away(daemon, HELLO)
+        assert "all connections for ranks are taken (2): raise clients_max (--clients)" in await turned_away(daemon, HELLO)
         first.close()
         await until(lambda: daemon.hub.clients == 1)
         await served(daemon)
@@ -195,7 +213,7 @@ async def test_no_more_clients_than_there_may_be(root: Path) -> None:
 
 
 async def test_a_thousand_connections(root: Path) -> None:
-    """Z1: they say nothing; who says something is served among them and after them."""
+    """SERVICE-1: they say nothing; who says something is served among them and after them."""
     async with serving(root.parent, clients_max=16, hello_s=1000.0) as daemon:
         before = open_descriptors()
         silent = []
@@ -225,7 +243,7 @@ async def test_a_thousand_clients_one_after_another(daemon: Daemon) -> None:
 
 
 async def test_descriptors_by_the_hundred(daemon: Daemon) -> None:
-    """X1: none of them stays."""
+    """CHANNEL-1: none of them stays."""
     before = open_descriptors()
     for _ in range(20):
         connection = daemon.raw()
@@ -241,7 +259,7 @@ async def test_descriptors_by_the_hundred(daemon: Daemon) -> None:
 FEW_DESCRIPTORS = """
 import os, resource, sys
 from checkpointd.config import ServeConfig
-from checkpointd.daemon.running import serve
+from checkpointd.daemon.runner import serve
 open_now = len(os.listdir("/proc/self/fd"))
 resource.setrlimit(resource.RLIMIT_NOFILE, (open_now + 30, open_now + 30))
 import logging
@@ -251,7 +269,7 @@ serve(ServeConfig(socket=sys.argv[1], roots=(sys.argv[2],), hello_s=1000.0), on_
 
 
 async def test_a_daemon_that_runs_out_of_descriptors(tmp_path: Path, store: PosixStore, root: Path) -> None:
-    """Z1: logged and survived; a client that behaves is served meanwhile, and its save is committed after."""
+    """SERVICE-1: logged and survived; a client that behaves is served meanwhile, and its save is committed after."""
     path = str(tmp_path / "socket")
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", FEW_DESCRIPTORS, path, str(root.parent)), stdout=PIPE, stderr=PIPE
@@ -291,7 +309,7 @@ async def test_a_daemon_that_runs_out_of_descriptors(tmp_path: Path, store: Posi
 async def test_what_goes_wrong_in_accepting_does_not_end_it(
     daemon: Daemon, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Z3"""
+    """SERVICE-3"""
     monkeypatch.setattr(service_module, "PAUSE_S", 0.0)
     failures = iter([OSError(24, "Too many open files"), ConnectionAbortedError(), ZeroDivisionError("a defect")])
     who = Peer(os.getpid(), os.getuid(), os.getgid())
@@ -321,7 +339,7 @@ async def test_a_status_client_asks_as_often_as_it_likes(daemon: Daemon, store: 
     for _ in range(3):
         await asking.send(wire.Query())
         status = msgspec.json.decode((await asking.next(wire.Report)).status, type=DaemonStatus)
-        assert (status.clients, status.pid) == (2, os.getpid())
+        assert (status.clients, status.pid) == (1, os.getpid())  # a status client has a place of its own
     assert status is not None
     (shown,) = [one for one in status.roots if one.root == str(root)]
     assert [save.phase for save in (*shown.in_flight, *shown.recent)] == ["committed"]
@@ -343,7 +361,7 @@ async def test_a_status_client_sends_no_long_frames(daemon: Daemon) -> None:
 
 
 async def test_who_asks_without_a_pause_is_given_the_same_report(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Z1: making one takes time from all, and nobody may take all of it."""
+    """SERVICE-1: making one takes time from all, and nobody may take all of it."""
     made = 0
     clock = iter(range(1000))
 
@@ -370,7 +388,7 @@ def exists(path: str) -> bool:
 async def test_what_is_in_flight_is_finished_and_its_client_told(
     root: Path, store: PosixStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Z2"""
+    """SERVICE-2"""
     held = HeldPersist(monkeypatch)
     async with serving(root.parent) as daemon:
         client = await daemon.client()
@@ -393,7 +411,7 @@ async def test_what_is_in_flight_is_finished_and_its_client_told(
 async def test_after_the_grace_it_leaves_and_the_save_stays_undecided(
     root: Path, store: PosixStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Z2, J3: no vote is cast for it, and its slot is not said to be free, as something may still read it."""
+    """SERVICE-2, SAVEJOB-3: no vote is cast for it, and its slot is not said to be free, as something may still read it."""
     HeldPersist(monkeypatch)
     async with serving(root.parent, grace_s=0.0, held_bytes_max=0) as daemon:
         client = await daemon.client()
@@ -428,7 +446,7 @@ async def test_a_second_daemon_at_the_same_socket(daemon: Daemon, root: Path) ->
 async def test_its_log_says_who_was_turned_away(daemon: Daemon, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "checkpointd")
     await turned_away(daemon, b"garbage, not a frame\n")
-    assert f"process {os.getpid()} (user {os.getuid()}) was turned away: this is no checkpointd client" in caplog.text
+    assert f"process {os.getpid()} (user {os.getuid()}) was turned away: this is not a checkpointd client" in caplog.text
 
 
 def test_the_seals_are_the_systems() -> None:
@@ -438,3 +456,23 @@ def test_the_seals_are_the_systems() -> None:
         os.ftruncate(descriptor, 0)
     assert ADD_SEALS == 1033
     os.close(descriptor)
+
+
+async def test_a_daemon_whose_socket_was_removed_takes_clients_again(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are there stay, and the new socket is accepted from, each time."""
+    monkeypatch.setattr(listener, "LOOK_S", 0.01)
+    async with serving(root.parent) as daemon:
+        clients = [await daemon.client()]
+        for _ in range(2):
+            before = _made(daemon.path)
+            os.unlink(daemon.path)
+            await until(lambda before=before: os.path.exists(daemon.path) and _made(daemon.path) != before)  # type: ignore[misc]
+            clients.append(await daemon.client())
+        for client in clients:
+            await client.send(wire.Ping())
+            await client.next(wire.Pong)
+
+
+def _made(path: str) -> tuple[int, int]:
+    found = os.stat(path)
+    return found.st_ino, found.st_ctime_ns

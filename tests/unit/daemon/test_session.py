@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
+import logging
 import os
+import re
 import socket
 import sys
 from pathlib import Path
@@ -12,11 +15,13 @@ from pathlib import Path
 import pytest
 
 from checkpointd.commit.machine import Phase
-from checkpointd.daemon import wire
-from checkpointd.daemon.layouts import wire_tensors
+from checkpointd.daemon import hub
+from checkpointd.daemon.memory.layouts import wire_tensors
+from checkpointd.daemon.process.logs import JsonFormatter
+from checkpointd.daemon.protocol import wire
 from checkpointd.layout.manifest import ErrorReport
-from checkpointd.pipeline import catalog
-from checkpointd.store.posix import PosixStore
+from checkpointd.pipeline.root import catalog
+from checkpointd.store.posix.store import PosixStore
 from tests.builders import HeldPersist, load_arrays, make_shard, plan_save, rank_arrays
 from tests.unit.daemon.conftest import (
     Daemon,
@@ -25,13 +30,14 @@ from tests.unit.daemon.conftest import (
     serving,
     shard_of,
     slot_bytes,
+    slot_bytes_charged,
     slot_of,
     slots_mapped,
     until,
 )
 
 SHARD = shard_of()
-IMAGE = len(SHARD.image)
+IMAGE = len(SHARD.buffer)
 SIZE = slot_bytes(SHARD)
 
 
@@ -54,13 +60,84 @@ async def test_a_save_is_committed_and_reads_back_bit_for_bit(daemon: Daemon, st
     assert checkpoint.outcome.step == 1
 
 
+async def test_the_log_names_root_tag_rank_bytes_and_seconds(
+    daemon: Daemon, store: PosixStore, root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lines: list[str] = []
+
+    class Lines(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(self.format(record))
+
+    handler, log = Lines(), logging.getLogger("checkpointd")
+    handler.setFormatter(JsonFormatter())
+    log.addHandler(handler)
+    try:
+        with caplog.at_level(logging.INFO, "checkpointd"):
+            client = await daemon.client()
+            await client.ready(root, SHARD)
+            await client.whole_save(1, SHARD)
+            await client.outcome(1)
+            await client.save(2)
+            await client.send(wire.Spoiled(save=2, error=ErrorReport(code="StagingError", message="torn")))
+            await client.outcome(2)
+    finally:
+        log.removeHandler(handler)
+    found = [json.loads(line) for line in lines]
+    [done] = [record for record in found if record.get("event") == "committed"]
+    assert (done["root"], done["tag"], done["rank"], done["bytes"]) == (
+        str(root),
+        "global_step1",
+        0,
+        sum(map(len, expected().values())),
+    )
+    assert {"seconds", "stored_bytes", "phase_seconds"} <= done.keys()
+    assert re.search(r"global_step1/00000001-0: committed: [\d.]+ [KM]iB, stored as .* in [\d.]+ s \(staging", done["message"])
+    [failed] = [record for record in found if record.get("event") == "failed"]
+    assert (failed["root"], failed["tag"], failed["rank"], failed["level"]) == (str(root), "global_step2", 0, "error")
+
+
+async def test_the_log_says_which_trainers_come_close_and_go(
+    daemon: Daemon, root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "checkpointd"):
+        for well in (True, False):
+            client = await daemon.client()
+            await client.join(root, rank=3, world_size=8)
+            if well:
+                await client.send(wire.Leave())
+            client.close()
+            await until(lambda: not any(record.connections for record in daemon.hub.ranks_at(str(root))))
+    who = f"rank 3 (process {os.getpid()})"
+    said = [(record.levelname, record.getMessage()) for record in caplog.records if who in record.getMessage()]
+    assert said == [
+        ("INFO", f"{who} joined"),
+        ("INFO", f"{who} closed its Checkpointer"),
+        ("INFO", f"{who} joined"),
+        ("WARNING", f"{who} went without closing its Checkpointer"),
+    ]
+
+
+async def test_a_trainer_that_comes_and_goes_all_the_time_does_not_fill_the_log(
+    daemon: Daemon, root: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub, "TRAINERS_SAID", 3)
+    with caplog.at_level(logging.INFO, "checkpointd"):
+        for _ in range(5):
+            client = await daemon.client()
+            await client.join(root)
+            client.close()
+            await until(lambda: not any(record.connections for record in daemon.hub.ranks_at(str(root))))
+    assert [caplog.text.count(word) for word in (") joined", ") went without")] == [3, 3]
+
+
 async def test_the_phases_come_in_order_and_the_bytes_with_them(daemon: Daemon, store: PosixStore, root: Path) -> None:
     client = await daemon.client()
     await client.ready(root, SHARD)
     await client.save(1)
-    assert (await client.next(wire.Phase)).phase == "staging"
+    assert (await client.next(wire.PhaseEntered)).phase == "staging"
     await client.staged(1, SHARD)
-    phases = [(await client.next(wire.Phase)).phase for _ in range(4)]
+    phases = [(await client.next(wire.PhaseEntered)).phase for _ in range(4)]
     assert phases == ["staged", "persisting", "prepared", "committed"]
     progress = [message for message in client.heard if isinstance(message, wire.Progress)]
     assert progress[-1].raw_done == progress[-1].raw_total == sum(map(len, expected().values()))
@@ -134,7 +211,7 @@ async def test_who_pings_is_answered(daemon: Daemon) -> None:
 async def test_a_client_that_comes_back_is_attached_to_its_save(
     daemon: Daemon, store: PosixStore, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """J1"""
+    """SAVEJOB-1"""
     held = HeldPersist(monkeypatch)
     first = await daemon.client()
     await first.ready(root, SHARD)
@@ -145,8 +222,9 @@ async def test_a_client_that_comes_back_is_attached_to_its_save(
     joined = await second.ready(root, SHARD)
     (known,) = joined.in_flight
     assert (known.tag, known.attempt, known.rank, known.phase) == ("global_step1", "00000001-0", 0, "persisting")
-    await second.save(7, tag="global_step1", step=1, n=1, hand=1)
-    assert (await second.next(wire.Phase)).phase == "persisting"
+    assert known.nonce == "n1"
+    await second.save(7, tag="global_step1", step=1, n=1, takeover=1)
+    assert (await second.next(wire.PhaseEntered)).phase == "persisting"
     assert len(daemon.hub.jobs) == 1
     held.go.set()
     assert (await second.outcome(7)).phase == "committed"
@@ -154,7 +232,7 @@ async def test_a_client_that_comes_back_is_attached_to_its_save(
 
 
 async def test_a_client_that_comes_back_late_hears_how_its_save_ended(daemon: Daemon, store: PosixStore, root: Path) -> None:
-    """Y4: and what it still says of that save is no error."""
+    """SESSION-4: and what it still says of that save is no error."""
     first = await daemon.client()
     await first.ready(root, SHARD)
     await first.whole_save(1, SHARD)
@@ -163,7 +241,7 @@ async def test_a_client_that_comes_back_late_hears_how_its_save_ended(daemon: Da
     first.close()
     second = await daemon.client()
     await second.ready(root, SHARD)
-    await second.whole_save(9, SHARD, tag="global_step1", step=1, n=1, hand=1)
+    await second.whole_save(9, SHARD, tag="global_step1", step=1, n=1, takeover=1)
     assert (await second.outcome(9)).phase == "committed"
     await second.next(wire.Free)
     assert not [message for message in second.heard if isinstance(message, wire.Refused)]
@@ -187,7 +265,7 @@ async def test_a_snapshot_may_be_finished_on_another_connection(daemon: Daemon, 
 async def test_a_slot_that_is_still_read_is_not_free_because_it_came_again(
     daemon: Daemon, store: PosixStore, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """E4, J3: the job of the first connection reads the same memory."""
+    """SLOTMAP-4, SAVEJOB-3: the job of the first connection reads the same memory."""
     held = HeldPersist(monkeypatch)
     descriptor = slot_of(SHARD)
     clients = []
@@ -204,7 +282,7 @@ async def test_a_slot_that_is_still_read_is_not_free_because_it_came_again(
     await clients[1].send(wire.Ping())
     await clients[1].next(wire.Pong)
     assert not [message for client in clients for message in client.heard if isinstance(message, wire.Free)]
-    assert daemon.hub.account.used == SIZE
+    assert slot_bytes_charged(daemon) == SIZE
     await clients[1].send(wire.Leave())
     held.go.set()
     for number, client in enumerate(clients, 1):
@@ -213,7 +291,7 @@ async def test_a_slot_that_is_still_read_is_not_free_because_it_came_again(
 
 
 async def test_a_snapshot_that_is_announced_again_does_not_free_its_slot(daemon: Daemon, store: PosixStore, root: Path) -> None:
-    """J3: the client would write the next one over it."""
+    """SAVEJOB-3: the client would write the next one over it."""
     client = await daemon.client()
     await client.ready(root, SHARD)
     await client.save(1)
@@ -249,11 +327,11 @@ async def test_the_slot_of_a_snapshot_that_was_announced_and_spoiled_is_free(
 async def test_what_a_client_said_before_it_died_is_heard_though_it_cannot_be_answered(
     daemon: Daemon, store: PosixStore, root: Path
 ) -> None:
-    """J2: the snapshot was whole, and its client said so; that nobody reads the answers changes nothing."""
+    """SAVEJOB-2: the snapshot was whole, and its client said so; that nobody reads the answers changes nothing."""
     client = await daemon.client()
     frames = [
         wire.Join(root=str(root), rank=0, world_size=1),
-        wire.Begin(epoch=1, nonce="n", compression="none", chunk_bytes=4096, budget_bytes=1 << 26, commit_timeout_s=60.0),
+        wire.Begin(epoch=1, nonce="n1", compression="none", chunk_bytes=4096, budget_bytes=1 << 26, commit_timeout_s=60.0),
         *[wire.Look()] * 20,
     ]
     client.channel._socket.setblocking(True)
@@ -262,10 +340,11 @@ async def test_what_a_client_said_before_it_died_is_heard_though_it_cannot_be_an
     descriptor = slot_of(SHARD)
     socket.send_fds(client.channel._socket, [wire.encode(wire.Slot(slot=0, nbytes=SIZE), 1)], [descriptor])
     os.close(descriptor)
-    save = wire.Save(save=1, tag="t", attempt="00000001-0", step=1, n=1, save_latest=True, hand=0, left_s=60.0)
-    announced = wire.Announced(save=1, slot=0, layout=0, mark=1, aliases=(), excluded=(), tree=SHARD.tree)
+    save = wire.Save(save=1, tag="t", attempt="00000001-0", step=1, n=1, save_latest=True, takeover=0, left_s=60.0)
+    contents = wire.Contents(save=1, tree=SHARD.tree)
+    announced = wire.Announced(save=1, slot=0, layout=0, mark=1)
     layout = wire.Layout(layout=0, nbytes=IMAGE, tensors=wire_tensors(SHARD.tensors))
-    for last in (layout, save, announced, wire.Staged(save=1)):
+    for last in (layout, save, contents, announced, wire.Staged(save=1)):
         client.channel._socket.sendall(wire.encode(last))
     client.close()
     await until(lambda: bool(daemon.hub.jobs.ended_at(str(root))))
@@ -296,7 +375,7 @@ async def end_of(child: asyncio.subprocess.Process) -> None:
 async def test_a_client_that_dies_before_its_snapshot_is_whole(
     daemon: Daemon, store: PosixStore, root: Path, how: tuple[str, ...]
 ) -> None:
-    """J2: the daemon votes no at once, long before the deadline."""
+    """SAVEJOB-2: the daemon votes no at once, long before the deadline."""
     child = await start_child(daemon, root, *how)
     await until(lambda: len(daemon.hub.jobs) == 1)
     child.kill()
@@ -313,14 +392,14 @@ async def test_a_client_that_dies_before_its_snapshot_is_whole(
 async def test_a_client_that_dies_once_its_snapshot_is_whole(
     daemon: Daemon, store: PosixStore, root: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    """J2, J3, E2: nothing of it is needed any more, not even its word."""
+    """SAVEJOB-2, SAVEJOB-3, SLOTMAP-2: nothing of it is needed any more, not even its word."""
     held = HeldPersist(monkeypatch)
     child = await start_child(daemon, root, how)
     child.kill()
     await end_of(child)
     await until(lambda: daemon.hub.clients == 0)
     await until(lambda: [job.phase for job in daemon.hub.jobs.all()] == [Phase.PERSISTING])
-    assert daemon.hub.tier.of(str(root), 0) is not None
+    assert daemon.hub.tier.of(str(root), os.getuid(), 0) is not None
     held.go.set()
     await until(lambda: len(daemon.hub.jobs) == 0)
     assert await load_arrays(store, "global_step1", 0) == expected()
@@ -329,7 +408,7 @@ async def test_a_client_that_dies_once_its_snapshot_is_whole(
 async def test_a_client_that_hangs_up_with_its_snapshot_not_whole_but_lives(
     daemon: Daemon, store: PosixStore, root: Path
 ) -> None:
-    """J2: only its death spoils the snapshot; and the deadline, which it gave."""
+    """SAVEJOB-2: only its death spoils the snapshot; and the deadline, which it gave."""
     client = await daemon.client()
     await client.ready(root, SHARD)
     await client.save(1)
@@ -345,7 +424,7 @@ async def test_a_client_that_hangs_up_with_its_snapshot_not_whole_but_lives(
 
 
 async def test_an_attempt_that_is_over_before_the_snapshot_is_whole(daemon: Daemon, store: PosixStore, root: Path) -> None:
-    """Y4: the job ends, the late snapshot is no error, and its slot is free at once."""
+    """SESSION-4: the job ends, the late snapshot is no error, and its slot is free at once."""
     client = await daemon.client()
     await client.ready(root, SHARD, world_size=2)
     await client.save(1)
@@ -365,7 +444,7 @@ async def test_an_attempt_that_is_over_before_the_snapshot_is_whole(daemon: Daem
 
 
 async def test_nothing_stays_mapped_or_open_after_the_last_client(tmp_path: Path, store: PosixStore, root: Path) -> None:
-    """E2, J4: what is remembered of ended saves, failed ones too, keeps no memory."""
+    """SLOTMAP-2, SAVEJOB-4: what is remembered of ended saves, failed ones too, keeps no memory."""
     gc.collect()  # what other tests left
     maps = slots_mapped()
     async with serving(root.parent, hold_s=0.0) as daemon:
@@ -384,6 +463,7 @@ async def test_nothing_stays_mapped_or_open_after_the_last_client(tmp_path: Path
         phases = [str(job.phase) for job in daemon.hub.jobs.ended_at(str(root))]
         assert len(phases) == 4
         assert phases.count("committed") == 3
+        assert daemon.hub.memory.release_lingering() == 0
         assert daemon.hub.account.used == 0
         assert slots_mapped() <= maps
         assert {one for one in open_descriptors() if "memfd" in one or "socket" in one} <= before
@@ -397,11 +477,11 @@ async def test_a_slot_is_free_once_nobody_reads_it(root: Path, store: PosixStore
         assert (await client.next(wire.Free)).slot == 0
         assert (await client.outcome(1)).phase == "committed"
         await client.send(wire.DropSlot(slot=0))
-        await until(lambda: daemon.hub.account.used == 0)
+        await until(lambda: slot_bytes_charged(daemon) == 0)
 
 
 async def test_a_slot_that_is_dropped_while_it_is_read(root: Path, store: PosixStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """E2"""
+    """SLOTMAP-2"""
     held = HeldPersist(monkeypatch)
     async with serving(root.parent, held_bytes_max=0) as daemon:
         client = await daemon.client()
@@ -410,8 +490,8 @@ async def test_a_slot_that_is_dropped_while_it_is_read(root: Path, store: PosixS
         await client.phase(1, Phase.PERSISTING)
         await client.send(wire.DropSlot(slot=0))
         await client.slot(0, SHARD)
-        await until(lambda: daemon.hub.account.used == 2 * SIZE)
+        await until(lambda: slot_bytes_charged(daemon) == 2 * SIZE)
         held.go.set()
         assert (await client.outcome(1)).phase == "committed"
-        await until(lambda: daemon.hub.account.used == SIZE)
+        await until(lambda: slot_bytes_charged(daemon) == SIZE)
         assert not [message for message in client.heard if isinstance(message, wire.Free)], "the old slot is not its any more"

@@ -11,9 +11,10 @@ import pytest
 
 from checkpointd.commit.machine import Phase
 from checkpointd.daemon import session as session_module
-from checkpointd.daemon import wire
+from checkpointd.daemon.process import logs
+from checkpointd.daemon.protocol import wire
 from checkpointd.layout.manifest import ErrorReport
-from checkpointd.store.posix import PosixStore
+from checkpointd.store.posix.store import PosixStore
 from tests.builders import make_shard, rank_arrays
 from tests.unit.daemon.conftest import (
     Daemon,
@@ -24,11 +25,12 @@ from tests.unit.daemon.conftest import (
     serving,
     shard_of,
     slot_bytes,
+    slot_bytes_charged,
     until,
 )
 
 SHARD = shard_of()
-IMAGE = len(SHARD.image)
+IMAGE = len(SHARD.buffer)
 SIZE = slot_bytes(SHARD)
 
 
@@ -36,7 +38,7 @@ SIZE = slot_bytes(SHARD)
 
 
 async def test_slots_that_are_refused(daemon: Daemon, root: Path) -> None:
-    """E1: each with a reason, and none of them ends the connection."""
+    """SLOTMAP-1: each with a reason, and none of them ends the connection."""
     client = await daemon.client()
     await client.join(root)
     before = {one for one in open_descriptors() if "socket" not in one}
@@ -59,7 +61,7 @@ async def test_slots_that_are_refused(daemon: Daemon, root: Path) -> None:
 
 
 async def test_too_many_slots(root: Path) -> None:
-    """Y3"""
+    """SESSION-3"""
     async with serving(root.parent, slots_max=2) as daemon:
         client = await daemon.client()
         assert client.welcome.slots_max == 2
@@ -70,26 +72,28 @@ async def test_too_many_slots(root: Path) -> None:
         await client.send(wire.DropSlot(slot=0))
         await client.slot(2, SHARD)
         await answered(client)
-        assert daemon.hub.account.used == 2 * SIZE
+        assert slot_bytes_charged(daemon) == 2 * SIZE
 
 
-async def test_more_memory_than_a_client_or_all_of_them_may_have(root: Path) -> None:
-    """E3, Y3"""
-    async with serving(root.parent, client_bytes_max=2 * SIZE, memory_bytes_max=3 * SIZE) as daemon:
+async def test_more_memory_than_a_user_may_have(root: Path) -> None:
+    """SLOTMAP-3, SESSION-3: on however many connections."""
+    async with serving(root.parent, user_bytes_max=2 * SIZE, memory_bytes_max=9 * SIZE) as daemon:
         first, second = await daemon.client(), await daemon.client()
         await first.join(root, 0, 2)
         await second.join(root, 1, 2)
-        for number in range(3):
+        for number in range(2):
             await first.slot(number, SHARD)
-        assert "do not fit" in (await first.refused()).message
-        await second.slot(0, SHARD)
-        await second.slot(1, SHARD)
-        assert f"{3 * SIZE} of {3 * SIZE} bytes are in use" in (await second.refused()).message
+        await answered(first)
+        for client in (first, second):
+            await client.slot(2, SHARD)
+            refused = await client.refused()
+            assert refused.code == "SidecarFullError"
+            assert f"user {os.getuid()} may use 40.0 KiB, of which 40.0 KiB is in use" in refused.message
         first.close()
-        await until(lambda: daemon.hub.account.used == SIZE)
+        await until(lambda: slot_bytes_charged(daemon) == 0)
         await second.slot(1, SHARD)
         await answered(second)
-        assert daemon.hub.account.used == 2 * SIZE
+        assert slot_bytes_charged(daemon) == SIZE
 
 
 async def test_layouts_that_are_refused(daemon: Daemon, root: Path) -> None:
@@ -97,7 +101,7 @@ async def test_layouts_that_are_refused(daemon: Daemon, root: Path) -> None:
     await client.join(root)
     outside = make_shard({"w": rank_arrays(0)["model.weight"]})
     bad = wire.WireTensor("w", "float32", (64, 48), outside.tensors[0].box, "rank", 4096 * 3)
-    await client.send(wire.Layout(layout=0, nbytes=len(outside.image), tensors=(bad,)))
+    await client.send(wire.Layout(layout=0, nbytes=len(outside.buffer), tensors=(bad,)))
     assert "end at byte" in (await client.refused()).message
     await answered(client)
 
@@ -128,7 +132,7 @@ async def test_a_snapshot_in_a_slot_or_layout_that_is_not_there(
 
 
 async def test_the_newest_four_layouts_are_kept(daemon: Daemon, store: PosixStore, root: Path) -> None:
-    """Y3"""
+    """SESSION-3"""
     client = await daemon.client()
     await client.ready(root, SHARD)
     for number in range(1, 5):
@@ -142,10 +146,10 @@ async def test_the_newest_four_layouts_are_kept(daemon: Daemon, store: PosixStor
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"attempt": "00000002-0"}, "no attempt of epoch 1"),
-        ({"attempt": "1-0"}, "no attempt of epoch 1"),
-        ({"attempt": "../../etc"}, "no attempt of epoch 1"),
-        ({"attempt": ""}, "no attempt of epoch 1"),
+        ({"attempt": "00000002-0"}, "is not an attempt of epoch 1"),
+        ({"attempt": "1-0"}, "is not an attempt of epoch 1"),
+        ({"attempt": "../../etc"}, "is not an attempt of epoch 1"),
+        ({"attempt": ""}, "is not an attempt of epoch 1"),
         ({"tag": ".."}, "cannot be used"),
         ({"tag": "a/b"}, "cannot be used"),
         ({"tag": ""}, "cannot be used"),
@@ -179,7 +183,8 @@ async def test_what_does_not_belong_there_yet_or_at_all(daemon: Daemon, root: Pa
         (wire.DropSlot(slot=1), "there is no slot 1"),
         (wire.Spoiled(save=1, error=ErrorReport(code="x", message="y")), "there is no save 1"),
         (wire.Staged(save=1), "there is no save 1"),
-        (wire.Announced(save=1, slot=0, layout=0, mark=1, aliases=(), excluded=(), tree=b""), "there is no save 1"),
+        (wire.Announced(save=1, slot=0, layout=0, mark=1), "there is no save 1"),
+        (wire.Contents(save=1), "there is no save 1"),
         (wire.Hello(protocols=(1, 1), release="x"), "does not belong here"),
         (wire.Free(slot=0), "does not belong here"),
         (wire.Query(), "does not belong here"),
@@ -191,7 +196,7 @@ async def test_what_does_not_belong_there_yet_or_at_all(daemon: Daemon, root: Pa
     await client.join(root)
     await client.send(wire.Join(root=str(root), rank=0, world_size=1))
     assert "has joined a root already" in (await client.refused()).message
-    assert daemon.hub.refused == 16
+    assert daemon.hub.refused == 17
 
 
 @pytest.mark.parametrize(
@@ -225,7 +230,7 @@ async def test_a_descriptor_that_a_message_does_not_take_is_closed(daemon: Daemo
 
 
 async def test_too_many_saves_on_one_connection(root: Path, store: PosixStore) -> None:
-    """Y3"""
+    """SESSION-3"""
     async with serving(root.parent, saves_max=2, grace_s=0.0) as daemon:
         client = await daemon.client()
         await client.ready(root, SHARD)
@@ -254,7 +259,7 @@ async def test_saves_that_only_wait_for_other_ranks_keep_no_new_one_out(
 
 
 async def test_too_many_saves_on_ever_new_connections(root: Path, store: PosixStore) -> None:
-    """Y3"""
+    """SESSION-3"""
     async with serving(root.parent, saves_max=2, grace_s=0.0) as daemon:
         refused = 0
         for number in range(1, 8):
@@ -279,7 +284,7 @@ async def test_the_same_number_twice(daemon: Daemon, store: PosixStore, root: Pa
 
 
 async def test_one_attempt_under_two_numbers(daemon: Daemon, store: PosixStore, root: Path) -> None:
-    """Y4: both hear of its end."""
+    """SESSION-4: both hear of its end."""
     client = await daemon.client()
     await client.ready(root, SHARD)
     await client.save(1)
@@ -294,18 +299,18 @@ async def test_a_clients_words_do_not_make_lines_in_the_log(
     caplog.set_level(logging.INFO, "checkpointd")
     client = await daemon.client()
     await client.ready(root, SHARD)
-    evil = "x\nERROR all is lost\x1b[2J" + "y" * 100_000
+    evil = "x\nERROR all is lost\x1b[2J" + "y" * 20_000
     await client.send(
         wire.Layout(layout=5, nbytes=4096, tensors=(wire.WireTensor(evil, "z", (), SHARD.tensors[0].box, "rank", 0),))
     )
-    assert len((await client.refused()).message) <= session_module.TEXT_MAX + 1
+    assert len((await client.refused()).message) < logs.TOLD_MAX + 100
     await client.save(1)
     await client.send(wire.Spoiled(save=1, error=ErrorReport(code=evil, message=evil)))
     ended = await client.outcome(1)
     assert ended.error is not None
-    assert len(ended.error.message) < 2 * session_module.TEXT_MAX
+    assert len(ended.error.message) < 2 * logs.TOLD_MAX
     assert all("\n" not in record.getMessage() and "\x1b" not in record.getMessage() for record in caplog.records)
-    assert all(len(record.getMessage()) < 3 * session_module.TEXT_MAX for record in caplog.records)
+    assert all(len(record.getMessage()) < 3 * logs.TOLD_MAX for record in caplog.records)
 
 
 # --- clients that do not behave ----------------------------------------------------------------------------------------
@@ -317,7 +322,7 @@ async def ask_for_ever(client: RawClient, question: wire.Message) -> None:
 
 
 async def test_a_client_that_does_not_read_is_left(daemon: Daemon, root: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Y2: and the others are served."""
+    """SESSION-2: and the others are served."""
     deaf, other = await daemon.client(), await daemon.client()
     questions = asyncio.create_task(ask_for_ever(deaf, wire.Fetch(tag="t" * 4000, attempt="00000001-0")))
     await until(lambda: daemon.hub.clients == 1)
@@ -335,7 +340,7 @@ def slots_open() -> int:
 async def test_a_client_that_asks_for_its_snapshot_again_and_again_and_does_not_read(
     daemon: Daemon, store: PosixStore, root: Path
 ) -> None:
-    """Y2, Y3: at most one answer is made for it, and no descriptor waits."""
+    """SESSION-2, SESSION-3: at most one answer is made for it, and no descriptor waits."""
     client = await daemon.client()
     await client.ready(root, SHARD)
     await client.whole_save(1, SHARD)
@@ -362,13 +367,13 @@ async def test_half_a_message_is_waited_for_only_so_long(daemon: Daemon, root: P
 async def test_a_defect_ends_one_connection_and_no_other(
     daemon: Daemon, root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Y1"""
+    """SESSION-1"""
     other, client = await daemon.client(), await daemon.client()
 
     def broken(*arguments: object) -> None:
         raise ZeroDivisionError("a defect")
 
-    monkeypatch.setattr(session_module.Session, "_drop_slot", broken)
+    monkeypatch.setattr(session_module.RankSession, "_drop_slot", broken)
     await client.send(wire.DropSlot(slot=0))
     await client.ended()
     assert "unforeseen" in caplog.text
@@ -378,7 +383,7 @@ async def test_a_defect_ends_one_connection_and_no_other(
 async def test_a_defect_of_the_writer_ends_the_save_and_frees_the_client(
     daemon: Daemon, store: PosixStore, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Y4"""
+    """SESSION-4"""
 
     async def broken(*arguments: object) -> None:
         raise ZeroDivisionError("a defect")

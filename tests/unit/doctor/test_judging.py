@@ -8,9 +8,9 @@ from collections.abc import Callable
 import pytest
 
 from checkpointd.doctor import machine, memory, software, space
-from checkpointd.doctor.finding import Finding, StateSize, amount
-from checkpointd.doctor.memory import Memory
-from checkpointd.doctor.space import Room
+from checkpointd.doctor.finding import Finding, StateSize
+from checkpointd.doctor.memory import MachineMemory
+from checkpointd.doctor.space import FreeSpace
 
 GIB = 1 << 30
 UNLIMITED = resource.RLIM_INFINITY
@@ -20,8 +20,8 @@ def state(total: int, *, nodes: int | None = None) -> StateSize:
     return StateSize(total_bytes=total, node_bytes=total // (nodes or 1), source="as you say", share_known=nodes is not None)
 
 
-def room(free: int, *, every: int = 1000 * GIB, inodes: int = 10_000, all_inodes: int = 20_000) -> Room:
-    return Room(free, every, inodes, all_inodes)
+def room(free: int, *, every: int = 1000 * GIB, inodes: int = 10_000, all_inodes: int = 20_000) -> FreeSpace:
+    return FreeSpace(free, every, inodes, all_inodes)
 
 
 @pytest.mark.parametrize(
@@ -63,16 +63,16 @@ def test_inodes() -> None:
 @pytest.mark.parametrize(
     ("found", "nodes", "level", "words"),
     [
-        (Memory(100 * GIB, 90 * GIB, None), 1, "ok", ""),
-        (Memory(100 * GIB, 50 * GIB, None), 1, "note", "trainer's own"),
-        (Memory(70 * GIB, 60 * GIB, None), 1, "fail", "more memory"),
-        (Memory(70 * GIB, 60 * GIB, None), None, "warn", "--nodes"),
-        (Memory(70 * GIB, 60 * GIB, None), 2, "ok", ""),
-        (Memory(1000 * GIB, 900 * GIB, 70 * GIB), 1, "fail", "cgroup"),
-        (Memory(1000 * GIB, 900 * GIB, 90 * GIB), 1, "ok", ""),
+        (MachineMemory(100 * GIB, 90 * GIB, None), 1, "ok", ""),
+        (MachineMemory(100 * GIB, 50 * GIB, None), 1, "note", "trainer's own"),
+        (MachineMemory(70 * GIB, 60 * GIB, None), 1, "fail", "more memory"),
+        (MachineMemory(70 * GIB, 60 * GIB, None), None, "warn", "--nodes"),
+        (MachineMemory(70 * GIB, 60 * GIB, None), 2, "ok", ""),
+        (MachineMemory(1000 * GIB, 900 * GIB, 70 * GIB), 1, "fail", "cgroup"),
+        (MachineMemory(1000 * GIB, 900 * GIB, 90 * GIB), 1, "ok", ""),
     ],
 )
-def test_two_snapshots_of_40_gib(found: Memory, nodes: int | None, level: str, words: str) -> None:
+def test_two_snapshots_of_40_gib(found: MachineMemory, nodes: int | None, level: str, words: str) -> None:
     judged = memory.fits(found, state(40 * GIB, nodes=nodes))
     assert judged.level == level
     assert words in judged.fix
@@ -80,7 +80,7 @@ def test_two_snapshots_of_40_gib(found: Memory, nodes: int | None, level: str, w
 
 
 def test_memory_without_a_size_asks_for_it() -> None:
-    assert "--state-bytes" in memory.fits(Memory(GIB, GIB, None), None).fix
+    assert "--state-bytes" in memory.fits(MachineMemory(GIB, GIB, None), None).fix
 
 
 def reader(files: dict[str, str]) -> Callable[[str], str | None]:
@@ -199,6 +199,8 @@ def test_what_this_machine_is_made_of_is_judged_without_an_error() -> None:
     assert memory.measured().total > memory.measured().available > 0
 
 
-@pytest.mark.parametrize(("nbytes", "text"), [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (80 * GIB, "80.0 GiB")])
-def test_amounts(nbytes: int, text: str) -> None:
-    assert amount(nbytes) == text
+def test_what_a_sidecar_can_forbid_itself() -> None:
+    assert machine.sandbox(7, seccomp=True).level == "ok"
+    assert machine.sandbox(0, seccomp=True).level == "note"
+    assert "Landlock 1 forbids links between directories" in machine.sandbox(1, seccomp=True).seen
+    assert "no Landlock and no seccomp" in machine.sandbox(0, seccomp=False).seen

@@ -16,20 +16,21 @@ import pytest
 
 from checkpointd import __version__
 from checkpointd.config import ServeConfig
-from checkpointd.daemon import wire
-from checkpointd.daemon.channel import Peer
+from checkpointd.daemon.protocol import wire
+from checkpointd.daemon.protocol.peers import Peer
 from checkpointd.daemon.service import Service
-from checkpointd.daemon.status import DaemonStatus, MemoryStatus
+from checkpointd.daemon.status.model import DaemonStatus, MemoryStatus
 from checkpointd.doctor import sidecar
 from checkpointd.doctor.finding import Finding, StateSize
-from checkpointd.doctor.sidecar import Answer
+from checkpointd.doctor.sidecar import DaemonAnswer
 from checkpointd.layout.manifest import ErrorReport
+from tests.unit.other_user import STRANGER, listen_as
 
 GIB = 1 << 30
 
 
 @pytest.fixture
-def place() -> Iterator[Path]:
+def socket_folder() -> Iterator[Path]:
     """A directory of mode 0700 whose path is short enough for a socket's."""
     with tempfile.TemporaryDirectory(prefix="cd-") as directory:
         yield Path(directory)
@@ -89,8 +90,8 @@ def state(nbytes: int) -> StateSize:
     return StateSize(total_bytes=nbytes, node_bytes=nbytes, source="as you say", share_known=True)
 
 
-def test_a_daemon_that_is_well(place: Path) -> None:
-    config = ServeConfig(socket=str(place / "d.sock"), roots=(str(place),))
+def test_a_daemon_that_is_well(socket_folder: Path) -> None:
+    config = ServeConfig(socket=str(socket_folder / "d.sock"), roots=(str(socket_folder),))
     with daemon(config):
         os.chmod(config.socket, 0o600)
         findings = sidecar.here(config.socket, state(1 << 20))
@@ -100,16 +101,18 @@ def test_a_daemon_that_is_well(place: Path) -> None:
     assert f"process {os.getpid()} answered" in findings[2].seen
 
 
-def test_a_daemon_that_does_not_serve_this_user(place: Path) -> None:
-    config = ServeConfig(socket=str(place / "d.sock"), roots=(str(place),), uids=(os.geteuid() + 1,))
-    with daemon(config):
-        findings = sidecar.here(config.socket, None)
-    assert findings[-1].level == "fail"
-    assert "may not use this daemon" in findings[-1].seen
+def test_a_daemon_that_does_not_serve_this_user(socket_folder: Path) -> None:
+    refused = wire.Refused(error=ErrorReport(code="UsageError", message="user 7 may not use this daemon"))
+    path = socket_folder / "d.sock"
+    with listener(path, lambda connection: connection.sendall(wire.encode(refused))):
+        found = sidecar.ask(str(path))
+    assert isinstance(found, Finding)
+    assert found.level == "fail"
+    assert "may not use this daemon" in found.seen
 
 
-def test_a_socket_that_its_daemon_left_when_it_died(place: Path) -> None:
-    path = place / "dead.sock"
+def test_a_socket_that_its_daemon_left_when_it_died(socket_folder: Path) -> None:
+    path = socket_folder / "dead.sock"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as own:
         own.bind(str(path))
     findings = sidecar.here(str(path), None)
@@ -118,28 +121,28 @@ def test_a_socket_that_its_daemon_left_when_it_died(place: Path) -> None:
     assert "has died" in findings[-1].fix
 
 
-def test_a_daemon_that_hangs(place: Path) -> None:
-    path = place / "hung.sock"
+def test_a_daemon_that_hangs(socket_folder: Path) -> None:
+    path = socket_folder / "hung.sock"
     with listener(path):
-        found = sidecar.asked(str(path), timeout_s=0.05)
+        found = sidecar.ask(str(path), timeout_s=0.05)
     assert isinstance(found, Finding)
     assert found.level == "fail"
-    assert "hangs" in found.fix
+    assert "stuck" in found.fix
 
 
-def test_one_that_closes_without_a_word(place: Path) -> None:
-    path = place / "shut.sock"
+def test_one_that_closes_without_a_word(socket_folder: Path) -> None:
+    path = socket_folder / "shut.sock"
     with listener(path, lambda connection: connection.shutdown(socket.SHUT_RDWR)):
-        found = sidecar.asked(str(path))
+        found = sidecar.ask(str(path))
     assert isinstance(found, Finding)
-    assert "without a word" in found.seen
+    assert "without an answer" in found.seen
 
 
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "no checkpointd"),
-        (wire.encode(wire.Query()), "where a Welcome was due"),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "does not speak as a checkpointd daemon"),
+        (wire.encode(wire.Query()), "a Query message is no answer"),
         (
             wire.encode(wire.Refused(error=ErrorReport(code="WireError", message="upgrade the older one"))),
             "upgrade the older one",
@@ -147,10 +150,10 @@ def test_one_that_closes_without_a_word(place: Path) -> None:
     ],
     ids=["another protocol", "another message", "refusal"],
 )
-def test_something_else_that_listens_there(place: Path, answer: bytes, words: str) -> None:
-    path = place / "other.sock"
+def test_something_else_that_listens_there(socket_folder: Path, answer: bytes, words: str) -> None:
+    path = socket_folder / "other.sock"
     with listener(path, lambda connection: connection.sendall(answer)):
-        found = sidecar.asked(str(path))
+        found = sidecar.ask(str(path))
     assert isinstance(found, Finding)
     assert found.level == "fail"
     assert words in found.seen
@@ -159,41 +162,54 @@ def test_something_else_that_listens_there(place: Path, answer: bytes, words: st
 # --- the socket as a file ----------------------------------------------------------------------------------------
 
 
-def test_nothing_at_the_path_and_no_directory(place: Path) -> None:
-    found = sidecar.here(str(place / "none.sock"), None)
+def test_nothing_at_the_path_and_no_directory(socket_folder: Path) -> None:
+    found = sidecar.here(str(socket_folder / "none.sock"), None)
     assert verdicts(found) == {"socket-directory": "ok", "socket-rights": "fail"}
     assert "checkpointd serve" in found[-1].fix
-    assert sidecar.socket_directory(str(place / "no" / "d.sock")).level == "fail"
+    assert sidecar.socket_directory(str(socket_folder / "no" / "d.sock"), None).level == "fail"
 
 
-def test_a_file_that_is_no_socket(place: Path) -> None:
-    (place / "d.sock").write_text("")
-    assert "is no socket" in sidecar.socket_rights(str(place / "d.sock")).seen
+def test_a_file_that_is_no_socket(socket_folder: Path) -> None:
+    (socket_folder / "d.sock").write_text("")
+    assert "is no socket" in sidecar.socket_rights(str(socket_folder / "d.sock")).seen
 
 
-def test_a_path_that_linux_does_not_take(place: Path) -> None:
-    assert sidecar.socket_rights(f"{place}/{'n' * 120}").level == "fail"
+def test_a_path_that_linux_does_not_take(socket_folder: Path) -> None:
+    assert sidecar.socket_rights(f"{socket_folder}/{'n' * 120}").level == "fail"
 
 
-@pytest.mark.parametrize(("mode", "level"), [(0o700, "ok"), (0o750, "ok"), (0o777, "fail"), (0o770, "fail"), (0o1777, "warn")])
-def test_rights_of_the_directory(place: Path, mode: int, level: str) -> None:
-    os.chmod(place, mode)
-    assert sidecar.socket_directory(str(place / "d.sock")).level == level
-    os.chmod(place, 0o700)
+@pytest.mark.parametrize(("mode", "level"), [(0o700, "ok"), (0o750, "ok"), (0o777, "fail"), (0o770, "fail"), (0o1777, "fail")])
+def test_rights_of_the_directory(socket_folder: Path, mode: int, level: str) -> None:
+    os.chmod(socket_folder, mode)
+    assert sidecar.socket_directory(str(socket_folder / "d.sock"), None).level == level
+    os.chmod(socket_folder, 0o700)
 
 
 @pytest.mark.parametrize(("mode", "level"), [(0o600, "ok"), (0o660, "ok"), (0o666, "warn")])
-def test_rights_of_the_socket(place: Path, mode: int, level: str) -> None:
+def test_rights_of_the_socket(socket_folder: Path, mode: int, level: str) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as own:
-        own.bind(str(place / "d.sock"))
-    os.chmod(place / "d.sock", mode)
-    assert sidecar.socket_rights(str(place / "d.sock")).level == level
+        own.bind(str(socket_folder / "d.sock"))
+    os.chmod(socket_folder / "d.sock", mode)
+    assert sidecar.socket_rights(str(socket_folder / "d.sock")).level == level
 
 
 @pytest.mark.root
-def test_a_directory_that_belongs_to_somebody_else(place: Path) -> None:
-    os.chown(place, 65534, -1)
-    assert sidecar.socket_directory(str(place / "d.sock")).level == "warn"
+def test_a_directory_that_belongs_to_somebody_else(socket_folder: Path) -> None:
+    os.chown(socket_folder, 65534, -1)
+    assert sidecar.socket_directory(str(socket_folder / "d.sock"), None).level == "fail"
+    assert sidecar.socket_directory(str(socket_folder / "d.sock"), 65534).level == "ok"
+
+
+@pytest.mark.root
+def test_a_stranger_who_answers(socket_folder: Path) -> None:
+    path = socket_folder / "d.sock"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as own:
+        own.bind(str(path))
+        listen_as(STRANGER, own)
+        [*_, found] = sidecar.here(str(path), None)
+    assert (found.check, found.level) == ("daemon", "fail")
+    assert f"user {STRANGER} (process " in found.seen
+    assert f"--sidecar-uid {STRANGER}" in found.fix
 
 
 # --- what it answers ---------------------------------------------------------------------------------------------
@@ -215,9 +231,8 @@ STATUS = DaemonStatus(
 )
 
 
-def answer(status: DaemonStatus = STATUS, *, uid: int = 1000, pid: int = 7, release: str = __version__) -> Answer:
-    welcome = wire.Welcome(protocol=1, release=release, pid=pid, frame_bytes_max=1, slots_max=4, memory_bytes_max=1)
-    return Answer(Peer(pid, uid, 100), welcome, status)
+def answer(status: DaemonStatus = STATUS, *, uid: int = 1000, pid: int = 7, release: str = __version__) -> DaemonAnswer:
+    return DaemonAnswer(Peer(pid, uid, 100), 1, msgspec.structs.replace(status, release=release))
 
 
 def test_a_daemon_that_leaves_or_is_full() -> None:

@@ -12,7 +12,7 @@ import pytest
 from checkpointd.doctor import space, trials
 from checkpointd.doctor.examine import TRIALS
 from checkpointd.doctor.finding import Finding, StateSize
-from checkpointd.doctor.space import Room
+from checkpointd.doctor.space import FreeSpace
 
 STATE = StateSize(total_bytes=1 << 20, node_bytes=1 << 20, source="as you say", share_known=True)
 
@@ -84,7 +84,7 @@ def test_an_fsync_that_takes_long_is_worth_a_note(tmp_path: Path, monkeypatch: p
 
 
 def reserved(place: Path, free: int, *, state: StateSize | None = STATE, volatile: bool = False) -> Finding:
-    return space.reservation(str(place), Room(free, 1 << 30, 1000, 1000), state, volatile=volatile)
+    return space.reservation(str(place), FreeSpace(free, 1 << 30, 1000, 1000), state, volatile=volatile)
 
 
 def test_a_reservation_is_given_back(tmp_path: Path) -> None:

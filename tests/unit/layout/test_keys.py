@@ -111,20 +111,20 @@ def test_every_object_of_a_rank_is_known_as_its_own(rank: int, part: int) -> Non
     assert keys.check_chunks_ref(keys.chunks_name(rank, part), rank)
 
 
-hands = st.integers(0, keys.HANDS_MAX - 1)
+takeovers = st.integers(0, keys.TAKEOVERS_MAX - 1)
 
 
-@given(ranks, hands, st.integers(0, keys.PARTS_PER_HAND - 1))
-def test_every_object_of_a_hand_is_known_as_its_own(rank: int, hand: int, part: int) -> None:
-    chunks, index = keys.chunks_name(rank, part, hand), keys.index_name(rank, hand)
+@given(ranks, takeovers, st.integers(0, keys.PARTS_PER_TAKEOVER - 1))
+def test_every_object_of_a_hand_is_known_as_its_own(rank: int, takeover: int, part: int) -> None:
+    chunks, index = keys.chunks_name(rank, part, takeover), keys.index_name(rank, takeover)
     for name in (chunks, index):
         assert keys.check_object_name(name) == name
-        assert (keys.object_rank(name), keys.object_hand(name)) == (rank, hand)
+        assert (keys.object_rank(name), keys.object_takeover(name)) == (rank, takeover)
     assert (keys.index_rank(index), keys.index_rank(chunks)) == (rank, None)
     assert keys.check_chunks_ref(chunks, rank) == chunks
 
 
-@given(ranks, st.lists(hands, min_size=2, max_size=2, unique=True))
+@given(ranks, st.lists(takeovers, min_size=2, max_size=2, unique=True))
 def test_two_hands_never_write_one_object(rank: int, pair: list[int]) -> None:
     one, two = ({keys.index_name(rank, h), *(keys.chunks_name(rank, part, h) for part in (0, 1))} for h in pair)
     assert not one & two
@@ -140,7 +140,7 @@ def test_the_first_hand_writes_what_was_written_before_there_were_hands() -> Non
 
 @pytest.mark.parametrize("name", ["00000.vote", keys.OUTCOME, "00000-0.index", "00000-5000.index", "00000-01.index"])
 def test_objects_of_no_hand(name: str) -> None:
-    assert keys.object_hand(name) is None
+    assert keys.object_takeover(name) is None
     assert keys.index_rank(name) is None
 
 

@@ -32,18 +32,18 @@ from checkpointd.layout.manifest import (
     Verified,
     Vote,
     VoteRef,
-    Writer,
+    WriterIdentity,
     decode,
     digest,
     encode,
 )
-from tests.forging import edited
+from tests.forged_roots import edited
 
 KEY = "tag/00000001-0/object"
 texts = st.text(st.characters(codec="utf-8"), max_size=20)
 sizes = st.integers(0, 2**63 - 1)
 digests = st.binary(max_size=4).map(digest)
-writers = st.builds(Writer, host=texts, pid=sizes, time=texts)
+writers = st.builds(WriterIdentity, host=texts, pid=sizes, time=texts)
 errors = st.none() | st.builds(ErrorReport, code=texts, message=texts, phase=texts)
 shapes = st.lists(st.integers(0, 1 << 40), max_size=4).map(tuple)
 scopes = st.sampled_from(["rank", "global"])
@@ -114,7 +114,7 @@ small_objects: st.SearchStrategy[SmallObject] = st.one_of(
     ),
 )
 
-WRITER = Writer(host="node7", pid=4711, time="2026-01-01T00:00:00.000+00:00")
+WRITER = WriterIdentity(host="node7", pid=4711, time="2026-01-01T00:00:00.000+00:00")
 VOTE = Vote(
     tag="global_step1",
     attempt="00000001-0",

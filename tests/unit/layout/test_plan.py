@@ -14,8 +14,17 @@ from hypothesis import strategies as st
 
 from checkpointd.layout.boxes import Box, boxes_of_range, tiling_fault, whole
 from checkpointd.layout.manifest import Chunk, Index, ObjectRef, Plan, PlanTensor, TensorEntry
-from checkpointd.layout.plan import Comparison, Doubled, Listing, Names, _is_grid, compared, cover_fault, raw_bytes, union_fault
-from tests.tilings import boxes_in, shapes, tilings_of
+from checkpointd.layout.plan import (
+    Doubled,
+    NumberedPlan,
+    PlanComparison,
+    TensorNumbers,
+    _is_grid,
+    compared,
+    cover_fault,
+    raw_bytes,
+)
+from tests.box_strategies import boxes_in, shapes, tilings_of
 
 
 def plan(rank: int, *tensors: PlanTensor, world_size: int = 2) -> Plan:
@@ -31,6 +40,11 @@ def own(fqn: str, *sizes: int) -> PlanTensor:
 
 
 TOP, BOTTOM = part("w", (0, 0), (2, 4)), part("w", (2, 0), (2, 4))
+
+
+def union_fault(plans: dict[int, Plan]) -> str | None:
+    names = TensorNumbers()
+    return compared({rank: NumberedPlan.of(one, names) for rank, one in plans.items()}, names).fault
 
 
 def test_parts_of_two_ranks_that_are_one_tensor_together() -> None:
@@ -57,21 +71,21 @@ def test_an_overlap_names_the_tensor_the_ranks_and_the_boxes() -> None:
     assert fault == "w (ranks [0, 1]): boxes (0, 0)+(2, 4) and (1, 0)+(3, 4) overlap"
 
 
-def comparison(*plans: Plan) -> Comparison:
-    names = Names()
-    return compared({one.rank: Listing.of(one, names) for one in plans}, names)
+def comparison(*plans: Plan) -> PlanComparison:
+    names = TensorNumbers()
+    return compared({one.rank: NumberedPlan.of(one, names) for one in plans}, names)
 
 
 def test_a_box_that_several_ranks_list_must_be_equal_and_counts_once() -> None:
     once = comparison(plan(0, TOP), plan(1, BOTTOM))
-    assert once == Comparison()
+    assert once == PlanComparison()
     twice = comparison(plan(0, TOP, own("rng", 2)), plan(1, BOTTOM), plan(2, TOP), plan(3, part("w", (0, 0), (0, 0))))
-    assert twice == Comparison(doubled=(Doubled("w", (0, 2)),))
+    assert twice == PlanComparison(doubled=(Doubled("w", (0, 2)),))
 
 
 def test_a_number_that_every_rank_lists_must_be_equal() -> None:
     number = part("step", (), (), ())
-    assert comparison(plan(0, number), plan(1, number)) == Comparison(doubled=(Doubled("step", (0, 1)),))
+    assert comparison(plan(0, number), plan(1, number)) == PlanComparison(doubled=(Doubled("step", (0, 1)),))
 
 
 @pytest.mark.parametrize("rest", [part("w", (2, 0), (1, 4)), part("w", (1, 0), (3, 4))])

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from checkpointd.layout.boxes import Box, whole
 from checkpointd.layout.regions import regions, relative, slices, span, sub_boxes, touches
-from tests.tilings import Shape, boxes_in, shapes
+from tests.box_strategies import Shape, boxes_in, shapes
 
 Case = tuple[Shape, Box, int, int, Box]
 

@@ -32,7 +32,7 @@ leaves: st.SearchStrategy[Node] = st.one_of(
     texts,
     st.builds(tree.Tensor, fqn=texts, requires_grad=st.booleans(), device=texts, overlap=overlaps),
     st.builds(
-        tree.Placed,
+        tree.MeshTensor,
         fqn=texts,
         requires_grad=st.booleans(),
         device=texts,

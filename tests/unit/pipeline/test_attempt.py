@@ -1,12 +1,18 @@
-"""A4 of pipeline/attempt.py: a rank that has failed does not wait for a coordinator that says nothing."""
+"""ATTEMPT-4 of pipeline/attempt.py: a rank that has failed does not wait for a coordinator that says nothing.
+
+Nor for a store that can take no word of the save before somebody acts.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from typing import NoReturn
+
+import pytest
 
 from checkpointd.commit.machine import Phase
 from checkpointd.config import CommitConfig
-from checkpointd.errors import AbortedError, SkippedError, StagingError
+from checkpointd.errors import AbortedError, LinkError, SkippedError, StagingError
 from checkpointd.layout.keys import AttemptId
 from checkpointd.pipeline import attempt
 from checkpointd.pipeline.attempt import Attempt, WriterState
@@ -62,3 +68,43 @@ def test_a_coordinator_that_is_there_decides_at_once() -> None:
     assert seconds < attempt.NO_S
     assert [a.phase for a in ended] == [Phase.ABORTED, Phase.FAILED, Phase.ABORTED]
     assert all(a.outcome is not None and a.outcome.decided_by == 0 for a in ended)
+
+
+class LinkedStore(MemoryStore):
+    """One in which a symbolic link stands at the tag."""
+
+    async def list(self, prefix: str) -> NoReturn:
+        raise LinkError("global_step1 is a symbolic link")
+
+    async def get(self, key: str, *, size_max: int | None = None) -> NoReturn:
+        raise LinkError("global_step1 is a symbolic link")
+
+    async def put_if_absent(self, key: str, data: bytes) -> NoReturn:
+        raise LinkError("global_step1 is a symbolic link")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_link_in_the_way_ends_a_save_that_another_hand_may_write(rank: int, caplog: pytest.LogCaptureFixture) -> None:
+    info = AttemptInfo(
+        tag="global_step1", attempt=AttemptId(1, 0), rank=rank, world_size=2, step=1, n=0, takeover=1, may_be_taken_over=True
+    )
+
+    async def staged() -> Shard:
+        await asyncio.sleep(DEADLINE_S / 10)  # while this rank looks in vain
+        return make_shard(rank_arrays(rank))
+
+    async def main() -> tuple[Attempt, float]:
+        saved = Attempt(WriterState(store=LinkedStore(), commit=CommitConfig(timeout_s=DEADLINE_S)), info, deadline=DEADLINE_S)
+        await saved.run(staged())
+        return saved, asyncio.get_running_loop().time()
+
+    saved, seconds = simloop.run(1, main())
+    assert seconds < DEADLINE_S / 2
+    assert (saved.phase, type(saved.error)) == (Phase.FAILED, LinkError)
+    assert "global_step1 is a symbolic link" in str(saved.error)
+    said = [record.getMessage() for record in caplog.records]
+    assert sum("cannot look for the outcome" in line for line in said) == 1
+    assert any(
+        f"rank {rank} cannot store its no: global_step1 is" in line and "tries to store the abort" in line for line in said
+    )
+    assert all("the other ranks" not in line for line in said)

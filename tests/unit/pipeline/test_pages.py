@@ -1,4 +1,4 @@
-"""Runs of pages against an oracle: the image as numbered bytes, written run by run into an object."""
+"""Runs of pages against an oracle: the buffer as numbered bytes, written run by run into an object."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpointd.layout.boxes import whole
-from checkpointd.pipeline.pages import Run, locate, page_buffer, page_up, runs_of
+from checkpointd.pipeline.pages import PageRun, locate, page_buffer, page_up, runs_of
 from checkpointd.pipeline.shard import PAGE, TENSOR_ALIGNMENT, ShardTensor
 
 
@@ -41,8 +41,8 @@ def test_runs_are_whole_pages_apart_from_each_other_and_back_to_back_in_the_obje
 @given(shards())
 def test_every_byte_of_every_tensor_lies_where_locate_says(tensors: list[ShardTensor]) -> None:
     runs = runs_of(tensors)
-    image = np.arange(max((run.stop for run in runs), default=0))
-    stored = np.concatenate([image[:0], *(image[run.start : run.stop] for run in runs)])
+    buffer = np.arange(max((run.stop for run in runs), default=0))
+    stored = np.concatenate([buffer[:0], *(buffer[run.start : run.stop] for run in runs)])
     for t in tensors:
         if t.nbytes:
             at = locate(runs, t.offset)
@@ -57,8 +57,8 @@ def test_only_pages_that_hold_something_are_stored(tensors: list[ShardTensor]) -
 
 
 def test_tensors_that_share_a_page_or_touch_are_one_run() -> None:
-    assert runs_of([tensor(0, 100), tensor(128, PAGE), tensor(2 * PAGE, 10)]) == [Run(0, 3 * PAGE, 0)]
-    assert runs_of([tensor(0, 100), tensor(2 * PAGE, 10)]) == [Run(0, PAGE, 0), Run(2 * PAGE, 3 * PAGE, PAGE)]
+    assert runs_of([tensor(0, 100), tensor(128, PAGE), tensor(2 * PAGE, 10)]) == [PageRun(0, 3 * PAGE, 0)]
+    assert runs_of([tensor(0, 100), tensor(2 * PAGE, 10)]) == [PageRun(0, PAGE, 0), PageRun(2 * PAGE, 3 * PAGE, PAGE)]
     assert runs_of([tensor(0, 0)]) == []
 
 

@@ -10,11 +10,11 @@ from checkpointd.codec import Compression
 from checkpointd.commit.machine import Phase
 from checkpointd.config import LoadConfig
 from checkpointd.errors import AbortedError, DamagedError, DeadlineError, FencedError, NotFoundError
-from checkpointd.pipeline import catalog
-from checkpointd.pipeline.recover import recover
-from checkpointd.pipeline.verify import verify
+from checkpointd.pipeline.decide.recover import recover
+from checkpointd.pipeline.read.verify import verify
+from checkpointd.pipeline.root import catalog
 from checkpointd.store.memory import MemoryStore
-from checkpointd.store.posix import PosixStore
+from checkpointd.store.posix.store import PosixStore
 from tests.builders import begin_epoch, break_file, leave_in_doubt, load_arrays, objects, phases, rank_arrays, save_checkpoint
 
 

@@ -15,9 +15,10 @@ from typing_extensions import Buffer
 from checkpointd.config import PersistConfig
 from checkpointd.errors import UsageError
 from checkpointd.layout.manifest import Index
-from checkpointd.pipeline.chunks import Persist, write_chunks
-from checkpointd.pipeline.rates import Rates
-from checkpointd.pipeline.shard import AttemptInfo, Progress, Shard
+from checkpointd.pipeline.shard import AttemptInfo, Shard, ShardProgress
+from checkpointd.pipeline.write.chunks import write_chunks
+from checkpointd.pipeline.write.job import PersistJob
+from checkpointd.pipeline.write.rates import Rates
 from checkpointd.store.limited import PIECE_BYTES_UNIT, LimitedStore, LimitedWriter, TokenBucket, pieces
 from checkpointd.store.memory import MemoryStore
 from checkpointd.testing import simloop
@@ -64,7 +65,7 @@ async def written(bucket: TokenBucket, writes: dict[str, list[int]], log: Log) -
     await asyncio.gather(*works)
 
 
-# --- K1: the rate ------------------------------------------------------------------------------------------------
+# --- LIMIT-1: the rate ------------------------------------------------------------------------------------------------
 
 
 @given(
@@ -72,7 +73,7 @@ async def written(bucket: TokenBucket, writes: dict[str, list[int]], log: Log) -
     writes=st.dictionaries(st.sampled_from("abc"), st.lists(st.integers(0, 3 * MIB), max_size=4), min_size=1),
     seed=st.integers(0, 1000),
 )
-def test_k1_no_stretch_of_time_lets_more_through(rate: int, writes: dict[str, list[int]], seed: int) -> None:
+def test_limit_1_no_stretch_of_time_lets_more_through(rate: int, writes: dict[str, list[int]], seed: int) -> None:
     async def main() -> tuple[Log, float, TokenBucket]:
         log: Log = []
         bucket = TokenBucket(rate)
@@ -91,7 +92,7 @@ def test_k1_no_stretch_of_time_lets_more_through(rate: int, writes: dict[str, li
     assert end <= max(0, total - bucket.burst_bytes) / rate + 0.001 * len(log)
 
 
-def test_k1_a_second_at_the_least_limit_holds_a_second_of_bytes() -> None:
+def test_limit_1_a_second_at_the_least_limit_holds_a_second_of_bytes() -> None:
     async def main() -> int:
         log: Log = []
         await asyncio.wait_for(asyncio.shield(written(TokenBucket(MIB), {"a": [8 * MIB]}, log)), 100)
@@ -100,7 +101,7 @@ def test_k1_a_second_at_the_least_limit_holds_a_second_of_bytes() -> None:
     assert abs(simulated(main()) - MIB) <= TokenBucket(MIB).piece_bytes
 
 
-def test_k1_being_woken_late_loses_nothing_of_the_rate() -> None:
+def test_limit_1_being_woken_late_loses_nothing_of_the_rate() -> None:
     """A daemon at a low priority runs late; what it did not take meanwhile it may take then."""
 
     async def late(seconds: float) -> None:
@@ -140,10 +141,10 @@ def test_a_limit_that_lets_nothing_through_is_refused(rate: float) -> None:
         TokenBucket(rate)
 
 
-# --- K2: fairness ------------------------------------------------------------------------------------------------
+# --- LIMIT-2: fairness ------------------------------------------------------------------------------------------------
 
 
-def test_k2_many_writes_at_once_get_no_larger_share() -> None:
+def test_limit_2_many_writes_at_once_get_no_larger_share() -> None:
     async def main() -> tuple[Log, TokenBucket]:
         log: Log = []
         bucket = TokenBucket(RATE)
@@ -160,7 +161,7 @@ def test_k2_many_writes_at_once_get_no_larger_share() -> None:
     assert given == {"greedy": 16 * MIB, "modest": 4 * MIB}
 
 
-def test_k2_a_write_waits_for_one_piece_of_each_other_writer() -> None:
+def test_limit_2_a_write_waits_for_one_piece_of_each_other_writer() -> None:
     async def main() -> tuple[float, TokenBucket]:
         log: Log = []
         bucket = TokenBucket(RATE)
@@ -176,10 +177,10 @@ def test_k2_a_write_waits_for_one_piece_of_each_other_writer() -> None:
     assert 0 < waited <= 7.1 * bucket.piece_bytes / RATE
 
 
-# --- K3, K4 ------------------------------------------------------------------------------------------------------
+# --- LIMIT-3, LIMIT-4 ------------------------------------------------------------------------------------------------------
 
 
-def test_k3_small_objects_pass_a_bucket_that_is_empty() -> None:
+def test_limit_3_small_objects_pass_a_bucket_that_is_empty() -> None:
     async def main() -> None:
         bucket = TokenBucket(RATE)
         store = LimitedStore(MemoryStore(), bucket)
@@ -195,7 +196,7 @@ def test_k3_small_objects_pass_a_bucket_that_is_empty() -> None:
     simulated(main())
 
 
-def test_k4_a_cancelled_write_takes_nothing_from_the_others() -> None:
+def test_limit_4_a_cancelled_write_takes_nothing_from_the_others() -> None:
     async def main() -> tuple[float, Log]:
         log: Log = []
         bucket = TokenBucket(RATE)
@@ -265,13 +266,13 @@ async def persisted(store: MemoryStore | LimitedStore, saves: int) -> tuple[list
     for k in range(saves):
         info: AttemptInfo = (await plan_save(store, tag=f"global_step{k}", world_size=1)).info(0)
         config = PersistConfig(compression="auto", encoders=1)
-        job = Persist(
+        job = PersistJob(
             store=store,
             info=info,
             shard=shard,
             config=config,
             rates=rates,
-            progress=Progress(),
+            progress=ShardProgress(),
             stopped=lambda: False,
         )
         indexes.append(await write_chunks(job))

@@ -10,7 +10,8 @@ from checkpointd.errors import NotFoundError, StoreError, UsageError
 from checkpointd.layout.keys import SERVICE
 from checkpointd.store import open_store
 from checkpointd.store.memory import MemoryStore
-from checkpointd.store.posix import PosixStore
+from checkpointd.store.posix.store import PosixStore
+from checkpointd.store.showing import plain_files_of
 
 
 @pytest.mark.parametrize(
@@ -78,7 +79,7 @@ async def test_what_is_opened_to_be_read_cannot_be_written_to(tmp_path: Path) ->
         assert out == b"1"
         with pytest.raises(NotFoundError):
             await store.get("tag/b")
-        plain = store.plain_files
+        plain = plain_files_of(store)
         assert plain is not None
         assert not await plain.is_there("tag")
         writes = (
@@ -99,5 +100,5 @@ async def test_what_is_opened_to_be_read_cannot_be_written_to(tmp_path: Path) ->
                 raise AssertionError("the lock was taken")
         assert await store.sweep() == 0
     assert changed(tmp_path) == before
-    with pytest.raises(UsageError, match="lives in the process"):
+    with pytest.raises(UsageError, match="exists only in the process"):
         open_store("memory://node0", read_only=True)

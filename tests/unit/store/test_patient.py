@@ -1,4 +1,4 @@
-"""The patient store in virtual time: invariants T1 to T3 of `store/patient.py`."""
+"""The patient store in virtual time: invariants PATIENT-1 to PATIENT-3 of `store/patient.py`."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_every_kind_of_read_is_tried_again(act: Read) -> None:
 
 @pytest.mark.parametrize("act", READS.values(), ids=READS.keys())
 def test_what_lasts_is_raised_at_the_deadline(act: Read) -> None:
-    """T1, T3: the last look is at the deadline, and there is never a long silence before it."""
+    """PATIENT-1, PATIENT-3: the last look is at the deadline, and there is never a long silence before it."""
     inner = Moody("EIO")
     with pytest.raises(UnreadableError, match=r"EIO \(tried \d+ times in 60 s\)"):
         simulated(read(inner, Patience(60.0, 5.0), act))
@@ -129,7 +129,7 @@ def test_a_window_of_nothing_still_takes_several_looks() -> None:
 
 @pytest.mark.parametrize("between", ["listed", "EIO"])
 def test_a_look_that_does_not_agree_starts_the_window_again(between: str) -> None:
-    """T2: as many absences, but never a window full of them in a row."""
+    """PATIENT-2: as many absences, but never a window full of them in a row."""
     inner = Moody(*["hidden"] * 12, between, *["hidden"] * 12, between, "good")
     assert simulated(read(inner, Patience(600.0, 30.0))) == b"bytes"
     assert inner.looks[-1] - inner.looks[0] > 40.0

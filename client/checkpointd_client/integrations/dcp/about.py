@@ -1,4 +1,4 @@
-"""What a DCP directory that was exported says of its checkpoint: a file of our own beside DCP's, which DCP does not look at.
+"""The file `checkpointd.json` of an exported DCP directory: step, metrics and client state. DCP ignores it.
 
 It is bound to the `.metadata` beside it by a digest: once dcp.save has written to the directory again, it counts no more.
 """
@@ -14,8 +14,8 @@ import msgspec
 from checkpointd.errors import FormatError
 from checkpointd.layout import tree
 from checkpointd.layout.manifest import digest
-from checkpointd_client.integrations.dcp import metadata_file
-from checkpointd_client.integrations.dcp.objects import holds_tensors
+from checkpointd_client.integrations.conversion import metadata_file
+from checkpointd_client.integrations.conversion.objects import holds_tensors
 
 log = logging.getLogger("checkpointd")
 
@@ -34,7 +34,7 @@ class About(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         """The client_state, item by item. FormatError where it is none, or holds tensors, which are not in the directory."""
         node = tree.decode(self.client_state) if self.client_state else tree.Dict("dict", ())
         if not isinstance(node, tree.Dict) or holds_tensors(node):
-            raise FormatError(f"the client_state in {NAME} is no dict of plain values")
+            raise FormatError(f"the client_state in {NAME} is not a dict of plain values")
         return node.items
 
 

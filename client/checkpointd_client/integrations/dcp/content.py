@@ -1,4 +1,4 @@
-"""A checkpoint as DCP sees one: tensors and values by flat names, made from the indexes alone."""
+"""A checkpoint in DCP's form: tensors and values by flat names, made from the indexes alone."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from checkpointd.errors import FormatError
+from checkpointd.export.selection import Exported, StoredSourceTensor, alias_view, whole_view
 from checkpointd.layout import tree
 from checkpointd.layout.boxes import Box, whole
-from checkpointd.layout.manifest import Alias
-from checkpointd.pipeline.export.selection import Exported, Source, View, contiguous_stride
-from checkpointd.pipeline.world import World
-from checkpointd_client import content as merging
-from checkpointd_client.dtypes import DTYPES
+from checkpointd.pipeline.read.checkpoint_view import CheckpointView
+from checkpointd_client.capture.dtypes import DTYPES
+from checkpointd_client.capture.pickled import saved
+from checkpointd_client.integrations.conversion.marks import parts, plain_client_state
+from checkpointd_client.integrations.conversion.objects import holds_tensors
+from checkpointd_client.integrations.conversion.paths import Path, leaves, name_of
 from checkpointd_client.integrations.dcp.about import About
-from checkpointd_client.integrations.dcp.marks import parts, plain_client_state
-from checkpointd_client.integrations.dcp.objects import holds_tensors, value_of
-from checkpointd_client.integrations.dcp.paths import Path, leaves, name_of
-from checkpointd_client.pickled import saved
+from checkpointd_client.restore import content as merging
+from checkpointd_client.restore.building import value_of
 
 
 def is_whole(tensor: Exported) -> bool:
     """Whether it is all of its source, as that lies there."""
-    return tensor.view == View(tensor.source.shape, contiguous_stride(tensor.source.shape), 0)
+    return tensor.view == whole_view(tensor.source.shape)
 
 
 @dataclass(frozen=True, slots=True)
-class Content:
+class DcpContent:
     """`values` are plain ones, as nodes; `objects` as torch.save wrote them. `left_out`: what DCP has no place for, namely what
     differs between the ranks that saved it, numpy arrays, tensors inside tuples and sets, and those in client_state.
     """
 
-    world: World
+    world: CheckpointView
     tensors: Mapping[str, Exported] = field(default_factory=dict)
     values: Mapping[str, tree.Node] = field(default_factory=dict)
     objects: Mapping[str, bytes] = field(default_factory=dict)
@@ -78,23 +78,23 @@ class Content:
         return Metadata(described, planner_data=planner_data, storage_data={}, storage_meta=StorageMeta())
 
 
-def content_of(world: World) -> Content:
+def content_of(world: CheckpointView) -> DcpContent:
     """What all ranks saved together; FormatError where a tree cannot be one."""
     merged = merging.merged_content(world, keep=None, alone=True)
     state, marks = parts(merged.root)
-    found = _Found(world, merged, marks.paths)
+    found = _FoundLeaves(world, merged, marks.paths)
     found.add(leaves(state))
     objects = dict(marks.objects)
     paths = found.paths | {name: marks.paths.get(name, (name,)) for name in objects}
     client_state, tensors = plain_client_state(merged.root)
     left = (*sorted(merged.left), *found.left, *tensors)
-    return Content(world, found.tensors, found.values, objects, paths, client_state, left)
+    return DcpContent(world, found.tensors, found.values, objects, paths, client_state, left)
 
 
-class _Found:
+class _FoundLeaves:
     """The leaves of a state, told apart."""
 
-    def __init__(self, world: World, merged: merging.Content, told: Mapping[str, Path]) -> None:
+    def __init__(self, world: CheckpointView, merged: merging.RankContent, told: Mapping[str, Path]) -> None:
         self.tensors: dict[str, Exported] = {}
         self.values: dict[str, tree.Node] = {}
         self.paths: dict[str, Path] = {}
@@ -120,16 +120,6 @@ class _Found:
         if owner not in self._merged.entries:
             raise FormatError(f"the state tree names {owner}, which no rank stored", fqn=owner)
         dtype, shape = self._merged.entries[owner]
-        source = Source(owner, dtype, shape, self._merged.owners.get(owner))
-        return Exported(name, fqn, source, _view(alias, source))
-
-
-def _view(alias: Alias | None, source: Source) -> View:
-    everything = View(source.shape, contiguous_stride(source.shape), 0)
-    if alias is None:
-        return everything
-    view = View(alias.shape, alias.stride, alias.offset)
-    sane = len(alias.shape) == len(alias.stride) and min((*alias.shape, *alias.stride, alias.offset), default=0) >= 0
-    if not sane or view.span.stop > everything.span.stop:
-        raise FormatError(f"{alias.fqn} shares memory outside {alias.owner}", fqn=alias.fqn)
-    return view
+        source = StoredSourceTensor(owner, dtype, shape, self._merged.owners.get(owner))
+        view = whole_view(source.shape) if alias is None else alias_view(alias, source.shape)
+        return Exported(name, fqn, source, view)

@@ -1,7 +1,8 @@
-"""A checkpoint as a DCP directory: `.metadata`, files in which each box of a tensor is one of torch.save, and `about.py`'s.
+"""Exports a checkpoint as a DCP directory: `.metadata`, files with each box as one of torch.save, and `about.py`'s.
 
 Invariant
-  E1  About `memory` bytes are held at once: a batch that is read, and one that is written. A large tensor leaves in boxes.
+  DCPEXPORT-1  About `memory` bytes are held at once: a batch that is read, and one that is written. A large tensor leaves in
+      boxes.
 """
 
 from __future__ import annotations
@@ -17,27 +18,26 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from checkpointd.config import MIB, LoadConfig
-from checkpointd.errors import NotFoundError, UsageError
+from checkpointd.config import LoadConfig
+from checkpointd.errors import NotFoundError
+from checkpointd.export.consolidate import MEMORY_BYTES, ExportedFile, check_outside, memory_of
+from checkpointd.export.output import Output, translated
+from checkpointd.export.selection import Exported
+from checkpointd.export.stream import Batch, PlacedTensor, Slab, batches, pump
 from checkpointd.layout.boxes import Box, boxes_of_range, whole
 from checkpointd.layout.dtypes import ITEM_BYTES
 from checkpointd.layout.keys import LATEST, check_tag
-from checkpointd.pipeline import catalog
-from checkpointd.pipeline.export.consolidate import MEMORY_BYTES, ExportedFile, check_outside
-from checkpointd.pipeline.export.output import Output, translated
-from checkpointd.pipeline.export.selection import Exported
-from checkpointd.pipeline.export.sizes import byte_count
-from checkpointd.pipeline.export.stream import Batch, Placed, Slab, batches, pump
-from checkpointd.pipeline.world import read_world
+from checkpointd.pipeline.read.checkpoint_view import read_view
+from checkpointd.pipeline.root import catalog
 from checkpointd.store.base import Store
-from checkpointd_client.dtypes import DTYPES, empty
-from checkpointd_client.export import run_on_store
-from checkpointd_client.integrations.dcp import about, metadata_file
-from checkpointd_client.integrations.dcp.content import Content, content_of
-from checkpointd_client.integrations.dcp.metadata_file import Place, Written
-from checkpointd_client.integrations.dcp.objects import save_tensor
+from checkpointd_client.capture.dtypes import DTYPES, empty
+from checkpointd_client.export.consolidate import run_on_store
+from checkpointd_client.integrations.conversion import metadata_file
+from checkpointd_client.integrations.conversion.metadata_file import DcpFileEntry, DcpFileRange
+from checkpointd_client.integrations.conversion.objects import save_tensor
+from checkpointd_client.integrations.dcp import about
+from checkpointd_client.integrations.dcp.content import DcpContent, content_of
 
-MEMORY_BYTES_MIN = 16 * MIB
 FILE_BYTES = 5 * 10**9
 """A file is closed once it has as many."""
 
@@ -72,9 +72,7 @@ def export_dcp(
     told bytes written and their total. Raises NotFoundError, UsageError where `out` is in the way, DamagedError with object,
     FQN and rank, StoreError, StoreFullError.
     """
-    held = byte_count(memory, "memory")
-    if held < MEMORY_BYTES_MIN:
-        raise UsageError(f"memory is {held} bytes; at least {MEMORY_BYTES_MIN} are needed")
+    held = memory_of(memory)
 
     async def export(store: Store) -> ExportedDCP:
         check_outside(store, out)
@@ -83,7 +81,7 @@ def export_dcp(
             if name is None:
                 raise NotFoundError(f"there is no {LATEST} at {store.url}: name a tag")
             load = LoadConfig(budget_bytes=held // 4)
-            content = content_of(await read_world(store, await catalog.find(store, name), load))
+            content = content_of(await read_view(store, await catalog.find(store, name), load))
             files = _Files(output)
             with translated("writing", output.place):
                 try:
@@ -110,10 +108,10 @@ def export_dcp(
 
 
 async def _stream(
-    store: Store, content: Content, files: _Files, batch_bytes: int, on_progress: Callable[[int, int], None]
+    store: Store, content: DcpContent, files: _Files, batch_bytes: int, on_progress: Callable[[int, int], None]
 ) -> int:
     """All tensors into the files, a batch being read while the one before is written; their bytes."""
-    placed = [Placed(tensor, tensor.dtype, "", 0) for tensor in content.tensors.values()]
+    placed = [PlacedTensor(tensor, tensor.dtype, "", 0) for tensor in content.tensors.values()]
     done, total = 0, sum(item.nbytes for item in placed)
 
     def write(batch: Batch) -> None:
@@ -131,7 +129,7 @@ def _nbytes(slab: Slab) -> int:
     return (slab.stop - slab.start) * ITEM_BYTES[slab.placed.dtype]
 
 
-def _slabs(placed: Sequence[Placed], slab_bytes: int) -> Iterator[Slab]:
+def _slabs(placed: Sequence[PlacedTensor], slab_bytes: int) -> Iterator[Slab]:
     """Whole rows where they fit, so that a slab is one box; a view whose elements are scattered is one."""
     for item in placed:
         count, shape = item.count, item.tensor.shape
@@ -147,7 +145,7 @@ class _Files:
     """The files of the directory, one after the other, and what was written where."""
 
     output: Output
-    written: list[Written] = field(default_factory=list)
+    written: list[DcpFileEntry] = field(default_factory=list)
     _file: BinaryIO | None = None
     _name: str = ""
     _count: int = 0
@@ -176,7 +174,7 @@ class _Files:
         file = self._open()
         start = file.tell()
         write(file)
-        self.written.append(Written(name, box, Place(self._name, start, file.tell() - start)))
+        self.written.append(DcpFileEntry(name, box, DcpFileRange(self._name, start, file.tell() - start)))
         if file.tell() >= FILE_BYTES:
             self.close()
 
@@ -187,7 +185,7 @@ class _Files:
             self._file = open(self.output.path(self._name), "xb")  # noqa: SIM115  # closed by close()
         return self._file
 
-    def finish(self, content: Content) -> None:
+    def finish(self, content: DcpContent) -> None:
         for name in (*content.values, *content.objects):
             data = content.object_bytes(name)
             self._add(name, None, lambda file, data=data: file.write(data))  # type: ignore[misc]  # bound now

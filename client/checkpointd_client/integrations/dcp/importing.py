@@ -1,4 +1,4 @@
-"""A DCP directory as a checkpoint."""
+"""Imports a DCP directory as a checkpoint."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ from pathlib import Path
 import msgspec
 
 from checkpointd.errors import UsageError
+from checkpointd.export.consolidate import memory_of
 from checkpointd.layout import tree
 from checkpointd.layout.keys import check_tag, is_tag
-from checkpointd.pipeline.export.sizes import byte_count
 from checkpointd.store.base import Store
-from checkpointd_client.export import run_on_store
-from checkpointd_client.integrations.dcp import about, metadata_file
+from checkpointd_client.export.consolidate import run_on_store
+from checkpointd_client.integrations.conversion import metadata_file
+from checkpointd_client.integrations.conversion.importing import MEMORY_BYTES, MEMORY_BYTES_MIN, ImportJob, check_free
+from checkpointd_client.integrations.conversion.items import described
+from checkpointd_client.integrations.conversion.metadata_file import Described
+from checkpointd_client.integrations.conversion.objects import NotPlain, node_of
+from checkpointd_client.integrations.dcp import about
 from checkpointd_client.integrations.dcp.about import About
-from checkpointd_client.integrations.dcp.items import described
-from checkpointd_client.integrations.dcp.metadata_file import Described
-from checkpointd_client.integrations.dcp.naming import step_of
-from checkpointd_client.integrations.dcp.objects import NotPlain, node_of
 from checkpointd_client.integrations.dcp.source import Directory
-from checkpointd_client.integrations.importing import MEMORY_BYTES, MEMORY_BYTES_MIN, Job, check_free
+from checkpointd_client.integrations.dcp.tagged import step_of
 from checkpointd_client.lifetime import claim_root
 
 
-class Imported(msgspec.Struct, frozen=True, kw_only=True):
+class ImportedDCP(msgspec.Struct, frozen=True, kw_only=True):
     """What was imported. `parts`: the ranks that the checkpoint says it was saved by; `pickled`: values that are not plain."""
 
     root: str
@@ -50,7 +51,7 @@ def import_dcp(
     force: bool = False,
     memory: int | str = MEMORY_BYTES,
     on_progress: Callable[[int, int], None] = lambda _, __: None,
-) -> Imported:
+) -> ImportedDCP:
     """Make checkpoint `tag` below `root` of the DCP directory `source`, which is only read.
 
     `tag`: None takes the directory's name. `step`: None takes the one that was exported, and in a directory that export_dcp did
@@ -61,16 +62,14 @@ def import_dcp(
     Raises NotFoundError, FormatError where the directory is damaged or its metadata names anything but DCP's own classes,
     RootInUseError where a job is alive at the root, UsageError, StoreError.
     """
-    held = byte_count(memory, "memory")
-    if held < MEMORY_BYTES_MIN:
-        raise UsageError(f"memory is {held} bytes; at least {MEMORY_BYTES_MIN} are needed")
+    held = memory_of(memory, MEMORY_BYTES_MIN)
     path = Path(source).absolute()
     tag = _tag_of(path) if tag is None else check_tag(tag)
     found, told = metadata_file.read(path), about.read(path)
     if step is None:
         step = step_of(tag) if told is None else told.step
     claim_root(root)()  # the epoch of an import would fence a Checkpointer of this process
-    job = _Job(found, told, path, tag, step, save_latest, held, on_progress)
+    job = _DcpImportJob(found, told, path, tag, step, save_latest, held, on_progress)
     return run_on_store(root, lambda store: job.run(store, force=force))
 
 
@@ -81,7 +80,7 @@ def _tag_of(path: Path) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
+class _DcpImportJob:
     found: Described
     about: About | None
     path: Path
@@ -91,11 +90,11 @@ class _Job:
     memory: int
     on_progress: Callable[[int, int], None]
 
-    async def run(self, store: Store, *, force: bool) -> Imported:
+    async def run(self, store: Store, *, force: bool) -> ImportedDCP:
         await check_free(store, self.tag, force=force)
         with Directory(self.path) as directory:
             root, pickled = _tree(self.found, directory, self.about)
-            job = Job(
+            job = ImportJob(
                 tensors=self.found.tensors,
                 root=root,
                 reader=directory,
@@ -107,7 +106,7 @@ class _Job:
                 on_progress=self.on_progress,
             )
             nbytes, parts = await job.run(store)
-        return Imported(
+        return ImportedDCP(
             root=store.url,
             tag=self.tag,
             step=self.step,

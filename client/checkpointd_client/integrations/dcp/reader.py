@@ -1,10 +1,10 @@
 """A DCP StorageReader: DCP plans what each rank needs, our indexes say where it lies, and only those chunks are read.
 
 Invariants
-  R1  Nothing here unpickles: what a checkpoint holds of DCP's metadata is in the indexes. Bytes that DCP's planner unpickles
-      are made here from plain values, or pass torch.load(weights_only=True) first.
-  R2  All ranks read one checkpoint, whatever is committed meanwhile.
-  R3  Each chunk is verified before its bytes reach a tensor. Other tensors may be filled by then, as DCP does it.
+  DCPREAD-1  Nothing here unpickles: what a checkpoint holds of DCP's metadata is in the indexes. Bytes that DCP's planner
+      unpickles are made here from plain values, or pass torch.load(weights_only=True) first.
+  DCPREAD-2  All ranks read one checkpoint, whatever is committed meanwhile.
+  DCPREAD-3  Each chunk is verified before its bytes reach a tensor. Other tensors may be filled by then, as DCP does it.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 
 from checkpointd.errors import MismatchError
+from checkpointd.export.selection import Exported
 from checkpointd.layout.boxes import Box, whole
 from checkpointd.layout.keys import LATEST, check_tag
-from checkpointd.pipeline.export.selection import Exported
-from checkpointd.pipeline.world import Want
-from checkpointd_client.dtypes import DTYPES, empty
-from checkpointd_client.integrations.dcp.content import Content, content_of, is_whole
-from checkpointd_client.integrations.dcp.objects import OPT_IN
+from checkpointd.phrases import listed
+from checkpointd.pipeline.read.plan import BoxRequest
+from checkpointd_client.capture.dtypes import DTYPES, empty
+from checkpointd_client.capture.pickled import loaded
+from checkpointd_client.integrations.conversion.objects import OPT_IN
+from checkpointd_client.integrations.dcp.content import DcpContent, content_of, is_whole
 from checkpointd_client.integrations.dcp.session import take_up
 from checkpointd_client.integrations.dcp.tagged import Tagged
-from checkpointd_client.pickled import loaded
 from checkpointd_client.reader import OpenCheckpoint, open_checkpoint
-from checkpointd_client.sinks import box_sink
+from checkpointd_client.restore.sinks import box_sink
 
 log = logging.getLogger("checkpointd")
-SHOWN_MAX = 8
 
 After = Callable[[], None]
 """What is left to do with an item when its bytes are there."""
@@ -58,7 +58,7 @@ class CheckpointdReader(Tagged, StorageReader):
         self._root = root
         self._tag = tag if tag is None or tag == LATEST else check_tag(tag)
         self._weights_only = weights_only
-        self._opened: tuple[OpenCheckpoint, Content] | None = None
+        self._opened: tuple[OpenCheckpoint, DcpContent] | None = None
 
     @property
     def checkpoint(self) -> OpenCheckpoint:
@@ -75,8 +75,7 @@ class CheckpointdReader(Tagged, StorageReader):
     def read_metadata(self, *args: Any, **_options: Any) -> Metadata:
         content = self._content
         if content.left_out:
-            shown = ", ".join(content.left_out[:SHOWN_MAX]) + (", ..." if len(content.left_out) > SHOWN_MAX else "")
-            log.info("%s: DCP is not told of %s", content.world.checkpoint.tag, shown)
+            log.info("%s: DCP is not told of %s", content.world.checkpoint.tag, listed(content.left_out))
         return content.metadata()
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **_options: Any) -> None:
@@ -86,7 +85,7 @@ class CheckpointdReader(Tagged, StorageReader):
         return replace(plan, storage_data=self._content.world.checkpoint.prefix)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """On the coordinator: that all ranks have found the same one (R2)."""
+        """On the coordinator: that all ranks have found the same one (DCPREAD-2)."""
         found = {plan.storage_data: i for i, plan in enumerate(plans)}
         if len(found) > 1:
             each = ", ".join(f"rank {rank}: {prefix}" for prefix, rank in found.items())
@@ -113,14 +112,14 @@ class CheckpointdReader(Tagged, StorageReader):
     # --- parts -------------------------------------------------------------------------------------------------
 
     @property
-    def _open(self) -> tuple[OpenCheckpoint, Content]:
+    def _open(self) -> tuple[OpenCheckpoint, DcpContent]:
         if self._opened is None:
             reader = open_checkpoint(self._root, self._tag or LATEST)
             self._opened = reader, content_of(reader.world)
         return self._opened
 
     @property
-    def _content(self) -> Content:
+    def _content(self) -> DcpContent:
         return self._open[1]
 
     def _object(self, name: str) -> bytes:
@@ -129,7 +128,7 @@ class CheckpointdReader(Tagged, StorageReader):
             loaded(data, name, opt_in=OPT_IN)
         return data
 
-    def _tensor(self, item: ReadItem, planner: LoadPlanner) -> tuple[Want, After]:
+    def _tensor(self, item: ReadItem, planner: LoadPlanner) -> tuple[BoxRequest, After]:
         """What to read for `item`, and what to do then."""
         tensor = self._content.tensors[item.storage_index.fqn]
         start = item.storage_index.offset or (0,) * len(item.lengths)
@@ -139,12 +138,12 @@ class CheckpointdReader(Tagged, StorageReader):
             raise MismatchError(f"{tensor.name}: {list(target.shape)} is to be filled with {list(box.sizes)}")
         if is_whole(tensor):
             sink = box_sink(target, box, tensor.source.dtype)
-            want = Want(tensor.source.fqn, box, sink, tensor.source.rank)
+            want = BoxRequest(tensor.source.fqn, box, sink, tensor.source.rank)
             return want, lambda: planner.commit_tensor(item, target)
         return self._viewed(tensor, box, target, lambda: planner.commit_tensor(item, target))
 
     @staticmethod
-    def _viewed(tensor: Exported, box: Box, target: torch.Tensor, commit: After) -> tuple[Want, After]:
+    def _viewed(tensor: Exported, box: Box, target: torch.Tensor, commit: After) -> tuple[BoxRequest, After]:
         """A view of a stored tensor: all of that is read, and the view cut from it."""
         source, view = tensor.source, tensor.view
         owner = empty(source.shape, DTYPES[source.dtype], torch.device("cpu"))
@@ -157,4 +156,4 @@ class CheckpointdReader(Tagged, StorageReader):
                 target.copy_(shown[cut])
             commit()
 
-        return Want(source.fqn, everything, box_sink(owner, everything, source.dtype), source.rank), after
+        return BoxRequest(source.fqn, everything, box_sink(owner, everything, source.dtype), source.rank), after

@@ -1,10 +1,10 @@
-"""What the DCP writers of this process share for one root: the thread, the store, the epoch, and attempts that still run.
+"""State that the DCP writers of this process share for one root: the thread, the store, the epoch, and running attempts.
 
 DCP opens and closes nothing: it makes a writer for each save, or keeps one. So the session stays until the process ends.
 
 Invariant
-  S1  A session keeps the epoch that it took. Where somebody else has begun a newer one, it is fenced and stays so; a process of
-      the same job, and this very process, are not somebody else.
+  DCPSESSION-1  A session keeps the epoch that it took. Where somebody else has begun a newer one, it is fenced and stays so; a
+      process of the same job, and this very process, are not somebody else.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from typing import Protocol
 from checkpointd.config import PersistConfig
 from checkpointd.errors import CheckpointdError, DamagedError, FencedError, NotFoundError
 from checkpointd.layout.keys import AttemptId
-from checkpointd.pipeline import catalog, epochs
-from checkpointd.pipeline.leases import Beginner
+from checkpointd.pipeline.root import catalog, epochs
+from checkpointd.pipeline.root.leases import Beginner
 from checkpointd.store import open_store
 from checkpointd.store.base import Store
 from checkpointd.store.writers import is_this_process
 from checkpointd_client.lifetime import at_exit, claim_root
-from checkpointd_client.start import LOOK_TIMEOUT_S, RECOVERY_TIMEOUT_S, Begun, Started, begin, end, say_unknown
-from checkpointd_client.writer import Writer
+from checkpointd_client.ranks.startup import LOOK_TIMEOUT_S, RECOVERY_TIMEOUT_S, Begun, Started, begin, end, say_unknown
+from checkpointd_client.ranks.writer import WriterThread
 
 log = logging.getLogger("checkpointd")
 LEAVE_S = 10.0
@@ -43,25 +43,27 @@ class Follower(Protocol):
         ...
 
 
-_sessions: dict[tuple[int, str], Session] = {}
+_sessions: dict[tuple[int, str], DcpSession] = {}
 _loaded: set[tuple[int, str]] = set()
 """Where this process has loaded from."""
 _lock = threading.Lock()
 
 
-def session_of(root: str) -> Session:
+def session_of(root: str) -> DcpSession:
     """The session of this process at `root`. UsageError where a Checkpointer of this process uses it."""
     claim_root(root)()  # a DCP save may take a new epoch, which would fence the Checkpointer
     key = _key(root)
     with _lock:
         session = _sessions.get(key)
         if session is None:
-            session = _sessions[key] = Session(root)
+            session = _sessions[key] = DcpSession(root)
         return session
 
 
 def take_up(root: str) -> None:
-    """This process has loaded from `root`: what earlier jobs left there is its own to remove (R10 in `commit/retention.py`)."""
+    """This process has loaded from `root`: what earlier jobs left there is its own to remove (RETENTION-6 in
+    `commit/retention.py`).
+    """
     _loaded.add(_key(root))
 
 
@@ -74,12 +76,12 @@ def _key(root: str) -> tuple[int, str]:
     return os.getpid(), root if "://" in root else os.path.realpath(root)
 
 
-class Session:
+class DcpSession:
     """One root in one process. Its methods are called on any thread but the writer's."""
 
     def __init__(self, root: str) -> None:
         persist = PersistConfig()
-        self.writer = Writer(threads=persist.encoders + persist.writes)
+        self.writer = WriterThread(threads=persist.encoders + persist.writes)
         self.store: Store = open_store(root)
         self._started: Started | None = None
         self._world_size = 0
@@ -95,7 +97,7 @@ class Session:
         """On the coordinator: the epoch, the next attempt at `tag` in it, and the number of saves before it.
 
         A new epoch is taken at first, for another number of ranks, and where a process of this job has begun one since.
-        FencedError where another job has (S1), RootInUseError where another job is alive when the first one is taken.
+        FencedError where another job has (DCPSESSION-1), RootInUseError where another job is alive when the first one is taken.
         """
         with self._lock:
             begun = self._current(beginner)

@@ -1,8 +1,8 @@
-"""The bytes of a DCP directory: each box of a tensor is a file of torch.save inside a larger one, and is read in parts.
+"""Reads a DCP directory: each box of a tensor is a file of torch.save inside a larger one, and is read in parts.
 
 Invariant
-  S1  No more of a tensor is read into memory than is asked for. Only one that lies there in another order than its own (a
-      transposed one) is mapped as a whole, and its pages are the system's to drop.
+  DCPSOURCE-1  No more of a tensor is read into memory than is asked for. Only one that lies there in another order than its own
+      (a transposed one) is mapped as a whole, and its pages are the system's to drop.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from checkpointd.errors import FormatError, NotFoundError, UnreadableError
 from checkpointd.layout.boxes import Box
 from checkpointd.layout.dtypes import ITEM_BYTES
 from checkpointd.layout.regions import slices
+from checkpointd.pipeline.read.plan import CARRIERS
 from checkpointd.pipeline.shard import Bytes
-from checkpointd.pipeline.world import CARRIERS
-from checkpointd_client.dtypes import NAMES
-from checkpointd_client.files import data_offset
-from checkpointd_client.integrations.dcp.metadata_file import Place
-from checkpointd_client.integrations.dcp.objects import described
+from checkpointd_client.capture.dtypes import NAMES
+from checkpointd_client.capture.torch_files import data_offset
+from checkpointd_client.integrations.conversion.metadata_file import DcpFileRange
+from checkpointd_client.integrations.conversion.objects import described
 
 _LOOK_BYTES = 4096
 OBJECT_BYTES_MAX = 1 << 28
@@ -55,7 +55,7 @@ class Directory:
         self.path = path
         self._name = ""
         self._file: io.BufferedReader | None = None
-        self._known: tuple[Place, Elements] | None = None
+        self._known: tuple[DcpFileRange, Elements] | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -64,7 +64,7 @@ class Directory:
         if self._file is not None:
             self._file.close()
 
-    def object(self, name: str, place: Place) -> bytes:
+    def object(self, name: str, place: DcpFileRange) -> bytes:
         """The bytes of an object."""
         if place.length > OBJECT_BYTES_MAX:
             raise FormatError(f"{name} is an object of {place.length} bytes, more than {OBJECT_BYTES_MAX}", fqn=name)
@@ -72,7 +72,7 @@ class Directory:
         self._fill(place.file, memoryview(data), place.offset, name)
         return bytes(data)
 
-    def copy(self, fqn: str, dtype: str, frame: Box, place: Place, part: Box, target: Bytes) -> None:
+    def copy(self, fqn: str, dtype: str, frame: Box, place: DcpFileRange, part: Box, target: Bytes) -> None:
         """The elements of `part`, a box inside `frame` that is a row of the elements there, into `target`, row-major.
 
         FormatError where what lies at `place` is not the box `frame` of `dtype`.
@@ -90,7 +90,7 @@ class Directory:
         else:
             target.view(CARRIERS[ITEM_BYTES[dtype]])[:] = self._mapped(place, elements)[slices(frame, part)].reshape(-1)
 
-    def _elements(self, fqn: str, place: Place) -> Elements:
+    def _elements(self, fqn: str, place: DcpFileRange) -> Elements:
         if self._known is None or self._known[0] != place:
             self._known = place, _looked_at(self._open(place.file), fqn, place)
         return self._known[1]
@@ -117,7 +117,7 @@ class Directory:
                 raise FormatError(f"{self.path / name} ends before byte {offset + len(target)}, where {fqn} ends", fqn=fqn)
             target, offset = target[got:], offset + got
 
-    def _mapped(self, place: Place, elements: Elements) -> NDArray[Any]:
+    def _mapped(self, place: DcpFileRange, elements: Elements) -> NDArray[Any]:
         """The box as it lies in the file."""
         before = elements.offset % mmap.ALLOCATIONGRANULARITY
         mapped = mmap.mmap(
@@ -132,10 +132,10 @@ class Directory:
         return np.lib.stride_tricks.as_strided(flat, elements.shape, strides, writeable=False)
 
 
-class _Inside(io.RawIOBase):
+class _FileSection(io.RawIOBase):
     """A part of a file as a file of its own."""
 
-    def __init__(self, descriptor: int, place: Place) -> None:
+    def __init__(self, descriptor: int, place: DcpFileRange) -> None:
         super().__init__()
         self._descriptor, self._place, self._at = descriptor, place, 0
 
@@ -165,9 +165,9 @@ def _position(frame: Box, part: Box) -> int:
     return at
 
 
-def _looked_at(file: io.BufferedReader, fqn: str, place: Place) -> Elements:
+def _looked_at(file: io.BufferedReader, fqn: str, place: DcpFileRange) -> Elements:
     """What the file of torch.save at `place` holds, its elements not read."""
-    view = io.BufferedReader(_Inside(file.fileno(), place), _LOOK_BYTES)
+    view = io.BufferedReader(_FileSection(file.fileno(), place), _LOOK_BYTES)
     try:
         tensor = described(view)
         with zipfile.ZipFile(view) as archive:
@@ -175,7 +175,7 @@ def _looked_at(file: io.BufferedReader, fqn: str, place: Place) -> Elements:
             order = [archive.read(name) for name in archive.namelist() if name.endswith("/byteorder")]
     except Exception as error:  # bytes of unknown origin: whatever goes wrong is that they cannot be read
         raise FormatError(
-            f"{fqn}: what lies in {place.file} at byte {place.offset} is no tensor of torch.save: {error!r}"
+            f"{fqn}: what lies in {place.file} at byte {place.offset} is not a tensor of torch.save: {error!r}"
         ) from error
     if len(rooms) != 1 or rooms[0].compress_type != zipfile.ZIP_STORED or order not in ([], [b"little"]):
         raise FormatError(f"{fqn}: {place.file} holds it in a way that is not known: {len(rooms)} storages, byte order {order}")

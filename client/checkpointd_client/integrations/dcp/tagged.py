@@ -1,8 +1,9 @@
-"""What DCP calls a `checkpoint_id`: here it is the tag of a checkpoint at a root."""
+"""Turns DCP's `checkpoint_id` into the tag of a checkpoint at a root, and its step."""
 
 from __future__ import annotations
 
 import os
+import re
 
 
 class Tagged:
@@ -19,3 +20,13 @@ class Tagged:
     def checkpoint_id(self) -> str | None:
         """The tag."""
         return self._tag
+
+
+_NUMBER = re.compile(r"(\d+)\D*\Z", re.ASCII)
+_DIGITS_MAX = 15
+
+
+def step_of(tag: str) -> int:
+    """The last number in a tag; 0 where there is none."""
+    match = _NUMBER.search(tag)
+    return int(match[1]) if match and len(match[1]) <= _DIGITS_MAX else 0

@@ -5,9 +5,9 @@
     coordinator   finish                lets the attempt commit, and returns when it has
 
 Invariants
-  D1  Nothing is committed before `finish` was called, which DCP does only where no rank failed.
-  D2  A rank that fails votes no, and the attempt is aborted on all ranks at once. A rank that dies never votes: the attempt is
-      aborted at its deadline, by the coordinator's next save or its end, or by the next start.
+  DCPWRITE-1  Nothing is committed before `finish` was called, which DCP does only where no rank failed.
+  DCPWRITE-2  A rank that fails votes no, and the attempt is aborted on all ranks at once. A rank that dies never votes: the
+      attempt is aborted at its deadline, by the coordinator's next save or its end, or by the next start.
 """
 
 from __future__ import annotations
@@ -31,24 +31,23 @@ from checkpointd.commit.retention import Retention
 from checkpointd.config import MIB, TIMEOUT_S_MAX, CommitConfig, PersistConfig, Ranks, check_job
 from checkpointd.errors import CheckpointdError, RootNotSharedError, StagingError, UsageError
 from checkpointd.layout.keys import AttemptId, check_tag, default_tag
+from checkpointd.phrases import listed
 from checkpointd.pipeline.attempt import WriterState
-from checkpointd.pipeline.leases import Beginner
+from checkpointd.pipeline.root.leases import Beginner
 from checkpointd.pipeline.shard import AttemptInfo, Shard
-from checkpointd_client.integrations.dcp.items import shard_of
-from checkpointd_client.integrations.dcp.naming import step_of
-from checkpointd_client.integrations.dcp.running import Run
-from checkpointd_client.integrations.dcp.session import Session, is_taken_up, session_of
-from checkpointd_client.integrations.dcp.tagged import Tagged
-from checkpointd_client.saving import check_step
-from checkpointd_client.settings import check_paths
-from checkpointd_client.start import Begun, instead, root_fault
+from checkpointd_client.integrations.conversion.items import shard_of
+from checkpointd_client.integrations.dcp.attempt import DcpAttempt
+from checkpointd_client.integrations.dcp.session import DcpSession, is_taken_up, session_of
+from checkpointd_client.integrations.dcp.tagged import Tagged, step_of
+from checkpointd_client.ranks.startup import Begun, instead, root_fault
+from checkpointd_client.saver import check_step
+from checkpointd_client.settings import check_path
 
 log = logging.getLogger("checkpointd")
-SHOWN_MAX = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class PlanRequest:
     """What a rank tells the coordinator with its plan."""
 
     token: str
@@ -57,7 +56,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class PlanReply:
     """What the coordinator tells a rank with its plan."""
 
     info: AttemptInfo
@@ -101,7 +100,7 @@ class CheckpointdWriter(Tagged, StorageWriter):
         arguments.seconds("commit_timeout_s", commit_timeout_s, most=TIMEOUT_S_MAX)
         arguments.flag("overwrite", overwrite)
         arguments.flag("save_latest", save_latest)
-        check_paths(root)
+        check_path("root", root)
         self._root = os.fspath(root)
         self._tag = check_tag(tag) if tag is not None else default_tag(step) if step is not None else None
         self._step = step
@@ -112,17 +111,17 @@ class CheckpointdWriter(Tagged, StorageWriter):
             timeout_s=commit_timeout_s,
             poll_max_s=0.1,
             retention=Retention.of(retention),
-            on_stale="ignore",
+            on_no_progress="ignore",
             read_back=False,
         )
         self._save_latest = save_latest
         self._job, self._take_over = check_job(job), take_over
         self._afresh = afresh
-        self._asked = Asked("", "")
+        self._asked = PlanRequest("", "")
         self._held = SavePlan([])
-        self._session: Session | None = None
+        self._session: DcpSession | None = None
         self._state: WriterState | None = None
-        self._run: Run | None = None
+        self._run: DcpAttempt | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """For async_save in a process: there it opens the root anew."""
@@ -158,7 +157,7 @@ class CheckpointdWriter(Tagged, StorageWriter):
         if not getattr(plan, "usable", True):  # torch 2.7 and later
             raise UsageError("DefaultSavePlanner(enable_plan_caching=True) leaves out what this storage needs: use False")
         self._held = plan
-        self._asked = Asked(secrets.token_hex(8), self._tag or "")
+        self._asked = PlanRequest(secrets.token_hex(8), self._tag or "")
         return replace(plan, storage_data=self._asked)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -173,14 +172,14 @@ class CheckpointdWriter(Tagged, StorageWriter):
         begun, attempt, n = self._open.next_attempt(self._asked.tag, self._beginner(len(plans)))
         self._take_up()
         infos = (self._info(attempt, (i - here) % len(plans), len(plans), n) for i in range(len(plans)))
-        return [replace(plan, storage_data=Told(info, begun)) for plan, info in zip(plans, infos, strict=True)]
+        return [replace(plan, storage_data=PlanReply(info, begun)) for plan, info in zip(plans, infos, strict=True)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
         """Returns when this rank's part is durable and its vote stands; raises what prevented that."""
-        told: Told = plan.storage_data
+        told: PlanReply = plan.storage_data
         self._check_root(told)
         staged: Future[Shard] = Future()
-        run = self._run = Run(self._open, self._writer_state, told.info, staged)
+        run = self._run = DcpAttempt(self._open, self._writer_state, told.info, staged)
         try:
             shard, strange = shard_of(self._held, plan, planner)
         except BaseException as error:
@@ -205,7 +204,7 @@ class CheckpointdWriter(Tagged, StorageWriter):
     # --- parts -------------------------------------------------------------------------------------------------
 
     @property
-    def _open(self) -> Session:
+    def _open(self) -> DcpSession:
         if self._session is None:
             raise UsageError("set_up_storage_writer() comes first")
         return self._session
@@ -243,7 +242,7 @@ class CheckpointdWriter(Tagged, StorageWriter):
             save_latest=self._save_latest,
         )
 
-    def _check_root(self, told: Told) -> None:
+    def _check_root(self, told: PlanReply) -> None:
         info = told.info
         if Ranks(rank=info.rank, world_size=info.world_size).rank:
             fault = root_fault(self._open.writer, self._open.store, told.begun)
@@ -252,13 +251,12 @@ class CheckpointdWriter(Tagged, StorageWriter):
 
     def _warn(self, strange: tuple[str, ...]) -> None:
         if strange:
-            shown = ", ".join(strange[:SHOWN_MAX]) + (", ..." if len(strange) > SHOWN_MAX else "")
             log.warning(
-                "%s: %d objects are no plain values and are stored pickled; dcp.load refuses those that need code, "
+                "%s: %d objects are not plain values and are stored pickled; dcp.load refuses those that need code, "
                 "unless it is given CheckpointdReader(..., weights_only=False): %s",
                 self._tag,
                 len(strange),
-                shown,
+                listed(strange),
             )
 
 

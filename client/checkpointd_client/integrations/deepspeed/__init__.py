@@ -9,26 +9,34 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from checkpointd_client.integrations.deepspeed.fp32 import (
+    from checkpointd_client.integrations.deepspeed.adapter_base import Adapter
+    from checkpointd_client.integrations.deepspeed.attaching import attach, install
+    from checkpointd_client.integrations.deepspeed.calls import load_checkpoint, save_checkpoint
+    from checkpointd_client.integrations.deepspeed.offline.fp32 import (
         convert_zero_checkpoint_to_fp32_state_dict,
         get_fp32_state_dict_from_zero_checkpoint,
         load_state_dict_from_zero_checkpoint,
     )
-    from checkpointd_client.integrations.deepspeed.plug import Plug, attach, install
 
 __all__ = [
-    "Plug",
+    "Adapter",
     "attach",
     "convert_zero_checkpoint_to_fp32_state_dict",
     "get_fp32_state_dict_from_zero_checkpoint",
     "install",
+    "load_checkpoint",
     "load_state_dict_from_zero_checkpoint",
+    "save_checkpoint",
 ]
 
-_PLUG = frozenset({"Plug", "attach", "install"})
+_HOMES = {
+    "Adapter": "adapter_base",
+    **dict.fromkeys(("attach", "install"), "attaching"),
+    **dict.fromkeys(("load_checkpoint", "save_checkpoint"), "calls"),
+}
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{'plug' if name in _PLUG else 'fp32'}"), name)
+    return getattr(import_module(f"{__name__}.{_HOMES.get(name, 'offline.fp32')}"), name)

@@ -1,4 +1,4 @@
-"""What lies in a directory that DeepSpeed saves to, as a look at it tells; nothing in it is read but `latest`."""
+"""Looks at a directory to which DeepSpeed saves; it reads no file but `latest`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import os
 from contextlib import suppress
 
 from checkpointd.layout.keys import LATEST
-from checkpointd_client.integrations.deepspeed.zero_files import is_zero_checkpoint
-
-_NAMED_MAX = 8
+from checkpointd.phrases import listed
+from checkpointd_client.integrations.deepspeed.offline.file_names import STATES_END, is_zero_checkpoint, read_latest
 
 
 def missing_fault(load_dir: str, tag: str | None) -> str | None:
@@ -20,8 +19,7 @@ def missing_fault(load_dir: str, tag: str | None) -> str | None:
     what = f"{directory} has no file *_model_states.pt" if os.path.isdir(directory) else f"there is no directory {directory}"
     asked = f", which {os.path.join(load_dir, LATEST)} names" if tag is None else ""
     found = tags_in(load_dir)
-    more = f" and {len(found) - _NAMED_MAX} more" if len(found) > _NAMED_MAX else ""
-    there = f"checkpoints there are {', '.join(found[:_NAMED_MAX])}{more}" if found else "there is no checkpoint of DeepSpeed"
+    there = f"checkpoints there are {listed(found)}" if found else "there is no checkpoint of DeepSpeed"
     return f"{what}{asked}; {there}"
 
 
@@ -36,13 +34,13 @@ def tags_in(load_dir: str) -> list[str]:
 
 def pointed(load_dir: str) -> str | None:
     """What `latest` names, without what is around it; None where there is none that can be read."""
-    with suppress(OSError, UnicodeDecodeError), open(os.path.join(load_dir, LATEST), encoding="utf-8") as file:
-        return file.read().strip() or None
+    with suppress(OSError, UnicodeDecodeError):
+        return read_latest(load_dir).decode().strip() or None
     return None
 
 
 def stock_files(directory: str) -> list[str]:
     """The files that DeepSpeed writes for a tag in its `directory`."""
     with suppress(OSError):
-        return [os.path.join(directory, name) for name in os.listdir(directory) if name.endswith("_states.pt")]
+        return [os.path.join(directory, name) for name in os.listdir(directory) if name.endswith(STATES_END)]
     return []

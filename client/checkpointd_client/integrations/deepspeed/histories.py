@@ -1,4 +1,4 @@
-"""Checkpoints of layout "checkpointd" and DeepSpeed's own in one directory: which of the two is the newest."""
+"""Finds the newest checkpoint in a directory that has DeepSpeed's own and those of layout "checkpointd"."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from checkpointd.errors import CheckpointdError
-from checkpointd.layout.keys import LATEST, OUTCOME
-from checkpointd.pipeline.catalog import Checkpoint
+from checkpointd.layout.keys import OUTCOME
+from checkpointd.pipeline.root.catalog import Checkpoint
 from checkpointd_client.integrations.deepspeed.directories import pointed, stock_files
-from checkpointd_client.integrations.deepspeed.unpickling import read
-from checkpointd_client.integrations.deepspeed.zero_files import is_zero_checkpoint
+from checkpointd_client.integrations.deepspeed.offline.file_names import is_zero_checkpoint, read_latest
+from checkpointd_client.integrations.deepspeed.offline.safe_unpickle import read
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +53,8 @@ def newest(root: str, load_dir: str, named: str, own: Sequence[Checkpoint]) -> N
 def _stock_tag(root: str, load_dir: str) -> str | None:
     """What DeepSpeed's `latest` names: it ends without a newline, and where nobody else writes it, it is always DeepSpeed's."""
     if _is_shared(root, load_dir):
-        with suppress(OSError), open(os.path.join(load_dir, LATEST), "rb") as file:
-            return None if file.read().endswith(b"\n") else pointed(load_dir)
+        with suppress(OSError):
+            return None if read_latest(load_dir).endswith(b"\n") else pointed(load_dir)
         return None
     return pointed(load_dir)
 

@@ -1,7 +1,8 @@
-"""What load_checkpoint reads a root by: a Checkpointer that begins there, or an Onlooker where this job cannot begin.
+"""Opens the root for load_checkpoint: a Checkpointer that begins there, or an Onlooker if this job cannot begin.
 
 Invariants
-  Q1  All ranks read by the same: rank 0 says whether the root may be written to, and a Checkpointer is refused on all or none.
+  OPENING-1  All ranks read by the same: rank 0 says whether the root may be written to, and a Checkpointer is refused on all or
+      none.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from typing import Any, Protocol
 from checkpointd.config import ABSENCE_S
 from checkpointd.errors import RootInUseError
 from checkpointd.layout.keys import LEASES, SERVICE, epoch_key
-from checkpointd.pipeline.catalog import Checkpoint
-from checkpointd_client.checkpointer import Checkpointer
-from checkpointd_client.choosing import Chooser
+from checkpointd.pipeline.root.catalog import Checkpoint
+from checkpointd_client.core import Core
 from checkpointd_client.examining import Taker
-from checkpointd_client.loading import Loaded
+from checkpointd_client.loader import Loaded
 from checkpointd_client.onlooker import Onlooker
-from checkpointd_client.ranks import COORDINATOR, find_ranks
+from checkpointd_client.ranks.board import COORDINATOR, find_ranks
+from checkpointd_client.restore.target_chooser import TargetChooser
 
 log = logging.getLogger("checkpointd")
 
@@ -35,7 +36,7 @@ class Opened(Protocol):
 
     def meet(self, said: str, doing: str) -> dict[int, str]: ...
 
-    def load(self, state: Chooser, tag: str | None = None, *, cast: bool = False) -> Loaded | None: ...
+    def load(self, state: TargetChooser, tag: str | None = None, *, cast: bool = False) -> Loaded | None: ...
 
     def take_up(self) -> None: ...
 
@@ -45,7 +46,7 @@ class Opened(Protocol):
 
     def damage(self, checkpoint: Checkpoint, ranks: Iterable[int], taker: Taker | None = None) -> tuple[str, ...]: ...
 
-    def list(self) -> list[Checkpoint]: ...
+    def checkpoints(self) -> list[Checkpoint]: ...
 
 
 def said_of(store: str) -> Said:
@@ -60,7 +61,7 @@ def _may_write(directory: str) -> bool:
 
 @contextmanager
 def opened(
-    store: str, begin: Callable[[], Checkpointer], said: Said, timeout_s: float, options: Mapping[str, Any], *, saves: bool
+    store: str, begin: Callable[[], Core], said: Said, timeout_s: float, options: Mapping[str, Any], *, saves: bool
 ) -> Iterator[Opened]:
     """The root `store`, read by what `begin` makes, if it can. `options`: those of Checkpointer.
 

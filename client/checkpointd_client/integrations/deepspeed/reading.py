@@ -1,4 +1,4 @@
-"""The files that a rank's load_checkpoint will ask for, read while they are verified and kept until DeepSpeed wants them."""
+"""Reads the files that load_checkpoint will need while it verifies them, and keeps them until DeepSpeed asks."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from checkpointd_client.integrations.deepspeed.engine import unpickled
-from checkpointd_client.verified import VerifiedFile
+from checkpointd_client.integrations.deepspeed.checkpoint_engine import unpickled
+from checkpointd_client.restore.verified import VerifiedFile
 
 _PARAMETERS = (
     *("load_module_strict", "load_optimizer_states", "load_lr_scheduler_states", "load_module_only"),
@@ -16,7 +16,7 @@ _PARAMETERS = (
 """Of DeepSpeed's load_checkpoint, behind load_dir and tag."""
 
 
-class Reading:
+class FileReads:
     """One rank's, of one load: a Taker for `Checkpointer.damage`. What it does not take, as a pipeline's layers of other ranks,
     DeepSpeed reads from the files themselves.
     """

@@ -1,30 +1,78 @@
-"""The roots that one engine uses, each with its Checkpointer.
+"""The roots of one engine, each with its Checkpointer. Engines of one process share them: there can be only one per root.
+
+A script that saves with one engine and loads with the next, without closing the first, is such a process.
 
 Invariants
-  J1  A root that was only loaded from is this job's until its first save at another one: other jobs begin there then.
-  J2  A root that is used again after it was left counts as loaded from only where nobody has begun there meanwhile.
+  ENGINEROOT-1  A root that was only loaded from is this job's until its first save at another one: other jobs begin there then.
+  ENGINEROOT-2  A root that is used again after it was left counts as loaded from only where nobody has begun there meanwhile.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import threading
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
-from checkpointd.errors import CheckpointdError
-from checkpointd_client.checkpointer import Checkpointer
-from checkpointd_client.integrations.deepspeed.sharing import borrow, give_back
+from checkpointd.errors import CheckpointdError, UsageError
+from checkpointd_client.core import Core
+from checkpointd_client.settings import Options
+
+
+@dataclass(slots=True)
+class _Shared:
+    checkpointer: Core
+    options: dict[str, Any]
+    holders: int
+
+
+_lock = threading.Lock()
+_open: dict[tuple[int, str], _Shared] = {}
+
+
+def borrow(root: str, options: dict[str, Any]) -> Core:
+    """The Checkpointer of `root`; made where there is none. UsageError where another engine's has other options."""
+    key = _key(root)
+    with _lock:
+        shared = _open.get(key)
+        if shared is None:
+            shared = _open[key] = _Shared(Core(root, Options(**options)), dict(options), 0)
+        elif shared.options != options:
+            raise UsageError(
+                f"another engine of this process uses {root} with {shared.options}, and this one asks for {options}: "
+                "attach both alike, or detach the other first"
+            )
+        shared.holders += 1
+        return shared.checkpointer
+
+
+def give_back(root: str) -> None:
+    """Close the Checkpointer of `root` once nobody else has it; raises what close() does."""
+    key = _key(root)
+    with _lock:
+        shared = _open[key]
+        shared.holders -= 1
+        if shared.holders == 0:
+            del _open[key]
+            shared.checkpointer.close()  # still alone: who comes next makes one of its own
+
+
+def _key(root: str) -> tuple[int, str]:
+    return os.getpid(), os.path.realpath(root)
+
 
 log = logging.getLogger("checkpointd")
 
 
-class Roots:
+class EngineRoots:
     """`store_of`: where the Checkpointer of a root stores. `options` are those of Checkpointer."""
 
     def __init__(self, store_of: Callable[[str], str], options: dict[str, Any]) -> None:
         self._store_of, self._options = store_of, options
-        self.checkpointers: dict[str, Checkpointer] = {}
+        self.checkpointers: dict[str, Core] = {}
         self.went_on_from: str | None = None
         """A root that was loaded from by other means."""
         self._saved: set[str] = set()
@@ -34,7 +82,7 @@ class Roots:
     def __contains__(self, root: str) -> bool:
         return root in self.checkpointers
 
-    def checkpointer(self, root: str) -> Checkpointer:
+    def checkpointer(self, root: str) -> Core:
         """That of a root, begun there if there is none."""
         found = self.checkpointers.get(root)
         if found is None:
@@ -45,8 +93,8 @@ class Roots:
             found.take_up()
         return found
 
-    def to_save(self, root: str) -> Checkpointer:
-        """That of a root that is saved at now; leaves those that were only loaded from (J1)."""
+    def to_save(self, root: str) -> Core:
+        """That of a root that is saved at now; leaves those that were only loaded from (ENGINEROOT-1)."""
         found = self.checkpointer(root)
         self._saved.add(root)
         for other in self.checkpointers.keys() - self._saved:

@@ -1,9 +1,10 @@
-"""What load_checkpoint takes of a directory in which checkpointd commits DeepSpeed's files, and DeepSpeed itself may save, too.
+"""Chooses the checkpoint for load_checkpoint in a directory to which checkpointd and DeepSpeed itself may save.
 
 Invariants
-  N1  Rank 0 says what there is, and every rank whether what it would read of it is whole: all take the same, or raise the same.
-  N2  The newest counts, whoever saved it. What may be newer is passed over only where damage is proved.
-  N3  What checkpointd has shown is never loaded unverified, also where the record of its commit is damaged.
+  SEARCH-1  Rank 0 says what there is, and every rank whether what it would read of it is whole: all take the same, or raise the
+      same.
+  SEARCH-2  The newest counts, whoever saved it. What may be newer is passed over only where damage is proved.
+  SEARCH-3  What checkpointd has shown is never loaded unverified, also where the record of its commit is damaged.
 """
 
 from __future__ import annotations
@@ -19,12 +20,11 @@ from typing import Any
 from checkpointd.commands import command
 from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, StoreError, UnreadableError
 from checkpointd.layout.keys import shown_key
-from checkpointd.pipeline.catalog import Checkpoint
+from checkpointd.pipeline.root.catalog import Checkpoint
 from checkpointd_client.integrations.deepspeed.directories import missing_fault, pointed, stock_files
+from checkpointd_client.integrations.deepspeed.offline.file_names import is_zero_checkpoint
 from checkpointd_client.integrations.deepspeed.opening import Opened
-from checkpointd_client.integrations.deepspeed.reading import Reading
-from checkpointd_client.integrations.deepspeed.removed import without_removed
-from checkpointd_client.integrations.deepspeed.zero_files import is_zero_checkpoint
+from checkpointd_client.integrations.deepspeed.reading import FileReads
 
 log = logging.getLogger("checkpointd")
 
@@ -48,7 +48,7 @@ class Search:
     folder: str
     tag: str | None
     store: str
-    reading_of: Callable[[], Reading]
+    reading_of: Callable[[], FileReads]
 
     def chosen(self) -> tuple[str | None, dict[str, Any]]:
         """The tag to load (the newest that all ranks find whole, or DeepSpeed's own; None where there is nothing), and what was
@@ -89,7 +89,7 @@ class Search:
         if self.tag is not None:
             raise DamagedError(f"{self.load_dir}/{self.tag} is damaged: {'; '.join(damage)}")
 
-    def _said_of(self, checkpoint: Checkpoint | None, reading: Reading) -> str:
+    def _said_of(self, checkpoint: Checkpoint | None, reading: FileReads) -> str:
         """What this rank says of one, having read its share. It raises nothing: the other ranks wait to hear it."""
         rank = self.engine.global_rank
         if checkpoint is None:
@@ -151,7 +151,7 @@ class Search:
         return named if is_zero_checkpoint(os.path.join(self.load_dir, named)) else None
 
     def _is_shown(self, name: str) -> bool:
-        """Whether checkpointd shows something under this name, which nobody has removed since (N3)."""
+        """Whether checkpointd shows something under this name, which nobody has removed since (SEARCH-3)."""
         shown = os.path.join(self.store, shown_key(os.path.join(self.folder, name)))
         return os.path.exists(shown) and os.path.isdir(os.path.join(self.load_dir, name))
 
@@ -159,7 +159,7 @@ class Search:
 def known_of(opened: Opened) -> tuple[dict[str, Checkpoint], str | None]:
     """What there is, newest first, by prefix, and why it cannot be told; the other ranks wait to hear of it."""
     try:
-        return {c.prefix: c for c in opened.list()}, None
+        return {c.prefix: c for c in opened.checkpoints()}, None
     except CheckpointdError as error:
         return {}, str(error)
 
@@ -171,3 +171,23 @@ def first_said(opened: Opened, found: Any, fault: str | None) -> Any:
     if fault is not None:
         raise UnreadableError(f"rank 0 cannot tell what there is to load: {fault}")
     return first
+
+
+log = logging.getLogger("checkpointd")
+
+
+def without_removed(
+    opened: Opened, rank: int, load_dir: str, known: dict[str, Checkpoint], fault: str | None
+) -> tuple[dict[str, Checkpoint], str | None]:
+    """`known`, by prefix, without those whose directory is gone, and why it cannot be told what there is. Rank 0 alone looks,
+    since it says to all others what may be loaded.
+    """
+    if rank != 0 or fault is not None:
+        return known, fault
+    try:
+        removed = opened.removed()
+    except CheckpointdError as error:
+        return {}, str(error)
+    for prefix in sorted(removed & known.keys()):
+        log.warning("%s in %s was removed: its directory is gone, and the checkpoint goes with it", prefix, load_dir)
+    return {prefix: checkpoint for prefix, checkpoint in known.items() if prefix not in removed}, fault

@@ -1,0 +1,118 @@
+"""Results of a collection or a deletion, done or only planned: for the command line and its JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from checkpointd.commands import command
+from checkpointd.commit.facts import Dead
+from checkpointd.commit.retention import Retention
+from checkpointd.errors import DamagedError, NotFoundError, UsageError
+from checkpointd.pipeline.gc.collect import Removal, collect, survey
+from checkpointd.pipeline.gc.retire import chosen_by
+from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root.catalog import AttemptView
+from checkpointd.pipeline.root.latest import move_latest_away
+from checkpointd.pipeline.root.marks import DELETED_BY_NAME, removed_by_hand
+from checkpointd.store.base import Store
+
+
+class CollectionReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What went, or with `dry_run` would go; `retired` are the tags that are no checkpoints any more."""
+
+    root: str
+    dry_run: bool
+    retired: tuple[str, ...]
+    removed: tuple[Removal, ...]
+    freed_bytes: int
+    kept_bytes: int
+    latest_moved_to: str | None = None
+    needed_by: tuple[str, ...] = ()
+    """Of a deletion: the tags of the newer checkpoints that refer to what stays."""
+    unproved: tuple[str, ...] = ()
+    """Tags that rules let go, and that stay: no checkpoint that was to stay could be read back whole."""
+
+
+async def collection(store: Store, rules: Retention, *, dry_run: bool) -> CollectionReport:
+    """Remove what is dead weight, and the checkpoints that `rules` let go. UsageError where none has their metric."""
+    views = await catalog.scan(store)
+    choice = await chosen_by(store, views, rules)
+    if choice.unknown_metric is not None and catalog.checkpoints_of(views):
+        raise UsageError(f"nothing was removed at {store.url}: {choice.unknown_metric}")
+    return await _done(store, views, choice.going, dry_run=dry_run)
+
+
+async def deletion(store: Store, tag: str, *, force: bool, dry_run: bool) -> CollectionReport:
+    """Remove the checkpoint `tag`. NotFoundError where there is none; UsageError where it is the newest, without `force`."""
+    views = await catalog.scan(store)
+    checkpoints = catalog.checkpoints_of(views)
+    found = next((c for c in checkpoints if c.tag == tag), None)
+    if found is None:
+        await catalog.find(store, tag)  # says what is there instead
+        raise NotFoundError(f"{tag} is not a checkpoint any more")
+    why = await _indispensable(store, tag, [c.tag for c in checkpoints if c.outcome.save_latest])
+    if why and not force:
+        anyway = command("delete", store.url, tag, "--force")
+        raise UsageError(
+            f"{tag} is {why}: a restart would load an older one, or none; to delete it anyway: {anyway}, or force=True "
+            "in Python"
+        )
+    deleted = [(view.facts, DELETED_BY_NAME) for view in views if view.prefix == found.prefix]
+    # Older commits of the tag, not collected yet, would be its checkpoint then.
+    deleted += [
+        (v.facts, "somebody deleted its tag")
+        for v in views
+        if v.tag == tag and v.state == "committed" and v.prefix != found.prefix
+    ]
+    report = await _done(store, [v for v in views if v.tag == tag], deleted=deleted, dry_run=dry_run)
+    moved = None if dry_run else await move_latest_away(store, tag)
+    own = {f"{view.prefix}/" for view in views if view.tag == tag}
+    needed_by = tuple(c.tag for c in checkpoints if c.tag != tag and any(_holder(key) in own for key in c.outcome.refers or ()))
+    return msgspec.structs.replace(report, latest_moved_to=moved, needed_by=needed_by)
+
+
+def _holder(key: str) -> str:
+    """`<tag>/<attempt>/` of an object's key."""
+    return key[: key.rindex("/") + 1]
+
+
+async def delete_once(store: Store, tag: str, *, force: bool) -> None:
+    """The same for a job whose ranks may all ask for it: nothing where somebody has deleted `tag` by name before."""
+    try:
+        await deletion(store, tag, force=force, dry_run=False)
+    except NotFoundError:
+        if not await removed_by_hand(store, await catalog.attempts_of(store, tag)):
+            raise
+
+
+async def _indispensable(store: Store, tag: str, newest_first: Sequence[str]) -> str | None:
+    try:
+        if await catalog.latest(store) == tag:
+            return "what latest names"
+    except DamagedError:
+        pass  # the next start repairs it
+    return "the newest checkpoint" if newest_first[:1] == [tag] else None
+
+
+async def _done(
+    store: Store, views: list[AttemptView], retired: Sequence[Dead] = (), *, deleted: Sequence[Dead] = (), dry_run: bool
+) -> CollectionReport:
+    facts, chosen = [view.facts for view in views], [*retired, *deleted]
+    if dry_run:
+        went = await survey(store, facts, chosen)
+    else:
+        went = await collect(store, facts, retired, deleted=deleted)
+    gone = {(removal.tag, removal.attempt) for removal in went}
+    unproved = [facts for facts, _ in chosen if (facts.tag, str(facts.attempt)) not in gone]
+    left = {c.tag for c in catalog.checkpoints_of(v for v in views if (v.tag, str(v.attempt)) not in gone)}
+    return CollectionReport(
+        root=store.url,
+        dry_run=dry_run,
+        retired=tuple(tag for tag in dict.fromkeys(facts.tag for facts, _ in chosen) if tag not in left),
+        unproved=tuple(facts.tag for facts in unproved),
+        removed=tuple(went),
+        freed_bytes=sum(removal.freed_bytes for removal in went),
+        kept_bytes=sum(removal.kept_bytes for removal in went),
+    )

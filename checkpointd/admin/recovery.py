@@ -1,0 +1,149 @@
+"""Recovery from the command line: may it take the root over, what would it decide, and what did it do?"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shlex
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Literal
+
+import msgspec
+
+from checkpointd.commit.garbage import dead_weight
+from checkpointd.errors import DamagedError
+from checkpointd.layout.manifest import Outcome
+from checkpointd.pipeline.decide.recover import judge, lost, recover
+from checkpointd.pipeline.root import catalog, epochs, leases
+from checkpointd.pipeline.root.catalog import AttemptView
+from checkpointd.pipeline.root.leases import Beginner
+from checkpointd.report.holder import Holder, newest_holder
+from checkpointd.report.latest import pointer
+from checkpointd.store.base import Store
+
+log = logging.getLogger("checkpointd")
+
+NO_RANKS = 0
+"""The world size of an epoch that no job runs in: it fences the older ones, and the next start takes the one after it."""
+
+
+class Decided(msgspec.Struct, frozen=True, kw_only=True):
+    """One attempt that was in doubt, and what became of it."""
+
+    tag: str
+    attempt: str
+    outcome: Literal["commit", "abort"]
+    why: str
+
+
+class RecoveryReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What a recovery did, or with `dry_run` would do; `epoch` is the one that it took, `holder` who ran the one before."""
+
+    root: str
+    dry_run: bool
+    epoch: int | None
+    holder: Holder | None
+    refused: str = ""
+    """Dry run only: why the recovery itself would be refused."""
+    decided: tuple[Decided, ...]
+    spared: tuple[str, ...] = ()
+    """Undecided attempts (`<tag>/<attempt>`) that are left to the daemons that still work at them."""
+    latest_moved_to: str | None
+    latest_removed: bool = False
+    """It named what is gone, and no checkpoint is left that it could name."""
+    swept: int
+    """Attempts whose chunks and indexes went."""
+    strays: int | None
+    """Files of interrupted writes that went; None in a dry run."""
+
+
+async def recovery(store: Store, *, take_over: bool = False) -> RecoveryReport:
+    """Take the next epoch and decide every attempt of the older ones, but for those that a daemon still works at.
+
+    RootInUseError where a job is alive at the root, unless it is to be taken over.
+    """
+    holder = await _holder(store)
+    if holder is None and not await epochs.newest(store) and not await catalog.scan(store):
+        # No job ever ran here: it may be any directory, and must not become a root by a slip.
+        return RecoveryReport(
+            root=store.url, dry_run=False, epoch=None, holder=None, decided=(), latest_moved_to=None, swept=0, strays=0
+        )
+    epoch, lease = await leases.begin(store, _beginner(store, take_over=take_over))
+    try:
+        done = await recover(store, epoch.epoch, epoch.spares, accepts_loss=True)
+    finally:
+        await lease.release()
+    return RecoveryReport(
+        root=store.url,
+        dry_run=False,
+        epoch=epoch.epoch,
+        holder=holder,
+        decided=_decided(done.decided),
+        spared=epoch.spares,
+        latest_moved_to=done.latest_moved_to,
+        latest_removed=done.latest_removed,
+        swept=done.swept,
+        strays=done.strays,
+    )
+
+
+def _beginner(store: Store, *, take_over: bool) -> Beginner:
+    return Beginner(
+        world_size=NO_RANKS,
+        take_over=take_over,
+        instead=(
+            "It decides what is in doubt itself. To recover all the same, end it first, or take the root over, so that every "
+            f"save of it fails from then on: checkpointd recover {shlex.quote(store.url)} --take-over"
+        ),
+    )
+
+
+async def preview(store: Store, *, take_over: bool = False) -> RecoveryReport:
+    """What `recovery` would do now; nothing is written."""
+    beginner = _beginner(store, take_over=take_over)
+    spared, living = await asyncio.gather(
+        leases.attempts_at_work(store, beginner.sight), leases.living_job(store, beginner.job, beginner.sight)
+    )
+    attempts = await catalog.scan(store)
+    outcomes = {a.prefix: await judge(store, a) for a in attempts if a.state == "in-doubt" and a.prefix not in spared}
+    after = [_as_decided(a, outcomes.get(a.prefix)) for a in attempts]
+    due = next((c.tag for c in catalog.checkpoints_of(after) if c.outcome.save_latest), None)
+    problem = (await pointer(store, catalog.checkpoints_of(after))).problem
+    return RecoveryReport(
+        root=store.url,
+        dry_run=True,
+        epoch=None,
+        holder=await _holder(store),
+        refused=leases.refusal(store, living, beginner.instead) if living is not None and not take_over else "",
+        decided=_decided(outcomes.values()),
+        spared=spared,
+        latest_moved_to=due if problem else None,
+        latest_removed=bool(problem) and due is None and await lost(store, catalog.checkpoints_of(after)) is not None,
+        swept=len(dead_weight([a.facts for a in after if a.prefix not in spared])),
+        strays=None,
+    )
+
+
+async def _holder(store: Store) -> Holder | None:
+    try:
+        return await newest_holder(store)
+    except DamagedError as error:
+        log.warning("the record of this root's job cannot be read: %s", error)
+        return None
+
+
+def _decided(outcomes: Iterable[Outcome]) -> tuple[Decided, ...]:
+    return tuple(
+        Decided(
+            tag=outcome.tag,
+            attempt=outcome.attempt,
+            outcome=outcome.outcome,
+            why=outcome.error.message if outcome.error else "every rank had voted yes, and all that was voted for is there",
+        )
+        for outcome in outcomes
+    )
+
+
+def _as_decided(attempt: AttemptView, outcome: Outcome | None) -> AttemptView:
+    return attempt if outcome is None else replace(attempt, outcome=outcome)

@@ -1,0 +1,127 @@
+"""`checkpointd consolidate`: a checkpoint as plain files for other programs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib import import_module
+
+import click
+
+from checkpointd.cli.arguments import EXAMPLE_ROOT, as_json, given_root_and_maybe_tag, located, places
+from checkpointd.cli.asking import ask, maybe_named_tag, show_json
+from checkpointd.cli.formats import module_for
+from checkpointd.cli.formatting import count, size
+from checkpointd.cli.render import Block, Facts, Heading, Table, console, show
+from checkpointd.commands import command as command_line
+from checkpointd.errors import UsageError
+from checkpointd.export.consolidate import Consolidation, Container, ExportRequest, Safetensors, consolidate
+from checkpointd.phrases import byte_count
+from checkpointd.store.base import Store
+
+FORMATS = ("safetensors", "torch")
+DTYPES = ("keep", "fp32", "bf16")
+TORCH_SUFFIXES = (".pt", ".pth", ".bin")
+
+
+@click.command("consolidate", short_help="Write a checkpoint as safetensors or as a torch file.")
+@places("[ROOT] [TAG] OUT")
+@click.option("--only", metavar="NAME", help="Only the state below this name, such as 'model'. Tensor names start after it.")
+@click.option(
+    "--dtype", type=click.Choice(DTYPES), default="keep", show_default=True, help="The dtype of floating-point tensors."
+)
+@click.option("--format", "kind", type=click.Choice(FORMATS), help="[default: torch if OUT ends in .pt, .pth or .bin]")
+@click.option(
+    "--max-shard-size", metavar="SIZE", default="5GB", show_default=True, help="The largest size of one safetensors file."
+)
+@click.option("--rank", type=int, help="The rank whose per-rank tensors to take.")
+@click.option("--memory", metavar="SIZE", default="512MiB", show_default=True, help="Approximate memory to use.")
+@click.option("--force", is_flag=True, help="Replace OUT if it exists.")
+@as_json()
+def command(
+    places: tuple[str, ...],
+    only: str | None,
+    dtype: str,
+    kind: str | None,
+    max_shard_size: str,
+    rank: int | None,
+    memory: str,
+    force: bool,
+    as_json: bool,
+) -> None:
+    """Write checkpoint TAG (default: latest) as plain files to OUT, which appears whole or not at all.
+
+    OUT is a directory of safetensors files, as Hugging Face's libraries load them. If it ends in .safetensors, it is one such
+    file; if it ends in .pt, .pth or .bin, a file for torch.load(weights_only=True). Every byte is verified on the way.
+
+    ROOT may also be the save_dir of a DeepSpeed job: its fp32 weights are then written.
+    """
+    if not places:
+        raise UsageError("where to? Give the place, as in " + command_line("consolidate", EXAMPLE_ROOT, "model.safetensors"))
+    *before, out = places
+    given, tag = given_root_and_maybe_tag(tuple(before), "consolidate")
+    request = ExportRequest(
+        tag=tag,
+        only=only,
+        dtype=dtype,  # type: ignore[arg-type]  # click has checked it
+        rank=rank,
+        force=force,
+        memory_bytes=byte_count(memory, "--memory"),
+    )
+    container = _container(out, kind, byte_count(max_shard_size, "--max-shard-size"))
+    zero = module_for("deepspeed", "file_names").directory_of(given, tag)
+    root, tag = (given, tag) if zero is not None else located(given, tag)
+
+    async def write(store: Store) -> Consolidation:
+        named = replace(request, tag=await maybe_named_tag(store, tag))
+        return await consolidate(store, out, container, named, on_progress)
+
+    with progress() as on_progress:
+        if zero is not None:
+            act = module_for("deepspeed", "consolidating").consolidate_zero
+            done = act(root, zero, out, container, request, on_progress)
+        else:
+            done = ask(root, write, read_only=True)
+    if as_json:
+        show_json(done)
+    else:
+        show(page(done))
+
+
+def _container(out: str, kind: str | None, file_bytes_max: int) -> Container:
+    if kind is None:
+        kind = "torch" if out.endswith(TORCH_SUFFIXES) else "safetensors"
+    if kind == "safetensors":
+        return Safetensors(out, file_bytes_max)
+    try:
+        made: Container = import_module("checkpointd_client.export.torch_file").TorchFile()
+    except ImportError as error:
+        raise UsageError(
+            f"--format torch needs torch, which cannot be imported ({error}): "
+            "pip install 'checkpointd[torch]', or use --format safetensors"
+        ) from error
+    return made
+
+
+def page(done: Consolidation) -> Iterator[Block]:
+    """The page for people: what was written, and the files."""
+    yield Heading(f"{done.tag} -> {done.out}")
+    tied = f", {count(len(done.tied), 'name')} of them tied" if done.tied else ""
+    yield Facts([("step", str(done.step)), ("tensors", f"{done.tensors}{tied}"), ("size", size(done.bytes))])
+    yield Table(("file", "size"), [(file.name, size(file.size)) for file in done.files], right=frozenset({"size"}))
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[int, int], None]]:
+    """A bar on standard error where that is a terminal; a callback for the bytes written and their total."""
+    if not sys.stderr.isatty():
+        yield lambda _, __: None
+        return
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (BarColumn(), DownloadColumn(True), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console(sys.stderr), transient=True) as bar:
+        whole = bar.add_task("", total=None)
+        yield lambda done, total: bar.update(whole, completed=done, total=total)

@@ -1,0 +1,325 @@
+"""`checkpointd status --socket`: the state of a node's sidecar, once or continuously."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator, Iterator, Sequence
+from datetime import UTC, datetime
+
+import click
+import msgspec
+
+from checkpointd.cli.arguments import only_root
+from checkpointd.cli.asking import show_json
+from checkpointd.cli.formatting import ABSENT, count, duration, printable, size, speed
+from checkpointd.cli.render import Bar, Bars, Block, Cell, Facts, Heading, Mood, Note, Table, console, rich_page, show, warn
+from checkpointd.commit.machine import FENCED
+from checkpointd.daemon.query import AsyncStatusClient
+from checkpointd.daemon.status.changes import changes
+from checkpointd.daemon.status.model import DaemonStatus, RootStatus, SaveStatus
+from checkpointd.daemon.status.save_groups import SHOWN, SaveGroup, attempts_of, fraction, gather
+from checkpointd.daemon.status.verdict import attention, members_of
+from checkpointd.errors import NotFoundError, SidecarError
+from checkpointd.phrases import rank_runs
+
+BARS_SHOWN = 16
+"""Of more ranks only those are shown that are furthest behind."""
+RECENT_SHOWN = 8
+FAILURES_SHOWN = 4
+
+
+def tell(socket: str, places: Sequence[str], *, sidecar_uid: int | None, watch: bool, interval: float, as_json: bool) -> None:
+    """Print what the daemon at `socket` says, of one root where `places` names it. SidecarError where it cannot be asked."""
+    # The daemon calls a root by the path that no symbolic link is in.
+    root = os.path.realpath(only_root(tuple(places), "status")) if places else None
+    try:
+        client = AsyncStatusClient(socket, sidecar_uid=sidecar_uid)
+        asyncio.run(_watch(client, root, interval, as_json) if watch else _once(client, root, as_json))
+    except KeyboardInterrupt:
+        return
+
+
+async def _once(client: AsyncStatusClient, root: str | None, as_json: bool) -> None:
+    async with client:
+        found = _only(await client.status(), root)
+    if root is not None and not found.roots:
+        raise NotFoundError(f"the daemon at {client.socket_path} knows no root {root}, only those that a trainer has joined")
+    show_json(found) if as_json else show(page(found))
+
+
+def _only(found: DaemonStatus, root: str | None) -> DaemonStatus:
+    if root is None:
+        return found
+    return msgspec.structs.replace(found, roots=tuple(r for r in found.roots if r.root == root))
+
+
+# --- watching ------------------------------------------------------------------------------------------------
+
+
+async def _watch(client: AsyncStatusClient, root: str | None, interval: float, as_json: bool) -> None:
+    async with client:
+        looks = _looks(client, root, interval)
+        if as_json:
+            await _watch_documents(looks)
+        elif sys.stdout.isatty():
+            await _watch_live(looks)
+        else:
+            await _watch_lines(looks)
+
+
+async def _looks(client: AsyncStatusClient, root: str | None, interval: float) -> AsyncIterator[DaemonStatus | SidecarError]:
+    """What the daemon says, or why it says nothing, for ever: one that is gone may come back."""
+    while True:
+        try:
+            yield _only(await client.status(), root)
+        except SidecarError as error:
+            yield error
+        await asyncio.sleep(interval)
+
+
+async def _watch_documents(looks: AsyncIterator[DaemonStatus | SidecarError]) -> None:
+    before: DaemonStatus | None = None
+    async for found in _told_once(looks):
+        same = before is not None and msgspec.structs.replace(found, now=before.now) == before
+        if not same:
+            show_json(found)
+            sys.stdout.flush()
+        before = found
+
+
+async def _watch_lines(looks: AsyncIterator[DaemonStatus | SidecarError]) -> None:
+    before: DaemonStatus | None = None
+    async for found in _told_once(looks):
+        for line in changes(before, found):
+            click.echo(f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}  {printable(line)}")
+        sys.stdout.flush()
+        before = found
+
+
+async def _told_once(looks: AsyncIterator[DaemonStatus | SidecarError]) -> AsyncIterator[DaemonStatus]:
+    """The looks that saw something; of those that did not, the reason goes to standard error when it is new."""
+    before = ""
+    async for found in looks:
+        if isinstance(found, DaemonStatus):
+            before = ""
+            yield found
+        elif str(found) != before:
+            before = str(found)
+            warn(before)
+
+
+async def _watch_live(looks: AsyncIterator[DaemonStatus | SidecarError]) -> None:
+    from rich.console import Group
+    from rich.live import Live
+
+    blocks: list[Block] = []
+    with Live(console=console(sys.stdout), auto_refresh=False, screen=False, vertical_overflow="crop") as live:
+        async for found in looks:
+            if isinstance(found, DaemonStatus):
+                blocks = list(page(found))
+                shown = blocks
+            else:
+                shown = [Note(str(found), "bad"), *blocks]
+            live.update(Group(*rich_page(shown, live.console.width)), refresh=True)
+
+
+# --- the page ------------------------------------------------------------------------------------------------
+
+
+def page(found: DaemonStatus) -> Iterator[Block]:
+    """The page for people."""
+    yield Facts(
+        [
+            ("daemon", _daemon_cell(found)),
+            ("memory", _memory_text(found)),
+            ("connections", f"{found.clients} of {found.clients_max}, {_refusals(found)}"),
+            *([("bandwidth limit", speed(found.bandwidth_bps))] if found.bandwidth_bps is not None else []),
+        ]
+    )
+    for words in found.left_out:
+        yield Note(words, "doubt")
+    if not found.roots:
+        yield Note("no trainer has come yet", "quiet")
+    if len(found.roots) > 1:
+        yield Heading("roots")
+        yield _roots_table(found)
+        return
+    for root in found.roots:
+        yield from _root_blocks(root, found.now)
+
+
+_MOODS: dict[str, Mood] = {"bad": "bad", "doubt": "doubt", "good": "good", "quiet": "quiet"}
+
+
+def _roots_table(found: DaemonStatus) -> Table:
+    """A line for each root, what needs a look first; a single one is asked for by its path."""
+    rows: list[list[str | Cell]] = [
+        [
+            Cell(root.verdict.state, _MOODS[root.verdict.mood]),
+            _named(root),
+            root.latest or ABSENT,
+            ABSENT if root.newest_committed_at is None else duration(found.now - root.newest_committed_at),
+            f"{sum(rank.connected for rank in members_of(root))}/{len(members_of(root))}" if root.ranks else ABSENT,
+            _flying(root),
+            root.verdict.reason,
+        ]
+        for root in sorted(found.roots, key=attention)
+    ]
+    titles = ("state", "root", "latest", "ago", "trainers", "in flight", "why")
+    return Table(titles, rows, right=frozenset({"ago", "trainers"}), prose=frozenset({"why"}), optional=("in flight",))
+
+
+def _named(root: RootStatus) -> str:
+    return f"{root.name} ({root.root})" if root.name else root.root
+
+
+def _flying(root: RootStatus) -> str:
+    flights = gather(root.in_flight)
+    if not flights:
+        return ABSENT
+    return ", ".join(f"{attempt.tag} {attempt.fraction:.0%}" for attempt in flights)
+
+
+def _refusals(found: DaemonStatus) -> str:
+    reasons = ", ".join(f"{number} {reason}" for reason, number in found.refusals.items() if number)
+    return f"{found.refused} refused so far{f' ({reasons})' if reasons else ''}"
+
+
+def _daemon_cell(found: DaemonStatus) -> Cell:
+    up = duration(found.now - found.started_at)
+    state = "leaving: nothing new is taken" if found.leaving else "serving"
+    text = f"{state}, checkpointd {found.release}, process {found.pid} on {found.host}, up {up}"
+    return Cell(text, "doubt" if found.leaving else "good")
+
+
+def _memory_text(found: DaemonStatus) -> str:
+    memory = found.memory
+    return (
+        f"{size(memory.held)} of {size(memory.held_max)} held for restarts, "
+        f"{size(memory.mapped)} of {size(memory.mapped_max)} mapped"
+    )
+
+
+def _root_blocks(root: RootStatus, now: float) -> Iterator[Block]:
+    yield Heading(_named(root))
+    yield Facts(
+        [
+            ("verdict", Cell(f"{root.verdict.state}: {root.verdict.reason}", _MOODS[root.verdict.mood])),
+            ("latest", _latest_cell(root, now)),
+            ("trainers", _trainers_cell(root)),
+            ("in memory", _held_text(root)),
+        ]
+    )
+    inline = [save for save in root.recent if save.inline is not None]
+    if inline and inline[-1].inline is not None:
+        number = sum(rank.saves_inline for rank in root.ranks)
+        last = inline[-1].inline
+        yield Note(f"the trainers persisted {count(number, 'save')} themselves; the last one: {last.why}", "doubt")
+    for attempt in gather(root.in_flight):
+        yield from _flight_blocks(attempt, now)
+    ended = [attempt for attempt in reversed(attempts_of(root)) if not attempt.live]
+    if ended:
+        yield Heading("last saves")
+        yield _recent(ended[:RECENT_SHOWN], now)
+    for attempt in [a for a in ended if a.causes][:FAILURES_SHOWN]:
+        yield from _failure_blocks(attempt)
+
+
+def _latest_cell(root: RootStatus, now: float) -> Cell:
+    if root.latest is None:
+        return Cell("none", "quiet")
+    age = f", committed {duration(now - root.newest_committed_at)} ago" if root.newest_committed_at is not None else ""
+    step = f", newest step {root.newest_step}" if root.newest_step is not None else ""
+    return Cell(f"{root.latest}{step}{age}", "good")
+
+
+def _trainers_cell(root: RootStatus) -> Cell:
+    ranks = members_of(root)
+    away = [rank for rank in ranks if not rank.connected]
+    closed = [rank.rank for rank in away if rank.left_well]
+    gone = [rank.rank for rank in away if not rank.left_well]
+    text = f"{len(ranks) - len(away)} of {count(len(ranks), 'rank')} connected"
+    text += f"; closed: {rank_runs(closed)}" if closed else ""
+    return Cell(f"{text}; gone: {rank_runs(gone)}", "doubt") if gone else Cell(text)
+
+
+def _held_text(root: RootStatus) -> str:
+    tags: dict[str, list[int]] = {}
+    for held in root.held:
+        tags.setdefault(held.tag, []).append(held.rank)
+    return "; ".join(f"{tag} of {rank_runs(ranks)}" for tag, ranks in tags.items()) or "nothing"
+
+
+def _flight_blocks(attempt: SaveGroup, now: float) -> Iterator[Block]:
+    yield Heading(f"{attempt.name}: in flight for {duration(now - attempt.began_at)}")
+    missing = attempt.votes_missing
+    if missing:
+        yield Note(f"waiting for the vote{'s' if len(missing) > 1 else ''} of {rank_runs(missing)}")
+    total = Bar("all", attempt.fraction, _total_text(attempt))
+    shown = attempt.saves
+    if len(shown) > BARS_SHOWN:
+        shown = sorted(sorted(shown, key=fraction)[:BARS_SHOWN], key=lambda save: save.rank)
+    yield Bars([total, *(Bar(f"rank {save.rank}", fraction(save), _save_text(save), _save_mood(save)) for save in shown)])
+    if len(shown) < len(attempt.saves):
+        yield Note(f"{len(attempt.saves) - len(shown)} more ranks are further", "quiet")
+
+
+def _total_text(attempt: SaveGroup) -> str:
+    parts = [f"{number} {phase}" for phase, number in attempt.counts.items()]
+    return ", ".join([*parts, *_pace(attempt.eta_s, attempt.speed_bps, attempt.raw_done, attempt.raw_total)])
+
+
+def _pace(eta_s: float | None, speed_bps: float | None, raw_done: int, raw_total: int) -> Iterator[str]:
+    """What people look for first comes first: a narrow terminal cuts the end off."""
+    if eta_s is not None:
+        yield f"{duration(eta_s)} left"
+    if speed_bps is not None:
+        yield speed(speed_bps)
+    if raw_total:
+        yield f"{size(raw_done)} of {size(raw_total)}"
+
+
+def _save_text(save: SaveStatus) -> str:
+    if save.error is not None:
+        return f"{save.phase}: {save.error.message}"
+    if save.phase != "persisting":
+        return SHOWN.get(save.phase, save.phase)
+    return ", ".join(_pace(save.eta_s, save.speed_bps, save.raw_done, save.raw_total)) or save.phase
+
+
+def _save_mood(save: SaveStatus) -> Mood:
+    return "bad" if save.error is not None else "good" if save.phase == "prepared" else ""
+
+
+def _recent(ended: Sequence[SaveGroup], now: float) -> Table:
+    rows: list[list[str | Cell]] = [
+        [
+            attempt.tag,
+            attempt.attempt,
+            _result_cell(attempt),
+            duration((attempt.ended_at or attempt.began_at) - attempt.began_at),
+            size(attempt.raw_total) if attempt.raw_total else ABSENT,
+            size(attempt.stored) if attempt.stored else ABSENT,
+            duration(now - (attempt.ended_at or now)),
+        ]
+        for attempt in ended
+    ]
+    titles = ("tag", "attempt", "ended as", "took", "bytes", "stored", "ago")
+    right = frozenset({"took", "bytes", "stored", "ago"})
+    return Table(titles, rows, right=right, optional=("attempt", "stored"))
+
+
+def _result_cell(attempt: SaveGroup) -> Cell:
+    words = ", ".join(f"{number} {phase}" for phase, number in attempt.counts.items())
+    return Cell(words, "good" if set(attempt.counts) == {"committed"} else "bad")
+
+
+def _failure_blocks(attempt: SaveGroup) -> Iterator[Block]:
+    yield Heading(f"{attempt.name}: not committed")
+    for (phase, message), saves in attempt.causes.items():
+        mood: Mood = "bad" if phase in ("failed", FENCED) else "doubt"
+        yield Note(f"{rank_runs(save.rank for save in saves)} {phase}: {message}", mood)
+    for advice in dict.fromkeys(save.advice for save in attempt.saves if save.advice):
+        yield Note(f"what to do: {advice}")

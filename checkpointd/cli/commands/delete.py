@@ -1,0 +1,67 @@
+"""`checkpointd delete`: remove one checkpoint, once somebody has confirmed it."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from checkpointd.admin.gc import CollectionReport, deletion
+from checkpointd.cli.arguments import as_json, places, root_and_tag
+from checkpointd.cli.asking import ask, named_tag, show_json
+from checkpointd.cli.formatting import printable, size
+from checkpointd.cli.removed import page
+from checkpointd.cli.render import show
+from checkpointd.commands import command as command_line
+from checkpointd.errors import UsageError
+from checkpointd.store.base import Store
+
+DECLINED = 1
+"""The exit code where the question was answered with no."""
+
+
+@click.command("delete", short_help="Remove one checkpoint.")
+@places("[ROOT] TAG")
+@click.option("--dry-run", is_flag=True, help="Only print what would be removed; write nothing.")
+@click.option("--yes", "-y", is_flag=True, help="Do not ask. Required if standard input is not a terminal.")
+@click.option("--force", is_flag=True, help="Also the newest checkpoint, which a restart would load. It still asks.")
+@as_json()
+def command(places: tuple[str, ...], dry_run: bool, yes: bool, force: bool, as_json: bool) -> int:
+    """Remove checkpoint TAG. Objects that newer checkpoints refer to stay as long as these do.
+
+    Shows what it would remove and asks, unless --yes is given. Ends with code 1 if the answer is no. It refuses to remove the
+    newest checkpoint, and the one that `latest` names, without --force.
+    """
+    root, tag = root_and_tag(places, "delete")
+
+    def act(tag: str, *, dry_run: bool) -> CollectionReport:
+        async def delete(store: Store) -> CollectionReport:
+            return await deletion(store, await named_tag(store, tag), force=force, dry_run=dry_run)
+
+        return ask(root, delete)
+
+    if not (dry_run or yes):
+        plan = act(tag, dry_run=True)
+        if not _confirmed(plan, force=force):
+            click.echo("nothing was removed", err=True)
+            return DECLINED
+        tag = plan.retired[0]  # `latest` may name another one by now
+    found = act(tag, dry_run=dry_run)
+    if as_json:
+        show_json(found)
+    else:
+        show(page(found))
+    return 0
+
+
+def _confirmed(plan: CollectionReport, *, force: bool) -> bool:
+    """Show what would go, and ask, on standard error. UsageError where nobody can answer."""
+    tag = plan.retired[0]
+    if not sys.stdin.isatty():
+        anyway = command_line("delete", plan.root, tag, "--yes", *(["--force"] if force else []))
+        raise UsageError(
+            f"delete asks before it removes {tag} ({size(plan.freed_bytes)}), and standard input is not a terminal: {anyway} "
+            "does not ask"
+        )
+    show(page(plan), sys.stderr)
+    return click.confirm(f"Remove {printable(tag)} at {printable(plan.root)}?", default=False, err=True)

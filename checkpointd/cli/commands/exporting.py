@@ -1,0 +1,73 @@
+"""`checkpointd export`: a checkpoint in another program's format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import click
+
+from checkpointd.cli.arguments import EXAMPLE_ROOT, as_json, places, root_and_maybe_tag
+from checkpointd.cli.asking import ask, maybe_named_tag, show_json
+from checkpointd.cli.commands.consolidate import progress
+from checkpointd.cli.formats import EXPORTS, module_for
+from checkpointd.cli.formatting import count, size
+from checkpointd.cli.render import Block, Facts, Heading, Table, show, warn
+from checkpointd.commands import command as command_line
+from checkpointd.errors import UsageError
+
+
+@click.command("export", short_help="Write a checkpoint in another program's format.")
+@places("[ROOT] [TAG] OUT")
+@click.option(
+    "--format", "--to", "kind", type=click.Choice(EXPORTS), default="dcp", show_default=True, help="The format of OUT."
+)
+@click.option("--stage", type=click.IntRange(1, 3), help="For deepspeed: the engine's ZeRO stage.  [default: 2]")
+@click.option("--ranks", type=click.IntRange(1), help="For deepspeed: the number of ranks that will load it.  [default: 1]")
+@click.option("--memory", metavar="SIZE", default="512MiB", show_default=True, help="Approximate memory to use.")
+@click.option("--force", is_flag=True, help="Replace OUT if it exists.")
+@as_json()
+def command(
+    places: tuple[str, ...],
+    kind: str,
+    stage: int | None,
+    ranks: int | None,
+    memory: str,
+    force: bool,
+    as_json: bool,
+) -> None:
+    """Write checkpoint TAG (default: latest) to OUT, a directory that torch.distributed.checkpoint's FileSystemReader loads.
+
+    With --to deepspeed, OUT is a directory for DeepSpeed's load_checkpoint, for an engine at the given stage and number of
+    ranks; one file is in memory at a time. OUT appears whole or not at all. Every byte is verified on the way. For
+    safetensors and torch files see `consolidate`.
+    """
+    if not places:
+        raise UsageError("where to? Give the place, as in " + command_line("export", EXAMPLE_ROOT, "/mnt/dcp/run1"))
+    *before, out = places
+    root, tag = root_and_maybe_tag(tuple(before), "export")
+    options: dict[str, Any] = {"memory": memory}
+    if kind == "deepspeed":
+        options = {"stage": stage or 2, "ranks": ranks or 1}
+    elif stage or ranks:
+        raise UsageError(f"--stage and --ranks are for --to deepspeed; {kind} has neither")
+    act = getattr(module_for(kind, "exporting"), f"export_{kind}")
+    tag = ask(root, lambda store: maybe_named_tag(store, tag), read_only=True)
+    with progress() as on_progress:
+        done = act(root, out, tag, force=force, on_progress=on_progress, **options)
+    if as_json:
+        show_json(done)
+        return
+    show(page(done))
+    if done.left_out:
+        named = ", ".join(done.left_out[:8])
+        why = "differs between ranks, is an array, or is a tensor in client_state"
+        warn(f"{count(len(done.left_out), 'value')} stayed behind, as it {why}: {named}")
+
+
+def page(done: Any) -> Iterator[Block]:
+    """The page for people; `done` is what the client says of it."""
+    yield Heading(f"{done.tag} -> {done.out}")
+    values = [("values", str(done.values))] if done.format == "dcp" else []
+    yield Facts([("step", str(done.step)), ("tensors", str(done.tensors)), *values, ("size", size(done.bytes))])
+    yield Table(("file", "size"), [(file.name, size(file.size)) for file in done.files], right=frozenset({"size"}))

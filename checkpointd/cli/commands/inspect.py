@@ -1,0 +1,172 @@
+"""`checkpointd inspect`: the content of a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import click
+
+from checkpointd.cli.arguments import as_json, places, root_and_tag
+from checkpointd.cli.asking import ask, named_tag, show_json
+from checkpointd.cli.attempts import process_text, read_back_cell
+from checkpointd.cli.formatting import ABSENT, count, metrics, moment, ratio, runs, shape, shortened, size
+from checkpointd.cli.render import Block, Cell, Facts, Heading, Note, Table, show
+from checkpointd.errors import DamagedError
+from checkpointd.layout.manifest import Alias
+from checkpointd.report.inspection import GlobalReport, Inspection, RankReport, ReadBackReport, TensorReport, Totals, inspection
+from checkpointd.report.wholeness import lost_advice, lost_text
+from checkpointd.store.base import Store
+
+VALUE_CHARACTERS = 100
+_RIGHT = frozenset({"raw", "stored", "ratio", "chunks"})
+
+
+@click.command("inspect", short_help="The tensors, sizes and codecs of a checkpoint.")
+@places("[ROOT] TAG")
+@click.option("--rank", type=int, help="Only this rank's tensors.")
+@click.option("--tensors", metavar="GLOB", default="*", help="Only tensors whose name matches, such as 'model.*.weight'.")
+@click.option("--values", is_flag=True, help="Also the values that are stored beside the tensors.")
+@as_json()
+def command(places: tuple[str, ...], rank: int | None, tensors: str, values: bool, as_json: bool) -> int:
+    """Show the tensors of checkpoint TAG: shapes, sizes and codecs; global tensors first, then those of each rank.
+
+    TAG may be `latest`. `ratio` is stored bytes per raw byte. Only the indexes are read: `checkpointd verify` reads all of it.
+    """
+    root, tag = root_and_tag(places, "inspect")
+
+    async def look(store: Store) -> Inspection:
+        return await inspection(store, await named_tag(store, tag), rank=rank, tensors=tensors, values=values)
+
+    found = ask(root, look, read_only=True)
+    if as_json:
+        show_json(found)
+    else:
+        show(page(found))
+    return DamagedError.exit_code if found.damage or found.lost else 0
+
+
+def page(found: Inspection) -> Iterator[Block]:
+    """The page for people: the checkpoint, its codecs, then each rank."""
+    yield Heading(f"{found.tag} (attempt {found.attempt})")
+    sizes = _sizes(found.raw_bytes, found.stored_bytes, found.referred_bytes)
+    part = ratio(found.raw_bytes, found.stored_bytes)
+    yield Facts(
+        [
+            ("step", str(found.step)),
+            ("ranks", str(found.world_size)),
+            ("committed", moment(found.time)),
+            ("size", f"{sizes}, ratio {part}" if part != ABSENT else sizes),
+            *([("metrics", metrics(found.metrics))] if found.metrics else []),
+            ("read back", _read_back_cell(found.read_back)),
+        ]
+    )
+    for fault in found.read_back.faults:
+        yield Note(fault, "bad")
+    if found.lost:
+        advice = lost_advice(found.root, found.tag, found.lost)
+        yield Note(f"this checkpoint is not whole: {lost_text(found.lost)}; {advice}", "bad")
+    if found.codecs:
+        yield Heading("codecs")
+        yield _codecs_table(found.codecs)
+    together = len(found.ranks) == found.world_size and bool(found.tensors)
+    if together:
+        sizes = (
+            f"{size(sum(t.raw_bytes for t in found.tensors))} raw, {size(sum(t.stored_bytes for t in found.tensors))} stored"
+        )
+        yield Heading(f"held together: {count(len(found.tensors), 'tensor')}, {sizes}")
+        yield _global_table(found.tensors)
+    for report in found.ranks:
+        yield from _rank_blocks(report, boxes=not together)
+
+
+def _read_back_cell(report: ReadBackReport) -> Cell:
+    cell = read_back_cell(report.state)
+    if report.writer is None:
+        return cell
+    return Cell(f"{cell.text}, on {moment(report.writer.time)} by {process_text(report.writer)}", cell.mood)
+
+
+def _sizes(raw: int, stored: int, referred: int) -> str:
+    """Written here, and, where there is any, referred to in older checkpoints, as it has not changed since."""
+    if not referred:
+        return f"{size(raw)} raw, {size(stored)} stored"
+    return f"{size(raw)} raw, {size(stored)} stored: {size(stored - referred)} written, {size(referred)} referred to"
+
+
+def _codecs_table(codecs: Totals) -> Table:
+    rows = [
+        (t.codec, str(t.chunks), size(t.raw_bytes), size(t.stored_bytes), ratio(t.raw_bytes, t.stored_bytes)) for t in codecs
+    ]
+    return Table(("codec", "chunks", "raw", "stored", "ratio"), rows, right=_RIGHT)
+
+
+def _global_table(tensors: tuple[GlobalReport, ...]) -> Table:
+    titles = ("tensor", "dtype", "shape", "boxes", "ranks", "codec", "raw", "stored", "ratio")
+    rows = [
+        (
+            tensor.fqn,
+            tensor.dtype,
+            shape(tensor.shape),
+            _boxes_cell(tensor),
+            runs(part.rank for part in tensor.parts),
+            _codecs_cell(tensor.codecs),
+            size(tensor.raw_bytes),
+            size(tensor.stored_bytes),
+            ratio(tensor.raw_bytes, tensor.stored_bytes),
+        )
+        for tensor in tensors
+    ]
+    return Table(titles, rows, right=_RIGHT, prose=frozenset({"tensor", "boxes", "ranks", "codec"}), optional=("ratio",))
+
+
+def _rank_blocks(report: RankReport, *, boxes: bool) -> Iterator[Block]:
+    """`boxes`: whether to list the rank's boxes of global tensors among its own tensors, or only to count them."""
+    if report.damage:
+        yield Heading(f"rank {report.rank}")
+        yield Note(report.damage.message, "bad")
+        return
+    sizes = _sizes(report.raw_bytes, report.stored_bytes, report.referred_bytes)
+    listed = [tensor for tensor in report.tensors if boxes or tensor.scope == "rank"]
+    counted = len(report.tensors) - len(listed)
+    others = f", {counted} box{'es' if counted > 1 else ''} of those above" if counted else ""
+    yield Heading(f"rank {report.rank}: {count(len(listed), 'tensor')}{others}, {sizes}")
+    if listed or report.aliases:
+        yield _tensors_table(listed, report.aliases)
+    if report.excluded:
+        yield Note(f"left out on purpose (frozen): {', '.join(report.excluded)}", "quiet")
+    if report.values is not None:
+        yield Heading(f"rank {report.rank}: {count(len(report.values), 'value')}")
+        rows = [(value.path, value.kind, shortened(value.text, VALUE_CHARACTERS)) for value in report.values]
+        yield Table(("path", "kind", "value"), rows, prose=frozenset({"path", "value"}))
+
+
+def _tensors_table(tensors: list[TensorReport], aliases: tuple[Alias, ...]) -> Table:
+    titles = ("tensor", "dtype", "shape", "codec", "raw", "stored", "ratio")
+    rows: list[tuple[str, ...]] = [_tensor_cells(tensor) for tensor in tensors]
+    rows += [(alias.fqn, "=", shape(alias.shape), f"shares {alias.owner}", ABSENT, ABSENT, ABSENT) for alias in aliases]
+    return Table(titles, rows, right=_RIGHT, prose=frozenset({"tensor", "shape", "codec"}), optional=("ratio",))
+
+
+def _tensor_cells(tensor: TensorReport) -> tuple[str, ...]:
+    where = shape(tensor.shape)
+    if tensor.box is not None:
+        where = f"{shape(tensor.box.sizes)}@{','.join(map(str, tensor.box.offsets))} of {where}"
+    return (
+        tensor.fqn,
+        tensor.dtype,
+        where,
+        _codecs_cell(tensor.codecs),
+        size(tensor.raw_bytes),
+        size(tensor.stored_bytes),
+        ratio(tensor.raw_bytes, tensor.stored_bytes),
+    )
+
+
+def _boxes_cell(tensor: GlobalReport) -> str:
+    """How many, and how large where all are alike; `--rank` shows where those of one rank lie."""
+    first, *others = {part.box.sizes for part in tensor.parts}
+    return f"{len(tensor.parts)}, uneven" if others else f"{len(tensor.parts)} of {shape(first)}"
+
+
+def _codecs_cell(codecs: Totals) -> str:
+    return "+".join(total.codec for total in codecs) or ABSENT

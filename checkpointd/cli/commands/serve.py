@@ -1,0 +1,129 @@
+"""`checkpointd serve`: the sidecar."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import click
+import msgspec
+
+from checkpointd import arguments
+from checkpointd.errors import UsageError
+
+MIB = 1 << 20
+
+
+class UserId(click.IntRange):
+    """The number of a user."""
+
+    def __init__(self) -> None:
+        super().__init__(min=0)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, str) and not value.isdecimal():
+            self.fail(f"{value!r} is no number; give a number: `id -u {shlex.quote(value)}`", param, ctx)
+        return int(super().convert(value, param, ctx))
+
+
+@click.command("serve", short_help="Run the sidecar of this node.")
+@click.option("--socket", help="Unix socket to listen at.  [default: /run/checkpointd/checkpointd.sock]")
+@click.option("--root", "roots", multiple=True, help="Directory at or below which jobs may have their roots; repeatable.")
+@click.option(
+    "--config", "file", type=click.Path(dir_okay=False), help="TOML file with a table [serve]; options here override it."
+)
+@click.option(
+    "--uid",
+    "uids",
+    multiple=True,
+    type=UserId(),
+    help="User that may connect, by number; repeatable.  [default: the daemon's user; root must name users]",
+)
+@click.option("--group", help="Group that may open the socket, by name or number.")
+@click.option("--http", help="Serve status over HTTP at HOST:PORT, or at the path of a Unix socket.")
+@click.option("--http-public", is_flag=True, default=None, help="Allow a HOST that other machines reach.")
+@click.option("--metrics-per-rank", is_flag=True, default=None, help="Count metrics for each rank, not only for each root.")
+@click.option("--name", "names", multiple=True, metavar="ROOT=NAME", help="A name for a root, shown with it; repeatable.")
+@click.option("--nice", "niceness", type=click.IntRange(-20, 19), help="CPU niceness of the daemon.")
+@click.option("--io-class", type=click.Choice(["none", "best-effort", "idle"]), help="I/O scheduling class of the daemon.")
+@click.option(
+    "--sandbox",
+    type=click.Choice(["auto", "require", "off"]),
+    help="Forbid the daemon to start programs and to use other files.  [default: auto]",
+)
+@click.option("--encoders", type=click.IntRange(min=1), help="Threads that compress.")
+@click.option("--bandwidth-mib", type=click.FloatRange(min=1), help="The most MiB per second that persisting writes.")
+@click.option(
+    "--memory-mib",
+    type=click.IntRange(min=0),
+    help="MiB that clients make it hold: slots, layouts, trees, messages.  [default: half of the memory]",
+)
+@click.option("--held-mib", type=click.IntRange(min=0), help="MiB of snapshots retained for restarts; 0: none.")
+@click.option("--hold", "hold_s", type=click.FloatRange(min=0), help="Seconds to retain a snapshot after its trainer is gone.")
+@click.option("--clients", "clients_max", type=click.IntRange(min=1), help="The most connections of ranks.")
+@click.option(
+    "--log-level",
+    type=click.Choice(["debug", "info", "warning", "error"]),
+    help="The least level that is logged.  [default: info]",
+)
+@click.option("--log-format", type=click.Choice(["text", "json"]), help="Lines for people, or JSON objects.  [default: text]")
+@click.option("--grace", "grace_s", type=click.FloatRange(min=0), help="Seconds that saves in flight have after SIGTERM.")
+def command(file: str | None, **given: Any) -> None:
+    """Persist the snapshots of this node's trainers, and finish them when the trainers are gone.
+
+    Run one daemon per node. A trainer uses it with Checkpointer(root, sidecar=SOCKET). On SIGTERM it finishes the saves in
+    flight.
+    """
+    # numpy would start threads, and the sandbox does not hold for those that are there before it.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    from checkpointd.config import ServeConfig, read_serve_file  # with what it brings in, only where a daemon is started
+    from checkpointd.daemon.process.logs import log_to_stderr
+    from checkpointd.daemon.runner import serve
+    from checkpointd.daemon.users import check_unnamed
+
+    settings: dict[str, object] = {"socket": "/run/checkpointd/checkpointd.sock", "roots": ()}
+    if file is not None:
+        settings |= read_serve_file(file)
+    settings |= _settings(given)
+    for name, hint in get_type_hints(ServeConfig).items():
+        if get_origin(hint) is Literal and name in settings:
+            arguments.choice(name, settings[name], get_args(hint))
+    try:
+        config = msgspec.convert(settings, ServeConfig)
+    except msgspec.ValidationError as error:
+        raise UsageError(f"the settings of the sidecar do not fit: {error}") from error
+    if "uids" not in settings:
+        check_unnamed()
+    log_to_stderr(config.log_level, config.log_format)
+    serve(config, on_ready=lambda url: _say_ready(config.socket, url))
+
+
+def _settings(given: dict[str, Any]) -> dict[str, object]:
+    """The options that were given, as fields of ServeConfig."""
+    named = {name: value for name, value in given.items() if value is not None and value != ()}
+    for option, field in (("memory_mib", "memory_bytes_max"), ("held_mib", "held_bytes_max")):
+        if option in named:
+            named[field] = named.pop(option) * MIB
+    if "bandwidth_mib" in named:
+        named["bandwidth_bps"] = named.pop("bandwidth_mib") * MIB
+    if "roots" in named:
+        named["roots"] = tuple(os.path.abspath(root) for root in named["roots"])
+    if "names" in named:
+        named["names"] = dict(_name(text) for text in named["names"])
+    if "socket" in named:
+        named["socket"] = os.path.abspath(named["socket"])
+    return named
+
+
+def _name(text: str) -> tuple[str, str]:
+    root, equals, name = text.rpartition("=")
+    if not (root and equals and name):
+        raise UsageError(f"--name {text}: write ROOT=NAME, such as /scratch/run-1=llama")
+    return os.path.abspath(root), name
+
+
+def _say_ready(socket: str, url: str | None) -> None:
+    click.echo(f"ready at {socket}" + (f", status at {url}" if url else ""))
+    sys.stdout.flush()

@@ -1,0 +1,195 @@
+"""`checkpointd status`: the job at a root, saves in flight, and failures."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Iterator
+from datetime import UTC, datetime
+
+import click
+
+from checkpointd.cli.arguments import as_json, only_root, places
+from checkpointd.cli.asking import ask, show_json
+from checkpointd.cli.attempts import job_text, votes_table
+from checkpointd.cli.formatting import count, moment, printable, shortened, size
+from checkpointd.cli.locating import is_used, suggestion
+from checkpointd.cli.render import Block, Cell, Facts, Heading, Note, console, rich_page, show, warn
+from checkpointd.commands import command as command_line
+from checkpointd.commit.machine import FENCED
+from checkpointd.errors import FencedError, StoreError
+from checkpointd.phrases import rank_runs
+from checkpointd.report.changes import changes
+from checkpointd.report.status import AbortedAttempt, Flight, Standing, standing
+from checkpointd.report.wholeness import lost_advice, lost_text
+from checkpointd.store.base import Store
+
+INTERVAL_S, SOCKET_INTERVAL_S = 2.0, 0.5
+TAGS_CHARACTERS = 100
+RANKS_SHOWN = 16
+"""In a larger job only the ranks without a yes vote are shown, and at most so many of them."""
+
+
+@click.command("status", short_help="The job at a root, saves in flight, and failures.")
+@places("[ROOT]")
+@click.option("--socket", help="Ask the sidecar that listens at this socket, instead of the store.")
+@click.option("--sidecar-uid", type=click.IntRange(min=0), help="The user of that sidecar, if not you.")
+@click.option("--watch", is_flag=True, help="Keep watching until Ctrl-C; in a pipe, print a line for every change.")
+@click.option("--interval", type=click.FloatRange(min=0.01), help="Seconds between two looks.  [default: 2; 0.5 with --socket]")
+@as_json()
+def command(
+    places: tuple[str, ...],
+    socket: str | None,
+    sidecar_uid: int | None,
+    watch: bool,
+    interval: float | None,
+    as_json: bool,
+) -> None:
+    """Show the job at ROOT, `latest`, the saves in flight and the last failures, as the store has them.
+
+    An object that is being written counts with the space reserved for it. --watch --json prints a document for every change.
+
+    With --socket: the state of this node's sidecar, for all its roots or for ROOT alone, with bytes, speed and time left.
+    """
+    if socket is not None:
+        from checkpointd.cli.commands import daemon_status  # with the protocol, only where a daemon is asked
+
+        every = interval or SOCKET_INTERVAL_S
+        daemon_status.tell(socket, places, sidecar_uid=sidecar_uid, watch=watch, interval=every, as_json=as_json)
+        return
+    root = only_root(places, "status")
+    if not watch:
+        found = ask(root, standing, unused=True, read_only=True)
+        if as_json:
+            show_json(found)
+            return
+        show(page(found))
+        if not is_used(found.root):
+            warn(f"no job ever saved at {found.root}: {suggestion(found.root, root)}")
+        return
+    try:
+        ask(root, lambda store: _watch(store, interval or INTERVAL_S, as_json), unused=True, read_only=True)
+    except KeyboardInterrupt:
+        return
+
+
+# --- watching ------------------------------------------------------------------------------------------------
+
+
+async def _watch(store: Store, interval: float, as_json: bool) -> None:
+    looks = _looks(store, interval)
+    if as_json:
+        async for found in looks:
+            show_json(found)
+            sys.stdout.flush()
+    elif sys.stdout.isatty():
+        await _watch_live(looks)
+    else:
+        await _watch_lines(looks)
+
+
+async def _looks(store: Store, interval: float) -> AsyncIterator[Standing]:
+    """Every standing that differs from the one before. A storage that does not answer is said once, and waited for."""
+    before: Standing | str | None = None
+    while True:
+        try:
+            found = await standing(store)
+            if found != before:
+                yield found
+            before = found
+        except StoreError as error:
+            if str(error) != before:
+                warn(str(error))
+            before = str(error)
+        await asyncio.sleep(interval)
+
+
+async def _watch_live(looks: AsyncIterator[Standing]) -> None:
+    from rich.console import Group
+    from rich.live import Live
+
+    with Live(console=console(sys.stdout), auto_refresh=False, vertical_overflow="crop") as live:
+        async for found in looks:
+            live.update(Group(*rich_page(page(found), live.console.width)), refresh=True)
+
+
+async def _watch_lines(looks: AsyncIterator[Standing]) -> None:
+    before: Standing | None = None
+    async for found in looks:
+        for line in changes(before, found):
+            click.echo(f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}  {printable(line)}")
+        sys.stdout.flush()
+        before = found
+
+
+# --- the page ------------------------------------------------------------------------------------------------
+
+
+def page(found: Standing) -> Iterator[Block]:
+    """The page for people."""
+    yield Facts(
+        [
+            ("root", found.root),
+            ("job", _job_cell(found)),
+            ("latest", _latest_cell(found)),
+            ("checkpoints", str(found.checkpoints)),
+            ("in flight", str(len([flight for flight in found.flights if not flight.orphaned]))),
+        ]
+    )
+    for name in found.damaged:
+        says = command_line("explain", found.root, name.rpartition("/")[0])
+        yield Note(f"the outcome of {name} is damaged: {says} says more", "bad")
+    for name in found.unreadable:
+        says = command_line("explain", found.root, name.rpartition("/")[0])
+        yield Note(f"the outcome of {name} cannot be read now: {says} says more", "doubt")
+    if found.incomplete:
+        yield Note(_incomplete_text(found), "bad")
+    for flight in found.flights:
+        yield from _flight_blocks(flight)
+    if found.failures:
+        yield Heading("last failures")
+        yield Facts([(failure.tag, _failure_text(failure)) for failure in found.failures])
+
+
+def _job_cell(found: Standing) -> Cell:
+    if found.holder is None:
+        return Cell(found.holder_problem or "none ever ran here", "bad" if found.holder_problem else "quiet")
+    mood = {"running": "good", "ended": "quiet", "unknown": ""}
+    return Cell(job_text(found.holder), mood[found.holder.life])  # type: ignore[arg-type]  # values of Mood
+
+
+def _latest_cell(found: Standing) -> Cell:
+    if found.latest.problem:
+        return Cell(found.latest.problem, "bad" if found.latest.damage else "doubt")
+    if found.latest.tag is None:
+        return Cell("none", "quiet")
+    known = next((c for c in found.commits if c.tag == found.latest.tag), None)
+    details = f", step {known.step}, committed {moment(known.time)}" if known else ""
+    return Cell(f"{found.latest.tag}{details}", "good")
+
+
+def _incomplete_text(found: Standing) -> str:
+    """Which checkpoints are not whole, and why the newest of them is not."""
+    first, number = found.incomplete[0], len(found.incomplete)
+    tags = shortened(", ".join(one.tag for one in found.incomplete), TAGS_CHARACTERS)
+    why = f"of {first.tag}: {lost_text(first.lost)}; {lost_advice(found.root, first.tag, first.lost)}"
+    return f"{count(number, 'checkpoint')} {'is' if number == 1 else 'are'} not whole ({tags}); {why}"
+
+
+def _flight_blocks(flight: Flight) -> Iterator[Block]:
+    what = "left in doubt by a job that has ended" if flight.orphaned else "in flight"
+    of = f" of {flight.world_size}" if flight.world_size else ""
+    yield Heading(f"{flight.tag} (attempt {flight.attempt}): {what}, {flight.votes}{of} voted, {size(flight.object_bytes)}")
+    shown = flight.ranks
+    if len(shown) > RANKS_SHOWN:
+        waiting = [word for word in shown if word.vote != "yes"]
+        shown = tuple(waiting[:RANKS_SHOWN])
+        yield Note(f"{count(len(flight.ranks) - len(waiting), 'rank')} voted yes; {len(waiting)} did not, the first of them:")
+    if shown:
+        yield votes_table(shown)
+
+
+def _failure_text(failure: AbortedAttempt) -> str:
+    who = f", {rank_runs(failure.ranks)}" if failure.ranks else ""
+    what = FENCED if failure.code == FencedError.__name__ else failure.code
+    return f"{what}{who}, {moment(failure.time)}: {failure.message}"

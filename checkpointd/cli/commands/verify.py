@@ -1,0 +1,105 @@
+"""`checkpointd verify`: read checkpoints whole and check every byte."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import click
+
+from checkpointd.cli.arguments import as_json, places, root_and_maybe_tag
+from checkpointd.cli.asking import ask, maybe_named_tag, show_json
+from checkpointd.cli.formatting import count, printable, size
+from checkpointd.cli.render import Block, Cell, Heading, Mood, Note, Table, console, show, warn
+from checkpointd.errors import DamagedError, UnreadableError
+from checkpointd.pipeline.root import catalog
+from checkpointd.report.latest import pointer
+from checkpointd.report.verification import TagVerdict, Task, Verification, tasks, verified
+from checkpointd.report.wholeness import lost_advice, lost_text
+from checkpointd.store.base import Store
+
+MOODS: dict[str, Mood] = {"whole": "good", "damaged": "bad", "unreadable": "doubt", "removed": "quiet"}
+
+
+@click.command("verify", short_help="Read checkpoints whole and check every byte.")
+@places("[ROOT] [TAG]")
+@click.option(
+    "--record",
+    is_flag=True,
+    help="Record the result in each checkpoint. Older ones are removed only when a newer one is recorded as whole.",
+)
+@as_json()
+def command(places: tuple[str, ...], record: bool, as_json: bool) -> int:
+    """Read checkpoint TAG, or all at ROOT, from the storage itself, and check every byte along the chain of digests.
+
+    Lists all damage with its object, tensor and rank, and ends with code 5 if there is any. An object that cannot be read now
+    is shown as unreadable, which does not prove damage: code 6 if there is nothing worse. A checkpoint whose directory
+    somebody removed is shown as removed. TAG may be `latest`.
+    """
+    root, tag = root_and_maybe_tag(places, "verify")
+    found = ask(root, lambda store: _verify(store, tag, record=record))
+    if as_json:
+        show_json(found)
+    elif found.checkpoints or found.damage or found.unreadable:
+        show(page(found))
+    else:
+        warn(f"there are no checkpoints at {found.root}")
+    return DamagedError.exit_code if found.damage else UnreadableError.exit_code if found.unreadable else 0
+
+
+async def _verify(store: Store, tag: str | None, *, record: bool) -> Verification:
+    named = await maybe_named_tag(store, tag)
+    todo = await tasks(store, named)
+    with progress(todo) as (on_task, on_bytes):
+        verdicts = await verified(store, todo, record=record, on_task=on_task, on_bytes=on_bytes)
+    latest = await pointer(store, await catalog.checkpoints(store)) if named is None else None
+    return Verification(root=store.url, checkpoints=tuple(verdicts), latest=latest)
+
+
+def page(found: Verification) -> Iterator[Block]:
+    """The page for people: a line for each checkpoint, then every damage."""
+    if found.checkpoints:
+        yield Table(("tag", "attempt", "state", "read"), [_cells(v) for v in found.checkpoints], right=frozenset({"read"}))
+    if found.damage:
+        yield Heading(f"{count(len(found.damage), 'damage')} found")
+        for damage in found.damage:
+            yield Note(damage.message, "bad")
+    if found.unreadable:
+        yield Heading("cannot be read now, so nobody knows whether it is whole")
+        for one in found.unreadable:
+            yield Note(one.message, "doubt")
+    for verdict in found.checkpoints:
+        if verdict.lost:
+            advice = lost_advice(found.root, verdict.tag, verdict.lost)
+            yield Note(f"{verdict.tag} is not whole: {lost_text(verdict.lost)}; {advice}", "bad")
+
+
+def _cells(verdict: TagVerdict) -> tuple[str | Cell, ...]:
+    return verdict.tag, verdict.attempt, Cell(verdict.state, MOODS[verdict.state]), size(verdict.bytes_read)
+
+
+Reporters = tuple[Callable[[Task], None], Callable[[int], None]]
+
+
+@contextmanager
+def progress(todo: list[Task]) -> Iterator[Reporters]:
+    """A bar on standard error where that is a terminal; callbacks for each checkpoint begun and for bytes read."""
+    if not sys.stderr.isatty() or not todo:
+        yield (lambda _: None), (lambda _: None)
+        return
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console(sys.stderr), transient=True) as bar:
+        whole = bar.add_task("", total=sum(task.nbytes for task in todo))
+        yield (
+            lambda task: bar.update(whole, description=printable(task.tag)),
+            lambda nbytes: bar.advance(whole, nbytes),
+        )

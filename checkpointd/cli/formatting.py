@@ -1,0 +1,91 @@
+"""Numbers, times and foreign text as people read them. Sizes and times have no blank in them, so that columns can be cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+
+from checkpointd import phrases
+from checkpointd.phrases import byte_size, run_text
+
+ABSENT = "-"
+
+
+def size(nbytes: int | None) -> str:
+    """`1.5GiB`; `-` for None."""
+    return ABSENT if nbytes is None else byte_size(nbytes, "")
+
+
+def ratio(raw: int | None, stored: int | None) -> str:
+    """Stored bytes per raw byte: below 1 where the codec saved space."""
+    return f"{stored / raw:.3f}" if raw and stored is not None else ABSENT
+
+
+def speed(bytes_per_second: float | None) -> str:
+    """`1.5GiB/s`; `-` for None."""
+    return ABSENT if bytes_per_second is None else f"{size(round(bytes_per_second))}/s"
+
+
+def duration(seconds: float | None) -> str:
+    """`12ms`, `7.2s`, `95s`, `2m03s`, `1h04m`, `3d02h`; `-` for None."""
+    if seconds is None:
+        return ABSENT
+    t = max(0.0, seconds)
+    if t < 0.9995:
+        return f"{t * 1000:.0f}ms"
+    if t < 9.95:
+        return f"{t:.1f}s"
+    if t < 99.5:
+        return f"{t:.0f}s"
+    if t < 3600:
+        return f"{int(t // 60)}m{int(t % 60):02d}s"
+    if t < 86400:
+        return f"{int(t // 3600)}h{int(t % 3600 // 60):02d}m"
+    return f"{int(t // 86400)}d{int(t % 86400 // 3600):02d}h"
+
+
+def moment(text: str | None) -> str:
+    """A time of the store as UTC to the second; what is none stays as it is."""
+    if not text:
+        return ABSENT
+    try:
+        return datetime.fromisoformat(text).astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    except ValueError:
+        return text
+
+
+def number(value: int | None) -> str:
+    return ABSENT if value is None else str(value)
+
+
+def metrics(values: Mapping[str, float]) -> str:
+    """`accuracy=0.91 loss=2.31`, by name; `-` for none."""
+    return " ".join(f"{name}={value:.6g}" for name, value in sorted(values.items())) or ABSENT
+
+
+def count(value: int, noun: str) -> str:
+    """`1 rank`, `2 ranks`."""
+    return f"{value} {noun}" if value == 1 else f"{value} {noun}s"
+
+
+def shape(sizes: tuple[int, ...]) -> str:
+    """`64x48`; `scalar` for a 0-d tensor."""
+    return "x".join(str(n) for n in sizes) or "scalar"
+
+
+def runs(numbers: Iterable[int]) -> str:
+    """`0-3,7`: which numbers there are."""
+    return ",".join(map(run_text, phrases.runs(numbers))) or ABSENT
+
+
+def printable(text: str) -> str:
+    """`text` on one line, with nothing in it that a terminal would obey: names in a checkpoint are anybody's."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in text)
+
+
+def shortened(text: str, most: int) -> str:
+    """`text` cut to `most` characters, saying how much was left out."""
+    if len(text) <= most:
+        return text
+    note = f"... ({len(text)} characters)"
+    return text[: max(most - len(note), 0)] + note

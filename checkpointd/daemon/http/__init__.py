@@ -1,0 +1,1 @@
+"""Status over HTTP: the page, its JSON, the metrics."""

@@ -1,0 +1,329 @@
+"""The daemon's state for Prometheus: a registry of its own, filled from the hub when it is scraped.
+
+Invariants
+  METRIC-1  Names end in their base unit, counters in `_total`; every one has its help.
+  METRIC-2  Series are bounded: ROOTS_MAX roots, the ranks of this node where they are asked for one by one, and words of fixed
+      lists. No tag and no path of a store's object is a label.
+  METRIC-3  A series of a root is there, with 0, as soon as its first rank joins, and goes LEFT_S after its last trainer has
+      left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+)
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.openmetrics import exposition as openmetrics
+from prometheus_client.registry import Collector
+
+from checkpointd.daemon.hub import Hub
+from checkpointd.daemon.hub_status import standing
+from checkpointd.daemon.protocol.wire import PROTOCOLS
+from checkpointd.daemon.status.model import DaemonStatus, RootStatus
+from checkpointd.daemon.status.tally import Tally
+
+PHASES = ("staging", "staged", "persisting", "prepared", "failed", "skipped")
+"""Those that a save in flight can be in; the last two while its no vote is being put."""
+
+
+class HubCollector(Collector):
+    """All metrics of one daemon, made at each scrape from memory alone."""
+
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
+
+    def collect(self) -> Iterator[Metric]:
+        found = standing(self._hub)
+        told = used_lately(found)
+        yield from _daemon(found)
+        yield from _memory(found)
+        yield from _roots(told, found.now)
+        at_roots = [((root.root, root.name), self._hub.tallies[root.root]) for root in told if root.root in self._hub.tallies]
+        yield _commits(at_roots)
+        yield _spent(at_roots)
+        if self._hub.config.metrics_per_rank:
+            names = {root.root: root.name for root in told}
+            records = [record for record in self._hub if record.root in names]
+            yield from _counts((*OF_ROOT, "rank"), [((r.root, names[r.root], str(r.rank)), r.tally) for r in records])
+        else:
+            yield from _counts(OF_ROOT, at_roots)
+
+
+OF_ROOT = ("root", "name")
+"""The labels of all that belongs to a root. A label without a value is left out by Prometheus."""
+ROOTS_MAX = 64
+LEFT_S = 3600.0
+"""So long a root stays in the metrics after its last trainer has left."""
+
+Tallies = Sequence[tuple[tuple[str, ...], Tally]]
+"""Tallies with the values of their labels."""
+
+
+def used_lately(found: DaemonStatus) -> list[RootStatus]:
+    """The roots that are in the metrics, what needs a look first."""
+    return [root for root in found.roots if _is_used(root, found.now)][:ROOTS_MAX]
+
+
+def _is_used(root: RootStatus, now: float) -> bool:
+    return bool(root.in_flight) or any(rank.gone_at is None or now - rank.gone_at < LEFT_S for rank in root.ranks)
+
+
+def registry(hub: Hub) -> CollectorRegistry:
+    """The daemon's metrics, with CPU, memory and descriptors of its process under their usual names."""
+    made = CollectorRegistry(auto_describe=False)
+    made.register(HubCollector(hub))
+    ProcessCollector(registry=made)
+    return made
+
+
+FORMS = {"plain": CONTENT_TYPE_PLAIN_0_0_4, "openmetrics": "application/openmetrics-text; version=1.0.0; charset=utf-8"}
+"""The forms in which metrics are given, and their content types."""
+
+
+def form(accept: str) -> str:
+    """The one of FORMS for a scraper with this Accept header."""
+    return "openmetrics" if "application/openmetrics-text" in accept else "plain"
+
+
+def exposition(metrics: CollectorRegistry, form: str) -> bytes:
+    """The metrics in one of FORMS."""
+    if form == "plain":
+        return generate_latest(metrics)
+    made: bytes = openmetrics.generate_latest(metrics, version="1.0.0")  # type: ignore[no-untyped-call]  # it has no types
+    return made
+
+
+# --- of the daemon -------------------------------------------------------------------------------------------
+
+
+def _daemon(found: DaemonStatus) -> Iterator[Metric]:
+    yield InfoMetricFamily(
+        "checkpointd_build",
+        "The release of this daemon, and the newest protocol that it speaks on its socket.",
+        {"version": found.release, "protocol": str(PROTOCOLS[1])},
+    )
+    yield _gauge("checkpointd_start_time_seconds", "When the daemon began, in seconds since 1970.", found.started_at)
+    yield _gauge("checkpointd_leaving", "1 while the daemon finishes what is in flight after SIGTERM, else 0.", found.leaving)
+    yield _gauge("checkpointd_clients", "Connections of ranks to the socket.", found.clients)
+    yield _gauge("checkpointd_clients_max", "Connections of ranks that the socket takes at once.", found.clients_max)
+    refused = (
+        "Connections and requests that were refused: full (no room), request (not allowed, or not possible), protocol, "
+        "leaving, other."
+    )
+    yield _counter("checkpointd_refused", refused, [((why,), count) for why, count in found.refusals.items()], ("reason",))
+    if found.bandwidth_bps is not None:
+        yield _gauge(
+            "checkpointd_bandwidth_limit_bytes_per_second",
+            "Bytes per second that persisting may write, over all clients.",
+            found.bandwidth_bps,
+        )
+
+
+def _memory(found: DaemonStatus) -> Iterator[Metric]:
+    memory = found.memory
+    yield _gauge("checkpointd_memory_mapped_bytes", "Snapshot memory of trainers that is mapped here.", memory.mapped)
+    yield _gauge("checkpointd_memory_mapped_max_bytes", "Snapshot memory that may be mapped.", memory.mapped_max)
+    yield _gauge("checkpointd_memory_held_bytes", "Snapshots that are held for trainers that start again.", memory.held)
+    yield _gauge("checkpointd_memory_held_max_bytes", "Snapshots that may be held.", memory.held_max)
+
+
+# --- of each root --------------------------------------------------------------------------------------------
+
+
+def _roots(roots: Sequence[RootStatus], now: float) -> Iterator[Metric]:
+    yield _phases(roots)
+
+    def by_root(name: str, text: str, value: Callable[[RootStatus], float | None]) -> Metric:
+        rows = [((root.root, root.name), value(root)) for root in roots]
+        return _gauges(name, text, OF_ROOT, [(labels, number) for labels, number in rows if number is not None])
+
+    yield by_root(
+        "checkpointd_votes_missing",
+        "Votes that the saves in flight still wait for; known on the node of rank 0 alone.",
+        _votes_missing,
+    )
+    yield by_root(
+        "checkpointd_oldest_in_flight_seconds",
+        "Age of the oldest save in flight; 0 where there is none.",
+        lambda root: max((now - save.began_at for save in root.in_flight), default=0.0),
+    )
+    yield by_root(
+        "checkpointd_newest_commit_age_seconds",
+        "Time since the newest checkpoint was committed, when the root was last looked at.",
+        lambda root: None if root.newest_committed_at is None else max(0.0, now - root.newest_committed_at),
+    )
+    yield by_root(
+        "checkpointd_unsaved_seconds",
+        "Training that a failure now would cost: since the newest commit, or since the trainers began if that was later; none "
+        "where no trainer is connected.",
+        lambda root: _unsaved_s(root, now),
+    )
+    yield by_root(
+        "checkpointd_starts_since_commit",
+        "How many times the job began anew since the run of the newest commit, or in all where there is no checkpoint; none "
+        "once its trainers closed it, and where the root was not looked at.",
+        _starts_since_commit,
+    )
+    yield by_root("checkpointd_newest_step", "Training step of the newest checkpoint.", lambda root: root.newest_step)
+    yield by_root(
+        "checkpointd_newest_read_back_step",
+        "Training step of the newest checkpoint that was read back whole; none where that is not among the newest at the root.",
+        lambda root: next((c.step for c in root.checkpoints if c.read_back == "whole"), None),
+    )
+    yield by_root(
+        "checkpointd_checkpoints_damaged",
+        "Checkpoints among the newest at the root that were read and are damaged.",
+        lambda root: sum(c.read_back == "damaged" for c in root.checkpoints),
+    )
+    yield by_root("checkpointd_ranks", "Ranks of this node, of the run that is or was last here.", lambda root: len(root.ranks))
+    yield by_root(
+        "checkpointd_ranks_connected",
+        "Ranks of this node whose trainer is connected.",
+        lambda root: sum(rank.connected for rank in root.ranks),
+    )
+    yield by_root("checkpointd_held_snapshots", "Snapshots of this root held in memory.", lambda root: len(root.held))
+    yield by_root(
+        "checkpointd_root_unreadable", "1 where the root cannot be looked at, else 0.", lambda root: root.problem is not None
+    )
+
+
+def _phases(roots: Iterable[RootStatus]) -> Metric:
+    family = GaugeMetricFamily(
+        "checkpointd_in_flight", "Saves of ranks of this node that have not ended, by phase.", labels=(*OF_ROOT, "phase")
+    )
+    for root in roots:
+        for phase in PHASES:
+            family.add_metric((root.root, root.name, phase), sum(save.phase == phase for save in root.in_flight))
+    return family
+
+
+def _votes_missing(root: RootStatus) -> float | None:
+    if not any(rank.rank == 0 for rank in root.ranks):
+        return None
+    return sum(len(save.votes_missing or ()) for save in root.in_flight)
+
+
+def _unsaved_s(root: RootStatus, now: float) -> float | None:
+    began = max((rank.since for rank in root.ranks if rank.connected), default=None)
+    return None if began is None else max(0.0, now - max(began, root.newest_committed_at or 0.0))
+
+
+def _starts_since_commit(root: RootStatus) -> float | None:
+    """Each start begins an epoch, and a checkpoint is of the epoch in which it was saved: no time goes into this."""
+    if root.space is None and not root.checkpoints:
+        return None  # nobody looked: there may be a checkpoint
+    begun = max((rank.epoch for rank in root.ranks if rank.epoch is not None and not rank.left_well), default=None)
+    return None if begun is None else max(0, begun - max((c.order[0] for c in root.checkpoints), default=0))
+
+
+def _commits(tallies: Tallies) -> Metric:
+    family = HistogramMetricFamily(
+        "checkpointd_commit_seconds",
+        "Time from save() to the commit by all ranks; counted on the node of rank 0 alone.",
+        labels=OF_ROOT,
+        unit="seconds",
+    )
+    for labels, tally in tallies:
+        buckets = [(_bound(bound), count) for bound, count in tally.commits.cumulative()]
+        family.add_metric(labels, buckets, tally.commits.total_s)
+    return family
+
+
+def _spent(tallies: Tallies) -> Metric:
+    family = SummaryMetricFamily(
+        "checkpointd_phase_seconds",
+        "How long saves of this node's ranks took for what, each rank's save counted once; hash, codec and disk are parts of "
+        "persisting, and overlap.",
+        labels=(*OF_ROOT, "phase"),
+        unit="seconds",
+    )
+    for labels, tally in tallies:
+        for part, spent in tally.spent.items():
+            family.add_metric((*labels, part), spent.saves, spent.total_s)
+    return family
+
+
+def _bound(bound: float) -> str:
+    return "+Inf" if bound == float("inf") else repr(bound)
+
+
+# --- what is counted, by root or by rank --------------------------------------------------------------------
+
+
+def _counts(labels: tuple[str, ...], tallies: Tallies) -> Iterator[Metric]:
+    def split(name: str, text: str, label: str, counts: Callable[[Tally], dict[str, int]]) -> Metric:
+        rows = [((*values, word), float(count)) for values, tally in tallies for word, count in counts(tally).items()]
+        return _counter(name, text, rows, (*labels, label))
+
+    def single(name: str, text: str, value: Callable[[Tally], float]) -> Metric:
+        return _counter(name, text, [(values, value(tally)) for values, tally in tallies], labels)
+
+    yield split(
+        "checkpointd_saves",
+        "Saves of ranks that ended: committed, aborted by others or the deadline, fenced by a newer job, failed, skipped.",
+        "result",
+        lambda tally: tally.results,
+    )
+    yield split(
+        "checkpointd_saves_inline",
+        "Of those, saves that the trainers persisted themselves: refused by the sidecar, or the connection to it was lost.",
+        "reason",
+        lambda tally: tally.inline,
+    )
+    yield single(
+        "checkpointd_saves_no_progress",
+        "Saves that were committed although the step had moved on and nothing that is trained had changed.",
+        lambda tally: tally.no_progress,
+    )
+    yield single(
+        "checkpointd_stall_seconds",
+        "Time for which saves held training; of a root, on the rank where that was longest.",
+        lambda tally: tally.stall_s,
+    )
+    yield single(
+        "checkpointd_persist_bytes",
+        "Bytes of tensors that were made durable, before compression; counted with the vote.",
+        lambda tally: tally.bytes_persisted,
+    )
+    yield single(
+        "checkpointd_stored_bytes",
+        "Bytes written to the store for them, after compression.",
+        lambda tally: tally.bytes_stored,
+    )
+
+
+# --- families ------------------------------------------------------------------------------------------------
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return _gauges(name, text, (), [((), value)])
+
+
+def _gauges(name: str, text: str, labels: tuple[str, ...], rows: list[tuple[tuple[str, ...], float]]) -> Metric:
+    family = GaugeMetricFamily(name, text, labels=labels, unit=_unit(name))
+    for values, number in rows:
+        family.add_metric(values, number)
+    return family
+
+
+def _counter(
+    name: str, text: str, rows: list[tuple[tuple[str, ...], float]], labels: tuple[str, ...] = ()
+) -> CounterMetricFamily:
+    """A counter, to whose name `_total` is added."""
+    family = CounterMetricFamily(name, text, labels=labels, unit=_unit(name))
+    for values, number in rows:
+        family.add_metric(values, number)
+    return family
+
+
+def _unit(name: str) -> str:
+    return next((unit for unit in ("bytes_per_second", "bytes", "seconds") if name.endswith(f"_{unit}")), "")

@@ -1,0 +1,93 @@
+// Saves in flight: how far each has come, rank by rank.
+
+import { h, s } from "./dom.js";
+import { attempts, fraction, progress } from "./attempts.js";
+import { name } from "./elements.js";
+import { duration, percent, printable, ranks as rankWords, size, speed } from "./words.js";
+
+const BARS_MAX = 8, SLOWEST = 3;
+
+export function inFlight(root, now, ui) {
+  const flying = attempts(root.in_flight, now);
+  return h(
+    "section",
+    { class: "part", "aria-label": "Saves in flight" },
+    h("h3", null, flying.length ? "In flight" : "Nothing is in flight"),
+    flying.map((attempt) => flight(attempt, now, ui)),
+  );
+}
+
+const SHOWN = [["staging", "staging"], ["staged", "staged"], ["persisting", "persisting"], ["prepared", "voted"], ["failed", "failed"], ["fenced", "fenced"], ["skipped", "skipped"]];
+
+function flight(attempt, now, ui) {
+  const p = progress(attempt);
+  const label = `${printable(attempt.tag)}: persisted`;
+  return h(
+    "article",
+    { class: "flight", "data-key": attempt.key },
+    h("h4", null, name(attempt.tag), " ", h("small", null, `attempt ${attempt.attempt} · step ${attempt.step.toLocaleString("en")} · for ${duration(now - attempt.began)}`)),
+    h("div", { class: "bar" }, h("progress", { max: 1, value: p.fraction.toFixed(4), "aria-label": label }), h("output", null, percent(p.fraction))),
+    h("p", { class: "facts" }, facts(attempt, p).join(" · ")),
+    h("p", { class: "facts" }, waiting(p.missing)),
+    attempt.saves.length <= BARS_MAX ? rankBars(attempt) : strip(attempt, ui.width - 48),
+  );
+}
+
+function facts(attempt, p) {
+  const phases = SHOWN.map(([phase, word]) => [attempt.saves.filter((save) => save.phase === phase).length, word]);
+  const told = phases.filter(([n]) => n).map(([n, word]) => `${n} ${word}`);
+  if (p.total) told.push(`${size(p.done)} of ${size(p.total)}`);
+  if (p.speed) told.push(speed(p.speed));
+  if (p.eta !== null) told.push(`about ${duration(p.eta)} left`);
+  return told;
+}
+
+function waiting(missing) {
+  if (missing === null) return "Votes are counted on the node of rank 0.";
+  return missing.length ? `Waiting for the vote${missing.length === 1 ? "" : "s"} of ${rankWords(missing)}.` : "All votes are in.";
+}
+
+function rankBars(attempt) {
+  return h(
+    "ul",
+    { class: "bars" },
+    attempt.saves.map((save) =>
+      h(
+        "li",
+        { class: save.phase },
+        h("span", { class: "who" }, `rank ${save.rank}`),
+        h("progress", { max: 1, value: fraction(save).toFixed(4), "aria-label": `rank ${save.rank}` }),
+        h("span", { class: "what" }, rankWord(save)),
+      ),
+    ),
+  );
+}
+
+function rankWord(save) {
+  if (save.error) return `${save.phase}: ${printable(save.error.message)}`;
+  if (save.phase !== "persisting") return save.phase === "prepared" ? "voted" : save.phase;
+  const left = save.eta_s === null ? "" : `, ${duration(save.eta_s)} left`;
+  return `${percent(fraction(save))}${save.speed_bps ? `, ${speed(save.speed_bps)}` : ""}${left}`;
+}
+
+/** Many ranks: a column for each one, as high as it has come. */
+function strip(attempt, width) {
+  const n = attempt.saves.length, tall = 48;
+  const wide = Math.max(1, Math.min(16, Math.floor(width / n))), gap = wide > 4 ? 1 : 0;
+  const column = (save, at, part) => `M${at * wide} ${tall}v${(-tall * part).toFixed(1)}h${wide - gap}V${tall}z`;
+  const parts = (phase) => attempt.saves.map((save, at) => ((save.phase === "prepared") === (phase === "voted") ? column(save, at, fraction(save)) : "")).join("");
+  const slow = attempt.saves.filter((save) => save.phase !== "prepared").sort((a, b) => fraction(a) - fraction(b)).slice(0, SLOWEST);
+  const words = slow.map((save) => `rank ${save.rank} (${save.phase === "persisting" ? percent(fraction(save)) : save.phase})`).join(", ");
+  return h(
+    "div",
+    { class: "strip" },
+    s(
+      "svg",
+      { role: "img", "aria-label": `Progress of ${n} ranks`, width: n * wide, height: tall, "data-strip": attempt.key },
+      s("rect", { class: "track", width: n * wide, height: tall }),
+      s("path", { class: "seg persisting", d: parts("") }),
+      s("path", { class: "seg voted", d: parts("voted") }),
+    ),
+    h("p", { class: "facts" }, `A column for each of ranks ${attempt.saves[0].rank} to ${attempt.saves.at(-1).rank}`, words && `; furthest behind: ${words}`, "."),
+  );
+}

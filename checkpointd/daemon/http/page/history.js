@@ -1,0 +1,99 @@
+// A root over time: small pictures of its last saves, oldest left, and the same as a table.
+
+import { h, s } from "./dom.js";
+import { folded, name, number, table, unknown } from "./elements.js";
+import { clock, count, duration, figure, printable, size, speed } from "./words.js";
+
+const TALL = 40, WIDE = 100;
+const OLD = "outcomes of older releases do not say it";
+
+const throughput = (past) => (past.raw_bytes && past.took_s ? past.raw_bytes / past.took_s : null);
+
+/** What is shown of each save: {key, label, value, words, worst}. */
+function series(saves) {
+  const metrics = [...new Set(saves.flatMap((past) => Object.keys(past.metrics)))].sort();
+  return [
+    { key: "took", label: "Save to commit", value: (past) => past.took_s, words: duration, worst: ["longest", Math.max], zero: true },
+    { key: "throughput", label: "Throughput", value: throughput, words: speed, worst: ["least", Math.min], zero: true },
+    { key: "held", label: "Training held", value: (past) => past.held_s, words: duration, worst: ["longest", Math.max], zero: true },
+    { key: "size", label: "Size on disk", value: (past) => past.stored_bytes, words: size, worst: ["largest", Math.max], zero: true },
+    ...metrics.slice(0, 3).map((metric) => ({ key: `metric ${metric}`, label: `Metric ${printable(metric)}`, value: (past) => past.metrics[metric] ?? null, words: figure, worst: null, zero: false })),
+  ];
+}
+
+export function history(root, now, ui) {
+  const saves = root.history;
+  if (!saves.length) return null;
+  const shown = series(saves);
+  const failed = saves.filter((past) => !past.committed).length;
+  const lost = failed ? `; ${failed} did not commit, marked below the line` : "";
+  return h(
+    "section",
+    { class: "part", "aria-label": "History" },
+    h("h3", null, "History"),
+    h("p", { class: "facts" }, `${count(saves.length, "save")} from ${clock(saves[0].at, now)} to ${clock(saves.at(-1).at, now)}, oldest left${lost}.`),
+    h("div", { class: "charts" }, shown.map((one) => chart(root, saves, one, now, ui))),
+    folded(ui, `history ${root.root}`, "The history as a table", () => asTable(saves, shown, now)),
+  );
+}
+
+function median(values) {
+  const sorted = [...values].sort((a, b) => a - b);
+  return sorted[Math.floor(sorted.length / 2)];
+}
+
+function chart(root, saves, one, now, ui) {
+  const values = saves.map((past) => (past.committed ? one.value(past) : null));
+  const known = values.filter((value) => value !== null);
+  const last = known.at(-1) ?? null;
+  const note = !known.length ? OLD : one.worst ? `median ${one.words(median(known))}, ${one.worst[0]} ${one.words(one.worst[1](...known))}` : `${one.words(Math.min(...known))} to ${one.words(Math.max(...known))}`;
+  const key = `${root.root} ${one.key}`;
+  ui.charts.set(key, (part) => told(saves, one, part, now));
+  return h(
+    "figure",
+    { class: "chart", "data-key": one.key },
+    h("figcaption", null, h("span", { class: "label" }, one.label), h("strong", null, last === null ? unknown(OLD) : one.words(last)), h("small", null, note)),
+    known.length > 1 && drawn(saves, values, one, key, `${one.label} of the last ${known.length} saves: ${note}, now ${one.words(last)}`),
+  );
+}
+
+function drawn(saves, values, one, key, label) {
+  const known = values.filter((value) => value !== null);
+  const top = Math.max(...known), low = one.zero ? 0 : Math.min(...known);
+  const x = (at) => (saves.length > 1 ? 1 + (at / (saves.length - 1)) * (WIDE - 2) : WIDE / 2).toFixed(2);
+  const y = (value) => (TALL - 6 - (top > low ? (value - low) / (top - low) : 0.5) * (TALL - 10)).toFixed(2);
+  let line = "", pen = "M";
+  values.forEach((value, at) => {
+    if (value === null) pen = saves[at].committed ? "M" : pen; // one that was lost does not cut the line
+    else [line, pen] = [`${line}${pen}${x(at)} ${y(value)}`, "L"];
+  });
+  const lost = saves.map((past, at) => (past.committed ? "" : `M${x(at)} ${TALL}v-5`)).join("");
+  const end = values.findLastIndex((value) => value !== null);
+  return s(
+    "svg",
+    { class: "spark", role: "img", "aria-label": label, viewBox: `0 0 ${WIDE} ${TALL}`, preserveAspectRatio: "none", "data-chart": key },
+    s("path", { class: "base", d: `M0 ${TALL - 6}H${WIDE}` }),
+    s("path", { class: "line", d: line }),
+    s("path", { class: "end", d: `M${x(end)} ${y(values[end])}h0` }),
+    lost && s("path", { class: "miss", d: lost }),
+  );
+}
+
+/** The save at a part of the width, 0 to 1, in words. */
+function told(saves, one, part, now) {
+  const past = saves[Math.round(Math.min(1, Math.max(0, part)) * (saves.length - 1))];
+  const value = one.value(past);
+  const words = !past.committed ? "did not commit" : value === null ? "not known" : one.words(value);
+  return `${printable(past.tag)} · ${clock(past.at, now)}\n${one.label}: ${words}`;
+}
+
+function asTable(saves, shown, now) {
+  const cell = (past, one) => {
+    const value = one.value(past);
+    return number(value === null ? unknown(past.committed ? OLD : "it did not commit") : one.words(value));
+  };
+  const rows = [...saves].reverse().map((past) => ({
+    cells: [name(past.tag), number(past.step.toLocaleString("en")), clock(past.at, now), past.committed ? "committed" : "not committed", ...shown.map((one) => cell(past, one))],
+  }));
+  return table("History as a table", ["Tag", "Step", "When", "Ended as", ...shown.map((one) => one.label)], rows);
+}

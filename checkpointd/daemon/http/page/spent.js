@@ -1,0 +1,44 @@
+// Where the time of the last save went: for each part of it the ranks' median, and the slowest rank.
+
+import { h } from "./dom.js";
+import { attempts } from "./attempts.js";
+import { name } from "./elements.js";
+import { duration } from "./words.js";
+
+const PARTS = [
+  ["staging", "Staging", false],
+  ["persisting", "Persisting", false],
+  ["hash", "hashing", true],
+  ["codec", "encoding", true],
+  ["disk", "writing", true],
+  ["waiting", "Waiting for votes", false],
+];
+
+/** Of the newest save that was committed; null where none has said what it took. */
+export function spent(root, now) {
+  const last = attempts(root.recent, now).reverse().find((attempt) => attempt.saves.some((save) => save.phase === "committed"));
+  const parts = last ? PARTS.map(([key, label, isPart]) => ({ label, isPart, ranks: known(last.saves, key) })).filter(({ ranks }) => ranks.length) : [];
+  if (!parts.length) return null;
+  const longest = Math.max(1e-6, ...parts.map(({ ranks }) => ranks.at(-1)[0]));
+  return h(
+    "section",
+    { class: "part", "aria-label": "Where the time went" },
+    h("h3", null, "Where the time of ", name(last.tag), " went"),
+    h("p", { class: "facts" }, "The slowest rank. Hashing, encoding and writing are parts of persisting, and overlap."),
+    h("ul", { class: "bars spent" }, parts.map((part) => row(part, longest, last.saves.length))),
+  );
+}
+
+/** Seconds of a part with their ranks, the slowest last. */
+const known = (saves, key) => saves.map((save) => [save.seconds?.[key] ?? null, save.rank]).filter(([seconds]) => seconds !== null).sort((a, b) => a[0] - b[0]);
+
+function row({ label, isPart, ranks }, longest, of) {
+  const [most, rank] = ranks.at(-1), median = ranks[Math.floor(ranks.length / 2)][0];
+  return h(
+    "li",
+    { class: isPart ? "within" : null },
+    h("span", { class: "who" }, label),
+    h("progress", { max: 1, value: (most / longest).toFixed(4), "aria-label": `${label}: ${duration(most)}` }),
+    h("span", { class: "what" }, duration(most), of > 1 && `, rank ${rank}; median ${duration(median)}`),
+  );
+}

@@ -1,0 +1,111 @@
+// The page from a status: pure functions from data to elements.
+
+import { h } from "./dom.js";
+import { attempts } from "./attempts.js";
+import { badge, folded, name } from "./elements.js";
+import { rootCard } from "./root.js";
+import { textures } from "./timeline.js";
+import { clock, count, duration, printable, ranks as rankWords, size, speed } from "./words.js";
+
+const HELD_MAX = 4;
+
+/** The head of the page. `lost`: since when the daemon has not answered, null while it does. */
+export function head(status, lost) {
+  const state = lost !== null ? badge("not answering", "bad") : status.leaving ? badge("leaving", "doubt") : badge("serving", "good");
+  return h(
+    "header",
+    { id: "head" },
+    h("h1", null, "checkpointd", h("span", { class: "host" }, " on ", name(status.host))),
+    state,
+    h("span", { class: "counts" }, counts(status.roots)),
+    h("span", { class: "quiet time" }, `up ${duration(status.now - status.started_at)}, as of ${clock(status.now)}`),
+  );
+}
+
+/** `20 roots: 2 failing, 3 healthy`, in the order in which they stand below. */
+function counts(roots) {
+  if (roots.length < 2) return null;
+  const found = new Map();
+  for (const root of roots) found.set(root.verdict.state, (found.get(root.verdict.state) ?? 0) + 1);
+  return `${count(roots.length, "root")}: ${[...found].map(([state, n]) => `${n} ${state}`).join(", ")}`;
+}
+
+/** `isOpen(root)`: whether it is unfolded. */
+export function view(status, isOpen, ui) {
+  return h(
+    "main",
+    { id: "view", class: ui.lost ? "stale" : null },
+    status.leaving && h("p", { class: "note doubt", "data-key": "leaving" }, "The daemon was told to stop: what is in flight is being finished, and nothing new is taken."),
+    (status.left_out || []).map((words, at) => h("p", { class: "note doubt", "data-key": `left-out-${at}` }, printable(words))),
+    status.roots.length === 0 && nothingYet(status),
+    textures(),
+    h("div", { class: "roots", "data-key": "roots" }, status.roots.map((root) => rootCard(root, isOpen(root), status.now, ui))),
+    memory(status, ui),
+    daemon(status),
+  );
+}
+
+function nothingYet(status) {
+  return h(
+    "section",
+    { class: "card" },
+    h("h2", null, "No trainer has come yet"),
+    h("p", null, "A job uses this daemon with ", h("code", null, `Checkpointer(root, sidecar="${printable(status.socket)}")`), "."),
+  );
+}
+
+// --- the daemon --------------------------------------------------------------------------------------------------
+
+function meter(label, used, limit, note) {
+  return h(
+    "div",
+    { class: "meter" },
+    h("span", null, label),
+    h("progress", { max: Math.max(1, limit), value: Math.min(used, Math.max(1, limit)), "aria-label": label }),
+    h("span", { class: "quiet" }, `${size(used)} of ${size(limit)}${note}`),
+  );
+}
+
+function memory(status, ui) {
+  const m = status.memory;
+  const held = status.roots.flatMap((root) => attempts(root.held.map((one) => ({ ...one, began_at: one.step, ended_at: null })), 0).map((a) => [root, a]));
+  const line = ([root, a]) => {
+    const nbytes = a.saves.reduce((sum, one) => sum + one.nbytes, 0);
+    return h("li", null, name(a.tag), ` of ${rankWords(a.saves.map((one) => one.rank))}, ${size(nbytes)}, ${a.saves.every((one) => one.phase === "committed") ? "committed" : "not committed yet"}`, status.roots.length > 1 && h("small", null, name(root.root)));
+  };
+  const all = () => h("ul", { class: "plain" }, held.map(line));
+  return h(
+    "section",
+    { class: "card", "aria-label": "Memory" },
+    h("h2", null, "Memory for restarts"),
+    meter("Snapshots held", m.held, m.held_max, ""),
+    meter("Snapshots mapped", m.mapped, m.mapped_max, ""),
+    !held.length && h("p", { class: "facts" }, "No snapshot is held: a trainer that starts again loads from the store."),
+    held.length > HELD_MAX ? folded(ui, "held", `${held.length} snapshots are held`, all) : all(),
+  );
+}
+
+/** How many requests were refused, and why. */
+function refused(status) {
+  const reasons = Object.entries(status.refusals).filter(([, n]) => n).map(([reason, n]) => `${n.toLocaleString("en")} ${reason}`);
+  return `${status.refused.toLocaleString("en")}${reasons.length ? ` (${reasons.join(", ")})` : ""}`;
+}
+
+function daemon(status) {
+  const facts = [
+    ["Release", status.release],
+    ["Process", String(status.pid)],
+    ["Socket", name(status.socket)],
+    ["Running since", clock(status.started_at, status.now)],
+    ["Connections", `${status.clients} of ${status.clients_max}`],
+    ["Refused", refused(status)],
+    ["Bandwidth limit", status.bandwidth_bps === null ? "none" : speed(status.bandwidth_bps)],
+  ];
+  return h(
+    "section",
+    { class: "card", "aria-label": "The daemon" },
+    h("h2", null, "The daemon"),
+    h("dl", { class: "pairs" }, facts.map(([label, value]) => h("div", null, h("dt", null, label), h("dd", null, value)))),
+    h("p", { class: "facts" }, "For machines: ", h("a", { href: "api/status" }, "status as JSON"), " and ", h("a", { href: "metrics" }, "metrics for Prometheus"), "."),
+  );
+}

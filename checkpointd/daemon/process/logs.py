@@ -1,0 +1,187 @@
+"""The daemon's log: text from clients, files or names stays within one line, and cannot fill the disk.
+
+Invariants
+  LOG-1  A record is one line, and the lines of its traceback are indented: no text can end a line, forge one, or steer a
+      terminal.
+  LOG-2  A record takes at most MESSAGE_MAX characters, and its traceback TRACEBACK_MAX, before control characters are escaped.
+  LOG-3  What happens again and again is said SAID_MAX times a PERIOD_S for each cause and user, unless another number is asked
+      for; then the rest is counted.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+
+MESSAGE_MAX = 4000
+TRACEBACK_MAX = 16_000
+TOLD_MAX = 2000
+SAID_MAX = 5
+PERIOD_S = 60.0
+CAUSES_MAX = 1024
+
+_INDENT = "    "
+
+
+def escaped(text: str, most: int = MESSAGE_MAX) -> str:
+    """`text` on one line: at most `most` characters of it, control characters and others that do not print escaped."""
+    shown = text[:most]
+    if not shown.isprintable():
+        shown = "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in shown)
+    return shown if len(text) <= most else f"{shown}… ({len(text) - most} characters more)"
+
+
+def told(text: str) -> str:
+    """`text`, which may repeat a client's words or another rank's vote, as clients, people and the status are told it."""
+    return escaped(text, TOLD_MAX)
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """Whose work a task does, for the records that it logs."""
+
+    root: str
+    rank: int | None = None
+    tag: str = ""
+    attempt: str = ""
+
+    def __str__(self) -> str:
+        return self.root if self.rank is None else f"{self.root} rank {self.rank}"
+
+
+_SUBJECT: ContextVar[Subject | None] = ContextVar("subject", default=None)
+
+
+def about(subject: Subject) -> None:
+    """From here on, what this task and those that it starts log is about `subject`."""
+    _SUBJECT.set(subject)
+
+
+@contextmanager
+def regarding(subject: Subject) -> Iterator[None]:
+    """What is logged within is about `subject`."""
+    before = _SUBJECT.set(subject)
+    try:
+        yield
+    finally:
+        _SUBJECT.reset(before)
+
+
+class LineFormatter(logging.Formatter):
+    """Formats a record as LOG-1 and LOG-2 say, with the root and the rank that it is about where a task works for one."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(message)s")
+
+    def format(self, record: logging.LogRecord) -> str:
+        subject = _SUBJECT.get()
+        record.message = f"{'' if subject is None else f'[{escaped(str(subject))}] '}{escaped(record.getMessage())}"
+        record.asctime = self.formatTime(record)
+        return self.formatMessage(record) + self.traceback(record)
+
+    def traceback(self, record: logging.LogRecord) -> str:
+        """The traceback of `record`, each line indented after a line break; nothing where there is none."""
+        if not record.exc_info:
+            return ""
+        found = self.formatException(record.exc_info)
+        shown = found if len(found) <= TRACEBACK_MAX else f"{found[: TRACEBACK_MAX // 2]}\n…\n{found[-TRACEBACK_MAX // 2 :]}"
+        return "".join(f"\n{_INDENT}{escaped(line)}" for line in shown.split("\n"))
+
+
+class JsonFormatter(LineFormatter):
+    """Formats a record as one JSON object on a line: `time` (UTC), `level`, `message`; `root`, `rank`, `tag` and `attempt`
+    where it is about one; `fields` of `extra`; `traceback`.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        subject = _SUBJECT.get()
+        known = {name: value for name, value in asdict(subject).items() if value not in (None, "")} if subject else {}
+        found = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "message": escaped(record.getMessage()),
+            **{name: escaped(value) if isinstance(value, str) else value for name, value in known.items()},
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            found["traceback"] = self.traceback(record).strip("\n")
+        return json.dumps(found, ensure_ascii=False)
+
+
+FORMATTERS: dict[str, type[LineFormatter]] = {"text": LineFormatter, "json": JsonFormatter}
+
+
+def log_to_stderr(level: str, form: str) -> None:
+    """A daemon's log is its voice: to standard error, which systemd and containers collect."""
+    log = logging.getLogger("checkpointd")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(FORMATTERS[form]())
+    log.handlers[:] = [handler]
+    log.propagate = False
+    log.setLevel(level.upper())
+
+
+@dataclass(slots=True)
+class _Cause:
+    until: float
+    said: int = 0
+    left_out: int = 0
+
+
+@dataclass(slots=True)
+class Rationed:
+    """Says what may happen thousands of times a second to a log (LOG-3)."""
+
+    log: logging.Logger
+    clock: Callable[[], float] = time.monotonic
+    _causes: OrderedDict[tuple[str, int], _Cause] = field(default_factory=OrderedDict)
+
+    def warning(self, cause: str, uid: int, message: str, *args: object) -> None:
+        """Log `message`, unless `cause` of user `uid` was said often enough lately. `cause` is a word of ours."""
+        self.say(logging.WARNING, cause, uid, message, *args)
+
+    def say(
+        self,
+        level: int,
+        cause: str,
+        uid: int,
+        message: str,
+        *args: object,
+        most: int = SAID_MAX,
+        fields: Mapping[str, object] | None = None,
+    ) -> None:
+        """The same at a level, `most` times a PERIOD_S; with `fields` for machines."""
+        self.say_left_out()
+        known = self._causes.get((cause, uid))
+        if known is None:
+            known = self._causes[(cause, uid)] = _Cause(self.clock() + PERIOD_S)
+            if len(self._causes) > CAUSES_MAX:
+                self._tell(*self._causes.popitem(last=False))
+        if known.said < most:
+            known.said += 1
+            self.log.log(level, message, *args, extra={"fields": fields or {}})
+        else:
+            known.left_out += 1
+
+    def say_left_out(self) -> None:
+        """Say how many were left out of each cause whose period is over, and forget it."""
+        now = self.clock()
+        while self._causes:
+            key, first = next(iter(self._causes.items()))
+            if first.until > now:
+                return
+            del self._causes[key]
+            self._tell(key, first)
+
+    def _tell(self, key: tuple[str, int], cause: _Cause) -> None:
+        if cause.left_out:
+            whose = "" if key[1] < 0 else f" (user {key[1]})"
+            self.log.warning("%s%s: %d more in %g s were left out here", key[0], whose, cause.left_out, PERIOD_S)

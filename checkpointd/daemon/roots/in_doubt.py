@@ -1,0 +1,158 @@
+"""Attempts in doubt at a root after a restart of the daemon alone: which ones it may decide, and when.
+
+Invariants
+  INDOUBT-1  A commit is put only of an attempt of the newest epoch, or one that it spares, with every vote there and valid:
+      whoever else decides it comes to the same, and put-if-absent has one winner.
+  INDOUBT-2  An abort is put only where nobody can vote any more, as far as can be told: the process that took the attempt's
+      epoch was on this machine and is dead, no job of this daemon works at it, no other process holds its lease, and nothing in
+      it has changed for `grace_s` or for its epoch's commit time-out, whichever is longer; a renewal of its lease is a change.
+  INDOUBT-3  What a job of this daemon works at is left alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from checkpointd.errors import DamagedError, NotFoundError
+from checkpointd.layout.keys import LEASE
+from checkpointd.layout.manifest import Epoch, Outcome
+from checkpointd.pipeline.decide.publish import put_outcome
+from checkpointd.pipeline.decide.recover import judge
+from checkpointd.pipeline.gc.retire import retire_tag
+from checkpointd.pipeline.root import epochs, leases
+from checkpointd.pipeline.root.catalog import AttemptView
+from checkpointd.pipeline.root.latest import move_latest
+from checkpointd.pipeline.root.leases import Sight
+from checkpointd.pipeline.root.tag_directories import show
+from checkpointd.store import writers
+from checkpointd.store.base import Store
+
+log = logging.getLogger("checkpointd")
+
+
+@dataclass(slots=True)
+class InDoubtAttempt:
+    """One attempt in doubt: its objects but for the lease, when they last changed, and when that was (seconds of the loop)."""
+
+    sizes: dict[str, int]
+    since: float
+    renewed: tuple[int, float] | None = None
+    """The count of its lease when it last changed, and when that was."""
+    said: str = ""
+    """What was last logged of it."""
+
+    def say(self, prefix: str, words: str) -> None:
+        """Log `words`, unless that was the last thing that was said of it."""
+        if words != self.said:
+            self.said = words
+            log.warning("%s is in doubt: %s", prefix, words)
+
+
+@dataclass(slots=True)
+class InDoubtAttempts:
+    """Watches the attempts in doubt of one root. Times in seconds.
+
+    `patience_s`: how long one whose votes are all there is left to its own coordinator; `grace_s`: see INDOUBT-2.
+    """
+
+    grace_s: float
+    patience_s: float
+    _known: dict[str, InDoubtAttempt] = field(default_factory=dict)
+
+    @property
+    def any(self) -> bool:
+        return bool(self._known)
+
+    async def settle(self, store: Store, attempts: Sequence[AttemptView], busy: Collection[str], now: float) -> list[Outcome]:
+        """Decide those of `attempts` that may be decided at the time `now`; the outcomes. `busy`: what jobs
+        work at (INDOUBT-3).
+        """
+        self._see(attempts, now)
+        if not attempts:
+            return []
+        newest = await _newest(store)
+        waiting = [view for view in attempts if view.prefix not in busy and newest is not None and _may_decide(view, newest)]
+        found = [await self._settled(store, view, now) for view in waiting]
+        return [outcome for outcome in found if outcome is not None]
+
+    def _see(self, attempts: Iterable[AttemptView], now: float) -> None:
+        seen = {view.prefix: {name: size for name, size in view.sizes.items() if name != LEASE} for view in attempts}
+        for gone in self._known.keys() - seen.keys():
+            del self._known[gone]
+        for prefix, sizes in seen.items():
+            known = self._known.get(prefix)
+            if known is None:
+                self._known[prefix] = InDoubtAttempt(sizes, now)
+            elif known.sizes != sizes:
+                known.sizes, known.since = sizes, now
+
+    async def _settled(self, store: Store, view: AttemptView, now: float) -> Outcome | None:
+        doubt = self._known[view.prefix]
+        lease = await leases.worker_of(store, view.prefix, Sight())
+        if lease is not None and (doubt.renewed is None or doubt.renewed[0] != lease.count):
+            doubt.renewed = lease.count, now
+        quiet_s = now - doubt.since
+        if not view.vote_ranks or quiet_s < self.patience_s:
+            outcome = None
+        else:
+            outcome = await judge(store, view)
+            if outcome.outcome == "commit":
+                return await _decide(store, outcome)
+        holder, why = await _holder(store, view)
+        # One of this process is a left-over: what its jobs work at is `busy`.
+        if lease is not None and writers.is_alive(lease.process) and not writers.is_this_process(lease.process):
+            why = f"process {lease.writer.pid} on {lease.writer.host} works at it"
+        grace_s = max(self.grace_s, holder.commit_timeout_s if holder else 0.0)
+        idle_s = min(quiet_s, now - doubt.renewed[1]) if doubt.renewed is not None else quiet_s
+        if why is None and idle_s >= grace_s:
+            return await _decide(store, outcome or await judge(store, view))
+        doubt.say(view.prefix, why or f"its job has ended; it is decided when nothing in it has changed for {grace_s:g} s")
+        return None
+
+
+async def _newest(store: Store) -> Epoch | None:
+    """The newest epoch's record; None where there is none, or it cannot be read: then nothing is known well enough."""
+    try:
+        return await epochs.read(store, await epochs.newest(store))
+    except (NotFoundError, DamagedError):
+        return None
+
+
+def _may_decide(view: AttemptView, newest: Epoch) -> bool:
+    """Whether the attempt belongs to the newest epoch; those of older ones are decided by its recovery."""
+    return view.attempt.epoch == newest.epoch or view.prefix in newest.spares
+
+
+async def _holder(store: Store, view: AttemptView) -> tuple[Epoch | None, str | None]:
+    """The record of the attempt's epoch, and why somebody may still vote in the attempt, or None where nobody can."""
+    try:
+        holder = await epochs.read(store, view.attempt.epoch)
+    except (NotFoundError, DamagedError) as error:
+        return None, f"who runs its job cannot be read ({error}), so the next start decides it"
+    return holder, _why_wait(holder)
+
+
+def _why_wait(holder: Epoch) -> str | None:
+    who = f"process {holder.writer.pid} on {holder.writer.host}"
+    if not writers.is_within_sight(holder.process):
+        return f"its job ({who}) cannot be seen from here, so its own ranks, or the next start, decide it"
+    if writers.is_alive(holder.process):
+        return f"its job ({who}) lives, and decides it"
+    return None
+
+
+async def _decide(store: Store, outcome: Outcome) -> Outcome:
+    """Put `outcome` if there is none, and do what follows from the one that stands."""
+    stands = await put_outcome(store, outcome)
+    why = f": {stands.error.message}" if stands.error else ": every rank had voted yes"
+    log.warning("%s/%s was left in doubt; %s%s", stands.tag, stands.attempt, _DONE[stands.outcome], why)
+    await show(store, stands)
+    if stands.outcome == "commit" and stands.save_latest:
+        await move_latest(store, stands.tag, stands.order)
+    await retire_tag(store, stands.tag, stands.order[0])
+    return stands
+
+
+_DONE = {"commit": "committed", "abort": "aborted"}

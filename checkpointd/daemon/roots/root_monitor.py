@@ -1,0 +1,177 @@
+"""Looks after the roots that a daemon serves: scans them for the status, and decides attempts in doubt.
+
+Invariants
+  MONITOR-1  Nothing that a root does, or does not answer, keeps another root waiting, or ends the caretaker.
+  MONITOR-2  A look takes at most `look_s`; what went wrong stands in `hub.root_scans[root].problem`, beside what was last seen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass, field, replace
+
+from checkpointd.daemon import inline_saves
+from checkpointd.daemon.hub import Hub, RootScan
+from checkpointd.daemon.process.logs import Subject, about
+from checkpointd.daemon.roots.in_doubt import InDoubtAttempts
+from checkpointd.daemon.roots.root_scan import RootScanner
+from checkpointd.errors import CheckpointdError, StoreError
+from checkpointd.layout.manifest import ErrorReport
+
+log = logging.getLogger("checkpointd")
+
+ROOTS_MAX = 64
+"""So many roots are looked after: those in use first, then those that clients joined last, then what lies on disk."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MonitorPace:
+    """How often the roots are looked at, and how patiently; seconds."""
+
+    busy_s: float = 10.0
+    """Between two looks while anything is in flight or in doubt."""
+    idle_s: float = 60.0
+    look_s: float = 30.0
+    patience_s: float = 5.0
+    grace_s: float = 600.0
+    """How long nothing may have happened in an attempt of a dead job before it is aborted, unless its ranks had longer."""
+
+
+@dataclass(slots=True)
+class _MonitoredRoot:
+    """One root that is looked after."""
+
+    doubts: InDoubtAttempts
+    task: asyncio.Task[None] | None = None
+    looker: RootScanner = field(default_factory=RootScanner)
+    soon: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class RootMonitor:
+    """Keeps `hub.root_scans` fresh, and decides what nobody else will."""
+
+    def __init__(self, hub: Hub, care: MonitorPace | None = None) -> None:
+        self._hub, self._care = hub, care or MonitorPace()
+        self._roots: dict[str, _MonitoredRoot] = {}
+        self._found = asyncio.Event()
+
+    def look_soon(self, root: str) -> None:
+        """Look at `root` again now: something was committed there, or a client has joined it."""
+        known = self._roots.get(root)
+        if known is not None:
+            known.soon.set()
+        else:
+            self._found.set()
+
+    def remade(self, root: str) -> None:
+        """What was seen at `root` was another root's, which was removed."""
+        known = self._roots.get(root)
+        if known is not None:
+            known.looker, known.doubts = RootScanner(), self._new_root().doubts
+            known.soon.set()
+
+    async def run(self) -> None:
+        """Look after the roots until cancelled."""
+        try:
+            while True:
+                self._hub.memory.release_lingering()
+                self._hub.forget_old(time.time())
+                await self._watch(await self._all_roots())
+                await _either(self._found, self._care.busy_s if self._hub.jobs.all() else self._care.idle_s)
+        finally:
+            await self._end(list(self._roots))
+
+    async def look(self, root: str) -> None:
+        """One look at `root`, with what follows from it; errors end up in the look. Made by `run` for every root."""
+        known = self._roots.setdefault(root, self._new_root())
+        before = self._hub.root_scans.get(root, RootScan())
+        self._hub.looking_at.add(root)
+        try:
+            async with asyncio.timeout(self._care.look_s):
+                await self._attend(root, known)
+        except TimeoutError:
+            self._problem(root, before, StoreError(f"{root} has not answered for {self._care.look_s:g} s"))
+        except CheckpointdError as error:
+            self._problem(root, before, error)
+        except Exception as error:  # MONITOR-1: a defect of ours must not end it
+            log.exception("looking after %s failed in an unforeseen way; please report it", root)
+            self._problem(root, before, CheckpointdError(f"looking after it failed: {error!r}"))
+        finally:
+            self._hub.looking_at.discard(root)
+
+    async def _attend(self, root: str, known: _MonitoredRoot) -> None:
+        store = await self._hub.roots.looked_after(root, self._hub.users_at(root))
+        look, in_doubt = await known.looker.look(store, await self._hub.roots.room(root))
+        self._show(root, look)
+        await inline_saves.find(self._hub, root, store, known.looker.fresh)
+        if self._hub.leaving:
+            return
+        busy = {job.info.prefix for job in self._hub.jobs.at(root)}
+        if await known.doubts.settle(store, in_doubt, busy, asyncio.get_running_loop().time()):
+            look, _ = await known.looker.look(store)
+            self._show(root, look)
+
+    def _show(self, root: str, look: RootScan) -> None:
+        before = self._hub.root_scans.get(root)
+        if before is not None and before.problem is not None and look.problem is None:
+            log.info("%s can be looked after again", root)
+        self._hub.root_scans[root] = look
+
+    def _problem(self, root: str, before: RootScan, error: CheckpointdError) -> None:
+        """Keep what was last seen, and say what is wrong; once, where it stays the same."""
+        seen = self._hub.root_scans.get(root, before)
+        if before.problem is None or before.problem.message != str(error):
+            log.error("%s cannot be looked after: %s", root, error)
+        self._hub.root_scans[root] = replace(seen, problem=ErrorReport.of(error))
+
+    # --- which roots -----------------------------------------------------------------------------------------------
+
+    async def _all_roots(self) -> list[str]:
+        """The roots that clients joined, then those that lie on disk."""
+        found: list[str] = []
+        try:
+            found = await self._hub.roots.seen()
+        except StoreError as error:
+            log.error("the roots on disk cannot be listed: %s", error)
+        ranked = list(dict.fromkeys([*self._hub.roots_by_use(), *found]))
+        self._hub.not_looked_after = ranked[ROOTS_MAX:]
+        return ranked[:ROOTS_MAX]
+
+    def _new_root(self) -> _MonitoredRoot:
+        return _MonitoredRoot(InDoubtAttempts(self._care.grace_s, self._care.patience_s))
+
+    async def _watch(self, roots: list[str]) -> None:
+        gone = [root for root in self._roots if root not in roots]
+        await self._end(gone)
+        for root in gone:
+            self._hub.root_scans.pop(root, None)
+        for root in roots:
+            known = self._roots.setdefault(root, self._new_root())
+            if known.task is None:
+                known.task = asyncio.create_task(self._look_on(root, known))
+
+    async def _look_on(self, root: str, known: _MonitoredRoot) -> None:
+        about(Subject(root))
+        while True:
+            await self.look(root)
+            is_busy = bool(self._hub.jobs.at(root)) or known.doubts.any
+            await _either(known.soon, self._care.busy_s if is_busy else self._care.idle_s)
+
+    async def _end(self, roots: list[str]) -> None:
+        tasks = [task for root in roots if (task := self._roots.pop(root).task) is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _either(event: asyncio.Event, seconds: float) -> None:
+    """Wait for `event`, which is then clear again, or for `seconds`."""
+    try:
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    except TimeoutError:
+        return
+    finally:
+        event.clear()

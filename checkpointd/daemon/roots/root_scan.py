@@ -1,0 +1,85 @@
+"""A root scan for the status: the newest checkpoints, `latest`, and undecided attempts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from checkpointd.daemon.hub import RootScan
+from checkpointd.daemon.status.history import RootHistory, SpaceSample
+from checkpointd.daemon.status.model import CheckpointStatus
+from checkpointd.errors import DamagedError
+from checkpointd.layout.manifest import ErrorReport
+from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root.catalog import AttemptView, Checkpoint, ReadBackState
+from checkpointd.pipeline.root.identity import seconds_of
+from checkpointd.store.base import Store
+
+CHECKPOINTS_MAX = 20
+HISTORY_TOLD = 64
+"""So many attempts of the past are told of each root: those of 64 roots stay below a megabyte."""
+
+
+@dataclass(slots=True)
+class RootScanner:
+    """Looks at one root again and again. An outcome is read once, since it never changes; what is shown is listed each time."""
+
+    _decided: dict[str, AttemptView] = field(default_factory=dict)
+    _history: RootHistory = field(default_factory=RootHistory)
+    fresh: list[AttemptView] = field(default_factory=list)
+    """Of the last look, the attempts that had been decided since the one before."""
+
+    async def look(self, store: Store, room: SpaceSample | None = None) -> tuple[RootScan, list[AttemptView]]:
+        """How the root stands, and its attempts in doubt. Raises StoreError where the storage fails.
+
+        `room` is what its file system has free just now, where that is known.
+        """
+        attempts = await catalog.scan(store, self._decided)
+        self.fresh = [view for view in attempts if view.outcome is not None and view.prefix not in self._decided]
+        self._history.decided((view.prefix, view.outcome) for view in self.fresh if view.outcome is not None)
+        if room is not None:
+            self._history.measured(room)
+        self._decided.clear()
+        for view in attempts:
+            self._keep(view)
+        newest = catalog.checkpoints_of(attempts)[:CHECKPOINTS_MAX]
+        for checkpoint in newest:  # one of them may have been removed, or read back, since its outcome was read
+            self._keep(await catalog.view(store, checkpoint.tag, checkpoint.attempt))
+        found = catalog.checkpoints_of(list(self._decided.values()))[:CHECKPOINTS_MAX]
+        shown = [(checkpoint, self._decided[checkpoint.prefix].read_back) for checkpoint in found]
+        look = replace(await _look(store, shown), history=self._history.saves(HISTORY_TOLD), space=self._history.space())
+        return look, [a for a in attempts if a.state == "in-doubt" and a.sizes]
+
+    def _keep(self, view: AttemptView) -> None:
+        """Remember what cannot change any more."""
+        self._decided.pop(view.prefix, None)
+        if view.state in ("committed", "aborted", "deleted"):
+            self._decided[view.prefix] = view
+
+
+async def _look(store: Store, newest: list[tuple[Checkpoint, ReadBackState]]) -> RootScan:
+    problem = None
+    try:
+        latest = await catalog.latest(store)
+    except DamagedError as error:
+        latest, problem = None, ErrorReport.of(error)
+    return RootScan(
+        latest=latest,
+        newest_step=newest[0][0].outcome.step if newest else None,
+        newest_committed_at=seconds_of(newest[0][0].outcome.writer.time) if newest else None,
+        checkpoints=tuple(_status(checkpoint, latest, read_back) for checkpoint, read_back in newest),
+        problem=problem,
+    )
+
+
+def _status(checkpoint: Checkpoint, latest: str | None, read_back: ReadBackState) -> CheckpointStatus:
+    outcome = checkpoint.outcome
+    return CheckpointStatus(
+        tag=checkpoint.tag,
+        attempt=str(checkpoint.attempt),
+        step=outcome.step,
+        world_size=outcome.world_size,
+        order=outcome.order,
+        committed_at=outcome.writer.time,
+        is_latest=checkpoint.tag == latest,
+        read_back=read_back,
+    )

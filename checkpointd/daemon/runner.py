@@ -1,0 +1,141 @@
+"""The daemon as a process: signals, systemd's readiness and watchdog, and the parts that run beside the socket."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+from collections.abc import Callable, Sequence
+from importlib import import_module
+
+import uvloop
+
+from checkpointd.config import ServeConfig, Watched, environment_watched
+from checkpointd.daemon import sandbox
+from checkpointd.daemon.process import priority
+from checkpointd.daemon.protocol.listener import make_directory
+from checkpointd.daemon.roots.root_monitor import RootMonitor
+from checkpointd.daemon.served_roots import ServedRoots, on_a_thread
+from checkpointd.daemon.service import Service
+from checkpointd.daemon.users import check_users
+from checkpointd.errors import SidecarError, StoreError, UsageError
+
+log = logging.getLogger("checkpointd")
+
+LOOK_S = 1.0
+"""How often it is looked whether the sandbox still fits the directories that it was made for."""
+
+
+def serve(config: ServeConfig, *, on_ready: Callable[[str | None], None] = lambda _: None) -> None:
+    """Serve until SIGTERM or SIGINT. `on_ready` is told the URL of the status page, None where there is none."""
+    check_users(config.uids)
+    priority.apply(config)  # before there is a thread to overlook
+    for directory in sandbox.socket_directories(config):
+        make_directory(directory, config.group)
+    _import_what_is_needed_later(config)
+    rules = sandbox.apply(config)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(config, rules, on_ready))
+
+
+def _import_what_is_needed_later(config: ServeConfig) -> None:
+    """The sandbox keeps modules away that are links to a place outside the installation, as some installers make them."""
+    if config.http:
+        try:
+            import_module("checkpointd.daemon.http.server")  # aiohttp is in the extra `serve`, and takes a while to import
+        except ImportError as error:
+            raise UsageError(f"HTTP needs {error.name}: install checkpointd[serve], or start without --http") from error
+
+
+async def _serve(config: ServeConfig, rules: Sequence[sandbox.Rule], on_ready: Callable[[str | None], None]) -> None:
+    await _check_roots(config.roots)
+    loop = asyncio.get_running_loop()
+    service, supervisor = Service(config), Supervisor(environment_watched())
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, service.leave)
+    running = asyncio.create_task(service.run())
+    ready = asyncio.create_task(service.ready())
+    await asyncio.wait({running, ready}, return_when=asyncio.FIRST_COMPLETED)
+    lost: list[str] = []
+    async with contextlib.AsyncExitStack() as beside:
+        if not running.done():
+            url = await beside.enter_async_context(_http(service)) if config.http else None
+            caretaker = RootMonitor(service.hub)
+            service.hub.on_news = caretaker.look_soon
+            service.hub.on_remade = caretaker.remade
+            service.beside(caretaker.run())
+            for rule in rules:
+                service.beside(_watch(rule, service, lost))
+            beside.push_async_callback(_ended, asyncio.create_task(supervisor.watch()))
+            supervisor.tell(f"READY=1\nSTATUS=listening at {config.socket}")
+            on_ready(url)
+            beside.push_async_callback(_ended, asyncio.create_task(_say_stopping(service, supervisor)))
+        await running
+    ready.cancel()
+    if lost:
+        raise SidecarError(lost[0])
+
+
+async def _watch(rule: sandbox.Rule, service: Service, lost: list[str]) -> None:
+    """Leave when `rule` no longer holds: each save there would fail, and a daemon that is started anew has a rule that does."""
+    while not await on_a_thread(rule.lost):
+        await asyncio.sleep(LOOK_S)
+    lost.append(f"{rule.directory}: the sandbox's rule is for a directory that is gone ({rule.ruled}): restart the daemon")
+    log.error("%s; this one leaves", lost[-1])
+    service.leave()
+
+
+async def _check_roots(roots: Sequence[str]) -> None:
+    """Refuse what no job could save at; a file system that does not answer now may do so when a trainer comes."""
+    try:
+        await ServedRoots(roots).usable()
+    except StoreError as error:
+        log.warning("the roots %s could not be looked at: %s", ", ".join(roots), error)
+
+
+def _http(service: Service) -> contextlib.AbstractAsyncContextManager[str]:
+    from checkpointd.daemon.http.server import serving
+
+    assert service.config.http is not None
+    return serving(service.hub, service.config.http)
+
+
+async def _say_stopping(service: Service, supervisor: Supervisor) -> None:
+    await service.leaving()
+    supervisor.tell("STOPPING=1\nSTATUS=finishing the saves in flight")
+
+
+async def _ended(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+class Supervisor:
+    """systemd, where it started us (sd_notify(3)): told when we are ready, and regularly that the loop turns."""
+
+    def __init__(self, watched: Watched) -> None:
+        self._watched = watched
+
+    def tell(self, state: str) -> None:
+        """Send `state`; nothing where nobody asked for it."""
+        address = self._watched.notify_socket
+        if address is None:
+            return
+        name = "\0" + address[1:] if address.startswith("@") else address
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as out:
+                out.sendto(state.encode(), name)
+        except OSError as error:
+            log.warning("systemd cannot be told at %s: %s", address, error.strerror)
+
+    async def watch(self) -> None:
+        """Feed the watchdog from the loop that does the work: one that hangs is seen to hang."""
+        period_s = self._watched.watchdog_s
+        if period_s is None or self._watched.watchdog_pid not in (None, os.getpid()):
+            return
+        while True:
+            self.tell("WATCHDOG=1")
+            await asyncio.sleep(period_s / 2)

@@ -1,0 +1,305 @@
+"""The sandbox: before the daemon listens, it gives up starting programs and using files that it does not need.
+
+seccomp(2) forbids system calls that it never makes, for every thread. Landlock forbids files outside its roots, its sockets'
+directories and its libraries, for this thread and those that are started later. So none is started before: `serve` keeps numpy
+from it.
+
+A Landlock rule belongs to a directory, not to a path. What is mounted over that directory later is another one, and only rules
+for directories above it count there. So that a root may be unmounted and mounted again, the rule is for the directory above the
+topmost mount point on the way to it. Where that is `/`, which would allow everything, "auto" leaves Landlock off and says so.
+
+A directory with a rule can still be renamed, or be removed and made anew, and nothing gives a process more than it has. So the
+daemon looks whether its rules hold (`Rule.lost`), and leaves where one does not: whoever started it starts it again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import logging
+import os
+import platform
+import stat
+import struct
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import checkpointd
+from checkpointd.config import ServeConfig
+from checkpointd.daemon.served_roots import promptly
+from checkpointd.errors import UsageError
+
+log = logging.getLogger("checkpointd")
+
+_LIBC: Final = ctypes.CDLL(None, use_errno=True)
+_PR_SET_NO_NEW_PRIVS: Final = 38
+
+# --- seccomp -----------------------------------------------------------------------------------------------------
+
+FORBIDDEN: Final[dict[str, tuple[int, int]]] = {
+    "execve": (59, 221),
+    "execveat": (322, 281),
+    "ptrace": (101, 117),
+    "kcmp": (312, 272),
+    "pidfd_getfd": (438, 438),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "open_by_handle_at": (304, 265),
+    "mount": (165, 40),
+    "umount2": (166, 39),
+    "pivot_root": (155, 41),
+    "chroot": (161, 51),
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    "open_tree": (428, 428),
+    "move_mount": (429, 429),
+    "fsopen": (430, 430),
+    "fsconfig": (431, 431),
+    "fsmount": (432, 432),
+    "fspick": (433, 433),
+    "mount_setattr": (442, 442),
+    "swapon": (167, 224),
+    "swapoff": (168, 225),
+    "init_module": (175, 105),
+    "finit_module": (313, 273),
+    "delete_module": (176, 106),
+    "reboot": (169, 142),
+    "kexec_load": (246, 104),
+    "kexec_file_load": (320, 294),
+    "acct": (163, 89),
+    "personality": (135, 92),
+    "bpf": (321, 280),
+    "perf_event_open": (298, 241),
+    "userfaultfd": (323, 282),
+    "io_uring_setup": (425, 425),
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "keyctl": (250, 219),
+}
+"""System calls that end with EPERM: their numbers on x86_64 and on aarch64."""
+_MACHINES: Final = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
+"""AUDIT_ARCH of each, and which of the numbers is its own."""
+_X32: Final = 0x40000000
+_LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
+_ALLOW, _REFUSE = 0x7FFF0000, 0x00050000 | errno.EPERM
+_SECCOMP_SET_MODE_FILTER, _TSYNC = 1, 1
+_SECCOMP: Final = {"x86_64": 317, "aarch64": 277}
+
+
+class _Program(ctypes.Structure):
+    _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
+
+
+def _filter(machine: str) -> bytes:
+    """The BPF program: system calls of another architecture and those of FORBIDDEN are refused, all others allowed."""
+    architecture, column = _MACHINES[machine]
+    numbers = [known[column] for known in FORBIDDEN.values()]
+    last = len(numbers) + 1  # from the first comparison of a number to the refusal
+    program = [
+        (_LOAD, 0, 0, 4),
+        (_EQUAL, 1, 0, architecture),
+        (_RETURN, 0, 0, _REFUSE),
+        (_LOAD, 0, 0, 0),
+        (_AT_LEAST, last, 0, _X32),
+        *((_EQUAL, last - 1 - at, 0, number) for at, number in enumerate(numbers)),
+        (_RETURN, 0, 0, _ALLOW),
+        (_RETURN, 0, 0, _REFUSE),
+    ]
+    return b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
+
+
+def forbid_system_calls() -> str:
+    """Refuse the calls of FORBIDDEN in every thread from here on; empty, or why that cannot be."""
+    machine = platform.machine()
+    if machine not in _MACHINES:
+        return f"seccomp is not known for {machine}"
+    instructions = _filter(machine)
+    program = _Program(len(instructions) // 8, instructions)
+    _LIBC.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    if _LIBC.syscall(_SECCOMP[machine], _SECCOMP_SET_MODE_FILTER, _TSYNC, ctypes.byref(program)) != 0:
+        return f"seccomp: {os.strerror(ctypes.get_errno())}"
+    return ""
+
+
+# --- Landlock ----------------------------------------------------------------------------------------------------
+
+_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
+_VERSION, _PATH_BENEATH = 1, 1
+_READ: Final = 1 << 2 | 1 << 3  # files and directories
+_READ_FILE: Final = 1 << 2
+_SPECIAL: Final = 1 << 0 | 1 << 6 | 1 << 11  # to run a program, to make a device
+_RIGHTS: Final = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}
+"""How many rights over files each version of Landlock knows; later ones, as many as the fifth."""
+LANDLOCK_LEAST: Final = 2
+LANDLOCK_TOO_OLD: Final = "Landlock 1 forbids links between directories; Linux 5.19 has 2"
+
+
+def landlock_version() -> int:
+    """The version that this kernel has; 0 where it has none."""
+    return max(0, int(_LIBC.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _VERSION)))
+
+
+def confine(writable: Iterable[str], readable: Iterable[str]) -> str:
+    """Forbid this thread, and those that it starts, all files but these and what lies below; empty, or why that cannot be."""
+    version = landlock_version()
+    if not version:
+        return "this kernel has no Landlock, or a filter of system calls keeps it away"
+    if version < LANDLOCK_LEAST:
+        return LANDLOCK_TOO_OLD
+    known = (1 << _RIGHTS.get(version, 16)) - 1
+    rules = ctypes.create_string_buffer(struct.pack("=Q", known), 8)
+    ruleset = _LIBC.syscall(_CREATE_RULESET, rules, ctypes.c_size_t(8), 0)
+    if ruleset < 0:
+        return f"Landlock: {os.strerror(ctypes.get_errno())}"
+    try:
+        for path in readable:
+            _allow(ruleset, path, _READ)
+        for path in writable:
+            _allow(ruleset, path, known & ~_SPECIAL)
+        _LIBC.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+        if _LIBC.syscall(_RESTRICT_SELF, ruleset, 0) != 0:
+            return f"Landlock: {os.strerror(ctypes.get_errno())}"
+    except OSError as error:
+        return f"Landlock: {error}"
+    finally:
+        os.close(ruleset)
+    return ""
+
+
+def _allow(ruleset: int, path: str, rights: int) -> None:
+    try:
+        descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return  # nothing that this process could use
+    try:
+        if not stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            rights &= _READ_FILE
+        rule = ctypes.create_string_buffer(struct.pack("=Qi", rights, descriptor), 12)
+        if _LIBC.syscall(_ADD_RULE, ruleset, _PATH_BENEATH, rule, 0) != 0:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), path)
+    finally:
+        os.close(descriptor)
+
+
+# --- what the daemon needs -----------------------------------------------------------------------------------------
+
+_SYSTEM: Final = ("/usr", "/lib", "/lib64", "/bin", "/etc", "/proc", "/sys", "/dev", "/var/lib/sss")
+
+
+def _readable() -> Iterator[str]:
+    """The system's libraries and tables, and this interpreter's: much is imported only when it is needed."""
+    yield from _SYSTEM
+    yield from (sys.prefix, sys.base_prefix, str(Path(checkpointd.__file__).parents[1]))
+    yield from (path for path in sys.path if path and path != _started_in())
+
+
+def _started_in() -> str | None:
+    """The directory in which `python -m` was called, which Python takes for one with modules; it may be a home, or `/`."""
+    with contextlib.suppress(OSError):
+        return os.getcwd() if sys.path and sys.path[0] == os.getcwd() else None
+    return None
+
+
+def remount_safe(root: str) -> str:
+    """The directory whose rule still holds for `root` after it, or what it lies in, was mounted anew."""
+    top = path = os.path.realpath(root)
+    while path != "/":
+        if os.path.ismount(path):
+            top = path
+        path = os.path.dirname(path)
+    return os.path.dirname(top)
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A directory of the daemon, and the one at or above it that has a Landlock rule."""
+
+    directory: str
+    ruled: str
+    identity: tuple[int, int]
+    """Device and inode of `ruled`."""
+
+    @staticmethod
+    def of(directory: str, ruled: str) -> Rule:
+        found = os.stat(ruled)
+        return Rule(directory, ruled, (found.st_dev, found.st_ino))
+
+    def lost(self) -> bool:
+        """Whether the rule does not hold for what lies at `directory` now. May hang with the file system."""
+        try:
+            found = os.stat(self.ruled)
+        except (FileNotFoundError, NotADirectoryError):
+            return True
+        except OSError:
+            return False  # a file system that fails is not one that is gone
+        return (found.st_dev, found.st_ino) != self.identity or _refused(self.directory)
+
+
+def _refused(directory: str) -> bool:
+    """Whether this user may list `directory` by its mode, which access(2) tells, and the kernel refuses it all the same."""
+    try:
+        os.close(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+    except PermissionError:
+        return os.access(directory, os.R_OK, effective_ids=True)
+    except OSError:
+        return False
+    return False
+
+
+def socket_directories(config: ServeConfig) -> list[str]:
+    """Where the daemon's sockets lie."""
+    paths = [config.socket, *([config.http] if config.http and "/" in config.http else [])]
+    return [os.path.dirname(path) or "." for path in paths]
+
+
+def apply(config: ServeConfig) -> list[Rule]:
+    """Take from this process what `config.sandbox` says, and log what holds. The sockets' directories must be there.
+
+    Gives the rules that files are confined by; none where they are not.
+
+    UsageError where "require" asks for what this kernel does not have.
+    """
+    if config.sandbox == "off":
+        return []
+    rules, fault = _files(config)
+    faults = [fault for fault in (fault, _calls()) if fault]
+    if faults and config.sandbox == "require":
+        raise UsageError(f'sandbox is "require", and this machine does not support it: {"; ".join(faults)}; take "auto"')
+    for fault in faults:
+        log.warning("the sandbox is incomplete: %s", fault)
+    return [rule for rule in rules if not rule.lost()]
+
+
+def _calls() -> str:
+    fault = forbid_system_calls()
+    if not fault:
+        log.info("sandbox: no program can be started")
+    return fault
+
+
+def _files(config: ServeConfig) -> tuple[list[Rule], str]:
+    """The rules that hold, or why there are none."""
+    places = {directory: directory for directory in socket_directories(config)}
+    rule_for: Callable[[str], str] = remount_safe if config.sandbox == "auto" else os.path.realpath
+    for root in config.roots:
+        ruled = promptly(partial(rule_for, root), root)
+        if ruled is None:
+            return [], f"files are not confined, since {root} does not answer; start the daemon again when it does"
+        places[root] = ruled
+        if config.sandbox == "auto" and ruled == "/":
+            return [], (
+                f"files are not confined, since {root} could not be mounted anew then; where that need not be, "
+                "`--sandbox require` confines them"
+            )
+    allowed = sorted(set(places.values()))
+    # What is not there now has no rule, and cannot be served: the look at the roots says so.
+    rules = [Rule.of(directory, above) for directory, above in places.items() if os.path.isdir(above)]
+    if fault := confine(allowed, _readable()):
+        return [], fault
+    log.info("sandbox: files can be changed only below %s", ", ".join(allowed))
+    return rules, ""

@@ -1,0 +1,290 @@
+"""The roots that the daemon serves, and their stores.
+
+Invariant: no path that a client names reaches a store unless it lies at or below a configured root and is spelt without `..`.
+No call of a store follows a symbolic link, wherever it is, so that nobody leads one elsewhere by exchanging a name. A root that
+shows files beside itself (one named `.checkpointd`) is served where the directory in which it lies is.
+
+A store has the rights of the user for whom it was opened: each user of a root has a store of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import shlex
+import stat
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
+
+from checkpointd.daemon.process.process_exit import NO_ROOM
+from checkpointd.daemon.status.history import SpaceSample
+from checkpointd.daemon.users import looks_as, may_look
+from checkpointd.errors import StoreError, UsageError
+from checkpointd.layout.keys import SERVICE
+from checkpointd.store.base import Store
+from checkpointd.store.limited import LimitedStore, TokenBucket
+from checkpointd.store.posix.anchor import Anchor, LinkMet
+from checkpointd.store.posix.plain import can_show
+from checkpointd.store.posix.store import PosixStore
+from checkpointd.store.posix.users import User, become, may_write
+
+log = logging.getLogger("checkpointd")
+
+STORES_KEPT = 64
+"""Stores that stay open where no rank is connected and no save is in flight: a node sees many jobs in its life."""
+
+
+ANSWER_S = 5.0
+"""How long a file system may take to say what lies at a path."""
+ASKED_MAX = 64
+"""Questions to file systems that have not answered yet, each on a thread."""
+T = TypeVar("T")
+
+
+class ServedRoots:
+    """Stores by root, opened at the first use and kept. All together write `bandwidth_bps` bytes per second where it is set."""
+
+    def __init__(
+        self, allowed: Iterable[str], bandwidth_bps: float | None = None, *, uids: Collection[int] | None = None
+    ) -> None:
+        self._allowed = tuple(promptly(partial(os.path.realpath, path), path) or path for path in allowed)
+        self._bucket = None if bandwidth_bps is None else TokenBucket(bandwidth_bps)
+        self._uids = (os.geteuid(),) if uids is None else uids
+        self._stores: dict[tuple[str, User | None], Store] = {}
+        self._asked: dict[str, asyncio.Future[Any]] = {}
+
+    async def checked(self, root: str) -> str:
+        """As `check`, which looks at a file system: one that hangs holds nobody else. StoreError where it does not answer."""
+        return (await self._ask(f"check {root}", lambda: self._with_owner(root)))[0]
+
+    async def check_writable(self, root: str, user: User | None) -> None:
+        """UsageError where `user` may not write at `root`: nobody has a say in what others save. Bounded like `checked`."""
+        if not await self._ask(f"ask for the rights of {user} at {root}", lambda: _may_write_at(root, user)):
+            raise UsageError(
+                f"root {root}: this user may not write there, or in the nearest directory above it that exists. Run as the "
+                "user whose root it is, or let this one write there"
+            )
+
+    async def opened(self, root: str, user: User | None = None) -> Store:
+        """As `store`, and like `checked`."""
+        return self._open(await self.checked(root), user)
+
+    async def looked_after(self, root: str, joined: Sequence[User | None]) -> Store:
+        """The store for the looks at `root`, which the users `joined` have joined, in this order; see `looks_as`."""
+        path, owner = await self._ask(f"check {root}", lambda: self._with_owner(root))
+        # On a thread as well: a database of users may be on another machine.
+        return self._open(path, await self._ask(f"find the user for {root}", lambda: looks_as(owner, joined, self._uids)))
+
+    def _with_owner(self, root: str) -> tuple[str, os.stat_result | None]:
+        path = self.check(root)
+        return path, _owner_of(path)
+
+    async def room(self, root: str) -> SpaceSample | None:
+        """What the file system of `root` has free; None where it does not say. Bounded like `checked`."""
+        return await self._ask(f"measure {root}", lambda: room_at(root))
+
+    async def seen(self) -> list[str]:
+        """As `found`, and like `checked`."""
+        return await self._ask("find", self.found)
+
+    async def _ask(self, what: str, call: Callable[[], T]) -> T:
+        """Run `call` on a thread; whoever asks the same while it has not answered waits with those who asked before."""
+        asked = self._asked.get(what)
+        if asked is None:
+            if len(self._asked) >= ASKED_MAX:
+                raise StoreError(f"{len(self._asked)} file systems have not answered yet; see what hangs")
+            asked = self._asked[what] = on_a_thread(call)
+            asked.add_done_callback(lambda _: self._asked.pop(what, None))
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                answer: T = await asyncio.shield(asked)
+        except TimeoutError as error:
+            raise StoreError(f"the file system has not answered for {ANSWER_S:g} s ({what})") from error
+        return answer
+
+    def known(self) -> dict[str, Store]:
+        """The stores that were opened, by root."""
+        return {root: store for (root, _), store in self._stores.items()}
+
+    def store(self, root: str, user: User | None = None) -> Store:
+        """The store at `root` with the rights of `user`, None: the daemon's. UsageError where this daemon does not serve it."""
+        return self._open(self.check(root), user)
+
+    def _open(self, path: str, user: User | None) -> Store:
+        key = (path, user)
+        if key not in self._stores:
+            store = PosixStore(path, anchor="/", user=user)
+            self._stores[key] = store if self._bucket is None else LimitedStore(store, self._bucket)
+        return self._stores[key]
+
+    async def trim(self, in_use: set[str]) -> None:
+        """Close the stores that were opened first and are not in use, so that `STORES_KEPT` are left."""
+        for key in [key for key in self._stores if key[0] not in in_use][: max(0, len(self._stores) - STORES_KEPT)]:
+            await self._stores.pop(key).close()
+
+    def check(self, root: str) -> str:
+        """`root` as this daemon calls it; UsageError saying why it is not served."""
+        if not os.path.isabs(root) or "\0" in root or not root.isprintable():
+            raise UsageError(f"root {root!r} must be an absolute path")
+        if ".." in root.split("/"):
+            raise UsageError(f"root {root!r} has '..' in it: give the path itself")
+        path = os.path.normpath(root)
+        written = os.path.dirname(path) if can_show(path) else path
+        if not any(_within(written, allowed) for allowed in self._allowed):
+            raise UsageError(
+                f"this daemon does not serve {written}: it serves {', '.join(self._allowed)} and what lies below; "
+                "start it with --root for this one"
+            )
+        try:
+            Anchor("/").check(path)
+        except LinkMet as met:
+            raise UsageError(f"root {path} has a symbolic link in it ({met.filename}): give the path that it leads to") from met
+        return path
+
+    async def usable(self) -> None:
+        """UsageError where a configured root is no directory, or one that this process cannot use; bounded like `checked`."""
+        await self._ask("look at the roots", lambda: check_served(self._allowed))
+
+    def found(self) -> list[str]:
+        """The roots that lie at, or directly below, the configured ones, and those of plain files in these places."""
+        places: list[str] = []
+        for allowed in self._allowed:
+            try:
+                below = sorted(entry.path for entry in os.scandir(allowed) if entry.is_dir(follow_symlinks=False))
+            except OSError:
+                continue
+            here = dict.fromkeys(path for place in (allowed, *below) for path in (place, f"{place}/{SERVICE}"))
+            places += [path for path in here if os.path.isdir(f"{path}/{SERVICE}/epochs")]
+        return [path for path in places if may_look(_owner_of(path), self._uids)]
+
+    def lift_limit(self) -> None:
+        """Write as fast as the storage takes it: the daemon is leaving, and what is in flight should be durable before."""
+        if self._bucket is not None:
+            self._bucket.lift()
+
+    async def close(self) -> None:
+        for store in self._stores.values():
+            await store.close()
+        self._stores.clear()
+
+
+def on_a_thread(call: Callable[[], T]) -> asyncio.Future[T]:
+    """`call` on a thread of its own, which does not keep the process from ending: no pool is used up by those that hang."""
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[T] = loop.create_future()
+
+    def give(error: BaseException | None, value: T | None) -> None:
+        if answer.done():
+            return
+        if error is None:
+            answer.set_result(value)  # type: ignore[arg-type]  # there is a value where there is no error
+        else:
+            answer.set_exception(error)
+            answer.exception()  # whoever asked may have given up
+
+    def work() -> None:
+        error, value = None, None
+        try:
+            value = call()
+        except BaseException as caught:
+            error = caught
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the daemon has left
+            loop.call_soon_threadsafe(give, error, value)
+
+    threading.Thread(target=work, name="checkpointd-roots", daemon=True).start()
+    return answer
+
+
+def promptly(call: Callable[[], T], root: str) -> T | None:
+    """What `call` says of `root`; None, with a line in the log, where its file system does not answer. Blocks meanwhile."""
+    answer: SimpleQueue[T] = SimpleQueue()
+    threading.Thread(target=lambda: answer.put(call()), name="checkpointd-roots", daemon=True).start()
+    try:
+        return answer.get(timeout=ANSWER_S)
+    except Empty:
+        log.warning("the file system of the root %s has not answered for %g s: going on without", root, ANSWER_S)
+        return None
+
+
+def _may_write_at(root: str, user: User | None) -> bool:
+    """On a thread that does nothing else: it has the rights of `user` from here on."""
+    if user is not None:
+        become(user)
+    while True:
+        try:
+            with Anchor("/").at(root) as place:
+                return may_write(place.directory, place.name, user)
+        except FileNotFoundError:
+            root = os.path.dirname(root)
+        except PermissionError:
+            return False
+        except OSError as error:
+            if user is None and error.errno in NO_ROOM:
+                return True  # its own user, who is not asked for more than a free descriptor: each write finds out
+            raise StoreError(f"what user may write at {root} cannot be told: {error.strerror or error}") from error
+
+
+def _owner_of(path: str) -> os.stat_result | None:
+    with contextlib.suppress(OSError):
+        return os.stat(path, follow_symlinks=False)
+    return None
+
+
+def room_at(path: str) -> SpaceSample | None:
+    """What the file system of `path`, or of the directory above where that is not there yet, has free for this user."""
+    for place in (path, os.path.dirname(path)):
+        with contextlib.suppress(OSError):
+            found = os.statvfs(place)
+            return SpaceSample(time.time(), found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize)
+    return None
+
+
+def check_served(paths: Iterable[str]) -> None:
+    """Raise UsageError, with what to do, for the first of `paths` at which no job could save.
+
+    A directory that cannot be written will do where one directly below it can: each job then has a root of its own there.
+    """
+    for path in paths:
+        fault = _unfit(path)
+        if fault:
+            raise UsageError(f"the daemon cannot serve the root {path}: {fault}")
+
+
+def _unfit(path: str) -> str | None:
+    user = f"user {os.geteuid()}, which runs the daemon,"
+    try:
+        is_directory = stat.S_ISDIR(os.stat(path).st_mode)
+    except FileNotFoundError:
+        return f"it does not exist; make it as the user that trains: `{shlex.join(['mkdir', '-p', path])}`"
+    except OSError as error:
+        return f"{user} cannot look at it ({error.strerror}): see that it is mounted, and that this user may reach it"
+    if not is_directory:
+        return "it is not a directory; give --root the directory in which the jobs' roots lie"
+    owner = f"run the daemon as the user that trains, or give this one the right: `{shlex.join(['chmod', 'u+rwx', path])}`"
+    if not _may(path, os.R_OK | os.X_OK):
+        return f"{user} may not list it; {owner}"
+    if not _may(path, os.W_OK) and not any(_may(below, os.W_OK | os.X_OK) for below in _directories_in(path)):
+        return f"{user} may write neither there nor in any directory directly below; {owner}"
+    return None
+
+
+def _may(path: str, mode: int) -> bool:
+    return os.access(path, mode, effective_ids=os.access in os.supports_effective_ids)
+
+
+def _directories_in(path: str) -> list[str]:
+    try:
+        with os.scandir(path) as found:
+            return [entry.path for entry in found if entry.is_dir(follow_symlinks=False)]
+    except OSError:
+        return []
+
+
+def _within(path: str, above: str) -> bool:
+    return path == above or path.startswith(above.rstrip("/") + "/")

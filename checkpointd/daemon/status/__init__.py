@@ -1,0 +1,1 @@
+"""The daemon's state as plain data, and conclusions from it: pure."""

@@ -1,0 +1,114 @@
+"""The history of a root: its attempts as their outcomes report them, and the free space on its file system.
+
+Invariants
+  HISTORY-1  The history of saves comes from outcomes that a look has read anyway, so a daemon that starts again knows it, too.
+  HISTORY-2  It is bounded: SAVES_MAX attempts and SAMPLES_MAX looks at the space, however long the root is used. What retention
+      has removed since stays known.
+  HISTORY-3  What is not known is None, never 0.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from msgspec import structs
+
+from checkpointd.daemon.status.model import PastSave, SpaceStatus
+from checkpointd.layout.manifest import Outcome
+from checkpointd.pipeline.root.identity import seconds_of
+
+SAVES_MAX = 1024
+METRICS_MAX = 3
+"""So many of a save's metrics are told, the first by name."""
+SAMPLE_S = 300.0
+"""So long two looks at the space that are kept lie apart."""
+SAMPLES_MAX = 864
+"""Three days of them."""
+SPAN_MIN_S = 3600.0
+"""How fast a file system fills can be told after so long."""
+DAY_S = 86_400.0
+
+
+@dataclass(frozen=True, slots=True)
+class SpaceSample:
+    """What a file system has free, and in all, at a moment."""
+
+    at: float
+    free: int
+    total: int
+
+
+@dataclass(slots=True)
+class RootHistory:
+    """Of one root."""
+
+    _saves: dict[str, PastSave] = field(default_factory=dict)
+    """By the attempt's prefix, in the order in which they were decided."""
+    _rooms: deque[SpaceSample] = field(default_factory=lambda: deque(maxlen=SAMPLES_MAX))
+
+    def decided(self, outcomes: Iterable[tuple[str, Outcome]]) -> None:
+        """Take in what is not known yet of these outcomes, each with its attempt's prefix."""
+        fresh = {prefix: past for prefix, outcome in outcomes if prefix not in self._saves and (past := past_of(outcome))}
+        if fresh:
+            ordered = sorted([*self._saves.items(), *fresh.items()], key=lambda item: item[1].at)
+            self._saves = dict(ordered[-SAVES_MAX:])
+
+    def measured(self, room: SpaceSample) -> None:
+        """Take in a look at the space; those that come soon after another take its place in time."""
+        if self._rooms and self._rooms[-1].total != room.total:
+            self._rooms.clear()  # another file system, or it has another size now
+        if len(self._rooms) > 1 and room.at - self._rooms[-2].at < SAMPLE_S:
+            self._rooms.pop()
+        self._rooms.append(room)
+
+    def saves(self, most: int) -> tuple[PastSave, ...]:
+        """At most `most` of them, oldest first."""
+        return thinned(list(self._saves.values()), most)
+
+    def space(self) -> SpaceStatus | None:
+        return space_left(self._rooms)
+
+
+def past_of(outcome: Outcome) -> PastSave | None:
+    """None where the outcome does not say when it was put."""
+    at, cost = seconds_of(outcome.writer.time), outcome.cost
+    if at is None:
+        return None
+    past = PastSave(tag=outcome.tag, step=outcome.step, at=at, committed=outcome.outcome == "commit")
+    metrics = {name: outcome.metrics[name] for name in sorted(outcome.metrics)[:METRICS_MAX]}
+    if cost is None:
+        return structs.replace(past, metrics=metrics)
+    return structs.replace(
+        past,
+        metrics=metrics,
+        took_s=cost.took_s or None,
+        held_s=cost.held_s or None,
+        raw_bytes=cost.raw_bytes or None,
+        stored_bytes=cost.stored_bytes or None,
+    )
+
+
+def thinned(saves: Sequence[PastSave], most: int) -> tuple[PastSave, ...]:
+    """At most `most` of `saves`: of each few in a row one that did not commit, or else the one that took longest."""
+    each = -(-len(saves) // max(1, most))
+    if each <= 1:
+        return tuple(saves)
+    rows = [saves[max(0, end - each) : end] for end in range(len(saves), 0, -each)][::-1]
+    return tuple(max(row, key=lambda past: (not past.committed, past.took_s or 0.0, past.at)) for row in rows)
+
+
+def space_left(rooms: Sequence[SpaceSample]) -> SpaceStatus | None:
+    """From looks at one file system, oldest first: a straight line through them, least squares."""
+    if not rooms:
+        return None
+    last = rooms[-1]
+    known = SpaceStatus(free_bytes=last.free, total_bytes=last.total)
+    if last.at - rooms[0].at < SPAN_MIN_S:
+        return known
+    at = sum(room.at for room in rooms) / len(rooms)
+    free = sum(room.free for room in rooms) / len(rooms)
+    spread = sum((room.at - at) ** 2 for room in rooms)
+    growth = -DAY_S * sum((room.at - at) * (room.free - free) for room in rooms) / spread
+    return structs.replace(known, growth_bytes_per_day=growth, days_left=last.free / growth if growth > 0 else None)

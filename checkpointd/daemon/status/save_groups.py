@@ -1,0 +1,112 @@
+"""The saves of single ranks put together to attempts, as people ask for them: pure, from a status to what it means."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from checkpointd.daemon.status.model import RootStatus, SaveStatus
+from checkpointd.pipeline.shard import part_done
+
+DONE = frozenset({"prepared", "committed"})
+SHOWN = {"prepared": "voted"}
+"""How a phase is called where people read it."""
+
+
+@dataclass(slots=True)
+class SaveGroup:
+    """One attempt at a tag: the saves of this node's ranks, by rank."""
+
+    tag: str
+    attempt: str
+    step: int
+    saves: list[SaveStatus] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return f"{self.tag} ({self.attempt})"
+
+    @property
+    def live(self) -> bool:
+        return any(save.ended_at is None for save in self.saves)
+
+    @property
+    def began_at(self) -> float:
+        return min(save.began_at for save in self.saves)
+
+    @property
+    def ended_at(self) -> float | None:
+        """When the last rank here had ended; None while one has not."""
+        times = [save.ended_at for save in self.saves if save.ended_at is not None]
+        return max(times) if len(times) == len(self.saves) else None
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many ranks are in each phase, in the words for people, the most frequent first."""
+        return dict(Counter(SHOWN.get(save.phase, save.phase) for save in self.saves).most_common())
+
+    @property
+    def fraction(self) -> float:
+        """How far persisting has come, over all ranks: 0 to 1."""
+        return sum(map(fraction, self.saves)) / len(self.saves)
+
+    @property
+    def raw_total(self) -> int:
+        return sum(save.raw_total for save in self.saves)
+
+    @property
+    def raw_done(self) -> int:
+        return sum(save.raw_done for save in self.saves)
+
+    @property
+    def stored(self) -> int:
+        return sum(save.stored for save in self.saves)
+
+    @property
+    def speed_bps(self) -> float | None:
+        """Bytes per second that all ranks which persist now manage together."""
+        return sum(save.speed_bps or 0.0 for save in self._persisting) or None
+
+    @property
+    def eta_s(self) -> float | None:
+        """Until the slowest rank will have persisted."""
+        return max((save.eta_s for save in self._persisting if save.eta_s is not None), default=None)
+
+    @property
+    def votes_missing(self) -> tuple[int, ...] | None:
+        """None where rank 0, which gathers the votes, is not on this node, or its save has ended."""
+        return next((save.votes_missing for save in self.saves if save.votes_missing is not None), None)
+
+    @property
+    def causes(self) -> dict[tuple[str, str], list[SaveStatus]]:
+        """The failed saves by phase and message; those that failed by themselves first."""
+        found: dict[tuple[str, str], list[SaveStatus]] = {}
+        for save in sorted((s for s in self.saves if s.error is not None), key=lambda s: s.phase == "aborted"):
+            assert save.error is not None
+            found.setdefault((save.phase, save.error.message), []).append(save)
+        return found
+
+    @property
+    def _persisting(self) -> list[SaveStatus]:
+        return [save for save in self.saves if save.phase == "persisting"]
+
+
+def fraction(save: SaveStatus) -> float:
+    """How much of one rank's bytes is on the disk: 1 only when its vote is durable."""
+    return 1.0 if save.phase in DONE else part_done(save.raw_done, save.raw_total)
+
+
+def gather(saves: Iterable[SaveStatus]) -> list[SaveGroup]:
+    """The attempts that `saves` belong to, in the order in which they began."""
+    found: dict[tuple[str, str], SaveGroup] = {}
+    for save in saves:
+        found.setdefault((save.tag, save.attempt), SaveGroup(save.tag, save.attempt, save.step)).saves.append(save)
+    for attempt in found.values():
+        attempt.saves.sort(key=lambda save: save.rank)
+    return sorted(found.values(), key=lambda attempt: attempt.began_at)
+
+
+def attempts_of(root: RootStatus) -> list[SaveGroup]:
+    """All attempts at a root that are known, the last one newest."""
+    return gather([*root.recent, *root.in_flight])

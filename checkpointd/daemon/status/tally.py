@@ -1,0 +1,102 @@
+"""Counters since the daemon began: for one rank, or for all ranks of this node at one root. They only go up."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import get_args
+
+import msgspec
+
+from checkpointd.daemon.status.model import SaveStatus
+from checkpointd.layout.manifest import InlineReason
+from checkpointd.layout.save_timings import PhaseSeconds
+
+BOUNDS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
+"""Upper bounds of the buckets, in seconds: from a small job on a local disk to a deadline that was waited for."""
+
+
+@dataclass(slots=True)
+class Durations:
+    """A histogram of seconds; the last bucket has no upper bound."""
+
+    total_s: float = 0.0
+    counts: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS_S) + 1))
+
+    def add(self, seconds: float) -> None:
+        """Count one duration; the clock of people may go back, so a negative one counts as none."""
+        seconds = max(0.0, seconds)
+        self.total_s += seconds
+        self.counts[bisect_left(BOUNDS_S, seconds)] += 1
+
+    def cumulative(self) -> Iterator[tuple[float, int]]:
+        """Each upper bound with how many were at most so long; infinity last."""
+        below = 0
+        for bound, count in zip((*BOUNDS_S, float("inf")), self.counts, strict=True):
+            below += count
+            yield bound, below
+
+
+RESULTS = ("committed", "aborted", "fenced", "failed", "skipped")
+PARTS = tuple(field.name for field in msgspec.structs.fields(PhaseSeconds))
+
+
+@dataclass(slots=True)
+class TimeTally:
+    """How long one part of all saves took, and of how many."""
+
+    total_s: float = 0.0
+    saves: int = 0
+
+
+@dataclass(slots=True)
+class Tally:
+    """See the module. Every series is there from the start, with 0."""
+
+    results: dict[str, int] = field(default_factory=lambda: dict.fromkeys(RESULTS, 0))
+    inline: dict[str, int] = field(default_factory=lambda: dict.fromkeys(get_args(InlineReason), 0))
+    """Saves that the trainer persisted itself, by the reason."""
+    no_progress: int = 0
+    """Of those committed: the step had moved on, and nothing that is trained had changed."""
+    bytes_persisted: int = 0
+    bytes_stored: int = 0
+    stall_s: float = 0.0
+    """How long saves held training; at a root, the rank that was held longest."""
+    spent: dict[str, TimeTally] = field(default_factory=lambda: {part: TimeTally() for part in PARTS})
+    commits: Durations = field(default_factory=Durations)
+    """From save() to the commit, of the coordinator's saves."""
+
+    @property
+    def committed(self) -> int:
+        return self.results["committed"]
+
+    @property
+    def failed(self) -> int:
+        """Every save that ended without a commit."""
+        return sum(self.results.values()) - self.committed
+
+    def persisted(self, raw: int, stored: int) -> None:
+        """Count the bytes of a shard whose vote is durable."""
+        self.bytes_persisted += raw
+        self.bytes_stored += stored
+
+    def ended(self, save: SaveStatus) -> None:
+        """Count a save that came to its end."""
+        self.results[save.phase] += 1
+        for part, spent in self.spent.items():
+            seconds = getattr(save.seconds, part)
+            if seconds is not None:
+                spent.total_s += seconds
+                spent.saves += 1
+        if save.phase == "committed":
+            self.no_progress += save.no_progress
+            if (took_s := took(save)) is not None:
+                self.commits.add(took_s)
+
+
+def took(save: SaveStatus) -> float | None:
+    """From save() to the commit, where rank 0 tells it."""
+    if save.rank != 0 or save.phase != "committed" or save.ended_at is None:
+        return None
+    return max(0.0, save.ended_at - save.began_at)

@@ -1,0 +1,215 @@
+"""One checkpoint, or a part of it, as plain files: select, lay out, stream, publish."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol, get_args
+
+import msgspec
+
+from checkpointd.codec.convert import target_of
+from checkpointd.config import MIB, LoadConfig
+from checkpointd.errors import NotFoundError, UsageError
+from checkpointd.export.output import Output, translated
+from checkpointd.export.selection import MODEL, Exported, Selection, of_masters, select
+from checkpointd.export.stream import PlacedTensor, stream
+from checkpointd.layout.boxes import whole
+from checkpointd.layout.keys import LATEST
+from checkpointd.layout.safetensors import INDEX, FilePlan, Item, Unsupported, file_names, index_json, plan_file, split
+from checkpointd.phrases import byte_count
+from checkpointd.pipeline.read.checkpoint_view import CheckpointView, read_view
+from checkpointd.pipeline.read.plan import BoxRequest, gaps
+from checkpointd.pipeline.root import catalog
+from checkpointd.store.base import Store
+
+DType = Literal["keep", "fp32", "bf16"]
+_TARGETS: dict[str, str | None] = {"keep": None, "fp32": "float32", "bf16": "bfloat16"}
+
+MEMORY_BYTES = 512 * MIB
+MEMORY_BYTES_MIN = 16 * MIB
+
+
+def memory_of(memory: int | str, least: int = MEMORY_BYTES_MIN) -> int:
+    """The bytes that may be held at once; UsageError where `memory` is no size, or below `least`."""
+    held = byte_count(memory, "memory")
+    if held < least:
+        raise UsageError(f"memory is {held} bytes; at least {least} are needed")
+    return held
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportRequest:
+    """What to export. `tag` None: what `latest` names. `only`: the part of the state below that name, the name stripped.
+
+    With `dtype` "fp32" the model's parameters are those of their fp32 masters, where the state has a part `master`.
+    `rank`: whose tensors to take of those that the ranks hold for themselves. `memory_bytes`: about what is held at once.
+    """
+
+    tag: str | None = None
+    only: str | None = None
+    dtype: DType = "keep"
+    rank: int | None = None
+    force: bool = False
+    memory_bytes: int = MEMORY_BYTES
+
+    def __post_init__(self) -> None:
+        if self.dtype not in get_args(DType):
+            raise UsageError(f"dtype is {self.dtype!r}; choose one of {', '.join(get_args(DType))}")
+        memory_of(self.memory_bytes)
+
+    def dtype_of(self, tensor: Exported) -> str:
+        """What `tensor` becomes."""
+        return target_of(tensor.dtype, _TARGETS[self.dtype])
+
+
+class ExportedFile(msgspec.Struct, frozen=True, kw_only=True):
+    """A file that was written; its size in bytes."""
+
+    name: str
+    size: int
+
+
+class Consolidation(msgspec.Struct, frozen=True, kw_only=True):
+    """What was exported, and where to. `tied`: names that share the tensor of another name; `bytes` are those of tensors."""
+
+    root: str
+    tag: str
+    step: int
+    out: str
+    format: str
+    tensors: int
+    tied: Mapping[str, str]
+    bytes: int
+    files: tuple[ExportedFile, ...]
+
+
+class Container(Protocol):
+    """A file format: it makes files whose tensors are still to come, and closes them when they are there."""
+
+    name: str
+
+    def directory(self) -> bool:
+        """Whether it makes a directory of files, or one file."""
+        ...
+
+    def begin(self, selection: Selection, request: ExportRequest, output: Output) -> Sequence[PlacedTensor]:
+        """Create the files in `output`; where the bytes of each tensor go. UsageError where the format cannot hold one."""
+        ...
+
+    def finish(self, sums: Mapping[str, int], output: Output) -> None:
+        """All bytes are there; `sums` has the CRC-32 of each placed tensor by name."""
+        ...
+
+
+async def consolidate(
+    store: Store,
+    out: str | os.PathLike[str],
+    container: Container,
+    request: ExportRequest,
+    on_progress: Callable[[int, int], None] = lambda _, __: None,
+) -> Consolidation:
+    """Export to `out`, which appears whole or not at all; `on_progress` is told bytes written and their total.
+
+    Raises NotFoundError, UsageError, DamagedError with object, FQN and rank, StoreError, StoreFullError.
+    """
+    check_outside(store, out)
+    with Output(out, directory=container.directory(), force=request.force) as output:
+        load = LoadConfig(budget_bytes=request.memory_bytes // 4)
+        world = await read_view(store, await catalog.find(store, await _tag(store, request.tag)), load)
+        selection = select(world, request.only, request.rank)
+        if request.dtype == "fp32" and request.only == MODEL:
+            selection = of_masters(world, selection)
+        _check_whole(world, selection)
+        placed = container.begin(selection, request, output)
+        done, total = 0, sum(item.nbytes for item in placed)
+        on_progress(done, total)
+
+        def add(nbytes: int) -> None:
+            nonlocal done
+            done += nbytes
+            on_progress(done, total)
+
+        with translated("writing", output.place):
+            sums = await stream(store, world, placed, load, request.memory_bytes // 4, add)
+            container.finish(sums, output)
+        files = output.publish()
+    outcome = world.checkpoint.outcome
+    return Consolidation(
+        root=store.url,
+        tag=world.checkpoint.tag,
+        step=outcome.step,
+        out=output.place,
+        format=container.name,
+        tensors=len(selection.names),
+        tied=selection.untied[1],
+        bytes=total,
+        files=tuple(ExportedFile(name=name, size=size) for name, size in files),
+    )
+
+
+def _check_whole(world: CheckpointView, selection: Selection) -> None:
+    """Before anything is sized by a shape: that its elements are there."""
+    sources = {tensor.source for tensor in selection.names}
+    missing = gaps(world, (BoxRequest(source.fqn, whole(source.shape), None, source.rank) for source in sources))
+    if missing:
+        raise missing[0]
+
+
+async def _tag(store: Store, tag: str | None) -> str:
+    if tag is not None and tag != LATEST:
+        return tag
+    found = await catalog.latest(store)
+    if found is None:
+        raise NotFoundError(f"there is no {LATEST} at {store.url}: name a tag")
+    return found
+
+
+def check_outside(store: Store, out: str | os.PathLike[str]) -> None:
+    """A root holds checkpoints: whatever else lies there would be taken for one, or be in the way of one."""
+    root, place = os.path.realpath(store.url), os.path.realpath(out)
+    if store.capabilities.shared and os.path.commonpath([root, place]) == root:
+        raise UsageError(f"{place} lies inside the root {root}, which is for checkpoints: give a place outside")
+
+
+class Safetensors:
+    """safetensors: one file, or a directory of them with an index, as Hugging Face's libraries load them."""
+
+    name = "safetensors"
+
+    def __init__(self, out: str | os.PathLike[str], file_bytes_max: int | None) -> None:
+        """`file_bytes_max`: of the tensors in a file of a directory; a place that ends in `.safetensors` is one file."""
+        self._directory = not os.fspath(out).endswith(".safetensors")
+        self._file_bytes_max = file_bytes_max if self._directory else None
+
+    def directory(self) -> bool:
+        return self._directory
+
+    def begin(self, selection: Selection, request: ExportRequest, output: Output) -> Sequence[PlacedTensor]:
+        tensors, tied = selection.untied
+        by_name = {tensor.name: tensor for tensor in tensors}
+        parts = split([Item(t.name, request.dtype_of(t), t.shape) for t in tensors], self._file_bytes_max)
+        names = file_names(len(parts))
+        placed: list[PlacedTensor] = []
+        for name, items in zip(names, parts, strict=True):
+            plan = _planned(name, items, tied)
+            path = output.create(name, plan.header, plan.size)
+            placed += [PlacedTensor(by_name[item.name], item.dtype, path, plan.offsets[item.name]) for item in items]
+        if len(parts) > 1:
+            index = index_json(zip(names, parts, strict=True))
+            output.create(INDEX, index, len(index))
+        return placed
+
+    def finish(self, sums: Mapping[str, int], output: Output) -> None:
+        """Nothing is left to do: the header says all, and it came first."""
+
+
+def _planned(name: str, items: Sequence[Item], tied: Mapping[str, str]) -> FilePlan:
+    """The file with Hugging Face's metadata: the framework, and for every name that was left out the one that it is tied to."""
+    here = {item.name for item in items}
+    metadata = {other: kept for other, kept in tied.items() if kept in here}
+    try:
+        return plan_file(name, items, {**metadata, "format": "pt"})
+    except Unsupported as error:
+        raise UsageError(f"{error}: convert it (dtype fp32 or bf16), leave it out, or use the format torch") from error

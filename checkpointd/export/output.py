@@ -1,0 +1,169 @@
+"""The output of an export: a file or a directory that appears whole, or not at all.
+
+Invariants
+  OUTPUT-1  Until all is written and durable, it lies beside its place under a hidden name; then one rename, or one link, shows
+      it.
+  OUTPUT-2  What stands at its place is replaced only when that was asked for; a directory only where it holds an export alone.
+  OUTPUT-3  An error, an interruption and a full disk leave nothing behind. A process that is killed leaves the hidden
+      directory.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from checkpointd.errors import NotFoundError, StoreError, StoreFullError, UsageError
+
+_EXPORTED = re.compile(
+    r"(model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?|__\d+_\d+\.distcp|\.metadata|checkpointd\.json)\Z"
+)
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+_NO_RESERVE = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV})
+
+
+class Output:
+    """One export on its way; `with` removes what is there unless `publish` was called."""
+
+    def __init__(self, place: str | os.PathLike[str], *, directory: bool, force: bool = False) -> None:
+        """`directory`: whether `place` is to be a directory of files, or one file.
+
+        UsageError where something is in the way, NotFoundError where there is no directory to put it into.
+        """
+        self.place = os.path.abspath(os.fspath(place))
+        self._directory, self._force = directory, force
+        parent, name = os.path.split(self.place)
+        if not os.path.isdir(parent):
+            raise NotFoundError(f"there is no directory {parent} to put {name} into: make it first")
+        self._check_place()
+        self._hidden = os.path.join(parent, f".{name[:100]}.checkpointd-{secrets.token_hex(6)}")
+
+    def __enter__(self) -> Output:
+        with translated("creating", self.place):
+            os.mkdir(self._hidden)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        shutil.rmtree(self._hidden, ignore_errors=True)
+
+    def path(self, name: str) -> str:
+        """Where to write the file `name` of a directory, or the one file, whose name does not matter."""
+        return os.path.join(self._hidden, name if self._directory else os.path.basename(self.place))
+
+    def create(self, name: str, head: bytes, size: int) -> str:
+        """Make the file `name` of `size` bytes that begins with `head`, its space reserved; its path."""
+        path = self.path(name)
+        with translated("writing", self.place, size):
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            try:
+                reserve(descriptor, size)
+                view = memoryview(head)
+                while view:
+                    view = view[os.write(descriptor, view) :]
+            finally:
+                os.close(descriptor)
+        return path
+
+    def publish(self) -> list[tuple[str, int]]:
+        """Make all of it durable and show it at its place; names of the files and their sizes in bytes."""
+        with translated("writing", self.place):
+            names = sorted(os.listdir(self._hidden))
+            sizes = [(name, os.path.getsize(os.path.join(self._hidden, name))) for name in names]
+            for name in names:
+                _sync(os.path.join(self._hidden, name))
+            _sync(self._hidden)
+        self._check_place()  # again: it may have come meanwhile
+        with translated("publishing", self.place):
+            if self._directory:
+                self._show_directory()
+            else:
+                self._show_file(os.path.join(self._hidden, names[0]))
+            _sync(os.path.dirname(self.place))
+        return sizes
+
+    def _show_directory(self) -> None:
+        """A directory cannot take the place of one that holds something: that goes aside first."""
+        if os.path.isdir(self.place) and os.listdir(self.place):
+            aside = f"{self._hidden}.replaced"
+            os.rename(self.place, aside)
+            try:
+                os.rename(self._hidden, self.place)
+            except OSError:
+                os.rename(aside, self.place)
+                raise
+            shutil.rmtree(aside)
+        else:
+            os.rename(self._hidden, self.place)
+
+    def _show_file(self, path: str) -> None:
+        if self._force:
+            os.replace(path, self.place)
+        else:
+            # Unlike rename, a link never replaces.
+            os.link(path, self.place)
+
+    def _check_place(self) -> None:
+        if not os.path.lexists(self.place) or (self._directory and _is_empty_directory(self.place)):
+            return
+        if os.path.isdir(self.place) != self._directory:
+            kinds = ("a directory", "a file") if self._directory else ("a file", "a directory")
+            raise UsageError(f"{self.place} is to be {kinds[0]}, and there is {kinds[1]}: give another place")
+        if not self._force:
+            raise UsageError(f"{self.place} exists and is not overwritten: give another place, or --force")
+        if self._directory:
+            self._check_only_an_export()
+
+    def _check_only_an_export(self) -> None:
+        other = next((name for name in sorted(os.listdir(self.place)) if not _EXPORTED.match(name)), None)
+        if other is not None:
+            raise UsageError(
+                f"{self.place} holds {other!r}, which no export made, and which would go with the directory: give another place"
+            )
+
+
+def reserve(descriptor: int, size: int) -> None:
+    """Give the file its size and the space for it; where the file system cannot reserve, the size alone."""
+    try:
+        if size:
+            os.posix_fallocate(descriptor, 0, size)
+    except OSError as error:
+        if error.errno not in _NO_RESERVE:
+            raise
+    os.ftruncate(descriptor, size)
+
+
+@contextmanager
+def translated(doing: str, place: str, nbytes: int = 0) -> Iterator[None]:
+    """System errors as StoreErrors that say what happened to what, and what to do."""
+    try:
+        yield
+    except OSError as error:
+        number = error.errno or 0
+        what = f"{doing} {place} failed: [{errno.errorcode.get(number, number)}] {error.strerror or error}"
+        if number in _FULL:
+            needed = f" {nbytes} bytes are needed for this file:" if nbytes else ""
+            raise StoreFullError(
+                f"{what}:{needed} free some space or give a place on another file system; nothing was left"
+            ) from error
+        if number == errno.EEXIST:
+            raise UsageError(
+                f"{place} appeared while it was being written and is not overwritten: give another place"
+            ) from error
+        raise StoreError(f"{what}; nothing was left") from error
+
+
+def _is_empty_directory(path: str) -> bool:
+    return os.path.isdir(path) and not os.path.islink(path) and not os.listdir(path)
+
+
+def _sync(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

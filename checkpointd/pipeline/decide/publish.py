@@ -1,0 +1,203 @@
+"""The coordinator's part: gather votes, decide, put the outcome, move `latest`.
+
+Invariants
+  COMMIT-1  The outcome is put only with `put_if_absent`: whoever is first decides, and everybody reads that one.
+  COMMIT-2  A commit is put only by the coordinator of the newest epoch or of an attempt that it spares, or by recovery, and
+      only with every vote read and valid.
+  COMMIT-3  `latest` moves after the outcome is durable, never before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+
+from checkpointd.commit.decide import Decision, decide, has_no_progress, unshared
+from checkpointd.errors import DamagedError, NotFoundError
+from checkpointd.layout.keys import OUTCOME, AttemptId, attempt_prefix, is_bulk, object_rank, vote_name, vote_rank
+from checkpointd.layout.manifest import Index, Outcome, Vote, VoteRef, decode, digest, encode
+from checkpointd.layout.plan import Doubled, NumberedPlan, TensorNumbers, compared
+from checkpointd.layout.save_timings import Cost
+from checkpointd.pipeline.read.duplicate_boxes import unequal
+from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root.identity import writer
+from checkpointd.pipeline.shard import AttemptInfo
+from checkpointd.pipeline.workers import aside, run_workers
+from checkpointd.store.base import Entry, Store
+
+RECOVERY = -1
+"""`decided_by` of an outcome that no rank of the attempt put."""
+OVERLAP_REMEDY = (
+    "these ranks say that they hold the same part of it: pass the module itself as you train it, which tells what ranks hold "
+    "together, or give each tensor a name of its own"
+)
+READS = 16
+"""So many votes, or plans, are read at once: a store far away answers each of thousands only after a while."""
+
+
+@dataclass(slots=True)
+class Ballot:
+    """The votes of one attempt as far as they were read; a vote that cannot be read stands as None."""
+
+    store: Store
+    tag: str
+    attempt: AttemptId
+    votes: dict[int, Vote | None] = field(default_factory=dict)
+    refs: dict[int, VoteRef] = field(default_factory=dict)
+
+    @property
+    def prefix(self) -> str:
+        return attempt_prefix(self.tag, self.attempt)
+
+    async def gather(self, entries: list[Entry]) -> None:
+        """Read the votes among `entries` that were not read before."""
+        ranks = {rank for entry in entries if (rank := vote_rank(entry.name)) is not None} - self.votes.keys()
+        await run_workers([partial(self._read, rank) for rank in sorted(ranks)], READS, lambda: None)
+
+    async def _read(self, rank: int) -> None:
+        key = f"{self.prefix}/{vote_name(rank)}"
+        try:
+            # Its voter may not have made it durable yet, and what is decided on it must never outlive it (STORE-4).
+            await self.store.settle(key)
+            data = await self.store.get(key, size_max=catalog.VOTE_BYTES_MAX)
+            self.refs[rank] = VoteRef(digest=digest(data), size=len(data))
+            self.votes[rank] = decode(data, Vote, key)
+        except DamagedError:
+            self.votes[rank] = None
+
+    def decide(self, world_size: int) -> Decision | None:
+        return decide(self.votes, tag=self.tag, attempt=str(self.attempt), world_size=world_size)
+
+
+@dataclass(slots=True)
+class PlanCheck:
+    """Whether the plans that the votes name are whole together; remembered, since plans rarely change.
+
+    What several ranks list alike is compared for every attempt: it must hold the same values each time.
+    """
+
+    store: Store
+    _names: TensorNumbers = field(default_factory=TensorNumbers)
+    _naming: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _listings: dict[str, NumberedPlan] = field(default_factory=dict)
+    _whole: dict[tuple[str, ...], tuple[Doubled, ...]] = field(default_factory=dict)
+
+    async def fault(self, votes: Mapping[int, Vote | None]) -> Decision | None:
+        """The abort that the plans call for, or None."""
+        ranks = sorted(votes)
+        digests = tuple((vote.plan or "") if (vote := votes[rank]) else "" for rank in ranks)
+        doubled = self._whole.get(digests)
+        if doubled is None:
+            found = dict(self._listings)
+            try:
+                await run_workers([partial(self._take, name, found) for name in dict.fromkeys(digests)], READS, lambda: None)
+            except (NotFoundError, DamagedError) as error:
+                return unshared(str(error))
+            listings = {rank: found[name] for rank, name in zip(ranks, digests, strict=True)}
+            comparison = await aside(sum(vote.tensors for vote in votes.values() if vote), compared, listings, self._names)
+            if comparison.fault:
+                overlaps = comparison.fault.endswith(" overlap")
+                return unshared(f"{comparison.fault}: {OVERLAP_REMEDY}" if overlaps else comparison.fault)
+            # Two attempts may be checked at once, so nothing that the other needs lies in what is replaced here.
+            doubled = comparison.doubled
+            self._whole = {digests: doubled}
+            self._listings = {name: found[name] for name in digests}
+        return await self._unequal(votes, doubled) if doubled else None
+
+    async def _unequal(self, votes: Mapping[int, Vote | None], doubled: tuple[Doubled, ...]) -> Decision | None:
+        async def read(rank: int) -> Index:
+            vote = votes[rank]
+            attempt = AttemptId.parse(vote.attempt) if vote is not None else None
+            assert vote is not None  # its plan was read
+            assert attempt is not None  # decide() compared it
+            return await catalog.index_named_by(self.store, attempt_prefix(vote.tag, attempt), vote)
+
+        try:
+            fault = await unequal(read, doubled, READS)
+        except (NotFoundError, DamagedError) as error:
+            return unshared(str(error))
+        return unshared(fault) if fault else None
+
+    async def _take(self, name: str, found: dict[str, NumberedPlan]) -> None:
+        if name not in found:
+            plan = await catalog.read_plan(self.store, name)
+            async with self._naming:
+                found[name] = await aside(len(plan.tensors), NumberedPlan.of, plan, self._names)
+
+
+async def put_outcome(store: Store, outcome: Outcome) -> Outcome:
+    """Put `outcome` if the attempt has none; the outcome that stands, durable."""
+    attempt = AttemptId.parse(outcome.attempt)
+    assert attempt is not None
+    key = f"{attempt_prefix(outcome.tag, attempt)}/{OUTCOME}"
+    if await store.put_if_absent(key, encode(outcome)):
+        return outcome
+    return await catalog.read_outcome(store, outcome.tag, attempt)
+
+
+def outcome_of(
+    info: AttemptInfo,
+    decision: Decision,
+    refs: Mapping[int, VoteRef],
+    *,
+    decided_by: int,
+    votes: Mapping[int, Vote | None] | None = None,
+    took_s: float = 0.0,
+) -> Outcome:
+    """The outcome that `decision` stands for, put `took_s` after save(). A commit says what its `votes` say, where they are
+    given: what they refer to, and what they cost.
+    """
+    counted = votes if decision.commit else None
+    first = (counted or {}).get(0)
+    return Outcome(
+        tag=info.tag,
+        attempt=str(info.attempt),
+        step=info.step,
+        world_size=info.world_size,
+        outcome="commit" if decision.commit else "abort",
+        order=(info.attempt.epoch, info.n),
+        save_latest=info.save_latest,
+        votes={str(rank): ref for rank, ref in sorted(refs.items())},
+        refers=None if counted is None else _refers(counted),
+        metrics={} if first is None else first.metrics,
+        no_progress=counted is not None and has_no_progress(counted),
+        cost=None if counted is None else _cost(counted, took_s),
+        files=sum(len(vote.files or ()) for vote in (counted or {}).values() if vote is not None),
+        shown_at="" if first is None else first.shown_at,
+        unfinished="" if first is None else first.unfinished,
+        leftovers=() if first is None else first.leftovers,
+        beside=() if first is None else first.beside,
+        error=decision.error,
+        ranks=decision.ranks,
+        decided_by=decided_by,
+        writer=writer(),
+    )
+
+
+def _cost(votes: Mapping[int, Vote | None], took_s: float) -> Cost:
+    cast = [vote for vote in votes.values() if vote is not None]
+    return Cost(
+        took_s=round(took_s, 6),
+        held_s=max((vote.held_s for vote in cast), default=0.0),
+        raw_bytes=sum(vote.raw_bytes for vote in cast),
+        stored_bytes=sum(vote.stored_bytes for vote in cast),
+        written_bytes=sum(ref.size for vote in cast for ref in vote.objects),
+    )
+
+
+def _refers(votes: Mapping[int, Vote | None]) -> tuple[str, ...]:
+    return tuple(sorted({key for vote in votes.values() if vote is not None for key in vote.refers}))
+
+
+def missing_ranks(entries: list[Entry], world_size: int) -> dict[int, str]:
+    """The ranks without a vote, and what their objects say of how far they came."""
+    names = [entry.name for entry in entries]
+    voted = {rank for name in names if (rank := vote_rank(name)) is not None}
+    begun = {object_rank(n) for n in names if is_bulk(n)}
+    return {
+        rank: "had begun to write" if rank in begun else "had written nothing"
+        for rank in range(world_size)
+        if rank not in voted
+    }

@@ -1,0 +1,107 @@
+"""The checkpoint view: what all ranks of a checkpoint stored, as whole tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+import msgspec
+
+from checkpointd.config import LoadConfig
+from checkpointd.errors import FormatError
+from checkpointd.layout.manifest import Index, TensorEntry
+from checkpointd.pipeline.read.index import entries_by_fqn, read_index
+from checkpointd.pipeline.root.catalog import Checkpoint
+from checkpointd.pipeline.workers import run_workers
+from checkpointd.store.base import Store
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBox:
+    """A box of a global tensor as one rank stored it."""
+
+    rank: int
+    entry: TensorEntry
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalTensor:
+    """A tensor that the ranks hold together; `parts` are its boxes, by rank, empty ones included.
+
+    A box that several ranks stored stands there once, as the first of them stored it: a commit means that all hold the same.
+    """
+
+    fqn: str
+    dtype: str
+    shape: tuple[int, ...]
+    parts: tuple[StoredBox, ...]
+
+
+@dataclass(frozen=True)
+class CheckpointView:
+    """All indexes of a checkpoint by rank."""
+
+    checkpoint: Checkpoint
+    indexes: Mapping[int, Index]
+
+    @cached_property
+    def tensors(self) -> Mapping[str, GlobalTensor]:
+        """The tensors of scope global by FQN, as first met. FormatError where ranks disagree on what one is."""
+        return global_tensors(self.indexes)
+
+    def own(self, rank: int) -> Mapping[str, TensorEntry]:
+        """The tensors of scope rank that `rank` stored, by FQN. FormatError where one lies there in part."""
+        if rank not in self._own:
+            index = self.indexes[rank]
+            kept = tuple(entry for entry in index.tensors if entry.scope == "rank")
+            self._own[rank] = entries_by_fqn(msgspec.structs.replace(index, tensors=kept))
+        return self._own[rank]
+
+    @cached_property
+    def _own(self) -> dict[int, dict[str, TensorEntry]]:
+        return {}
+
+
+async def read_view(store: Store, checkpoint: Checkpoint, config: LoadConfig) -> CheckpointView:
+    """The indexes of all ranks, each verified along the chain of digests, as many at once as `config.reads`.
+
+    DamagedError where one cannot be trusted, or where ranks disagree on a tensor.
+    """
+    found: dict[int, Index] = {}
+
+    async def read(rank: int) -> None:
+        found[rank] = await read_index(store, checkpoint, rank)
+
+    ranks = range(checkpoint.outcome.world_size)
+    await run_workers([partial(read, rank) for rank in ranks], config.reads, lambda: None)
+    world = CheckpointView(checkpoint, {rank: found[rank] for rank in ranks})
+    _ = world.tensors
+    return world
+
+
+def global_tensors(indexes: Mapping[int, Index]) -> dict[str, GlobalTensor]:
+    """The tensors of scope global of `indexes` by FQN. FormatError where two ranks give one another dtype or shape."""
+    parts: dict[str, list[StoredBox]] = {}
+    for rank, index in indexes.items():
+        for entry in index.tensors:
+            if entry.scope == "global":
+                parts.setdefault(entry.fqn, []).append(StoredBox(rank, entry))
+    return {fqn: _tensor(fqn, found) for fqn, found in parts.items()}
+
+
+def _tensor(fqn: str, parts: list[StoredBox]) -> GlobalTensor:
+    first = parts[0].entry
+    for part in parts:
+        entry = part.entry
+        if (entry.dtype, entry.shape) != (first.dtype, first.shape):
+            raise FormatError(
+                f"{fqn} is {first.dtype}{list(first.shape)} on rank {parts[0].rank} "
+                f"and {entry.dtype}{list(entry.shape)} on rank {part.rank}",
+                fqn=fqn,
+                rank=part.rank,
+            )
+    once: dict[object, StoredBox] = {}
+    for number, part in enumerate(parts):
+        once.setdefault(part.entry.box if part.entry.chunks else number, part)
+    return GlobalTensor(fqn, first.dtype, first.shape, tuple(once.values()))

@@ -1,0 +1,153 @@
+"""Chooses the checkpoint for a reader beside the job, and another one if that is removed or proves damaged meanwhile.
+
+Invariants
+  READER-1  Nothing here writes: no epoch, no lock, no record, and nothing is made durable. What a reader sees committed may
+      therefore still be lost by a power cut, as long as its writer has not reported it.
+  READER-2  A checkpoint that was removed meanwhile is never taken for damaged, and a damaged one is never passed over in
+      silence. What cannot be read now is read again until the time for that is over, and is then raised: it is neither.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from checkpointd.config import LoadConfig
+from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, UnreadableError, UsageError
+from checkpointd.layout.keys import LATEST, OUTCOME, AttemptId, check_tag
+from checkpointd.pipeline.read.checkpoint_view import CheckpointView, read_view
+from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root.candidates import candidates, find
+from checkpointd.pipeline.root.catalog import Checkpoint
+from checkpointd.store.base import Store
+from checkpointd.store.patient import Patience, PatientStore
+
+log = logging.getLogger("checkpointd")
+
+REMOVED_MAX = 8
+"""So many checkpoints may go while a reader wants to read them; then it says so."""
+
+
+@dataclass(slots=True)
+class CheckpointFinder:
+    """What one reader reads at `store`: the checkpoint `tag`, `latest` for the one that the pointer names, None for the newest.
+
+    Of the newest, damaged ones are passed over; a tag that is named is read or raises. `passed_over`: those, in words.
+    `attempt`: which one of the tag, where that is saved again and again.
+    """
+
+    store: Store
+    tag: str | None
+    attempt: AttemptId | None = field(default=None, kw_only=True)
+    config: LoadConfig = field(default_factory=LoadConfig, kw_only=True)
+    passed_over: list[str] = field(default_factory=list)
+    _damaged: set[str] = field(default_factory=set)
+    _removed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.tag is not None and self.tag != LATEST:
+            check_tag(self.tag)
+        elif self.attempt is not None:
+            raise UsageError(f"attempt {self.attempt} of which tag? Name it")
+
+    async def begin(self) -> CheckpointView:
+        """The checkpoint, with the indexes of all its ranks. Raises NotFoundError, DamagedError, StoreError."""
+        while True:
+            checkpoint = await self._chosen()
+            try:
+                return await read_view(self.patient(checkpoint), checkpoint, self.config)
+            except (DamagedError, NotFoundError) as error:
+                await self._leave(checkpoint, error)
+
+    async def instead(self, checkpoint: Checkpoint, error: CheckpointdError) -> CheckpointView:
+        """What to read now that reading `checkpoint` has ended with `error`; raises as `begin` where that leaves nothing."""
+        await self._leave(checkpoint, error)
+        return await self.begin()
+
+    async def verdict(self, checkpoint: Checkpoint, error: CheckpointdError) -> CheckpointdError:
+        """Why `checkpoint` cannot be read: NotFoundError where it was removed since it was opened, else DamagedError."""
+        try:
+            await self.check_there(checkpoint)
+        except NotFoundError as removed:
+            return removed
+        return error if isinstance(error, DamagedError) else DamagedError(str(error))
+
+    def patient(self, checkpoint: Checkpoint, on_answer: Callable[[], None] = lambda: None) -> Store:
+        """The store to read `checkpoint` from: what cannot be read now is read again, and what was removed not waited for."""
+        return PatientStore(self.store, self._patience(), on_answer, partial(self.check_there, checkpoint))
+
+    async def check_there(self, checkpoint: Checkpoint) -> None:
+        """NotFoundError where `checkpoint` was removed: it has the mark that comes before that, or its outcome is gone."""
+        found = await catalog.view(self.store, checkpoint.tag, checkpoint.attempt)
+        if found.state == "deleted" or OUTCOME not in found.sizes:
+            raise NotFoundError(
+                f"{checkpoint.prefix} was removed from {self.store.url} after it was opened here: open the newest, or another "
+                "tag. Retention that keeps more checkpoints (keep_last) leaves a reader more time"
+            )
+
+    def _patience(self) -> Patience:
+        return Patience(self.config.retry_s, self.config.absence_s)
+
+    async def _leave(self, checkpoint: Checkpoint, error: CheckpointdError) -> None:
+        """Note why `checkpoint` is not read; raises where another one is no answer."""
+        why = await self.verdict(checkpoint, error)
+        if isinstance(why, NotFoundError):
+            self._removed += 1
+            if self._removed >= REMOVED_MAX:
+                raise why
+            log.warning("%s was removed while it was being read; looking again", checkpoint.prefix)
+            return
+        if self.tag is not None:
+            raise why
+        self._damaged.add(checkpoint.prefix)
+        self._pass_over(f"{checkpoint.tag} cannot be read: {why}")
+
+    async def _chosen(self) -> Checkpoint:
+        if self.tag is None:
+            return await self._newest()
+        tag = await self._pointed() if self.tag == LATEST else self.tag
+        if self.attempt is not None:
+            return await self._named(tag, self.attempt)
+        # What was removed a moment ago need not be looked for any longer.
+        return await (catalog.find(self.store, tag) if self._removed else find(self.store, tag, self._patience()))
+
+    async def _pointed(self) -> str:
+        with self._patience().looks() as looks:
+            while True:
+                try:
+                    tag = await catalog.latest(self.store)
+                except UnreadableError as error:
+                    await looks.unreadable(error)
+                    continue
+                if tag is None:
+                    raise NotFoundError(f"there is no {LATEST} at {self.store.url}: name a tag")
+                return tag
+
+    async def _named(self, tag: str, attempt: AttemptId) -> Checkpoint:
+        found = await catalog.view(PatientStore(self.store, self._patience()), tag, attempt)
+        fault = catalog.fault_of(found)
+        if fault is not None:
+            raise fault
+        if found.outcome is None or found.state != "committed":
+            raise NotFoundError(f"{found.prefix} at {self.store.url} is not a checkpoint, or not one any more")
+        return Checkpoint(tag, attempt, found.outcome)
+
+    async def _newest(self) -> Checkpoint:
+        found = await candidates(self.store, self._patience())
+        for passed in found.passed_over:
+            self._pass_over(str(passed.error))
+        chosen = next((c for c in found.checkpoints if c.prefix not in self._damaged), None)
+        if chosen is not None:
+            return chosen
+        if self.passed_over:
+            raise DamagedError(
+                f"no whole checkpoint is left at {self.store.url}; every one is damaged: {'; '.join(self.passed_over)}"
+            )
+        raise NotFoundError(f"there is no checkpoint at {self.store.url} yet: is this the root that the job was given?")
+
+    def _pass_over(self, damage: str) -> None:
+        if damage not in self.passed_over:
+            log.error("%s. Trying the checkpoint before it", damage)
+            self.passed_over.append(damage)

@@ -1,0 +1,25 @@
+"""Stage 5 of a load: check one chunk, decode it, and check what came out."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from checkpointd.codec import decode as decode_chunk
+from checkpointd.codec.checksum import xxh3_64, xxh3_128
+from checkpointd.errors import CodecError
+from checkpointd.layout.manifest import Chunk
+from checkpointd.pipeline.shard import Bytes
+
+
+def decoded(chunk: Chunk, stored: Bytes) -> Bytes:
+    """The raw bytes of `chunk`, verified (READ-1); CodecError where they are not what was saved."""
+    if xxh3_64(stored) != chunk.checksum:
+        raise CodecError(f"the checksum of {chunk.stored} stored bytes does not match")
+    if chunk.codec == "raw" and chunk.raw == chunk.stored:
+        raw = stored
+    else:
+        raw = np.empty(chunk.raw, dtype=np.uint8)
+        decode_chunk(stored, codec=chunk.codec, raw_size=chunk.raw, out=raw)
+    if xxh3_128(raw) != chunk.digest:
+        raise CodecError(f"the digest of {chunk.raw} decoded bytes does not match")
+    return raw

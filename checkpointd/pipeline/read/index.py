@@ -1,0 +1,50 @@
+"""Stage 2 of a load: read the indexes of a checkpoint, along the chain of digests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from checkpointd.errors import DamagedError, FormatError, NotFoundError, WorldSizeError
+from checkpointd.layout.boxes import whole
+from checkpointd.layout.keys import vote_name
+from checkpointd.layout.manifest import Chunk, Index, TensorEntry
+from checkpointd.pipeline.root.catalog import Checkpoint, index_named_by, read_vote
+from checkpointd.store.base import Store
+
+
+async def read_index(store: Store, checkpoint: Checkpoint, rank: int) -> Index:
+    """The index of `rank`, verified along outcome, vote and index. WorldSizeError where the rank did not exist."""
+    outcome = checkpoint.outcome
+    ref = outcome.votes.get(str(rank))
+    if ref is None:
+        raise WorldSizeError(
+            f"{checkpoint.tag} was saved by {outcome.world_size} ranks, so there is nothing for rank {rank}: "
+            "start the job with as many ranks as saved it"
+        )
+    key = f"{checkpoint.prefix}/{vote_name(rank)}"
+    try:
+        vote = await read_vote(store, key, ref.digest)
+        key = f"{checkpoint.prefix}/{vote.index.name}" if vote.index else key
+        index = await index_named_by(store, checkpoint.prefix, vote)
+        if index.step != outcome.step:
+            raise DamagedError(f"{key} is of step {index.step}, the outcome of step {outcome.step}")
+        return index
+    except (NotFoundError, DamagedError) as error:
+        raise DamagedError(f"{error} (rank {rank} of {checkpoint.tag})", key=key, rank=rank) from error
+
+
+def entries_by_fqn(index: Index) -> dict[str, TensorEntry]:
+    """The tensors of `index` by FQN. FormatError where one lies there in part: `checkpoint_view.py` puts parts together."""
+    part = next((entry for entry in index.tensors if entry.scope != "rank" or entry.box != whole(entry.shape)), None)
+    if part is not None:
+        message = f"rank {index.rank} of {index.tag} stored only a part of {part.fqn}, which is its own: it must be whole"
+        raise FormatError(message, fqn=part.fqn, rank=index.rank)
+    return {entry.fqn: entry for entry in index.tensors}
+
+
+def chunk_starts(entry: TensorEntry) -> Iterator[tuple[int, Chunk]]:
+    """The chunks of `entry`, each with the byte of the box at which it begins."""
+    start = 0
+    for chunk in entry.chunks:
+        yield start, chunk
+        start += chunk.raw

@@ -1,0 +1,53 @@
+"""The stages of a load, in their order; each knows only what the ones before it hand on.
+
+1. choose a checkpoint (`choice.py` for a reader, `root/candidates.py` for a job)
+2. read the indexes of its ranks (`index.py`), which together are the checkpoint view (`checkpoint_view.py`)
+3. plan which chunks to read, and who gets what of each (`plan.py`)
+4. read neighbouring chunks together (`chunks.py`)
+5. check a chunk, decode it, and check what came out (`decode.py`)
+6. fill: hand the bytes to the sinks, which put them into the user's tensors
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from checkpointd.config import LoadConfig
+from checkpointd.errors import DamagedError
+from checkpointd.layout.manifest import Index
+from checkpointd.pipeline.read.checkpoint_view import CheckpointView
+from checkpointd.pipeline.read.chunks import read_chunks
+from checkpointd.pipeline.read.plan import BoxRequest, Sink, plan_reads, rank_reads
+from checkpointd.store.base import Store
+
+
+async def read_boxes(
+    store: Store,
+    world: CheckpointView,
+    wants: Iterable[BoxRequest],
+    config: LoadConfig,
+    on_bytes: Callable[[int], None] = lambda _: None,
+) -> list[DamagedError]:
+    """Read the chunks that the wanted boxes touch, verify each, and hand every sink its elements, in any order.
+
+    Returns every damage found: boxes that no rank stored whole, of which nothing is read, then chunks in the order of the
+    objects; chunks that are whole were handed over all the same. Raises NotFoundError where a tensor or a rank does not exist,
+    FormatError where a box does not lie in its tensor, StoreError where the storage fails.
+    """
+    gaps, wanted = plan_reads(world, wants)
+    return gaps + await read_chunks(store, wanted, config, on_bytes)
+
+
+async def read_tensors(
+    store: Store,
+    prefix: str,
+    index: Index,
+    sinks: Mapping[str, Sink | None],
+    config: LoadConfig,
+    on_bytes: Callable[[int], None] = lambda _: None,
+) -> list[DamagedError]:
+    """Read and verify the chunks of one rank's tensors named in `sinks` and hand them over; a sink of None only verifies.
+
+    Returns and raises what `read_chunks` does.
+    """
+    return await read_chunks(store, rank_reads(prefix, index, sinks), config, on_bytes)

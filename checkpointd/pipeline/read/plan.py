@@ -1,0 +1,163 @@
+"""Stage 3 of a load: plan which chunks to read for the boxes that are wanted, and which sink gets what of each chunk.
+
+Invariants
+  READPLAN-1  A chunk is read at most once in a call, however many boxes want it, and only if a wanted box has an element of it.
+  READPLAN-2  Each element of a wanted box reaches its sink exactly once, or a damage names what is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from checkpointd.errors import DamagedError, FormatError, NotFoundError
+from checkpointd.layout.boxes import Box, intersect, tiling_fault
+from checkpointd.layout.dtypes import ITEM_BYTES
+from checkpointd.layout.manifest import Chunk, Index, TensorEntry
+from checkpointd.layout.regions import regions, relative, span, touches
+from checkpointd.pipeline.read.checkpoint_view import CheckpointView, StoredBox
+from checkpointd.pipeline.read.index import chunk_starts
+from checkpointd.pipeline.shard import Bytes
+
+Sink = Callable[[int, Bytes], None]
+"""Takes the raw bytes of one chunk at a byte offset of its box. Runs on a thread; keeps nothing of what it is given."""
+
+BoxSink = Callable[[Box, NDArray[Any]], None]
+"""Takes a box inside the wanted one, in the tensor's coordinates, and its elements: an n-d array of the box's sizes.
+
+The array may be a strided view; its dtype is an unsigned integer (or void) of the element's size. Runs on a thread; keeps
+nothing of what it is given.
+"""
+
+CARRIERS: dict[int, np.dtype[Any]] = {size: np.dtype(name) for size, name in ((1, "u1"), (2, "u2"), (4, "u4"), (8, "u8"))}
+CARRIERS[16] = np.dtype("V16")
+"""Bytes per element -> the numpy dtype that carries such elements, whatever they mean."""
+
+
+@dataclass(frozen=True, slots=True)
+class BoxRequest:
+    """A box to read, of the global tensor `fqn`, or of that rank's own where `rank` is given. Without a sink: only verify."""
+
+    fqn: str
+    box: Box
+    sink: BoxSink | None
+    rank: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRead:
+    """One chunk to read: where it lies, of which tensor and rank, where in its box, and who gets it (none: only verify it)."""
+
+    key: str
+    rank: int
+    entry: TensorEntry
+    chunk: Chunk
+    start: int
+    sinks: tuple[Sink, ...] = ()
+
+
+def plan_reads(world: CheckpointView, wants: Iterable[BoxRequest]) -> tuple[list[DamagedError], Iterable[ChunkRead]]:
+    """What of `wants` no rank stored whole, and the chunks that the others need; raises as `read_boxes` does."""
+    gaps: list[DamagedError] = []
+    reads = _ChunkReads(world)
+    for want in wants:
+        parts = _parts(world, want)
+        gap = _gap(want, parts)
+        if gap is None:
+            reads.add(want, parts)
+        else:
+            gaps.append(gap)
+    return gaps, reads
+
+
+def gaps(world: CheckpointView, wants: Iterable[BoxRequest]) -> list[DamagedError]:
+    """What of `wants` no rank stored whole, without reading; raises what `read_boxes` raises for boxes that cannot be."""
+    return [gap for want in wants if (gap := _gap(want, _parts(world, want)))]
+
+
+def _parts(world: CheckpointView, want: BoxRequest) -> list[StoredBox]:
+    """The parts that have elements of the wanted box."""
+    found: Sequence[StoredBox]
+    if want.rank is None:
+        tensor = world.tensors.get(want.fqn)
+        found = tensor.parts if tensor else ()
+    else:
+        entry = world.own(want.rank).get(want.fqn) if want.rank in world.indexes else None
+        found = (StoredBox(want.rank, entry),) if entry else ()
+    if not found:
+        whose = "" if want.rank is None else f" of rank {want.rank}"
+        raise NotFoundError(f"{world.checkpoint.tag} holds no tensor {want.fqn}{whose}")
+    want.box.check(found[0].entry.shape)
+    return [part for part in found if intersect(part.entry.box, want.box) is not None]
+
+
+def _gap(want: BoxRequest, parts: Sequence[StoredBox]) -> DamagedError | None:
+    """What keeps `parts` from being the wanted box, each element once."""
+    shared = [box for part in parts if (box := intersect(part.entry.box, want.box))]
+    fault = tiling_fault(want.box.sizes, relative(shared, want.box))
+    if fault is None:
+        return None
+    ranks = sorted({part.rank for part in parts})
+    message = f"{want.fqn} cannot be put together from what ranks {ranks} stored: {fault}"
+    return FormatError(message, fqn=want.fqn, rank=ranks[0] if len(ranks) == 1 else None)
+
+
+class _ChunkReads:
+    """The chunks to read, each once, with everybody who wants it."""
+
+    def __init__(self, world: CheckpointView) -> None:
+        self._world = world
+        self._found: dict[tuple[int, int], tuple[StoredBox, Chunk, list[Sink]]] = {}
+
+    def add(self, want: BoxRequest, parts: Iterable[StoredBox]) -> None:
+        for part in parts:
+            for start, chunk in _touched(part.entry, want.box):
+                _, _, sinks = self._found.setdefault((id(part.entry), start), (part, chunk, []))
+                if want.sink is not None:
+                    sinks.append(_Cut(part.entry, want.box, want.sink))
+
+    def __iter__(self) -> Iterator[ChunkRead]:
+        prefix = self._world.checkpoint.prefix
+        for (_, start), (part, chunk, sinks) in self._found.items():
+            key = self._world.indexes[part.rank].objects[chunk.object].key(prefix)
+            yield ChunkRead(key, part.rank, part.entry, chunk, start, tuple(sinks))
+
+
+def _touched(entry: TensorEntry, wanted: Box) -> Iterator[tuple[int, Chunk]]:
+    """The chunks of `entry` that hold an element of `wanted`, each with its first byte in the box."""
+    item, reach = ITEM_BYTES[entry.dtype], span(entry.box, wanted)
+    for start, chunk in chunk_starts(entry):
+        first, last = start // item, (start + chunk.raw) // item
+        if last > reach.start and first < reach.stop and touches(entry.box, first, last, wanted):
+            yield start, chunk
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """A sink of chunks that gives a sink of boxes what it wants of them."""
+
+    entry: TensorEntry
+    wanted: Box
+    sink: BoxSink
+
+    def __call__(self, start: int, raw: Bytes) -> None:
+        item = ITEM_BYTES[self.entry.dtype]
+        run, first = raw.view(CARRIERS[item]), start // item
+        for region in regions(self.entry.box, first, first + run.size, self.wanted):
+            self.sink(region.box, region.of(run))
+
+
+def rank_reads(prefix: str, index: Index, sinks: Mapping[str, Sink | None] | None = None) -> list[ChunkRead]:
+    """The chunks of one rank's tensors that are named in `sinks`; a sink of None only verifies. No `sinks`: all, verified."""
+    keys = [ref.key(prefix) for ref in index.objects]
+    return [
+        ChunkRead(keys[chunk.object], index.rank, entry, chunk, start, (sink,) if sink else ())
+        for entry in index.tensors
+        if sinks is None or entry.fqn in sinks
+        for sink in (None if sinks is None else sinks[entry.fqn],)
+        for start, chunk in chunk_starts(entry)
+    ]

@@ -1,0 +1,300 @@
+"""The catalog of a root: its attempts and checkpoints, from a listing and the outcomes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Literal, TypeAlias
+
+from checkpointd.commands import command
+from checkpointd.commit.facts import AttemptFacts, Order, State
+from checkpointd.errors import DamagedError, LinkError, NotFoundError, UnreadableError
+from checkpointd.layout.indexes import decode_index
+from checkpointd.layout.keys import (
+    DAMAGED,
+    DELETED,
+    LATEST,
+    OUTCOME,
+    PASSED_OVER,
+    VERIFIED,
+    AttemptId,
+    attempt_prefix,
+    check_tag,
+    is_bulk,
+    is_tag,
+    object_rank,
+    object_takeover,
+    plan_key,
+    vote_name,
+    vote_rank,
+)
+from checkpointd.layout.manifest import LISTING_BYTES_MAX, Index, Outcome, Plan, Vote, decode, digest
+from checkpointd.phrases import listed
+from checkpointd.store.base import Store
+
+LATEST_BYTES_MAX = 4096
+VOTE_BYTES_MAX = 4 << 20
+"""A vote names objects, files and metrics; a longer one is no vote that a release of checkpointd has put."""
+_LOOKS = 3
+"""How often an attempt is looked at anew whose outcome goes between listing and reading, as where records are removed."""
+
+ReadBackState: TypeAlias = Literal["no", "whole", "damaged"]
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptView:
+    """One attempt: its objects with their sizes in bytes, and its outcome.
+
+    `damage` says what is wrong with the bytes of the outcome, `unreadable` why they cannot be read now.
+    """
+
+    tag: str
+    attempt: AttemptId
+    sizes: dict[str, int]
+    outcome: Outcome | None
+    damage: str | None = None
+    unreadable: str | None = None
+
+    @property
+    def prefix(self) -> str:
+        return attempt_prefix(self.tag, self.attempt)
+
+    @property
+    def state(self) -> State:
+        if DELETED in self.sizes:
+            return "deleted"
+        if self.damage:
+            return "damaged"
+        if self.unreadable:
+            return "unreadable"
+        if self.outcome is None:
+            return "in-doubt"
+        return "committed" if self.outcome.outcome == "commit" else "aborted"
+
+    @property
+    def read_back(self) -> ReadBackState:
+        """Whether it was read back since it was written, and what was found."""
+        return "damaged" if DAMAGED in self.sizes else "whole" if VERIFIED in self.sizes else "no"
+
+    @property
+    def passed_over(self) -> bool:
+        """Whether a load went past it, having found it damaged."""
+        return PASSED_OVER in self.sizes
+
+    @property
+    def order(self) -> Order | None:
+        return self.outcome.order if self.outcome and self.state == "committed" else None
+
+    @property
+    def facts(self) -> AttemptFacts:
+        bulk = any(map(is_bulk, self.sizes))
+        order = self.outcome.order if self.outcome and self.state == "deleted" else self.order
+        return AttemptFacts(self.tag, self.attempt, self.state, order, bulk, self._contested)
+
+    @property
+    def _contested(self) -> tuple[int, ...]:
+        """The ranks for which more than one writer left objects."""
+        takeovers: dict[int, set[int]] = {}
+        for name in self.sizes:
+            rank, takeover = object_rank(name), object_takeover(name)
+            if rank is not None and takeover is not None:
+                takeovers.setdefault(rank, set()).add(takeover)
+        return tuple(sorted(rank for rank, found in takeovers.items() if len(found) > 1))
+
+    @property
+    def vote_ranks(self) -> list[int]:
+        return sorted(rank for name in self.sizes if (rank := vote_rank(name)) is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """An attempt whose outcome is commit."""
+
+    tag: str
+    attempt: AttemptId
+    outcome: Outcome
+    read_back: ReadBackState = field(default="no", compare=False)
+
+    @property
+    def prefix(self) -> str:
+        return attempt_prefix(self.tag, self.attempt)
+
+
+async def tags(store: Store) -> list[str]:
+    return [entry.name for entry in await store.list("") if entry.is_prefix and is_tag(entry.name)]
+
+
+async def attempts_of(store: Store, tag: str, known: Mapping[str, AttemptView] = MappingProxyType({})) -> list[AttemptView]:
+    """The attempts at `tag`, oldest first; an outcome that is damaged or unreadable is reported in them, not raised. Those that
+    are `known`, by their prefix, are not looked at.
+    """
+    found = [
+        attempt for entry in await store.list(check_tag(tag)) if entry.is_prefix and (attempt := AttemptId.parse(entry.name))
+    ]
+    return [known.get(attempt_prefix(tag, attempt)) or await view(store, tag, attempt) for attempt in sorted(found)]
+
+
+async def view(store: Store, tag: str, attempt: AttemptId) -> AttemptView:
+    """One attempt as it stands now."""
+    prefix, why = attempt_prefix(tag, attempt), ""
+    sizes: dict[str, int] = {}
+    for _ in range(_LOOKS):
+        sizes = {entry.name: entry.size for entry in await store.list(prefix) if not entry.is_prefix}
+        if OUTCOME not in sizes:
+            return AttemptView(tag, attempt, sizes, None)
+        # One sector that cannot be read must not hide every other checkpoint.
+        try:
+            return AttemptView(tag, attempt, sizes, await read_outcome(store, tag, attempt))
+        except DamagedError as error:
+            return AttemptView(tag, attempt, sizes, None, damage=str(error))
+        except UnreadableError as error:
+            return AttemptView(tag, attempt, sizes, None, unreadable=str(error))
+        except NotFoundError as error:
+            why = f"{error}, although it is listed"
+    return AttemptView(tag, attempt, sizes, None, unreadable=why)
+
+
+async def read_outcome(store: Store, tag: str, attempt: AttemptId) -> Outcome:
+    """The outcome, checked to be this attempt's. NotFoundError where the attempt is undecided."""
+    key = f"{attempt_prefix(tag, attempt)}/{OUTCOME}"
+    outcome = decode(await store.get(key), Outcome, key)
+    if (outcome.tag, outcome.attempt) != (tag, str(attempt)):
+        raise DamagedError(f"{key} belongs to {outcome.tag}/{outcome.attempt}; somebody moved it", key=key)
+    return outcome
+
+
+async def read_vote(store: Store, key: str, expected_digest: str | None = None) -> Vote:
+    """The vote at `key`; DamagedError where its bytes are not those that the outcome names."""
+    data = await store.get(key, size_max=VOTE_BYTES_MAX)
+    if expected_digest is not None and digest(data) != expected_digest:
+        raise DamagedError(f"{key} is not the vote that the outcome names: its bytes changed since the commit", key=key)
+    return decode(data, Vote, key)
+
+
+async def index_named_by(store: Store, prefix: str, vote: Vote) -> Index:
+    """The index that `vote` names, checked to be that rank's, of this attempt. DamagedError where it is not."""
+    ref = vote.index
+    if ref is None:
+        raise DamagedError(f"{prefix}/{vote_name(vote.rank)} names no index")
+    key = f"{prefix}/{ref.name}"
+    data = await store.get(key, size_max=ref.size)
+    if len(data) != ref.size or digest(data) != ref.digest:
+        raise DamagedError(f"{key} is damaged: its bytes are not those that its vote names", key=key)
+    index = decode_index(data, key)
+    if (index.tag, index.attempt, index.rank, index.step) != (vote.tag, vote.attempt, vote.rank, vote.step):
+        raise DamagedError(f"{key} belongs to rank {index.rank} of {index.tag}/{index.attempt}, step {index.step}", key=key)
+    return index
+
+
+async def read_plan(store: Store, name: str) -> Plan:
+    """The plan whose digest is `name`. FormatError where that is no digest, DamagedError where the bytes do not have it."""
+    key = plan_key(name)
+    data = await store.get(key, size_max=LISTING_BYTES_MAX)
+    if digest(data) != name:
+        raise DamagedError(f"{key} is damaged: its digest is {digest(data)}", key=key)
+    return decode(data, Plan, key)
+
+
+async def scan(store: Store, known: Mapping[str, AttemptView] = MappingProxyType({})) -> list[AttemptView]:
+    """Every attempt at the root; those that are `known` as in `attempts_of`."""
+    return [attempt for tag in await tags(store) for attempt in await attempts_of(store, tag, known)]
+
+
+def checkpoints_of(attempts: Iterable[AttemptView]) -> list[Checkpoint]:
+    """The checkpoints among `attempts`, one per tag (the last commit of a tag counts), newest first."""
+    newest: dict[str, AttemptView] = {}
+    for attempt in attempts:
+        known = newest.get(attempt.tag)
+        if attempt.order is not None and (known is None or known.order is None or attempt.order > known.order):
+            newest[attempt.tag] = attempt
+    found = [Checkpoint(a.tag, a.attempt, a.outcome, a.read_back) for a in newest.values() if a.outcome is not None]
+    return sorted(found, key=lambda c: c.outcome.order, reverse=True)
+
+
+def commits_of(attempts: Iterable[AttemptView]) -> list[Checkpoint]:
+    """The same, and what their tags held before, as far as it has not been removed yet; newest first."""
+    found = [
+        Checkpoint(a.tag, a.attempt, a.outcome, a.read_back)
+        for a in attempts
+        if a.state == "committed" and a.outcome is not None
+    ]
+    return sorted(found, key=lambda c: c.outcome.order, reverse=True)
+
+
+async def checkpoints(store: Store) -> list[Checkpoint]:
+    """All checkpoints, newest first."""
+    return checkpoints_of(await scan(store))
+
+
+async def find(store: Store, tag: str) -> Checkpoint:
+    """The checkpoint of `tag`. NotFoundError where there is none, saying what is there instead; DamagedError or UnreadableError
+    where the outcome of a later attempt is damaged, or cannot be read now.
+    """
+    attempts = await attempts_of(store, tag)
+    found = checkpoints_of(attempts)
+    fault = next((error for a in reversed(attempts) if _is_newer(a, found) and (error := fault_of(a))), None)
+    if fault is not None:
+        raise fault
+    if found:
+        return found[0]
+    if attempts:
+        states = ", ".join(f"{a.attempt} is {a.state}" for a in attempts)
+        raise NotFoundError(f"{tag} is not a checkpoint: {states}; {command('explain', store.url, tag)} says why")
+    known = [c.tag for c in await checkpoints(store)]
+    raise NotFoundError(f"there is no tag {tag!r} at {store.url}; checkpoints are: {listed(known) or 'none'}")
+
+
+def _is_newer(attempt: AttemptView, found: list[Checkpoint]) -> bool:
+    return not found or attempt.attempt > found[0].attempt
+
+
+def fault_of(attempt: AttemptView) -> DamagedError | UnreadableError | None:
+    """What keeps the outcome of `attempt` from being known."""
+    if attempt.state == "damaged":
+        key = f"{attempt.prefix}/{OUTCOME}"
+        return DamagedError(f"the outcome of {attempt.prefix} is damaged: {attempt.damage}", key=key)
+    if attempt.state == "unreadable":
+        return UnreadableError(f"the outcome of {attempt.prefix} cannot be read now: {attempt.unreadable}")
+    return None
+
+
+async def latest(store: Store) -> str | None:
+    """The tag that `latest` names; None where there is no pointer, or another program's. DamagedError where it holds no tag, or
+    is a symbolic link: none is followed, so it names nothing.
+    """
+    try:
+        content = await _pointer(store)
+        if content is None:
+            return None
+        text = content.decode()
+    except LinkError as error:
+        raise DamagedError(f"the pointer {LATEST} names nothing: {error}", key=LATEST) from error
+    except UnicodeDecodeError as error:
+        raise DamagedError(f"the pointer {LATEST} at {store.url} holds no text: {error}", key=LATEST) from error
+    tag = text.removesuffix("\n")
+    if not is_tag(tag):
+        raise DamagedError(f"the pointer {LATEST} at {store.url} holds {tag!r}, which is not a tag", key=LATEST)
+    return None if await is_of_another_program(store, text) else tag
+
+
+async def _pointer(store: Store) -> bytes | None:
+    """What `latest` holds; None where it is not there. The first commit may make it between reading and listing."""
+    try:
+        return await store.get(LATEST, size_max=LATEST_BYTES_MAX)
+    except NotFoundError:
+        if not any(entry.name == LATEST and not entry.is_prefix for entry in await store.list("")):
+            return None
+    try:
+        return await store.get(LATEST, size_max=LATEST_BYTES_MAX)
+    except NotFoundError as error:
+        raise UnreadableError(f"{error}, although it is listed: does the file server lag behind?") from error
+
+
+async def is_of_another_program(store: Store, pointer: str) -> bool:
+    """Whether another program, such as DeepSpeed, has written `pointer`, which `latest` holds, since checkpointd moved it: no
+    newline ends it, and the directory that it names holds files. A tag's own has the directories of attempts alone.
+    """
+    if not is_tag(pointer):  # as every one is that ends in a newline
+        return False
+    return any(not entry.is_prefix and not entry.name.startswith(".") for entry in await store.list(pointer))

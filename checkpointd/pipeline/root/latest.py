@@ -1,0 +1,102 @@
+"""Moves `latest`: only after the outcome, and only forward.
+
+Invariants
+  POINTER-1  A symbolic link at `latest` is never followed. The next move replaces it, and leaves alone what it leads to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from checkpointd.commit.decide import moves_latest
+from checkpointd.commit.facts import Order
+from checkpointd.errors import DamagedError, LinkError, NotFoundError, StoreError
+from checkpointd.layout.keys import LATEST, is_tag
+from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root.catalog import LATEST_BYTES_MAX, Checkpoint
+from checkpointd.store.base import Store
+
+log = logging.getLogger("checkpointd")
+
+PATIENCE_S = 30.0
+"""How long a process that holds the pointer's lock is waited for: it may have been stopped with the lock in its hand."""
+
+
+async def move_latest(store: Store, tag: str, order: Order, *, is_start: bool = False) -> bool:
+    """Point `latest` at `tag`, whose commit has `order`, unless it names a newer checkpoint already; whether it was moved.
+
+    `is_start`: the commit may be an old one, so one that another program has written since stays.
+
+    Raises StoreError where the storage fails, or another process holds the pointer for longer than PATIENCE_S.
+    """
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            return await _move(store, tag, order, is_start=is_start)
+    except TimeoutError as error:
+        raise StoreError(
+            f"another process has held the lock of {LATEST} at {store.url} for {PATIENCE_S:g} s; is one stopped there?"
+        ) from error
+
+
+async def move_latest_away(store: Store, tag: str) -> str | None:
+    """Where `latest` names `tag`, which was removed, let it name the newest checkpoint that is left; without any, it goes.
+    The tag that it names now, if it was moved.
+    """
+    try:
+        if await catalog.latest(store) != tag:
+            return None
+    except DamagedError:
+        return None
+    left = await _newest(store)
+    if left is None:
+        await store.delete(LATEST)
+        left = await _newest(store)  # it was committed meanwhile, and what has just gone may have named it
+    return left.tag if left is not None and await move_latest(store, left.tag, left.outcome.order) else None
+
+
+async def _newest(store: Store) -> Checkpoint | None:
+    return next((c for c in await catalog.checkpoints(store) if c.outcome.save_latest), None)
+
+
+async def _move(store: Store, tag: str, order: Order, *, is_start: bool) -> bool:
+    while True:
+        current = await _content(store)
+        if current == f"{tag}\n".encode():
+            return False
+        if is_start and await catalog.is_of_another_program(store, (current or b"").decode(errors="replace")):
+            return False
+        if not moves_latest(await _order_of(store, current, is_start=is_start), order):
+            return False
+        if await store.put_if_match(LATEST, current, f"{tag}\n".encode()):
+            return True
+
+
+async def _content(store: Store) -> bytes | None:
+    try:
+        return await store.get(LATEST, size_max=LATEST_BYTES_MAX)
+    except NotFoundError:
+        return None
+    except LinkError:
+        # Nobody here made it, and it is not followed: what is put takes its name, what it leads to stays as it is (POINTER-1).
+        log.warning("%s at %s is a symbolic link: a file takes its place. What it leads to is not touched", LATEST, store.url)
+        return None
+    except DamagedError:
+        # Far too long for a tag, so nobody here wrote it, and it cannot be compared and replaced: it goes.
+        await store.delete(LATEST)
+        return None
+
+
+async def _order_of(store: Store, content: bytes | None, *, is_start: bool) -> Order | None:
+    """The order of the checkpoint that the pointer names; None where it names none, so that any commit may replace it."""
+    tag = (content or b"").decode(errors="replace").removesuffix("\n")
+    if not is_tag(tag):
+        return None
+    try:
+        return (await catalog.find(store, tag)).outcome.order
+    except (NotFoundError, DamagedError):
+        return None
+    except LinkError:
+        if is_start:
+            raise  # the checkpoint may lie where the link at its tag leads
+        return None  # the job has gone on without it: what it has just committed is newer

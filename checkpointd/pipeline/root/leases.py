@@ -1,0 +1,379 @@
+"""Leases: they show others that a job or a daemon is at work at a root or an attempt.
+
+A job's lease lies at `.checkpointd/leases/<epoch>`. Rank 0 puts it before the epoch, renews it until the job is closed, and
+removes it then. The lease of an attempt lies beside the attempt's objects: a daemon that may outlive the trainer puts it, on
+behalf of the attempt's coordinator, once the snapshot is whole, and removes it after the outcome.
+
+Invariants
+  LEASE-1  A lease only chooses who waits, and whom a start leaves alone. What is committed rests on epochs and on
+      put-if-absent: a lease that is lost, late or wrong costs a wait, or the save that was in flight.
+  LEASE-2  No clock is compared with another machine's. Whoever looks at a lease watches its count for the lease's length, on a
+      monotonic clock of its own; a process that the kernel knows to have ended is not waited for.
+  LEASE-3  A job's lease is there before its epoch is: whoever sees the epoch of a living job sees its lease.
+  LEASE-4  A look at a lease ends at the first renewal, when the lease or its process has gone, and after its length.
+  LEASE-5  A job begins beside a living one only where both have the same name, or the user says that it takes the root over.
+  LEASE-6  A lease has gone only where its name is not listed either: a stale directory entry makes nobody look dead.
+  LEASE-7  A renewal that fails is said and tried again; it ends no save. A lease that somebody removed is put again only while
+      it still says something: the job's epoch is the newest, the attempt is undecided.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass, field
+
+import msgspec
+
+from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, RootGoneError, RootInUseError, StoreError
+from checkpointd.layout.keys import LEASE, LEASES, OUTCOME, AttemptId, attempt_lease_key, epoch_of, job_lease_key
+from checkpointd.layout.manifest import Epoch, Lease, decode, encode
+from checkpointd.pipeline.root import catalog, epochs
+from checkpointd.pipeline.root.identity import writer
+from checkpointd.pipeline.workers import answered
+from checkpointd.store.base import Store
+from checkpointd.store.patient import Patience, PatientStore
+from checkpointd.store.writers import Life, is_this_process, life_of, new_writer
+
+log = logging.getLogger("checkpointd")
+
+LENGTH_S = 30.0
+RENEWALS = 3
+"""So often a lease is renewed within its length."""
+LOOKS = 30
+"""So often a lease is looked at within its length by whoever watches it."""
+LOOK_S_MAX = 0.5
+ANSWER_S = 10.0
+"""How long a store may take to remove a lease, for a process that ends, and how long one that is listed may be unreadable."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sight:
+    """Who looks: this process by its name, what it can tell of others, and how long its own leases are (seconds)."""
+
+    process: str = field(default_factory=lambda: new_writer())
+    life: Callable[[str], Life] = life_of
+    length_s: float = field(default_factory=lambda: LENGTH_S)
+
+
+# --- one's own ---------------------------------------------------------------------------------------------------
+
+
+class HeldLease:
+    """A lease of this process. `counts` says whether it still means something after somebody else has removed it; `check`
+    raises where it may not be put now.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        key: str,
+        lease: Lease,
+        counts: Callable[[], Awaitable[bool]],
+        check: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        self.key, self.lease = key, lease
+        self._store, self._counts, self._check = store, counts, check
+        self._over = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def keep(self, *, is_put: bool = False) -> None:
+        """From now on put and renew it, beside whatever else runs on this loop; `is_put`: it is there already."""
+        if self._task is None and not self._over.is_set():
+            self._task = asyncio.get_running_loop().create_task(self._keep_on(is_put))
+
+    async def release(self) -> None:
+        """Remove it, where it was kept: nobody has to wait for this process any more. Raises nothing."""
+        self._over.set()  # nothing is cancelled: a put that is cancelled may still take place, after the removal
+        if self._task is None:
+            return
+        try:
+            await answered(self._remove(), ANSWER_S)
+        except CheckpointdError as error:
+            log.warning(
+                "%s cannot be removed (%s): a start on another machine waits for up to %g s",
+                self.key,
+                error,
+                self.lease.length_s,
+            )
+
+    async def _remove(self) -> None:
+        assert self._task is not None
+        await self._task
+        await self._store.delete(self.key)
+
+    async def _keep_on(self, is_put: bool) -> None:
+        said = ""
+        while True:
+            if is_put:
+                await self._pause()
+            if self._over.is_set():
+                return
+            try:
+                if is_put and await self._store.stat(self.key) is None and not await self._counts():
+                    log.info("%s was removed by another process, and is not renewed any more", self.key)
+                    return
+                await self._put()
+                is_put, said = True, ""
+            except CheckpointdError as error:
+                if str(error) != said:
+                    log.warning("%s cannot be renewed: %s; trying again", self.key, error)
+                is_put, said = True, str(error)
+
+    async def _put(self) -> None:
+        if self._check is not None:
+            await self._check()
+        self.lease = msgspec.structs.replace(self.lease, count=self.lease.count + 1)
+        await self._store.put(self.key, encode(self.lease))
+
+    async def _pause(self) -> None:
+        try:
+            async with asyncio.timeout(self.lease.length_s / RENEWALS):
+                await self._over.wait()
+        except TimeoutError:
+            return
+
+
+def of_attempt(
+    store: Store, prefix: str, sight: Sight | None = None, check: Callable[[], Awaitable[None]] | None = None
+) -> HeldLease:
+    """The lease of the attempt `prefix` (`<tag>/<attempt>`), for a process that outlives the trainer; not put yet."""
+
+    async def counts() -> bool:
+        return not await _is_decided(store, prefix)
+
+    return HeldLease(store, attempt_lease_key(prefix), _new(sight or Sight(), ""), counts, check)
+
+
+def _new(sight: Sight, job: str) -> Lease:
+    return Lease(process=sight.process, job=job, count=0, length_s=sight.length_s, writer=writer())
+
+
+async def _is_decided(store: Store, prefix: str) -> bool:
+    """Whether the attempt has an outcome, or nothing of it is left."""
+    names = [entry.name for entry in await store.list(prefix)]
+    return not names or OUTCOME in names
+
+
+# --- others' -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Watch:
+    """A lease that somebody else may hold, and since when its bytes are the same (seconds of the loop's clock)."""
+
+    store: Store
+    key: str
+    sight: Sight
+    lease: Lease | None = None
+    """As it was last read; None where there is none, or it cannot be understood."""
+    since: float = 0.0
+    _data: bytes | None = None
+
+    async def look(self) -> bool:
+        """Read it; whether it was renewed since the look before. StoreError where the storage fails."""
+        data, before = await self._read(), self._data
+        if data != before:
+            self._data, self.lease = data, _understood(data, self.key)
+            self.since = asyncio.get_running_loop().time()
+        return before is not None and data != before and self.lease is not None
+
+    @property
+    def length_s(self) -> float:
+        """How long it has to stay the same to count for nothing."""
+        return self.lease.length_s if self.lease is not None else LENGTH_S
+
+    def has_ended(self) -> bool:
+        """Whether nobody holds it, as far as the last look tells."""
+        if self._data is None or (self.lease is not None and self.sight.life(self.lease.process) == "ended"):
+            return True
+        return asyncio.get_running_loop().time() - self.since >= self.length_s
+
+    @property
+    def pause_s(self) -> float:
+        """How long to wait before the next look."""
+        left = self.since + self.length_s - asyncio.get_running_loop().time()
+        return max(0.0, min(self.length_s / LOOKS, LOOK_S_MAX, left))
+
+    async def _read(self) -> bytes | None:
+        try:
+            return await PatientStore(self.store, Patience(ANSWER_S, absence_s=0.0)).get(self.key)
+        except NotFoundError:
+            return None
+
+
+def _understood(data: bytes | None, key: str) -> Lease | None:
+    try:
+        return None if data is None else decode(data, Lease, key)
+    except DamagedError as error:
+        log.warning("%s; it counts for as long as it is renewed", error)
+        return None
+
+
+async def _seen_alive(watch: Watch, about: str) -> Lease | None:
+    """The lease that `watch` has looked at once, if it is renewed; takes at most the lease's length (LEASE-4)."""
+    if watch.has_ended():
+        return None
+    loop = asyncio.get_running_loop()
+    until = loop.time() + watch.length_s
+    log.warning("%s may be at work at %s: watching its lease for up to %g s", _named(watch.lease), about, watch.length_s)
+    while True:
+        await asyncio.sleep(watch.pause_s)
+        try:
+            if await watch.look():
+                return watch.lease
+        except StoreError as error:
+            log.warning("%s cannot be looked at: %s; trying again", watch.key, error)
+        if watch.has_ended() or loop.time() >= until:
+            return None
+
+
+def _named(lease: Lease | None) -> str:
+    if lease is None:
+        return "a process that cannot be told from its lease"
+    return f"process {lease.writer.pid} on {lease.writer.host}"
+
+
+async def attempts_at_work(store: Store, sight: Sight, known: Collection[str] = ()) -> tuple[str, ...]:
+    """The undecided attempts (`<tag>/<attempt>`) at which a living process works, beside those of which that is `known`.
+
+    Takes at most a lease's length.
+    """
+    found = [prefix for prefix in await _leased(store) if prefix not in known]
+    held = await asyncio.gather(*(_works_at(store, prefix, sight) for prefix in found))
+    return tuple(prefix for prefix, at_work in zip(found, held, strict=True) if at_work)
+
+
+async def _works_at(store: Store, prefix: str, sight: Sight) -> bool:
+    """Whether somebody works at an attempt. A process that runs on this machine is believed: sparing it costs nobody a wait."""
+    watch = Watch(store, attempt_lease_key(prefix), sight)
+    await watch.look()
+    if watch.lease is not None and sight.life(watch.lease.process) == "running":
+        return True
+    return await _seen_alive(watch, prefix) is not None
+
+
+async def _leased(store: Store) -> list[str]:
+    """The undecided attempts with a lease, living or not."""
+    found: list[str] = []
+    for tag in await catalog.tags(store):
+        for entry in await store.list(tag):
+            if entry.is_prefix and AttemptId.parse(entry.name) is not None:
+                names = {one.name for one in await store.list(f"{tag}/{entry.name}")}
+                if LEASE in names and OUTCOME not in names:
+                    found.append(f"{tag}/{entry.name}")
+    return found
+
+
+async def worker_of(store: Store, prefix: str, sight: Sight) -> Lease | None:
+    """The lease of an attempt, unless its holder is known to have ended; nobody is waited for."""
+    watch = Watch(store, attempt_lease_key(prefix), sight)
+    await watch.look()
+    return None if watch.has_ended() else watch.lease
+
+
+async def living_job(store: Store, job: str, sight: Sight) -> Lease | None:
+    """The lease of a living job that is not `job`; None where there is none. Takes at most a lease's length."""
+    newest = await epochs.newest(store)
+    keys = [job_lease_key(number) for number in await _numbers(store) if number >= newest]
+    found = await asyncio.gather(*(_stranger(store, key, job, sight) for key in keys))
+    return next((lease for lease in found if lease is not None), None)
+
+
+async def _stranger(store: Store, key: str, job: str, sight: Sight) -> Lease | None:
+    watch = Watch(store, key, sight)
+    await watch.look()
+    lease = watch.lease
+    if lease is not None and (is_this_process(lease.process) or (job and lease.job == job)):
+        return None
+    return await _seen_alive(watch, store.url)
+
+
+async def _numbers(store: Store) -> list[int]:
+    """The epochs whose jobs have left a lease."""
+    return [number for entry in await store.list(LEASES) if (number := epoch_of(entry.name)) is not None]
+
+
+# --- beginning ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beginner:
+    """Who would begin an epoch. `job`: its name, empty where it has none; `instead`: what else its user could do, in words."""
+
+    world_size: int
+    job: str = ""
+    take_over: bool = False
+    commit_timeout_s: float = 0.0
+    spares: tuple[str, ...] = ()
+    """Attempts that its own daemon works at."""
+    instead: str = ""
+    sight: Sight = field(default_factory=Sight)
+
+
+async def begin(store: Store, beginner: Beginner) -> tuple[Epoch, HeldLease]:
+    """Begin the next epoch, which spares every attempt that somebody works at, with a lease that is renewed from here on.
+
+    RootInUseError where a job of another name is alive (LEASE-5). Waits for at most a lease's length.
+    """
+    sight = beginner.sight
+    while True:
+        # Before anybody is looked for: whoever comes meanwhile puts a lease of this number, and is found by that.
+        number = max([await epochs.following(store), *(number + 1 for number in await _numbers(store))])
+        stranger, spares = await asyncio.gather(_refusing(store, beginner), attempts_at_work(store, sight, beginner.spares))
+        if stranger is not None:
+            raise RootInUseError(refusal(store, stranger, beginner.instead))
+        held = _of_job(store, number, beginner)
+        if not await store.put_if_absent(held.key, encode(held.lease)):
+            continue  # somebody else begins just now
+        held.keep(is_put=True)
+        try:
+            epoch = await epochs.begin(
+                store,
+                number,
+                beginner.world_size,
+                tuple(dict.fromkeys((*beginner.spares, *spares))),
+                commit_timeout_s=beginner.commit_timeout_s,
+                job=beginner.job,
+                process=sight.process,
+            )
+        except BaseException:
+            await held.release()
+            raise
+        if epoch is not None:
+            await _drop_older(store, number)
+            return epoch, held
+        await held.release()
+
+
+async def _refusing(store: Store, beginner: Beginner) -> Lease | None:
+    return None if beginner.take_over else await living_job(store, beginner.job, beginner.sight)
+
+
+def _of_job(store: Store, number: int, beginner: Beginner) -> HeldLease:
+    async def counts() -> bool:
+        newest = await epochs.newest(store)
+        if not newest:  # of a root that is not there, as after an unmount; renewed again when it is back
+            raise RootGoneError(f"{store.url} shows no epoch any more; was it unmounted?")
+        return newest == number
+
+    return HeldLease(store, job_lease_key(number), _new(beginner.sight, beginner.job), counts)
+
+
+async def _drop_older(store: Store, number: int) -> None:
+    """Remove the leases of older epochs: they say nothing any more."""
+    try:
+        for old in await _numbers(store):
+            if old < number:
+                await store.delete(job_lease_key(old))
+    except StoreError as error:
+        log.warning("leases of ended jobs at %s cannot be removed: %s", store.url, error)
+
+
+def refusal(store: Store, lease: Lease, instead: str) -> str:
+    """Why nobody may begin while the holder of `lease` is alive, and what to do."""
+    who, named = lease.writer, f"job {lease.job!r}" if lease.job else "a job without a name"
+    return (
+        f"{store.url} is in use: process {who.pid} on {who.host} runs {named} there since {who.time}, and is alive. {instead}"
+    )

@@ -1,0 +1,31 @@
+"""The ballast: disk space kept in reserve at the root, so that a start can write its small objects on a full disk.
+
+Without it, the chunks that a dead job left could fill a disk and keep away the very start that would remove them.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from checkpointd.errors import StoreError
+from checkpointd.layout.keys import SERVICE
+from checkpointd.store.base import Store
+
+log = logging.getLogger("checkpointd")
+
+KEY = f"{SERVICE}/ballast"
+BALLAST_BYTES = 256 << 10
+
+
+async def drop(store: Store) -> None:
+    """Give the space back to the disk."""
+    await store.delete(KEY)
+
+
+async def take_aboard(store: Store) -> None:
+    """Keep the space back again, unless it is; a disk without room for it is no error."""
+    try:
+        if await store.stat(KEY) is None:
+            await store.put_if_absent(KEY, bytes(BALLAST_BYTES))
+    except StoreError as error:
+        log.warning("no room for %d bytes of ballast at %s: %s", BALLAST_BYTES, store.url, error)

@@ -1,0 +1,480 @@
+"""Files of checkpoints as plain files, where other tools look for them: `<directory>/<file>` and `latest` beside the directory.
+
+Invariants
+  TAGDIR-1  What a directory shows is one commit's files, all of them; a newer one replaces an older one, never the reverse.
+      What somebody else has saved in it after the commit is newer.
+  TAGDIR-2  `latest` names the newest directory beside it that is shown and whose save asked for it. One that another program
+      has written after that commit stays.
+  TAGDIR-3  An attempt is called committed on any rank only when it is shown; where that failed, the next start shows it.
+  TAGDIR-4  What is hidden was removed: its mark is durable before its files go. Who removes a directory removes the checkpoint,
+      also where it is the one in which the checkpoint was to be shown: that one is never made again. A directory that one look
+      does not find is not removed by that: it may be about to be replaced, or a file server may lag behind.
+  TAGDIR-5  Checkpoints appear in the order of their saves. One writer shows a commit when its earlier attempts are decided, and
+      those of them that committed are shown; a start shows the oldest first. One that was removed before it was shown, or whose
+      directory shows a newer one, never appears. One that cannot be shown now does not hold up the later ones.
+  TAGDIR-6  A directory that other programs fill beside a save (`unfinished.py`) has no name before the save is committed
+      and everything is in it. Where the save aborts, it goes; what a crash has left goes with the next start.
+  TAGDIR-7  Of what other programs had filled, only files go that are those which appeared with the checkpoint, and only where
+      this project removes it. Where somebody has removed its own files (TAGDIR-4), the others are theirs to keep.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+
+import msgspec
+
+from checkpointd.config import ABSENCE_S
+from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, StoreError, UnreadableError
+from checkpointd.layout.files import check_beside, check_leftovers, check_place, check_unfinished
+from checkpointd.layout.keys import (
+    DELETED,
+    OUTCOME,
+    SERVICE,
+    SHOWN,
+    AttemptId,
+    attempt_prefix,
+    file_name,
+    object_takeover,
+    shown_key,
+    vote_name,
+)
+from checkpointd.layout.manifest import Outcome, Shown, decode, encode
+from checkpointd.phrases import listed
+from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root.catalog import AttemptView, Checkpoint
+from checkpointd.pipeline.shard import AttemptInfo
+from checkpointd.store.base import Store
+from checkpointd.store.patient import Patience
+from checkpointd.store.posix.plain import PlainFiles
+from checkpointd.store.posix.unfinished import GOING
+from checkpointd.store.showing import plain_files_of
+
+log = logging.getLogger("checkpointd")
+
+PATIENCE_S = 30.0
+LOOK_S = 0.05
+
+
+def leftover_test(outcome: Outcome) -> Callable[[str], bool]:
+    """Whether a file of this name must not stay among the files of the commit `outcome`, unless it is one of them."""
+    ends = check_leftovers(outcome.leftovers)
+    return lambda name: name.endswith(ends)
+
+
+async def show(store: Store, outcome: Outcome, *, wait_s: float = 0.0) -> None:
+    """Show the files of the commit `outcome`, unless a newer one's are there; return when they are shown, durably.
+
+    `wait_s`: how long somebody else, who shows the same, is waited for first. StoreError where it cannot be done.
+    """
+    if outcome.outcome != "commit" or not outcome.shown_at:
+        return
+    plain, deadline = _plain(store), asyncio.get_running_loop().time() + wait_s
+    while not await _is_shown(store, outcome):
+        if asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(LOOK_S)
+            continue
+        async with _alone(store, plain):
+            if await _is_removed(store, outcome):
+                log.info("%s/%s was removed before it was shown", outcome.tag, outcome.attempt)
+                return
+            if not await _is_shown(store, outcome):
+                await _show(store, plain, outcome)
+
+
+class Queue:
+    """The attempts of one writer, in the order of their saves: each is shown in its turn (TAGDIR-5). For one loop."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._undecided: dict[str, tuple[int, asyncio.Event]] = {}
+        """Those whose turn is not over, by prefix: the number of the save, and what says that it is over."""
+        self._late: list[Outcome] = []
+        """Commits that could not be shown, oldest first: tried again when the next one is shown."""
+
+    def expect(self, info: AttemptInfo) -> None:
+        """A save has begun. Its turn lasts until `end`, which must be called whatever becomes of it."""
+        self._undecided[info.prefix] = info.n, asyncio.Event()
+
+    def end(self, info: AttemptInfo) -> None:
+        """The attempt will not be shown by its writer, or has been."""
+        _, over = self._undecided.pop(info.prefix, (0, asyncio.Event()))
+        over.set()
+
+    async def show(self, info: AttemptInfo, outcome: Outcome, *, wait_s: float = 0.0) -> None:
+        """`show` in the turn of the attempt; StoreError where its own files cannot be shown, which are tried again later."""
+        if outcome.outcome != "commit" or not outcome.shown_at:
+            return
+        await self._turn(info)
+        late, self._late = self._late, []
+        for older in late:
+            with suppress(CheckpointdError):  # said when it failed first; the next start tries again
+                await show(self._store, older)
+        try:
+            await show(self._store, outcome, wait_s=wait_s)
+        except CheckpointdError:
+            self._late.append(outcome)
+            raise
+
+    async def _turn(self, info: AttemptInfo) -> None:
+        """Return when every earlier save has had its turn."""
+        for number, over in list(self._undecided.values()):
+            if number < info.n:
+                await over.wait()
+
+
+async def _show(store: Store, plain: PlainFiles, outcome: Outcome) -> None:
+    at, files = check_place(outcome.shown_at), await files_of(store, outcome)
+    leftover = leftover_test(outcome)
+    check_beside([file.path for file in outcome.beside])
+    folder = os.path.dirname(at)
+    filled = await _is_filled(plain, outcome, folder)
+    above = os.path.dirname(folder) if filled else folder
+    newest = (outcome.order, at) if outcome.save_latest else None
+    if above and await _is_gone(plain, above):
+        log.warning("%s is not shown: %s has been removed meanwhile, and the checkpoint goes with it", outcome.tag, above)
+    elif await _is_overtaken(store, plain, outcome, at, files):
+        raise StoreError(
+            f"{at} was saved there without checkpointd after {outcome.tag} was committed, and stays as it is: move "
+            f"{folder if filled else at} away, and the next start shows what was committed; or delete {outcome.tag}"
+        )
+    elif not filled:
+        await plain.show(at, files, leftover)
+        await _point(store, plain, folder, newest, since=outcome_key(outcome))
+    elif not await plain.reveal(outcome.unfinished, at, files, os.path.basename(at) if newest else None, leftover):
+        await _point(store, plain, folder, newest, since=outcome_key(outcome))
+    record = Shown(
+        tag=outcome.tag,
+        attempt=outcome.attempt,
+        order=outcome.order,
+        save_latest=outcome.save_latest,
+        files=tuple(sorted(files)),
+        beside=outcome.beside,
+    )
+    await store.put(shown_key(at), encode(record))
+    if outcome.unfinished:
+        await plain.unfinished.discard(outcome.unfinished)
+
+
+async def _is_overtaken(store: Store, plain: PlainFiles, outcome: Outcome, at: str, files: Mapping[str, str]) -> bool:
+    """Whether somebody else has saved in the directory `at` since the commit `outcome`, which was never shown (TAGDIR-1)."""
+    folder, name = os.path.split(at)
+    # What is ours has its record after `latest` was moved; what somebody else saves moves `latest`.
+    if await plain.pointed(folder) != name or not await plain.pointed_after(folder, outcome_key(outcome), shown_key(at)):
+        return False
+    if not await plain.is_there(at) or not await plain.changed(at, files):
+        return False
+    record = await _record(store, at)
+    return record is None or await _has_changed(store, plain, at, record)
+
+
+async def _has_changed(store: Store, plain: PlainFiles, at: str, record: Shown) -> bool:
+    """Whether the directory `at` shows other files than its `record` says, or nobody knows any more which these were."""
+    attempt = AttemptId.parse(record.attempt)
+    try:
+        outcome = await catalog.read_outcome(store, record.tag, attempt) if attempt is not None else None
+    except NotFoundError:
+        return True
+    return outcome is None or bool(await plain.changed(at, await files_of(store, outcome)))
+
+
+async def _is_filled(plain: PlainFiles, outcome: Outcome, folder: str) -> bool:
+    """Whether the directory above the files was filled elsewhere, and lies there still (TAGDIR-6)."""
+    if not outcome.unfinished:
+        return False
+    return await plain.unfinished.is_there(check_unfinished(outcome.unfinished), folder)
+
+
+async def unseen_of(store: Store, outcome: Outcome) -> str | None:
+    """Why the files of the commit `outcome` are not where they are to be shown; None where they are. They are shown if they can
+    be: an earlier try may have failed. UnreadableError where they cannot: what was stored may be whole.
+    """
+    if not outcome.shown_at:
+        return None
+    try:
+        await show(store, outcome)
+    except StoreError as error:
+        raise UnreadableError(f"its files cannot be shown: {error}") from error
+    if not await _is_of(store, outcome):
+        return f"{outcome.shown_at} shows the files of another save"
+    plain, files = _plain(store), await files_of(store, outcome)
+    if await _is_gone(plain, outcome.shown_at):
+        if outcome.shown_at in await plain.unsettled():
+            raise UnreadableError(f"{outcome.shown_at} was about to be replaced, and cannot be put back now: see the log")
+        return f"the directory {outcome.shown_at} has been removed, and the checkpoint goes with it"
+    changed = await plain.changed(outcome.shown_at, files)
+    if changed and set(changed.values()) == {"gone"}:
+        async with _alone(store, plain):
+            if await _is_of(store, outcome):  # a newer save may have taken its place
+                await plain.show(outcome.shown_at, files, leftover_test(outcome))
+        changed = await plain.changed(outcome.shown_at, files)
+    if not changed:
+        return None
+    return (
+        f"{listed(sorted(changed), 3)} in {outcome.shown_at} changed since the checkpoint was committed; what was stored is "
+        "kept: move the changed files away and load again, and the stored ones take their place"
+    )
+
+
+def outcome_key(outcome: Outcome) -> str:
+    """Where an outcome lies."""
+    attempt = AttemptId.parse(outcome.attempt)
+    assert attempt is not None
+    return f"{attempt_prefix(outcome.tag, attempt)}/{OUTCOME}"
+
+
+async def files_of(store: Store, outcome: Outcome) -> dict[str, str]:
+    """The keys of a commit's files, by the names under which they are shown."""
+    attempt = AttemptId.parse(outcome.attempt)
+    assert attempt is not None
+    prefix = attempt_prefix(outcome.tag, attempt)
+    found: dict[str, str] = {}
+    for rank, ref in outcome.votes.items():
+        vote = await catalog.read_vote(store, f"{prefix}/{vote_name(int(rank))}", ref.digest)
+        takeover = object_takeover(vote.index.name) if vote.index is not None else None
+        for number, name in enumerate(vote.files or ()):
+            found[name] = f"{prefix}/{file_name(int(rank), number, takeover or 0)}"
+    return found
+
+
+_Newest = tuple[tuple[int, int], str]
+"""The order of a commit, and its directory."""
+
+
+async def _point(
+    store: Store, plain: PlainFiles, folder: str, candidate: _Newest | None, *, hidden: str = "", since: str = ""
+) -> None:
+    """Let the `latest` in `folder` name the newest that is shown there and asked for it, or `candidate`.
+
+    One that names neither what is shown there nor what was just `hidden` is somebody else's. It stays if there is no candidate,
+    or if it was written after the object `since`, the candidate's outcome, and its directory is there.
+    """
+    prefix = f"{SHOWN}/{folder}".rstrip("/")
+    newest, names = candidate, {hidden}
+    for entry in await store.list(prefix):
+        at = os.path.join(folder, entry.name)
+        record = await _record(store, at) if entry.is_prefix and entry.name != hidden else None
+        if record is not None:
+            names.add(entry.name)
+        if record is not None and record.save_latest and (newest is None or record.order > newest[0]):
+            newest = record.order, at
+    pointed = await plain.pointed(folder)
+    if pointed not in {None, *names} and (candidate is None or await _is_later(plain, folder, str(pointed), since)):
+        return
+    await plain.point(folder, os.path.basename(newest[1]) if newest is not None else None)
+
+
+async def _is_later(plain: PlainFiles, folder: str, pointed: str, since: str) -> bool:
+    is_name = pointed not in {"", ".", ".."} and "/" not in pointed
+    return is_name and await plain.is_there(os.path.join(folder, pointed)) and await plain.pointed_after(folder, since)
+
+
+async def hide(store: Store, prefixes: Collection[str]) -> None:
+    """Take away what is shown of removed attempts (`<tag>/<attempt>`). Where somebody has removed the directory before, what
+    others had filled beside it stays (TAGDIR-7).
+    """
+    plain = plain_files_of(store)
+    if plain is None:
+        return
+    async with _alone(store, plain):
+        records = await _records(store)
+        going = [
+            (at, record)
+            for at, record in records
+            if f"{record.tag}/{record.attempt}" in prefixes and not await _is_awaited(store, at, record)
+        ]
+        if not going:
+            return
+        await plain.finish()  # one whose replacing was cut off goes back to its place
+        unsettled = await plain.unsettled()
+        gone = await asyncio.gather(*(_is_removed_by_others(plain, at, record) for at, record in going))
+        of_others = {at: {file.path for file in record.beside} for at, record in records if (at, record) not in going}
+        for (at, record), is_gone in zip(going, gone, strict=True):
+            if at in unsettled and not await plain.is_there(at):
+                continue  # the next start hides it
+            folder, name = os.path.split(at)
+            if not is_gone:
+                staying = [paths for other, paths in of_others.items() if os.path.dirname(other) == folder]
+                await _hide(store, plain, at, record, set[str]().union(*staying))
+            if await plain.is_there(folder):
+                await _point(store, plain, folder, None, hidden=name)
+                if record.beside and not is_gone:
+                    await plain.hide(folder, ())  # it goes where nothing is left in it
+            await store.delete(shown_key(at))  # last: until then the next start does it again
+
+
+async def _hide(store: Store, plain: PlainFiles, at: str, record: Shown, staying: Collection[str]) -> None:
+    """Take away the files of `record`, and what others had filled beside them where it is as it was, but for `staying`."""
+    if record.beside and not record.going:
+        # Before the directory goes: after a crash nobody may believe that somebody else has removed it.
+        await store.put(shown_key(at), encode(msgspec.structs.replace(record, going=True)))
+    await plain.hide(at, record.files)
+    folder, noted = os.path.dirname(at), {file.path: (file.size, file.changed_ns) for file in record.beside}
+    own = await plain.unchanged(folder, {path: noted[path] for path in check_beside(noted) if path not in staying})
+    for directory, names in _deepest_first(noted):
+        await plain.hide(os.path.join(folder, directory).rstrip("/"), {n for n in names if os.path.join(directory, n) in own})
+
+
+async def _is_removed_by_others(plain: PlainFiles, at: str, record: Shown) -> bool:
+    """Whether somebody removed the directory `at`; told only where others have filled something beside it."""
+    return bool(record.beside) and not record.going and await _is_gone(plain, at)
+
+
+def _deepest_first(paths: Collection[str]) -> list[tuple[str, set[str]]]:
+    """The names in each directory that `paths` lead through, the deepest one first."""
+    found: dict[str, set[str]] = {}
+    for path in paths:
+        directory, name = os.path.split(path)
+        found.setdefault(directory, set()).add(name)
+        while directory:
+            directory = os.path.dirname(directory)
+            found.setdefault(directory, set())
+    return sorted(found.items(), key=lambda item: len(item[0].split("/")) if item[0] else 0, reverse=True)
+
+
+async def _is_awaited(store: Store, at: str, record: Shown) -> bool:
+    """Whether a newer commit is to be shown there: until it is, the old files stay, so that whole ones are there (TAGDIR-1)."""
+    attempts = await catalog.attempts_of(store, record.tag)
+    newer = [c.outcome for c in catalog.checkpoints_of(attempts) if c.outcome.order > record.order]
+    return any(outcome.shown_at == at for outcome in newer)
+
+
+async def abandoned(store: Store) -> set[str]:
+    """The attempts (`<tag>/<attempt>`) whose directory somebody has removed since it was shown (TAGDIR-4)."""
+    plain = plain_files_of(store)
+    if plain is None:
+        return set()
+    away = [(at, record) for at, record in await _records(store) if not await plain.is_there(at)]
+    # With a file system that is not mounted for a moment everything is gone, this root as well.
+    if not away or not await plain.is_there(SERVICE):
+        return set()
+    async with _alone(store, plain):
+        await plain.finish()  # one whose replacing was cut off goes back to its place
+        unsettled = await plain.unsettled()
+    away = [(at, record) for at, record in away if at not in unsettled]
+    gone = await asyncio.gather(*(_is_gone(plain, at) for at, _ in away))
+    found = {f"{record.tag}/{record.attempt}" for (_, record), is_gone in zip(away, gone, strict=True) if is_gone}
+    return found if await plain.is_there(SERVICE) else set()
+
+
+async def _is_gone(plain: PlainFiles, at: str) -> bool:
+    """Whether there is no directory `at`, as looks spread over ABSENCE_S agree."""
+    with Patience(ABSENCE_S, ABSENCE_S).looks() as looks:
+        while not await plain.is_there(at):
+            if await looks.is_lost(at):
+                return True
+    return False
+
+
+async def mend(store: Store, before: int = 0) -> None:
+    """Show what is committed and not shown, hide what was removed: what a start does. What fails is left for the next one.
+
+    `before`: of older epochs than this nobody fills a directory any more, so that those which are left go (TAGDIR-6).
+    """
+    plain = plain_files_of(store)
+    if plain is None:
+        return
+    try:
+        async with _alone(store, plain):
+            await plain.finish()
+    except StoreError as error:
+        log.error("what showing files has left behind cannot be put back: %s; the next start tries again", error)
+    views = await catalog.scan(store)
+    for checkpoint in _in_order(catalog.checkpoints_of(views)):
+        try:
+            await show(store, checkpoint.outcome)
+        except CheckpointdError as error:
+            log.error("%s is committed, and cannot be shown: %s", checkpoint.prefix, error)
+    # Those with a mark alone (TAGDIR-4): what cannot be read now, or has been committed meanwhile, is none of them.
+    await hide(store, {view.prefix for view in views if view.state == "deleted"})
+    await _drop_unfinished(store, plain, views, before)
+
+
+async def _drop_unfinished(store: Store, plain: PlainFiles, views: Iterable[AttemptView], before: int) -> None:
+    """Remove directories that were filled for saves of epochs before `before` which will never be shown, or are."""
+    names = await plain.unfinished.names()
+    if not names:
+        return
+    committed = [view.outcome for view in views if view.outcome is not None and view.state == "committed"]
+    needed = {outcome.unfinished for outcome in committed if outcome.unfinished and not await _is_shown(store, outcome)}
+    unsure = {view.attempt.epoch for view in views if view.state not in ("committed", "aborted", "deleted")}
+    for name in names:
+        if name.startswith(GOING):
+            await plain.unfinished.discard(name)
+            continue
+        filled_for = AttemptId.parse(name)
+        if filled_for is None or filled_for.epoch >= before or filled_for.epoch in unsure or name in needed:
+            continue
+        log.info("%s was filled for a save that did not commit, and is removed", name)
+        await plain.unfinished.discard(name)
+
+
+def _in_order(found: Iterable[Checkpoint]) -> list[Checkpoint]:
+    """The order in which they appear (TAGDIR-5)."""
+    return sorted(found, key=lambda checkpoint: checkpoint.outcome.order)
+
+
+@asynccontextmanager
+async def _alone(store: Store, plain: PlainFiles) -> AsyncIterator[None]:
+    async with AsyncExitStack() as stack:
+        try:
+            async with asyncio.timeout(PATIENCE_S):  # for the lock alone: the files of thousands of ranks may take longer
+                await stack.enter_async_context(plain.alone())
+        except TimeoutError as error:
+            raise StoreError(
+                f"another process has held the lock of {store.url} for {PATIENCE_S:g} s; is one stopped there?"
+            ) from error
+        yield
+
+
+def _plain(store: Store) -> PlainFiles:
+    plain = plain_files_of(store)
+    if plain is None:
+        raise StoreError(f"{store.url} cannot show files beside it: the root of such a job is a directory named .checkpointd")
+    return plain
+
+
+async def _is_shown(store: Store, outcome: Outcome) -> bool:
+    record = await _record(store, outcome.shown_at)
+    return record is not None and record.order >= outcome.order
+
+
+async def _is_removed(store: Store, outcome: Outcome) -> bool:
+    """Whether it has the mark of what is removed: its objects may be gone."""
+    return any(entry.name == DELETED for entry in await store.list(f"{outcome.tag}/{outcome.attempt}"))
+
+
+async def _is_of(store: Store, outcome: Outcome) -> bool:
+    """Whether what is shown where the files of `outcome` are to be is this very save's."""
+    record = await _record(store, outcome.shown_at)
+    return record is not None and (record.tag, record.attempt) == (outcome.tag, outcome.attempt)
+
+
+async def _records(store: Store) -> list[tuple[str, Shown]]:
+    """Every directory that shows something, and what."""
+    found: list[tuple[str, Shown]] = []
+    level = [""]
+    while level:
+        folders = [(folder, await store.list(f"{SHOWN}/{folder}".rstrip("/"))) for folder in level]
+        level = [os.path.join(folder, entry.name) for folder, entries in folders for entry in entries if entry.is_prefix]
+        for folder, entries in folders:
+            record = await _record(store, folder) if folder and any(not entry.is_prefix for entry in entries) else None
+            if record is not None:
+                found.append((folder, record))
+    return found
+
+
+async def _record(store: Store, at: str) -> Shown | None:
+    """The record of what is shown at `at`; None where there is none, or it cannot be read."""
+    key = shown_key(at)
+    try:
+        return decode(await store.get(key), Shown, key)
+    except NotFoundError:
+        return None
+    except DamagedError as error:
+        log.error("%s; what is shown there is shown anew", error)
+        return None

@@ -1,0 +1,1 @@
+"""Writes one shard: chunks, then the index, then the vote."""

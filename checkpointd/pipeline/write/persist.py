@@ -1,0 +1,149 @@
+"""Persist one shard: chunks durable, then the index, then the vote.
+
+Invariants
+  PERSIST-1  The vote is put only after the chunks objects and the index are durable.
+  PERSIST-2  When `persist` returns or raises, no thread reads the buffer any more: the slot may be reused.
+  PERSIST-3  Memory beside the buffer stays below `budget_bytes`.
+  PERSIST-5  An object of an attempt is written once; a key that exists already is an error, never overwritten. Where what a
+      shard refers to turns out to be going, or damaged, before the vote, its own objects are removed and all of it is written.
+  PERSIST-4 and PERSIST-6 stand in `vote.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+
+from msgspec import structs
+
+from checkpointd.config import LoadConfig
+from checkpointd.errors import (
+    CheckpointdError,
+    DamagedError,
+    NotFoundError,
+    StoreError,
+    StoreFullError,
+    UsageError,
+)
+from checkpointd.layout.indexes import encode_index
+from checkpointd.layout.keys import (
+    index_name,
+    plan_key,
+)
+from checkpointd.layout.manifest import LISTING_BYTES_MAX, BesideFile, Index, IndexRef, Vote, digest, encode
+from checkpointd.layout.plan import cover_fault
+from checkpointd.layout.tree import files_of
+from checkpointd.pipeline.workers import aside
+from checkpointd.pipeline.write.chunks import write_chunks
+from checkpointd.pipeline.write.dedup import damaged, lost
+from checkpointd.pipeline.write.files import write_files
+from checkpointd.pipeline.write.job import PersistJob
+from checkpointd.pipeline.write.rates import KnownPlan
+from checkpointd.pipeline.write.vote import StoredShard, as_own, drop_shard, put_new, standing_vote, vote_yes
+from checkpointd.store.base import Store
+from checkpointd.store.showing import plain_files_of
+
+log = logging.getLogger("checkpointd")
+
+
+async def persist(job: PersistJob) -> Vote:
+    """Write the shard of `job` and vote yes; the yes of this rank that stands, durable, which may be another writer's.
+
+    Raises Stopped when told to stop, else the error that struck: that of another writer which voted no, too.
+    """
+    if job.info.takeover:
+        standing = await standing_vote(job.store, job.info)
+        if standing is not None:
+            return as_own(job.info, standing)
+    try:
+        plan = await _stored_plan(job)
+        stored = await _stored(job, plan)
+    except StoreFullError as error:
+        progress, rank = job.progress, job.info.rank
+        need = job.shard.nbytes - progress.raw_kept
+        raise StoreFullError(
+            f"{error}; rank {rank} has up to {need} bytes to write for this save, and wrote {progress.stored}"
+        ) from error
+    job.check_stop()
+    job.on_stored(structs.replace(stored.index, tree=b""))
+    return await vote_yes(job, stored, plan.digest)
+
+
+async def _stored(job: PersistJob, plan: KnownPlan) -> StoredShard:
+    """The shard, durable, with references that hold until its attempt has an outcome (DEDUP-3 in `dedup.py`)."""
+    stored = await _written(job, plan)
+    why = await lost(job.store, stored.index) or await _damaged(job, stored.index)
+    if why is None:
+        return stored
+    log.warning("%s: rank %d, which had referred to it, writes everything anew: %s", job.info.prefix, job.info.rank, why)
+    await drop_shard(job.store, job.info)
+    job.progress.begin(job.shard.nbytes)
+    return await _written(job.in_full(), plan)
+
+
+async def _damaged(job: PersistJob, index: Index) -> str | None:
+    if job.base is None or job.base.is_read:
+        return None
+    config = LoadConfig(block_bytes=job.config.block_bytes, budget_bytes=job.config.budget_bytes)
+    try:
+        return await damaged(job.store, job.info.prefix, index, config, lambda _: job.check_stop())
+    except StoreError as error:
+        return f"what is unchanged cannot be read: {error}"
+
+
+async def _written(job: PersistJob, plan: KnownPlan) -> StoredShard:
+    info, files = job.info, files_of(job.shard.tree)
+    index = await (write_chunks(job) if files is None else write_files(job, files))
+    beside: tuple[BesideFile, ...] = ()
+    plain = plain_files_of(job.store)
+    if info.unfinished and plain is not None:
+        unfinished = plain.unfinished
+        # All ranks had filled it when this save began; what another machine has in its cache, only that one makes durable.
+        await unfinished.settle(info.unfinished)
+        if info.rank == 0 and files is not None:
+            filled = await unfinished.files(info.unfinished, os.path.dirname(files.at))
+            beside = tuple(BesideFile(path, status.size, status.changed_ns) for path, status in sorted(filled.items()))
+    data = await aside(len(index.tensors), _encoded, plan, index)
+    job.check_stop()
+    name = index_name(info.rank, info.takeover)
+    with job.spent.disk.busy():
+        await put_new(job.store, info.key(name), data)
+    return StoredShard(index, IndexRef(name=name, size=len(data), digest=digest(data)), beside)
+
+
+def _encoded(plan: KnownPlan, index: Index) -> bytes:
+    fault = cover_fault(plan.plan, index)
+    if fault:
+        raise CheckpointdError(f"the index of rank {index.rank} is wrong: {fault}; this is a defect, please report it")
+    data = encode_index(index)
+    _check_listing(f"index of {index.tag}", data)
+    return data
+
+
+async def _stored_plan(job: PersistJob) -> KnownPlan:
+    """The plan of this shard, durable in the store; remembered while the layout stays the same."""
+    known = job.rates.plan
+    if known is not None and known.tensors is job.shard.tensors:
+        return known
+    plan = await aside(len(job.shard.tensors), job.shard.plan, job.info)
+    data = await aside(len(job.shard.tensors), encode, plan)
+    _check_listing(f"plan of {job.info.tag}", data)
+    known = KnownPlan(job.shard.tensors, plan, digest(data))
+    key = plan_key(known.digest)
+    if not await job.store.put_if_absent(key, data) and not await _holds(job.store, key, data):
+        log.error("%s is damaged; it is written again, since its name is the digest of what belongs there", key)
+        await job.store.put(key, data)
+    job.rates.plan = known
+    return known
+
+
+async def _holds(store: Store, key: str, data: bytes) -> bool:
+    try:
+        return await store.get(key, size_max=len(data)) == data
+    except (DamagedError, NotFoundError):
+        return False
+
+
+def _check_listing(what: str, data: bytes) -> None:
+    if len(data) > LISTING_BYTES_MAX:
+        raise UsageError(f"the {what} has {len(data)} bytes, more than {LISTING_BYTES_MAX}: use larger chunks or fewer tensors")

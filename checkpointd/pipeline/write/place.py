@@ -1,0 +1,53 @@
+"""Stage 5 of a save: place what must be written into this attempt's objects.
+
+A rank writes up to two: whole pages of the snapshot for what is stored raw, which go to the disk without a copy, and the
+encoded chunks back to back, in the order in which they are ready.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from checkpointd.codec import Codec
+from checkpointd.pipeline.pages import PageRun, locate, runs_of
+from checkpointd.pipeline.write.compare import ChunkComparison
+from checkpointd.pipeline.write.split import Span
+
+RAW_OBJECT, ENCODED_OBJECT = 0, 1
+
+
+@dataclass(frozen=True, slots=True)
+class RawPlaces:
+    """The raw object: runs of pages of the snapshot, back to back."""
+
+    spans: list[Span]
+    runs: list[PageRun]
+
+    @property
+    def nbytes(self) -> int:
+        """The object's size."""
+        return self.runs[-1].base + self.runs[-1].stop - self.runs[-1].start if self.runs else 0
+
+    def offset(self, span: Span) -> int:
+        """Where `span` begins in the object."""
+        return locate(self.runs, span.offset)
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Which spans go to which object."""
+
+    raw: RawPlaces
+    encoded: list[Span]
+
+
+def place(spans: list[Span], comparison: ChunkComparison, codecs: dict[str, Codec]) -> Placement:
+    """Place those of `spans` that must be written.
+
+    What has not changed, and is written all the same, goes where the other spans of its codec do not: the object in which it
+    then lies is one that the next saves can refer to.
+    """
+    changed = comparison.changed(spans)
+    raw = [span for span in changed if (codecs[span.tensor.fqn] == "raw") != (span.key in comparison.settled)]
+    chosen = {span.key for span in raw}
+    return Placement(RawPlaces(raw, runs_of(raw)), [span for span in changed if span.key not in chosen])

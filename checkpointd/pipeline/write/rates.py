@@ -1,0 +1,61 @@
+"""Measurements from saves, from which the next save chooses its codecs: speed of store and encoders, ratios of tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from checkpointd.codec import ElementType, Estimate, sample
+from checkpointd.layout.manifest import Plan
+from checkpointd.pipeline.shard import Shard, ShardTensor
+
+DISK_SAMPLE_BYTES_MIN = 32 << 20
+"""Less than this says more about caches and fsync than about the store."""
+ENCODE_SAMPLE_BYTES_MIN = 1 << 20
+ESTIMATES_LAST_SAVES = 16
+"""Weights change slowly: a tensor is sampled again after this many saves."""
+
+
+@dataclass(frozen=True, slots=True)
+class KnownPlan:
+    """The plan of a layout (the very tuple `tensors`) that lies durable in the store under `digest`."""
+
+    tensors: tuple[ShardTensor, ...]
+    plan: Plan
+    digest: str
+
+
+@dataclass(slots=True)
+class Rates:
+    """What one rank's saves share: bytes per second as measured (None until then), each tensor's estimate, the plan in use."""
+
+    disk_bps: float | None = None
+    encode_bps: float | None = None
+    plan: KnownPlan | None = None
+    _estimates: dict[tuple[str, int], Estimate] = field(default_factory=dict)
+    _saves: int = 0
+
+    def measured_disk(self, nbytes: int, seconds: float) -> None:
+        if nbytes >= DISK_SAMPLE_BYTES_MIN and seconds > 0:
+            self.disk_bps = _smooth(self.disk_bps, nbytes / seconds)
+
+    def measured_encode(self, nbytes: int, seconds: float) -> None:
+        if nbytes >= ENCODE_SAMPLE_BYTES_MIN and seconds > 0:
+            self.encode_bps = _smooth(self.encode_bps, nbytes / seconds)
+
+    def estimates(self, shard: Shard) -> dict[str, Estimate]:
+        """Ratios by FQN, sampled where they are not known or too old. Takes up to a millisecond a tensor: for a thread."""
+        if self._saves % ESTIMATES_LAST_SAVES == 0:
+            self._estimates.clear()
+        self._saves += 1
+        return {tensor.fqn: self._estimate(shard, tensor) for tensor in shard.tensors}
+
+    def _estimate(self, shard: Shard, tensor: ShardTensor) -> Estimate:
+        key = (tensor.fqn, tensor.nbytes)
+        if key not in self._estimates:
+            data = shard.buffer[tensor.offset : tensor.offset + tensor.nbytes]
+            self._estimates[key] = sample(data, ElementType.of_dtype(tensor.dtype))
+        return self._estimates[key]
+
+
+def _smooth(old: float | None, new: float) -> float:
+    return new if old is None else 0.5 * old + 0.5 * new

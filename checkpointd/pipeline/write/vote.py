@@ -1,0 +1,217 @@
+"""Stage 8 of a save: this rank's vote, and what goes where the save has failed.
+
+Invariants
+  PERSIST-4  Once the yes vote was tried, nothing that it names is removed by this rank.
+  PERSIST-6  A writer removes its own objects alone, and those only where this rank's vote does not name them. Where another
+      writer may have voted (`AttemptInfo.may_be_taken_over`), the vote that stands is this rank's word, whoever put it.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from checkpointd.errors import AbortedError, CheckpointdError, DamagedError, NotFoundError, StoreError
+from checkpointd.layout.keys import chunks_name, file_number, index_name, object_rank, object_takeover, vote_name
+from checkpointd.layout.manifest import NO_REASON, BesideFile, ErrorReport, Index, IndexRef, Vote, encode
+from checkpointd.layout.tree import files_of
+from checkpointd.pipeline.root.catalog import read_vote
+from checkpointd.pipeline.root.identity import writer
+from checkpointd.pipeline.shard import AttemptInfo
+from checkpointd.pipeline.workers import aside
+from checkpointd.pipeline.write.dedup import referred, trained
+from checkpointd.pipeline.write.job import PersistJob
+from checkpointd.pipeline.write.place import ENCODED_OBJECT, RAW_OBJECT
+from checkpointd.store.base import Store
+from checkpointd.store.showing import plain_files_of
+
+log = logging.getLogger("checkpointd")
+
+
+class VoteUncertain(StoreError):
+    """Storing the yes vote failed, so it may be there or not: what it names must stay until there is an outcome."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredShard:
+    """A shard whose chunks and index are durable."""
+
+    index: Index
+    ref: IndexRef
+    beside: tuple[BesideFile, ...] = ()
+    """On rank 0, what others had filled for the directory above its files."""
+
+
+async def vote_yes(job: PersistJob, stored: StoredShard, plan_digest: str) -> Vote:
+    """Vote yes for what is `stored`; the yes of this rank that stands."""
+    info = job.info
+    job.spent.voted()
+    vote = await aside(len(stored.index.tensors), _yes, job, stored, plan_digest)
+    await job.before_vote()
+    try:
+        standing = await _put_vote(job.store, info, vote)
+    except CheckpointdError as error:
+        raise VoteUncertain(f"the yes vote of rank {info.rank} could not be stored for certain: {error}") from error
+    if standing != vote:
+        await _drop_beaten(job.store, info)
+    return as_own(info, standing)
+
+
+def _vote(info: AttemptInfo, **said: Any) -> Vote:
+    return Vote(
+        tag=info.tag,
+        attempt=str(info.attempt),
+        rank=info.rank,
+        world_size=info.world_size,
+        step=info.step,
+        n=info.n,
+        save_latest=info.save_latest,
+        inline=info.inline,
+        writer=writer(),
+        **said,
+    )
+
+
+def _yes(job: PersistJob, stored: StoredShard, plan_digest: str) -> Vote:
+    info, index, files = job.info, stored.index, files_of(stored.index.tree)
+    return _vote(
+        info,
+        vote="yes",
+        index=stored.ref,
+        plan=plan_digest,
+        raw_bytes=job.shard.nbytes,
+        stored_bytes=sum(c.stored for t in index.tensors for c in t.chunks),
+        tensors=len(index.tensors),
+        refers=referred(index),
+        objects=tuple(ref for ref in index.objects if not ref.held_by),
+        metrics=dict(info.metrics),
+        trained=trained(index, job.base),
+        files=None if files is None else tuple(file.name for file in files.files),
+        shown_at="" if files is None else files.at,
+        unfinished=info.unfinished,
+        leftovers=info.leftovers,
+        beside=stored.beside,
+        held_s=round(job.progress.held_s, 6),
+        seconds=job.spent.seconds(),
+    )
+
+
+async def _put_vote(store: Store, info: AttemptInfo, vote: Vote) -> Vote:
+    """Put `vote` if this rank has none; the vote that stands. StoreError where that is one of another process,
+    not of another writer of this rank.
+    """
+    key, data = info.key(vote_name(info.rank)), encode(vote)
+    if not info.may_be_taken_over:
+        await put_new(store, key, data)
+        return vote
+    if await store.put_if_absent(key, data):
+        return vote
+    return _checked(info, await read_vote(store, key))
+
+
+async def standing_vote(store: Store, info: AttemptInfo) -> Vote | None:
+    """This rank's vote by any writer, durable; None where there is none."""
+    key = info.key(vote_name(info.rank))
+    try:
+        await store.settle(key)
+        return _checked(info, await read_vote(store, key))
+    except NotFoundError:
+        return None
+
+
+def _checked(info: AttemptInfo, vote: Vote) -> Vote:
+    """`vote` if a writer of this rank can have cast it in this very save; StoreError where it cannot."""
+    if (vote.tag, vote.attempt, vote.rank, vote.step, vote.n) != (
+        info.tag,
+        str(info.attempt),
+        info.rank,
+        info.step,
+        info.n,
+    ):
+        raise _taken(info.key(vote_name(info.rank)))
+    return vote
+
+
+def as_own(info: AttemptInfo, standing: Vote) -> Vote:
+    """The standing vote where it is a yes; a no raises the error that it reports."""
+    if standing.vote == "yes":
+        return standing
+    report = standing.error or NO_REASON
+    message = f"another writer of rank {info.rank} failed while {report.phase or 'at work'}: {report.message}"
+    raise report.error(message, unknown=AbortedError)
+
+
+def is_own(info: AttemptInfo, vote: Vote) -> bool:
+    """Whether `vote`, a yes of this rank, is that of this very writer."""
+    return vote.index is not None and vote.index.name == index_name(info.rank, info.takeover)
+
+
+async def vote_no(store: Store, info: AttemptInfo, error: ErrorReport) -> bool:
+    """Drop what this writer wrote, which frees the space that a vote may need, then vote no.
+
+    False where the yes of another writer stands.
+    Where this rank has a vote already and no other writer can have cast it, another process runs as the same rank: what that
+    vote names is not ours to drop (PERSIST-4).
+    """
+    key = info.key(vote_name(info.rank))
+    if not info.may_be_taken_over:
+        try:
+            await drop_unfinished(store, info)
+        except CheckpointdError as refused:
+            log.warning("%s: its unfinished directory stays for now: %s", info.prefix, refused)
+    if await store.stat(key) is None:
+        await drop_shard(store, info)
+    elif info.may_be_taken_over:
+        await drop_unless_named(store, info)
+    vote = _vote(info, vote="no", error=error)
+    if await store.put_if_absent(key, encode(vote)) or not info.may_be_taken_over:
+        return True
+    return _checked(info, await read_vote(store, key)).vote == "no"
+
+
+async def drop_shard(store: Store, info: AttemptInfo) -> None:
+    """Delete this writer's chunks and index of an attempt that will not be, or was not, committed with them."""
+    parts = [chunks_name(info.rank, part, info.takeover) for part in (RAW_OBJECT, ENCODED_OBJECT)]
+    files = [entry.name for entry in await store.list(info.prefix) if file_number(entry.name) is not None]
+    own = [name for name in files if (object_rank(name), object_takeover(name)) == (info.rank, info.takeover)]
+    for name in (index_name(info.rank, info.takeover), *parts, *own):
+        await store.delete(info.key(name))
+
+
+async def drop_unfinished(store: Store, info: AttemptInfo) -> None:
+    """Remove the directory that was filled for an attempt that will not be, or was not, committed."""
+    plain = plain_files_of(store)
+    if info.unfinished and plain is not None:
+        await plain.unfinished.discard(info.unfinished)
+
+
+async def drop_unless_named(store: Store, info: AttemptInfo) -> None:
+    """The same where this rank's vote stands and does not name this writer's index (PERSIST-6); where there is
+    none, nothing goes.
+    """
+    try:
+        standing = await read_vote(store, info.key(vote_name(info.rank)))
+    except (NotFoundError, DamagedError):
+        return
+    if not is_own(info, standing):
+        await drop_shard(store, info)
+
+
+async def _drop_beaten(store: Store, info: AttemptInfo) -> None:
+    """What this writer wrote in vain; what cannot be removed now goes when the tag is tidied up."""
+    try:
+        await drop_unless_named(store, info)
+    except CheckpointdError as error:
+        log.warning(
+            "%s: what takeover %d of rank %d wrote in vain stays for now: %s", info.prefix, info.takeover, info.rank, error
+        )
+
+
+async def put_new(store: Store, key: str, data: bytes) -> None:
+    if not await store.put_if_absent(key, data):
+        raise _taken(key)
+
+
+def _taken(key: str) -> StoreError:
+    return StoreError(f"{key} exists already: another process writes the same attempt; is the job running twice as one rank?")

@@ -1,0 +1,63 @@
+"""The changes between two reports on a root, in lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from checkpointd.phrases import rank_runs
+from checkpointd.report.status import Flight, Standing
+from checkpointd.report.wholeness import lost_text
+
+
+def changes(before: Standing | None, after: Standing) -> Iterator[str]:
+    """One line for each thing that is new in `after`; all that is there where `before` is None."""
+    if before is None or (before.holder, before.holder_problem) != (after.holder, after.holder_problem):
+        yield _job(after)
+    if before is None:
+        yield f"checkpoints: {after.checkpoints}"
+    yield from _aborted(before, after)
+    yield from _committed(before, after)
+    yield from _incomplete(before, after)
+    if before is None or before.latest != after.latest:
+        yield f"latest: {after.latest.problem or after.latest.tag or 'none'}"
+    known = before.flights if before else ()
+    for flight in after.flights:
+        if flight not in known:
+            yield _flight(flight)
+
+
+def _job(found: Standing) -> str:
+    holder = found.holder
+    if holder is None:
+        return f"job: {found.holder_problem or 'none ever ran here'}"
+    return f"job: epoch {holder.epoch}, {holder.world_size} ranks, {holder}, {holder.life}"
+
+
+def _aborted(before: Standing | None, after: Standing) -> Iterator[str]:
+    known = {(f.tag, f.attempt) for f in before.failures} if before else set()
+    for failure in reversed(after.failures):
+        if (failure.tag, failure.attempt) not in known:
+            yield f"aborted: {failure.tag} ({failure.attempt}): {failure.code}: {failure.message}"
+
+
+def _committed(before: Standing | None, after: Standing) -> Iterator[str]:
+    """By order: when the newest is removed, an old one shows up again that is no news."""
+    newest = max((commit.order for commit in before.commits), default=(0, -1)) if before else (0, -1)
+    for commit in reversed(after.commits):
+        if commit.order > newest:
+            yield f"committed: {commit.tag} ({commit.attempt}), step {commit.step}"
+
+
+def _incomplete(before: Standing | None, after: Standing) -> Iterator[str]:
+    known = before.incomplete if before else ()
+    for one in after.incomplete:
+        if one not in known:
+            yield f"not whole: {one.tag} ({one.attempt}): {lost_text(one.lost)}"
+
+
+def _flight(flight: Flight) -> str:
+    missing = [word.rank for word in flight.ranks if word.vote == "missing"]
+    waiting = f", waiting for {rank_runs(missing)}" if missing else ""
+    state = "in doubt" if flight.orphaned else "in flight"
+    of = f" of {flight.world_size}" if flight.world_size else ""
+    return f"{state}: {flight.tag} ({flight.attempt}): {flight.votes}{of} voted{waiting}, {flight.object_bytes} bytes"

@@ -1,0 +1,218 @@
+"""Why each attempt at a tag is committed, aborted or in doubt, rank by rank, and what to do next."""
+
+from __future__ import annotations
+
+import difflib
+
+import msgspec
+
+from checkpointd.commands import command
+from checkpointd.errors import DamagedError, NotFoundError
+from checkpointd.layout.keys import DELETED, OUTCOME
+from checkpointd.layout.manifest import Deleted, ErrorReport, Outcome, WriterIdentity, decode
+from checkpointd.phrases import rank_runs
+from checkpointd.pipeline.root import catalog, leases
+from checkpointd.pipeline.root.catalog import AttemptView
+from checkpointd.pipeline.root.leases import Sight
+from checkpointd.report import advice
+from checkpointd.report.holder import Holder, holder_at, newest_holder
+from checkpointd.report.latest import pointer
+from checkpointd.report.listing import RowState, passed_over
+from checkpointd.report.votes import RankWord, RankWords, votes_of, words_of
+from checkpointd.report.wholeness import Lost, Wholeness, lost_advice, lost_text
+from checkpointd.store.base import Store
+
+RECOVERY = -1
+
+
+class AttemptExplanation(msgspec.Struct, frozen=True, kw_only=True):
+    """One attempt: what it is, why, and what to do; `job` is who ran its epoch, `decided` who put its outcome and when."""
+
+    attempt: str
+    state: RowState
+    why: str
+    next: str
+    step: int | None
+    world_size: int | None
+    job: Holder | None
+    decided_by: int | None
+    decided: WriterIdentity | None
+    error: ErrorReport | None
+    ranks: tuple[RankWord, ...]
+    lost: tuple[Lost, ...] = ()
+    """Of an incomplete one: what is gone."""
+
+
+class Explanation(msgspec.Struct, frozen=True, kw_only=True):
+    """A tag, its attempts newest first, and how `latest` stands to it."""
+
+    root: str
+    tag: str
+    is_checkpoint: bool
+    latest: str
+    attempts: tuple[AttemptExplanation, ...]
+
+
+async def explanation(store: Store, tag: str) -> Explanation:
+    """Explain every attempt at `tag`. NotFoundError where there is none, with the tags that look like it."""
+    attempts = [attempt for attempt in await catalog.attempts_of(store, tag) if attempt.sizes]
+    if not attempts:
+        raise NotFoundError(await _no_such_tag(store, tag))
+    newest = await _newest_holder(store)
+    explained = [await _explain(store, attempt, attempts, newest) for attempt in reversed(attempts)]
+    return Explanation(
+        root=store.url,
+        tag=tag,
+        is_checkpoint=bool(catalog.checkpoints_of(attempts)),
+        latest=await _latest_words(store, tag),
+        attempts=tuple(explained),
+    )
+
+
+async def _no_such_tag(store: Store, tag: str) -> str:
+    known = await catalog.tags(store)
+    similar = difflib.get_close_matches(tag, known, n=3, cutoff=0.4) or [name for name in known if name.endswith(tag)][:3]
+    if similar:
+        hint = f"did you mean {' or '.join(similar)}?"
+    else:
+        hint = f"{command('list', '--all', store.url)} shows what is there" if known else "nothing is there at all"
+    return f"nobody ever saved the tag {tag!r} at {store.url}, or it was removed whole: {hint}"
+
+
+async def _newest_holder(store: Store) -> Holder | None:
+    try:
+        return await newest_holder(store)
+    except DamagedError:
+        return None
+
+
+async def _job(store: Store, epoch: int) -> Holder | None:
+    try:
+        return await holder_at(store, epoch)
+    except (NotFoundError, DamagedError):
+        return None
+
+
+async def _latest_words(store: Store, tag: str) -> str:
+    checkpoints = await catalog.checkpoints(store)
+    named = await pointer(store, checkpoints, Wholeness(store, ()))
+    own = next((c for c in checkpoints if c.tag == tag), None)
+    if own is None:
+        return f"latest names {named.tag}" if named.tag and not named.damage else named.problem or "there is no latest"
+    if named.tag == tag:
+        loads = "an older one that is whole, or none" if named.damage else "it"
+        return f"latest names {tag}: a restart loads {loads}"
+    if not own.outcome.save_latest:
+        return f"latest names {named.tag or 'nothing'}: {tag} was saved with save_latest=False, so it never becomes latest"
+    newer = next((c for c in checkpoints if c.tag == named.tag and c.outcome.order > own.outcome.order), None)
+    return f"latest names {newer.tag}, which was committed after {tag}" if newer and not named.damage else named.problem
+
+
+async def _explain(
+    store: Store, attempt: AttemptView, attempts: list[AttemptView], newest: Holder | None
+) -> AttemptExplanation:
+    job = await _job(store, attempt.attempt.epoch)
+    votes = await votes_of(store, attempt)
+    words = words_of(attempt, votes, job.world_size if job else None)
+    lost = await Wholeness(store, attempts).lost(attempt, votes) if attempt.state == "committed" else ()
+    why, then = await _reason(store, attempt, attempts, words, lost, newest)
+    if over := await passed_over(store, attempt):
+        why += f"; load() took an older checkpoint, so retention keeps this one: {over}"
+    outcome = attempt.outcome
+    return AttemptExplanation(
+        attempt=str(attempt.attempt),
+        state="incomplete" if lost else attempt.state,
+        why=why,
+        next=then,
+        step=words.step,
+        world_size=words.world_size,
+        job=job,
+        decided_by=outcome.decided_by if outcome else None,
+        decided=outcome.writer if outcome else None,
+        error=outcome.error if outcome else None,
+        ranks=words.ranks,
+        lost=lost,
+    )
+
+
+async def _reason(
+    store: Store,
+    attempt: AttemptView,
+    attempts: list[AttemptView],
+    words: RankWords,
+    lost: tuple[Lost, ...],
+    newest: Holder | None,
+) -> tuple[str, str]:
+    """Why the attempt is what it is, and what to do."""
+    outcome, key = attempt.outcome, f"{attempt.prefix}/{OUTCOME}"
+    if attempt.state == "deleted":
+        return await _deleted(store, attempt), "Nothing: what is left of it is a record."
+    if attempt.state == "damaged":
+        return f"its outcome is damaged: {attempt.damage}", advice.after_damage(key, store.url)
+    if attempt.state == "unreadable":
+        return f"its outcome cannot be read now: {attempt.unreadable}", advice.UNREADABLE
+    if outcome is None:
+        return await _in_doubt(store, attempt, words, newest)
+    if outcome.outcome == "abort":
+        reason = outcome.error.message if outcome.error else "no reason was recorded"
+        return f"{decider(outcome)} aborted it: {reason}", advice.after_abort(outcome.error, outcome.ranks)
+    return _committed(store, attempt, attempts, words, lost)
+
+
+def decider(outcome: Outcome) -> str:
+    """Who put the outcome, in words."""
+    if outcome.decided_by == RECOVERY:
+        return "recovery, after its job had ended,"
+    if outcome.decided_by == 0:
+        return "the coordinator (rank 0)"
+    return f"rank {outcome.decided_by}, in the coordinator's place,"
+
+
+def _committed(
+    store: Store, attempt: AttemptView, attempts: list[AttemptView], words: RankWords, lost: tuple[Lost, ...]
+) -> tuple[str, str]:
+    assert attempt.outcome is not None
+    why = f"every rank voted yes, and {decider(attempt.outcome)} committed it"
+    [current] = catalog.checkpoints_of(attempts)
+    if current.attempt != attempt.attempt:
+        return f"{why}; attempt {current.attempt} of the same tag has replaced it", "Nothing: it is about to be collected."
+    verify = command("verify", store.url, attempt.tag)
+    bad = [word.rank for word in words.ranks if word.vote != "yes"]
+    if bad:
+        why = f"{why}, but the vote of {rank_runs(bad)} is gone or changed since: it does not load"
+    if lost:
+        remedy = lost_advice(store.url, attempt.tag, lost)
+        return f"{why}; {lost_text(lost)}", f"{remedy[0].upper()}{remedy[1:]}."
+    if bad:
+        return why, f"{verify} lists the damage. Load another one, or bring the objects back from a copy."
+    return why, f"Nothing. {verify} reads all of it and checks every byte."
+
+
+async def _deleted(store: Store, attempt: AttemptView) -> str:
+    key = f"{attempt.prefix}/{DELETED}"
+    try:
+        mark = decode(await store.get(key), Deleted, key)
+    except (NotFoundError, DamagedError) as error:
+        return f"it was removed; why cannot be read: {error}"
+    who = mark.writer
+    by = f"user {mark.user}, with process" if mark.user else "process"
+    return f"it was a checkpoint, and {by} {who.pid} on {who.host} removed it at {who.time}: {mark.reason}"
+
+
+async def _in_doubt(store: Store, attempt: AttemptView, words: RankWords, newest: Holder | None) -> tuple[str, str]:
+    from checkpointd.pipeline.decide.recover import judge  # brings in numpy, which no other question here needs
+
+    expected = await judge(store, attempt)
+    missing = words.missing()
+    if words.world_size is None:
+        why = "there is no outcome, and no vote that says how many ranks there were"
+    elif missing:
+        why = f"there is no outcome, and no vote of {rank_runs(missing)}"
+    else:
+        why = "there is no outcome, although every rank has voted"
+    worker = await leases.worker_of(store, attempt.prefix, Sight())
+    if worker is not None:
+        who = worker.writer
+        return why, f"Wait: the daemon with process {who.pid} on {who.host} works at it, and decides it."
+    then = advice.in_doubt(newest, attempt.attempt.epoch, store.url, would_commit=expected.outcome == "commit")
+    return why, then

@@ -1,0 +1,92 @@
+"""Reports where `latest` points, and whether that is correct."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from checkpointd.commands import command
+from checkpointd.errors import DamagedError, NotFoundError, UnreadableError
+from checkpointd.layout.keys import LATEST
+from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root.catalog import Checkpoint
+from checkpointd.report.votes import votes_of
+from checkpointd.report.wholeness import Wholeness
+from checkpointd.store.base import Store
+
+
+class Pointer(msgspec.Struct, frozen=True, kw_only=True):
+    """The tag that `latest` names. `damage`: it names no checkpoint. `behind`: a newer commit asked to be named instead.
+    `unreadable`: what it names, or whether that is a checkpoint, cannot be read now.
+    """
+
+    tag: str | None
+    damage: str = ""
+    behind: str = ""
+    unreadable: str = ""
+
+    @property
+    def problem(self) -> str:
+        return self.damage or self.unreadable or self.behind
+
+
+async def pointer(store: Store, checkpoints: Sequence[Checkpoint], wholeness: Wholeness | None = None) -> Pointer:
+    """The pointer of `store`, judged by its `checkpoints`, newest first, as they were a moment ago; with `wholeness` also by
+    whether anything is gone of the one that it names.
+    """
+    repair = f"the next start of the job, or {command('recover', store.url)}, sets it right"
+    try:
+        tag = await catalog.latest(store)
+    except DamagedError as error:
+        return Pointer(tag=None, damage=f"{error}; {repair}")
+    except UnreadableError as error:
+        return Pointer(tag=None, unreadable=f"{LATEST} cannot be read now: {error}")
+    if tag is None and await _is_of_another_program(store):
+        return Pointer(tag=None)
+    named = next((c for c in checkpoints if c.tag == tag), None)
+    if tag is not None and named is None:
+        # It may have been committed since `checkpoints` were looked up.
+        return await _without_checkpoint(store, tag, repair)
+    if named is not None and wholeness is not None and (damage := await _incomplete(store, named, wholeness)):
+        return Pointer(tag=tag, damage=damage)
+    due = next((c for c in checkpoints if c.outcome.save_latest), None)
+    if due is not None and (named is None or named.outcome.order < due.outcome.order):
+        names = f"names {tag}" if tag else "does not exist"
+        behind = f"latest {names}, although {due.tag} was committed since; unless its job is just moving it, {repair}"
+        return Pointer(tag=tag, behind=behind)
+    return Pointer(tag=tag)
+
+
+async def _is_of_another_program(store: Store) -> bool:
+    try:
+        return await catalog.is_of_another_program(store, (await store.get(LATEST, size_max=catalog.LATEST_BYTES_MAX)).decode())
+    except NotFoundError:
+        return False
+
+
+async def _without_checkpoint(store: Store, tag: str, repair: str) -> Pointer:
+    try:
+        await catalog.find(store, tag)
+    except UnreadableError as error:
+        return Pointer(tag=tag, unreadable=f"latest names {tag}, which cannot be read now: {error}")
+    except (NotFoundError, DamagedError) as error:
+        is_there = any(attempt.sizes for attempt in await catalog.attempts_of(store, tag))
+        if is_there:
+            return Pointer(tag=tag, damage=f"latest names {tag}, which cannot be loaded: {error}; {repair}")
+        why = f"it is gone: somebody removed {tag}, or it was lost, and a restart loads an older checkpoint, or none"
+        accepts = f"{command('recover', store.url)} lets latest name the newest that is left, and removes it where none is"
+        remedy = f"Bring it back from a copy, or accept the loss: {accepts}"
+        return Pointer(tag=tag, damage=f"latest names {tag}, which cannot be loaded: {why}. {remedy}")
+    return Pointer(tag=tag)
+
+
+async def _incomplete(store: Store, named: Checkpoint, wholeness: Wholeness) -> str:
+    """That something is gone of the checkpoint that the pointer names; empty where it is whole."""
+    view = await catalog.view(store, named.tag, named.attempt)
+    if view.state != "committed":
+        return ""
+    if not await wholeness.lost(view, await votes_of(store, view)):
+        return ""
+    why = command("explain", store.url, named.tag)
+    return f"latest names {named.tag}, which is not whole ({why} says why): a restart loads an older one that is, or none"

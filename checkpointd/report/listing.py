@@ -1,0 +1,156 @@
+"""The attempts at a root, one row each."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from checkpointd.commit.facts import State
+from checkpointd.errors import DamagedError, NotFoundError, UnreadableError
+from checkpointd.layout.keys import PASSED_OVER
+from checkpointd.layout.manifest import Outcome, PassedOver, decode
+from checkpointd.phrases import rank_runs
+from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root.catalog import AttemptView, ReadBackState
+from checkpointd.pipeline.workers import run_workers
+from checkpointd.report.latest import Pointer, pointer
+from checkpointd.report.votes import votes_of, words_of
+from checkpointd.report.wholeness import Lost, Votes, Wholeness, lost_text
+from checkpointd.store.base import Store
+
+RowState: TypeAlias = State | Literal["superseded", "incomplete"]
+"""`superseded`: committed, but the same tag was committed again since, and it is about to be collected.
+`incomplete`: committed, but objects that it needs are gone."""
+
+ROWS = 8
+"""Attempts whose votes are read at once."""
+
+
+class AttemptRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One attempt. Sizes in bytes: of the tensors before and after encoding, and of all objects as they lie there."""
+
+    tag: str
+    attempt: str
+    state: RowState
+    latest: bool
+    step: int | None
+    world_size: int | None
+    raw_bytes: int | None
+    stored_bytes: int | None
+    object_bytes: int
+    time: str | None
+    """When it was decided, by the clock of the machine that did."""
+    read_back: ReadBackState = "no"
+    """Whether it was read back since it was written, and what was found."""
+    why: str = ""
+    """Why it is not a checkpoint; empty where it is one."""
+    brief: str = ""
+    """The same for an aborted one in two words: the class of the error and the ranks at fault."""
+    metrics: dict[str, float]
+    lost: tuple[Lost, ...] = ()
+    """Of an incomplete one: what is gone."""
+    passed_over: str = ""
+    """Why load() took an older one instead; empty where it never did."""
+
+
+class Listing(msgspec.Struct, frozen=True, kw_only=True):
+    """The rows, newest first; `left_out`: how many older ones a limit cut off."""
+
+    root: str
+    latest: Pointer
+    rows: tuple[AttemptRow, ...]
+    left_out: int = 0
+
+
+async def listing(store: Store, *, everything: bool = False, limit: int | None = None) -> Listing:
+    """The checkpoints of `store`, and attempts whose outcome is damaged or unreadable; with `everything` all others as well.
+
+    With `limit` the newest so many: of older ones no vote is read.
+    """
+    attempts = [attempt for attempt in await catalog.scan(store) if attempt.sizes]
+    checkpoints = catalog.checkpoints_of(attempts)
+    current = {(c.tag, c.attempt) for c in checkpoints}
+    wholeness = Wholeness(store, attempts)
+    found = [a for a in attempts if everything or a.state in ("damaged", "unreadable") or (a.tag, a.attempt) in current]
+    shown = sorted(found, key=newest_last, reverse=True)[:limit]
+    named = await pointer(store, checkpoints, wholeness)
+    rows: dict[str, AttemptRow] = {}
+
+    async def add(attempt: AttemptView) -> None:
+        is_current = (attempt.tag, attempt.attempt) in current
+        votes = await votes_of(store, attempt)
+        lost = await wholeness.lost(attempt, votes) if is_current else ()
+        row = _row(attempt, votes, lost, is_current, is_current and attempt.tag == named.tag)
+        rows[attempt.prefix] = msgspec.structs.replace(row, passed_over=await passed_over(store, attempt))
+
+    await run_workers([partial(add, attempt) for attempt in shown], ROWS, lambda: None)
+    ordered = tuple(rows[a.prefix] for a in shown)
+    return Listing(root=store.url, latest=named, rows=ordered, left_out=len(found) - len(shown))
+
+
+def newest_last(attempt: AttemptView) -> tuple[int, float, int]:
+    """Sorts attempts by their order; what has none yet is the newest of its epoch."""
+    outcome = attempt.outcome
+    n = outcome.order[1] if outcome else math.inf
+    return (attempt.attempt.epoch, n, attempt.attempt.k)
+
+
+def _row(attempt: AttemptView, votes: Votes, lost: tuple[Lost, ...], is_current: bool, is_latest: bool) -> AttemptRow:
+    words = words_of(attempt, votes)
+    state: RowState = attempt.state
+    if attempt.state == "committed":
+        state = "incomplete" if lost else "committed" if is_current else "superseded"
+    return AttemptRow(
+        tag=attempt.tag,
+        attempt=str(attempt.attempt),
+        state=state,
+        latest=is_latest,
+        step=words.step,
+        world_size=words.world_size,
+        raw_bytes=words.raw_bytes(),
+        stored_bytes=words.stored_bytes(),
+        object_bytes=sum(attempt.sizes.values()),
+        time=attempt.outcome.writer.time if attempt.outcome else None,
+        read_back=attempt.read_back,
+        why=lost_text(lost) or _why(attempt, state, words.missing()),
+        brief=_brief(attempt.outcome),
+        metrics=attempt.outcome.metrics if attempt.outcome else {},
+        lost=lost,
+    )
+
+
+async def passed_over(store: Store, attempt: AttemptView) -> str:
+    """What the record says that a load left which took an older checkpoint; empty where there is none."""
+    if PASSED_OVER not in attempt.sizes:
+        return ""
+    key = f"{attempt.prefix}/{PASSED_OVER}"
+    try:
+        return decode(await store.get(key), PassedOver, key).why
+    except (DamagedError, NotFoundError, UnreadableError) as error:
+        return f"the record that says why cannot be read: {error}"
+
+
+def _why(attempt: AttemptView, state: RowState, missing: list[int]) -> str:
+    error = attempt.outcome.error if attempt.outcome else None
+    match state:
+        case "committed" | "incomplete":
+            return ""
+        case "superseded" | "deleted":
+            return error.message if error else "the tag was saved again since"
+        case "aborted":
+            return error.message if error else "no reason was recorded"
+        case "damaged":
+            return attempt.damage or ""
+        case "unreadable":
+            return f"its outcome cannot be read now: {attempt.unreadable}"
+        case "in-doubt":
+            return f"no outcome; no vote of {rank_runs(missing)}" if missing else "no outcome, although every vote is there"
+
+
+def _brief(outcome: Outcome | None) -> str:
+    if outcome is None or outcome.error is None:
+        return ""
+    return f"{outcome.error.code}, {rank_runs(outcome.ranks)}" if outcome.ranks else outcome.error.code

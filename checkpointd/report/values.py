@@ -1,0 +1,77 @@
+"""The values that a checkpoint holds beside its tensors, as lines of path, kind and text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from checkpointd.layout import tree
+from checkpointd.layout.tree import Node
+
+_STATE = "state."
+"""The part of the tree that the FQNs count from."""
+
+
+class Value(msgspec.Struct, frozen=True, kw_only=True):
+    """One leaf of the state tree that is no tensor; a list of plain values is one leaf. `text` is never cut short."""
+
+    path: str
+    kind: str
+    text: str
+
+
+def values_of(root: Node) -> Iterator[Value]:
+    """The leaves of `root` in order, tensors left out. Not recursive: a hostile tree may be deep."""
+    todo: list[tuple[str, Node]] = [("", root)]
+    while todo:
+        path, node = todo.pop()
+        children = _children(node)
+        if children and not (isinstance(node, tree.Sequence) and _is_plain(node)):
+            todo += [(f"{path}.{name}" if path else name, child) for name, child in reversed(children)]
+        elif not isinstance(node, tree.Tensor | tree.Array):
+            yield Value(path=path.removeprefix(_STATE), kind=kind_of(node), text=text_of(node))
+
+
+def _children(node: Node) -> list[tuple[str, Node]]:
+    if isinstance(node, tree.Dict):
+        return [(text_of(key), child) for key, child in node.items]
+    if isinstance(node, tree.Sequence):
+        return [(str(position), child) for position, child in enumerate(node.items)]
+    return []
+
+
+def _is_plain(node: tree.Sequence) -> bool:
+    return not any(isinstance(item, tree.Tensor | tree.Array | tree.Dict | tree.Sequence) for item in node.items)
+
+
+def kind_of(node: Node) -> str:
+    if isinstance(node, tree.Dict | tree.Sequence | tree.TorchName):
+        return node.kind
+    if isinstance(node, tree.NumpyScalar):
+        return node.dtype
+    if isinstance(node, tree.BigInt):
+        return "int"
+    return "None" if node is None else type(node).__name__.lower()
+
+
+def text_of(node: Node) -> str:
+    """A plain value as Python writes it, a string as it stands."""
+    match node:
+        case tree.Sequence():
+            inner = ", ".join(text_of(item) for item in node.items)
+            return f"({inner})" if node.kind == "tuple" else f"[{inner}]"
+        case tree.Dict():
+            return "{}"
+        case tree.Bytes() | tree.NumpyScalar():
+            return node.data.hex()
+        case tree.BigInt():
+            return node.hexadecimal
+        case tree.Complex():
+            return str(complex(node.real, node.imag))
+        case tree.TorchName():
+            return node.name
+        case tree.Tensor() | tree.Array():
+            return node.fqn
+        case _:
+            return str(node)

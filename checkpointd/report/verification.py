@@ -1,0 +1,169 @@
+"""Verifies one tag or a whole root, and reports the result tag by tag."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+
+from checkpointd.config import LoadConfig
+from checkpointd.errors import DamagedError, StoreError, UnreadableError
+from checkpointd.layout.keys import LATEST, OUTCOME
+from checkpointd.pipeline.read.verify import Damage, record_verdict, verify, verify_proved
+from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root.catalog import AttemptView, Checkpoint
+from checkpointd.pipeline.root.tag_directories import abandoned
+from checkpointd.report.latest import Pointer
+from checkpointd.report.votes import rank_words, votes_of
+from checkpointd.report.wholeness import Lost, Wholeness
+from checkpointd.store.base import Store
+
+log = logging.getLogger("checkpointd")
+
+PATIENCE = LoadConfig(retry_s=3.0)
+"""What cannot be read is tried again for a moment only: a person waits for the answer."""
+
+
+class TagVerdict(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of one checkpoint. `removed`: it was replaced and collected while it was read, or somebody removed the
+    directory that showed its files. `unreadable`: nothing was found damaged, and something could not be read, so nobody knows
+    whether it is whole.
+    """
+
+    tag: str
+    attempt: str
+    state: Literal["whole", "damaged", "unreadable", "removed"]
+    bytes_read: int
+    damage: tuple[Damage, ...] = ()
+    unreadable: tuple[Damage, ...] = ()
+    lost: tuple[Lost, ...] = ()
+    """Objects that are gone, as the cause of some of the damage."""
+
+
+class Verification(msgspec.Struct, frozen=True, kw_only=True):
+    """Every checkpoint that was read, newest first. `latest` is None where only one tag was asked for."""
+
+    root: str
+    checkpoints: tuple[TagVerdict, ...]
+    latest: Pointer | None = None
+
+    @property
+    def damage(self) -> list[Damage]:
+        """All of it, `latest` included."""
+        found = [damage for verdict in self.checkpoints for damage in verdict.damage]
+        if self.latest and self.latest.damage:
+            found.append(Damage(code=DamagedError.__name__, message=self.latest.damage, key=LATEST))
+        return found
+
+    @property
+    def unreadable(self) -> list[Damage]:
+        """All that could not be read, `latest` included."""
+        found = [one for verdict in self.checkpoints for one in verdict.unreadable]
+        if self.latest and self.latest.unreadable:
+            found.append(Damage(code=UnreadableError.__name__, message=self.latest.unreadable, key=LATEST))
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One checkpoint to verify and about how many bytes that is; no `checkpoint` where its outcome cannot be read."""
+
+    view: AttemptView
+    checkpoint: Checkpoint | None
+    nbytes: int
+
+    @property
+    def tag(self) -> str:
+        return self.view.tag
+
+
+async def tasks(store: Store, tag: str | None) -> list[Task]:
+    """What there is to verify, newest first: all checkpoints, or that of `tag`. NotFoundError where `tag` has none."""
+    if tag is None:
+        attempts = await catalog.scan(store)
+    else:
+        attempts = await catalog.attempts_of(store, tag)
+        if not any(map(catalog.fault_of, attempts)):
+            await catalog.find(store, tag)
+    found = [Task(view=a, checkpoint=None, nbytes=0) for a in attempts if catalog.fault_of(a)]
+    views = {(a.tag, a.attempt): a for a in attempts}
+    for checkpoint in catalog.checkpoints_of(attempts):
+        view = views[checkpoint.tag, checkpoint.attempt]
+        words = await rank_words(store, view)
+        found.append(Task(view=view, checkpoint=checkpoint, nbytes=words.stored_bytes() or 0))
+    return found
+
+
+async def verified(
+    store: Store,
+    todo: list[Task],
+    *,
+    record: bool = False,
+    config: LoadConfig | None = None,
+    on_task: Callable[[Task], None] = lambda _: None,
+    on_bytes: Callable[[int], None] = lambda _: None,
+    on_verdict: Callable[[TagVerdict], None] = lambda _: None,
+) -> list[TagVerdict]:
+    """Read all of `todo` from the storage itself, one checkpoint after the other; `record`: leave the verdict in each."""
+    verdicts = []
+    gone = await _abandoned(store)
+    for task in todo:
+        on_task(task)
+        if task.checkpoint is not None and task.view.prefix in gone:
+            verdicts.append(_removed(task.view))
+        else:
+            verdicts.append(await _verdict(store, task, config or PATIENCE, on_bytes, record=record))
+        on_verdict(verdicts[-1])
+    return verdicts
+
+
+async def _abandoned(store: Store) -> set[str]:
+    try:
+        return await abandoned(store)
+    except StoreError as error:  # as where the root may only be read
+        log.warning("whether directories of checkpoints were removed cannot be told: %s", error)
+        return set()
+
+
+def _removed(view: AttemptView) -> TagVerdict:
+    return TagVerdict(tag=view.tag, attempt=str(view.attempt), state="removed", bytes_read=0)
+
+
+async def _verdict(
+    store: Store, task: Task, config: LoadConfig, on_bytes: Callable[[int], None], *, record: bool
+) -> TagVerdict:
+    view = task.view
+    if task.checkpoint is None:
+        return _without_outcome(view)
+    if record:
+        verdict = await verify_proved(store, task.checkpoint, config, on_bytes)
+        await record_verdict(store, task.checkpoint, verdict)
+    else:
+        verdict = await verify(store.uncached, task.checkpoint, config, on_bytes)
+    gone = not verdict.whole and await _is_gone(store, view)
+    lost = () if verdict.whole or gone else await Wholeness(store, [view]).lost(view, await votes_of(store, view))
+    return TagVerdict(
+        tag=view.tag,
+        attempt=str(view.attempt),
+        state="whole" if verdict.whole else "removed" if gone else "damaged" if verdict.damage else "unreadable",
+        bytes_read=verdict.bytes_read,
+        damage=() if gone else tuple(verdict.damage),
+        unreadable=() if gone else tuple(verdict.unreadable),
+        lost=lost,
+    )
+
+
+def _without_outcome(view: AttemptView) -> TagVerdict:
+    key = f"{view.prefix}/{OUTCOME}"
+    damage = (Damage(code=DamagedError.__name__, message=view.damage, key=key),) if view.damage else ()
+    unreadable = (Damage(code=UnreadableError.__name__, message=view.unreadable, key=key),) if view.unreadable else ()
+    state: Literal["damaged", "unreadable"] = "damaged" if damage else "unreadable"
+    return TagVerdict(tag=view.tag, attempt=str(view.attempt), state=state, bytes_read=0, damage=damage, unreadable=unreadable)
+
+
+async def _is_gone(store: Store, attempt: AttemptView) -> bool:
+    now = await catalog.view(store, attempt.tag, attempt.attempt)
+    return now.state == "deleted" or not now.sizes

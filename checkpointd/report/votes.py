@@ -1,0 +1,147 @@
+"""The objects of each rank in an attempt, rank by rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from checkpointd.errors import DamagedError, NotFoundError, UnreadableError
+from checkpointd.layout.keys import object_rank, vote_name
+from checkpointd.layout.manifest import ErrorReport, Inline, Vote, WriterIdentity
+from checkpointd.layout.save_timings import PhaseSeconds
+from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root.catalog import AttemptView
+from checkpointd.pipeline.root.identity import seconds_of
+from checkpointd.pipeline.workers import run_workers
+from checkpointd.store.base import Store
+
+Ballot: TypeAlias = Literal["yes", "no", "missing", "unreadable"]
+
+READS = 16
+"""Votes that are read at once."""
+
+
+class RankWord(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank left in an attempt. `object_bytes` counts all its objects, with the space reserved for unfinished ones."""
+
+    rank: int
+    vote: Ballot
+    writer: WriterIdentity | None = None
+    error: ErrorReport | None = None
+    raw_bytes: int | None = None
+    stored_bytes: int | None = None
+    tensors: int | None = None
+    object_bytes: int = 0
+    seconds: PhaseSeconds = PhaseSeconds()
+    """How long its part took for what, as far as its vote tells."""
+    inline: Inline | None = None
+    """Why its trainer persisted its part itself, where it did although it uses a sidecar."""
+    problem: str = ""
+    """Why the vote cannot be read, or why there was none to wait for."""
+
+
+class RankWords(msgspec.Struct, frozen=True, kw_only=True):
+    """All ranks of an attempt; `world_size`, `step` and `save_latest` are None where neither outcome nor vote tells."""
+
+    world_size: int | None
+    step: int | None
+    save_latest: bool | None
+    ranks: tuple[RankWord, ...]
+
+    def missing(self) -> list[int]:
+        return [word.rank for word in self.ranks if word.vote == "missing"]
+
+    def raw_bytes(self) -> int | None:
+        """Bytes of all tensors before encoding; None where a vote is missing or cannot be read."""
+        return _total([word.raw_bytes for word in self.ranks])
+
+    def stored_bytes(self) -> int | None:
+        return _total([word.stored_bytes for word in self.ranks])
+
+
+def _total(parts: list[int | None]) -> int | None:
+    known = [part for part in parts if part is not None]
+    return sum(known) if known and len(known) == len(parts) else None
+
+
+async def rank_words(store: Store, attempt: AttemptView, world_size: int | None = None) -> RankWords:
+    """Read the votes of `attempt`. `world_size` helps where it has none, as an epoch's record may know it."""
+    return words_of(attempt, await votes_of(store, attempt), world_size)
+
+
+async def votes_of(store: Store, attempt: AttemptView) -> dict[int, Vote | str]:
+    """The votes of `attempt` by rank; words where one cannot be read."""
+    votes: dict[int, Vote | str] = {}
+
+    async def read(rank: int) -> None:
+        votes[rank] = await _vote(store, attempt, rank)
+
+    await run_workers([partial(read, rank) for rank in attempt.vote_ranks], READS, lambda: None)
+    return votes
+
+
+def words_of(attempt: AttemptView, votes: Mapping[int, Vote | str], world_size: int | None = None) -> RankWords:
+    """What `votes` say, rank by rank; as `rank_words`."""
+    first = next((vote for _, vote in sorted(votes.items()) if isinstance(vote, Vote)), None)
+    told = attempt.outcome or first
+    size = (told.world_size if told else 0) or world_size or None
+    ranks = sorted({*range(size or 0), *votes, *_writers(attempt)})
+    return RankWords(
+        world_size=size,
+        step=told.step if told and told.step >= 0 else None,
+        save_latest=told.save_latest if told else None,
+        ranks=tuple(_word(attempt, rank, votes.get(rank)) for rank in ranks),
+    )
+
+
+async def _vote(store: Store, attempt: AttemptView, rank: int) -> Vote | str:
+    ref = attempt.outcome.votes.get(str(rank)) if attempt.outcome else None
+    try:
+        return await catalog.read_vote(store, f"{attempt.prefix}/{vote_name(rank)}", ref.digest if ref else None)
+    except (DamagedError, NotFoundError, UnreadableError) as error:
+        return str(error)
+
+
+def _no_vote(attempt: AttemptView, rank: int) -> str:
+    """An abort because of others may come before a rank has voted, and it then stops."""
+    outcome = attempt.outcome
+    cut_short = outcome is not None and outcome.outcome == "abort" and outcome.ranks and rank not in outcome.ranks
+    return "the abort came before its vote" if cut_short else ""
+
+
+def _writers(attempt: AttemptView) -> set[int]:
+    return {rank for name in attempt.sizes if (rank := object_rank(name)) is not None}
+
+
+def _word(attempt: AttemptView, rank: int, vote: Vote | str | None) -> RankWord:
+    nbytes = sum(size for name, size in attempt.sizes.items() if object_rank(name) == rank)
+    if vote is None:
+        return RankWord(rank=rank, vote="missing", object_bytes=nbytes, problem=_no_vote(attempt, rank))
+    if isinstance(vote, str):
+        return RankWord(rank=rank, vote="unreadable", object_bytes=nbytes, problem=vote)
+    is_yes = vote.vote == "yes"
+    return RankWord(
+        rank=rank,
+        vote=vote.vote,
+        writer=vote.writer,
+        error=vote.error,
+        raw_bytes=vote.raw_bytes if is_yes else None,
+        stored_bytes=vote.stored_bytes if is_yes else None,
+        tensors=vote.tensors if is_yes else None,
+        seconds=_seconds(attempt, vote),
+        object_bytes=nbytes,
+        inline=vote.inline,
+    )
+
+
+def _seconds(attempt: AttemptView, vote: Vote) -> PhaseSeconds:
+    """What the vote tells, and how long it waited for the outcome by the clocks of those who wrote the two."""
+    if vote.seconds == PhaseSeconds() or attempt.outcome is None:
+        return vote.seconds
+    voted, ended = seconds_of(vote.writer.time), seconds_of(attempt.outcome.writer.time)
+    if voted is None or ended is None:
+        return vote.seconds
+    return msgspec.structs.replace(vote.seconds, waiting=max(0.0, round(ended - voted, 3)))

@@ -1,0 +1,128 @@
+"""Finds missing objects of committed attempts from listings and votes; it reads no chunk and no index.
+
+Objects outlive the tag in which they lie: newer checkpoints refer to them. Whoever removes files by hand may break checkpoints
+of other tags, and it must be seen at once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+
+import msgspec
+
+from checkpointd.commands import command
+from checkpointd.errors import StoreError
+from checkpointd.layout.keys import AttemptId, index_name, index_rank, vote_name
+from checkpointd.layout.manifest import Vote
+from checkpointd.phrases import listed
+from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root.catalog import AttemptView
+from checkpointd.store.base import Store
+
+log = logging.getLogger("checkpointd")
+
+Votes = Mapping[int, Vote | str]
+"""By rank; words where one cannot be read."""
+NO_VOTES: Votes = MappingProxyType({})
+
+
+class Lost(msgspec.Struct, frozen=True, kw_only=True):
+    """An object that a checkpoint needs, and that is gone or shorter than it was."""
+
+    key: str
+    removed: str
+    """What went with it: `<tag>`, `<tag>/<attempt>`, or the key itself; empty where some of the object is left."""
+    bytes_left: int | None = None
+
+
+class Wholeness:
+    """Looks for what is gone, beside `attempts` that were listed a moment ago.
+
+    What seems to be gone is listed once more: a checkpoint may be committed, or removed, between two listings.
+    """
+
+    def __init__(self, store: Store, attempts: Iterable[AttemptView]) -> None:
+        self._store = store
+        self._listed: dict[str, Mapping[str, int]] = {attempt.prefix: attempt.sizes for attempt in attempts}
+        self._again: dict[str, Mapping[str, int]] = {}
+
+    async def lost(self, attempt: AttemptView, votes: Votes = NO_VOTES) -> tuple[Lost, ...]:
+        """What is gone of `attempt`, which is committed; empty where nothing is, and where that cannot be told now.
+
+        `votes` name the index and the chunks objects of their ranks; without them only a rank that has no index at all is seen.
+        """
+        try:
+            return await self._looked(attempt, votes)
+        except StoreError as error:
+            log.info("%s: whether it is whole cannot be told: %s", attempt.prefix, error)
+            return ()
+
+    async def _looked(self, attempt: AttemptView, votes: Votes) -> tuple[Lost, ...]:
+        doubtful = {key: size for key, size in _needed(attempt, votes).items() if not _is_there(self._listed, key, size)}
+        for prefix in {_prefix(key) for key in doubtful} - self._again.keys():
+            self._again[prefix] = {entry.name: entry.size for entry in await self._store.list(prefix)}
+        gone = [key for key, size in doubtful.items() if not _is_there(self._again, key, size)]
+        if not gone or (await catalog.view(self._store, attempt.tag, attempt.attempt)).state != "committed":
+            return ()
+        return tuple([await self._lost(key) for key in sorted(gone)])
+
+    async def _lost(self, key: str) -> Lost:
+        prefix, _, name = key.rpartition("/")
+        left = self._again[prefix].get(name)
+        if left is not None:
+            return Lost(key=key, removed="", bytes_left=left)
+        if self._again[prefix]:
+            return Lost(key=key, removed=key)
+        tag = prefix.rpartition("/")[0]
+        attempts = [entry for entry in await self._store.list(tag) if entry.is_prefix and AttemptId.parse(entry.name)]
+        return Lost(key=key, removed=prefix if attempts else tag)
+
+
+def _prefix(key: str) -> str:
+    return key.rpartition("/")[0]
+
+
+def _is_there(listed: Mapping[str, Mapping[str, int]], key: str, size: int | None) -> bool:
+    prefix, _, name = key.rpartition("/")
+    found = listed.get(prefix, {}).get(name)
+    return found is not None and size in (None, found)
+
+
+def _needed(attempt: AttemptView, votes: Votes) -> dict[str, int | None]:
+    """The keys that `attempt` needs, with their sizes in bytes where these are known."""
+    outcome = attempt.outcome
+    assert outcome is not None
+    needed: dict[str, int | None] = {f"{attempt.prefix}/{vote_name(int(r))}": ref.size for r, ref in outcome.votes.items()}
+    referred = set(outcome.refers or ())
+    known = {rank: vote for rank, vote in votes.items() if isinstance(vote, Vote)}
+    for vote in known.values():
+        if vote.index is not None:
+            needed[f"{attempt.prefix}/{vote.index.name}"] = vote.index.size
+        needed |= {f"{attempt.prefix}/{ref.name}": ref.size for ref in vote.objects}
+        referred |= set(vote.refers)
+    indexed = {index_rank(name) for name in attempt.sizes}
+    for rank in range(outcome.world_size):
+        if rank not in known and rank not in indexed:
+            needed[f"{attempt.prefix}/{index_name(rank)}"] = None
+    return needed | dict.fromkeys(referred)
+
+
+def lost_text(lost: Sequence[Lost]) -> str:
+    """`it needs a/b/c, which is gone: somebody removed a`; empty where nothing is lost."""
+    if not lost:
+        return ""
+    more = f" and {len(lost) - 1} other object{'s' if len(lost) > 2 else ''}" if len(lost) > 1 else ""
+    removed = sorted({one.removed for one in lost if one.removed})
+    if not removed:
+        return f"it needs {lost[0].key}{more}, whose size was changed to {lost[0].bytes_left} bytes"
+    are = "which are gone" if more else "which is gone"
+    return f"it needs {lost[0].key}{more}, {are}: somebody removed {'it' if removed == [lost[0].key] else listed(removed, 4)}"
+
+
+def lost_advice(root: str, tag: str, lost: Sequence[Lost]) -> str:
+    """What to do about a checkpoint that is not whole any more."""
+    things = sorted({one.removed or one.key for one in lost})
+    what = things[0] if len(things) == 1 else "what is gone"
+    return f"bring {what} back from a copy of the root, or remove what is left: {command('delete', root, tag)}"

@@ -1,0 +1,114 @@
+"""The directories of a POSIX store: made when needed, made durable with their objects, removed when empty.
+
+Keeps invariants POSIX-2 and POSIX-3 of `checkpointd.store.posix.store`.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import TypeVar
+
+from checkpointd.store.names import SERVICE
+from checkpointd.store.posix.disk import Disk
+
+T = TypeVar("T")
+_RACES_MAX = 100
+_NOT_OURS = frozenset({errno.EACCES, errno.EPERM, errno.EINVAL, errno.ENOENT, errno.EROFS})
+
+
+class Directories:
+    """Directories at and below `root` on `disk`."""
+
+    def __init__(self, disk: Disk, root: str) -> None:
+        self._disk, self._root = disk, root
+        self._service = f"{root}/{SERVICE}"
+        self._made_above: set[str] = set()
+        self._synced: set[str] = set()
+        """Directories that stay as long as the root does, and whose name is durable."""
+        self._seen: tuple[int, int] | None = None
+
+    def forget_synced(self) -> None:
+        """The root may have been removed and made again: no name in it, and not its own, is known to be durable."""
+        # A new set: a sync that began before still notes what it did in the old one.
+        self._synced = set()
+
+    def seen(self, device: int, number: int) -> None:
+        """The root is this directory now: where it was another one, what was synced there is forgotten."""
+        if self._seen not in {None, (device, number)}:
+            self.forget_synced()
+        self._seen = (device, number)
+
+    async def within(self, path: str, act: Callable[[], Awaitable[T]]) -> T:
+        """Do `act`, which gives something the name `path`; where directories are missing, make them and do it again."""
+        for _ in range(_RACES_MAX):
+            with suppress(FileNotFoundError):
+                return await act()
+            await self._make(os.path.dirname(path))
+        return await act()
+
+    async def sync_names(self, path: str) -> None:
+        """Make durable every name from the root's own to that of the file `path` (POSIX-2)."""
+        directory = os.path.dirname(path)
+        await self._disk.sync_directory(directory)
+        while directory != self._root:
+            await self._sync_name(directory)
+            directory = os.path.dirname(directory)
+        await self._sync_root()
+
+    async def prune(self, path: str) -> None:
+        """Remove the directories that the removal of `path` has emptied, as far as that is possible (POSIX-3)."""
+        directory = os.path.dirname(path)
+        with suppress(OSError):
+            while directory != self._root and not self._stays(directory):
+                await self._disk.remove_directory(directory)
+                directory = os.path.dirname(directory)
+
+    def _stays(self, directory: str) -> bool:
+        return directory == self._service or directory.startswith(f"{self._service}/")
+
+    async def _sync_name(self, directory: str) -> None:
+        """Make the name of `directory` durable, once for those that stay."""
+        synced = self._synced
+        if directory in synced:
+            return
+        await self._disk.sync_directory(os.path.dirname(directory))
+        if self._stays(directory):
+            synced.add(directory)
+
+    async def _sync_root(self) -> None:
+        """Make the names of the root and all above it durable, once: another process may just have made them."""
+        synced = self._synced
+        if self._root in synced:
+            return
+        directory = self._root
+        while directory != "/":
+            parent = os.path.dirname(directory)
+            await self._sync_above(parent, made=directory in self._made_above)
+            directory = parent
+        synced.add(self._root)
+
+    async def _sync_above(self, parent: str, *, made: bool) -> None:
+        try:
+            await self._disk.sync_directory(parent)
+        except OSError as error:
+            # Far above the root there may be directories that this user cannot open, nor can have changed.
+            if made or error.errno not in _NOT_OURS:
+                raise
+
+    async def _make(self, directory: str) -> None:
+        """mkdir -p. A directory that vanishes meanwhile is the caller's to notice."""
+        try:
+            await self._mkdir(directory)
+        except FileNotFoundError:
+            await self._make(os.path.dirname(directory))
+            with suppress(FileNotFoundError):
+                await self._mkdir(directory)
+
+    async def _mkdir(self, directory: str) -> None:
+        with suppress(FileExistsError):
+            await self._disk.make_directory(directory)
+            if not directory.startswith(f"{self._root}/"):
+                self._made_above.add(directory)

@@ -1,0 +1,315 @@
+"""The store on a POSIX file system: local disks, NFS, Lustre, GPFS.
+
+Layout: an object is the file `<root>/<key>`; `<root>/.checkpointd/tmp/` holds objects on their way to a name, and
+`<root>/.checkpointd/lock` is the lock of `put_if_match`.
+
+Invariants (beside the contract's, `checkpointd.store.base`)
+  POSIX-1  Content is synced before it gets its name by link or rename: the name of a small object never shows torn bytes.
+  POSIX-2  When a call returns, every name from the root down to its object was synced after the object had it. No memory of
+      earlier syncs stands in for that, as another process may have removed and remade an emptied directory in between.
+      Directories that no store ever removes (the root's own path, `.checkpointd` and below) are the exception: synced once,
+      then remembered. A person can remove those: `forget_synced`, and `identity` where it sees another root, end the memory.
+  POSIX-3  Only emptied directories are removed, by rmdir, which the file system refuses where a name lies in them. Whoever
+      loses its directory that way before its name was in it makes it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import errno
+import os
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from types import TracebackType
+from typing import Self
+
+from typing_extensions import Buffer
+
+from checkpointd.errors import ClosedError, DamagedError, LinkError, StoreError
+from checkpointd.store import writers
+from checkpointd.store.base import SMALL_BYTES_MAX, Capabilities, Entry, ObjectWriter
+from checkpointd.store.identity import Identity
+from checkpointd.store.names import SERVICE, TEMPORARY, check_key, is_key
+from checkpointd.store.posix.disk import Disk, WritableFile
+from checkpointd.store.posix.osdisk import OsDisk
+from checkpointd.store.posix.plain import PlainFiles, can_show
+from checkpointd.store.posix.readonly import ReadOnlyDisk
+from checkpointd.store.posix.rooted import Root, absolute
+from checkpointd.store.posix.users import User
+
+_RACES_MAX = 100
+_SWEEP_S = 5.0
+"""How long directories are swept, the wait for the lock included."""
+
+
+class PosixStore:
+    """Objects as files below `root`, which is made at the first write; a root that is a file raises UsageError.
+
+    With `read_only`, every call that would change the file system is refused: it ends in a StoreError. Nothing below `anchor`
+    is reached through a symbolic link; it is the directory that holds all that the store writes, unless another is given. With
+    `user`, the rights are those of that user. `writer` names this process on its temporary files, `is_alive` tells `sweep`
+    whose to keep: both are there for simulations.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        disk: Disk | None = None,
+        *,
+        read_only: bool = False,
+        anchor: str | None = None,
+        user: User | None = None,
+        writer: str | None = None,
+        is_alive: Callable[[str], bool] = writers.is_alive,
+    ) -> None:
+        self._own_disk: OsDisk | None = None
+        if disk is None:
+            path = absolute(root)
+            top = os.path.dirname(path) if can_show(path) else path
+            disk = self._own_disk = OsDisk(top if anchor is None else anchor, user=user)
+        self._disk = disk = ReadOnlyDisk(disk) if read_only else disk
+        self._root = Root(root, disk, writer or writers.new_writer())
+        self._is_alive = is_alive
+        self._plain = PlainFiles(self._root) if can_show(self._root.path) else None
+        self._past_cache = False
+        self._closed = False
+
+    @property
+    def url(self) -> str:
+        return self._root.path
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(alignment=self._disk.alignment, shared=True)
+
+    @property
+    def plain_files(self) -> PlainFiles | None:
+        return self._plain
+
+    @property
+    def uncached(self) -> PosixStore:
+        view = copy.copy(self)
+        view._own_disk, view._past_cache = None, True
+        return view
+
+    async def put_if_absent(self, key: str, data: bytes) -> bool:
+        path = self._path(key)
+        async with self._root.guard("creating", key), self._root.temporary(data) as temporary:
+            for _ in range(_RACES_MAX):
+                with suppress(FileExistsError):
+                    await self._root.link(temporary, path, key)
+                    return True
+                # The loser, too, may act on what it now knows (STORE-1). Where the winner's object is gone again, the race is
+                # open.
+                with suppress(FileNotFoundError):
+                    await self._root.settle(path)
+                    return False
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+
+    async def put(self, key: str, data: bytes) -> None:
+        path = self._path(key)
+        async with self._root.guard("replacing", key), self._root.temporary(data) as temporary:
+            await self._root.rename(temporary, path, key)
+
+    async def put_if_match(self, key: str, expected: bytes | None, data: bytes) -> bool:
+        path = self._path(key)
+        async with self._root.guard("replacing", key), self._root.locked():
+            if expected is None:
+                # By link all the same: that holds against writers that take no lock.
+                with suppress(LinkError):
+                    return await self.put_if_absent(key, data)
+                await self.put(key, data)
+                return True
+            if not await self._holds(path, expected):
+                return False
+            await self.put(key, data)
+            return True
+
+    async def open_writer(self, key: str, *, size_hint: int = 0) -> ObjectWriter:
+        path = self._path(key)
+        async with self._root.guard("creating", key):
+            file = await self._root.directories.within(path, lambda: self._disk.create(path))
+        writer = PosixWriter(self._root, key, path, file)
+        try:
+            await writer.reserve(size_hint)
+        except BaseException:
+            await writer.discard()
+            raise
+        return writer
+
+    async def get(self, key: str, *, size_max: int = SMALL_BYTES_MAX) -> bytes:
+        path = self._path(key)
+        async with self._root.guard("reading", key, reads=True), self._root.must_exist(key):
+            try:
+                return await self._disk.read(path, size_max, past_cache=self._past_cache)
+            except OSError as error:
+                if error.errno != errno.EFBIG:
+                    raise
+                raise DamagedError(f"{key!r} in {self.url} is larger than the {size_max} bytes allowed", key=key) from error
+
+    async def get_range(self, key: str, offset: int, out: memoryview) -> None:
+        path = self._path(key)
+        async with self._root.guard("reading", key, reads=True), self._root.must_exist(key):
+            count = await self._disk.read_at(path, offset, out, past_cache=self._past_cache)
+        if count < out.nbytes:
+            end = offset + out.nbytes
+            raise DamagedError(f"{key!r} in {self.url} ends before byte {end}: {count} of {out.nbytes} bytes read", key=key)
+
+    async def list(self, prefix: str) -> list[Entry]:
+        path = self._path(prefix) if prefix else self._open().path
+        async with self._root.guard("listing", prefix, reads=True):
+            children = await self._root.children(path)
+        entries = [
+            Entry(c.name, c.size, c.is_directory) for c in children if is_key(f"{prefix}/{c.name}" if prefix else c.name)
+        ]
+        if not prefix and not await self._has_service_objects(entries):
+            entries = [entry for entry in entries if entry.name != SERVICE]
+        return sorted(entries, key=lambda entry: entry.name)
+
+    async def stat(self, key: str) -> int | None:
+        path = self._path(key)
+        async with self._root.guard("looking at", key, reads=True):
+            try:
+                return await self._disk.size(path)
+            except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
+                await self._root.check(error)
+                return None
+
+    async def identity(self, key: str) -> Identity | None:
+        path = self._path(key)
+        async with self._root.guard("looking at", key, reads=True), self._root.must_exist(key):
+            root, found = await self._disk.status(self._root.path), await self._disk.status(path)
+        self._root.directories.seen(root.device, root.number)
+        return Identity(root.device, root.number, found.touched_ns)
+
+    def forget_synced(self) -> None:
+        self._root.directories.forget_synced()
+
+    async def delete(self, key: str) -> None:
+        path = self._path(key)
+        async with self._root.guard("deleting", key):
+            try:
+                with suppress(FileNotFoundError):
+                    await self._disk.unlink(path)
+                # Also where another process has just removed it: its absence must be durable as well.
+                await self._disk.sync_directory(os.path.dirname(path))
+            except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
+                await self._root.check(error)
+                return
+            await self._root.directories.prune(path)
+
+    async def settle(self, key: str) -> None:
+        path = self._path(key)
+        async with self._root.guard("syncing", key, reads=True), self._root.must_exist(key):
+            await self._root.settle(path)
+
+    async def sweep(self) -> int:
+        directory = f"{self._open().path}/{TEMPORARY}"
+        removed = 0
+        async with self._root.guard("sweeping", TEMPORARY):
+            strays = [child for child in await self._root.children(directory) if self._is_stray(child.name)]
+            for child in strays:
+                if not child.is_directory:
+                    with suppress(FileNotFoundError):
+                        removed += await self._sweep_file(f"{directory}/{child.name}")
+            if any(child.is_directory for child in strays):
+                removed += await self._sweep_directories()
+        return removed
+
+    def _is_stray(self, name: str) -> bool:
+        writer = name.rpartition(".")[0]
+        return writer != self._root.writer and not self._is_alive(writer)
+
+    async def _sweep_directories(self) -> int:
+        """Under the lock that whoever shows one holds: a process of another machine, which counts as dead, may be about to."""
+        if self._plain is None:
+            return 0
+        with suppress(TimeoutError):  # a stopped holder: they go with the next sweep
+            async with asyncio.timeout(_SWEEP_S), self._root.locked():
+                return await self._plain.finish()
+        return 0
+
+    async def _sweep_file(self, path: str) -> int:
+        await self._disk.unlink(path)
+        return 1
+
+    async def close(self) -> None:
+        self._closed = True
+        if self._own_disk is not None:
+            await self._own_disk.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def _open(self) -> Root:
+        if self._closed:
+            raise ClosedError(f"the store {self.url} is closed")
+        return self._root
+
+    def _path(self, key: str) -> str:
+        return f"{self._open().path}/{check_key(key)}"
+
+    async def _holds(self, path: str, expected: bytes) -> bool:
+        try:
+            return await self._disk.read(path, len(expected)) == expected
+        except OSError as error:
+            if error.errno not in {errno.ENOENT, errno.EISDIR, errno.EFBIG, errno.ELOOP}:
+                raise
+            return False
+
+    async def _has_service_objects(self, entries: Sequence[Entry]) -> bool:
+        """Whether `.checkpointd` holds more than the store's own files."""
+        return any(entry.name == SERVICE for entry in entries) and bool(await self.list(SERVICE))
+
+
+class PosixWriter:
+    """A large object being written under its final name."""
+
+    def __init__(self, root: Root, key: str, path: str, file: WritableFile) -> None:
+        self._root, self._key, self._path, self._file = root, key, path, file
+        self._broken = self._finished = False
+
+    async def reserve(self, size: int) -> None:
+        """Reserve `size` bytes where the file system can; StoreFullError where they are not there."""
+        if size > 0:
+            async with self._guard("reserving space for"):
+                await self._file.reserve(size)
+
+    async def write_at(self, offset: int, data: Buffer) -> None:
+        async with self._guard("writing"):
+            await self._file.write_at(offset, data)
+
+    async def finish(self, size: int) -> None:
+        if self._broken:
+            raise StoreError(f"{self._key!r} in {self._root.path} is lost: writing it failed before; discard it and save again")
+        async with self._guard("finishing"):
+            await self._file.truncate(size)
+            await self._file.sync()
+            await self._file.close()
+            await self._root.directories.sync_names(self._path)
+        self._finished = True
+
+    async def discard(self) -> None:
+        if self._finished:
+            return
+        self._broken = True
+        with suppress(OSError):
+            await self._file.close()
+        with suppress(OSError):
+            await self._root.disk.unlink(self._path)
+
+    @asynccontextmanager
+    async def _guard(self, doing: str) -> AsyncIterator[None]:
+        """A call that failed or was interrupted breaks the object for good."""
+        try:
+            async with self._root.guard(doing, self._key):
+                yield
+        except BaseException:
+            self._broken = True
+            raise

@@ -1,0 +1,73 @@
+"""System calls in a bounded pool of threads, under any asyncio loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import threading
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import ParamSpec, TypeVar
+
+from checkpointd.store.posix.users import User, become
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class _Pool(ThreadPoolExecutor):
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        try:
+            return super().submit(fn, *args, **kwargs)
+        except RuntimeError as error:  # After close(), and when the interpreter is ending.
+            raise OSError(errno.ESHUTDOWN, str(error)) from error
+
+
+class Threads:
+    """A pool of at most `count` threads, started as they are needed; calls that come too late raise OSError ESHUTDOWN.
+
+    With `user`, every call is made with the rights of that user; OSError EPERM where this process may not take them.
+    """
+
+    def __init__(self, count: int, name: str, user: User | None = None) -> None:
+        self.executor = _Pool(count, thread_name_prefix=name)
+        self._user = user
+        self._of_thread = threading.local()
+
+    async def run(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run a blocking call and wait for its end, cancelled or not; one that has not begun is dropped instead."""
+        job = self.executor.submit(self._call, call, *args, **kwargs)
+        return await to_the_end(asyncio.wrap_future(job), job)
+
+    def _call(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        if self._user is not None and not hasattr(self._of_thread, "is_user"):
+            become(self._user)
+            self._of_thread.is_user = True
+        return call(*args, **kwargs)
+
+    def close(self) -> None:
+        """Let the threads go once they are idle."""
+        self.executor.shutdown(wait=False)
+
+
+async def to_the_end(work: Awaitable[T], job: Future[T] | None = None) -> T:
+    """Await `work`; a cancellation goes on only when `work` has ended, or `job` behind it has not begun and was dropped.
+
+    A system call cannot be called back: were the caller to go on, it would reuse memory and descriptors that are still in use.
+    """
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        if job is None or not job.cancel():
+            await _ended(task)
+        raise
+
+
+async def _ended(task: asyncio.Future[T]) -> None:
+    while not task.done():
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.wait({task})
+    if not task.cancelled():
+        task.exception()  # The cancellation is what the caller learns of.

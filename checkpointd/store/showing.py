@@ -1,0 +1,26 @@
+"""Shows objects as plain files beside the store: a capability of stores on a file system.
+
+Other stores need say nothing of it: `plain_files_of` answers None for them.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+from checkpointd.store.base import Store
+from checkpointd.store.posix.plain import PlainFiles
+
+
+@runtime_checkable
+class SupportsPlainFiles(Protocol):
+    """A store that can have directories of plain files beside it."""
+
+    @property
+    def plain_files(self) -> PlainFiles | None:
+        """The directories beside this root; None if it is not in the place for them (see `plain.py`)."""
+        ...
+
+
+def plain_files_of(store: Store) -> PlainFiles | None:
+    """The same for any store; None if it can show none."""
+    return store.plain_files if isinstance(store, SupportsPlainFiles) else None

@@ -1,0 +1,150 @@
+"""Which tensors share memory, and how: found by address, so that it does not matter through which objects they share it.
+
+Addresses are compared as torch reports them: unified across the host and CUDA devices. An interval of bytes spans a tensor's
+first to last element; strided tensors may interleave in it without sharing an element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from checkpointd.layout.manifest import Alias
+from checkpointd.layout.strides import contiguous_stride
+from checkpointd.layout.tree import Overlap
+
+Shape = tuple[int, ...]
+
+_EXACT_TEST_EFFORT = 100_000
+"""Bound on numpy's exact search for a common element; beyond it two tensors count as sharing."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRegion:
+    """Where a tensor lies: addresses, strides in elements, and torch's lazy bits."""
+
+    start: int
+    end: int
+    shape: Shape
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    contiguous: bool
+    conjugate: bool
+    negative: bool
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> MemoryRegion:
+        start = tensor.data_ptr()
+        return cls(
+            start,
+            start + extent(tensor),
+            tuple(tensor.shape),
+            tensor.stride(),
+            tensor.dtype,
+            tensor.is_contiguous(),
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
+
+    @property
+    def lazy_bits(self) -> tuple[bool, bool]:
+        return self.conjugate, self.negative
+
+    @property
+    def byte_stride(self) -> tuple[int, ...]:
+        """Strides in bytes; 0 for a dimension of one element, where it means nothing."""
+        return tuple(s * self.dtype.itemsize if n > 1 else 0 for n, s in zip(self.shape, self.stride, strict=True))
+
+    def equals(self, other: MemoryRegion) -> bool:
+        """Whether both are the same elements in the same order."""
+        return (
+            (self.start, self.end, self.shape, self.dtype) == (other.start, other.end, other.shape, other.dtype)
+            and self.byte_stride == other.byte_stride
+            and self.lazy_bits == other.lazy_bits
+        )
+
+    def shares_with(self, other: MemoryRegion) -> bool:
+        """Whether one element of the one has a byte in common with one of the other."""
+        if self.end <= other.start or other.end <= self.start:
+            return False
+        if self.contiguous and other.contiguous:
+            return True
+        try:
+            return np.shares_memory(_addresses(self), _addresses(other), max_work=_EXACT_TEST_EFFORT)  # type: ignore[arg-type]  # typed for two of its values
+        except np.exceptions.TooHardError:
+            return True
+
+
+def extent(tensor: torch.Tensor) -> int:
+    """Bytes from the first element of `tensor` to the end of its last one."""
+    if tensor.is_contiguous() or not tensor.numel():
+        return tensor.nbytes
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.itemsize
+
+
+def overlapping(starts: Sequence[int], ends: Sequence[int]) -> list[list[int]]:
+    """The groups of two or more intervals that overlap one another (in a chain), as positions. Empty intervals overlap none."""
+    first = np.fromiter(starts, np.uint64, len(starts))
+    last = np.fromiter(ends, np.uint64, len(ends))
+    order = np.argsort(first, kind="stable")
+    order = order[first[order] < last[order]]
+    if len(order) < 2:
+        return []
+    reach = np.maximum.accumulate(last[order])
+    joined = first[order][1:] < reach[:-1]
+    if not joined.any():
+        return []
+    groups = np.split(order, np.flatnonzero(~joined) + 1)
+    return [group.tolist() for group in groups if len(group) > 1]
+
+
+def overlapping_pairs(regions: Sequence[MemoryRegion]) -> Iterator[tuple[int, int]]:
+    """Positions of every two regions that share memory."""
+    active: list[int] = []
+    for i in sorted((i for i, r in enumerate(regions) if r.start < r.end), key=lambda i: regions[i].start):
+        active = [j for j in active if regions[j].end > regions[i].start]
+        yield from ((j, i) for j in active if regions[j].shares_with(regions[i]))
+        active.append(i)
+
+
+def alias_of(fqn: str, part: MemoryRegion, owner_fqn: str, owner: MemoryRegion) -> Alias | None:
+    """`part` as an alias of `owner`: the same elements, or some inside a contiguous owner; None where it is neither."""
+    if part.equals(owner):
+        return Alias(fqn, owner_fqn, part.shape, contiguous_stride(part.shape), 0)
+    offset, rest = divmod(part.start - owner.start, owner.dtype.itemsize)
+    plain = owner.contiguous and not any(owner.lazy_bits) and not any(part.lazy_bits) and part.dtype == owner.dtype
+    if plain and rest == 0 and offset >= 0 and part.end <= owner.end:
+        return Alias(fqn, owner_fqn, part.shape, part.stride, offset)
+    return None
+
+
+def overlap_of(region: MemoryRegion, group: int, lowest: int) -> Overlap:
+    """How `region` lies in the memory of its group, whose lowest address is `lowest`."""
+    return Overlap(group, region.start - lowest, region.byte_stride, region.conjugate, region.negative)
+
+
+def _addresses(region: MemoryRegion) -> Any:
+    """An array for numpy's overlap test, which looks at addresses only: the memory may be a device's."""
+    item = region.dtype.itemsize
+    return array_at(region.start, region.shape, tuple(s * item for s in region.stride), item)
+
+
+def array_at(start: int, shape: Shape, strides: tuple[int, ...], item: int) -> NDArray[np.void]:
+    """Memory by its address, as items of `item` bytes; strides in bytes. Nothing keeps it from being freed."""
+
+    class _Interface:
+        __array_interface__ = {  # noqa: RUF012  # numpy's protocol wants a dict here
+            "data": (start, True),
+            "shape": shape,
+            "strides": strides,
+            "typestr": f"|V{item}",
+            "version": 3,
+        }
+
+    return np.asarray(_Interface())

@@ -1,0 +1,106 @@
+"""The state of torch's optimizers as it is stored: by the names of its parameters, where modules of the state name them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import torch
+
+from checkpointd_client.capture import objects
+from checkpointd_client.sharding import fsdp1
+from checkpointd_client.sharding.dtensor import FlatShard
+from checkpointd_client.sharding.fsdp1 import Shards
+
+
+def named(stored: Any, numbers: Mapping[Hashable, Any] | None, names: Mapping[int, str]) -> dict[Hashable, Any] | None:
+    """What `state_dict` returned, with names in place of the numbers of parameters.
+
+    None where it is of a shape of its own, or where a parameter has no name, or two have the same: then it stays as it is.
+    """
+    if numbers is None:
+        return None
+    called = {number: names.get(id(parameter)) for number, parameter in numbers.items()}
+    if None in called.values() or len(set(called.values())) != len(called):
+        return None
+    state = {called.get(number, number): entry for number, entry in stored["state"].items()}
+    groups = [{**group, "params": [called[number] for number in group["params"]]} for group in stored["param_groups"]]
+    return {**stored, "state": state, "param_groups": groups}
+
+
+def numbered(optimizer: torch.optim.Optimizer, stored: Any, shards: Shards) -> dict[Hashable, Any] | None:
+    """The parameters by the numbers that `stored` gives them; None where it is not as torch's optimizers make it."""
+    try:
+        if not isinstance(stored["state"], dict):
+            return None
+        pairs = zip(fsdp1.members(optimizer, shards), stored["param_groups"], strict=True)
+        both = [pair for live, group in pairs for pair in zip(group["params"], live, strict=True)]
+    except (TypeError, KeyError, ValueError):
+        return None
+    return dict(both)
+
+
+def owners(optimizer: torch.optim.Optimizer) -> dict[int, torch.Tensor]:
+    """Whose state it is, by the identity of everything inside the state of each parameter."""
+    found: dict[int, torch.Tensor] = {}
+    for parameter, entry in state_of(optimizer).items():
+        _note(entry, parameter, found)
+    return found
+
+
+def owners_of(state: Mapping[Hashable, Any], numbers: Mapping[Hashable, Any]) -> dict[int, Any]:
+    """The same, of the state that `state_dict` made of an optimizer of flat parameters."""
+    found: dict[int, Any] = {}
+    for number, entry in state.items():
+        if number in numbers:
+            _note(entry, numbers[number], found)
+    return found
+
+
+def _note(value: Any, parameter: Any, found: dict[int, Any]) -> None:
+    children = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    for child in children:
+        found[id(child)] = parameter
+        if not isinstance(child, torch.Tensor | FlatShard | str | bytes | int | float | None):
+            _note(child, parameter, found)
+
+
+# --- ZeroRedundancyOptimizer ----------------------------------------------------------------------------------------
+
+
+def is_partitioned(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is a ZeroRedundancyOptimizer: each rank has the state of some of the parameters, and all of it."""
+    zero = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    return zero is not None and isinstance(optimizer, zero.ZeroRedundancyOptimizer)
+
+
+def state_of(optimizer: Any) -> dict[torch.Tensor, Any]:
+    """The state that this rank keeps, by parameter."""
+    found: dict[torch.Tensor, Any] = optimizer.optim.state if is_partitioned(optimizer) else optimizer.state
+    return found
+
+
+def keeps(optimizer: Any, parameter: Any) -> bool:
+    """Whether this rank is one to keep the state of `parameter`."""
+    if type(parameter) is FlatShard:
+        return bool(parameter.held.parts)
+    return not is_partitioned(optimizer) or optimizer._param_to_rank[parameter] == optimizer.rank
+
+
+def state_dict(optimizer: Any, fqn: str, shards: Shards) -> Any:
+    """The optimizer's state_dict(). Of a partitioned one what this rank has, where its own asks for all of it on one rank; of
+    one of flat parameters, that of what they are made of.
+    """
+    if fsdp1.has_flat(optimizer, shards):
+        return fsdp1.state_dict(optimizer, shards, fqn)
+    if not is_partitioned(optimizer):
+        return objects.state_dict_of(optimizer, fqn)
+    numbers: dict[torch.Tensor, int] = {}
+    groups = []
+    for group in optimizer.param_groups:
+        packed = {key: value for key, value in group.items() if key != "params"}
+        packed["params"] = [numbers.setdefault(parameter, len(numbers)) for parameter in group["params"]]
+        groups.append(packed)
+    state = {numbers[parameter]: entry for parameter, entry in state_of(optimizer).items() if parameter in numbers}
+    return {"state": state, "param_groups": groups}

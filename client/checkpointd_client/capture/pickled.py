@@ -1,0 +1,90 @@
+"""Values that only code can load again, as torch.save writes them: for those who ask for it, and loaded on request alone.
+
+The unpickling here is torch.load(weights_only=True), which refuses code, unless the caller says that the code may run.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from checkpointd.errors import StateError, UnsafeObjectError
+from checkpointd_client.capture.flatten import CLIENT_STATE, Flattener
+from checkpointd_client.capture.scalars import type_name
+
+_GLOBAL = re.compile(r"GLOBAL ([\w.]+)")
+_DATA, _CLASS = "checkpointd.pickled", "checkpointd.class"
+"""The keys of the dict that stands for such a value in client_state."""
+
+
+def saved(value: object) -> bytes:
+    """`value` as torch.save writes it."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def loaded(data: bytes, fqn: str, *, opt_in: str) -> Any:
+    """The value in `data`; UnsafeObjectError, naming `fqn` and what to pass, `opt_in`, where it holds more than
+    torch.load(weights_only=True) allows.
+    """
+    try:
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception as error:  # bytes of unknown origin: whatever goes wrong is that they cannot be loaded
+        named = _GLOBAL.search(str(error))
+        reason = f"it names {named[1]}" if named else str(error).partition("\n")[0]
+        raise UnsafeObjectError(
+            f"{fqn} is an object that torch.load(weights_only=True) does not load ({reason:.300}): if you trust who wrote the "
+            f"checkpoint, pass {opt_in}, and its code will run"
+        ) from error
+
+
+# --- in client_state -------------------------------------------------------------------------------------------------
+
+
+def packed(client_state: Mapping[str, object]) -> dict[str, object]:
+    """`client_state` with each value that is no plain one as a pickle. StateError naming one that does not pickle."""
+    return {key: value if _is_plain(value) else _packed(value, f"{CLIENT_STATE}.{key}") for key, value in client_state.items()}
+
+
+def unpacked(client_state: Mapping[str, object], *, allowed: bool) -> dict[str, object]:
+    """What `packed` was given. Where it is not `allowed` to run code, UnsafeObjectError names the values that need it."""
+    return {
+        key: _unpacked(value, f"{CLIENT_STATE}.{key}", allowed=allowed) if _is_packed(value) else value
+        for key, value in client_state.items()
+    }
+
+
+def _is_plain(value: object) -> bool:
+    walk = Flattener(exclude_frozen_parameters=False)
+    try:
+        walk.root({}, {"value": value})
+    except StateError:
+        return False
+    return True
+
+
+def _packed(value: object, fqn: str) -> dict[str, object]:
+    try:
+        return {_DATA: saved(value), _CLASS: type_name(value)}
+    except Exception as error:  # the user's objects: whatever they raise
+        raise StateError(f"{fqn}: {type_name(value)} cannot be pickled: {type(error).__name__}: {error}") from error
+
+
+def _is_packed(value: object) -> bool:
+    return isinstance(value, dict) and value.keys() == {_DATA, _CLASS} and type(value[_DATA]) is bytes
+
+
+def _unpacked(value: Any, fqn: str, *, allowed: bool) -> object:
+    if not allowed:
+        return loaded(value[_DATA], f"{fqn}, of class {value[_CLASS]},", opt_in="pickle_client_state=True")
+    try:
+        return torch.load(io.BytesIO(value[_DATA]), map_location="cpu", weights_only=False)
+    except Exception as error:  # the user's classes: whatever they raise
+        raise StateError(
+            f"{fqn}: {value[_CLASS]} cannot be unpickled here: {type(error).__name__}: {error}. Is its module importable?"
+        ) from error

@@ -1,0 +1,299 @@
+"""Capture: the user's state as tensors with FQNs, aliases and a tree of everything else.
+
+Invariants
+  CAPTURE-1  Nothing is copied but what cannot be shared: conjugate and negative views are resolved, read-only arrays copied.
+  CAPTURE-2  Memory is stored once where one tensor lies inside another's elements; what overlaps otherwise is stored in full.
+  CAPTURE-3  Every FQN is unique among leaves, aliases and excluded parameters.
+  CAPTURE-4  Nothing is pickled: what has no node in the tree is refused, with its FQN, its type and what to do.
+  CAPTURE-5  Of a tensor that ranks hold together, the leaves are what this rank writes, a box each; an alias of one is all of
+      it.
+  CAPTURE-6  A dict that stands in for the object which it came from is refused: a load would fill the dict alone.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import msgspec
+import torch
+
+from checkpointd.errors import StateError
+from checkpointd.layout import tree
+from checkpointd.layout.manifest import Alias
+from checkpointd.layout.strides import contiguous_stride
+from checkpointd_client.capture import state_dicts
+from checkpointd_client.capture.aliasing import MemoryRegion, alias_of, extent, overlap_of, overlapping
+from checkpointd_client.capture.dtypes import NAMES, overlaps_itself
+from checkpointd_client.capture.flatten import Flattener
+from checkpointd_client.capture.scalars import decode_key
+from checkpointd_client.capture.tensors import LIKELY_LOWEST_ADDRESS, refusal
+from checkpointd_client.sharding.dtensor import LocalBox, LocalShard, is_dtensor, local_of
+from checkpointd_client.sharding.write_split import written_parts
+
+__all__ = ["Captured", "Leaf", "capture"]
+
+
+class Leaf(msgspec.Struct, frozen=True, eq=False):
+    """One tensor to store. A Struct because making it takes a fifth of what a frozen dataclass takes, in every save, for each.
+
+    `tensor` is a live, detached view of the user's memory (no copy): it may be non-contiguous, expanded, on any device, and
+    shares the version counter of the user's tensor. `dtype` is torch's name without `torch.`. `optimizer_only` says that it
+    changes solely inside `optimizer.step()`: a parameter in the param_groups of, or a state tensor of, an optimizer in the
+    state. `part`: which box of a tensor that ranks hold together `tensor` is; None for one that is this rank's own, whole.
+    `start`: the address of its first element where all lie in a row; 0 where nobody has looked.
+    """
+
+    fqn: str
+    tensor: torch.Tensor
+    dtype: str
+    optimizer_only: bool
+    part: LocalBox | None = None
+    start: int = 0
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A state taken apart. `leaves` own their memory: a tied tensor is one leaf and, for every other name it has, an alias."""
+
+    leaves: tuple[Leaf, ...]
+    aliases: tuple[Alias, ...]
+    tree: tree.Node | tree.FilesNode
+    excluded: tuple[str, ...]
+
+
+def capture(
+    state: Mapping[str, object], client_state: Mapping[str, object] | None, *, exclude_frozen_parameters: bool
+) -> Captured:
+    """Take `state` and `client_state` apart without copying tensors; StateError, with nothing begun, for what cannot be stored.
+
+    With `exclude_frozen_parameters`, parameters (not buffers) of modules that have requires_grad off are left out and listed.
+    """
+    error = state_dicts.refused(state)
+    if error is not None:
+        raise error
+    walk = Flattener(exclude_frozen_parameters=exclude_frozen_parameters)
+    try:
+        root = walk.root(state, client_state)
+    except RecursionError as error:
+        raise StateError("the state is nested too deeply for what is left of Python's stack: flatten it") from error
+    _check_unique(walk, root)
+    # A mode such as torch.set_default_device would make each of the small calls in here a Python call.
+    with torch._C.DisableTorchFunction():
+        found = _inspect(walk)
+        aliases = _share(found)
+        _share_nothing(walk, found, aliases)
+        overlaps = _overlaps(found, aliases)
+        optimizer_only = _optimizer_only(walk, found)
+        leaves = tuple(_leaves(found, aliases, optimizer_only))
+    return Captured(
+        leaves,
+        tuple(alias for _, (_, alias) in sorted(aliases.items())),
+        _mark(root, overlaps) if overlaps else root,
+        tuple(walk.excluded),
+    )
+
+
+def _leaves(found: _CheckedTensors, aliases: _Aliases, optimizer_only: set[int]) -> Iterator[Leaf]:
+    strided = {*found.strided, *found.resolved}
+    for i, (fqn, tensor, dtype) in enumerate(zip(found.fqns, found.detached, found.dtypes, strict=True)):
+        if i in aliases:
+            continue
+        held = found.held.get(i)
+        if held is None:
+            yield Leaf(fqn, tensor, dtype, i in optimizer_only, None, 0 if i in strided else found.starts[i])
+            continue
+        for part in written_parts(fqn, held, tensor.itemsize):
+            yield Leaf(fqn, part.of(tensor), dtype, i in optimizer_only, part)
+
+
+def _check_unique(walk: Flattener, root: tree.Node) -> None:
+    names = [*walk.fqns, *walk.excluded]
+    if len(set(names)) == len(names):
+        return
+    fqn, count = collections.Counter(names).most_common(1)[0]
+    places = [_way(path) for path, node in _places(root, ()) if node.fqn == fqn] or [f"{count} frozen parameters"]
+    raise StateError(
+        f"{fqn}: {count} tensors of the state would get this name, at {' and '.join(places)}: "
+        "rename one (names are the keys joined by dots, so 0 and '0', or 'a.b' and a nested 'a', 'b', are the same)"
+    )
+
+
+def _places(node: tree.Node, path: tuple[object, ...]) -> Iterator[tuple[tuple[object, ...], tree.Tensor | tree.Array]]:
+    """Every tensor of the tree with the keys that lead to it."""
+    if isinstance(node, tree.Tensor | tree.Array):
+        yield path, node
+    elif isinstance(node, tree.Dict):
+        for key, child in node.items:
+            yield from _places(child, (*path, decode_key(key)))
+    elif isinstance(node, tree.Sequence):
+        for i, child in enumerate(node.items):
+            yield from _places(child, (*path, i))
+
+
+def _way(path: tuple[object, ...]) -> str:
+    """The keys as the user would write them: the root (state or client_state) and what is indexed in it."""
+    return str(path[0]) + "".join(f"[{key!r}]" for key in path[1:])
+
+
+@dataclass(frozen=True, slots=True)
+class _CheckedTensors:
+    """The tensors of a walk, checked. Position i is the walk's; `starts` and `ends` are addresses of the user's memory."""
+
+    fqns: list[str]
+    live: list[torch.Tensor]
+    detached: list[torch.Tensor]
+    dtypes: list[str]
+    starts: list[int]
+    ends: list[int]
+    strided: list[int]
+    """Positions of those that are not contiguous."""
+    resolved: list[int]
+    """Positions of those whose bytes are made for the save, and lie elsewhere than the user's."""
+    held: dict[int, LocalShard]
+    """What this rank holds of those that ranks hold together; the tensor at the position is its local part."""
+    tied: dict[int, int]
+    """Positions of those that are another name of an earlier one, whether or not this rank holds anything of it."""
+
+
+def _inspect(walk: Flattener) -> _CheckedTensors:
+    """Check every tensor and note where it lies; kept flat because it runs inside every save(), for every tensor."""
+    found = _CheckedTensors(walk.fqns, walk.tensors, [], [], [], [], [], [], walk.held, walk.tied)
+    for i, tensor in enumerate(walk.tensors):
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            _refuse(tensor, walk.fqns[i])
+        name = NAMES.get(tensor.dtype)
+        start = tensor.data_ptr()
+        if name is None or start < LIKELY_LOWEST_ADDRESS:
+            _refuse(tensor, walk.fqns[i])
+        contiguous = tensor.is_contiguous()
+        if not contiguous:
+            found.strided.append(i)
+        found.starts.append(start)
+        found.ends.append(start + (tensor.nbytes if contiguous else extent(tensor)))
+        found.dtypes.append(name or "")
+        detached = tensor.detach()
+        lazy_bits = tensor.is_neg() or (tensor.is_complex() and tensor.is_conj())
+        if lazy_bits:
+            found.resolved.append(i)
+        found.detached.append(detached.resolve_conj().resolve_neg() if lazy_bits else detached)
+    return found
+
+
+def _refuse(tensor: torch.Tensor, fqn: str) -> None:
+    why = refusal(tensor)
+    if why is not None:
+        raise StateError(f"{fqn}: {why}")
+
+
+_Aliases = dict[int, tuple[int, Alias]]
+"""Position of an alias -> position of its owner, and the alias."""
+
+
+def _share(found: _CheckedTensors) -> _Aliases:
+    """Which tensors lie inside others."""
+    aliases: _Aliases = {}
+    tied = {i: o for i, o in found.tied.items() if found.held[i].shape}
+    for overlap in overlapping(found.starts, found.ends):
+        positions = [i for i in overlap if i not in tied]
+        regions = {i: MemoryRegion.of(found.live[i]) for i in positions}
+        owners: list[int] = []
+        # The owner is the one that holds most, contiguous ones first; among equals one that ranks hold together, then the first
+        # in the state.
+        for i in sorted(
+            positions, key=lambda i: (not _plain(regions[i]), regions[i].start - regions[i].end, i not in found.held, i)
+        ):
+            named = ((o, _alias(found, i, regions[i], o, regions[o])) for o in owners)
+            owner = next(((o, alias) for o, alias in named if alias is not None), None)
+            if owner is None:
+                owners.append(i)
+            else:
+                aliases[i] = owner
+    for i, o in tied.items():
+        shape = found.held[i].shape
+        alone = (o, Alias(found.fqns[i], found.fqns[o], shape, contiguous_stride(shape), 0))
+        owner_of, alias = aliases.get(o, alone)
+        aliases[i] = (owner_of, msgspec.structs.replace(alias, fqn=found.fqns[i]))
+    return aliases
+
+
+def _share_nothing(walk: Flattener, found: _CheckedTensors, aliases: _Aliases) -> None:
+    """Tie the sharded tensors of which this rank holds no element, as the ranks that hold some will tie them."""
+    owners: dict[object, int] = {}
+    for i, tensor in walk.sharded.items():
+        if found.starts[i] < found.ends[i]:
+            continue
+        # One object under two names, or two that were detached from one.
+        memory = local_of(tensor).untyped_storage()._cdata if is_dtensor(tensor) else id(tensor)
+        o = owners.setdefault(memory, i)
+        if o != i and found.held[i].alike(found.held[o]) and found.dtypes[i] == found.dtypes[o]:
+            shape = found.held[o].shape
+            aliases[i] = o, Alias(found.fqns[i], found.fqns[o], shape, contiguous_stride(shape), 0)
+
+
+def _alias(found: _CheckedTensors, i: int, part: MemoryRegion, o: int, owner: MemoryRegion) -> Alias | None:
+    """`i` as an alias of `o`, in terms of the global tensor where ranks hold it together; None where it is none."""
+    one, two = found.held.get(i), found.held.get(o)
+    if two is not None and not two.shape:
+        return None  # not every rank that holds it can name it in its index
+    if (one is None or one.is_whole) if two is None else (one is None and two.is_whole):
+        return alias_of(found.fqns[i], part, found.fqns[o], owner)
+    if one is None or two is None or not one.alike(two) or not part.equals(owner):
+        return None
+    return Alias(found.fqns[i], found.fqns[o], two.shape, contiguous_stride(two.shape), 0)
+
+
+def _plain(region: MemoryRegion) -> bool:
+    return region.contiguous and not any(region.lazy_bits)
+
+
+def _overlaps(found: _CheckedTensors, aliases: _Aliases) -> dict[str, tree.Overlap]:
+    """For every FQN that shares memory in a way that its alias, if it is one, does not tell: how it lies there."""
+    folded = {i for i in found.strided if i not in aliases and overlaps_itself(found.live[i])}
+    groups = [group for group in overlapping(found.starts, found.ends) if _needs_telling(group, aliases, folded)]
+    alone = folded.difference(*groups)
+    return {
+        found.fqns[i]: overlap_of(MemoryRegion.of(found.live[i]), number, min(found.starts[j] for j in group))
+        for number, group in enumerate([*groups, *([i] for i in sorted(alone))])
+        for i in group
+    }
+
+
+def _needs_telling(group: list[int], aliases: _Aliases, folded: set[int]) -> bool:
+    """Whether the group holds two owners that overlap, or one whose own elements do."""
+    owners = {aliases[i][0] if i in aliases else i for i in group}
+    return len(owners) > 1 or not folded.isdisjoint(owners)
+
+
+_NOWHERE = (-1, -1)
+
+
+def _optimizer_only(walk: Flattener, found: _CheckedTensors) -> set[int]:
+    """Positions of what changes inside optimizer steps alone: by memory, so that a state_dict counts like its module."""
+    if not walk.optimizers and not walk.optimizer_only:
+        return set()
+    spans = list(zip(found.starts, found.ends, strict=True))
+    optimizer_only = {spans[i] for i in walk.optimizer_only}
+    known = dict(zip(map(id, found.live), spans, strict=True))
+    known.update((id(tensor), spans[i]) for i, tensor in walk.sharded.items())
+    for parameter in (p for o in walk.optimizers for group in o.param_groups for p in group["params"]):
+        span = known.get(id(parameter))
+        if span is None and refusal(parameter) is None:
+            start = parameter.data_ptr()
+            span = start, start + extent(parameter)
+        optimizer_only.add(span or _NOWHERE)
+    return {i for i, span in enumerate(spans) if span in optimizer_only}
+
+
+def _mark(node: tree.Node, overlaps: Mapping[str, tree.Overlap]) -> tree.Node:
+    """The tree with the overlaps noted on their tensors."""
+    match node:
+        case tree.Tensor(fqn) | tree.Array(fqn) if fqn in overlaps:
+            return msgspec.structs.replace(node, overlap=overlaps[fqn])
+        case tree.Dict(kind, items):
+            return tree.Dict(kind, tuple((key, _mark(child, overlaps)) for key, child in items))
+        case tree.Sequence(kind, items):
+            return tree.Sequence(kind, tuple(_mark(child, overlaps) for child in items))
+        case _:
+            return node

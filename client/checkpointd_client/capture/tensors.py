@@ -1,0 +1,135 @@
+"""Which tensors and arrays can be stored, why others cannot, and numpy arrays as tensors that share their memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from checkpointd.errors import FormatError, StateError
+from checkpointd.layout.strides import contiguous_stride
+from checkpointd_client.capture.dtypes import DTYPES, NAMES
+from checkpointd_client.capture.scalars import type_name
+
+PLAIN_TENSORS: frozenset[type] = frozenset({torch.Tensor, nn.Parameter})
+_ARRAY_KINDS = "biufcMmUS"
+LIKELY_LOWEST_ADDRESS = 1 << 40
+"""Below it, an address is looked at more closely: a freed storage starts at 0."""
+
+
+def refusal(tensor: torch.Tensor) -> str | None:
+    """Why `tensor` can neither be stored nor filled, and what to do; None where it can."""
+    if type(tensor) not in PLAIN_TENSORS:
+        return _subclass_refusal(tensor)
+    if tensor.is_meta:
+        return "a meta tensor has no data: materialise it first (module.to_empty(device=...))"
+    if tensor.is_nested:
+        return "a nested tensor cannot be stored: store its .values() and .offsets(), or a list of tensors"
+    if tensor.is_quantized:
+        return "a quantized tensor cannot be stored: store its int_repr(), scale and zero point"
+    if tensor.layout is not torch.strided:
+        return (
+            f"a tensor of layout {tensor.layout} cannot be stored: convert it with .to_dense(), or store its indices and values"
+        )
+    if tensor.dtype not in NAMES:
+        return f"dtype {tensor.dtype} cannot be stored: store .view(torch.uint8)"
+    if tensor.nbytes and tensor.data_ptr() < LIKELY_LOWEST_ADDRESS and tensor.untyped_storage().nbytes() == 0:
+        return "its storage was freed: gather or restore the tensor first"
+    return None
+
+
+def stride_like(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """The strides of a new tensor like `tensor`, as torch's optimizers make the state of a parameter; None for contiguous ones.
+
+    They are those of `tensor` where its elements fill their memory, and else keep the order of its dimensions.
+    """
+    if tensor.layout is not torch.strided or tensor.stride() == contiguous_stride(tensor.shape):
+        return None
+    without_memory = torch.empty_strided(tensor.shape, tensor.stride(), device="meta")
+    return torch.empty_like(without_memory, memory_format=torch.preserve_format).stride()
+
+
+def is_meta(value: object) -> bool:
+    """Whether `value` is a tensor, sharded or not, that has a shape and no memory."""
+    return getattr(getattr(value, "device", None), "type", None) == "meta"
+
+
+def refuse_meta(fqn: str, found: Sequence[str]) -> None:
+    """StateError where the object at `fqn` has tensors without memory, `found`, that a load would have to fill."""
+    if found:
+        raise StateError(
+            f"{fqn}: {len(found)} of its tensors, such as {found[0]}, are on the meta device, which has no memory to load "
+            "into: call to_empty(device=...) on the module and make the optimizer after that, then load"
+        )
+
+
+def _subclass_refusal(tensor: torch.Tensor) -> str:
+    name = type_name(tensor)
+    if any(cls.__name__ == "ShardedTensor" for cls in type(tensor).__mro__):
+        return f"a {name} cannot be stored: of the tensors that are sharded over ranks, store a DTensor"
+    if torch.nn.parameter.is_lazy(tensor):
+        return "a lazy module's parameter has no shape yet: run one forward pass first"
+    return f"the tensor subclass {name} would lose its class: store .as_subclass(torch.Tensor) or its parts"
+
+
+def array_tensor(array: NDArray[np.generic], fqn: str) -> torch.Tensor:
+    """`array` as a tensor on the same memory where torch can share it, and else on a copy.
+
+    StateError where it cannot be stored. A dtype that torch lacks gives uint8 with one more dimension, the bytes of an item.
+    """
+    if array.dtype.kind not in _ARRAY_KINDS or array.dtype.itemsize == 0:
+        raise StateError(
+            f"{fqn}: a numpy array of dtype {array.dtype} cannot be stored: "
+            "convert it to numbers, or store a list or its fields one by one"
+        )
+    return torch.from_numpy(_shareable(array) if is_native(array.dtype) else _as_bytes(array))
+
+
+def in_place(array: NDArray[np.generic]) -> bool:
+    """Whether `array_tensor(array)` shares the array's memory, so that filling the one fills the other."""
+    return array.flags.writeable and _has_plain_strides(array) and (is_native(array.dtype) or array.flags.c_contiguous)
+
+
+def array_dtype(name: str, tensor: str) -> np.dtype[np.generic]:
+    """The numpy dtype called `name` of an array stored with the torch dtype `tensor`; FormatError where that cannot be."""
+    try:
+        dtype = np.dtype(name)
+    except (TypeError, ValueError) as error:
+        raise FormatError(f"the state tree holds an array of unknown dtype {name!r}") from error
+    if dtype.kind not in _ARRAY_KINDS or dtype.itemsize == 0 or tensor != stored_dtype(dtype):
+        raise FormatError(f"the state tree holds an array of dtype {name!r}, stored as {tensor}")
+    return dtype
+
+
+def stored_dtype(dtype: np.dtype[np.generic]) -> str:
+    """Torch's name of the dtype in which an array of `dtype` is stored."""
+    return dtype.name if is_native(dtype) else "uint8"
+
+
+def tensor_array(tensor: torch.Tensor, dtype: np.dtype[np.generic]) -> NDArray[np.generic]:
+    """The array on the memory of the contiguous CPU tensor `tensor`: the inverse of `array_tensor`."""
+    array: NDArray[np.generic] = tensor.numpy()
+    return array if is_native(dtype) else array.view(dtype).reshape(array.shape[:-1])
+
+
+def is_native(dtype: np.dtype[np.generic]) -> bool:
+    """Whether torch has this dtype too."""
+    return dtype.isnative and dtype.kind in "biufc" and dtype.name in DTYPES
+
+
+def _has_plain_strides(array: NDArray[np.generic]) -> bool:
+    return array.flags.aligned and all(stride >= 0 and stride % array.itemsize == 0 for stride in array.strides)
+
+
+def _shareable(array: NDArray[np.generic]) -> NDArray[np.generic]:
+    """`array`, or a copy where torch would refuse it or warn: memory that is read-only, strides that torch cannot express."""
+    return array if array.flags.writeable and _has_plain_strides(array) else np.array(array, order="C")
+
+
+def _as_bytes(array: NDArray[np.generic]) -> NDArray[np.generic]:
+    whole = np.ascontiguousarray(array)
+    whole = whole if whole.flags.writeable else whole.copy()
+    return whole.reshape(-1).view(np.uint8).reshape(*array.shape, array.itemsize)

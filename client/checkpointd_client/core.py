@@ -1,0 +1,470 @@
+"""The inside of a Checkpointer, which integrations use as well: it wires snapshot, writer, commit and loading together.
+
+Invariants
+  CHECKPOINTER-1  save() never raises for what the storage does; that ends up in the handle, the status and the log.
+  CHECKPOINTER-2  Once save() was entered with a valid tag, this rank votes on the attempt, whatever happens: nobody waits for
+      it in vain.
+  CHECKPOINTER-3  One Checkpointer per root and process; its epoch fences every earlier incarnation of the job.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Collection, Coroutine, Iterable, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from checkpointd import arguments
+from checkpointd.admin.gc import delete_once
+from checkpointd.commands import start_sidecar
+from checkpointd.config import TIMEOUT_S_MAX, CommitConfig, PersistConfig, check_job
+from checkpointd.errors import CheckpointdError, ClosedError, FormatError, StoreError, UsageError, WaitTimeoutError
+from checkpointd.layout.files import check_leftovers, check_names, check_place
+from checkpointd.layout.keys import SERVICE, AttemptId, check_tag
+from checkpointd.pipeline.attempt import WriterState
+from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root.candidates import listed, note_tag_passed_over
+from checkpointd.pipeline.root.catalog import Checkpoint
+from checkpointd.pipeline.root.leases import Beginner
+from checkpointd.pipeline.root.tag_directories import abandoned
+from checkpointd.pipeline.shard import COORDINATOR
+from checkpointd.store import open_store
+from checkpointd.store.showing import plain_files_of
+from checkpointd_client.examining import Examination, Nobody, Taker
+from checkpointd_client.lifetime import at_exit, check_apart, claim_root
+from checkpointd_client.loader import LOOK_S, Loaded, Loader, call_patiently, leave_record
+from checkpointd_client.ranks.board import find_ranks, open_board
+from checkpointd_client.ranks.load_rounds import LoadRounds
+from checkpointd_client.ranks.preemption import Preemption
+from checkpointd_client.ranks.rendezvous import Meetings
+from checkpointd_client.ranks.startup import START_TIMEOUT_S, Started, begin_epoch, check_shared, end, instead, reach_sidecars
+from checkpointd_client.ranks.writer import WriterThread
+from checkpointd_client.restore.plan import LoadOptions
+from checkpointd_client.restore.target_chooser import TargetChooser
+from checkpointd_client.saver import SLICE_S, TIDY_TIMEOUT_S, Saver, asked
+from checkpointd_client.saves.handle import SaveHandle
+from checkpointd_client.saves.status import Status
+from checkpointd_client.settings import Options, check_load, check_path
+from checkpointd_client.sidecar.client import OnSidecarLoss, SidecarClient
+from checkpointd_client.staging.arena import Arena
+from checkpointd_client.staging.stager import Stager
+
+log = logging.getLogger("checkpointd")
+T = TypeVar("T")
+
+SIDECAR_PATIENCE_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """A directory that is filled beside a save, at `path`; the save knows it by `name`."""
+
+    name: str
+    path: str
+
+
+class Core:
+    """One rank's part in a job at `root`. Raises as Checkpointer does, which documents the options."""
+
+    def __init__(self, root: str | os.PathLike[str], options: Options) -> None:
+        self._closed = True  # until everything below has worked, so that close() and the exit hook have nothing to do
+        check_path("root", root)
+        self._options, persist, commit, graces = options, options.persist, options.commit, options.graces
+        self._ranks = find_ranks()
+        self._give_back_root = claim_root(root)
+        self._started: Started | None = None
+        self._writer = WriterThread(threads=persist.encoders + persist.writes)
+        try:
+            self._store = open_store(root)
+            if self._store.capabilities.shared:
+                check_apart(self._store.url)
+            self._sidecar = self._reach(options.sidecar, options.sidecar_uid, options.on_sidecar_loss)
+            beginner = Beginner(
+                world_size=self._ranks.world_size,
+                job=check_job(options.job),
+                take_over=options.take_over,
+                commit_timeout_s=commit.timeout_s,
+                instead=instead(self._store.url),
+            )
+            self._epoch, self._started = begin_epoch(self._writer, self._store, self._ranks, beginner, self._start_sidecar)
+            self._board = open_board(self._ranks, self._epoch.nonce)
+            check_shared(self._writer, self._store, self._ranks, self._board, self._epoch, START_TIMEOUT_S)
+            state = WriterState(store=self._store, persist=persist, commit=commit)
+            self._writer.call(state.own_root.begun(self._epoch.number, self._epoch.nonce), 2 * SIDECAR_PATIENCE_S)
+            self._begin_sidecar(persist, commit)
+            self._preemption = Preemption(graces, self._board).listen() if graces else None
+        except BaseException:
+            end(self._writer, self._started)
+            self._writer.close()
+            self._give_back_root()
+            raise
+        self._process = os.getpid()
+        self._arena = Arena(on_gone=self._slot_is_gone)
+        self._saver = Saver(
+            writer=self._writer,
+            state=state,
+            ranks=self._ranks,
+            epoch=self._epoch,
+            arena=self._arena,
+            stager=Stager(options.staging),
+            when_busy=options.when_busy,
+            sidecar=self._sidecar,
+            pickles=options.pickle_client_state,
+            afresh=options.afresh,
+        )
+        self._history = self._saver.history
+        self._meetings = Meetings(self._board, self._ranks, commit.timeout_s)
+        self._turns = LoadRounds(self._board, self._ranks, commit.timeout_s, options.load.retry_s + options.load.absence_s)
+        self._step_hook = register_optimizer_step_pre_hook(self._before_step)
+        self._closed = False
+        at_exit(self._leave)
+
+    # --- the sidecar -----------------------------------------------------------------------------------------
+
+    def _reach(self, path: str | os.PathLike[str] | None, uid: int | None, on_loss: OnSidecarLoss) -> SidecarClient | None:
+        if path is None:
+            return None
+        if not self._store.capabilities.shared:
+            raise UsageError(f"{self._store.url} exists only in this process: a sidecar cannot write there")
+        return SidecarClient(os.path.abspath(path), self._store, self._ranks, on_loss, uid)
+
+    def _start_sidecar(self) -> tuple[str, ...]:
+        """Connect; the attempts of earlier incarnations that the daemon still works at ("tag/attempt")."""
+        if self._sidecar is None:
+            return ()
+        joined = self._ask_sidecar(self._sidecar, self._sidecar.start(SIDECAR_PATIENCE_S))
+        flights = () if joined is None else self._ask_sidecar(self._sidecar, self._sidecar.at_root(joined))
+        return tuple(f"{flight.tag}/{flight.attempt}" for flight in flights if flight.rank == COORDINATOR)
+
+    def _begin_sidecar(self, persist: PersistConfig, commit: CommitConfig) -> None:
+        sidecar = self._sidecar
+        if sidecar is None:
+            return
+
+        def begin() -> None:
+            self._start_sidecar()
+            self._ask_sidecar(sidecar, sidecar.begin(self._epoch.number, self._epoch.nonce, persist, commit))
+
+        reach_sidecars(self._ranks, self._board, begin, START_TIMEOUT_S)
+
+    def _ask_sidecar(self, sidecar: SidecarClient, asking: Coroutine[Any, Any, T]) -> T:
+        doing = f"the sidecar at {sidecar.path} has not answered; if it is not running, {start_sidecar(sidecar.path)}"
+        return self._writer.call(asking, 2 * SIDECAR_PATIENCE_S, doing)
+
+    def _slot_is_gone(self, number: int) -> None:
+        if self._sidecar is not None:
+            self._writer.call_soon(self._sidecar.drop_slot, number)
+
+    # --- saving ----------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, object],
+        *,
+        tag: str | None = None,
+        client_state: Mapping[str, object] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+        metrics: Mapping[str, float] | None = None,
+    ) -> SaveHandle:
+        """Snapshot `state` and return; it is persisted and committed in the background. Raises as Checkpointer.save()."""
+        self._check_open("save")
+        request = asked(step, tag, save_latest, metrics, exclude_frozen_parameters=exclude_frozen_parameters)
+        return self._saver.save(request, state, client_state)
+
+    def refuse(
+        self, step: int, error: CheckpointdError, *, tag: str, save_latest: bool = True, unfinished: str = ""
+    ) -> SaveHandle:
+        """Vote no on the save that the other ranks begin now, because of `error`: nobody waits for this rank in vain."""
+        self._check_open("save")
+        return self._saver.refuse(asked(step, tag, save_latest, unfinished=unfinished), error)
+
+    def meet(self, said: str, doing: str) -> dict[int, str]:
+        """What every rank says, by rank, when all of them are `doing` the same; DeadlineError names those that do not come."""
+        self._check_open("meet")
+        return self._meetings.meet(said, doing)
+
+    def fence(self) -> None:
+        """Wait until the snapshots in flight are copied. Call it before you change parameters outside an optimizer step.
+
+        On a GPU the current stream waits for the copies, not the host.
+        """
+        self._saver.fence()
+
+    def _before_step(self, *_: object) -> None:
+        self._saver.fence()
+
+    # --- loading ---------------------------------------------------------------------------------------------
+
+    def load(
+        self,
+        state: MutableMapping[str, Any] | TargetChooser,
+        tag: str | None = None,
+        *,
+        strict: bool = True,
+        fallback: bool = True,
+        cast: bool = False,
+    ) -> Loaded | None:
+        """Load the newest checkpoint, or `tag`, into the objects of `state`, or into what a chooser takes. Raises as
+        Checkpointer.load().
+        """
+        self._check_open("load")
+        if tag is not None:
+            check_tag(tag)
+        check_load(state, strict=strict, fallback=fallback, cast=cast)
+        self._saver.fence()
+        self.settle()  # what is being committed may replace what would be read
+        loader = Loader(
+            store=self._store,
+            writer=self._writer,
+            ranks=self._ranks,
+            config=self._options.load,
+            turn=self._turns.begin(),
+            timeout_s=self._options.commit_timeout_s,
+            state=state,
+            options=LoadOptions(strict, cast, self._options.pickle_client_state),
+            sidecar=self._sidecar,
+            spares=self._started.spares if self._started is not None else (),
+            afresh=self._options.afresh,
+        )
+        loaded = loader.load(tag, fallback=fallback)
+        if self._preemption is not None:
+            self._preemption.loaded()
+        self._saver.is_recorded &= loader.is_recorded
+        self.take_up()
+        if not isinstance(state, TargetChooser):
+            self._saver.prewarm(state)
+        return loaded
+
+    def take_up(self) -> None:
+        """Count as having loaded, by other means: from here on this job may remove checkpoints of earlier ones."""
+        self._saver.take_up()
+
+    @property
+    def has_taken_up(self) -> bool:
+        """Whether this job may remove checkpoints of earlier ones."""
+        return self._saver.has_taken_up
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    # --- looking ---------------------------------------------------------------------------------------------
+
+    def status(self) -> Status:
+        """This rank's saves in flight and the last ones; cheap, touches no storage."""
+        statuses = self._history.statuses()
+        return Status(
+            root=self._store.url,
+            epoch=self._epoch.number,
+            rank=self._ranks.rank,
+            world_size=self._ranks.world_size,
+            latest=self._saver.latest,
+            in_flight=len(self._history.in_flight()),
+            saves_committed=self._history.committed,
+            saves_failed=self._history.failed,
+            attempts=statuses,
+            sidecar=self._sidecar.path if self._sidecar is not None else None,
+            sidecar_connected=self._sidecar is not None and self._sidecar.connected,
+            read_back=self._saver.read_back,
+        )
+
+    def latest(self) -> str | None:
+        """The tag that `latest` names in the store now, or None."""
+        self._check_open("latest")
+        return self._writer.call(catalog.latest(self._store), self._options.commit_timeout_s)
+
+    def latest_step(self) -> int | None:
+        """The step of the checkpoint that `latest` names in the store now, or None."""
+        self._check_open("latest_step")
+
+        async def look() -> int | None:
+            tag = await catalog.latest(self._store)
+            return None if tag is None else (await catalog.find(self._store, tag)).outcome.step
+
+        return self._writer.call(look(), self._options.commit_timeout_s)
+
+    def delete(self, tag: str, *, force: bool) -> None:
+        """Remove the checkpoint `tag`. Raises as Checkpointer.delete()."""
+        self._check_open("delete")
+        arguments.flag("force", force)
+        self._writer.call(delete_once(self._store, check_tag(tag), force=force), LOOK_S)
+
+    def checkpoints(self) -> list[Checkpoint]:
+        """All checkpoints in the store, newest first. Raises UnreadableError if the storage does not let it find out which one
+        is the newest.
+        """
+        self._check_open("list")
+        return call_patiently(self._writer, self._options.glance, lambda patience: listed(self._store, patience))
+
+    def pass_over(self, tag: str, why: str) -> None:
+        """Leave the record that `tag` is damaged and an older checkpoint is loaded instead; rank 0 does it."""
+        self._check_open("pass_over")
+        if self._ranks.rank == COORDINATOR:
+            recorded = leave_record(self._writer, note_tag_passed_over(self._store, tag, why), tag)
+            self._saver.is_recorded &= recorded
+
+    def damage(self, checkpoint: Checkpoint, ranks: Iterable[int], taker: Taker | None = None) -> tuple[str, ...]:
+        """Read everything that `ranks` stored of a checkpoint and list the damage, and files that are not shown; empty if it is
+        whole. `taker` reads files for good on the way. Raises UnreadableError if something cannot be read now.
+        """
+        self._check_open("damage")
+        examination = Examination(self._store, self._writer, self._options.glance, self._options.commit_timeout_s, checkpoint)
+        return examination.damage(ranks, taker or Nobody())
+
+    def preempted(self, step: int) -> bool:
+        """Whether a signal has come and all ranks are to save `step` and leave. Ask it equally often about each step on every
+        rank, in evaluation and warm-up as well: all get the same answer. Always False without `preempt_signals`.
+        """
+        return self._preemption.ask(step) if self._preemption else False
+
+    @property
+    def preempting(self) -> bool:
+        """Whether a signal has come to any rank. Ask it anywhere, such as in an evaluation on rank 0 alone: leave that part
+        without saving, and ask `preempted` next.
+        """
+        return self._preemption.begun if self._preemption else False
+
+    # --- ending ----------------------------------------------------------------------------------------------
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until no save of this rank is in flight. Raises the first error of these saves, or WaitTimeoutError."""
+        if timeout is not None:
+            arguments.seconds("timeout", timeout, most=TIMEOUT_S_MAX, zero=True)
+        until = None if timeout is None else time.monotonic() + timeout
+        first: CheckpointdError | None = None
+        for handle in self._history.in_flight():
+            try:
+                handle.wait(timeout=None if until is None else max(0.0, until - time.monotonic()))
+            except WaitTimeoutError:
+                raise
+            except CheckpointdError as error:
+                first = first or error
+        if first is not None:
+            raise first
+
+    def settle(self) -> None:
+        """Wait until no save of this rank is in flight. Does not raise the errors of saves: handles and the log have them."""
+        self._saver.drain()
+
+    def close(self, *, ends_well: bool = True) -> None:
+        """Wait for the saves in flight, then release everything. A second call does nothing. Raises as Checkpointer.close().
+
+        `ends_well`: whether the job ends as it should; else what lies at the root is left for the next start.
+        """
+        if self._closed or os.getpid() != self._process:
+            return
+        self._closed = True
+        try:
+            self._saver.drain(self._grace_left_s)
+        finally:
+            self._release(ends_well=ends_well)
+        last = self._history.last_failed
+        error = last.peek() if last is not None and not last.observed else None
+        if error is not None:
+            raise error
+
+    def _grace_left_s(self) -> float | None:
+        return self._preemption.grace_left_s() if self._preemption else None
+
+    def _release(self, *, ends_well: bool) -> None:
+        self._step_hook.remove()
+        try:
+            self._saver.close(self._tidy_left_s, ends_well=ends_well)
+            end(self._writer, self._started, max(self._tidy_left_s(), SLICE_S))
+            self._writer.call(self._store.close(), max(self._tidy_left_s(), SLICE_S))
+        except StoreError as error:
+            log.error("closing %s: %s", self._store.url, error)
+        finally:
+            self._writer.close()
+            self._arena.close()
+            self._give_back_root()
+            if self._preemption is not None:
+                self._preemption.close()  # last: a signal that comes while this closes must not end the process
+
+    def _tidy_left_s(self) -> float:
+        grace_s = self._grace_left_s()
+        return TIDY_TIMEOUT_S if grace_s is None else min(TIDY_TIMEOUT_S, grace_s)
+
+    def _leave(self) -> None:
+        """The interpreter is leaving without close(), maybe for an error: finish what is in flight, and say where it failed."""
+        try:
+            self.close(ends_well=False)
+        except CheckpointdError as error:
+            # A handler may be gone or silent by now, and somebody must hear of this.
+            sys.stderr.write(f"checkpointd: the last save failed: {error}\n")
+
+    def _check_open(self, call: str) -> None:
+        if self._closed:
+            raise ClosedError(f"{call}() after close(): make a new Checkpointer for this root")
+        if os.getpid() != self._process:
+            raise ClosedError(
+                f"{call}() in a forked process, which lacks the Checkpointer's threads: call it in the process that made it"
+            )
+
+    # --- files beside the root ----------------------------------------
+
+    def save_files(
+        self,
+        step: int,
+        files: Mapping[str, object],
+        *,
+        tag: str | None = None,
+        at: str | None = None,
+        save_latest: bool = True,
+        optimizer_only: Collection[int] = (),
+        metrics: Mapping[str, float] | None = None,
+        unfinished: str = "",
+        leftovers: Collection[str] = (),
+    ) -> SaveHandle:
+        """Snapshot the objects in `files`, by file name, and return. The root must be a directory `.checkpointd`. Once the
+        save has committed, the directory `at` beside the root holds these files as torch.save writes them, uncompressed. `at`
+        is a relative path, by default the tag. Its parent directory must exist; removing the parent removes the checkpoint.
+
+        Call it on every rank, each with its own file names, or with none. `optimizer_only`: addresses of storages that only
+        optimizer steps change; all others are copied before this returns. `unfinished`: the name of what `fill` gave, which was
+        filled on every rank: it gets its place when the files are shown, with them in it. `leftovers`: how the names of files
+        end that must not stay in `at` unless they are of this save; rank 0's count. Raises as `save` does.
+        """
+        self._check_open("save")
+        request = asked(step, tag, save_latest, metrics, unfinished=unfinished, leftovers=tuple(leftovers))
+        if plain_files_of(self._store) is None:
+            raise UsageError(
+                f"files are shown beside the root, which must be a directory named {SERVICE}: {self._store.url} is not"
+            )
+        at = request.tag if at is None else at
+        try:
+            check_place(at)
+            check_names(files.keys())
+            check_leftovers(leftovers)
+        except FormatError as error:
+            raise UsageError(str(error)) from error
+        return self._saver.save_files(request, at, files, optimizer_only)
+
+    def fill(self, folder: str) -> Unfinished:
+        """A directory to be filled on every rank, which gets the place `folder` (relative, as `at`) when the files of the save
+        it belongs to are shown; where that aborts, it goes. Call it on every rank, before each such save.
+        """
+        self._check_open("fill")
+        plain = plain_files_of(self._store)
+        if plain is None:
+            raise UsageError(f"directories are filled for a root named {SERVICE}: {self._store.url} is not")
+        try:
+            check_place(folder)
+        except FormatError as error:
+            raise UsageError(str(error)) from error
+        name = str(AttemptId(self._epoch.number, next(self._saver.fillings)))
+        return Unfinished(name, plain.unfinished.path(name, folder))
+
+    def removed(self) -> frozenset[str]:
+        """The checkpoints (`<tag>/<attempt>`) whose directory somebody has removed since it was shown: they go with it, and
+        none of them is damaged. Raises StoreError if the storage does not let it find out.
+        """
+        self._check_open("removed")
+        return frozenset(self._writer.call(abandoned(self._store), LOOK_S))

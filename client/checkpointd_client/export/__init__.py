@@ -1,0 +1,1 @@
+"""A checkpoint as files for other programs, and as tensors by name."""

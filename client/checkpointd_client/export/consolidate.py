@@ -1,0 +1,71 @@
+"""A checkpoint as files for other programs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal, TypeVar
+
+from checkpointd.export import consolidate as exporting
+from checkpointd.export.consolidate import MEMORY_BYTES, Consolidation, Container, DType, ExportRequest, Safetensors
+from checkpointd.phrases import byte_count
+from checkpointd.store import open_store
+from checkpointd.store.base import Store
+from checkpointd.store.patient import Patience, PatientStore
+from checkpointd_client.export.torch_file import TorchFile
+
+T = TypeVar("T")
+RETRY_S = 3.0
+"""How long what cannot be read is tried again: a moment only, as somebody waits for the answer."""
+Root = str | os.PathLike[str]
+
+
+def consolidate(
+    root: Root,
+    out: Root,
+    tag: str | None = None,
+    *,
+    only: str | None = None,
+    dtype: DType = "keep",
+    format: Literal["safetensors", "torch"] = "safetensors",
+    max_shard_size: int | str = "5GB",
+    rank: int | None = None,
+    force: bool = False,
+    memory: int | str = MEMORY_BYTES,
+    on_progress: Callable[[int, int], None] = lambda _, __: None,
+) -> Consolidation:
+    """Write checkpoint `tag` (default: latest), or the state under `only` of it, as plain files to `out`.
+
+    `out` is a directory of safetensors files, as Hugging Face's libraries load them; one file where it ends in `.safetensors`;
+    with `format="torch"` a file for torch.load(weights_only=True). It appears whole or not at all. Floats become `dtype`,
+    rounded as torch rounds. `rank`: whose tensors, of those that each rank holds for itself and that differ. About `memory`
+    bytes are held at once, whatever the model's size. `on_progress` is told bytes written and their total.
+
+    Raises NotFoundError, UsageError where `out` is in the way or the format cannot hold a tensor, DamagedError with object,
+    FQN and rank, StoreError, StoreFullError.
+    """
+    request = ExportRequest(tag=tag, only=only, dtype=dtype, rank=rank, force=force, memory_bytes=byte_count(memory, "memory"))
+    container: Container = TorchFile()
+    if format == "safetensors":
+        container = Safetensors(out, byte_count(max_shard_size, "max_shard_size"))
+    return run_on_store(root, lambda store: exporting.consolidate(store, out, container, request, on_progress), read_only=True)
+
+
+def run_on_store(root: Root, question: Callable[[Store], Coroutine[Any, Any, T]], *, read_only: bool = False) -> T:
+    """What `question` makes of the store at `root`; on a thread of its own where this one runs a loop, as in a notebook.
+
+    With `read_only`, nothing can be written by it, and what cannot be read is tried again for a moment.
+    """
+
+    async def ask() -> T:
+        async with open_store(root, read_only=read_only) as store:
+            return await question(PatientStore(store, Patience(RETRY_S, absence_s=0.0)) if read_only else store)
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(ask())
+    with ThreadPoolExecutor(1, thread_name_prefix="checkpointd-export") as thread:
+        return thread.submit(asyncio.run, ask()).result()

@@ -1,0 +1,235 @@
+"""Imports another program's checkpoint, part by part. Each part fits into memory and is written like a rank's shard.
+
+A checkpoint of N parts is one that N ranks saved, the first of which had all the names and values and leads the commit. Whoever
+loads it does so on any number of ranks, as ever.
+
+Invariants
+  IMPORT-1  Beside what `budget_bytes` allows, one part is in memory at a time.
+  IMPORT-2  Nothing is committed unless every part is durable; an error removes what was written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from checkpointd.config import MIB, CommitConfig, PersistConfig
+from checkpointd.errors import CheckpointdError, StagingError, UsageError
+from checkpointd.layout import tree
+from checkpointd.layout.boxes import Box, boxes_of_range
+from checkpointd.layout.dtypes import ITEM_BYTES
+from checkpointd.layout.keys import AttemptId
+from checkpointd.layout.manifest import Alias
+from checkpointd.pipeline.attempt import Attempt, WriterState
+from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root.leases import Beginner
+from checkpointd.pipeline.shard import AttemptInfo, Bytes, Shard, ShardProgress
+from checkpointd.pipeline.write.job import PersistJob
+from checkpointd.pipeline.write.persist import persist
+from checkpointd.store.base import Store
+from checkpointd_client.integrations.conversion.items import DcpBox, empty_box, laid_out
+from checkpointd_client.integrations.conversion.marks import Marks, root_node
+from checkpointd_client.integrations.conversion.metadata_file import DcpFileRange, SourceTensor
+from checkpointd_client.ranks.startup import begin
+
+MEMORY_BYTES = 512 * MIB
+MEMORY_BYTES_MIN = 64 * MIB
+_INSTEAD = (
+    "An import takes an epoch, so every save of that job would fail: import into a root of its own, or end that job first"
+)
+
+
+class ElementReader(Protocol):
+    """Where the elements come from."""
+
+    def copy(self, fqn: str, dtype: str, frame: Box, place: DcpFileRange, part: Box, target: Bytes) -> None:
+        """The elements of `part`, a box inside `frame` that is a row of the elements there, into `target`, row-major."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _ImportedBox:
+    """A piece of a tensor, and the box of the source that it lies in."""
+
+    piece: DcpBox
+    frame: Box
+    place: DcpFileRange
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImportJob:
+    """What is imported. `root` is the tree with all names and values; `memory` in bytes."""
+
+    tensors: Sequence[SourceTensor]
+    aliases: tuple[Alias, ...] = ()
+    root: tree.Node
+    reader: ElementReader
+    tag: str
+    step: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    save_latest: bool
+    memory: int
+    on_progress: Callable[[int, int], None]
+
+    async def run(self, store: Store) -> tuple[int, int]:
+        """Write and commit it; bytes of the tensors, and parts. RootInUseError where a job is alive there."""
+        shares = list(_shares(self.tensors, self.memory // 2)) or [[]]
+        commit = CommitConfig(on_no_progress="ignore", read_back=False)
+        beginner = Beginner(world_size=len(shares), commit_timeout_s=commit.timeout_s, instead=_INSTEAD)
+        started = await begin(store, beginner)
+        config = PersistConfig(dedup=False, budget_bytes=max(32 * MIB, self.memory // 4))
+        attempt = _Import(self, store, config, commit, AttemptId(started.begun.number, 0), shares)
+        try:
+            await attempt.run()
+        finally:
+            await started.lease.release()
+        return attempt.total, len(shares)
+
+
+class _Import:
+    """The attempt: all parts but the first, each persisted and voted for, then the first, which commits."""
+
+    def __init__(
+        self,
+        job: ImportJob,
+        store: Store,
+        config: PersistConfig,
+        commit: CommitConfig,
+        attempt: AttemptId,
+        shares: Sequence[Sequence[_ImportedBox]],
+    ) -> None:
+        self.total = sum(part.piece.nbytes for share in shares for part in share)
+        self._job, self._attempt, self._shares = job, attempt, shares
+        self._state = WriterState(store=store, persist=config, commit=commit)
+        self._root, self._bare = tree.encode(job.root), tree.encode(root_node(tree.Dict("dict", ()), Marks()))
+        self._done = 0
+
+    async def run(self) -> None:
+        try:
+            for rank in range(1, len(self._shares)):
+                await self._persist(rank)
+            first = await self._shard(0)
+        except BaseException as error:
+            await self._lead(_failed(error))
+            raise
+        await self._lead(first)
+
+    async def _persist(self, rank: int) -> None:
+        state, progress = self._state, ShardProgress()
+        progress.on_change = lambda: self._tell(progress)
+        shard = await self._shard(rank)
+        await persist(
+            PersistJob(
+                store=state.store,
+                info=self._info(rank),
+                shard=shard,
+                config=state.persist,
+                rates=state.rates,
+                progress=progress,
+                stopped=lambda: False,
+            )
+        )
+        self._done += shard.nbytes
+
+    async def _lead(self, first: Shard | CheckpointdError) -> None:
+        """Rank 0's part of the attempt; where there is none, for the error that prevented one, the abort, which tidies up."""
+        loop, progress = asyncio.get_running_loop(), ShardProgress()
+        progress.on_change = lambda: self._tell(progress)
+        staged: asyncio.Future[Shard] = loop.create_future()
+        if isinstance(first, Shard):
+            staged.set_result(first)
+        else:
+            staged.set_exception(first)
+        deadline = loop.time() + self._state.commit.timeout_s
+        attempt = Attempt(self._state, self._info(0), deadline=deadline, progress=progress)
+        await attempt.run(staged)
+        if attempt.error is not None and isinstance(first, Shard):
+            raise attempt.error
+
+    def _tell(self, progress: ShardProgress) -> None:
+        self._job.on_progress(self._done + progress.raw_done, self.total)
+
+    def _info(self, rank: int) -> AttemptInfo:
+        job = self._job
+        return AttemptInfo(
+            tag=job.tag,
+            attempt=self._attempt,
+            rank=rank,
+            world_size=len(self._shares),
+            step=job.step,
+            n=0,
+            save_latest=job.save_latest,
+            metrics=tuple(job.metrics.items()),
+        )
+
+    async def _shard(self, rank: int) -> Shard:
+        """The part of `rank`, read."""
+        return await asyncio.get_running_loop().run_in_executor(None, self._filled, rank)
+
+    def _filled(self, rank: int) -> Shard:
+        share = self._shares[rank]
+        named = [] if rank else self._named({part.piece.fqn for part in share})
+        tensors, buffer = laid_out([*(part.piece for part in share), *named])
+        for part, tensor in zip(share, tensors, strict=False):
+            if not tensor.nbytes:
+                continue
+            target = buffer[tensor.offset : tensor.offset + tensor.nbytes]
+            self._job.reader.copy(tensor.fqn, tensor.dtype, part.frame, part.place, part.piece.box, target)
+        if rank:
+            return Shard(buffer=buffer, tensors=tensors, tree=self._bare)
+        return Shard(buffer=buffer, tensors=tensors, aliases=self._job.aliases, tree=self._root)
+
+    def _named(self, here: set[str]) -> list[DcpBox]:
+        """Empty boxes of what other ranks write, since rank 0 has the names of all. A tensor without dimensions has none."""
+        return [empty_box(t.fqn, t.dtype, t.shape) for t in self._job.tensors if t.fqn not in here and t.shape]
+
+
+def _failed(error: BaseException) -> CheckpointdError:
+    return error if isinstance(error, CheckpointdError) else StagingError(f"the import failed: {error!r}")
+
+
+async def check_free(store: Store, tag: str, *, force: bool) -> None:
+    """UsageError where the tag exists, without `force`."""
+    if not force and tag in await catalog.tags(store):
+        raise UsageError(f"{store.url} has a {tag} already: give another tag, or force")
+
+
+def _shares(tensors: Sequence[SourceTensor], nbytes_max: int) -> Iterator[list[_ImportedBox]]:
+    """All pieces in the order in which they lie in the files, as many at a time as have at most `nbytes_max` bytes."""
+    share: list[_ImportedBox] = []
+    size = 0
+    for part in _parts(tensors, nbytes_max):
+        if share and size + part.piece.nbytes > nbytes_max:
+            yield share
+            share, size = [], 0
+        share.append(part)
+        size += part.piece.nbytes
+    if share:
+        yield share
+
+
+def _parts(tensors: Sequence[SourceTensor], nbytes_max: int) -> Iterator[_ImportedBox]:
+    chunks = [(place, box, tensor) for tensor in tensors for box, place in tensor.chunks]
+    for tensor in tensors:
+        if not tensor.chunks and tensor.shape:  # no elements, and nothing to read
+            yield _ImportedBox(
+                DcpBox(tensor.fqn, tensor.dtype, tensor.shape, Box((0,) * len(tensor.shape), tensor.shape)), *_NOWHERE
+            )
+    for place, frame, tensor in sorted(chunks, key=lambda found: (found[0].file, found[0].offset)):
+        for box in _cut(frame, max(1, nbytes_max // ITEM_BYTES[tensor.dtype])):
+            yield _ImportedBox(DcpBox(tensor.fqn, tensor.dtype, tensor.shape, box), frame, place)
+
+
+_NOWHERE = (Box((), ()), DcpFileRange("", 0, 0))
+
+
+def _cut(frame: Box, count_max: int) -> Iterator[Box]:
+    """`frame` in boxes of at most `count_max` elements, each a row of the elements of `frame`."""
+    count = frame.numel()
+    row = count // frame.sizes[0] if frame.sizes else 1
+    step = count_max - count_max % row if count_max > row else count_max
+    for start in range(0, count, step):
+        for box in boxes_of_range(frame.sizes, start, min(start + step, count)):
+            yield Box(tuple(a + b for a, b in zip(frame.offsets, box.offsets, strict=True)), box.sizes)

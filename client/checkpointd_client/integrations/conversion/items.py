@@ -1,0 +1,151 @@
+"""Turns the items of a DCP plan into a shard: tensors as boxes of global tensors, everything else in the state tree.
+
+Invariants
+  DCPITEM-1  Of a tensor that this rank holds and DCP leaves to another rank to write, an empty box is named: the check of all
+      plans then covers what this rank takes the tensor for.
+  DCPITEM-2  The tree of each rank has all that this rank holds, whoever writes it.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+
+from checkpointd.errors import StateError
+from checkpointd.layout import tree
+from checkpointd.layout.boxes import Box
+from checkpointd.layout.dtypes import ITEM_BYTES
+from checkpointd.pipeline.pages import page_buffer, page_up
+from checkpointd.pipeline.shard import Bytes, Shard, ShardTensor, aligned
+from checkpointd_client.capture.dtypes import DTYPES, NAMES, copy_bits
+from checkpointd_client.integrations.conversion.marks import Marks, root_node
+from checkpointd_client.integrations.conversion.objects import NotPlain, node_of
+from checkpointd_client.integrations.conversion.paths import Path, state_tree
+
+
+@dataclass(frozen=True, slots=True)
+class DcpBox:
+    """A box of a tensor that ranks hold together."""
+
+    fqn: str
+    dtype: str
+    shape: tuple[int, ...]
+    box: Box
+
+    @property
+    def nbytes(self) -> int:
+        return self.box.numel() * ITEM_BYTES[self.dtype]
+
+
+def empty_box(fqn: str, dtype: str, shape: tuple[int, ...]) -> DcpBox:
+    """A box without elements, which names a tensor that another rank writes. A tensor without dimensions has none."""
+    none = (0,) * len(shape)
+    return DcpBox(fqn, dtype, shape, Box(none, none))
+
+
+def laid_out(pieces: Iterable[DcpBox]) -> tuple[tuple[ShardTensor, ...], Bytes]:
+    """The pieces one after the other in a new buffer of whole pages."""
+    tensors: list[ShardTensor] = []
+    at = 0
+    for p in pieces:
+        tensors.append(ShardTensor(p.fqn, p.dtype, p.shape, p.box, "global", at, p.nbytes, ITEM_BYTES[p.dtype]))
+        at += aligned(p.nbytes)
+    return tuple(tensors), page_buffer(page_up(max(at, 1)))
+
+
+def room(buffer: Bytes, tensor: ShardTensor) -> torch.Tensor:
+    """The memory of `tensor` in `buffer`, as a tensor of its box."""
+    flat = torch.from_numpy(buffer[tensor.offset : tensor.offset + tensor.nbytes])
+    return flat.view(DTYPES[tensor.dtype]).view(tensor.box.sizes)
+
+
+def shard_of(held: SavePlan, plan: SavePlan, planner: SavePlanner) -> tuple[Shard, tuple[str, ...]]:
+    """A copy of what `plan` says to write, of all that this rank has, which `held` says; and the names of no plain values.
+
+    StateError where a tensor has a dtype that cannot be stored, or is not what the plan says.
+    """
+    written = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
+    pieces = [_piece(item) for item in written]
+    tensors, buffer = laid_out(pieces + _named(held, pieces))
+    for item, tensor in zip(written, tensors, strict=False):
+        _copy(planner, item, room(buffer, tensor))
+    root, strange = _tree(_all_items(held, plan), planner, _mapping(held))
+    return Shard(buffer=buffer, tensors=tensors, tree=tree.encode(root)), strange
+
+
+def _piece(item: WriteItem) -> DcpBox:
+    data = item.tensor_data
+    fqn = item.index.fqn
+    if data is None:
+        raise StateError(f"{fqn} is to be written as a tensor, and its plan does not say which")
+    name = NAMES.get(data.properties.dtype)
+    if name is None or data.properties.layout != torch.strided:
+        raise StateError(f"{fqn}: a {data.properties.layout} tensor of {data.properties.dtype} cannot be stored")
+    return DcpBox(fqn, name, tuple(data.size), Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes)))
+
+
+def _named(held: SavePlan, pieces: Sequence[DcpBox]) -> list[DcpBox]:
+    """Empty boxes of what this rank holds and another one writes (DCPITEM-1). A tensor without dimensions has no empty box."""
+    named: dict[str, DcpBox] = {}
+    written = {piece.fqn for piece in pieces}
+    for item in held.items:
+        if item.type != WriteItemType.BYTE_IO and item.index.fqn not in written:
+            piece = _piece(item)
+            if piece.shape:
+                named[piece.fqn] = empty_box(piece.fqn, piece.dtype, piece.shape)
+    return list(named.values())
+
+
+def _copy(planner: SavePlanner, item: WriteItem, target: torch.Tensor) -> None:
+    source = planner.resolve_data(item)
+    if not isinstance(source, torch.Tensor):
+        raise StateError(f"{item.index.fqn} is to be written as a tensor, and is {type(source).__name__}")
+    if source.shape != target.shape or source.dtype != target.dtype:
+        raise StateError(
+            f"{item.index.fqn} is {source.dtype}{list(source.shape)}, "
+            f"and the plan says {target.dtype}{list(target.shape)}: did the state change while it was saved?"
+        )
+    with torch.no_grad():
+        copy_bits(target, source.detach())
+
+
+def _all_items(held: SavePlan, plan: SavePlan) -> Mapping[str, WriteItem]:
+    return {item.index.fqn: item for item in (*plan.items, *held.items)}
+
+
+def _mapping(plan: SavePlan) -> Mapping[str, Path]:
+    """DCP's own: name to path, where its planner flattened the state."""
+    return plan.planner_data if isinstance(plan.planner_data, dict) else {}
+
+
+def _tree(items: Mapping[str, WriteItem], planner: SavePlanner, paths: Mapping[str, Path]) -> tuple[tree.Node, tuple[str, ...]]:
+    nodes: dict[str, tree.Node] = {}
+    objects: dict[str, bytes] = {}
+    for fqn, item in items.items():
+        if item.type != WriteItemType.BYTE_IO:
+            properties = item.tensor_data.properties if item.tensor_data else None
+            nodes[fqn] = tree.Tensor(fqn, bool(properties and properties.requires_grad))
+            continue
+        data = planner.resolve_data(item)
+        raw = data.getvalue() if isinstance(data, io.BytesIO) else bytes(data)
+        try:
+            nodes[fqn] = node_of(raw, fqn)
+        except NotPlain:
+            objects[fqn] = raw
+    return described(nodes, objects, paths), tuple(objects)
+
+
+def described(
+    nodes: Mapping[str, tree.Node],
+    objects: Mapping[str, bytes],
+    paths: Mapping[str, Path],
+    client_items: tuple[tuple[tree.Node, tree.Node], ...] = (),
+) -> tree.Node:
+    """The whole tree of a rank: the leaves `nodes` at their paths, and `objects` and the client state beside them."""
+    state, untold = state_tree({fqn: (paths.get(fqn, (fqn,)), node) for fqn, node in nodes.items()})
+    untold |= {fqn: paths[fqn] for fqn in objects if fqn in paths and paths[fqn] != (fqn,)}
+    return root_node(state, Marks(objects, untold), client_items)

@@ -1,0 +1,284 @@
+"""The adapter between a DeepSpeed engine and a Checkpointer, for every layout: it replaces the engine's methods.
+
+Invariants
+  ADAPTER-1  Before a Checkpointer is made, and before DeepSpeed's own barriers, which wait for ever, all ranks are waited for
+      with a deadline; who is missing is named.
+  ADAPTER-2  Once the ranks have met, every rank votes on the attempt, whatever DeepSpeed or the user's objects raise.
+  ADAPTER-3  A load reads what was committed: it waits for the saves in flight, on every rank.
+  ADAPTER-4  Where this job cannot begin at a root, a load only reads there, on every rank.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from checkpointd import arguments
+from checkpointd.config import TIMEOUT_S_MAX, CommitConfig
+from checkpointd.errors import (
+    ClosedError,
+    NotFoundError,
+    UsageError,
+)
+from checkpointd.layout.files import check_place
+from checkpointd.layout.keys import SERVICE, check_tag
+from checkpointd.layout.manifest import digest
+from checkpointd_client.core import Core
+from checkpointd_client.integrations.deepspeed.checkpoint_engine import CheckpointdEngine
+from checkpointd_client.integrations.deepspeed.huggingface.filling import Filled
+from checkpointd_client.integrations.deepspeed.opening import Opened, Said, opened, said_of
+from checkpointd_client.integrations.deepspeed.roots import EngineRoots
+from checkpointd_client.ranks.convening import convene
+from checkpointd_client.saves.handle import SaveHandle
+
+log = logging.getLogger("checkpointd")
+
+SEPARATOR = "--"
+
+
+class DirectoryError(UsageError, ValueError):
+    """There is no directory to save in, and none can be made. A ValueError too, as it is of DeepSpeed."""
+
+
+class TagError(UsageError, AssertionError):
+    """Ranks save under tags that differ, and DeepSpeed's `tag_validation` is "Fail". An AssertionError too, as of DeepSpeed."""
+
+
+def _detached() -> SaveHandle | None:
+    """What an engine that is not attached any more answers to checkpoint_handle()."""
+    raise ClosedError(
+        "checkpoint_handle() after detach(): DeepSpeed saves by itself again, before save_checkpoint() returns. The handle of "
+        "the last save before detach() is `plug.handle`, of the Adapter that attach() returned"
+    )
+
+
+def unmade(directory: str) -> str | None:
+    """Why a directory cannot be made; None where it is there now."""
+    try:
+        os.makedirs(directory, exist_ok=True)
+    except OSError as error:
+        return str(error)
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class SaveTarget:
+    """Where a save goes: which Checkpointer's, its tag there, and the directory that is to show it, relative to the root."""
+
+    root: str
+    tag: str
+    at: str
+
+    @staticmethod
+    def root_of(save_dir: str, root: str | None) -> str:
+        """The directory beside which a save_dir's checkpoints are stored."""
+        return SaveTarget.of(save_dir, "any", root).root
+
+    @staticmethod
+    def of(save_dir: str, tag: str, root: str | None) -> SaveTarget:
+        """UsageError for a save_dir outside `root`, and for a tag that is no name of a directory."""
+        folder = os.path.abspath(save_dir)
+        base = own_root(folder) if root is None else os.path.abspath(root)
+        below = os.path.relpath(folder, base)
+        if below.split(os.sep)[0] == os.pardir:
+            raise UsageError(f"save_dir {folder} does not lie at or below {base}, the root that this engine was attached with")
+        parts = [*([] if below == os.curdir else below.split(os.sep)), check_tag(tag)]
+        return SaveTarget(base, check_tag(_joined(parts)), check_place("/".join(parts)))
+
+
+def _joined(parts: list[str]) -> str:
+    """A tag for a directory below the root: another one for each, or one save would replace another's files."""
+    name = SEPARATOR.join(parts)
+    return name if name.split(SEPARATOR) == parts else f"{name}{SEPARATOR}{digest('/'.join(parts).encode())[:16]}"
+
+
+def own_root(folder: str) -> str:
+    """The root of a save_dir for which none was given: itself, or of a `checkpoint-N` the directory in which such ones lie.
+
+    These come and go with each save. Accelerate's (`checkpoint_N`) lie in a directory `checkpoints`, in which nothing else may
+    be.
+    """
+    above, name = os.path.split(folder)
+    found = re.fullmatch(r"checkpoint([-_])\d+", name)
+    if found is None:
+        return folder
+    return os.path.dirname(above) if found[1] == "_" and os.path.basename(above) == "checkpoints" else above
+
+
+def check_found(missing: str | None) -> None:
+    """NotFoundError for what rank 0 says is missing."""
+    if missing is not None:
+        raise NotFoundError(missing)
+
+
+class Adapter(ABC):
+    """One engine's. `handle` is that of its last save."""
+
+    def __init__(self, engine: Any, settings: dict[str, Any]) -> None:
+        self.engine = engine
+        self.handle: SaveHandle | None = None
+        root = settings.pop("root", None)
+        self._root = None if root is None else os.fspath(root)
+        self._synchronous = bool(settings.pop("synchronous", False))
+        self._options = settings
+        self._timeout_s = settings.get("commit_timeout_s", CommitConfig().timeout_s)
+        arguments.seconds("commit_timeout_s", self._timeout_s, most=TIMEOUT_S_MAX)
+        self._roots = EngineRoots(self._store_of, settings)
+        self._engine = CheckpointdEngine(self.settle)
+        self.is_attached = False
+        self.filled: Filled | None = None
+        """What the next save_checkpoint belongs to, where others fill its directory."""
+
+    def connect(self) -> None:
+        """Take the place of the engine's own methods."""
+        engine = self.engine
+        self._save, self._load, self._destroy = engine.save_checkpoint, engine.load_checkpoint, engine.destroy
+        self._stock = engine.checkpoint_engine
+        engine.checkpoint_engine = self._engine
+        self._copy = engine._copy_recovery_script
+        engine._copy_recovery_script = self._copying
+        engine.save_checkpoint, engine.load_checkpoint, engine.destroy = self._saving(), self.load_checkpoint, self.destroy
+        engine.checkpoint_handle = lambda: self.handle
+        self.is_attached = True
+
+    def _saving(self) -> Callable[..., bool]:
+        """What the engine's users call; with the parameters of save_checkpoint, which some of them look at."""
+
+        @functools.wraps(self.save_checkpoint)
+        def save_checkpoint(*args: Any, **kwargs: Any) -> bool:
+            saved = self.save_checkpoint(*args, **kwargs)
+            if self._synchronous and self.handle is not None:
+                self.handle.wait()
+            return saved
+
+        return save_checkpoint
+
+    @abstractmethod
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """DeepSpeed's save_checkpoint, which returns once everything is snapshotted."""
+
+    @abstractmethod
+    def load_checkpoint(self, load_dir: str, tag: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        """DeepSpeed's load_checkpoint, of what is committed and whole. On every rank."""
+
+    def detach(self) -> None:
+        """Close, and give the engine its own methods back, whatever close() raises."""
+        try:
+            self.close()
+        finally:
+            self._disconnect()
+
+    def _disconnect(self) -> None:
+        engine = self.engine
+        engine.checkpoint_engine = self._stock
+        engine.save_checkpoint, engine.load_checkpoint, engine.destroy = self._save, self._load, self._destroy
+        engine._copy_recovery_script = self._copy
+        engine.checkpoint_handle = _detached
+        self.is_attached = False
+
+    def _copying(self, save_path: str) -> None:
+        """DeepSpeed's copy of its scripts, on rank 0 alone: where a disk is full, the other ranks wait in a
+        barrier (ADAPTER-2).
+        """
+        try:
+            self._copy(save_path)
+        except OSError as error:
+            log.warning("DeepSpeed's scripts could not be copied to %s: %s", save_path, error)
+
+    def _is_own(self, load_dir: str) -> bool:
+        """Whether there is a store for `load_dir`. Rank 0 says it for all: file systems may show the ranks different things."""
+        try:
+            root = SaveTarget.root_of(load_dir, self._root)
+        except UsageError:  # raised later, where nobody waits for this rank
+            return False
+        return root in self._roots or os.path.isdir(os.path.join(root, SERVICE))
+
+    def _said_of(self, load_dir: str) -> Said | None:
+        """What this rank would say of the root of `load_dir`."""
+        with suppress(UsageError):
+            return said_of(self._store_of(SaveTarget.root_of(load_dir, self._root)))
+        return None
+
+    def _opened(self, root: str, said: Said) -> AbstractContextManager[Opened]:
+        """`root` for a load, as rank 0 has `said` that it can be (ADAPTER-4)."""
+        begin, saves = functools.partial(self._roots.checkpointer, root), self._root is not None
+        return opened(self._store_of(root), begin, said, self._timeout_s, self._options, saves=saves)
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until no save is in flight; raises what became of them."""
+        self._roots.wait(timeout)
+
+    def settle(self) -> None:
+        """Wait until no save is in flight, whatever becomes of it: what may end otherwise on another rank must not be raised
+        where ranks do something together.
+        """
+        self._roots.settle()
+
+    def destroy(self) -> None:
+        """DeepSpeed's destroy, after the saves in flight."""
+        try:
+            self.close()
+        finally:
+            self._destroy()
+
+    def close(self) -> None:
+        """Wait for the saves in flight and end the background threads."""
+        self._roots.close()
+
+    def _begun(self, save_dir: str, root: str) -> Core:
+        """The Checkpointer of a root to save in. DirectoryError on every rank if rank 0 cannot make the first `save_dir` there;
+        a later one that cannot be made is told by the handle.
+        """
+        if root not in self._roots:
+            fault = unmade(save_dir) if self.engine.global_rank == 0 else None
+            fault = self._meet("save_checkpoint()", {"save_dir": os.path.abspath(save_dir)}, fault)[0]
+            if fault is not None:
+                raise DirectoryError(f"save_dir {save_dir} cannot be made: {fault}; give the path of a directory that can be")
+        return self._roots.to_save(root)
+
+    def _checkpointer(self, root: str) -> Core:
+        return self._roots.checkpointer(root)
+
+    @staticmethod
+    def _store_of(root: str) -> str:
+        """Where the Checkpointer of a root stores."""
+        return os.path.join(root, SERVICE)
+
+    def _meet(self, doing: str, said: Mapping[str, object], own: Any) -> list[Any]:
+        """All ranks, each having `said` the same (ADAPTER-1); what each of them says for itself."""
+        text = json.dumps({"call": doing, **said}, sort_keys=True)
+        heard = convene(json.dumps([text, own]), f"calling {doing}", self._timeout_s)
+        texts, owns = zip(*(json.loads(heard[rank]) for rank in sorted(heard)), strict=True)
+        other = next((rank for rank, one in enumerate(texts) if one != texts[0]), None)
+        if other is not None:
+            raise UsageError(
+                f"the ranks made different calls: rank 0 said {texts[0]}, and rank {other} {texts[other]}. Nothing was saved "
+                "or loaded: let every rank make the same call, with the same directory, at the same step"
+            )
+        return list(owns)
+
+    def _one_of(self, tags: list[str]) -> str:
+        """The tag of rank 0, which a checkpoint can be found by; TagError where DeepSpeed is to fail if others differ."""
+        other = next((rank for rank, tag in enumerate(tags) if tag != tags[0]), None)
+        if other is not None:
+            text = f"the ranks save under tags that differ: rank 0 under {tags[0]!r}, and rank {other} under {tags[other]!r}"
+            if self.engine.checkpoint_tag_validation_fail():
+                raise TagError(f"{text}; give one tag on all ranks")
+            if self.engine.checkpoint_tag_validation_enabled():
+                log.warning("%s; all of them are saved under %r", text, tags[0])
+        return tags[0]

@@ -1,0 +1,97 @@
+"""Attaches checkpointd to DeepSpeed engines: to one, or to all that are made from now on."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+from checkpointd.errors import (
+    UsageError,
+)
+from checkpointd_client.integrations.deepspeed.adapter_base import Adapter
+from checkpointd_client.integrations.deepspeed.checkpoint_engine import CheckpointdEngine
+from checkpointd_client.integrations.deepspeed.files_adapter import FilesAdapter
+from checkpointd_client.integrations.deepspeed.huggingface.trainers import check_layout, teach, watch
+from checkpointd_client.integrations.deepspeed.tensor_adapter import TensorAdapter
+
+Layout = Literal["deepspeed", "checkpointd"]
+
+
+def attach(
+    engine: Any,
+    root: str | os.PathLike[str] | None = None,
+    *,
+    sidecar: str | os.PathLike[str] | None = None,
+    layout: Layout | None = None,
+    synchronous: bool | None = None,
+    **options: Any,
+) -> Adapter:
+    """Let `engine.save_checkpoint` and `engine.load_checkpoint` go through checkpointd from here on. On every rank.
+
+    `root`: a directory at or above every `save_dir` that will be used; by default each save_dir by itself, and the directory
+    above one that is called `checkpoint-N`. `options` are those
+    of Checkpointer. What is not given here is read from the DeepSpeed settings, under `checkpoint.checkpointd`.
+    `synchronous`: save_checkpoint returns once the save has committed, and raises what it failed of; for scripts that read the
+    files right after it.
+
+    UsageError for settings that cannot be, and for an engine that is attached already.
+    """
+    if isinstance(engine.checkpoint_engine, CheckpointdEngine):
+        raise UsageError("this engine is attached to checkpointd already: attach it once")
+    settings = dict(_settings_of(engine))
+    given = {"root": root, "sidecar": sidecar, "layout": layout, "synchronous": synchronous, **options}
+    settings.update({name: value for name, value in given.items() if value is not None})
+    chosen = settings.pop("layout", "deepspeed")
+    if chosen not in get_args(Layout):
+        raise UsageError(f"layout is {chosen!r}; choose one of {', '.join(get_args(Layout))}")
+    if _copies_files(engine):
+        raise UsageError(
+            "DeepSpeed copies NVMe-offloaded optimizer states by itself: checkpointd cannot commit them; turn it off"
+        )
+    plug = _class_for(chosen)(engine, settings)
+    plug.connect()
+    return plug
+
+
+def _class_for(layout: Layout) -> type[Adapter]:
+    return FilesAdapter if layout == "deepspeed" else TensorAdapter
+
+
+def _settings_of(engine: Any) -> Mapping[str, Any]:
+    found = (getattr(engine, "config", None) or {}).get("checkpoint", {}).get("checkpointd", {})
+    if not isinstance(found, dict):
+        raise UsageError(f"checkpoint.checkpointd in the DeepSpeed settings is {found!r}; it must be an object of settings")
+    return found
+
+
+def _copies_files(engine: Any) -> bool:
+    return bool(engine.zero_nvme_offload_optimizer())
+
+
+def install(**options: Any) -> None:
+    """Attach every engine that deepspeed.initialize makes from here on: for those who do not call it themselves.
+
+    `options` are those of `attach`. Hugging Face's Trainer and Accelerate learn that a save is not yet a checkpoint. UsageError
+    for layout "checkpointd", whose checkpoints they do not find.
+    """
+    import deepspeed
+
+    check_layout(options.get("layout"))
+    teach()
+    original = deepspeed.initialize
+    if hasattr(original, "checkpointd"):
+        return
+
+    @functools.wraps(original)
+    def initialize(*args: Any, **kwargs: Any) -> Any:
+        made = original(*args, **kwargs)
+        check_layout(options.get("layout") or _settings_of(made[0]).get("layout"))
+        plug = attach(made[0], **options)
+        teach()  # what was imported meanwhile
+        watch(made[0], plug)
+        return made
+
+    initialize.checkpointd = attach  # type: ignore[attr-defined]  # says that it is installed
+    deepspeed.initialize = initialize

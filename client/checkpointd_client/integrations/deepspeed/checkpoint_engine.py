@@ -1,0 +1,164 @@
+"""A checkpoint engine for DeepSpeed: it takes the files that the DeepSpeed engine would have written.
+
+Invariants
+  ENGINE-1  Between `collect` and `collected` nothing is written: what `save` is given is kept as it is, and the adapter
+      snapshots it before save_checkpoint returns.
+  ENGINE-2  Outside of that (save_16bit_model, which one rank calls alone) a file is written at once, whole or not at all.
+  ENGINE-3  What is loaded was committed: a load waits for the saves in flight. What it has read already, and verified, is not
+      read again.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
+
+from checkpointd_client.restore.verified import VerifiedFile
+
+
+class CheckpointdEngine(CheckpointEngine):  # type: ignore[misc]  # DeepSpeed has no types
+    """`settle` is called before anything is read."""
+
+    def __init__(self, settle: Callable[[], None]) -> None:
+        super().__init__()
+        self.name = "checkpointd"
+        self._settle = settle
+        self._directory: str | None = None
+        self._files: dict[str, Any] = {}
+        self._fault: str | None = None
+        self._held: dict[str, Any] = {}
+
+    # --- collecting --------------------------------------------------------------------------------------------
+
+    def collect(self, directory: str) -> None:
+        """From here on, what is saved in `directory` is kept."""
+        self._directory, self._files, self._fault = os.path.abspath(directory), {}, None
+
+    def collected(self) -> tuple[dict[str, Any], str | None]:
+        """The contents of the files that were saved since, by their names, and what could not be done on the way."""
+        files, self._directory, self._files = self._files, None, {}
+        return files, self._fault
+
+    def _name_in(self, path: str) -> str | None:
+        folder, name = os.path.split(os.path.abspath(path))
+        return name if self._directory is not None and folder == self._directory else None
+
+    @contextmanager
+    def holding(self, contents: dict[str, Any]) -> Iterator[None]:
+        """Inside of it, `load` gives out `contents`, by path; tensors in the host's memory."""
+        self._held = contents
+        try:
+            yield
+        finally:
+            self._held = {}
+
+    # --- what DeepSpeed calls ----------------------------------------------------------------------------------
+
+    def create(self, info: CheckpointCommitInfo) -> None:
+        """Nothing is begun by it: the adapter begins."""
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """The directory of a tag appears with all of its files; any other is durable at once.
+
+        In a save nothing is raised: rank 0 alone calls this, and the others wait for it in a barrier.
+        """
+        if os.path.abspath(path) == self._directory:
+            return
+        try:
+            os.makedirs(path, exist_ok=exist_ok)
+            sync_directory(os.path.dirname(os.path.abspath(path)))
+        except OSError as error:
+            if self._directory is None:
+                raise
+            self._fault = f"the directory {path} cannot be made: {error}"
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Keep it, or write it at once (ENGINE-2)."""
+        name = self._name_in(path)
+        if name is None:
+            write_whole(state_dict, path)
+        else:
+            self._files[name] = state_dict
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """As torch.load does; the file is DeepSpeed's own, which may hold any object."""
+        self._settle()
+        held = self._held.get(os.path.abspath(path))
+        if held is not None and _is_host(map_location):
+            return held
+        return torch.load(path, map_location=map_location, weights_only=False)
+
+    def commit(self, info: CheckpointCommitInfo) -> bool:
+        """The adapter commits."""
+        return True
+
+    def is_decoupled(self) -> bool:
+        """So DeepSpeed leaves `latest` alone."""
+        return True
+
+    def get_commit_info(self) -> None:
+        """So DeepSpeed's step() does not wait."""
+
+    def cleanup(self) -> None:
+        """Called when the engine is destroyed: what is in flight is waited for."""
+        with suppress(Exception):  # said by the handle and the log
+            self._settle()
+
+
+def unpickled(file: VerifiedFile) -> Any:
+    """What a file of DeepSpeed's holds, with its tensors in the host's memory."""
+    return torch.load(file, map_location="cpu", weights_only=False)  # type: ignore[arg-type]  # a file, as io has them
+
+
+def _is_host(map_location: Any) -> bool:
+    """Whether tensors are wanted in the host's memory. DeepSpeed's functions all leave storages where they are loaded."""
+    return callable(map_location) or (isinstance(map_location, str | torch.device) and torch.device(map_location).type == "cpu")
+
+
+def steps_elsewhere(optimizer: Any) -> bool:
+    """Whether another process changes what the optimizer keeps, during the backward pass already: no step's hook tells."""
+    return hasattr(optimizer, "superoffload_cpu_optimizer") or bool(getattr(optimizer, "zenflow", False))
+
+
+def mount_fault(store: str, save_dir: str) -> str | None:
+    """Why files of the store cannot be shown in `save_dir`; None where they can, for all that is known."""
+    with suppress(OSError):
+        if os.stat(store).st_dev != os.stat(save_dir).st_dev:
+            return (
+                f"{save_dir} lies on another file system than {store}: no files can be shown in it, as they share their space "
+                "with the store; attach with a root on the same one"
+            )
+    return None
+
+
+def write_whole(content: Any, path: str) -> None:
+    """torch.save, durable, in the place of what was there."""
+    directory = os.path.dirname(os.path.abspath(path))
+    temporary = os.path.join(directory, f".{secrets.token_hex(8)}.writing")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        with open(descriptor, "wb") as file:
+            torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise
+    sync_directory(directory)
+
+
+def sync_directory(path: str) -> None:
+    """Make the names in a directory durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,1 @@
+"""Hugging Face's Trainer and Accelerate, beside DeepSpeed's engines."""

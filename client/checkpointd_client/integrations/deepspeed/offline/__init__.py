@@ -1,0 +1,1 @@
+"""DeepSpeed's files without DeepSpeed: read, converted both ways, consolidated."""

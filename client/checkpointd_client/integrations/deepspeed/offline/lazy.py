@@ -1,0 +1,49 @@
+"""Tensors that are made when they are needed, one at a time: shape and dtype at once, the elements on demand."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+
+class Lazy(Protocol):
+    """A tensor that is read when it is asked for."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def contiguous(self) -> torch.Tensor:
+        """The tensor, read now."""
+        ...
+
+    def copy(self, start: int, target: torch.Tensor) -> None:
+        """Elements from `start` on, row by row, into `target`, which they fill."""
+        ...
+
+
+class Converted:
+    """A lazy tensor in another dtype."""
+
+    def __init__(self, source: Lazy, dtype: torch.dtype) -> None:
+        self._source, self.dtype, self.shape = source, dtype, source.shape
+
+    def contiguous(self) -> torch.Tensor:
+        """The tensor, read and converted now."""
+        return self._source.contiguous().to(self.dtype)
+
+    def copy(self, start: int, target: torch.Tensor) -> None:
+        """Elements from `start` on into `target`, which they fill."""
+        read = torch.empty(target.numel(), dtype=self._source.dtype)
+        self._source.copy(start, read)
+        target.copy_(read)
+
+
+def as_fp32(tensor: Lazy) -> Lazy:
+    """A floating tensor in fp32; any other one as it is."""
+    if not tensor.dtype.is_floating_point or tensor.dtype == torch.float32:
+        return tensor
+    return Converted(tensor, torch.float32)

@@ -1,0 +1,221 @@
+"""The files of one DeepSpeed checkpoint, read without DeepSpeed: which there are, whose, and that they belong together.
+
+Nothing in them is run, and their tensors stay on the disk until they are used (`safe_unpickle.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from checkpointd.errors import DamagedError, NotFoundError, UnreadableError, UsageError
+from checkpointd.layout.keys import LATEST
+from checkpointd.phrases import rank_runs
+from checkpointd_client.integrations.conversion.records import Record
+from checkpointd_client.integrations.deepspeed.offline.file_names import (
+    MODEL,
+    MODEL_END,
+    OPTIM,
+    OPTIM_END,
+    read_latest,
+)
+from checkpointd_client.integrations.deepspeed.offline.safe_unpickle import read
+
+_OPTIMIZER, _INNER = "optimizer_state_dict", "optimizer_state_dict"
+_PARTITIONED_EXPERTS = "zero3_partitioned"
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedZeroFile:
+    """One file: where it is, and what it holds."""
+
+    path: str
+    content: Mapping[str, Any]
+
+    def get(self, key: str, kind: type | tuple[type, ...]) -> Any:
+        """The value of `key`; DamagedError where it is missing or no `kind`."""
+        return checked(self.content.get(key), kind, self.path, key)
+
+
+@dataclass(frozen=True, slots=True)
+class ZeroFiles:
+    """A checkpoint. `models` has one file at stages 0 to 2, and one for each rank at stage 3; `optims` one for each rank."""
+
+    path: str
+    stage: int
+    models: tuple[LoadedZeroFile, ...]
+    optims: tuple[LoadedZeroFile, ...]
+
+    @property
+    def model(self) -> LoadedZeroFile:
+        """What rank 0 says of the model."""
+        return self.models[0]
+
+    @property
+    def ranks(self) -> int:
+        return len(self.optims)
+
+    @property
+    def param_shapes(self) -> list[Shapes]:
+        """What the optimizer steps: for each group (at stage 3, sub-group) names and shapes, in the order of its tensor."""
+        groups = self.model.get("param_shapes", list)
+        return [shapes_of(group, self.model.path, f"param_shapes.{number}") for number, group in enumerate(groups)]
+
+    @property
+    def frozen_shapes(self) -> Shapes:
+        """What it does not step, where that was saved."""
+        found = self.model.content.get("frozen_param_shapes")
+        return {} if found is None else shapes_of(found, self.model.path, "frozen_param_shapes")
+
+    @property
+    def shared(self) -> dict[str, str]:
+        """Names of parameters that have another name as well -> that name."""
+        found = self.model.content.get("shared_params") or {}
+        pairs = found.items() if isinstance(found, Mapping) else found
+        return {str(name): str(owner) for name, owner in pairs}
+
+    def optimizer(self, rank: int) -> Mapping[str, Any]:
+        """What ZeRO's optimizer said of itself on `rank`."""
+        found: Mapping[str, Any] = self.optims[rank].get(_OPTIMIZER, dict)
+        return found
+
+    def fault(self, rank: int, what: str) -> DamagedError:
+        """The error for a file of the optimizer that contradicts another one."""
+        path = self.optims[rank].path
+        return DamagedError(f"{path} {what}", key=path, rank=rank)
+
+
+def tag_directory(checkpoint_dir: str | os.PathLike[str], tag: str | None) -> str:
+    """Where the checkpoint is that `tag`, or `latest` below `checkpoint_dir`, names.
+
+    NotFoundError where it is not there, DamagedError or UnreadableError where `latest` does not tell.
+    """
+    directory = os.fspath(checkpoint_dir)
+    if tag is None:
+        pointer = os.path.join(directory, LATEST)
+        try:
+            tag = read_latest(directory).decode().strip()
+        except (FileNotFoundError, NotADirectoryError):
+            raise NotFoundError(f"there is no {pointer} to say which checkpoint is meant: name a tag") from None
+        except UnicodeDecodeError:
+            raise DamagedError(f"{pointer} is no tag", key=pointer) from None
+        except OSError as error:
+            raise UnreadableError(f"{pointer} does not say which checkpoint is meant ({error}): name a tag") from error
+    place = os.path.join(directory, tag)
+    if not tag or not os.path.isdir(place):
+        raise NotFoundError(f"there is no directory {place}")
+    return place
+
+
+def open_files(directory: str) -> ZeroFiles:
+    """The files below `directory`, which is that of a tag.
+
+    NotFoundError for files that are missing, DamagedError for those that cannot be read or do not belong together, UsageError
+    for what several model-parallel ranks, pipeline stages or experts have saved.
+    """
+    names = sorted(os.listdir(directory))
+    models = _by_rank(directory, [name for name in names if name.endswith(MODEL_END)], MODEL)
+    optims = _by_rank(directory, [name for name in names if name.endswith(OPTIM_END)], OPTIM)
+    if not models:
+        raise NotFoundError(f"{directory} has no file *{MODEL_END}: it is not a checkpoint of DeepSpeed")
+    if not optims:
+        raise NotFoundError(
+            f"{directory} has no file *{OPTIM_END}: it was saved without ZeRO's optimizer, and the weights that it has are "
+            f"the `module` of {models[min(models)]}"
+        )
+    loaded = [LoadedZeroFile(path, read(path)) for _, path in sorted(optims.items())]
+    stage = _stage(loaded[0])
+    _check_count(directory, loaded, sorted(optims))
+    return ZeroFiles(directory, stage, _models(directory, stage, models, len(loaded)), tuple(loaded))
+
+
+def _by_rank(directory: str, names: Sequence[str], pattern: re.Pattern[str]) -> dict[int, str]:
+    found: dict[int, str] = {}
+    for name in names:
+        match, path = pattern.match(name), os.path.join(directory, name)
+        if match is None:
+            raise UsageError(
+                f"{path} is of a model whose layers or experts have files of their own, which cannot be put together"
+            )
+        if int(match["mp"]):
+            raise UsageError(
+                f"{path} is of a model that is cut over several model-parallel ranks, which cannot be put together"
+            )
+        rank = int(match["rank"] or 0)
+        if rank in found:
+            raise DamagedError(f"{path} and {found[rank]} are both of rank {rank}: one is left over of another save", key=path)
+        found[rank] = path
+    return found
+
+
+def _models(directory: str, stage: int, paths: Mapping[int, str], ranks: int) -> tuple[LoadedZeroFile, ...]:
+    wanted = range(ranks) if stage == 3 else range(1)
+    missing = next((rank for rank in wanted if rank not in paths), None)
+    if missing is not None:
+        raise NotFoundError(f"{directory} has no model states of rank {missing}, of the {ranks} that saved it at stage {stage}")
+    models = tuple(LoadedZeroFile(paths[rank], read(paths[rank])) for rank in wanted)
+    for model in models:
+        if "buffer_names" not in model.content:
+            raise DamagedError(f"{model.path} has no buffer_names: it is not what DeepSpeed saves of a model", key=model.path)
+        layers = model.content.get("ds_autoep_layers") or model.content.get("autoep_layers") or ()
+        if _PARTITIONED_EXPERTS in repr(layers):
+            raise UsageError(f"{model.path} is of a model whose experts are partitioned, which cannot be put together")
+    return models
+
+
+def _stage(optim: LoadedZeroFile) -> int:
+    value = optim.get(_OPTIMIZER, dict).get("zero_stage")
+    if isinstance(value, Record):  # an enum of DeepSpeed's
+        value = next(iter(value.args or ()), None)
+    if type(value) is not int or value not in (1, 2, 3):
+        said = value if type(value) is int else f"a {type(value).__name__}"
+        raise DamagedError(f"{optim.path} says that its zero_stage is {said}; 1, 2 and 3 are known", key=optim.path)
+    return int(value)
+
+
+def _check_count(directory: str, optims: Sequence[LoadedZeroFile], ranks: Sequence[int]) -> None:
+    for rank, optim in zip(ranks, optims, strict=True):
+        count = optim.get(_OPTIMIZER, dict).get("partition_count")
+        counts = count if isinstance(count, list) else [count]
+        if not counts or not all(isinstance(one, int) for one in counts):
+            raise DamagedError(f"{optim.path} does not say how many ranks saved it", key=optim.path, rank=rank)
+        if max(counts) != len(optims) or rank != ranks.index(rank):
+            raise DamagedError(
+                f"{optim.path} was saved by {max(counts)} ranks, and {directory} has those of "
+                f"{rank_runs(ranks)}: files are missing, or left over of another save",
+                key=optim.path,
+                rank=rank,
+            )
+
+
+def checked(value: Any, kind: type | tuple[type, ...], path: str, what: str) -> Any:
+    """`value`, where it is a `kind`; DamagedError naming the file and `what` it was to be."""
+    if not isinstance(value, kind):
+        raise DamagedError(f"{path}: {what} is a {type(value).__name__}, which DeepSpeed does not save there", key=path)
+    return value
+
+
+def flat_tensor(value: Any, path: str, what: str) -> torch.Tensor:
+    """A tensor of one dimension whose elements lie in a row; DamagedError for anything else."""
+    tensor: torch.Tensor = checked(value, torch.Tensor, path, what)
+    if tensor.layout is not torch.strided or tensor.dim() != 1 or not tensor.is_contiguous():
+        raise DamagedError(f"{path}: {what} is no flat tensor", key=path)
+    return tensor.detach()
+
+
+def shapes_of(value: Any, path: str, what: str) -> dict[str, tuple[int, ...]]:
+    """Names and shapes; DamagedError for what is no such thing."""
+    found = {}
+    for name, shape in checked(value, dict, path, what).items():
+        sizes = tuple(checked(shape, (tuple, list), path, f"{what}.{name}"))
+        if not isinstance(name, str) or not all(isinstance(size, int) and size >= 0 for size in sizes):
+            raise DamagedError(f"{path}: {what}.{name} is no shape", key=path)
+        found[name] = sizes
+    return found

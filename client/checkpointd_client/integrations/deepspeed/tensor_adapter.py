@@ -1,0 +1,186 @@
+"""The adapter for `layout="checkpointd"`: the engine as named tensors in this project's own format, for any stage and ranks."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from checkpointd.errors import CheckpointdError, DamagedError, StagingError, UsageError
+from checkpointd.layout.keys import SERVICE
+from checkpointd.pipeline.root.catalog import Checkpoint
+from checkpointd_client.integrations.deepspeed.adapter_base import SEPARATOR, Adapter, DirectoryError, SaveTarget, check_found
+from checkpointd_client.integrations.deepspeed.directories import missing_fault
+from checkpointd_client.integrations.deepspeed.engine_state import state_of
+from checkpointd_client.integrations.deepspeed.histories import Newest, newest, stock_in
+from checkpointd_client.integrations.deepspeed.load_targets import EngineTargets, LoadRequest
+from checkpointd_client.integrations.deepspeed.opening import Opened, said_of
+from checkpointd_client.integrations.deepspeed.search import first_said, known_of
+from checkpointd_client.integrations.deepspeed.zero_optimizer import check_supported, gather_persistent
+from checkpointd_client.loader import Loaded
+
+log = logging.getLogger("checkpointd")
+
+_NEWEST = "newest"
+"""Stands for the tag that is to be found."""
+
+
+class TensorAdapter(Adapter):
+    """`<save_dir>` is a root of checkpoints, or the root that was given is one for all."""
+
+    def connect(self) -> None:
+        """Take the place of the engine's own methods; UsageError for an engine that has no names for all it keeps."""
+        check_supported(self.engine)
+        super().connect()
+
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """DeepSpeed's save_checkpoint, which returns once everything that may change is snapshotted.
+
+        Raises what the arguments or objects of the caller are to blame for, and DeadlineError naming ranks that did not call.
+        """
+        save_latest = bool(save_latest)  # DeepSpeed takes whatever counts as one
+        step = int(self.engine.global_steps)
+        tag = f"global_step{step}" if tag is None else str(tag)
+        self.handle = None  # where this raises, there is none
+        self._place(save_dir, tag)
+        tag = self._one_of(self._meet("save_checkpoint()", {"save_dir": os.path.abspath(save_dir), "step": step}, tag))
+        place = self._place(save_dir, tag)
+        checkpointer = self._begun(save_dir, place.root)
+        gather_persistent(self.engine)
+        try:
+            state = state_of(self.engine, exclude_frozen_parameters=exclude_frozen_parameters)
+        except BaseException as error:
+            told = error if isinstance(error, CheckpointdError) else StagingError(f"the engine cannot be saved: {error!r}")
+            self.handle = checkpointer.refuse(step, told, tag=place.tag, save_latest=save_latest)
+            self.handle.observed = True
+            raise
+        client = dict(client_state or {})
+        self.handle = checkpointer.save(step, state, tag=place.tag, client_state=client, save_latest=save_latest)
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """DeepSpeed's load_checkpoint: where it was, and the client state; None and None where there is no checkpoint.
+
+        Ranks and stage may be others than those that saved it, and it may have been saved without DeepSpeed, as
+        `{"model": model, "optimizer": optimizer}`. MismatchError, with nothing loaded, lists all that does not fit.
+        Where DeepSpeed itself has saved the newest, or what is named, DeepSpeed loads it. UsageError if it cannot be told which
+        is the newest, NotFoundError for a tag that is not there.
+        """
+        place = self._place(load_dir, _NEWEST if tag is None else tag)
+        said = {"load_dir": os.path.abspath(load_dir), "tag": place.tag}
+        choices = load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn
+        self.settle()  # what is loaded goes to where snapshots are taken from
+        seen = self._is_root(place.root), missing_fault(load_dir, tag), said_of(place.root)
+        is_ours, missing, how = self._meet("load_checkpoint()", said, seen)[0]
+        if not is_ours:
+            check_found(missing)
+            return self._load_stock(load_dir, tag, choices)
+        what = LoadRequest(
+            strict=load_module_strict,
+            optimizer=load_optimizer_states,
+            scheduler=load_lr_scheduler_states,
+            module_only=load_module_only,
+        )
+        with self._opened(place.root, how) as root:
+            tags, theirs = self._chosen(root, load_dir, tag)
+            if theirs is None and custom_load_fn is not None:
+                raise UsageError("custom_load_fn is for whole state dicts, which layout='checkpointd' does not make")
+            loaded = None if theirs is not None else self._loaded(root, what, tags)
+            root.take_up()
+        if theirs is not None:
+            return self._load_stock(load_dir, theirs, choices)
+        return (None, None) if loaded is None else (os.path.join(place.root, loaded.tag), loaded.client_state)
+
+    def _loaded(self, root: Opened, what: LoadRequest, tags: list[str | None]) -> Loaded | None:
+        """The first of `tags` that is whole, in its places; None where there are none."""
+        engine = self.engine
+        if engine._optimizer_has_ckpt_event_prologue():
+            engine.optimizer.checkpoint_event_prologue()
+        places = EngineTargets(engine, what)
+        loaded = _first_whole(root, places, tags)
+        if loaded is not None:
+            places.settle()
+        elif engine._optimizer_has_ckpt_event_epilogue():
+            engine.optimizer.checkpoint_event_epilogue()
+        return loaded
+
+    def _is_root(self, root: str) -> bool:
+        """Whether `root` is in this project's own format."""
+        return root in self._roots or os.path.isdir(os.path.join(root, SERVICE, "epochs"))
+
+    def _place(self, directory: str, tag: object) -> SaveTarget:
+        if not directory:
+            raise DirectoryError(f"the directory is {directory!r}; give the path of one")
+        return SaveTarget.of(directory, str(tag), self._root)
+
+    def _load_stock(self, load_dir: str, tag: str | None, choices: tuple[Any, ...]) -> tuple[str | None, dict[str, Any] | None]:
+        log.info("in %s DeepSpeed loads what it saved itself, on the ranks and at the stage that saved it", load_dir)
+        self.settle()
+        found: tuple[str | None, dict[str, Any] | None] = self._load(load_dir, tag, *choices)
+        return found
+
+    def _chosen(self, root: Opened, load_dir: str, tag: str | None) -> tuple[list[str | None], str | None]:
+        """The tags to try, as rank 0 sees them, newest first (None: the newest whole one); or the tag of DeepSpeed's own."""
+        place = self._place(load_dir, _NEWEST if tag is None else tag)
+        theirs = stock_in(place.root, load_dir, None if tag is None else str(tag))
+        is_all = self._root is None and place.at == _NEWEST
+        tags: list[str | None] = [place.tag] if tag is not None else [None]
+        known, fault = known_of(root) if theirs is not None or (tag is None and not is_all) else ({}, None)
+        own = self._in_directory(load_dir, tag, list(known.values()))
+        if tag is None and not is_all:
+            tags = [c.tag for c in own]
+        found = Newest() if fault or theirs is None else newest(place.root, load_dir, theirs, own)
+        tags, theirs, doubt = first_said(root, [tags, found.theirs, found.doubt], fault)
+        if doubt is not None:
+            raise UsageError(doubt)
+        return tags, theirs
+
+    def _in_directory(self, load_dir: str, tag: str | None, known: list[Checkpoint]) -> list[Checkpoint]:
+        """Those of `known` that were saved in `load_dir`, under `tag`; without one, those that asked for `latest`."""
+        if tag is not None:
+            return [c for c in known if c.tag == self._place(load_dir, tag).tag]
+        below = self._place(load_dir, _NEWEST).at.removesuffix(_NEWEST).replace("/", SEPARATOR)
+        asked = [c for c in known if c.outcome.save_latest and c.tag.startswith(below)]
+        return [c for c in asked if self._is_in(load_dir, c.tag, c.tag.removeprefix(below))]
+
+    def _is_in(self, load_dir: str, tag: str, name: str) -> bool:
+        """Whether `tag` is that of a save in `load_dir` itself, under `name` or what stands in it before a digest."""
+        names = filter(None, (name, name.rpartition(SEPARATOR)[0]))
+        return any(self._place(load_dir, one).tag == tag for one in names)
+
+    @staticmethod
+    def _store_of(root: str) -> str:
+        return root
+
+
+def _first_whole(root: Opened, places: EngineTargets, tags: list[str | None]) -> Loaded | None:
+    """Load the first of `tags` that is whole; None where there are none. DamagedError, on every rank, where none is whole."""
+    damage: DamagedError | None = None
+    for tag in tags:
+        try:
+            return root.load(places, tag, cast=True)
+        except DamagedError as error:
+            if tag is not None and tag is not tags[-1]:
+                log.error("%s, and an older one is looked for", error)
+                root.pass_over(tag, str(error))
+            damage = error
+    if damage is not None:
+        raise damage
+    return None

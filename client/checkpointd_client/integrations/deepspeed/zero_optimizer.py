@@ -1,0 +1,218 @@
+"""The optimizer state of a DeepSpeed engine, at any ZeRO stage, by the names of the parameters.
+
+Under ZeRO the base optimizer steps flat tensors, each made of ranges of many parameters and of padding; without it, tensors of
+the parameters' own shapes. A Bundle is one of those tensors, with what it holds of which parameter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.pipe.module import PipelineModule
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+from checkpointd.errors import StateError, UsageError
+from checkpointd_client.capture import objects
+from checkpointd_client.sharding.dtensor import ReplicaGroup, group_of
+from checkpointd_client.sharding.flat_range import LocalShardTensor, flat, same
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Elements `[start, start + count)` of the parameter called `name`, which lie in a flat tensor from element `at` on."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    count: int
+    at: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Bundle:
+    """One tensor that the base optimizer steps. `group`: number of its param_group. `copies`: the ranks that have the same of
+    it; None where each has ranges of its own.
+    """
+
+    tensor: torch.Tensor
+    group: int
+    ranges: tuple[Range, ...]
+    copies: ReplicaGroup | None
+
+    def held(self, one: Range, like: torch.Tensor) -> LocalShardTensor:
+        """What `like`, a tensor of the shape of this bundle's, holds of a parameter."""
+        elements = like.detach().view(-1)[one.at : one.at + one.count]
+        if self.copies is not None:
+            return same(elements.view(one.shape), self.copies, optimizer_only=True)
+        return flat(one.shape, one.start, elements, optimizer_only=True)
+
+
+def check_supported(engine: Any) -> None:
+    """Raise UsageError for an engine whose parts cannot be told by the names of parameters."""
+    why = _refusal(engine)
+    if why is not None:
+        raise UsageError(f"layout='checkpointd' cannot store this engine: {why}. layout='deepspeed' can")
+
+
+def _refusal(engine: Any) -> str | None:
+    optimizer = engine.optimizer
+    if isinstance(engine.module, PipelineModule):
+        return "its module is a pipeline, which names the parameters of each stage by layer"
+    if engine.has_moe_layers:
+        return "its module has mixture-of-experts layers, whose experts lie on other ranks under the same names"
+    if engine.curriculum_learning_enabled() or engine.random_ltd_enabled():
+        return "its data sampler or its random-LTD scheduler has a state of its own, which this layout does not store"
+    if group_of(engine.seq_data_parallel_group).replicas != torch.distributed.get_world_size():
+        return "its module is model-parallel, so that ranks have different tensors of one name"
+    if getattr(optimizer, "zenflow", False):
+        return "ZenFlow keeps a part of the optimizer in a process of its own"
+    if hasattr(optimizer, "superoffload_cpu_optimizer"):
+        return "SuperOffload steps in a process of its own, which no snapshot can wait for"
+    if getattr(optimizer, "swap_optimizer", False) or getattr(optimizer, "params_in_nvme_and_cpu", False):
+        return "its tensors are swapped to NVMe"
+    if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+        whole = group_of(engine.seq_data_parallel_group).replicas
+        if any(count != whole for count in optimizer.sub_group_partition_counts):
+            return "its parameters are partitioned over a part of the ranks (MiCS)"
+    return None
+
+
+def data_parallel(engine: Any) -> ReplicaGroup:
+    """The ranks over which the engine partitions, or among which it keeps parameters equal."""
+    return group_of(engine.seq_data_parallel_group)
+
+
+def base_optimizer(engine: Any) -> Any:
+    """The optimizer that steps; None where the engine has none."""
+    optimizer = engine.optimizer
+    if optimizer is None or isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer
+    return getattr(optimizer, "optimizer", None)
+
+
+def names_of(engine: Any) -> dict[int, str]:
+    """What each parameter is called, by its identity: its first name, where it has several."""
+    found: dict[int, str] = {}
+    named = dict(engine.module.named_parameters())
+    clean = objects.clean_names(engine.module, named)
+    for name, parameter in named.items():
+        found.setdefault(id(parameter), str(clean.get(name, name)))
+    return found
+
+
+def is_partitioned(parameter: torch.Tensor) -> bool:
+    """Whether it is a parameter of stage 3, whose elements lie in `ds_tensor`."""
+    return hasattr(parameter, "ds_id")
+
+
+def parameter_held(parameter: Any, copies: ReplicaGroup) -> LocalShardTensor:
+    """What this rank holds of a parameter of the module, at any stage. StateError where its elements are elsewhere."""
+    trained = bool(parameter.requires_grad)
+    if not is_partitioned(parameter):
+        return same(parameter.detach(), copies, optimizer_only=trained, trained=trained)
+    part, shape = parameter.ds_tensor, tuple(parameter.ds_shape)
+    if part.numel() and not part.untyped_storage().nbytes():
+        raise StateError(
+            f"a parameter of the shape {list(shape)} was moved away by DeepSpeed: reload the engine's states first"
+        )
+    start = min(copies.replica * part.numel(), math.prod(shape))
+    count = min(part.numel(), math.prod(shape) - start)
+    return flat(shape, start, part.detach()[:count], optimizer_only=trained, trained=trained)
+
+
+def gather_persistent(engine: Any) -> None:
+    """Make the parameters that stage 3 keeps whole on every rank whole again, where they are not. On every rank.
+
+    They are after DeepSpeed's own save, also where they were not before it (`empty_partition_cache`).
+    """
+    persistent = getattr(engine.optimizer, "persistent_parameters", [])
+    if any(parameter.ds_status is ZeroParamStatus.NOT_AVAILABLE for parameter in persistent):
+        engine.optimizer.checkpoint_event_epilogue()
+
+
+# --- bundles --------------------------------------------------------------------------------------------------------
+
+
+def bundles_of(engine: Any) -> list[Bundle]:
+    """Everything that the engine's optimizer steps."""
+    optimizer, names, copies = engine.optimizer, names_of(engine), data_parallel(engine)
+    if base_optimizer(engine) is None:
+        return []
+    return list(_bundles(optimizer, names, copies))
+
+
+def _bundles(optimizer: Any, names: dict[int, str], copies: ReplicaGroup) -> Iterator[Bundle]:
+    if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+        yield from _stage_3(optimizer, names, copies)
+    elif isinstance(optimizer, DeepSpeedZeroOptimizer):
+        for i, flat_master in enumerate(optimizer.single_partition_of_fp32_groups):
+            parameters = optimizer.round_robin_bit16_groups[i]
+            # Releases that have no offsets (0.19.6) put the parameters end to end.
+            offsets = optimizer.round_robin_bit16_offsets[i] if _says_offsets(optimizer) else _offsets(parameters)
+            yield Bundle(flat_master, i, _cut(parameters, offsets, names, flat_master.numel(), copies.replica), None)
+    elif isinstance(optimizer, BF16_Optimizer):
+        for i, flat_master in enumerate(optimizer.fp32_groups_flat_partition):
+            parameters = optimizer.bf16_groups[i]
+            yield Bundle(
+                flat_master, i, _cut(parameters, _offsets(parameters), names, flat_master.numel(), copies.replica), None
+            )
+    elif isinstance(optimizer, FP16_Optimizer):
+        for i, flat_master in enumerate(optimizer.fp32_groups_flat):
+            parameters = optimizer.fp16_groups[i]
+            yield Bundle(flat_master, i, _cut(parameters, _offsets(parameters), names, flat_master.numel(), 0), copies)
+    elif isinstance(optimizer, FP16_UnfusedOptimizer):
+        for i, (parameters, masters) in enumerate(zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)):
+            yield from (_own(master, i, names[id(p)], copies) for p, master in zip(parameters, masters, strict=True))
+    else:
+        for i, group in enumerate(optimizer.param_groups):
+            yield from (_own(p, i, names[id(p)], copies) for p in group["params"] if id(p) in names)
+
+
+def _own(tensor: torch.Tensor, group: int, name: str, copies: ReplicaGroup) -> Bundle:
+    """A tensor that is one parameter, on every rank."""
+    return Bundle(tensor, group, (Range(name, tuple(tensor.shape), 0, tensor.numel(), 0),), copies)
+
+
+def _says_offsets(optimizer: Any) -> bool:
+    return hasattr(optimizer, "round_robin_bit16_offsets")
+
+
+def _offsets(parameters: Sequence[Any]) -> list[int]:
+    offsets = [0]
+    for parameter in parameters:
+        offsets.append(offsets[-1] + parameter.numel())
+    return offsets[:-1]
+
+
+def _cut(parameters: Sequence[Any], offsets: Sequence[int], names: dict[int, str], size: int, number: int) -> tuple[Range, ...]:
+    """What partition `number`, of `size` elements, has of parameters that lie one after the other at `offsets`."""
+    first, found = number * size, []
+    for parameter, offset in zip(parameters, offsets, strict=True):
+        begin = min(max(first, offset), offset + parameter.numel())
+        end = max(min(first + size, offset + parameter.numel()), begin)
+        at = begin - first if end > begin else 0
+        found.append(Range(names[id(parameter)], tuple(parameter.shape), begin - offset, end - begin, at))
+    return tuple(found)
+
+
+def _stage_3(optimizer: Any, names: dict[int, str], copies: ReplicaGroup) -> Iterator[Bundle]:
+    """Every parameter is cut into as many equal parts as there are ranks, the last ones padded; a sub-group has its parts."""
+    for number, (parameters, flat_master) in enumerate(
+        zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True)
+    ):
+        ranges, at = [], 0
+        for parameter in parameters:
+            size, total = parameter.partition_numel(), parameter.ds_numel
+            start = min(copies.replica * size, total)
+            ranges.append(Range(names[id(parameter)], tuple(parameter.ds_shape), start, min(size, total - start), at))
+            at += size
+        yield Bundle(flat_master, optimizer.sub_group_to_group_id[number], tuple(ranges), None)

@@ -1,0 +1,361 @@
+"""The board: the ranks' messages on torch.distributed's Store during an epoch, and a broadcast before there is one.
+
+The calls of DeepSpeed's engines, before there is a Checkpointer, begin by the same broadcast (`convening.py`).
+
+Invariants
+  BOARD-1  Every key carries the epoch's nonce, or the token of one call: nothing of an earlier incarnation is ever read.
+  BOARD-2  Every wait has a limit of our own, and running into it names the ranks that are missing. No collective call is made:
+      those end at the process group's time-out alone, and name nobody.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Protocol, TypeVar, cast
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # exported, but not in __all__
+
+from checkpointd.config import Ranks, environment_world_size
+from checkpointd.errors import ERRORS, CheckpointdError, DeadlineError, UsageError
+from checkpointd.waits import Waiting
+
+T = TypeVar("T")
+COORDINATOR = 0
+ERROR_CHARS_MAX = 2048
+_POLL_MIN_S, _POLL_MAX_S = 0.002, 0.1
+_AT_WORK = "rank 0 has not answered; see its log"
+
+
+class Board(Protocol):
+    """A notice board for the ranks of one epoch: each key is written once, by anyone, and read by all."""
+
+    @property
+    def is_solo(self) -> bool:
+        """Whether there is one rank only."""
+        ...
+
+    def post(self, key: str, text: str) -> None:
+        """Show `text` under this rank's `key`; the newest stands."""
+        ...
+
+    def read(self, key: str, ranks: list[int] | None, timeout_s: float, doing: str) -> dict[int, str]:
+        """`key` of each of `ranks` (None: of all), waited for; DeadlineError names who is missing and should be `doing`
+        what.
+        """
+        ...
+
+    def posted(self, key: str) -> dict[int, str]:
+        """`key` of each rank that has posted it, without waiting for the others."""
+        ...
+
+    def absent(self, key: str, ranks: list[int] | None = None) -> list[int]:
+        """Those of `ranks` (None: of all) that have not posted `key`."""
+        ...
+
+    def agree(self, key: str, proposal: str) -> str:
+        """The first proposal made under `key` by any rank; ours if we are first."""
+        ...
+
+    def peek(self, key: str) -> str | None:
+        """What was agreed under `key`, or None."""
+        ...
+
+    def forget(self, key: str, *, agreed: bool = False) -> None:
+        """Take back what this rank posted under `key`, or what was agreed under it, once nobody will read it any more."""
+        ...
+
+
+def find_ranks() -> Ranks:
+    """This process's rank and the world's size. UsageError where a launcher started several ranks without a process group."""
+    if dist.is_available() and dist.is_initialized():
+        return Ranks(rank=dist.get_rank(), world_size=dist.get_world_size())
+    started = environment_world_size()
+    if started > 1:
+        raise UsageError(
+            f"this job has {started} ranks, but torch.distributed is not initialised: "
+            "call torch.distributed.init_process_group() before Checkpointer(...), on every rank"
+        )
+    return Ranks()
+
+
+class SoloBoard:
+    """The board of a job of one process."""
+
+    is_solo = True
+
+    def __init__(self) -> None:
+        self._notes: dict[str, str] = {}
+
+    def post(self, key: str, text: str) -> None:
+        self._notes[key] = text
+
+    def read(self, key: str, ranks: list[int] | None, timeout_s: float, doing: str) -> dict[int, str]:
+        del ranks, timeout_s, doing  # the only rank posts before it reads
+        return {0: self._notes[key]}
+
+    def posted(self, key: str) -> dict[int, str]:
+        return {0: self._notes[key]} if key in self._notes else {}
+
+    def absent(self, key: str, ranks: list[int] | None = None) -> list[int]:
+        del ranks
+        return [] if key in self._notes else [0]
+
+    def agree(self, key: str, proposal: str) -> str:
+        return self._notes.setdefault(key, proposal)
+
+    def peek(self, key: str) -> str | None:
+        return self._notes.get(key)
+
+    def forget(self, key: str, *, agreed: bool = False) -> None:
+        del agreed
+        self._notes.pop(key, None)
+
+
+@dataclass(frozen=True, slots=True)
+class StoreBoard:
+    """The board on torch.distributed's Store, all keys below the epoch's nonce."""
+
+    store: Store
+    ranks: Ranks
+
+    @property
+    def is_solo(self) -> bool:
+        return False
+
+    def post(self, key: str, text: str) -> None:
+        _translated(lambda: self.store.set(f"{key}/{self.ranks.rank}", text))
+
+    def read(self, key: str, ranks: list[int] | None, timeout_s: float, doing: str) -> dict[int, str]:
+        wanted = list(range(self.ranks.world_size)) if ranks is None else ranks
+        names = [f"{key}/{rank}" for rank in wanted]
+        until, waiting = time.monotonic() + timeout_s, Waiting(lambda: _missing_words(self.absent(key, wanted), doing))
+        for pause_s in pauses():
+            if _translated(lambda: self.store.check(names)):
+                break
+            if time.monotonic() >= until:
+                raise absent_error(self.absent(key, wanted), timeout_s, doing)
+            waiting.look()
+            threading.Event().wait(pause_s)
+        found = _translated(lambda: self.store.multi_get(names))
+        return {rank: bytes(text).decode() for rank, text in zip(wanted, found, strict=True)}
+
+    def posted(self, key: str) -> dict[int, str]:
+        return _posted(self.store, {f"{key}/{rank}": rank for rank in range(self.ranks.world_size)})
+
+    def absent(self, key: str, ranks: list[int] | None = None) -> list[int]:
+        came = self.posted(key)
+        return [rank for rank in (range(self.ranks.world_size) if ranks is None else ranks) if rank not in came]
+
+    def agree(self, key: str, proposal: str) -> str:
+        return str(_translated(lambda: self.store.compare_set(key, "", proposal)).decode())
+
+    def peek(self, key: str) -> str | None:
+        if not _translated(lambda: self.store.check([key])):
+            return None
+        return str(_translated(lambda: self.store.get(key)).decode())
+
+    def forget(self, key: str, *, agreed: bool = False) -> None:
+        _translated(lambda: self.store.delete_key(key if agreed else f"{key}/{self.ranks.rank}"))
+
+
+def open_board(ranks: Ranks, nonce: str) -> Board:
+    """The board of the epoch with this nonce."""
+    if ranks.world_size == 1:
+        return SoloBoard()
+    return StoreBoard(PrefixStore(f"checkpointd/{nonce}", own_store()), ranks)
+
+
+def own_store() -> Store:
+    """A client of the job's store, our own: a wait of training on the shared one would hold ours, and the other way round."""
+    base: Store = dist.distributed_c10d._get_default_store()
+    if not hasattr(base, "clone"):
+        return base
+    own: Store = base.clone()
+    own.set_timeout(timedelta(seconds=60))
+    return own
+
+
+def broadcast_from_coordinator(
+    ranks: Ranks,
+    make: Callable[[], dict[str, object]],
+    *,
+    doing: str,
+    come_s: float,
+    make_s: float,
+    store: Store | None = None,
+) -> dict[str, object]:
+    """What `make` returns on rank 0, on every rank; an error there is raised everywhere. For when there is no board yet.
+
+    Every rank must be `doing` the same. Rank 0 calls `make` once all have come, for which it waits `come_s` seconds; the others
+    then wait `make_s` seconds for it. DeadlineError names the ranks that are missing. `store`: the job's, by default.
+    """
+    if ranks.world_size == 1:
+        return make()
+    call = _Broadcast(ranks, own_store() if store is None else store, doing, come_s, make_s)
+    answer = call.lead(make) if ranks.rank == COORDINATOR else call.follow()
+    if "missing" in answer:
+        raise absent_error(cast(list[int], answer["missing"]), come_s, doing)
+    if "error" in answer:
+        code = str(answer["code"])
+        raise ERRORS.get(code, CheckpointdError)(f"rank 0 could not open the root: {code}: {answer['error']}")
+    return cast(dict[str, object], answer["value"])
+
+
+class _Broadcast:
+    """One call of `broadcast_from_coordinator` on one rank.
+
+    Each rank shows a token of this very call; rank 0 takes the tokens of all, and answers each. So nothing is counted, a rank
+    that gave up can call again, and whatever an earlier call or incarnation of the job has left in the store answers nobody.
+    """
+
+    def __init__(self, ranks: Ranks, store: Store, doing: str, come_s: float, make_s: float) -> None:
+        self._ranks, self._store = ranks, PrefixStore("checkpointd/broadcast", store)
+        self._doing, self._come_s, self._make_s = doing, come_s, make_s
+        self._token = secrets.token_hex(16)
+
+    def lead(self, make: Callable[[], dict[str, object]]) -> dict[str, object]:
+        """On rank 0: wait for all, make what is to be said, and say it to those who came. What `make` raises is raised."""
+        self._show()
+        failure: BaseException | None = None
+        answer: dict[str, object] = {}
+        try:
+            self._wait(self._everybody_came, self._come_s, self._missing_words)
+            missing = self._missing()
+            if missing:
+                answer = {"missing": missing}
+            else:
+                answer = {"value": make()}
+        except BaseException as error:  # every rank must hear of it, whatever it is
+            failure = error
+            answer = {"code": type(error).__name__, "error": str(error)[:ERROR_CHARS_MAX]}
+        self._answer(answer)
+        if failure is not None:
+            raise failure
+        return answer
+
+    def follow(self) -> dict[str, object]:
+        """On any other rank: what rank 0 says."""
+        self._show()
+        try:
+            if not self._wait(self._answered, self._come_s, self._missing_words):
+                missing = self._missing()
+                if missing:
+                    return {"missing": missing}
+                self._wait(self._answered, self._make_s, lambda: _AT_WORK)
+            if not self._answered():
+                raise DeadlineError(
+                    f"rank 0 has not answered within {self._come_s + self._make_s:g} s: look at its log, and start the job "
+                    "again if it is gone",
+                    ranks=(COORDINATOR,),
+                )
+            key = _translated(lambda: self._store.get(self._to(self._token))).decode()
+            heard = json.loads(_translated(lambda: self._store.get(key)))
+            _translated(lambda: self._store.delete_key(self._to(self._token)))
+        finally:
+            self._take(self._ranks.rank, self._token)  # where it was not answered, it must not be any more
+        assert isinstance(heard, dict)
+        return heard
+
+    def _show(self) -> None:
+        _translated(lambda: self._store.set(self._at(self._ranks.rank), self._token))
+
+    def _answer(self, answer: dict[str, object]) -> None:
+        """To each token that is shown; one that was shown anew meanwhile is answered as well."""
+        key = f"said/{self._token}"
+        _translated(lambda: self._store.set(key, json.dumps(answer)))
+        for rank, token in self._shown().items():
+            while token and not self._take(rank, token):
+                token = self._shown().get(rank, "")
+            if token and rank != COORDINATOR:
+                _translated(partial(self._store.set, self._to(token), key))
+
+    def _everybody_came(self) -> bool:
+        names = [self._at(rank) for rank in range(self._ranks.world_size)]
+        return _translated(lambda: self._store.check(names)) and not self._missing()
+
+    def _answered(self) -> bool:
+        return bool(_translated(lambda: self._store.check([self._to(self._token)])))
+
+    def _missing(self) -> list[int]:
+        shown = self._shown()
+        return [rank for rank in range(self._ranks.world_size) if not shown.get(rank)]
+
+    def _missing_words(self) -> str:
+        missing = self._missing()
+        return _missing_words(missing, self._doing) if missing else _AT_WORK
+
+    def _shown(self) -> dict[int, str]:
+        """The token that each rank shows; "" where it was taken."""
+        return _posted(self._store, {self._at(rank): rank for rank in range(self._ranks.world_size)})
+
+    def _take(self, rank: int, token: str) -> bool:
+        """Take the token that `rank` shows, so that it counts once; False where it shows another one by now."""
+        return bool(_translated(lambda: self._store.compare_set(self._at(rank), token, "")).decode() == "")
+
+    def _wait(self, done: Callable[[], bool], timeout_s: float, missing: Callable[[], str]) -> bool:
+        until, waiting = time.monotonic() + timeout_s, Waiting(missing)
+        for pause_s in pauses():
+            if done():
+                return True
+            if time.monotonic() >= until:
+                return False
+            waiting.look()
+            threading.Event().wait(pause_s)
+        raise AssertionError("unreachable")
+
+    @staticmethod
+    def _at(rank: int) -> str:
+        return f"here/{rank}"
+
+    @staticmethod
+    def _to(token: str) -> str:
+        return f"to/{token}"
+
+
+def pauses() -> Iterator[float]:
+    """Seconds to pause between two looks at a board, longer and longer."""
+    pause_s = _POLL_MIN_S
+    while True:
+        yield pause_s
+        pause_s = min(pause_s * 1.5, _POLL_MAX_S)
+
+
+def _posted(store: Store, names: Mapping[str, T]) -> dict[T, str]:
+    """What stands in the store under `names` now, by what each name stands for."""
+    wanted = list(names)
+    if not _translated(lambda: store.check(wanted)):
+        wanted = [name for name in wanted if _translated(partial(store.check, [name]))]
+    if not wanted:
+        return {}
+    found = _translated(lambda: store.multi_get(wanted))
+    return {names[name]: bytes(text).decode() for name, text in zip(wanted, found, strict=True)}
+
+
+def _missing_words(missing: list[int], doing: str) -> str:
+    return f"ranks {missing} have not come: every rank must be {doing}"
+
+
+def absent_error(missing: list[int], timeout_s: float, doing: str) -> DeadlineError:
+    """The error for `missing` ranks, which did not come to what all must be `doing`."""
+    return DeadlineError(
+        f"ranks {missing} did not answer within {timeout_s:g} s: every rank must be {doing}; "
+        "look at their logs, and start the job again if they are gone",
+        ranks=tuple(missing),
+    )
+
+
+def _translated(call: Callable[[], T]) -> T:
+    try:
+        return call()
+    except (RuntimeError, ValueError) as error:
+        raise CheckpointdError(
+            f"torch.distributed's store does not answer: {error}. Its host (the launcher, or rank 0) is gone or out of reach"
+        ) from error

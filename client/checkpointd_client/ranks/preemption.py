@@ -1,0 +1,210 @@
+"""Preemption: signals, their grace periods, and the question at which all ranks say yes.
+
+A rank asks at points: the number of a question about a step, counted anew for each step. Ranks that ask equally often about
+each step go through the same points, in a loop of training, of evaluation or of warming up.
+
+Invariants
+  PREEMPT-1  The end is one point for all ranks. No rank says yes at a point up to it (but see PREEMPT-3), and none says no at a
+      later one.
+  PREEMPT-2  The end is the furthest point that any rank has shown: that rank says yes at its very next question.
+  PREEMPT-3  Where half of a grace period is over, a rank that is still at the end's step says yes at any question: it saves
+      what the others save, and may never ask as often about that step as they did.
+
+How PREEMPT-1 is kept: a rank that knows of no signal shows the point at which it asks, looks again whether there is a signal,
+and only then says no. Whoever knows of a signal has told all of it before it reads what points are shown, and the furthest of
+these is proposed as the end; the first proposal stands.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import secrets
+import signal
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import astuple, dataclass
+from typing import Self, TypeAlias
+
+from checkpointd.errors import CheckpointdError, UsageError
+from checkpointd_client.ranks.board import Board, pauses
+from checkpointd_client.ranks.signals import Arrivals
+
+log = logging.getLogger("checkpointd")
+
+PreemptSignals: TypeAlias = "int | Iterable[int] | Mapping[int, float] | Mapping[signal.Signals, float] | None"
+
+_ANY, _ASKED, _FIXER, _END = "preempted/any", "preempted/asked", "preempted/fixer", "preempted/end"
+FIXER_S = 2.0
+"""How long the ranks leave it to one of them to read what all have shown: a thousand ranks need not do it at once."""
+LATE_PART = 0.5
+"""The part of a grace period after which PREEMPT-3 holds."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Point:
+    """The question number `count` about `step`, after so many loads."""
+
+    loads: int
+    step: int
+    count: int
+
+    def __str__(self) -> str:
+        return ".".join(map(str, astuple(self)))
+
+    @staticmethod
+    def of(text: str) -> Point:
+        return Point(*map(int, text.split(".")))
+
+
+_BEFORE_ALL = Point(-1, 0, 0)
+
+
+def graces_of(signals: PreemptSignals, grace_s: float) -> dict[signal.Signals, float]:
+    """Each signal with the seconds that the machine gives after it: its own, or `grace_s`. UsageError for what cannot be."""
+    if signals is None:
+        return {}
+    given = (signals,) if isinstance(signals, int) else signals
+    if not _is_several(given):
+        raise UsageError(f"preempt_signals is {signals!r:.80}; it must be a signal, several, or signals with seconds")
+    graces = given if isinstance(given, Mapping) else dict.fromkeys(given, grace_s)
+    for number, seconds in graces.items():
+        if not _can_be_caught(number):
+            raise UsageError(
+                f"preempt_signals is {signals!r:.80}; it must name signals that a process can catch, such as signal.SIGTERM"
+            )
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
+            raise UsageError(f"preempt_signals is {signals!r:.80}; each signal takes seconds, more than 0, not {seconds!r:.80}")
+    return {signal.Signals(number): float(seconds) for number, seconds in graces.items()}
+
+
+def _is_several(given: object) -> bool:
+    return isinstance(given, Iterable) and not isinstance(given, str | bytes)
+
+
+def _can_be_caught(number: object) -> bool:
+    is_number = isinstance(number, int) and not isinstance(number, bool)
+    return is_number and number in {*signal.Signals} - {signal.SIGKILL, signal.SIGSTOP}
+
+
+class Preemption:
+    """One rank's. `graces`: each signal and the seconds that are left when it comes. Of several, the earliest end counts."""
+
+    def __init__(self, graces: Mapping[signal.Signals, float], board: Board) -> None:
+        self._graces, self._board = dict(graces), board
+        self._came: dict[signal.Signals, float] = {}
+        """When each signal came to this rank, or it heard of it. Written by handlers: nothing may be locked."""
+        self._told: set[signal.Signals] = set()
+        """The signals that all ranks can see."""
+        self._loads = 0
+        self._last = _BEFORE_ALL
+        self._end: Point | None = None
+        self._token = secrets.token_hex(8)
+        self._arrivals: Arrivals | None = None
+
+    def listen(self) -> Self:
+        """Note the signals of this process from here on, until `close`; UsageError where this is not the main thread."""
+        self._arrivals = Arrivals(self._graces.keys(), self._note, self._tell_at_once)
+        return self
+
+    # --- signals -----------------------------------------------------------------------------------------------
+
+    def _note(self, number: signal.Signals, at: float) -> None:
+        self._came.setdefault(number, at)
+
+    def _tell_at_once(self, number: signal.Signals) -> None:
+        """On the thread of `Arrivals`: this rank may not ask for a long time, and the others must know."""
+        if number in self._told:
+            return
+        log.warning("%s received: this job is to stop within %g s", number.name, self._graces[number])
+        try:
+            self._tell(number)
+        except CheckpointdError as error:
+            log.error("the other ranks do not hear of %s: %s", number.name, error)
+
+    def _tell(self, number: signal.Signals) -> None:
+        self._board.agree(_key(number), "came")
+        self._board.agree(_ANY, "came")
+        self._told.add(number)
+
+    def _hears(self) -> bool:
+        """Whether a signal has come to any rank. Every signal that is known here can be seen by all when this returns."""
+        for number in set(self._came) - self._told:
+            self._tell(number)
+        if not self._told and self._board.peek(_ANY) is None:
+            return False
+        for number in self._graces.keys() - self._told:
+            if self._board.peek(_key(number)) is not None:
+                self._note(number, time.monotonic())
+                self._told.add(number)
+        return bool(self._told)
+
+    def grace_left_s(self) -> float | None:
+        """Seconds left to finish what is in flight; None where this rank knows of no signal."""
+        now, came = time.monotonic(), list(self._came.items())  # at once: a signal may come at any line
+        return min((max(0.0, at + self._graces[number] - now) for number, at in came), default=None)
+
+    @property
+    def _is_late(self) -> bool:
+        now, came = time.monotonic(), list(self._came.items())
+        return any(now >= at + LATE_PART * self._graces[number] for number, at in came)
+
+    # --- questions ---------------------------------------------------------------------------------------------
+
+    @property
+    def begun(self) -> bool:
+        """Whether a signal has come to any rank. No question: ranks may ask it differently often."""
+        try:
+            return self._hears()
+        except CheckpointdError as error:
+            log.error("the other ranks cannot be asked whether a signal has come: %s", error)
+            return bool(self._came)
+
+    def ask(self, step: int) -> bool:
+        """Whether this rank should save `step` and leave."""
+        last = self._last
+        self._last = Point(self._loads, step, last.count + 1 if (last.loads, last.step) == (self._loads, step) else 1)
+        try:
+            return self._answer(self._last)
+        except CheckpointdError as error:
+            log.error("the ranks cannot agree on the step to stop at: %s", error)
+            return bool(self._came)  # alone, then: better a last save that may be aborted than none
+
+    def loaded(self) -> None:
+        """All ranks have loaded: steps may begin again at lower numbers."""
+        self._loads += 1
+
+    def _answer(self, point: Point) -> bool:
+        if not self._hears():
+            self._board.post(_ASKED, str(point))
+            if not self._hears():
+                return False
+        if self._end is None:
+            self._end = self._agreed()
+        end = self._end
+        return point > end or ((point.loads, point.step) == (end.loads, end.step) and self._is_late)
+
+    def _agreed(self) -> Point:
+        if self._board.agree(_FIXER, self._token) != self._token:
+            self._leave_to_fixer()
+        furthest = max(map(Point.of, self._board.posted(_ASKED).values()), default=_BEFORE_ALL)
+        end = Point.of(self._board.agree(_END, str(furthest)))
+        log.warning("every rank is to save and stop at its next question after that about step %d", max(0, end.step))
+        return end
+
+    def _leave_to_fixer(self) -> None:
+        until = time.monotonic() + FIXER_S
+        for pause_s in pauses():
+            if self._board.peek(_END) is not None or time.monotonic() >= until:
+                return
+            threading.Event().wait(pause_s)
+
+    def close(self) -> None:
+        """Put the former handlers back."""
+        if self._arrivals is not None:
+            self._arrivals.close()
+
+
+def _key(number: signal.Signals) -> str:
+    return f"preempted/{number.name}"

@@ -1,0 +1,226 @@
+"""The start: rank 0 begins the epoch and recovers; every rank learns of it, and checks that it sees the same root."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from checkpointd.config import Ranks
+from checkpointd.errors import CheckpointdError, NotFoundError, RootNotSharedError, SidecarError, StoreFullError
+from checkpointd.layout.keys import epoch_key
+from checkpointd.pipeline.decide.recover import recover
+from checkpointd.pipeline.root import catalog, epochs, leases, reserve
+from checkpointd.pipeline.root.leases import Beginner, HeldLease
+from checkpointd.store import writers
+from checkpointd.store.base import Store
+from checkpointd_client.ranks.board import Board, broadcast_from_coordinator
+from checkpointd_client.ranks.writer import WriterThread
+
+log = logging.getLogger("checkpointd")
+
+RECOVERY_TIMEOUT_S = 900.0
+"""A root with very many attempts on a slow file system takes a while; a storage that does not answer takes for ever."""
+START_TIMEOUT_S = 120.0
+"""The least that ranks are waited for which have not made their Checkpointer yet."""
+_DOING = "making its Checkpointer: call Checkpointer(...) on every rank, not on rank 0 alone"
+LOOK_TIMEOUT_S = 30.0
+_RECOVERING = "rank 0 takes the epoch, and decides what earlier jobs have left"
+_LOOKS = 6
+"""How often a rank looks for the epoch before it says that the root is not shared: network file systems cache for a while."""
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """The epoch that this incarnation of the job runs in."""
+
+    number: int
+    nonce: str
+    latest: str | None
+    checkpoints: int = 0
+    """How many earlier epochs have left."""
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """What whoever began an epoch knows beside it: the lease, which says that the job is alive until `end` is called, and the
+    attempts of older epochs that somebody still worked at.
+    """
+
+    begun: Begun
+    lease: HeldLease
+    spares: tuple[str, ...]
+
+
+def begin_epoch(
+    writer: WriterThread, store: Store, ranks: Ranks, beginner: Beginner, spares: Callable[[], tuple[str, ...]] = tuple
+) -> tuple[Begun, Started | None]:
+    """On rank 0: take the next epoch, recover what older ones left; on every rank: learn its number and nonce.
+
+    `spares`, called on rank 0: attempts of older epochs ("tag/attempt") that its sidecar still works at, and may still commit.
+    Raises RootInUseError on every rank where another job is alive at the root.
+    """
+    started: list[Started] = []
+
+    def take() -> dict[str, object]:
+        begun_here = writer.call(begin(store, replace(beginner, spares=spares())), RECOVERY_TIMEOUT_S, _RECOVERING)
+        started.append(begun_here)
+        begun = begun_here.begun
+        return {"number": begun.number, "nonce": begun.nonce, "latest": begun.latest, "checkpoints": begun.checkpoints}
+
+    try:
+        heard = broadcast_from_coordinator(
+            ranks,
+            take,
+            doing=_DOING,
+            come_s=max(START_TIMEOUT_S, beginner.commit_timeout_s),
+            make_s=2 * RECOVERY_TIMEOUT_S,
+        )
+    except BaseException:
+        for one in started:
+            end(writer, one)
+        raise
+    latest = heard["latest"]
+    checkpoints = int(str(heard["checkpoints"]))
+    begun = Begun(int(str(heard["number"])), str(heard["nonce"]), None if latest is None else str(latest), checkpoints)
+    return begun, next(iter(started), None)
+
+
+def end(writer: WriterThread, started: Started | None, timeout_s: float = 2 * leases.ANSWER_S) -> None:
+    """The job ends: whoever begins next at its root need not wait for it. Raises nothing."""
+    if started is not None:
+        with suppress(CheckpointdError):  # a storage that does not answer has been logged
+            writer.call(started.lease.release(), timeout_s)
+
+
+def instead(root: str) -> str:
+    """What somebody can do whose job may not begin at `root`, since another one is alive there."""
+    return (
+        f"One job at a time saves at a root. To read its checkpoints, call open_checkpoint({root!r}), which disturbs nobody; "
+        "to save beside it, choose another root; to take this root over, so that every save of that job fails from then on, "
+        "pass take_over=True. If both are starts of one job, give them the same job=..."
+    )
+
+
+async def begin(store: Store, beginner: Beginner) -> Started:
+    """Take the next epoch, and recover what older ones left."""
+    before = await epochs.newest(store)
+    try:
+        epoch, lease = await leases.begin(store, beginner)
+    except StoreFullError as error:
+        log.error("%s; dropping the ballast to make room for a start", error)
+        await reserve.drop(store)
+        epoch, lease = await leases.begin(store, beginner)
+    try:
+        if before:
+            await _say_who_is_fenced(store, before)
+        found = await recover(store, epoch.epoch, epoch.spares)
+        await reserve.take_aboard(store)
+        latest = await _latest(store)
+    except BaseException:
+        await lease.release()
+        raise
+    return Started(Begun(epoch.epoch, epoch.nonce, latest, found.checkpoints), lease, epoch.spares)
+
+
+async def _latest(store: Store) -> str | None:
+    try:
+        return await catalog.latest(store)
+    except CheckpointdError as error:
+        log.error("%s", error)
+        return None
+
+
+def say_unknown(begun: Begun, root: str, load: str, afresh: str) -> None:
+    """Say that what earlier jobs left stays, since this one has not loaded: how it can, or can say that it need not."""
+    if begun.checkpoints:
+        log.error(
+            "this job saves at %s and has not loaded: the %d checkpoints that earlier jobs left there (latest: %s) all stay, "
+            "whatever retention says, also where a tag is saved again. To go on from them, call %s before the first save; to "
+            "start afresh, so that retention counts them as this job's own: %s",
+            root,
+            begun.checkpoints,
+            begun.latest,
+            load,
+            afresh,
+        )
+
+
+async def _say_who_is_fenced(store: Store, before: int) -> None:
+    try:
+        holder = await epochs.read(store, before)
+    except CheckpointdError as error:
+        log.error("the record of epoch %d cannot be read: %s", before, error)
+        return
+    who = holder.writer
+    # A Checkpointer of this very process was closed: a second one at the same root is refused.
+    ended = writers.is_this_process(holder.process) or writers.has_ended(holder.process)
+    log.log(
+        logging.INFO if ended else logging.WARNING,
+        "epoch %d of %s (process %d on %s, %s) is over: this job runs it now%s",
+        before,
+        store.url,
+        who.pid,
+        who.host,
+        who.time,
+        "" if ended else "; if that one still runs, its saves fail from here on",
+    )
+
+
+def check_shared(writer: WriterThread, store: Store, ranks: Ranks, board: Board, begun: Begun, timeout_s: float) -> None:
+    """Raise RootNotSharedError on every rank, naming those that do not see the epoch that rank 0 wrote."""
+    if ranks.world_size == 1:
+        return
+    problem = root_fault(writer, store, begun)
+    board.post("root", problem)
+    heard = board.read("root", None, timeout_s, _DOING)
+    blind = {rank: text for rank, text in heard.items() if text != "ok"}
+    if blind:
+        named = "; ".join(f"rank {rank}: {text}" for rank, text in sorted(blind.items())[:8])
+        raise RootNotSharedError(
+            f"the ranks do not share {store.url}: {named}. Every rank must see one and the same directory there: "
+            "give the path of a file system that all nodes mount"
+        )
+
+
+def reach_sidecars(ranks: Ranks, board: Board, reach: Callable[[], object], timeout_s: float) -> None:
+    """Call `reach` on this rank; raise on every rank where one could not reach its sidecar, naming those."""
+    problem: SidecarError | None = None
+    try:
+        reach()
+    except SidecarError as error:
+        problem = error
+    if ranks.world_size > 1:
+        board.post("sidecar", str(problem) if problem else "ok")
+        heard = board.read("sidecar", None, timeout_s, "making its Checkpointer, with sidecar=... as well")
+        without = {rank: text for rank, text in heard.items() if text != "ok"}
+        if without and problem is None:
+            named = "; ".join(f"rank {rank}: {text}" for rank, text in sorted(without.items())[:8])
+            raise SidecarError(f"ranks {sorted(without)} have no sidecar: {named}")
+    if problem is not None:
+        raise problem
+
+
+def root_fault(writer: WriterThread, store: Store, begun: Begun) -> str:
+    """`ok`, or why this rank does not see what rank 0 wrote."""
+    problem = ""
+    pause = threading.Event()
+    for look in range(_LOOKS):
+        pause.wait(0.05 * (2**look - 1))
+        try:
+            seen = writer.call(epochs.read(store, begun.number), LOOK_TIMEOUT_S)
+        except NotFoundError:
+            problem = f"{socket.gethostname()} does not have {epoch_key(begun.number)}"
+            continue
+        except CheckpointdError as error:
+            problem = str(error)
+            continue
+        if seen.nonce == begun.nonce:
+            return "ok"
+        problem = (
+            f"{socket.gethostname()} has another epoch {begun.number}, begun by process {seen.writer.pid} on {seen.writer.host}"
+        )
+    return problem

@@ -1,0 +1,116 @@
+"""The writer: a thread of its own with an event loop, on which every storage operation of this process runs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any, TypeVar
+
+import uvloop
+
+from checkpointd.errors import ClosedError, StoreError
+from checkpointd.waits import Waiting, is_done
+
+log = logging.getLogger("checkpointd")
+T = TypeVar("T")
+ABANDON_S = 5.0
+"""How long what is abandoned may take to notice."""
+_LOOK_S = 1.0
+"""How often it is looked whether bytes still come."""
+_ASKED = "the storage has not answered; is it mounted and reachable?"
+
+
+class WriterThread:
+    """Runs coroutines for other threads; an error in one of them is its caller's alone."""
+
+    def __init__(self, threads: int) -> None:
+        self._loop = uvloop.new_event_loop()
+        # Encoding, hashing and delivering run here; the store has threads of its own for the disk.
+        self._workers = ThreadPoolExecutor(threads, thread_name_prefix="checkpointd-worker")
+        self._loop.set_default_executor(self._workers)
+        self._thread = threading.Thread(target=self._run, name="checkpointd-writer", daemon=True)
+        self._closed = False
+        self._thread.start()
+
+    def _run(self) -> None:
+        """The thread: the loop's whole life, so that closing works from inside another running loop, too."""
+        loop = self._loop
+        asyncio.set_event_loop(loop)
+        loop.run_forever()
+        abandoned = asyncio.all_tasks(loop)
+        for task in abandoned:
+            task.cancel()
+        if abandoned:
+            loop.run_until_complete(asyncio.wait(abandoned, timeout=ABANDON_S))
+        self._workers.shutdown(wait=False, cancel_futures=True)
+        loop.close()
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Start `work` on the loop; its result or error ends up in the future."""
+        if self._closed:
+            work.close()
+            raise ClosedError("the writer is closed")
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def call_soon(self, call: Callable[..., object], *arguments: object) -> None:
+        """Run `call` on the loop at its next turn; nothing where the writer is closed."""
+        if not self._closed:
+            self._loop.call_soon_threadsafe(call, *arguments)
+
+    def call(self, work: Coroutine[Any, Any, T], timeout: float, doing: str = _ASKED) -> T:
+        """Run `work` on the loop and wait for it; StoreError where the storage does not answer within `timeout` seconds.
+
+        `doing` says what takes so long, for the log.
+        """
+        future = self.submit(work)
+        if not Waiting(lambda: doing).until(partial(is_done, future), timeout):
+            future.cancel()
+            raise StoreError(f"the storage has not answered for {timeout:g} s; is it mounted and reachable?")
+        return future.result()
+
+    def call_with_progress_timeout(self, work: Callable[[Callable[[int], None]], Coroutine[Any, Any, T]], patience: float) -> T:
+        """Run what `work` makes, however long it takes, as long as it reports bytes to the function that it is given.
+
+        StoreError where none come for `patience` seconds.
+        """
+        moved = 0
+
+        def on_bytes(nbytes: int) -> None:
+            nonlocal moved
+            moved += nbytes
+
+        future = self.submit(work(on_bytes))
+        while not future.done():
+            if not _has_moved(future, lambda: moved, patience):
+                future.cancel()
+                raise StoreError(f"the storage has not answered for {patience:g} s; is it mounted and reachable?")
+        return future.result()
+
+    def close(self, *, wait: bool = True) -> None:
+        """Stop the loop; what still runs is abandoned, and a thread inside a system call that hangs is left behind.
+
+        Without `wait` it ends when it can: for the garbage collector, which may call from any thread.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        if not wait:
+            return
+        self._thread.join(2 * ABANDON_S)
+        if self._thread.is_alive():
+            log.error("the writer's thread does not end: the storage does not answer")
+
+
+def _has_moved(future: Future[Any], moved: Callable[[], int], patience: float) -> bool:
+    """Wait until `moved` has grown or `future` is done; False where neither happens for `patience` seconds."""
+    before = moved()
+
+    def looked(seconds: float) -> bool:
+        return is_done(future, min(seconds, _LOOK_S)) or moved() != before
+
+    return Waiting(lambda: f"{before} bytes have been read, and no more come; {_ASKED}").until(looked, patience)

@@ -1,0 +1,377 @@
+"""Bindings: the places in the user's objects, existing or still to be made, that load targets fill.
+
+Invariants
+  BINDING-1  Every stored tensor that is wanted is read once, into one target, whatever number of slots it fills.
+  BINDING-2  Slots that were tied when saved are tied after loading where their memory is made here; where the user's objects
+      hold them apart, each gets its copy.
+  BINDING-3  No memory is filled with two different stored tensors. Where it is tied now, two that are equal bit for bit count
+      as one.
+  BINDING-4  Every slot gets the stored values in its own dtype, converted at most once: never by way of another slot's dtype.
+  BINDING-5  New memory has the strides of the parameter that it is the state of, unless BINDING-2 ties it to memory that has
+      others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from checkpointd.errors import FormatError, StateError
+from checkpointd.layout import tree
+from checkpointd.layout.boxes import Box, whole
+from checkpointd_client.capture.aliasing import MemoryRegion, overlapping_pairs
+from checkpointd_client.capture.dtypes import DTYPES, copy_bits, empty, overlaps_itself
+from checkpointd_client.capture.tensors import array_dtype, stride_like, tensor_array
+from checkpointd_client.restore.stored import Entries, StridedView
+from checkpointd_client.sharding.dtensor import LocalShard, is_sharded, sharded_like
+
+Equal = Callable[[str, str], bool]
+"""Whether two stored tensors of one dtype and shape are the same, bit for bit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where one stored tensor goes: `tensor` is the live memory to fill in place, detached; strides and device may be any, but
+    no two of its elements share memory. Its dtype is the stored one, unless another was asked for. `held`: which parts of the
+    stored tensor it is, where it is not all of it.
+    """
+
+    fqn: str
+    tensor: torch.Tensor
+    held: LocalShard | None = None
+
+    def boxes(self) -> Iterator[tuple[Box, torch.Tensor]]:
+        """The boxes of the stored tensor that belong here, each with the view of `tensor` that it fills."""
+        if self.held is None:
+            yield whole(tuple(self.tensor.shape)), self.tensor
+        else:
+            yield from ((part.box, part.of(self.tensor)) for part in self.held.parts)
+
+
+@dataclass(slots=True)
+class Binding:
+    """One place for one stored tensor. `value` is what the user's containers hold or will hold: a tensor or an array."""
+
+    node: tree.Tensor | tree.Array
+    place: StridedView
+    device: torch.device
+    """Where to allocate, if nothing is there."""
+    live: torch.Tensor | None = None
+    """The memory that is there, detached."""
+    value: object = None
+    replaceable: bool = False
+    """Whether a new tensor may take the place of the live one."""
+    held: LocalShard | None = None
+    """Which parts of the stored tensor belong here: `live` is the local part of a sharded tensor."""
+    like: object = None
+    """The sharded tensor that a new one is to be sharded like."""
+    dtype: torch.dtype | None = None
+    """Of a new tensor, where it is not to be the stored one."""
+    stride: tuple[int, ...] | None = None
+    """Of a new tensor that is not sharded, where it is not to be contiguous."""
+
+    @property
+    def fqn(self) -> str:
+        return self.place.fqn
+
+    def wanted(self, stored: torch.dtype) -> torch.dtype:
+        """The dtype that the elements are to have, where they are stored as `stored`."""
+        return self.live.dtype if self.live is not None else self.dtype or stored
+
+    def vacate(self) -> None:
+        """Let a new tensor take the place of the live one: of its dtype, sharded and strided as that is."""
+        if self.held is not None and is_sharded(self.value):
+            self.like = self.value
+        elif self.live is not None:
+            self.stride = stride_like(self.live)
+        self.dtype = None if self.live is None else self.live.dtype
+        self.live = self.value = None
+
+
+class Bindings:
+    """All slots of one load, by FQN; each FQN has one, and may have others `again`, with memory that is there."""
+
+    def __init__(self) -> None:
+        self.by_fqn: dict[str, Binding] = {}
+        self._again: list[Binding] = []
+
+    def add(self, slot: Binding, *, again: bool = False) -> None:
+        if again:
+            self._again.append(slot)
+            return
+        if slot.fqn in self.by_fqn:
+            raise FormatError(f"the state tree names {slot.fqn} twice", fqn=slot.fqn)
+        self.by_fqn[slot.fqn] = slot
+
+    def drop_after(self, count: int) -> None:
+        """Forget the slots that were added after the first `count` ones."""
+        for fqn in list(self.by_fqn)[count:]:
+            del self.by_fqn[fqn]
+
+    def conflicts(self, equal: Equal) -> Iterator[str]:
+        """Every way in which the live memory cannot hold what is stored, in words; the slots concerned are dropped."""
+        dropped: set[str] = set()
+        for fqn, words in [*self._self_overlaps(), *self._shared(equal)]:
+            dropped.add(fqn)
+            yield words
+        for fqn in dropped:
+            self.by_fqn.pop(fqn, None)
+
+    def _all(self) -> Iterator[Binding]:
+        yield from self.by_fqn.values()
+        yield from (slot for slot in self._again if slot.fqn in self.by_fqn)
+
+    def _live(self) -> list[tuple[Binding, MemoryRegion]]:
+        return [(slot, MemoryRegion.of(slot.live)) for slot in self._all() if slot.live is not None]
+
+    def _self_overlaps(self) -> Iterator[tuple[str, str]]:
+        for slot, region in self._live():
+            assert slot.live is not None
+            if not overlaps_itself(slot.live) or _same_overlap(slot, region):
+                continue
+            if slot.replaceable:
+                slot.vacate()
+            else:
+                yield slot.fqn, f"{slot.fqn}: its elements share memory now (it is expanded), and did not when it was saved"
+
+    def _shared(self, equal: Equal) -> Iterator[tuple[str, str]]:
+        live = self._live()
+        for i, j in overlapping_pairs([region for _, region in live]):
+            (one, one_region), (two, two_region) = live[i], live[j]
+            if one.live is None or two.live is None or _consistent(one, one_region, two, two_region):
+                continue
+            if two.replaceable or one.replaceable:
+                (two if two.replaceable else one).vacate()
+                continue
+            if _may_tie(one, one_region, two, two_region) and equal(one.place.owner, two.place.owner):
+                self._tie(two.place.owner, one.place.owner)
+                continue
+            words = f"{one.fqn} and {two.fqn} share memory now, and were stored as different tensors of different values"
+            yield one.fqn, words
+            yield two.fqn, words
+
+    def _tie(self, owner: str, to: str) -> None:
+        """Fill whatever was to be filled from `owner` from `to`, which is equal."""
+        for slot in self._all():
+            if slot.place.owner == owner:
+                slot.place = replace(slot.place, owner=to)
+
+    def bind(self, entries: Entries) -> tuple[tuple[Target, ...], list[Callable[[], None]]]:
+        """Allocate what is missing and give every slot its value. The targets, and the copies to make when they are filled."""
+        groups: dict[str, list[Binding]] = {}
+        for slot in self._all():
+            groups.setdefault(slot.place.owner, []).append(slot)
+        copies: list[Callable[[], None]] = []
+        targets: list[Target] = []
+        for owner, group in groups.items():
+            targets += _bind_group(owner, entries[owner], group, copies)
+        return tuple(targets), copies
+
+
+def _same_overlap(slot: Binding, region: MemoryRegion) -> bool:
+    """Whether the slot's own elements share memory in the way in which they did when it was saved."""
+    if slot.node.overlap is not None:
+        return slot.node.overlap.stride == region.byte_stride
+    return region.byte_stride == _expected_stride(slot.place, region.dtype.itemsize)
+
+
+def _expected_stride(place: StridedView, itemsize: int) -> tuple[int, ...]:
+    return tuple(s * itemsize if n > 1 else 0 for n, s in zip(place.shape, place.stride, strict=True))
+
+
+def _consistent(one: Binding, one_region: MemoryRegion, two: Binding, two_region: MemoryRegion) -> bool:
+    """Whether filling both slots writes the same bytes wherever their memory meets."""
+    if one.place.owner == two.place.owner:
+        if one.place.whole and two.place.whole and one_region.equals(two_region):
+            return True
+        origin = _origin(one.place, one_region)
+        plain = one.held is None and two.held is None
+        if plain and origin is not None and origin == _origin(two.place, two_region):
+            return True
+    was, is_now = (one.node.overlap, two.node.overlap), (one_region, two_region)
+    if was[0] is None or was[1] is None or was[0].group != was[1].group:
+        return False
+    return was[1].offset - was[0].offset == two_region.start - one_region.start and all(
+        (w.stride, (w.conjugate, w.negative)) == (r.byte_stride, r.lazy_bits) for w, r in zip(was, is_now, strict=True) if w
+    )
+
+
+def _may_tie(one: Binding, one_region: MemoryRegion, two: Binding, two_region: MemoryRegion) -> bool:
+    """Whether both are the same memory, for all of tensors that may be equal."""
+    alike = (one.place.dtype, one.place.shape) == (two.place.dtype, two.place.shape)
+    if one.held is None or two.held is None:
+        alike = alike and one.held is two.held
+    else:
+        alike = alike and one.held.alike(two.held)
+    return alike and one.place.whole and two.place.whole and one_region.equals(two_region)
+
+
+def _origin(place: StridedView, region: MemoryRegion) -> int | None:
+    """The address at which the owner's elements would begin, if the slot lies in them as it did when saved."""
+    if any(region.lazy_bits) or region.byte_stride != _expected_stride(place, region.dtype.itemsize):
+        return None
+    return region.start - place.offset * region.dtype.itemsize
+
+
+def _bind_group(
+    owner: str, entry: tuple[str, tuple[int, ...]], group: list[Binding], copies: list[Callable[[], None]]
+) -> Iterator[Target]:
+    """One stored tensor and all its slots. Memory of the user's that holds all of it, in plain elements, is filled directly."""
+    sharded = [slot for slot in group if slot.held is not None]
+    plain = [slot for slot in group if slot.held is None]
+    filled: torch.Tensor | None = None
+    if plain or not all(slot.place.whole for slot in sharded):
+        filled = _bind_plain(owner, entry, group, plain, copies)
+        yield Target(owner, filled.detach())
+    bound: list[Binding] = []
+    for slot in sharded:
+        if slot.live is None:
+            _make_sharded(slot)
+        if any(_same_part(slot, other) for other in bound):
+            continue
+        bound.append(slot)
+        assert slot.live is not None
+        if filled is None:
+            yield Target(owner, slot.live, slot.held)
+        else:
+            copies.append(_copy_parts(slot, filled))
+
+
+def _bind_plain(
+    owner: str, entry: tuple[str, tuple[int, ...]], group: list[Binding], plain: list[Binding], copies: list[Callable[[], None]]
+) -> torch.Tensor:
+    """The memory that all of the stored tensor goes to, for the slots `plain` and whatever else is in `group`."""
+    stored, shape = DTYPES[entry[0]], entry[1]
+    dtypes = {slot.wanted(stored) for slot in group}
+    # The reader converts where all are to have one other dtype. Where they differ, each is converted from the stored values.
+    read = dtypes.pop() if len(dtypes) == 1 else stored
+    whole: dict[torch.dtype, torch.Tensor] = {}
+    for slot in plain:
+        if slot.place.whole and slot.live is not None and _fillable(slot.live):
+            whole.setdefault(slot.live.dtype, slot.live)
+    for dtype in (read, *(slot.wanted(stored) for slot in plain if slot.live is None)):
+        if dtype not in whole:
+            new = [slot for slot in plain if slot.live is None and slot.wanted(stored) == dtype]
+            made = whole[dtype] = _allocate(owner, shape, dtype, _device_of(new or plain or group), _stride_of(new))
+            if dtype != read:
+                copies.append(partial(_fill, made, whole[read]))
+    direct = whole[read]
+    for slot in plain:
+        if slot.live is None:
+            slot.live = _made(slot, whole[slot.wanted(stored)], direct, copies)
+            slot.value = _value(slot)
+        elif not _tied(slot, direct):
+            copies.append(_copy(slot.live, direct, slot.place))
+    return direct
+
+
+def _stride_of(slots: Iterable[Binding]) -> tuple[int, ...] | None:
+    """The strides of new memory that all of `slots` share: a part of a tensor, or an array, needs elements in a row."""
+    if not all(slot.place.whole and isinstance(slot.node, tree.Tensor) for slot in slots):
+        return None
+    return next((slot.stride for slot in slots if slot.stride is not None), None)
+
+
+def _same_part(slot: Binding, other: Binding) -> bool:
+    """Whether both are the same memory, so that filling the one fills the other."""
+    assert slot.live is not None
+    assert other.live is not None
+    return bool(slot.live.numel()) and MemoryRegion.of(slot.live).equals(MemoryRegion.of(other.live))
+
+
+def _make_sharded(slot: Binding) -> None:
+    assert slot.like is not None
+    try:
+        slot.live, slot.value = sharded_like(slot.like, slot.dtype or DTYPES[slot.place.dtype], slot.device)
+    except RuntimeError as error:  # memory is short
+        raise StateError(f"{slot.fqn}: its part of a new {slot.place.dtype} tensor cannot be made: {error}") from error
+
+
+def _copy_parts(slot: Binding, filled: torch.Tensor) -> Callable[[], None]:
+    """Fill the local part of a sharded tensor from all of the stored one."""
+
+    def copy() -> None:
+        assert slot.live is not None
+        assert slot.held is not None
+        source = filled if slot.place.whole else _view(filled.contiguous(), slot.place)
+        with torch.no_grad():
+            for part in slot.held.parts:
+                cut = tuple(slice(o, o + n) for o, n in zip(part.box.offsets, part.box.sizes, strict=True))
+                _fill(part.of(slot.live), source[cut])
+
+    return copy
+
+
+def _fill(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy the elements: bit for bit, or converted where the dtypes differ, which somebody asked for."""
+    if target.dtype == source.dtype:
+        copy_bits(target, source)
+    else:
+        target.copy_(source)
+
+
+def _allocate(
+    fqn: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, stride: tuple[int, ...] | None = None
+) -> torch.Tensor:
+    try:
+        return empty(shape, dtype, device, stride)
+    except RuntimeError as error:  # torch's way to say that memory is short, or that there can be no such tensor
+        raise StateError(f"{fqn}: there is no memory on {device} for a new {dtype} tensor of shape {shape}: {error}") from error
+
+
+def _device_of(group: Iterable[Binding]) -> torch.device:
+    slots = list(group)
+    return next((slot.device for slot in slots if slot.place.whole), slots[0].device)
+
+
+def _fillable(tensor: torch.Tensor) -> bool:
+    return not (tensor.is_conj() or tensor.is_neg() or overlaps_itself(tensor))
+
+
+def _made(slot: Binding, filled: torch.Tensor, direct: torch.Tensor, copies: list[Callable[[], None]]) -> torch.Tensor:
+    """The memory for a slot that has none: tied to `filled` where that can be, else a copy out of `direct`."""
+    place = slot.place
+    # numpy sees host memory alone, and reads an item of a dtype that torch lacks only where its bytes lie in a row.
+    fit_for_array = filled.device.type == "cpu" and filled.is_contiguous()
+    if fit_for_array or isinstance(slot.node, tree.Tensor):
+        if place.whole:
+            return filled.detach()
+        if filled.is_contiguous():
+            return _view(filled, place)
+    made = _allocate(slot.fqn, place.shape, filled.dtype, slot.device)
+    copies.append(_copy(made, direct, place))
+    return made
+
+
+def _value(slot: Binding) -> object:
+    assert slot.live is not None
+    if isinstance(slot.node, tree.Array):
+        return tensor_array(slot.live, array_dtype(slot.node.dtype, slot.place.dtype))
+    # Only floating and complex tensors can require gradients.
+    wants = slot.node.requires_grad and (slot.live.is_floating_point() or slot.live.is_complex())
+    value = slot.live.detach()
+    return value.requires_grad_() if wants else value
+
+
+def _tied(slot: Binding, filled: torch.Tensor) -> bool:
+    """Whether filling `filled` fills the slot's live memory as well."""
+    assert slot.live is not None
+    region, base = MemoryRegion.of(slot.live), MemoryRegion.of(filled)
+    if slot.place.whole and region.equals(base):
+        return True
+    return filled.is_contiguous() and region.start < region.end and _origin(slot.place, region) == base.start
+
+
+def _view(filled: torch.Tensor, place: StridedView) -> torch.Tensor:
+    return filled.detach().as_strided(place.shape, place.stride, filled.storage_offset() + place.offset)
+
+
+def _copy(live: torch.Tensor, filled: torch.Tensor, place: StridedView) -> Callable[[], None]:
+    def copy() -> None:
+        with torch.no_grad():
+            _fill(live, filled if place.whole else _view(filled.contiguous(), place))
+
+    return copy

@@ -1,0 +1,81 @@
+"""Python values from the nodes of a state tree: the inverse of `flatten.py`, with tensors taken from their slots."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from checkpointd.errors import FormatError
+from checkpointd.layout import tree
+from checkpointd_client.capture import scalars
+
+Build = Callable[[], Any]
+"""Makes a value once the slots are bound."""
+
+_DICTS: dict[str, Callable[[Iterable[tuple[Any, Any]]], dict[Any, Any]]] = {
+    "dict": dict,
+    "OrderedDict": collections.OrderedDict,
+    # Counter(pairs) would count the pairs.
+    "Counter": lambda pairs: collections.Counter(dict(pairs)),
+}
+_SEQUENCES: dict[str, Callable[[Iterable[Any]], Any]] = {
+    "list": list,
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "Size": torch.Size,
+}
+
+
+def constant(node: tree.Node) -> Build:
+    """A scalar, decoded at once, so that what cannot be read is found before anything is touched."""
+    value = scalars.decode(node)
+    return lambda: value
+
+
+def dict_of(kind: str, parts: Mapping[Hashable, Build]) -> Build:
+    """A dict of the stored class."""
+    return lambda: _DICTS[kind]((key, part()) for key, part in parts.items())
+
+
+def sequence_of(kind: str, parts: Iterable[Build]) -> Build:
+    """A list, tuple, set or torch.Size; FormatError where it holds what its class cannot."""
+    made = list(parts)
+    return lambda: _sequence(kind, (part() for part in made))
+
+
+def _sequence(kind: str, values: Iterable[Any]) -> Any:
+    try:
+        return _SEQUENCES[kind](values)
+    except TypeError as error:
+        raise FormatError(f"the state tree holds a {kind} of what it cannot hold: {error}") from error
+
+
+def value_of(node: tree.Node, leaf: Callable[[tree.Node], Any] = scalars.decode) -> Any:
+    """The Python value of `node`; `leaf` gives that of a node without parts, a tensor included."""
+    if isinstance(node, tree.Dict):
+        return _DICTS[node.kind]((scalars.decode_key(key), value_of(child, leaf)) for key, child in node.items)
+    if isinstance(node, tree.Sequence):
+        return _sequence(node.kind, [value_of(child, leaf) for child in node.items])
+    return leaf(node)
+
+
+def words(node: tree.Node) -> str:
+    """What a node is, for messages."""
+    match node:
+        case tree.Tensor():
+            return "a tensor"
+        case tree.Array():
+            return "a numpy array"
+        case tree.Dict(kind) | tree.Sequence(kind):
+            return f"a {kind}"
+        case _:
+            return f"the value {scalars.decode(node)!r:.80}"
+
+
+def is_scalar(node: tree.Node) -> bool:
+    """Whether `node` stands for a value without parts."""
+    return not isinstance(node, tree.Tensor | tree.Array | tree.Dict | tree.Sequence)

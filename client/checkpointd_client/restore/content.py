@@ -1,0 +1,124 @@
+"""The stored content for one rank: a tree, and the tensors that it names, of this rank or of all.
+
+With the number of ranks that saved it, every rank finds its own. With another number, the rule is: what is equal on all ranks
+that had it is loaded on every rank, and what differs is left as it is, and named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from checkpointd.errors import FormatError
+from checkpointd.layout import tree
+from checkpointd.layout.manifest import Alias, TensorEntry
+from checkpointd.layout.strides import contiguous_stride
+from checkpointd.pipeline.read.checkpoint_view import CheckpointView
+from checkpointd_client.capture.flatten import CLIENT_STATE
+from checkpointd_client.restore.merging import Merging
+from checkpointd_client.restore.stored import Entries
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankContent:
+    """`entries`: dtype and global shape of every stored tensor; `owners`: of those that are one rank's own, whose is read.
+
+    `left`: FQNs of what the saving ranks had different values of, and which is in the tree no more. `elsewhere`: what only some
+    of the saving ranks had, and which may be another rank's again. `among_many`: it is what all saving ranks had, and there are
+    several to load it, so that what one of them has no place for may be another's.
+    """
+
+    root: tree.Node
+    entries: Entries
+    owners: Mapping[str, int]
+    aliases: tuple[Alias, ...]
+    excluded: tuple[str, ...]
+    left: frozenset[str] = frozenset()
+    elsewhere: frozenset[str] = frozenset()
+    among_many: bool = False
+
+
+def own_content(world: CheckpointView, rank: int) -> RankContent:
+    """What `rank` itself saved."""
+    index, own = world.indexes[rank], world.own(rank)
+    shared = {fqn: (tensor.dtype, tensor.shape) for fqn, tensor in world.tensors.items()}
+    return RankContent(
+        root=tree.decode(index.tree),
+        entries=shared | _described(own.values()),
+        owners=dict.fromkeys(own, rank),
+        aliases=index.aliases,
+        excluded=index.excluded,
+    )
+
+
+def merged_content(world: CheckpointView, *, keep: int | None, alone: bool) -> RankContent:
+    """What all ranks saved together. Where values differ, those of rank `keep`, if it has any.
+
+    `alone`: there is one rank to load it, so that whatever it has no place for is nobody's.
+    """
+    aliases = {rank: {alias.fqn: alias for alias in index.aliases} for rank, index in world.indexes.items()}
+    merging = Merging(lambda rank, fqn: _identity(world, aliases, rank, fqn), keep)
+    root = merging.merged(_grouped(world, keep))
+    entries = {fqn: (tensor.dtype, tensor.shape) for fqn, tensor in world.tensors.items()}
+    owners: dict[str, int] = {}
+    found: dict[str, Alias] = {}
+    for fqn, rank in merging.chosen.items():
+        alias = aliases[rank].get(fqn)
+        if alias is not None:
+            found[fqn] = alias
+        owner = alias.owner if alias is not None else fqn
+        entry = world.own(rank).get(owner)
+        if entry is not None and owner not in entries:
+            entries[owner], owners[owner] = (entry.dtype, entry.shape), rank
+    return RankContent(
+        root=root,
+        entries=entries,
+        owners=owners,
+        aliases=tuple(found.values()),
+        excluded=tuple(sorted({fqn for index in world.indexes.values() for fqn in index.excluded})),
+        left=frozenset(merging.left),
+        elsewhere=frozenset() if alone else frozenset(merging.partial),
+        among_many=not alone,
+    )
+
+
+def part_of(content: RankContent, names: Collection[str], *, client_state: bool) -> RankContent:
+    """`content` with the parts `names` of the state alone, as if nothing else had been saved; with the client_state, or not."""
+    if not isinstance(content.root, tree.Dict):
+        return content
+    kept: list[tuple[tree.Node, tree.Node]] = []
+    for key, child in content.root.items:
+        if key == CLIENT_STATE:
+            kept.append((key, child if client_state else None))
+        elif isinstance(child, tree.Dict):
+            kept.append((key, tree.Dict(child.kind, tuple(item for item in child.items if item[0] in names))))
+    inside = (*names, CLIENT_STATE) if client_state else tuple(names)
+    left = (fqn for fqn in content.left if any(fqn == name or fqn.startswith(f"{name}.") for name in inside))
+    return replace(content, root=tree.Dict(content.root.kind, tuple(kept)), left=frozenset(left))
+
+
+def _described(entries: Iterable[TensorEntry]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    return {entry.fqn: (entry.dtype, entry.shape) for entry in entries}
+
+
+def _grouped(world: CheckpointView, keep: int | None) -> list[tuple[tuple[int, ...], tree.Node]]:
+    """The different trees, each with the ranks that have it; that of rank `keep` first."""
+    ranks: dict[bytes, list[int]] = {}
+    order = sorted(world.indexes, key=lambda rank: (rank != keep, rank))
+    for rank in order:
+        ranks.setdefault(world.indexes[rank].tree, []).append(rank)
+    return [(tuple(found), tree.decode(data)) for data, found in ranks.items()]
+
+
+def _identity(world: CheckpointView, aliases: Mapping[int, Mapping[str, Alias]], rank: int, fqn: str) -> object:
+    """What the tensor that `rank` calls `fqn` holds: equal for two ranks if and only if every bit is."""
+    alias = aliases[rank].get(fqn)
+    owner, view = (fqn, None) if alias is None else (alias.owner, (alias.shape, alias.stride, alias.offset))
+    if owner in world.tensors:
+        return owner, view
+    entry = world.own(rank).get(owner)
+    if entry is None:
+        raise FormatError(f"rank {rank} names {fqn}, which no rank stored", fqn=fqn, rank=rank)
+    if view == (entry.shape, contiguous_stride(entry.shape), 0):
+        view = None  # all of it, as if it were stored itself
+    return entry.dtype, entry.shape, tuple((chunk.raw, chunk.digest) for chunk in entry.chunks), view

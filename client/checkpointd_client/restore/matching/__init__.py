@@ -1,0 +1,1 @@
+"""Matches stored tensors with the user's objects."""

@@ -1,0 +1,129 @@
+"""State that the matches of all kinds of objects share: the stored content, and the results so far."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from checkpointd.layout import tree
+from checkpointd_client.capture import scalars
+from checkpointd_client.capture.modules import Modules
+from checkpointd_client.restore import building
+from checkpointd_client.restore.answers import HandedOutStates
+from checkpointd_client.restore.bind import Bindings, Equal
+from checkpointd_client.restore.building import Build
+from checkpointd_client.restore.content import RankContent
+from checkpointd_client.restore.steps import Step, StepOrder
+from checkpointd_client.restore.stored import Stored, StridedView
+from checkpointd_client.sharding.dtensor import FlatShard
+
+
+class Context(ABC):
+    """What is stored, what the load would change, and what does not fit."""
+
+    def __init__(
+        self,
+        stored: Stored,
+        content: RankContent,
+        modules: Modules,
+        *,
+        cast: bool,
+        equal: Equal,
+        answers: HandedOutStates | None = None,
+    ) -> None:
+        self.slots = Bindings()
+        self.steps: list[Step] = []
+        self.missing: list[str] = []
+        self.unexpected: list[str] = []
+        self.elsewhere: list[str] = []
+        """Unexpected as well, but for what only some of the saving ranks had."""
+        self.mismatched: list[str] = []
+        self.stored = stored
+        self.per_rank_left: list[str] = []
+        self.stateless: list[str] = []
+        """Where the state of a parameter would stand, and none is stored."""
+        self.modules = modules
+        self.cast = cast
+        self._equal = equal
+        self.answers = answers or HandedOutStates()
+        """What the objects hand out that may be asked for their state."""
+        self._content, self._excluded = content, frozenset(content.excluded)
+        self._left_below = {path[:at] for path in content.left for at in _dots(path)}
+
+    def note_kind(self, live: object, node: tree.Node, fqn: str) -> Build | None:
+        self.mismatched.append(f"{fqn}: {building.words(node)} is stored, and {scalars.type_name(live)} is there now")
+        return None
+
+    def is_shared(self, fqn: str) -> bool:
+        """Whether ranks held the stored tensor `fqn` together."""
+        return self.stored.place(fqn).owner not in self._content.owners
+
+    def are_alike(self, one: tree.Node, two: tree.Node) -> bool:
+        """Whether the same is stored at both, whatever the order of keys."""
+        if isinstance(one, tree.Dict) and isinstance(two, tree.Dict):
+            ours, theirs = ({tree.encode(key): child for key, child in node.items} for node in (one, two))
+            return ours.keys() == theirs.keys() and all(self.are_alike(child, theirs[key]) for key, child in ours.items())
+        if isinstance(one, tree.Tensor) and isinstance(two, tree.Tensor):
+            was, other = self.stored.place(one.fqn), self.stored.place(two.fqn)
+            if not was.whole or not other.whole or (was.dtype, was.shape) != (other.dtype, other.shape):
+                return one.fqn == two.fqn
+            return was.owner == other.owner or self._equal(was.owner, other.owner)
+        return tree.encode(one) == tree.encode(two)
+
+    def note_missing(self, fqn: str) -> None:
+        if fqn in self._content.left:
+            self.per_rank_left.append(fqn)
+        elif fqn not in self._excluded:
+            self.missing.append(fqn)
+
+    def note_unexpected(self, fqn: str) -> None:
+        is_elsewhere = any(fqn[:at] in self._content.elsewhere for at in _dots(fqn))
+        (self.elsewhere if is_elsewhere else self.unexpected).append(fqn)
+
+    def note_different(self, fqn: str) -> None:
+        """What training cannot go on without, and the saving ranks had different values of."""
+        self.mismatched.append(
+            f"{fqn}: the ranks that saved it had different values, each its own, and the number of ranks has changed since: "
+            "load it with as many ranks as saved it"
+        )
+
+    def left_below(self, fqn: str) -> list[str]:
+        """What the saving ranks had different values of, at or below `fqn`."""
+        if fqn not in self._left_below:
+            return []
+        return sorted(path for path in self._content.left if path == fqn or path.startswith(f"{fqn}."))
+
+    def do(self, turn: StepOrder, build: Build, apply: Callable[[Any], object]) -> Build | None:
+        """Note a step; what it changes is no matter of the parent's."""
+        self.steps.append(Step(turn, build, apply))
+        return None
+
+    @abstractmethod
+    def value(self, live: Any, node: tree.Node, fqn: str) -> Build | None:
+        """Match one value of the user's, whatever it is."""
+
+    @abstractmethod
+    def tensor(self, live: torch.Tensor | FlatShard, node: tree.Node, fqn: str, *, replaceable: bool = False) -> Build | None:
+        """Match one tensor. `replaceable`: another tensor may take its place."""
+
+    @abstractmethod
+    def fresh(
+        self,
+        node: tree.Node,
+        device: torch.device | None = None,
+        like: torch.Tensor | FlatShard | None = None,
+        was: StridedView | None = None,
+    ) -> Build:
+        """Whatever is stored, made anew: on `device`, or on the kind of device where it was. A tensor of the shape of `like`
+        gets its sharding and its strides.
+
+        With cast=True it gets the dtype of `like` as well, unless it was of another dtype than the tensor at `was`, which
+        stood where `like` stands now: a master copy in float32 stays one."""
+
+
+def _dots(path: str) -> list[int]:
+    """Where `path` can be cut between keys, and its end."""
+    return [i for i, letter in enumerate(path) if letter == "."] + [len(path)]

@@ -1,0 +1,136 @@
+"""Matches objects that load themselves: modules, optimizers, generators, and everything with load_state_dict()."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from checkpointd.layout import tree
+from checkpointd_client.capture import objects
+from checkpointd_client.capture.dtypes import is_floating
+from checkpointd_client.capture.modules import StateModule
+from checkpointd_client.capture.rng import RngState
+from checkpointd_client.capture.tensors import is_meta, refuse_meta
+from checkpointd_client.restore import building
+from checkpointd_client.restore.building import Build
+from checkpointd_client.restore.matching import schedulers
+from checkpointd_client.restore.matching.context import Context
+from checkpointd_client.restore.matching.match_handed_out import handed_back
+from checkpointd_client.restore.matching.match_optimizer import match_optimizer
+from checkpointd_client.restore.steps import StepOrder
+from checkpointd_client.restore.stored import Stored
+from checkpointd_client.sharding import fsdp1
+from checkpointd_client.sharding.dtensor import FlatShard, dtensors_are_known
+
+
+def match_object(match: Context, live: Any, node: tree.Node, fqn: str) -> bool:
+    """Match one object; False where it is of no kind that can be loaded, or what is stored cannot be for it."""
+    if isinstance(live, nn.Module):
+        return isinstance(node, tree.Dict) and _module(match, match.modules.part(live, fqn), node, fqn)
+    if isinstance(live, torch.Generator):
+        return isinstance(node, tree.Tensor) and _generator(match, live, node, fqn)
+    if isinstance(live, torch.optim.Optimizer):
+        return isinstance(node, tree.Dict) and match_optimizer(match, live, node, fqn)
+    if objects.is_stateful(live):
+        left = match.left_below(fqn)
+        if left:  # a part of what it was saved with would be worse than nothing
+            match.per_rank_left.append(fqn)
+            return True
+        why = schedulers.misfit(live, node, match.stored, fqn)
+        if why is not None:
+            match.mismatched.append(why)
+            return True
+        turn = StepOrder.RANDOMNESS if isinstance(live, RngState) else StepOrder.OTHERS
+        shards = _shards_of(match, live, node, fqn)
+        build = match.fresh(node) if shards is None else handed_back(match, shards, node, fqn)
+        match.do(turn, build, objects.loading(live, fqn, live.load_state_dict))
+        return True
+    return False
+
+
+def _shards_of(match: Context, live: Any, node: tree.Node, fqn: str) -> object | None:
+    """What the object's state_dict() hands out, where that holds DTensors, as torch's get_state_dict() of a sharded model does.
+
+    Such an object takes back DTensors alone, and only its own say how these lie. Any other is not asked: that may start
+    workers, and what it returns need not be its memory. Nor is one of which not every rank stored weights, as where rank 0
+    gathers all: state_dict() may be a meeting of the ranks.
+    """
+    return match.answers.of(live, fqn) if hands_out_weights(live, node, match.stored) else None
+
+
+def hands_out_weights(live: object, node: tree.Node, stored: Stored) -> bool:
+    """Whether `live` is an object, of no kind that torch has itself, that may hand out DTensors for what is stored."""
+    own_way = objects.is_stateful(live) and not isinstance(live, nn.Module | torch.optim.Optimizer | torch.Generator)
+    return own_way and dtensors_are_known() and _holds_weights(stored, node)
+
+
+def _holds_weights(stored: Stored, node: tree.Node) -> bool:
+    if isinstance(node, tree.Tensor):
+        place = stored.place(node.fqn)
+        return bool(place.shape) and is_floating(place.dtype)
+    return any(_holds_weights(stored, child) for child in tree.children(node))
+
+
+def _module(match: Context, part: StateModule, node: tree.Dict, fqn: str) -> bool:
+    """Fill what state_dict() hands out, then hand it back: no copy for live parameters, and hooks see what they expect."""
+    module, live = part.module, part.tensors
+    stored = dict(match.stored.children(node))
+    names = ((part.name(key), value) for key, value in live.items())
+    refuse_meta(fqn, [f"{fqn}.{name}" for name, value in names if name in stored and is_meta(value)])
+    extra: dict[Hashable, Build] = {}
+    absent: set[str] = set()
+    filled_before = len(match.slots.by_fqn)
+    for live_key, value in live.items():
+        key = part.name(live_key)
+        path = f"{fqn}.{key}"
+        if key not in stored:
+            _note_absent(match, value, path)
+            absent.add(live_key)
+        elif isinstance(value, torch.Tensor | FlatShard) and not live_key.endswith("_extra_state"):
+            match.tensor(value, stored.pop(key), path)
+        else:
+            match.per_rank_left += match.left_below(path)
+            extra[live_key] = match.fresh(stored.pop(key))
+    for left_over in stored:
+        match.note_unexpected(f"{fqn}.{left_over}")
+    if live and not extra and len(match.slots.by_fqn) == filled_before:
+        return True  # nothing of it is stored, or nothing fits
+    if part.is_flat:
+        extras = building.dict_of("dict", extra)
+        match.do(StepOrder.MODULES, extras, objects.loading(module, fqn, lambda found: fsdp1.loaded(module, found)))
+        return True
+
+    def build() -> dict[str, Any]:
+        # What is absent stays as it is, tensors by being copied onto themselves.
+        filled = {key: value for key, value in live.items() if key not in absent or isinstance(value, torch.Tensor)}
+        return _with_metadata(live, filled | {str(key): made() for key, made in extra.items()})
+
+    options = {"strict": False} if objects.takes(module.load_state_dict, "strict") else {}
+    match.do(StepOrder.MODULES, build, objects.loading(module, fqn, lambda filled: module.load_state_dict(filled, **options)))
+    return True
+
+
+def _note_absent(match: Context, value: object, path: str) -> None:
+    if isinstance(value, nn.Parameter) and match.left_below(path):
+        match.note_different(path)
+    else:
+        match.note_missing(path)
+
+
+def _with_metadata(live: Mapping[str, Any], filled: Mapping[str, Any]) -> dict[str, Any]:
+    """`filled` with the versions of the module's parts, which torch keeps in an attribute of the dict."""
+    made = collections.OrderedDict(filled)
+    if hasattr(live, "_metadata"):
+        made._metadata = live._metadata  # type: ignore[attr-defined]  # how torch hands it over
+    return made
+
+
+def _generator(match: Context, live: torch.Generator, node: tree.Tensor, fqn: str) -> bool:
+    build = match.tensor(live.get_state(), node, fqn, replaceable=True)
+    if build is not None:
+        match.do(StepOrder.GENERATORS, build, objects.loading(live, fqn, live.set_state))
+    return True

@@ -1,0 +1,477 @@
+"""Matches torch's optimizers, whose state may not exist yet and whose `load_state_dict` converts its argument.
+
+State that is stored under the names of parameters goes to the parameters of those names; state under numbers, as by releases
+before this one or where the state held no module that names them, goes by their order, group by group.
+
+Invariants
+  MATCHOPT-1  The state of a parameter is loaded whole, or is left whole and named: never with some of its tensors old and some
+      new.
+  MATCHOPT-2  A param group of another kind keeps its own hyperparameters, and the state of its parameters is left.
+  MATCHOPT-3  State of parameters that were not stored stays.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Hashable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+
+from checkpointd.layout import tree
+from checkpointd_client.capture import objects, optimizer_layout, optimizers
+from checkpointd_client.capture.tensors import is_meta, refuse_meta
+from checkpointd_client.restore import building
+from checkpointd_client.restore.building import Build
+from checkpointd_client.restore.matching.context import Context
+from checkpointd_client.restore.matching.optimizer_fit import (
+    OF_OTHERS,
+    OF_PARAMETERS,
+    Live,
+    following_kinds,
+    misfit,
+    other_kind,
+)
+from checkpointd_client.restore.steps import StepOrder
+from checkpointd_client.restore.stored import StridedView
+from checkpointd_client.sharding import fsdp1
+from checkpointd_client.sharding.dtensor import FlatShard, is_dtensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Pairing:
+    """Which parameter each stored one is, by the number that the optimizer gives it now, and which stored group each is."""
+
+    numbers: dict[Hashable, Hashable]
+    groups: list[int | None]
+    """None for one of which nothing is stored: it stays as it is."""
+    stored: frozenset[Hashable]
+    """All stored ones, those that are nobody's here included."""
+
+
+def match_optimizer(match: Context, optimizer: torch.optim.Optimizer, node: tree.Dict, fqn: str) -> bool:
+    """Existing state is filled in place, the rest made; then `load_state_dict`, and every tensor put back that it converted."""
+    live = _live(match, optimizer, fqn)
+    if live is None:  # an optimizer with a state_dict of its own making
+        if match.left_below(fqn):
+            match.per_rank_left.append(fqn)
+            return True
+        match.do(StepOrder.OPTIMIZERS, match.fresh(node), objects.loading(optimizer, fqn, optimizer.load_state_dict))
+        return True
+    stored_ids, left = ids_by_group(match, node), match.left_below(fqn)
+    for path in left:
+        match.note_different(path)
+    if stored_ids is None:
+        return bool(left)
+    pairing = _paired(match, live, stored_ids, node, fqn)
+    build = _whole(match, live, pairing, dict(match.stored.children(node)), fqn) if pairing is not None else None
+    if build is not None:
+        load = objects.loading(optimizer, fqn, lambda state: _load_optimizer(live, state))
+        match.do(StepOrder.OPTIMIZERS, build, load)
+    return True
+
+
+def _live(match: Context, optimizer: torch.optim.Optimizer, fqn: str) -> Live | None:
+    shards = match.modules.shards()
+    state = optimizers.state_dict(optimizer, fqn, shards)
+    params = optimizers.numbered(optimizer, state, shards)
+    if params is None or not isinstance(state, dict):
+        return None
+    refuse_meta(fqn, [f"parameter {number}" for number, parameter in params.items() if is_meta(parameter)])
+    pairs = zip(optimizer.param_groups, state["param_groups"], strict=True)
+    groups = {number: live for live, group in pairs for number in group["params"]}
+    return Live(optimizer, state, params, groups, shards)
+
+
+def ids_by_group(match: Context, node: tree.Dict) -> list[list[Hashable]] | None:
+    """Names or numbers of the stored parameters by group; None where this is no torch optimizer's state."""
+    parts = dict(match.stored.children(node))
+    groups = parts.get("param_groups")
+    if not isinstance(parts.get("state"), tree.Dict) or not isinstance(groups, tree.Sequence):
+        return None
+    found: list[list[Hashable]] = []
+    for group in groups.items:
+        ids = dict(match.stored.children(group)).get("params")
+        if not isinstance(ids, tree.Sequence) or not all(isinstance(i, int | str) for i in ids.items):
+            return None
+        found.append([i for i in ids.items if isinstance(i, int | str)])
+    return found
+
+
+# --- which parameter is which ---------------------------------------------------------------------------------------
+
+
+def _paired(match: Context, live: Live, stored_ids: list[list[Hashable]], node: tree.Dict, fqn: str) -> _Pairing | None:
+    """None where they cannot be told, which is noted."""
+    ids = list(chain(*stored_ids))
+    if any(isinstance(name, str) for name in ids):
+        number_of = {id(parameter): number for number, parameter in live.params.items()}
+        names = match.modules.all_names()
+        known = {name: id(names[name]) for name in ids if name in names}
+        numbers: dict[Hashable, Hashable] = {}
+        taken: set[int] = set()
+        for name, it in known.items():
+            # Of parameters that are tied now and were not when saved, the first one's state counts: there is one to fill.
+            if it in number_of and it not in taken:
+                numbers[name] = number_of[it]
+                taken.add(it)
+        # Where their names are known, none goes by its place: it would get the state of another one.
+        if numbers or not number_of.keys().isdisjoint(match.modules.names()):
+            return _by_name(match, live, stored_ids, node, numbers, fqn)
+    return _by_order(match, live, stored_ids, fqn)
+
+
+def _by_order(match: Context, live: Live, stored_ids: list[list[Hashable]], fqn: str) -> _Pairing | None:
+    live_ids: list[list[Hashable]] = [list(group["params"]) for group in live.state["param_groups"]]
+    if list(map(len, stored_ids)) != list(map(len, live_ids)):
+        counts = f"{list(map(len, stored_ids))} stored and {list(map(len, live_ids))} now"
+        match.mismatched.append(f"{fqn}: the numbers of parameters in its param_groups differ: {counts}")
+        return None
+    numbers = dict(zip(chain(*stored_ids), chain(*live_ids), strict=True))
+    return _Pairing(numbers, list(range(len(live_ids))), frozenset(numbers))
+
+
+def _by_name(
+    match: Context,
+    live: Live,
+    stored_ids: list[list[Hashable]],
+    node: tree.Dict,
+    numbers: dict[Hashable, Hashable],
+    fqn: str,
+) -> _Pairing | None:
+    settings = [_settings(group) for group in tree.children(dict(match.stored.children(node))["param_groups"])]
+    for name in chain(*stored_ids):
+        if name not in numbers:
+            match.note_unexpected(f"{fqn}.state.{name}")
+    found = set(numbers.values())
+    names = match.modules.names()
+    for number, parameter in live.params.items():
+        if number not in found:
+            match.note_missing(f"{fqn}.state.{names.get(id(parameter), number)}")
+    group_of = {numbers[name]: j for j, group in enumerate(stored_ids) for name in group if name in numbers}
+    groups: list[int | None] = []
+    for i, group in enumerate(live.state["param_groups"]):
+        stored = {group_of[number] for number in group["params"] if number in group_of}
+        # Ranks that held other layers may have had groups of the same settings at other positions.
+        if not all(match.are_alike(settings[min(stored)], settings[j]) for j in stored):
+            match.mismatched.append(f"{fqn}.param_groups.{i}: its parameters are those of the stored groups {sorted(stored)}")
+            return None
+        # One without parameters is known by its position alone, where a stored one stands there of which none is here either.
+        alike = not group["params"] and i < len(stored_ids) and numbers.keys().isdisjoint(stored_ids[i])
+        alike = alike and (not stored_ids[i] or len(stored_ids) == len(live.state["param_groups"]))
+        if not (stored or alike):
+            match.note_missing(f"{fqn}.param_groups.{i}")
+        groups.append(min(stored) if stored else i if alike else None)
+    return _Pairing(numbers, groups, frozenset(chain(*stored_ids)))
+
+
+# --- what load_state_dict is given ----------------------------------------------------------------------------------
+
+
+def _whole(match: Context, live: Live, pairing: _Pairing, stored: dict[Hashable, tree.Node], fqn: str) -> Build | None:
+    """The dict for `load_state_dict`: live tensors where there are some, new ones elsewhere, every other value as stored.
+
+    None where nothing of it fits.
+    """
+    state, groups = stored.pop("state"), stored.pop("param_groups")
+    assert isinstance(state, tree.Dict)  # ids_by_group looked
+    assert isinstance(groups, tree.Sequence)
+    of_hooks = stored or any(key not in pairing.stored for key, _ in match.stored.children(state))
+    if not (of_hooks or pairing.numbers or any(j is not None for j in pairing.groups)):
+        return None
+    made: list[Build] = []
+    of_another_kind: set[Hashable] = set()
+    for i, (j, group) in enumerate(zip(pairing.groups, live.state["param_groups"], strict=True)):
+        node, path = None if j is None else groups.items[j], f"{fqn}.param_groups.{i}"
+        build: Build | None = None
+        if node is not None and _is_of_kind(match, live, pairing, node, state, group, path):
+            apart = _split(live.state["param_groups"], pairing.groups, i)
+            if isinstance(node, tree.Dict) and i > pairing.groups.index(j):  # a stored tensor fills one
+                apart += [
+                    str(key) for key, one in match.stored.children(node) if isinstance(one, tree.Tensor) and key not in apart
+                ]
+            split = "its parameters were in one group and are in several now, so each group keeps its own value"
+            match.mismatched += [f"{path}.{key}: {split}" for key in apart]
+            build = _group(match, node, group, apart, path)
+        if node is not None and build is None:
+            of_another_kind.update(group["params"])
+        made.append(build or partial(dict, group))
+    if of_another_kind and of_another_kind >= live.params.keys():
+        return None
+    entries = _entries(match, live, pairing, state, of_another_kind, fqn)
+    parts = {key: _replaced(match, node, _item(live.state, key), f"{fqn}.{key}", _Like()) for key, node in stored.items()}
+    return building.dict_of(
+        "dict",
+        {"state": building.dict_of("dict", entries), "param_groups": building.sequence_of("list", made), **parts},
+    )
+
+
+def _split(groups: list[dict[str, Any]], stored: list[int | None], number: int) -> list[str]:
+    """The hyperparameters in which the groups here differ that are made of the same stored one as group `number`."""
+    others = [group for group, j in zip(groups, stored, strict=True) if j == stored[number]]
+    own = groups[number]
+    return sorted(str(key) for key in own if any(not _alike(own[key], o.get(key)) for o in others) and key not in OF_OTHERS)
+
+
+def _alike(one: object, other: object) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.shape == other.shape and one.dtype == other.dtype and bool((one == other).all())
+    return type(one) is type(other) and bool(one == other)
+
+
+def _group(match: Context, node: tree.Node, live: dict[str, Any], left: list[str], fqn: str) -> Build | None:
+    """What is stored of a group, with the numbers that its parameters have now; None where a part of it does not fit.
+
+    What is there and not stored stays, as another version of torch, or a scheduler, may have added it; so does what is `left`.
+    """
+    trial = Trial(match)
+    build = _replaced(match, _settings(node, left), live, fqn, _Like())
+    if trial.fits(fqn):
+        return lambda: {**live, **build(), "params": list(live["params"])}
+    match.mismatched[-1] += ", and so is the state of its parameters"
+    return None
+
+
+def _settings(group: tree.Node, left: Collection[object] = ()) -> tree.Dict:
+    """A stored group without what it says of its parameters, which are those that it has now, and what is `left`."""
+    assert isinstance(group, tree.Dict)  # ids_by_group looked
+    return tree.Dict(group.kind, tuple((key, child) for key, child in group.items if key not in {*OF_PARAMETERS, *left}))
+
+
+def _is_of_kind(
+    match: Context, live: Live, pairing: _Pairing, node: tree.Node, state: tree.Dict, group: Mapping[str, Any], fqn: str
+) -> bool:
+    assert isinstance(node, tree.Dict)  # ids_by_group looked
+    plain = {
+        key: building.constant(child)() if building.is_scalar(child) else None for key, child in match.stored.children(node)
+    }
+    numbers = set(group["params"])
+    ours = {key for key, number in pairing.numbers.items() if number in numbers}
+    states = [
+        [name for name, _ in match.stored.children(entry)]
+        for key, entry in match.stored.children(state)
+        if key in ours and isinstance(entry, tree.Dict)
+    ]
+    parameters = [live.params[number] for number in group["params"] if number in live.params]
+    why = other_kind(live.optimizer, group, plain, states, parameters)
+    if why is not None:
+        match.mismatched.append(
+            f"{fqn}: it was saved from another kind of optimizer: {why}; neither the group nor the state of its parameters can "
+            "be loaded"
+        )
+    return why is None
+
+
+# --- the state of parameters ----------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Trial:
+    """A part of the match that holds as a whole or not at all (MATCHOPT-1)."""
+
+    match: Context
+    _slots: int = field(init=False)
+    _told: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._slots, self._told = len(self.match.slots.by_fqn), len(self.match.mismatched)
+
+    @property
+    def failed(self) -> bool:
+        """Whether something was found since the beginning that does not fit."""
+        return len(self.match.mismatched) > self._told
+
+    def fits(self, fqn: str) -> bool:
+        """Whether all of it fits; else whatever was matched of what is stored at `fqn` is dropped."""
+        if not self.failed:
+            return True
+        self.match.slots.drop_after(self._slots)
+        told = self.match.mismatched
+        if not told[-1].startswith(f"{fqn}: "):
+            told[-1] += f" (so all that is stored at {fqn} is left out)"
+        return False
+
+
+def _entries(
+    match: Context, live: Live, pairing: _Pairing, state: tree.Dict, of_another_kind: set[Hashable], fqn: str
+) -> dict[Hashable, Build]:
+    """The state of every parameter: as stored where it fits, and as it is where it does not, or where the parameter was not
+    stored.
+    """
+    nodes = dict(match.stored.children(state))
+    ours = {key: number for key, number in pairing.numbers.items() if number not in of_another_kind}
+    kept = {key: number for key, number in ours.items() if optimizers.keeps(live.optimizer, live.params[number])}
+    match.stateless += [f"{fqn}.state.{key}" for key in kept if key not in nodes]
+    entries: dict[Hashable, Build] = {}
+    left = live.params.keys() - ours.values()
+    following = following_kinds(match, live, ours, nodes)
+    for keys in _units(live, ours):
+        trial, first = Trial(match), f"{fqn}.state.{keys[0]}"
+        # Of what the ranks had different values of, the rest is no state.
+        torn = any(match.left_below(f"{fqn}.state.{key}") for key in keys)
+        stored = {key: kept[key] for key in keys if key in kept and key in nodes}
+        # Of all in the unit, also those of which this rank holds, and stored, nothing: every rank decides alike.
+        match.mismatched += [
+            f"{fqn}.state.{key}: {why}"
+            for key in (keys if any(key in nodes for key in keys) else ())
+            if (why := misfit(match, live, key, ours[key], nodes.get(key), following)) is not None
+        ]
+        if stored and _has_more(live, ours[keys[0]], ours):
+            others = "together with others of which nothing is stored"
+            match.mismatched.append(f"{first}: here it is part of a flat parameter, {others}")
+        made: dict[Hashable, Build] = {}
+        if not (torn or trial.failed):
+            made = {
+                number: _entry(match, live, number, nodes[key], match.stored.find(key), f"{fqn}.state.{key}")
+                for key, number in stored.items()
+            }
+        if not torn and trial.fits(first):
+            entries |= made
+        else:
+            left = left | {ours[key] for key in keys}
+            told = tuple(match.mismatched)
+            match.mismatched += [
+                f"{path}: it is part of the same flat parameter as {first}, so both are left out"
+                for path in (f"{fqn}.state.{key}" for key in keys if key in nodes)
+                if not any(line.startswith((f"{path}:", f"{path}.")) for line in told)
+            ]
+    entries |= {number: _as_it_is(entry) for number, entry in live.state["state"].items() if number in left}
+    for key, node in nodes.items():
+        if key not in pairing.stored:  # what is no parameter's, a hook has added
+            entries[key] = _replaced(match, node, live.state["state"].get(key), f"{fqn}.state.{key}", _Like())
+    return entries
+
+
+def _as_it_is(value: object) -> Build:
+    return lambda: value
+
+
+def _units(live: Live, ours: Mapping[Hashable, Hashable]) -> Iterable[list[Hashable]]:
+    """The stored parameters, those together of which the optimizer here keeps one state, as in one flat parameter."""
+    units: dict[int, list[Hashable]] = {}
+    for key, number in ours.items():
+        parameter = live.params[number]
+        owner = parameter.parameter if isinstance(parameter, FlatShard) else parameter
+        units.setdefault(id(owner), []).append(key)
+    return units.values()
+
+
+def _has_more(live: Live, number: Hashable, ours: Mapping[Hashable, Hashable]) -> bool:
+    """Whether a flat parameter here, of which `number` is a part, has parts that were not stored."""
+    part = live.params[number]
+    if not isinstance(part, FlatShard):
+        return False
+    others = live.params.keys() - ours.values()
+    return any(isinstance(o := live.params[n], FlatShard) and o.parameter is part.parameter for n in others)
+
+
+@dataclass(frozen=True, slots=True)
+class _Like:
+    """How to make a tensor that is not there: on which device, and sharded like which parameter, or as `first` made what stands
+    at `path`.
+    """
+
+    device: torch.device | None = None
+    parameter: torch.Tensor | FlatShard | None = None
+    first: optimizer_layout.FirstStep | None = None
+    path: tuple[Hashable, ...] = ()
+    was: StridedView | None = None
+    """The parameter as it is stored."""
+
+    def below(self, key: Hashable) -> _Like:
+        return self if self.first is None else replace(self, path=(*self.path, key))
+
+    def tensor(self, match: Context, node: tree.Node) -> torch.Tensor | FlatShard | None:
+        """What the tensor stored at `node` is to be made like."""
+        if self.first is None or self.parameter is None or not isinstance(node, tree.Tensor):
+            return self.parameter
+        shape, shared = match.stored.place(node.fqn).shape, match.is_shared(node.fqn)
+        # A number goes with DTensors as it is, and is one only where it was one.
+        if math.prod(shape) == 1 and not isinstance(node, tree.MeshTensor):
+            return self.parameter
+        if shape != tuple(self.parameter.shape):
+            made: torch.Tensor | None = optimizer_layout.like(node, shape, self.first, self.path, shared=shared)
+            return self.parameter if made is None else made
+        # Where ranks held the parameter together, and this not, it was a plain tensor beside a DTensor.
+        was_plain = not shared and self.was is not None and match.is_shared(self.was.fqn)
+        return torch.empty(shape, dtype=self.parameter.dtype, device="meta") if was_plain else self.parameter
+
+
+def _entry(match: Context, live: Live, number: Hashable, node: tree.Node, was: StridedView | None, fqn: str) -> Build:
+    """The state of one parameter, which is itself stored at `was`: on its device, but for step counts, which torch keeps on the
+    host, and in a dtype of their own.
+    """
+    there = live.state["state"].get(number)
+    if number not in live.params or not isinstance(node, tree.Dict):
+        return _replaced(match, node, there, fqn, _Like())
+    parameter, group = live.params[number], live.groups[number]
+    steps_stay = not (group.get("capturable") or group.get("fused"))
+    first = optimizer_layout.FirstStep(live.optimizer, group, parameter) if is_dtensor(parameter) else None
+    made = _Like(parameter.device, parameter, first, was=was)
+    parts: dict[Hashable, Build] = {}
+    for key, child in match.stored.children(node):
+        like = made.below(key)
+        if key == "step" and (steps_stay or not isinstance(child, tree.MeshTensor)):
+            like = _Like(torch.device("cpu") if steps_stay else parameter.device)
+        parts[key] = _replaced(match, child, _item(there, key), f"{fqn}.{key}", like)
+    return building.dict_of(node.kind, parts)
+
+
+def _replaced(match: Context, node: tree.Node, live: Any, fqn: str, like: _Like) -> Build:
+    """Whatever is stored, with the live tensors in it where there are some at the same places."""
+    if isinstance(node, tree.Tensor) and isinstance(live, torch.Tensor | FlatShard):
+        return match.tensor(live, node, fqn, replaceable=True) or (lambda: live)
+    if isinstance(node, tree.Dict):
+        children = match.stored.children(node)
+        parts = {key: _replaced(match, child, _item(live, key), f"{fqn}.{key}", like.below(key)) for key, child in children}
+        return building.dict_of(node.kind, parts)
+    if isinstance(node, tree.Sequence):
+        numbered = enumerate(node.items)
+        return building.sequence_of(
+            node.kind, [_replaced(match, child, _item(live, i), f"{fqn}.{i}", like.below(i)) for i, child in numbered]
+        )
+    return match.fresh(node, like.device, like.tensor(match, node), like.was)
+
+
+def filled(match: Context, live: Any, node: tree.Node, fqn: str) -> Build:
+    """What is stored, with the tensors of `live` filled where it has them at the same places."""
+    return _replaced(match, node, live, fqn, _Like())
+
+
+def _item(live: Any, key: Any) -> Any:
+    if isinstance(live, Mapping):
+        return live.get(key)
+    if isinstance(live, list | tuple) and isinstance(key, int):
+        return live[key] if key < len(live) else None
+    return None
+
+
+def _load_optimizer(live: Live, state: dict[str, Any]) -> None:
+    optimizer, params = live.optimizer, live.params
+    if fsdp1.has_flat(optimizer, live.shards):
+        state = fsdp1.joined(optimizer, live.shards, state)
+        own = zip(optimizer.param_groups, state["param_groups"], strict=True)
+        params = {number: p for group, ours in own for p, number in zip(group["params"], ours["params"], strict=True)}
+    optimizer.load_state_dict(state)
+    # torch casts floating-point state to its parameter's dtype, and deep-copies what stands in the groups.
+    kept: Any = optimizers.state_of(optimizer)
+    for number, entry in state["state"].items():
+        _put_back(kept.get(params.get(number, number)), entry)
+    for group, ours in zip(optimizer.param_groups, state["param_groups"], strict=False):
+        _put_back(group, {key: value for key, value in ours.items() if key != "params"})
+
+
+def _put_back(loaded: Any, ours: Any) -> None:
+    """Put our tensors, texts and bytes into `loaded`, wherever it still has their like."""
+    items = ours.items() if isinstance(ours, Mapping) else enumerate(ours) if isinstance(ours, list) else ()
+    for key, value in items:
+        there = _item(loaded, key)
+        if isinstance(value, torch.Tensor) and isinstance(there, torch.Tensor):
+            loaded[key] = value if value.device == there.device else value.to(there.device)
+        elif isinstance(value, str | bytes):
+            loaded[key] = value  # torch rebuilds every iterable from its items, which garbles these
+        else:
+            _put_back(there, value)

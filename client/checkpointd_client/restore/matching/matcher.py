@@ -1,0 +1,276 @@
+"""Matches stored tensors with the user's objects: where each stored tensor goes, and which fit nowhere.
+
+Nothing is touched and nothing is allocated here. The outcome is a set of slots, steps to take once the slots are filled, and
+three lists of what did not match.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Hashable, Iterator, Mapping, MutableMapping
+from functools import partial
+from operator import setitem
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from checkpointd.errors import StateError
+from checkpointd.layout import tree
+from checkpointd_client.capture import objects, scalars, tensors
+from checkpointd_client.capture.dtypes import NAMES, is_floating
+from checkpointd_client.restore import building
+from checkpointd_client.restore.bind import Binding
+from checkpointd_client.restore.building import Build
+from checkpointd_client.restore.matching.context import Context
+from checkpointd_client.restore.matching.match_objects import hands_out_weights, match_object
+from checkpointd_client.restore.steps import StepOrder
+from checkpointd_client.restore.stored import Stored, StridedView
+from checkpointd_client.sharding.dtensor import FlatShard, held_by, is_sharded, local_of
+from checkpointd_client.sharding.flat_range import LocalShardTensor, MultiTarget
+
+_CPU = torch.device("cpu")
+
+
+class Matcher(Context):
+    """One match. A method that returns a Build wants its value put into the parent; None leaves the parent's value in place."""
+
+    # --- what is there -------------------------------------------------------------------------------------------
+
+    def value(self, live: Any, node: tree.Node, fqn: str) -> Build | None:
+        """Match one value of the user's, whatever it is."""
+        if live is None:
+            self.per_rank_left += self.left_below(fqn)
+            return self.fresh(node)
+        if isinstance(live, torch.Tensor | FlatShard):
+            return self.tensor(live, node, fqn)
+        if isinstance(live, LocalShardTensor | MultiTarget):
+            return self._held(live.places if isinstance(live, MultiTarget) else (live,), node, fqn)
+        if type(live) is np.ndarray:
+            return self._array(live, node, fqn)
+        if isinstance(live, dict) and not objects.is_object(live):
+            return self._counter(live, node, fqn) if isinstance(live, collections.Counter) else self.mapping(live, node, fqn)
+        if isinstance(live, list | tuple) and not objects.is_object(live):
+            return self._sequence(live, node, fqn)
+        if isinstance(live, set | frozenset):
+            return self._set(live, node, fqn)
+        if scalars.is_scalar(live):
+            return building.constant(node) if building.is_scalar(node) else self.note_kind(live, node, fqn)
+        return self._object(live, node, fqn)
+
+    # --- tensors -------------------------------------------------------------------------------------------------
+
+    def tensor(self, live: torch.Tensor | FlatShard, node: tree.Node, fqn: str, *, replaceable: bool = False) -> Build | None:
+        try:
+            held = held_by(live, fqn) if is_sharded(live) else None
+        except StateError as error:
+            self.mismatched.append(str(error))
+            return None
+        why = tensors.refusal(live) if held is None and isinstance(live, torch.Tensor) else None
+        if why is not None:
+            self.mismatched.append(f"{fqn}: it cannot be filled: {why}")
+            return None
+        if not isinstance(node, tree.Tensor):
+            return self.note_kind(live, node, fqn)
+        place = self.stored.place(node.fqn)
+        dtype = NAMES.get(live.dtype, str(live.dtype))
+        converted = self.cast and live.is_floating_point() and is_floating(place.dtype)
+        if not self._fits(fqn, (dtype if converted else place.dtype, place.shape), (dtype, tuple(live.shape))):
+            if place.dtype != dtype and live.is_floating_point() and is_floating(place.dtype):
+                self.mismatched[-1] += " (load(..., cast=True) converts floating dtypes)"
+            return None
+        memory = local_of(live) if is_sharded(live) else live.detach()  # type: ignore[union-attr]  # a FlatShard is sharded
+        slot = Binding(node, place, live.device, memory, live, replaceable, held)
+        self.slots.add(slot)
+        return (lambda: slot.value) if replaceable else None
+
+    def _held(self, places: tuple[LocalShardTensor, ...], node: tree.Node, fqn: str) -> Build | None:
+        """Memory for parts of a stored tensor, whose own shape need not be theirs."""
+        if not isinstance(node, tree.Tensor):
+            return self.note_kind(places[0], node, fqn)
+        place = self.stored.place(node.fqn)
+        for one in places:
+            dtype = NAMES.get(one.tensor.dtype, str(one.tensor.dtype))
+            converted = self.cast and one.tensor.is_floating_point() and is_floating(place.dtype)
+            if not self._fits(fqn, (dtype if converted else place.dtype, place.shape), (dtype, one.held.shape)):
+                return None
+        for one in places:
+            slot = Binding(node, place, one.tensor.device, one.tensor.detach(), one.tensor, held=one.held)
+            self.slots.add(slot, again=one is not places[0])
+        return None
+
+    def _array(self, live: NDArray[np.generic], node: tree.Node, fqn: str) -> Build | None:
+        if not isinstance(node, tree.Array):
+            return self.note_kind(live, node, fqn)
+        place = self.stored.place(node.fqn)
+        dtype = tensors.array_dtype(node.dtype, place.dtype)
+        shape = place.shape if tensors.is_native(dtype) else place.shape[:-1]
+        if not self._fits(fqn, (dtype.str, shape), (live.dtype.str, live.shape)):
+            return None
+        if not tensors.in_place(live):
+            return self.fresh(node)
+        self.slots.add(Binding(node, place, _CPU, tensors.array_tensor(live, fqn), live))
+        return None
+
+    def _fits(self, fqn: str, stored: tuple[str, tuple[int, ...]], live: tuple[str, tuple[int, ...]]) -> bool:
+        wrong = [
+            f"{what} {was} is stored, and {now} is there now"
+            for what, was, now in zip(("dtype", "shape"), stored, live, strict=True)
+            if was != now
+        ]
+        if wrong:
+            self.mismatched.append(f"{fqn}: {'; '.join(wrong)}")
+        return not wrong
+
+    # --- what is not there yet -----------------------------------------------------------------------------------
+
+    def fresh(
+        self,
+        node: tree.Node,
+        device: torch.device | None = None,
+        like: torch.Tensor | FlatShard | None = None,
+        was: StridedView | None = None,
+    ) -> Build:
+        """Whatever is stored, made anew: on `device`, or on the kind of device where it was. A tensor of the shape of `like`
+        gets its sharding and its strides.
+
+        With cast=True it gets the dtype of `like` as well, unless it was of another dtype than the tensor at `was`, which
+        stood where `like` stands now: a master copy in float32 stays one.
+        """
+        if isinstance(node, tree.Tensor | tree.Array):
+            place = self.stored.place(node.fqn)
+            if isinstance(node, tree.Array):
+                tensors.array_dtype(node.dtype, place.dtype)
+            where = _CPU if isinstance(node, tree.Array) else device or _device(node.device)
+            slot = Binding(node, place, where, replaceable=True)
+            if like is not None and isinstance(node, tree.Tensor):
+                self._made_like(slot, like, was)
+            self.slots.add(slot)
+            return lambda: slot.value
+        if isinstance(node, tree.Dict):
+            children = self.stored.children(node)
+            return building.dict_of(node.kind, {key: self.fresh(child, device, like, was) for key, child in children})
+        if isinstance(node, tree.Sequence):
+            return building.sequence_of(node.kind, [self.fresh(child, device, like, was) for child in node.items])
+        return building.constant(node)
+
+    def _made_like(self, slot: Binding, like: torch.Tensor | FlatShard, was: StridedView | None) -> None:
+        if slot.place.shape != tuple(like.shape):
+            return
+        if is_sharded(like):
+            slot.like, slot.held = like, held_by(like, slot.fqn)
+        elif isinstance(like, torch.Tensor):
+            slot.stride = tensors.stride_like(like)  # fused optimizers take parameter and state in the order of memory
+        follows = was is None or was.dtype == slot.place.dtype
+        if self.cast and follows and like.is_floating_point() and is_floating(slot.place.dtype):
+            slot.dtype = like.dtype
+
+    # --- containers ----------------------------------------------------------------------------------------------
+
+    def mapping(self, live: MutableMapping[Any, Any], node: tree.Node, fqn: str) -> Build | None:
+        """Match a dict key by key, to be changed in place; an empty one takes whatever is stored."""
+        if not isinstance(node, tree.Dict):
+            return self.note_kind(live, node, fqn)
+        if not live:
+            self.per_rank_left += self.left_below(fqn)
+            return self.do(StepOrder.CONTAINERS, self.fresh(node), live.update)
+        stored = dict(self.stored.children(node))
+        for key, child in live.items():
+            path = _join(fqn, key)
+            if key not in stored:
+                self._note_absent(child, path)
+                continue
+            build = self.value(child, stored.pop(key), path)
+            if build is not None:
+                self.do(StepOrder.CONTAINERS, build, partial(setitem, live, key))
+        for key in stored:
+            self.note_unexpected(_join(fqn, key))
+        return None
+
+    def _counter(self, live: collections.Counter[Any], node: tree.Node, fqn: str) -> Build | None:
+        if not isinstance(node, tree.Dict):
+            return self.note_kind(live, node, fqn)
+        return self.do(StepOrder.CONTAINERS, self.fresh(node), partial(_refill, live))
+
+    def _sequence(self, live: list[Any] | tuple[Any, ...], node: tree.Node, fqn: str) -> Build | None:
+        kind = "list" if isinstance(live, list) else "Size" if isinstance(live, torch.Size) else "tuple"
+        if not isinstance(node, tree.Sequence) or node.kind != kind or hasattr(live, "_fields"):
+            return self.note_kind(live, node, fqn)
+        if not _holds_objects(live):
+            build = self.fresh(node)
+            return (
+                self.do(StepOrder.CONTAINERS, build, partial(setitem, live, slice(None))) if isinstance(live, list) else build
+            )
+        for i in range(len(node.items), len(live)):
+            self.note_missing(f"{fqn}.{i}")
+        for i in range(len(live), len(node.items)):
+            self.note_unexpected(f"{fqn}.{i}")
+        pairs = enumerate(zip(live, node.items, strict=False))
+        changes = {i: change for i, (child, stored) in pairs if (change := self.value(child, stored, f"{fqn}.{i}")) is not None}
+        if isinstance(live, tuple):
+            return (lambda: tuple(changes[i]() if i in changes else old for i, old in enumerate(live))) if changes else None
+        for i, change in changes.items():
+            self.do(StepOrder.CONTAINERS, change, partial(setitem, live, i))
+        return None
+
+    def _set(self, live: set[Any] | frozenset[Any], node: tree.Node, fqn: str) -> Build | None:
+        if not isinstance(node, tree.Sequence) or node.kind != ("set" if isinstance(live, set) else "frozenset"):
+            return self.note_kind(live, node, fqn)
+        build = self.fresh(node)
+        return self.do(StepOrder.CONTAINERS, build, partial(_refill, live)) if isinstance(live, set) else build
+
+    def _note_absent(self, live: object, fqn: str) -> None:
+        """A tensor that is trained with, say, is not left half as it was without a word that ends the load."""
+        if isinstance(live, torch.Tensor) and fqn in self._content.left:
+            self.note_different(fqn)
+        else:
+            self.note_missing(fqn)
+
+    def _object(self, live: Any, node: tree.Node, fqn: str) -> Build | None:
+        matched = match_object(self, live, node, fqn)
+        return None if matched else self.note_kind(live, node, fqn)
+
+
+def with_weights(live: object, node: tree.Node, stored: Stored, fqn: str = "") -> Iterator[tuple[str, object]]:
+    """By FQN, the objects in `live` that the match may want to ask for their state: those for which weights are stored."""
+    if isinstance(live, Mapping) and not objects.is_object(live):
+        for key, child in stored.children(node):
+            if key in live:
+                yield from with_weights(live[key], child, stored, _join(fqn, key))
+    elif isinstance(live, list | tuple) and not objects.is_object(live):
+        for i, (one, child) in enumerate(zip(live, tree.elements(node), strict=False)):
+            yield from with_weights(one, child, stored, f"{fqn}.{i}")
+    elif hands_out_weights(live, node, stored):
+        yield fqn, live
+
+
+def _join(fqn: str, key: Hashable) -> str:
+    return f"{fqn}.{scalars.key_text(key)}" if fqn else scalars.key_text(key)
+
+
+def _refill(live: Any, value: Any) -> None:
+    live.clear()
+    live.update(value)
+
+
+def _holds_objects(value: object) -> bool:
+    """Whether anything inside must be kept (tensors, arrays, objects); plain data is replaced whole."""
+    if isinstance(value, torch.Tensor | np.ndarray) or objects.is_object(value):
+        return True
+    if isinstance(value, Mapping):
+        return any(map(_holds_objects, value.values()))
+    return isinstance(value, list | tuple) and any(map(_holds_objects, value))
+
+
+def _device(kind: str) -> torch.device:
+    """This process's device of the kind where a tensor was when it was saved; the host where there is none."""
+    if kind == "cpu":
+        return _CPU
+    try:
+        backend = torch.get_device_module(kind)
+    except RuntimeError:  # a kind that this torch does not have
+        return _CPU
+    if not backend.is_available():
+        return _CPU
+    return torch.device(kind, backend.current_device()) if hasattr(backend, "current_device") else torch.device(kind)

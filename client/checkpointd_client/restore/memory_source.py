@@ -1,0 +1,270 @@
+"""The sidecar's memory as the source of a load: finds the snapshot that all ranks have, and copies from it.
+
+Invariants
+  RETAINED-1  A held snapshot is loaded only by all ranks together: the same attempt, held whole by each of them.
+  RETAINED-2  Every byte that is copied belongs to a box whose digest, taken when the snapshot was complete, was checked here.
+  RETAINED-3  A snapshot of another root that had this one's place is never taken: its epoch's nonce must be the one in the
+      store. Nor is one whose attempt the store shows as aborted or removed: it was committed, or its sidecar is still at it.
+  RETAINED-4  What ranks hold together is put together from the snapshots of one attempt that this node's sidecar holds, and
+      only where every element that is wanted is there once: else the store is read.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+
+from checkpointd.codec.checksum import xxh3_128
+from checkpointd.commit.machine import FINAL
+from checkpointd.config import Ranks
+from checkpointd.daemon.memory.layouts import shard_tensors
+from checkpointd.daemon.protocol.wire import Layout, RetainedSnapshot, Snapshot
+from checkpointd.errors import DamagedError, NotFoundError, SidecarError, UnreadableError, UsageError
+from checkpointd.layout import tree
+from checkpointd.layout.boxes import Box, intersect, tiling_fault, whole
+from checkpointd.layout.keys import AttemptId, is_tag
+from checkpointd.layout.regions import relative
+from checkpointd.pipeline.read.plan import CARRIERS, BoxRequest, BoxSink
+from checkpointd.pipeline.root import catalog, epochs
+from checkpointd.pipeline.shard import Bytes, ShardTensor
+from checkpointd.store.base import Store
+from checkpointd_client.restore.bind import Target
+from checkpointd_client.restore.content import RankContent
+from checkpointd_client.restore.store_source import Prints, same_bits, same_prints, scratch, stands_below, wants
+from checkpointd_client.sidecar.client import SidecarClient
+
+log = logging.getLogger("checkpointd")
+T = TypeVar("T")
+Call = Callable[[Coroutine[Any, Any, T]], T]
+"""Runs work on the writer and waits for it."""
+
+_THREADS = 4
+
+
+def common(holdings: Mapping[int, tuple[RetainedSnapshot, ...]], ranks: Ranks) -> RetainedSnapshot | None:
+    """The newest snapshot that every rank holds, as rank 0 describes it; None where there is none (RETAINED-1)."""
+    if holdings.keys() != set(range(ranks.world_size)):
+        return None
+    everywhere = set.intersection(*({_identity(held) for held in holding} for holding in holdings.values()))
+    fitting = [held for held in holdings[0] if _identity(held) in everywhere and held.world_size == ranks.world_size]
+    return max(fitting, key=lambda held: held.order, default=None)
+
+
+def _identity(held: RetainedSnapshot) -> tuple[str, str, int, int, str]:
+    return (held.tag, held.attempt, held.step, held.world_size, held.nonce)
+
+
+async def counts(store: Store, held: RetainedSnapshot) -> bool:
+    """Whether `held` was saved at this very root, and is a checkpoint there or still becomes one (RETAINED-3).
+
+    UnreadableError where that cannot be told now: what somebody deleted must not come back because of that.
+    """
+    try:
+        if (await epochs.read(store, held.order[0])).nonce != held.nonce:
+            return False
+    except (NotFoundError, DamagedError):
+        return False
+    attempt = AttemptId.parse(held.attempt)
+    if attempt is None or not is_tag(held.tag):
+        return False
+    view = await catalog.view(store, held.tag, attempt)
+    if view.unreadable:
+        raise UnreadableError(f"whether {view.prefix} is a checkpoint cannot be read now: {view.unreadable}")
+    if view.state == "in-doubt":
+        return held.phase not in FINAL
+    if view.state != "committed":
+        log.info("%s is %s at the root, so the snapshot of it in memory is not taken", view.prefix, view.state)
+    return view.state == "committed"
+
+
+class FetchedSnapshot:
+    """A snapshot that was fetched: its tensors' bytes, mapped read-only. DamagedError where it is not what it must be."""
+
+    def __init__(self, snapshot: Snapshot, descriptor: int, rank: int) -> None:
+        try:
+            size = os.fstat(descriptor).st_size
+            if size < snapshot.nbytes:
+                raise DamagedError(f"the held snapshot has {size} bytes, and its layout {snapshot.nbytes}", rank=rank)
+            mapped = mmap.mmap(descriptor, size, mmap.MAP_SHARED, mmap.PROT_READ)
+        except (OSError, ValueError) as error:  # ValueError: of no bytes at all
+            raise DamagedError(f"the held snapshot cannot be mapped: {error}", rank=rank) from error
+        finally:
+            os.close(descriptor)
+        self.snapshot, self._rank = snapshot, rank
+        self._buffer: Bytes = np.frombuffer(mapped, dtype=np.uint8)
+        try:
+            self.tensors = shard_tensors(Layout(layout=0, nbytes=snapshot.nbytes, tensors=snapshot.tensors))
+        except UsageError as error:
+            raise DamagedError(f"the held snapshot cannot be read: {error}", rank=rank) from error
+        if len(snapshot.digests) != len(self.tensors):
+            raise DamagedError(f"the held snapshot has {len(snapshot.digests)} digests, {len(self.tensors)} tensors", rank=rank)
+        self._digests = dict(zip(map(id, self.tensors), snapshot.digests, strict=True))
+
+    def digest_of(self, tensor: ShardTensor) -> bytes:
+        """What the bytes of this box, which is of this snapshot, had when it was complete."""
+        return self._digests[id(tensor)]
+
+    def check(self, wanted: Iterable[ShardTensor]) -> None:
+        """Raise DamagedError unless the bytes of these boxes, which are of this snapshot, are what they were (RETAINED-2)."""
+        boxes = list(wanted)
+        with ThreadPoolExecutor(_THREADS) as threads:
+            good = list(threads.map(lambda tensor: xxh3_128(self._bytes(tensor)) == self.digest_of(tensor), boxes))
+        for tensor, same in zip(boxes, good, strict=True):
+            if not same:
+                message = f"{tensor.fqn} of the held snapshot {self.snapshot.held.tag} changed in memory (rank {self._rank})"
+                raise DamagedError(message, fqn=tensor.fqn, rank=self._rank)
+
+    def give(self, tensor: ShardTensor, box: Box, sink: BoxSink) -> None:
+        """Hand over `box`, which lies inside that of `tensor`."""
+        elements = self._bytes(tensor).view(CARRIERS[tensor.itemsize]).reshape(tensor.box.sizes)
+        begins = zip(box.offsets, tensor.box.offsets, box.sizes, strict=True)
+        sink(box, elements[tuple(slice(at - first, at - first + n) for at, first, n in begins)])
+
+    def _bytes(self, tensor: ShardTensor) -> Bytes:
+        return self._buffer[tensor.offset : tensor.offset + tensor.nbytes]
+
+
+_Piece = tuple[FetchedSnapshot, ShardTensor]
+
+
+@dataclass(slots=True)
+class MemorySource:
+    """What the sidecar of this node holds of one attempt: this rank's snapshot, and those of other ranks where they share."""
+
+    own: FetchedSnapshot
+    others: Mapping[int, FetchedSnapshot]
+    rank: int
+    kind: Literal["store", "memory"] = "memory"
+
+    @staticmethod
+    def fetched(sidecar: SidecarClient, held: RetainedSnapshot, rank: int, call: Call[Any]) -> MemorySource:
+        """Fetch the snapshots. DamagedError where this rank's cannot be had; another's is not waited for."""
+        try:
+            snapshot, descriptor = call(sidecar.fetch(held))
+            own = FetchedSnapshot(snapshot, descriptor, rank)
+        except (SidecarError, UsageError) as error:
+            raise DamagedError(f"the held snapshot cannot be had: {error}", rank=rank) from error
+        if all(tensor.scope == "rank" for tensor in own.tensors):
+            return MemorySource(own, {}, rank)
+        others: dict[int, FetchedSnapshot] = {}
+        for beside in call(sidecar.beside(held)):
+            found, descriptor = call(sidecar.fetch(beside))
+            number = -1 if beside.rank is None else beside.rank
+            others[number] = FetchedSnapshot(found, descriptor, number)
+        return MemorySource(own, others, rank)
+
+    @property
+    def tag(self) -> str:
+        return self.own.snapshot.held.tag
+
+    @property
+    def step(self) -> int:
+        return self.own.snapshot.held.step
+
+    def content(self) -> RankContent:
+        """What this rank saved. DamagedError where the snapshots contradict each other."""
+        snapshot = self.own.snapshot
+        entries: dict[str, tuple[str, tuple[int, ...]]] = {}
+        for _, tensor in self._shared():
+            described = (tensor.dtype, tensor.shape)
+            if entries.setdefault(tensor.fqn, described) != described:
+                raise DamagedError(f"{tensor.fqn} is not the same tensor in all held snapshots", fqn=tensor.fqn, rank=self.rank)
+        own = {tensor.fqn: (tensor.dtype, tensor.shape) for tensor in self.own.tensors if tensor.scope == "rank"}
+        return RankContent(
+            root=tree.decode(snapshot.tree),
+            entries=entries | own,
+            owners=dict.fromkeys(own, self.rank),
+            aliases=snapshot.aliases,
+            excluded=snapshot.excluded,
+        )
+
+    def more(self) -> RankContent | None:
+        """SidecarError: what this rank did not save is the store's to give."""
+        raise SidecarError(f"rank {self.rank} asks for something else than it saved")
+
+    def has_elsewhere(self, places: Sequence[str], content: RankContent) -> bool:
+        """SidecarError where it is so, or where it may be on another node."""
+        apart = bool(self.others) and len(self.others) + 1 < self.own.snapshot.held.world_size
+        if places and (apart or stands_below(places, content)):
+            raise SidecarError(f"another rank has what is at {places[0]}")
+        return False
+
+    def equal(self, one: str, two: str, content: RankContent) -> bool:
+        """SidecarError where not all of both is on this node: another one may then find another answer."""
+        parts = self._parts()
+        wanted = [BoxRequest(f, whole(content.entries[f][1]), None, content.owners.get(f)) for f in (one, two)]
+        known = same_prints(*(self._prints(self._covering(want, parts)) for want in wanted))
+        if known is not None:
+            return known
+        both = scratch((one, two), content)
+        self.verify(both, content)
+        self.fill(both, content)
+        return same_bits(both[0].tensor, both[1].tensor)
+
+    @staticmethod
+    def _prints(pieces: Iterable[_Piece]) -> Prints:
+        return {tensor.box: ((tensor.nbytes, snapshot.digest_of(tensor)),) for snapshot, tensor in pieces}
+
+    def verify(self, targets: Sequence[Target], content: RankContent) -> None:
+        """SidecarError where not all of it is on this node, DamagedError where it changed."""
+        touched: dict[int, tuple[FetchedSnapshot, list[ShardTensor]]] = {}
+        seen: set[int] = set()
+        parts = self._parts()
+        for want in wants(targets, content, fill=False):
+            for snapshot, tensor in self._covering(want, parts):
+                if id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    touched.setdefault(id(snapshot), (snapshot, []))[1].append(tensor)
+        for snapshot, tensors in touched.values():
+            snapshot.check(tensors)
+
+    def fill(self, targets: Sequence[Target], content: RankContent) -> None:
+        """Copy what `verify` has looked at."""
+        parts = self._parts()
+        with ThreadPoolExecutor(_THREADS) as threads:
+            list(threads.map(lambda want: self._give(want, parts), wants(targets, content, fill=True)))
+
+    def _give(self, want: BoxRequest, parts: Mapping[tuple[str, bool], list[_Piece]]) -> None:
+        assert want.sink is not None
+        for snapshot, tensor in self._covering(want, parts):
+            box = intersect(tensor.box, want.box)
+            assert box is not None
+            snapshot.give(tensor, box, want.sink)
+
+    def _shared(self) -> Iterable[_Piece]:
+        snapshots = (self.own, *self.others.values())
+        return ((snapshot, tensor) for snapshot in snapshots for tensor in snapshot.tensors if tensor.scope == "global")
+
+    def _parts(self) -> dict[tuple[str, bool], list[_Piece]]:
+        """The boxes of each tensor, by FQN and whether ranks hold it together."""
+        found: dict[tuple[str, bool], list[_Piece]] = {}
+        for snapshot, tensor in self._shared():
+            found.setdefault((tensor.fqn, True), []).append((snapshot, tensor))
+        for tensor in self.own.tensors:
+            if tensor.scope == "rank":
+                found.setdefault((tensor.fqn, False), []).append((self.own, tensor))
+        return found
+
+    def _covering(self, want: BoxRequest, parts: Mapping[tuple[str, bool], list[_Piece]]) -> list[_Piece]:
+        """The boxes that together are the wanted one (RETAINED-4)."""
+        found = (p for p in parts.get((want.fqn, want.rank is None), ()) if intersect(p[1].box, want.box) is not None)
+        once: dict[Box, _Piece] = {}  # what several ranks hold is read from one of them
+        for snapshot, tensor in found:
+            other, same = once.setdefault(tensor.box, (snapshot, tensor))
+            if other.digest_of(same) != snapshot.digest_of(tensor):  # its save may be in doubt, and would be aborted for it
+                raise SidecarError(f"ranks hold different values of {want.fqn} in this node's memory")
+        pieces = list(once.values())
+        shared = [box for _, tensor in pieces if (box := intersect(tensor.box, want.box)) is not None]
+        fault = tiling_fault(want.box.sizes, relative(shared, want.box))
+        if fault is None:
+            return pieces
+        if want.rank is not None:
+            raise DamagedError(f"{want.fqn} is held in part: {fault}", fqn=want.fqn, rank=self.rank)
+        raise SidecarError(f"this node's memory does not hold all of {want.fqn} that rank {self.rank} needs: {fault}")

@@ -1,0 +1,251 @@
+"""Plans a load into the user's objects, in place.
+
+Invariants
+  RESTORE-1  `prepare` changes nothing of the user's; whatever can be found wrong is found there, all of it at once.
+  RESTORE-2  What is filled is the user's own memory wherever there is some; only what has none is allocated, after every check.
+  RESTORE-3  After `finish` the objects hold the captured values, bit for bit, in the stored dtypes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any
+
+from checkpointd.errors import FormatError, MismatchError
+from checkpointd.layout import tree
+from checkpointd_client.capture import state_dicts
+from checkpointd_client.capture.modules import Modules
+from checkpointd_client.capture.pickled import unpacked
+from checkpointd_client.capture.scalars import key_text
+from checkpointd_client.ranks import mismatches
+from checkpointd_client.restore.answers import HandedOutStates
+from checkpointd_client.restore.bind import Equal, Target
+from checkpointd_client.restore.content import RankContent
+from checkpointd_client.restore.matching.matcher import Matcher, with_weights
+from checkpointd_client.restore.stored import Stored
+from checkpointd_client.restore.target_chooser import TargetChooser, described
+
+__all__ = ["Restoration", "Target", "askable", "prepare"]
+
+
+@dataclass
+class Restoration:
+    """A load that is ready to begin: read every target's tensor in, then call `finish` once.
+
+    `targets` are the stored tensors to read, each once. `missing` names what is in the user's objects and not in the
+    checkpoint, `unexpected` the other way round, both by FQN; `mismatched` says in words what is in both and does not fit;
+    `per_rank_left` names what every saving rank had its own value of, and nobody can say whose is wanted;
+    `stateless` where an optimizer's state for a parameter would stand, and none is.
+
+    The ranks agree on the rest (`turns.Fit`): `unplaced` is what this rank has no place for, and which is unexpected where no
+    other one has a place for it either; `saw_all`: what all ranks saved was looked at; `fits`: something of it fits here;
+    `strangers` says that nothing does, which is an error where it is so on every rank.
+    """
+
+    targets: tuple[Target, ...]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    mismatched: tuple[str, ...]
+    per_rank_left: tuple[str, ...]
+    stateless: tuple[str, ...]
+    unplaced: tuple[str, ...]
+    saw_all: bool
+    fits: bool
+    strangers: MismatchError | None
+    _missing_told: tuple[str, ...] = field(repr=False)
+    _tree: tree.Dict = field(repr=False)
+    _copies: list[Callable[[], None]] = field(repr=False)
+    _steps: list[tuple[Callable[[Any], object], Any]] = field(repr=False)
+    _client_state: dict[str, object] = field(repr=False)
+
+    @property
+    def differences(self) -> tuple[str, ...]:
+        """What is missing, unexpected and mismatched, a line for each."""
+        return (*self._missing_told, *map(_unexpected, self.unexpected), *self.mismatched)
+
+    def placed(self, fqns: Iterable[str]) -> tuple[str, ...]:
+        """Of `fqns` what was looked at and has a place here."""
+        there = frozenset(_paths(self._tree, ""))
+        return tuple(fqn for fqn in fqns if fqn in there and not mismatches.stands_in(fqn, self.unplaced))
+
+    def left_out(self, tag: str) -> str:
+        """The warning that the checkpoint `tag` is loaded in part; empty where all of it is."""
+        counts = len(self.missing), len(self.unexpected), len(self.mismatched)
+        return mismatches.left_out(tag, *counts, self.differences) if any(counts) else ""
+
+    def finish(self) -> dict[str, object]:
+        """Tie and copy what shares a stored tensor, set every other value, let the objects load; returns client_state."""
+        for copy in self._copies:
+            copy()
+        for apply, value in self._steps:
+            apply(value)
+        return self._client_state
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """How a checkpoint is matched against the user's objects.
+
+    `strict`: every difference is an error; without, what fits is loaded. `cast`: floating-point tensors may be of another
+    floating dtype, and are converted. `unpickle`: pickled objects in client_state may run their code.
+    """
+
+    strict: bool = True
+    cast: bool = False
+    unpickle: bool = False
+
+
+def _unknown(_one: str, _two: str) -> bool:
+    return False
+
+
+def prepare(
+    state: MutableMapping[str, Any] | TargetChooser,
+    content: RankContent,
+    options: LoadOptions,
+    *,
+    equal: Equal = _unknown,
+    answers: HandedOutStates | None = None,
+) -> Restoration:
+    """Match a checkpoint against the objects in `state`, touching none of them.
+
+    If `options.strict`, MismatchError lists everything that is missing, unexpected or of another shape, dtype or kind; else the
+    rest is loaded, and MismatchError says that nothing fits. Objects that load themselves may be asked for their state before,
+    where only that says how it is sharded: `answers` keeps what they hand out. Tensors that were stored apart fill one that is
+    tied now where they are `equal`. UnsafeObjectError names pickled objects in client_state, unless `options.unpickle` allows
+    them.
+    FormatError for a tree that contradicts itself, StateError for an object that this version cannot load into, as one on the
+    meta device, and for a dict that stands in for the object which it came from.
+    """
+    try:
+        return _prepare(state, content, options, equal=equal, answers=answers)
+    except RecursionError as error:
+        raise _too_deep() from error
+
+
+def askable(state: MutableMapping[str, Any] | TargetChooser, content: RankContent) -> dict[str, object]:
+    """The objects that `prepare` may ask for their state, by FQN. FormatError as there."""
+    if isinstance(state, TargetChooser):
+        return {}
+    stored = _stored(content)
+    try:
+        return dict(with_weights(state, stored.state, stored))
+    except RecursionError as error:
+        raise _too_deep() from error
+
+
+def _too_deep() -> FormatError:
+    return FormatError("the state tree is nested too deeply for what is left of Python's stack")
+
+
+def _stored(content: RankContent) -> Stored:
+    return Stored(content.root, content.entries, content.aliases)
+
+
+def _prepare(
+    state: MutableMapping[str, Any] | TargetChooser,
+    content: RankContent,
+    options: LoadOptions,
+    *,
+    equal: Equal,
+    answers: HandedOutStates | None,
+) -> Restoration:
+    stored = _stored(content)
+    faults: list[str] | None = None
+    if isinstance(state, TargetChooser):
+        places = state.places(described(stored))
+        state, faults = places.state, places.faults
+    elif (refused := state_dicts.refused(state)) is not None:
+        raise refused
+    match = Matcher(stored, content, Modules(state), cast=options.cast, equal=equal, answers=answers)
+    match.mapping(state, stored.state, "")
+    if faults is not None:  # what it has no place for, it does not want
+        match.unexpected.clear()
+        match.elsewhere.clear()
+        match.mismatched += faults
+    fits = bool(match.slots.by_fqn or match.steps)
+    strangers = None if options.strict or fits else _strangers(match, state)
+    if strangers is not None and not content.among_many:
+        raise strangers
+    match.per_rank_left += match.left_below("client_state")
+    client = match.fresh(stored.client_state or tree.Dict("dict", ()))
+    match.mismatched.extend(dict.fromkeys(match.slots.conflicts(equal)))
+    unplaced = (*match.unexpected, *match.elsewhere)
+    if content.among_many:
+        match.unexpected = []
+    if options.strict:
+        _raise_mismatches(match, state)
+    targets, copies = match.slots.bind(stored.entries)
+    steps = [(step.apply, step.build()) for step in sorted(match.steps, key=attrgetter("turn"))]
+    return Restoration(
+        targets=targets,
+        missing=tuple(match.missing),
+        unexpected=tuple(match.unexpected),
+        mismatched=tuple(match.mismatched),
+        per_rank_left=tuple(dict.fromkeys(match.per_rank_left)),
+        stateless=tuple(match.stateless),
+        unplaced=unplaced,
+        saw_all=content.among_many,
+        fits=fits,
+        strangers=strangers,
+        _missing_told=_missing(match, state),
+        _tree=stored.state,
+        _copies=copies,
+        _steps=steps,
+        _client_state=unpacked(client(), allowed=options.unpickle),
+    )
+
+
+def _differences(match: Matcher, state: MutableMapping[str, Any]) -> tuple[str, ...]:
+    return (*_missing(match, state), *map(_unexpected, match.unexpected), *match.mismatched)
+
+
+def _missing(match: Matcher, state: MutableMapping[str, Any]) -> tuple[str, ...]:
+    parts = set(map(key_text, state))
+    has = f", which has {_parts(match)}"
+    return tuple(f"{fqn}: missing from the checkpoint{has if fqn in parts else ''}" for fqn in match.missing)
+
+
+def _unexpected(fqn: str) -> str:
+    return f"{fqn}: in the checkpoint, and nowhere in the objects"
+
+
+def _paths(node: tree.Node, fqn: str) -> Iterator[str]:
+    """Whatever stands below `node`, and where the state of every parameter of an optimizer would."""
+    pairs: Iterable[tuple[object, tree.Node]] = ()
+    if isinstance(node, tree.Dict):
+        pairs = ((key_text(key), child) for key, child in Stored.children(node))
+    elif isinstance(node, tree.Sequence):
+        pairs = enumerate(node.items)
+        optimizer, _, place = fqn.partition(".param_groups.")
+        if place.endswith(".params"):
+            yield from (f"{optimizer}.state.{name}" for name in node.items)
+    for key, child in pairs:
+        path = f"{fqn}.{key}" if fqn else str(key)
+        yield path
+        yield from _paths(child, path)
+
+
+def _parts(match: Matcher) -> str:
+    """The names of the parts of the state that is stored."""
+    return ", ".join(str(key) for key, _ in match.stored.children(match.stored.state)) or "nothing"
+
+
+def _strangers(match: Matcher, state: MutableMapping[str, Any]) -> MismatchError | None:
+    """With strict=False, too, something must fit."""
+    found = _differences(match, state)
+    if not (found and match.stored.state.items):
+        return None
+    return MismatchError(
+        f"nothing of the checkpoint fits the objects to load into, and nothing was loaded: it holds {_parts(match)}, and "
+        f"the state to load into has {', '.join(map(str, state))}:\n  " + "\n  ".join(found[: mismatches.TOLD_MAX]),
+        found,
+    )
+
+
+def _raise_mismatches(match: Matcher, state: MutableMapping[str, Any]) -> None:
+    found = _differences(match, state)
+    if found:
+        raise mismatches.error(found)

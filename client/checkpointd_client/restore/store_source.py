@@ -1,0 +1,268 @@
+"""The store as the source of a load. (The other source is the sidecar's memory: `memory_source.py`.)"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, Protocol, TypeVar
+
+import torch
+
+from checkpointd.config import LoadConfig, Ranks
+from checkpointd.errors import DamagedError, MismatchError
+from checkpointd.layout.boxes import Box
+from checkpointd.layout.manifest import Index
+from checkpointd.pipeline.read.checkpoint_view import CheckpointView, read_view
+from checkpointd.pipeline.read.index import read_index
+from checkpointd.pipeline.read.load import read_boxes, read_tensors
+from checkpointd.pipeline.read.plan import BoxRequest, Sink
+from checkpointd.pipeline.root.catalog import Checkpoint
+from checkpointd.store.base import Store
+from checkpointd.store.patient import Patience, PatientStore
+from checkpointd_client.capture.dtypes import DTYPES, empty
+from checkpointd_client.ranks.writer import WriterThread
+from checkpointd_client.restore.answers import HandedOutStates
+from checkpointd_client.restore.bind import Target
+from checkpointd_client.restore.content import RankContent, merged_content, own_content
+from checkpointd_client.restore.plan import LoadOptions, Restoration, prepare
+from checkpointd_client.restore.sinks import box_sink, sink_for
+from checkpointd_client.restore.target_chooser import TargetChooser
+
+T = TypeVar("T")
+
+
+class CandidateSource(Protocol):
+    """One candidate as one rank sees it."""
+
+    @property
+    def tag(self) -> str: ...
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def kind(self) -> Literal["store", "memory"]: ...
+
+    def content(self) -> RankContent:
+        """What it holds for this rank."""
+        ...
+
+    def more(self) -> RankContent | None:
+        """The same with what other ranks saved and this one did not; None where there is no more."""
+        ...
+
+    def has_elsewhere(self, places: Sequence[str], content: RankContent) -> bool:
+        """Whether another rank saved something right below one of `places`, where this one saved nothing."""
+        ...
+
+    def equal(self, one: str, two: str, content: RankContent) -> bool:
+        """Whether these two tensors, of one dtype and shape, are the same bit for bit; the same answer on every rank."""
+        ...
+
+    def verify(self, targets: Sequence[Target], content: RankContent) -> None:
+        """Raise what is wrong with the bytes of `targets`; touch none."""
+        ...
+
+    def fill(self, targets: Sequence[Target], content: RankContent) -> None:
+        """Read them in. DamagedError where they are not what they were a moment ago, UnreadableError where reading fails."""
+        ...
+
+
+def prepared(
+    source: CandidateSource,
+    state: MutableMapping[str, Any] | TargetChooser,
+    content: RankContent,
+    options: LoadOptions,
+    *,
+    part: Callable[[RankContent], RankContent] = lambda content: content,
+    answers: HandedOutStates | None = None,
+) -> tuple[RankContent, Restoration]:
+    """Where everything goes: what this rank had, and where that is not enough, what other ranks had. Raises as `prepare`.
+
+    `content`: what this rank had; `part`: what to look at of what other ranks had; `answers`: those of this load, as `prepare`
+    takes them.
+    """
+    kept = answers or HandedOutStates()
+
+    def match(content: RankContent) -> Restoration:
+        same = partial(source.equal, content=content)
+        return prepare(state, content, options, equal=same, answers=kept)
+
+    try:
+        restoration = match(content)
+        if not restoration.missing and not source.has_elsewhere(restoration.stateless, content):
+            return content, restoration
+    except MismatchError:
+        more = source.more()
+        if more is None:
+            raise
+    else:
+        more = source.more()
+        if more is None:
+            return content, restoration
+    more = part(more)
+    return more, match(more)
+
+
+Prints = Mapping[Box, tuple[tuple[int, bytes], ...]]
+"""The boxes of a stored tensor that have elements, each with the bytes and digests of its chunks."""
+
+
+def same_prints(one: Prints, two: Prints) -> bool | None:
+    """Whether two tensors are the same as their digests say; None where they were cut in different ways."""
+    if {box: [raw for raw, _ in chunks] for box, chunks in one.items()} != {
+        box: [raw for raw, _ in chunks] for box, chunks in two.items()
+    }:
+        return None
+    return one == two
+
+
+def scratch(fqns: Iterable[str], content: RankContent) -> list[Target]:
+    """Memory of their own for whole tensors."""
+    entries = ((fqn, *content.entries[fqn]) for fqn in fqns)
+    return [Target(fqn, empty(shape, DTYPES[dtype], torch.device("cpu"))) for fqn, dtype, shape in entries]
+
+
+def same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:
+    """Whether two contiguous tensors of one dtype hold the same bits."""
+    return torch.equal(one.reshape(-1).view(torch.uint8), two.reshape(-1).view(torch.uint8))
+
+
+def stands_below(places: Sequence[str], content: RankContent) -> bool:
+    """Whether a tensor is stored right below one of `places`."""
+    return bool(places) and not {fqn.rpartition(".")[0] for fqn in content.entries}.isdisjoint(places)
+
+
+def wants(targets: Iterable[Target], content: RankContent, *, fill: bool) -> list[BoxRequest]:
+    """The boxes to read, with sinks where they are to be filled."""
+    return [
+        BoxRequest(
+            target.fqn,
+            box,
+            box_sink(view, box, content.entries[target.fqn][0]) if fill else None,
+            content.owners.get(target.fqn),
+        )
+        for target in targets
+        for box, view in target.boxes()
+    ]
+
+
+@dataclass(slots=True)
+class StoredSource:
+    """A checkpoint in the store, as many indexes of it as this rank needs.
+
+    What cannot be read is tried again for `config.retry_s`, all that comes before the filling together, and the filling;
+    `on_failure` hears, on the writer's thread, of the first failure.
+    """
+
+    store: Store
+    writer: WriterThread
+    config: LoadConfig
+    timeout_s: float
+    ranks: Ranks
+    checkpoint: Checkpoint
+    on_failure: Callable[[], None] = lambda: None
+    on_absence: Callable[[], Awaitable[None]] | None = None
+    """Asked where something is not there: what it raises ends the looking for it."""
+    kind: Literal["store", "memory"] = "store"
+    known: CheckpointView | None = None
+    """All its indexes, where they were read before."""
+    _index: Index | None = None
+    """This rank's, where it holds nothing together with other ranks: then nobody else's is needed."""
+    _world: CheckpointView = field(init=False)
+    _patience: Patience = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._patience = self._new_patience()
+        if self.known is not None:
+            self._world = self.known
+            return
+        if self._same_world:
+            index = self._read(lambda store: read_index(store, self.checkpoint, self.ranks.rank))
+            if all(entry.scope == "rank" for entry in index.tensors):
+                self._index, self._world = index, CheckpointView(self.checkpoint, {self.ranks.rank: index})
+                return
+        self._world = self._read(lambda store: read_view(store, self.checkpoint, self.config))
+
+    @property
+    def tag(self) -> str:
+        return self.checkpoint.tag
+
+    @property
+    def step(self) -> int:
+        return self.checkpoint.outcome.step
+
+    @property
+    def _same_world(self) -> bool:
+        return self.checkpoint.outcome.world_size == self.ranks.world_size
+
+    def content(self) -> RankContent:
+        if self._same_world:
+            return own_content(self._world, self.ranks.rank)
+        return merged_content(self._world, keep=None, alone=self.ranks.world_size == 1)
+
+    def more(self) -> RankContent | None:
+        if not self._same_world or self.ranks.world_size == 1:
+            return None
+        if self._index is not None:  # layers may have moved to this rank from another one, that shares nothing with it
+            self._index = None
+            self._world = self._read(lambda store: read_view(store, self.checkpoint, self.config))
+        return merged_content(self._world, keep=self.ranks.rank, alone=False)
+
+    def has_elsewhere(self, places: Sequence[str], content: RankContent) -> bool:
+        return stands_below(places, content)
+
+    def equal(self, one: str, two: str, content: RankContent) -> bool:
+        known = same_prints(self._prints(one, content), self._prints(two, content))
+        if known is not None:
+            return known
+        both = scratch((one, two), content)
+        damage = self._read_targets(both, content, fill=True)
+        if damage:
+            raise damage[0]
+        return same_bits(both[0].tensor, both[1].tensor)
+
+    def _prints(self, fqn: str, content: RankContent) -> Prints:
+        rank = content.owners.get(fqn)
+        entries = [part.entry for part in self._world.tensors[fqn].parts] if rank is None else [self._world.own(rank)[fqn]]
+        return {entry.box: tuple((c.raw, c.digest) for c in entry.chunks) for entry in entries if entry.box.numel()}
+
+    def verify(self, targets: Sequence[Target], content: RankContent) -> None:
+        damage = self._read_targets(targets, content, fill=False)
+        if damage:
+            raise damage[0]
+
+    def fill(self, targets: Sequence[Target], content: RankContent) -> None:
+        self._patience = self._new_patience()
+        damage = self._read_targets(targets, content, fill=True)
+        if damage:
+            raise DamagedError(f"{damage[0]}; it was whole a moment ago")
+
+    def _new_patience(self) -> Patience:
+        return Patience(self.config.retry_s, self.config.absence_s, self.on_failure)
+
+    def _read(self, read: Callable[[Store], Coroutine[Any, Any, T]]) -> T:
+        """What `read` makes of the store, as long as that answers at all, if only with errors."""
+        return self.writer.call_with_progress_timeout(
+            lambda on_bytes: read(PatientStore(self.store, self._patience, lambda: on_bytes(1), self.on_absence)),
+            self.timeout_s,
+        )
+
+    def _read_targets(self, targets: Sequence[Target], content: RankContent, *, fill: bool) -> list[DamagedError]:
+        index = self._index
+        if index is not None and all(_is_plain(target, content) for target in targets):
+            return self._read_whole(index, targets, content, fill=fill)
+        found = wants(targets, content, fill=fill)
+        return self._read(lambda store: read_boxes(store, self._world, found, self.config))
+
+    def _read_whole(self, index: Index, targets: Sequence[Target], content: RankContent, *, fill: bool) -> list[DamagedError]:
+        """Whole tensors of this rank go from the chunks to their memory as rows of bytes, with nothing to be cut."""
+        sinks: dict[str, Sink | None] = {
+            target.fqn: sink_for(target.tensor, content.entries[target.fqn][0]) if fill else None for target in targets
+        }
+        return self._read(lambda store: read_tensors(store, self.checkpoint.prefix, index, sinks, self.config))
+
+
+def _is_plain(target: Target, content: RankContent) -> bool:
+    return target.held is None and target.tensor.dtype == DTYPES[content.entries[target.fqn][0]]

@@ -1,0 +1,58 @@
+"""Objects that choose their load targets when the stored content is known, because their state has a form of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+from checkpointd.layout import tree
+from checkpointd_client.capture import scalars
+from checkpointd_client.restore.building import is_scalar
+from checkpointd_client.restore.stored import Stored
+
+Described = Mapping[Hashable, Any]
+"""What is stored: nested dicts and lists of plain values, with a StoredTensor for each tensor and array."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Dtype by name, and global shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class LoadTargets:
+    """`state` is what is loaded into, as `Checkpointer.load` takes it; what is stored and not in it is not looked at.
+    `faults`: what keeps it from being loaded, in words.
+    """
+
+    state: dict[str, Any]
+    faults: list[str] = field(default_factory=list)
+
+
+@runtime_checkable
+class TargetChooser(Protocol):
+    """May be called several times in one load, for one checkpoint after the other: the last call's places are filled."""
+
+    def places(self, stored: Described) -> LoadTargets:
+        """Where it goes. Must change nothing of the user's."""
+        ...
+
+
+def described(stored: Stored) -> Described:
+    """The state that a checkpoint holds; FormatError where it contradicts itself."""
+    return {key: _described(stored, child) for key, child in stored.children(stored.state)}
+
+
+def _described(stored: Stored, node: tree.Node) -> Any:
+    if isinstance(node, tree.Tensor | tree.Array):
+        place = stored.place(node.fqn)
+        return StoredTensor(place.dtype, place.shape)
+    if isinstance(node, tree.Dict):
+        return {key: _described(stored, child) for key, child in stored.children(node)}
+    if isinstance(node, tree.Sequence):
+        return [_described(stored, child) for child in node.items]
+    return scalars.decode(node) if is_scalar(node) else None

@@ -1,0 +1,433 @@
+"""The saving half of a Checkpointer: from a request to an attempt that runs on the writer.
+
+Invariants
+  SAVE-1  Once `save` was entered, this rank votes on the attempt, whatever happens: nobody waits for it in vain.
+  SAVE-2  Every slot that is acquired is released once: by the attempt that it was handed to, or here where the snapshot failed.
+  SAVE-3  The attempts of one tag are numbered as save() was called, on this rank alone; nothing is asked of other ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from checkpointd import arguments
+from checkpointd.commit.machine import Phase
+from checkpointd.config import Ranks
+from checkpointd.daemon.protocol.wire import METRICS_MAX
+from checkpointd.errors import CheckpointdError, SkippedError, StagingError, StoreError, UsageError
+from checkpointd.layout import tree
+from checkpointd.layout.keys import AttemptId, check_tag, default_tag
+from checkpointd.pipeline.attempt import WriterState
+from checkpointd.pipeline.read.readback import ReadBackStatus
+from checkpointd.pipeline.shard import COORDINATOR, AttemptInfo, Shard, ShardProgress, finite
+from checkpointd.waits import Waiting
+from checkpointd_client.capture.pickled import packed
+from checkpointd_client.capture.state import Captured, capture
+from checkpointd_client.capture.torch_files import capture_files
+from checkpointd_client.ranks.startup import Begun, say_unknown
+from checkpointd_client.ranks.writer import WriterThread
+from checkpointd_client.saves.handle import SaveHandle
+from checkpointd_client.saves.history import SaveHistory, SaveRecord
+from checkpointd_client.saves.runner import Endings, InlineRunner, PendingSave, Runner
+from checkpointd_client.sidecar.client import SidecarClient, SidecarRunner
+from checkpointd_client.staging.arena import Arena, Slot, SlotHold
+from checkpointd_client.staging.prewarming import expected_bytes
+from checkpointd_client.staging.stager import SlotLayout, Stager, Staging, plan_slot, signature_of
+
+log = logging.getLogger("checkpointd")
+
+WhenBusy = Literal["wait", "skip"]
+TIDY_TIMEOUT_S = 10.0
+METRIC_NAME_MAX = 200
+SLICE_S = 0.25
+"""How soon a signal is heeded while saves are waited for."""
+OVERTIME_S = 60.0
+"""How long after its deadline a save may take to end: the abort is tried a few times."""
+ANNOUNCE_S = 0.1
+"""How long save() waits for the sidecar to know of the snapshot, so that what is whole when it returns outlives this process.
+It takes far less than a millisecond; a sidecar that hangs costs this much, until it counts as lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveRequest:
+    """What a user asked to save, beside the state itself."""
+
+    tag: str
+    step: int
+    save_latest: bool
+    exclude_frozen_parameters: bool
+    metrics: tuple[tuple[str, float], ...] = ()
+    unfinished: str = ""
+    leftovers: tuple[str, ...] = ()
+
+
+def asked(
+    step: int,
+    tag: str | None,
+    save_latest: bool,
+    metrics: Mapping[str, float] | None = None,
+    *,
+    exclude_frozen_parameters: bool = False,
+    unfinished: str = "",
+    leftovers: tuple[str, ...] = (),
+) -> SaveRequest:
+    """What a user asks for; UsageError naming the argument that cannot be. `tag`: None is global_step<step>."""
+    check_step(step)
+    tag = check_tag(default_tag(step) if tag is None else tag)
+    arguments.flag("save_latest", save_latest)
+    arguments.flag("exclude_frozen_parameters", exclude_frozen_parameters)
+    return SaveRequest(tag, step, save_latest, exclude_frozen_parameters, check_metrics(metrics), unfinished, leftovers)
+
+
+def check_step(step: int) -> None:
+    """Raise UsageError unless `step` is a whole number, 0 or more."""
+    if type(step) is not int or step < 0:
+        raise UsageError(f"step is {step!r}; it must be a whole number, 0 or more")
+
+
+def check_metrics(metrics: Mapping[str, float] | None) -> tuple[tuple[str, float], ...]:
+    """`metrics` as an attempt carries them. UsageError for what is no number; NaN and infinities are left out."""
+    checked: dict[str, float] = {}
+    if not isinstance(metrics, Mapping | None):
+        raise UsageError(f"metrics is {metrics!r:.80}; it must map names to numbers, as in metrics={{'loss': loss}}")
+    for name, value in (metrics or {}).items():
+        try:
+            if isinstance(value, bool | str | bytes):
+                raise TypeError("no number")
+            checked[name] = float(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise UsageError(f"metric {name!r} is {value!r:.80}; it must be a number") from error
+        if type(name) is not str or not 0 < len(name) <= METRIC_NAME_MAX:
+            raise UsageError(f"{name!r} cannot name a metric: it takes 1 to {METRIC_NAME_MAX} characters")
+    if len(checked) > METRICS_MAX:
+        raise UsageError(f"{len(checked)} metrics are more than {METRICS_MAX}; pass those that retention chooses by")
+    left_out = sorted(set(checked) - {name for name, _ in finite(checked)})
+    if left_out:
+        log.warning("not recorded, as they are no finite numbers: %s", ", ".join(left_out))
+    return finite(checked)
+
+
+class Saver:
+    """Snapshots and submits; `history` is the record of what became of it."""
+
+    def __init__(
+        self,
+        *,
+        writer: WriterThread,
+        state: WriterState,
+        ranks: Ranks,
+        epoch: Begun,
+        arena: Arena,
+        stager: Stager,
+        when_busy: WhenBusy,
+        sidecar: SidecarClient | None = None,
+        pickles: bool = False,
+        afresh: bool = False,
+    ) -> None:
+        self.history = SaveHistory()
+        self.is_recorded = True
+        """Whether all that load() has passed over has the record of it."""
+        self._writer, self._state, self._ranks, self._epoch = writer, state, ranks, epoch
+        self._arena, self._stager, self._when_busy = arena, stager, when_busy
+        self._endings = Endings(self.history, epoch.latest)
+        inline = InlineRunner(state, self._endings)
+        self._runner: Runner = inline if sidecar is None else SidecarRunner(sidecar, inline, self._endings, state)
+        self._may_be_taken_over, self._pickles = sidecar is not None, pickles
+        self._layout: SlotLayout | None = None
+        self._stagings: list[tuple[Staging, SaveHandle]] = []
+        self._running: set[Future[None]] = set()
+        self._saves_of_tag: Counter[str] = Counter()
+        self._saves = 0
+        self.fillings = itertools.count()
+        """Numbers of the directories that are filled beside saves: the same on every rank, as these are saved on all."""
+        self._prewarming: threading.Thread | None = None
+        self._has_prewarmed_another = False
+        self._said: set[str] = set()
+        self._state.tidier.keeps_before = 0 if afresh else epoch.number
+
+    def take_up(self) -> None:
+        """The job knows what earlier ones have committed: it loaded, or was told to start afresh. Where something that it
+        passed over could not be recorded, nothing of theirs goes (LOAD-5 in `loader.py`).
+        """
+        if self.is_recorded:
+            self._state.tidier.keeps_before = 0
+
+    @property
+    def has_taken_up(self) -> bool:
+        """Whether it may remove what earlier jobs have committed."""
+        return self._state.tidier.keeps_before == 0
+
+    @property
+    def latest(self) -> str | None:
+        """The newest tag known here."""
+        return self._endings.latest
+
+    @property
+    def read_back(self) -> ReadBackStatus:
+        """What this process has read back."""
+        return self._state.reader.status
+
+    def save(self, request: SaveRequest, state: Mapping[str, object], client_state: Mapping[str, object] | None) -> SaveHandle:
+        """Take the snapshot of a state, or begin it, and hand the attempt to the writer."""
+        excluded = request.exclude_frozen_parameters
+
+        def captured() -> Captured:
+            client = packed(client_state) if self._pickles and client_state is not None else client_state
+            return capture(state, client, exclude_frozen_parameters=excluded)
+
+        return self._save(request, captured)
+
+    def save_files(
+        self, request: SaveRequest, at: str, files: Mapping[str, object], optimizer_only: Collection[int]
+    ) -> SaveHandle:
+        """The same for files, to be shown in the directory `at`."""
+        return self._save(request, lambda: capture_files(at, files, optimizer_only))
+
+    def refuse(self, request: SaveRequest, error: CheckpointdError) -> SaveHandle:
+        """Vote no with `error`: there is nothing to save."""
+        job = self._new_job(request)
+        job.staged.set_exception(error)
+        self._submit(job)
+        job.returned.set_result(None)
+        return job.save.handle
+
+    def _save(self, request: SaveRequest, captured_by: Callable[[], Captured]) -> SaveHandle:
+        began = time.perf_counter()
+        job = self._new_job(request)
+        try:
+            self._begin(job, captured_by)
+        finally:
+            job.save.handle.held(call_s=time.perf_counter() - began)
+            job.returned.set_result(None)
+        return job.save.handle
+
+    def _begin(self, job: PendingSave, captured_by: Callable[[], Captured]) -> None:
+        slot: Slot | None = None
+        shard: Shard | None = None
+        try:
+            captured = captured_by()
+            layout = self._layout_of(captured)
+            slot = self._slot_for(layout, job.info)
+            shard = self._stage(job, captured, layout, slot)
+        except SkippedError as error:
+            job.staged.set_exception(error)
+        except BaseException as error:
+            if slot is not None:
+                self._arena.release(slot)
+            self._refuse(job, error)
+            return
+        if slot is not None:
+            job = replace(job, lease=SlotHold(slot, self._arena), shard=shard)
+        self._submit(job)
+        if self._may_be_taken_over:
+            self._prewarm_another(job)
+            job.announced.wait(ANNOUNCE_S)
+
+    def _say_once(self, request: SaveRequest) -> None:
+        """Say what keeps retention from removing what it should. On rank 0, which removes."""
+        if self._ranks.rank != COORDINATOR:
+            return
+        if self._state.tidier.keeps_before and "unknown" not in self._said:
+            self._said.add("unknown")
+            say_unknown(self._epoch, self._state.store.url, "load()", "Checkpointer(..., afresh=True)")
+        metric = self._state.commit.retention.metric
+        if metric is not None and metric not in dict(request.metrics) and "metric" not in self._said:
+            self._said.add("metric")
+            log.warning(
+                "%s is saved without the metric %r, by which retention chooses the best: what is saved without it stays, until "
+                "somebody deletes it. Pass metrics={%r: ...} with every save",
+                request.tag,
+                metric,
+                metric,
+            )
+
+    def _new_job(self, request: SaveRequest) -> PendingSave:
+        self._say_once(request)
+        info = AttemptInfo(
+            tag=request.tag,
+            attempt=AttemptId(self._epoch.number, self._saves_of_tag[request.tag]),
+            rank=self._ranks.rank,
+            world_size=self._ranks.world_size,
+            step=request.step,
+            n=self._saves,
+            save_latest=request.save_latest,
+            metrics=request.metrics,
+            may_be_taken_over=self._may_be_taken_over,
+            unfinished=request.unfinished,
+            leftovers=request.leftovers,
+        )
+        self._saves_of_tag[request.tag] += 1
+        self._saves += 1
+        progress = ShardProgress()
+        save = SaveRecord(SaveHandle(info.tag, str(info.attempt), info.step, progress))
+        self.history.add(save)
+        return PendingSave(info, save, progress, Future())
+
+    def _refuse(self, job: PendingSave, error: BaseException) -> None:
+        """Vote no with `error` (SAVE-1). Raise it to the caller where it is theirs: a state that cannot be stored, an
+        interruption.
+
+        Memory or descriptors that ran out are not: they end up in the handle, and training goes on.
+        """
+        told = error
+        if not isinstance(error, CheckpointdError):
+            told = StagingError(f"the snapshot of {job.info.tag} failed: {error!r}")
+            told.__cause__ = error
+        job.staged.set_exception(told)
+        self._submit(job)
+        if isinstance(error, CheckpointdError) or not isinstance(error, Exception):
+            job.save.handle.observed = True  # they hear of it here
+            raise error
+
+    def _layout_of(self, captured: Captured) -> SlotLayout:
+        """The cached layout while the state keeps its shape; planned anew when it changes."""
+        if self._layout is None or self._layout.signature != signature_of(captured):
+            self._layout = plan_slot(captured)
+        return self._layout
+
+    def _slot_for(self, layout: SlotLayout, info: AttemptInfo) -> Slot:
+        if self._prewarming is not None:
+            thread = self._prewarming
+            Waiting(lambda: "the memory of the snapshots is being made ready").until(lambda seconds: _joined(thread, seconds))
+            self._prewarming = None
+        patience_s = 0.0 if self._when_busy == "skip" else self._state.commit.timeout_s
+        found: list[Slot] = []
+
+        def acquired(seconds: float) -> bool:
+            slot = self._arena.acquire(layout.nbytes, timeout=seconds)
+            found.extend([slot] if slot is not None else [])
+            return slot is not None
+
+        waiting = Waiting(lambda: f"{info.tag} finds no free memory for its snapshot: {self._missing()}")
+        if not waiting.until(acquired, patience_s):
+            still = f"still in flight after {patience_s:g} s; look at the storage" if patience_s else "still in flight"
+            message = f"{info.tag} was skipped on rank {info.rank}: two saves are {still}"
+            raise SkippedError(message, ranks=(info.rank,))
+        return found[0]
+
+    def _missing(self) -> str:
+        return "; ".join(save.missing() for save in self.history.live()) or "what was saved before is being let go"
+
+    def _stage(self, job: PendingSave, captured: Captured, layout: SlotLayout, slot: Slot) -> Shard:
+        """Begin the snapshot; what it will be."""
+        encoded = tree.encode(captured.tree)
+        staging = self._stager.begin(captured, layout, slot)
+        shard = Shard(
+            buffer=slot.buffer[: layout.nbytes],
+            tensors=layout.tensors,
+            aliases=captured.aliases,
+            excluded=captured.excluded,
+            tree=encoded,
+        )
+
+        def taken(done: Future[None]) -> None:
+            error = done.exception()
+            if error is not None:
+                job.staged.set_exception(error)
+            else:
+                job.save.handle.held(fence_s=staging.fence_s)
+                job.save.handle.snapshot_taken()
+                job.staged.set_result(shard)
+
+        # Those that are done hold their slots' memory, which may have been replaced since.
+        self._stagings = [pair for pair in self._stagings if not pair[0].done.done()]
+        self._stagings.append((staging, job.save.handle))
+        staging.done.add_done_callback(taken)
+        return shard
+
+    def fence(self) -> None:
+        """Return when no snapshot in flight still has to read its sources; the time that takes is the save's `fence_s`."""
+        alive = [(staging, handle) for staging, handle in self._stagings if not staging.done.done()]
+        for staging, handle in alive:
+            staging.fence()
+            handle.held(fence_s=staging.fence_s)
+        self._stagings = alive
+
+    # --- on the writer -----------------------------------------------------------------------------------------
+
+    def _submit(self, job: PendingSave) -> None:
+        running = self._writer.submit(self._runner.run(job))
+        self._running.add(running)
+        running.add_done_callback(self._running.discard)
+
+    # --- around ------------------------------------------------------------------------------------------------
+
+    def prewarm(self, state: Mapping[str, object]) -> None:
+        """Allocate the arena's first slot in the background, for the size that the first save will probably have."""
+        if self._saves or self._prewarming is not None:
+            return
+        nbytes = expected_bytes(state)
+        if nbytes:
+            self._begin_prewarming(nbytes, slots=1, device=_current_device())
+
+    def _prewarm_another(self, job: PendingSave) -> None:
+        """A sidecar keeps the newest snapshot where it is, so the save after the first takes another slot: have it ready."""
+        if self._has_prewarmed_another or job.shard is None:
+            return
+        nbytes = len(job.shard.buffer)
+        self._has_prewarmed_another = True
+        device = _current_device()  # of this thread, not of the one that takes the snapshot
+        job.staged.add_done_callback(lambda _: self._begin_prewarming(nbytes, slots=2, device=device))
+
+    def _begin_prewarming(self, nbytes: int, *, slots: int, device: int | None) -> None:
+        options = {"device": device, "slots": slots}
+        thread = threading.Thread(
+            target=self._arena.prewarm, args=(nbytes,), kwargs=options, name="checkpointd-prewarm", daemon=True
+        )
+        thread.start()
+        self._prewarming = thread
+
+    def drain(self, grace_left_s: Callable[[], float | None] = lambda: None) -> None:
+        """Wait until no save is in flight, whatever becomes of each; what has not ended when it must have is left.
+
+        A save ends by its own deadline, and no later than `grace_left_s` says, where that is not None.
+        """
+        for save in self.history.live():
+            waiting = Waiting(save.missing)
+            until = save.began + self._state.commit.timeout_s + OVERTIME_S
+            while not save.handle.ended_within(SLICE_S):
+                waiting.look()
+                if grace_left_s() == 0:
+                    self._abandon(save, "the grace period after the signal is over")
+                elif time.monotonic() >= until:
+                    self._abandon(save, f"its deadline passed {OVERTIME_S:g} s ago, and the storage does not answer")
+
+    def _abandon(self, save: SaveRecord, why: str) -> None:
+        """End the handle of a save in flight: nobody will follow it any more."""
+        save.handle.advance(Phase.FAILED, StoreError(f"{save.handle.tag} was left in flight: {why}; the next start decides it"))
+        self.history.end(save, Phase.FAILED)
+
+    def close(self, left_s: Callable[[], float], *, ends_well: bool) -> None:
+        """End the background threads, each within the seconds that `left_s` gives then; `ends_well` is the sidecar's to know.
+
+        Handles end at the outcome; moving `latest` and tidying up may take a moment more.
+        """
+        self._stager.close(left_s())
+        if self._prewarming is not None:
+            self._prewarming.join(left_s())
+        began = time.monotonic()
+        while self._running and time.monotonic() - began < left_s():
+            wait(set(self._running), min(SLICE_S, left_s()))
+        try:
+            self._writer.call(self._runner.close(ends_well=ends_well), left_s())
+        except CheckpointdError as error:
+            log.warning("the sidecar was not told that this trainer ends: %s", error)
+
+
+def _joined(thread: threading.Thread, seconds: float) -> bool:
+    thread.join(seconds)
+    return not thread.is_alive()
+
+
+def _current_device() -> int | None:
+    return torch.cuda.current_device() if torch.cuda.is_initialized() else None

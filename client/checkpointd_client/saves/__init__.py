@@ -1,0 +1,1 @@
+"""One save after its snapshot: its runner, its handle, and the history."""

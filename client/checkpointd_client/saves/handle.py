@@ -1,0 +1,225 @@
+"""SaveHandle: what save() returns, and the only place where a save's result is kept."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Generator
+from concurrent.futures import Future
+from typing import Any, Literal, get_args
+
+import msgspec
+
+from checkpointd import arguments
+from checkpointd.commit.machine import FINAL, ORDER, Phase, reached, shown
+from checkpointd.config import TIMEOUT_S_MAX
+from checkpointd.errors import CheckpointdError, UsageError, WaitTimeoutError
+from checkpointd.layout.save_timings import PhaseSeconds
+from checkpointd.pipeline.shard import ShardProgress
+from checkpointd.waits import Waiting
+
+Until = Literal["staged", "persisting", "prepared", "committed"]
+
+
+class Timings(msgspec.Struct):
+    """Seconds from the call of save() until each event; None if it has not happened.
+
+    `call_s`: save() returned. `safe_s`: the tensors were free to change again. `staged_s`: the snapshot was whole. `durable_s`:
+    this rank's shard and vote were durable. `committed_s`: the outcome was durable. `fence_s` is a duration: how long optimizer
+    steps waited for the snapshot.
+    """
+
+    call_s: float | None = None
+    fence_s: float = 0.0
+    safe_s: float | None = None
+    staged_s: float | None = None
+    durable_s: float | None = None
+    committed_s: float | None = None
+
+    @property
+    def held_s(self) -> float:
+        """How long the save has held training: its call, and the optimizer steps that waited for it."""
+        return max(0.0, (self.call_s or 0.0) + self.fence_s)
+
+
+class SaveHandle:
+    """One save on this rank. Every rank's handle ends the same way: committed on all, or on none.
+
+    `await handle` waits for the commit in any event loop. All methods may be called from any thread.
+    """
+
+    def __init__(self, tag: str, attempt: str, step: int, progress: ShardProgress) -> None:
+        self.tag = tag
+        self.attempt = attempt
+        self.step = step
+        self.timings = Timings()
+        self._bytes = progress
+        self._began = time.perf_counter()
+        self._phase = Phase.STAGING
+        self._error: BaseException | None = None
+        self._change = threading.Condition()
+        self._future: Future[SaveHandle] = Future()
+        self._future.set_running_or_notify_cancel()
+        self.observed = False
+        self.missing: Callable[[], str] = lambda: f"{self.tag} is {self.phase}"
+        """What the save waits for, in words."""
+
+    def __repr__(self) -> str:
+        return f"SaveHandle({self.tag!r}, attempt={self.attempt!r}, phase={self.phase!r})"
+
+    def held(self, *, call_s: float | None = None, fence_s: float | None = None) -> None:
+        """Training was held so long, by the call of save() or by optimizer steps that waited."""
+        self.timings.call_s = self.timings.call_s if call_s is None else call_s
+        self.timings.fence_s = self.timings.fence_s if fence_s is None else fence_s
+        self._bytes.held_s = self.timings.held_s
+
+    @property
+    def phase(self) -> str:
+        """staging, staged, persisting, prepared, committed; or aborted, fenced (a newer job has begun), failed, skipped."""
+        return shown(self._phase, self._error.code if isinstance(self._error, CheckpointdError) else "")
+
+    @property
+    def progress(self) -> float:
+        """The part of this rank's bytes that is on the disk, 0 to 1. It is 1 only once this rank's vote is durable."""
+        return 1.0 if reached(self._phase, Phase.PREPARED) else self._bytes.fraction
+
+    @property
+    def bytes_total(self) -> int:
+        """Bytes of this rank's shard before encoding; 0 until persisting has begun."""
+        return self._bytes.raw_total
+
+    @property
+    def bytes_done(self) -> int:
+        """Bytes of the shard that are on the disk: written past the system's cache, or unchanged since the last checkpoint."""
+        return self._bytes.raw_done
+
+    @property
+    def bytes_stored(self) -> int:
+        """Bytes after encoding, of what has been written so far."""
+        return self._bytes.stored
+
+    @property
+    def no_progress(self) -> bool:
+        """Whether it was committed although no trained tensor had changed on any rank since the checkpoint before."""
+        return self._bytes.no_progress
+
+    @property
+    def seconds(self) -> PhaseSeconds:
+        """How long this rank's part took for what. A sidecar tells it with the vote."""
+        return self._bytes.seconds
+
+    @property
+    def speed_bps(self) -> float | None:
+        """Bytes of the shard written per second, before encoding; None until the first are on the disk."""
+        return self._bytes.speed_bps
+
+    @property
+    def eta_s(self) -> float | None:
+        """Seconds until this rank's shard is written, at the speed so far; None while that is unknown."""
+        return self._bytes.eta_s if self._phase is Phase.PERSISTING else None
+
+    def done(self) -> bool:
+        """Whether the save has ended, well or not."""
+        return self._phase in FINAL
+
+    def exception(self) -> BaseException | None:
+        """The error that ended the save; None while it runs and after it has committed. Does not wait."""
+        if self.done():
+            self.observed = True
+        return self._error
+
+    def wait(self, until: Until | float | None = "committed", timeout: float | None = None) -> SaveHandle:
+        """Wait until the save has reached `until`, at most `timeout` seconds (None: no limit). Returns the handle itself.
+
+        Examples: `wait("staged")`, `wait("staged", timeout=5.0)`. A number alone is the time-out: `wait(5.0)` means
+        `wait("committed", timeout=5.0)`. If the save fails first, raises its error, such as AbortedError. Raises
+        WaitTimeoutError after `timeout` seconds.
+        """
+        if not isinstance(until, str):
+            if until is not None and timeout is not None:
+                raise UsageError(f"wait({until!r}, {timeout!r}) has two time-outs: name the phase, as in wait('staged', 5.0)")
+            return self.wait("committed", timeout if until is None else until)
+        arguments.choice("until", until, _UNTIL)
+        if timeout is not None:
+            arguments.seconds("timeout", timeout, most=TIMEOUT_S_MAX, zero=True)
+        goal = Phase(until)
+        if not self._wait(lambda: reached(self._phase, goal) or self.done(), timeout):
+            raise WaitTimeoutError(f"{self.tag} is still {self.phase} after {timeout:g} s; it goes on in the background")
+        if not reached(self._phase, goal):
+            self.observed = True
+            assert self._error is not None
+            raise self._error
+        return self
+
+    def __await__(self) -> Generator[Any, None, SaveHandle]:
+        return self._awaited().__await__()
+
+    async def _awaited(self) -> SaveHandle:
+        try:
+            # Shielded: whoever stops waiting, by a time-out say, must not end the save for all others.
+            return await asyncio.shield(asyncio.wrap_future(self._future))
+        except CheckpointdError:
+            self.observed = True
+            raise
+
+    def ended_within(self, timeout: float | None) -> bool:
+        """Wait until the save has ended. close() still raises its error."""
+        return self._wait(self.done, timeout)
+
+    def _wait(self, there: Callable[[], bool], timeout: float | None) -> bool:
+        def wait(seconds: float) -> bool:
+            with self._change:
+                return self._change.wait_for(there, seconds)
+
+        return Waiting(self.missing).until(wait, timeout)
+
+    def when_done(self, callback: Callable[[], object]) -> None:
+        """Call `callback` when the save ends, on the thread that ends it; at once if it has ended."""
+        self._future.add_done_callback(lambda _: callback())
+
+    def peek(self) -> BaseException | None:
+        """The same as `exception`, but close() still raises the error."""
+        return self._error
+
+    # --- for the checkpointer ----------------------------------------------------------------------------------
+
+    def elapsed(self) -> float:
+        """Seconds since save() was called."""
+        return time.perf_counter() - self._began
+
+    def advance(self, phase: Phase, error: CheckpointdError | None = None) -> None:
+        """Enter `phase`. Nothing follows a final one, and none leads back: whoever takes a save over begins anew, unseen."""
+        now = self.elapsed()
+        with self._change:
+            if self.done() or _is_behind(phase, self._phase):
+                return
+            self._phase = phase
+            self._error = error or self._error
+            if phase is Phase.PREPARED:
+                self.timings.durable_s = now
+                self._bytes.end()
+            if phase is Phase.COMMITTED:
+                self.timings.committed_s = now
+            self._change.notify_all()
+        if phase in FINAL:
+            self._resolve()
+
+    def snapshot_taken(self) -> None:
+        """The snapshot is whole: from here on the tensors may change."""
+        self.timings.safe_s = self.timings.staged_s = self.elapsed()
+
+    def _resolve(self) -> None:
+        if self._future.done():
+            return
+        if self._error is None:
+            self._future.set_result(self)
+        else:
+            self._future.set_exception(self._error)
+
+
+def _is_behind(phase: Phase, now: Phase) -> bool:
+    return phase in ORDER and now in ORDER and ORDER.index(phase) < ORDER.index(now)
+
+
+_UNTIL = get_args(Until)

@@ -1,0 +1,116 @@
+"""The saves of this process: those in flight, and the last ones that ended."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from checkpointd.commit.machine import FINAL, Phase
+from checkpointd.layout.manifest import ErrorReport
+from checkpointd.phrases import rank_runs
+from checkpointd_client.saves.handle import SaveHandle
+from checkpointd_client.saves.status import AttemptStatus
+
+log = logging.getLogger("checkpointd")
+
+KEPT = 64
+
+
+class Voting(Protocol):
+    """Whoever follows the attempt, here or in the sidecar."""
+
+    @property
+    def votes_missing(self) -> tuple[int, ...] | None: ...
+
+
+@dataclass(slots=True)
+class SaveRecord:
+    """One save: its handle, and whoever follows the attempt, once there is one."""
+
+    handle: SaveHandle
+    voting: Voting | None = None
+    began: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        self.handle.missing = self.missing
+
+    def missing(self) -> str:
+        """What it waits for, in words."""
+        handle, voting = self.handle, self.voting
+        votes = voting.votes_missing if voting else None
+        match handle.phase:
+            case "staging":
+                why = "its snapshot is not whole"
+            case "staged" | "persisting":
+                why = f"{handle.bytes_done} of {handle.bytes_total} bytes are on the disk"
+            case _ if votes:
+                why = f"no vote from {rank_runs(votes)}"
+            case _:
+                why = "rank 0 has not put the outcome; its log names the ranks that have not voted"
+        return f"{handle.tag} ({handle.attempt}) is {handle.phase}: {why}"
+
+    def status(self) -> AttemptStatus:
+        handle, error = self.handle, self.handle.peek()
+        return AttemptStatus(
+            tag=handle.tag,
+            attempt=handle.attempt,
+            step=handle.step,
+            phase=handle.phase,
+            progress=handle.progress,
+            bytes_total=handle.bytes_total,
+            bytes_done=handle.bytes_done,
+            bytes_stored=handle.bytes_stored,
+            speed_bps=handle.speed_bps,
+            eta_s=handle.eta_s,
+            age_s=time.monotonic() - self.began,
+            votes_missing=self.voting.votes_missing if self.voting else None,
+            error=None if error is None else ErrorReport.of(error, handle.phase),
+            no_progress=handle.no_progress,
+            seconds=handle.seconds,
+        )
+
+
+class SaveHistory:
+    """Thread-safe record of the saves, oldest first."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._live: list[SaveRecord] = []
+        self._ended: deque[SaveRecord] = deque(maxlen=KEPT)
+        self.committed = 0
+        self.failed = 0
+        self.last_failed: SaveHandle | None = None
+
+    def add(self, save: SaveRecord) -> None:
+        with self._lock:
+            self._live.append(save)
+
+    def end(self, save: SaveRecord, phase: Phase) -> bool:
+        """Move `save` to those that ended, and count it; False where it is there already."""
+        assert phase in FINAL
+        with self._lock:
+            if save not in self._live:
+                return False
+            self._live.remove(save)
+            self._ended.append(save)
+            self.committed += phase is Phase.COMMITTED
+            self.failed += phase is not Phase.COMMITTED
+            self.last_failed = None if phase is Phase.COMMITTED else save.handle
+            return True
+
+    def live(self) -> list[SaveRecord]:
+        with self._lock:
+            return list(self._live)
+
+    def in_flight(self) -> list[SaveHandle]:
+        with self._lock:
+            return [save.handle for save in self._live]
+
+    def statuses(self) -> tuple[AttemptStatus, ...]:
+        with self._lock:
+            saves = [*self._ended, *self._live]
+        return tuple(save.status() for save in saves)

@@ -1,0 +1,1 @@
+"""Sharding: the part of a tensor that this rank holds, its replicas, and the rank that writes it."""

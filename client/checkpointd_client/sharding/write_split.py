@@ -1,0 +1,87 @@
+"""Divides a replicated tensor among the ranks that hold it: what this rank writes, without communication.
+
+Replicas of a box divide it: every element is written by exactly one of them. What this says depends on what is held, FQN and
+item size alone, so every rank answers alike for all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import xxhash
+
+from checkpointd.layout.boxes import Box
+from checkpointd_client.sharding.dtensor import LocalBox, LocalShard
+
+SLICED_BYTES_MIN = 64 << 10
+"""Replicas share a box of at least this many bytes; a smaller one is written whole by one of them."""
+HALVED_BYTES_MIN = 4 << 20
+"""A box of whole rows is written as two halves from this size on: below, twice the entries are not worth it."""
+HALVED_ROW_BYTES_MIN = 4096
+"""Shorter rows than this would be copied in pieces that are too small to be quick."""
+_KNOWN_MAX = 1 << 16
+
+_written: dict[str, tuple[LocalShard, int, tuple[LocalBox, ...]]] = {}
+
+
+def written_parts(fqn: str, held: LocalShard, itemsize: int) -> tuple[LocalBox, ...]:
+    """What this rank writes of the tensor. A rank that writes nothing of it names an empty box, so that what it takes the
+    tensor for is compared with the others all the same; a tensor of no dimensions has no such box, and gives nothing.
+    """
+    known = _written.get(fqn)
+    if known is not None and known[0] is held and known[1] == itemsize:
+        return known[2]
+    if len(_written) >= _KNOWN_MAX:
+        _written.clear()
+    slices = _slices(fqn, held, itemsize)
+    made = tuple(half for part in slices for half in _halves(part, itemsize)) or _nothing(held.shape)
+    _written[fqn] = (held, itemsize, made)
+    return made
+
+
+def _slices(fqn: str, held: LocalShard, itemsize: int) -> Iterable[LocalBox]:
+    if held.replicas == 1:
+        yield from held.parts
+        return
+    chosen = 0 if held.first_writes else xxhash.xxh3_64_intdigest(fqn.encode()) % held.replicas
+    for part in held.parts:
+        if held.first_writes or part.box.numel() * itemsize < SLICED_BYTES_MIN:
+            if chosen == held.replica:
+                yield part
+        elif (mine := slice_of(part, held.replica, held.replicas)) is not None:
+            yield mine
+
+
+def _halves(part: LocalBox, itemsize: int) -> Iterable[LocalBox]:
+    """A large box of whole rows as its left and its right half: who loads the tensor by columns, as under tensor parallelism,
+    then reads half of what is in its way.
+    """
+    sizes, offsets = part.box.sizes, part.box.offsets
+    wide = len(sizes) == 2 and sizes[1] == part.shape[1] and part.row is None
+    if not wide or part.box.numel() * itemsize < HALVED_BYTES_MIN or sizes[1] * itemsize < HALVED_ROW_BYTES_MIN:
+        return (part,)
+    middle = sizes[1] // 2
+    left = LocalBox(part.shape, Box(offsets, (sizes[0], middle)), part.at)
+    rest = sizes[0], sizes[1] - middle
+    right = LocalBox(part.shape, Box((offsets[0], offsets[1] + middle), rest), (part.at[0], part.at[1] + middle))
+    return left, right
+
+
+def slice_of(part: LocalBox, index: int, count: int) -> LocalBox | None:
+    """The `index`th of `count` near-equal slices of a box: along dimension 0, or the longest where that is too short."""
+    sizes, offsets = part.box.sizes, part.box.offsets
+    dim = 0 if sizes[0] >= count else max(range(len(sizes)), key=sizes.__getitem__)
+    start, stop = sizes[dim] * index // count, sizes[dim] * (index + 1) // count
+    if start == stop:
+        return None
+
+    def put(values: tuple[int, ...], value: int) -> tuple[int, ...]:
+        return (*values[:dim], value, *values[dim + 1 :])
+
+    box = Box(put(offsets, offsets[dim] + start), put(sizes, stop - start))
+    return LocalBox(part.shape, box, put(part.at, part.at[dim] + start), part.row)
+
+
+def _nothing(shape: tuple[int, ...]) -> tuple[LocalBox, ...]:
+    zeros = (0,) * len(shape)
+    return (LocalBox(shape, Box(zeros, zeros), zeros),) if shape else ()

@@ -1,0 +1,1 @@
+"""The sidecar as a trainer uses it."""

@@ -1,0 +1,1 @@
+"""Copies a state into host memory while training goes on."""

@@ -1,0 +1,367 @@
+"""Staging: copies a shard into a slot of the arena while training goes on.
+
+Invariants
+  STAGING-1  What may change outside `optimizer.step()` is copied (on the host) or cloned in stream order (on a device) before
+      save() returns. Of what is too large to be cloned there, save() waits for the copy.
+  STAGING-2  What changes only inside `optimizer.step()` is copied in the background, and no step begins before the copy has
+      read it: on the host the step's pre-hook copies what is left, on a device the compute stream waits for the copy's event.
+  STAGING-3  A snapshot is persisted only if nothing shows that its sources changed before they were copied: neither torch's
+      version counters, nor, on the host, the sample that save() took (moment.py). Else it is thrown away with a StagingError.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from checkpointd.errors import StagingError
+from checkpointd.layout.boxes import whole
+from checkpointd.layout.dtypes import ITEM_BYTES
+from checkpointd.pipeline.pages import page_up
+from checkpointd.pipeline.shard import ShardTensor, aligned
+from checkpointd.waits import Waiting
+from checkpointd_client.capture.dtypes import bits, copy_bits
+from checkpointd_client.capture.state import Captured, Leaf
+from checkpointd_client.sharding.dtensor import LocalBox as HeldPart
+from checkpointd_client.staging.arena import Slot
+from checkpointd_client.staging.moment import Proof, Sampler
+
+StagingMode = Literal["lazy", "eager"]
+
+STUCK_S = 120.0
+"""A copy of one task takes milliseconds; one that takes longer than this was begun by a thread that is gone."""
+CLONED_BYTES_MAX = 512 << 20
+"""Of a device's memory, for clones of what may change at any time, until they are copied. Training needs the rest."""
+TASK_BYTES = 16 << 20
+"""The background copy goes on in tasks of about this size, which a waiting trainer can take over."""
+
+Part = tuple[int, int, torch.dtype, tuple[int, ...]]
+Signature = tuple[tuple[str, str, tuple[int, ...], HeldPart | None], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class SlotLayout:
+    """Where each tensor of a state lies in a slot; planned once and reused while the state keeps its `signature`."""
+
+    signature: Signature
+    tensors: tuple[ShardTensor, ...]
+    parts: list[Part]
+    nbytes: int
+
+
+def signature_of(captured: Captured) -> Signature:
+    """What a slot's layout depends on: the FQN, dtype, shape and box of every leaf."""
+    return tuple((leaf.fqn, leaf.dtype, tuple(leaf.tensor.shape), leaf.part) for leaf in captured.leaves)
+
+
+def plan_slot(captured: Captured) -> SlotLayout:
+    """Lay the tensors out one after the other, at multiples of 64 bytes; `nbytes` is a whole number of pages."""
+    tensors: list[ShardTensor] = []
+    parts: list[Part] = []
+    offset = 0
+    for leaf in captured.leaves:
+        item = ITEM_BYTES[leaf.dtype]
+        shape = tuple(leaf.tensor.shape)
+        nbytes = leaf.tensor.numel() * item
+        tensors.append(_placed(leaf, shape, offset, nbytes, item))
+        parts.append((offset, nbytes, leaf.tensor.dtype, shape))
+        offset += aligned(nbytes)
+    return SlotLayout(signature_of(captured), tuple(tensors), parts, page_up(max(offset, 1)))
+
+
+def _placed(leaf: Leaf, shape: tuple[int, ...], offset: int, nbytes: int, item: int) -> ShardTensor:
+    if leaf.part is None:
+        return ShardTensor(leaf.fqn, leaf.dtype, shape, whole(shape), "rank", offset, nbytes, item)
+    return ShardTensor(leaf.fqn, leaf.dtype, leaf.part.shape, leaf.part.box, "global", offset, nbytes, item)
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """One tensor's way into the slot; `version` is the source's version counter at save(), None where it has none."""
+
+    fqn: str
+    source: torch.Tensor
+    target: torch.Tensor
+    version: int | None
+
+    def run(self) -> None:
+        copy_bits(self.target, self.source)
+
+    def changed(self) -> bool:
+        return self.version is not None and self.source._version != self.version
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
+
+
+def _torn(fqn: str) -> StagingError:
+    return StagingError(
+        f"{fqn} was changed while its snapshot was taken, outside an optimizer step; the snapshot was thrown away. "
+        "Call ckpt.fence() before you change parameters by hand, or use Checkpointer(..., staging='eager')"
+    )
+
+
+def _counted(copies: list[Copy]) -> StagingError | None:
+    """Whether torch counted a change of a source since save()."""
+    fqn = next((copy.fqn for copy in copies if copy.changed()), None)
+    return None if fqn is None else _torn(fqn)
+
+
+@dataclass
+class Staging:
+    """One snapshot being taken. `done` resolves when the slot holds all of it, or with the StagingError that spoiled it."""
+
+    slot: Slot
+    done: Future[None] = field(default_factory=Future)
+    began: float = field(default_factory=time.perf_counter)
+    fence_s: float = 0.0
+    """Seconds that the trainer's steps were held for this snapshot."""
+    _fencing: threading.Lock = field(default_factory=threading.Lock)
+    """Held while a step is."""
+    _tasks: deque[list[Copy]] = field(default_factory=deque)
+    _events: list[tuple[torch.device, torch.cuda.Event]] = field(default_factory=list)
+    _held: list[torch.Tensor] = field(default_factory=list)
+    _device_copies: list[Copy] = field(default_factory=list)
+    _proofs: list[tuple[Proof, list[Copy]]] = field(default_factory=list)
+    """Each with the copies whose positions it tells."""
+    _unfenced: bool = True
+    _left: int = 0
+    _spoiled: StagingError | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def fence(self) -> None:
+        """Return when the sources may change: on the host after copying what is left, on a device at once: its stream waits."""
+        self._check_device_sources()
+        for device, event in self._events:
+            torch.cuda.current_stream(device).wait_event(event)
+        if self._left == 0:
+            return
+        began = time.perf_counter()
+        with self._fencing:
+            try:
+                self.help()
+                self._copying().until(self._host_copied.wait)
+            finally:
+                self.fence_s += time.perf_counter() - began
+
+    def _copying(self) -> Waiting:
+        return Waiting(lambda: "another thread has not ended a copy into the snapshot that it had begun")
+
+    def help(self) -> None:
+        """Copy tasks until none is left to take."""
+        while True:
+            try:
+                task = self._tasks.popleft()
+            except IndexError:
+                return
+            self._run(task)
+
+    def _run(self, task: list[Copy]) -> None:
+        spoiled: StagingError | None = StagingError(f"the copy of {task[0].fqn} and others was interrupted")
+        try:
+            with torch.no_grad():
+                for copy in task:
+                    copy.run()
+            spoiled = _counted(task)
+        except Exception as error:  # whatever torch raises: the snapshot is spoiled, training goes on
+            spoiled = StagingError(f"the snapshot of {task[0].fqn} and others failed: {error}")
+            spoiled.__cause__ = error
+        finally:  # also where Ctrl-C strikes the trainer in here: the task is done for, one way or the other
+            with self._lock:
+                self._spoiled = self._spoiled or spoiled
+                self._left -= 1
+                if self._left == 0:
+                    self._host_copied.set()
+
+    def _check_device_sources(self) -> None:
+        """Once, before the first step that may change them: whether the sources on a device were changed by hand (STAGING-3).
+
+        A step's own changes come after this look, and on the device after the copy, whose event the stream waits for.
+        """
+        with self._lock:
+            if not self._unfenced:
+                return
+            self._unfenced = False
+            self._spoiled = self._spoiled or _counted(self._device_copies)
+
+    def __post_init__(self) -> None:
+        self._host_copied = threading.Event()
+
+    def finish(self) -> None:
+        """On the stager's thread: copy on, wait for the device, then resolve `done`."""
+        self.help()
+        if self._copying().until(self._host_copied.wait, STUCK_S):
+            with self._fencing:  # a step that waited for the copy goes on now: `fence_s` is final once `done` is
+                pass
+        else:
+            self._spoiled = self._spoiled or StagingError("a copy that another thread had begun never ended")
+        try:
+            for _, event in self._events:
+                event.synchronize()
+            self._check_device_sources()
+        except Exception as error:  # a failed kernel anywhere on the device shows here
+            self._spoiled = self._spoiled or StagingError(f"the copy from the device failed: {error}")
+        self._spoiled = self._spoiled or self._unproved()
+        self._held.clear()
+        self._device_copies.clear()
+        self._proofs.clear()
+        if self._spoiled:
+            self.done.set_exception(self._spoiled)
+        else:
+            self.slot.complete()
+            self.done.set_result(None)
+
+    def _unproved(self) -> StagingError | None:
+        """Whether the slot, which holds everything now, holds something else than the sources did at save()."""
+        try:
+            for proof, copies in self._proofs:
+                position = proof.torn()
+                if position is not None:
+                    return _torn(copies[position].fqn)
+        except Exception as error:  # memory is short, say: what is not proved is not persisted
+            return StagingError(f"the snapshot could not be compared with what save() saw: {error!r}")
+        return None
+
+
+class Stager:
+    """Takes snapshots; one thread of its own copies in the background."""
+
+    def __init__(self, mode: StagingMode) -> None:
+        self.mode = mode
+        self._queue: deque[Staging] = deque()
+        self._wake = threading.Condition()
+        self._closing = False
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._sampler = Sampler()
+        self._thread = threading.Thread(target=self._work, name="checkpointd-stager", daemon=True)
+        self._thread.start()
+
+    def begin(self, captured: Captured, layout: SlotLayout, slot: Slot) -> Staging:
+        """Start the snapshot. When this returns, everything that may change outside a step is safe (STAGING-1)."""
+        slot.begin()
+        staging = Staging(slot)
+        targets = slot.views(layout, layout.parts)
+        lazy: list[Copy] = []
+        starts: list[int] = []
+        offsets: list[int] = []
+        now: list[Copy] = []
+        device: dict[torch.device, list[tuple[Leaf, torch.Tensor]]] = {}
+        for leaf, target, (offset, *_) in zip(captured.leaves, targets, layout.parts, strict=True):
+            if leaf.tensor.numel() == 0:
+                continue
+            if leaf.tensor.device.type == "cuda":
+                device.setdefault(leaf.tensor.device, []).append((leaf, target))
+            else:
+                background = leaf.optimizer_only and self.mode == "lazy"
+                copies = lazy if background else now
+                copies.append(Copy(leaf.fqn, leaf.tensor, target, _version(leaf.tensor) if background else None))
+                if background:
+                    starts.append(leaf.start)
+                    offsets.append(offset)
+        try:
+            for where, pairs in device.items():
+                slot.pin()
+                staging._events.append((where, self._copy_from(where, pairs, staging)))
+            with torch.no_grad():
+                for copy in now:
+                    copy.run()
+            if lazy:
+                sample = self._sampler.take(layout, [copy.source for copy in lazy], starts, offsets, slot.buffer)
+                staging._proofs.append((sample, lazy))
+        except BaseException:
+            for _, event in staging._events:
+                event.synchronize()  # the caller gives the slot away
+            raise
+        staging._tasks.extend(_tasks_of(lazy))
+        staging._left = len(staging._tasks)
+        if staging._left == 0:
+            staging._host_copied.set()
+        if self.mode == "eager" or not (lazy or device):
+            staging.finish()
+        else:
+            self._hand_over(staging)
+        return staging
+
+    def _copy_from(self, where: torch.device, pairs: list[tuple[Leaf, torch.Tensor]], staging: Staging) -> torch.cuda.Event:
+        """Queue the copies on a side stream behind what the compute stream has queued; the event that ends them."""
+        compute = torch.cuda.current_stream(where)
+        side = self._streams.setdefault(where, torch.cuda.Stream(where))
+        still = self.mode == "eager"
+        sources, waits = unchanging([(leaf.tensor, leaf.optimizer_only or still) for leaf, _ in pairs])
+        side.wait_stream(compute)
+        with torch.cuda.stream(side), torch.no_grad():
+            for source, (_, target) in zip(sources, pairs, strict=True):
+                bits(target).copy_(bits(source), non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(side)
+        if waits:
+            event.synchronize()
+        # Held until the copy is done: freed earlier, the allocator could hand their memory to the compute stream.
+        staging._held.extend(sources)
+        staging._device_copies += [
+            Copy(leaf.fqn, leaf.tensor, target, _version(leaf.tensor))
+            for leaf, target in pairs
+            if leaf.optimizer_only and not still
+        ]
+        return event
+
+    def _hand_over(self, staging: Staging) -> None:
+        with self._wake:
+            self._queue.append(staging)
+            self._wake.notify()
+
+    def _work(self) -> None:
+        while True:
+            with self._wake:
+                self._wake.wait_for(lambda: self._queue or self._closing)
+                if not self._queue:
+                    return
+                staging = self._queue.popleft()
+            staging.finish()
+
+    def close(self, timeout: float) -> None:
+        """End the thread after what it was given; one that is stuck is left behind after `timeout` seconds."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        self._thread.join(timeout)
+
+
+def unchanging(tensors: list[tuple[torch.Tensor, bool]]) -> tuple[list[torch.Tensor], bool]:
+    """What to copy of tensors on a device, each with whether it is stable: itself, or a clone where it is not.
+
+    Clones take at most CLONED_BYTES_MAX, and no more than there is. The others are given as they are, and True: all must have
+    been copied when save() returns.
+    """
+    sources: list[torch.Tensor] = []
+    left, waits = CLONED_BYTES_MAX, False
+    for tensor, stable in tensors:
+        source = tensor
+        if not stable and tensor.nbytes <= left:
+            try:
+                source = tensor.detach().clone()
+                left -= tensor.nbytes
+            except torch.OutOfMemoryError:
+                left = -1
+        waits = waits or (source is tensor and not stable)
+        sources.append(source)
+    return sources, waits
+
+
+def _tasks_of(copies: list[Copy]) -> list[list[Copy]]:
+    tasks: list[list[Copy]] = []
+    filled = TASK_BYTES
+    for copy in copies:
+        if filled >= TASK_BYTES:
+            tasks.append([])
+            filled = 0
+        tasks[-1].append(copy)
+        filled += copy.target.nbytes
+    return tasks

@@ -1,0 +1,111 @@
+"""The runbooks of docs/OPERATING.md: their commands do what the page says."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from checkpointd_client import Checkpointer, Retention
+from checkpointd_client.checkpointer import core_of
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "OPERATING.md").read_text()
+needs_rsync = pytest.mark.skipif(shutil.which("rsync") is None, reason="needs rsync")
+
+
+def commands(runbook: str) -> str:
+    """The shell commands below the heading `runbook`."""
+    text = PAGE.split(f"### {runbook}\n")[1].split("\n### ")[0]
+    (block,) = re.findall(r"(?ms)^ *```bash\n(.*?)^ *```$", text)
+    return block
+
+
+def run(runbook: str, *arguments: Path) -> str:
+    """Run the commands as a person would, who stops at the first that fails; what they print."""
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    command = ["bash", "-euc", commands(runbook), "runbook", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def newest(root: Path) -> tuple[int | None, torch.Tensor]:
+    """The step and the weight that a job which starts at `root` gets."""
+    weight = torch.zeros(1 << 16)
+    with Checkpointer(root) as ckpt:
+        return ckpt.load({"weight": weight}).step, weight
+
+
+@contextmanager
+def saving(root: Path, *, files: bool = False) -> Iterator[None]:
+    """A job that saves at `root` without a pause, and keeps two checkpoints."""
+    stop, begun, failures = threading.Event(), threading.Event(), list[BaseException]()
+
+    def save_on() -> None:
+        try:
+            with Checkpointer(root, retention=Retention(keep_last=2)) as ckpt:
+                step = 0
+                while not stop.is_set():
+                    step += 1
+                    state = {"weight": torch.full((1 << 16,), float(step))}
+                    (core_of(ckpt).save_files(step, {"model.pt": state}) if files else ckpt.save(step, state)).wait(60)
+                    if step == 4:
+                        begun.set()
+        except BaseException as error:
+            failures.append(error)
+            begun.set()
+
+    job = threading.Thread(target=save_on)
+    job.start()
+    try:
+        assert begun.wait(60)
+        yield
+    finally:
+        stop.set()
+        job.join(60)
+    assert failures == []
+
+
+@needs_rsync
+@pytest.mark.parametrize("files", [False, True], ids=["state", "files"])
+def test_a_copy_of_a_living_root_is_whole(files: bool, tmp_path: Path) -> None:
+    root, copy = tmp_path / "job" / ".checkpointd", tmp_path / "copy" / ".checkpointd"
+    steps = list[int]()
+    with saving(root, files=files):
+        for _ in range(2):  # the second brings the same copy up to date
+            said = run("Back up a root while a job saves", root, copy)
+            assert "whole" in said
+            latest = (copy / "latest").read_text().strip()
+            steps.append(int(latest.removeprefix("global_step")))
+            if files:
+                shown = torch.load(copy.parent / latest / "model.pt")
+                assert torch.equal(shown["weight"], torch.full((1 << 16,), float(steps[-1])))
+    assert 0 < steps[0] < steps[1]
+    if not files:
+        assert_newest(copy, steps[-1])
+
+
+@needs_rsync
+def test_a_root_that_was_moved_goes_on(tmp_path: Path) -> None:
+    root, there = tmp_path / "old", tmp_path / "new"
+    with saving(root):
+        pass
+    last = int((root / "latest").read_text().strip().removeprefix("global_step"))
+    run("Move a root", root, there)
+    assert not root.exists()
+    assert_newest(there, last)
+
+
+def assert_newest(root: Path, step: int) -> None:
+    found, weight = newest(root)
+    assert found == step
+    assert torch.equal(weight, torch.full((1 << 16,), float(step)))

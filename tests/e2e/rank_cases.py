@@ -1,0 +1,69 @@
+"""The cases of a job of ranks: each rank notes what is wrong in each case, and the test shows each case as a subtest."""
+
+from __future__ import annotations
+
+import json
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import pytest  # which the ranks do not need
+
+FINISHED = "the rank has finished"
+
+
+class CaseNotes:
+    """What one rank notes: after each case a line of JSON, its name and what is wrong in it."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._path = _path(folder, rank)
+        self.wrong: list[str] = []
+        """What is wrong in this case so far."""
+
+    @contextmanager
+    def case(self, name: str) -> Iterator[None]:
+        """Run one case; an exception is noted as well, and ends the rank."""
+        self.wrong = []
+        try:
+            yield
+        except BaseException:
+            self.wrong.append(traceback.format_exc())
+            raise
+        finally:
+            self._note(name)
+
+    def finish(self) -> None:
+        """Note that all cases were run."""
+        self.wrong = []
+        self._note(FINISHED)
+
+    def _note(self, name: str) -> None:
+        with self._path.open("a") as file:
+            file.write(json.dumps([name, self.wrong]) + "\n")
+
+
+def show_cases(subtests: pytest.Subtests, folder: Path, ranks: int, output: str = "") -> None:
+    """A subtest for each case of each rank, and one for its end. `output` is shown with a rank that did not get to its end."""
+    for rank in range(ranks):
+        cases = noted_cases(folder, rank)
+        for name, wrong in cases:
+            if name != FINISHED:
+                with subtests.test(name, rank=rank):
+                    assert not wrong, "\n".join(wrong)
+        with subtests.test(FINISHED, rank=rank):
+            last = cases[-1][0] if cases else "none"
+            assert last == FINISHED, f"its last case is {last}\n{output}"
+            assert len(cases) > 1, "it ran no case"
+
+
+def noted_cases(folder: Path, rank: int) -> list[tuple[str, list[str]]]:
+    """The cases that a rank has ended, and what is wrong in each."""
+    path = _path(folder, rank)
+    return [(name, wrong) for name, wrong in map(json.loads, path.read_text().splitlines())] if path.exists() else []
+
+
+def _path(folder: Path, rank: int) -> Path:
+    return folder / f"cases-{rank}.jsonl"

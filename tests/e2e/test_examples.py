@@ -1,0 +1,84 @@
+"""Each example runs, and goes on from where it was. The session in the README runs sharded.py and evaluate.py."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.deepspeed_launch import NEEDS_DEEPSPEED
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+SCRIPTS = ("plain_loop.py", "sharded.py", "deepspeed_zero.py", "evaluate.py")
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(200)]
+
+
+def run(script: str, *arguments: object, ranks: int = 0) -> str:
+    """What it prints: in one process, or under torchrun on so many ranks."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks else []
+    done = subprocess.run(
+        [sys.executable, *launcher, str(EXAMPLES / script), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=180,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-6000:]
+    return done.stdout
+
+
+def losses(printed: str) -> dict[int, float]:
+    return {int(step): float(loss) for step, loss in re.findall(r"^step +(\d+)  loss ([\d.]+)", printed, re.MULTILINE)}
+
+
+def test_the_examples_are_these_and_short() -> None:
+    found = {path.name: len(path.read_text().splitlines()) for path in EXAMPLES.glob("*.py")}
+    assert set(found) == set(SCRIPTS)
+    assert max(found.values()) < 100
+    assert [name for name in found if f"({name})" not in (EXAMPLES / "README.md").read_text()] == []
+    assert all(f" examples/{name} " in (EXAMPLES.parent / "README.md").read_text() for name in ("sharded.py", "evaluate.py"))
+
+
+def test_the_plain_loop_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    """Dropout, the schedule and the loader as well."""
+    whole = losses(run("plain_loop.py", "--root", tmp_path / "whole"))
+    assert list(whole) == [4, 9, 14, 19, 24, 29]
+    assert whole[29] < whole[4] / 2  # it learns
+    killed = [sys.executable, "-c", DIES_AT_19, EXAMPLES / "plain_loop.py", "--root", tmp_path / "parts"]
+    assert subprocess.run(killed, timeout=180, check=False).returncode == 9
+    rest = run("plain_loop.py", "--root", tmp_path / "parts")
+    assert "starting at step 15" in rest
+    assert losses(rest) == {step: whole[step] for step in (19, 24, 29)}
+
+
+DIES_AT_19 = """
+import os, runpy, sys
+from checkpointd_client import Checkpointer
+
+save = Checkpointer.save
+
+def save_and_die(self, step, *arguments, **options):
+    if step == 19:
+        os._exit(9)
+    handle = save(self, step, *arguments, **options)
+    handle.wait()
+    return handle
+
+Checkpointer.save = save_and_die
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@NEEDS_DEEPSPEED
+def test_the_deepspeed_example_goes_on_at_another_stage(tmp_path: Path) -> None:
+    first = run("deepspeed_zero.py", "--save_dir", tmp_path, "--stage", 2, "--steps", 10, ranks=2)
+    second = run("deepspeed_zero.py", "--save_dir", tmp_path, "--stage", 1, "--steps", 20, ranks=1)
+    assert "1 ranks, stage 1: starting at step 10" in second
+    assert losses(second)[19] < losses(first)[4] / 2  # it goes on to learn

@@ -1,0 +1,83 @@
+"""A process of which one system call on one path fails, or never returns: by strace. Skips where there is no strace to use."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """How the process ended, what it printed, and the watched calls, one a line; `(INJECTED)` stands in those made to fail."""
+
+    returncode: int
+    output: str
+    calls: tuple[str, ...]
+
+    @property
+    def was_killed(self) -> bool:
+        return self.returncode == -signal.SIGKILL
+
+    @property
+    def failed_calls(self) -> int:
+        return sum("(INJECTED)" in call for call in self.calls)
+
+
+def run_python(command: Sequence[str], *, calls: str, on: Path, fault: str) -> Traced:
+    """Run `python *command` with `fault` (`error=EIO`, `signal=KILL`) at its system calls `calls` (`link,linkat`) on a path.
+
+    A call is on a path that it names (of a rename: the old name), or of which it has a descriptor. All threads and children are
+    watched.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        log = Path(directory) / "log"
+        done = subprocess.run(
+            [*prefix(calls=calls, on=[on], fault=fault, log=log), sys.executable, *command],
+            stdout=subprocess.PIPE,
+            text=True,
+            check=False,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        watched = tuple(line for line in log.read_text().splitlines() if any(f"{call}(" in line for call in calls.split(",")))
+    return Traced(done.returncode, done.stdout, watched)
+
+
+def prefix(*, calls: str, on: Sequence[Path], fault: str, log: Path) -> list[str]:
+    """What goes before a command line so that it runs with `fault` at its system calls `calls` on any of the paths `on`.
+
+    A call that names its file relative to a directory's descriptor is known by that name alone, in whichever directory it is.
+    """
+    _skip_without_strace()
+    paths = [word for path in on for name in (str(path), path.name) for word in ("-P", name)]
+    return ["strace", "-f", "-o", str(log), "-e", f"trace={calls}", *paths, "-e", f"inject={calls}:{fault}"]
+
+
+@contextmanager
+def attached(pid: int, *, calls: str, on: Sequence[Path], fault: str, log: Path) -> Iterator[None]:
+    """The same for a process that runs already, from here on; its threads and children included."""
+    command = [*prefix(calls=calls, on=on, fault=fault, log=log), "-p", str(pid)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as tracer:
+        assert tracer.stderr is not None
+        assert "attached" in tracer.stderr.readline()
+        try:
+            yield
+        finally:
+            tracer.terminate()
+
+
+def _skip_without_strace() -> None:
+    if shutil.which("strace") is None:
+        pytest.skip("needs strace, to make system calls fail")
+    probe = subprocess.run(["strace", "-o", os.devnull, "true"], capture_output=True, text=True, check=False)
+    if probe.returncode:
+        pytest.skip(f"cannot trace a process here: {probe.stderr.strip()}")

@@ -1,0 +1,40 @@
+"""A job on another machine that is alive at a root, for tests of who leaves it alone."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from checkpointd.pipeline.root import leases
+from checkpointd.pipeline.root.leases import Beginner, Sight
+from checkpointd.store.posix.store import PosixStore
+
+ELSEWHERE = "node7.0123456789ab.4026531836.17.99.cafecafe"
+LENGTH_S = 1.0
+
+
+@contextmanager
+def live_job(root: Path, job: str = "") -> Iterator[None]:
+    """It has begun the next epoch at `root` and renews its lease until the end."""
+    over, begun = threading.Event(), threading.Event()
+
+    async def live() -> None:
+        async with PosixStore(root) as store:
+            sight = Sight(process=ELSEWHERE, life=lambda _: "unknown", length_s=LENGTH_S)
+            _, held = await leases.begin(store, Beginner(world_size=1, job=job, sight=sight))
+            begun.set()
+            while not over.is_set():
+                await asyncio.sleep(0.01)
+            await held.release()
+
+    thread = threading.Thread(target=lambda: asyncio.run(live()))
+    thread.start()
+    try:
+        assert begun.wait(60)
+        yield
+    finally:
+        over.set()
+        thread.join()

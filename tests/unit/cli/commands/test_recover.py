@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from checkpointd.layout.keys import attempt_lease_key
+from checkpointd.layout.manifest import Lease, encode
+from checkpointd.pipeline.root import epochs
+from checkpointd.pipeline.root.identity import writer
+from checkpointd.store.base import Store
+from checkpointd.store.writers import new_writer
+from tests.builders import break_file, leave_in_doubt, load_arrays, rank_arrays, save_checkpoint
+from tests.live_job import live_job
+from tests.unit.cli.conftest import Cli, With, contents
+
+
+async def died(store: Store) -> None:
+    """A job that was killed with one save whole, one half voted for, and a commit that latest does not name yet."""
+    await save_checkpoint(store, tag="global_step1")
+    await leave_in_doubt(store, tag="global_step2", voting=(0, 1))
+    await leave_in_doubt(store, tag="global_step3", voting=(1,))
+
+
+@pytest.mark.usefixtures("job_ended")
+def test_decides_what_was_left_in_doubt_and_moves_latest(root: Path, at: With, cli: Cli) -> None:
+    at(died)
+    answer = cli("recover", root, "--json")
+    assert answer.code == 0
+    found = answer.json
+    assert (found["dry_run"], found["epoch"], found["holder"]["epoch"]) == (False, 2, 1)
+    assert {d["tag"]: d["outcome"] for d in found["decided"]} == {"global_step2": "commit", "global_step3": "abort"}
+    assert (found["latest_moved_to"], found["swept"]) == ("global_step2", 1)
+    assert (root / "latest").read_text() == "global_step2\n"
+    assert not list((root / "global_step3").rglob("*.chunks"))
+    arrays = at(lambda store: load_arrays(store, "global_step2", 1))
+    assert arrays == {fqn: array.tobytes() for fqn, array in rank_arrays(1).items()}
+    assert cli("verify", root).code == 0
+
+
+@pytest.mark.usefixtures("job_ended")
+def test_a_dry_run_says_the_same_and_writes_nothing(root: Path, at: With, cli: Cli) -> None:
+    at(died)
+    before = contents(root)
+    planned = cli("recover", root, "--dry-run", "--json").json
+    assert contents(root) == before
+    assert (planned["dry_run"], planned["epoch"], planned["strays"], planned["refused"]) == (True, None, None, "")
+    done = cli("recover", root, "--json").json
+    assert {f: planned[f] for f in ("decided", "latest_moved_to", "swept")} == {
+        f: done[f] for f in ("decided", "latest_moved_to", "swept")
+    }
+
+
+@pytest.mark.usefixtures("job_ended")
+def test_the_text_tells_each_decision(root: Path, at: With, cli: Cli) -> None:
+    at(died)
+    dry = cli("recover", root, "--dry-run")
+    assert "latest: would move to global_step2" in dry.lines
+    answer = cli("recover", root)
+    assert "taken: epoch 2" in answer.lines
+    assert "latest: moved to global_step2" in answer.lines
+    rows = {line.split()[0]: line.split()[1:3] for line in answer.lines if line.startswith("global_step")}
+    assert rows == {"global_step2": ["00000001-0", "commit"], "global_step3": ["00000001-0", "abort"]}
+
+
+@pytest.mark.usefixtures("job_ended")
+def test_a_second_recovery_finds_nothing_left_to_do(root: Path, at: With, cli: Cli) -> None:
+    at(died)
+    assert cli("recover", root).code == 0
+    found = cli("recover", root, "--json").json
+    assert (found["decided"], found["latest_moved_to"], found["swept"]) == ([], None, 0)
+    assert "job: none: epoch 3 was taken by a recovery" in cli("status", root).out
+
+
+@pytest.mark.usefixtures("job_ended")
+def test_the_old_jobs_epoch_is_fenced_by_one_without_ranks(root: Path, at: With, cli: Cli) -> None:
+    at(died)
+    cli("recover", root)
+    epoch = at(lambda store: epochs.read(store, 2))
+    assert (epoch.world_size, epoch.writer.pid) == (0, os.getpid())
+
+
+def test_a_living_job_is_left_alone_unless_it_is_to_be_taken_over(root: Path, at: With, cli: Cli) -> None:
+    at(died)
+    with live_job(root, "train"):
+        newest = at(epochs.newest)
+        answer = cli("recover", root)
+        assert (answer.code, answer.out) == (16, "")
+        assert "runs job 'train' there since" in answer.err
+        assert f"checkpointd recover {root} --take-over" in answer.err
+        dry = cli("recover", root, "--dry-run")
+        assert dry.code == 0
+        assert "without --dry-run this is refused" in dry.err
+        assert at(epochs.newest) == newest
+        assert (root / "latest").read_text() == "global_step1\n"
+        assert cli("recover", root, "--take-over").code == 0
+    assert (root / "latest").read_text() == "global_step2\n"
+
+
+@pytest.mark.usefixtures("job_elsewhere")
+def test_a_job_on_another_machine_that_has_left_no_lease_has_ended(root: Path, at: With, cli: Cli) -> None:
+    at(died)
+    assert "which has ended" in cli("status", root).out
+    assert cli("recover", root).code == 0
+    assert (root / "latest").read_text() == "global_step2\n"
+
+
+def test_what_a_daemon_works_at_is_left_to_it(root: Path, at: With, cli: Cli) -> None:
+    at(died)
+    prefix = "global_step3/00000001-0"
+    lease = Lease(process=new_writer(), count=1, length_s=30.0, writer=writer())
+    at(lambda store: store.put(attempt_lease_key(prefix), encode(lease)))
+    planned = cli("recover", root, "--dry-run", "--json").json
+    found = cli("recover", root, "--json").json
+    for report in (planned, found):
+        assert report["spared"] == [prefix]
+        assert [d["tag"] for d in report["decided"]] == ["global_step2"]
+    assert at(lambda store: epochs.read(store, 2)).spares == (prefix,)
+    assert f"spared: {prefix}: a daemon works at it" in cli("recover", root).lines
+    at(lambda store: store.delete(attempt_lease_key(prefix)))
+    assert [d["tag"] for d in cli("recover", root, "--json").json["decided"]] == ["global_step3"]
+
+
+def test_a_damaged_epoch_record_keeps_nobody_away(root: Path, at: With, cli: Cli) -> None:
+    at(died)
+    break_file(root / ".checkpointd/epochs/00000001", "flip")
+    assert cli("recover", root).code == 0
+
+
+def test_a_root_where_nothing_ever_ran(root: Path, cli: Cli) -> None:
+    answer = cli("recover", root)
+    assert (answer.code, answer.out) == (4, "")
+    assert f"{root} is not a root (no job ever saved there)" in answer.err
+    assert list(root.iterdir()) == [], "it has become a root"

@@ -1,0 +1,176 @@
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from checkpointd.config import LoadConfig
+from checkpointd.pipeline.gc.retire import retire_tag
+from checkpointd.pipeline.root import catalog
+from checkpointd.report import verification
+from checkpointd.report.verification import tasks, verified
+from checkpointd.store.base import Store
+from tests.builders import begin_epoch, break_file, objects, save_checkpoint
+from tests.faults.failing_reads import FOR_EVER, FailingReads, Fault
+from tests.unit.cli.conftest import Cli, With
+
+
+async def three(store: Store) -> None:
+    for step in (1, 2, 3):
+        await save_checkpoint(store, tag=f"global_step{step}")
+
+
+def test_whole_checkpoints_end_with_code_0(root: Path, at: With, cli: Cli) -> None:
+    at(three)
+    answer = cli("verify", root)
+    assert (answer.code, answer.err) == (0, "")
+    assert [line.split()[:3] for line in answer.lines[1:]] == [
+        ["global_step3", "00000001-0", "whole"],
+        ["global_step2", "00000001-0", "whole"],
+        ["global_step1", "00000001-0", "whole"],
+    ]
+    found = cli("verify", root, "--json").json
+    assert all(verdict["bytes_read"] > 0 and verdict["damage"] == [] for verdict in found["checkpoints"])
+
+
+def test_every_damage_is_listed_with_its_object_tensor_and_rank(root: Path, at: With, cli: Cli) -> None:
+    at(three)
+    for rank in range(2):
+        break_file(root / f"global_step2/00000001-0/{rank:05d}-0.chunks", "flip")
+    break_file(root / "global_step3/00000001-0/00001.index", "truncate")
+    answer = cli("verify", root, "--json")
+    assert answer.code == 5
+    damage = {v["tag"]: [(d["key"], d["fqn"], d["rank"]) for d in v["damage"]] for v in answer.json["checkpoints"]}
+    assert damage == {
+        "global_step1": [],
+        "global_step2": [
+            ("global_step2/00000001-0/00000-0.chunks", "model.weight", 0),
+            ("global_step2/00000001-0/00001-0.chunks", "model.weight", 1),
+        ],
+        "global_step3": [("global_step3/00000001-0/00001.index", "", 1)],
+    }
+    text = cli("verify", root)
+    assert text.code == 5
+    assert "3 damages found" in text.lines
+    assert "global_step2/00000001-0/00001-0.chunks is damaged" in text.out
+    assert "(rank 1, model.weight)" in text.out
+
+
+def test_one_tag_alone(root: Path, at: With, cli: Cli) -> None:
+    at(three)
+    break_file(root / "global_step2/00000001-0/00000-0.chunks", "remove")
+    assert cli("verify", root, "global_step1").code == 0
+    assert cli("verify", root, "latest").lines[1].split()[0] == "global_step3"
+    answer = cli("verify", root, "global_step2")
+    assert answer.code == 5
+    assert "rank 0" in answer.out
+
+
+@pytest.mark.parametrize("suffix", ["00001.vote", "00001.index", "00001-0.chunks", "outcome"])
+@pytest.mark.parametrize("fault", ["flip", "truncate", "remove"])
+def test_damage_to_any_object_is_found(root: Path, at: With, cli: Cli, suffix: str, fault: str) -> None:
+    at(three)
+    break_file(objects(root / "global_step3", suffix)[0], fault)
+    answer = cli("verify", root)
+    assert answer.code == 5
+    assert suffix in answer.out or (suffix, fault) == ("outcome", "remove")
+
+
+OBJECTS = ["00001.vote", "00001.index", "00001-0.chunks", "outcome", "latest", ".checkpointd/plans/"]
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO], ids=errno.errorcode.get)
+@pytest.mark.parametrize("name", OBJECTS)
+def test_what_cannot_be_read_is_unreadable_and_no_damage(
+    root: Path, at: With, cli: Cli, monkeypatch: pytest.MonkeyPatch, name: str, number: int
+) -> None:
+    at(three)
+    assert cli("verify", root, "--record").code == 0
+    monkeypatch.setattr(verification, "PATIENCE", LoadConfig(retry_s=0.2))
+    failing_reads = FailingReads()
+    failing_reads.install(monkeypatch.setattr)
+    like = name if "/" in name or name == "latest" else f"global_step3/.*/{name}$"
+    failing_reads.add(Fault(like, number, fails=FOR_EVER, calls=("read", "read_at")))
+    answer = cli("verify", root, "--record", "--json")
+    assert answer.code == 6
+    found = {v["tag"]: v for v in answer.json["checkpoints"]}
+    assert all(v["damage"] == [] for v in found.values())
+    hit = set(found) if name.endswith("plans/") else set() if name == "latest" else {"global_step3"}
+    assert {tag for tag, v in found.items() if v["state"] == "unreadable"} == hit
+    assert {tag for tag, v in found.items() if v["state"] == "whole"} == set(found) - hit
+    for tag in hit:
+        assert all(
+            one["code"] == "UnreadableError" and errno.errorcode[number] in one["message"] for one in found[tag]["unreadable"]
+        )
+    text = cli("verify", root)
+    assert text.code == 6
+    assert "cannot be read now" in text.out
+    assert errno.errorcode[number] in text.out
+    for step in (1, 2, 3):  # the record that it was found whole once is not taken back
+        assert (root / f"global_step{step}/00000001-0/verified").exists()
+
+
+def test_damage_beside_what_cannot_be_read_ends_with_the_code_of_damage(
+    root: Path, at: With, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at(three)
+    monkeypatch.setattr(verification, "PATIENCE", LoadConfig(retry_s=0.2))
+    failing_reads = FailingReads()
+    failing_reads.install(monkeypatch.setattr)
+    failing_reads.add(Fault("global_step3/.*/00000.index$", errno.EACCES, fails=FOR_EVER))
+    break_file(root / "global_step3/00000001-0/00001.index", "flip")
+    answer = cli("verify", root, "global_step3", "--json")
+    assert answer.code == 5
+    [verdict] = answer.json["checkpoints"]
+    assert (verdict["state"], len(verdict["damage"]), len(verdict["unreadable"])) == ("damaged", 1, 1)
+
+
+def test_a_damaged_plan_is_found_on_every_rank_that_has_it(root: Path, at: With, cli: Cli) -> None:
+    at(three)
+    plans = objects(root / ".checkpointd/plans", "")
+    for plan in plans:
+        break_file(plan, "flip")
+    answer = cli("verify", root, "global_step1", "--json")
+    assert answer.code == 5
+    [verdict] = answer.json["checkpoints"]
+    assert [(d["rank"], d["key"].startswith(".checkpointd/plans/")) for d in verdict["damage"]] == [(0, True), (1, True)]
+    assert all(f"(rank {d['rank']})" in d["message"] for d in verdict["damage"])
+
+
+def test_latest_that_names_no_checkpoint_is_damage_and_one_that_lags_is_not(root: Path, at: With, cli: Cli) -> None:
+    at(three)
+    (root / "latest").write_text("global_step1\n")
+    assert cli("verify", root).code == 0
+    (root / "latest").write_text("global_step77\n")
+    answer = cli("verify", root)
+    assert answer.code == 5
+    assert "latest names global_step77, which cannot be loaded" in answer.out
+    assert cli("verify", root, "global_step1").code == 0
+
+
+def test_no_such_tag(root: Path, at: With, cli: Cli) -> None:
+    at(three)
+    answer = cli("verify", root, "global_step9")
+    assert answer.code == 4
+    assert "there is no tag 'global_step9'" in answer.err
+
+
+def test_nothing_to_verify_is_no_damage(root: Path, at: With, cli: Cli) -> None:
+    at(begin_epoch)
+    answer = cli("verify", root)
+    assert (answer.code, answer.out) == (0, "")
+    assert "there are no checkpoints" in answer.err
+
+
+def test_what_is_replaced_while_it_is_read_is_removed_not_damaged(at: With) -> None:
+    async def race(store: Store) -> None:
+        await save_checkpoint(store, tag="best", k=0, n=0)
+        todo = await tasks(store, None)
+        await save_checkpoint(store, tag="best", k=1, n=1)
+        await retire_tag(store, "best", 1)
+        assert (await catalog.find(store, "best")).attempt.k == 1
+        [verdict] = await verified(store, todo)
+        assert (verdict.state, verdict.damage) == ("removed", ())
+
+    at(race)

@@ -1,0 +1,536 @@
+"""A Checkpointer of one rank against a sidecar that says what the test wants: what becomes of saves, slots and close()."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from checkpointd import waits
+from checkpointd.daemon.protocol import wire
+from checkpointd.daemon.protocol.channel import Channel
+from checkpointd.errors import AbortedError, SidecarError
+from checkpointd.layout.manifest import ErrorReport
+from checkpointd_client import Checkpointer
+from checkpointd_client.sidecar import client, link
+from checkpointd_client.sidecar.client import OnSidecarLoss
+from checkpointd_client.staging.arena import Slot
+from tests.unit.client.scripted_sidecar import LIMIT_S, ScriptedSidecar, well_behaved
+
+COMMITTED = "committed"
+REJOIN_S = 2.718
+"""No other pause is as long."""
+
+
+@pytest.fixture
+def sidecar(tmp_path: Path) -> Iterator[ScriptedSidecar]:
+    with ScriptedSidecar(tmp_path) as sidecar:
+        yield sidecar
+
+
+@pytest.fixture
+def answers_time_out_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sidecar that hangs is lost soon."""
+    monkeypatch.setattr(link, "ANSWER_S", 0.25)
+    monkeypatch.setattr(link, "GOODBYE_S", 0.1)
+
+
+def _state(value: float) -> dict[str, object]:
+    return {"w": torch.full((64, 64), value)}
+
+
+def _loaded(root: Path, step: int) -> float:
+    """What the checkpoint of `step` holds, every element the same."""
+    target = _state(-1.0)
+    with Checkpointer(root) as ckpt:
+        assert ckpt.load(target, tag=f"global_step{step}") is not None
+    weights = target["w"]
+    assert isinstance(weights, torch.Tensor)
+    assert bool((weights == weights[0, 0]).all())
+    return float(weights[0, 0])
+
+
+def _slots() -> list[Slot]:
+    return [slot for slot in gc.get_objects() if isinstance(slot, Slot) and hasattr(slot, "image")]
+
+
+def _until(true: object) -> None:
+    assert callable(true)
+    never, end = threading.Event(), time.monotonic() + LIMIT_S
+    while not true():
+        assert time.monotonic() < end
+        never.wait(0.002)
+
+
+def test_what_the_sidecar_gave_back_unsaved_is_not_persisted_with_another_saves_bytes(
+    tmp_path: Path, sidecar: ScriptedSidecar
+) -> None:
+    """The sidecar frees the slot without a vote, the next save takes it, and the sidecar dies: step 1 must not commit 2."""
+    root = tmp_path / "root"
+    with Checkpointer(root, sidecar=sidecar.path) as ckpt:
+        one = ckpt.save(1, _state(1.0))
+        slot = sidecar.expect(wire.Announced).slot
+        sidecar.expect(wire.Staged)
+        other = ckpt.save(2, _state(2.0))
+        sidecar.say(wire.Free(slot=slot))
+        three = ckpt.save(3, _state(3.0))  # waits for the slot
+        _until(lambda: sidecar.expect(wire.Announced).slot == slot)
+        sidecar.stop_listening()
+        sidecar.hang_up()
+        with pytest.raises(AbortedError, match="given its memory back"):
+            one.wait(LIMIT_S)
+        assert other.wait(LIMIT_S).phase == three.wait(LIMIT_S).phase == COMMITTED
+        with pytest.raises(AbortedError):
+            one.wait()
+    assert _loaded(root, 2) == 2.0
+    assert _loaded(root, 3) == 3.0
+
+
+def test_a_refused_save_is_persisted_here_and_its_slot_stays_its_own(
+    tmp_path: Path, sidecar: ScriptedSidecar, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Announced comes after the refused Save, and is refused as well: the link goes on, and the slot is released once."""
+
+    def refuse(message: wire.Message) -> wire.Message | None:
+        if isinstance(message, wire.Save | wire.Announced | wire.Staged):
+            return wire.Refused(error=ErrorReport(code="ClosedError", message="leaving"), save=message.save)
+        return well_behaved(message)
+
+    sidecar.reply = refuse
+    with caplog.at_level(logging.ERROR, "checkpointd"), Checkpointer(tmp_path / "root", sidecar=sidecar.path) as ckpt:
+        for step in range(4):
+            assert ckpt.save(step, _state(float(step))).wait(LIMIT_S).phase == COMMITTED
+        assert ckpt._core._arena._busy == 0
+        assert ckpt._core._arena._unmade + len(ckpt._core._arena._free) == 2
+    assert sidecar.connections == 1
+    assert [_loaded(tmp_path / "root", step) for step in range(4)] == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_a_refused_snapshot_does_not_keep_its_slot(tmp_path: Path, sidecar: ScriptedSidecar) -> None:
+    """The sidecar took the save and refuses what Announced says: it votes no, and never says Free."""
+
+    def refuse(message: wire.Message) -> wire.Message | None:
+        if isinstance(message, wire.Announced):
+            sidecar.say(wire.Refused(error=ErrorReport(code="UsageError", message="no layout"), save=message.save))
+            error = ErrorReport(code="AbortedError", message="no layout")
+            return wire.PhaseEntered(save=message.save, phase="failed", error=error)
+        return well_behaved(message)
+
+    sidecar.reply = refuse
+    with Checkpointer(tmp_path / "root", sidecar=sidecar.path) as ckpt:
+        for step in range(4):
+            with pytest.raises(AbortedError, match="no layout"):
+                ckpt.save(step, _state(float(step))).wait(LIMIT_S)
+        _until(lambda: ckpt._core._arena._busy == 0)
+
+
+@pytest.mark.usefixtures("answers_time_out_soon")
+def test_close_does_not_wait_for_a_sidecar_that_hangs(tmp_path: Path, sidecar: ScriptedSidecar) -> None:
+    ckpt = Checkpointer(tmp_path / "root", sidecar=sidecar.path)
+    sidecar.reply = lambda _: None
+    ended = threading.Thread(target=ckpt.close)
+    ended.start()
+    ended.join(LIMIT_S)
+    assert not ended.is_alive()
+    sidecar.expect(wire.Leave)
+
+
+@pytest.mark.usefixtures("answers_time_out_soon")
+def test_a_sidecar_that_hangs_costs_its_patience_once_and_not_each_save(
+    tmp_path: Path, sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Checkpointer(tmp_path / "root", sidecar=sidecar.path) as ckpt:
+        sidecar.reply = lambda _: None
+        sidecar.hang_up()
+        assert ckpt.save(1, _state(1.0)).wait(LIMIT_S).phase == COMMITTED
+        monkeypatch.setattr(link, "ANSWER_S", LIMIT_S)
+        ckpt._core._sidecar._silence = (ckpt._core._sidecar._silence[0] + 3600.0, ckpt._core._sidecar._silence[1])  # type: ignore[union-attr,index]
+        asked = sidecar.connections
+        for step in (2, 3, 4):
+            assert ckpt.save(step, _state(float(step))).wait(LIMIT_S).phase == COMMITTED
+        assert sidecar.connections == asked
+
+
+@pytest.mark.usefixtures("answers_time_out_soon")
+def test_with_wait_and_no_sidecar_the_save_ends_at_its_deadline(tmp_path: Path, sidecar: ScriptedSidecar) -> None:
+    with Checkpointer(tmp_path / "root", sidecar=sidecar.path, on_sidecar_loss="wait", commit_timeout_s=0.5) as ckpt:
+        handle = ckpt.save(1, _state(1.0))
+        sidecar.expect(wire.Staged)
+        sidecar.stop_listening()
+        sidecar.hang_up()
+        with pytest.raises(AbortedError, match=r"was not persisted|no vote"):
+            handle.wait(LIMIT_S)
+        ckpt.wait(0.0)  # nothing is in flight any more
+
+
+def test_only_a_hand_that_was_handed_over_is_counted(tmp_path: Path, sidecar: ScriptedSidecar) -> None:
+    """The sidecar is away for a while: the writer that the next one gets is the second, however often it was looked for."""
+    with Checkpointer(tmp_path / "root", sidecar=sidecar.path, on_sidecar_loss="wait") as ckpt:
+        handle = ckpt.save(1, _state(1.0))
+        sidecar.expect(wire.Staged)
+        sidecar.stop_listening()
+        sidecar.hang_up()
+        looks = []
+        original = type(ckpt._core._sidecar).link
+
+        async def counted(sidecar: object) -> object:
+            looks.append(1)
+            return await original(sidecar)  # type: ignore[arg-type]
+
+        ckpt._core._sidecar.link = counted.__get__(ckpt._core._sidecar)  # type: ignore[method-assign,union-attr]
+        _until(lambda: len(looks) >= 3)
+        with ScriptedSidecar(tmp_path / "root") as again:
+            ckpt._core._sidecar.path = again.path  # type: ignore[union-attr]
+            save = again.expect(wire.Save)
+            assert save.takeover == 1
+            again.expect(wire.Staged)
+            again.say(wire.PhaseEntered(save=save.save, phase=COMMITTED))
+            assert handle.wait(LIMIT_S).phase == COMMITTED
+
+
+def test_the_phase_never_goes_back_when_another_hand_begins_again(tmp_path: Path, sidecar: ScriptedSidecar) -> None:
+    with Checkpointer(tmp_path / "root", sidecar=sidecar.path, on_sidecar_loss="wait") as ckpt:
+        handle = ckpt.save(1, _state(1.0))
+        save = sidecar.expect(wire.Save)
+        sidecar.expect(wire.Staged)
+        sidecar.say(wire.PhaseEntered(save=save.save, phase="prepared"))
+        handle.wait("prepared", timeout=LIMIT_S)
+        durable_s = handle.timings.durable_s
+        sidecar.hang_up()
+        save = sidecar.expect(wire.Save)
+        sidecar.expect(wire.Staged)
+        for phase in ("staged", "persisting", "prepared"):
+            sidecar.say(wire.PhaseEntered(save=save.save, phase=phase))
+        sidecar.say(wire.Progress(save=save.save, raw_total=8, raw_done=7, stored=5))
+        _until(lambda: handle.bytes_stored == 5)
+        assert handle.phase == "prepared"
+        assert handle.timings.durable_s == durable_s
+        sidecar.say(wire.PhaseEntered(save=save.save, phase=COMMITTED))
+        assert handle.wait(LIMIT_S).phase == COMMITTED
+
+
+def test_a_word_that_is_not_understood_ends_the_link_and_not_the_save(tmp_path: Path, sidecar: ScriptedSidecar) -> None:
+    with Checkpointer(tmp_path / "root", sidecar=sidecar.path) as ckpt:
+        handle = ckpt.save(1, _state(1.0))
+        save = sidecar.expect(wire.Save)
+        sidecar.expect(wire.Staged)
+        sidecar.say(wire.PhaseEntered(save=save.save, phase="transcended"))
+        assert handle.wait(LIMIT_S).phase == COMMITTED
+    assert _loaded(tmp_path / "root", 1) == 1.0
+
+
+def test_a_save_that_failed_for_no_reason_given_ends_with_an_error(tmp_path: Path, sidecar: ScriptedSidecar) -> None:
+    """It was an AssertionError without a word in the trainer."""
+    with Checkpointer(tmp_path / "root", sidecar=sidecar.path) as ckpt:
+        handle = ckpt.save(1, _state(1.0))
+        save = sidecar.expect(wire.Save)
+        sidecar.expect(wire.Staged)
+        sidecar.say(wire.PhaseEntered(save=save.save, phase="failed"))
+        with pytest.raises(SidecarError, match="the sidecar calls it failed and does not say why"):
+            handle.wait(LIMIT_S)
+
+
+def test_slots_that_the_sidecar_was_not_reading_are_used_on_when_it_is_lost(tmp_path: Path, sidecar: ScriptedSidecar) -> None:
+    """A slot costs its pages anew each time that it is given up."""
+
+    def commit(message: wire.Message) -> wire.Message | None:
+        if isinstance(message, wire.Staged):
+            sidecar.say(wire.Free(slot=announced[-1].slot))
+            return wire.PhaseEntered(save=message.save, phase=COMMITTED)
+        if isinstance(message, wire.Announced):
+            announced.append(message)
+        return well_behaved(message)
+
+    announced: list[wire.Announced] = []
+    sidecar.reply = commit
+    with Checkpointer(tmp_path / "root", sidecar=sidecar.path) as ckpt:
+        ckpt.save(1, _state(1.0)).wait(LIMIT_S)
+        sidecar.hang_up()
+        _until(lambda: not ckpt.status().sidecar_connected)  # or the second save is lost with the connection, and goes inline
+        ckpt.save(2, _state(2.0)).wait(LIMIT_S)
+        _until(lambda: ckpt._core._arena._busy == 0)
+        assert len(announced) == 2
+        assert {message.slot for message in announced} <= {slot.number for slot in ckpt._core._arena._free}
+
+
+def test_a_slot_that_was_lost_is_taken_from_the_next_sidecar_as_well(tmp_path: Path, sidecar: ScriptedSidecar) -> None:
+    """Or its memory would stay mapped there, and count, as long as the connection lasts."""
+    with Checkpointer(tmp_path / "root", sidecar=sidecar.path, on_sidecar_loss="wait") as ckpt:
+        handle = ckpt.save(1, _state(1.0))
+        sidecar.expect(wire.Staged)
+        sidecar.hang_up()
+        save = sidecar.expect(wire.Save)
+        slot = sidecar.expect(wire.Announced).slot
+        sidecar.say(wire.PhaseEntered(save=save.save, phase=COMMITTED))
+        handle.wait(LIMIT_S)
+        sidecar.say(wire.Free(slot=slot))
+        assert sidecar.expect(wire.DropSlot).slot == slot
+
+
+def test_the_end_and_the_hanging_up_together_release_the_slot(tmp_path: Path, sidecar: ScriptedSidecar) -> None:
+    with Checkpointer(tmp_path / "root", sidecar=sidecar.path) as ckpt:
+        handle = ckpt.save(1, _state(1.0))
+        save = sidecar.expect(wire.Save)
+        sidecar.expect(wire.Staged)
+        sidecar.say(wire.PhaseEntered(save=save.save, phase=COMMITTED))
+        sidecar.hang_up()
+        assert handle.wait(LIMIT_S).phase == COMMITTED
+        _until(lambda: ckpt._core._arena._busy == 0)
+
+
+def test_what_is_no_sidecar_is_named_on_this_rank(tmp_path: Path, sidecar: ScriptedSidecar) -> None:
+    def shout(_: wire.Message) -> None:
+        sidecar.say_bytes(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+    sidecar.reply = shout
+    with pytest.raises(SidecarError, match="is no sidecar"):
+        Checkpointer(tmp_path / "root", sidecar=sidecar.path)
+
+
+def test_who_is_turned_away_before_a_word_hears_why(
+    tmp_path: Path, sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other end is closed when the hello is sent; what it said before is there to be read."""
+    sidecar.turned_away = wire.Refused(error=ErrorReport(code="UsageError", message="user 7 may not"), save=None)
+    send = Channel.send
+
+    async def late(channel: Channel, message: wire.Message, descriptor: int | None = None) -> None:
+        while sidecar.connections == 0 or sidecar.is_listening_to_one:
+            await asyncio.sleep(0)
+        with pytest.raises(BrokenPipeError):
+            await send(channel, message, descriptor)
+        raise BrokenPipeError
+
+    monkeypatch.setattr(Channel, "send", late)
+    with pytest.raises(SidecarError, match="refused: user 7 may not"):
+        Checkpointer(tmp_path / "root", sidecar=sidecar.path)
+
+
+def test_the_slot_of_the_second_save_is_made_ready_after_the_first(tmp_path: Path, sidecar: ScriptedSidecar) -> None:
+    """The sidecar keeps the first one's snapshot where it is."""
+    with Checkpointer(tmp_path / "root", sidecar=sidecar.path) as ckpt:
+        handle = ckpt.save(1, _state(1.0))
+        save = sidecar.expect(wire.Save)
+        sidecar.expect(wire.Staged)
+        _until(lambda: ckpt._core._arena.allocated_bytes >= 64 * 64 * 4)
+        assert ckpt._core._arena._unmade == 0
+        sidecar.say(wire.PhaseEntered(save=save.save, phase=COMMITTED))
+        assert handle.wait(LIMIT_S).phase == COMMITTED
+
+
+@pytest.mark.parametrize("what", [wire.Slot, wire.Layout])
+def test_a_snapshot_that_the_sidecar_has_no_room_for_is_persisted_here(
+    tmp_path: Path, sidecar: ScriptedSidecar, what: type
+) -> None:
+    """It is told of the save only when it has taken slot and layout: it never votes on what it cannot read."""
+    said: list[wire.Message] = []
+
+    def refuse(message: wire.Message) -> wire.Message | None:
+        said.append(message)
+        if isinstance(message, what):
+            return wire.Refused(error=ErrorReport(code="UsageError", message="no room"), save=None)
+        return well_behaved(message)
+
+    sidecar.reply = refuse
+    with Checkpointer(tmp_path / "root", sidecar=sidecar.path) as ckpt:
+        for step in range(3):
+            assert ckpt.save(step, _state(float(step))).wait(LIMIT_S).phase == COMMITTED
+        assert ckpt._core._arena._busy == 0
+    assert sidecar.connections == 1
+    assert not [message for message in said if isinstance(message, wire.Save)]
+    assert [_loaded(tmp_path / "root", step) for step in range(3)] == [0.0, 1.0, 2.0]
+
+
+def test_the_trainers_log_says_that_there_was_no_progress(
+    tmp_path: Path, sidecar: ScriptedSidecar, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The sidecar's own log is where nobody looks."""
+
+    def commit(message: wire.Message) -> wire.Message | None:
+        if isinstance(message, wire.Staged):
+            sidecar.say(wire.Progress(save=message.save, raw_total=8, raw_done=8, stored=8, no_progress=True))
+            return wire.PhaseEntered(save=message.save, phase=COMMITTED)
+        return well_behaved(message)
+
+    sidecar.reply = commit
+    with (
+        caplog.at_level(logging.WARNING, "checkpointd"),
+        Checkpointer(tmp_path / "root", sidecar=sidecar.path) as ckpt,
+    ):
+        assert ckpt.save(3, _state(1.0)).wait(LIMIT_S).no_progress
+    assert caplog.text.count("the step moved on to 3, but no tensor that requires grad has changed") == 1
+
+
+@pytest.mark.parametrize("well", [True, False])
+def test_only_a_trainer_that_ends_well_lets_its_snapshot_go(tmp_path: Path, sidecar: ScriptedSidecar, well: bool) -> None:
+    """After an error somebody starts it again."""
+    with contextlib.suppress(ZeroDivisionError), Checkpointer(tmp_path / "root", sidecar=sidecar.path):
+        if not well:
+            raise ZeroDivisionError
+    assert any(isinstance(message, wire.Leave) for message in sidecar.heard()) == well
+
+
+def test_a_trainer_that_saves_seldom_joins_a_sidecar_that_was_started_anew(
+    tmp_path: Path, sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a save: until then the sidecar would not know that there is a job."""
+    monkeypatch.setattr(client, "_REJOIN_S_MIN", 0.01)
+    with Checkpointer(tmp_path / "root", sidecar=sidecar.path) as ckpt:
+        begun = sidecar.expect(wire.Begin)
+        sidecar.hang_up()
+        assert sidecar.expect(wire.Join).root == str(tmp_path / "root")
+        assert sidecar.expect(wire.Begin) == begun
+        ckpt.save(1, _state(1.0))
+        sidecar.say(wire.PhaseEntered(save=sidecar.expect(wire.Staged).save, phase=COMMITTED))
+        assert sidecar.connections == 2
+
+
+def test_a_sidecar_that_stays_away_is_asked_for_in_silence_and_until_close(
+    tmp_path: Path, sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tries, opened = [], link.Link.open
+
+    async def counted(path: str, uid: int | None) -> link.Link:
+        tries.append(path)
+        return await opened(path, uid)
+
+    monkeypatch.setattr(client, "_REJOIN_S_MIN", 0.01)
+    monkeypatch.setattr(link.Link, "open", counted)
+    with Checkpointer(tmp_path / "root", sidecar=sidecar.path) as ckpt:
+        assert ckpt._core._sidecar is not None
+        rejoining = ckpt._core._sidecar._rejoining
+        sidecar.expect(wire.Begin)
+        sidecar.stop_listening()
+        sidecar.hang_up()
+        _until(lambda: len(tries) > 2)
+    assert rejoining is not None
+    assert rejoining.done()
+    assert caplog.records == []
+
+
+FULL = wire.Refused(error=ErrorReport(code="SidecarFullError", message="all connections for ranks are taken (256)"))
+
+
+def test_a_full_sidecar_at_the_start_keeps_no_trainer_from_training(tmp_path: Path, sidecar: ScriptedSidecar) -> None:
+    """It counts as lost: saves are persisted here, and the sidecar is asked again by each."""
+    sidecar.turned_away = FULL
+    with Checkpointer(tmp_path / "root", sidecar=sidecar.path, on_sidecar_loss="inline") as ckpt:
+        ckpt.save(1, _state(1.0)).wait()
+        before = sidecar.connections
+        ckpt.save(2, _state(2.0)).wait()
+        assert sidecar.connections > before
+    assert _loaded(tmp_path / "root", 2) == 2.0
+
+
+UNSEEN = wire.Refused(error=ErrorReport(code="RootGoneError", message="this daemon does not see that the job began there"))
+
+
+def sees_nothing(message: wire.Message) -> wire.Message | None:
+    return UNSEEN if isinstance(message, wire.Begin) else well_behaved(message)
+
+
+def test_a_sidecar_that_does_not_see_the_job_at_its_root_counts_as_lost(
+    tmp_path: Path, sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is handed nothing, and asked again beside the saves: proving that takes seconds, which each would wait."""
+    pause, soon = asyncio.sleep, threading.Event()
+
+    async def sleep(seconds: float) -> None:
+        while seconds == REJOIN_S and not soon.is_set():
+            await pause(0.005)
+        await pause(0.0 if seconds == REJOIN_S else seconds)
+
+    monkeypatch.setattr(client, "_REJOIN_S_MIN", REJOIN_S)
+    monkeypatch.setattr(client.asyncio, "sleep", sleep)
+    sidecar.reply = sees_nothing
+    with (
+        caplog.at_level(logging.WARNING, "checkpointd"),
+        Checkpointer(tmp_path / "root", sidecar=sidecar.path) as ckpt,
+    ):
+        [said] = caplog.messages
+        assert "does not see that the job began there; this process persists its saves itself meanwhile" in said
+        assert not ckpt.status().sidecar_connected
+        assert ckpt.save(1, _state(1.0)).wait(LIMIT_S).phase == COMMITTED
+        assert len(caplog.messages) == 1
+        assert {type(message) for message in sidecar.heard()} == {wire.Hello, wire.Join, wire.Begin, wire.Look}
+        assert sidecar.connections == 1
+        sidecar.reply = well_behaved
+        soon.set()
+        _until(lambda: ckpt.status().sidecar_connected)
+        handle = ckpt.save(2, _state(2.0))
+        sidecar.say(wire.PhaseEntered(save=sidecar.expect(wire.Staged).save, phase=COMMITTED))
+        assert handle.wait(LIMIT_S).phase == COMMITTED
+    assert _loaded(tmp_path / "root", 1) == 1.0
+
+
+@pytest.mark.usefixtures("answers_time_out_soon")
+def test_a_sidecar_that_falls_silent_at_the_start_holds_nobody(
+    tmp_path: Path, sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its answer to the epoch is waited for as long as any other one, out loud, and the saves do not wait again."""
+    monkeypatch.setattr(waits, "FIRST_WORD_S", 0.1)
+
+    def silent(message: wire.Message) -> wire.Message | None:
+        if isinstance(message, wire.Begin):
+            sidecar.reply = lambda _: None
+        return well_behaved(message)
+
+    sidecar.reply = silent
+    with Checkpointer(tmp_path / "root", sidecar=sidecar.path) as ckpt:
+        assert not ckpt.status().sidecar_connected
+        ckpt._core._sidecar._silence = (ckpt._core._sidecar._silence[0] + 3600.0, ckpt._core._sidecar._silence[1])  # type: ignore[union-attr,index]
+        assert ckpt.save(1, _state(1.0)).wait(LIMIT_S).phase == COMMITTED
+        assert sidecar.connections == 1
+    assert f"the sidecar at {sidecar.path} has not answered" in caplog.text
+    assert "the storage has not answered" not in caplog.text
+
+
+@pytest.mark.parametrize("on_loss", ["raise", "wait"])
+def test_a_sidecar_that_does_not_see_the_job_stops_the_start_where_its_loss_is_an_error(
+    tmp_path: Path, sidecar: ScriptedSidecar, on_loss: OnSidecarLoss
+) -> None:
+    sidecar.reply = sees_nothing
+    with pytest.raises(SidecarError, match="does not see that the job began there"):
+        Checkpointer(tmp_path / "root", sidecar=sidecar.path, on_sidecar_loss=on_loss)
+
+
+def test_a_save_that_waited_for_a_sidecar_in_vain_says_why_it_was_refused(tmp_path: Path, sidecar: ScriptedSidecar) -> None:
+    with Checkpointer(tmp_path / "root", sidecar=sidecar.path, on_sidecar_loss="wait", commit_timeout_s=2.0) as ckpt:
+        sidecar.expect(wire.Begin)
+        sidecar.reply = sees_nothing
+        sidecar.hang_up()
+        with pytest.raises(AbortedError, match=r"was not persisted: .*does not see that the job began there"):
+            ckpt.save(1, _state(1.0)).wait(LIMIT_S)
+
+
+def test_a_sidecar_that_is_lost_is_said_once_and_not_with_each_save(
+    tmp_path: Path, sidecar: ScriptedSidecar, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And again where the cause is another one."""
+    sidecar.turned_away = FULL
+    with (
+        caplog.at_level(logging.WARNING, "checkpointd"),
+        Checkpointer(tmp_path / "root", sidecar=sidecar.path) as ckpt,
+    ):
+        for step in range(3):
+            ckpt.save(step, _state(1.0)).wait()
+        [said] = caplog.records
+        assert said.levelname == "WARNING"
+        assert "are taken (256); this process persists its saves itself meanwhile" in said.getMessage()
+        sidecar.turned_away = wire.Refused(error=ErrorReport(code="SidecarFullError", message="user 0 has taken its share"))
+        ckpt.save(3, _state(1.0)).wait()
+        assert len(caplog.records) == 2
+
+
+def test_a_full_sidecar_at_the_start_where_its_loss_is_an_error(tmp_path: Path, sidecar: ScriptedSidecar) -> None:
+    sidecar.turned_away = FULL
+    with pytest.raises(SidecarError, match="connections for ranks are taken"):
+        Checkpointer(tmp_path / "root", sidecar=sidecar.path, on_sidecar_loss="raise")

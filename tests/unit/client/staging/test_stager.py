@@ -1,0 +1,493 @@
+"""STAGING-1 to STAGING-3 of stager.py: what a save holds is the state at the call, however training goes on.
+
+Each test saves, changes everything it can at once, and loads into fresh objects: what comes back must be the state at save().
+To make tearing likely the stager's thread is held back, so that the copies happen as late as they ever could.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from checkpointd.errors import AbortedError, StagingError
+from checkpointd.pipeline.root import catalog
+from checkpointd.store.posix.store import PosixStore
+from checkpointd_client import Checkpointer
+from checkpointd_client.capture.state import capture
+from checkpointd_client.staging import stager
+from checkpointd_client.staging.arena import Arena
+from checkpointd_client.staging.moment import Proof
+from checkpointd_client.staging.stager import Copy, Stager, Staging, plan_slot, unchanging
+
+
+@contextmanager
+def held_back_stager(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Keep the background copy from starting until the event is set: only the step hook and fence() can copy before."""
+    go = threading.Event()
+    finish = Staging.finish
+
+    def late(self: Staging) -> None:
+        if threading.current_thread().name == "checkpointd-stager":
+            go.wait(30)
+        finish(self)
+
+    monkeypatch.setattr(Staging, "finish", late)
+    try:
+        yield go
+    finally:
+        go.set()
+
+
+def _net() -> torch.nn.Sequential:
+    torch.manual_seed(1)
+    return torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.BatchNorm1d(64), torch.nn.ReLU(), torch.nn.Linear(64, 4))
+
+
+def _train(net: torch.nn.Module, *optimizers: torch.optim.Optimizer) -> None:
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    net(torch.randn(8, 16)).pow(2).sum().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+def _frozen(net: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in net.state_dict().items()}
+
+
+def _same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+def _loaded_net(root: Path, others: dict[str, object] | None = None) -> dict[str, torch.Tensor]:
+    net = _net()
+    for value in net.state_dict().values():
+        value.zero_()
+    with Checkpointer(root) as ckpt:
+        assert ckpt.load({"net": net, **(others or {})}, strict=False)
+    return _frozen(net)
+
+
+def test_a_step_right_after_save_is_held_until_its_copy_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    net = _net()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    _train(net, optimizer)
+    with Checkpointer(tmp_path) as ckpt, held_back_stager(monkeypatch):
+        expected, moments = _frozen(net), copy.deepcopy(optimizer.state_dict())
+        handle = ckpt.save(1, {"net": net, "optimizer": optimizer})
+        assert handle.phase == "staging"
+        _train(net, optimizer)  # forward changes BatchNorm's buffers, step changes the rest
+        assert not torch.equal(net[0].weight, expected["0.weight"])
+    _same(_loaded_net(tmp_path), expected)
+    fresh = torch.optim.AdamW(_net().parameters(), lr=0.1)
+    with Checkpointer(tmp_path) as ckpt:
+        ckpt.load({"optimizer": fresh}, strict=False)
+    for number, state in moments["state"].items():
+        assert torch.equal(fresh.state_dict()["state"][number]["exp_avg"], state["exp_avg"])
+    assert handle.timings.fence_s >= 0
+
+
+async def test_the_outcome_says_what_the_save_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    net = _net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with Checkpointer(tmp_path) as ckpt, held_back_stager(monkeypatch):
+        handle = ckpt.save(1, {"net": net})
+        _train(net, optimizer)
+        handle.wait()
+    async with PosixStore(tmp_path) as store:
+        [checkpoint] = await catalog.checkpoints(store)
+    cost, timings = checkpoint.outcome.cost, handle.timings
+    assert cost is not None
+    assert cost.held_s == pytest.approx(timings.held_s, abs=1e-5)
+    assert timings.held_s > 0
+    assert cost.took_s > 0
+    assert cost.raw_bytes == sum(value.nbytes for value in net.state_dict().values())
+    assert 0 < cost.stored_bytes <= cost.written_bytes
+
+
+def test_a_snapshot_is_done_when_the_step_that_waited_for_it_goes_on() -> None:
+    """So its save can tell by then how long it held training."""
+    staging = Staging(SimpleNamespace(complete=lambda: None))
+    staging._host_copied.set()
+    finishing = threading.Thread(target=staging.finish)
+    with staging._fencing:
+        finishing.start()
+        assert not staging.done.done()
+        staging.fence_s = 2.0
+    finishing.join(30)
+    assert staging.done.done()
+
+
+def test_buffers_that_the_forward_pass_changes_are_copied_inside_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    net = _net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with Checkpointer(tmp_path) as ckpt, held_back_stager(monkeypatch):
+        expected = _frozen(net)
+        ckpt.save(1, {"net": net, "optimizer": optimizer})
+        for _ in range(5):
+            net(torch.randn(8, 16))
+        assert not torch.equal(net[1].running_mean, expected["1.running_mean"])
+    _same(_loaded_net(tmp_path), expected)
+
+
+def test_an_ema_updated_in_place_before_the_next_step_does_not_tear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    net = _net()
+    ema = torch.optim.swa_utils.AveragedModel(net, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    _train(net, optimizer)
+    ema.update_parameters(net)
+    with Checkpointer(tmp_path) as ckpt, held_back_stager(monkeypatch):
+        expected = _frozen(ema)
+        ckpt.save(1, {"net": net, "optimizer": optimizer, "ema": ema})
+        ema.update_parameters(net)
+        for parameter in ema.parameters():
+            parameter.detach().mul_(3)
+    found = torch.optim.swa_utils.AveragedModel(_net())
+    with Checkpointer(tmp_path) as ckpt:
+        assert ckpt.load({"ema": found}, strict=False)
+    _same(_frozen(found), expected)
+
+
+def test_parameters_whose_optimizer_is_not_in_the_state_need_no_fence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    net = _net()
+    with Checkpointer(tmp_path) as ckpt, held_back_stager(monkeypatch):
+        expected = _frozen(net)
+        ckpt.save(1, {"net": net})
+        for parameter in net.parameters():
+            parameter.data.add_(1.0)
+    _same(_loaded_net(tmp_path), expected)
+
+
+def test_fence_makes_a_change_by_hand_safe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    net = _net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with Checkpointer(tmp_path) as ckpt, held_back_stager(monkeypatch):
+        expected = _frozen(net)
+        ckpt.save(1, {"net": net, "optimizer": optimizer})
+        ckpt.fence()
+        for parameter in net.parameters():
+            parameter.data.add_(1.0)  # torch's version counter does not see this one
+    _same(_loaded_net(tmp_path), expected)
+
+
+def test_waiting_for_staged_makes_a_change_by_hand_safe(tmp_path: Path) -> None:
+    net = _net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with Checkpointer(tmp_path) as ckpt:
+        expected = _frozen(net)
+        ckpt.save(1, {"net": net, "optimizer": optimizer}).wait(until="staged")
+        for parameter in net.parameters():
+            parameter.data.add_(1.0)
+    _same(_loaded_net(tmp_path), expected)
+
+
+def test_an_unfenced_change_by_hand_spoils_the_save_instead_of_tearing_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = _net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    ckpt = Checkpointer(tmp_path)
+    with held_back_stager(monkeypatch):
+        handle = ckpt.save(1, {"net": net, "optimizer": optimizer})
+        with torch.no_grad():
+            net[0].weight.add_(1.0)
+    with pytest.raises(AbortedError, match=r"net\.0\.weight was changed while its snapshot was taken"):
+        handle.wait()
+    assert isinstance(handle.exception().__cause__, StagingError)
+    assert handle.phase == "failed"
+    again = ckpt.save(2, {"net": net, "optimizer": optimizer}).wait()
+    assert again.phase == "committed"
+    ckpt.close()
+
+
+# --- changes that torch does not count: the sample ----------------------------------------------------------------------
+
+
+def _averaged(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """What an average holds: near to the parameter, and another value in every element."""
+    return parameter.detach() * 1.25 + torch.where(parameter.detach() < 0, -0.125, 0.125).to(parameter.dtype)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda p: p.data.copy_(_averaged(p)),
+        lambda p: p.data.add_(1.0),
+        lambda p: p.detach().numpy().__iadd__(1.0),
+        lambda p: p.data.zero_(),
+    ],
+)
+def test_a_change_that_torch_does_not_count_spoils_the_save(
+    change: Callable[[torch.nn.Parameter], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = _net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    ckpt = Checkpointer(tmp_path)
+    with held_back_stager(monkeypatch):
+        handle = ckpt.save(1, {"net": net, "optimizer": optimizer})
+        for parameter in net.parameters():
+            change(parameter)
+    with pytest.raises(AbortedError, match=r"net\.0\.weight was changed while its snapshot was taken.*ckpt\.fence\(\)"):
+        handle.wait()
+    assert isinstance(handle.exception().__cause__, StagingError)
+    assert ckpt.latest() is None
+    assert ckpt.save(2, {"net": net, "optimizer": optimizer}).wait().phase == "committed"
+    ckpt.close()
+
+
+def test_the_state_of_an_optimizer_that_is_changed_by_hand_spoils_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = _net()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    _train(net, optimizer)
+    ckpt = Checkpointer(tmp_path)
+    with held_back_stager(monkeypatch):
+        handle = ckpt.save(1, {"net": net, "optimizer": optimizer})
+        optimizer.state[net[3].bias]["exp_avg_sq"].data.mul_(0.5)
+    with pytest.raises(AbortedError, match=r"optimizer\.state\.net\.3\.bias\.exp_avg_sq was changed"):
+        handle.wait()
+    ckpt.close()
+
+
+def test_swapping_whole_tensors_by_data_leaves_the_snapshot_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`p.data, average = average, p.data` moves no bytes: the snapshot reads the memory that it saw."""
+    net = _net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with Checkpointer(tmp_path) as ckpt, held_back_stager(monkeypatch):
+        expected = _frozen(net)
+        ckpt.save(1, {"net": net, "optimizer": optimizer})
+        for parameter in net.parameters():
+            parameter.data = _averaged(parameter)
+    _same(_loaded_net(tmp_path), expected)
+
+
+class Swapped:
+    """Parameters of several dtypes and sizes that an average is swapped into, and a slot that they are copied to."""
+
+    def __init__(self, arena: Arena, stager: Stager) -> None:
+        dtypes = (torch.float32, torch.bfloat16, torch.float64)
+        sizes = (1, 3, 64, 300, 4096, 70_001)
+        self.params = [
+            torch.nn.Parameter(torch.randn(size, dtype=torch.float64).to(dtype)) for dtype in dtypes for size in sizes
+        ]
+        self.averages = [_averaged(p) for p in self.params]
+        assert all((p != average).all() for p, average in zip(self.params, self.averages, strict=True))
+        optimizer = torch.optim.SGD(self.params, lr=0.1)
+        self._captured = capture({"p": self.params, "o": optimizer}, None, exclude_frozen_parameters=False)
+        self._arena, self._stager = arena, stager
+        self.before = [p.detach().clone() for p in self.params]
+
+    def swap(self, i: int) -> None:
+        self.params[i].data.copy_(self.averages[i])
+
+    @contextmanager
+    def staged(self) -> Iterator[tuple[Staging, list[torch.Tensor]]]:
+        """The snapshot, begun, and what will lie in the slot."""
+        layout = plan_slot(self._captured)
+        slot = self._arena.acquire(layout.nbytes, timeout=0.0)
+        assert slot is not None
+        try:
+            staging = self._stager.begin(self._captured, layout, slot)
+            yield staging, slot.views(layout, layout.parts)
+        finally:
+            staging.done.exception(30)
+            self._arena.release(slot)
+
+    def holds_the_moment_of_save(self, found: list[torch.Tensor]) -> bool:
+        return all(torch.equal(one, two) for one, two in zip(found, self.before, strict=True))
+
+
+def test_an_average_swapped_in_at_any_point_of_the_copy_is_caught(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """Copies and swaps in every order that two threads can bring about: torn if and only if a swap came before its copy."""
+    arena, stager = Arena(), Stager("lazy")
+    copied = Copy.run
+    for seed in range(request.config.getoption("--ema-swaps")):
+        chance, case = random.Random(seed), Swapped(arena, stager)
+        count = len(case.params)
+        late = chance.choice([0, chance.randrange(count + 1), chance.randrange(count + 1)])
+        begins = sorted(chance.choice([late, chance.randrange(late, count + 1)]) for _ in range(count))
+        """Before which copy each swap happens."""
+        done = 0
+
+        def run(copy: Copy, case: Swapped = case, begins: list[int] = begins) -> None:
+            nonlocal done
+            for i, begin in enumerate(begins):
+                if begin == done:
+                    case.swap(i)
+            done += 1
+            copied(copy)
+
+        monkeypatch.setattr(Copy, "run", run)
+        with case.staged() as (staging, found):
+            error = staging.done.exception(30)
+            torn = any(begin <= i for i, begin in enumerate(begins))
+            assert isinstance(error, StagingError) == torn, f"seed {seed}"
+            assert torn or case.holds_the_moment_of_save(found), f"seed {seed}"
+    stager.close(30)
+    arena.close()
+
+
+def test_an_average_swapped_in_while_the_copy_runs_is_caught_or_came_after_it(request: pytest.FixtureRequest) -> None:
+    """With real threads: what is committed holds the bytes of save(), and every other snapshot is thrown away."""
+    arena, stager = Arena(), Stager("lazy")
+    for seed in range(request.config.getoption("--ema-swaps")):
+        chance, case = random.Random(seed), Swapped(arena, stager)
+        order = chance.sample(range(len(case.params)), len(case.params))
+        with case.staged() as (staging, found):
+            for i in order:
+                case.swap(i)
+            error = staging.done.exception(30)
+            assert isinstance(error, StagingError) or case.holds_the_moment_of_save(found), f"seed {seed}"
+    stager.close(30)
+    arena.close()
+
+
+def test_an_average_swapped_in_right_after_save_is_always_caught(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """The copy runs after the swap of everything, as it does where the stager's thread gets no processor."""
+    arena, stager = Arena(), Stager("lazy")
+    for _ in range(request.config.getoption("--ema-swaps")):
+        case = Swapped(arena, stager)
+        with held_back_stager(monkeypatch) as go, case.staged() as (staging, _):
+            for i in range(len(case.params)):
+                case.swap(i)
+            go.set()
+            with pytest.raises(StagingError, match=r"p\.0 was changed while its snapshot was taken"):
+                staging.done.result(30)
+        monkeypatch.undo()
+    stager.close(30)
+    arena.close()
+
+
+def test_what_cannot_be_compared_is_not_persisted(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failing(Proof):
+        def torn(self) -> int | None:
+            raise MemoryError("no room")
+
+    arena, stager = Arena(), Stager("lazy")
+    monkeypatch.setattr(stager._sampler, "take", lambda *_: Failing())
+    case = Swapped(arena, stager)
+    with (
+        case.staged() as (staging, _),
+        pytest.raises(StagingError, match=r"could not be compared with what save\(\) saw: MemoryError"),
+    ):
+        staging.done.result(30)
+    stager.close(30)
+    arena.close()
+
+
+def test_eager_staging_takes_no_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    arena, stager = Arena(), Stager("eager")
+    monkeypatch.setattr(stager._sampler, "take", None)
+    case = Swapped(arena, stager)
+    with case.staged() as (staging, found):
+        staging.done.result(30)
+        assert case.holds_the_moment_of_save(found)
+    stager.close(30)
+    arena.close()
+
+
+def test_gradient_accumulation_leaves_the_snapshot_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    net = _net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with Checkpointer(tmp_path) as ckpt, held_back_stager(monkeypatch):
+        expected = _frozen(net)
+        ckpt.save(1, {"net": net, "optimizer": optimizer})
+        for _ in range(4):
+            net(torch.randn(8, 16)).pow(2).sum().backward()
+        optimizer.step()
+        assert not torch.equal(net[0].weight, expected["0.weight"])
+    _same(_loaded_net(tmp_path), expected)
+
+
+def test_the_step_of_any_optimizer_is_fenced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    net = _net()
+    first = torch.optim.SGD(net[0].parameters(), lr=0.1)
+    second = torch.optim.Adam(net[3].parameters(), lr=0.1)
+    with Checkpointer(tmp_path) as ckpt, held_back_stager(monkeypatch):
+        expected = _frozen(net)
+        ckpt.save(1, {"net": net, "first": first, "second": second})
+        net(torch.randn(8, 16)).pow(2).sum().backward()
+        second.step()
+        first.step()
+    _same(_loaded_net(tmp_path), expected)
+
+
+def test_saves_at_every_step_hold_each_steps_own_state(tmp_path: Path) -> None:
+    net = _net()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    expected = {}
+    with Checkpointer(tmp_path) as ckpt:
+        for step in range(12):
+            _train(net, optimizer)
+            expected[step] = _frozen(net)
+            ckpt.save(step, {"net": net, "optimizer": optimizer})
+    for step in (0, 1, 6, 10, 11):
+        net = _net()
+        with Checkpointer(tmp_path) as ckpt:
+            assert ckpt.load({"net": net}, tag=f"global_step{step}", strict=False)
+        _same(_frozen(net), expected[step])
+
+
+def test_eager_staging_holds_everything_when_save_returns(tmp_path: Path) -> None:
+    net = _net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with Checkpointer(tmp_path, staging="eager") as ckpt:
+        expected = _frozen(net)
+        handle = ckpt.save(1, {"net": net, "optimizer": optimizer})
+        assert handle.timings.staged_s is not None
+        for parameter in net.parameters():
+            parameter.data.add_(1.0)
+    _same(_loaded_net(tmp_path), expected)
+
+
+# --- what is cloned on a device, tried with tensors of the host --------------------------------------------------------
+
+
+class NoRoom(torch.Tensor):
+    """For whose clone there is no memory."""
+
+    def clone(self, *_: object, **__: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no room")
+
+    def detach(self) -> torch.Tensor:
+        return self
+
+
+def test_what_may_change_is_cloned_and_what_is_stable_is_not() -> None:
+    stable, moving = torch.ones(3), torch.ones(4)
+    (one, two), waits = unchanging([(stable, True), (moving, False)])
+    assert one is stable
+    assert two is not moving
+    assert torch.equal(two, moving)
+    assert not waits
+
+
+def test_what_is_too_large_to_be_cloned_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stager, "CLONED_BYTES_MAX", 40)
+    tensors = [torch.ones(5), torch.ones(9), torch.ones(5), torch.ones(1)]
+    sources, waits = unchanging([(tensor, False) for tensor in tensors])
+    assert [source is tensor for source, tensor in zip(sources, tensors, strict=True)] == [False, True, False, True]
+    assert waits
+
+
+def test_where_memory_runs_out_nothing_more_is_cloned() -> None:
+    tensors = [torch.ones(2), torch.ones(2).as_subclass(NoRoom), torch.ones(2)]
+    sources, waits = unchanging([(tensor, False) for tensor in tensors])
+    assert [source is tensor for source, tensor in zip(sources, tensors, strict=True)] == [False, True, True]
+    assert waits
+    assert not unchanging([(tensors[1], True)])[1], "what is stable needs no clone"

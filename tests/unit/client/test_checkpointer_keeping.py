@@ -1,0 +1,283 @@
+"""What a training script says of its checkpoints: which stay, by which metric, and what is not written twice."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from checkpointd.daemon.protocol import wire
+from checkpointd.errors import NoProgressError, UsageError
+from checkpointd.pipeline.read import readback
+from checkpointd.pipeline.read.readback import BackgroundReadBack
+from checkpointd.pipeline.root.catalog import Checkpoint
+from checkpointd.store.posix.osfile import OsFile
+from checkpointd_client import Checkpointer, Retention
+from checkpointd_client.checkpointer import core_of
+from tests.unit.client.scripted_sidecar import LIMIT_S, ScriptedSidecar
+
+
+def state(value: float) -> dict[str, torch.Tensor]:
+    return {"w": torch.full((64, 64), float(value))}
+
+
+def tags(ckpt: Checkpointer) -> list[str]:
+    return [checkpoint.tag for checkpoint in ckpt.list()]
+
+
+def test_the_last_ones_and_the_best_stay(tmp_path: Path) -> None:
+    rules = Retention(keep_last=1, best=1, metric="accuracy", mode="max")
+    with Checkpointer(tmp_path, retention=rules) as ckpt:
+        for step, accuracy in enumerate((0.1, 0.9, 0.5, 0.2)):
+            ckpt.save(step, state(step), metrics={"accuracy": accuracy}).wait()
+    with Checkpointer(tmp_path) as ckpt:
+        assert tags(ckpt) == ["global_step3", "global_step1"]
+        target = state(-1.0)
+        assert ckpt.load(target, "global_step1") is not None
+    assert torch.equal(target["w"], state(1.0)["w"])
+
+
+def test_a_bit_that_flips_on_its_way_to_the_disk_costs_no_older_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rules, write = Retention(keep_last=1), OsFile._write
+
+    def flipped(self: OsFile, offset: int, part: Any) -> None:
+        if part.size > 4096:
+            part = part.copy()
+            part[len(part) // 2] ^= 1
+        write(self, offset, part)
+
+    with Checkpointer(tmp_path, retention=rules, compression="none") as ckpt:
+        ckpt.save(1, state(1.0)).wait()
+        with monkeypatch.context() as patch:
+            patch.setattr(OsFile, "_write", flipped)
+            ckpt.save(2, state(2.0)).wait()
+    with Checkpointer(tmp_path) as ckpt:
+        assert tags(ckpt) == ["global_step2", "global_step1"]
+        target = state(-1.0)
+        loaded = ckpt.load(target)
+    assert loaded is not None
+    assert (loaded.step, len(loaded.fell_back_from)) == (1, 1)
+    assert torch.equal(target["w"], state(1.0)["w"])
+
+
+def test_what_was_saved_is_read_back_and_the_status_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, done = BackgroundReadBack._read, threading.Event()
+
+    async def telling(self: BackgroundReadBack, checkpoint: Checkpoint, rank: int) -> None:
+        await read(self, checkpoint, rank)
+        done.set()
+
+    monkeypatch.setattr(readback, "QUIET_S", 0.0)
+    monkeypatch.setattr(BackgroundReadBack, "_read", telling)
+    with Checkpointer(tmp_path) as ckpt:
+        handle = ckpt.save(1, state(1.0)).wait()
+        assert done.wait(LIMIT_S)
+        assert ckpt.status().read_back.whole == "global_step1"
+        assert (tmp_path / handle.tag / handle.attempt / "verified").exists()
+        assert ckpt.status().read_back.bytes_read >= state(1.0)["w"].nbytes
+    with Checkpointer(tmp_path, read_back=False) as ckpt:
+        ckpt.save(2, state(2.0)).wait()
+        assert ckpt.status().read_back.reading is None
+
+
+def test_metrics_may_be_tensors_and_what_is_not_finite_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Checkpointer(tmp_path) as ckpt, caplog.at_level(logging.WARNING, "checkpointd"):
+        ckpt.save(1, state(1.0), metrics={"loss": torch.tensor(0.5), "bad": math.nan, "worse": math.inf}).wait()
+        [found] = core_of(ckpt).checkpoints()
+    assert found.outcome.metrics == {"loss": 0.5}
+    assert "bad, worse" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "metrics", [{"loss": "low"}, {"loss": None}, {"": 1.0}, {"x" * 300: 1.0}, {f"m{n}": 1.0 for n in range(300)}]
+)
+def test_metrics_that_cannot_be_are_refused(tmp_path: Path, metrics: dict[str, float]) -> None:
+    with Checkpointer(tmp_path) as ckpt, pytest.raises(UsageError, match="metric"):
+        ckpt.save(1, state(1.0), metrics=metrics)
+
+
+def test_frozen_layers_are_written_once(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(300, 300).requires_grad_(False), torch.nn.Linear(300, 100))
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    with Checkpointer(tmp_path, chunk_bytes=65536) as ckpt:
+        for step in range(3):
+            model(torch.randn(4, 300)).sum().backward()
+            optimizer.step()
+            handle = ckpt.save(step, {"model": model}).wait()
+            assert not handle.no_progress
+    sizes = [sum(p.stat().st_size for p in tmp_path.glob(f"global_step{step}/*/*.chunks")) for step in range(3)]
+    assert sizes[1] < sizes[0] / 3
+    assert sizes[2] < sizes[0] / 3
+    target = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.Linear(300, 100))
+    with Checkpointer(tmp_path) as ckpt:
+        assert ckpt.load({"model": target}) is not None
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), target.state_dict().values(), strict=True))
+
+
+def test_a_restarted_job_refers_to_what_the_one_before_has_saved(tmp_path: Path) -> None:
+    frozen = torch.randn(300, 300)
+    for step in (1, 2):
+        with Checkpointer(tmp_path) as ckpt:
+            ckpt.save(step, {"frozen": frozen, "moving": torch.randn(100, 300)}).wait()
+    assert sum(p.stat().st_size for p in tmp_path.glob("global_step2/*/*.chunks")) < 200_000
+
+
+def test_without_dedup_every_checkpoint_stands_alone(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, dedup=False) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, state(1.0)).wait()
+    assert len(list(tmp_path.glob("global_step2/*/*.chunks"))) == 1
+
+
+def test_a_save_without_progress_shows_in_handle_and_status(tmp_path: Path) -> None:
+    model = torch.nn.Linear(100, 100)
+    with Checkpointer(tmp_path) as ckpt:
+        first = ckpt.save(1, {"model": model}).wait()
+        second = ckpt.save(2, {"model": model}).wait()
+        assert (first.no_progress, second.no_progress) == (False, True)
+        assert [attempt.no_progress for attempt in ckpt.status().attempts] == [False, True]
+
+
+def test_a_save_without_progress_is_aborted_on_request(tmp_path: Path) -> None:
+    model = torch.nn.Linear(100, 100)
+    with Checkpointer(tmp_path, on_no_progress="abort") as ckpt:
+        ckpt.save(1, {"model": model}).wait()
+        with pytest.raises(NoProgressError, match="learning rate"):
+            ckpt.save(2, {"model": model}).wait()
+        assert tags(ckpt) == ["global_step1"]
+
+
+def test_what_to_do_without_progress_is_checked(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="on_no_progress"):
+        Checkpointer(tmp_path, on_no_progress="shout")  # type: ignore[arg-type]  # what is tested
+
+
+@pytest.fixture
+def sidecar(tmp_path: Path) -> Iterator[ScriptedSidecar]:
+    with ScriptedSidecar(tmp_path) as made:
+        yield made
+
+
+def test_the_sidecar_hears_of_all_of_it(tmp_path: Path, sidecar: ScriptedSidecar) -> None:
+    rules = Retention(keep_last=3, every_steps=100)
+    with Checkpointer(
+        tmp_path / "root",
+        sidecar=sidecar.path,
+        retention=rules,
+        on_no_progress="ignore",
+        dedup=False,
+        on_sidecar_loss="inline",
+    ) as ckpt:
+        begin = sidecar.expect(wire.Begin)
+        assert (begin.dedup, begin.on_no_progress, begin.read_back) == (False, "ignore", True)
+        assert begin.retention is not None
+        assert begin.retention.checked() == rules
+        handle = ckpt.save(1, state(1.0), metrics={"loss": 2.0})
+        assert sidecar.expect(wire.Save).metrics == {"loss": 2.0}
+        sidecar.stop_listening()
+        sidecar.hang_up()
+        handle.wait(LIMIT_S)
+
+
+def test_rules_over_the_wire_are_checked() -> None:
+    with pytest.raises(UsageError, match="keep_last"):
+        wire.Rules(keep_last=0).checked()
+
+
+# --- what earlier jobs left, and metrics that are not there ---------------------------------------------------------
+
+
+@pytest.fixture
+def left_by_another(tmp_path: Path) -> Path:
+    """A root where an earlier job has saved steps 1 to 3, and `best`."""
+    with Checkpointer(tmp_path) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(step, state(step)).wait()
+        ckpt.save(4, state(4.0), tag="best").wait()
+    return tmp_path
+
+
+def save_two(root: Path, *, load: bool = False, **options: Any) -> set[str]:
+    """Saves of a later job that keeps one, the second of a tag that was there; all commits that are left, as tag and step."""
+    with Checkpointer(root, retention=Retention(keep_last=1), **options) as ckpt:
+        if load:
+            assert ckpt.load({"w": torch.zeros(64, 64)}) is not None
+        for step, tag in ((100, None), (101, "best")):
+            ckpt.save(step, state(step), tag=tag).wait()
+    return {f"{path.parent.parent.name} {path.parent.name}" for path in root.glob("[!.]*/*/*.index")}
+
+
+OTHERS = {"global_step1 00000001-0", "global_step2 00000001-0", "global_step3 00000001-0", "best 00000001-0"}
+
+
+def test_a_job_that_forgot_to_load_removes_nothing_of_an_earlier_one_and_says_so_once(
+    left_by_another: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert save_two(left_by_another) >= OTHERS | {"best 00000002-0"}
+    said = [record for record in caplog.records if "has not loaded" in record.getMessage()]
+    assert [record.levelname for record in said] == ["ERROR"]
+    assert "4 checkpoints" in said[0].getMessage()
+    assert "afresh=True" in said[0].getMessage()
+
+
+@pytest.mark.parametrize("options", [{"load": True}, {"afresh": True}])
+def test_a_job_that_has_loaded_or_begins_afresh_goes_on_by_its_rules(
+    left_by_another: Path, options: dict[str, bool], caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that was read back may stay beside the newest: it alone is known to be whole."""
+    left = save_two(left_by_another, **options)
+    assert "best 00000002-0" in left
+    assert len(left) <= 2
+    assert "has not loaded" not in caplog.text
+
+
+def test_a_load_that_found_nothing_counts(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, retention=Retention(keep_last=1)) as ckpt:
+        assert ckpt.load({"w": torch.zeros(64, 64)}) is None
+        assert ckpt._core._saver._state.tidier.keeps_before == 0
+
+
+def test_the_sidecar_hears_whether_the_job_has_loaded(left_by_another: Path, sidecar: ScriptedSidecar) -> None:
+    with Checkpointer(left_by_another, sidecar=sidecar.path, on_sidecar_loss="inline") as ckpt:
+        first = ckpt.save(10, state(1))
+        assert sidecar.expect(wire.Save).keeps_before == 2
+        core_of(ckpt).take_up()
+        second = ckpt.save(11, state(1))
+        assert sidecar.expect(wire.Save).keeps_before == 0
+        sidecar.stop_listening()
+        sidecar.hang_up()
+        first.wait(LIMIT_S)
+        second.wait(LIMIT_S)
+
+
+def test_a_save_without_the_metric_of_the_rules_is_said_once_and_stays(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Checkpointer(tmp_path, retention=Retention(best=1, metric="val_loss")) as ckpt:
+        for step in range(4):
+            ckpt.save(step, state(step), metrics={"val_loss": float(step)} if step % 2 else None).wait()
+        assert set(tags(ckpt)) >= {"global_step0", "global_step1", "global_step2"}
+    assert len([r for r in caplog.records if "without the metric 'val_loss'" in r.getMessage()]) == 1
+
+
+def test_a_mistyped_metric_removes_nothing_and_is_said_with_those_that_exist(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rules = Retention(keep_last=1, best=1, metric="los")
+    with Checkpointer(tmp_path, retention=rules) as ckpt:
+        for step in range(4):
+            ckpt.save(step, state(step), metrics={"loss": float(step), "accuracy": 0.5}).wait()
+    with Checkpointer(tmp_path) as ckpt:
+        assert len(tags(ckpt)) == 4
+    said = [record for record in caplog.records if "removes nothing" in record.getMessage()]
+    assert [record.levelname for record in said] == ["ERROR"]
+    assert "'los'" in said[0].getMessage()
+    assert "accuracy, loss" in said[0].getMessage()

@@ -1,0 +1,521 @@
+"""Looks at roots, and INDOUBT-1 to INDOUBT-3 of daemon/roots/in_doubt.py: what a daemon that was restarted alone
+decides, and what it leaves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+import threading
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+
+from checkpointd.config import LoadConfig, ServeConfig
+from checkpointd.daemon import served_roots as roots_module
+from checkpointd.daemon.hub import Hub, RootScan
+from checkpointd.daemon.hub_status import standing
+from checkpointd.daemon.roots import root_monitor as caretaker_module
+from checkpointd.daemon.roots.in_doubt import InDoubtAttempts
+from checkpointd.daemon.roots.root_monitor import MonitorPace, RootMonitor
+from checkpointd.daemon.roots.root_scan import CHECKPOINTS_MAX, RootScanner
+from checkpointd.errors import StoreError
+from checkpointd.layout.keys import attempt_lease_key, epoch_key
+from checkpointd.layout.manifest import Lease, encode
+from checkpointd.pipeline.read.verify import verify
+from checkpointd.pipeline.root import catalog, epochs
+from checkpointd.pipeline.root.identity import writer
+from checkpointd.store import writers
+from checkpointd.store.base import Store
+from checkpointd.store.posix.store import PosixStore
+from tests.builders import Save, begin_epoch, leave_in_doubt, save_checkpoint
+from tests.live_job import ELSEWHERE
+from tests.unit.daemon.conftest import until
+
+TAG = "global_step1"
+PREFIX = f"{TAG}/00000001-0"
+NEVER_S = 1e9
+AT_ONCE = MonitorPace(busy_s=NEVER_S, idle_s=NEVER_S, patience_s=0.0, grace_s=0.0)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    (tmp_path / "run").mkdir()
+    return tmp_path / "run"
+
+
+@pytest.fixture
+async def hub(tmp_path: Path, root: Path) -> AsyncIterator[Hub]:
+    hub = Hub(ServeConfig(socket=str(tmp_path / "socket"), roots=(str(tmp_path),)))
+    yield hub
+    await hub.roots.close()
+
+
+@pytest.fixture
+def store(hub: Hub, root: Path) -> Store:
+    return hub.roots.store(str(root))
+
+
+@pytest.fixture
+def dead_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever took an epoch was on this machine, and is dead."""
+    monkeypatch.setattr(writers, "is_alive", lambda _: False)
+
+
+async def look(hub: Hub, root: Path, care: MonitorPace = AT_ONCE) -> RootScan:
+    await RootMonitor(hub, care).look(str(root))
+    return hub.root_scans[str(root)]
+
+
+async def ended(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def state(store: Store, tag: str = TAG) -> str:
+    [view] = await catalog.attempts_of(store, tag)
+    return view.state
+
+
+# --- looks -------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_look_shows_the_checkpoints_newest_first_and_latest(hub: Hub, root: Path, store: Store) -> None:
+    for step in (1, 2, 3):
+        await save_checkpoint(store, tag=f"global_step{step}", save_latest=step != 3)
+    await save_checkpoint(store, tag="global_step4", failing={1: RuntimeError("no")})
+    await leave_in_doubt(store, tag="global_step5", voting=(0,))
+    found = await look(hub, root)
+    assert [(c.tag, c.step, c.attempt, c.order, c.is_latest) for c in found.checkpoints] == [
+        ("global_step3", 3, "00000001-0", (1, 3), False),
+        ("global_step2", 2, "00000001-0", (1, 2), True),
+        ("global_step1", 1, "00000001-0", (1, 1), False),
+    ]
+    assert (found.latest, found.newest_step, found.problem) == ("global_step2", 3, None)
+    assert {c.world_size for c in found.checkpoints} == {2}
+    outcome = (await catalog.find(store, "global_step3")).outcome
+    assert found.checkpoints[0].committed_at == outcome.writer.time
+    assert found.newest_committed_at is not None
+
+
+async def test_an_empty_root_shows_nothing(hub: Hub, root: Path) -> None:
+    seen = await look(hub, root)
+    assert seen.space is not None
+    assert replace(seen, space=None) == RootScan()
+
+
+async def test_a_look_shows_so_many_checkpoints_and_no_more(hub: Hub, root: Path, store: Store) -> None:
+    for step in range(CHECKPOINTS_MAX + 2):
+        await save_checkpoint(store, tag=f"global_step{step}", world_size=1)
+    found = await look(hub, root)
+    assert [c.step for c in found.checkpoints] == list(range(CHECKPOINTS_MAX + 1, 1, -1))
+
+
+async def test_an_outcome_is_read_once_and_one_that_was_removed_is_noticed(store: Store) -> None:
+    class Counting:
+        """The store, and how often each outcome was read."""
+
+        def __init__(self) -> None:
+            self.read: list[str] = []
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(store, name)
+
+        async def get(self, key: str, **options: int) -> bytes:
+            if key.endswith("/outcome"):
+                self.read.append(key)
+            return await store.get(key, **options)
+
+    for step in range(CHECKPOINTS_MAX + 5):
+        await save_checkpoint(store, tag=f"global_step{step}", world_size=1)
+    counting, looker = Counting(), RootScanner()
+    await looker.look(counting)  # type: ignore[arg-type]  # all that a look asks of a store
+    counting.read.clear()
+    newest = (await looker.look(counting))[0].checkpoints[0]  # type: ignore[arg-type]  # the same
+    assert len([key for key in counting.read if "global_step0/" in key]) == 0
+    await store.put(f"{newest.tag}/{newest.attempt}/deleted", b"marked")
+    found, _ = await looker.look(store)
+    assert newest.tag not in {c.tag for c in found.checkpoints}
+    assert len(found.checkpoints) == CHECKPOINTS_MAX
+
+
+async def test_a_pointer_that_is_damaged_is_the_looks_problem(hub: Hub, root: Path, store: Store) -> None:
+    await save_checkpoint(store)
+    await store.put("latest", b"../../etc/passwd\n")
+    found = await look(hub, root)
+    assert found.problem is not None
+    assert found.problem.code == "DamagedError"
+    assert (found.latest, [c.tag for c in found.checkpoints]) == (None, [TAG])
+
+
+async def test_what_was_last_seen_stays_beside_the_problem(
+    hub: Hub, root: Path, store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    await save_checkpoint(store)
+    caretaker = RootMonitor(hub, AT_ONCE)
+    await caretaker.look(str(root))
+    before = hub.root_scans[str(root)]
+
+    async def fails(_: object, prefix: str) -> list[object]:
+        raise StoreError(f"listing {prefix!r} failed: the disk is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PosixStore, "list", fails)
+        for _ in range(3):
+            await caretaker.look(str(root))
+    found = hub.root_scans[str(root)]
+    assert found.problem is not None
+    assert (found.problem.code, "the disk is gone" in found.problem.message) == ("StoreError", True)
+    assert (found.latest, found.checkpoints) == (before.latest, before.checkpoints)
+    assert caplog.text.count("cannot be looked after") == 1
+    caplog.set_level(logging.INFO)
+    await caretaker.look(str(root))
+    assert replace(hub.root_scans[str(root)], space=before.space) == before
+    assert "can be looked after again" in caplog.text
+
+
+async def test_a_storage_that_does_not_answer_is_given_up_and_tried_again(
+    hub: Hub, root: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await save_checkpoint(store)
+    with monkeypatch.context() as patch:
+        patch.setattr(PosixStore, "list", lambda *_: asyncio.Event().wait())
+        found = await look(hub, root, MonitorPace(look_s=0.01))
+    assert found.problem is not None
+    assert "has not answered for 0.01 s" in found.problem.message
+    assert (await look(hub, root)).problem is None
+
+
+async def test_a_defect_is_a_problem_and_ends_nothing(hub: Hub, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken(*_: object) -> None:
+        raise KeyError("who would have thought")
+
+    monkeypatch.setattr(RootScanner, "look", broken)
+    found = await look(hub, root)
+    assert found.problem is not None
+    assert "who would have thought" in found.problem.message
+
+
+# --- what is in doubt ----------------------------------------------------------------------------------------------------
+
+
+async def test_indoubt_1_votes_of_all_ranks_are_rolled_forward(
+    hub: Hub, root: Path, store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Though the job lives: its coordinator was a daemon that is gone."""
+    await leave_in_doubt(store, world_size=3, voting=(0, 1, 2))
+    found = await look(hub, root)
+    assert [c.tag for c in found.checkpoints] == [TAG]
+    assert found.latest == TAG
+    checkpoint = await catalog.find(store, TAG)
+    assert (checkpoint.outcome.decided_by, checkpoint.outcome.order) == (-1, (1, 1))
+    assert (await verify(store, checkpoint, LoadConfig())).whole
+    assert f"{PREFIX} was left in doubt; committed: every rank had voted yes" in caplog.text
+
+
+async def test_indoubt_1_latest_moves_only_where_the_save_asked_for_it(hub: Hub, root: Path, store: Store) -> None:
+    await leave_in_doubt(store, save_latest=False)
+    assert (await look(hub, root)).latest is None
+    assert await state(store) == "committed"
+
+
+async def test_indoubt_1_a_coordinator_that_lives_is_given_its_time(hub: Hub, root: Path, store: Store) -> None:
+    await leave_in_doubt(store)
+    await look(hub, root, MonitorPace(patience_s=NEVER_S, grace_s=0.0))
+    assert await state(store) == "in-doubt"
+
+
+@pytest.mark.usefixtures("dead_job")
+async def test_indoubt_1_what_a_newer_epoch_is_to_decide_is_left_to_it(hub: Hub, root: Path, store: Store) -> None:
+    await leave_in_doubt(store)
+    await begin_epoch(store)
+    await look(hub, root)
+    assert await state(store) == "in-doubt"
+
+
+@pytest.mark.usefixtures("dead_job")
+@pytest.mark.parametrize(("voting", "after"), [((0, 1), "committed"), ((1,), "aborted")])
+async def test_indoubt_1_what_the_newest_epoch_spares_is_decided_like_its_own(
+    hub: Hub, root: Path, store: Store, voting: tuple[int, ...], after: str
+) -> None:
+    await leave_in_doubt(store, voting=voting)
+    await epochs.take(store, 2, [PREFIX])
+    await look(hub, root)
+    assert await state(store) == after
+
+
+async def test_indoubt_1_nothing_that_a_new_job_may_be_loading_is_removed(hub: Hub, root: Path, store: Store) -> None:
+    await save_checkpoint(store, n=1)
+    await leave_in_doubt(store, k=1, n=2)
+    await epochs.take(store, 2, [f"{TAG}/00000001-1"])
+    await look(hub, root)
+    assert [view.state for view in await catalog.attempts_of(store, TAG)] == ["committed", "committed"]
+
+
+@pytest.mark.usefixtures("dead_job")
+async def test_indoubt_2_a_vote_that_nobody_can_give_any_more_aborts_and_the_bulk_goes(
+    hub: Hub, root: Path, store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    await leave_in_doubt(store, voting=(0,))
+    await look(hub, root)
+    [view] = await catalog.attempts_of(store, TAG)
+    assert sorted(view.sizes) == ["00000.vote", "outcome"]
+    assert view.outcome is not None
+    assert (view.outcome.outcome, view.outcome.ranks, view.outcome.decided_by) == ("abort", (1,), -1)
+    assert f"{PREFIX} was left in doubt; aborted: the job ended before the attempt was decided" in caplog.text
+
+
+@pytest.mark.usefixtures("dead_job")
+async def test_indoubt_2_objects_without_any_vote_are_decided_too(hub: Hub, root: Path, store: Store) -> None:
+    save = await leave_in_doubt(store, voting=())
+    await store.put(save.info(0).key("00000-0.chunks"), b"begun")
+    await look(hub, root)
+    assert await state(store) == "aborted"
+
+
+async def test_indoubt_2_while_the_job_lives_its_attempt_is_only_watched(
+    hub: Hub, root: Path, store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    await leave_in_doubt(store, voting=(0,))
+    caretaker = RootMonitor(hub, AT_ONCE)
+    for _ in range(3):
+        await caretaker.look(str(root))
+    assert await state(store) == "in-doubt"
+    assert caplog.text.count(f"{PREFIX} is in doubt: its job (process ") == 1
+    assert "lives, and decides it" in caplog.text
+
+
+@pytest.mark.usefixtures("dead_job")
+async def test_indoubt_2_a_job_that_cannot_be_seen_from_here_is_not_taken_for_dead(
+    hub: Hub, root: Path, store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(writers, "is_within_sight", lambda _: False)
+    await leave_in_doubt(store, voting=(0,))
+    await look(hub, root)
+    assert await state(store) == "in-doubt"
+    assert "cannot be seen from here" in caplog.text
+
+
+@pytest.mark.usefixtures("dead_job")
+async def test_indoubt_2_until_the_grace_is_over_a_dead_jobs_attempt_is_watched(hub: Hub, root: Path, store: Store) -> None:
+    await leave_in_doubt(store, voting=(0,))
+    await look(hub, root, MonitorPace(patience_s=0.0, grace_s=NEVER_S))
+    assert await state(store) == "in-doubt"
+
+
+@pytest.mark.usefixtures("dead_job")
+async def test_indoubt_2_ranks_that_had_longer_to_vote_are_waited_for_longer(hub: Hub, root: Path, store: Store) -> None:
+    await leave_in_doubt(store, voting=(0,))
+    record = await epochs.read(store, 1)
+    await store.put(epoch_key(1), encode(msgspec.structs.replace(record, commit_timeout_s=NEVER_S)))
+    await look(hub, root)
+    assert await state(store) == "in-doubt"
+    await store.put(epoch_key(1), encode(record))
+    await look(hub, root)
+    assert await state(store) == "aborted"
+
+
+@pytest.mark.usefixtures("dead_job")
+async def test_indoubt_2_what_another_daemon_works_at_is_left_to_it(store: Store) -> None:
+    """A renewal of its lease is a change, and one that can be seen from here to have ended says nothing."""
+    await leave_in_doubt(store, voting=(0,))
+    doubts, key = InDoubtAttempts(grace_s=600.0, patience_s=5.0), attempt_lease_key(PREFIX)
+
+    async def settled(now: float, process: str, count: int) -> list[str]:
+        await store.put(key, encode(Lease(process=process, count=count, length_s=30.0, writer=writer())))
+        found = await doubts.settle(store, await catalog.attempts_of(store, TAG), set(), now)
+        return [outcome.outcome for outcome in found]
+
+    for now, count in ((100.0, 1), (600.0, 2), (1100.0, 3), (1600.0, 3)):
+        assert await settled(now, ELSEWHERE, count) == []
+    assert await settled(1700.0, ELSEWHERE, 3) == ["abort"]
+
+
+async def test_indoubt_2_a_lease_that_this_process_could_not_remove_says_nothing(
+    hub: Hub, root: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await leave_in_doubt(store, voting=(0,))
+    lease = Lease(process=writers.new_writer(), count=1, length_s=30.0, writer=writer())
+    await store.put(attempt_lease_key(PREFIX), encode(lease))
+    monkeypatch.setattr(writers, "is_alive", lambda process: process == lease.process)
+    await look(hub, root)
+    assert await state(store) == "aborted"
+
+
+@pytest.mark.usefixtures("dead_job")
+async def test_indoubt_2_the_grace_begins_anew_with_every_change(store: Store) -> None:
+    save, doubts = await leave_in_doubt(store, voting=(0,), world_size=3), InDoubtAttempts(grace_s=600.0, patience_s=5.0)
+
+    async def settled(now: float) -> list[str]:
+        found = await doubts.settle(store, await catalog.attempts_of(store, TAG), set(), now)
+        return [outcome.outcome for outcome in found]
+
+    assert await settled(100.0) == []
+    assert await settled(699.0) == []
+    await save.vote(1)
+    assert await settled(701.0) == []
+    assert await settled(1300.0) == []
+    assert doubts.any
+    assert await settled(1301.0) == ["abort"]
+    assert await doubts.settle(store, [], set(), 1302.0) == []
+    assert not doubts.any
+
+
+@pytest.mark.usefixtures("dead_job")
+@pytest.mark.parametrize("voting", [(0, 1), (0,), ()])
+async def test_indoubt_3_what_a_job_works_at_is_left_alone(
+    hub: Hub, root: Path, store: Store, voting: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save: Save = await leave_in_doubt(store, voting=voting)
+    await store.put(save.info(0).key("00000-2.chunks"), b"being written")
+    monkeypatch.setattr(hub.jobs.__class__, "at", lambda *_: [SimpleNamespace(info=save.info(1))])
+    await look(hub, root)
+    assert await state(store) == "in-doubt"
+
+
+@pytest.mark.usefixtures("dead_job")
+async def test_a_daemon_that_leaves_decides_nothing(hub: Hub, root: Path, store: Store) -> None:
+    await leave_in_doubt(store)
+    hub.leaving = True
+    await look(hub, root)
+    assert await state(store) == "in-doubt"
+
+
+# --- all roots -----------------------------------------------------------------------------------------------------------
+
+
+async def test_it_looks_after_roots_on_disk_and_after_each_commit(hub: Hub, root: Path, store: Store, tmp_path: Path) -> None:
+    await save_checkpoint(store)
+    other = tmp_path / "other"
+    async with PosixStore(other) as elsewhere:
+        await save_checkpoint(elsewhere, tag="global_step9")
+    caretaker = RootMonitor(hub, AT_ONCE)
+    running = asyncio.create_task(caretaker.run())
+    await until(lambda: hub.root_scans.keys() == {str(root), str(other)})
+    assert (hub.root_scans[str(root)].latest, hub.root_scans[str(other)].latest) == (TAG, "global_step9")
+    await save_checkpoint(store, tag="global_step2")
+    caretaker.look_soon(str(root))
+    await until(lambda: hub.root_scans[str(root)].latest == "global_step2")
+    new = hub.roots.store(str(tmp_path / "joined"))
+    await save_checkpoint(new, tag="global_step3")
+    hub.rank(str(tmp_path / "joined"), 0, world_size=1, pid=1)
+    caretaker.look_soon(str(tmp_path / "joined"))
+    await until(lambda: str(tmp_path / "joined") in hub.root_scans)
+    await ended(running)
+
+
+async def test_a_root_that_is_gone_is_looked_after_no_longer(
+    hub: Hub, root: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await save_checkpoint(store)
+    caretaker = RootMonitor(hub, AT_ONCE)
+    running = asyncio.create_task(caretaker.run())
+    await until(lambda: str(root) in hub.root_scans)
+    monkeypatch.setattr(hub.roots, "found", list)
+    caretaker.look_soon("/a/root/that/nobody/knows")
+    await until(lambda: not hub.root_scans)
+    await ended(running)
+
+
+async def test_a_root_that_hangs_keeps_no_other_one_waiting(
+    hub: Hub, root: Path, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await save_checkpoint(store)
+    hanging = hub.roots.store(str(tmp_path / "hanging"))
+    hub.rank(str(tmp_path / "hanging"), 0, world_size=1, pid=1)
+    listing = PosixStore.list
+
+    async def hang(self: PosixStore, prefix: str) -> object:
+        return await asyncio.Event().wait() if self is hanging else await listing(self, prefix)
+
+    monkeypatch.setattr(PosixStore, "list", hang)
+    running = asyncio.create_task(RootMonitor(hub, AT_ONCE).run())
+    await until(lambda: str(root) in hub.root_scans)
+    assert hub.root_scans[str(root)].latest == TAG
+    await ended(running)
+    assert str(tmp_path / "hanging") not in hub.root_scans
+
+
+async def test_a_file_system_that_hangs_keeps_no_other_root_waiting(
+    hub: Hub, root: Path, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MONITOR-1: not even a look at the path answers; one thread waits for it, however often it is asked."""
+    await save_checkpoint(store)
+    hanging, never, asked = str(tmp_path / "hanging"), threading.Event(), []
+    check = hub.roots.check
+
+    def hang(path: str) -> str:
+        if path == hanging:
+            asked.append(path)
+            never.wait()
+        return check(path)
+
+    monkeypatch.setattr(hub.roots, "check", hang)
+    monkeypatch.setattr(roots_module, "ANSWER_S", 0.5)
+    hub.rank(str(root), 0, world_size=1, pid=1)
+    hub.rank(hanging, 0, world_size=1, pid=1)
+    running = asyncio.create_task(RootMonitor(hub, AT_ONCE).run())
+    await until(lambda: hub.root_scans.keys() >= {str(root), hanging})
+    assert hub.root_scans[str(root)].latest == TAG
+    problem = hub.root_scans[hanging].problem
+    assert problem is not None
+    assert "has not answered for" in problem.message
+    with pytest.raises(StoreError, match="has not answered"):
+        await hub.roots.opened(hanging)
+    assert len(asked) == 1
+    await ended(running)
+    never.set()
+
+
+async def test_roots_in_use_are_looked_after_however_many_lie_on_disk(
+    hub: Hub, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(caretaker_module, "ROOTS_MAX", 2)
+    for name in ("a", "b", "c"):
+        async with PosixStore(tmp_path / name) as old:
+            await save_checkpoint(old)
+    caretaker = RootMonitor(hub, AT_ONCE)
+    hub.on_news = caretaker.look_soon
+    running = asyncio.create_task(caretaker.run())
+    await until(lambda: len(hub.root_scans) == 2)
+    used = str(tmp_path / "zz")
+    async with PosixStore(used) as store:
+        await save_checkpoint(store)
+    hub.rank(used, 0, world_size=1, pid=1).connected(os.getuid())
+    await until(lambda: used in hub.root_scans)
+    assert len(hub.root_scans) == 2
+    [words] = standing(hub).left_out
+    assert words.endswith(f"Not looked after: {tmp_path}/b, {tmp_path}/c.")
+    assert "`checkpointd status ROOT` looks at one by itself" in words
+    shutil.rmtree(tmp_path / "b")
+    shutil.rmtree(tmp_path / "c")
+    caretaker.look_soon("somewhere new")
+    await until(lambda: standing(hub).left_out == ())
+    await ended(running)
+
+
+async def test_many_roots_that_are_not_looked_after_are_counted(hub: Hub) -> None:
+    hub.not_looked_after = [f"/runs/{number}" for number in range(9)]
+    [words] = standing(hub).left_out
+    assert "and not after 9 others. " in words
+    assert "Not looked after: /runs/0, /runs/1, " in words
+    assert words.endswith("/runs/7 and 1 more.")
+    hub.not_looked_after = ["/runs/\x1b[2J" + "x" * 4096]
+    [words] = standing(hub).left_out
+    assert words.isprintable()
+    assert len(words) < 700
+
+
+async def test_what_was_seen_of_a_root_that_was_removed_is_forgotten(hub: Hub, root: Path, store: Store) -> None:
+    await save_checkpoint(store)
+    caretaker = RootMonitor(hub, AT_ONCE)
+    await caretaker.look(str(root))
+    assert caretaker._roots[str(root)].looker._decided
+    caretaker.remade(str(root))
+    assert not caretaker._roots[str(root)].looker._decided

@@ -1,0 +1,239 @@
+"""How a root does, from what the daemon knows of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+import pytest
+
+from checkpointd.daemon.status.model import RankStatus, RootStatus, SaveStatus
+from checkpointd.daemon.status.verdict import STATES, about, attention, judged, rhythm_of
+from checkpointd.layout.manifest import ErrorReport, Inline
+from tests.unit.daemon.example_statuses import NOW, busy, checkpoints, failing, rank_status, root_status, save
+
+FULL = ErrorReport(code="StoreFullError", message="no space is left", phase="persisting")
+
+
+def committed(*began: float, rank: int = 0) -> list[SaveStatus]:
+    return [save(rank, 100 * (at + 1), began=moment) for at, moment in enumerate(began)]
+
+
+def failed(began: float, *, step: int = 900, phase: str = "failed", rank: int = 0) -> SaveStatus:
+    return save(rank, step, began=began, phase=phase, error=FULL)
+
+
+def root(ranks: Sequence[RankStatus] | None = None, recent: Iterable[SaveStatus] = (), **changed: Any) -> RootStatus:
+    """A root whose newest commit is that of `recent`, without what other runs left there."""
+    recent = list(recent)
+    made = root_status("/r", ranks=[rank_status(0, 1)] if ranks is None else ranks, recent=recent)
+    last = max((one.ended_at for one in recent if one.phase == "committed" and one.ended_at), default=None)
+    return msgspec.structs.replace(made, **{"checkpoints": (), "newest_committed_at": last, **changed})
+
+
+def said(found: RootStatus, now: float = NOW) -> tuple[str, str]:
+    verdict = judged(found, now).verdict
+    return verdict.state, verdict.mood
+
+
+def gone(*ranks: int, world: int = 2, well: bool = False) -> list[RankStatus]:
+    return [rank_status(r, world, connected=r not in ranks, left_well=well and r in ranks) for r in range(world)]
+
+
+def test_a_root_that_saves_is_healthy() -> None:
+    assert said(root(recent=committed(NOW - 100))) == ("healthy", "good")
+    assert judged(busy(8).roots[0], NOW).verdict.reason == "The last save was committed"
+
+
+def test_a_save_that_the_trainer_persisted_itself_is_said() -> None:
+    inline = Inline(reason="refused", why="no room")
+    found = judged(root(recent=[msgspec.structs.replace(one, inline=inline) for one in committed(NOW - 100)]), NOW)
+    assert (
+        found.verdict.reason
+        == "The last save was committed; the trainers persisted it themselves, since the sidecar refused it"
+    )
+
+
+def test_a_first_save_that_has_not_come_is_not_bad() -> None:
+    assert said(root()) == ("healthy", "good")
+    assert judged(root(), NOW).verdict.reason == "The trainers are connected; nothing was saved yet"
+
+
+def test_what_the_run_before_committed_is_not_this_ones() -> None:
+    found = judged(root(newest_committed_at=NOW - 9000), NOW)
+    assert found.verdict.reason == "The trainers are connected; they have not saved since they began"
+
+
+def test_the_last_saves_that_did_not_commit_are_counted() -> None:
+    found = judged(root(recent=[*committed(NOW - 900), failed(NOW - 600, step=500), failed(NOW - 300, step=600)]), NOW)
+    assert (found.verdict.state, found.verdict.mood) == ("failing", "bad")
+    assert found.verdict.reason == "The last 2 saves did not commit: rank 0 failed: no space is left"
+
+
+def test_a_commit_after_a_failure_makes_it_healthy() -> None:
+    assert said(root(recent=[failed(NOW - 600), *committed(NOW - 300)])) == ("healthy", "good")
+
+
+def test_a_commit_that_another_node_saw_makes_it_healthy() -> None:
+    assert said(root(recent=[failed(NOW - 600)], newest_committed_at=NOW - 100)) == ("healthy", "good")
+
+
+def test_the_rank_that_failed_by_itself_is_named_first() -> None:
+    recent = [failed(NOW - 60, phase="aborted"), failed(NOW - 60, rank=1)]
+    assert "rank 1 failed" in judged(root([rank_status(r, 2) for r in range(2)], recent), NOW).verdict.reason
+
+
+def test_a_save_that_was_left_out_on_purpose_is_no_failure() -> None:
+    busy_yet = save(0, 300, began=NOW - 50, phase="skipped", error=FULL)
+    assert said(root(recent=[*committed(NOW - 300), busy_yet])) == ("healthy", "good")
+
+
+def test_a_trainer_that_was_killed_is_gone() -> None:
+    found = judged(root(gone(1)), NOW)
+    assert (found.verdict.state, found.verdict.mood) == ("trainers gone", "bad")
+    assert found.verdict.reason == "The trainer of rank 1 went without closing the Checkpointer"
+
+
+def test_trainers_that_closed_are_not_gone() -> None:
+    assert said(root(gone(0, 1, well=True))) == ("closed", "quiet")
+    assert said(root(gone(1, well=True))) == ("healthy", "good")
+
+
+def test_a_job_that_closed_after_a_failure_should_be_looked_at() -> None:
+    assert said(root(gone(0, 1, well=True), [failed(NOW - 60)])) == ("closed", "doubt")
+
+
+def test_ranks_of_a_larger_run_before_are_not_missed() -> None:
+    old = [msgspec.structs.replace(rank, since=NOW - 90_000, epoch=2) for rank in gone(2, 3, world=4)[2:]]
+    assert said(root([*(rank_status(r, 2) for r in range(2)), *old])) == ("healthy", "good")
+
+
+def of_run(ranks: Sequence[RankStatus], epoch: int | None, *, since: float, gone_at: float | None = None) -> list[RankStatus]:
+    return [msgspec.structs.replace(rank, epoch=epoch, since=since, gone_at=gone_at) for rank in ranks]
+
+
+@pytest.mark.parametrize(("well", "state"), [(None, "healthy"), (True, "closed"), (False, "trainers gone")])
+def test_ranks_that_another_node_took_over_are_not_missed(well: bool | None, state: str) -> None:
+    """Ranks 0 and 1 were killed here, and run elsewhere since; 2 and 3 came here, and then perhaps ended."""
+    before = of_run(gone(0, 1, world=4)[:2], 3, since=NOW - 7000, gone_at=NOW - 3000)
+    here = [rank_status(r, 4, connected=well is None, left_well=bool(well)) for r in (2, 3)]
+    found = judged(root([*before, *of_run(here, 4, since=NOW - 2900)]), NOW)
+    assert found.verdict.state == state
+    assert [rank.rank for rank in found.ranks] == [2, 3]
+
+
+def test_a_rank_of_the_same_run_is_missed_whenever_the_others_came() -> None:
+    gone_first = of_run(gone(0)[:1], 4, since=NOW - 200, gone_at=NOW - 100)
+    assert said(root([*gone_first, *of_run([rank_status(1, 2)], 4, since=NOW - 50)])) == ("trainers gone", "bad")
+
+
+def test_a_root_that_was_made_again_begins_its_epochs_anew() -> None:
+    before = of_run(gone(0)[:1], 7, since=NOW - 7000, gone_at=NOW - 3000)
+    assert said(root([*before, *of_run([rank_status(1, 2)], 1, since=NOW - 50)])) == ("healthy", "good")
+
+
+def test_a_trainer_that_went_before_it_had_begun_is_missed_until_the_next_run() -> None:
+    first = of_run(gone(0)[:1], None, since=NOW - 200, gone_at=NOW - 100)
+    beside, later = of_run([rank_status(1, 2)], 4, since=NOW - 150), of_run([rank_status(1, 2)], 5, since=NOW - 50)
+    assert said(root([*first, *beside])) == ("trainers gone", "bad")
+    assert said(root([*first, *later])) == ("healthy", "good")
+
+
+def test_a_save_that_does_not_come_is_late() -> None:
+    recent = committed(NOW - 2800, NOW - 2200, NOW - 1600)
+    found = judged(root(recent=recent), NOW - 1000)
+    assert (found.every_s, found.next_due_at) == (600, NOW - 1000)
+    assert found.verdict.state == "healthy"
+    assert said(root(recent=recent), NOW - 1600 + 901) == ("late", "doubt")
+    assert judged(root(recent=recent), NOW).verdict.reason == "The next save is overdue: the last ones came every 10 min"
+
+
+def test_one_interval_says_nothing() -> None:
+    found = judged(root(recent=committed(NOW - 7000, NOW - 6400)), NOW)
+    assert (found.every_s, found.next_due_at) == (None, None)
+    assert found.verdict.state == "healthy"
+
+
+def test_the_longest_interval_is_waited_for() -> None:
+    recent = committed(NOW - 6000, NOW - 5900, NOW - 5800, NOW - 5700, NOW - 3700, NOW - 3600)
+    assert said(root(recent=recent), NOW - 3600 + 2900) == ("healthy", "good")
+    assert said(root(recent=recent), NOW - 3600 + 3001) == ("late", "doubt")
+
+
+def test_the_time_between_two_runs_is_no_interval() -> None:
+    ranks = [msgspec.structs.replace(rank_status(0, 1), since=NOW - 1300)]
+    recent = committed(NOW - 90_000, NOW - 89_400, NOW - 88_800, NOW - 1200, NOW - 600)
+    found = judged(root(ranks, recent), NOW)
+    assert (found.every_s, found.next_due_at) == (600, NOW)
+
+
+def test_after_a_restart_of_the_daemon_the_store_knows_the_rhythm() -> None:
+    found = judged(root(checkpoints=checkpoints(800, 8, 1)), NOW)
+    assert found.every_s == 600
+    assert found.next_due_at == NOW - 93 + 600
+
+
+def test_trainers_that_are_gone_are_not_late() -> None:
+    found = judged(root(gone(0, 1, well=True), committed(NOW - 2800, NOW - 2200, NOW - 1600)), NOW)
+    assert (found.verdict.state, found.next_due_at) == ("closed", None)
+
+
+def test_what_cannot_be_looked_at_comes_before_all() -> None:
+    assert said(root(problem=FULL, recent=[failed(NOW - 60)])) == ("unreadable", "bad")
+
+
+def test_a_newest_checkpoint_that_is_damaged() -> None:
+    [one] = checkpoints(100, 1, 1)
+    assert said(root(checkpoints=(msgspec.structs.replace(one, read_back="damaged"),))) == ("damaged", "bad")
+
+
+def test_a_root_that_only_lies_on_disk_is_idle() -> None:
+    assert said(root([])) == ("idle", "quiet")
+
+
+def test_what_needs_a_look_comes_first_then_what_saves() -> None:
+    def named(name: str, found: RootStatus) -> RootStatus:
+        return judged(msgspec.structs.replace(found, root=name), NOW)
+
+    flying = save(0, 300, began=NOW - 1, phase="persisting", done=0.5)
+    found = [
+        named("a", root([])),
+        named("b", root(gone(0, 1, well=True))),
+        named("c", root(recent=committed(NOW - 100))),
+        named("d", msgspec.structs.replace(root(), in_flight=(flying,))),
+        named("e", root(recent=committed(NOW - 2800, NOW - 2200, NOW - 1600))),
+        named("f", root(gone(1))),
+        named("g", root(recent=[failed(NOW - 60)])),
+        named("h", root(problem=FULL)),
+    ]
+    assert [one.root for one in sorted(found, key=attention)] == ["h", "g", "f", "e", "d", "c", "b", "a"]
+
+
+def test_a_reason_is_one_short_sentence_and_the_same_later() -> None:
+    long = msgspec.structs.replace(failed(NOW - 60), error=msgspec.structs.replace(FULL, message="x" * 5000))
+    assert len(judged(root(recent=[long]), NOW).verdict.reason) == 300
+    for found in (*busy(8).roots, *failing().roots, root(gone(1))):
+        assert judged(found, NOW).verdict == judged(found, NOW + 1).verdict
+        assert judged(found, NOW).verdict.state in STATES
+
+
+def test_rhythm_needs_nothing_else() -> None:
+    assert rhythm_of(root([])) is None
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (0.25, "0.2 s"),
+        (9, "9.0 s"),
+        (45, "45 s"),
+        (100, "100 s"),
+        (118, "2 min"),
+        (600, "10 min"),
+        (9000, "2.5 h"),
+        (2e5, "2.3 d"),
+    ],
+)
+def test_about(seconds: float, words: str) -> None:
+    assert about(seconds) == words

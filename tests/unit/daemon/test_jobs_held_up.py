@@ -1,0 +1,68 @@
+"""How long saves hold training: metrics and outcomes say what the trainer's handles say, whoever persists."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from checkpointd.daemon.hub import Hub
+from checkpointd.daemon.protocol import wire
+from checkpointd.layout.manifest import ErrorReport
+from checkpointd.pipeline.root import catalog
+from checkpointd.store.posix.store import PosixStore
+from checkpointd_client import Checkpointer
+from checkpointd_client.staging.stager import StagingMode
+from tests.unit.daemon.conftest import Daemon, serving, shard_of, until
+
+torch = pytest.importorskip("torch")
+
+
+def stall_s(hub: Hub, root: Path) -> float:
+    return hub.tallies[str(root)].stall_s
+
+
+def trained(root: Path, socket: str, staging: StagingMode) -> list[float]:
+    """Save three times, with a step after each; how long each save held training, as its handle says."""
+    net = torch.nn.Linear(512, 512)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with Checkpointer(root, sidecar=socket, staging=staging) as ckpt:
+        handles = []
+        for step in range(3):
+            handles.append(ckpt.save(step, {"net": net}))
+            net(torch.ones(1, 512)).sum().backward()
+            optimizer.step()
+        return [handle.wait(timeout=30).timings.held_s for handle in handles]
+
+
+async def told_by_outcomes(root: Path) -> list[float]:
+    async with PosixStore(root) as store:
+        found = sorted(await catalog.checkpoints(store), key=lambda checkpoint: checkpoint.outcome.step)
+    return [checkpoint.outcome.cost.held_s for checkpoint in found if checkpoint.outcome.cost is not None]
+
+
+@pytest.mark.parametrize("staging", ["eager", "lazy"])
+@pytest.mark.parametrize("options", [{}, {"memory_bytes_max": 4096}], ids=["by the sidecar", "inline"])
+async def test_the_time_that_saves_hold_training(root: Path, staging: StagingMode, options: dict[str, int]) -> None:
+    async with serving(root.parent, **options) as daemon:
+        held = await asyncio.to_thread(trained, root, daemon.path, staging)
+        await until(lambda: daemon.hub.tallies[str(root)].committed == 3)
+        assert min(held) > 0
+        assert stall_s(daemon.hub, root) == pytest.approx(sum(held), abs=1e-5)
+    assert await told_by_outcomes(root) == pytest.approx(held, abs=1e-5)
+
+
+async def test_a_save_that_is_spoiled_and_one_that_is_told_again_count_once(daemon: Daemon, root: Path) -> None:
+    client = await daemon.client()
+    await client.ready(root, shard_of())
+    await client.save(1)
+    error = ErrorReport(code="SkippedError", message="two saves are still in flight")
+    await client.send(wire.Spoiled(save=1, error=error, held_s=2.0))
+    await client.outcome(1)
+    assert stall_s(daemon.hub, root) == 2.0
+    await client.save(2)
+    for _ in range(2):
+        await client.send(wire.Spoiled(save=2, error=error, held_s=3.0))
+    await client.outcome(2)
+    assert stall_s(daemon.hub, root) == 5.0

@@ -1,0 +1,264 @@
+"""What somebody may leave at a root who can write there and can count: each case, and the words that refuse it.
+
+A case changes the newest checkpoint of a root; its digests fit. `verify`: whether verification finds it, too (it reads all that
+loading reads, but builds no values). `undecided`: what recovery makes of it where the attempt has no outcome yet (of the chunks
+it looks at the objects' sizes alone).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+import zstandard
+
+from tests.forged_roots import Fields, Forger, chunk_of, opened, sealed
+
+MIB, GIB = 1 << 20, 1 << 30
+RAW = np.arange(64 * 48, dtype=np.float32).tobytes()
+"""What the model's weight, 64 x 48 in float32, holds where a case stores it anew."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """`forge` does it; the error must match `words`."""
+
+    words: str
+    forge: Callable[[Forger], None]
+    verify: bool = True
+    undecided: Literal["abort", "commit"] = "abort"
+
+
+def weight(*chunks: list[Any], shape: tuple[int, ...] = (64, 48), dtype: str = "float32") -> list[Any]:
+    return ["model.weight", dtype, shape, [[0] * len(shape), shape], "rank", chunks]
+
+
+def stored(data: bytes, *chunks: list[Any], **changes: Any) -> Callable[[Forger], None]:
+    """The weight in `chunks` of an object that is `data`; `changes` of the index."""
+    return lambda forger: forger.put_chunks(data, [weight(*chunks)], **changes)
+
+
+def entry(**changes: Any) -> Callable[[Forger], None]:
+    """The weight described otherwise."""
+
+    def forge(forger: Forger) -> None:
+        old = forger.index()["tensors"][0]
+        names = ("fqn", "dtype", "shape", "box", "scope", "chunks")
+        forger.edit_index(tensors=[[changes.get(name, value) for name, value in zip(names, old, strict=True)]])
+
+    return forge
+
+
+def index(**changes: Any) -> Callable[[Forger], None]:
+    return lambda forger: forger.edit_index(**changes)
+
+
+def raw_index(head: bytes, key: str) -> Callable[[Forger], None]:
+    """An index whose value of `key` is the bytes `head` and nothing after them."""
+
+    def forge(forger: Forger) -> None:
+        fields: Fields = forger.index()
+        del fields[key]
+        data = msgspec.msgpack.encode(fields)
+        forger.put_index(bytes([data[0] + 1]) + data[1:] + msgspec.msgpack.encode(key) + head)
+
+    return forge
+
+
+def chunks_object(name: str) -> Callable[[Forger], None]:
+    return index(objects=[{"name": name, "size": 9}])
+
+
+def vote(**changes: Any) -> Callable[[Forger], None]:
+    return lambda forger: forger.edit_vote(**changes)
+
+
+def outcome(**changes: Any) -> Callable[[Forger], None]:
+    return lambda forger: forger.edit_outcome(**changes)
+
+
+def deep_json(name: str, depth: int) -> Callable[[Forger], None]:
+    """The object `name` with one more key, whose value is nested."""
+
+    def forge(forger: Forger) -> None:
+        fields = opened((forger.folder / name).read_bytes())
+        text = msgspec.json.encode(fields)[:-1] + b',"deep":' + b"[" * depth + b"]" * depth
+        (forger.put_vote if name.endswith("vote") else forger.put_outcome)(sealed(text))
+
+    return forge
+
+
+def client_state(node: bytes) -> Callable[[Forger], None]:
+    """A tree whose client_state is the msgpack `node`."""
+
+    def forge(forger: Forger) -> None:
+        [_, _, [[_, state], _]] = msgspec.msgpack.decode(forger.index()["tree"])
+        head = b"\x93\xa1D\xa4dict\x92" + msgspec.msgpack.encode(["state", state])
+        forger.edit_index(tree=head + b"\x92\xacclient_state" + node)
+
+    return forge
+
+
+def value(node: object) -> Callable[[Forger], None]:
+    """A client_state with one value."""
+    return client_state(msgspec.msgpack.encode(["D", "dict", [["x", node]]]))
+
+
+def zstd_header(content_size: int) -> bytes:
+    return b"\x28\xb5\x2f\xfd\xe0" + struct.pack("<Q", content_size) + bytes([1 | 4 << 3, 0, 0]) + b"abcd"
+
+
+def bomb(size: int) -> bytes:
+    """One frame of `size` zeros, made without ever holding them."""
+    compressor = zstandard.ZstdCompressor().compressobj(size=size)
+    return b"".join([*(compressor.compress(bytes(MIB)) for _ in range(size // MIB)), compressor.flush()])
+
+
+BOMB = bomb(256 * MIB)
+SIZELESS = zstandard.ZstdCompressor(write_content_size=False).compress(RAW)
+PLANES_BOMB = b"\x01\x04\x01\x00" + struct.pack("<Q", len(RAW)) + struct.pack("<BQ", 1, len(BOMB)) * 4 + BOMB * 4
+NESTED = b"\x93\xa1L\xa4list\x91"
+
+INDEX = {
+    "a tensor of 2**40 elements": Case("needs 4398046511104 bytes", entry(shape=(1 << 40,), box=[[0], [1 << 40]])),
+    "more dimensions than can be": Case(
+        "1000 are the limit", entry(shape=(1 << 62,) * 5000, box=[(0,) * 5000, (1 << 62,) * 5000])
+    ),
+    "a negative shape": Case("does not lie inside", entry(shape=(-64, -48), box=[(0, 0), (-64, -48)])),
+    "a box outside its tensor": Case("does not lie inside", entry(box=[(1, 0), (64, 48)])),
+    "a part of a tensor": Case("stored only a part of model.weight", entry(shape=(128, 48)), verify=False),
+    "an unknown dtype": Case("unknown dtype", entry(dtype="object")),
+    "a chunk of 1 TiB": Case(
+        "declares 1099511627776 bytes",
+        lambda f: f.edit_index(
+            tensors=[weight(chunk_of(b"x", b"x", raw=1 << 40), shape=(1 << 40,), dtype="uint8")],
+        ),
+    ),
+    "a chunk beyond its object": Case("outside the objects", stored(RAW, chunk_of(RAW, RAW, offset=1))),
+    "a chunk of no object": Case("outside the objects", stored(RAW, chunk_of(RAW, RAW, object=7))),
+    "a chunk before its object": Case("outside the objects", stored(RAW, chunk_of(RAW, RAW, offset=-1))),
+    "chunks that overlap": Case(
+        "chunks overlap", stored(RAW, chunk_of(RAW[:6144], RAW[:6144]), chunk_of(RAW[4:6148], RAW[4:6148], offset=4))
+    ),
+    "a chunk of half an element": Case(
+        "no whole number of elements", stored(RAW, chunk_of(RAW[:2], RAW[:2]), chunk_of(RAW[2:], RAW[2:], offset=2))
+    ),
+    "2**32 tensors": Case("is damaged", raw_index(b"\xdd\xff\xff\xff\xff", "tensors")),
+    "2**32 keys": Case("is damaged", lambda f: f.put_index(b"\xdf\xff\xff\xff\xff")),
+    "a string of 4 GiB": Case("is damaged", raw_index(b"\xdb\xff\xff\xff\xff", "tag")),
+    "a tree of 4 GiB": Case("is damaged", raw_index(b"\xc6\xff\xff\xff\xff", "tree")),
+    "an index nested 100,000 deep": Case("is damaged", lambda f: f.put_index(b"\x91" * 100_000)),
+    "an unknown key nested 100,000 deep": Case("is damaged", raw_index(b"\x91" * 100_000 + b"\xc0", "excluded")),
+    "another version": Case("format version 2", index(version=2)),
+    "another rank": Case("not a chunks object of that rank", index(rank=5)),
+    "another tag": Case("belongs to rank 0 of global_step1/", index(tag="global_step1")),
+    "aliases of each other": Case("is not stored", index(aliases=[["a", "b", [1], [1], 0], ["b", "a", [1], [1], 0]])),
+    "a tensor twice": Case("twice", lambda f: f.edit_index(tensors=f.index()["tensors"] * 2)),
+    **{
+        f"a chunks object called {name}": Case("is not ", chunks_object(name))
+        for name in ("../../etc/passwd", "/etc/passwd", "../../global_step1/00000001-0/00000-0.chunks", "00001-0.chunks")
+    },
+}
+
+CHUNKS = {
+    "an object of 2**62 bytes": Case(
+        "ends before byte",
+        stored(RAW, chunk_of(RAW, RAW, offset=1 << 61), objects=[{"name": "00000-0.chunks", "size": 1 << 62}]),
+    ),
+    "a chunk of 1 GiB that is not there": Case(
+        "ends before byte",
+        lambda f: f.put_chunks(
+            RAW,
+            [weight(chunk_of(RAW, RAW, stored=GIB))],
+            objects=[{"name": "00000-0.chunks", "size": GIB}],
+        ),
+    ),
+    "a bomb": Case("declares 268435456 bytes, not 12288", stored(BOMB, chunk_of(BOMB, RAW, codec="zstd"))),
+    "a bomb without its size": Case("not 12288", stored(SIZELESS, chunk_of(SIZELESS, RAW, codec="zstd"))),
+    "a frame that declares 2**40 bytes": Case(
+        "declares 1099511627776 bytes", stored(zstd_header(1 << 40), chunk_of(zstd_header(1 << 40), RAW, codec="zstd"))
+    ),
+    "a bomb in each plane": Case(
+        "declares 268435456 bytes, not 3072", stored(PLANES_BOMB, chunk_of(PLANES_BOMB, RAW, codec="planes"))
+    ),
+    "an unknown codec": Case("codec 'lzma' is unknown", stored(RAW, chunk_of(RAW, RAW, codec="lzma"))),
+    "raw bytes of another size": Case("are stored, not", stored(RAW[:-4], chunk_of(RAW[:-4], RAW))),
+}
+CHUNKS = {
+    name: Case(case.words, case.forge, undecided="abort" if "ends before" in case.words else "commit")
+    for name, case in CHUNKS.items()
+}
+
+TREES = {
+    "a tree nested 100,000 deep": Case("state tree .* cannot be read", client_state(NESTED * 100_000 + b"\xc0")),
+    "a tree nested 300 deep": Case("nested deeper than 256 levels", client_state(NESTED * 300 + b"\xc0")),
+    "a list of 2**32 values": Case("cannot be read", client_state(b"\x93\xa1L\xa4list\xdd\xff\xff\xff\xff")),
+    "bytes of 4 GiB": Case("cannot be read", client_state(b"\x92\xa1B\xc6\xff\xff\xff\xff")),
+    "a node of an unknown kind": Case("cannot be read", value(["X", "os.system"])),
+    "a class": Case("cannot be read", value(["D", "UserDict", []])),
+}
+RESTORED = {
+    "a client_state that is no dict": Case("client_state of the state tree is not a dict", client_state(b"\x01")),
+    "a tensor that is not stored": Case("names nobody, which is not stored", value(["T", "nobody", False, "cpu", None])),
+    "a tensor named twice": Case("twice", value(["T", "model.weight", False, "cpu", None])),
+    "an array of objects": Case("array of dtype '[|]O'", value(["A", "model.weight", "|O", None])),
+    "a scalar that is an object": Case("cannot be read", value(["N", "|O", bytes(8)])),
+    "a scalar of another size": Case("cannot be read", value(["N", "<f8", bytes(4)])),
+    "an integer that is none": Case("cannot be read", value(["I", "__import__('os')"])),
+    "a dtype that is a function": Case("cannot be read", value(["Y", "dtype", "load"])),
+    "a device that is none": Case("cannot be read", value(["Y", "device", "/etc/passwd"])),
+    "a set of lists": Case("cannot hold", value(["L", "set", [["L", "list", []]]])),
+    "a key that is a list": Case("cannot be read", value(["D", "dict", [[["L", "list", []], 1]]])),
+}
+
+VOTES = {
+    **{
+        f"an index called {name}": Case("names an index", vote(index={"name": name, "size": 9, "digest": "0" * 32}))
+        for name in ("../../etc/passwd", "/etc/passwd", "00001.index", "00000-0.chunks")
+    },
+    "an index of 2**62 bytes": Case("names an index", vote(index={"name": "00000.index", "size": 1 << 62, "digest": "0" * 32})),
+    "an index of -5 bytes": Case("names an index", vote(index={"name": "00000.index", "size": -5, "digest": "0" * 32})),
+    "a vote of 2**60 ranks": Case("which cannot be", vote(world_size=1 << 60)),
+    "a vote of rank 5": Case("which cannot be", vote(rank=5)),
+    "a vote of another version": Case("format version 2", vote(version=2)),
+    "a no in a commit": Case("names no index", vote(vote="no", index=None)),
+    "a vote nested 100,000 deep": Case("recursion", deep_json("00000.vote", 100_000)),
+    "a vote of 1 GiB": Case("larger than", lambda f: f.sparse("00000.vote", GIB)),
+}
+
+OUTCOMES = {
+    "an outcome of 2**60 ranks": Case("speaks of 1152921504606846976 ranks", outcome(world_size=1 << 60)),
+    "an outcome of -1 ranks": Case("speaks of -1 ranks", outcome(world_size=-1)),
+    "a commit without votes": Case("does not have the vote of each", outcome(votes={})),
+    "votes of ranks that are paths": Case("not have the vote", outcome(votes={"../../x": {"digest": "0" * 32, "size": 1}})),
+    "an outcome of another version": Case("format version 2", outcome(version=2)),
+    "an outcome of another tag": Case("somebody moved it", outcome(tag="global_step1")),
+    "an outcome of a path": Case("somebody moved it", outcome(attempt="../../global_step1")),
+    "an outcome nested 100,000 deep": Case("recursion", deep_json("outcome", 100_000)),
+    "an outcome of 1 GiB": Case("larger than", lambda f: f.sparse("outcome", GIB)),
+    "an outcome of nothing but zeros": Case("is damaged", lambda f: f.sparse("outcome", 1000)),
+    "a number of 5,000 digits": Case("out of range", lambda f: f.put_outcome(huge_number(f))),
+}
+
+
+def huge_number(forger: Forger) -> bytes:
+    text = msgspec.json.encode(opened((forger.folder / "outcome").read_bytes()))
+    return sealed(text.replace(b'"step":2', b'"step":' + b"9" * 5000)[:-1])
+
+
+DECIDED = {
+    **INDEX,
+    **CHUNKS,
+    **TREES,
+    **{name: Case(case.words, case.forge, verify=False) for name, case in RESTORED.items()},
+    **VOTES,
+    **OUTCOMES,
+}
+"""Every case of a checkpoint that has its outcome."""
+
+UNDECIDED = {**INDEX, **CHUNKS, **VOTES}
+"""Those of an attempt that recovery has to decide."""

@@ -1,0 +1,367 @@
+"""COMMIT-1 to COMMIT-3 of pipeline/decide/publish.py: one outcome whoever puts it, commits only of whole attempts,
+plans that fit together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import pytest
+
+from checkpointd.commit.decide import Decision, unshared
+from checkpointd.commit.machine import FINAL, Phase
+from checkpointd.config import LoadConfig
+from checkpointd.errors import AbortedError, DamagedError, FencedError, NotFoundError, ProtocolError, StagingError, StoreError
+from checkpointd.layout.boxes import Box
+from checkpointd.layout.keys import AttemptId, plan_key
+from checkpointd.layout.manifest import Plan, Vote, decode, digest, encode
+from checkpointd.pipeline.decide.publish import Ballot, PlanCheck, missing_ranks, outcome_of, put_outcome
+from checkpointd.pipeline.read.verify import verify
+from checkpointd.pipeline.root import catalog, epochs
+from checkpointd.pipeline.shard import Shard
+from checkpointd.store.base import Entry, Store
+from checkpointd.store.memory import MemoryStore
+from tests.builders import begin_epoch, leave_in_doubt, phases, plan_save, save_checkpoint
+
+TAG, ATTEMPT = "global_step1", AttemptId(1, 0)
+PREFIX = f"{TAG}/{ATTEMPT}"
+ABORT = unshared("for the test")
+
+
+async def voted(store: MemoryStore, *, world_size: int = 2) -> Ballot:
+    """The ballot of an attempt for which every rank voted yes."""
+    await leave_in_doubt(store, world_size=world_size, voting=tuple(range(world_size)))
+    ballot = Ballot(store, TAG, ATTEMPT)
+    await ballot.gather(await store.list(PREFIX))
+    return ballot
+
+
+async def put_plan(store: MemoryStore, ballot: Ballot, rank: int, **changes: object) -> None:
+    """Give `rank` a plan that differs from its own in `changes` of its first tensor."""
+    vote = ballot.votes[rank]
+    assert vote is not None
+    plan = decode(await store.get(plan_key(vote.plan or "")), Plan, "plan")
+    tensors = (msgspec.structs.replace(plan.tensors[0], **changes), *plan.tensors[1:])
+    data = encode(msgspec.structs.replace(plan, tensors=tensors))
+    await store.put(plan_key(digest(data)), data)
+    ballot.votes[rank] = msgspec.structs.replace(vote, plan=digest(data))
+
+
+def _plan_of(ballot: Ballot, rank: int) -> str:
+    vote = ballot.votes[rank]
+    assert vote is not None
+    return vote.plan or ""
+
+
+def words(decision: Decision | None) -> str:
+    assert decision is not None
+    assert decision.error is not None
+    return decision.error.message
+
+
+# --- the outcome -------------------------------------------------------------------------------------------------------
+
+
+async def test_commit_1_of_many_who_put_an_outcome_one_decides_and_all_read_that_one() -> None:
+    store = MemoryStore()
+    save = await leave_in_doubt(store)
+    info = save.info(0)
+    wanted = [outcome_of(info, decision, {}, decided_by=n) for n, decision in enumerate([ABORT] * 4)]
+    found = await asyncio.gather(*(put_outcome(store, outcome) for outcome in wanted))
+    assert len({outcome.decided_by for outcome in found}) == 1
+    assert await catalog.read_outcome(store, TAG, ATTEMPT) == found[0]
+
+
+@pytest.mark.parametrize("first", ["commit", "abort"])
+async def test_commit_1_an_outcome_that_stands_is_returned_to_who_wanted_another(first: str) -> None:
+    store = MemoryStore()
+    info = (await leave_in_doubt(store)).info(0)
+    ballot = Ballot(store, TAG, ATTEMPT)
+    await ballot.gather(await store.list(PREFIX))
+    commit = outcome_of(info, Decision(), ballot.refs, decided_by=0)
+    abort = outcome_of(info, ABORT, ballot.refs, decided_by=1)
+    early, late = (commit, abort) if first == "commit" else (abort, commit)
+    assert await put_outcome(store, early) == early
+    assert await put_outcome(store, late) == early
+
+
+async def test_commit_1_two_coordinators_of_one_attempt_agree_and_so_do_all_ranks() -> None:
+    """Rank 0 twice, as after a trainer that was taken for dead: whatever the race gives, there is one outcome."""
+    store = MemoryStore()
+    save = await leave_in_doubt(store, voting=(1,), world_size=2)
+    attempts = await asyncio.gather(save.run(0), save.run(0))
+    outcome = await catalog.read_outcome(store, TAG, ATTEMPT)
+    for attempt in attempts:
+        assert attempt.outcome == outcome
+        assert (attempt.phase is Phase.COMMITTED) == (outcome.outcome == "commit")
+
+
+async def test_a_rank_that_runs_twice_takes_nothing_of_the_other_away() -> None:
+    store = MemoryStore()
+    save = await leave_in_doubt(store, voting=(0, 1))
+    with pytest.raises(ProtocolError, match="commit seen while failing"):
+        await save.run(0)
+    assert (await verify(store, await catalog.find(store, TAG), LoadConfig())).whole
+
+
+async def test_an_outcome_that_was_moved_here_from_another_attempt_is_refused() -> None:
+    store = MemoryStore()
+    await save_checkpoint(store)
+    await store.put("global_step2/00000001-0/outcome", await store.get(f"{PREFIX}/outcome"))
+    with pytest.raises(DamagedError, match="belongs to global_step1/00000001-0; somebody moved it"):
+        await catalog.read_outcome(store, "global_step2", ATTEMPT)
+    with pytest.raises(DamagedError, match="somebody moved it"):
+        await catalog.find(store, "global_step2")
+
+
+@pytest.mark.parametrize("record", [None, b"", b"not a record"])
+async def test_commit_2_a_newer_epoch_fences_even_where_its_record_cannot_be_read(
+    record: bytes | None,
+) -> None:
+    store = MemoryStore()
+    old = await begin_epoch(store)
+    await begin_epoch(store)
+    if record is not None:
+        await store.put(".checkpointd/epochs/00000002", record)
+    with pytest.raises(FencedError, match="epoch 1 of memory://memory is over: epoch 2 was begun by"):
+        await epochs.check_fence(store, old)
+    attempts = await save_checkpoint(store, epoch=old)
+    assert phases(attempts) == [Phase.ABORTED] * 2
+    assert all(isinstance(attempt.error, FencedError) for attempt in attempts)
+
+
+async def test_attempt_6_a_fenced_rank_ends_the_save_on_all_ranks_before_it_writes_and_says_what_to_do() -> None:
+    """Rank 0 has not even its snapshot yet: nobody waits for it, for a grace or for a deadline."""
+    store = MemoryStore()
+    old = await begin_epoch(store)
+    await begin_epoch(store)
+    save = await plan_save(store, epoch=old)
+    snapshot: asyncio.Future[Shard] = asyncio.get_running_loop().create_future()
+
+    def give_up(phase: Phase) -> None:
+        if phase in FINAL:
+            snapshot.set_exception(StagingError("the attempt is over"))
+
+    first = save._attempt(0, give_up)
+    _, second = await asyncio.gather(first.run(snapshot), save.run(1))
+    assert phases([first, second]) == [Phase.ABORTED] * 2
+    for attempt in (first, second):
+        assert isinstance(attempt.error, FencedError)
+        for words in ("Every further save of this job fails, too", "give each its own root", "open_checkpoint()"):
+            assert words in str(attempt.error)
+    assert [entry.name for entry in await store.list(PREFIX)] == ["outcome"]
+
+
+async def test_commit_2_an_epoch_that_begins_after_the_ranks_have_looked_is_found_before_the_commit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("checkpointd.pipeline.attempt.FENCE_GRACE_S", 0.01)
+
+    class Overtaken(MemoryStore):
+        """Another job begins when rank 0 votes."""
+
+        async def put_if_absent(self, key: str, data: bytes) -> bool:
+            if key == f"{PREFIX}/00000.vote":
+                await epochs.take(self, 2)
+            return await super().put_if_absent(key, data)
+
+    store = Overtaken()
+    attempts = await save_checkpoint(store, epoch=await begin_epoch(store))
+    assert phases(attempts) == [Phase.ABORTED] * 2
+    assert all(isinstance(attempt.error, FencedError) for attempt in attempts)
+
+
+async def test_attempt_6_a_rank_looks_for_a_newer_epoch_once_and_rank_0_once_more_before_the_commit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks: list[str | None] = []
+    check = epochs.check_fence
+
+    async def counted(store: Store, number: int, attempt: str | None = None, *, proved: bool = False) -> None:
+        looks.append(attempt)
+        await check(store, number, attempt, proved=proved)
+
+    monkeypatch.setattr(epochs, "check_fence", counted)
+    assert phases(await save_checkpoint(MemoryStore(), world_size=3)) == [Phase.COMMITTED] * 3
+    assert looks == [PREFIX] * (3 + 1)
+
+
+@pytest.mark.parametrize("hidden", [True, False])
+async def test_attempt_6_a_spared_save_goes_on_where_a_rank_does_not_see_the_newer_epochs_record(hidden: bool) -> None:
+    """As on a node whose file server lags behind: what it cannot read proves nothing."""
+
+    class Lagging(MemoryStore):
+        async def get(self, key: str, *, size_max: int | None = None) -> bytes:
+            if key.endswith("epochs/00000002") and hidden and not await self.stat(f"{PREFIX}/00001.vote"):
+                raise NotFoundError(f"there is no {key}")
+            return await super().get(key) if size_max is None else await super().get(key, size_max=size_max)
+
+    store = Lagging()
+    old = await begin_epoch(store)
+    await epochs.take(store, 2, spares=[PREFIX])
+    assert phases(await save_checkpoint(store, epoch=old)) == [Phase.COMMITTED] * 2
+
+
+async def test_attempt_6_a_store_that_does_not_show_the_epochs_stops_no_save_that_nobody_fenced() -> None:
+    class Refusing(MemoryStore):
+        refusals = 0
+
+        async def list(self, prefix: str) -> list[Entry]:
+            if prefix == ".checkpointd/epochs" and self.refusals:
+                self.refusals -= 1
+                raise StoreError("not now")
+            return await super().list(prefix)
+
+    store = Refusing()
+    save = await plan_save(store)
+    store.refusals = 2
+    assert phases(await save.run_all()) == [Phase.COMMITTED] * 2
+    assert store.refusals == 0
+
+
+async def test_attempt_6_where_the_abort_cannot_be_put_the_fenced_rank_ends_at_once_all_the_same() -> None:
+    class Full(MemoryStore):
+        async def put_if_absent(self, key: str, data: bytes) -> bool:
+            if key.startswith(TAG):
+                raise StoreError("not now")
+            return await super().put_if_absent(key, data)
+
+    store = Full()
+    old = await begin_epoch(store)
+    await begin_epoch(store)
+    [attempt] = await save_checkpoint(store, epoch=old, world_size=1)
+    assert (attempt.phase, type(attempt.error)) == (Phase.FAILED, FencedError)
+    assert "epoch 1 of memory://memory is over" in str(attempt.error)
+
+
+# --- votes -------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_vote_is_read_once_and_one_that_cannot_be_read_stands_as_invalid() -> None:
+    store = MemoryStore()
+    await leave_in_doubt(store)
+    await store.put(f"{PREFIX}/00001.vote", b"scribble")
+    ballot = Ballot(store, TAG, ATTEMPT)
+    entries = await store.list(PREFIX)
+    await ballot.gather(entries)
+    assert ballot.votes[1] is None
+    assert isinstance(ballot.votes[0], Vote)
+    assert words(ballot.decide(2)) == "the vote of rank 1 cannot be read"
+    await store.delete(f"{PREFIX}/00000.vote")
+    await ballot.gather(entries)
+    assert isinstance(ballot.votes[0], Vote)
+
+
+async def test_a_vote_too_large_to_be_one_aborts_instead_of_stopping_the_coordinator() -> None:
+    class Store(MemoryStore):
+        async def get(self, key: str, *, size_max: int = 1 << 20) -> bytes:
+            return await super().get(key, size_max=1 << 10)
+
+    store = Store()
+    await leave_in_doubt(store, voting=(0,))
+    await store.put(f"{PREFIX}/00001.vote", bytes(2 << 10))
+    ballot = Ballot(store, TAG, ATTEMPT)
+    await ballot.gather(await store.list(PREFIX))
+    assert ballot.votes[1] is None
+    assert words(ballot.decide(2)) == "the vote of rank 1 cannot be read"
+
+
+async def test_a_scribbled_vote_aborts_the_attempt_on_every_rank_at_once() -> None:
+    store = MemoryStore()
+    save = await leave_in_doubt(store, voting=(), world_size=3)
+    await store.put(f"{PREFIX}/00002.vote", b"scribble")
+    attempts = await asyncio.gather(save.run(0), save.run(1))
+    assert phases(list(attempts)) == [Phase.ABORTED] * 2
+    for attempt in attempts:
+        assert isinstance(attempt.error, AbortedError)
+        assert attempt.error.ranks == (2,)
+
+
+def test_missing_ranks_say_how_far_they_came_and_other_names_say_nothing() -> None:
+    names = ["00000.vote", "00001-0.chunks", "00002.index", "000003.vote", "\u00b2\u00b2\u00b2\u00b2\u00b2.chunks", "x.index"]
+    found = missing_ranks([Entry(name, 1, is_prefix=False) for name in names], 4)
+    assert found == {1: "had begun to write", 2: "had begun to write", 3: "had written nothing"}
+
+
+# --- plans -------------------------------------------------------------------------------------------------------------
+
+
+async def test_commit_2_plans_that_are_whole_together_have_no_fault_and_are_read_once() -> None:
+    store = MemoryStore()
+    ballot = await voted(store, world_size=3)
+    check = PlanCheck(store)
+    assert await check.fault(ballot.votes) is None
+    for entry in await store.list(".checkpointd/plans"):
+        await store.delete(f".checkpointd/plans/{entry.name}")
+    assert await check.fault(ballot.votes) is None
+
+
+async def test_commit_2_where_one_rank_changed_its_plan_that_one_alone_is_read_and_all_are_compared() -> None:
+    store = MemoryStore()
+    ballot = await voted(store, world_size=3)
+    check = PlanCheck(store)
+    assert await check.fault(ballot.votes) is None
+    for rank in (0, 2):
+        await store.delete(plan_key(_plan_of(ballot, rank)))
+    await put_plan(store, ballot, 1, fqn="model.other")
+    assert await check.fault(ballot.votes) is None
+    await put_plan(store, ballot, 1, scope="global", box=Box((0, 0), (32, 48)))
+    assert "(ranks [1]): 1536 of 3072 elements are written by no rank" in words(await check.fault(ballot.votes))
+
+
+async def test_commit_2_a_plan_that_is_not_there_aborts() -> None:
+    store = MemoryStore()
+    ballot = await voted(store)
+    for entry in await store.list(".checkpointd/plans"):
+        await store.delete(f".checkpointd/plans/{entry.name}")
+    assert "there is no object '.checkpointd/plans/" in words(await PlanCheck(store).fault(ballot.votes))
+
+
+async def test_commit_2_a_plan_whose_bytes_changed_aborts() -> None:
+    store = MemoryStore()
+    ballot = await voted(store)
+    vote = ballot.votes[1]
+    assert vote is not None
+    key = plan_key(vote.plan or "")
+    await store.put(key, (await store.get(key)).replace(b"rank", b"knar", 1))
+    assert f"{key} is damaged: its digest is" in words(await PlanCheck(store).fault(ballot.votes))
+
+
+@pytest.mark.parametrize("name", ["", "../../../etc/passwd", "0" * 31])
+async def test_commit_2_a_plan_named_by_no_digest_aborts(name: str) -> None:
+    store = MemoryStore()
+    ballot = await voted(store)
+    vote = ballot.votes[1]
+    assert vote is not None
+    ballot.votes[1] = msgspec.structs.replace(vote, plan=name)
+    assert "is not a plan digest" in words(await PlanCheck(store).fault(ballot.votes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"box": Box((0, 0), (64, 47))}, "model.weight (ranks [1]): 64 of 3072 elements are written by no rank"),
+        ({"box": Box((1, 0), (64, 48))}, "model.weight (ranks [1]): box (1, 0)+(64, 48) does not lie inside shape (64, 48)"),
+        ({"box": Box((0,), (64,))}, "does not lie inside shape (64, 48)"),
+        ({"scope": "global", "box": Box((0, 0), (32, 48))}, "1536 of 3072 elements are written by no rank"),
+        ({"shape": (1,) * 2000}, "a tensor of 2000 dimensions cannot be"),
+    ],
+)
+async def test_commit_2_plans_that_are_not_whole_abort_with_the_tensor_and_ranks(
+    changes: dict[str, object], fault: str
+) -> None:
+    store = MemoryStore()
+    ballot = await voted(store)
+    await put_plan(store, ballot, 1, **changes)
+    assert fault in words(await PlanCheck(store).fault(ballot.votes))
+
+
+async def test_commit_2_a_fault_is_not_remembered_as_whole() -> None:
+    store = MemoryStore()
+    ballot = await voted(store)
+    check = PlanCheck(store)
+    assert await check.fault(ballot.votes) is None
+    await put_plan(store, ballot, 1, box=Box((0, 0), (64, 47)))
+    assert await check.fault(ballot.votes) is not None
+    assert await check.fault(ballot.votes) is not None

@@ -1,0 +1,328 @@
+"""RECOVER-1 and RECOVER-2 of recover.py: what is in doubt is decided by what is there, and `latest` is set right."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from checkpointd.config import LoadConfig
+from checkpointd.layout.keys import AttemptId
+from checkpointd.pipeline.decide import recover as recovering
+from checkpointd.pipeline.decide.recover import Recovery, judge, recover
+from checkpointd.pipeline.read.readback import read_back
+from checkpointd.pipeline.read.verify import verify
+from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root.latest import move_latest
+from checkpointd.store.base import SMALL_BYTES_MAX, Entry, ObjectWriter
+from checkpointd.store.memory import MemoryStore
+from tests.builders import begin_epoch, leave_in_doubt, load_arrays, save_checkpoint
+
+TAG = "global_step1"
+PREFIX = f"{TAG}/00000001-0"
+
+
+async def restart(store: MemoryStore) -> Recovery:
+    """What the next start of the job does."""
+    return await recover(store, await begin_epoch(store))
+
+
+async def damaged(store: MemoryStore, key: str, fault: str) -> None:
+    data = await store.get(key)
+    await store.delete(key)
+    if fault == "flip":
+        await store.put(key, bytes([*data[:-2], data[-2] ^ 1, data[-1]]))
+    elif fault == "truncate":
+        await store.put(key, data[:-1])
+
+
+# --- RECOVER-1: decided by what is there --------------------------------------------------------------------------------------
+
+
+async def test_recover_1_votes_of_all_ranks_are_rolled_forward_to_a_whole_checkpoint() -> None:
+    store = MemoryStore()
+    await leave_in_doubt(store, world_size=3, voting=(2, 0, 1))
+    done = await restart(store)
+    assert [(o.tag, o.outcome, o.decided_by) for o in done.decided] == [(TAG, "commit", -1)]
+    checkpoint = await catalog.find(store, TAG)
+    assert (checkpoint.outcome.step, checkpoint.outcome.order, checkpoint.outcome.world_size) == (1, (1, 1), 3)
+    assert (await verify(store, checkpoint, LoadConfig())).whole
+
+
+@pytest.mark.parametrize("voting", [(), (0,), (1,), (0, 2), (1, 2)])
+async def test_recover_1_a_missing_vote_aborts_and_the_bulk_goes_while_the_votes_stay(voting: tuple[int, ...]) -> None:
+    store = MemoryStore()
+    save = await leave_in_doubt(store, world_size=3, voting=voting)
+    if not voting:
+        await store.put(save.info(0).key("00000-0.chunks"), b"begun")
+    done = await restart(store)
+    [outcome] = done.decided
+    assert outcome.outcome == "abort"
+    assert outcome.ranks == (tuple(sorted({0, 1, 2} - {*voting})) if voting else ())
+    [view] = await catalog.attempts_of(store, TAG)
+    assert sorted(view.sizes) == [*(f"{rank:05d}.vote" for rank in sorted(voting)), "outcome"]
+    assert await catalog.latest(store) is None
+
+
+@pytest.mark.parametrize("name", ["00001.index", "00001-0.chunks", "00001.vote", "plan"])
+@pytest.mark.parametrize("fault", ["flip", "truncate", "remove"])
+async def test_recover_1_a_yes_whose_word_does_not_hold_aborts(name: str, fault: str) -> None:
+    store = MemoryStore()
+    await leave_in_doubt(store)
+    key = f"{PREFIX}/{name}"
+    if name == "plan":
+        ballot = await catalog.read_vote(store, f"{PREFIX}/00001.vote")
+        key = f".checkpointd/plans/{ballot.plan}"
+    await damaged(store, key, fault)
+    [outcome] = (await restart(store)).decided
+    if name.endswith(".chunks") and fault == "flip":
+        # Recovery looks at sizes, not at every byte: loading finds this, and falls back.
+        assert outcome.outcome == "commit"
+        return
+    assert outcome.outcome == "abort"
+    assert outcome.error is not None
+    if fault != "remove" or name != "00001.vote":
+        assert "rank 1" in outcome.error.message or "plans" in outcome.error.message
+
+
+async def test_recover_1_a_no_aborts() -> None:
+    store = MemoryStore()
+    await leave_in_doubt(store, failing={1: RuntimeError("out of luck")})
+    [outcome] = (await restart(store)).decided
+    assert outcome.outcome == "abort"
+    assert outcome.error is not None
+    assert "out of luck" in outcome.error.message
+
+
+async def test_recover_1_a_vote_too_large_to_be_read_aborts_instead_of_stopping_every_start() -> None:
+    class Store(MemoryStore):
+        async def get(self, key: str, *, size_max: int = SMALL_BYTES_MAX) -> bytes:
+            return await super().get(key, size_max=min(size_max, 1 << 16))
+
+    store = Store()
+    await leave_in_doubt(store)
+    await store.put(f"{PREFIX}/00001.vote", bytes(1 << 17))
+    [outcome] = (await restart(store)).decided
+    assert outcome.outcome == "abort"
+    assert outcome.ranks == (1,)
+
+
+async def test_recover_1_attempts_of_this_epoch_and_later_are_left_alone() -> None:
+    store = MemoryStore()
+    await leave_in_doubt(store, epoch=2)
+    done = await recover(store, 2)
+    assert done.decided == []
+    assert (await catalog.attempts_of(store, TAG))[0].state == "in-doubt"
+
+
+async def test_judging_says_what_would_be_and_writes_nothing() -> None:
+    store = MemoryStore()
+    await leave_in_doubt(store)
+    [view] = await catalog.attempts_of(store, TAG)
+    assert (await judge(store, view)).outcome == "commit"
+    assert (await catalog.attempts_of(store, TAG))[0] == view
+
+
+# --- RECOVER-2: afterwards ----------------------------------------------------------------------------------------------------
+
+
+async def test_recover_2_several_attempts_of_several_epochs_are_all_decided() -> None:
+    store = MemoryStore()
+    await save_checkpoint(store, tag="global_step1")
+    await leave_in_doubt(store, tag="global_step2", voting=(0,))
+    await leave_in_doubt(store, tag="global_step3", epoch=2)
+    await leave_in_doubt(store, tag="global_step4", epoch=2, voting=(1,))
+    done = await restart(store)
+    assert {o.tag: o.outcome for o in done.decided} == {
+        "global_step2": "abort",
+        "global_step3": "commit",
+        "global_step4": "abort",
+    }
+    assert "in-doubt" not in {view.state for view in await catalog.scan(store)}
+    assert await catalog.latest(store) == "global_step3"
+
+
+async def test_recover_2_recovering_again_finds_nothing_to_do() -> None:
+    store = MemoryStore()
+    await leave_in_doubt(store)
+    await restart(store)
+    again = await restart(store)
+    assert (again.decided, again.latest_moved_to, again.swept) == ([], None, 0)
+
+
+async def test_recover_2_two_starts_that_race_come_to_one_end() -> None:
+    store = MemoryStore()
+    await save_checkpoint(store, tag="global_step1")
+    await leave_in_doubt(store, tag="global_step2")
+    await leave_in_doubt(store, tag="global_step3", voting=(0,))
+    first, second = await begin_epoch(store), await begin_epoch(store)
+    await asyncio.gather(recover(store, first), recover(store, second))
+    assert {view.tag: view.state for view in await catalog.scan(store)} == {
+        "global_step1": "committed",
+        "global_step2": "committed",
+        "global_step3": "aborted",
+    }
+    assert await catalog.latest(store) == "global_step2"
+    assert (await verify(store, await catalog.find(store, "global_step2"), LoadConfig())).whole
+
+
+async def test_recover_2_a_coordinator_that_is_late_meets_the_outcome_of_recovery() -> None:
+    store = MemoryStore()
+    save = await leave_in_doubt(store, voting=(1,))
+    await restart(store)
+    attempt = await save.run(0)
+    assert attempt.outcome is not None
+    assert (attempt.outcome.outcome, attempt.outcome.decided_by) == ("abort", -1)
+
+
+class Died(Exception):
+    """No error of the storage: nothing may catch it, as nothing catches the end of a machine."""
+
+
+class Dying(MemoryStore):
+    """Dies before its `left`-th change, and is whole again when it is told so."""
+
+    left: int | None = None
+
+    def _live(self) -> None:
+        if self.left is not None:
+            if self.left == 0:
+                raise Died
+            self.left -= 1
+
+    async def put_if_match(self, key: str, expected: bytes | None, data: bytes) -> bool:
+        self._live()
+        return await super().put_if_match(key, expected, data)
+
+    async def delete(self, key: str) -> None:
+        self._live()
+        await super().delete(key)
+
+    async def open_writer(self, key: str, *, size_hint: int = 0) -> ObjectWriter:
+        self._live()
+        return await super().open_writer(key, size_hint=size_hint)
+
+
+async def history(store: MemoryStore) -> None:
+    """A commit, a tag saved twice whose first attempt was not yet removed, an abort in doubt, and a commit in doubt."""
+    await save_checkpoint(store, tag="global_step1")
+    assert (await read_back(store, await catalog.find(store, "global_step1"))).whole  # so that others may go
+    await leave_in_doubt(store, tag="best", n=5)
+    await leave_in_doubt(store, tag="best", k=1, n=6, epoch=1)
+    await leave_in_doubt(store, tag="global_step2", voting=(1,))
+    await leave_in_doubt(store, tag="global_step3", n=7)
+
+
+async def seen(store: MemoryStore) -> tuple[dict[str, list[str]], str | None, list[Entry]]:
+    views = await catalog.scan(store)
+    states = {view.prefix: sorted([view.state, *view.sizes]) for view in views}
+    return states, await catalog.latest(store), await store.list(".checkpointd/plans")
+
+
+async def test_recover_2_a_recovery_that_dies_anywhere_is_finished_by_the_next() -> None:
+    whole = MemoryStore()
+    await history(whole)
+    await recover(whole, 2)
+    expected = await seen(whole)
+    steps, died = 0, True
+    while died:
+        store = Dying()
+        await history(store)
+        store.left, died = steps, False
+        try:
+            await recover(store, 2)
+        except Died:
+            died = True
+        store.left = None
+        assert (await catalog.latest(store)) in {"global_step1", "global_step3"}
+        await recover(store, 3)
+        assert await seen(store) == expected
+        assert (await verify(store, await catalog.find(store, "global_step3"), LoadConfig())).whole
+        steps += 1
+    assert steps > 5
+
+
+# --- latest ------------------------------------------------------------------------------------------------------------
+
+POINTERS = {
+    "absent": None,
+    "behind": b"global_step1\n",
+    "empty": b"",
+    "not text": b"\xff\xfe\x00",
+    "no tag": b"../../etc/passwd\n",
+    "longer than any tag": b"x" * (catalog.LATEST_BYTES_MAX + 1),
+    "without its newline": b"global_step1",
+}
+LOST = {"a tag that is gone": b"global_step99\n", "a tag whose commit is gone": b"global_step3\n"}
+
+
+async def _pointing_at(content: bytes | None) -> MemoryStore:
+    """Two commits and an abort, and that pointer."""
+    store = MemoryStore()
+    for tag in ("global_step1", "global_step2"):
+        await save_checkpoint(store, tag=tag)
+    await save_checkpoint(store, tag="global_step3", failing={0: RuntimeError("no")})
+    await store.delete("latest")
+    if content is not None:
+        await store.put("latest", content)
+    return store
+
+
+@pytest.mark.parametrize("pointer", LOST)
+async def test_recover_2_a_pointer_to_what_is_gone_stays_until_the_loss_is_accepted(
+    pointer: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recovering, "ABSENCE_S", 0.01)
+    store = await _pointing_at(LOST[pointer])
+    assert (await restart(store)).latest_moved_to is None
+    assert await store.get("latest") == LOST[pointer]
+    assert "which cannot be loaded" in caplog.text
+    done = await recover(store, await begin_epoch(store), accepts_loss=True)
+    assert done.latest_moved_to == "global_step2"
+
+
+@pytest.mark.parametrize("pointer", POINTERS)
+async def test_recover_2_latest_names_the_newest_commit_whatever_it_was(pointer: str) -> None:
+    store = await _pointing_at(POINTERS[pointer])
+    done = await restart(store)
+    assert done.latest_moved_to == "global_step2"
+    assert await store.get("latest") == b"global_step2\n"
+
+
+async def test_recover_2_latest_that_is_right_is_not_touched() -> None:
+    store = MemoryStore()
+    await save_checkpoint(store)
+    assert (await restart(store)).latest_moved_to is None
+    assert await catalog.latest(store) == TAG
+
+
+async def test_recover_2_latest_never_names_what_did_not_ask_for_it() -> None:
+    store = MemoryStore()
+    await save_checkpoint(store, tag="global_step1")
+    await leave_in_doubt(store, tag="global_step2", save_latest=False)
+    done = await restart(store)
+    assert [o.outcome for o in done.decided] == ["commit"]
+    assert await catalog.latest(store) == "global_step1"
+
+
+async def test_latest_never_goes_back_however_moves_race() -> None:
+    store = MemoryStore()
+    tags = [f"global_step{n}" for n in range(1, 7)]
+    for tag in tags:
+        await save_checkpoint(store, tag=tag, save_latest=False)
+    found = [await catalog.find(store, tag) for tag in tags]
+    await asyncio.gather(*(move_latest(store, c.tag, c.outcome.order) for c in found[::2] + found[1::2]))
+    assert await catalog.latest(store) == "global_step6"
+    assert not await move_latest(store, found[0].tag, found[0].outcome.order)
+    assert not await move_latest(store, found[5].tag, found[5].outcome.order)
+
+
+async def test_a_name_that_only_looks_like_an_attempt_is_no_second_one() -> None:
+    store = MemoryStore()
+    await save_checkpoint(store)
+    for name in ("000000001-0", "00000001-00", "\u0660\u0660\u0660\u0660\u0660\u0660\u0660\u0661-0", "00000001-0.bak"):
+        await store.put(f"{TAG}/{name}/outcome", await store.get(f"{PREFIX}/outcome"))
+    [view] = await catalog.attempts_of(store, TAG)
+    assert view.attempt == AttemptId(1, 0)
+    assert (await restart(store)).decided == []
+    assert await load_arrays(store, TAG, 0)

@@ -1,0 +1,330 @@
+"""Collection with references: MARK-1 to MARK-3 of pipeline/root/marks.py, COLLECT-5 and COLLECT-6 of
+pipeline/gc/collect.py; crashes are simulated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from checkpointd.admin.gc import collection, deletion
+from checkpointd.commit.machine import Phase
+from checkpointd.commit.retention import Retention
+from checkpointd.config import CommitConfig, LoadConfig
+from checkpointd.errors import NotFoundError, UnreadableError, UsageError
+from checkpointd.layout.keys import VERIFIED, mark_name
+from checkpointd.layout.manifest import Deleted, decode
+from checkpointd.pipeline.gc import collect as collecting
+from checkpointd.pipeline.gc.collect import collect
+from checkpointd.pipeline.gc.retire import retire_tag
+from checkpointd.pipeline.gc.tidying import Tidier
+from checkpointd.pipeline.read.index import read_index
+from checkpointd.pipeline.read.readback import read_back
+from checkpointd.pipeline.read.verify import CheckpointVerdict, Damage, record_verdict, verify
+from checkpointd.pipeline.root import catalog, epochs
+from checkpointd.pipeline.root.marks import condemn, references, standing_mark
+from checkpointd.pipeline.shard import AttemptInfo
+from checkpointd.pipeline.write.dedup import Base, Bases
+from checkpointd.store.base import Store
+from checkpointd.store.memory import MemoryStore
+from checkpointd.store.posix.store import PosixStore
+from tests.builders import Arrays, leave_in_doubt, load_arrays, phases, plan_save, save_checkpoint
+
+FIRST = "global_step1/00000001-0"
+
+
+def state(step: int, frozen: int = 0) -> Arrays:
+    """A frozen tensor, encoded apart from the one that moves: it lies in an object of its own only where codecs differ."""
+    return {"frozen": np.arange(frozen, frozen + 3000, dtype=np.int32), "moving": np.full(2000, step, dtype=np.float32)}
+
+
+async def saved(store: Store, *steps: int, frozen: int = 0, world_size: int = 1, **options: object) -> None:
+    for step in steps:
+        arrays = state(step, frozen)
+        attempts = await save_checkpoint(
+            store,
+            **{
+                "tag": f"global_step{step}",
+                "step": step,
+                "world_size": world_size,
+                "dedup": True,
+                "tensors": lambda _, arrays=arrays: arrays,
+                **options,
+            },
+        )
+        assert phases(attempts) == [Phase.COMMITTED] * world_size
+
+
+async def names(store: Store, prefix: str) -> list[str]:
+    return [entry.name for entry in await store.list(prefix)]
+
+
+async def loads(store: Store, step: int, frozen: int = 0) -> None:
+    expected: Mapping[str, bytes] = {fqn: array.tobytes() for fqn, array in state(step, frozen).items()}
+    assert await load_arrays(store, f"global_step{step}", 0) == expected
+    assert (await verify(store, await catalog.find(store, f"global_step{step}"), LoadConfig())).whole
+
+
+async def tags(store: Store) -> list[str]:
+    return [c.tag for c in await catalog.checkpoints(store)]
+
+
+def listed(root: Path) -> list[str]:
+    return sorted(str(path) for path in root.rglob("*"))
+
+
+async def test_what_a_newer_checkpoint_refers_to_stays_and_goes_with_it() -> None:
+    store = MemoryStore()
+    await saved(store, 1, 2)
+    report = await collection(store, Retention(keep_last=1), dry_run=False)
+    assert report.retired == ("global_step1",)
+    assert report.removed[0].objects == ("00000.index",)
+    assert await tags(store) == ["global_step2"]
+    assert "00000-0.chunks" in await names(store, FIRST)
+    await loads(store, 2)
+    await saved(store, 3, frozen=9)  # which refers to nothing
+    await read_back(store, await catalog.find(store, "global_step3"))
+    would = await collection(store, Retention(keep_last=1), dry_run=True)
+    done = await collection(store, Retention(keep_last=1), dry_run=False)
+    assert would.removed == done.removed
+    assert {removed.tag for removed in done.removed} == {"global_step1", "global_step2"}
+    assert await names(store, FIRST) == ["00000.vote", "deleted", mark_name(1), "outcome"]
+    await loads(store, 3, frozen=9)
+
+
+async def test_new_saves_go_on_to_refer_to_what_a_removed_checkpoint_keeps() -> None:
+    store = MemoryStore()
+    for step in range(1, 6):
+        await saved(store, step)
+        await collection(store, Retention(keep_last=1), dry_run=False)
+    assert await references(store) == {f"{FIRST}/00000-0.chunks"}
+    await loads(store, 5)
+
+
+async def test_a_tag_that_is_saved_again_refers_to_its_own_older_attempt() -> None:
+    store = MemoryStore()
+    for step in (1, 2, 3):
+        await saved(store, step, tag="best", k=step - 1)
+    await read_back(store, await catalog.find(store, "best"))  # else the one before it stays, which was
+    await retire_tag(store, "best", 1)
+    assert await references(store) == {"best/00000001-0/00000-0.chunks"}
+    assert (await verify(store, await catalog.find(store, "best"), LoadConfig())).whole
+    assert await names(store, "best/00000001-1") == ["00000.vote", "deleted", "outcome"]
+
+
+async def test_what_an_undecided_attempt_refers_to_stays() -> None:
+    store = MemoryStore()
+    await saved(store, 1)
+    await leave_in_doubt(store, voting=(0,), tag="global_step2", world_size=1, dedup=True, tensors=lambda _: state(2))
+    await saved(store, 3, frozen=9)
+    await collection(store, Retention(keep_last=1), dry_run=False)
+    assert "00000-0.chunks" in await names(store, FIRST)
+
+
+async def test_collect_6_what_cannot_be_told_removes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    store = MemoryStore()
+    await saved(store, 1, 2)
+    await leave_in_doubt(store, voting=(0,), tag="global_step3", world_size=1, tensors=lambda _: state(3))
+    await store.put("global_step3/00000001-0/00000.index", b"nonsense")
+    report = await collection(store, Retention(keep_last=1), dry_run=False)
+    assert not report.removed
+    assert "it is not known which are still needed" in caplog.text
+    await loads(store, 2)
+
+
+async def test_a_dry_run_says_what_would_go_and_writes_nothing(tmp_path: Path) -> None:
+    store = PosixStore(tmp_path)
+    await saved(store, 1, 2, 3)
+    before = listed(tmp_path)
+    would = await collection(store, Retention(keep_last=1), dry_run=True)
+    assert listed(tmp_path) == before
+    did = await collection(store, Retention(keep_last=1), dry_run=False)
+    assert (would.retired, would.removed, would.freed_bytes) == (did.retired, did.removed, did.freed_bytes)
+    assert would.kept_bytes > 0
+
+
+async def test_mark_2_a_later_mark_keeps_less_and_never_more() -> None:
+    store = MemoryStore()
+    await saved(store, 1)
+    await condemn(store, FIRST, "the test", {f"{FIRST}/00000-0.chunks"})
+    for needed, kept in ((f"{FIRST}/00000-0.chunks", ("00000-0.chunks",)), ("", ()), (f"{FIRST}/00000-0.chunks", ())):
+        await condemn(store, FIRST, "again", {needed})
+        mark = await standing_mark(store, FIRST, await names(store, FIRST))
+        assert mark is not None
+        assert (mark.kept, mark.reason) == (kept, "the test")
+    assert [name for name in await names(store, FIRST) if name.startswith("deleted")] == ["deleted", "deleted-1"]
+
+
+async def test_collect_7_a_mark_put_after_the_look_removes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between a collector's look and its sweep a save refers to what another collector condemns only then."""
+    store, key = MemoryStore(), f"{FIRST}/00000-0.chunks"
+    await saved(store, 1, 2)
+    second = await catalog.find(store, "global_step2")
+    base = Base.of(await read_index(store, second, 0), second.outcome.order)
+    await saved(store, 3, frozen=9)  # which refers to nothing
+    await deletion(store, "global_step1", force=False, dry_run=False)
+    looks: list[frozenset[str]] = []
+
+    async def superseded(bases: Bases, info: AttemptInfo) -> Base:
+        return base
+
+    async def look(store: Store, without: Collection[str] = ()) -> frozenset[str]:
+        looks.append(await references(store, without))
+        if len(looks) == 1:
+            await condemn(store, "global_step2/00000001-0", "the other collector", ())
+        else:
+            await leave_in_doubt(store, voting=(0,), tag="global_step4", world_size=1, dedup=True, tensors=lambda _: state(4))
+            await condemn(store, FIRST, "the other collector", ())
+        return looks[-1]
+
+    monkeypatch.setattr(Bases, "newest", superseded)
+    monkeypatch.setattr(collecting, "references", look)
+    first = next(view.facts for view in await catalog.scan(store) if view.prefix == FIRST)
+    await collect(store, [first])
+    assert [key in found for found in looks] == [True, False]
+    assert key in await references(store)
+    assert "00000-0.chunks" in await names(store, FIRST)
+
+
+async def test_mark_3_a_mark_that_cannot_be_read_frees_nothing_and_is_followed_by_one_that_keeps_nothing() -> None:
+    store = MemoryStore()
+    await saved(store, 1)
+    await store.put(f"{FIRST}/deleted", b"nonsense")
+    await condemn(store, FIRST, "the test", {f"{FIRST}/00000-0.chunks"})
+    mark = decode(await store.get(f"{FIRST}/deleted-1"), Deleted, "")
+    assert mark.kept == ()
+
+
+async def test_an_outcome_of_an_older_release_lets_its_votes_tell() -> None:
+    """Where `refers` is missing in a commit, nothing may be taken for unneeded."""
+    from msgspec.structs import replace
+
+    from checkpointd.layout.manifest import encode
+
+    store = MemoryStore()
+    await saved(store, 1, 2)
+    key = "global_step2/00000001-0/outcome"
+    outcome = (await catalog.find(store, "global_step2")).outcome
+    assert outcome.refers == (f"{FIRST}/00000-0.chunks",)
+    await store.put(key, encode(replace(outcome, refers=None)))
+    assert (await catalog.find(store, "global_step2")).outcome.refers is None
+    assert await references(store) == {f"{FIRST}/00000-0.chunks"}
+
+
+# --- retention ----------------------------------------------------------------------------------------------------
+
+
+async def test_the_coordinator_applies_retention_after_a_commit() -> None:
+    store = MemoryStore()
+    await saved(store, 1, 2, 3, 4, world_size=2, retention=Retention(keep_last=2))
+    assert await tags(store) == ["global_step4", "global_step3"]
+    await loads(store, 4)
+
+
+async def test_the_best_by_a_metric_stays() -> None:
+    store, rules = MemoryStore(), Retention(keep_last=1, best=1, metric="loss")
+    for step, loss in enumerate((3.0, 1.0, 2.0, 4.0), 1):
+        await saved(store, step, metrics={"loss": loss}, retention=rules)
+    assert await tags(store) == ["global_step4", "global_step2"]
+    assert (await catalog.find(store, "global_step2")).outcome.metrics == {"loss": 1.0}
+
+
+async def test_the_last_verified_one_stays() -> None:
+    store = MemoryStore()
+    await saved(store, 1, 2, 3)
+    found = await catalog.find(store, "global_step2")
+    await record_verdict(store, found, await verify(store, found, LoadConfig()))
+    await collection(store, Retention(keep_last=1), dry_run=False)
+    assert await tags(store) == ["global_step3", "global_step2"]
+
+
+async def test_one_that_was_verified_and_is_damaged_now_is_not_kept_for_it() -> None:
+    """Else retention would keep it instead of the last one that is whole."""
+    store = MemoryStore()
+    await saved(store, 1, 2, 3, frozen=9, dedup=False)
+    for step in (1, 2):
+        found = await catalog.find(store, f"global_step{step}")
+        await record_verdict(store, found, await verify(store, found, LoadConfig()))
+    await store.delete(f"{found.prefix}/00000.index")
+    await record_verdict(store, found, await verify(store, found, LoadConfig()))
+    await collection(store, Retention(keep_last=1), dry_run=False)
+    assert await tags(store) == ["global_step3", "global_step1"]
+
+
+async def test_what_cannot_be_read_just_now_says_nothing_of_a_verified_one() -> None:
+    store = MemoryStore()
+    await saved(store, 1)
+    found = await catalog.find(store, "global_step1")
+    await record_verdict(store, found, await verify(store, found, LoadConfig()))
+    away = Damage.of(UnreadableError("I/O error"), 0)
+    await record_verdict(store, found, CheckpointVerdict(found.tag, str(found.attempt), unreadable=[away]))
+    assert VERIFIED in await names(store, found.prefix)
+
+
+async def test_collect_5_an_older_epochs_coordinator_removes_nothing() -> None:
+    store = MemoryStore()
+    await saved(store, 1, 2)
+    await epochs.take(store, 1)
+    save = await plan_save(store, tag="global_step2", epoch=1)
+    await Tidier(store, CommitConfig(retention=Retention(keep_last=1))).tidy(save.info(0))
+    await retire_tag(store, "global_step2", 1)
+    assert await tags(store) == ["global_step2", "global_step1"]
+
+
+async def test_records_of_removed_checkpoints_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    from checkpointd.commit import garbage
+
+    monkeypatch.setattr(garbage, "ROOT_RECORDS_KEPT", 2)
+    store = MemoryStore()
+    for step in range(1, 8):
+        await saved(store, step, frozen=step, retention=Retention(keep_last=1))
+    views = [view for view in await catalog.scan(store) if view.sizes]
+    assert [view.tag for view in views if view.state == "deleted"] in (
+        ["global_step5", "global_step6"],
+        ["global_step4", "global_step5", "global_step6"],
+    )
+
+
+# --- deletion -----------------------------------------------------------------------------------------------------
+
+
+async def test_a_deleted_checkpoint_is_gone_and_the_others_load() -> None:
+    store = MemoryStore()
+    await saved(store, 1, 2, 3)
+    await deletion(store, "global_step1", force=False, dry_run=False)
+    assert await tags(store) == ["global_step3", "global_step2"]
+    for step in (2, 3):
+        await loads(store, step)
+    with pytest.raises(NotFoundError, match="deleted"):
+        await deletion(store, "global_step1", force=False, dry_run=False)
+
+
+async def test_the_newest_is_deleted_only_by_force_and_latest_moves_back() -> None:
+    store = MemoryStore()
+    await saved(store, 1, 2)
+    with pytest.raises(UsageError, match="what latest names"):
+        await deletion(store, "global_step2", force=False, dry_run=False)
+    report = await deletion(store, "global_step2", force=True, dry_run=False)
+    assert report.latest_moved_to == "global_step1"
+    assert await catalog.latest(store) == "global_step1"
+    await deletion(store, "global_step1", force=True, dry_run=False)
+    assert await catalog.latest(store) is None
+
+
+async def test_no_older_attempt_of_a_deleted_tag_comes_back() -> None:
+    store = MemoryStore()
+    await saved(store, 1, tag="best")
+    await saved(store, 2, tag="best", k=1)
+    await saved(store, 3)
+    await deletion(store, "best", force=False, dry_run=False)
+    assert await tags(store) == ["global_step3"]
+
+
+async def test_collecting_twice_removes_nothing_more() -> None:
+    store = MemoryStore()
+    await saved(store, 1, 2, 3)
+    await collection(store, Retention(keep_last=1), dry_run=False)
+    assert await collect(store, [view.facts for view in await catalog.scan(store)]) == []

@@ -1,0 +1,364 @@
+"""TIDY-1 to TIDY-4 of tidying.py: what saves leave on the disk, counted at every write, on a loop of virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from checkpointd.commit.machine import FINAL, Phase
+from checkpointd.commit.retention import Retention
+from checkpointd.config import CommitConfig, PersistConfig
+from checkpointd.errors import StagingError, StoreError, StoreFullError
+from checkpointd.layout.keys import VERIFIED, AttemptId, default_tag, is_bulk
+from checkpointd.pipeline.attempt import Attempt, WriterState
+from checkpointd.pipeline.decide.recover import recover
+from checkpointd.pipeline.gc import tidying
+from checkpointd.pipeline.gc.retire import Retired
+from checkpointd.pipeline.root import catalog, epochs
+from checkpointd.pipeline.shard import AttemptInfo, Shard
+from checkpointd.store.base import Entry, ObjectWriter
+from checkpointd.store.memory import MemoryStore
+from checkpointd.testing import simloop
+from tests.builders import make_shard
+
+SPARE = 3
+PERSIST = PersistConfig(compression="none", chunk_bytes=4096, block_bytes=8192, budget_bytes=1 << 20, writes=2, encoders=2)
+TIMEOUT_S = 600.0
+
+
+class Disk(MemoryStore):
+    """Counts the attempts that have bytes at it. Removing takes its time; so does writing. `room`: attempts that fit at all."""
+
+    def __init__(self, rng: random.Random, *, removal_s: float = 5.0, room: int | None = None) -> None:
+        super().__init__()
+        self.most, self.looks, self.refused = 0, Counter[str](), 0
+        self.fails, self.looking = False, asyncio.Event()
+        self.looking.set()
+        self._rng, self._removal_s, self._room = rng, removal_s, room
+
+    @property
+    def occupied(self) -> set[str]:
+        """The attempts that have bytes here, whole or being written."""
+        keys = [*self._objects, *self._open_writers]
+        return {key.rpartition("/")[0] for key in keys if is_bulk(key.rpartition("/")[2])}
+
+    async def open_writer(self, key: str, *, size_hint: int = 0) -> ObjectWriter:
+        prefix = key.rpartition("/")[0]
+        if self._room is not None and prefix not in self.occupied and len(self.occupied) >= self._room:
+            self.refused += 1
+            raise StoreFullError(f"there is no room for {key}")
+        writer = await super().open_writer(key, size_hint=size_hint)
+        self.most = max(self.most, len(self.occupied))
+        await asyncio.sleep(self._rng.random())
+        return writer
+
+    async def delete(self, key: str) -> None:
+        if is_bulk(key.rpartition("/")[2]):
+            await asyncio.sleep(self._rng.random() * self._removal_s)
+            if self.fails:
+                raise StoreError("I/O error")
+        await super().delete(key)
+
+    async def list(self, prefix: str) -> list[Entry]:
+        self.looks[prefix] += 1
+        await self.looking.wait()
+        return await super().list(prefix)
+
+
+@dataclass
+class Job:
+    """Ranks that save one after another as fast as two snapshots at once allow, in one epoch."""
+
+    disk: Disk
+    rng: random.Random
+    epoch: int
+    world_size: int = 1
+    rules: Retention = field(default_factory=Retention)
+    keeps_before: int = 0
+    timeout_s: float = TIMEOUT_S
+    slowness: dict[int, float] = field(default_factory=dict)
+    """By rank: how long it takes until a snapshot is whole."""
+    absent: Callable[[int, int], bool] = lambda _rank, _n: False
+    """Which rank never makes its nth save."""
+    failing: Callable[[int, int], bool] = lambda _rank, _n: False
+    """Whose nth snapshot fails."""
+    attempts: list[Attempt] = field(default_factory=list)
+    states: dict[int, WriterState] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        commit = CommitConfig(timeout_s=self.timeout_s, poll_min_s=0.02, poll_max_s=0.5, retention=self.rules)
+        for rank in range(self.world_size):
+            self.states[rank] = WriterState(store=self.disk, persist=PERSIST, commit=commit)
+            if self.keeps_before:
+                self.states[rank].tidier.keeps_before = self.keeps_before
+
+    async def run(self, count: int, *, tag: str | None = None, first: int = 0) -> None:
+        """`count` saves by every rank, to their ends."""
+        await asyncio.gather(*(self._rank(rank, range(first, first + count), tag) for rank in range(self.world_size)))
+
+    async def _rank(self, rank: int, saves: range, tag: str | None) -> None:
+        free = asyncio.Semaphore(2)
+        async with asyncio.TaskGroup() as running:
+            for n in saves:
+                if not self.absent(rank, n):
+                    await free.acquire()
+                    begins = asyncio.Event()  # a writer begins saves in their order; tasks on this loop do not
+                    running.create_task(self._save(rank, n, tag, begins, free.release))
+                    await begins.wait()
+
+    async def _save(self, rank: int, n: int, tag: str | None, begins: asyncio.Event, on_free: Callable[[], None]) -> None:
+        info = AttemptInfo(
+            tag=tag or default_tag(n),
+            attempt=AttemptId(self.epoch, n if tag else 0),
+            rank=rank,
+            world_size=self.world_size,
+            step=n,
+            n=n,
+            metrics=(("loss", float(n)),),
+        )
+        deadline = asyncio.get_running_loop().time() + self.timeout_s
+        attempt = Attempt(self.states[rank], info, deadline=deadline, on_free=on_free)
+        self.attempts.append(attempt)
+        begins.set()
+        await attempt.run(self._snapshot(rank, n))
+
+    async def _snapshot(self, rank: int, n: int) -> Shard:
+        await asyncio.sleep(self.slowness.get(rank, 0.0) * self.rng.random())
+        if self.failing(rank, n):
+            raise StagingError("the snapshot was torn")
+        random_bytes = np.frombuffer(random.Random(f"{self.epoch} {rank} {n}").randbytes(8192), np.float32)
+        return make_shard({"weight": random_bytes})
+
+    def phases(self) -> Counter[Phase]:
+        return Counter(attempt.phase for attempt in self.attempts)
+
+
+def run(seed: int, main: Callable[[random.Random], Coroutine[Any, Any, None]]) -> None:
+    simloop.run(seed, main(random.Random(seed)))
+
+
+@pytest.fixture(params=range(2))
+def seed(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+@pytest.mark.parametrize("kept", [1, 3])
+def test_tidy_2_saves_back_to_back_never_leave_more_than_three_beside_what_stays(seed: int, kept: int) -> None:
+    async def main(rng: random.Random) -> None:
+        disk = Disk(rng)
+        job = Job(disk, rng, (await epochs.take(disk, 1)).epoch, rules=Retention(keep_last=kept))
+        await job.run(60)
+        assert job.phases() == {Phase.COMMITTED: 60}
+        assert disk.most <= kept + SPARE
+        tags = [c.tag for c in await catalog.checkpoints(disk)]
+        assert tags[:kept] == [default_tag(n) for n in range(59, 59 - kept, -1)]
+        assert len(disk.occupied) == len(tags) <= kept + 1  # and the one that was verified
+
+    run(seed, main)
+
+
+def test_tidy_2_one_tag_saved_again_and_again(seed: int) -> None:
+    async def main(rng: random.Random) -> None:
+        disk = Disk(rng)
+        job = Job(disk, rng, (await epochs.take(disk, 1)).epoch)
+        await job.run(60, tag="best")
+        assert job.phases() == {Phase.COMMITTED: 60}
+        assert disk.most <= 1 + SPARE
+        assert len(disk.occupied) <= 2
+
+    run(seed, main)
+
+
+@pytest.mark.parametrize("slow", [{0: 4.0}, {1: 4.0}, {0: 1.0, 1: 1.0}])
+@pytest.mark.parametrize("tag", [None, "best"])
+def test_tidy_3_ranks_that_are_ahead_of_the_coordinator_count(seed: int, slow: dict[int, float], tag: str | None) -> None:
+    async def main(rng: random.Random) -> None:
+        disk = Disk(rng)
+        rules = Retention(keep_last=2) if tag is None else Retention()
+        job = Job(disk, rng, (await epochs.take(disk, 2)).epoch, world_size=2, rules=rules, slowness=slow)
+        await job.run(30, tag=tag)
+        assert job.phases() == {Phase.COMMITTED: 60}
+        assert disk.most <= (2 if tag is None else 1) + SPARE
+
+    run(seed, main)
+
+
+def test_tidy_2_aborted_saves_count_too(seed: int) -> None:
+    async def main(rng: random.Random) -> None:
+        disk = Disk(rng)
+        job = Job(
+            disk,
+            rng,
+            (await epochs.take(disk, 2)).epoch,
+            world_size=2,
+            rules=Retention(keep_last=2),
+            failing=lambda rank, n: rank == 1 and n % 2 == 1,
+        )
+        await job.run(30)
+        assert job.phases()[Phase.COMMITTED] == 30
+        assert disk.most <= 2 + SPARE
+        assert len(disk.occupied) <= 3
+
+    run(seed, main)
+
+
+def test_tidy_2_a_verified_checkpoint_that_is_older_than_the_rules_keep_counts(seed: int) -> None:
+    async def main(rng: random.Random) -> None:
+        disk = Disk(rng)
+        job = Job(disk, rng, (await epochs.take(disk, 2)).epoch, world_size=2, rules=Retention(keep_last=2))
+        await job.run(3)
+        [verified] = [view.tag for view in await catalog.scan(disk) if VERIFIED in view.sizes]
+        await job.run(30, first=3)
+        assert disk.most <= 2 + SPARE
+        assert [c.tag for c in await catalog.checkpoints(disk)] == [default_tag(32), default_tag(31), verified]
+
+    run(seed, main)
+
+
+def test_tidy_2_what_kills_leave_goes_before_the_next_job_writes(seed: int) -> None:
+    """Each job is cut off anywhere, and the next one recovers, loads, and goes on."""
+
+    async def main(rng: random.Random) -> None:
+        disk = Disk(rng)
+        for _ in range(12):
+            epoch = (await epochs.take(disk, 2)).epoch
+            await recover(disk, epoch)
+            job = Job(disk, rng, epoch, world_size=2, rules=Retention(keep_last=2), slowness={rng.randrange(2): 3.0})
+            processes = cast(simloop.SimLoop, asyncio.get_running_loop())
+            trainers = processes.process("trainers")
+            trainers.spawn(job.run(100))
+            await asyncio.sleep(rng.random() * 60)
+            trainers.kill()
+            disk._open_writers.clear()  # what is sweept from the temporary directory
+            assert disk.most <= 2 + SPARE
+        assert len(await catalog.checkpoints(disk)) >= 2
+
+    run(seed, main)
+
+
+def test_tidy_4_a_rank_that_misses_one_save_keeps_no_other_from_its_commit() -> None:
+    async def main(rng: random.Random) -> None:
+        disk = Disk(rng)
+        job = Job(
+            disk,
+            rng,
+            (await epochs.take(disk, 2)).epoch,
+            world_size=2,
+            rules=Retention(keep_last=2),
+            timeout_s=3000.0,
+            absent=lambda rank, n: (rank, n) == (1, 5),
+        )
+        task = asyncio.create_task(job.run(20))
+        while job.phases()[Phase.COMMITTED] < 38:
+            await asyncio.sleep(1.0)
+            assert asyncio.get_running_loop().time() < 1000, job.phases()
+        assert disk.most <= 2 + SPARE
+        await task
+        assert job.phases() == {Phase.COMMITTED: 38, Phase.ABORTED: 1}
+
+    run(0, main)
+
+
+def test_tidy_4_a_storage_that_removes_nothing_costs_space_and_no_save(caplog: pytest.LogCaptureFixture) -> None:
+    async def main(rng: random.Random) -> None:
+        disk = Disk(rng)
+        disk.fails = True
+        job = Job(disk, rng, (await epochs.take(disk, 1)).epoch, rules=Retention(keep_last=1))
+        await job.run(6)
+        assert job.phases() == {Phase.COMMITTED: 6}
+        disk.fails = False
+        await job.run(1, first=6)
+        assert len(disk.occupied) <= 2
+
+    with caplog.at_level(logging.WARNING, "checkpointd"):
+        run(0, main)
+    assert "could not be removed: I/O error" in caplog.text
+
+
+def test_tidy_4_a_removal_that_does_not_end_costs_space_and_no_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where what is to stay has to be read back first, and is large."""
+
+    async def endless(*_: object, **__: object) -> Retired:
+        await asyncio.sleep(3 * TIMEOUT_S)
+        raise StoreError("I/O error")
+
+    async def main(rng: random.Random) -> None:
+        disk = Disk(rng)
+        job = Job(disk, rng, (await epochs.take(disk, 1)).epoch, rules=Retention(keep_last=1))
+        monkeypatch.setattr(tidying, "retire", endless)
+        await job.run(2)
+        assert job.phases() == {Phase.COMMITTED: 2}
+
+    run(0, main)
+
+
+def test_tidy_1_those_who_ask_while_a_removal_runs_share_the_next_one() -> None:
+    async def main(rng: random.Random) -> None:
+        disk = Disk(rng)
+        job = Job(disk, rng, (await epochs.take(disk, 1)).epoch, rules=Retention(keep_last=1))
+        await job.run(2)
+        tidier, info = job.states[0].tidier, job.attempts[0].info
+        disk.looks.clear()
+        disk.looking.clear()
+        asked = 0
+
+        async def ask() -> None:
+            nonlocal asked
+            asked += 1
+            await tidier.tidy(info)
+
+        async with asyncio.TaskGroup() as asking:
+            for _ in range(20):
+                asking.create_task(ask())
+            while asked < 20:
+                await asyncio.sleep(0)
+            disk.looking.set()
+        assert disk.looks[".checkpointd/epochs"] == 2
+
+    run(0, main)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_on_a_disk_without_room_what_may_go_goes_first(seed: int, world_size: int) -> None:
+    """There is room for one more than stays, a verified one included. Each save begins as soon as the one before is committed,
+    while what that one has replaced is still being removed.
+    """
+
+    async def main(rng: random.Random) -> None:
+        disk = Disk(rng, room=4, removal_s=1.0)
+        epoch = (await epochs.take(disk, world_size)).epoch
+        job = Job(disk, rng, epoch, world_size=world_size, rules=Retention(keep_last=2))
+        async with asyncio.TaskGroup() as running:
+            for n in range(12):
+                running.create_task(job.run(1, first=n))
+                while len(job.attempts) < (n + 1) * world_size or not all(a.phase in FINAL for a in job.attempts):
+                    await asyncio.sleep(0.1)
+        assert job.phases() == {Phase.COMMITTED: 12 * world_size}
+        assert disk.refused
+
+    run(seed, main)
+
+
+def test_a_job_that_has_not_loaded_removes_nothing_of_an_earlier_one(seed: int) -> None:
+    async def main(rng: random.Random) -> None:
+        disk = Disk(rng)
+        for epoch in (1, 2):
+            assert (await epochs.take(disk, 1)).epoch == epoch
+            await recover(disk, epoch)
+            rules = Retention(keep_last=1)
+            job = Job(disk, rng, epoch, rules=rules, keeps_before=epoch if epoch == 2 else 0)
+            await job.run(3, tag="best", first=10 * epoch)
+            await job.run(3, first=100 * epoch + 1)
+        commits = [view.prefix for view in await catalog.scan(disk) if view.state == "committed"]
+        first, second = sorted(prefix for prefix in commits if prefix.startswith("global_step"))[-2:]
+        assert {first, second} == {f"global_step103/{AttemptId(1, 0)}", f"global_step203/{AttemptId(2, 0)}"}
+
+    run(seed, main)

@@ -1,0 +1,137 @@
+"""What a reader takes, and what it takes instead. Invariant READER-2 of `read/choice.py`; READER-1 is the store's,
+opened to be read.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from checkpointd.admin.gc import deletion
+from checkpointd.config import LoadConfig
+from checkpointd.errors import DamagedError, NotFoundError, UnreadableError
+from checkpointd.layout.manifest import Outcome
+from checkpointd.pipeline.read import choice
+from checkpointd.pipeline.read.choice import CheckpointFinder
+from checkpointd.pipeline.root import catalog
+from checkpointd.store.base import Store
+from checkpointd.store.posix.store import PosixStore
+from tests.builders import begin_epoch, break_file, objects, plan_save
+
+TORN = DamagedError("the bytes are not those that were written")
+
+
+async def committed(root: Path, *steps: int) -> PosixStore:
+    store = PosixStore(root)
+    await begin_epoch(store)
+    for step in steps:
+        await (await plan_save(store, tag=f"global_step{step}", step=step)).run_all()
+    return store
+
+
+async def delete(store: Store, tag: str) -> None:
+    await deletion(store, tag, force=True, dry_run=False)
+
+
+async def test_what_was_removed_is_no_damage_and_the_newest_is_taken(tmp_path: Path) -> None:
+    store = await committed(tmp_path, 1, 2)
+    reader = CheckpointFinder(PosixStore(tmp_path, read_only=True), None)
+    first = (await reader.begin()).checkpoint
+    assert first.tag == "global_step2"
+    await delete(store, "global_step2")
+    assert isinstance(await reader.verdict(first, TORN), NotFoundError)
+    assert (await reader.instead(first, TORN)).checkpoint.tag == "global_step1"
+    assert reader.passed_over == []
+
+
+async def test_what_is_damaged_is_passed_over_for_good(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    await committed(tmp_path, 1, 2)
+    reader = CheckpointFinder(PosixStore(tmp_path, read_only=True), None)
+    first = (await reader.begin()).checkpoint
+    assert await reader.verdict(first, TORN) is TORN
+    assert (await reader.instead(first, TORN)).checkpoint.tag == "global_step1"
+    assert (await reader.begin()).checkpoint.tag == "global_step1"
+    assert reader.passed_over == [f"global_step2 cannot be read: {TORN}"]
+    assert caplog.text.count("global_step2 cannot be read") == 1
+
+
+async def test_a_tag_that_is_named_is_read_or_raises(tmp_path: Path) -> None:
+    store = await committed(tmp_path, 1, 2)
+    for tag in ("global_step2", "latest"):
+        reader = CheckpointFinder(PosixStore(tmp_path, read_only=True), tag)
+        first = (await reader.begin()).checkpoint
+        with pytest.raises(DamagedError):
+            await reader.instead(first, TORN)
+    named = CheckpointFinder(PosixStore(tmp_path, read_only=True), "global_step1")
+    first = (await named.begin()).checkpoint
+    await delete(store, "global_step1")
+    with pytest.raises(NotFoundError, match="global_step1"):
+        await named.instead(first, TORN)
+
+
+async def test_one_that_goes_between_the_listing_and_the_look_is_not_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = await committed(tmp_path, 1, 2)
+    read = catalog.read_outcome
+
+    async def late(reads: Store, tag: str, attempt: catalog.AttemptId) -> Outcome:
+        """The directory was listed just before it went."""
+        if tag == "global_step2":
+            monkeypatch.setattr(catalog, "read_outcome", read)
+            await delete(store, tag)
+            raise NotFoundError("it is gone")
+        return await read(reads, tag, attempt)
+
+    monkeypatch.setattr(catalog, "read_outcome", late)
+    reader = CheckpointFinder(PosixStore(tmp_path, read_only=True), None)
+    assert (await reader.begin()).checkpoint.tag == "global_step1"
+    assert reader.passed_over == []
+    assert caplog.text == ""
+
+
+async def test_where_they_go_faster_than_they_are_read_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "REMOVED_MAX", 3)
+    store = await committed(tmp_path, 1, 2, 3, 4)
+    reader = CheckpointFinder(PosixStore(tmp_path, read_only=True), None)
+    found = (await reader.begin()).checkpoint
+    for _ in range(2):
+        await delete(store, found.tag)
+        found = (await reader.instead(found, TORN)).checkpoint
+    await delete(store, found.tag)
+    with pytest.raises(NotFoundError, match="keep_last"):
+        await reader.instead(found, TORN)
+
+
+async def test_damage_to_an_index_is_found_at_once(tmp_path: Path) -> None:
+    await committed(tmp_path, 1, 2)
+    for path in objects(tmp_path / "global_step2", "00001.index"):
+        break_file(path, "flip")
+    reader = CheckpointFinder(PosixStore(tmp_path, read_only=True), None)
+    assert (await reader.begin()).checkpoint.tag == "global_step1"
+    assert "00001.index" in reader.passed_over[0]
+
+
+@pytest.mark.parametrize("name", ["outcome", "00000.vote", "00001.index"])
+async def test_what_cannot_be_read_now_is_read_again_and_no_older_one_is_taken(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await committed(tmp_path, 1, 2)
+    get, failing = PosixStore.get, 2
+
+    async def flaky(self: PosixStore, key: str, **options: int) -> bytes:
+        nonlocal failing
+        if key.startswith("global_step2/") and key.endswith(name) and failing:
+            failing -= 1
+            raise UnreadableError("the file server is failing over")
+        return await get(self, key, **options)
+
+    monkeypatch.setattr(PosixStore, "get", flaky)
+    store = PosixStore(tmp_path, read_only=True)
+    assert (await CheckpointFinder(store, None).begin()).checkpoint.tag == "global_step2"
+    assert failing == 0
+    failing = sys.maxsize
+    with pytest.raises(UnreadableError, match="failing over"):
+        await CheckpointFinder(store, None, config=LoadConfig(retry_s=0.1, absence_s=0.1)).begin()

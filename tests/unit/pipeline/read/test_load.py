@@ -1,0 +1,372 @@
+"""READPLAN-1 and READPLAN-2 of plan.py: any boxes out of any boxes, bit for bit, each chunk read once, damage named."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from checkpointd.config import LoadConfig
+from checkpointd.errors import DamagedError, FormatError, NotFoundError
+from checkpointd.layout.boxes import Box, intersect, whole
+from checkpointd.layout.dtypes import ITEM_BYTES
+from checkpointd.layout.regions import slices, sub_boxes
+from checkpointd.pipeline.read.checkpoint_view import CheckpointView, global_tensors, read_view
+from checkpointd.pipeline.read.index import chunk_starts
+from checkpointd.pipeline.read.load import read_boxes
+from checkpointd.pipeline.read.plan import CARRIERS, BoxRequest, BoxSink
+from checkpointd.pipeline.root import catalog
+from checkpointd.store.memory import MemoryStore
+from tests.box_strategies import Shape, shapes, tilings_of
+from tests.builders import Piece, rank_arrays, save_checkpoint
+from tests.small_chunk_views import small_chunk_view
+
+CONFIG = LoadConfig(block_bytes=8192)
+DTYPES = ("uint8", "bfloat16", "float32", "int64", "complex128")
+
+
+class CountingStore(MemoryStore):
+    """Remembers every read of a chunks object: its key and the range."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads: list[tuple[str, range]] = []
+
+    async def get_range(self, key: str, offset: int, out: memoryview) -> None:
+        self.reads.append((key, range(offset, offset + out.nbytes)))
+        await super().get_range(key, offset, out)
+
+
+def noise(shape: Shape, dtype: str) -> NDArray[Any]:
+    """A tensor of random bits, carried as the reader hands them out."""
+    carrier = CARRIERS[ITEM_BYTES[dtype]]
+    count = math.prod(shape)
+    data = np.random.default_rng(count).integers(0, 256, count * carrier.itemsize, dtype=np.uint8)
+    return data.view(carrier).reshape(shape)
+
+
+async def saved(tensors: dict[str, tuple[NDArray[Any], str, Sequence[Box]]], ranks: int, **options: object) -> CountingStore:
+    """A checkpoint of global tensors, each cut into the given boxes, which the ranks write in turn."""
+
+    def pieces(rank: int) -> list[Piece]:
+        return [
+            Piece.part(fqn, tensor, box, dtype)
+            for fqn, (tensor, dtype, boxes) in tensors.items()
+            for number, box in enumerate(boxes)
+            if number % ranks == rank
+        ]
+
+    store = CountingStore()
+    await save_checkpoint(store, world_size=ranks, tensors=lambda _: {}, pieces=pieces, **options)
+    return store
+
+
+async def world_of(store: MemoryStore) -> CheckpointView:
+    world = await read_view(store, await catalog.find(store, "global_step1"), CONFIG)
+    if isinstance(store, CountingStore):
+        store.reads.clear()
+    return world
+
+
+class Filled:
+    """A wanted box as an array, and how often each of its elements came."""
+
+    def __init__(self, box: Box, dtype: str) -> None:
+        self.box = box
+        self.array = np.zeros(box.sizes, CARRIERS[ITEM_BYTES[dtype]])
+        self.times = np.zeros(box.sizes, np.int64)
+
+    def sink(self, box: Box, elements: NDArray[Any]) -> None:
+        assert elements.shape == box.sizes
+        self.array[slices(self.box, box)] = elements
+        self.times[slices(self.box, box)] += 1
+
+
+def same(one: NDArray[Any], two: NDArray[Any]) -> bool:
+    return one.shape == two.shape and one.tobytes() == two.tobytes()
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> tuple[Shape, list[Box], list[Box]]:
+    """A shape, how it was saved, and how it is loaded."""
+    shape = draw(shapes)
+    return shape, draw(tilings_of(shape)), draw(tilings_of(shape))
+
+
+@given(
+    layouts(),
+    st.sampled_from(DTYPES),
+    st.integers(1, 4),
+    st.sampled_from([16, 32, 48, 512, 1 << 20]),
+    st.sampled_from(["raw", "zstd", "planes"]),
+    st.sampled_from([1, 256, 1 << 20]),
+)
+@example(((), [whole(())], [whole(())]), "float32", 2, 16, "raw", 1)
+@example(((0, 3), [whole((0, 3))], [whole((0, 3))]), "float32", 2, 16, "raw", 1)
+def test_view_1_view_2_any_layout_out_of_any_other(
+    layout: tuple[Shape, list[Box], list[Box]], dtype: str, ranks: int, chunk_bytes: int, codec: str, block_bytes: int
+) -> None:
+    asyncio.run(_check_any_layout(layout, dtype, ranks, chunk_bytes, codec, block_bytes))
+
+
+async def _check_any_layout(
+    layout: tuple[Shape, list[Box], list[Box]], dtype: str, ranks: int, chunk_bytes: int, codec: str, block_bytes: int
+) -> None:
+    shape, stored, wanted = layout
+    tensor = noise(shape, dtype)
+    store = CountingStore()
+    world = await small_chunk_view(store, {"t": (tensor, dtype, stored)}, ranks=ranks, chunk_bytes=chunk_bytes, codec=codec)
+    filled = [Filled(box, dtype) for box in wanted]
+    wants = [BoxRequest("t", box.box, box.sink) for box in filled]
+    assert await read_boxes(store, world, wants, LoadConfig(block_bytes=block_bytes)) == []
+    for found in filled:
+        assert found.array.tobytes() == tensor[slices(whole(shape), found.box)].tobytes()
+        assert bool((found.times == 1).all())
+    _check_each_chunk_was_read_once(store)
+
+
+def _check_each_chunk_was_read_once(store: CountingStore) -> None:
+    times = Counter((key, at) for key, part in store.reads for at in part)
+    assert set(times.values()) <= {1}
+
+
+# --- only what is needed -----------------------------------------------------------------------------------------------
+
+
+@given(layouts(), st.sampled_from([16, 48]))
+def test_view_1_only_chunks_with_a_wanted_element_are_read(
+    layout: tuple[Shape, list[Box], list[Box]], chunk_bytes: int
+) -> None:
+    asyncio.run(_check_reads(*layout, chunk_bytes))
+
+
+async def _check_reads(shape: Shape, stored: list[Box], wanted: list[Box], chunk_bytes: int) -> None:
+    store, box = CountingStore(), wanted[0]
+    world = await small_chunk_view(store, {"t": (noise(shape, "float32"), "float32", stored)}, ranks=2, chunk_bytes=chunk_bytes)
+    needed = {
+        (f"{world.checkpoint.prefix}/{world.indexes[part.rank].objects[chunk.object].name}", chunk.offset)
+        for part in world.tensors["t"].parts
+        for start, chunk in chunk_starts(part.entry)
+        for run in sub_boxes(part.entry.box, start // 4, (start + chunk.raw) // 4)
+        if intersect(run, box)
+    }
+    count = 0
+
+    def add(nbytes: int) -> None:
+        nonlocal count
+        count += nbytes
+
+    assert await read_boxes(store, world, [BoxRequest("t", box, None)], LoadConfig(block_bytes=1), add) == []
+    assert {(key, part.start) for key, part in store.reads} == needed
+    assert len(store.reads) == len(needed)
+    assert count == sum(len(part) for _, part in store.reads)
+
+
+async def test_view_1_a_chunk_that_many_want_is_read_once() -> None:
+    tensor = noise((64,), "float32")
+    store = await saved({"t": (tensor, "float32", [whole((64,))])}, 1)
+    world = await world_of(store)
+    filled = [Filled(Box((start,), (32,)), "float32") for start in (0, 8, 16, 32)]
+    wants = [BoxRequest("t", box.box, box.sink) for box in filled]
+    assert await read_boxes(store, world, [*wants, BoxRequest("t", whole((64,)), None)], CONFIG) == []
+    assert len(store.reads) == 1
+    for found in filled:
+        assert same(found.array, tensor[found.box.offsets[0] :][:32])
+
+
+async def test_neighbours_of_several_tensors_share_a_read() -> None:
+    tensors = {f"t{n}": (noise((8,), "float32"), "float32", [whole((8,))]) for n in range(10)}
+    store = await saved(tensors, 1)
+    world = await world_of(store)
+    assert await read_boxes(store, world, [BoxRequest(fqn, whole((8,)), None) for fqn in tensors], CONFIG) == []
+    assert len(store.reads) == 1
+
+
+class SlowStore(CountingStore):
+    """Takes some turns of the loop for every read, and counts how many are under way at once."""
+
+    at_once = most = 0
+
+    async def get(self, key: str, *, size_max: int = 1 << 26) -> bytes:
+        await self._turns()
+        return await super().get(key, size_max=size_max)
+
+    async def get_range(self, key: str, offset: int, out: memoryview) -> None:
+        await self._turns()
+        await super().get_range(key, offset, out)
+
+    async def _turns(self) -> None:
+        self.at_once += 1
+        self.most = max(self.most, self.at_once)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        self.at_once -= 1
+
+
+@pytest.mark.parametrize(("budget_kib", "at_once"), [(4, 1), (20, 2), (1024, 6)])
+async def test_read_3_as_many_chunks_are_read_at_once_as_the_budget_has_room_for(budget_kib: int, at_once: int) -> None:
+    """Each of six chunks is 4 KiB of zeros, stored in a few bytes, and needs a bit more than 8 KiB to be decoded."""
+    tensor = np.zeros((6, 1024), np.uint32)
+    stored = await saved({"t": (tensor, "float32", [whole((6, 1024))])}, 1, compression="zstd")
+    store = SlowStore()
+    store._objects = stored._objects
+    world = await world_of(store)
+    store.most = 0
+    config = LoadConfig(reads=6, block_bytes=1, budget_bytes=budget_kib << 10)
+    found = Filled(whole((6, 1024)), "float32")
+    assert await read_boxes(store, world, [BoxRequest("t", found.box, found.sink)], config) == []
+    assert (store.most, len(store.reads)) == (at_once, 6)
+    assert bool((found.times == 1).all())
+
+
+async def test_indexes_are_read_in_parallel_and_no_more_at_once_than_allowed() -> None:
+    stored = await saved({"t": (noise((7,), "uint8"), "uint8", [whole((7,))])}, 4)
+    store = SlowStore()
+    store._objects = stored._objects
+    checkpoint = await catalog.find(store, "global_step1")
+    for reads in (1, 3):
+        store.most = 0
+        world = await read_view(store, checkpoint, LoadConfig(reads=reads))
+        assert (list(world.indexes), store.most) == ([0, 1, 2, 3], reads)
+
+
+# --- whose tensor ------------------------------------------------------------------------------------------------------
+
+
+async def test_each_rank_has_its_own_tensors_beside_those_that_all_hold_together() -> None:
+    shared = noise((4, 6), "float32")
+    store = CountingStore()
+    halves = [Box((0, 0), (4, 3)), Box((0, 3), (4, 3))]
+    await save_checkpoint(store, pieces=lambda rank: [Piece.part("shared", shared, halves[rank], "float32")])
+    world = await world_of(store)
+    assert list(world.tensors) == ["shared"]
+    assert [(part.rank, part.entry.box) for part in world.tensors["shared"].parts] == list(enumerate(halves))
+    filled: dict[tuple[str, int | None], Filled] = {("shared", None): Filled(whole((4, 6)), "float32")}
+    for rank in range(2):
+        assert list(world.own(rank)) == list(rank_arrays(rank))
+        for fqn, entry in world.own(rank).items():
+            filled[fqn, rank] = Filled(whole(entry.shape), entry.dtype)
+    wants = [BoxRequest(fqn, found.box, found.sink, rank) for (fqn, rank), found in filled.items()]
+    assert await read_boxes(store, world, wants, CONFIG) == []
+    assert same(filled.pop(("shared", None)).array, shared)
+    for (fqn, rank), found in filled.items():
+        assert rank is not None
+        assert found.array.tobytes() == rank_arrays(rank)[fqn].tobytes()
+
+
+@pytest.mark.parametrize(
+    ("want", "error", "words"),
+    [
+        (BoxRequest("nothing", whole((4,)), None), NotFoundError, "holds no tensor nothing$"),
+        (BoxRequest("model.weight", whole((64, 48)), None), NotFoundError, "holds no tensor model.weight$"),
+        (BoxRequest("t", whole((4,)), None, 1), NotFoundError, "holds no tensor t of rank 1"),
+        (BoxRequest("model.weight", whole((64, 48)), None, 7), NotFoundError, "holds no tensor model.weight of rank 7"),
+        (BoxRequest("t", Box((1,), (4,)), None), FormatError, "does not lie inside shape"),
+        (BoxRequest("t", whole((2, 2)), None), FormatError, "does not lie inside shape"),
+    ],
+)
+async def test_what_is_not_there_cannot_be_wanted(want: BoxRequest, error: type[Exception], words: str) -> None:
+    store = MemoryStore()
+    tensor = noise((4,), "float32")
+    await save_checkpoint(store, pieces=lambda rank: [Piece.part("t", tensor, Box((2 * rank,), (2,)), "float32")])
+    with pytest.raises(error, match=words):
+        await read_boxes(store, await world_of(store), [want], CONFIG)
+
+
+# --- damage ------------------------------------------------------------------------------------------------------------
+
+
+async def test_damage_names_object_tensor_and_rank_and_the_rest_arrives() -> None:
+    tensor = noise((4, 1024), "float32")
+    rows = [Box((row, 0), (1, 1024)) for row in range(4)]
+    store = await saved({"t": (tensor, "float32", rows)}, 2)
+    world = await world_of(store)
+    part = world.tensors["t"].parts[2]
+    [chunk] = part.entry.chunks
+    key = f"{world.checkpoint.prefix}/{world.indexes[part.rank].objects[chunk.object].name}"
+    data = bytearray(store._objects[key])
+    data[chunk.offset + 100] ^= 1
+    store._objects[key] = memoryview(bytes(data))
+    found = Filled(whole((4, 1024)), "float32")
+    [damage] = await read_boxes(store, world, [BoxRequest("t", found.box, found.sink)], CONFIG)
+    assert (damage.key, damage.fqn, damage.rank) == (key, "t", part.rank)
+    assert f"{key} is damaged at byte {chunk.offset}" in str(damage)
+    [lost] = {part.entry.box.offsets[0]}
+    for row in range(4):
+        assert same(found.array[row], tensor[row]) == (row != lost)
+        assert bool((found.times[row] == (row != lost)).all())
+
+
+async def test_an_object_that_is_gone_is_damage() -> None:
+    store = await saved({"t": (noise((8,), "uint8"), "uint8", [whole((8,))])}, 2)
+    world = await world_of(store)
+    [gone] = [key for key, data in store._objects.items() if key.endswith(".chunks") and data.nbytes]
+    await store.delete(gone)
+    [damage] = await read_boxes(store, world, [BoxRequest("t", whole((8,)), None)], CONFIG)
+    assert (damage.key, damage.fqn, damage.rank) == (gone, "t", 0)
+
+
+async def test_an_index_that_is_damaged_is_named_with_its_rank() -> None:
+    store = await saved({"t": (noise((8,), "uint8"), "uint8", [whole((8,))])}, 3)
+    checkpoint = await catalog.find(store, "global_step1")
+    await store.put(f"{checkpoint.prefix}/00001.index", b"nonsense")
+    with pytest.raises(DamagedError, match="rank 1 of global_step1") as caught:
+        await read_view(store, checkpoint, CONFIG)
+    assert (caught.value.key, caught.value.rank) == (f"{checkpoint.prefix}/00001.index", 1)
+
+
+async def test_view_2_a_box_that_nobody_stored_whole_is_named_and_not_read() -> None:
+    """Such a checkpoint is never committed; a reader looks all the same."""
+    tensor = noise((6, 4), "float32")
+    store = await saved({"t": (tensor, "float32", [Box((row, 0), (2, 4)) for row in (0, 2, 4)])}, 3)
+    world = await world_of(store)
+    torn = CheckpointView(world.checkpoint, {rank: world.indexes[rank] for rank in (0, 2)})
+    wants = [BoxRequest("t", whole((6, 4)), None), BoxRequest("t", Box((4, 1), (2, 2)), None)]
+    [gap] = await read_boxes(store, torn, wants, CONFIG)
+    assert isinstance(gap, FormatError)
+    assert gap.fqn == "t"
+    assert str(gap) == "t cannot be put together from what ranks [0, 2] stored: 8 of 24 elements are written by no rank"
+    assert len(store.reads) == 1
+
+
+async def test_view_2_elements_that_two_ranks_stored_are_refused() -> None:
+    """Of boxes that differ; equal ones are read once."""
+    tensor = noise((4,), "uint8")
+    store = await saved({"t": (tensor, "uint8", [whole((4,))])}, 1)
+    world = await world_of(store)
+    halves = await world_of(await saved({"t": (tensor, "uint8", [Box((0,), (2,)), Box((2,), (2,))])}, 1))
+    twice = CheckpointView(world.checkpoint, {0: world.indexes[0], 1: halves.indexes[0]})
+    [fault] = await read_boxes(store, twice, [BoxRequest("t", whole((4,)), None)], CONFIG)
+    assert "overlap" in str(fault)
+    same = CheckpointView(world.checkpoint, {0: world.indexes[0], 1: world.indexes[0]})
+    assert await read_boxes(store, same, [BoxRequest("t", whole((4,)), None)], CONFIG) == []
+
+
+async def test_ranks_that_describe_a_tensor_differently_are_refused_by_name() -> None:
+    one = await world_of(await saved({"t": (noise((4,), "float32"), "float32", [whole((4,))])}, 1))
+    two = await world_of(await saved({"t": (noise((4,), "int32"), "int32", [whole((4,))])}, 1))
+    with pytest.raises(FormatError, match=r"^t is float32\[4\] on rank 0 and int32\[4\] on rank 5$") as caught:
+        global_tensors({0: one.indexes[0], 5: two.indexes[0]})
+    assert (caught.value.fqn, caught.value.rank) == ("t", 5)
+
+
+async def test_a_sink_is_given_a_view_and_no_copy_of_what_is_raw() -> None:
+    """What is stored raw and wanted whole goes from the read buffer into the sink."""
+    tensor, bases = noise((4, 8), "float32"), []
+    store = await saved({"t": (tensor, "float32", [whole((4, 8))])}, 1)
+
+    def sink(box: Box, elements: NDArray[Any]) -> None:
+        bases.append(elements.base is not None and not elements.flags.owndata)
+
+    take: BoxSink = sink
+    assert await read_boxes(store, await world_of(store), [BoxRequest("t", Box((1, 2), (2, 3)), take)], CONFIG) == []
+    assert bases
+    assert all(bases)

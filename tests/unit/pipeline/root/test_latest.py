@@ -1,0 +1,115 @@
+"""Where `latest` goes when what it named was removed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from checkpointd.errors import DamagedError, LinkError, UnreadableError
+from checkpointd.layout.keys import LATEST
+from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root.candidates import candidates
+from checkpointd.pipeline.root.latest import move_latest, move_latest_away
+from checkpointd.store.base import Entry
+from checkpointd.store.memory import MemoryStore
+from checkpointd.store.patient import Patience
+from checkpointd.store.posix.store import PosixStore
+from tests.builders import begin_epoch, save_checkpoint
+
+
+async def test_latest_names_what_is_committed_while_the_last_one_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job beside the command that removes: its commit comes after the look for what is left, and before `latest` goes."""
+    store = MemoryStore()
+    await save_checkpoint(store, tag="removed", epoch=await begin_epoch(store))
+    delete = store.delete
+
+    async def commits_first(key: str) -> None:
+        if key == LATEST:
+            await save_checkpoint(store, tag="new", epoch=await begin_epoch(store))
+        await delete(key)
+
+    for entry in await catalog.attempts_of(store, "removed"):
+        for name in entry.sizes:
+            await delete(f"{entry.prefix}/{name}")
+    monkeypatch.setattr(store, "delete", commits_first)
+    assert await move_latest_away(store, "removed") == "new"
+    assert await catalog.latest(store) == "new"
+
+
+async def test_a_first_commit_between_reading_latest_and_listing_it_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoryStore()
+    listing = store.list
+
+    async def commits_first(prefix: str) -> list[Entry]:
+        monkeypatch.setattr(store, "list", listing)
+        await save_checkpoint(store, tag="first", epoch=await begin_epoch(store))
+        return await listing(prefix)
+
+    monkeypatch.setattr(store, "list", commits_first)
+    assert await catalog.latest(store) == "first"
+
+
+async def test_a_pointer_that_is_listed_and_cannot_be_opened_is_not_taken_for_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoryStore()
+
+    async def lags(prefix: str) -> list[Entry]:
+        return [Entry(LATEST, 8, False)]
+
+    monkeypatch.setattr(store, "list", lags)
+    with pytest.raises(UnreadableError, match="although it is listed"):
+        await catalog.latest(store)
+
+
+@pytest.mark.parametrize(
+    ("file", "pointer", "is_theirs"),
+    [
+        ("mp_rank_00_model_states.pt", "theirs", True),
+        ("weights.bin", "theirs", True),  # of any program: no name is known here
+        (".nfs0001", "theirs", False),
+        ("weights.bin", "theirs\n", False),
+        (None, "theirs", False),
+    ],
+)
+async def test_a_pointer_of_another_program_is_told_by_what_it_names(
+    tmp_path: Path, file: str | None, pointer: str, is_theirs: bool
+) -> None:
+    async with PosixStore(tmp_path) as store:
+        await save_checkpoint(store, tag="ours", epoch=await begin_epoch(store))
+        (tmp_path / "theirs").mkdir()
+        if file is not None:
+            (tmp_path / "theirs" / file).touch()
+        (tmp_path / LATEST).write_text(pointer)
+        assert await catalog.latest(store) == (None if is_theirs else "theirs")
+        [ours] = await catalog.checkpoints(store)
+        assert await move_latest(store, ours.tag, ours.outcome.order, is_start=True) is not is_theirs
+        assert (tmp_path / LATEST).read_text() == (pointer if is_theirs else "ours\n")
+
+
+@pytest.mark.parametrize("link", ["to the tag", "to a file outside", "to nothing"])
+async def test_pointer_1_a_link_at_latest_is_replaced_and_never_followed(tmp_path: Path, link: str) -> None:
+    root, outside = tmp_path / "root", tmp_path / "secret"
+    root.mkdir()
+    outside.write_text("secret")
+    async with PosixStore(root) as store:
+        await save_checkpoint(store, tag="one", epoch=await begin_epoch(store))
+        (root / LATEST).unlink()
+        (root / LATEST).symlink_to({"to the tag": "one", "to a file outside": str(outside), "to nothing": "gone"}[link])
+        with pytest.raises(DamagedError, match="names nothing"):
+            await catalog.latest(store)
+        found = await candidates(store, Patience(0.0, 0.0))
+        assert [checkpoint.tag for checkpoint in found.checkpoints] == ["one"]
+        await save_checkpoint(store, tag="two", epoch=await begin_epoch(store))
+        assert await catalog.latest(store) == "two"
+    assert outside.read_text() == "secret"
+
+
+async def test_a_link_at_the_tag_that_latest_names_gives_way_to_a_newer_commit_alone(tmp_path: Path) -> None:
+    async with PosixStore(tmp_path / "root") as store:
+        await save_checkpoint(store, tag="one", epoch=await begin_epoch(store))
+        (tmp_path / "root" / "one").rename(tmp_path / "one")
+        (tmp_path / "root" / "one").symlink_to(tmp_path / "one")
+        with pytest.raises(LinkError):
+            await move_latest(store, "older", (0, 0), is_start=True)
+        await save_checkpoint(store, tag="two", epoch=await begin_epoch(store))
+        assert await catalog.latest(store) == "two"

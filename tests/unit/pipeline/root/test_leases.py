@@ -1,0 +1,453 @@
+"""LEASE-2 to LEASE-7 of pipeline/root/leases.py, in virtual time: who is waited for, for how long, and who is left alone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import msgspec
+import pytest
+
+from checkpointd.errors import NotFoundError, RootInUseError, StoreError, UnreadableError
+from checkpointd.layout.keys import attempt_lease_key, epoch_key, job_lease_key
+from checkpointd.layout.manifest import Lease, Outcome, WriterIdentity, decode, encode
+from checkpointd.pipeline.decide.recover import outlived
+from checkpointd.pipeline.root import epochs, leases
+from checkpointd.pipeline.root.leases import Beginner, HeldLease, Sight
+from checkpointd.store.memory import MemoryStore
+from checkpointd.store.writers import Life
+from checkpointd.testing import simloop
+from tests.builders import leave_in_doubt
+
+T = TypeVar("T")
+LENGTH_S = 30.0
+PREFIX = "global_step1/00000001-0"
+SINCE = WriterIdentity(host="node7", pid=17, time="2026-01-01T00:00:00.000+00:00")
+
+
+def simulated(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    return simloop.run(1, work())
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def sight(process: str, life: Life = "unknown") -> Sight:
+    return Sight(process=process, life=lambda _: life, length_s=LENGTH_S)
+
+
+def beginner(process: str, job: str = "", *, life: Life = "unknown", take_over: bool = False) -> Beginner:
+    return Beginner(world_size=1, job=job, take_over=take_over, instead="Go elsewhere.", sight=sight(process, life))
+
+
+async def timed(work: Awaitable[object]) -> float:
+    """How long `work` took, in virtual seconds."""
+    began = now()
+    await work
+    return now() - began
+
+
+async def stop_renewing(held: HeldLease) -> None:
+    """What is left when its process is killed."""
+    held._over.set()
+    assert held._task is not None
+    await held._task
+
+
+async def put_lease(store: MemoryStore, key: str, count: int = 1, length_s: float = LENGTH_S) -> None:
+    await store.put(key, encode(Lease(process="elsewhere", count=count, length_s=length_s, writer=SINCE)))
+
+
+async def renew_on(store: MemoryStore, key: str) -> None:
+    for count in range(1, 1000):
+        await put_lease(store, key, count)
+        await asyncio.sleep(LENGTH_S / 3)
+
+
+async def attempts_at_work(store: MemoryStore, life: Life = "unknown") -> tuple[str, ...]:
+    return await leases.attempts_at_work(store, sight("here", life))
+
+
+class Stale(MemoryStore):
+    """After a while `key` cannot be opened a few times, although it is listed."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__()
+        self._key, self.stale = key, 0
+
+    async def get(self, key: str, *, size_max: int = 1 << 20) -> bytes:
+        if key == self._key and self.stale:
+            self.stale -= 1
+            raise NotFoundError("a stale directory entry")
+        return await super().get(key, size_max=size_max)
+
+
+# --- jobs ---------------------------------------------------------------------------------------------------------------
+
+
+def test_lease_3_the_lease_is_there_before_the_epoch() -> None:
+    put: list[str] = []
+
+    class Watched(MemoryStore):
+        async def put_if_absent(self, key: str, data: bytes) -> bool:
+            put.append(key)
+            return await super().put_if_absent(key, data)
+
+    async def work() -> None:
+        store = Watched()
+        epoch, held = await leases.begin(store, beginner("a", "train"))
+        assert put == [job_lease_key(1), epoch_key(1)]
+        lease = decode(await store.get(held.key), Lease, held.key)
+        assert (lease.process, lease.job, lease.length_s) == ("a", "train", LENGTH_S)
+        assert (epoch.process, epoch.job) == ("a", "train")
+        await held.release()
+
+    simulated(work)
+
+
+@pytest.mark.parametrize("life", ["unknown", "running"])
+@pytest.mark.parametrize("names", [("train", "eval"), ("train", ""), ("", "")])
+def test_lease_5_a_living_job_of_another_name_is_left_alone(life: Life, names: tuple[str, str]) -> None:
+    async def work() -> None:
+        store = MemoryStore()
+        _, held = await leases.begin(store, beginner("a", names[0]))
+        began = now()
+        with pytest.raises(RootInUseError, match=r"memory is in use: process \d+ on \S+ runs .* since .* Go elsewhere\."):
+            await leases.begin(store, beginner("b", names[1], life=life))
+        assert now() - began <= LENGTH_S
+        assert await epochs.newest(store) == 1
+        assert [entry.name for entry in await store.list(".checkpointd/leases")] == ["00000001"]
+        await held.release()
+
+    simulated(work)
+
+
+def test_lease_5_the_same_job_and_who_is_told_to_take_over_wait_for_nobody() -> None:
+    async def work() -> None:
+        store = MemoryStore()
+        _, first = await leases.begin(store, beginner("a", "train"))
+        assert await timed(leases.begin(store, beginner("b", "train"))) == 0
+        assert await timed(leases.begin(store, beginner("c", "eval", take_over=True))) == 0
+        assert await epochs.newest(store) == 3
+        await asyncio.sleep(2 * LENGTH_S)
+        # Those that were taken over from say nothing any more.
+        assert [entry.name for entry in await store.list(".checkpointd/leases")] == ["00000003"]
+        await first.release()
+
+    simulated(work)
+
+
+def test_lease_4_a_job_that_renews_no_more_is_waited_out_for_a_leases_length() -> None:
+    async def work() -> None:
+        store = MemoryStore()
+        _, held = await leases.begin(store, beginner("a"))
+        await stop_renewing(held)
+        assert 0 < await timed(leases.begin(store, beginner("b"))) <= LENGTH_S
+        assert await epochs.newest(store) == 2
+
+    simulated(work)
+
+
+def test_lease_2_a_process_that_has_ended_here_is_not_waited_for() -> None:
+    async def work() -> None:
+        store = MemoryStore()
+        _, held = await leases.begin(store, beginner("a"))
+        await stop_renewing(held)
+        assert await timed(leases.begin(store, beginner("b", life="ended"))) == 0
+
+    simulated(work)
+
+
+def test_a_job_that_was_closed_is_not_waited_for() -> None:
+    async def work() -> None:
+        store = MemoryStore()
+        _, held = await leases.begin(store, beginner("a"))
+        await held.release()
+        assert await timed(leases.begin(store, beginner("b"))) == 0
+
+    simulated(work)
+
+
+def test_lease_5_of_two_that_begin_at_once_one_is_refused() -> None:
+    async def work() -> None:
+        store = MemoryStore()
+        both = (leases.begin(store, beginner("a", "one")), leases.begin(store, beginner("b", "two")))
+        found = await asyncio.gather(*both, return_exceptions=True)
+        assert sum(isinstance(one, RootInUseError) for one in found) == 1
+        assert await epochs.newest(store) == 1
+
+    for seed in range(20):
+        simloop.run(seed, work())
+
+
+def test_lease_5_who_comes_while_a_start_looks_around_is_found() -> None:
+    """The other's lease appears after the last look at the leases, and before the own one is put."""
+
+    class Late(MemoryStore):
+        looks = 0
+
+        async def list(self, prefix: str) -> list[Any]:
+            found = await super().list(prefix)
+            if prefix == ".checkpointd/leases":
+                self.looks += 1
+                if self.looks == 2:
+                    await leases.begin(self, beginner("b", "two", take_over=True))
+            return found
+
+    async def work() -> None:
+        store = Late()
+        with pytest.raises(RootInUseError, match="runs job 'two'"):
+            await leases.begin(store, beginner("a", "one"))
+        assert [(await epochs.read(store, number)).job for number in range(1, await epochs.newest(store) + 1)] == ["two"]
+
+    simulated(work)
+
+
+def test_lease_6_a_lease_that_is_listed_and_cannot_be_opened_has_not_gone() -> None:
+    async def work() -> None:
+        store = Stale(job_lease_key(1))
+        _, held = await leases.begin(store, beginner("first"))
+        store.stale = 3
+        with pytest.raises(RootInUseError):
+            await leases.begin(store, beginner("second"))
+        await held.release()
+
+    simulated(work)
+
+
+@pytest.mark.parametrize("data", [b"", b"not a lease", encode(Lease(process="x", count=1, length_s=1e9, writer=SINCE))])
+def test_lease_4_a_lease_that_cannot_be_understood_keeps_nobody_for_ever(data: bytes) -> None:
+    async def work() -> None:
+        store = MemoryStore()
+        await store.put(job_lease_key(1), data)
+        assert await timed(leases.begin(store, beginner("a"))) <= leases.LENGTH_S
+
+    simulated(work)
+
+
+def test_a_storage_that_fails_while_a_lease_is_watched_is_asked_again() -> None:
+    class Failing(MemoryStore):
+        reads = 0
+
+        async def get(self, key: str, **options: Any) -> bytes:
+            self.reads += 1
+            if 1 < self.reads < 5:
+                raise StoreError("stale file handle")
+            return await super().get(key, **options)
+
+    async def work() -> None:
+        store = Failing()
+        await put_lease(store, job_lease_key(1))
+        assert 0 < await timed(leases.begin(store, beginner("a"))) <= LENGTH_S
+
+    simulated(work)
+
+
+# --- renewing -----------------------------------------------------------------------------------------------------------
+
+
+def test_lease_7_a_renewal_that_fails_is_said_once_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+    class Failing(MemoryStore):
+        fails = False
+
+        async def put(self, key: str, data: bytes) -> None:
+            if self.fails:
+                raise StoreError("the disk is gone")
+            await super().put(key, data)
+
+    async def work() -> None:
+        store = Failing()
+        _, held = await leases.begin(store, beginner("a"))
+        store.fails = True
+        await asyncio.sleep(LENGTH_S)
+        assert caplog.text.count("cannot be renewed: the disk is gone; trying again") == 1
+        store.fails = False
+        before = await store.get(held.key)
+        await asyncio.sleep(LENGTH_S)
+        assert await store.get(held.key) != before
+        await held.release()
+        assert await store.stat(held.key) is None
+
+    simulated(work)
+
+
+def test_lease_7_a_lease_that_somebody_removed_is_put_again_while_its_epoch_is_the_newest() -> None:
+    async def work() -> None:
+        store = MemoryStore()
+        _, held = await leases.begin(store, beginner("a"))
+        await store.delete(held.key)
+        await asyncio.sleep(LENGTH_S)
+        assert await store.stat(held.key) is not None
+        await epochs.take(store, 1)
+        await store.delete(held.key)
+        await asyncio.sleep(LENGTH_S)
+        assert await store.stat(held.key) is None
+        await held.release()
+
+    simulated(work)
+
+
+def test_a_root_that_was_removed_is_not_made_again() -> None:
+    async def work() -> None:
+        store = MemoryStore()
+        _, held = await leases.begin(store, beginner("a"))
+        await store.delete(held.key)
+        await store.delete(epoch_key(1))
+        await asyncio.sleep(LENGTH_S)
+        assert await store.list("") == []
+        await held.release()
+
+    simulated(work)
+
+
+def test_a_lease_that_is_being_put_does_not_come_back_after_its_release() -> None:
+    class Slow(MemoryStore):
+        async def put(self, key: str, data: bytes) -> None:
+            await asyncio.sleep(1.0)
+            await super().put(key, data)
+
+    async def work() -> None:
+        store = Slow()
+        held = leases.of_attempt(store, PREFIX, sight("a"))
+        held.keep()
+        await asyncio.sleep(0.5)
+        await held.release()
+        held.keep()
+        await asyncio.sleep(LENGTH_S)
+        assert await store.stat(held.key) is None
+
+    simulated(work)
+
+
+# --- attempts -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_attempt_is_spared_while_its_lease_is_renewed() -> None:
+    async def work() -> None:
+        store = MemoryStore()
+        await leave_in_doubt(store, voting=(0,))
+        assert await attempts_at_work(store) == ()
+        renewing = asyncio.get_running_loop().create_task(renew_on(store, attempt_lease_key(PREFIX)))
+        await asyncio.sleep(1.0)
+        assert await attempts_at_work(store) == (PREFIX,)
+        epoch, held = await leases.begin(store, beginner("a"))
+        assert epoch.spares == (PREFIX,)
+        await held.release()
+        renewing.cancel()
+        assert await timed(attempts_at_work(store)) <= LENGTH_S
+        assert await attempts_at_work(store) == ()
+
+    simulated(work)
+
+
+def test_a_process_of_this_machine_that_works_at_an_attempt_is_believed_at_once() -> None:
+    async def work() -> None:
+        store = MemoryStore()
+        await leave_in_doubt(store, voting=(0,))
+        await put_lease(store, attempt_lease_key(PREFIX))
+        began = now()
+        assert await attempts_at_work(store, "running") == (PREFIX,)
+        assert await attempts_at_work(store, "ended") == ()
+        assert now() == began
+
+    simulated(work)
+
+
+def test_what_the_own_daemon_works_at_is_not_watched() -> None:
+    async def work() -> None:
+        store = MemoryStore()
+        await leave_in_doubt(store, voting=(0,))
+        await put_lease(store, attempt_lease_key(PREFIX))
+        began = now()
+        epoch, held = await leases.begin(store, replace(beginner("a"), spares=(PREFIX,)))
+        assert (epoch.spares, now()) == ((PREFIX,), began)
+        await held.release()
+
+    simulated(work)
+
+
+def test_an_attempt_with_an_outcome_is_nobodys_work() -> None:
+    async def work() -> None:
+        store = MemoryStore()
+        await leave_in_doubt(store, voting=(0,))
+        await put_lease(store, attempt_lease_key(PREFIX))
+        await store.put(f"{PREFIX}/outcome", b"whatever")
+        assert await timed(attempts_at_work(store, "running")) == 0
+        assert await attempts_at_work(store, "running") == ()
+
+    simulated(work)
+
+
+# --- waiting for what is spared -----------------------------------------------------------------------------------------
+
+
+def test_recover_4_a_spared_attempt_is_waited_for_and_decided_once_nobody_works_at_it() -> None:
+    async def work() -> None:
+        store = MemoryStore()
+        await leave_in_doubt(store, voting=(0, 1))
+        renewing = asyncio.get_running_loop().create_task(renew_on(store, attempt_lease_key(PREFIX)))
+        await asyncio.sleep(1.0)
+        assert await outlived(store, [PREFIX], 5.0, sight("a")) == (PREFIX,)
+        assert await store.stat(f"{PREFIX}/outcome") is None
+        renewing.cancel()
+        await put_lease(store, attempt_lease_key(PREFIX), 5000)
+        assert await outlived(store, [PREFIX], 600.0, sight("a", "ended")) == ()
+        outcome = decode(await store.get(f"{PREFIX}/outcome"), Outcome, "outcome")
+        assert (outcome.outcome, outcome.decided_by) == ("commit", -1)
+        assert await store.get("latest") == b"global_step1\n"
+
+    simulated(work)
+
+
+def test_what_cannot_be_looked_at_for_a_moment_is_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> None:
+        store, failures = MemoryStore(), 3
+        await leave_in_doubt(store, voting=(0, 1))
+        get = store.get
+
+        async def failing(key: str, **options: Any) -> bytes:
+            nonlocal failures
+            failures -= 1
+            if failures >= 0:
+                raise UnreadableError("Stale file handle")
+            return await get(key, **options)
+
+        monkeypatch.setattr(store, "get", failing)
+        assert await outlived(store, [PREFIX], 600.0, sight("a")) == ()
+        assert decode(await store.get(f"{PREFIX}/outcome"), Outcome, "outcome").outcome == "commit"
+        failures = 1 << 30
+        await store.delete(f"{PREFIX}/outcome")
+        assert await outlived(store, [PREFIX], 5.0, sight("a")) == (PREFIX,)
+
+    simulated(work)
+
+
+def test_a_spared_attempt_whose_other_votes_do_not_come_is_not_waited_for_until_the_end() -> None:
+    async def work() -> None:
+        store = MemoryStore()
+        await leave_in_doubt(store, voting=(0,))
+        renewing = asyncio.get_running_loop().create_task(renew_on(store, attempt_lease_key(PREFIX)))
+        await asyncio.sleep(1.0)
+        began = now()
+        assert await outlived(store, [PREFIX], 600.0, sight("a")) == (PREFIX,)
+        assert now() - began < 20
+        renewing.cancel()
+
+    simulated(work)
+
+
+def test_a_renewal_changes_the_count_and_nothing_else() -> None:
+    async def work() -> None:
+        store = MemoryStore()
+        _, held = await leases.begin(store, beginner("a", "train"))
+        first = decode(await store.get(held.key), Lease, held.key)
+        await asyncio.sleep(LENGTH_S)
+        later = decode(await store.get(held.key), Lease, held.key)
+        assert later.count > first.count
+        assert msgspec.structs.replace(later, count=first.count) == first
+        await held.release()
+
+    simulated(work)

@@ -1,0 +1,204 @@
+"""OWNROOT-1: whose root it is, told by the epoch's record, and by the directory where the store can tell one from another."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from checkpointd.errors import LinkError, NotFoundError, RootGoneError, StoreError, UnreadableError
+from checkpointd.layout.keys import epoch_key
+from checkpointd.pipeline.root import epochs, own_root
+from checkpointd.pipeline.root.own_root import OwnRoot
+from checkpointd.store.base import SMALL_BYTES_MAX, Entry
+from checkpointd.store.identity import Identity
+from checkpointd.store.memory import MemoryStore
+from checkpointd.store.patient import LOOKS_MIN
+from checkpointd.store.posix.failures import store_error
+from checkpointd.store.posix.osdisk import OsDisk
+from checkpointd.store.posix.store import PosixStore
+
+HERE = Identity(device=1, number=2, object_touched_ns=4)
+
+
+@pytest.fixture(autouse=True)
+def absence_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_root, "ABSENCE_S", 0.01)
+
+
+class Placed(MemoryStore):
+    """A store in memory that says where it lies."""
+
+    here: Identity | None = HERE
+
+    async def identity(self, key: str) -> Identity | None:
+        return self.here
+
+    def forget_synced(self) -> None:
+        """It remembers nothing of that kind."""
+
+
+async def begun(store: MemoryStore | PosixStore) -> OwnRoot:
+    epoch = await epochs.take(store, 1)
+    root = OwnRoot(store)
+    await root.begun(epoch.epoch, epoch.nonce)
+    await root.check(1)
+    return root
+
+
+@pytest.mark.parametrize(
+    "kept", ["mounted anew, with another device", "an overlay that forgot its inode", "a record that was touched", "no change"]
+)
+async def test_ownroot_1_the_same_directory(kept: str) -> None:
+    store = Placed()
+    root = await begun(store)
+    store.here = {
+        "mounted anew, with another device": replace(HERE, device=9),
+        "an overlay that forgot its inode": replace(HERE, number=9),
+        "a record that was touched": replace(HERE, object_touched_ns=9),
+    }.get(kept, HERE)
+    await root.check(1)
+
+
+@pytest.mark.parametrize("other", [replace(HERE, number=9, object_touched_ns=9), replace(HERE, device=9, object_touched_ns=9)])
+async def test_ownroot_1_a_copy_is_another_directory(other: Identity) -> None:
+    store = Placed()
+    root = await begun(store)
+    store.here = other
+    with pytest.raises(RootGoneError, match="a copy of it lies in its place"):
+        await root.check(1)
+    store.here = HERE
+    await root.check(1)
+
+
+async def test_ownroot_1_another_jobs_root_in_its_place() -> None:
+    store = MemoryStore()
+    root = await begun(store)
+    await store.delete(epoch_key(1))
+    with pytest.raises(RootGoneError, match="is not there"):
+        await root.check(1)
+    await epochs.begin(store, 1, 1)
+    with pytest.raises(RootGoneError, match="another job has begun epoch 1"):
+        await root.check(1)
+
+
+class Failing(MemoryStore):
+    """Nothing can be read here while there is an `error`."""
+
+    error: StoreError | None = None
+
+    async def get(self, key: str, *, size_max: int = SMALL_BYTES_MAX) -> bytes:
+        if self.error is not None:
+            raise self.error
+        return await super().get(key, size_max=size_max)
+
+
+async def test_what_somebody_else_says_is_refused_where_the_store_shows_that_it_is_not_so() -> None:
+    store = Failing()
+    epoch = await epochs.take(store, 1)
+    assert await OwnRoot(store).confirm(1, epoch.nonce) is None
+    for number, nonce in ((1, "another"), (2, epoch.nonce)):
+        with pytest.raises(RootGoneError):
+            await OwnRoot(store).confirm(number, nonce)
+    store.error = LinkError("a link")
+    with pytest.raises(LinkError):
+        await OwnRoot(store).confirm(1, epoch.nonce)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EMFILE])
+async def test_an_error_that_may_pass_refuses_nothing_and_the_next_look_decides(number: int) -> None:
+    store = Failing()
+    epoch = await epochs.take(store, 1)
+    store.error = store_error(OSError(number, os.strerror(number)), doing="reading", key="k", url="u", reads=True)
+    root = OwnRoot(store)
+    unseen = await root.confirm(1, epoch.nonce)
+    assert errno.errorcode[number] in str(unseen)
+    store.error = None
+    await root.check(1)
+    await store.delete(epoch_key(1))
+    with pytest.raises(RootGoneError):
+        await root.check(1)
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM])
+async def test_a_permission_that_is_missing_does_not_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    async def closed(*_: object, **__: object) -> bytes:
+        raise OSError(number, os.strerror(number))
+
+    async with PosixStore(tmp_path / "root") as store:
+        epoch = await epochs.take(store, 1)
+        monkeypatch.setattr(OsDisk, "read", closed)
+        with pytest.raises(UnreadableError, match=errno.errorcode[number]):
+            await OwnRoot(store).confirm(1, epoch.nonce)
+        await OwnRoot(store).begun(1, epoch.nonce)
+
+
+async def test_a_record_that_went_bad_in_its_own_directory_stops_nobody(tmp_path: Path) -> None:
+    async with PosixStore(tmp_path / "root") as store:
+        root = await begun(store)
+        (tmp_path / "root" / epoch_key(1)).write_bytes(b"\xff" * 99)
+        await root.check(1)
+
+
+async def test_a_writer_that_was_not_told_takes_the_epoch_as_it_finds_it() -> None:
+    store = MemoryStore()
+    root = OwnRoot(store)
+    await root.check(1)
+    await epochs.take(store, 1)
+    await root.check(1)
+    await store.delete(epoch_key(1))
+    with pytest.raises(RootGoneError):
+        await root.check(1)
+
+
+class Lagging(MemoryStore):
+    """The epoch's record is out of sight for the next `unseen` looks."""
+
+    unseen = 0
+    error: StoreError | None = None
+    hangs = False
+
+    async def get(self, key: str, *, size_max: int = SMALL_BYTES_MAX) -> bytes:
+        if self.hangs:
+            await asyncio.Event().wait()
+        if self.error is not None:
+            raise self.error
+        if self.unseen > 0:
+            self.unseen -= 1
+            raise NotFoundError(key)
+        return await super().get(key, size_max=size_max)
+
+    async def list(self, prefix: str) -> list[Entry]:
+        return [] if self.unseen > 0 else await super().list(prefix)
+
+
+LAG_LOOKS = LOOKS_MIN + 1
+"""More than an absence that is known already takes, and less than ABSENCE_S in the tests below."""
+
+
+async def test_looks_at_the_same_time_each_prove_an_absence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of a coordinator's lease and of its attempt."""
+    monkeypatch.setattr(own_root, "ABSENCE_S", 60.0)
+    store = Lagging()
+    root = await begun(store)
+    store.unseen = 2 * LAG_LOOKS
+    await asyncio.gather(root.check(1), root.check(1))
+    assert store.unseen <= 0
+
+
+@pytest.mark.parametrize("how", ["fails", "hangs"])
+async def test_a_look_that_told_nothing_proves_no_absence(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    store = Lagging()
+    epoch = await epochs.take(store, 1)
+    root = OwnRoot(store)
+    monkeypatch.setattr(own_root, "ANSWER_S", 0.05)
+    store.hangs, store.error = how == "hangs", UnreadableError("EIO") if how == "fails" else None
+    assert await root.confirm(1, epoch.nonce) is not None
+    store.hangs, store.error, store.unseen = False, None, LAG_LOOKS
+    monkeypatch.setattr(own_root, "ABSENCE_S", 60.0)
+    await root.check(1)
+    assert store.unseen == 0

@@ -1,0 +1,96 @@
+"""The order in which a save makes its objects durable and visible."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from checkpointd.store.posix.disk import WritableFile
+from checkpointd.store.posix.osdisk import OsDisk
+from checkpointd.store.posix.store import PosixStore
+from tests.builders import save_checkpoint
+
+
+class RecordingFile:
+    """Passes through, noting what is synced."""
+
+    def __init__(self, inner: WritableFile, path: str, log: list[tuple[str, str]]) -> None:
+        self._inner, self._path, self._log = inner, path, log
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._inner, name)
+
+    async def sync(self) -> None:
+        await self._inner.sync()
+        self._log.append(("sync", self._path))
+
+
+class RecordingDisk(OsDisk):
+    """A real disk that keeps the order of what makes things durable and visible."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[tuple[str, str]] = []
+
+    async def create(self, path: str) -> WritableFile:
+        self.log.append(("create", path))
+        return RecordingFile(await super().create(path), path, self.log)  # type: ignore[return-value]  # by __getattr__
+
+    async def sync_directory(self, path: str) -> None:
+        await super().sync_directory(path)
+        self.log.append(("sync directory", path))
+
+    async def link(self, source: str, target: str) -> None:
+        assert ("sync", source) in self.log
+        await super().link(source, target)
+        self.log.append(("link", target))
+
+    async def rename(self, source: str, target: str) -> None:
+        assert ("sync", source) in self.log
+        await super().rename(source, target)
+        self.log.append(("rename", target))
+
+
+@pytest.fixture
+def recording(tmp_path: Path) -> tuple[PosixStore, RecordingDisk]:
+    disk = RecordingDisk()
+    return PosixStore(tmp_path / "root", disk), disk
+
+
+def _at(log: list[tuple[str, str]], what: str, end: str) -> int:
+    return next(i for i, (kind, path) in enumerate(log) if kind == what and path.endswith(end))
+
+
+async def test_files_and_directories_are_synced_before_anything_refers_to_them(
+    recording: tuple[PosixStore, RecordingDisk],
+) -> None:
+    store, disk = recording
+    await save_checkpoint(store, tag="global_step1", world_size=1)
+    log = disk.log
+    chunks_synced, index, vote = (
+        _at(log, "sync", "00000-0.chunks"),
+        _at(log, "link", "00000.index"),
+        _at(log, "link", "00000.vote"),
+    )
+    outcome = _at(log, "link", "outcome")
+    attempt = log[vote][1].rsplit("/", 1)[0]
+    synced = [i for i, (kind, path) in enumerate(log) if kind == "sync directory" and path == attempt]
+    assert chunks_synced < index < vote < outcome
+    for before, after in ((chunks_synced, index), (index, vote), (vote, outcome)):
+        assert any(before < i < after for i in synced), log[before : after + 1]
+    for parent in (attempt.rsplit("/", 1)[0], attempt.rsplit("/", 2)[0]):
+        assert any(i < vote for i, entry in enumerate(log) if entry == ("sync directory", parent)), parent
+
+
+async def test_latest_moves_after_the_outcome_is_durable_and_in_one_piece(
+    recording: tuple[PosixStore, RecordingDisk],
+) -> None:
+    store, disk = recording
+    await save_checkpoint(store, tag="global_step1", world_size=1)
+    log = disk.log
+    outcome = _at(log, "link", "outcome")
+    latest = next(i for i, (kind, path) in enumerate(log) if kind in {"link", "rename"} and path.endswith("/latest"))
+    attempt = log[outcome][1].rsplit("/", 1)[0]
+    assert any(outcome < i < latest for i, entry in enumerate(log) if entry == ("sync directory", attempt))
+    assert ("create", log[latest][1]) not in log  # never written in place

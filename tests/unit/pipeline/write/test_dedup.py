@@ -1,0 +1,266 @@
+"""What did not change is referred to: DEDUP-1 to DEDUP-4 of pipeline/write/dedup.py, on the real pipelines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from checkpointd.codec import Compression
+from checkpointd.commit.machine import Phase
+from checkpointd.config import LoadConfig
+from checkpointd.errors import DamagedError, StoreError
+from checkpointd.layout.manifest import Index
+from checkpointd.pipeline.read.index import read_index
+from checkpointd.pipeline.read.verify import verify
+from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root.marks import condemn
+from checkpointd.pipeline.write import persist, write_objects
+from checkpointd.pipeline.write.encode import Encoded
+from checkpointd.store.base import Store
+from checkpointd.store.memory import MemoryStore
+from checkpointd.store.posix.store import PosixStore
+from tests.builders import Arrays, load_arrays, objects, phases, save_checkpoint
+from tests.format_reader import index_of, tensors_of
+
+COMPRESSIONS: tuple[Compression, ...] = ("none", "planes")
+
+
+def frozen(step: int) -> Arrays:
+    """Three chunks that never change, one tensor that does, one of which the second chunk changes."""
+    random = np.random.default_rng(0)
+    partly = random.normal(size=2500).astype(np.float32)
+    partly[1500] += step
+    return {
+        "frozen.weight": random.normal(size=(100, 30)).astype(np.float32),
+        "frozen.bias": random.normal(size=7).astype(np.float32),
+        "moving": np.full(1500, step, dtype=np.float32) * random.normal(size=1500).astype(np.float32),
+        "partly": partly,
+    }
+
+
+async def saved(store: Store, step: int, arrays: Arrays | None = None, **options: object) -> None:
+    state = frozen(step) if arrays is None else arrays
+    attempts = await save_checkpoint(
+        store, tag=f"global_step{step}", world_size=1, tensors=lambda _: state, **{"dedup": True, **options}
+    )
+    assert phases(attempts) == [Phase.COMMITTED]
+
+
+async def index_at(store: Store, step: int) -> Index:
+    return await read_index(store, await catalog.find(store, f"global_step{step}"), 0)
+
+
+def as_bytes(arrays: Arrays) -> Mapping[str, bytes]:
+    return {fqn: np.ascontiguousarray(array).tobytes() for fqn, array in arrays.items()}
+
+
+def referred_of(index: Index) -> dict[str, list[bool]]:
+    """For each tensor, which of its chunks lie in older attempts."""
+    return {t.fqn: [bool(index.objects[c.object].held_by) for c in t.chunks] for t in index.tensors}
+
+
+class Unreadable(MemoryStore):
+    """Fails to read chunks objects."""
+
+    async def get_range(self, key: str, offset: int, out: memoryview) -> None:
+        raise StoreError(f"{key}: I/O error")
+
+
+@pytest.mark.parametrize("fault", ["damaged", "unreadable"])
+async def test_dedup_4_what_an_earlier_process_wrote_is_not_referred_to_unread(
+    fault: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A restart from weights that came from elsewhere, because the checkpoint is damaged: the next one is whole."""
+    store = Unreadable() if fault == "unreadable" else MemoryStore()
+    await saved(store, 1)
+    if fault == "damaged":
+        index = await index_at(store, 1)
+        chunk = next(entry for entry in index.tensors if entry.fqn == "frozen.weight").chunks[1]
+        key = f"global_step1/00000001-0/{index.objects[chunk.object].name}"
+        data = bytearray(await store.get(key))
+        data[chunk.offset] ^= 1
+        await store.put(key, bytes(data))
+    await saved(store, 2)
+    assert not any(ref.held_by for ref in (await index_at(store, 2)).objects)
+    assert "is damaged at byte" in caplog.text if fault == "damaged" else "cannot be read" in caplog.text
+    assert "writes everything anew" in caplog.text
+    if fault == "damaged":
+        assert not (await verify(store, await catalog.find(store, "global_step1"), LoadConfig())).whole
+        assert (await verify(store, await catalog.find(store, "global_step2"), LoadConfig())).whole
+
+
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+async def test_unchanged_chunks_become_references_and_load(tmp_path: Path, compression: Compression) -> None:
+    store = PosixStore(tmp_path)
+    await saved(store, 1, compression=compression)
+    await saved(store, 2, compression=compression)
+    found = referred_of(await index_at(store, 2))
+    assert found == {
+        "frozen.weight": [True] * 3,
+        "frozen.bias": [True],
+        "moving": [False] * 2,
+        "partly": [True, False, True],
+    }
+    assert await load_arrays(store, "global_step2", 0) == as_bytes(frozen(2))
+    assert await load_arrays(store, "global_step1", 0) == as_bytes(frozen(1))
+    assert (await verify(store, await catalog.find(store, "global_step2"), LoadConfig())).whole
+
+
+async def test_a_reader_made_from_the_format_page_follows_references(tmp_path: Path) -> None:
+    store = PosixStore(tmp_path)
+    for step in (1, 2, 3):
+        await saved(store, step)
+    folder, index = index_of(tmp_path, "global_step3", 0)
+    assert {fqn: data for fqn, (_, _, data) in tensors_of(folder, index).items()} == as_bytes(frozen(3))
+
+
+async def test_dedup_1_references_are_never_chained(tmp_path: Path) -> None:
+    store = PosixStore(tmp_path)
+    for step in (1, 2, 3, 4):
+        await saved(store, step)
+    holders = {ref.held_by for ref in (await index_at(store, 4)).objects if ref.held_by}
+    assert holders == {"global_step1/00000001-0"}
+
+
+async def test_what_does_not_change_at_all_writes_no_chunks(tmp_path: Path) -> None:
+    store = PosixStore(tmp_path)
+    for step in (1, 2):
+        await saved(store, step, frozen(1))
+    assert objects(tmp_path / "global_step1", ".chunks")
+    assert not objects(tmp_path / "global_step2", ".chunks")
+    assert await load_arrays(store, "global_step2", 0) == as_bytes(frozen(1))
+
+
+async def test_what_does_not_change_is_not_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, encoded = MemoryStore(), list[int]()
+    await saved(store, 1, frozen(1), compression="planes")
+
+    class Counting(Encoded):
+        @staticmethod
+        def of(data: NDArray[np.uint8], *others: object) -> Encoded:
+            encoded.append(data.nbytes)
+            raise AssertionError(f"encoded {others}")
+
+    monkeypatch.setattr(write_objects, "Encoded", Counting)
+    await saved(store, 2, frozen(1), compression="planes")
+    assert not encoded
+
+
+async def test_without_dedup_everything_is_written() -> None:
+    store = MemoryStore()
+    for step in (1, 2):
+        await saved(store, step, dedup=False)
+    assert not any(ref.held_by for ref in (await index_at(store, 2)).objects)
+
+
+@pytest.mark.parametrize("other", ["dtype", "shape", "chunks"])
+async def test_dedup_2_another_dtype_shape_or_length_of_chunks_is_no_reference(other: str) -> None:
+    store, array = MemoryStore(), np.arange(2048, dtype=np.int32)
+    await saved(store, 1, {"a": array})
+    changed = array.view(np.uint32) if other == "dtype" else array.reshape(2, 1024) if other == "shape" else array
+    await saved(store, 2, {"a": changed}, chunk_bytes=8192 if other == "chunks" else 4096)
+    assert not any(ref.held_by for ref in (await index_at(store, 2)).objects)
+
+
+async def test_dedup_2_an_aborted_save_is_no_base() -> None:
+    store = MemoryStore()
+    await saved(store, 1)
+    attempts = await save_checkpoint(
+        store, tag="global_step2", world_size=2, dedup=True, absent=frozenset({1}), tensors=lambda _: frozen(2)
+    )
+    assert phases(attempts) == [Phase.ABORTED]
+    await saved(store, 3, frozen(2))
+    assert {ref.held_by for ref in (await index_at(store, 3)).objects if ref.held_by} == {"global_step1/00000001-0"}
+
+
+async def test_dedup_3_what_is_condemned_is_written_anew(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mark comes between the index and the look: the save commits all the same, with everything written."""
+    store = MemoryStore()
+    await saved(store, 1)
+    lost = persist.lost
+
+    async def condemned_first(where: Store, index: Index) -> str | None:
+        await condemn(store, "global_step1/00000001-0", "the test", frozenset())
+        return await lost(where, index)
+
+    monkeypatch.setattr(persist, "lost", condemned_first)
+    await saved(store, 2)
+    assert "writes everything anew" in caplog.text
+    assert not any(ref.held_by for ref in (await index_at(store, 2)).objects)
+    assert await load_arrays(store, "global_step2", 0) == as_bytes(frozen(2))
+
+
+async def test_a_damaged_chunk_is_found_in_every_checkpoint_that_refers_to_it(tmp_path: Path) -> None:
+    store = PosixStore(tmp_path)
+    for step in (1, 2):
+        await saved(store, step, frozen(1))
+    [path] = objects(tmp_path / "global_step1", ".chunks")
+    data = bytearray(path.read_bytes())
+    data[10] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(DamagedError, match=r"global_step1/00000001-0/00000-0\.chunks"):
+        await load_arrays(store, "global_step2", 0)
+
+
+async def test_a_base_that_cannot_be_read_costs_nothing_but_a_whole_save(tmp_path: Path) -> None:
+    store = PosixStore(tmp_path)
+    await saved(store, 1)
+    for path in objects(tmp_path / "global_step1", ".index"):
+        path.write_bytes(b"nonsense")
+    await saved(store, 2)
+    assert not any(ref.held_by for ref in (await index_at(store, 2)).objects)
+
+
+def with_constant(step: int, constant: int, moving: int) -> Arrays:
+    """`constant` and `moving` elements of four bytes."""
+    return {"constant": np.arange(constant, dtype=np.int32), "moving": np.arange(moving, dtype=np.int32) + step}
+
+
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+async def test_a_small_unchanged_part_is_settled_in_an_object_of_its_own(tmp_path: Path, compression: Compression) -> None:
+    """Referring to the first save's object would keep all of it alive for a tenth of it."""
+    store = PosixStore(tmp_path)
+    for step in (1, 2, 3, 4):
+        await saved(store, step, with_constant(step, 5000, 45000), compression=compression)
+    found = [(await index_at(store, step)).objects for step in (1, 2, 3, 4)]
+    assert [{ref.held_by for ref in objects if ref.held_by} for objects in found[:2]] == [set(), set()]
+    older = [ref for ref in found[3] if ref.held_by]
+    assert {ref.held_by for ref in older} == {"global_step2/00000001-0"}
+    assert older == [ref for ref in found[2] if ref.held_by]
+    assert sum(ref.size for ref in older) < 30000
+    for step in (1, 2, 3, 4):
+        assert await load_arrays(store, f"global_step{step}", 0) == as_bytes(with_constant(step, 5000, 45000))
+
+
+async def test_where_next_to_nothing_is_unchanged_all_is_written(tmp_path: Path) -> None:
+    store = PosixStore(tmp_path)
+    for step in (1, 2, 3):
+        await saved(store, step, with_constant(step, 10, 45000))
+    assert [[ref.name for ref in (await index_at(store, step)).objects] for step in (2, 3)] == [["00000-0.chunks"]] * 2
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 3), min_size=3, max_size=3), min_size=2, max_size=4), st.sampled_from(COMPRESSIONS))
+def test_any_series_of_states_loads_as_it_was_saved(series: list[list[int]], compression: Compression) -> None:
+    """Each state is three tensors of two chunks, each chunk of one of a few contents."""
+    import asyncio
+
+    def state(numbers: list[int]) -> Arrays:
+        return {f"t{n}": np.repeat(np.array([number, 7 - number], dtype=np.float32), 1024) for n, number in enumerate(numbers)}
+
+    async def run() -> None:
+        store = MemoryStore()
+        for step, numbers in enumerate(series, 1):
+            await saved(store, step, state(numbers), compression=compression)
+        for step, numbers in enumerate(series, 1):
+            assert await load_arrays(store, f"global_step{step}", 0) == as_bytes(state(numbers))
+
+    asyncio.run(run())
