@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-import traceback
 from collections import OrderedDict, deque
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field, replace
@@ -257,7 +256,8 @@ class SaveJob:
             self._announced.charge.release()
             self._announced = None
         for error in _chain(self.attempt.error, self.attempt.own_error):
-            traceback.clear_frames(error.__traceback__)
+            # Clearing the frames themselves would end what still runs in them: the error is handled there (ATTEMPT-6).
+            error.__traceback__ = None
 
     def _free(self) -> None:
         """The attempt reads the snapshot no more, though it may take long until it ends."""

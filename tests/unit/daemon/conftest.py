@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import itertools
 import os
 import socket
 from collections.abc import AsyncIterator, Callable
@@ -38,9 +39,26 @@ SEALS = SEAL_SHRINK | SEAL_GROW | SEAL_FUTURE_WRITE
 ENDS = frozenset(str(phase) for phase in FINAL)
 
 
+class _Slots:
+    """How the slots of the running test are called: those of an earlier one may wait for the garbage collector."""
+
+    numbers = itertools.count()
+    name = "test-slot"
+
+
+@pytest.fixture(autouse=True)
+def _slots_by_test() -> None:
+    _Slots.name = f"test-slot-{next(_Slots.numbers)}"
+
+
+def empty_memfd(flags: int = os.MFD_CLOEXEC) -> int:
+    """An empty memfd that can be sealed; the caller's to close."""
+    return os.memfd_create(_Slots.name, flags | os.MFD_ALLOW_SEALING)
+
+
 def sealed_memfd(content: Buffer, seals: int = SEALS) -> int:
     """A memfd that holds `content`, sealed; the caller's to close."""
-    descriptor = os.memfd_create("test-slot", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    descriptor = empty_memfd()
     os.write(descriptor, content)
     fcntl.fcntl(descriptor, ADD_SEALS, seals)
     return descriptor
@@ -63,7 +81,10 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def open_descriptors() -> set[str]:
-    """What this process has open, by number and target, but for the leases that jobs of earlier tests renew."""
+    """What this process has open, by number and target, but for the leases that jobs of earlier tests renew.
+
+    What earlier tests left may be closed at any moment: compare with `<=`.
+    """
     found = set()
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):
@@ -72,8 +93,13 @@ def open_descriptors() -> set[str]:
 
 
 def slots_mapped() -> int:
-    """How many mappings of test slots this process has."""
-    return Path("/proc/self/maps").read_text().count("memfd:test-slot")
+    """How many slots of this test are mapped."""
+    return Path("/proc/self/maps").read_text().count(f"memfd:{_Slots.name} ")
+
+
+def slots_open() -> int:
+    """How many descriptors of slots of this test are open."""
+    return sum(f"memfd:{_Slots.name} " in one for one in open_descriptors())
 
 
 @dataclass

@@ -114,7 +114,7 @@ async def test_a_descriptor_with_the_hello_is_closed(daemon: Daemon) -> None:
     assert (await channel.receive()) is not None
     channel.close()
     await until(lambda: daemon.hub.clients == 0)
-    assert open_descriptors() == before
+    assert open_descriptors() <= before
 
 
 # --- who is let in -----------------------------------------------------------------------------------------------------
@@ -228,7 +228,7 @@ async def test_a_thousand_connections(root: Path) -> None:
         await until(lambda: not daemon.service._connections)
         await served(daemon)
         await until(lambda: not daemon.service._connections)
-        assert open_descriptors() == before
+        assert open_descriptors() <= before
 
 
 async def test_a_thousand_clients_one_after_another(daemon: Daemon) -> None:
@@ -239,7 +239,7 @@ async def test_a_thousand_clients_one_after_another(daemon: Daemon) -> None:
         await channel.receive()
         channel.close()
     await until(lambda: daemon.hub.clients == 0 and not daemon.service._connections)
-    assert open_descriptors() == before
+    assert open_descriptors() <= before
 
 
 async def test_descriptors_by_the_hundred(daemon: Daemon) -> None:
@@ -253,7 +253,7 @@ async def test_descriptors_by_the_hundred(daemon: Daemon) -> None:
     await until(lambda: not daemon.service._connections)
     await served(daemon)
     await until(lambda: not daemon.service._connections)
-    assert open_descriptors() == before
+    assert open_descriptors() <= before
 
 
 FEW_DESCRIPTORS = """

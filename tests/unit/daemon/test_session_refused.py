@@ -26,6 +26,7 @@ from tests.unit.daemon.conftest import (
     shard_of,
     slot_bytes,
     slot_bytes_charged,
+    slots_open,
     until,
 )
 
@@ -53,7 +54,7 @@ async def test_slots_that_are_refused(daemon: Daemon, root: Path) -> None:
     await client.send(wire.Slot(slot=0, nbytes=SIZE))
     assert "takes a descriptor" in (await client.refused()).message
     assert daemon.hub.account.used == 0
-    assert {one for one in open_descriptors() if "socket" not in one} == before
+    assert {one for one in open_descriptors() if "socket" not in one} <= before
     await client.slot(0, SHARD)
     await client.slot(0, SHARD)
     assert "is there already" in (await client.refused()).message
@@ -225,7 +226,7 @@ async def test_a_descriptor_that_a_message_does_not_take_is_closed(daemon: Daemo
     await client.send(wire.Ping(), descriptor)
     os.close(descriptor)
     assert "a Ping message takes no descriptor" in (await client.refused()).message
-    assert open_descriptors() == before
+    assert open_descriptors() <= before
     await answered(client)
 
 
@@ -330,11 +331,6 @@ async def test_a_client_that_does_not_read_is_left(daemon: Daemon, root: Path, c
     with pytest.raises(ConnectionError):
         await questions
     assert sum("does not read" in record.getMessage() for record in caplog.records) == 1
-
-
-def slots_open() -> int:
-    """How many snapshots this process has open: what else it has comes and goes with the store."""
-    return sum("/memfd:" in name for name in open_descriptors())
 
 
 async def test_a_client_that_asks_for_its_snapshot_again_and_again_and_does_not_read(

@@ -22,9 +22,10 @@ from tests.unit.daemon.conftest import (
     SEAL_GROW,
     SEAL_SHRINK,
     SEALS,
-    open_descriptors,
+    empty_memfd,
     sealed_memfd,
     slots_mapped,
+    slots_open,
 )
 
 PAGE = mmap.PAGESIZE
@@ -42,16 +43,12 @@ class Room(SlotMappings):
 @pytest.fixture
 def memory() -> Iterator[Room]:
     """Room for four slots of two pages; nothing of them may be left at the end."""
-    gc.collect()  # what other tests have left
-    before = open_descriptors(), slots_mapped()
     memory = Room(4 * len(CONTENT))
     yield memory
     assert memory.release_lingering() == 0
     assert memory.account.used == 0
     assert len(memory) == 0
-    # Jobs that earlier tests left to the garbage collector open their roots and close them meanwhile.
-    left = {one for one in open_descriptors() - before[0] if "memfd" in one}
-    assert (left, slots_mapped()) == (set(), before[1])
+    assert (slots_open(), slots_mapped()) == (0, 0)
 
 
 class Owner:
@@ -134,7 +131,7 @@ def test_a_file_that_is_no_memfd(memory: Room, tmp_path: Path) -> None:
 def test_memory_of_huge_pages(memory: Room) -> None:
     """SLOTMAP-1: a hole in it can end a read in SIGBUS."""
     try:
-        descriptor = os.memfd_create("test-slot", os.MFD_HUGETLB | os.MFD_ALLOW_SEALING)
+        descriptor = empty_memfd(os.MFD_HUGETLB)
     except OSError as error:
         pytest.skip(f"this kernel has no huge pages: {error}")
     os.ftruncate(descriptor, 2 << 20)
@@ -224,14 +221,13 @@ def test_what_only_a_cycle_holds_is_unmapped_when_room_is_short_and_when_asked(m
 
     gc.disable()
     try:
-        before = slots_mapped()
         gone()
-        assert slots_mapped() == before + 1
+        assert slots_mapped() == 1
         assert memory.release_lingering() == 0
-        assert slots_mapped() == before
+        assert slots_mapped() == 0
         for _ in range(5):  # there is room for four
             gone()
-        assert slots_mapped() == before + 1
+        assert slots_mapped() == 1
         memory.release_lingering()
     finally:
         gc.enable()
@@ -265,7 +261,7 @@ def test_a_slot_of_another_user(memory: Room) -> None:
 def test_what_was_never_written_is_not_read(memory: Room) -> None:
     """SLOTMAP-5: a read of it would allocate memory here, while it costs its client nothing."""
     owner = Owner()
-    descriptor = os.memfd_create("test-slot", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    descriptor = empty_memfd()
     os.ftruncate(descriptor, len(CONTENT))
     with mmap.mmap(descriptor, len(CONTENT)) as written:
         fcntl.fcntl(descriptor, ADD_SEALS, SEALS)

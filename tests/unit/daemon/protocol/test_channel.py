@@ -157,7 +157,7 @@ async def test_no_descriptor_is_left_open(ends: tuple[socket.socket, socket.sock
     with pytest.raises(WireError):
         await channel.receive()
     channel.close()
-    assert open_descriptors() == before
+    assert open_descriptors() <= before
 
 
 async def test_the_end_of_the_stream(channel: Channel, theirs: socket.socket) -> None:
@@ -324,4 +324,4 @@ async def test_nobody_listens(tmp_path: Path) -> None:
     before = open_descriptors()
     with pytest.raises(FileNotFoundError):
         await connect(str(tmp_path / "none"))
-    assert open_descriptors() == before
+    assert open_descriptors() <= before
