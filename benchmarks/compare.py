@@ -22,7 +22,7 @@ if __name__ == "__main__":
     sys.path[0:1] = []
     sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import environment
+from benchmarks import environment, picture
 from benchmarks.report import OURS, PEERS
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dir", type=Path, default=Path("/var/tmp"), help="where checkpoints go: a real disk")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write every measurement there")
     parser.add_argument("--render", type=Path, metavar="IN", help="measure nothing: tables of an earlier --json")
-    parser.add_argument("--write", action="store_true", help=f"write {_RESULTS.relative_to(environment.ROOT)}")
+    parser.add_argument("--write", action="store_true", help=f"write {_RESULTS.relative_to(environment.ROOT)} and speed.svg")
     parser.add_argument("--quick", action="store_true", help="a smoke test: 0.1 GiB, one run")
     options = parser.parse_args(given)
     if options.quick:
@@ -69,6 +69,7 @@ def main() -> int:
     print("\n" + text)
     if options.write:
         _RESULTS.write_text(text)
+        picture.write(text)
     return 1 if document.flaws(run) else 0
 
 

@@ -1,4 +1,4 @@
-"""Each example runs, and goes on from where it was. The session in the README runs sharded.py and evaluate.py."""
+"""Each example runs, and goes on from where it was. The session in PARALLEL.md runs sharded.py and evaluate.py."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ def test_the_examples_are_these_and_short() -> None:
     assert set(found) == set(SCRIPTS)
     assert max(found.values()) < 100
     assert [name for name in found if f"({name})" not in (EXAMPLES / "README.md").read_text()] == []
-    assert all(f" examples/{name} " in (EXAMPLES.parent / "README.md").read_text() for name in ("sharded.py", "evaluate.py"))
+    parallel = (EXAMPLES.parent / "docs/PARALLEL.md").read_text()
+    assert all(f" examples/{name} " in parallel for name in ("sharded.py", "evaluate.py"))
 
 
 def test_the_plain_loop_goes_on_bit_for_bit(tmp_path: Path) -> None:

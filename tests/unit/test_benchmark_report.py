@@ -11,7 +11,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # the benchmark is not installed
 
-from benchmarks import measures, report
+from benchmarks import measures, picture, report
 
 
 def saving(durable_s: float, *, call_s: float = 0.01, cpu_s: float = 0.1) -> measures.SaveTimes:
@@ -169,3 +169,28 @@ def test_a_table_lines_up_as_text() -> None:
 def test_a_trial_survives_json() -> None:
     before = trial("dcp-thread", 1.0, wrong=("model/a",))
     assert measures.trial(json.loads(json.dumps(asdict(before)))) == before
+
+
+def test_the_picture_is_that_of_the_results() -> None:
+    assert (picture.HERE / "speed.svg").read_text() == picture.picture((picture.HERE / "RESULTS.md").read_text())
+
+
+def test_the_picture_takes_the_medians_of_the_first_table_and_the_systems_that_there_are() -> None:
+    page = """
+| system | lost, s | durable, s |
+| :--- | ---: | ---: |
+| torch.save | 2.0 (1.0-3.0) | 1.00 |
+| checkpointd | 0.5 (0.1-0.9) | 0.25 |
+
+| system | lost, s |
+| :--- | ---: |
+| torch.save | 9.0 |
+"""
+    assert picture.medians(page, "lost, s") == {"torch.save": 2.0, "checkpointd": 0.5}
+    drawn = picture.picture(page)
+    assert [text in drawn for text in (">2 s<", ">0.5 s<", ">0.25 s<", ">9 s<", "dcp")] == [True, True, True, False, False]
+
+
+def test_a_page_without_the_column_draws_nothing() -> None:
+    with pytest.raises(ValueError, match="no column 'lost, s'"):
+        picture.picture("| system | call, s |\n| :--- | ---: |\n| torch.save | 1.0 |\n")
