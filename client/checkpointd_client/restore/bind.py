@@ -22,6 +22,7 @@ import torch
 from checkpointd.errors import FormatError, StateError
 from checkpointd.layout import tree
 from checkpointd.layout.boxes import Box, whole
+from checkpointd.layout.regions import slices
 from checkpointd_client.capture.aliasing import MemoryRegion, overlapping_pairs
 from checkpointd_client.capture.dtypes import DTYPES, copy_bits, empty, overlaps_itself
 from checkpointd_client.capture.tensors import array_dtype, stride_like, tensor_array
@@ -299,8 +300,7 @@ def _copy_parts(slot: Binding, filled: torch.Tensor) -> Callable[[], None]:
         source = filled if slot.place.whole else _view(filled.contiguous(), slot.place)
         with torch.no_grad():
             for part in slot.held.parts:
-                cut = tuple(slice(o, o + n) for o, n in zip(part.box.offsets, part.box.sizes, strict=True))
-                _fill(part.of(slot.live), source[cut])
+                _fill(part.of(slot.live), source[slices(whole(tuple(source.shape)), part.box)])
 
     return copy
 

@@ -32,7 +32,11 @@ _SEQUENCES: dict[str, Callable[[Iterable[Any]], Any]] = {
 
 def constant(node: tree.Node) -> Build:
     """A scalar, decoded at once, so that what cannot be read is found before anything is touched."""
-    value = scalars.decode(node)
+    return given(scalars.decode(node))
+
+
+def given(value: object) -> Build:
+    """`value` itself."""
     return lambda: value
 
 

@@ -30,7 +30,7 @@ from checkpointd.errors import DamagedError, NotFoundError, SidecarError, Unread
 from checkpointd.layout import tree
 from checkpointd.layout.boxes import Box, intersect, tiling_fault, whole
 from checkpointd.layout.keys import AttemptId, is_tag
-from checkpointd.layout.regions import relative
+from checkpointd.layout.regions import relative, slices
 from checkpointd.pipeline.read.plan import CARRIERS, BoxRequest, BoxSink
 from checkpointd.pipeline.root import catalog, epochs
 from checkpointd.pipeline.shard import Bytes, ShardTensor
@@ -124,8 +124,7 @@ class FetchedSnapshot:
     def give(self, tensor: ShardTensor, box: Box, sink: BoxSink) -> None:
         """Hand over `box`, which lies inside that of `tensor`."""
         elements = self._bytes(tensor).view(CARRIERS[tensor.itemsize]).reshape(tensor.box.sizes)
-        begins = zip(box.offsets, tensor.box.offsets, box.sizes, strict=True)
-        sink(box, elements[tuple(slice(at - first, at - first + n) for at, first, n in begins)])
+        sink(box, elements[slices(tensor.box, box)])
 
     def _bytes(self, tensor: ShardTensor) -> Bytes:
         return self._buffer[tensor.offset : tensor.offset + tensor.nbytes]

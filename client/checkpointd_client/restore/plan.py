@@ -175,8 +175,8 @@ def _prepare(
     unplaced = (*match.unexpected, *match.elsewhere)
     if content.among_many:
         match.unexpected = []
-    if options.strict:
-        _raise_mismatches(match, state)
+    if options.strict and (found := _differences(match, state)):
+        raise mismatches.error(found)
     targets, copies = match.slots.bind(stored.entries)
     steps = [(step.apply, step.build()) for step in sorted(match.steps, key=attrgetter("turn"))]
     return Restoration(
@@ -243,9 +243,3 @@ def _strangers(match: Matcher, state: MutableMapping[str, Any]) -> MismatchError
         f"the state to load into has {', '.join(map(str, state))}:\n  " + "\n  ".join(found[: mismatches.TOLD_MAX]),
         found,
     )
-
-
-def _raise_mismatches(match: Matcher, state: MutableMapping[str, Any]) -> None:
-    found = _differences(match, state)
-    if found:
-        raise mismatches.error(found)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from checkpointd.layout.boxes import Box
 from checkpointd.layout.dtypes import ITEM_BYTES
+from checkpointd.layout.regions import slices
 from checkpointd.pipeline.read.plan import CARRIERS, BoxSink, Sink
 from checkpointd.pipeline.shard import Bytes
 from checkpointd_client.capture.dtypes import DTYPES, bits, copy_bits
@@ -82,17 +83,12 @@ def box_sink(target: torch.Tensor, box: Box, dtype: str) -> BoxSink:
     return _into_view(live, box)
 
 
-def _cut(inside: Box, box: Box) -> tuple[slice, ...]:
-    """Where `inside` lies in a tensor that holds `box`."""
-    return tuple(slice(i - o, i - o + n) for i, o, n in zip(inside.offsets, box.offsets, inside.sizes, strict=True))
-
-
 def _into_array(live: torch.Tensor, box: Box) -> BoxSink:
     memory: NDArray[Any] = bits(live).numpy()
     memory = memory.view(CARRIERS[live.itemsize])
 
     def sink(inside: Box, data: NDArray[Any]) -> None:
-        memory[_cut(inside, box)] = data
+        memory[slices(box, inside)] = data
 
     return sink
 
@@ -106,7 +102,7 @@ def _as_tensor(data: NDArray[Any], dtype: torch.dtype) -> torch.Tensor:
 def _into_view(live: torch.Tensor, box: Box) -> BoxSink:
     def sink(inside: Box, data: NDArray[Any]) -> None:
         with torch.no_grad():
-            copy_bits(live[_cut(inside, box)], _as_tensor(data, live.dtype).to(live.device))
+            copy_bits(live[slices(box, inside)], _as_tensor(data, live.dtype).to(live.device))
 
     return sink
 
@@ -114,6 +110,6 @@ def _into_view(live: torch.Tensor, box: Box) -> BoxSink:
 def _converting(live: torch.Tensor, box: Box, dtype: torch.dtype) -> BoxSink:
     def sink(inside: Box, data: NDArray[Any]) -> None:
         with torch.no_grad():
-            live[_cut(inside, box)].copy_(_as_tensor(data, dtype))
+            live[slices(box, inside)].copy_(_as_tensor(data, dtype))
 
     return sink

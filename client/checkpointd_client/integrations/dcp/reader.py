@@ -25,6 +25,7 @@ from checkpointd.errors import MismatchError
 from checkpointd.export.selection import Exported
 from checkpointd.layout.boxes import Box, whole
 from checkpointd.layout.keys import LATEST, check_tag
+from checkpointd.layout.regions import slices
 from checkpointd.phrases import listed
 from checkpointd.pipeline.read.plan import BoxRequest
 from checkpointd_client.capture.dtypes import DTYPES, empty
@@ -151,9 +152,8 @@ class CheckpointdReader(Tagged, StorageReader):
 
         def after() -> None:
             shown = owner.as_strided(view.shape, view.stride, view.offset)
-            cut = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
             with torch.no_grad():
-                target.copy_(shown[cut])
+                target.copy_(shown[slices(whole(view.shape), box)])
             commit()
 
         return BoxRequest(source.fqn, everything, box_sink(owner, everything, source.dtype), source.rank), after

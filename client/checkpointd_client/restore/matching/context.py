@@ -1,9 +1,14 @@
-"""State that the matches of all kinds of objects share: the stored content, and the results so far."""
+"""State that the matches of all kinds of objects share: the stored content, and the results so far.
+
+A load changes the user's objects in steps, once every tensor is filled.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -16,9 +21,30 @@ from checkpointd_client.restore.answers import HandedOutStates
 from checkpointd_client.restore.bind import Bindings, Equal
 from checkpointd_client.restore.building import Build
 from checkpointd_client.restore.content import RankContent
-from checkpointd_client.restore.steps import Step, StepOrder
 from checkpointd_client.restore.stored import Stored, StridedView
 from checkpointd_client.sharding.dtensor import FlatShard
+
+
+class StepOrder(IntEnum):
+    """When a step is taken. Loading an object may draw random numbers or set learning rates, so the objects that hold these
+    come later.
+    """
+
+    CONTAINERS = 0
+    MODULES = 1
+    OTHERS = 2
+    OPTIMIZERS = 3
+    GENERATORS = 4
+    RANDOMNESS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One change to the user's objects: `apply` gets the value that `build` makes."""
+
+    turn: StepOrder
+    build: Build
+    apply: Callable[[Any], object]
 
 
 class Context(ABC):

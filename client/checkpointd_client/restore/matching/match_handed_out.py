@@ -17,7 +17,7 @@ from checkpointd.layout import tree
 from checkpointd_client.restore import building
 from checkpointd_client.restore.building import Build
 from checkpointd_client.restore.matching.context import Context
-from checkpointd_client.restore.matching.match_optimizer import Trial, filled, ids_by_group
+from checkpointd_client.restore.matching.match_optimizer import Trial, by_order, filled, ids_by_group
 from checkpointd_client.restore.matching.optimizer_fit import OF_OTHERS, OF_PARAMETERS
 from checkpointd_client.sharding.dtensor import is_dtensor
 
@@ -34,12 +34,8 @@ def handed_back(match: Context, live: Any, node: tree.Node, fqn: str) -> Build:
         pairs = ((live[i] if i < len(live) else None, child, f"{fqn}.{i}") for i, child in enumerate(node.items))
         return building.sequence_of(node.kind, [handed_back(match, *pair) for pair in pairs])
     if is_dtensor(live):
-        return match.tensor(live, node, fqn, replaceable=True) or _as_it_is(live)
+        return match.tensor(live, node, fqn, replaceable=True) or building.given(live)
     return filled(match, live, node, fqn)
-
-
-def _as_it_is(value: object) -> Build:
-    return lambda: value
 
 
 def _mapping(match: Context, live: Mapping[Any, Any], node: tree.Dict, fqn: str) -> Build:
@@ -54,7 +50,7 @@ def _mapping(match: Context, live: Mapping[Any, Any], node: tree.Dict, fqn: str)
     for key, value in live.items() if is_models else ():
         if key not in parts and isinstance(value, torch.Tensor):
             match.note_missing(f"{fqn}.{key}")
-            parts[key] = _as_it_is(value)
+            parts[key] = building.given(value)
     return building.dict_of(node.kind, parts)
 
 
@@ -71,10 +67,10 @@ def _optimizer(match: Context, live: Mapping[Any, Any], node: tree.Dict, fqn: st
     stored_ids = ids_by_group(match, node)
     if stored_ids is None:
         match.mismatched.append(f"{fqn}: an optimizer's state is there now, and what is stored does not have that form")
-        return _as_it_is(live)
+        return building.given(live)
     ours = _paired(match, stored_ids, [list(group["params"]) for group in live["param_groups"]], fqn)
     if ours is None:
-        return _as_it_is(live)
+        return building.given(live)
     parts = dict(match.stored.children(node))
     state, groups = parts.pop("state"), parts.pop("param_groups")
     assert isinstance(state, tree.Dict)  # ids_by_group looked
@@ -90,7 +86,7 @@ def _optimizer(match: Context, live: Mapping[Any, Any], node: tree.Dict, fqn: st
         build = _group(match, [groups.items[j] for j in sorted(found)], group, path)
         if build is None:
             left.update(group["params"])
-        made.append(build or _as_it_is(group))
+        made.append(build or building.given(group))
     entries = _entries(match, live, state, ours, set(chain(*stored_ids)), left, fqn)
     others = {key: handed_back(match, live.get(key), child, f"{fqn}.{key}") for key, child in parts.items()}
     return building.dict_of(
@@ -112,11 +108,7 @@ def _paired(
             if key not in stored:
                 match.note_missing(f"{fqn}.state.{key}")
         return {key: key for key in stored if key in live}
-    if list(map(len, stored_ids)) != list(map(len, live_ids)):
-        counts = f"{list(map(len, stored_ids))} stored and {list(map(len, live_ids))} now"
-        match.mismatched.append(f"{fqn}: the numbers of parameters in its param_groups differ: {counts}")
-        return None
-    return dict(zip(stored, live, strict=True))
+    return by_order(match, stored_ids, live_ids, fqn)
 
 
 def _group(match: Context, nodes: list[tree.Node], live: Mapping[str, Any], fqn: str) -> Build | None:
@@ -177,7 +169,7 @@ def _entries(
         if isinstance(name, str) and key not in nodes and there.get(name) and name not in kept:
             match.note_missing(f"{fqn}.state.{name}")
             kept.add(name)
-    return entries | {key: _as_it_is(there[key]) for key in kept if key in there}
+    return entries | {key: building.given(there[key]) for key in kept if key in there}
 
 
 # --- optimizers whose state is one dict, as flatten_optimizer_state_dict=True makes it --------------------------------

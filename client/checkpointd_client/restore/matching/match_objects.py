@@ -18,10 +18,9 @@ from checkpointd_client.capture.tensors import is_meta, refuse_meta
 from checkpointd_client.restore import building
 from checkpointd_client.restore.building import Build
 from checkpointd_client.restore.matching import schedulers
-from checkpointd_client.restore.matching.context import Context
+from checkpointd_client.restore.matching.context import Context, StepOrder
 from checkpointd_client.restore.matching.match_handed_out import handed_back
 from checkpointd_client.restore.matching.match_optimizer import match_optimizer
-from checkpointd_client.restore.steps import StepOrder
 from checkpointd_client.restore.stored import Stored
 from checkpointd_client.sharding import fsdp1
 from checkpointd_client.sharding.dtensor import FlatShard, dtensors_are_known
@@ -36,8 +35,7 @@ def match_object(match: Context, live: Any, node: tree.Node, fqn: str) -> bool:
     if isinstance(live, torch.optim.Optimizer):
         return isinstance(node, tree.Dict) and match_optimizer(match, live, node, fqn)
     if objects.is_stateful(live):
-        left = match.left_below(fqn)
-        if left:  # a part of what it was saved with would be worse than nothing
+        if match.left_below(fqn):  # a part of what it was saved with would be worse than nothing
             match.per_rank_left.append(fqn)
             return True
         why = schedulers.misfit(live, node, match.stored, fqn)

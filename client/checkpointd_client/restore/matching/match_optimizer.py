@@ -26,7 +26,7 @@ from checkpointd_client.capture import objects, optimizer_layout, optimizers
 from checkpointd_client.capture.tensors import is_meta, refuse_meta
 from checkpointd_client.restore import building
 from checkpointd_client.restore.building import Build
-from checkpointd_client.restore.matching.context import Context
+from checkpointd_client.restore.matching.context import Context, StepOrder
 from checkpointd_client.restore.matching.optimizer_fit import (
     OF_OTHERS,
     OF_PARAMETERS,
@@ -35,7 +35,6 @@ from checkpointd_client.restore.matching.optimizer_fit import (
     misfit,
     other_kind,
 )
-from checkpointd_client.restore.steps import StepOrder
 from checkpointd_client.restore.stored import StridedView
 from checkpointd_client.sharding import fsdp1
 from checkpointd_client.sharding.dtensor import FlatShard, is_dtensor
@@ -106,32 +105,34 @@ def ids_by_group(match: Context, node: tree.Dict) -> list[list[Hashable]] | None
 
 def _paired(match: Context, live: Live, stored_ids: list[list[Hashable]], node: tree.Dict, fqn: str) -> _Pairing | None:
     """None where they cannot be told, which is noted."""
-    ids = list(chain(*stored_ids))
+    ids, live_ids = list(chain(*stored_ids)), [list(group["params"]) for group in live.state["param_groups"]]
     if any(isinstance(name, str) for name in ids):
         number_of = {id(parameter): number for number, parameter in live.params.items()}
         names = match.modules.all_names()
         known = {name: id(names[name]) for name in ids if name in names}
-        numbers: dict[Hashable, Hashable] = {}
+        named: dict[Hashable, Hashable] = {}
         taken: set[int] = set()
         for name, it in known.items():
             # Of parameters that are tied now and were not when saved, the first one's state counts: there is one to fill.
             if it in number_of and it not in taken:
-                numbers[name] = number_of[it]
+                named[name] = number_of[it]
                 taken.add(it)
         # Where their names are known, none goes by its place: it would get the state of another one.
-        if numbers or not number_of.keys().isdisjoint(match.modules.names()):
-            return _by_name(match, live, stored_ids, node, numbers, fqn)
-    return _by_order(match, live, stored_ids, fqn)
+        if named or not number_of.keys().isdisjoint(match.modules.names()):
+            return _by_name(match, live, stored_ids, node, named, fqn)
+    numbers = by_order(match, stored_ids, live_ids, fqn)
+    return None if numbers is None else _Pairing(numbers, list(range(len(live_ids))), frozenset(numbers))
 
 
-def _by_order(match: Context, live: Live, stored_ids: list[list[Hashable]], fqn: str) -> _Pairing | None:
-    live_ids: list[list[Hashable]] = [list(group["params"]) for group in live.state["param_groups"]]
+def by_order(
+    match: Context, stored_ids: list[list[Hashable]], live_ids: list[list[Hashable]], fqn: str
+) -> dict[Hashable, Hashable] | None:
+    """The live parameter of each stored one, by its place in the param_groups; None, with a note, if the numbers differ."""
     if list(map(len, stored_ids)) != list(map(len, live_ids)):
         counts = f"{list(map(len, stored_ids))} stored and {list(map(len, live_ids))} now"
         match.mismatched.append(f"{fqn}: the numbers of parameters in its param_groups differ: {counts}")
         return None
-    numbers = dict(zip(chain(*stored_ids), chain(*live_ids), strict=True))
-    return _Pairing(numbers, list(range(len(live_ids))), frozenset(numbers))
+    return dict(zip(chain(*stored_ids), chain(*live_ids), strict=True))
 
 
 def _by_name(
@@ -202,7 +203,7 @@ def _whole(match: Context, live: Live, pairing: _Pairing, stored: dict[Hashable,
     if of_another_kind and of_another_kind >= live.params.keys():
         return None
     entries = _entries(match, live, pairing, state, of_another_kind, fqn)
-    parts = {key: _replaced(match, node, _item(live.state, key), f"{fqn}.{key}", _Like()) for key, node in stored.items()}
+    parts = {key: filled(match, _item(live.state, key), node, f"{fqn}.{key}") for key, node in stored.items()}
     return building.dict_of(
         "dict",
         {"state": building.dict_of("dict", entries), "param_groups": building.sequence_of("list", made), **parts},
@@ -228,7 +229,7 @@ def _group(match: Context, node: tree.Node, live: dict[str, Any], left: list[str
     What is there and not stored stays, as another version of torch, or a scheduler, may have added it; so does what is `left`.
     """
     trial = Trial(match)
-    build = _replaced(match, _settings(node, left), live, fqn, _Like())
+    build = filled(match, live, _settings(node, left), fqn)
     if trial.fits(fqn):
         return lambda: {**live, **build(), "params": list(live["params"])}
     match.mismatched[-1] += ", and so is the state of its parameters"
@@ -338,15 +339,11 @@ def _entries(
                 for path in (f"{fqn}.state.{key}" for key in keys if key in nodes)
                 if not any(line.startswith((f"{path}:", f"{path}.")) for line in told)
             ]
-    entries |= {number: _as_it_is(entry) for number, entry in live.state["state"].items() if number in left}
+    entries |= {number: building.given(entry) for number, entry in live.state["state"].items() if number in left}
     for key, node in nodes.items():
         if key not in pairing.stored:  # what is no parameter's, a hook has added
-            entries[key] = _replaced(match, node, live.state["state"].get(key), f"{fqn}.state.{key}", _Like())
+            entries[key] = filled(match, live.state["state"].get(key), node, f"{fqn}.state.{key}")
     return entries
-
-
-def _as_it_is(value: object) -> Build:
-    return lambda: value
 
 
 def _units(live: Live, ours: Mapping[Hashable, Hashable]) -> Iterable[list[Hashable]]:
@@ -400,13 +397,16 @@ class _Like:
         return torch.empty(shape, dtype=self.parameter.dtype, device="meta") if was_plain else self.parameter
 
 
+_ANYHOW = _Like()
+
+
 def _entry(match: Context, live: Live, number: Hashable, node: tree.Node, was: StridedView | None, fqn: str) -> Build:
     """The state of one parameter, which is itself stored at `was`: on its device, but for step counts, which torch keeps on the
     host, and in a dtype of their own.
     """
     there = live.state["state"].get(number)
     if number not in live.params or not isinstance(node, tree.Dict):
-        return _replaced(match, node, there, fqn, _Like())
+        return filled(match, there, node, fqn)
     parameter, group = live.params[number], live.groups[number]
     steps_stay = not (group.get("capturable") or group.get("fused"))
     first = optimizer_layout.FirstStep(live.optimizer, group, parameter) if is_dtensor(parameter) else None
@@ -416,29 +416,24 @@ def _entry(match: Context, live: Live, number: Hashable, node: tree.Node, was: S
         like = made.below(key)
         if key == "step" and (steps_stay or not isinstance(child, tree.MeshTensor)):
             like = _Like(torch.device("cpu") if steps_stay else parameter.device)
-        parts[key] = _replaced(match, child, _item(there, key), f"{fqn}.{key}", like)
+        parts[key] = filled(match, _item(there, key), child, f"{fqn}.{key}", like)
     return building.dict_of(node.kind, parts)
 
 
-def _replaced(match: Context, node: tree.Node, live: Any, fqn: str, like: _Like) -> Build:
-    """Whatever is stored, with the live tensors in it where there are some at the same places."""
+def filled(match: Context, live: Any, node: tree.Node, fqn: str, like: _Like = _ANYHOW) -> Build:
+    """The stored value, with the tensors of `live` filled where it has some at the same places; the rest made like `like`."""
     if isinstance(node, tree.Tensor) and isinstance(live, torch.Tensor | FlatShard):
-        return match.tensor(live, node, fqn, replaceable=True) or (lambda: live)
+        return match.tensor(live, node, fqn, replaceable=True) or building.given(live)
     if isinstance(node, tree.Dict):
         children = match.stored.children(node)
-        parts = {key: _replaced(match, child, _item(live, key), f"{fqn}.{key}", like.below(key)) for key, child in children}
+        parts = {key: filled(match, _item(live, key), child, f"{fqn}.{key}", like.below(key)) for key, child in children}
         return building.dict_of(node.kind, parts)
     if isinstance(node, tree.Sequence):
         numbered = enumerate(node.items)
         return building.sequence_of(
-            node.kind, [_replaced(match, child, _item(live, i), f"{fqn}.{i}", like.below(i)) for i, child in numbered]
+            node.kind, [filled(match, _item(live, i), child, f"{fqn}.{i}", like.below(i)) for i, child in numbered]
         )
     return match.fresh(node, like.device, like.tensor(match, node), like.was)
-
-
-def filled(match: Context, live: Any, node: tree.Node, fqn: str) -> Build:
-    """What is stored, with the tensors of `live` filled where it has them at the same places."""
-    return _replaced(match, node, live, fqn, _Like())
 
 
 def _item(live: Any, key: Any) -> Any:

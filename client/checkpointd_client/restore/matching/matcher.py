@@ -23,9 +23,8 @@ from checkpointd_client.capture.dtypes import NAMES, is_floating
 from checkpointd_client.restore import building
 from checkpointd_client.restore.bind import Binding
 from checkpointd_client.restore.building import Build
-from checkpointd_client.restore.matching.context import Context
+from checkpointd_client.restore.matching.context import Context, StepOrder
 from checkpointd_client.restore.matching.match_objects import hands_out_weights, match_object
-from checkpointd_client.restore.steps import StepOrder
 from checkpointd_client.restore.stored import Stored, StridedView
 from checkpointd_client.sharding.dtensor import FlatShard, held_by, is_sharded, local_of
 from checkpointd_client.sharding.flat_range import LocalShardTensor, MultiTarget
@@ -39,7 +38,6 @@ class Matcher(Context):
     # --- what is there -------------------------------------------------------------------------------------------
 
     def value(self, live: Any, node: tree.Node, fqn: str) -> Build | None:
-        """Match one value of the user's, whatever it is."""
         if live is None:
             self.per_rank_left += self.left_below(fqn)
             return self.fresh(node)
@@ -57,7 +55,7 @@ class Matcher(Context):
             return self._set(live, node, fqn)
         if scalars.is_scalar(live):
             return building.constant(node) if building.is_scalar(node) else self.note_kind(live, node, fqn)
-        return self._object(live, node, fqn)
+        return None if match_object(self, live, node, fqn) else self.note_kind(live, node, fqn)
 
     # --- tensors -------------------------------------------------------------------------------------------------
 
@@ -132,12 +130,6 @@ class Matcher(Context):
         like: torch.Tensor | FlatShard | None = None,
         was: StridedView | None = None,
     ) -> Build:
-        """Whatever is stored, made anew: on `device`, or on the kind of device where it was. A tensor of the shape of `like`
-        gets its sharding and its strides.
-
-        With cast=True it gets the dtype of `like` as well, unless it was of another dtype than the tensor at `was`, which
-        stood where `like` stands now: a master copy in float32 stays one.
-        """
         if isinstance(node, tree.Tensor | tree.Array):
             place = self.stored.place(node.fqn)
             if isinstance(node, tree.Array):
@@ -226,10 +218,6 @@ class Matcher(Context):
             self.note_different(fqn)
         else:
             self.note_missing(fqn)
-
-    def _object(self, live: Any, node: tree.Node, fqn: str) -> Build | None:
-        matched = match_object(self, live, node, fqn)
-        return None if matched else self.note_kind(live, node, fqn)
 
 
 def with_weights(live: object, node: tree.Node, stored: Stored, fqn: str = "") -> Iterator[tuple[str, object]]:
