@@ -11,6 +11,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -29,9 +30,11 @@ from checkpointd.pipeline.shard import AttemptInfo, Bytes, Shard, ShardProgress
 from checkpointd.pipeline.write.job import PersistJob
 from checkpointd.pipeline.write.persist import persist
 from checkpointd.store.base import Store
+from checkpointd_client.export.consolidate import run_on_store
 from checkpointd_client.integrations.conversion.items import DcpBox, empty_box, laid_out
 from checkpointd_client.integrations.conversion.marks import Marks, root_node
 from checkpointd_client.integrations.conversion.metadata_file import DcpFileRange, SourceTensor
+from checkpointd_client.lifetime import claim_root
 from checkpointd_client.ranks.startup import begin
 
 MEMORY_BYTES = 512 * MIB
@@ -186,14 +189,23 @@ class _Import:
         return [empty_box(t.fqn, t.dtype, t.shape) for t in self._job.tensors if t.fqn not in here and t.shape]
 
 
+def import_at(root: str | os.PathLike[str], job: ImportJob, *, force: bool) -> tuple[str, int, int]:
+    """Run `job` at `root`; the URL of the root, the bytes of the tensors, and the number of parts.
+
+    UsageError where the tag exists, without `force`; RootInUseError where a job is alive there.
+    """
+    claim_root(root)()  # the epoch of an import would fence a Checkpointer of this process
+
+    async def act(store: Store) -> tuple[str, int, int]:
+        if not force and job.tag in await catalog.tags(store):
+            raise UsageError(f"{store.url} has a {job.tag} already: give another tag, or force")
+        return store.url, *await job.run(store)
+
+    return run_on_store(root, act)
+
+
 def _failed(error: BaseException) -> CheckpointdError:
     return error if isinstance(error, CheckpointdError) else StagingError(f"the import failed: {error!r}")
-
-
-async def check_free(store: Store, tag: str, *, force: bool) -> None:
-    """UsageError where the tag exists, without `force`."""
-    if not force and tag in await catalog.tags(store):
-        raise UsageError(f"{store.url} has a {tag} already: give another tag, or force")
 
 
 def _shares(tensors: Sequence[SourceTensor], nbytes_max: int) -> Iterator[list[_ImportedBox]]:

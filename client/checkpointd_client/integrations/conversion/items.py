@@ -73,7 +73,8 @@ def shard_of(held: SavePlan, plan: SavePlan, planner: SavePlanner) -> tuple[Shar
     tensors, buffer = laid_out(pieces + _named(held, pieces))
     for item, tensor in zip(written, tensors, strict=False):
         _copy(planner, item, room(buffer, tensor))
-    root, strange = _tree(_all_items(held, plan), planner, _mapping(held))
+    items = {item.index.fqn: item for item in (*plan.items, *held.items)}
+    root, strange = described({fqn: _leaf(item, planner) for fqn, item in items.items()}, _mapping(held))
     return Shard(buffer=buffer, tensors=tensors, tree=tree.encode(root)), strange
 
 
@@ -113,39 +114,36 @@ def _copy(planner: SavePlanner, item: WriteItem, target: torch.Tensor) -> None:
         copy_bits(target, source.detach())
 
 
-def _all_items(held: SavePlan, plan: SavePlan) -> Mapping[str, WriteItem]:
-    return {item.index.fqn: item for item in (*plan.items, *held.items)}
-
-
 def _mapping(plan: SavePlan) -> Mapping[str, Path]:
     """DCP's own: name to path, where its planner flattened the state."""
     return plan.planner_data if isinstance(plan.planner_data, dict) else {}
 
 
-def _tree(items: Mapping[str, WriteItem], planner: SavePlanner, paths: Mapping[str, Path]) -> tuple[tree.Node, tuple[str, ...]]:
-    nodes: dict[str, tree.Node] = {}
-    objects: dict[str, bytes] = {}
-    for fqn, item in items.items():
-        if item.type != WriteItemType.BYTE_IO:
-            properties = item.tensor_data.properties if item.tensor_data else None
-            nodes[fqn] = tree.Tensor(fqn, bool(properties and properties.requires_grad))
-            continue
-        data = planner.resolve_data(item)
-        raw = data.getvalue() if isinstance(data, io.BytesIO) else bytes(data)
-        try:
-            nodes[fqn] = node_of(raw, fqn)
-        except NotPlain:
-            objects[fqn] = raw
-    return described(nodes, objects, paths), tuple(objects)
+def _leaf(item: WriteItem, planner: SavePlanner) -> tree.Tensor | bytes:
+    if item.type != WriteItemType.BYTE_IO:
+        return tree.Tensor(item.index.fqn, bool(item.tensor_data and item.tensor_data.properties.requires_grad))
+    data = planner.resolve_data(item)
+    return data.getvalue() if isinstance(data, io.BytesIO) else bytes(data)
 
 
 def described(
-    nodes: Mapping[str, tree.Node],
-    objects: Mapping[str, bytes],
+    leaves: Mapping[str, tree.Tensor | bytes],
     paths: Mapping[str, Path],
     client_items: tuple[tuple[tree.Node, tree.Node], ...] = (),
-) -> tree.Node:
-    """The whole tree of a rank: the leaves `nodes` at their paths, and `objects` and the client state beside them."""
+) -> tuple[tree.Node, tuple[str, ...]]:
+    """The whole tree of a rank, and the names of the values that are not plain.
+
+    `leaves`: tensors, and values as torch.save wrote them. Plain values stand at their paths; other values, and the client
+    state, stand beside the state.
+    """
+    nodes: dict[str, tree.Node] = {}
+    objects: dict[str, bytes] = {}
+    for fqn, leaf in leaves.items():
+        try:
+            nodes[fqn] = node_of(leaf, fqn) if isinstance(leaf, bytes) else leaf
+        except NotPlain:
+            assert isinstance(leaf, bytes)  # node_of had it
+            objects[fqn] = leaf
     state, untold = state_tree({fqn: (paths.get(fqn, (fqn,)), node) for fqn, node in nodes.items()})
     untold |= {fqn: paths[fqn] for fqn in objects if fqn in paths and paths[fqn] != (fqn,)}
-    return root_node(state, Marks(objects, untold), client_items)
+    return root_node(state, Marks(objects, untold), client_items), tuple(objects)

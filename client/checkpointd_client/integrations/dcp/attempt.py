@@ -25,7 +25,7 @@ class DcpAttempt:
         """Set before what it has replaced is removed, which other ranks would wait for in a collective call."""
         self._attempt: Attempt | None = None
         self._ended: Future[None] = session.writer.submit(self._run(state, staged))
-        session.follow(self, self._ended)
+        session.follow(self._ended, lambda: self.give_up("the process that led it ended before DCP had finished it"))
 
     async def _run(self, state: WriterState, staged: Future[Shard]) -> None:
         self._attempt = Attempt(
@@ -69,10 +69,6 @@ class DcpAttempt:
         """End an attempt that this rank leads and DCP never finished."""
         if self._info.rank == COORDINATOR and not self._may_commit.is_set():
             self._session.writer.call_soon(self._give_up, why)
-
-    def leave(self) -> None:
-        """The process ends."""
-        self.give_up("the process that led it ended before DCP had finished it")
 
     def _give_up(self, why: str) -> None:
         if self._attempt is not None and self._attempt.phase not in FINAL:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -13,18 +12,14 @@ from checkpointd.errors import UsageError
 from checkpointd.export.consolidate import memory_of
 from checkpointd.layout import tree
 from checkpointd.layout.keys import check_tag, is_tag
-from checkpointd.store.base import Store
-from checkpointd_client.export.consolidate import run_on_store
 from checkpointd_client.integrations.conversion import metadata_file
-from checkpointd_client.integrations.conversion.importing import MEMORY_BYTES, MEMORY_BYTES_MIN, ImportJob, check_free
+from checkpointd_client.integrations.conversion.importing import MEMORY_BYTES, MEMORY_BYTES_MIN, ImportJob, import_at
 from checkpointd_client.integrations.conversion.items import described
 from checkpointd_client.integrations.conversion.metadata_file import Described
-from checkpointd_client.integrations.conversion.objects import NotPlain, node_of
 from checkpointd_client.integrations.dcp import about
 from checkpointd_client.integrations.dcp.about import About
 from checkpointd_client.integrations.dcp.source import Directory
 from checkpointd_client.integrations.dcp.tagged import step_of
-from checkpointd_client.lifetime import claim_root
 
 
 class ImportedDCP(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,9 +63,31 @@ def import_dcp(
     found, told = metadata_file.read(path), about.read(path)
     if step is None:
         step = step_of(tag) if told is None else told.step
-    claim_root(root)()  # the epoch of an import would fence a Checkpointer of this process
-    job = _DcpImportJob(found, told, path, tag, step, save_latest, held, on_progress)
-    return run_on_store(root, lambda store: job.run(store, force=force))
+    with Directory(path) as directory:
+        content, pickled = _tree(found, directory, told)
+        job = ImportJob(
+            tensors=found.tensors,
+            root=content,
+            reader=directory,
+            tag=tag,
+            step=step,
+            metrics={} if told is None else told.metrics,
+            save_latest=save_latest,
+            memory=held,
+            on_progress=on_progress,
+        )
+        url, nbytes, parts = import_at(root, job, force=force)
+    return ImportedDCP(
+        root=url,
+        tag=tag,
+        step=step,
+        source=str(path),
+        tensors=len(found.tensors),
+        values=len(found.objects),
+        bytes=nbytes,
+        parts=parts,
+        pickled=pickled,
+    )
 
 
 def _tag_of(path: Path) -> str:
@@ -79,55 +96,8 @@ def _tag_of(path: Path) -> str:
     return path.name
 
 
-@dataclass(frozen=True, slots=True)
-class _DcpImportJob:
-    found: Described
-    about: About | None
-    path: Path
-    tag: str
-    step: int
-    save_latest: bool
-    memory: int
-    on_progress: Callable[[int, int], None]
-
-    async def run(self, store: Store, *, force: bool) -> ImportedDCP:
-        await check_free(store, self.tag, force=force)
-        with Directory(self.path) as directory:
-            root, pickled = _tree(self.found, directory, self.about)
-            job = ImportJob(
-                tensors=self.found.tensors,
-                root=root,
-                reader=directory,
-                tag=self.tag,
-                step=self.step,
-                metrics={} if self.about is None else self.about.metrics,
-                save_latest=self.save_latest,
-                memory=self.memory,
-                on_progress=self.on_progress,
-            )
-            nbytes, parts = await job.run(store)
-        return ImportedDCP(
-            root=store.url,
-            tag=self.tag,
-            step=self.step,
-            source=str(self.path),
-            tensors=len(self.found.tensors),
-            values=len(self.found.objects),
-            bytes=nbytes,
-            parts=parts,
-            pickled=pickled,
-        )
-
-
 def _tree(found: Described, directory: Directory, told: About | None) -> tuple[tree.Node, tuple[str, ...]]:
-    """The tree with all names and values, and the names of those that are no plain ones."""
-    nodes: dict[str, tree.Node] = {tensor.fqn: tree.Tensor(tensor.fqn) for tensor in found.tensors}
-    objects: dict[str, bytes] = {}
-    for name, place in found.objects.items():
-        data = directory.object(name, place)
-        try:
-            nodes[name] = node_of(data, name)
-        except NotPlain:
-            objects[name] = data
-    client_items = () if told is None else told.client_items()
-    return described(nodes, objects, found.paths, client_items), tuple(objects)
+    """The tree with all names and values, and the names of the values that are not plain."""
+    leaves: dict[str, tree.Tensor | bytes] = {tensor.fqn: tree.Tensor(tensor.fqn) for tensor in found.tensors}
+    leaves |= {name: directory.object(name, place) for name, place in found.objects.items()}
+    return described(leaves, found.paths, () if told is None else told.client_items())

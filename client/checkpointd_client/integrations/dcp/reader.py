@@ -64,7 +64,7 @@ class CheckpointdReader(Tagged, StorageReader):
     @property
     def checkpoint(self) -> OpenCheckpoint:
         """What dcp.load reads, or has read: its `.tag`, `.step`, `.client_state`, `.metrics` and more."""
-        return self._open[0]
+        return self._open()[0]
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if self._opened is not None:
@@ -112,7 +112,6 @@ class CheckpointdReader(Tagged, StorageReader):
 
     # --- parts -------------------------------------------------------------------------------------------------
 
-    @property
     def _open(self) -> tuple[OpenCheckpoint, DcpContent]:
         if self._opened is None:
             reader = open_checkpoint(self._root, self._tag or LATEST)
@@ -121,7 +120,7 @@ class CheckpointdReader(Tagged, StorageReader):
 
     @property
     def _content(self) -> DcpContent:
-        return self._open[1]
+        return self._open()[1]
 
     def _object(self, name: str) -> bytes:
         data = self._content.object_bytes(name)

@@ -13,10 +13,10 @@ import logging
 import os
 import threading
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import replace
-from typing import Protocol
 
 from checkpointd.config import PersistConfig
 from checkpointd.errors import CheckpointdError, DamagedError, FencedError, NotFoundError
@@ -33,14 +33,6 @@ from checkpointd_client.ranks.writer import WriterThread
 log = logging.getLogger("checkpointd")
 LEAVE_S = 10.0
 """How long a process that ends waits for the outcome of what it has voted for."""
-
-
-class Follower(Protocol):
-    """An attempt that still runs."""
-
-    def leave(self) -> None:
-        """The process ends."""
-        ...
 
 
 _sessions: dict[tuple[int, str], DcpSession] = {}
@@ -90,7 +82,7 @@ class DcpSession:
         self._has_said = False
         self._saves: Counter[str] = Counter()
         self._lock = threading.Lock()
-        self._running: dict[Future[None], Follower] = {}
+        self._running: dict[Future[None], Callable[[], None]] = {}
         at_exit(self.leave)
 
     def next_attempt(self, tag: str, beginner: Beginner) -> tuple[Begun, AttemptId, int]:
@@ -143,17 +135,17 @@ class DcpSession:
             return False
         return True
 
-    def follow(self, attempt: Follower, running: Future[None]) -> None:
-        """Remember an attempt until it ends."""
+    def follow(self, running: Future[None], leave: Callable[[], None]) -> None:
+        """Remember a running attempt until it ends; call `leave` if the process ends first."""
         with self._lock:
-            self._running[running] = attempt
+            self._running[running] = leave
         running.add_done_callback(lambda done: self._running.pop(done, None))
 
     def leave(self) -> None:
         """The process ends: attempts that it leads and never finished are given up, others are waited for a little."""
         running = dict(self._running)
-        for attempt in running.values():
-            attempt.leave()
+        for leave in running.values():
+            leave()
         wait(running, LEAVE_S)
         end(self.writer, self._started)
         try:

@@ -28,13 +28,13 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from checkpointd import arguments
 from checkpointd.codec import Compression
 from checkpointd.commit.retention import Retention
-from checkpointd.config import MIB, TIMEOUT_S_MAX, CommitConfig, PersistConfig, Ranks, check_job
+from checkpointd.config import MIB, TIMEOUT_S_MAX, CommitConfig, PersistConfig, check_job
 from checkpointd.errors import CheckpointdError, RootNotSharedError, StagingError, UsageError
 from checkpointd.layout.keys import AttemptId, check_tag, default_tag
 from checkpointd.phrases import listed
 from checkpointd.pipeline.attempt import WriterState
 from checkpointd.pipeline.root.leases import Beginner
-from checkpointd.pipeline.shard import AttemptInfo, Shard
+from checkpointd.pipeline.shard import COORDINATOR, AttemptInfo, Shard
 from checkpointd_client.integrations.conversion.items import shard_of
 from checkpointd_client.integrations.dcp.attempt import DcpAttempt
 from checkpointd_client.integrations.dcp.session import DcpSession, is_taken_up, session_of
@@ -119,14 +119,13 @@ class CheckpointdWriter(Tagged, StorageWriter):
         self._afresh = afresh
         self._asked = PlanRequest("", "")
         self._held = SavePlan([])
-        self._session: DcpSession | None = None
-        self._state: WriterState | None = None
+        self._set_up: tuple[DcpSession, WriterState] | None = None
         self._run: DcpAttempt | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """For async_save in a process: there it opens the root anew."""
         known = self._afresh or is_taken_up(self._root)  # that process has loaded nothing
-        return {**self.__dict__, "_afresh": known, "_session": None, "_state": None, "_run": None}
+        return {**self.__dict__, "_afresh": known, "_set_up": None, "_run": None}
 
     # --- what DCP calls, in order ------------------------------------------------------------------------------
 
@@ -149,9 +148,8 @@ class CheckpointdWriter(Tagged, StorageWriter):
         if self._tag is None:
             raise UsageError("which tag? Pass CheckpointdWriter(root, tag=...) or step=..., or checkpoint_id=... of dcp.save")
         session = session_of(self._root)
-        if self._session is not session:
-            self._session = session
-            self._state = WriterState(store=session.store, persist=self._persist, commit=self._commit)
+        if self._set_up is None or self._set_up[0] is not session:
+            self._set_up = session, WriterState(store=session.store, persist=self._persist, commit=self._commit)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         if not getattr(plan, "usable", True):  # torch 2.7 and later
@@ -166,20 +164,36 @@ class CheckpointdWriter(Tagged, StorageWriter):
         tags = {one.tag for one in asked}
         if len(tags) != 1:
             raise UsageError(f"the ranks save different tags: {', '.join(sorted(tags))}")
-        if not self._overwrite and self._open.holds(self._asked.tag):
+        session, state = self._ready()
+        if not self._overwrite and session.holds(self._asked.tag):
             raise UsageError(f"Checkpoint already exists: {self._asked.tag} at {self._root}, and overwrite=False")
         here = asked.index(self._asked)
-        begun, attempt, n = self._open.next_attempt(self._asked.tag, self._beginner(len(plans)))
-        self._take_up()
+        beginner = Beginner(
+            world_size=len(plans),
+            job=self._job,
+            take_over=self._take_over,
+            commit_timeout_s=self._commit.timeout_s,
+            instead=instead(self._root),
+        )
+        begun, attempt, n = session.next_attempt(self._asked.tag, beginner)
+        # A process that has not loaded may not know of the checkpoints that were there before it, so they stay.
+        known = self._afresh or is_taken_up(self._root)
+        state.tidier.keeps_before = 0 if known else session.first
+        if not known:
+            session.say_unknown()
         infos = (self._info(attempt, (i - here) % len(plans), len(plans), n) for i in range(len(plans)))
         return [replace(plan, storage_data=PlanReply(info, begun)) for plan, info in zip(plans, infos, strict=True)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
         """Returns when this rank's part is durable and its vote stands; raises what prevented that."""
         told: PlanReply = plan.storage_data
-        self._check_root(told)
+        session, state = self._ready()
+        if told.info.rank != COORDINATOR:
+            fault = root_fault(session.writer, session.store, told.begun)
+            if fault != "ok":
+                raise RootNotSharedError(f"the ranks do not share {self._root}: {fault}. Give a path that all nodes mount")
         staged: Future[Shard] = Future()
-        run = self._run = DcpAttempt(self._open, self._writer_state, told.info, staged)
+        run = self._run = DcpAttempt(session, state, told.info, staged)
         try:
             shard, strange = shard_of(self._held, plan, planner)
         except BaseException as error:
@@ -203,33 +217,10 @@ class CheckpointdWriter(Tagged, StorageWriter):
 
     # --- parts -------------------------------------------------------------------------------------------------
 
-    @property
-    def _open(self) -> DcpSession:
-        if self._session is None:
+    def _ready(self) -> tuple[DcpSession, WriterState]:
+        if self._set_up is None:
             raise UsageError("set_up_storage_writer() comes first")
-        return self._session
-
-    @property
-    def _writer_state(self) -> WriterState:
-        if self._state is None:
-            raise UsageError("set_up_storage_writer() comes first")
-        return self._state
-
-    def _beginner(self, world_size: int) -> Beginner:
-        return Beginner(
-            world_size=world_size,
-            job=self._job,
-            take_over=self._take_over,
-            commit_timeout_s=self._commit.timeout_s,
-            instead=instead(self._root),
-        )
-
-    def _take_up(self) -> None:
-        """What may go of what was there before this process, which may not know of it; on the coordinator, which removes."""
-        known = self._afresh or is_taken_up(self._root)
-        self._writer_state.tidier.keeps_before = 0 if known else self._open.first
-        if not known:
-            self._open.say_unknown()
+        return self._set_up
 
     def _info(self, attempt: AttemptId, rank: int, world_size: int, n: int) -> AttemptInfo:
         return AttemptInfo(
@@ -241,13 +232,6 @@ class CheckpointdWriter(Tagged, StorageWriter):
             n=n,
             save_latest=self._save_latest,
         )
-
-    def _check_root(self, told: PlanReply) -> None:
-        info = told.info
-        if Ranks(rank=info.rank, world_size=info.world_size).rank:
-            fault = root_fault(self._open.writer, self._open.store, told.begun)
-            if fault != "ok":
-                raise RootNotSharedError(f"the ranks do not share {self._root}: {fault}. Give a path that all nodes mount")
 
     def _warn(self, strange: tuple[str, ...]) -> None:
         if strange:

@@ -24,8 +24,9 @@ from typing import Any
 from checkpointd import arguments
 from checkpointd.config import TIMEOUT_S_MAX, CommitConfig
 from checkpointd.errors import (
+    CheckpointdError,
     ClosedError,
-    NotFoundError,
+    StagingError,
     UsageError,
 )
 from checkpointd.layout.files import check_place
@@ -113,10 +114,16 @@ def own_root(folder: str) -> str:
     return os.path.dirname(above) if found[1] == "_" and os.path.basename(above) == "checkpoints" else above
 
 
-def check_found(missing: str | None) -> None:
-    """NotFoundError for what rank 0 says is missing."""
-    if missing is not None:
-        raise NotFoundError(missing)
+@dataclass(frozen=True, slots=True)
+class SaveCall:
+    """The arguments of one save_checkpoint, completed; `tag` is the tag that all ranks use."""
+
+    save_dir: str
+    tag: str
+    step: int
+    client_state: dict[str, Any]
+    save_latest: bool
+    exclude_frozen_parameters: bool
 
 
 class Adapter(ABC):
@@ -161,7 +168,6 @@ class Adapter(ABC):
 
         return save_checkpoint
 
-    @abstractmethod
     def save_checkpoint(
         self,
         save_dir: str,
@@ -170,7 +176,44 @@ class Adapter(ABC):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """DeepSpeed's save_checkpoint, which returns once everything is snapshotted."""
+        """DeepSpeed's save_checkpoint. It returns once everything that may change is snapshotted; the save goes on in the
+        background (`engine.checkpoint_handle()`).
+
+        If the ranks name different tags, DeepSpeed's `tag_validation` decides: either TagError is raised, or the tag of rank 0
+        counts. Faulty arguments and objects raise here, as does DeadlineError, which names the ranks that did not call. The
+        handle reports later failures of the storage.
+        """
+        if not save_dir:
+            raise DirectoryError(f"save_dir is {save_dir!r}; give the path of a directory")
+        step = int(self.engine.global_steps)
+        tag = f"global_step{step}" if tag is None else str(tag)
+        client = dict(client_state or {})
+        self.handle = None  # where this raises, there is none
+        SaveTarget.of(save_dir, tag, self._root)
+        folder = os.path.abspath(save_dir)
+        tag = self._one_of(self._meet("save_checkpoint()", {"save_dir": folder, "step": step}, tag))
+        target = SaveTarget.of(save_dir, tag, self._root)
+        # DeepSpeed takes any true value as save_latest.
+        call = SaveCall(save_dir, tag, step, client, bool(save_latest), exclude_frozen_parameters)
+        checkpointer = self._begun(save_dir if self.filled is None else os.path.dirname(folder), target.root)
+        try:
+            save = self._prepared(target, call)
+        except BaseException as error:
+            told = error if isinstance(error, CheckpointdError) else StagingError(f"the engine cannot be saved: {error!r}")
+            self.handle = self._refused(checkpointer, target, call, told)
+            self.handle.observed = True
+            raise
+        self.handle = save(checkpointer)
+        return True
+
+    @abstractmethod
+    def _prepared(self, target: SaveTarget, call: SaveCall) -> Callable[[Core], SaveHandle]:
+        """Gather the state of the engine; the returned function saves it. If this raises, the rank votes no (ADAPTER-2)."""
+
+    def _refused(self, checkpointer: Core, target: SaveTarget, call: SaveCall, error: CheckpointdError) -> SaveHandle:
+        """Vote no because of `error`."""
+        unfinished = "" if self.filled is None else self.filled.name
+        return checkpointer.refuse(call.step, error, tag=target.tag, save_latest=call.save_latest, unfinished=unfinished)
 
     @abstractmethod
     def load_checkpoint(self, load_dir: str, tag: str | None = None, *args: Any, **kwargs: Any) -> Any:

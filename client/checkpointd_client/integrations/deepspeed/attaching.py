@@ -7,9 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
-from checkpointd.errors import (
-    UsageError,
-)
+from checkpointd.errors import UsageError
 from checkpointd_client.integrations.deepspeed.adapter_base import Adapter
 from checkpointd_client.integrations.deepspeed.checkpoint_engine import CheckpointdEngine
 from checkpointd_client.integrations.deepspeed.files_adapter import FilesAdapter
@@ -46,17 +44,13 @@ def attach(
     chosen = settings.pop("layout", "deepspeed")
     if chosen not in get_args(Layout):
         raise UsageError(f"layout is {chosen!r}; choose one of {', '.join(get_args(Layout))}")
-    if _copies_files(engine):
+    if engine.zero_nvme_offload_optimizer():
         raise UsageError(
             "DeepSpeed copies NVMe-offloaded optimizer states by itself: checkpointd cannot commit them; turn it off"
         )
-    plug = _class_for(chosen)(engine, settings)
+    plug = (FilesAdapter if chosen == "deepspeed" else TensorAdapter)(engine, settings)
     plug.connect()
     return plug
-
-
-def _class_for(layout: Layout) -> type[Adapter]:
-    return FilesAdapter if layout == "deepspeed" else TensorAdapter
 
 
 def _settings_of(engine: Any) -> Mapping[str, Any]:
@@ -64,10 +58,6 @@ def _settings_of(engine: Any) -> Mapping[str, Any]:
     if not isinstance(found, dict):
         raise UsageError(f"checkpoint.checkpointd in the DeepSpeed settings is {found!r}; it must be an object of settings")
     return found
-
-
-def _copies_files(engine: Any) -> bool:
-    return bool(engine.zero_nvme_offload_optimizer())
 
 
 def install(**options: Any) -> None:

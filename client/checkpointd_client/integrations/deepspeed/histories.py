@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from checkpointd.errors import CheckpointdError
 from checkpointd.layout.keys import OUTCOME
 from checkpointd.pipeline.root.catalog import Checkpoint
-from checkpointd_client.integrations.deepspeed.directories import pointed, stock_files
-from checkpointd_client.integrations.deepspeed.offline.file_names import is_zero_checkpoint, read_latest
+from checkpointd_client.integrations.deepspeed.offline.file_names import is_zero_checkpoint, pointed, read_latest, stock_files
 from checkpointd_client.integrations.deepspeed.offline.safe_unpickle import read
 
 

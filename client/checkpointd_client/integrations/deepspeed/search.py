@@ -21,8 +21,7 @@ from checkpointd.commands import command
 from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, StoreError, UnreadableError
 from checkpointd.layout.keys import shown_key
 from checkpointd.pipeline.root.catalog import Checkpoint
-from checkpointd_client.integrations.deepspeed.directories import missing_fault, pointed, stock_files
-from checkpointd_client.integrations.deepspeed.offline.file_names import is_zero_checkpoint
+from checkpointd_client.integrations.deepspeed.offline.file_names import is_zero_checkpoint, missing_fault, pointed, stock_files
 from checkpointd_client.integrations.deepspeed.opening import Opened
 from checkpointd_client.integrations.deepspeed.reading import FileReads
 

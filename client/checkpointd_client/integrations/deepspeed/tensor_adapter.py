@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any
 
-from checkpointd.errors import CheckpointdError, DamagedError, StagingError, UsageError
+from checkpointd.errors import DamagedError, NotFoundError, UsageError
 from checkpointd.layout.keys import SERVICE
 from checkpointd.pipeline.root.catalog import Checkpoint
-from checkpointd_client.integrations.deepspeed.adapter_base import SEPARATOR, Adapter, DirectoryError, SaveTarget, check_found
-from checkpointd_client.integrations.deepspeed.directories import missing_fault
+from checkpointd_client.core import Core
+from checkpointd_client.integrations.deepspeed.adapter_base import SEPARATOR, Adapter, DirectoryError, SaveCall, SaveTarget
 from checkpointd_client.integrations.deepspeed.engine_state import state_of
 from checkpointd_client.integrations.deepspeed.histories import Newest, newest, stock_in
 from checkpointd_client.integrations.deepspeed.load_targets import EngineTargets, LoadRequest
+from checkpointd_client.integrations.deepspeed.offline.file_names import missing_fault
 from checkpointd_client.integrations.deepspeed.opening import Opened, said_of
 from checkpointd_client.integrations.deepspeed.search import first_said, known_of
 from checkpointd_client.integrations.deepspeed.zero_optimizer import check_supported, gather_persistent
 from checkpointd_client.loader import Loaded
+from checkpointd_client.saves.handle import SaveHandle
 
 log = logging.getLogger("checkpointd")
 
@@ -34,37 +36,12 @@ class TensorAdapter(Adapter):
         check_supported(self.engine)
         super().connect()
 
-    def save_checkpoint(
-        self,
-        save_dir: str,
-        tag: str | None = None,
-        client_state: Mapping[str, Any] | None = None,
-        save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,
-    ) -> bool:
-        """DeepSpeed's save_checkpoint, which returns once everything that may change is snapshotted.
-
-        Raises what the arguments or objects of the caller are to blame for, and DeadlineError naming ranks that did not call.
-        """
-        save_latest = bool(save_latest)  # DeepSpeed takes whatever counts as one
-        step = int(self.engine.global_steps)
-        tag = f"global_step{step}" if tag is None else str(tag)
-        self.handle = None  # where this raises, there is none
-        self._place(save_dir, tag)
-        tag = self._one_of(self._meet("save_checkpoint()", {"save_dir": os.path.abspath(save_dir), "step": step}, tag))
-        place = self._place(save_dir, tag)
-        checkpointer = self._begun(save_dir, place.root)
+    def _prepared(self, target: SaveTarget, call: SaveCall) -> Callable[[Core], SaveHandle]:
         gather_persistent(self.engine)
-        try:
-            state = state_of(self.engine, exclude_frozen_parameters=exclude_frozen_parameters)
-        except BaseException as error:
-            told = error if isinstance(error, CheckpointdError) else StagingError(f"the engine cannot be saved: {error!r}")
-            self.handle = checkpointer.refuse(step, told, tag=place.tag, save_latest=save_latest)
-            self.handle.observed = True
-            raise
-        client = dict(client_state or {})
-        self.handle = checkpointer.save(step, state, tag=place.tag, client_state=client, save_latest=save_latest)
-        return True
+        state = state_of(self.engine, exclude_frozen_parameters=call.exclude_frozen_parameters)
+        return lambda checkpointer: checkpointer.save(
+            call.step, state, tag=target.tag, client_state=call.client_state, save_latest=call.save_latest
+        )
 
     def load_checkpoint(
         self,
@@ -90,7 +67,8 @@ class TensorAdapter(Adapter):
         seen = self._is_root(place.root), missing_fault(load_dir, tag), said_of(place.root)
         is_ours, missing, how = self._meet("load_checkpoint()", said, seen)[0]
         if not is_ours:
-            check_found(missing)
+            if missing is not None:
+                raise NotFoundError(missing)
             return self._load_stock(load_dir, tag, choices)
         what = LoadRequest(
             strict=load_module_strict,

@@ -6,8 +6,9 @@ the parameters' own shapes. A Bundle is one of those tensors, with what it holds
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,15 +110,10 @@ def names_of(engine: Any) -> dict[int, str]:
     return found
 
 
-def is_partitioned(parameter: torch.Tensor) -> bool:
-    """Whether it is a parameter of stage 3, whose elements lie in `ds_tensor`."""
-    return hasattr(parameter, "ds_id")
-
-
 def parameter_held(parameter: Any, copies: ReplicaGroup) -> LocalShardTensor:
     """What this rank holds of a parameter of the module, at any stage. StateError where its elements are elsewhere."""
     trained = bool(parameter.requires_grad)
-    if not is_partitioned(parameter):
+    if not hasattr(parameter, "ds_id"):  # at stage 3 the elements lie in `ds_tensor`
         return same(parameter.detach(), copies, optimizer_only=trained, trained=trained)
     part, shape = parameter.ds_tensor, tuple(parameter.ds_shape)
     if part.numel() and not part.untyped_storage().nbytes():
@@ -157,18 +153,19 @@ def _bundles(optimizer: Any, names: dict[int, str], copies: ReplicaGroup) -> Ite
         for i, flat_master in enumerate(optimizer.single_partition_of_fp32_groups):
             parameters = optimizer.round_robin_bit16_groups[i]
             # Releases that have no offsets (0.19.6) put the parameters end to end.
-            offsets = optimizer.round_robin_bit16_offsets[i] if _says_offsets(optimizer) else _offsets(parameters)
+            known = getattr(optimizer, "round_robin_bit16_offsets", None)
+            offsets = _end_to_end(parameters) if known is None else known[i]
             yield Bundle(flat_master, i, _cut(parameters, offsets, names, flat_master.numel(), copies.replica), None)
     elif isinstance(optimizer, BF16_Optimizer):
         for i, flat_master in enumerate(optimizer.fp32_groups_flat_partition):
             parameters = optimizer.bf16_groups[i]
             yield Bundle(
-                flat_master, i, _cut(parameters, _offsets(parameters), names, flat_master.numel(), copies.replica), None
+                flat_master, i, _cut(parameters, _end_to_end(parameters), names, flat_master.numel(), copies.replica), None
             )
     elif isinstance(optimizer, FP16_Optimizer):
         for i, flat_master in enumerate(optimizer.fp32_groups_flat):
             parameters = optimizer.fp16_groups[i]
-            yield Bundle(flat_master, i, _cut(parameters, _offsets(parameters), names, flat_master.numel(), 0), copies)
+            yield Bundle(flat_master, i, _cut(parameters, _end_to_end(parameters), names, flat_master.numel(), 0), copies)
     elif isinstance(optimizer, FP16_UnfusedOptimizer):
         for i, (parameters, masters) in enumerate(zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)):
             yield from (_own(master, i, names[id(p)], copies) for p, master in zip(parameters, masters, strict=True))
@@ -182,18 +179,12 @@ def _own(tensor: torch.Tensor, group: int, name: str, copies: ReplicaGroup) -> B
     return Bundle(tensor, group, (Range(name, tuple(tensor.shape), 0, tensor.numel(), 0),), copies)
 
 
-def _says_offsets(optimizer: Any) -> bool:
-    return hasattr(optimizer, "round_robin_bit16_offsets")
+def _end_to_end(parameters: Sequence[Any]) -> Iterator[int]:
+    """The offsets of parameters that lie one after the other."""
+    return itertools.accumulate((parameter.numel() for parameter in parameters[:-1]), initial=0)
 
 
-def _offsets(parameters: Sequence[Any]) -> list[int]:
-    offsets = [0]
-    for parameter in parameters:
-        offsets.append(offsets[-1] + parameter.numel())
-    return offsets[:-1]
-
-
-def _cut(parameters: Sequence[Any], offsets: Sequence[int], names: dict[int, str], size: int, number: int) -> tuple[Range, ...]:
+def _cut(parameters: Sequence[Any], offsets: Iterable[int], names: dict[int, str], size: int, number: int) -> tuple[Range, ...]:
     """What partition `number`, of `size` elements, has of parameters that lie one after the other at `offsets`."""
     first, found = number * size, []
     for parameter, offset in zip(parameters, offsets, strict=True):

@@ -359,6 +359,5 @@ class _TensorReads:
 
     def run(self) -> None:
         """Fill them. Raises the first damage that was met."""
-        if not self._wants:
-            return
-        self._state.read(self._wants)
+        if self._wants:
+            self._state.read(self._wants)

@@ -1,4 +1,4 @@
-"""How DeepSpeed names its files, and where it points to the newest ones. Needs no torch, and reads no file but `latest`."""
+"""How DeepSpeed names its files, and which of them lie in a directory. Needs no torch, and reads no file but `latest`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import errno
 import os
 import re
 import stat
+from contextlib import suppress
 
 from checkpointd.layout.keys import LATEST
+from checkpointd.phrases import listed
 
 MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt\Z")
 OPTIM = re.compile(r"(?:bf16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt\Z")
@@ -35,8 +37,44 @@ def is_zero_checkpoint(directory: str) -> bool:
 def directory_of(root: str, tag: str | None) -> str | None:
     """The directory with DeepSpeed's files of checkpoint `tag` (default: the latest) at `root`; None where there are none."""
     try:
-        named = read_latest(root).decode().strip() if tag is None or tag == LATEST else tag
-        place = os.path.join(root, named)
-        return place if is_zero_checkpoint(place) else None
-    except (OSError, UnicodeDecodeError):
+        named = pointed(root) if tag is None or tag == LATEST else tag
+        place = None if named is None else os.path.join(root, named)
+        return place if place is not None and is_zero_checkpoint(place) else None
+    except OSError:
         return None
+
+
+def missing_fault(load_dir: str, tag: str | None) -> str | None:
+    """Why DeepSpeed would find no files of `tag`, or of what `latest` names; None if it would, and if there is neither."""
+    named = pointed(load_dir) if tag is None else str(tag)
+    if named is None or is_zero_checkpoint(os.path.join(load_dir, named)):
+        return None
+    directory = os.path.join(load_dir, named)
+    what = f"{directory} has no file *_model_states.pt" if os.path.isdir(directory) else f"there is no directory {directory}"
+    asked = f", which {os.path.join(load_dir, LATEST)} names" if tag is None else ""
+    found = tags_in(load_dir)
+    there = f"checkpoints there are {listed(found)}" if found else "there is no checkpoint of DeepSpeed"
+    return f"{what}{asked}; {there}"
+
+
+def tags_in(load_dir: str) -> list[str]:
+    """The tags under which DeepSpeed's files lie, newest first."""
+    with suppress(OSError):
+        with os.scandir(load_dir) as entries:
+            found = [(entry.stat().st_mtime_ns, entry.name) for entry in entries if is_zero_checkpoint(entry.path)]
+        return [name for _, name in sorted(found, reverse=True)]
+    return []
+
+
+def pointed(load_dir: str) -> str | None:
+    """What `latest` names, without what is around it; None where there is none that can be read."""
+    with suppress(OSError, UnicodeDecodeError):
+        return read_latest(load_dir).decode().strip() or None
+    return None
+
+
+def stock_files(directory: str) -> list[str]:
+    """The files that DeepSpeed writes for a tag in its `directory`."""
+    with suppress(OSError):
+        return [os.path.join(directory, name) for name in os.listdir(directory) if name.endswith(STATES_END)]
+    return []

@@ -23,18 +23,15 @@ from checkpointd.layout.keys import check_tag
 from checkpointd.layout.manifest import Alias
 from checkpointd.layout.strides import contiguous_stride
 from checkpointd.pipeline.shard import Bytes
-from checkpointd.store.base import Store
 from checkpointd_client.capture.dtypes import DTYPES, NAMES
 from checkpointd_client.capture.scalars import encode, key_node, key_text
-from checkpointd_client.export.consolidate import run_on_store
-from checkpointd_client.integrations.conversion.importing import MEMORY_BYTES, MEMORY_BYTES_MIN, ImportJob, check_free
+from checkpointd_client.integrations.conversion.importing import MEMORY_BYTES, MEMORY_BYTES_MIN, ImportJob, import_at
 from checkpointd_client.integrations.conversion.metadata_file import DcpFileRange, SourceTensor
 from checkpointd_client.integrations.conversion.records import Record
 from checkpointd_client.integrations.deepspeed.offline.file_names import is_zero_checkpoint
 from checkpointd_client.integrations.deepspeed.offline.lazy import Converted, Lazy
 from checkpointd_client.integrations.deepspeed.offline.zero_files import ZeroFiles, checked, open_files, tag_directory
 from checkpointd_client.integrations.deepspeed.offline.zero_map import ZeroMap, map_files, mapped_tensor
-from checkpointd_client.lifetime import claim_root
 
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 _OWN = frozenset(
@@ -90,7 +87,6 @@ def import_deepspeed(
     files = open_files(directory)
     state = _State(files, map_files(files), leave_out=leave_out)
     content = state.root()
-    claim_root(root)()  # the epoch of an import would fence a Checkpointer of this process
     steps = checked(files.model.content.get("global_steps", 0), int, files.model.path, "global_steps")
     job = ImportJob(
         tensors=[_source(fqn, tensor, number) for number, (fqn, tensor) in enumerate(state.tensors.items())],
@@ -103,12 +99,7 @@ def import_deepspeed(
         memory=held,
         on_progress=on_progress,
     )
-
-    async def act(store: Store) -> tuple[int, int, str]:
-        await check_free(store, name, force=force)
-        return *await job.run(store), store.url
-
-    nbytes, parts, url = run_on_store(root, act)
+    url, nbytes, parts = import_at(root, job, force=force)
     return ImportedDeepSpeed(
         root=url,
         tag=name,

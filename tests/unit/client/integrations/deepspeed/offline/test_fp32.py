@@ -17,7 +17,7 @@ from torch import nn
 
 from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, StateError, UnreadableError, UsageError
 from checkpointd_client import Checkpointer
-from checkpointd_client.integrations.deepspeed.directories import pointed
+from checkpointd_client.integrations.deepspeed.offline.file_names import pointed
 from checkpointd_client.integrations.deepspeed.offline.fp32 import (
     convert_zero_checkpoint_to_fp32_state_dict,
     get_fp32_state_dict_from_zero_checkpoint,
