@@ -1,7 +1,7 @@
 """The state_dict() answers of objects that load themselves: each object is asked once per load.
 
-state_dict() may be a meeting of the ranks, as where it gathers shards. So the ranks agree on the objects that they ask, and ask
-all of them in one order before any rank begins to match: a match may end early on one rank, or be made a second time there.
+state_dict() may wait for all ranks, for example to gather shards. So the ranks agree on the objects that they ask, and ask all
+of them in one order before any rank begins to match: a match may end early on one rank, or happen twice there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from checkpointd_client.sharding.dtensor import is_dtensor
 
 @dataclass(frozen=True, slots=True)
 class HandedOutState:
-    """What `live` handed out, if that holds DTensors, or the error that it ended with."""
+    """The state that `live` handed out, if it holds DTensors, or the error that `live` raised."""
 
     live: object
     state: object | None = None
@@ -29,20 +29,20 @@ class HandedOutStates:
     """The answers of one load, by FQN."""
 
     lazily: bool = True
-    """Whether an object that was not asked yet is asked when the match comes to it, as where one rank loads alone."""
+    """Whether an object is asked when the match comes to it, as when one rank loads alone."""
     _given: dict[str, HandedOutState] = field(default_factory=dict)
 
     def of_all(self, found: Mapping[str, object]) -> HandedOutStates:
-        """The answers of `found` and no others, by FQN. Those that were not asked yet are asked, in the order of their FQNs.
+        """The answers of exactly the objects `found`, by FQN. Asks those that were not asked yet, in the order of their FQNs.
 
-        Nothing is raised here, since the other ranks may wait in the next object.
+        Raises nothing, since the other ranks may already wait in the state_dict() of the next object.
         """
         for fqn in sorted(found):
             self._ask(found[fqn], fqn)
         return HandedOutStates(lazily=False, _given={fqn: self._given[fqn] for fqn in found})
 
     def of(self, live: object, fqn: str) -> object | None:
-        """What `live` handed out. None where that holds no DTensor, or where `live` may not be asked. Raises its StateError."""
+        """The state that `live` handed out; None if it holds no DTensor, or if `live` may not be asked. Raises its StateError."""
         if self.lazily:
             self._ask(live, fqn)
         answer = self._given.get(fqn)

@@ -1,14 +1,14 @@
 """Bindings: the places in the user's objects, existing or still to be made, that load targets fill.
 
 Invariants
-  BINDING-1  Every stored tensor that is wanted is read once, into one target, whatever number of slots it fills.
-  BINDING-2  Slots that were tied when saved are tied after loading where their memory is made here; where the user's objects
-      hold them apart, each gets its copy.
-  BINDING-3  No memory is filled with two different stored tensors. Where it is tied now, two that are equal bit for bit count
-      as one.
+  BINDING-1  Every stored tensor that is wanted is read once, into one target, no matter how many slots it fills.
+  BINDING-2  Slots that were tied when saved are tied after loading if their memory is made here. If the user's objects hold
+      them apart, each gets a copy.
+  BINDING-3  No memory is filled with two different stored tensors. Where slots are tied now, two stored tensors that are equal
+      bit for bit count as one.
   BINDING-4  Every slot gets the stored values in its own dtype, converted at most once: never by way of another slot's dtype.
-  BINDING-5  New memory has the strides of the parameter that it is the state of, unless BINDING-2 ties it to memory that has
-      others.
+  BINDING-5  New memory for an optimizer's state has the strides of its parameter, unless BINDING-2 ties it to memory with other
+      strides.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ Equal = Callable[[str, str], bool]
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where one stored tensor goes: `tensor` is the live memory to fill in place, detached; strides and device may be any, but
-    no two of its elements share memory. Its dtype is the stored one, unless another was asked for. `held`: which parts of the
-    stored tensor it is, where it is not all of it.
+    """Where one stored tensor goes: `tensor` is the live memory to fill in place, detached. It may have any strides and device,
+    but no two of its elements share memory. Its dtype is the stored one, unless another was asked for. `held`: the parts of the
+    stored tensor that it holds, if it does not hold all of it.
     """
 
     fqn: str
@@ -54,36 +54,36 @@ class Target:
 
 @dataclass(slots=True)
 class Binding:
-    """One place for one stored tensor. `value` is what the user's containers hold or will hold: a tensor or an array."""
+    """One place for one stored tensor. `value`: the tensor or array that the user's containers hold or will hold."""
 
     node: tree.Tensor | tree.Array
     place: StridedView
     device: torch.device
-    """Where to allocate, if nothing is there."""
+    """Where to allocate, if there is no live memory."""
     live: torch.Tensor | None = None
-    """The memory that is there, detached."""
+    """The existing memory, detached."""
     value: object = None
     replaceable: bool = False
     """Whether a new tensor may take the place of the live one."""
     held: LocalShard | None = None
-    """Which parts of the stored tensor belong here: `live` is the local part of a sharded tensor."""
+    """The parts of the stored tensor that belong here, if `live` is the local part of a sharded tensor."""
     like: object = None
-    """The sharded tensor that a new one is to be sharded like."""
+    """The sharded tensor whose sharding a new one gets."""
     dtype: torch.dtype | None = None
-    """Of a new tensor, where it is not to be the stored one."""
+    """The dtype of a new tensor, if not the stored one."""
     stride: tuple[int, ...] | None = None
-    """Of a new tensor that is not sharded, where it is not to be contiguous."""
+    """The strides of a new tensor that is neither sharded nor contiguous."""
 
     @property
     def fqn(self) -> str:
         return self.place.fqn
 
     def wanted(self, stored: torch.dtype) -> torch.dtype:
-        """The dtype that the elements are to have, where they are stored as `stored`."""
+        """The dtype that elements stored as `stored` get here."""
         return self.live.dtype if self.live is not None else self.dtype or stored
 
     def vacate(self) -> None:
-        """Let a new tensor take the place of the live one: of its dtype, sharded and strided as that is."""
+        """Replace the live tensor by a new one with the same dtype, sharding and strides."""
         if self.held is not None and is_sharded(self.value):
             self.like = self.value
         elif self.live is not None:
@@ -93,7 +93,7 @@ class Binding:
 
 
 class Bindings:
-    """All slots of one load, by FQN; each FQN has one, and may have others `again`, with memory that is there."""
+    """All slots of one load. Each FQN has one slot, and may have more with existing memory (`again`)."""
 
     def __init__(self) -> None:
         self.by_fqn: dict[str, Binding] = {}
@@ -108,12 +108,12 @@ class Bindings:
         self.by_fqn[slot.fqn] = slot
 
     def drop_after(self, count: int) -> None:
-        """Forget the slots that were added after the first `count` ones."""
+        """Forget all slots but the first `count`."""
         for fqn in list(self.by_fqn)[count:]:
             del self.by_fqn[fqn]
 
     def conflicts(self, equal: Equal) -> Iterator[str]:
-        """Every way in which the live memory cannot hold what is stored, in words; the slots concerned are dropped."""
+        """The reasons why live memory cannot hold the stored tensors, in words; drops the slots concerned."""
         dropped: set[str] = set()
         for fqn, words in [*self._self_overlaps(), *self._shared(equal)]:
             dropped.add(fqn)
@@ -155,13 +155,13 @@ class Bindings:
             yield two.fqn, words
 
     def _tie(self, owner: str, to: str) -> None:
-        """Fill whatever was to be filled from `owner` from `to`, which is equal."""
+        """Fill the slots of the stored tensor `owner` from `to`, which is equal."""
         for slot in self._all():
             if slot.place.owner == owner:
                 slot.place = replace(slot.place, owner=to)
 
     def bind(self, entries: Entries) -> tuple[tuple[Target, ...], list[Callable[[], None]]]:
-        """Allocate what is missing and give every slot its value. The targets, and the copies to make when they are filled."""
+        """Allocate missing memory and set every slot's value. Returns the targets, and the copies to make once they are filled."""
         groups: dict[str, list[Binding]] = {}
         for slot in self._all():
             groups.setdefault(slot.place.owner, []).append(slot)
@@ -173,7 +173,7 @@ class Bindings:
 
 
 def _same_overlap(slot: Binding, region: MemoryRegion) -> bool:
-    """Whether the slot's own elements share memory in the way in which they did when it was saved."""
+    """Whether the slot's elements share memory in the same way as when it was saved."""
     if slot.node.overlap is not None:
         return slot.node.overlap.stride == region.byte_stride
     return region.byte_stride == _expected_stride(slot.place, region.dtype.itemsize)
@@ -201,7 +201,7 @@ def _consistent(one: Binding, one_region: MemoryRegion, two: Binding, two_region
 
 
 def _may_tie(one: Binding, one_region: MemoryRegion, two: Binding, two_region: MemoryRegion) -> bool:
-    """Whether both are the same memory, for all of tensors that may be equal."""
+    """Whether both are the same memory, and whole tensors that may be equal."""
     alike = (one.place.dtype, one.place.shape) == (two.place.dtype, two.place.shape)
     if one.held is None or two.held is None:
         alike = alike and one.held is two.held
@@ -211,7 +211,7 @@ def _may_tie(one: Binding, one_region: MemoryRegion, two: Binding, two_region: M
 
 
 def _origin(place: StridedView, region: MemoryRegion) -> int | None:
-    """The address at which the owner's elements would begin, if the slot lies in them as it did when saved."""
+    """The address at which the owner's elements would begin, if the slot lies in them as when it was saved; else None."""
     if any(region.lazy_bits) or region.byte_stride != _expected_stride(place, region.dtype.itemsize):
         return None
     return region.start - place.offset * region.dtype.itemsize
@@ -220,7 +220,7 @@ def _origin(place: StridedView, region: MemoryRegion) -> int | None:
 def _bind_group(
     owner: str, entry: tuple[str, tuple[int, ...]], group: list[Binding], copies: list[Callable[[], None]]
 ) -> Iterator[Target]:
-    """One stored tensor and all its slots. Memory of the user's that holds all of it, in plain elements, is filled directly."""
+    """Bind all slots of one stored tensor. If some live memory holds all of it in plain elements, that is filled directly."""
     sharded = [slot for slot in group if slot.held is not None]
     plain = [slot for slot in group if slot.held is None]
     filled: torch.Tensor | None = None
@@ -244,10 +244,10 @@ def _bind_group(
 def _bind_plain(
     owner: str, entry: tuple[str, tuple[int, ...]], group: list[Binding], plain: list[Binding], copies: list[Callable[[], None]]
 ) -> torch.Tensor:
-    """The memory that all of the stored tensor goes to, for the slots `plain` and whatever else is in `group`."""
+    """The memory that the whole stored tensor is read into, for the slots `plain` and the others in `group`."""
     stored, shape = DTYPES[entry[0]], entry[1]
     dtypes = {slot.wanted(stored) for slot in group}
-    # The reader converts where all are to have one other dtype. Where they differ, each is converted from the stored values.
+    # If all slots want one other dtype, the reader converts. If they differ, each is converted from the stored values.
     read = dtypes.pop() if len(dtypes) == 1 else stored
     whole: dict[torch.dtype, torch.Tensor] = {}
     for slot in plain:
@@ -270,14 +270,14 @@ def _bind_plain(
 
 
 def _stride_of(slots: Iterable[Binding]) -> tuple[int, ...] | None:
-    """The strides of new memory that all of `slots` share: a part of a tensor, or an array, needs elements in a row."""
+    """The strides of new memory that all of `slots` share. Parts of a tensor, and arrays, need contiguous elements."""
     if not all(slot.place.whole and isinstance(slot.node, tree.Tensor) for slot in slots):
         return None
     return next((slot.stride for slot in slots if slot.stride is not None), None)
 
 
 def _same_part(slot: Binding, other: Binding) -> bool:
-    """Whether both are the same memory, so that filling the one fills the other."""
+    """Whether both are the same memory, so that filling one fills the other."""
     assert slot.live is not None
     assert other.live is not None
     return bool(slot.live.numel()) and MemoryRegion.of(slot.live).equals(MemoryRegion.of(other.live))
@@ -287,7 +287,7 @@ def _make_sharded(slot: Binding) -> None:
     assert slot.like is not None
     try:
         slot.live, slot.value = sharded_like(slot.like, slot.dtype or DTYPES[slot.place.dtype], slot.device)
-    except RuntimeError as error:  # memory is short
+    except RuntimeError as error:  # out of memory
         raise StateError(f"{slot.fqn}: its part of a new {slot.place.dtype} tensor cannot be made: {error}") from error
 
 
@@ -306,7 +306,7 @@ def _copy_parts(slot: Binding, filled: torch.Tensor) -> Callable[[], None]:
 
 
 def _fill(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy the elements: bit for bit, or converted where the dtypes differ, which somebody asked for."""
+    """Copy the elements: bit for bit, or converted if the dtypes differ."""
     if target.dtype == source.dtype:
         copy_bits(target, source)
     else:
@@ -318,7 +318,7 @@ def _allocate(
 ) -> torch.Tensor:
     try:
         return empty(shape, dtype, device, stride)
-    except RuntimeError as error:  # torch's way to say that memory is short, or that there can be no such tensor
+    except RuntimeError as error:  # torch raises it for lack of memory and for impossible sizes
         raise StateError(f"{fqn}: there is no memory on {device} for a new {dtype} tensor of shape {shape}: {error}") from error
 
 
@@ -332,9 +332,9 @@ def _fillable(tensor: torch.Tensor) -> bool:
 
 
 def _made(slot: Binding, filled: torch.Tensor, direct: torch.Tensor, copies: list[Callable[[], None]]) -> torch.Tensor:
-    """The memory for a slot that has none: tied to `filled` where that can be, else a copy out of `direct`."""
+    """The memory for a slot that has none: tied to `filled` if possible, else new memory that is copied from `direct`."""
     place = slot.place
-    # numpy sees host memory alone, and reads an item of a dtype that torch lacks only where its bytes lie in a row.
+    # numpy sees only host memory, and a dtype that torch lacks needs the bytes of each item in a row.
     fit_for_array = filled.device.type == "cpu" and filled.is_contiguous()
     if fit_for_array or isinstance(slot.node, tree.Tensor):
         if place.whole:

@@ -31,7 +31,7 @@ _SEQUENCES: dict[str, Callable[[Iterable[Any]], Any]] = {
 
 
 def constant(node: tree.Node) -> Build:
-    """A scalar, decoded at once, so that what cannot be read is found before anything is touched."""
+    """A scalar, decoded at once, so that unreadable ones are found before anything is changed."""
     return given(scalars.decode(node))
 
 
@@ -46,7 +46,7 @@ def dict_of(kind: str, parts: Mapping[Hashable, Build]) -> Build:
 
 
 def sequence_of(kind: str, parts: Iterable[Build]) -> Build:
-    """A list, tuple, set or torch.Size; FormatError where it holds what its class cannot."""
+    """A list, tuple, set or torch.Size. FormatError if it holds values that its class cannot hold."""
     made = list(parts)
     return lambda: _sequence(kind, (part() for part in made))
 
@@ -55,11 +55,11 @@ def _sequence(kind: str, values: Iterable[Any]) -> Any:
     try:
         return _SEQUENCES[kind](values)
     except TypeError as error:
-        raise FormatError(f"the state tree holds a {kind} of what it cannot hold: {error}") from error
+        raise FormatError(f"the state tree holds a {kind} with values that it cannot hold: {error}") from error
 
 
 def value_of(node: tree.Node, leaf: Callable[[tree.Node], Any] = scalars.decode) -> Any:
-    """The Python value of `node`; `leaf` gives that of a node without parts, a tensor included."""
+    """The Python value of `node`; `leaf` gives the value of a node without parts, tensors included."""
     if isinstance(node, tree.Dict):
         return _DICTS[node.kind]((scalars.decode_key(key), value_of(child, leaf)) for key, child in node.items)
     if isinstance(node, tree.Sequence):
@@ -68,7 +68,7 @@ def value_of(node: tree.Node, leaf: Callable[[tree.Node], Any] = scalars.decode)
 
 
 def words(node: tree.Node) -> str:
-    """What a node is, for messages."""
+    """A node in words, for messages."""
     match node:
         case tree.Tensor():
             return "a tensor"

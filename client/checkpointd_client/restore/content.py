@@ -1,7 +1,7 @@
-"""The stored content for one rank: a tree, and the tensors that it names, of this rank or of all.
+"""The stored content for one rank: a state tree and the tensors that it names, of this rank or of all ranks.
 
-With the number of ranks that saved it, every rank finds its own. With another number, the rule is: what is equal on all ranks
-that had it is loaded on every rank, and what differs is left as it is, and named.
+If as many ranks load as saved, every rank gets its own content. Otherwise every rank gets the values that were equal on all
+ranks that had them; values that differed are not loaded, and their FQNs are reported.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from checkpointd_client.restore.stored import Entries
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankContent:
-    """`entries`: dtype and global shape of every stored tensor; `owners`: of those that are one rank's own, whose is read.
+    """The content that one rank loads.
 
-    `left`: FQNs of what the saving ranks had different values of, and which is in the tree no more. `elsewhere`: what only some
-    of the saving ranks had, and which may be another rank's again. `among_many`: it is what all saving ranks had, and there are
-    several to load it, so that what one of them has no place for may be another's.
+    `entries`: dtype and global shape of every stored tensor. `owners`: for tensors that a rank holds for itself, the rank whose
+    tensor is read. `left`: FQNs that had different values on the saving ranks; they are not in the tree. `elsewhere`: FQNs that
+    only some of the saving ranks had, and which may belong to another rank now. `among_many`: this is the content of all saving
+    ranks and several ranks load it, so a value that has no place on one rank may have one on another.
     """
 
     root: tree.Node
@@ -39,7 +40,7 @@ class RankContent:
 
 
 def own_content(world: CheckpointView, rank: int) -> RankContent:
-    """What `rank` itself saved."""
+    """The content that `rank` itself saved."""
     index, own = world.indexes[rank], world.own(rank)
     shared = {fqn: (tensor.dtype, tensor.shape) for fqn, tensor in world.tensors.items()}
     return RankContent(
@@ -52,9 +53,9 @@ def own_content(world: CheckpointView, rank: int) -> RankContent:
 
 
 def merged_content(world: CheckpointView, *, keep: int | None, alone: bool) -> RankContent:
-    """What all ranks saved together. Where values differ, those of rank `keep`, if it has any.
+    """The content that all ranks saved. Where values differ, those of rank `keep` are taken, if it has any.
 
-    `alone`: there is one rank to load it, so that whatever it has no place for is nobody's.
+    `alone`: only one rank loads it, so a value that has no place there has no place anywhere.
     """
     aliases = {rank: {alias.fqn: alias for alias in index.aliases} for rank, index in world.indexes.items()}
     merging = Merging(lambda rank, fqn: _identity(world, aliases, rank, fqn), keep)
@@ -83,7 +84,7 @@ def merged_content(world: CheckpointView, *, keep: int | None, alone: bool) -> R
 
 
 def part_of(content: RankContent, names: Collection[str], *, client_state: bool) -> RankContent:
-    """`content` with the parts `names` of the state alone, as if nothing else had been saved; with the client_state, or not."""
+    """`content` reduced to the parts `names` of the state, and to the client state if `client_state` is set."""
     if not isinstance(content.root, tree.Dict):
         return content
     kept: list[tuple[tree.Node, tree.Node]] = []
@@ -111,7 +112,7 @@ def _grouped(world: CheckpointView, keep: int | None) -> list[tuple[tuple[int, .
 
 
 def _identity(world: CheckpointView, aliases: Mapping[int, Mapping[str, Alias]], rank: int, fqn: str) -> object:
-    """What the tensor that `rank` calls `fqn` holds: equal for two ranks if and only if every bit is."""
+    """A value for the content of the tensor `fqn` of `rank`: equal for two ranks if and only if every bit of it is."""
     alias = aliases[rank].get(fqn)
     owner, view = (fqn, None) if alias is None else (alias.owner, (alias.shape, alias.stride, alias.offset))
     if owner in world.tensors:

@@ -1,12 +1,12 @@
 """The sidecar's memory as the source of a load: finds the snapshot that all ranks have, and copies from it.
 
 Invariants
-  RETAINED-1  A held snapshot is loaded only by all ranks together: the same attempt, held whole by each of them.
+  RETAINED-1  A retained snapshot is loaded only by all ranks together: the same attempt, held whole for each of them.
   RETAINED-2  Every byte that is copied belongs to a box whose digest, taken when the snapshot was complete, was checked here.
-  RETAINED-3  A snapshot of another root that had this one's place is never taken: its epoch's nonce must be the one in the
-      store. Nor is one whose attempt the store shows as aborted or removed: it was committed, or its sidecar is still at it.
-  RETAINED-4  What ranks hold together is put together from the snapshots of one attempt that this node's sidecar holds, and
-      only where every element that is wanted is there once: else the store is read.
+  RETAINED-3  A snapshot of an earlier root at the same path is never taken: its epoch's nonce must be the one in the store. Nor
+      is one whose attempt was aborted or removed: it must be committed, or its sidecar must still work at it.
+  RETAINED-4  Tensors that ranks hold together are assembled from the snapshots of one attempt in this node's sidecar, and only
+      if these have every wanted element. Otherwise the store is read.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from checkpointd_client.sidecar.client import SidecarClient
 log = logging.getLogger("checkpointd")
 T = TypeVar("T")
 Call = Callable[[Coroutine[Any, Any, T]], T]
-"""Runs work on the writer and waits for it."""
+"""Runs a coroutine on the writer's thread and waits for it."""
 
 _THREADS = 4
 
 
 def common(holdings: Mapping[int, tuple[RetainedSnapshot, ...]], ranks: Ranks) -> RetainedSnapshot | None:
-    """The newest snapshot that every rank holds, as rank 0 describes it; None where there is none (RETAINED-1)."""
+    """The newest snapshot that is retained for every rank, as rank 0 describes it; None if there is none (RETAINED-1)."""
     if holdings.keys() != set(range(ranks.world_size)):
         return None
     everywhere = set.intersection(*({_identity(held) for held in holding} for holding in holdings.values()))
@@ -62,9 +62,9 @@ def _identity(held: RetainedSnapshot) -> tuple[str, str, int, int, str]:
 
 
 async def counts(store: Store, held: RetainedSnapshot) -> bool:
-    """Whether `held` was saved at this very root, and is a checkpoint there or still becomes one (RETAINED-3).
+    """Whether `held` was saved at this very root, and is a checkpoint there or may still become one (RETAINED-3).
 
-    UnreadableError where that cannot be told now: what somebody deleted must not come back because of that.
+    UnreadableError if that cannot be read now: otherwise a deleted checkpoint could come back.
     """
     try:
         if (await epochs.read(store, held.order[0])).nonce != held.nonce:
@@ -76,16 +76,16 @@ async def counts(store: Store, held: RetainedSnapshot) -> bool:
         return False
     view = await catalog.view(store, held.tag, attempt)
     if view.unreadable:
-        raise UnreadableError(f"whether {view.prefix} is a checkpoint cannot be read now: {view.unreadable}")
+        raise UnreadableError(f"cannot read now whether {view.prefix} is a checkpoint: {view.unreadable}")
     if view.state == "in-doubt":
         return held.phase not in FINAL
     if view.state != "committed":
-        log.info("%s is %s at the root, so the snapshot of it in memory is not taken", view.prefix, view.state)
+        log.info("%s is %s at the root, so its snapshot in memory is not loaded", view.prefix, view.state)
     return view.state == "committed"
 
 
 class FetchedSnapshot:
-    """A snapshot that was fetched: its tensors' bytes, mapped read-only. DamagedError where it is not what it must be."""
+    """A snapshot that was fetched: its tensors' bytes, mapped read-only. DamagedError if it contradicts its layout."""
 
     def __init__(self, snapshot: Snapshot, descriptor: int, rank: int) -> None:
         try:
@@ -108,11 +108,11 @@ class FetchedSnapshot:
         self._digests = dict(zip(map(id, self.tensors), snapshot.digests, strict=True))
 
     def digest_of(self, tensor: ShardTensor) -> bytes:
-        """What the bytes of this box, which is of this snapshot, had when it was complete."""
+        """The digest of this box of this snapshot, taken when the snapshot was complete."""
         return self._digests[id(tensor)]
 
     def check(self, wanted: Iterable[ShardTensor]) -> None:
-        """Raise DamagedError unless the bytes of these boxes, which are of this snapshot, are what they were (RETAINED-2)."""
+        """Raise DamagedError if the bytes of these boxes of this snapshot have changed (RETAINED-2)."""
         boxes = list(wanted)
         with ThreadPoolExecutor(_THREADS) as threads:
             good = list(threads.map(lambda tensor: xxh3_128(self._bytes(tensor)) == self.digest_of(tensor), boxes))
@@ -122,7 +122,7 @@ class FetchedSnapshot:
                 raise DamagedError(message, fqn=tensor.fqn, rank=self._rank)
 
     def give(self, tensor: ShardTensor, box: Box, sink: BoxSink) -> None:
-        """Hand over `box`, which lies inside that of `tensor`."""
+        """Pass `box`, which lies inside the box of `tensor`, to `sink`."""
         elements = self._bytes(tensor).view(CARRIERS[tensor.itemsize]).reshape(tensor.box.sizes)
         sink(box, elements[slices(tensor.box, box)])
 
@@ -135,7 +135,7 @@ _Piece = tuple[FetchedSnapshot, ShardTensor]
 
 @dataclass(slots=True)
 class MemorySource:
-    """What the sidecar of this node holds of one attempt: this rank's snapshot, and those of other ranks where they share."""
+    """One attempt in this node's sidecar: this rank's snapshot, and those of other ranks if they share tensors."""
 
     own: FetchedSnapshot
     others: Mapping[int, FetchedSnapshot]
@@ -144,12 +144,12 @@ class MemorySource:
 
     @staticmethod
     def fetched(sidecar: SidecarClient, held: RetainedSnapshot, rank: int, call: Call[Any]) -> MemorySource:
-        """Fetch the snapshots. DamagedError where this rank's cannot be had; another's is not waited for."""
+        """Fetch the snapshots. DamagedError if this rank's cannot be fetched; it does not wait for those of other ranks."""
         try:
             snapshot, descriptor = call(sidecar.fetch(held))
             own = FetchedSnapshot(snapshot, descriptor, rank)
         except (SidecarError, UsageError) as error:
-            raise DamagedError(f"the held snapshot cannot be had: {error}", rank=rank) from error
+            raise DamagedError(f"the held snapshot cannot be fetched: {error}", rank=rank) from error
         if all(tensor.scope == "rank" for tensor in own.tensors):
             return MemorySource(own, {}, rank)
         others: dict[int, FetchedSnapshot] = {}
@@ -168,7 +168,7 @@ class MemorySource:
         return self.own.snapshot.held.step
 
     def content(self) -> RankContent:
-        """What this rank saved. DamagedError where the snapshots contradict each other."""
+        """The content that this rank saved. DamagedError if the snapshots contradict each other."""
         snapshot = self.own.snapshot
         entries: dict[str, tuple[str, tuple[int, ...]]] = {}
         for _, tensor in self._shared():
@@ -185,18 +185,18 @@ class MemorySource:
         )
 
     def more(self) -> RankContent | None:
-        """SidecarError: what this rank did not save is the store's to give."""
-        raise SidecarError(f"rank {self.rank} asks for something else than it saved")
+        """Raises SidecarError: only the store has the content of other ranks."""
+        raise SidecarError(f"rank {self.rank} asks for values that it did not save")
 
     def has_elsewhere(self, places: Sequence[str], content: RankContent) -> bool:
-        """SidecarError where it is so, or where it may be on another node."""
+        """False. SidecarError if another rank has values there, or if one on another node may have some."""
         apart = bool(self.others) and len(self.others) + 1 < self.own.snapshot.held.world_size
         if places and (apart or stands_below(places, content)):
-            raise SidecarError(f"another rank has what is at {places[0]}")
+            raise SidecarError(f"another rank has the values at {places[0]}")
         return False
 
     def equal(self, one: str, two: str, content: RankContent) -> bool:
-        """SidecarError where not all of both is on this node: another one may then find another answer."""
+        """SidecarError if not all of both is on this node: other nodes could then come to another answer."""
         parts = self._parts()
         wanted = [BoxRequest(f, whole(content.entries[f][1]), None, content.owners.get(f)) for f in (one, two)]
         known = same_prints(*(self._prints(self._covering(want, parts)) for want in wanted))
@@ -212,7 +212,7 @@ class MemorySource:
         return {tensor.box: ((tensor.nbytes, snapshot.digest_of(tensor)),) for snapshot, tensor in pieces}
 
     def verify(self, targets: Sequence[Target], content: RankContent) -> None:
-        """SidecarError where not all of it is on this node, DamagedError where it changed."""
+        """SidecarError if not all of it is on this node, DamagedError if it changed."""
         touched: dict[int, tuple[FetchedSnapshot, list[ShardTensor]]] = {}
         seen: set[int] = set()
         parts = self._parts()
@@ -225,7 +225,7 @@ class MemorySource:
             snapshot.check(tensors)
 
     def fill(self, targets: Sequence[Target], content: RankContent) -> None:
-        """Copy what `verify` has looked at."""
+        """Copy the boxes that `verify` has checked."""
         parts = self._parts()
         with ThreadPoolExecutor(_THREADS) as threads:
             list(threads.map(lambda want: self._give(want, parts), wants(targets, content, fill=True)))
@@ -242,7 +242,7 @@ class MemorySource:
         return ((snapshot, tensor) for snapshot in snapshots for tensor in snapshot.tensors if tensor.scope == "global")
 
     def _parts(self) -> dict[tuple[str, bool], list[_Piece]]:
-        """The boxes of each tensor, by FQN and whether ranks hold it together."""
+        """The boxes of each tensor, by its FQN and whether ranks hold it together."""
         found: dict[tuple[str, bool], list[_Piece]] = {}
         for snapshot, tensor in self._shared():
             found.setdefault((tensor.fqn, True), []).append((snapshot, tensor))
@@ -252,12 +252,12 @@ class MemorySource:
         return found
 
     def _covering(self, want: BoxRequest, parts: Mapping[tuple[str, bool], list[_Piece]]) -> list[_Piece]:
-        """The boxes that together are the wanted one (RETAINED-4)."""
+        """The boxes that together hold the wanted box (RETAINED-4)."""
         found = (p for p in parts.get((want.fqn, want.rank is None), ()) if intersect(p[1].box, want.box) is not None)
-        once: dict[Box, _Piece] = {}  # what several ranks hold is read from one of them
+        once: dict[Box, _Piece] = {}  # a replica is read from one rank only
         for snapshot, tensor in found:
             other, same = once.setdefault(tensor.box, (snapshot, tensor))
-            if other.digest_of(same) != snapshot.digest_of(tensor):  # its save may be in doubt, and would be aborted for it
+            if other.digest_of(same) != snapshot.digest_of(tensor):  # its save may be in doubt, and would be aborted for this
                 raise SidecarError(f"ranks hold different values of {want.fqn} in this node's memory")
         pieces = list(once.values())
         shared = [box for _, tensor in pieces if (box := intersect(tensor.box, want.box)) is not None]

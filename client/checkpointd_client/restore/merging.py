@@ -1,4 +1,4 @@
-"""Merges the state trees of all ranks into one: values that were equal on all ranks that had them."""
+"""Merges the state trees of all ranks into one tree of the values that were equal on all ranks that had them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from checkpointd_client.capture.scalars import decode_key, key_text
 
 Ranks = tuple[int, ...]
 Having = Sequence[tuple[Ranks, tree.Node]]
-"""What is at one place of the trees, and the ranks that have it."""
+"""The different nodes at one place of the trees, each with the ranks that have it."""
 
 _CLIENT_STATE = "client_state"
 _GROUPS = ".param_groups"
@@ -27,11 +27,11 @@ _DIFFERENT = _Different()
 
 @dataclass
 class Merging:
-    """One merge. `identity` tells what the tensor that a rank calls by a name holds; `keep` is the rank whose values stand
-    where they differ, None where none do.
+    """One merge.
 
-    `chosen`: a rank that has it, for the FQN of each tensor in the tree. `left`: places where values differ. `partial`: places
-    that not all ranks have.
+    `identity`: for a rank and an FQN, a value that is equal for equal tensors. `keep`: where values differ, those of this rank
+    are taken; with None they are left out. `chosen`: for the FQN of each tensor in the tree, a rank that has it. `left`: places
+    where values differ. `partial`: places that not all ranks have.
     """
 
     identity: Callable[[int, str], object]
@@ -41,7 +41,7 @@ class Merging:
     partial: set[str] = field(default_factory=set)
 
     def merged(self, trees: Having) -> tree.Node:
-        """The tree of all; FormatError where one is no tree of a state."""
+        """The merged tree. FormatError if one of `trees` is not the tree of a state."""
         if not all(isinstance(root, tree.Dict) for _, root in trees):
             raise FormatError("the state tree does not hold a state and a client_state")
         parts: list[tuple[tree.Node, tree.Node]] = []
@@ -69,7 +69,7 @@ class Merging:
         return made
 
     def _choose(self, node: tree.Node, rank: int | None) -> None:
-        """Everything below `node` is that of `rank`."""
+        """Take everything below `node` from `rank`."""
         if isinstance(node, tree.Tensor | tree.Array) and rank is not None:
             self.chosen[node.fqn] = rank
         for child in [*(child for _, child in tree.items(node)), *tree.elements(node)]:
@@ -111,11 +111,11 @@ class Merging:
         return tree.Sequence(first.kind, tuple(item for item in made if not isinstance(item, _Different)))
 
     def _groups(self, having: Sequence[tuple[Ranks, Sequence[tree.Node]]]) -> tuple[tree.Node, ...] | None:
-        """The param groups of an optimizer, by the names of their parameters: ranks that hold other layers have others.
+        """Merge the param groups of an optimizer by the names of their parameters, since ranks may hold different layers.
 
-        Groups of other ranks that have the same settings become one, at one position if there is such a one; any other stays,
-        for the parameters that are its own. None where ranks have different settings for one parameter, and none of these ranks
-        is to be kept, and where two groups need different tensors of one FQN.
+        Groups of different ranks with the same settings become one group, if possible one at the same position. Any other
+        group stays, with the parameters that only it has. None if ranks have different settings for one parameter and none of
+        these ranks is `keep`, or if two groups need different tensors under one FQN.
         """
         made = _Groups(self.keep)
         for ranks, groups in having:
@@ -133,7 +133,7 @@ class Merging:
         return None if chosen is None else tuple(node for _, node in chosen)
 
     def _print(self, rank: int, node: tree.Node) -> Hashable:
-        """What is equal for two groups of any ranks where all their settings are."""
+        """A value that is equal for two groups of any ranks if all their settings are."""
         if isinstance(node, tree.Dict):
             items = ((key, child) for key, child in node.items if key not in (_PARAMS, _PARAM_NAMES))
             return node.kind, frozenset((tree.encode(key), self._print(rank, child)) for key, child in items)
@@ -156,15 +156,15 @@ class Merging:
 
 @dataclass(slots=True, eq=False)
 class _Group:
-    """One param group of the merged optimizer, and those of different ranks that it is put together of."""
+    """One param group of the merged optimizer, and the groups of different ranks that it consists of (`parts`)."""
 
     position: int
     settings: Hashable
     parts: list[tuple[int, tree.Dict]]
     names: dict[str, None] = field(init=False)
-    """Of its parameters, in order."""
+    """The names of its parameters, in order."""
     _is_whole: bool = True
-    """Whether all that it is put together of has the same parameters, and torch's own list of their names is the same."""
+    """Whether all its parts have the same parameters and the same `param_names`, torch's own list of their names."""
 
     def __post_init__(self) -> None:
         (_, node), *_ = self.parts
@@ -177,7 +177,7 @@ class _Group:
             self.names = {name: None for name in self.names if name not in names}
 
     def join(self, other: _Group) -> None:
-        """Take what `other` has."""
+        """Add the parameters and parts of `other`."""
         own, others = (dict(group.parts[0][1].items).get(_PARAM_NAMES) for group in (self, other))
         self._is_whole &= other._is_whole and self.names == other.names and tree.encode(own) == tree.encode(others)
         self.position = max(self.position, other.position)
@@ -185,7 +185,7 @@ class _Group:
         self.parts += other.parts
 
     def made(self, node: tree.Dict) -> tree.Dict:
-        """The group as `node` has it; without torch's own list of its parameters' names, where nobody had all of these."""
+        """The group with the settings in `node`; without `param_names` if no rank had all of the parameters."""
         kept = (item for item in node.items if self._is_whole or item[0] != _PARAM_NAMES)
         params = dict(node.items)[_PARAMS]
         assert isinstance(params, tree.Sequence)  # _is_named looked
@@ -195,16 +195,16 @@ class _Group:
 
 @dataclass(slots=True)
 class _Groups:
-    """The param groups of one optimizer while they are merged; those of rank `keep` are added first."""
+    """The param groups of one optimizer during the merge; the groups of rank `keep` are added first."""
 
     keep: int | None
     _alike: dict[Hashable, list[_Group]] = field(default_factory=dict)
-    """By their settings."""
+    """The groups by their settings."""
     _of: dict[str, _Group] = field(default_factory=dict)
-    """By the names of their parameters."""
+    """The group of each parameter, by its name."""
 
     def add(self, group: _Group, joined: set[int]) -> bool:
-        """False where it contradicts one that is not of the rank to be kept. `joined`: those that this rank's have joined."""
+        """False if `group` contradicts a group of a rank other than `keep`. `joined`: those that this rank has joined."""
         taken = {name for name in group.names if name in self._of}
         rivals = {id(one): one for one in map(self._of.__getitem__, taken) if one.settings != group.settings}
         if any(one.parts[0][0] != self.keep for one in rivals.values()):
@@ -224,7 +224,7 @@ class _Groups:
         return True
 
     def chosen(self) -> list[tuple[int, tree.Dict]] | None:
-        """Each group with the rank whose settings it has. None where that would be different tensors under one FQN."""
+        """Each group with the rank whose settings it has. None if one FQN would then name different tensors."""
         found = [group for groups in self._alike.values() for group in groups]
         used: set[str] = set()
         nodes: dict[int, tuple[int, tree.Dict]] = {}
@@ -238,7 +238,7 @@ class _Groups:
 
 
 def _is_named(group: tree.Node) -> bool:
-    """Whether it is an optimizer's group whose parameters are stored by their names."""
+    """Whether `group` is a param group whose parameters are stored by name."""
     params = [child for key, child in tree.items(group) if key == _PARAMS]
     return len(params) == 1 and isinstance(params[0], tree.Sequence) and all(isinstance(i, str) for i in params[0].items)
 

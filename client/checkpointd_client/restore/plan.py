@@ -1,8 +1,8 @@
 """Plans a load into the user's objects, in place.
 
 Invariants
-  RESTORE-1  `prepare` changes nothing of the user's; whatever can be found wrong is found there, all of it at once.
-  RESTORE-2  What is filled is the user's own memory wherever there is some; only what has none is allocated, after every check.
+  RESTORE-1  `prepare` changes none of the user's objects. It makes all checks, and reports everything that is wrong at once.
+  RESTORE-2  A load fills the user's own memory where there is some. It allocates only missing memory, after every check.
   RESTORE-3  After `finish` the objects hold the captured values, bit for bit, in the stored dtypes.
 """
 
@@ -34,14 +34,14 @@ __all__ = ["Restoration", "Target", "askable", "prepare"]
 class Restoration:
     """A load that is ready to begin: read every target's tensor in, then call `finish` once.
 
-    `targets` are the stored tensors to read, each once. `missing` names what is in the user's objects and not in the
-    checkpoint, `unexpected` the other way round, both by FQN; `mismatched` says in words what is in both and does not fit;
-    `per_rank_left` names what every saving rank had its own value of, and nobody can say whose is wanted;
-    `stateless` where an optimizer's state for a parameter would stand, and none is.
+    `targets` are the stored tensors to read, each once. `missing` names values of the user's objects that are not in the
+    checkpoint, `unexpected` the reverse, both by FQN. `mismatched` describes values that are in both and do not fit.
+    `per_rank_left` names values that differed between the saving ranks, so that none of them can be chosen. `stateless` names
+    the parameters for which no optimizer state is stored.
 
-    The ranks agree on the rest (`turns.Fit`): `unplaced` is what this rank has no place for, and which is unexpected where no
-    other one has a place for it either; `saw_all`: what all ranks saved was looked at; `fits`: something of it fits here;
-    `strangers` says that nothing does, which is an error where it is so on every rank.
+    The ranks agree on the rest (`turns.Fit`). `unplaced`: values without a place on this rank, which are unexpected if no other
+    rank has a place for them either. `saw_all`: this rank matched the content of all ranks. `fits`: some of it fits here.
+    `strangers`: the error that nothing fits, which is raised if no rank finds anything that fits.
     """
 
     targets: tuple[Target, ...]
@@ -62,21 +62,21 @@ class Restoration:
 
     @property
     def differences(self) -> tuple[str, ...]:
-        """What is missing, unexpected and mismatched, a line for each."""
+        """One line for each missing, unexpected or mismatched value."""
         return (*self._missing_told, *map(_unexpected, self.unexpected), *self.mismatched)
 
     def placed(self, fqns: Iterable[str]) -> tuple[str, ...]:
-        """Of `fqns` what was looked at and has a place here."""
+        """Those of `fqns` that were matched and have a place here."""
         there = frozenset(_paths(self._tree, ""))
         return tuple(fqn for fqn in fqns if fqn in there and not mismatches.stands_in(fqn, self.unplaced))
 
     def left_out(self, tag: str) -> str:
-        """The warning that the checkpoint `tag` is loaded in part; empty where all of it is."""
+        """The warning that the checkpoint `tag` is loaded in part; empty if all of it is loaded."""
         counts = len(self.missing), len(self.unexpected), len(self.mismatched)
         return mismatches.left_out(tag, *counts, self.differences) if any(counts) else ""
 
     def finish(self) -> dict[str, object]:
-        """Tie and copy what shares a stored tensor, set every other value, let the objects load; returns client_state."""
+        """Tie and copy places that share a stored tensor, set other values and let objects load; returns the client state."""
         for copy in self._copies:
             copy()
         for apply, value in self._steps:
@@ -88,7 +88,7 @@ class Restoration:
 class LoadOptions:
     """How a checkpoint is matched against the user's objects.
 
-    `strict`: every difference is an error; without, what fits is loaded. `cast`: floating-point tensors may be of another
+    `strict`: every difference is an error; otherwise all that fits is loaded. `cast`: floating-point tensors may have another
     floating dtype, and are converted. `unpickle`: pickled objects in client_state may run their code.
     """
 
@@ -111,13 +111,14 @@ def prepare(
 ) -> Restoration:
     """Match a checkpoint against the objects in `state`, touching none of them.
 
-    If `options.strict`, MismatchError lists everything that is missing, unexpected or of another shape, dtype or kind; else the
-    rest is loaded, and MismatchError says that nothing fits. Objects that load themselves may be asked for their state before,
-    where only that says how it is sharded: `answers` keeps what they hand out. Tensors that were stored apart fill one that is
-    tied now where they are `equal`. UnsafeObjectError names pickled objects in client_state, unless `options.unpickle` allows
-    them.
-    FormatError for a tree that contradicts itself, StateError for an object that this version cannot load into, as one on the
-    meta device, and for a dict that stands in for the object which it came from.
+    If `options.strict`, MismatchError lists everything that is missing, unexpected or of another shape, dtype or kind.
+    Otherwise MismatchError is raised only if nothing fits. Objects that load themselves may be asked for their state first, if
+    only that tells how they are sharded; `answers` keeps the states that they hand out. Tensors that were stored apart and are
+    tied now count as one tensor if they are `equal`.
+
+    Raises UnsafeObjectError for pickled objects in client_state, unless `options.unpickle` is set; FormatError for a tree that
+    contradicts itself; StateError for an object that cannot be loaded into, such as one on the meta device, and for a dict that
+    was passed instead of the object that it came from.
     """
     try:
         return _prepare(state, content, options, equal=equal, answers=answers)
@@ -126,7 +127,7 @@ def prepare(
 
 
 def askable(state: MutableMapping[str, Any] | TargetChooser, content: RankContent) -> dict[str, object]:
-    """The objects that `prepare` may ask for their state, by FQN. FormatError as there."""
+    """The objects that `prepare` may ask for their state, by FQN. Raises FormatError as `prepare` does."""
     if isinstance(state, TargetChooser):
         return {}
     stored = _stored(content)
@@ -161,7 +162,7 @@ def _prepare(
         raise refused
     match = Matcher(stored, content, Modules(state), cast=options.cast, equal=equal, answers=answers)
     match.mapping(state, stored.state, "")
-    if faults is not None:  # what it has no place for, it does not want
+    if faults is not None:  # a TargetChooser leaves out what it does not want
         match.unexpected.clear()
         match.elsewhere.clear()
         match.mismatched += faults
@@ -213,7 +214,7 @@ def _unexpected(fqn: str) -> str:
 
 
 def _paths(node: tree.Node, fqn: str) -> Iterator[str]:
-    """Whatever stands below `node`, and where the state of every parameter of an optimizer would."""
+    """All places below `node`, and the place of the state of every parameter of an optimizer."""
     pairs: Iterable[tuple[object, tree.Node]] = ()
     if isinstance(node, tree.Dict):
         pairs = ((key_text(key), child) for key, child in Stored.children(node))
@@ -229,12 +230,12 @@ def _paths(node: tree.Node, fqn: str) -> Iterator[str]:
 
 
 def _parts(match: Matcher) -> str:
-    """The names of the parts of the state that is stored."""
+    """The names of the parts of the stored state, for messages."""
     return ", ".join(str(key) for key, _ in match.stored.children(match.stored.state)) or "nothing"
 
 
 def _strangers(match: Matcher, state: MutableMapping[str, Any]) -> MismatchError | None:
-    """With strict=False, too, something must fit."""
+    """The error that nothing fits, which holds for strict=False, too; None if something does."""
     found = _differences(match, state)
     if not (found and match.stored.state.items):
         return None

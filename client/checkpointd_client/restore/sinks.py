@@ -48,7 +48,7 @@ def _into_flat(live: torch.Tensor, item: int) -> Sink:
 
 
 class _Gathering:
-    """For a tensor whose elements do not lie in a row: gather its bytes, then copy them in one go."""
+    """A sink for a tensor that is not contiguous: it gathers the bytes, then copies them at once."""
 
     def __init__(self, live: torch.Tensor) -> None:
         self._live = live
@@ -74,7 +74,7 @@ class _Gathering:
 
 
 def box_sink(target: torch.Tensor, box: Box, dtype: str) -> BoxSink:
-    """A sink that fills `target`, which holds `box` of a stored tensor of `dtype`; another dtype gets it converted."""
+    """A sink that fills `target`, which holds `box` of a stored tensor of `dtype`; converts if `target` has another dtype."""
     live = target.detach()
     if live.dtype != DTYPES[dtype]:
         return _converting(live, box, DTYPES[dtype])
@@ -94,7 +94,7 @@ def _into_array(live: torch.Tensor, box: Box) -> BoxSink:
 
 
 def _as_tensor(data: NDArray[Any], dtype: torch.dtype) -> torch.Tensor:
-    """The elements in `data`, whatever numpy takes them for, as a tensor of `dtype`."""
+    """The elements of `data`, an array of carriers, as a tensor of `dtype`."""
     row = torch.from_numpy(np.array(data, order="C").reshape(-1).view(np.uint8))
     return row.view(dtype).view(data.shape)
 

@@ -49,7 +49,7 @@ class CandidateSource(Protocol):
         ...
 
     def more(self) -> RankContent | None:
-        """The same with what other ranks saved and this one did not; None where there is no more."""
+        """The same, together with the content that only other ranks saved; None if there is no more."""
         ...
 
     def has_elsewhere(self, places: Sequence[str], content: RankContent) -> bool:
@@ -61,11 +61,11 @@ class CandidateSource(Protocol):
         ...
 
     def verify(self, targets: Sequence[Target], content: RankContent) -> None:
-        """Raise what is wrong with the bytes of `targets`; touch none."""
+        """Raise an error if the stored bytes of `targets` are wrong; change nothing."""
         ...
 
     def fill(self, targets: Sequence[Target], content: RankContent) -> None:
-        """Read them in. DamagedError where they are not what they were a moment ago, UnreadableError where reading fails."""
+        """Read `targets` in. DamagedError if the bytes changed since `verify`, UnreadableError if reading fails."""
         ...
 
 
@@ -78,10 +78,9 @@ def prepared(
     part: Callable[[RankContent], RankContent] = lambda content: content,
     answers: HandedOutStates | None = None,
 ) -> tuple[RankContent, Restoration]:
-    """Where everything goes: what this rank had, and where that is not enough, what other ranks had. Raises as `prepare`.
+    """Match the content that this rank saved, and if that is not enough, the content of all ranks. Raises as `prepare` does.
 
-    `content`: what this rank had; `part`: what to look at of what other ranks had; `answers`: those of this load, as `prepare`
-    takes them.
+    `content`: that of this rank. `part` reduces the content of all ranks to the wanted part. `answers`: as for `prepare`.
     """
     kept = answers or HandedOutStates()
 
@@ -110,7 +109,7 @@ Prints = Mapping[Box, tuple[tuple[int, bytes], ...]]
 
 
 def same_prints(one: Prints, two: Prints) -> bool | None:
-    """Whether two tensors are the same as their digests say; None where they were cut in different ways."""
+    """Whether two tensors have the same digests; None if they were cut into different chunks."""
     if {box: [raw for raw, _ in chunks] for box, chunks in one.items()} != {
         box: [raw for raw, _ in chunks] for box, chunks in two.items()
     }:
@@ -119,7 +118,7 @@ def same_prints(one: Prints, two: Prints) -> bool | None:
 
 
 def scratch(fqns: Iterable[str], content: RankContent) -> list[Target]:
-    """Memory of their own for whole tensors."""
+    """New memory for whole tensors."""
     entries = ((fqn, *content.entries[fqn]) for fqn in fqns)
     return [Target(fqn, empty(shape, DTYPES[dtype], torch.device("cpu"))) for fqn, dtype, shape in entries]
 
@@ -150,10 +149,10 @@ def wants(targets: Iterable[Target], content: RankContent, *, fill: bool) -> lis
 
 @dataclass(slots=True)
 class StoredSource:
-    """A checkpoint in the store, as many indexes of it as this rank needs.
+    """A checkpoint in the store, with as many of its indexes as this rank needs.
 
-    What cannot be read is tried again for `config.retry_s`, all that comes before the filling together, and the filling;
-    `on_failure` hears, on the writer's thread, of the first failure.
+    A failed read is tried again for up to `config.retry_s`: once for everything before the filling, and once for the filling.
+    `on_failure` is called on the writer's thread at the first failure.
     """
 
     store: Store
@@ -164,12 +163,12 @@ class StoredSource:
     checkpoint: Checkpoint
     on_failure: Callable[[], None] = lambda: None
     on_absence: Callable[[], Awaitable[None]] | None = None
-    """Asked where something is not there: what it raises ends the looking for it."""
+    """Called when an object is not there. If it raises, the read ends with that error."""
     kind: Literal["store", "memory"] = "store"
     known: CheckpointView | None = None
-    """All its indexes, where they were read before."""
+    """All its indexes, if they were read before."""
     _index: Index | None = None
-    """This rank's, where it holds nothing together with other ranks: then nobody else's is needed."""
+    """This rank's index, if it shares no tensor with other ranks: then no other index is needed."""
     _world: CheckpointView = field(init=False)
     _patience: Patience = field(init=False)
 
@@ -205,7 +204,7 @@ class StoredSource:
     def more(self) -> RankContent | None:
         if not self._same_world or self.ranks.world_size == 1:
             return None
-        if self._index is not None:  # layers may have moved to this rank from another one, that shares nothing with it
+        if self._index is not None:  # layers of a rank that shares nothing with this one may have moved here
             self._index = None
             self._world = self._read(lambda store: read_view(store, self.checkpoint, self.config))
         return merged_content(self._world, keep=self.ranks.rank, alone=False)
@@ -243,7 +242,7 @@ class StoredSource:
         return Patience(self.config.retry_s, self.config.absence_s, self.on_failure)
 
     def _read(self, read: Callable[[Store], Coroutine[Any, Any, T]]) -> T:
-        """What `read` makes of the store, as long as that answers at all, if only with errors."""
+        """Run `read` on the store. It times out only if the store does not answer at all, not even with errors."""
         return self.writer.call_with_progress_timeout(
             lambda on_bytes: read(PatientStore(self.store, self._patience, lambda: on_bytes(1), self.on_absence)),
             self.timeout_s,
@@ -257,7 +256,7 @@ class StoredSource:
         return self._read(lambda store: read_boxes(store, self._world, found, self.config))
 
     def _read_whole(self, index: Index, targets: Sequence[Target], content: RankContent, *, fill: bool) -> list[DamagedError]:
-        """Whole tensors of this rank go from the chunks to their memory as rows of bytes, with nothing to be cut."""
+        """Read whole tensors of this rank: the bytes of the chunks go straight to the tensors' memory."""
         sinks: dict[str, Sink | None] = {
             target.fqn: sink_for(target.tensor, content.entries[target.fqn][0]) if fill else None for target in targets
         }

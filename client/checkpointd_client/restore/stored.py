@@ -31,7 +31,7 @@ class StridedView:
 
 
 class Stored:
-    """The tensors of a checkpoint by FQN; FormatError where entries, aliases and tree contradict each other."""
+    """The tensors of a checkpoint by FQN. FormatError if entries, aliases and tree contradict each other."""
 
     def __init__(self, root: tree.Node, entries: Entries, aliases: Sequence[Alias]) -> None:
         self.entries = entries
@@ -46,11 +46,11 @@ class Stored:
 
     @staticmethod
     def children(node: tree.Node) -> Iterator[tuple[Hashable, tree.Node]]:
-        """The items of a stored dict with their keys as Python values; of any other node none."""
+        """The items of a stored dict with their keys as Python values; none for any other node."""
         return ((decode_key(key), child) for key, child in tree.items(node))
 
     def find(self, fqn: object) -> StridedView | None:
-        """The place of the tensor at `fqn`; None where no such tensor is stored."""
+        """The place of the tensor at `fqn`; None if no such tensor is stored."""
         return self.place(fqn) if isinstance(fqn, str) and (fqn in self.entries or fqn in self.aliases) else None
 
     def place(self, fqn: str) -> StridedView:
@@ -63,7 +63,7 @@ class Stored:
         if dtype not in ALL:
             raise FormatError(f"{fqn} has the dtype {dtype!r}, which this torch does not have", fqn=fqn)
         if dtype not in DTYPES:
-            raise FormatError(f"{fqn} has the dtype {dtype!r}, which no stored tensor has", fqn=fqn)
+            raise FormatError(f"{fqn} has the dtype {dtype!r}, which checkpointd never stores", fqn=fqn)
         if alias is None:
             return StridedView(fqn, fqn, dtype, shape, contiguous_stride(shape), 0, whole=True)
         check_alias(alias, shape)
@@ -72,7 +72,7 @@ class Stored:
 
 
 def by_name(node: tree.Node) -> dict[str, tree.Node]:
-    """The items of a stored dict with their keys as strings; of any other node none."""
+    """The items of a stored dict with their keys as strings; none for any other node."""
     return {str(key): child for key, child in Stored.children(node)}
 
 

@@ -1,4 +1,4 @@
-"""Objects that choose their load targets when the stored content is known, because their state has a form of its own."""
+"""Objects that choose their load targets once the stored content is known, because their state has a form of its own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from checkpointd_client.restore.building import is_scalar
 from checkpointd_client.restore.stored import Stored
 
 Described = Mapping[Hashable, Any]
-"""What is stored: nested dicts and lists of plain values, with a StoredTensor for each tensor and array."""
+"""The stored state: nested dicts and lists of plain values, with a StoredTensor for each tensor and array."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +25,8 @@ class StoredTensor:
 
 @dataclass(slots=True)
 class LoadTargets:
-    """`state` is what is loaded into, as `Checkpointer.load` takes it; what is stored and not in it is not looked at.
-    `faults`: what keeps it from being loaded, in words.
+    """`state` is loaded into, as by `Checkpointer.load`; stored values that it does not have are ignored. `faults`: the reasons
+    why it cannot be loaded.
     """
 
     state: dict[str, Any]
@@ -35,15 +35,15 @@ class LoadTargets:
 
 @runtime_checkable
 class TargetChooser(Protocol):
-    """May be called several times in one load, for one checkpoint after the other: the last call's places are filled."""
+    """A load may call it several times, for one checkpoint after the other. The places of the last call are filled."""
 
     def places(self, stored: Described) -> LoadTargets:
-        """Where it goes. Must change nothing of the user's."""
+        """The targets for the state `stored`. Must not change any object of the user's."""
         ...
 
 
 def described(stored: Stored) -> Described:
-    """The state that a checkpoint holds; FormatError where it contradicts itself."""
+    """The state of a checkpoint. FormatError if it contradicts itself."""
     return {key: _described(stored, child) for key, child in stored.children(stored.state)}
 
 

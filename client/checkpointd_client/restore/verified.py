@@ -1,9 +1,9 @@
 """Stored files for torch.load: each byte is read once, into its final memory, and verified there.
 
 Invariants
-  VERIFIEDFILE-1  The bytes around the storages, which say what to unpickle, are verified before any of them is given out.
-  VERIFIEDFILE-2  What is damaged is noted and given out all the same, since torch's reader is no place to raise from. Whoever
-      reads must throw away what it made of it, and `finish` says so.
+  VERIFIEDFILE-1  The bytes around the storages, which hold the pickle, are verified before any of them is given out.
+  VERIFIEDFILE-2  Damaged bytes are noted and still given out, since torch's reader must not see an exception. The caller must
+      throw away the loaded objects if `finish` returns damage.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from checkpointd.pipeline.read.stored_files import FileChunk, FileChunkRun, Stor
 ReadRuns = Callable[[StoredFile, Sequence[FileChunkRun]], list[DamagedError]]
 
 DIRECT_BYTES = 256 << 10
-"""From this size on a part is read where it is wanted; smaller ones are read together, ahead."""
+"""Parts of at least this size are read straight into the reader's memory; smaller ones are read together, ahead."""
 AHEAD_BYTES = 4 << 20
 BLOCK_BYTES = 8 << 20
-"""Neighbouring parts that go to memory of ours are read together up to this size."""
+"""Neighbouring parts that are read into our own memory are read together up to this size."""
 RUN_BYTES = 64 << 20
-"""The same of those that are read where they are wanted: the kernel reads far ahead only in long reads."""
+"""The same limit for parts that are read into the reader's memory: the kernel reads far ahead only in long reads."""
 
 
 @dataclass(slots=True)
 class _Kept:
-    """A part in memory of ours, until all of it was given out."""
+    """A part in our own memory, until all of it was given out; `left` counts the bytes that were not."""
 
     data: memoryview
     left: int
@@ -37,7 +37,7 @@ class _Kept:
 
 @dataclass(slots=True)
 class _Wanted:
-    """One request of the reader, taken apart."""
+    """The parts of one request: those read into the reader's memory (`runs`), and those read into our own (`kept`)."""
 
     runs: list[FileChunkRun] = field(default_factory=list)
     kept: list[FileChunk] = field(default_factory=list)
@@ -57,24 +57,20 @@ class VerifiedFile(io.RawIOBase):
         self._take(_Wanted(kept=[part for part in file.parts if part.fqn == file.around]))
 
     def readable(self) -> bool:
-        """It is."""
         return True
 
     def seekable(self) -> bool:
-        """It is."""
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """As of any file."""
         self._at = max(0, offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self.file.size}[whence])
         return self._at
 
     def tell(self) -> int:
-        """Where the next read begins."""
         return self._at
 
     def readinto(self, out: Any) -> int:
-        """Fill `out` from where this stands; how many bytes there were. 0 where the storage fails: see `error`."""
+        """Fill `out` from the current position and return the number of bytes; 0 if the storage fails (`error`)."""
         view = memoryview(out).cast("B")
         view = view[: max(0, min(len(view), self.file.size - self._at))]
         if not len(view):
@@ -88,7 +84,7 @@ class VerifiedFile(io.RawIOBase):
         return len(view)
 
     def finish(self) -> list[DamagedError]:
-        """Verify what nobody has asked for, too; all that is damaged. Raises what kept something from being read."""
+        """Verify also the parts that were not asked for; returns all damage. Raises the error if reading failed."""
         if self.error is not None:
             raise self.error
         self._kept.clear()
@@ -119,7 +115,7 @@ class VerifiedFile(io.RawIOBase):
         return found
 
     def _sorted(self, asked: list[FileChunk], start: int, view: memoryview) -> _Wanted:
-        """What of `asked` is read straight into `view`, and what into memory of ours."""
+        """Decide which of `asked` are read straight into `view`, and which into our own memory."""
         wanted, chosen = _Wanted(), set[int]()
         direct: list[FileChunk] = []
 
@@ -145,7 +141,7 @@ class VerifiedFile(io.RawIOBase):
         return wanted
 
     def _ahead(self, first: FileChunk) -> list[FileChunk]:
-        """`first`, and the small parts behind it that nobody has read."""
+        """`first`, and the unread small parts behind it."""
         parts, number, found = self.file.parts, self.file.first_at(first.start) + 1, [first]
         while number < len(parts) and parts[number].stop - first.start <= AHEAD_BYTES:
             part = parts[number]
