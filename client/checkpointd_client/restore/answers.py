@@ -42,7 +42,7 @@ class HandedOutStates:
         return HandedOutStates(lazily=False, _given={fqn: self._given[fqn] for fqn in found})
 
     def of(self, live: object, fqn: str) -> object | None:
-        """The state that `live` handed out; None if it holds no DTensor, or if `live` may not be asked. Raises its StateError."""
+        """The state that `live` handed out; None if it holds no DTensor, or `live` may not be asked. Raises its StateError."""
         if self.lazily:
             self._ask(live, fqn)
         answer = self._given.get(fqn)

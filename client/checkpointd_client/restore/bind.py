@@ -161,7 +161,7 @@ class Bindings:
                 slot.place = replace(slot.place, owner=to)
 
     def bind(self, entries: Entries) -> tuple[tuple[Target, ...], list[Callable[[], None]]]:
-        """Allocate missing memory and set every slot's value. Returns the targets, and the copies to make once they are filled."""
+        """Allocate missing memory, set every slot's value. Returns the targets, and the copies to make once they are filled."""
         groups: dict[str, list[Binding]] = {}
         for slot in self._all():
             groups.setdefault(slot.place.owner, []).append(slot)
