@@ -105,10 +105,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
     if parser.parse_args().check:
-        stale = [path for path, made in TARGETS.items() if not path.exists() or path.read_text() != made()]
-        for path in stale:
+        outdated = [path for path, made in TARGETS.items() if not path.exists() or path.read_text() != made()]
+        for path in outdated:
             print(f"{path} is not what it is made from: run `make generate`", file=sys.stderr)
-        return 1 if stale else 0
+        return 1 if outdated else 0
     for path, made in TARGETS.items():
         path.write_text(made())
     return 0

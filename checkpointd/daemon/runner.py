@@ -63,10 +63,10 @@ async def _serve(config: ServeConfig, rules: Sequence[sandbox.Rule], on_ready: C
     async with contextlib.AsyncExitStack() as beside:
         if not running.done():
             url = await beside.enter_async_context(_http(service)) if config.http else None
-            caretaker = RootMonitor(service.hub)
-            service.hub.on_news = caretaker.look_soon
-            service.hub.on_remade = caretaker.remade
-            service.beside(caretaker.run())
+            monitor = RootMonitor(service.hub)
+            service.hub.on_news = monitor.look_soon
+            service.hub.on_remade = monitor.remade
+            service.beside(monitor.run())
             for rule in rules:
                 service.beside(_watch(rule, service, lost))
             beside.push_async_callback(_ended, asyncio.create_task(supervisor.watch()))

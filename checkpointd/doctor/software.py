@@ -52,7 +52,7 @@ def only_libraries() -> Diagnosis:
 
 
 def serve_libraries(names: tuple[str, ...] = SERVE) -> Finding:
-    """What the sidecar needs for HTTP, metrics and manners."""
+    """What the sidecar needs for HTTP, metrics and niceness."""
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
         seen = f"not installed: {', '.join(missing)}"

@@ -292,7 +292,7 @@ class Outcome(_Object, frozen=True, kw_only=True, tag_field="format", tag="check
     """Keys of all objects of older attempts that the checkpoint needs; None: of an older release, only the votes tell."""
     metrics: dict[str, float] = {}
     """What the user passed to save() on rank 0, for retention to choose by."""
-    no_progress: bool = msgspec.field(default=False, name="stale")
+    no_progress: bool = False
     """Whether the step moved on since the checkpoint before, and on no rank a tensor that requires grad changed."""
     cost: Cost | None = None
     files: int = 0
@@ -409,7 +409,7 @@ _LATER = (
     "metrics",
     "kept",
     "trained",
-    "stale",
+    "no_progress",
     "shown_at",
     "unfinished",
     "leftovers",

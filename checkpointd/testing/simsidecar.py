@@ -67,7 +67,7 @@ class SimSidecar:
     lost: asyncio.Future[None]
     sight: Sight
     decided: int = 0
-    """Attempts that its caretaker decided."""
+    """Attempts that its root monitor decided."""
     _jobs: dict[str, AttemptInfo] = field(default_factory=dict)
 
     @property
@@ -123,7 +123,7 @@ async def look_after(sidecar: SimSidecar, rng: random.Random) -> None:
             decided = await doubts.settle(store, undecided, sidecar.in_flight(), asyncio.get_running_loop().time())
             for outcome in decided:
                 sidecar.decided += 1
-                sidecar.runner.ledger.learned((outcome.tag, outcome.attempt), outcome, f"caretaker of {sidecar.name}")
+                sidecar.runner.ledger.learned((outcome.tag, outcome.attempt), outcome, f"root monitor of {sidecar.name}")
         except CheckpointdError:
             continue  # the next look may have more luck
         except InvariantError as error:

@@ -1,7 +1,7 @@
 """Looks after the roots that a daemon serves: scans them for the status, and decides attempts in doubt.
 
 Invariants
-  MONITOR-1  Nothing that a root does, or does not answer, keeps another root waiting, or ends the caretaker.
+  MONITOR-1  Nothing that a root does, or does not answer, keeps another root waiting, or ends the monitor.
   MONITOR-2  A look takes at most `look_s`; what went wrong stands in `hub.root_scans[root].problem`, beside what was last seen.
 """
 

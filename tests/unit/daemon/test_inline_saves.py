@@ -134,7 +134,7 @@ async def test_the_store_tells_what_no_trainer_told(tmp_path: Path) -> None:
     """The commit of a trainer that died before it could say a word; once, however often the root is looked at."""
     hub = Hub(ServeConfig(socket=str(tmp_path / "s"), roots=(str(tmp_path),)))
     root = str(tmp_path / "job")
-    caretaker = RootMonitor(hub, MonitorPace(patience_s=0.0))
+    monitor = RootMonitor(hub, MonitorPace(patience_s=0.0))
     try:
         async with PosixStore(root) as store:
             save = await plan_save(store, world_size=2, inline={1: LOST})
@@ -143,7 +143,7 @@ async def test_the_store_tells_what_no_trainer_told(tmp_path: Path) -> None:
                 hub.begun(record, 1, "nonce")
             await save.run_all()
             for _ in range(2):
-                await caretaker.look(root)
+                await monitor.look(root)
     finally:
         await hub.roots.close()
     assert hub.tallies[root].inline == {"refused": 0, "lost": 1}

@@ -34,7 +34,7 @@ function counts(roots) {
 export function view(status, isOpen, ui) {
   return h(
     "main",
-    { id: "view", class: ui.lost ? "stale" : null },
+    { id: "view", class: ui.lost ? "lost" : null },
     status.leaving && h("p", { class: "note doubt", "data-key": "leaving" }, "The daemon was told to stop: what is in flight is being finished, and nothing new is taken."),
     (status.left_out || []).map((words, at) => h("p", { class: "note doubt", "data-key": `left-out-${at}` }, printable(words))),
     status.roots.length === 0 && nothingYet(status),

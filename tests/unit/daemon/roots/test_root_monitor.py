@@ -21,7 +21,7 @@ from checkpointd.config import LoadConfig, ServeConfig
 from checkpointd.daemon import served_roots as roots_module
 from checkpointd.daemon.hub import Hub, RootScan
 from checkpointd.daemon.hub_status import standing
-from checkpointd.daemon.roots import root_monitor as caretaker_module
+from checkpointd.daemon.roots import root_monitor as monitor_module
 from checkpointd.daemon.roots.in_doubt import InDoubtAttempts
 from checkpointd.daemon.roots.root_monitor import MonitorPace, RootMonitor
 from checkpointd.daemon.roots.root_scan import CHECKPOINTS_MAX, RootScanner
@@ -158,8 +158,8 @@ async def test_what_was_last_seen_stays_beside_the_problem(
     hub: Hub, root: Path, store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     await save_checkpoint(store)
-    caretaker = RootMonitor(hub, AT_ONCE)
-    await caretaker.look(str(root))
+    monitor = RootMonitor(hub, AT_ONCE)
+    await monitor.look(str(root))
     before = hub.root_scans[str(root)]
 
     async def fails(_: object, prefix: str) -> list[object]:
@@ -168,14 +168,14 @@ async def test_what_was_last_seen_stays_beside_the_problem(
     with monkeypatch.context() as patch:
         patch.setattr(PosixStore, "list", fails)
         for _ in range(3):
-            await caretaker.look(str(root))
+            await monitor.look(str(root))
     found = hub.root_scans[str(root)]
     assert found.problem is not None
     assert (found.problem.code, "the disk is gone" in found.problem.message) == ("StoreError", True)
     assert (found.latest, found.checkpoints) == (before.latest, before.checkpoints)
     assert caplog.text.count("cannot be looked after") == 1
     caplog.set_level(logging.INFO)
-    await caretaker.look(str(root))
+    await monitor.look(str(root))
     assert replace(hub.root_scans[str(root)], space=before.space) == before
     assert "can be looked after again" in caplog.text
 
@@ -283,9 +283,9 @@ async def test_indoubt_2_while_the_job_lives_its_attempt_is_only_watched(
     hub: Hub, root: Path, store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
     await leave_in_doubt(store, voting=(0,))
-    caretaker = RootMonitor(hub, AT_ONCE)
+    monitor = RootMonitor(hub, AT_ONCE)
     for _ in range(3):
-        await caretaker.look(str(root))
+        await monitor.look(str(root))
     assert await state(store) == "in-doubt"
     assert caplog.text.count(f"{PREFIX} is in doubt: its job (process ") == 1
     assert "lives, and decides it" in caplog.text
@@ -395,17 +395,17 @@ async def test_it_looks_after_roots_on_disk_and_after_each_commit(hub: Hub, root
     other = tmp_path / "other"
     async with PosixStore(other) as elsewhere:
         await save_checkpoint(elsewhere, tag="global_step9")
-    caretaker = RootMonitor(hub, AT_ONCE)
-    running = asyncio.create_task(caretaker.run())
+    monitor = RootMonitor(hub, AT_ONCE)
+    running = asyncio.create_task(monitor.run())
     await until(lambda: hub.root_scans.keys() == {str(root), str(other)})
     assert (hub.root_scans[str(root)].latest, hub.root_scans[str(other)].latest) == (TAG, "global_step9")
     await save_checkpoint(store, tag="global_step2")
-    caretaker.look_soon(str(root))
+    monitor.look_soon(str(root))
     await until(lambda: hub.root_scans[str(root)].latest == "global_step2")
     new = hub.roots.store(str(tmp_path / "joined"))
     await save_checkpoint(new, tag="global_step3")
     hub.rank(str(tmp_path / "joined"), 0, world_size=1, pid=1)
-    caretaker.look_soon(str(tmp_path / "joined"))
+    monitor.look_soon(str(tmp_path / "joined"))
     await until(lambda: str(tmp_path / "joined") in hub.root_scans)
     await ended(running)
 
@@ -414,11 +414,11 @@ async def test_a_root_that_is_gone_is_looked_after_no_longer(
     hub: Hub, root: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await save_checkpoint(store)
-    caretaker = RootMonitor(hub, AT_ONCE)
-    running = asyncio.create_task(caretaker.run())
+    monitor = RootMonitor(hub, AT_ONCE)
+    running = asyncio.create_task(monitor.run())
     await until(lambda: str(root) in hub.root_scans)
     monkeypatch.setattr(hub.roots, "found", list)
-    caretaker.look_soon("/a/root/that/nobody/knows")
+    monitor.look_soon("/a/root/that/nobody/knows")
     await until(lambda: not hub.root_scans)
     await ended(running)
 
@@ -476,13 +476,13 @@ async def test_a_file_system_that_hangs_keeps_no_other_root_waiting(
 async def test_roots_in_use_are_looked_after_however_many_lie_on_disk(
     hub: Hub, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(caretaker_module, "ROOTS_MAX", 2)
+    monkeypatch.setattr(monitor_module, "ROOTS_MAX", 2)
     for name in ("a", "b", "c"):
         async with PosixStore(tmp_path / name) as old:
             await save_checkpoint(old)
-    caretaker = RootMonitor(hub, AT_ONCE)
-    hub.on_news = caretaker.look_soon
-    running = asyncio.create_task(caretaker.run())
+    monitor = RootMonitor(hub, AT_ONCE)
+    hub.on_news = monitor.look_soon
+    running = asyncio.create_task(monitor.run())
     await until(lambda: len(hub.root_scans) == 2)
     used = str(tmp_path / "zz")
     async with PosixStore(used) as store:
@@ -495,7 +495,7 @@ async def test_roots_in_use_are_looked_after_however_many_lie_on_disk(
     assert "`checkpointd status ROOT` looks at one by itself" in words
     shutil.rmtree(tmp_path / "b")
     shutil.rmtree(tmp_path / "c")
-    caretaker.look_soon("somewhere new")
+    monitor.look_soon("somewhere new")
     await until(lambda: standing(hub).left_out == ())
     await ended(running)
 
@@ -514,8 +514,8 @@ async def test_many_roots_that_are_not_looked_after_are_counted(hub: Hub) -> Non
 
 async def test_what_was_seen_of_a_root_that_was_removed_is_forgotten(hub: Hub, root: Path, store: Store) -> None:
     await save_checkpoint(store)
-    caretaker = RootMonitor(hub, AT_ONCE)
-    await caretaker.look(str(root))
-    assert caretaker._roots[str(root)].looker._decided
-    caretaker.remade(str(root))
-    assert not caretaker._roots[str(root)].looker._decided
+    monitor = RootMonitor(hub, AT_ONCE)
+    await monitor.look(str(root))
+    assert monitor._roots[str(root)].looker._decided
+    monitor.remade(str(root))
+    assert not monitor._roots[str(root)].looker._decided
