@@ -1,7 +1,7 @@
 // What every part of the page is made of: names, badges, unknown values, tiles and tables.
 
 import { h } from "./dom.js";
-import { printable } from "./words.js";
+import { printable } from "./formatting.js";
 
 export const name = (text) => h("bdi", null, printable(text));
 export const badge = (text, mood) => h("span", { class: `badge ${mood}` }, text);

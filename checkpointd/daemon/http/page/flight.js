@@ -3,7 +3,7 @@
 import { h, s } from "./dom.js";
 import { attempts, fraction, progress } from "./attempts.js";
 import { name } from "./elements.js";
-import { duration, percent, printable, ranks as rankWords, size, speed } from "./words.js";
+import { duration, percent, printable, ranks as rankWords, size, speed } from "./formatting.js";
 
 const BARS_MAX = 8, SLOWEST = 3;
 

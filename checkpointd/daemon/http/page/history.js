@@ -2,7 +2,7 @@
 
 import { h, s } from "./dom.js";
 import { folded, name, number, table, unknown } from "./elements.js";
-import { clock, count, duration, figure, printable, size, speed } from "./words.js";
+import { clock, count, duration, figure, printable, size, speed } from "./formatting.js";
 
 const TALL = 40, WIDE = 100;
 const OLD = "outcomes of older releases do not say it";

@@ -5,7 +5,7 @@ import { attempts } from "./attempts.js";
 import { opensByItself } from "./root.js";
 import { told } from "./timeline.js";
 import { head, view } from "./view.js";
-import { clock } from "./words.js";
+import { clock } from "./formatting.js";
 
 const VISIBLE_MS = 1000, HIDDEN_MS = 10_000, ANSWER_MS = 5000;
 const ui = { width: 0, sameScale: null, opened: new Set(), shown: new Map(), chosen: new Map(), drawn: new Map(), charts: new Map(), lost: false };

@@ -7,7 +7,7 @@ import { inFlight } from "./flight.js";
 import { history } from "./history.js";
 import { spent } from "./spent.js";
 import { layout, legend, picture, rows, TITLES } from "./timeline.js";
-import { about, ago, clock, count, duration, percent, ranks as rankWords, size } from "./words.js";
+import { about, ago, clock, count, duration, percent, ranks as rankWords, size } from "./formatting.js";
 
 const ERRORS_MAX = 12, RANKS_MAX = 32, OPEN_MAX = 3;
 const SIGNS = { bad: "✕", doubt: "!", good: "✓", quiet: "–" };

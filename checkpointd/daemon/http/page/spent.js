@@ -3,7 +3,7 @@
 import { h } from "./dom.js";
 import { attempts } from "./attempts.js";
 import { name } from "./elements.js";
-import { duration } from "./words.js";
+import { duration } from "./formatting.js";
 
 const PARTS = [
   ["staging", "Staging", false],

@@ -4,7 +4,7 @@
 import { h, s } from "./dom.js";
 import { attempts, pieces } from "./attempts.js";
 import { name, number } from "./elements.js";
-import { clock, count, duration, printable, shortened } from "./words.js";
+import { clock, count, duration, printable, shortened } from "./formatting.js";
 
 export const KINDS = [
   ["staging", "staging: copying the snapshot"],

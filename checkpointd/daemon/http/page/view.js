@@ -5,7 +5,7 @@ import { attempts } from "./attempts.js";
 import { badge, folded, name } from "./elements.js";
 import { rootCard } from "./root.js";
 import { textures } from "./timeline.js";
-import { clock, count, duration, printable, ranks as rankWords, size, speed } from "./words.js";
+import { clock, count, duration, printable, ranks as rankWords, size, speed } from "./formatting.js";
 
 const HELD_MAX = 4;
 
