@@ -270,7 +270,7 @@ class Rank(Findings):
 
             for listed, what in ((oldest, "sees only the oldest"), (failing, "is blind")):
                 behind = patch.object(Core, "checkpoints", listed) if dist.get_rank() else nullcontext()
-                with self.raises(UnreadableError, "no older one is taken", f"rank 1 {what}"), behind:
+                with self.raises(UnreadableError, "no older one is loaded", f"rank 1 {what}"), behind:
                     engine.load_checkpoint(str(root))
 
     def two_engines(self, engine: Any, root: Path) -> None:

@@ -18,7 +18,7 @@ from checkpointd_client.export.torch_file import TorchFile
 
 T = TypeVar("T")
 RETRY_S = 3.0
-"""How long what cannot be read is tried again: a moment only, as somebody waits for the answer."""
+"""How long a failed read is tried again: only briefly, since the user waits for the answer."""
 Root = str | os.PathLike[str]
 
 
@@ -41,7 +41,7 @@ def consolidate(
     `out` is a directory of safetensors files, as Hugging Face's libraries load them; one file where it ends in `.safetensors`;
     with `format="torch"` a file for torch.load(weights_only=True). It appears whole or not at all. Floats become `dtype`,
     rounded as torch rounds. `rank`: whose tensors, of those that each rank holds for itself and that differ. About `memory`
-    bytes are held at once, whatever the model's size. `on_progress` is told bytes written and their total.
+    bytes are held at once, whatever the model's size. `on_progress` gets the bytes written and their total.
 
     Raises NotFoundError, UsageError where `out` is in the way or the format cannot hold a tensor, DamagedError with object,
     FQN and rank, StoreError, StoreFullError.
@@ -54,9 +54,9 @@ def consolidate(
 
 
 def run_on_store(root: Root, question: Callable[[Store], Coroutine[Any, Any, T]], *, read_only: bool = False) -> T:
-    """What `question` makes of the store at `root`; on a thread of its own where this one runs a loop, as in a notebook.
+    """Run `question` on the store at `root`; on another thread if this one runs an event loop, as in a notebook.
 
-    With `read_only`, nothing can be written by it, and what cannot be read is tried again for a moment.
+    With `read_only` it cannot write, and a failed read is tried again for RETRY_S seconds.
     """
 
     async def ask() -> T:

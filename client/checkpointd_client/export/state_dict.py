@@ -21,8 +21,8 @@ class StateDict(Mapping[str, torch.Tensor]):
     """Tensors on the CPU by name, read and verified on access, each time anew unless the last one is still in use.
 
     Names that shared memory when they were saved share it again while one of them is in use. Access raises DamagedError with
-    object, FQN and rank where stored bytes are not what was written, NotFoundError where the checkpoint was removed, and
-    UsageError where ranks stored different tensors under the name.
+    object, FQN and rank if stored bytes have changed, NotFoundError if the checkpoint was removed, and UsageError if ranks
+    stored different tensors under the name.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class StateDict(Mapping[str, torch.Tensor]):
         differing: Mapping[str, UsageError],
         read: Callable[[Sequence[BoxRequest]], None],
     ) -> None:
-        """`read` fills the sinks of what it is given; `differing` are the names that cannot be read, and why."""
+        """`read` fills the sinks of the boxes that it gets. `differing`: the names that cannot be read, each with the error."""
         self._world, self._differing, self.read = world, differing, read
         self._tensors = {tensor.name: tensor for tensor in selection.names}
         self._live: WeakValueDictionary[StoredSourceTensor, torch.Tensor] = WeakValueDictionary()
@@ -43,7 +43,7 @@ class StateDict(Mapping[str, torch.Tensor]):
 
     @property
     def world(self) -> CheckpointView:
-        """The checkpoint that they are read from."""
+        """The checkpoint that the tensors are read from."""
         return self._world
 
     @property
@@ -79,7 +79,7 @@ class StateDict(Mapping[str, torch.Tensor]):
         if tensor.fqn == tensor.source.fqn:
             return owner
         shown = owner.as_strided(view.shape, view.stride, view.offset)
-        shown._checkpointd_owner = owner  # type: ignore[attr-defined]  # keeps it known while the view is in use
+        shown._checkpointd_owner = owner  # type: ignore[attr-defined]  # keeps the owner alive while the view is in use
         return shown
 
     def _whole(self, source: StoredSourceTensor) -> torch.Tensor:

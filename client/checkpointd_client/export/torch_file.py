@@ -1,8 +1,7 @@
 """Makes the file of torch.save around placeholders: torch writes the hollow, and the bytes are put in later.
 
-torch pickles fake tensors, which have no memory, and leaves room for their bytes (`torch.serialization.skip_data`). Where the
-placeholders are says the directory of the zip file that it is, which also has a checksum of each: both are set right at the
-end.
+torch pickles fake tensors, which have no memory, and leaves room for their bytes (`torch.serialization.skip_data`). The file is
+a zip file, whose directory says where the placeholders are. It also has a checksum of each, which is set at the end.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ class TorchFile:
         ]
 
     def finish(self, sums: Mapping[str, int], output: Output) -> None:
-        """Put the checksums in, as every zip reader looks for them."""
+        """Write the checksums, which every zip reader checks."""
         descriptor = os.open(output.path(""), os.O_WRONLY | os.O_CLOEXEC)
         try:
             for name, placeholder in self._placeholders.items():
@@ -67,7 +66,7 @@ class TorchFile:
 
 
 def _sources(selection: Selection) -> dict[StoredSourceTensor, Exported]:
-    """What is stored, in the order in which names first need it: all of each source, whatever a name shows of it."""
+    """The whole stored tensors, in the order in which names first need them."""
     found: dict[StoredSourceTensor, Exported] = {}
     for tensor in selection.names:
         source = tensor.source
@@ -95,7 +94,7 @@ def _write_hollow(selection: Selection, dtypes: Mapping[StoredSourceTensor, str]
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """torch warns of complex32 wherever such a tensor is made; here none is ever computed with."""
+    """Hide torch's warning about new complex32 tensors; nothing is computed with them here."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="ComplexHalf support is experimental")
         yield

@@ -1,1 +1,1 @@
-"""What DCP and DeepSpeed share: pickles read without running them, and other programs' checkpoints as ours."""
+"""Shared by DCP and DeepSpeed: reads pickles without running them, and imports other programs' checkpoints."""

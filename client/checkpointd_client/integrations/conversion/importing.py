@@ -1,11 +1,11 @@
 """Imports another program's checkpoint, part by part. Each part fits into memory and is written like a rank's shard.
 
-A checkpoint of N parts is one that N ranks saved, the first of which had all the names and values and leads the commit. Whoever
-loads it does so on any number of ranks, as ever.
+The result looks like a checkpoint that N ranks saved, one for each part. Rank 0 has all names and values and leads the commit.
+Like any other checkpoint, it can be loaded on any number of ranks.
 
 Invariants
-  IMPORT-1  Beside what `budget_bytes` allows, one part is in memory at a time.
-  IMPORT-2  Nothing is committed unless every part is durable; an error removes what was written.
+  IMPORT-1  Apart from the buffers that `budget_bytes` allows, one part is in memory at a time.
+  IMPORT-2  Nothing is committed unless every part is durable; after an error the written objects are removed.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ _INSTEAD = (
 
 
 class ElementReader(Protocol):
-    """Where the elements come from."""
+    """Reads the elements of the other program's tensors."""
 
     def copy(self, fqn: str, dtype: str, frame: Box, place: DcpFileRange, part: Box, target: Bytes) -> None:
-        """The elements of `part`, a box inside `frame` that is a row of the elements there, into `target`, row-major."""
+        """Copy `part` into `target`, row-major. `part` lies inside `frame` and is contiguous there; `place` holds `frame`."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class _ImportedBox:
-    """A piece of a tensor, and the box of the source that it lies in."""
+    """A piece of a tensor, and the box of the source that contains it."""
 
     piece: DcpBox
     frame: Box
@@ -63,7 +63,7 @@ class _ImportedBox:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportJob:
-    """What is imported. `root` is the tree with all names and values; `memory` in bytes."""
+    """The tensors and values to import. `root` is the tree with all names and values; `memory` in bytes."""
 
     tensors: Sequence[SourceTensor]
     aliases: tuple[Alias, ...] = ()
@@ -77,7 +77,7 @@ class ImportJob:
     on_progress: Callable[[int, int], None]
 
     async def run(self, store: Store) -> tuple[int, int]:
-        """Write and commit it; bytes of the tensors, and parts. RootInUseError where a job is alive there."""
+        """Write and commit; returns the bytes of tensors and the number of parts. RootInUseError if a job is alive there."""
         shares = list(_shares(self.tensors, self.memory // 2)) or [[]]
         commit = CommitConfig(on_no_progress="ignore", read_back=False)
         beginner = Beginner(world_size=len(shares), commit_timeout_s=commit.timeout_s, instead=_INSTEAD)
@@ -137,7 +137,7 @@ class _Import:
         self._done += shard.nbytes
 
     async def _lead(self, first: Shard | CheckpointdError) -> None:
-        """Rank 0's part of the attempt; where there is none, for the error that prevented one, the abort, which tidies up."""
+        """Rank 0's part of the attempt. If `first` is an error, the attempt is aborted, which removes its objects."""
         loop, progress = asyncio.get_running_loop(), ShardProgress()
         progress.on_change = lambda: self._tell(progress)
         staged: asyncio.Future[Shard] = loop.create_future()
@@ -168,7 +168,7 @@ class _Import:
         )
 
     async def _shard(self, rank: int) -> Shard:
-        """The part of `rank`, read."""
+        """Read the part of `rank`."""
         return await asyncio.get_running_loop().run_in_executor(None, self._filled, rank)
 
     def _filled(self, rank: int) -> Shard:
@@ -185,14 +185,14 @@ class _Import:
         return Shard(buffer=buffer, tensors=tensors, aliases=self._job.aliases, tree=self._root)
 
     def _named(self, here: set[str]) -> list[DcpBox]:
-        """Empty boxes of what other ranks write, since rank 0 has the names of all. A tensor without dimensions has none."""
+        """Empty boxes of the tensors that other ranks write, since rank 0 names all. A tensor without dimensions has none."""
         return [empty_box(t.fqn, t.dtype, t.shape) for t in self._job.tensors if t.fqn not in here and t.shape]
 
 
 def import_at(root: str | os.PathLike[str], job: ImportJob, *, force: bool) -> tuple[str, int, int]:
     """Run `job` at `root`; the URL of the root, the bytes of the tensors, and the number of parts.
 
-    UsageError where the tag exists, without `force`; RootInUseError where a job is alive there.
+    UsageError if the tag exists and `force` is not set, RootInUseError if a job is alive there.
     """
     claim_root(root)()  # the epoch of an import would fence a Checkpointer of this process
 
@@ -209,7 +209,7 @@ def _failed(error: BaseException) -> CheckpointdError:
 
 
 def _shares(tensors: Sequence[SourceTensor], nbytes_max: int) -> Iterator[list[_ImportedBox]]:
-    """All pieces in the order in which they lie in the files, as many at a time as have at most `nbytes_max` bytes."""
+    """All pieces in the order in which they lie in the files, in lists of at most `nbytes_max` bytes."""
     share: list[_ImportedBox] = []
     size = 0
     for part in _parts(tensors, nbytes_max):
@@ -238,7 +238,7 @@ _NOWHERE = (Box((), ()), DcpFileRange("", 0, 0))
 
 
 def _cut(frame: Box, count_max: int) -> Iterator[Box]:
-    """`frame` in boxes of at most `count_max` elements, each a row of the elements of `frame`."""
+    """`frame` in boxes of at most `count_max` elements, each contiguous in `frame`."""
     count = frame.numel()
     row = count // frame.sizes[0] if frame.sizes else 1
     step = count_max - count_max % row if count_max > row else count_max

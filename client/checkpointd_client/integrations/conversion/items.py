@@ -1,9 +1,9 @@
 """Turns the items of a DCP plan into a shard: tensors as boxes of global tensors, everything else in the state tree.
 
 Invariants
-  DCPITEM-1  Of a tensor that this rank holds and DCP leaves to another rank to write, an empty box is named: the check of all
-      plans then covers what this rank takes the tensor for.
-  DCPITEM-2  The tree of each rank has all that this rank holds, whoever writes it.
+  DCPITEM-1  If this rank holds a tensor that another rank writes, it names an empty box of it: so the check of all plans also
+      checks the dtype and shape on this rank.
+  DCPITEM-2  The tree of each rank has everything that this rank holds, even if another rank writes it.
 """
 
 from __future__ import annotations
@@ -64,9 +64,10 @@ def room(buffer: Bytes, tensor: ShardTensor) -> torch.Tensor:
 
 
 def shard_of(held: SavePlan, plan: SavePlan, planner: SavePlanner) -> tuple[Shard, tuple[str, ...]]:
-    """A copy of what `plan` says to write, of all that this rank has, which `held` says; and the names of no plain values.
+    """The shard with a copy of the items in `plan`, and the names of values that are not plain.
 
-    StateError where a tensor has a dtype that cannot be stored, or is not what the plan says.
+    `held` lists everything that this rank has. StateError if a tensor has a dtype that cannot be stored, or contradicts the
+    plan.
     """
     written = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
     pieces = [_piece(item) for item in written]
@@ -82,7 +83,7 @@ def _piece(item: WriteItem) -> DcpBox:
     data = item.tensor_data
     fqn = item.index.fqn
     if data is None:
-        raise StateError(f"{fqn} is to be written as a tensor, and its plan does not say which")
+        raise StateError(f"{fqn} is to be written as a tensor, but its plan does not describe the tensor")
     name = NAMES.get(data.properties.dtype)
     if name is None or data.properties.layout != torch.strided:
         raise StateError(f"{fqn}: a {data.properties.layout} tensor of {data.properties.dtype} cannot be stored")
@@ -90,7 +91,7 @@ def _piece(item: WriteItem) -> DcpBox:
 
 
 def _named(held: SavePlan, pieces: Sequence[DcpBox]) -> list[DcpBox]:
-    """Empty boxes of what this rank holds and another one writes (DCPITEM-1). A tensor without dimensions has no empty box."""
+    """Empty boxes of the tensors that this rank holds and another one writes (DCPITEM-1). One without dimensions has none."""
     named: dict[str, DcpBox] = {}
     written = {piece.fqn for piece in pieces}
     for item in held.items:
@@ -104,18 +105,18 @@ def _named(held: SavePlan, pieces: Sequence[DcpBox]) -> list[DcpBox]:
 def _copy(planner: SavePlanner, item: WriteItem, target: torch.Tensor) -> None:
     source = planner.resolve_data(item)
     if not isinstance(source, torch.Tensor):
-        raise StateError(f"{item.index.fqn} is to be written as a tensor, and is {type(source).__name__}")
+        raise StateError(f"{item.index.fqn} is to be written as a tensor, but is a {type(source).__name__}")
     if source.shape != target.shape or source.dtype != target.dtype:
         raise StateError(
             f"{item.index.fqn} is {source.dtype}{list(source.shape)}, "
-            f"and the plan says {target.dtype}{list(target.shape)}: did the state change while it was saved?"
+            f"but the plan says {target.dtype}{list(target.shape)}: did the state change while it was saved?"
         )
     with torch.no_grad():
         copy_bits(target, source.detach())
 
 
 def _mapping(plan: SavePlan) -> Mapping[str, Path]:
-    """DCP's own: name to path, where its planner flattened the state."""
+    """DCP's own map from name to path, if its planner flattened the state."""
     return plan.planner_data if isinstance(plan.planner_data, dict) else {}
 
 

@@ -1,7 +1,7 @@
 """The data that DCP needs beside the state: one entry of the client state.
 
-`objects` are values that are no plain ones, as torch.save wrote them; `paths` the places of names that the shape of the state
-does not tell. Both are mostly empty, and then there is no entry.
+`objects` are the values that are not plain, as torch.save wrote them. `paths` are the paths of names that cannot be told from
+the shape of the state. Usually both are empty, and then there is no entry.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _OBJECTS, _PATHS = "objects", "paths"
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """Both, by name."""
+    """Objects and paths, by name."""
 
     objects: Mapping[str, bytes] = field(default_factory=dict)
     paths: Mapping[str, Path] = field(default_factory=dict)
 
     def items(self) -> tuple[tuple[tree.Node, tree.Node], ...]:
-        """What carries them in a client state."""
+        """The entry of the client state that holds them."""
         if not self.objects and not self.paths:
             return ()
         objects = tree.Dict("dict", tuple((name, tree.Bytes(data)) for name, data in self.objects.items()))
@@ -43,7 +43,7 @@ def root_node(state: tree.Node, marks: Marks, client_items: tuple[tuple[tree.Nod
 
 
 def plain_client_state(root: tree.Node) -> tuple[tree.Dict, tuple[str, ...]]:
-    """What in `root` a user gave as client state, but for what holds tensors; and the FQNs of that."""
+    """The client state that a user gave, without the values that hold tensors; and the FQNs of these."""
     client = by_name(root).get(CLIENT_STATE)
     items = [item for item in tree.items(client) if item[0] != KEY]
     plain = tuple(item for item in items if not holds_tensors(item[1]))
@@ -52,7 +52,7 @@ def plain_client_state(root: tree.Node) -> tuple[tree.Dict, tuple[str, ...]]:
 
 
 def parts(root: tree.Node) -> tuple[tree.Node, Marks]:
-    """The state in `root`, and what it says to DCP; what has another shape than ours says nothing."""
+    """The state in `root`, and its marks; an entry of another form than ours is ignored."""
     found = by_name(root)
     said = by_name(by_name(found.get(CLIENT_STATE)).get(KEY))
     objects = {name: node.data for name, node in by_name(said.get(_OBJECTS)).items() if isinstance(node, tree.Bytes)}

@@ -1,6 +1,6 @@
 """`.metadata` of a DCP directory, a pickle: read as records of DCP's own classes (`opcodes.py`), and written.
 
-Nothing that it names is imported, and names of anything else are refused.
+Nothing that it names is imported, and any other name is refused.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ def _joined(*parts: object) -> str:
 
 def _size(items: object) -> tuple[object, ...]:
     if type(items) is not tuple:
-        raise TypeError(f"a {type(items).__name__} is no size")
+        raise TypeError(f"a {type(items).__name__} is not a size")
     return items
 
 
 _MAKERS: opcodes.Makers = {
     "torch.Size": _size,
-    # Where the checkpoint was saved: not needed, and no path of this system.
+    # Where the checkpoint was saved: not needed, and perhaps a path of another system.
     **{
         f"{module}.{name}": _joined
         for module in ("pathlib", "pathlib._local")
@@ -77,7 +77,7 @@ def _check_name(full: str) -> None:
 Fields = Mapping[str, Any]
 """The attributes of an object of DCP's."""
 Places = Mapping[tuple[str, str], Fields]
-"""By FQN and offsets, as text: a stranger can choose tuples of numbers that have one hash, but no such texts."""
+"""By FQN and offsets as text: an attacker can choose tuples of numbers with equal hashes, but not strings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,13 +109,13 @@ class Described:
 
 
 def read(directory: Path) -> Described:
-    """What `directory` holds. NotFoundError where there is no metadata, FormatError where it is not DCP's or adds not up."""
+    """The metadata of `directory`. NotFoundError if there is none, FormatError if it is not DCP's or contradicts itself."""
     path = directory / NAME
     try:
         data = path.read_bytes()
     except FileNotFoundError:
         raise NotFoundError(
-            f"there is no {path}: it is not a DCP directory, or one that was saved without collectives, by ranks on their own"
+            f"there is no {path}: this is not a DCP directory, or each rank saved on its own, without collectives"
         ) from None
     try:
         return _described(_unpickled(data, path), directory)
@@ -130,7 +130,7 @@ def _unpickled(data: bytes, path: Path) -> Fields:
         raise FormatError(f"{path} is refused: {error}", key=str(path)) from None
     except PickleLimit as error:
         raise FormatError(f"{path} is not read: {error}", key=str(path)) from error
-    except Exception as error:  # bytes of unknown origin: whatever goes wrong is that they cannot be read
+    except Exception as error:  # bytes of unknown origin: any error means that they cannot be read
         raise FormatError(f"{path} is damaged: {error!r}", key=str(path)) from error
     if not _is(found, "Metadata"):
         kind = found.name if isinstance(found, Record) else type(found).__name__
@@ -165,7 +165,7 @@ def _described(found: Fields, directory: Path) -> Described:
 
 
 def _places_of(found: Fields) -> dict[tuple[str, str], Fields]:
-    """Where things lie, by FQN and, for a part of a tensor, its offsets."""
+    """Where objects and boxes lie, by FQN and, for a box, its offsets."""
     places = {}
     for key, info in found["storage_data"].items():
         index = _fields(key)
@@ -175,7 +175,7 @@ def _places_of(found: Fields) -> dict[tuple[str, str], Fields]:
 
 
 def _tensor(fqn: str, stored: Fields, places: Places, directory: Path) -> SourceTensor:
-    # As torch pickles the properties, the dtype comes first.
+    # torch pickles the properties as a tuple that begins with the dtype.
     properties = stored["properties"].state
     dtype = properties["dtype"] if isinstance(properties, dict) else properties[0]
     name, shape = NAMES.get(dtype), _sizes(stored["size"])
@@ -187,7 +187,7 @@ def _tensor(fqn: str, stored: Fields, places: Places, directory: Path) -> Source
     for chunk in map(_fields, stored["chunks"]):
         offsets = _sizes(chunk["offsets"])
         chunks.append((Box(offsets, _sizes(chunk["sizes"])), _place(places, fqn, offsets, directory)))
-    # Parts without elements may lie at the place of another one, whose bytes are then named.
+    # A part without elements may name the place of another part's bytes.
     filled = tuple((box, place) for box, place in chunks if box.numel())
     fault = tiling_fault(shape, [box for box, _ in filled])
     if fault:
@@ -207,19 +207,19 @@ def _place(places: Places, fqn: str, offsets: tuple[int, ...] | None, directory:
         )
     file, offset, length = _name(info["relative_path"]), int(info["offset"]), int(info["length"])
     if Path(file).name != file or offset < 0 or length < 0:
-        raise FormatError(f"{directory / NAME} says that {fqn} lies in {file!r} at {offset}, which cannot be")
+        raise FormatError(f"{directory / NAME} says that {fqn} lies in {file!r} at {offset}, which is impossible")
     return DcpFileRange(file, offset, length)
 
 
 def _name(fqn: object) -> str:
     if not isinstance(fqn, str):
-        raise TypeError(f"a {type(fqn).__name__} is no name")
+        raise TypeError(f"a {type(fqn).__name__} is not a name")
     return fqn
 
 
 def _key(key: object) -> str | int:
     if not isinstance(key, str | int):
-        raise TypeError(f"a {type(key).__name__} is no key")
+        raise TypeError(f"a {type(key).__name__} is not a key")
     return key
 
 
@@ -227,12 +227,12 @@ def _sizes(sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(int(size) for size in sizes)
 
 
-# --- on the way out -------------------------------------------------------------------------------------------------
+# --- writing --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class DcpFileEntry:
-    """Something that was written to a file of a directory: a box of a tensor, or an object, which has none."""
+    """A box of a tensor, or an object (`box` None), that was written to a file of a directory."""
 
     name: str
     box: Box | None

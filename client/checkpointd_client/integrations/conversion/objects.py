@@ -1,7 +1,7 @@
 """The values that DCP stores as bytes: values that are not tensors, as torch.save writes them.
 
-Plain values become nodes of the state tree, which nothing can run code from. What is more than that stays the bytes that it
-came as, and is unpickled by nobody here but torch.load(weights_only=True), which refuses code.
+Plain values become nodes of the state tree, which cannot contain code. Other values stay bytes as they came, and are only
+unpickled by torch.load(weights_only=True), which refuses code.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from checkpointd_client.capture.pickled import loaded
 from checkpointd_client.integrations.conversion.paths import is_leaf
 
 OPT_IN = "weights_only=False"
-"""What a reader is given for code to run."""
+"""The argument of a reader that lets pickled code run."""
 
 
 def save_tensor(tensor: torch.Tensor, file: BinaryIO) -> None:
-    """All of the storage of `tensor`, as DCP's file system writes it."""
+    """Write `tensor` with all of its storage, as DCP's file system does."""
     torch.save(tensor, file)
 
 
 def described(file: IO[bytes]) -> torch.Tensor:
-    """The tensor that torch.save wrote to `file`, without its elements. Raises what torch.load raises."""
+    """The tensor that torch.save wrote to `file`, without its elements. Raises the errors of torch.load."""
     found = torch.load(file, map_location="meta", weights_only=True)
     if not isinstance(found, torch.Tensor):
         raise TypeError(f"it holds a {type(found).__name__}")
@@ -38,14 +38,14 @@ class NotPlain(Exception):
 
 
 def node_of(data: bytes, fqn: str) -> tree.Node:
-    """The value in `data` as a node that DCP would take for a leaf; NotPlain where it is no plain value."""
+    """The value in `data` as a node that is a leaf for DCP, too. NotPlain if it is not a plain value."""
     walk = Flattener(exclude_frozen_parameters=False)
     try:
         node = walk.node(loaded(data, fqn, opt_in=OPT_IN), fqn)
     except CheckpointdError as error:
         raise NotPlain(str(error)) from error
     if not is_leaf(node) or walk.tensors:
-        raise NotPlain(f"{fqn} holds tensors, or is a mapping that is not walked through")
+        raise NotPlain(f"{fqn} holds tensors, or is a mapping that DCP does not flatten")
     return node
 
 

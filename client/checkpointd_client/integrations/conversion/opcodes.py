@@ -1,13 +1,13 @@
-"""Reads pickles without running anything that they name: plain values, and a record of everything else.
+"""Reads pickles without running anything that they name: plain values, and a Record for each other object.
 
 Invariants
-  PICKLE-1  Nothing that a pickle names is imported or called, and nothing of this process is changed by it. Only the makers
-      that the caller gives, by name, are called: they get what this pickle made.
-  PICKLE-2  What opcodes change (APPEND, SETITEM, ADDITEMS, BUILD) is a list, dict, set or record that this pickle made itself.
-  PICKLE-3  A pickle of n bytes takes O(n) time and memory, at most OBJECTS_MAX containers, and nests no deeper than DEPTH_MAX.
-      What it refers to again and again unfolds to at most UNFOLDED_MAX values, or 16 times what it holds. No list or dict
-      contains itself. What makers copy is at most 16 times as long as the pickle, and COPIED_MAX.
-  PICKLE-4  Keys are quick to hash and to compare. Any other key is kept as a Record, which is a key of its own.
+  PICKLE-1  Nothing that a pickle names is imported or called, and it changes nothing of this process. Only the makers of the
+      caller are called, by name, with values that this pickle made.
+  PICKLE-2  Opcodes (APPEND, SETITEM, ADDITEMS, BUILD) only change lists, dicts, sets and Records that this pickle made itself.
+  PICKLE-3  A pickle of n bytes takes O(n) time and memory, makes at most OBJECTS_MAX containers, and nests no deeper than
+      DEPTH_MAX. Its repeated references unfold to at most UNFOLDED_MAX values, or 16 times the values that it holds. No list or
+      dict contains itself. Makers copy at most 16 times the length of the pickle, plus COPIED_MAX.
+  PICKLE-4  Keys are quick to hash and to compare. Any other key is replaced by a Record, which equals no other key.
 
 The opcodes are those of protocols 2 to 5. pickletools.dis shows what a file holds.
 """
@@ -42,11 +42,11 @@ def read(
     check_name: Callable[[str], None] = lambda _: None,
     into_records: bool = False,
 ) -> Any:
-    """What `data` holds. PickleFault where it is no such pickle; raises what `makers`, `persistent` and `check_name` raise.
+    """Read the pickle `data`. Raises PickleFault if it is damaged, and the errors of `makers`, `persistent` and `check_name`.
 
-    A call of `<module>.<name>` becomes what the maker of that name gives for its arguments, or a Record. `constants` are values
-    that a name alone stands for. `persistent` gives the value of a persistent id; `check_name` hears of every name. With
-    `into_records` what objects hold is bounded as the rest is; without, nobody may unfold it.
+    A call of `<module>.<name>` becomes the result of the maker of that name, or a Record. `constants` are the values of names
+    that are not called. `persistent` returns the value of a persistent id; `check_name` gets every name. With `into_records`
+    the limits of PICKLE-3 also hold for the contents of Records; without it, the caller must not unfold these.
     """
     try:
         found = _Machine(data, makers, constants, persistent, check_name).run()
@@ -95,7 +95,7 @@ class _Machine:
                 return found
             act = table[code]
             if act is None:
-                raise PickleFault(f"opcode {code:#04x} at byte {self.at - 1} is none that torch.save writes")
+                raise PickleFault(f"opcode {code:#04x} at byte {self.at - 1} is not one that torch.save writes")
             act(self)
 
     def _all(self) -> list[Any]:
@@ -121,7 +121,7 @@ class _Machine:
         self.stack.append(value)
 
     def _marked(self) -> list[Any]:
-        """What lies above the last mark."""
+        """Remove and return the values above the last mark."""
         items, self.stack = self.stack, self.below.pop()
         return items
 
@@ -129,7 +129,7 @@ class _Machine:
 
     def proto(self) -> None:
         if not 2 <= self.data[self.at] <= 5:
-            raise PickleFault(f"protocol {self.data[self.at]} is not read, but 2 to 5")
+            raise PickleFault(f"it has protocol {self.data[self.at]}; protocols 2 to 5 are known")
         self.at += 1
 
     def frame(self) -> None:
@@ -300,7 +300,7 @@ class _Machine:
         self._push_new(frozenset(map(self._key, self._marked())))
 
     def _key(self, key: Any) -> Any:
-        """`key`, or a Record in its place (PICKLE-4)."""
+        """`key`, or a Record that replaces it (PICKLE-4)."""
         todo, left = [key], KEY_ITEMS_MAX
         while todo and left > 0:
             item = todo.pop()
@@ -308,13 +308,13 @@ class _Machine:
             if isinstance(item, tuple) and len(item) <= left:
                 todo.extend(item)
             elif type(item) not in self.key_types or (type(item) is int and item.bit_length() > 64):
-                left = 0  # ints of one hash could be had by the million
+                left = 0  # millions of such ints can have one hash
         if todo or not left or (isinstance(key, tuple) and self._clashes(key)):
             return Record(f"{type(key).__name__} as a key", (key,))
         return key
 
     def _clashes(self, key: tuple[Any, ...]) -> bool:
-        """Whether it is one of too many tuples of the same hash, each of which is compared with the others."""
+        """Whether `key` is one of too many tuples with the same hash, which would all be compared with each other."""
         number = hash(key)
         if self.first_of_hash.setdefault(number, key) != key:
             self.clashes += 1
@@ -349,7 +349,7 @@ class _Machine:
 
     def _call(self, function: Any, args: Any) -> None:
         if type(function) is not Record or function.args is not None or type(args) is not tuple:
-            raise PickleFault("it calls what is no name")
+            raise PickleFault("it calls something that is not a name")
         maker, kind = self.makers.get(function.name), _KINDS.get(function.name)
         if kind is not None and len(args) < 2:
             made = self._filled(kind(), *args)
@@ -360,7 +360,7 @@ class _Machine:
         elif isinstance(made, tuple | set | dict):
             self.copied_left -= 16 * len(made)
         if self.copied_left < 0:
-            raise PickleLimit("it copies its own parts so often that it would take much more than it is")
+            raise PickleLimit("it copies its own parts so often that it would take too much memory")
         self._push_new(made)
 
     def _filled(self, target: Any, items: Any = ()) -> Any:
@@ -383,13 +383,13 @@ class _Machine:
         state = self.stack.pop()
         target = self.stack[-1]
         if type(target) is OrderedDict:
-            return  # attributes of a dict, as `_metadata` of a module's state: no part of what it holds
+            return  # attributes of the dict, such as `_metadata` of a module's state: not part of its content
         self._made_record(target, "given a state").state = state
 
     def _made_record(self, target: Any, what: str) -> Record:
         if type(target) is not Record or target.args is None:
             named = target.name if type(target) is Record else type(target).__name__
-            raise PickleFault(f"{named} is {what}, which is none of its own objects")
+            raise PickleFault(f"{named} is {what}, which is not an object that this pickle made")
         return target
 
     def persistent_id(self) -> None:
@@ -404,7 +404,7 @@ _KINDS: dict[str, type] = {
     "collections.Counter": Counter,
     "collections.OrderedDict": OrderedDict,
 }
-"""What is filled here, as its keys are checked."""
+"""Containers that are filled here, because their keys must be checked."""
 _RENAMED = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 _OPCODES: dict[bytes, Callable[[_Machine], None]] = {
     b"\x80": _Machine.proto,

@@ -1,7 +1,7 @@
 """Converts between DCP's flat names and the state tree: paths joined by dots, and nested nodes.
 
-DCP walks through every mapping, and through lists that hold tensors or mappings; all else is a leaf. `leaves` walks our nodes
-by the same rule, so that the names of both agree, and DCP's `planner_data` need not be stored where they do.
+DCP flattens every mapping, and lists that hold tensors or mappings; all other values are leaves. `leaves` follows the same rule
+for our nodes, so that the names of both agree. Where they do, DCP's `planner_data` need not be stored.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ Path = tuple[str | int, ...]
 
 
 def name_of(path: Path) -> str:
-    """The flat name, which is the FQN as well."""
+    """The flat name, which is also the FQN."""
     return ".".join(map(str, path))
 
 
 def leaves(root: tree.Node) -> Iterator[tuple[Path, tree.Node]]:
-    """What DCP would take for the leaves of the state `root`, each with its path."""
+    """The leaves of the state `root` by DCP's rule, each with its path."""
     if isinstance(root, tree.Dict):
         for key, child in root.items:
             yield from _leaves((str(decode_key(key)),), child)
@@ -40,7 +40,7 @@ def _leaves(path: Path, node: tree.Node) -> Iterator[tuple[Path, tree.Node]]:
 
 
 def is_leaf(node: tree.Node) -> bool:
-    """Whether DCP takes the value for one, and does not look inside."""
+    """Whether DCP treats the value as a leaf."""
     if isinstance(node, tree.Dict):
         return False
     if not isinstance(node, tree.Sequence) or node.kind != "list":
@@ -49,7 +49,7 @@ def is_leaf(node: tree.Node) -> bool:
 
 
 def state_tree(found: Mapping[str, tuple[Path, tree.Node]]) -> tuple[tree.Node, dict[str, Path]]:
-    """The state with the leaves `found`, by name; and the paths that its shape does not tell, which then are flat in it."""
+    """The state with the leaves `found`, and the paths that its shape cannot tell: their leaves have flat names in it."""
     flat: set[str] = set()
     while True:
         placed = [((name,) if name in flat else path, node) for name, (path, node) in found.items()]
@@ -64,7 +64,7 @@ def state_tree(found: Mapping[str, tuple[Path, tree.Node]]) -> tuple[tree.Node, 
 
 
 def _nested(placed: Iterable[tuple[Path, tree.Node]]) -> tree.Node:
-    """One tree of all; of two leaves that lie inside one another, the outer one is lost."""
+    """One tree of all leaves; of two leaves at a path and below it, the outer one is lost."""
     root: dict[str | int, Any] = {}
     for path, node in placed:
         level = root
@@ -79,7 +79,7 @@ def _nested(placed: Iterable[tuple[Path, tree.Node]]) -> tree.Node:
 
 
 class _PathLeaf:
-    """Keeps a node apart from the dicts that are still being filled."""
+    """Marks a node, since the dicts that are still being filled are no nodes."""
 
     __slots__ = ("node",)
 

@@ -1,4 +1,4 @@
-"""Records of objects in a pickle that is read without running it (`opcodes.py`), and the limit of what it may unfold to."""
+"""Records of objects in a pickle that is read without running it (`opcodes.py`), and limits for its depth and size."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ UNFOLDED_MAX = 1 << 23
 
 
 class PickleFault(ValueError):
-    """A pickle that is cut off, makes no sense, or would take too much."""
+    """A pickle that is cut off, damaged, or too large to read."""
 
 
 class PickleLimit(PickleFault):
-    """A pickle that may be sound, and would take too much."""
+    """A pickle that may be sound, but would take too much time or memory."""
 
 
 class Record:
-    """An object of the class or function `name`, which was not imported: what it was made of. `args` None: the name alone.
+    """An object that the pickle makes with the class or function `name`, which was not imported. `args` None: the name alone.
 
-    `state` is what BUILD gave, `items` what was appended, or put under a key, as pairs.
+    `state` is the state that BUILD set; `items` are the appended values, or pairs of key and value.
     """
 
     __slots__ = ("args", "items", "name", "state")
@@ -36,9 +36,10 @@ class Record:
 
 
 def check_shape(found: Any, *, into_records: bool) -> None:
-    """Raise PickleFault where `found` contains itself, nests too deep, or unfolds to much more than it is.
+    """Raise PickleFault if `found` contains itself, nests too deep, or unfolds to much more than it holds.
 
-    What a Record holds is looked at only with `into_records`: elsewhere nobody unfolds it, and objects may refer to themselves.
+    The contents of Records are checked only with `into_records`: otherwise no caller unfolds them, and objects may refer to
+    themselves.
     """
     containers = _CONTAINERS | {Record} if into_records else _CONTAINERS
     sizes: dict[int, tuple[int, int]] = {}
@@ -80,5 +81,5 @@ def _children(value: Any) -> Collection[Any]:
 
 
 def _weight(value: Any) -> int:
-    """Of a leaf: text is as long as it is, wherever it is repeated."""
+    """The weight of a leaf; long text weighs more, since it may be referred to often."""
     return 1 + (len(value) >> 6) if isinstance(value, str | bytes | bytearray) else 1

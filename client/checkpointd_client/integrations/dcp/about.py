@@ -1,6 +1,6 @@
 """The file `checkpointd.json` of an exported DCP directory: step, metrics and client state. DCP ignores it.
 
-It is bound to the `.metadata` beside it by a digest: once dcp.save has written to the directory again, it counts no more.
+It contains the digest of the `.metadata` beside it: once dcp.save has written to the directory again, the file is ignored.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class About(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     client_state: bytes = b""
 
     def client_items(self) -> tuple[tuple[tree.Node, tree.Node], ...]:
-        """The client_state, item by item. FormatError where it is none, or holds tensors, which are not in the directory."""
+        """The items of the client state. FormatError if it is not a dict, or holds tensors, which are not in the directory."""
         node = tree.decode(self.client_state) if self.client_state else tree.Dict("dict", ())
         if not isinstance(node, tree.Dict) or holds_tensors(node):
             raise FormatError(f"the client_state in {NAME} is not a dict of plain values")
@@ -39,7 +39,7 @@ class About(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class _File(msgspec.Struct, frozen=True, kw_only=True):
-    """`digest` is that of `checkpoint` as it stands there."""
+    """`digest` is the digest of the raw bytes of `checkpoint`."""
 
     checkpoint: msgspec.Raw
     digest: str
@@ -54,7 +54,7 @@ def encode(about: About, metadata: bytes) -> bytes:
 
 
 def read(directory: Path) -> About | None:
-    """What `directory` says; None where it says nothing, as one that dcp.save wrote. FormatError where the file is damaged."""
+    """Read the file of `directory`; None if there is none, as after dcp.save. FormatError if it is damaged."""
     path = directory / NAME
     try:
         data = path.read_bytes()
@@ -69,10 +69,10 @@ def read(directory: Path) -> About | None:
     except (msgspec.DecodeError, FormatError, UnicodeDecodeError, RecursionError) as error:
         raise FormatError(
             f"{path} is damaged: {error}. It holds the step, the metrics and the client_state of the checkpoint: restore it, "
-            "or remove it and say which step it is",
+            "or remove it and pass the step",
             key=str(path),
         ) from error
     if file.metadata != digest((directory / metadata_file.NAME).read_bytes()):
-        log.warning("%s is of what was in the directory before it was saved to again, and is not looked at", path)
+        log.warning("%s is ignored: it describes an earlier checkpoint, and the directory was saved to again", path)
         return None
     return about

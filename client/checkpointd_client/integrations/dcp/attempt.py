@@ -1,4 +1,4 @@
-"""One rank's attempt under DCP: it runs on the session's thread, and DCP's calls wait for what they are about."""
+"""One rank's attempt under DCP: it runs on the session's thread, and each call of DCP waits for its own stage."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from checkpointd_client.integrations.dcp.session import DcpSession
 
 
 class DcpAttempt:
-    """An attempt from its vote to its outcome. `staged` gives the snapshot, or what spoiled it."""
+    """An attempt from its vote to its outcome. `staged` gives the snapshot, or the error that prevented it."""
 
     def __init__(self, session: DcpSession, state: WriterState, info: AttemptInfo, staged: Future[Shard]) -> None:
         self._session, self._info = session, info
         self._may_commit = threading.Event()
         self._voted = threading.Event()
         self._decided = threading.Event()
-        """Set before what it has replaced is removed, which other ranks would wait for in a collective call."""
+        """Set before the checkpoint that it replaces is removed: other ranks would wait for that in a collective call."""
         self._attempt: Attempt | None = None
         self._ended: Future[None] = session.writer.submit(self._run(state, staged))
         session.follow(self._ended, lambda: self.give_up("the process that led it ended before DCP had finished it"))
@@ -48,25 +48,27 @@ class DcpAttempt:
             self._decided.set()
 
     def wait_voted(self) -> None:
-        """Return when this rank's yes is durable; raise what became of the attempt instead. It always ends at its deadline."""
+        """Return when this rank's yes vote is durable; otherwise raise the attempt's error. It ends at its deadline at the
+        latest.
+        """
         self._waiting().until(self._voted.wait)
         if self._attempt is None or self._attempt.phase is not Phase.PREPARED:
             self._check()
 
     def commit(self) -> None:
-        """Let the coordinator commit, and return when that is durable; raise why it was not."""
+        """Let the coordinator commit, and return when the commit is durable; otherwise raise the attempt's error."""
         self._may_commit.set()
         self._waiting().until(self._decided.wait)
         if self._attempt is None or self._attempt.phase not in FINAL:
-            self._ended.result()  # raises what is unforeseen
+            self._ended.result()  # raises an unforeseen error
         self._check()
 
     def _waiting(self) -> Waiting:
-        """It always ends: at the attempt's deadline at the latest."""
+        """A wait that ends at the attempt's deadline at the latest."""
         return Waiting(lambda: f"{self._info.prefix} is {self._attempt.phase if self._attempt else 'not begun'}")
 
     def give_up(self, why: str) -> None:
-        """End an attempt that this rank leads and DCP never finished."""
+        """Abort an attempt that this rank coordinates and that DCP never finished."""
         if self._info.rank == COORDINATOR and not self._may_commit.is_set():
             self._session.writer.call_soon(self._give_up, why)
 

@@ -32,14 +32,17 @@ from checkpointd_client.restore.building import value_of
 
 
 def is_whole(tensor: Exported) -> bool:
-    """Whether it is all of its source, as that lies there."""
+    """Whether `tensor` is all of its source, in the source's own order."""
     return tensor.view == whole_view(tensor.source.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class DcpContent:
-    """`values` are plain ones, as nodes; `objects` as torch.save wrote them. `left_out`: what DCP has no place for, namely what
-    differs between the ranks that saved it, numpy arrays, tensors inside tuples and sets, and those in client_state.
+    """A checkpoint by DCP's flat names. `values` are plain values as nodes; `objects` are other values as torch.save wrote
+    them.
+
+    `left_out`: values that DCP cannot represent, namely those that differ between the ranks that saved them, numpy arrays, and
+    tensors inside tuples, sets and the client state.
     """
 
     world: CheckpointView
@@ -51,22 +54,22 @@ class DcpContent:
     left_out: tuple[str, ...] = ()
 
     def about(self) -> About:
-        """What DCP has no place for, and a directory says of the checkpoint beside it."""
+        """The step, metrics and client state, for which DCP's own format has no place."""
         outcome = self.world.checkpoint.outcome
         return About(step=outcome.step, metrics=outcome.metrics, client_state=tree.encode(self.client_state))
 
     def object_bytes(self, name: str) -> bytes:
-        """A value as DCP's planner loads it."""
+        """The bytes of a value, as DCP's planner loads them."""
         return saved(value_of(self.values[name])) if name in self.values else self.objects[name]
 
     def boxes(self, tensor: Exported) -> list[Box]:
-        """The boxes that DCP is told of: those that the ranks stored, one for a tensor that lies in another one."""
+        """The boxes that DCP sees: those that the ranks stored; one box for a tensor that is a part of another one."""
         known = self.world.tensors.get(tensor.source.fqn) if tensor.source.rank is None and is_whole(tensor) else None
         boxes = [part.entry.box for part in known.parts if part.entry.box.numel()] if known else []
         return boxes or [whole(tensor.view.shape)]
 
     def metadata(self) -> Metadata:
-        """What `.metadata` is to a DCP directory, without the places of the bytes."""
+        """The metadata as in `.metadata` of a DCP directory, without the places of the bytes."""
         described: dict[str, STORAGE_TYPES] = {name: BytesStorageMetadata() for name in (*self.values, *self.objects)}
         for name, tensor in self.tensors.items():
             described[name] = TensorStorageMetadata(
@@ -79,7 +82,7 @@ class DcpContent:
 
 
 def content_of(world: CheckpointView) -> DcpContent:
-    """What all ranks saved together; FormatError where a tree cannot be one."""
+    """The content that all ranks saved. FormatError if a tree is invalid."""
     merged = merging.merged_content(world, keep=None, alone=True)
     state, marks = parts(merged.root)
     found = _FoundLeaves(world, merged, marks.paths)
@@ -92,7 +95,7 @@ def content_of(world: CheckpointView) -> DcpContent:
 
 
 class _FoundLeaves:
-    """The leaves of a state, told apart."""
+    """The leaves of a state, sorted into tensors, plain values and values that are left out."""
 
     def __init__(self, world: CheckpointView, merged: merging.RankContent, told: Mapping[str, Path]) -> None:
         self.tensors: dict[str, Exported] = {}

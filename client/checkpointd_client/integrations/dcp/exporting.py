@@ -1,8 +1,8 @@
-"""Exports a checkpoint as a DCP directory: `.metadata`, files with each box as one of torch.save, and `about.py`'s.
+"""Exports a checkpoint as a DCP directory: `.metadata`, files of boxes as torch.save writes them, and the file of `about.py`.
 
 Invariant
-  DCPEXPORT-1  About `memory` bytes are held at once: a batch that is read, and one that is written. A large tensor leaves in
-      boxes.
+  DCPEXPORT-1  About `memory` bytes are held at once: one batch that is read, and one that is written. A large tensor is written
+      in several boxes.
 """
 
 from __future__ import annotations
@@ -39,11 +39,13 @@ from checkpointd_client.integrations.dcp import about
 from checkpointd_client.integrations.dcp.content import DcpContent, content_of
 
 FILE_BYTES = 5 * 10**9
-"""A file is closed once it has as many."""
+"""Once a file has as many bytes, the next one begins."""
 
 
 class ExportedDCP(msgspec.Struct, frozen=True, kw_only=True):
-    """What was exported. `left_out`: what differed between the ranks that saved it, and arrays, which DCP has no place for."""
+    """The result of an export. `left_out`: arrays, and values that differed between the saving ranks; DCP cannot represent
+    them.
+    """
 
     root: str
     tag: str
@@ -68,9 +70,9 @@ def export_dcp(
 ) -> ExportedDCP:
     """Write checkpoint `tag` (default: latest) as a directory for DCP's FileSystemReader to `out`.
 
-    It appears whole or not at all. About `memory` bytes are held at once, whatever the size of the tensors. `on_progress` is
-    told bytes written and their total. Raises NotFoundError, UsageError where `out` is in the way, DamagedError with object,
-    FQN and rank, StoreError, StoreFullError.
+    It appears whole or not at all. About `memory` bytes are held at once, for tensors of any size. `on_progress` gets the bytes
+    written and their total. Raises NotFoundError, UsageError if `out` is in the way, DamagedError with object, FQN and rank,
+    StoreError, StoreFullError.
     """
     held = memory_of(memory)
 
@@ -110,7 +112,7 @@ def export_dcp(
 async def _stream(
     store: Store, content: DcpContent, files: _Files, batch_bytes: int, on_progress: Callable[[int, int], None]
 ) -> int:
-    """All tensors into the files, a batch being read while the one before is written; their bytes."""
+    """Write all tensors to the files, reading a batch while the one before is written; returns their bytes."""
     placed = [PlacedTensor(tensor, tensor.dtype, "", 0) for tensor in content.tensors.values()]
     done, total = 0, sum(item.nbytes for item in placed)
 
@@ -130,7 +132,7 @@ def _nbytes(slab: Slab) -> int:
 
 
 def _slabs(placed: Sequence[PlacedTensor], slab_bytes: int) -> Iterator[Slab]:
-    """Whole rows where they fit, so that a slab is one box; a view whose elements are scattered is one."""
+    """Slabs of whole rows if these fit, so that a slab is one box; a view with scattered elements is one slab."""
     for item in placed:
         count, shape = item.count, item.tensor.shape
         row = max(1, math.prod(shape[1:]))
@@ -142,7 +144,7 @@ def _slabs(placed: Sequence[PlacedTensor], slab_bytes: int) -> Iterator[Slab]:
 
 @dataclass
 class _Files:
-    """The files of the directory, one after the other, and what was written where."""
+    """Writes the files of the directory, one after the other; `written` says what lies where."""
 
     output: Output
     written: list[DcpFileEntry] = field(default_factory=list)

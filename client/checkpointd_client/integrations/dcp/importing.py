@@ -23,7 +23,7 @@ from checkpointd_client.integrations.dcp.tagged import step_of
 
 
 class ImportedDCP(msgspec.Struct, frozen=True, kw_only=True):
-    """What was imported. `parts`: the ranks that the checkpoint says it was saved by; `pickled`: values that are not plain."""
+    """The result of an import. `parts`: how many ranks the checkpoint records; `pickled`: values that are not plain."""
 
     root: str
     tag: str
@@ -47,15 +47,14 @@ def import_dcp(
     memory: int | str = MEMORY_BYTES,
     on_progress: Callable[[int, int], None] = lambda _, __: None,
 ) -> ImportedDCP:
-    """Make checkpoint `tag` below `root` of the DCP directory `source`, which is only read.
+    """Make checkpoint `tag` below `root` from the DCP directory `source`, which is only read.
 
-    `tag`: None takes the directory's name. `step`: None takes the one that was exported, and in a directory that export_dcp did
-    not write the last number in the tag, 0 without one. Metrics and client_state are those that were exported. About `memory`
-    bytes are held at once, whatever the size of the tensors. `force`: also where the tag exists. `on_progress` is told bytes
-    written and their total.
+    `tag`: None takes the directory's name. `step`: None takes the step that export_dcp recorded; if it recorded none, the last
+    number in the tag, or 0. Metrics and client_state are those that export_dcp recorded. About `memory` bytes are held at once,
+    for tensors of any size. `force`: import even if the tag exists. `on_progress` gets the bytes written and their total.
 
-    Raises NotFoundError, FormatError where the directory is damaged or its metadata names anything but DCP's own classes,
-    RootInUseError where a job is alive at the root, UsageError, StoreError.
+    Raises NotFoundError, FormatError if the directory is damaged or its metadata names anything but DCP's own classes,
+    RootInUseError if a job is alive at the root, UsageError, StoreError.
     """
     held = memory_of(memory, MEMORY_BYTES_MIN)
     path = Path(source).absolute()

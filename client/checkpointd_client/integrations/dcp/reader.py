@@ -1,10 +1,10 @@
 """A DCP StorageReader: DCP plans what each rank needs, our indexes say where it lies, and only those chunks are read.
 
 Invariants
-  DCPREAD-1  Nothing here unpickles: what a checkpoint holds of DCP's metadata is in the indexes. Bytes that DCP's planner
-      unpickles are made here from plain values, or pass torch.load(weights_only=True) first.
-  DCPREAD-2  All ranks read one checkpoint, whatever is committed meanwhile.
-  DCPREAD-3  Each chunk is verified before its bytes reach a tensor. Other tensors may be filled by then, as DCP does it.
+  DCPREAD-1  Nothing here unpickles: DCP's metadata is made from the indexes. The bytes that DCP's planner unpickles are made
+      here from plain values, or pass torch.load(weights_only=True) first.
+  DCPREAD-2  All ranks read one checkpoint, even if another one is committed meanwhile.
+  DCPREAD-3  Each chunk is verified before its bytes reach a tensor. Other tensors may be filled by then, as always with DCP.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ from checkpointd_client.restore.sinks import box_sink
 log = logging.getLogger("checkpointd")
 
 After = Callable[[], None]
-"""What is left to do with an item when its bytes are there."""
+"""Finishes an item once its bytes are read."""
 
 
 class CheckpointdReader(Tagged, StorageReader):
-    """What `dcp.load` reads from: checkpoint `tag` (default: the newest) below `root`, saved by dcp.save or by a Checkpointer.
+    """Lets `dcp.load` read checkpoint `tag` (default: the newest) below `root`, saved by dcp.save or by a Checkpointer.
 
-    `checkpoint_id` of dcp.load names the tag, too. `weights_only`: objects that are no plain values are loaded only where
-    torch.load(weights_only=True) does; False hands them to DCP's planner, which runs the code that they name.
+    `checkpoint_id` of dcp.load names the tag, too. `weights_only`: objects that are not plain values are loaded only if
+    torch.load(weights_only=True) loads them; False passes them to DCP's planner, which runs the code that they name.
 
-    As DCP has it, a tensor of another dtype gets the stored elements converted. dcp.load raises CheckpointException, whose
-    `failures` hold what happened on each rank: DamagedError with object, FQN and rank, UnsafeObjectError; where the checkpoint
-    cannot be found or its indexes not be read, an AssertionError of DCP's own that says so.
+    A tensor of another dtype gets the stored elements converted, as always with DCP. dcp.load raises CheckpointException, whose
+    `failures` hold the error of each rank: DamagedError with object, FQN and rank, or UnsafeObjectError. If the checkpoint
+    cannot be found or its indexes cannot be read, DCP raises an AssertionError with the reason.
     """
 
     def __init__(self, root: str | os.PathLike[str], tag: str | None = None, *, weights_only: bool = True) -> None:
@@ -63,7 +63,7 @@ class CheckpointdReader(Tagged, StorageReader):
 
     @property
     def checkpoint(self) -> OpenCheckpoint:
-        """What dcp.load reads, or has read: its `.tag`, `.step`, `.client_state`, `.metrics` and more."""
+        """The checkpoint that dcp.load reads or has read: its `.tag`, `.step`, `.client_state`, `.metrics` and more."""
         return self._open()[0]
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -76,7 +76,7 @@ class CheckpointdReader(Tagged, StorageReader):
     def read_metadata(self, *args: Any, **_options: Any) -> Metadata:
         content = self._content
         if content.left_out:
-            log.info("%s: DCP is not told of %s", content.world.checkpoint.tag, listed(content.left_out))
+            log.info("%s: DCP cannot represent %s", content.world.checkpoint.tag, listed(content.left_out))
         return content.metadata()
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **_options: Any) -> None:
@@ -86,7 +86,7 @@ class CheckpointdReader(Tagged, StorageReader):
         return replace(plan, storage_data=self._content.world.checkpoint.prefix)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """On the coordinator: that all ranks have found the same one (DCPREAD-2)."""
+        """Check on the coordinator that all ranks have found the same checkpoint (DCPREAD-2)."""
         found = {plan.storage_data: i for i, plan in enumerate(plans)}
         if len(found) > 1:
             each = ", ".join(f"rank {rank}: {prefix}" for prefix, rank in found.items())
@@ -129,13 +129,15 @@ class CheckpointdReader(Tagged, StorageReader):
         return data
 
     def _tensor(self, item: ReadItem, planner: LoadPlanner) -> tuple[BoxRequest, After]:
-        """What to read for `item`, and what to do then."""
+        """The request for `item`, and the function that finishes it."""
         tensor = self._content.tensors[item.storage_index.fqn]
         start = item.storage_index.offset or (0,) * len(item.lengths)
         box = Box(tuple(a + b for a, b in zip(start, item.storage_offsets, strict=True)), tuple(item.lengths))
         target = planner.resolve_tensor(item).detach()
         if tuple(target.shape) != box.sizes:
-            raise MismatchError(f"{tensor.name}: {list(target.shape)} is to be filled with {list(box.sizes)}")
+            raise MismatchError(
+                f"{tensor.name}: a target of shape {list(target.shape)} cannot be filled with {list(box.sizes)}"
+            )
         if is_whole(tensor):
             sink = box_sink(target, box, tensor.source.dtype)
             want = BoxRequest(tensor.source.fqn, box, sink, tensor.source.rank)
@@ -144,7 +146,7 @@ class CheckpointdReader(Tagged, StorageReader):
 
     @staticmethod
     def _viewed(tensor: Exported, box: Box, target: torch.Tensor, commit: After) -> tuple[BoxRequest, After]:
-        """A view of a stored tensor: all of that is read, and the view cut from it."""
+        """The same for a view of a stored tensor: the whole tensor is read, and the view is cut from it."""
         source, view = tensor.source, tensor.view
         owner = empty(source.shape, DTYPES[source.dtype], torch.device("cpu"))
         everything = whole(source.shape)

@@ -1,10 +1,10 @@
 """State that the DCP writers of this process share for one root: the thread, the store, the epoch, and running attempts.
 
-DCP opens and closes nothing: it makes a writer for each save, or keeps one. So the session stays until the process ends.
+DCP opens and closes nothing: users make a writer for each save, or keep one. So the session stays until the process ends.
 
 Invariant
-  DCPSESSION-1  A session keeps the epoch that it took. Where somebody else has begun a newer one, it is fenced and stays so; a
-      process of the same job, and this very process, are not somebody else.
+  DCPSESSION-1  A session keeps the epoch that it took. If another job has begun a newer one, the session is fenced and stays
+      fenced. Processes of the same job, and this process itself, do not fence it.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from checkpointd_client.ranks.writer import WriterThread
 
 log = logging.getLogger("checkpointd")
 LEAVE_S = 10.0
-"""How long a process that ends waits for the outcome of what it has voted for."""
+"""How long a process that ends waits for the outcomes of its votes."""
 
 
 _sessions: dict[tuple[int, str], DcpSession] = {}
 _loaded: set[tuple[int, str]] = set()
-"""Where this process has loaded from."""
+"""The roots that this process has loaded from."""
 _lock = threading.Lock()
 
 
 def session_of(root: str) -> DcpSession:
-    """The session of this process at `root`. UsageError where a Checkpointer of this process uses it."""
+    """The session of this process at `root`. UsageError if a Checkpointer of this process uses the root."""
     claim_root(root)()  # a DCP save may take a new epoch, which would fence the Checkpointer
     key = _key(root)
     with _lock:
@@ -53,8 +53,8 @@ def session_of(root: str) -> DcpSession:
 
 
 def take_up(root: str) -> None:
-    """This process has loaded from `root`: what earlier jobs left there is its own to remove (RETENTION-6 in
-    `commit/retention.py`).
+    """Note that this process has loaded from `root`: from now on it may remove checkpoints of earlier jobs there (RETENTION-6
+    in `commit/retention.py`).
     """
     _loaded.add(_key(root))
 
@@ -78,7 +78,7 @@ class DcpSession:
         self._started: Started | None = None
         self._world_size = 0
         self.first = 0
-        """The first epoch that was begun here."""
+        """The first epoch that this session began."""
         self._has_said = False
         self._saves: Counter[str] = Counter()
         self._lock = threading.Lock()
@@ -88,8 +88,9 @@ class DcpSession:
     def next_attempt(self, tag: str, beginner: Beginner) -> tuple[Begun, AttemptId, int]:
         """On the coordinator: the epoch, the next attempt at `tag` in it, and the number of saves before it.
 
-        A new epoch is taken at first, for another number of ranks, and where a process of this job has begun one since.
-        FencedError where another job has (DCPSESSION-1), RootInUseError where another job is alive when the first one is taken.
+        A new epoch is taken at first, for another number of ranks, and if a process of this job has begun one since.
+        FencedError if another job has begun one (DCPSESSION-1), RootInUseError if another job is alive when the first epoch is
+        taken.
         """
         with self._lock:
             begun = self._current(beginner)
@@ -106,7 +107,7 @@ class DcpSession:
                 self.writer.call(self._check_own(before.begun.number, newest, beginner.job), LOOK_TIMEOUT_S)
             elif newest == before.begun.number and self._world_size == beginner.world_size:
                 return before.begun
-            beginner = replace(beginner, take_over=False)  # was done; who came since is not to be taken over again
+            beginner = replace(beginner, take_over=False)  # done once; a later job must not be taken over
         self._started = self.writer.call(begin(self.store, beginner), RECOVERY_TIMEOUT_S)
         end(self.writer, before)
         self._world_size = beginner.world_size
@@ -114,21 +115,21 @@ class DcpSession:
         return self._started.begun
 
     async def _check_own(self, own: int, newest: int, job: str) -> None:
-        """FencedError unless epoch `newest`, which is newer than `own`, is of the same job or of this process."""
-        with suppress(NotFoundError, DamagedError):  # who cannot be told is somebody else
+        """FencedError unless epoch `newest`, which is newer than `own`, belongs to the same job or to this process."""
+        with suppress(NotFoundError, DamagedError):  # an unknown process counts as another job
             found = await epochs.read(self.store, newest)
             if is_this_process(found.process) or (job and found.job == job):
                 return
         raise FencedError(await epochs.fence_message(self.store, own, newest))
 
     def say_unknown(self) -> None:
-        """Say once that what was there before this process stays, since it has not loaded."""
+        """Warn once that the checkpoints from before this process stay, since it has not loaded."""
         if self._started is not None and not self._has_said:
             self._has_said = True
             say_unknown(self._started.begun, self.store.url, "dcp.load()", "CheckpointdWriter(..., afresh=True)")
 
     def holds(self, tag: str) -> bool:
-        """Whether `tag` is a checkpoint. DamagedError where its outcome cannot be read."""
+        """Whether `tag` is a checkpoint. DamagedError if its outcome is damaged."""
         try:
             self.writer.call(catalog.find(self.store, tag), LOOK_TIMEOUT_S)
         except NotFoundError:
@@ -142,7 +143,7 @@ class DcpSession:
         running.add_done_callback(lambda done: self._running.pop(done, None))
 
     def leave(self) -> None:
-        """The process ends: attempts that it leads and never finished are given up, others are waited for a little."""
+        """At the end of the process: abort the unfinished attempts that it coordinates, and wait briefly for the others."""
         running = dict(self._running)
         for leave in running.values():
             leave()

@@ -1,8 +1,8 @@
-"""Reads a DCP directory: each box of a tensor is a file of torch.save inside a larger one, and is read in parts.
+"""Reads a DCP directory: each box of a tensor is a file of torch.save inside a larger file, and is read in parts.
 
 Invariant
-  DCPSOURCE-1  No more of a tensor is read into memory than is asked for. Only one that lies there in another order than its own
-      (a transposed one) is mapped as a whole, and its pages are the system's to drop.
+  DCPSOURCE-1  Only the wanted part of a tensor is read into memory. A box whose elements lie in another order (transposed) is
+      mapped as a whole, and the kernel may drop its pages.
 """
 
 from __future__ import annotations
@@ -32,12 +32,14 @@ from checkpointd_client.integrations.conversion.objects import described
 
 _LOOK_BYTES = 4096
 OBJECT_BYTES_MAX = 1 << 28
-"""No object is larger: it has to find room in an index."""
+"""The largest object that is read: it must fit into an index."""
 
 
 @dataclass(frozen=True, slots=True)
 class Elements:
-    """Where the elements of one box lie in a file: from byte `offset`, `nbytes` of storage, strides in elements."""
+    """Where the elements of one box lie: `nbytes` of storage from byte `offset` of the file; `stride` and `first` count
+    elements.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -73,10 +75,7 @@ class Directory:
         return bytes(data)
 
     def copy(self, fqn: str, dtype: str, frame: Box, place: DcpFileRange, part: Box, target: Bytes) -> None:
-        """The elements of `part`, a box inside `frame` that is a row of the elements there, into `target`, row-major.
-
-        FormatError where what lies at `place` is not the box `frame` of `dtype`.
-        """
+        """Copy `part` into `target`, as ElementReader asks. FormatError if `place` holds no box like `frame` of `dtype`."""
         elements = self._elements(fqn, place)
         if (elements.dtype, elements.shape) != (dtype, frame.sizes):
             raise FormatError(
@@ -118,7 +117,7 @@ class Directory:
             target, offset = target[got:], offset + got
 
     def _mapped(self, place: DcpFileRange, elements: Elements) -> NDArray[Any]:
-        """The box as it lies in the file."""
+        """The box, mapped from the file."""
         before = elements.offset % mmap.ALLOCATIONGRANULARITY
         mapped = mmap.mmap(
             self._open(place.file).fileno(),
@@ -133,7 +132,7 @@ class Directory:
 
 
 class _FileSection(io.RawIOBase):
-    """A part of a file as a file of its own."""
+    """A part of a file, readable as a file of its own."""
 
     def __init__(self, descriptor: int, place: DcpFileRange) -> None:
         super().__init__()
@@ -158,7 +157,7 @@ class _FileSection(io.RawIOBase):
 
 
 def _position(frame: Box, part: Box) -> int:
-    """Which element of `frame`, counted row-major, is the first of `part`."""
+    """The row-major number in `frame` of the first element of `part`."""
     at = 0
     for offset, size, inside in zip(frame.offsets, frame.sizes, part.offsets, strict=True):
         at = at * size + inside - offset
@@ -166,19 +165,17 @@ def _position(frame: Box, part: Box) -> int:
 
 
 def _looked_at(file: io.BufferedReader, fqn: str, place: DcpFileRange) -> Elements:
-    """What the file of torch.save at `place` holds, its elements not read."""
+    """Describe the file of torch.save at `place` without reading its elements."""
     view = io.BufferedReader(_FileSection(file.fileno(), place), _LOOK_BYTES)
     try:
         tensor = described(view)
         with zipfile.ZipFile(view) as archive:
             rooms = [info for info in archive.infolist() if info.filename.partition("/")[2].startswith("data/")]
             order = [archive.read(name) for name in archive.namelist() if name.endswith("/byteorder")]
-    except Exception as error:  # bytes of unknown origin: whatever goes wrong is that they cannot be read
-        raise FormatError(
-            f"{fqn}: what lies in {place.file} at byte {place.offset} is not a tensor of torch.save: {error!r}"
-        ) from error
+    except Exception as error:  # bytes of unknown origin: any error means that they cannot be read
+        raise FormatError(f"{fqn}: {place.file} has no tensor of torch.save at byte {place.offset}: {error!r}") from error
     if len(rooms) != 1 or rooms[0].compress_type != zipfile.ZIP_STORED or order not in ([], [b"little"]):
-        raise FormatError(f"{fqn}: {place.file} holds it in a way that is not known: {len(rooms)} storages, byte order {order}")
+        raise FormatError(f"{fqn}: {place.file} holds it in an unknown form: {len(rooms)} storages, byte order {order}")
     found = Elements(
         dtype=NAMES.get(tensor.dtype, str(tensor.dtype)),
         shape=tuple(tensor.shape),
@@ -190,5 +187,5 @@ def _looked_at(file: io.BufferedReader, fqn: str, place: DcpFileRange) -> Elemen
     )
     last = found.first + sum((n - 1) * s for n, s in zip(found.shape, found.stride, strict=True)) + 1
     if tensor.is_conj() or tensor.is_neg() or last * tensor.itemsize > found.nbytes:
-        raise FormatError(f"{fqn}: {place.file} has not all of its elements, or has them conjugated", fqn=fqn)
+        raise FormatError(f"{fqn}: {place.file} does not have all of its elements, or has them conjugated or negated", fqn=fqn)
     return found

@@ -7,13 +7,13 @@ import re
 
 
 class Tagged:
-    """The part of DCP's interface that reader and writer share."""
+    """The part of DCP's interface that our reader and writer share."""
 
     _tag: str | None
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:  # noqa: ARG003  # DCP's interface
-        """DCP asks which storage may take a `checkpoint_id` on its own: none of ours, since a tag says no root."""
+        """False: DCP asks whether the storage can be chosen by a `checkpoint_id` alone, but our tag does not name a root."""
         return False
 
     @property
@@ -27,6 +27,6 @@ _DIGITS_MAX = 15
 
 
 def step_of(tag: str) -> int:
-    """The last number in a tag; 0 where there is none."""
+    """The last number in a tag; 0 if there is none."""
     match = _NUMBER.search(tag)
     return int(match[1]) if match and len(match[1]) <= _DIGITS_MAX else 0

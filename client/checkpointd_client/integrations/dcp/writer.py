@@ -1,13 +1,14 @@
 """A DCP StorageWriter: DCP plans and gathers, our attempt writes, votes and commits.
 
     coordinator   prepare_global_plan   takes the epoch and tells every rank its attempt, in the plan that DCP scatters
-    every rank    write_data            copies what it is to write, persists it, and votes
-    coordinator   finish                lets the attempt commit, and returns when it has
+    every rank    write_data            copies the items of its plan, persists them, and votes
+    coordinator   finish                lets the attempt commit, and returns when it has committed
 
 Invariants
-  DCPWRITE-1  Nothing is committed before `finish` was called, which DCP does only where no rank failed.
-  DCPWRITE-2  A rank that fails votes no, and the attempt is aborted on all ranks at once. A rank that dies never votes: the
-      attempt is aborted at its deadline, by the coordinator's next save or its end, or by the next start.
+  DCPWRITE-1  Nothing is committed before `finish`, which DCP calls only if no rank failed.
+  DCPWRITE-2  A rank that fails votes no, and the attempt is aborted on all ranks at once. A rank that dies does not vote: the
+      attempt is aborted at its deadline, by the coordinator's next save, at the end of the coordinator's process, or by the
+      next start.
 """
 
 from __future__ import annotations
@@ -48,32 +49,32 @@ log = logging.getLogger("checkpointd")
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """What a rank tells the coordinator with its plan."""
+    """Sent by a rank to the coordinator with its plan."""
 
     token: str
-    """Tells ranks apart."""
+    """Identifies the rank."""
     tag: str
 
 
 @dataclass(frozen=True, slots=True)
 class PlanReply:
-    """What the coordinator tells a rank with its plan."""
+    """Sent by the coordinator to a rank with its plan."""
 
     info: AttemptInfo
     begun: Begun
 
 
 class CheckpointdWriter(Tagged, StorageWriter):
-    """Where `dcp.save` and `dcp.async_save` write: checkpoint `tag` below `root`, a directory that every rank sees.
+    """Lets `dcp.save` and `dcp.async_save` write checkpoint `tag` below `root`, a directory that every rank sees.
 
-    `tag`: None where `step` is given (`global_step100`), or `checkpoint_id` of dcp.save is, which names the tag then. `step`:
-    None takes the last number in the tag, 0 without one. `overwrite`: False refuses a tag that is a checkpoint already; True
-    saves it again, and the earlier one counts until that is committed. The other settings are those of Checkpointer. One
-    writer may be used for many saves, with another `checkpoint_id` each and no `step`; so may a new one for each save.
+    `tag`: None if `step` is given (the tag is then `global_step100`), or if `checkpoint_id` of dcp.save names the tag. `step`:
+    None takes the last number in the tag, or 0. `overwrite`: False refuses a tag that is a checkpoint already; True saves it
+    again, and the earlier checkpoint stays valid until the new one is committed. The other settings are those of Checkpointer.
+    You can make a writer for each save, or use one for many saves, with no `step` and a different `checkpoint_id` each.
 
-    dcp.save raises CheckpointException, whose `failures` hold what happened on each rank: StateError for what cannot be stored,
-    AbortedError with the ranks where the attempt was aborted, RootInUseError at the first save where another job is alive at
-    the root, FencedError once another job has taken it over, RootNotSharedError, StoreError.
+    dcp.save raises CheckpointException, whose `failures` hold the error of each rank: StateError for values that cannot be
+    stored; AbortedError, with the ranks, if the attempt was aborted; RootInUseError at the first save if another job is alive
+    at the root; FencedError once another job has taken it over; RootNotSharedError; StoreError.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class CheckpointdWriter(Tagged, StorageWriter):
         self._step = step
         self._overwrite = overwrite
         self._persist = PersistConfig(compression=compression, chunk_bytes=chunk_bytes, budget_bytes=budget_bytes, dedup=dedup)
-        # The state is not known to be trained: DCP's plans are of detached tensors.
+        # DCP's plans have detached tensors, so nobody knows which of them are trained.
         self._commit = CommitConfig(
             timeout_s=commit_timeout_s,
             poll_max_s=0.1,
@@ -123,8 +124,8 @@ class CheckpointdWriter(Tagged, StorageWriter):
         self._run: DcpAttempt | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """For async_save in a process: there it opens the root anew."""
-        known = self._afresh or is_taken_up(self._root)  # that process has loaded nothing
+        """For async_save in another process, which opens the root anew."""
+        known = self._afresh or is_taken_up(self._root)  # the other process has loaded nothing
         return {**self.__dict__, "_afresh": known, "_set_up": None, "_run": None}
 
     # --- what DCP calls, in order ------------------------------------------------------------------------------
@@ -137,8 +138,8 @@ class CheckpointdWriter(Tagged, StorageWriter):
         tag = check_tag(os.fspath(checkpoint_id))
         if self._run is not None and self._step is not None and tag != self._tag:
             raise UsageError(
-                f"step={self._step} was given for {self._tag}, and would be that of {tag}, too: make a writer for each save, "
-                "or leave step out, which is then the last number in each tag"
+                f"step={self._step} was given for {self._tag}, and would also be the step of {tag}: make a writer for each "
+                "save, or leave step out; it is then the last number in each tag"
             )
         self._tag = tag
 
@@ -159,7 +160,7 @@ class CheckpointdWriter(Tagged, StorageWriter):
         return replace(plan, storage_data=self._asked)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On the coordinator alone, which is rank 0 of the attempt whatever its rank in the process group."""
+        """Called on the coordinator only. It is rank 0 of the attempt, even if it has another rank in the process group."""
         asked = [plan.storage_data for plan in plans]
         tags = {one.tag for one in asked}
         if len(tags) != 1:
@@ -185,7 +186,7 @@ class CheckpointdWriter(Tagged, StorageWriter):
         return [replace(plan, storage_data=PlanReply(info, begun)) for plan, info in zip(plans, infos, strict=True)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
-        """Returns when this rank's part is durable and its vote stands; raises what prevented that."""
+        """Returns when this rank's part and its vote are durable; raises the error that prevented it."""
         told: PlanReply = plan.storage_data
         session, state = self._ready()
         if told.info.rank != COORDINATOR:
@@ -198,7 +199,7 @@ class CheckpointdWriter(Tagged, StorageWriter):
             shard, strange = shard_of(self._held, plan, planner)
         except BaseException as error:
             staged.set_exception(_as_ours(error, told.info))
-            with suppress(CheckpointdError):  # what it says is that `error` aborted the attempt
+            with suppress(CheckpointdError):  # it only repeats that `error` aborted the attempt
                 run.wait_voted()
             raise
         self._warn(strange)
@@ -210,7 +211,7 @@ class CheckpointdWriter(Tagged, StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Commit. The metadata is in the indexes already, and is made from them when it is read."""
+        """Commit. DCP's metadata is not stored: a reader makes it from the indexes."""
         if self._run is None:
             raise UsageError("finish() before write_data()")
         self._run.commit()

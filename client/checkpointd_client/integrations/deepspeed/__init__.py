@@ -1,6 +1,6 @@
 """DeepSpeed engines that save in the background, all ranks or none. `docs/DEEPSPEED.md` shows how.
 
-What reads checkpoints alone works without DeepSpeed: nothing here is imported before it is asked for.
+Functions that only read checkpoints work without DeepSpeed: each module is imported when one of its names is used.
 """
 
 from __future__ import annotations

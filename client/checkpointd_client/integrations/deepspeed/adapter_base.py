@@ -1,11 +1,11 @@
 """The adapter between a DeepSpeed engine and a Checkpointer, for every layout: it replaces the engine's methods.
 
 Invariants
-  ADAPTER-1  Before a Checkpointer is made, and before DeepSpeed's own barriers, which wait for ever, all ranks are waited for
-      with a deadline; who is missing is named.
-  ADAPTER-2  Once the ranks have met, every rank votes on the attempt, whatever DeepSpeed or the user's objects raise.
-  ADAPTER-3  A load reads what was committed: it waits for the saves in flight, on every rank.
-  ADAPTER-4  Where this job cannot begin at a root, a load only reads there, on every rank.
+  ADAPTER-1  All ranks meet, with a deadline, before a Checkpointer is made and before DeepSpeed's own barriers, which never
+      time out. If ranks are missing, the error names them.
+  ADAPTER-2  Once the ranks have met, every rank votes on the attempt, even if DeepSpeed or the user's objects raise an error.
+  ADAPTER-3  A load reads committed checkpoints: it waits for the saves in flight, on every rank.
+  ADAPTER-4  If this job cannot begin at a root, a load only reads there, on every rank.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ SEPARATOR = "--"
 
 
 class DirectoryError(UsageError, ValueError):
-    """There is no directory to save in, and none can be made. A ValueError too, as it is of DeepSpeed."""
+    """There is no directory to save in, and none can be made. Also a ValueError, as in DeepSpeed."""
 
 
 class TagError(UsageError, AssertionError):
-    """Ranks save under tags that differ, and DeepSpeed's `tag_validation` is "Fail". An AssertionError too, as of DeepSpeed."""
+    """The ranks' tags differ, and DeepSpeed's `tag_validation` is "Fail". Also an AssertionError, as in DeepSpeed."""
 
 
 def _detached() -> SaveHandle | None:
-    """What an engine that is not attached any more answers to checkpoint_handle()."""
+    """The checkpoint_handle() of an engine that is detached."""
     raise ClosedError(
         "checkpoint_handle() after detach(): DeepSpeed saves by itself again, before save_checkpoint() returns. The handle of "
         "the last save before detach() is `plug.handle`, of the Adapter that attach() returned"
@@ -62,7 +62,7 @@ def _detached() -> SaveHandle | None:
 
 
 def unmade(directory: str) -> str | None:
-    """Why a directory cannot be made; None where it is there now."""
+    """Make a directory. Returns why that failed; None if the directory exists now."""
     try:
         os.makedirs(directory, exist_ok=True)
     except OSError as error:
@@ -72,7 +72,7 @@ def unmade(directory: str) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class SaveTarget:
-    """Where a save goes: which Checkpointer's, its tag there, and the directory that is to show it, relative to the root."""
+    """Where a save goes: the root of its Checkpointer, its tag there, and the tag directory, relative to the root."""
 
     root: str
     tag: str
@@ -80,12 +80,12 @@ class SaveTarget:
 
     @staticmethod
     def root_of(save_dir: str, root: str | None) -> str:
-        """The directory beside which a save_dir's checkpoints are stored."""
+        """The root of the checkpoints of `save_dir`."""
         return SaveTarget.of(save_dir, "any", root).root
 
     @staticmethod
     def of(save_dir: str, tag: str, root: str | None) -> SaveTarget:
-        """UsageError for a save_dir outside `root`, and for a tag that is no name of a directory."""
+        """UsageError if `save_dir` is outside `root`, or if `tag` cannot be the name of a directory."""
         folder = os.path.abspath(save_dir)
         base = own_root(folder) if root is None else os.path.abspath(root)
         below = os.path.relpath(folder, base)
@@ -96,16 +96,16 @@ class SaveTarget:
 
 
 def _joined(parts: list[str]) -> str:
-    """A tag for a directory below the root: another one for each, or one save would replace another's files."""
+    """The tag for a directory below the root; unique, or one save would replace the files of another."""
     name = SEPARATOR.join(parts)
     return name if name.split(SEPARATOR) == parts else f"{name}{SEPARATOR}{digest('/'.join(parts).encode())[:16]}"
 
 
 def own_root(folder: str) -> str:
-    """The root of a save_dir for which none was given: itself, or of a `checkpoint-N` the directory in which such ones lie.
+    """The root for a save_dir if none was given: the save_dir itself, or the directory above a `checkpoint-N`.
 
-    These come and go with each save. Accelerate's (`checkpoint_N`) lie in a directory `checkpoints`, in which nothing else may
-    be.
+    The libraries make a `checkpoint-N` for each save and remove old ones. Accelerate's (`checkpoint_N`) lie in a directory
+    `checkpoints` that may contain nothing else, so the root is the directory above that.
     """
     above, name = os.path.split(folder)
     found = re.fullmatch(r"checkpoint([-_])\d+", name)
@@ -127,7 +127,7 @@ class SaveCall:
 
 
 class Adapter(ABC):
-    """One engine's. `handle` is that of its last save."""
+    """The adapter of one engine. `handle` is the handle of its last save."""
 
     def __init__(self, engine: Any, settings: dict[str, Any]) -> None:
         self.engine = engine
@@ -142,10 +142,10 @@ class Adapter(ABC):
         self._engine = CheckpointdEngine(self.settle)
         self.is_attached = False
         self.filled: Filled | None = None
-        """What the next save_checkpoint belongs to, where others fill its directory."""
+        """The unfinished directory that the next save_checkpoint completes, if another library fills one."""
 
     def connect(self) -> None:
-        """Take the place of the engine's own methods."""
+        """Replace the engine's own methods."""
         engine = self.engine
         self._save, self._load, self._destroy = engine.save_checkpoint, engine.load_checkpoint, engine.destroy
         self._stock = engine.checkpoint_engine
@@ -157,7 +157,7 @@ class Adapter(ABC):
         self.is_attached = True
 
     def _saving(self) -> Callable[..., bool]:
-        """What the engine's users call; with the parameters of save_checkpoint, which some of them look at."""
+        """The engine's new save_checkpoint, with the same parameters, since some libraries inspect them."""
 
         @functools.wraps(self.save_checkpoint)
         def save_checkpoint(*args: Any, **kwargs: Any) -> bool:
@@ -217,10 +217,10 @@ class Adapter(ABC):
 
     @abstractmethod
     def load_checkpoint(self, load_dir: str, tag: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        """DeepSpeed's load_checkpoint, of what is committed and whole. On every rank."""
+        """DeepSpeed's load_checkpoint, for committed and undamaged checkpoints. Call it on every rank."""
 
     def detach(self) -> None:
-        """Close, and give the engine its own methods back, whatever close() raises."""
+        """Close, and give the engine its own methods back, even if close() raises."""
         try:
             self.close()
         finally:
@@ -235,8 +235,8 @@ class Adapter(ABC):
         self.is_attached = False
 
     def _copying(self, save_path: str) -> None:
-        """DeepSpeed's copy of its scripts, on rank 0 alone: where a disk is full, the other ranks wait in a
-        barrier (ADAPTER-2).
+        """DeepSpeed's copy of its scripts, on rank 0 alone. An error is only logged: the other ranks wait in a barrier
+        (ADAPTER-2).
         """
         try:
             self._copy(save_path)
@@ -244,31 +244,33 @@ class Adapter(ABC):
             log.warning("DeepSpeed's scripts could not be copied to %s: %s", save_path, error)
 
     def _is_own(self, load_dir: str) -> bool:
-        """Whether there is a store for `load_dir`. Rank 0 says it for all: file systems may show the ranks different things."""
+        """Whether there is a store for `load_dir`. Rank 0 decides for all, since ranks may see different states of a file
+        system.
+        """
         try:
             root = SaveTarget.root_of(load_dir, self._root)
-        except UsageError:  # raised later, where nobody waits for this rank
+        except UsageError:  # raised later, when no rank waits for this one
             return False
         return root in self._roots or os.path.isdir(os.path.join(root, SERVICE))
 
     def _said_of(self, load_dir: str) -> Said | None:
-        """What this rank would say of the root of `load_dir`."""
+        """What this rank knows of the root of `load_dir`; None if it has none."""
         with suppress(UsageError):
             return said_of(self._store_of(SaveTarget.root_of(load_dir, self._root)))
         return None
 
     def _opened(self, root: str, said: Said) -> AbstractContextManager[Opened]:
-        """`root` for a load, as rank 0 has `said` that it can be (ADAPTER-4)."""
+        """Open `root` for a load, in the way that rank 0 `said` is possible (ADAPTER-4)."""
         begin, saves = functools.partial(self._roots.checkpointer, root), self._root is not None
         return opened(self._store_of(root), begin, said, self._timeout_s, self._options, saves=saves)
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until no save is in flight; raises what became of them."""
+        """Wait until no save is in flight; raises their errors."""
         self._roots.wait(timeout)
 
     def settle(self) -> None:
-        """Wait until no save is in flight, whatever becomes of it: what may end otherwise on another rank must not be raised
-        where ranks do something together.
+        """Wait until no save is in flight, without raising the errors of saves: they may differ between ranks, and the ranks go
+        on to do something together.
         """
         self._roots.settle()
 
@@ -285,7 +287,7 @@ class Adapter(ABC):
 
     def _begun(self, save_dir: str, root: str) -> Core:
         """The Checkpointer of a root to save in. DirectoryError on every rank if rank 0 cannot make the first `save_dir` there;
-        a later one that cannot be made is told by the handle.
+        for a later `save_dir`, the handle reports the error.
         """
         if root not in self._roots:
             fault = unmade(save_dir) if self.engine.global_rank == 0 else None
@@ -299,11 +301,11 @@ class Adapter(ABC):
 
     @staticmethod
     def _store_of(root: str) -> str:
-        """Where the Checkpointer of a root stores."""
+        """The directory of the store of a root."""
         return os.path.join(root, SERVICE)
 
     def _meet(self, doing: str, said: Mapping[str, object], own: Any) -> list[Any]:
-        """All ranks, each having `said` the same (ADAPTER-1); what each of them says for itself."""
+        """Let all ranks meet, each with the same `said` (ADAPTER-1); returns the `own` of each rank."""
         text = json.dumps({"call": doing, **said}, sort_keys=True)
         heard = convene(json.dumps([text, own]), f"calling {doing}", self._timeout_s)
         texts, owns = zip(*(json.loads(heard[rank]) for rank in sorted(heard)), strict=True)
@@ -316,7 +318,7 @@ class Adapter(ABC):
         return list(owns)
 
     def _one_of(self, tags: list[str]) -> str:
-        """The tag of rank 0, which a checkpoint can be found by; TagError where DeepSpeed is to fail if others differ."""
+        """The tag of rank 0. TagError if the tags differ and DeepSpeed's `tag_validation` is "Fail"."""
         other = next((rank for rank, tag in enumerate(tags) if tag != tags[0]), None)
         if other is not None:
             text = f"the ranks save under tags that differ: rank 0 under {tags[0]!r}, and rank {other} under {tags[other]!r}"

@@ -26,15 +26,14 @@ def attach(
     synchronous: bool | None = None,
     **options: Any,
 ) -> Adapter:
-    """Let `engine.save_checkpoint` and `engine.load_checkpoint` go through checkpointd from here on. On every rank.
+    """Let `engine.save_checkpoint` and `engine.load_checkpoint` go through checkpointd from here on. Call it on every rank.
 
-    `root`: a directory at or above every `save_dir` that will be used; by default each save_dir by itself, and the directory
-    above one that is called `checkpoint-N`. `options` are those
-    of Checkpointer. What is not given here is read from the DeepSpeed settings, under `checkpoint.checkpointd`.
-    `synchronous`: save_checkpoint returns once the save has committed, and raises what it failed of; for scripts that read the
-    files right after it.
+    `root`: a directory at or above every `save_dir` that will be used. By default each save_dir is a root of its own; for one
+    that is called `checkpoint-N`, the root is the directory above it. `options` are those of Checkpointer. Settings that are
+    not given here are read from the DeepSpeed settings, under `checkpoint.checkpointd`. `synchronous`: save_checkpoint returns
+    once the save has committed, and raises its error if it failed; for scripts that read the files right after it.
 
-    UsageError for settings that cannot be, and for an engine that is attached already.
+    UsageError for invalid settings, and for an engine that is attached already.
     """
     if isinstance(engine.checkpoint_engine, CheckpointdEngine):
         raise UsageError("this engine is attached to checkpointd already: attach it once")
@@ -61,10 +60,10 @@ def _settings_of(engine: Any) -> Mapping[str, Any]:
 
 
 def install(**options: Any) -> None:
-    """Attach every engine that deepspeed.initialize makes from here on: for those who do not call it themselves.
+    """Attach every engine that deepspeed.initialize makes from here on: for scripts in which a library calls it.
 
-    `options` are those of `attach`. Hugging Face's Trainer and Accelerate learn that a save is not yet a checkpoint. UsageError
-    for layout "checkpointd", whose checkpoints they do not find.
+    `options` are those of `attach`. Also changes Hugging Face's Trainer and Accelerate, so that they do not treat a save as a
+    checkpoint before it commits. UsageError for layout "checkpointd", whose checkpoints they would not find.
     """
     import deepspeed
 
@@ -79,9 +78,9 @@ def install(**options: Any) -> None:
         made = original(*args, **kwargs)
         check_layout(options.get("layout") or _settings_of(made[0]).get("layout"))
         plug = attach(made[0], **options)
-        teach()  # what was imported meanwhile
+        teach()  # the libraries may have been imported meanwhile
         watch(made[0], plug)
         return made
 
-    initialize.checkpointd = attach  # type: ignore[attr-defined]  # says that it is installed
+    initialize.checkpointd = attach  # type: ignore[attr-defined]  # marks the wrapper, for a second call
     deepspeed.initialize = initialize

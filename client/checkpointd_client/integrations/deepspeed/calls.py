@@ -33,10 +33,10 @@ def save_checkpoint(
 ) -> SaveHandle:
     """`save` with the arguments of DeepSpeed's `engine.save_checkpoint`. Call it on every rank; it returns at once.
 
-    What an engine knows is told by keyword: `model=`, `optimizer=`, `lr_scheduler=` and whatever else is to be saved, each
-    a module, an optimizer, anything with state_dict and load_state_dict, or a dict of tensors; plain values go into
-    `client_state`. `save_dir` must be the root of `checkpointer`. `step`: without it, the last number in `tag`, which may be
-    left out with it: `global_step<step>`. Raises as `save` does.
+    Pass the objects of the engine by keyword: `model=`, `optimizer=`, `lr_scheduler=` and any others, each a module, an
+    optimizer, an object with state_dict and load_state_dict, or a dict of tensors. Plain values go into `client_state`.
+    `save_dir` must be the root of `checkpointer`. `step`: None takes the last number in `tag`. With `step`, `tag` may be left
+    out; it is then `global_step<step>`. Raises as `save` does.
     """
     _check_directory(checkpointer, save_dir, "save_dir")
     _check_state(state, "save_checkpoint")
@@ -62,11 +62,10 @@ def load_checkpoint(
 ) -> tuple[str | None, dict[str, object] | None]:
     """`load` with the arguments of DeepSpeed's `engine.load_checkpoint`; the checkpoint's path and client state.
 
-    `state` are the objects that save_checkpoint was given, under the same names. They are filled in place. (None, None)
-    where nothing was saved yet; NotFoundError for a `tag` that is not there. `load_optimizer_states=False` leaves
-    `optimizer=` as it is, `load_lr_scheduler_states=False` `lr_scheduler=`, and `load_module_only=True` everything but
-    `model=`. `load_module_strict=False` loads what fits. `load_dir` must be the root of `checkpointer`. Raises as
-    `load` does.
+    `state` are the objects that save_checkpoint got, under the same names. They are filled in place. Returns (None, None) if
+    nothing was saved yet; NotFoundError for a `tag` that does not exist. `load_optimizer_states=False` leaves `optimizer=` as
+    it is, `load_lr_scheduler_states=False` leaves `lr_scheduler=`, and `load_module_only=True` leaves everything but `model=`.
+    `load_module_strict=False` loads only values that fit. `load_dir` must be the root of `checkpointer`. Raises as `load` does.
     """
     _check_directory(checkpointer, load_dir, "load_dir")
     _check_state(state, "load_checkpoint")
@@ -85,13 +84,13 @@ def load_checkpoint(
 
 
 class _Some:
-    """A part of what is stored, by the names of the parts; a module must have all that is stored of it."""
+    """Some parts of the stored state, by their names; a module must have all values that are stored for it."""
 
     def __init__(self, state: dict[str, Any]) -> None:
         self._state = state
 
     def places(self, stored: Described) -> LoadTargets:
-        """Where it goes."""
+        """The targets in the chosen objects."""
         refused = state_dicts.refused(self._state)
         if refused is not None:
             raise refused

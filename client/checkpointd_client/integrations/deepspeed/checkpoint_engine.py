@@ -1,11 +1,11 @@
 """A checkpoint engine for DeepSpeed: it takes the files that the DeepSpeed engine would have written.
 
 Invariants
-  ENGINE-1  Between `collect` and `collected` nothing is written: what `save` is given is kept as it is, and the adapter
-      snapshots it before save_checkpoint returns.
-  ENGINE-2  Outside of that (save_16bit_model, which one rank calls alone) a file is written at once, whole or not at all.
-  ENGINE-3  What is loaded was committed: a load waits for the saves in flight. What it has read already, and verified, is not
-      read again.
+  ENGINE-1  Between `collect` and `collected` nothing is written: `save` keeps its arguments, and the adapter snapshots them
+      before save_checkpoint returns.
+  ENGINE-2  At other times (save_16bit_model, which one rank calls alone) a file is written at once, whole or not at all.
+  ENGINE-3  Only committed files are loaded: a load waits for the saves in flight. Contents that were already read and verified
+      are not read again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from checkpointd_client.restore.verified import VerifiedFile
 
 
 class CheckpointdEngine(CheckpointEngine):  # type: ignore[misc]  # DeepSpeed has no types
-    """`settle` is called before anything is read."""
+    """DeepSpeed's checkpoint engine, for checkpointd. It calls `settle` before it reads."""
 
     def __init__(self, settle: Callable[[], None]) -> None:
         super().__init__()
@@ -37,11 +37,11 @@ class CheckpointdEngine(CheckpointEngine):  # type: ignore[misc]  # DeepSpeed ha
     # --- collecting --------------------------------------------------------------------------------------------
 
     def collect(self, directory: str) -> None:
-        """From here on, what is saved in `directory` is kept."""
+        """From here on, keep the files that are saved in `directory`."""
         self._directory, self._files, self._fault = os.path.abspath(directory), {}, None
 
     def collected(self) -> tuple[dict[str, Any], str | None]:
-        """The contents of the files that were saved since, by their names, and what could not be done on the way."""
+        """The contents of the files that were saved since, by their names, and an error on the way."""
         files, self._directory, self._files = self._files, None, {}
         return files, self._fault
 
@@ -51,7 +51,7 @@ class CheckpointdEngine(CheckpointEngine):  # type: ignore[misc]  # DeepSpeed ha
 
     @contextmanager
     def holding(self, contents: dict[str, Any]) -> Iterator[None]:
-        """Inside of it, `load` gives out `contents`, by path; tensors in the host's memory."""
+        """Within the block, `load` returns `contents`, by path, with tensors on the CPU."""
         self._held = contents
         try:
             yield
@@ -61,12 +61,12 @@ class CheckpointdEngine(CheckpointEngine):  # type: ignore[misc]  # DeepSpeed ha
     # --- what DeepSpeed calls ----------------------------------------------------------------------------------
 
     def create(self, info: CheckpointCommitInfo) -> None:
-        """Nothing is begun by it: the adapter begins."""
+        """Does nothing: the adapter begins the save."""
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """The directory of a tag appears with all of its files; any other is durable at once.
+        """Make a durable directory. That of a tag is not made: it appears with all of its files.
 
-        In a save nothing is raised: rank 0 alone calls this, and the others wait for it in a barrier.
+        In a save it raises nothing: only rank 0 calls it, and the other ranks wait for rank 0 in a barrier.
         """
         if os.path.abspath(path) == self._directory:
             return
@@ -79,7 +79,7 @@ class CheckpointdEngine(CheckpointEngine):  # type: ignore[misc]  # DeepSpeed ha
             self._fault = f"the directory {path} cannot be made: {error}"
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Keep it, or write it at once (ENGINE-2)."""
+        """Keep the content, or write it at once (ENGINE-2)."""
         name = self._name_in(path)
         if name is None:
             write_whole(state_dict, path)
@@ -87,7 +87,7 @@ class CheckpointdEngine(CheckpointEngine):  # type: ignore[misc]  # DeepSpeed ha
             self._files[name] = state_dict
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """As torch.load does; the file is DeepSpeed's own, which may hold any object."""
+        """Load a file of DeepSpeed's with torch.load; it may hold any object."""
         self._settle()
         held = self._held.get(os.path.abspath(path))
         if held is not None and _is_host(map_location):
@@ -95,39 +95,39 @@ class CheckpointdEngine(CheckpointEngine):  # type: ignore[misc]  # DeepSpeed ha
         return torch.load(path, map_location=map_location, weights_only=False)
 
     def commit(self, info: CheckpointCommitInfo) -> bool:
-        """The adapter commits."""
+        """Does nothing: the adapter commits."""
         return True
 
     def is_decoupled(self) -> bool:
-        """So DeepSpeed leaves `latest` alone."""
+        """True, so that DeepSpeed does not write `latest`."""
         return True
 
     def get_commit_info(self) -> None:
-        """So DeepSpeed's step() does not wait."""
+        """None, so that DeepSpeed's step() does not wait."""
 
     def cleanup(self) -> None:
-        """Called when the engine is destroyed: what is in flight is waited for."""
-        with suppress(Exception):  # said by the handle and the log
+        """Called when the engine is destroyed: wait for the saves in flight."""
+        with suppress(Exception):  # the handle and the log report it
             self._settle()
 
 
 def unpickled(file: VerifiedFile) -> Any:
-    """What a file of DeepSpeed's holds, with its tensors in the host's memory."""
+    """The content of a file of DeepSpeed's, with its tensors on the CPU."""
     return torch.load(file, map_location="cpu", weights_only=False)  # type: ignore[arg-type]  # a file, as io has them
 
 
 def _is_host(map_location: Any) -> bool:
-    """Whether tensors are wanted in the host's memory. DeepSpeed's functions all leave storages where they are loaded."""
+    """Whether tensors are wanted on the CPU. DeepSpeed's functions all leave storages where they are loaded."""
     return callable(map_location) or (isinstance(map_location, str | torch.device) and torch.device(map_location).type == "cpu")
 
 
 def steps_elsewhere(optimizer: Any) -> bool:
-    """Whether another process changes what the optimizer keeps, during the backward pass already: no step's hook tells."""
+    """Whether another process changes the optimizer's state already during the backward pass, which no hook reports."""
     return hasattr(optimizer, "superoffload_cpu_optimizer") or bool(getattr(optimizer, "zenflow", False))
 
 
 def mount_fault(store: str, save_dir: str) -> str | None:
-    """Why files of the store cannot be shown in `save_dir`; None where they can, for all that is known."""
+    """Why files of the store cannot be shown in `save_dir`; None if no reason is known."""
     with suppress(OSError):
         if os.stat(store).st_dev != os.stat(save_dir).st_dev:
             return (
@@ -138,7 +138,7 @@ def mount_fault(store: str, save_dir: str) -> str | None:
 
 
 def write_whole(content: Any, path: str) -> None:
-    """torch.save, durable, in the place of what was there."""
+    """torch.save, durable; replaces an existing file in one step."""
     directory = os.path.dirname(os.path.abspath(path))
     temporary = os.path.join(directory, f".{secrets.token_hex(8)}.writing")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)

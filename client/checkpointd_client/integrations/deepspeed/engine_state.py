@@ -3,11 +3,11 @@
     {"model": parameters and buffers by their plain names,
      "optimizer": {"state": {"model.<name>": {"exp_avg": ...}}, "param_groups": [{..., "params": [names]}]},
      "master": the fp32 masters of parameters of another dtype,
-     "scheduler": what the LR scheduler says of itself,
+     "scheduler": the state_dict of the LR scheduler,
      "deepspeed": counters, loss scaler}
 
-Names and shapes are those that checkpointd stores of `{"model": model, "optimizer": optimizer}` without DeepSpeed, so that each
-loads what the other has saved.
+Names and shapes are those that checkpointd stores for `{"model": model, "optimizer": optimizer}` without DeepSpeed, so that
+either loads the checkpoints of the other.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _SPARSE = "sparse_tensor_module_names"
 
 
 def state_of(engine: Any, *, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
-    """What a save of the engine stores. StateError for what cannot be."""
+    """The state that a save of the engine stores. StateError for values that cannot be stored."""
     bundles = bundles_of(engine)
     tensors, left_out = _model(engine, exclude_frozen_parameters=exclude_frozen_parameters)
     state: dict[str, Any] = {MODEL: tensors}
@@ -82,7 +82,7 @@ def _model(engine: Any, *, exclude_frozen_parameters: bool) -> tuple[dict[str, A
             # Tied weights are one HeldTensor, and so stored once.
             found[name] = made[id(value)] = made.get(id(value)) or parameter_held(value, copies)
         elif isinstance(value, torch.Tensor):
-            # Buffers are kept by every rank for itself; those of the first are the ones that count, as in DeepSpeed's files.
+            # Every rank has its own buffers; those of the first rank are stored, as in DeepSpeed's files.
             found[name] = made[id(value)] = made.get(id(value)) or same(value.detach(), copies, first_writes=True)
         else:
             found[name] = value
@@ -90,13 +90,13 @@ def _model(engine: Any, *, exclude_frozen_parameters: bool) -> tuple[dict[str, A
 
 
 def _buffer_names(engine: Any) -> list[str]:
-    """Stored, since tensors by name do not say it, and fp32 weights are made of buffers other than of frozen parameters."""
+    """The names of buffers. They are stored, because fp32 weights treat buffers and frozen parameters differently."""
     entries = module_entries(engine)
     return [name for _, name, value in entries if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)]
 
 
 def stored_name(name: str) -> str:
-    """What a parameter is called in the state of the optimizer."""
+    """The name of a parameter in the state of the optimizer."""
     return f"{MODEL}.{name}"
 
 
@@ -114,7 +114,7 @@ def _optimizer_state(engine: Any, bundles: list[Bundle]) -> dict[str, dict[Hasha
 
 
 def _entry(engine: Any, bundle: Bundle, one: Range, key: Hashable, value: Any) -> Any:
-    """One thing that the optimizer keeps for the parameters of a bundle, as it is kept for one of them."""
+    """One entry of the optimizer state of a bundle, cut out for one of its parameters."""
     if not isinstance(value, torch.Tensor):
         return value
     if is_elementwise(key, value, bundle.tensor):
@@ -125,12 +125,12 @@ def _entry(engine: Any, bundle: Bundle, one: Range, key: Hashable, value: Any) -
         return same(value.detach(), bundle.copies, optimizer_only=True)
     raise StateError(
         f"optimizer.state.{stored_name(one.name)}.{key}: a tensor of the shape {list(value.shape)}, where the optimizer steps "
-        f"{bundle.tensor.numel()} elements of several parameters: which elements are whose cannot be told"
+        f"{bundle.tensor.numel()} elements of several parameters: it cannot be divided among these parameters"
     )
 
 
 def is_elementwise(key: Hashable, value: torch.Tensor, optimizer_only: torch.Tensor) -> bool:
-    """Whether each element belongs to the same one of the tensor that the optimizer steps."""
+    """Whether each element of `value` belongs to one element of the tensor that the optimizer steps."""
     return key != STEP and value.shape == optimizer_only.shape
 
 
@@ -150,7 +150,7 @@ def parameters_by_name(engine: Any) -> dict[str, Any]:
 
 
 def _masters(engine: Any, bundles: list[Bundle]) -> Iterator[tuple[str, LocalShardTensor]]:
-    """Masters of another dtype than their parameters'; of the same dtype, both have the same elements."""
+    """The masters whose dtype differs from their parameters'; with the same dtype, both have the same elements."""
     parameters = parameters_by_name(engine)
     for bundle in bundles:
         for one in bundle.ranges:
@@ -175,7 +175,7 @@ def _engine_state(engine: Any) -> dict[str, Any]:
 
 
 def scale_holders(engine: Any) -> dict[str, Any]:
-    """The objects that keep loss scales: the optimizer's wrapper, and what it keeps them in."""
+    """The objects that hold loss scales: the optimizer's wrapper, and its loss scaler."""
     optimizer = engine.optimizer
     if optimizer is None or optimizer is base_optimizer(engine):
         return {}
@@ -189,7 +189,7 @@ def _plain(holder: Any) -> dict[str, Any]:
 
 
 def restore_engine(engine: Any, stored: Mapping[str, Any], model: Container[str]) -> None:
-    """Set counters and, where they are of the same kind, loss scales. `model`: the names of what is stored of the module."""
+    """Set counters and, if they are of the same kind, loss scales. `model`: the stored names of the module."""
     for name in _COUNTERS:
         if name in stored:
             setattr(engine, name, stored[name])

@@ -33,9 +33,9 @@ class FilesAdapter(Adapter):
         files, fault = self._collected(folder if filled is None else filled.path, call)
         client = call.client_state
         if not any(isinstance(content, Mapping) and client.keys() <= content.keys() for content in files.values()):
-            check_saveable("client_state", client)  # where another rank writes its own, the same is asked of all
+            check_saveable("client_state", client)  # all ranks make the check that the writing rank makes
         if filled is not None:
-            # It appears by one rename: beside others of its kind, in a directory that must be there.
+            # It appears by one rename, in a directory that must exist.
             folder = os.path.dirname(os.path.abspath(folder))
             fault = fault or filled.fault or (unmade(folder) if self.engine.global_rank == 0 else None)
         fault = fault or mount_fault(self._store_of(target.root), folder)
@@ -63,21 +63,21 @@ class FilesAdapter(Adapter):
         return collected
 
     def load_checkpoint(self, load_dir: str, tag: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        """DeepSpeed's load_checkpoint, of what is committed and whole. On every rank.
+        """DeepSpeed's load_checkpoint, for committed and undamaged checkpoints. Call it on every rank.
 
-        Without a tag, a damaged newest checkpoint is logged as an error and the newest whole one is loaded, by all ranks
-        together. A named one that is damaged raises DamagedError on every rank, before anything is touched. What DeepSpeed
-        itself has saved is left to DeepSpeed. Where another job is alive at the root, or nothing may be written
-        there, it is only read; RootInUseError if it is the one `root` of this engine.
+        Without a tag, all ranks load the newest checkpoint that is not damaged; damaged ones are logged as errors. A damaged
+        checkpoint that `tag` names raises DamagedError on every rank, before anything is changed. DeepSpeed itself loads the
+        checkpoints that it saved itself. If another job is alive at the root, or the root is read-only, the root is only read;
+        if it is the `root` that this engine was attached with, RootInUseError is raised instead.
         """
         self.settle()
         said = {"load_dir": os.path.abspath(load_dir), "tag": tag if tag is None else str(tag)}
         is_universal = self.engine.load_universal_checkpoint()
         seen = self._is_own(load_dir), None if is_universal else missing_fault(load_dir, tag), self._said_of(load_dir)
         is_ours, missing, how = self._meet("load_checkpoint()", said, seen)[0]
-        if is_universal:  # what was made of a checkpoint by a tool
+        if is_universal:  # converted by DeepSpeed's own tool
             found = self._load(load_dir, tag, *args, **kwargs)
-            with suppress(UsageError):  # from outside the root, where nothing of ours is
+            with suppress(UsageError):  # outside the root there is no checkpoint of ours
                 self._roots.went_on_from = SaveTarget.root_of(load_dir, self._root)
             return found
         root = SaveTarget.root_of(load_dir, self._root)
@@ -96,8 +96,8 @@ class FilesAdapter(Adapter):
         return found
 
     def _optimizer_only(self) -> set[int]:
-        """Where everything lies that nothing but a step of the optimizer changes. Of frozen parameters that is not known: they
-        may be an average that the user takes.
+        """The addresses of the storages that only optimizer steps change. Frozen parameters are not among them: they may be an
+        average that the user computes.
         """
         engine = self.engine
         if steps_elsewhere(engine.optimizer):

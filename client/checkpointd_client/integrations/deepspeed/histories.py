@@ -1,4 +1,4 @@
-"""Finds the newest checkpoint in a directory that has DeepSpeed's own and those of layout "checkpointd"."""
+"""Finds the newest checkpoint in a directory with checkpoints of DeepSpeed itself and of layout "checkpointd"."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from checkpointd_client.integrations.deepspeed.offline.safe_unpickle import read
 
 @dataclass(frozen=True, slots=True)
 class Newest:
-    """What rank 0 found: the tag of DeepSpeed's own if that is to be loaded, or `doubt`: why neither can be."""
+    """What rank 0 found: `theirs`, the tag to load of DeepSpeed itself, or `doubt`, why neither can be chosen."""
 
     theirs: str | None = None
     doubt: str | None = None
 
 
 def stock_in(root: str, load_dir: str, tag: str | None) -> str | None:
-    """The tag of DeepSpeed's own that may be meant by a load of `tag`, or of the newest; None where there is none."""
+    """The tag of DeepSpeed itself that a load of `tag`, or of the newest, may mean; None if there is none."""
     named = _stock_tag(root, load_dir) if tag is None else tag
     return named if named is not None and is_zero_checkpoint(os.path.join(load_dir, named)) else None
 
 
 def newest(root: str, load_dir: str, named: str, own: Sequence[Checkpoint]) -> Newest:
-    """Which is newer: what DeepSpeed has saved in `load_dir` under the tag `named`, or the first of `own`, which lie at `root`.
+    """Decide which is newer: DeepSpeed's checkpoint `named` in `load_dir`, or the first of `own`, which lie at `root`.
 
-    Most of these must agree: which was written later, which is of a later step, and who wrote `latest`.
+    The majority of three signs decides: which was written later, which has the later step, and which program wrote `latest`.
     """
     if not own:
         return Newest(theirs=named)
@@ -44,13 +44,13 @@ def newest(root: str, load_dir: str, named: str, own: Sequence[Checkpoint]) -> N
         return Newest()
     return Newest(
         doubt=f"{load_dir} has {own[0].tag} of checkpointd, of step {own[0].outcome.step}, and {named} of DeepSpeed itself: "
-        "which of the two is newer cannot be told. Name the tag to load; where both have the same tag, move the files *.pt of "
+        "it is unclear which of the two is newer. Name the tag to load; where both have the same tag, move the files *.pt of "
         "DeepSpeed to a directory of another name"
     )
 
 
 def _stock_tag(root: str, load_dir: str) -> str | None:
-    """What DeepSpeed's `latest` names: it ends without a newline, and where nobody else writes it, it is always DeepSpeed's."""
+    """The tag in DeepSpeed's `latest`. In a shared `latest`, DeepSpeed's ends without a newline."""
     if _is_shared(root, load_dir):
         with suppress(OSError):
             return None if read_latest(load_dir).endswith(b"\n") else pointed(load_dir)
@@ -59,7 +59,7 @@ def _stock_tag(root: str, load_dir: str) -> str | None:
 
 
 def _is_shared(root: str, load_dir: str) -> bool:
-    """Whether both write the same `latest`."""
+    """Whether both programs write the same `latest`."""
     return os.path.realpath(root) == os.path.realpath(load_dir)
 
 
@@ -71,7 +71,7 @@ def _written_later(root: str, load_dir: str, named: str, own: Checkpoint) -> int
 
 
 def _further(load_dir: str, named: str, own: Checkpoint) -> int:
-    """Whether DeepSpeed's was saved at a later step; 0 where its files do not say. Nothing in them is run."""
+    """1 if DeepSpeed's checkpoint has the later step, -1 if ours has; 0 if unknown. Nothing in its files is run."""
     model = next(path for path in sorted(stock_files(os.path.join(load_dir, named))) if path.endswith("_model_states.pt"))
     with suppress(CheckpointdError, OSError):
         step = read(model).get("global_steps")

@@ -1,10 +1,9 @@
-"""The load targets in an engine for everything stored, at any stage and number of ranks.
+"""The load targets in an engine for a stored state, at any ZeRO stage and number of ranks.
 
 Invariants
-  ENGINELOAD-1  Nothing of the engine is changed by choosing places; its own memory is what is filled, and `settle` sets the
-      rest.
-  ENGINELOAD-2  Masters are filled from stored masters, in full precision; where none are stored, from the parameters.
-  ENGINELOAD-3  `settle` comes after every rank has filled everything: only there ranks wait for each other.
+  ENGINELOAD-1  Choosing places does not change the engine. The load fills the engine's own memory, and `settle` sets the rest.
+  ENGINELOAD-2  Masters are filled from stored masters, in full precision; if none are stored, from the parameters.
+  ENGINELOAD-3  `settle` comes after every rank has filled everything: only there do ranks wait for each other.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ log = logging.getLogger("checkpointd")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadRequest:
-    """What of a checkpoint is asked for, as DeepSpeed's load_checkpoint has it."""
+    """The parts of a checkpoint to load, as in the arguments of DeepSpeed's load_checkpoint."""
 
     strict: bool = True
     optimizer: bool = True
@@ -54,22 +53,22 @@ class LoadRequest:
 
     @property
     def masters(self) -> bool:
-        """Whether masters and the optimizer's state are loaded, rather than masters made from the parameters."""
+        """Whether masters and the optimizer's state are loaded; otherwise masters are made from the parameters."""
         return self.optimizer and not self.module_only
 
 
 @dataclass(slots=True)
 class _BundleState:
-    """What the base optimizer will keep for one bundle."""
+    """The new state of the base optimizer for one bundle."""
 
     elements: dict[Hashable, torch.Tensor] = field(default_factory=dict)
-    """By key: what each range of it is filled into."""
+    """By key: the flat tensor that the ranges of the bundle are filled into."""
     whole: set[Hashable] = field(default_factory=set)
-    """Keys of what each parameter has of its own, and the bundle one for all of its parameters."""
+    """Keys with one stored value for each parameter, and one value for the whole bundle."""
 
 
 class EngineTargets:
-    """A Chooser for an engine; call `settle` once the load has returned, on every rank."""
+    """A TargetChooser for an engine. Once the load has returned, call `settle` on every rank."""
 
     def __init__(self, engine: Any, what: LoadRequest) -> None:
         self.engine, self.what = engine, what
@@ -85,7 +84,7 @@ class EngineTargets:
         self._extra: dict[str, str] = {}
 
     def places(self, stored: Described) -> LoadTargets:
-        """Where it goes (ENGINELOAD-1)."""
+        """The targets for the state `stored` (ENGINELOAD-1)."""
         self._begin(stored)
         self._module(_dict(stored, MODEL), _dict(stored, MASTER))
         if self.what.masters and self._bundles:
@@ -104,7 +103,7 @@ class EngineTargets:
         names, met = names_of(self.engine), set()
         for key, name, value in engine_state.module_entries(self.engine):
             if id(value) in met and isinstance(value, torch.Tensor):
-                continue  # another name of what is filled already
+                continue  # another name of a tensor that is filled already
             met.add(id(value))
             stored_as = next((n for n in (name, names.get(id(value), name)) if n in stored), None)
             if stored_as is None:
@@ -126,7 +125,7 @@ class EngineTargets:
             self._places.state[MASTER] = {name: _several(places) for name, places in targets[MASTER].items()}
 
     def _masters_by_name(self) -> dict[str, list[LocalShardTensor]]:
-        """The masters that are to be filled, which are not the module's own parameters."""
+        """The masters to fill, by name, without those that are the module's own parameters."""
         found: dict[str, list[LocalShardTensor]] = defaultdict(list)
         own = {id(parameter) for parameter in self.engine.module.parameters()}
         for bundle in self._bundles if self.what.masters else ():
@@ -136,7 +135,7 @@ class EngineTargets:
         return found
 
     def _source(self, live: torch.Tensor, stored: Any, has_master: bool) -> str:
-        """From which of the two a parameter of the module is filled: from its like, and else from the more
+        """Whether a parameter is filled from the stored parameter or master: from that with its dtype, else from the more
         precise one (ENGINELOAD-2).
         """
         alike = isinstance(stored, StoredTensor) and f"torch.{stored.dtype}" == str(live.dtype)
@@ -169,14 +168,14 @@ class EngineTargets:
         self._places.state[OPTIMIZER] = {"state": self._entries, "param_groups": None}
 
     def _fill(self, bundle: Bundle, stored: Mapping[str, Any]) -> _BundleState:
-        """Places for what is stored of a bundle's parameters."""
+        """Choose places for the stored optimizer state of a bundle's parameters."""
         fresh = _BundleState()
         entries = [stored.get(stored_name(one.name), {}) for one in bundle.ranges]
         for key in {key: None for entry in entries for key in entry}:
             kinds = [
                 _kind(key, entry[key], one.shape) for one, entry in zip(bundle.ranges, entries, strict=True) if key in entry
             ]
-            # What has one value for each parameter has the shape of one that is itself a single element.
+            # A parameter of one element may have a single value of the same shape.
             if all(kind == "elements" for kind in kinds):
                 fresh.elements[key] = self._memory(bundle, key, complete=len(kinds) == len(entries))
             elif len(bundle.ranges) == 1 or "other" not in kinds:
@@ -192,16 +191,16 @@ class EngineTargets:
         return fresh
 
     def _memory(self, bundle: Bundle, key: Hashable, *, complete: bool) -> torch.Tensor:
-        """What a part of the optimizer's state is filled into: the memory that is there, if all of it will be filled."""
+        """The memory for one entry of the optimizer state: the existing one, if all of it will be filled."""
         live = base_optimizer(self.engine).state.get(bundle.tensor, {}).get(key)
         fits = isinstance(live, torch.Tensor) and live.shape == bundle.tensor.shape and live.is_contiguous()
         if fits and complete:
-            return live  # type: ignore[no-any-return]  # a tensor, as looked at
-        # Padding, and what is not stored, is zero, as where an optimizer begins.
+            return live  # type: ignore[no-any-return]  # a tensor, as checked above
+        # Padding, and elements that are not stored, are zero, as in a new optimizer.
         return torch.zeros_like(bundle.tensor, requires_grad=False)
 
     def _group_numbers(self, stored: list[Any]) -> None:
-        """Which stored group the settings of each live one come from."""
+        """Find the stored group whose settings each live group gets."""
         group_of = {name: j for j, group in enumerate(stored) for name in group["params"]}
         self._groups: list[int | None] = []
         for i in range(len(base_optimizer(self.engine).param_groups)):
@@ -216,7 +215,7 @@ class EngineTargets:
     # --- once everything is filled ---------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Set what is no tensor of the engine's own, and what it keeps twice (ENGINELOAD-3)."""
+        """Set the values that are not tensors of the engine, and its second copies of tensors (ENGINELOAD-3)."""
         state, engine = self._places.state, self.engine
         if self._extra:
             loaded = {key: state[MODEL][name] for name, key in self._extra.items()}
@@ -245,7 +244,7 @@ class EngineTargets:
             group.update({key: value for key, value in settings.items() if key != "params"})
 
     def _refresh(self) -> None:
-        """Let DeepSpeed look again at what has moved."""
+        """Let DeepSpeed update its references to tensors that were replaced."""
         optimizer = self.engine.optimizer
         if hasattr(optimizer, "_hp_optimizer_states_linked"):
             optimizer._link_all_hp_params()
@@ -269,7 +268,7 @@ def _several(places: list[LocalShardTensor]) -> LocalShardTensor | MultiTarget:
 
 
 def _kind(key: Hashable, stored: Any, shape: tuple[int, ...]) -> str:
-    """What is stored of one parameter: something for each of its elements, one value, or a tensor of another shape."""
+    """The kind of a stored entry of one parameter: one value per element, one value, or a tensor of another shape."""
     if not isinstance(stored, StoredTensor) or key == STEP:
         return "value"
     if stored.shape == shape:
@@ -278,16 +277,16 @@ def _kind(key: Hashable, stored: Any, shape: tuple[int, ...]) -> str:
 
 
 def _latest(values: list[Any], key: Hashable) -> Any:
-    """What the parameters of a bundle have together. Where they differ (some had no gradient in some steps), the largest."""
+    """The common value of a bundle's parameters. If they differ (some had no gradient in some steps), the largest."""
     numbers = [value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value for value in values]
     if len(values) == 1 or all(number == numbers[0] for number in numbers[1:]):
         return values[0]
-    log.warning("%s differs between parameters that this stage steps together: the largest is taken", key)
+    log.warning("%s differs between parameters that this ZeRO stage steps together: the largest is used", key)
     return values[numbers.index(max(numbers))]
 
 
 def _as(before: Any, value: Any) -> Any:
-    """`value` in the form in which the optimizer keeps it: DeepSpeed's own count steps in plain numbers, torch's in tensors."""
+    """`value` in the form of `before`: DeepSpeed's optimizers count steps in plain numbers, torch's in tensors."""
     if isinstance(before, int | float) and isinstance(value, torch.Tensor):
         return type(before)(value.item())
     if isinstance(before, torch.Tensor) and isinstance(value, int | float):

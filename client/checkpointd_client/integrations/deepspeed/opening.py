@@ -1,8 +1,8 @@
 """Opens the root for load_checkpoint: a Checkpointer that begins there, or an Onlooker if this job cannot begin.
 
 Invariants
-  OPENING-1  All ranks read by the same: rank 0 says whether the root may be written to, and a Checkpointer is refused on all or
-      none.
+  OPENING-1  All ranks read in the same way: rank 0 says whether the root may be written to, and a Checkpointer is made on all
+      ranks or on none.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from checkpointd_client.restore.target_chooser import TargetChooser
 log = logging.getLogger("checkpointd")
 
 Said = tuple[bool, str]
-"""What rank 0 says before a root is opened: whether it may be written to, and a nonce for an Onlooker."""
+"""Sent by rank 0 before a root is opened: whether it may be written to, and a nonce for an Onlooker."""
 
 
 class Opened(Protocol):
-    """What a load needs of either."""
+    """The methods of a Checkpointer or an Onlooker that a load needs."""
 
     def meet(self, said: str, doing: str) -> dict[int, str]: ...
 
@@ -50,7 +50,7 @@ class Opened(Protocol):
 
 
 def said_of(store: str) -> Said:
-    """What this rank would say of the root `store`."""
+    """What this rank knows of the root `store`."""
     places = (store, *(os.path.join(store, key) for key in (SERVICE, os.path.dirname(epoch_key(1)), LEASES)))
     return all(_may_write(place) for place in places if os.path.isdir(place)), secrets.token_hex(16)
 
@@ -63,12 +63,12 @@ def _may_write(directory: str) -> bool:
 def opened(
     store: str, begin: Callable[[], Core], said: Said, timeout_s: float, options: Mapping[str, Any], *, saves: bool
 ) -> Iterator[Opened]:
-    """The root `store`, read by what `begin` makes, if it can. `options`: those of Checkpointer.
+    """Open the root `store` with the Checkpointer that `begin` makes, or else read-only. `options`: those of Checkpointer.
 
-    `saves`: whether this job saves at no other root. It is then refused with RootInUseError at once, not at its first save.
+    `saves`: whether this job saves at no other root. Then RootInUseError is raised at once, not at the first save.
     """
     is_writable, nonce = said
-    why = "nothing may be written there"
+    why = "it may not be written to"
     if is_writable:
         try:
             checkpointer = begin()
@@ -81,7 +81,7 @@ def opened(
             yield checkpointer
             return
     if find_ranks().rank == COORDINATOR:
-        log.warning("%s is only read, since %s: it stays as it is, and this engine cannot save there now", store, why)
+        log.warning("%s is opened read-only, since %s: this engine cannot save there now", store, why)
     with Onlooker(
         store,
         nonce,

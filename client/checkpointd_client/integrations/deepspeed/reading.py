@@ -13,12 +13,12 @@ _PARAMETERS = (
     *("load_module_strict", "load_optimizer_states", "load_lr_scheduler_states", "load_module_only"),
     "custom_load_fn",
 )
-"""Of DeepSpeed's load_checkpoint, behind load_dir and tag."""
+"""The parameters of DeepSpeed's load_checkpoint after load_dir and tag."""
 
 
 class FileReads:
-    """One rank's, of one load: a Taker for `Checkpointer.damage`. What it does not take, as a pipeline's layers of other ranks,
-    DeepSpeed reads from the files themselves.
+    """The files that one rank reads in one load: a Taker for `Checkpointer.damage`. DeepSpeed itself reads the files that it
+    does not take, such as a pipeline's layers of other ranks.
     """
 
     def __init__(self, engine: Any, arguments: Sequence[Any], options: Mapping[str, Any]) -> None:
@@ -28,16 +28,16 @@ class FileReads:
         self._optimizer = given.get("load_optimizer_states", True) and not given.get("load_module_only", False)
         self.others: Sequence[int] = () if self._rank == 0 else (0,)
         self.contents: dict[str, Any] = {}
-        """By file name."""
+        """The contents by file name."""
 
     def wants(self, rank: int, name: str) -> bool:
-        """Each rank loads what it has saved itself, and the model's states, which rank 0 has saved where they are one file."""
+        """Each rank loads the files that it saved itself, and the model's states, which may be one file of rank 0."""
         if rank != self._rank:
             return rank == 0 and name == self._model
         return bool(self._optimizer) or not name.endswith("_optim_states.pt")
 
     def take(self, file: VerifiedFile) -> None:
-        """Keep what it holds, if that is whole. What cannot be unpickled DeepSpeed tries again, and raises."""
+        """Keep the content of a whole file. If it cannot be unpickled, DeepSpeed tries again and raises the error."""
         try:
             content = unpickled(file)
         except Exception:

@@ -1,10 +1,11 @@
 """The roots of one engine, each with its Checkpointer. Engines of one process share them: there can be only one per root.
 
-A script that saves with one engine and loads with the next, without closing the first, is such a process.
+For example, a script may save with one engine and load with the next, without closing the first.
 
 Invariants
-  ENGINEROOT-1  A root that was only loaded from is this job's until its first save at another one: other jobs begin there then.
-  ENGINEROOT-2  A root that is used again after it was left counts as loaded from only where nobody has begun there meanwhile.
+  ENGINEROOT-1  If a root was only loaded from, the job leaves it at its first save at another root: other jobs can then begin.
+  ENGINEROOT-2  A root that is used again after it was left counts as loaded from only if no other job has begun there
+      meanwhile.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _open: dict[tuple[int, str], _Shared] = {}
 
 
 def borrow(root: str, options: dict[str, Any]) -> Core:
-    """The Checkpointer of `root`; made where there is none. UsageError where another engine's has other options."""
+    """The Checkpointer of `root`, made if there is none. UsageError if another engine uses it with other options."""
     key = _key(root)
     with _lock:
         shared = _open.get(key)
@@ -50,14 +51,14 @@ def borrow(root: str, options: dict[str, Any]) -> Core:
 
 
 def give_back(root: str) -> None:
-    """Close the Checkpointer of `root` once nobody else has it; raises what close() does."""
+    """Close the Checkpointer of `root` once no engine uses it; raises the errors of close()."""
     key = _key(root)
     with _lock:
         shared = _open[key]
         shared.holders -= 1
         if shared.holders == 0:
             del _open[key]
-            shared.checkpointer.close()  # still alone: who comes next makes one of its own
+            shared.checkpointer.close()  # under the lock: the next engine makes a new one
 
 
 def _key(root: str) -> tuple[int, str]:
@@ -68,22 +69,22 @@ log = logging.getLogger("checkpointd")
 
 
 class EngineRoots:
-    """`store_of`: where the Checkpointer of a root stores. `options` are those of Checkpointer."""
+    """The roots of one engine. `store_of`: the store of a root. `options`: those of Checkpointer."""
 
     def __init__(self, store_of: Callable[[str], str], options: dict[str, Any]) -> None:
         self._store_of, self._options = store_of, options
         self.checkpointers: dict[str, Core] = {}
         self.went_on_from: str | None = None
-        """A root that was loaded from by other means."""
+        """A root that was loaded from without its Checkpointer."""
         self._saved: set[str] = set()
         self._left: dict[str, int] = {}
-        """The roots that were taken up and left, with the epoch that ended there."""
+        """The roots that were loaded from and left, each with the epoch that ended there."""
 
     def __contains__(self, root: str) -> bool:
         return root in self.checkpointers
 
     def checkpointer(self, root: str) -> Core:
-        """That of a root, begun there if there is none."""
+        """The Checkpointer of a root, made if there is none."""
         found = self.checkpointers.get(root)
         if found is None:
             found = self.checkpointers[root] = borrow(self._store_of(root), self._options)
@@ -94,7 +95,7 @@ class EngineRoots:
         return found
 
     def to_save(self, root: str) -> Core:
-        """That of a root that is saved at now; leaves those that were only loaded from (ENGINEROOT-1)."""
+        """The Checkpointer of a root to save at; leaves the roots that were only loaded from (ENGINEROOT-1)."""
         found = self.checkpointer(root)
         self._saved.add(root)
         for other in self.checkpointers.keys() - self._saved:
@@ -107,25 +108,25 @@ class EngineRoots:
             self._left[root] = checkpointer.status().epoch
         try:
             give_back(self._store_of(root))
-        except CheckpointdError as error:  # of another engine's save, whose handle has it
-            log.error("giving the root %s back failed: %s", root, error)
+        except CheckpointdError as error:  # from the save of another engine, whose handle reports it
+            log.error("closing the root %s failed: %s", root, error)
 
     def wait(self, timeout: float | None) -> None:
-        """Wait until no save is in flight; raises what became of them."""
+        """Wait until no save is in flight; raises their errors."""
         for checkpointer in self.checkpointers.values():
             checkpointer.wait(timeout)
 
     def settle(self) -> None:
-        """Wait until no save is in flight, whatever becomes of it."""
+        """Wait until no save is in flight; raises nothing."""
         for checkpointer in self.checkpointers.values():
             checkpointer.settle()
 
     def close(self) -> None:
-        """Give all of them back."""
-        self.settle()  # another engine may go on with the same Checkpointer
+        """Give back all Checkpointers."""
+        self.settle()  # another engine may keep the same Checkpointer
         roots, self.checkpointers = list(self.checkpointers), {}
         self._saved.clear()
         self._left.clear()
-        with ExitStack() as stack:  # each of them, whatever another raises
+        with ExitStack() as stack:  # all of them, even if one raises
             for root in roots:
                 stack.callback(give_back, self._store_of(root))

@@ -1,10 +1,10 @@
 """Chooses the checkpoint for load_checkpoint in a directory to which checkpointd and DeepSpeed itself may save.
 
 Invariants
-  SEARCH-1  Rank 0 says what there is, and every rank whether what it would read of it is whole: all take the same, or raise the
-      same.
-  SEARCH-2  The newest counts, whoever saved it. What may be newer is passed over only where damage is proved.
-  SEARCH-3  What checkpointd has shown is never loaded unverified, also where the record of its commit is damaged.
+  SEARCH-1  Rank 0 lists the checkpoints, and every rank says whether its part of a checkpoint is whole: so all ranks choose the
+      same checkpoint, or raise the same error.
+  SEARCH-2  The newest checkpoint counts, no matter which program saved it. A newer one is passed over only if it is damaged.
+  SEARCH-3  Files that checkpointd has shown are never loaded unverified, even if the record of their commit is damaged.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ log = logging.getLogger("checkpointd")
 DOING = "calling load_checkpoint()"
 _WHOLE = "whole"
 _UNREADABLE = "unreadable:"
-"""How a rank begins that cannot tell whether it is whole."""
+"""Begins the message of a rank that cannot read its part now."""
 _OVER = "saved over:"
-"""How a rank begins that finds damage, and all files written after the commit."""
+"""Begins the message of a rank that finds damage, with all files written after the commit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """One load_checkpoint's, on one rank. `folder`: where `load_dir` lies, relative to the root, whose store is at `store`.
-    `reading_of`: a new Reading for each checkpoint that is tried.
+    """The search of one load_checkpoint, on one rank. `folder`: the path of `load_dir` relative to the root, whose store is at
+    `store`. `reading_of` makes the FileReads for each checkpoint that is tried.
     """
 
     engine: Any
@@ -50,10 +50,10 @@ class Search:
     reading_of: Callable[[], FileReads]
 
     def chosen(self) -> tuple[str | None, dict[str, Any]]:
-        """The tag to load (the newest that all ranks find whole, or DeepSpeed's own; None where there is nothing), and what was
-        read of it on the way, by path.
+        """The tag to load, and the contents that were read of it on the way, by path.
 
-        Raises NotFoundError for a tag that is not there, DamagedError, UnreadableError, each on every rank.
+        The tag is the newest that all ranks find whole, or one that DeepSpeed itself saved; None if there is no checkpoint.
+        Raises NotFoundError for a tag that does not exist, DamagedError or UnreadableError, each on every rank.
         """
         candidates, theirs = self._candidates()
         if theirs is not None:
@@ -76,20 +76,20 @@ class Search:
         unreadable = [text for text in damage if text.startswith(_UNREADABLE)]
         if unreadable:
             raise UnreadableError(
-                f"{prefix} in {self.load_dir}: {'; '.join(unreadable)}. It may be whole, so no older one is taken: mend the "
+                f"{prefix} in {self.load_dir}: {'; '.join(unreadable)}. It may be whole, so no older one is loaded: repair the "
                 "storage and load again, or name an older tag"
             )
         if everybody and all(text.startswith(_OVER) for text in damage):
             raise DamagedError(
                 f"all files of {prefix} in {self.load_dir} were written after it was committed, as by a save without "
-                "checkpointd: what lies there may be newer than every checkpoint, so no older one is taken. Load it as it is "
+                "checkpointd: they may be newer than every checkpoint, so no older one is loaded. Load them as they are "
                 f"with an engine that is not attached, or name an older tag ({'; '.join(damage)})"
             )
         if self.tag is not None:
             raise DamagedError(f"{self.load_dir}/{self.tag} is damaged: {'; '.join(damage)}")
 
     def _said_of(self, checkpoint: Checkpoint | None, reading: FileReads) -> str:
-        """What this rank says of one, having read its share. It raises nothing: the other ranks wait to hear it."""
+        """Read this rank's part of a checkpoint and judge it in words. Raises nothing: the other ranks wait for the answer."""
         rank = self.engine.global_rank
         if checkpoint is None:
             return f"{_UNREADABLE} rank {rank} does not see it"
@@ -105,7 +105,7 @@ class Search:
         return f"{_OVER} {damage}" if self._is_saved_over(checkpoint) else damage
 
     def _is_saved_over(self, checkpoint: Checkpoint) -> bool:
-        """Whether every file was written after it was shown. Where bits rot, or one file is changed, that is not so."""
+        """Whether every file was written after it was shown. Bit rot, or a change of one file, does not look so."""
         shown = Path(self.store, shown_key(checkpoint.outcome.shown_at))
         files = stock_files(os.path.join(self.load_dir, os.path.basename(checkpoint.outcome.shown_at)))
         try:
@@ -114,10 +114,10 @@ class Search:
         except OSError:
             return False
 
-    # --- what there is -----------------------------------------------------------------------------------------
+    # --- candidates --------------------------------------------------------------------------------------------
 
     def _candidates(self) -> tuple[list[tuple[str, Checkpoint | None]], str | None]:
-        """What may be loaded, as rank 0 sees it, newest first, and None where this rank does not see it; or DeepSpeed's own."""
+        """The candidates that rank 0 sees, newest first, None where this rank does not see one; or a tag of DeepSpeed itself."""
         rank = self.engine.global_rank
         known, fault = without_removed(self.opened, rank, self.load_dir, *known_of(self.opened))
         beside = [c for c in known.values() if os.path.dirname(c.outcome.shown_at) == self.folder]
@@ -143,20 +143,20 @@ class Search:
         return [(prefix, known.get(prefix)) for prefix in first], theirs
 
     def _theirs(self, own: list[Checkpoint]) -> str | None:
-        """What `latest` names, where DeepSpeed itself has saved that, by an engine that was not attached."""
+        """The tag in `latest`, if DeepSpeed itself saved it, with an engine that was not attached."""
         named = pointed(self.load_dir)
         if named is None or any(os.path.basename(c.outcome.shown_at) == named for c in own) or self._is_shown(named):
             return None
         return named if is_zero_checkpoint(os.path.join(self.load_dir, named)) else None
 
     def _is_shown(self, name: str) -> bool:
-        """Whether checkpointd shows something under this name, which nobody has removed since (SEARCH-3)."""
+        """Whether checkpointd has shown files under this name that still exist (SEARCH-3)."""
         shown = os.path.join(self.store, shown_key(os.path.join(self.folder, name)))
         return os.path.exists(shown) and os.path.isdir(os.path.join(self.load_dir, name))
 
 
 def known_of(opened: Opened) -> tuple[dict[str, Checkpoint], str | None]:
-    """What there is, newest first, by prefix, and why it cannot be told; the other ranks wait to hear of it."""
+    """The checkpoints by prefix, newest first, and the error, if they cannot be listed: the other ranks must get it."""
     try:
         return {c.prefix: c for c in opened.checkpoints()}, None
     except CheckpointdError as error:
@@ -164,11 +164,11 @@ def known_of(opened: Opened) -> tuple[dict[str, Checkpoint], str | None]:
 
 
 def first_said(opened: Opened, found: Any, fault: str | None) -> Any:
-    """What rank 0 has found, on every rank; UnreadableError on every rank where it could not look."""
+    """What rank 0 found, on every rank. UnreadableError on every rank if rank 0 could not look."""
     heard = opened.meet(json.dumps([found, fault]), DOING)
     first, fault = json.loads(heard[0])
     if fault is not None:
-        raise UnreadableError(f"rank 0 cannot tell what there is to load: {fault}")
+        raise UnreadableError(f"rank 0 cannot list the checkpoints to load: {fault}")
     return first
 
 
@@ -178,8 +178,8 @@ log = logging.getLogger("checkpointd")
 def without_removed(
     opened: Opened, rank: int, load_dir: str, known: dict[str, Checkpoint], fault: str | None
 ) -> tuple[dict[str, Checkpoint], str | None]:
-    """`known`, by prefix, without those whose directory is gone, and why it cannot be told what there is. Rank 0 alone looks,
-    since it says to all others what may be loaded.
+    """`known`, by prefix, without those whose directory is gone, and the error, if that cannot be read. Only rank 0 looks,
+    since it chooses for all ranks.
     """
     if rank != 0 or fault is not None:
         return known, fault

@@ -1,4 +1,4 @@
-"""The adapter for `layout="checkpointd"`: the engine as named tensors in this project's own format, for any stage and ranks."""
+"""The adapter for `layout="checkpointd"`: saves the engine as named tensors, for any ZeRO stage and number of ranks."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from checkpointd_client.saves.handle import SaveHandle
 log = logging.getLogger("checkpointd")
 
 _NEWEST = "newest"
-"""Stands for the tag that is to be found."""
+"""Stands for the newest tag until it is known."""
 
 
 class TensorAdapter(Adapter):
-    """`<save_dir>` is a root of checkpoints, or the root that was given is one for all."""
+    """Each `save_dir` is a root of its own, unless one root was given for all."""
 
     def connect(self) -> None:
-        """Take the place of the engine's own methods; UsageError for an engine that has no names for all it keeps."""
+        """Replace the engine's own methods. UsageError if the engine keeps state that cannot be named."""
         check_supported(self.engine)
         super().connect()
 
@@ -53,17 +53,17 @@ class TensorAdapter(Adapter):
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """DeepSpeed's load_checkpoint: where it was, and the client state; None and None where there is no checkpoint.
+        """DeepSpeed's load_checkpoint: returns the checkpoint's path and client state; None and None if there is no checkpoint.
 
-        Ranks and stage may be others than those that saved it, and it may have been saved without DeepSpeed, as
-        `{"model": model, "optimizer": optimizer}`. MismatchError, with nothing loaded, lists all that does not fit.
-        Where DeepSpeed itself has saved the newest, or what is named, DeepSpeed loads it. UsageError if it cannot be told which
-        is the newest, NotFoundError for a tag that is not there.
+        The number of ranks and the ZeRO stage may have changed, and the checkpoint may have been saved without DeepSpeed, as
+        `{"model": model, "optimizer": optimizer}`. MismatchError lists everything that does not fit; nothing is loaded then. If
+        DeepSpeed itself saved the newest checkpoint, or the named one, DeepSpeed loads it. UsageError if it is unclear which
+        checkpoint is the newest, NotFoundError for a tag that does not exist.
         """
         place = self._place(load_dir, _NEWEST if tag is None else tag)
         said = {"load_dir": os.path.abspath(load_dir), "tag": place.tag}
         choices = load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn
-        self.settle()  # what is loaded goes to where snapshots are taken from
+        self.settle()  # a load changes the memory that snapshots are taken from
         seen = self._is_root(place.root), missing_fault(load_dir, tag), said_of(place.root)
         is_ours, missing, how = self._meet("load_checkpoint()", said, seen)[0]
         if not is_ours:
@@ -87,7 +87,7 @@ class TensorAdapter(Adapter):
         return (None, None) if loaded is None else (os.path.join(place.root, loaded.tag), loaded.client_state)
 
     def _loaded(self, root: Opened, what: LoadRequest, tags: list[str | None]) -> Loaded | None:
-        """The first of `tags` that is whole, in its places; None where there are none."""
+        """Load the first of `tags` that is undamaged; None if there is none."""
         engine = self.engine
         if engine._optimizer_has_ckpt_event_prologue():
             engine.optimizer.checkpoint_event_prologue()
@@ -100,7 +100,7 @@ class TensorAdapter(Adapter):
         return loaded
 
     def _is_root(self, root: str) -> bool:
-        """Whether `root` is in this project's own format."""
+        """Whether `root` has checkpoints in checkpointd's own format."""
         return root in self._roots or os.path.isdir(os.path.join(root, SERVICE, "epochs"))
 
     def _place(self, directory: str, tag: object) -> SaveTarget:
@@ -109,13 +109,13 @@ class TensorAdapter(Adapter):
         return SaveTarget.of(directory, str(tag), self._root)
 
     def _load_stock(self, load_dir: str, tag: str | None, choices: tuple[Any, ...]) -> tuple[str | None, dict[str, Any] | None]:
-        log.info("in %s DeepSpeed loads what it saved itself, on the ranks and at the stage that saved it", load_dir)
+        log.info("DeepSpeed loads a checkpoint of its own from %s, which needs the ranks and the stage that saved it", load_dir)
         self.settle()
         found: tuple[str | None, dict[str, Any] | None] = self._load(load_dir, tag, *choices)
         return found
 
     def _chosen(self, root: Opened, load_dir: str, tag: str | None) -> tuple[list[str | None], str | None]:
-        """The tags to try, as rank 0 sees them, newest first (None: the newest whole one); or the tag of DeepSpeed's own."""
+        """The tags to try, as rank 0 sees them, newest first (None: the newest undamaged one); or a tag of DeepSpeed itself."""
         place = self._place(load_dir, _NEWEST if tag is None else tag)
         theirs = stock_in(place.root, load_dir, None if tag is None else str(tag))
         is_all = self._root is None and place.at == _NEWEST
@@ -131,7 +131,7 @@ class TensorAdapter(Adapter):
         return tags, theirs
 
     def _in_directory(self, load_dir: str, tag: str | None, known: list[Checkpoint]) -> list[Checkpoint]:
-        """Those of `known` that were saved in `load_dir`, under `tag`; without one, those that asked for `latest`."""
+        """Those of `known` that were saved in `load_dir` under `tag`; without a tag, those with `save_latest`."""
         if tag is not None:
             return [c for c in known if c.tag == self._place(load_dir, tag).tag]
         below = self._place(load_dir, _NEWEST).at.removesuffix(_NEWEST).replace("/", SEPARATOR)
@@ -139,7 +139,7 @@ class TensorAdapter(Adapter):
         return [c for c in asked if self._is_in(load_dir, c.tag, c.tag.removeprefix(below))]
 
     def _is_in(self, load_dir: str, tag: str, name: str) -> bool:
-        """Whether `tag` is that of a save in `load_dir` itself, under `name` or what stands in it before a digest."""
+        """Whether `tag` is the tag of a save in `load_dir` itself, under `name` or the part of it before a digest."""
         names = filter(None, (name, name.rpartition(SEPARATOR)[0]))
         return any(self._place(load_dir, one).tag == tag for one in names)
 
@@ -149,7 +149,7 @@ class TensorAdapter(Adapter):
 
 
 def _first_whole(root: Opened, places: EngineTargets, tags: list[str | None]) -> Loaded | None:
-    """Load the first of `tags` that is whole; None where there are none. DamagedError, on every rank, where none is whole."""
+    """Load the first of `tags` that is undamaged; None if there are no tags. DamagedError on every rank if all are damaged."""
     damage: DamagedError | None = None
     for tag in tags:
         try:

@@ -1,7 +1,7 @@
 """The optimizer state of a DeepSpeed engine, at any ZeRO stage, by the names of the parameters.
 
 Under ZeRO the base optimizer steps flat tensors, each made of ranges of many parameters and of padding; without it, tensors of
-the parameters' own shapes. A Bundle is one of those tensors, with what it holds of which parameter.
+the parameters' own shapes. A Bundle is one of those tensors, with the ranges of parameters that it holds.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Range:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bundle:
-    """One tensor that the base optimizer steps. `group`: number of its param_group. `copies`: the ranks that have the same of
-    it; None where each has ranges of its own.
+    """One tensor that the base optimizer steps. `group`: number of its param_group. `copies`: the ranks that have the same
+    elements; None if each rank has ranges of its own.
     """
 
     tensor: torch.Tensor
@@ -50,7 +50,7 @@ class Bundle:
     copies: ReplicaGroup | None
 
     def held(self, one: Range, like: torch.Tensor) -> LocalShardTensor:
-        """What `like`, a tensor of the shape of this bundle's, holds of a parameter."""
+        """The part of a parameter in `like`, a tensor of the shape of this bundle's."""
         elements = like.detach().view(-1)[one.at : one.at + one.count]
         if self.copies is not None:
             return same(elements.view(one.shape), self.copies, optimizer_only=True)
@@ -58,7 +58,7 @@ class Bundle:
 
 
 def check_supported(engine: Any) -> None:
-    """Raise UsageError for an engine whose parts cannot be told by the names of parameters."""
+    """Raise UsageError for an engine whose state cannot be stored by the names of parameters."""
     why = _refusal(engine)
     if why is not None:
         raise UsageError(f"layout='checkpointd' cannot store this engine: {why}. layout='deepspeed' can")
@@ -88,12 +88,12 @@ def _refusal(engine: Any) -> str | None:
 
 
 def data_parallel(engine: Any) -> ReplicaGroup:
-    """The ranks over which the engine partitions, or among which it keeps parameters equal."""
+    """The ranks over which the engine partitions parameters, or keeps them equal."""
     return group_of(engine.seq_data_parallel_group)
 
 
 def base_optimizer(engine: Any) -> Any:
-    """The optimizer that steps; None where the engine has none."""
+    """The optimizer that steps; None if the engine has none."""
     optimizer = engine.optimizer
     if optimizer is None or isinstance(optimizer, torch.optim.Optimizer):
         return optimizer
@@ -101,7 +101,7 @@ def base_optimizer(engine: Any) -> Any:
 
 
 def names_of(engine: Any) -> dict[int, str]:
-    """What each parameter is called, by its identity: its first name, where it has several."""
+    """The name of each parameter by its identity; the first one, if it has several."""
     found: dict[int, str] = {}
     named = dict(engine.module.named_parameters())
     clean = objects.clean_names(engine.module, named)
@@ -111,7 +111,7 @@ def names_of(engine: Any) -> dict[int, str]:
 
 
 def parameter_held(parameter: Any, copies: ReplicaGroup) -> LocalShardTensor:
-    """What this rank holds of a parameter of the module, at any stage. StateError where its elements are elsewhere."""
+    """This rank's part of a parameter of the module, at any stage. StateError if DeepSpeed has moved its elements away."""
     trained = bool(parameter.requires_grad)
     if not hasattr(parameter, "ds_id"):  # at stage 3 the elements lie in `ds_tensor`
         return same(parameter.detach(), copies, optimizer_only=trained, trained=trained)
@@ -126,9 +126,9 @@ def parameter_held(parameter: Any, copies: ReplicaGroup) -> LocalShardTensor:
 
 
 def gather_persistent(engine: Any) -> None:
-    """Make the parameters that stage 3 keeps whole on every rank whole again, where they are not. On every rank.
+    """Gather the parameters that stage 3 keeps whole on every rank, if they are not whole now. Call it on every rank.
 
-    They are after DeepSpeed's own save, also where they were not before it (`empty_partition_cache`).
+    DeepSpeed's own save does so, too: `empty_partition_cache` may have freed them before.
     """
     persistent = getattr(engine.optimizer, "persistent_parameters", [])
     if any(parameter.ds_status is ZeroParamStatus.NOT_AVAILABLE for parameter in persistent):
@@ -175,7 +175,7 @@ def _bundles(optimizer: Any, names: dict[int, str], copies: ReplicaGroup) -> Ite
 
 
 def _own(tensor: torch.Tensor, group: int, name: str, copies: ReplicaGroup) -> Bundle:
-    """A tensor that is one parameter, on every rank."""
+    """The bundle of a tensor that is one whole parameter, on every rank."""
     return Bundle(tensor, group, (Range(name, tuple(tensor.shape), 0, tensor.numel(), 0),), copies)
 
 
@@ -185,7 +185,7 @@ def _end_to_end(parameters: Sequence[Any]) -> Iterator[int]:
 
 
 def _cut(parameters: Sequence[Any], offsets: Iterable[int], names: dict[int, str], size: int, number: int) -> tuple[Range, ...]:
-    """What partition `number`, of `size` elements, has of parameters that lie one after the other at `offsets`."""
+    """The ranges in partition `number`, of `size` elements, of parameters that lie one after the other at `offsets`."""
     first, found = number * size, []
     for parameter, offset in zip(parameters, offsets, strict=True):
         begin = min(max(first, offset), offset + parameter.numel())
@@ -196,7 +196,7 @@ def _cut(parameters: Sequence[Any], offsets: Iterable[int], names: dict[int, str
 
 
 def _stage_3(optimizer: Any, names: dict[int, str], copies: ReplicaGroup) -> Iterator[Bundle]:
-    """Every parameter is cut into as many equal parts as there are ranks, the last ones padded; a sub-group has its parts."""
+    """Every parameter is cut into one part per rank, all equally long with padding; each rank's sub-groups hold its parts."""
     for number, (parameters, flat_master) in enumerate(
         zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True)
     ):

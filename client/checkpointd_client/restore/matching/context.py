@@ -48,7 +48,7 @@ class Step:
 
 
 class Context(ABC):
-    """What is stored, what the load would change, and what does not fit."""
+    """The stored content, the changes that the load would make, and everything that does not fit."""
 
     def __init__(
         self,
@@ -65,17 +65,17 @@ class Context(ABC):
         self.missing: list[str] = []
         self.unexpected: list[str] = []
         self.elsewhere: list[str] = []
-        """Unexpected as well, but for what only some of the saving ranks had."""
+        """Unexpected values that only some of the saving ranks had."""
         self.mismatched: list[str] = []
         self.stored = stored
         self.per_rank_left: list[str] = []
         self.stateless: list[str] = []
-        """Where the state of a parameter would stand, and none is stored."""
+        """The FQNs of parameter states that are not stored."""
         self.modules = modules
         self.cast = cast
         self._equal = equal
         self.answers = answers or HandedOutStates()
-        """What the objects hand out that may be asked for their state."""
+        """The states that objects hand out, of those that may be asked."""
         self._content, self._excluded = content, frozenset(content.excluded)
         self._left_below = {path[:at] for path in content.left for at in _dots(path)}
 
@@ -84,11 +84,11 @@ class Context(ABC):
         return None
 
     def is_shared(self, fqn: str) -> bool:
-        """Whether ranks held the stored tensor `fqn` together."""
+        """Whether the saving ranks held the stored tensor `fqn` together."""
         return self.stored.place(fqn).owner not in self._content.owners
 
     def are_alike(self, one: tree.Node, two: tree.Node) -> bool:
-        """Whether the same is stored at both, whatever the order of keys."""
+        """Whether both nodes store the same values, in any order of keys."""
         if isinstance(one, tree.Dict) and isinstance(two, tree.Dict):
             ours, theirs = ({tree.encode(key): child for key, child in node.items} for node in (one, two))
             return ours.keys() == theirs.keys() and all(self.are_alike(child, theirs[key]) for key, child in ours.items())
@@ -110,26 +110,26 @@ class Context(ABC):
         (self.elsewhere if is_elsewhere else self.unexpected).append(fqn)
 
     def note_different(self, fqn: str) -> None:
-        """What training cannot go on without, and the saving ranks had different values of."""
+        """Note a value that training needs and that differed between the saving ranks."""
         self.mismatched.append(
-            f"{fqn}: the ranks that saved it had different values, each its own, and the number of ranks has changed since: "
+            f"{fqn}: each rank that saved it had its own value, and the number of ranks has changed since: "
             "load it with as many ranks as saved it"
         )
 
     def left_below(self, fqn: str) -> list[str]:
-        """What the saving ranks had different values of, at or below `fqn`."""
+        """The FQNs at or below `fqn` whose values differed between the saving ranks."""
         if fqn not in self._left_below:
             return []
         return sorted(path for path in self._content.left if path == fqn or path.startswith(f"{fqn}."))
 
     def do(self, turn: StepOrder, build: Build, apply: Callable[[Any], object]) -> Build | None:
-        """Note a step; what it changes is no matter of the parent's."""
+        """Note a step. Returns None, since the parent has nothing to change."""
         self.steps.append(Step(turn, build, apply))
         return None
 
     @abstractmethod
     def value(self, live: Any, node: tree.Node, fqn: str) -> Build | None:
-        """Match one value of the user's, whatever it is."""
+        """Match one value of the user's, of any kind."""
 
     @abstractmethod
     def tensor(self, live: torch.Tensor | FlatShard, node: tree.Node, fqn: str, *, replaceable: bool = False) -> Build | None:
@@ -143,13 +143,14 @@ class Context(ABC):
         like: torch.Tensor | FlatShard | None = None,
         was: StridedView | None = None,
     ) -> Build:
-        """Whatever is stored, made anew: on `device`, or on the kind of device where it was. A tensor of the shape of `like`
-        gets its sharding and its strides.
+        """Make the stored value anew: on `device`, or on the kind of device where it was. A tensor of the shape of `like` gets
+        its sharding and its strides.
 
-        With cast=True it gets the dtype of `like` as well, unless it was of another dtype than the tensor at `was`, which
-        stood where `like` stands now: a master copy in float32 stays one."""
+        With cast=True it also gets the dtype of `like`, unless its stored dtype differs from that of `was`, the stored
+        counterpart of `like`: a master copy in float32 stays one.
+        """
 
 
 def _dots(path: str) -> list[int]:
-    """Where `path` can be cut between keys, and its end."""
+    """The positions at which `path` can be cut between keys, and its end."""
     return [i for i, letter in enumerate(path) if letter == "."] + [len(path)]

@@ -1,8 +1,8 @@
 """Matches an object that returned its state as DTensors, such as torch's get_state_dict() of a model and its optimizers.
 
-Such an object takes apart itself what it is given, and torch's own functions fail where a parameter is missing or unknown.
-So it gets the parameters that it handed out: as stored where they fit, and as they are where they do not, or were not stored.
-MATCHOPT-1 to MATCHOPT-3 of match_optimizer.py hold for its optimizers.
+Such an object loads its dict itself, and torch's own functions fail if a parameter is missing or unknown. So it gets exactly
+the parameters that it handed out: with the stored values if they fit, otherwise as they are. MATCHOPT-1 to MATCHOPT-3 of
+match_optimizer.py hold for its optimizers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 def handed_back(match: Context, live: Any, node: tree.Node, fqn: str) -> Build:
-    """What the object that handed out `live` is to load: what is stored, with the tensors of `live` filled where it has any."""
+    """The state for the object that handed out `live`: the stored one, with the tensors of `live` filled if it has them."""
     if isinstance(live, Mapping) and isinstance(node, tree.Dict):
         if any(type(key) is str and key.startswith(_GROUPS) for key in live):
             return _flat_optimizer(match, live, node, fqn)
@@ -39,7 +39,7 @@ def handed_back(match: Context, live: Any, node: tree.Node, fqn: str) -> Build:
 
 
 def _mapping(match: Context, live: Mapping[Any, Any], node: tree.Dict, fqn: str) -> Build:
-    """Of the tensors beside DTensors, which are a model's, those that it has and no others; of all else, what is stored."""
+    """A dict with DTensors is a model's: it gets exactly the tensors that it has. All other values are taken as stored."""
     is_models = any(map(is_dtensor, live.values()))
     parts: dict[Hashable, Build] = {}
     for key, child in match.stored.children(node):
@@ -66,7 +66,7 @@ def _is_optimizers(value: Mapping[Any, Any]) -> bool:
 def _optimizer(match: Context, live: Mapping[Any, Any], node: tree.Dict, fqn: str, *, is_flat: bool = False) -> Build:
     stored_ids = ids_by_group(match, node)
     if stored_ids is None:
-        match.mismatched.append(f"{fqn}: an optimizer's state is there now, and what is stored does not have that form")
+        match.mismatched.append(f"{fqn}: it is an optimizer's state now, and the stored value does not have that form")
         return building.given(live)
     ours = _paired(match, stored_ids, [list(group["params"]) for group in live["param_groups"]], fqn)
     if ours is None:
@@ -98,7 +98,7 @@ def _optimizer(match: Context, live: Mapping[Any, Any], node: tree.Dict, fqn: st
 def _paired(
     match: Context, stored_ids: list[list[Hashable]], live_ids: list[list[Hashable]], fqn: str
 ) -> dict[Hashable, Hashable] | None:
-    """What each stored parameter is called here; None where that cannot be told, which is noted."""
+    """The name or number here of each stored parameter; None, with a note, if they cannot be paired."""
     stored, live = list(chain(*stored_ids)), list(chain(*live_ids))
     if any(isinstance(key, str) for key in (*stored, *live)):
         for key in dict.fromkeys(stored):
@@ -112,7 +112,7 @@ def _paired(
 
 
 def _group(match: Context, nodes: list[tree.Node], live: Mapping[str, Any], fqn: str) -> Build | None:
-    """What is stored of a group, with the parameters that it has now; None where that does not fit, or where none is stored."""
+    """The stored settings of a group, with the parameters that it has now; None if they do not fit, or none are stored."""
     if len(nodes) > 1:
         were = f"its parameters were in {len(nodes)} groups"
         match.mismatched.append(f"{fqn}: {were}, so the group and their state are left as they are")
@@ -147,15 +147,13 @@ def _entries(
     left: set[Hashable],
     fqn: str,
 ) -> dict[Hashable, Build]:
-    """The state of every parameter here: as stored where it fits, and as it is where it does not, where none is stored, and
-    where it is to be `left`.
-    """
+    """The state of every parameter here: as stored if it fits, otherwise as it is. So is that of the parameters `left`."""
     nodes, there = dict(match.stored.children(state)), live["state"]
     entries: dict[Hashable, Build] = {}
     kept = set(chain(*(group["params"] for group in live["param_groups"]))) - set(ours.values()) | left
     for key, child in nodes.items():
         path = f"{fqn}.state.{key}"
-        if key not in stored_ids:  # what is no parameter's, a hook has added
+        if key not in stored_ids:  # a hook added it
             entries[key] = handed_back(match, there.get(key), child, path)
         elif key in ours and ours[key] not in kept:
             trial = Trial(match)
@@ -165,7 +163,7 @@ def _entries(
             else:
                 kept.add(ours[key])
     for key, name in ours.items():
-        # Torch wants state for every name. One that goes by number may have none, as before its first step.
+        # Torch wants state for every name. A numbered parameter may have none, as before its first step.
         if isinstance(name, str) and key not in nodes and there.get(name) and name not in kept:
             match.note_missing(f"{fqn}.state.{name}")
             kept.add(name)
@@ -178,7 +176,7 @@ _STATE, _GROUPS = "state.", "param_groups."
 
 
 def _flat_optimizer(match: Context, live: Mapping[Any, Any], node: tree.Dict, fqn: str) -> Build:
-    """As that of any other, of which each parameter is a group."""
+    """Match it as a nested optimizer state in which each parameter is a group."""
     names = _names(live) | _names(key for key, _ in node.items)
 
     def group_of(name: str, items: Iterable[tuple[Any, tree.Node]]) -> tree.Dict:
@@ -201,14 +199,14 @@ def _flat_optimizer(match: Context, live: Mapping[Any, Any], node: tree.Dict, fq
 
 
 def _names(keys: Iterable[object]) -> set[str]:
-    """The parameters' names: a group's keys have no dots."""
+    """The names of the parameters, from the keys of their groups, which end in a key without dots."""
     return {key.removeprefix(_GROUPS).rpartition(".")[0] for key in keys if isinstance(key, str) and key.startswith(_GROUPS)}
 
 
 def _by_name(
     items: Iterable[tuple[Any, T]], names: set[str]
 ) -> tuple[dict[str, dict[str, T]], dict[str, dict[str, T]], dict[Any, T]]:
-    """Of each parameter, its state and its group by their keys; and what is no parameter's."""
+    """The state and the group of each parameter, by their keys, and all other items."""
     state: dict[str, dict[str, T]] = {}
     groups: dict[str, dict[str, T]] = {}
     others: dict[Any, T] = {}

@@ -27,7 +27,7 @@ from checkpointd_client.sharding.dtensor import FlatShard, dtensors_are_known
 
 
 def match_object(match: Context, live: Any, node: tree.Node, fqn: str) -> bool:
-    """Match one object; False where it is of no kind that can be loaded, or what is stored cannot be for it."""
+    """Match one object. False if no object of its kind can be loaded, or if the stored node is of the wrong kind."""
     if isinstance(live, nn.Module):
         return isinstance(node, tree.Dict) and _module(match, match.modules.part(live, fqn), node, fqn)
     if isinstance(live, torch.Generator):
@@ -35,7 +35,7 @@ def match_object(match: Context, live: Any, node: tree.Node, fqn: str) -> bool:
     if isinstance(live, torch.optim.Optimizer):
         return isinstance(node, tree.Dict) and match_optimizer(match, live, node, fqn)
     if objects.is_stateful(live):
-        if match.left_below(fqn):  # a part of what it was saved with would be worse than nothing
+        if match.left_below(fqn):  # loading only a part of its state would be worse than none
             match.per_rank_left.append(fqn)
             return True
         why = schedulers.misfit(live, node, match.stored, fqn)
@@ -51,17 +51,17 @@ def match_object(match: Context, live: Any, node: tree.Node, fqn: str) -> bool:
 
 
 def _shards_of(match: Context, live: Any, node: tree.Node, fqn: str) -> object | None:
-    """What the object's state_dict() hands out, where that holds DTensors, as torch's get_state_dict() of a sharded model does.
+    """The object's state_dict(), if it holds DTensors, as that of torch's get_state_dict() of a sharded model does.
 
-    Such an object takes back DTensors alone, and only its own say how these lie. Any other is not asked: that may start
-    workers, and what it returns need not be its memory. Nor is one of which not every rank stored weights, as where rank 0
-    gathers all: state_dict() may be a meeting of the ranks.
+    Such an object loads only DTensors, and only its own DTensors tell how they are sharded. Other objects are not asked: their
+    state_dict() may start workers, and need not return their own memory. Nor is an object asked if not every rank stored
+    weights for it, for example because rank 0 gathers them: state_dict() may wait for all ranks.
     """
     return match.answers.of(live, fqn) if hands_out_weights(live, node, match.stored) else None
 
 
 def hands_out_weights(live: object, node: tree.Node, stored: Stored) -> bool:
-    """Whether `live` is an object, of no kind that torch has itself, that may hand out DTensors for what is stored."""
+    """Whether `live`, an object of the user's own class, may hand out DTensors for the stored weights."""
     own_way = objects.is_stateful(live) and not isinstance(live, nn.Module | torch.optim.Optimizer | torch.Generator)
     return own_way and dtensors_are_known() and _holds_weights(stored, node)
 
@@ -74,7 +74,7 @@ def _holds_weights(stored: Stored, node: tree.Node) -> bool:
 
 
 def _module(match: Context, part: StateModule, node: tree.Dict, fqn: str) -> bool:
-    """Fill what state_dict() hands out, then hand it back: no copy for live parameters, and hooks see what they expect."""
+    """Fill the tensors of state_dict(), then pass it to load_state_dict(): parameters are not copied, hooks run as usual."""
     module, live = part.module, part.tensors
     stored = dict(match.stored.children(node))
     names = ((part.name(key), value) for key, value in live.items())
@@ -96,14 +96,14 @@ def _module(match: Context, part: StateModule, node: tree.Dict, fqn: str) -> boo
     for left_over in stored:
         match.note_unexpected(f"{fqn}.{left_over}")
     if live and not extra and len(match.slots.by_fqn) == filled_before:
-        return True  # nothing of it is stored, or nothing fits
+        return True  # none of it is stored, or none of it fits
     if part.is_flat:
         extras = building.dict_of("dict", extra)
         match.do(StepOrder.MODULES, extras, objects.loading(module, fqn, lambda found: fsdp1.loaded(module, found)))
         return True
 
     def build() -> dict[str, Any]:
-        # What is absent stays as it is, tensors by being copied onto themselves.
+        # Absent values stay as they are; tensors are copied onto themselves.
         filled = {key: value for key, value in live.items() if key not in absent or isinstance(value, torch.Tensor)}
         return _with_metadata(live, filled | {str(key): made() for key, made in extra.items()})
 
@@ -120,10 +120,10 @@ def _note_absent(match: Context, value: object, path: str) -> None:
 
 
 def _with_metadata(live: Mapping[str, Any], filled: Mapping[str, Any]) -> dict[str, Any]:
-    """`filled` with the versions of the module's parts, which torch keeps in an attribute of the dict."""
+    """`filled` with the versions of the module's parts, which torch keeps as an attribute of the dict."""
     made = collections.OrderedDict(filled)
     if hasattr(live, "_metadata"):
-        made._metadata = live._metadata  # type: ignore[attr-defined]  # how torch hands it over
+        made._metadata = live._metadata  # type: ignore[attr-defined]  # torch does so, too
     return made
 
 

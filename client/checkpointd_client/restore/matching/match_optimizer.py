@@ -1,13 +1,13 @@
 """Matches torch's optimizers, whose state may not exist yet and whose `load_state_dict` converts its argument.
 
-State that is stored under the names of parameters goes to the parameters of those names; state under numbers, as by releases
-before this one or where the state held no module that names them, goes by their order, group by group.
+State that is stored under the names of parameters goes to the parameters with those names. State under numbers goes by the
+order of the parameters, group by group: earlier releases stored it so, as do saves whose state has no module that names them.
 
 Invariants
-  MATCHOPT-1  The state of a parameter is loaded whole, or is left whole and named: never with some of its tensors old and some
-      new.
-  MATCHOPT-2  A param group of another kind keeps its own hyperparameters, and the state of its parameters is left.
-  MATCHOPT-3  State of parameters that were not stored stays.
+  MATCHOPT-1  The state of a parameter is loaded whole, or stays as it is and is reported: never are some of its tensors old and
+      some new.
+  MATCHOPT-2  A param group of another kind keeps its own hyperparameters, and the state of its parameters stays as it is.
+  MATCHOPT-3  The state of parameters that were not stored stays as it is.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ from checkpointd_client.sharding.dtensor import FlatShard, is_dtensor
 
 @dataclass(frozen=True, slots=True)
 class _Pairing:
-    """Which parameter each stored one is, by the number that the optimizer gives it now, and which stored group each is."""
+    """For each stored parameter its number in the optimizer here (`numbers`), and for each group here its stored group."""
 
     numbers: dict[Hashable, Hashable]
     groups: list[int | None]
-    """None for one of which nothing is stored: it stays as it is."""
+    """None for a group of which nothing is stored: it stays as it is."""
     stored: frozenset[Hashable]
-    """All stored ones, those that are nobody's here included."""
+    """All stored parameters, also those that no parameter here matches."""
 
 
 def match_optimizer(match: Context, optimizer: torch.optim.Optimizer, node: tree.Dict, fqn: str) -> bool:
-    """Existing state is filled in place, the rest made; then `load_state_dict`, and every tensor put back that it converted."""
+    """Fill existing state in place, make the rest, call `load_state_dict`, and put back every tensor that it converted."""
     live = _live(match, optimizer, fqn)
     if live is None:  # an optimizer with a state_dict of its own making
         if match.left_below(fqn):
@@ -86,7 +86,7 @@ def _live(match: Context, optimizer: torch.optim.Optimizer, fqn: str) -> Live | 
 
 
 def ids_by_group(match: Context, node: tree.Dict) -> list[list[Hashable]] | None:
-    """Names or numbers of the stored parameters by group; None where this is no torch optimizer's state."""
+    """Names or numbers of the stored parameters by group; None if this is not the state of a torch optimizer."""
     parts = dict(match.stored.children(node))
     groups = parts.get("param_groups")
     if not isinstance(parts.get("state"), tree.Dict) or not isinstance(groups, tree.Sequence):
@@ -104,7 +104,7 @@ def ids_by_group(match: Context, node: tree.Dict) -> list[list[Hashable]] | None
 
 
 def _paired(match: Context, live: Live, stored_ids: list[list[Hashable]], node: tree.Dict, fqn: str) -> _Pairing | None:
-    """None where they cannot be told, which is noted."""
+    """Pair stored and live parameters; None, with a note, if that is impossible."""
     ids, live_ids = list(chain(*stored_ids)), [list(group["params"]) for group in live.state["param_groups"]]
     if any(isinstance(name, str) for name in ids):
         number_of = {id(parameter): number for number, parameter in live.params.items()}
@@ -113,11 +113,11 @@ def _paired(match: Context, live: Live, stored_ids: list[list[Hashable]], node: 
         named: dict[Hashable, Hashable] = {}
         taken: set[int] = set()
         for name, it in known.items():
-            # Of parameters that are tied now and were not when saved, the first one's state counts: there is one to fill.
+            # If parameters are tied now and were not when saved, the state of the first one counts.
             if it in number_of and it not in taken:
                 named[name] = number_of[it]
                 taken.add(it)
-        # Where their names are known, none goes by its place: it would get the state of another one.
+        # If names are known, no parameter goes by its place: it could get the state of another one.
         if named or not number_of.keys().isdisjoint(match.modules.names()):
             return _by_name(match, live, stored_ids, node, named, fqn)
     numbers = by_order(match, stored_ids, live_ids, fqn)
@@ -156,11 +156,11 @@ def _by_name(
     groups: list[int | None] = []
     for i, group in enumerate(live.state["param_groups"]):
         stored = {group_of[number] for number in group["params"] if number in group_of}
-        # Ranks that held other layers may have had groups of the same settings at other positions.
+        # Ranks that held other layers may have had groups with the same settings at other positions.
         if not all(match.are_alike(settings[min(stored)], settings[j]) for j in stored):
             match.mismatched.append(f"{fqn}.param_groups.{i}: its parameters are those of the stored groups {sorted(stored)}")
             return None
-        # One without parameters is known by its position alone, where a stored one stands there of which none is here either.
+        # A group without parameters matches by position, if none of the stored group's parameters are here either.
         alike = not group["params"] and i < len(stored_ids) and numbers.keys().isdisjoint(stored_ids[i])
         alike = alike and (not stored_ids[i] or len(stored_ids) == len(live.state["param_groups"]))
         if not (stored or alike):
@@ -173,9 +173,9 @@ def _by_name(
 
 
 def _whole(match: Context, live: Live, pairing: _Pairing, stored: dict[Hashable, tree.Node], fqn: str) -> Build | None:
-    """The dict for `load_state_dict`: live tensors where there are some, new ones elsewhere, every other value as stored.
+    """The dict for `load_state_dict`: live tensors if they exist, new ones otherwise, and all other values as stored.
 
-    None where nothing of it fits.
+    None if nothing fits.
     """
     state, groups = stored.pop("state"), stored.pop("param_groups")
     assert isinstance(state, tree.Dict)  # ids_by_group looked
@@ -211,7 +211,7 @@ def _whole(match: Context, live: Live, pairing: _Pairing, stored: dict[Hashable,
 
 
 def _split(groups: list[dict[str, Any]], stored: list[int | None], number: int) -> list[str]:
-    """The hyperparameters in which the groups here differ that are made of the same stored one as group `number`."""
+    """The hyperparameters in which group `number` differs from other groups here that come from the same stored group."""
     others = [group for group, j in zip(groups, stored, strict=True) if j == stored[number]]
     own = groups[number]
     return sorted(str(key) for key in own if any(not _alike(own[key], o.get(key)) for o in others) and key not in OF_OTHERS)
@@ -224,9 +224,9 @@ def _alike(one: object, other: object) -> bool:
 
 
 def _group(match: Context, node: tree.Node, live: dict[str, Any], left: list[str], fqn: str) -> Build | None:
-    """What is stored of a group, with the numbers that its parameters have now; None where a part of it does not fit.
+    """The stored settings of a group, with the numbers that its parameters have now; None if a part of them does not fit.
 
-    What is there and not stored stays, as another version of torch, or a scheduler, may have added it; so does what is `left`.
+    Settings that are not stored stay, since another version of torch or a scheduler may have added them; so do those in `left`.
     """
     trial = Trial(match)
     build = filled(match, live, _settings(node, left), fqn)
@@ -237,7 +237,7 @@ def _group(match: Context, node: tree.Node, live: dict[str, Any], left: list[str
 
 
 def _settings(group: tree.Node, left: Collection[object] = ()) -> tree.Dict:
-    """A stored group without what it says of its parameters, which are those that it has now, and what is `left`."""
+    """A stored group without the list of its parameters and without the settings in `left`."""
     assert isinstance(group, tree.Dict)  # ids_by_group looked
     return tree.Dict(group.kind, tuple((key, child) for key, child in group.items if key not in {*OF_PARAMETERS, *left}))
 
@@ -271,7 +271,7 @@ def _is_of_kind(
 
 @dataclass(slots=True)
 class Trial:
-    """A part of the match that holds as a whole or not at all (MATCHOPT-1)."""
+    """A part of the match that is taken as a whole or not at all (MATCHOPT-1)."""
 
     match: Context
     _slots: int = field(init=False)
@@ -282,11 +282,11 @@ class Trial:
 
     @property
     def failed(self) -> bool:
-        """Whether something was found since the beginning that does not fit."""
+        """Whether a mismatch was found since the trial began."""
         return len(self.match.mismatched) > self._told
 
     def fits(self, fqn: str) -> bool:
-        """Whether all of it fits; else whatever was matched of what is stored at `fqn` is dropped."""
+        """Whether all of it fits; if not, the matches of the state stored at `fqn` are dropped."""
         if not self.failed:
             return True
         self.match.slots.drop_after(self._slots)
@@ -299,9 +299,7 @@ class Trial:
 def _entries(
     match: Context, live: Live, pairing: _Pairing, state: tree.Dict, of_another_kind: set[Hashable], fqn: str
 ) -> dict[Hashable, Build]:
-    """The state of every parameter: as stored where it fits, and as it is where it does not, or where the parameter was not
-    stored.
-    """
+    """The state of every parameter: as stored if it fits, otherwise as it is."""
     nodes = dict(match.stored.children(state))
     ours = {key: number for key, number in pairing.numbers.items() if number not in of_another_kind}
     kept = {key: number for key, number in ours.items() if optimizers.keeps(live.optimizer, live.params[number])}
@@ -311,10 +309,10 @@ def _entries(
     following = following_kinds(match, live, ours, nodes)
     for keys in _units(live, ours):
         trial, first = Trial(match), f"{fqn}.state.{keys[0]}"
-        # Of what the ranks had different values of, the rest is no state.
+        # If a part of the state differed between the saving ranks, the rest alone is useless.
         torn = any(match.left_below(f"{fqn}.state.{key}") for key in keys)
         stored = {key: kept[key] for key in keys if key in kept and key in nodes}
-        # Of all in the unit, also those of which this rank holds, and stored, nothing: every rank decides alike.
+        # Parameters of which this rank holds and stored nothing are checked, too: so every rank decides alike.
         match.mismatched += [
             f"{fqn}.state.{key}: {why}"
             for key in (keys if any(key in nodes for key in keys) else ())
@@ -341,13 +339,13 @@ def _entries(
             ]
     entries |= {number: building.given(entry) for number, entry in live.state["state"].items() if number in left}
     for key, node in nodes.items():
-        if key not in pairing.stored:  # what is no parameter's, a hook has added
+        if key not in pairing.stored:  # a hook added it
             entries[key] = filled(match, live.state["state"].get(key), node, f"{fqn}.state.{key}")
     return entries
 
 
 def _units(live: Live, ours: Mapping[Hashable, Hashable]) -> Iterable[list[Hashable]]:
-    """The stored parameters, those together of which the optimizer here keeps one state, as in one flat parameter."""
+    """The stored parameters, in lists of those that share one state here, as the parts of a flat parameter do."""
     units: dict[int, list[Hashable]] = {}
     for key, number in ours.items():
         parameter = live.params[number]
@@ -367,8 +365,8 @@ def _has_more(live: Live, number: Hashable, ours: Mapping[Hashable, Hashable]) -
 
 @dataclass(frozen=True, slots=True)
 class _Like:
-    """How to make a tensor that is not there: on which device, and sharded like which parameter, or as `first` made what stands
-    at `path`.
+    """How to make a tensor that does not exist yet: on `device`, and sharded like `parameter`, or like the tensor that the
+    first step makes at `path` (`first`).
     """
 
     device: torch.device | None = None
@@ -382,17 +380,17 @@ class _Like:
         return self if self.first is None else replace(self, path=(*self.path, key))
 
     def tensor(self, match: Context, node: tree.Node) -> torch.Tensor | FlatShard | None:
-        """What the tensor stored at `node` is to be made like."""
+        """The tensor whose sharding and strides the one stored at `node` gets."""
         if self.first is None or self.parameter is None or not isinstance(node, tree.Tensor):
             return self.parameter
         shape, shared = match.stored.place(node.fqn).shape, match.is_shared(node.fqn)
-        # A number goes with DTensors as it is, and is one only where it was one.
+        # A number may stand beside DTensors; it becomes a DTensor only if it was stored as one.
         if math.prod(shape) == 1 and not isinstance(node, tree.MeshTensor):
             return self.parameter
         if shape != tuple(self.parameter.shape):
             made: torch.Tensor | None = optimizer_layout.like(node, shape, self.first, self.path, shared=shared)
             return self.parameter if made is None else made
-        # Where ranks held the parameter together, and this not, it was a plain tensor beside a DTensor.
+        # If ranks held the parameter together but not this tensor, it was a plain tensor beside a DTensor.
         was_plain = not shared and self.was is not None and match.is_shared(self.was.fqn)
         return torch.empty(shape, dtype=self.parameter.dtype, device="meta") if was_plain else self.parameter
 
@@ -401,8 +399,8 @@ _ANYHOW = _Like()
 
 
 def _entry(match: Context, live: Live, number: Hashable, node: tree.Node, was: StridedView | None, fqn: str) -> Build:
-    """The state of one parameter, which is itself stored at `was`: on its device, but for step counts, which torch keeps on the
-    host, and in a dtype of their own.
+    """The state of one parameter, which is itself stored at `was`. It goes to the parameter's device, except for step counts,
+    which torch keeps on the CPU, in a dtype of their own.
     """
     there = live.state["state"].get(number)
     if number not in live.params or not isinstance(node, tree.Dict):
@@ -451,7 +449,7 @@ def _load_optimizer(live: Live, state: dict[str, Any]) -> None:
         own = zip(optimizer.param_groups, state["param_groups"], strict=True)
         params = {number: p for group, ours in own for p, number in zip(group["params"], ours["params"], strict=True)}
     optimizer.load_state_dict(state)
-    # torch casts floating-point state to its parameter's dtype, and deep-copies what stands in the groups.
+    # torch casts floating-point state to the dtype of its parameter, and deep-copies the settings of groups.
     kept: Any = optimizers.state_of(optimizer)
     for number, entry in state["state"].items():
         _put_back(kept.get(params.get(number, number)), entry)
@@ -460,13 +458,13 @@ def _load_optimizer(live: Live, state: dict[str, Any]) -> None:
 
 
 def _put_back(loaded: Any, ours: Any) -> None:
-    """Put our tensors, texts and bytes into `loaded`, wherever it still has their like."""
+    """Put our tensors, strings and bytes back into `loaded`, where it still has tensors at the same places."""
     items = ours.items() if isinstance(ours, Mapping) else enumerate(ours) if isinstance(ours, list) else ()
     for key, value in items:
         there = _item(loaded, key)
         if isinstance(value, torch.Tensor) and isinstance(there, torch.Tensor):
             loaded[key] = value if value.device == there.device else value.to(there.device)
         elif isinstance(value, str | bytes):
-            loaded[key] = value  # torch rebuilds every iterable from its items, which garbles these
+            loaded[key] = value  # torch rebuilds every iterable from its items, which breaks these
         else:
             _put_back(there, value)

@@ -1,7 +1,7 @@
 """Matches stored tensors with the user's objects: where each stored tensor goes, and which fit nowhere.
 
-Nothing is touched and nothing is allocated here. The outcome is a set of slots, steps to take once the slots are filled, and
-three lists of what did not match.
+A match changes and allocates nothing. Its result is a set of slots, the steps to take once the slots are filled, and lists of
+the values that did not match.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _CPU = torch.device("cpu")
 
 
 class Matcher(Context):
-    """One match. A method that returns a Build wants its value put into the parent; None leaves the parent's value in place."""
+    """One match. If a method returns a Build, the caller puts its value into the parent; None leaves the parent as it is."""
 
-    # --- what is there -------------------------------------------------------------------------------------------
+    # --- existing values -------------------------------------------------------------------------------------------
 
     def value(self, live: Any, node: tree.Node, fqn: str) -> Build | None:
         if live is None:
@@ -84,7 +84,7 @@ class Matcher(Context):
         return (lambda: slot.value) if replaceable else None
 
     def _held(self, places: tuple[LocalShardTensor, ...], node: tree.Node, fqn: str) -> Build | None:
-        """Memory for parts of a stored tensor, whose own shape need not be theirs."""
+        """Match memory for parts of a stored tensor, which may have other shapes than the tensor."""
         if not isinstance(node, tree.Tensor):
             return self.note_kind(places[0], node, fqn)
         place = self.stored.place(node.fqn)
@@ -161,7 +161,7 @@ class Matcher(Context):
     # --- containers ----------------------------------------------------------------------------------------------
 
     def mapping(self, live: MutableMapping[Any, Any], node: tree.Node, fqn: str) -> Build | None:
-        """Match a dict key by key, to be changed in place; an empty one takes whatever is stored."""
+        """Match a dict key by key and change it in place; an empty dict takes everything that is stored."""
         if not isinstance(node, tree.Dict):
             return self.note_kind(live, node, fqn)
         if not live:
@@ -213,7 +213,7 @@ class Matcher(Context):
         return self.do(StepOrder.CONTAINERS, build, partial(_refill, live)) if isinstance(live, set) else build
 
     def _note_absent(self, live: object, fqn: str) -> None:
-        """A tensor that is trained with, say, is not left half as it was without a word that ends the load."""
+        """Note a value that is not stored; a tensor that differed between the saving ranks ends the load."""
         if isinstance(live, torch.Tensor) and fqn in self._content.left:
             self.note_different(fqn)
         else:
@@ -221,7 +221,7 @@ class Matcher(Context):
 
 
 def with_weights(live: object, node: tree.Node, stored: Stored, fqn: str = "") -> Iterator[tuple[str, object]]:
-    """By FQN, the objects in `live` that the match may want to ask for their state: those for which weights are stored."""
+    """By FQN, the objects in `live` that the match may ask for their state, because weights are stored for them."""
     if isinstance(live, Mapping) and not objects.is_object(live):
         for key, child in stored.children(node):
             if key in live:
@@ -243,7 +243,7 @@ def _refill(live: Any, value: Any) -> None:
 
 
 def _holds_objects(value: object) -> bool:
-    """Whether anything inside must be kept (tensors, arrays, objects); plain data is replaced whole."""
+    """Whether it contains anything to keep (tensors, arrays, objects); plain data is replaced as a whole."""
     if isinstance(value, torch.Tensor | np.ndarray) or objects.is_object(value):
         return True
     if isinstance(value, Mapping):
@@ -252,12 +252,12 @@ def _holds_objects(value: object) -> bool:
 
 
 def _device(kind: str) -> torch.device:
-    """This process's device of the kind where a tensor was when it was saved; the host where there is none."""
+    """This process's device of the kind that a tensor was saved from; the CPU if it has none."""
     if kind == "cpu":
         return _CPU
     try:
         backend = torch.get_device_module(kind)
-    except RuntimeError:  # a kind that this torch does not have
+    except RuntimeError:  # this torch does not have the kind
         return _CPU
     if not backend.is_available():
         return _CPU

@@ -1,6 +1,7 @@
 """Tests whether an optimizer can continue with the stored state of another one.
 
-Its class does not say: AdamW goes on from Adam, and a fused one from one that is not. What the next step needs does.
+The class does not decide: AdamW can continue from Adam, and a fused optimizer from one that is not. The state that the next
+step needs does.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from checkpointd_client.sharding.dtensor import FlatShard
 from checkpointd_client.sharding.fsdp1 import Shards
 
 OF_PARAMETERS = frozenset({"params", "param_names"})
-"""What a group says of its parameters."""
+"""The keys under which a group lists its parameters."""
 OF_OTHERS = OF_PARAMETERS | {"initial_lr", "max_lr", "min_lr", "base_lr", "max_momentum", "base_momentum", "swa_lr"}
-"""What schedulers and torch itself keep in a group, whatever the optimizer."""
+"""The keys that schedulers and torch itself keep in the group of any optimizer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +45,16 @@ def other_kind(
     states: Iterable[Iterable[Hashable]],
     parameters: Iterable[Any],
 ) -> str | None:
-    """Why the optimizer here cannot go on with a stored group in place of its own `group`; None where it can.
+    """Why the optimizer here cannot continue with a stored group in place of its own `group`; None if it can.
 
-    `stored`: the keys of that group, with the values of those that are plain. `states`: the keys of the state of each parameter
-    in it; `parameters`: those of the group here.
+    `stored`: the keys of the stored group, with the values of the plain ones. `states`: the keys of the state of each parameter
+    in it. `parameters`: those of the group here.
     """
     had, here = {str(key) for key in stored} - OF_OTHERS, set(map(str, group)) - OF_OTHERS
     extra, absent = sorted(had - here), sorted((here - had) & optimizer.defaults.keys())
     if extra and absent:
         return f"{', '.join(extra)} is stored, and {', '.join(absent)} is there now"
-    # Another version of torch has more hyperparameters or fewer; so may another kind of optimizer, which needs other state.
+    # Another version of torch may have more or fewer hyperparameters. So may another kind of optimizer, with other state.
     has = {str(key) for state in states for key in state}
     if not (extra or absent) or not has:
         return None
@@ -89,8 +90,8 @@ def misfit(
 def following_kinds(
     match: Context, live: Live, ours: Mapping[Hashable, Hashable], nodes: Mapping[Hashable, tree.Node]
 ) -> frozenset[Hashable]:
-    """The kinds of state (`exp_avg`) whose tensors have the shape of their parameter more often than not, of parameters whose
-    own stored shape nobody knows.
+    """The kinds of state (`exp_avg`) whose tensors mostly have the shape of their parameter here, counted over the parameters
+    whose stored shape is unknown.
     """
     counts: collections.Counter[tuple[Hashable, bool]] = collections.Counter()
     for key, number in ours.items():

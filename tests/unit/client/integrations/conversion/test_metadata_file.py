@@ -98,7 +98,7 @@ def gap(metadata: Metadata) -> None:
     ("change", "words"),
     [
         (outside, "lies in '../other'"),
-        (negative, "at -1, which cannot be"),
+        (negative, "at -1, which is impossible"),
         (gap, "2 of 10 elements are written by no rank"),
         (lambda m: m.storage_data.clear(), "does not say where"),
         (lambda m: setattr(m, "state_dict_metadata", {"w": 5}), "is not the metadata"),

@@ -141,7 +141,7 @@ def test_the_root_of_a_living_job_is_read_and_left_alone(
     with live_job(store, "train"), attached(kind) as plug:
         lease = store / ".checkpointd" / "leases"
         assert loads(plug, root) == "one"
-        assert "is only read, since another job is alive there" in caplog.text
+        assert "is opened read-only, since another job is alive there" in caplog.text
         assert os.listdir(lease) == ["00000002"]
         assert sorted(os.listdir(store / ".checkpointd" / "epochs")) == ["00000001", "00000002"]
         if kind is FilesAdapter:
@@ -198,7 +198,7 @@ def test_a_root_where_nothing_may_be_written_is_read(
     with as_another_user(), attached(kind) as plug:
         assert loads(plug, root) == "one"
         assert not plug._roots.checkpointers
-    assert "is only read, since nothing may be written there" in caplog.text
+    assert "is opened read-only, since it may not be written to" in caplog.text
     assert sorted(root.rglob("*")) == before
 
 

@@ -228,7 +228,7 @@ def test_an_optimizer_that_was_stored_in_another_form_is_named() -> None:
     before = live.held()
     restoration = loaded_in_part(stored, live)
     assert restoration.mismatched == (
-        "app.optim: an optimizer's state is there now, and what is stored does not have that form",
+        "app.optim: it is an optimizer's state now, and the stored value does not have that form",
     )
     assert live.held()["0.weight"]["exp_avg"] == before["0.weight"]["exp_avg"]
     assert live.held()["0.weight"][""] == stored.held()["0.weight"][""]
