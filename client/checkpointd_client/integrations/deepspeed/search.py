@@ -117,7 +117,7 @@ class Search:
     # --- candidates --------------------------------------------------------------------------------------------
 
     def _candidates(self) -> tuple[list[tuple[str, Checkpoint | None]], str | None]:
-        """The candidates that rank 0 sees, newest first, None where this rank does not see one; or a tag of DeepSpeed itself."""
+        """The candidates that rank 0 sees, newest first, None where this rank sees none; or a tag of DeepSpeed itself."""
         rank = self.engine.global_rank
         known, fault = without_removed(self.opened, rank, self.load_dir, *known_of(self.opened))
         beside = [c for c in known.values() if os.path.dirname(c.outcome.shown_at) == self.folder]

@@ -112,7 +112,7 @@ class Context(ABC):
     def note_different(self, fqn: str) -> None:
         """Note a value that training needs and that differed between the saving ranks."""
         self.mismatched.append(
-            f"{fqn}: each rank that saved it had its own value, and the number of ranks has changed since: "
+            f"{fqn}: the ranks that saved it had different values, and the number of ranks has changed since: "
             "load it with as many ranks as saved it"
         )
 

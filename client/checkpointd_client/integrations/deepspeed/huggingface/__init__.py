@@ -1,1 +1,1 @@
-"""Hugging Face's Trainer and Accelerate, beside DeepSpeed's engines."""
+"""Makes Hugging Face's Trainer and Accelerate work with attached DeepSpeed engines."""

@@ -4,9 +4,9 @@ Hugging Face's Trainer writes weights, its own state and the state of random-num
 the engine; Accelerate does likewise. All of that is one checkpoint.
 
 Invariants
-  FILLING-1  What they write goes to a directory without that name. The engine's save begins when all of it is written, on each
-      rank.
-  FILLING-2  What the storage refuses meanwhile fails this save, on every rank, and nothing else.
+  FILLING-1  The libraries write to a directory without that name. The engine's save begins on each rank when they have written
+      everything.
+  FILLING-2  An error of the storage meanwhile fails this save, on every rank, and nothing else.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from typing import Any
 log = logging.getLogger("checkpointd")
 
 _OF_STORAGE = ("os error", "PytorchStreamWriter", "unexpected pos", "Parent directory")
-"""Words of safetensors and of torch.save, which do not raise OSError where a file cannot be written."""
+"""Words in the errors of safetensors and torch.save, which raise no OSError if a file cannot be written."""
 
 
 @dataclass(slots=True)
 class Filled:
-    """What was filled at `path`; the save knows it by `name`. `fault`: what could not be written."""
+    """The directory at `path` that was filled; the save knows it as `name`. `fault`: the first error of the storage."""
 
     name: str
     path: str
@@ -37,16 +37,16 @@ class Filled:
 
 @dataclass(slots=True)
 class Filling:
-    """One save of one engine: `directory` is what it is to become, `filled` where it is now."""
+    """The filling for one save of one engine: `directory` is the final name, `filled` the directory now."""
 
     directory: str
     filled: Filled
     call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-    """What the engine was asked to save, beside the directory."""
+    """The arguments of the engine's save_checkpoint, without the directory."""
 
     @property
     def above(self) -> str:
-        """Where all directories are filled: out of sight."""
+        """The hidden directory in which all directories are filled."""
         return os.path.dirname(os.path.dirname(self.filled.path))
 
     def takes(self, save_dir: object) -> bool:
@@ -60,7 +60,7 @@ class Filling:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Others fill it now; whatever they raise ends it, and what was written goes."""
+        """While the libraries fill it. If they raise, the filled directory is removed."""
         token = _CURRENT.set(self)
         try:
             with self.keeping():
@@ -73,16 +73,16 @@ class Filling:
             _CURRENT.reset(token)
 
     def drop(self) -> None:
-        """Remove what was filled."""
+        """Remove the filled directory."""
         shutil.rmtree(os.path.dirname(self.filled.path), ignore_errors=True)
 
     @contextmanager
     def keeping(self) -> Iterator[None]:
-        """What the storage refuses in the body becomes this save's fault (FILLING-2)."""
+        """Keep an error of the storage in the block as this save's fault (FILLING-2)."""
         try:
             yield
         except Exception as error:
-            # Where the directory could not even be made, what is written into it fails in words of its own.
+            # If the directory could not be made, writing into it raises RuntimeErrors with other words.
             follows = self.filled.fault is not None and isinstance(error, RuntimeError)
             if not (follows or is_of_storage(error)):
                 raise
@@ -91,7 +91,7 @@ class Filling:
                 self.filled.fault = f"what belongs to {self.directory} beside the engine's files cannot be written: {error}"
 
     def kept(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, `keeping`."""
+        """`function`, called within `keeping`."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             with self.keeping():
@@ -104,12 +104,12 @@ _CURRENT: ContextVar[Filling | None] = ContextVar("the directory that is being f
 
 
 def current() -> Filling | None:
-    """What is being filled by this thread."""
+    """The filling of this thread, if there is one."""
     return _CURRENT.get()
 
 
 def is_of_storage(error: BaseException) -> bool:
-    """Whether a file could not be written, rather than what was to be in it made."""
+    """Whether `error` means that a file could not be written."""
     link: BaseException | None = error
     while link is not None:
         if isinstance(link, OSError) or any(words in str(link) for words in _OF_STORAGE):

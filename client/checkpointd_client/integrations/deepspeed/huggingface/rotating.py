@@ -1,11 +1,12 @@
 """Removes old `checkpoint-N` and `checkpoint_N` after a newer commit, by the limits of the Trainer and of Accelerate.
 
 Invariants
-  ROTATE-1  Nothing is removed before the save that asked for it, or a later one, has committed. What no engine has saved to, or
-      has lost the engine's files or the library's, is no checkpoint: it is not counted, and not removed.
-  ROTATE-2  The newest commit and the best checkpoint stay. One is as old as its engine's files, whoever touches its directory.
-  ROTATE-3  What goes is first moved out of sight: half removed, it could be taken for a checkpoint, by whoever looks and by the
-      rotation of another rank, as on a CPU each takes itself for the first one of its node.
+  ROTATE-1  Nothing is removed before the save that asked for it, or a later one, has committed. A directory without the files
+      of an engine or of the library is not a checkpoint: it is neither counted nor removed.
+  ROTATE-2  The newest commit and the best checkpoint stay. The age of a checkpoint is that of its engine's files, not of its
+      directory.
+  ROTATE-3  A directory is first moved to a hidden place and then removed: half removed, other programs could take it for a
+      checkpoint. So could the rotation of another rank, since on CPUs each rank counts itself as the first of its node.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ log = logging.getLogger("checkpointd")
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """How many checkpoints of which names are kept in a directory; what goes is moved to `out_of_sight`.
+    """How many checkpoints with which names a directory keeps; others are moved to `out_of_sight` and removed.
 
-    `names`: a regular expression. `needed`: a file that the library writes into each.
+    `names`: a regular expression. `needed`: a file that the library writes into each checkpoint.
     """
 
     keep: int
@@ -42,22 +43,22 @@ class Limit:
 
 
 class Saves:
-    """The directories that were saved to, each with its last save; the limits of those in which they lie."""
+    """The directories that were saved to, each with its last save, and the limits of the directories above them."""
 
     def __init__(self) -> None:
         self._handles: dict[str, SaveHandle] = {}
         self._limits: dict[str, Limit] = {}
         self._newest: dict[str, str] = {}
-        """By the directory above: what was committed there last."""
+        """The last committed directory, by the directory above it."""
         self._due: set[str] = set()
         self._bests: dict[str, str] = {}
         self._in_flight: set[SaveHandle] = set()
         self._alone = threading.Lock()
-        """Never held for long: the thread on which saves are written waits for it."""
+        """Never held for long: the writer's thread waits for it."""
         self._removing = threading.Lock()
 
     def begin(self) -> None:
-        """A training begins: what was wanted of the one before does not count."""
+        """A training begins: forget the limits of the one before."""
         self.settle()
         with self._alone:
             self._limits.clear()
@@ -76,7 +77,7 @@ class Saves:
         handle.when_done(lambda: self._ended(directory, handle))
 
     def limit(self, folder: str, limit: Limit | None) -> None:
-        """From the next commit in `folder` on."""
+        """Set the limit of `folder`, which holds from the next commit there."""
         folder = os.path.abspath(folder)
         with self._alone:
             self._due.discard(folder)
@@ -85,12 +86,12 @@ class Saves:
                 self._limits[folder] = limit
 
     def note_best(self, folder: str, best: str) -> None:
-        """The best checkpoint, of those that are there when a save begins."""
+        """Note the best of the checkpoints that exist when a save begins."""
         with self._alone:
             self._bests[os.path.abspath(folder)] = os.path.abspath(best)
 
     def best(self, folder: str) -> str | None:
-        """The last one noted, if it is still there."""
+        """The best checkpoint that was noted last, if it still exists."""
         found = self._bests.get(os.path.abspath(folder))
         return found if found is not None and os.path.isdir(found) else None
 
@@ -100,7 +101,7 @@ class Saves:
         return handle is not None and handle.done() and handle.phase != Phase.COMMITTED
 
     def settle(self) -> None:
-        """Wait until no save is in flight, whatever becomes of it: its handle and the log say what. Old ones have gone then."""
+        """Wait until no save is in flight, without raising their errors, and until old checkpoints are removed."""
         for directory, handle in list(self._handles.items()):
             handle.ended_within(None)
             self._note(directory, handle)
@@ -109,8 +110,8 @@ class Saves:
     def _ended(self, directory: str, handle: SaveHandle) -> None:
         self._note(directory, handle)
         if self._due:
-            with suppress(RuntimeError):  # the interpreter ends: the next job's rotation finds the same
-                threading.Thread(target=self._rotate, name="checkpointd-rotation").start()  # much may have to go
+            with suppress(RuntimeError):  # the interpreter ends: the next job's rotation does it
+                threading.Thread(target=self._rotate, name="checkpointd-rotation").start()  # removal may take long
 
     def _note(self, directory: str, handle: SaveHandle) -> None:
         folder = os.path.dirname(directory)
@@ -126,14 +127,14 @@ class Saves:
                 rotate(folder, limit, staying)
 
     def _decided(self) -> list[tuple[str, Limit, set[str | None]]]:
-        """What is due and can be done now."""
+        """The rotations that are due and possible now."""
         found: list[tuple[str, Limit, set[str | None]]] = []
         with self._alone:
             for folder in sorted(self._due):
                 limit = self._limits[folder]
                 best = limit.best and os.path.abspath(limit.best)
                 if best and self._handles.get(best) in self._in_flight:
-                    continue  # when it has ended, it is known which one is the best
+                    continue  # only its end shows which checkpoint is the best
                 if best and not os.path.isdir(best):
                     best = self._bests.get(folder)
                 self._due.discard(folder)
@@ -142,7 +143,7 @@ class Saves:
 
 
 def rotate(folder: str, limit: Limit, staying: set[str | None]) -> None:
-    """Remove the oldest checkpoints in `folder`, but for those `staying`, until as many are left as the limit says."""
+    """Remove the oldest checkpoints in `folder`, except those `staying`, until the limit holds."""
     ages = {str(path): age for path in Path(folder).glob("*") if (age := _age(path, limit)) is not None}
     oldest_first = sorted(ages, key=lambda path: (ages[path], path))
     staying = {*staying, *oldest_first[-1:]} & ages.keys()
@@ -152,7 +153,7 @@ def rotate(folder: str, limit: Limit, staying: set[str | None]) -> None:
 
 
 def _age(path: Path, limit: Limit) -> int | None:
-    """When the engine's files were written, in ns since the epoch; None for what is no checkpoint (ROTATE-1)."""
+    """When the engine's files were written, in ns since 1970; None if `path` is not a checkpoint (ROTATE-1)."""
     if re.fullmatch(limit.names, path.name) is None or not (path / limit.needed).is_file():
         return None
     with suppress(FileNotFoundError):  # another rank removes it
@@ -161,7 +162,7 @@ def _age(path: Path, limit: Limit) -> int | None:
 
 
 def _remove(path: str, out_of_sight: str) -> None:
-    """A start removes what a crash leaves in `out_of_sight`."""
+    """Move `path` out of sight and remove it. If this crashes, the next start removes the rest."""
     gone = os.path.join(out_of_sight, f"{GOING}{uuid.uuid4().hex}")
     try:
         os.makedirs(gone)

@@ -1,14 +1,14 @@
 """Changes the Trainer and Accelerate so that they do not treat a save as a checkpoint before it commits.
 
-Both write `checkpoint-N` directories, remove old ones when they have called save, and load by looking at what is there. What is
-replaced here are methods of their classes, and names in the Trainer's own module: it does not matter who imported them before.
+Both write `checkpoint-N` directories, remove old ones once they have called save, and load the directories that they find. This
+module replaces methods of their classes and names in the Trainer's own module, so it works no matter who imported these before.
 
 Invariants
-  TRAINER-1  A `checkpoint-N` that Transformers or Accelerate makes has that name only when it is committed, and it is whole
-      then, with what they write and what the engine writes. So their own functions, and anybody's, find none that is not.
-  TRAINER-2  A rotation takes no committed checkpoint for the sake of one that has not committed (`rotating.py`).
-  TRAINER-3  What looks for files of a save in flight waits for it first. Accelerate's loading one that is not there is an
-      error.
+  TRAINER-1  A `checkpoint-N` of Transformers or Accelerate gets that name only at its commit, and then it is whole, with the
+      files of the library and of the engine. So no function can find an uncommitted one.
+  TRAINER-2  A rotation removes no committed checkpoint in favour of one that has not committed (`rotating.py`).
+  TRAINER-3  A function that looks for files of a save in flight waits for it first. If Accelerate is to load a checkpoint that
+      does not exist, it raises an error.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ def check_layout(layout: object) -> None:
 
 
 _MODEL_NAME = "pytorch_model"
-"""The tag under which Accelerate saves."""
+"""The tag that Accelerate saves under."""
 _SAVES = Saves()
 _PLUGS: WeakKeyDictionary[Any, Adapter] = WeakKeyDictionary()
-"""Of the engines that are watched."""
+"""The adapters of the engines that are watched."""
 
 _IN_LOAD_STATE: ContextVar[bool] = ContextVar("in Accelerate's load_state", default=False)
-"""It looks at nothing that an engine's load_checkpoint returns; everybody else is told there that no checkpoint was found."""
+"""load_state ignores the result of the engine's load_checkpoint, so a missing checkpoint must raise an error there."""
 
 
 def watch(engine: Any, plug: Adapter) -> None:
@@ -85,12 +85,12 @@ def watch(engine: Any, plug: Adapter) -> None:
 
 
 def teach() -> None:
-    """Let those of the two libraries that this process has imported go by TRAINER-1 to TRAINER-3. Again is no harm."""
+    """Make the imported ones of the two libraries follow TRAINER-1 to TRAINER-3. It may be called again."""
     if "transformers" in sys.modules:
         module = importlib.import_module("transformers.trainer")
         _replace(module, "rotate_checkpoints", _rotating)
         _replace(module, "deepspeed_load_checkpoint", _settled)
-        with suppress(ImportError):  # of releases that do not have it
+        with suppress(ImportError):  # releases without it
             jit = importlib.import_module("transformers.trainer_jit_checkpoint")
             _replace(jit.CheckpointManager, "execute_jit_checkpoint", _saving_at_once)
         for name, wrap in _OF_TRAINER.items():
@@ -102,7 +102,7 @@ def teach() -> None:
 
 
 def _replace(home: Any, name: str, wrap: Callable[[_Function], _Function]) -> None:
-    """Let `name` of `home` mean the wrapped function."""
+    """Replace `name` of `home` by the wrapped function."""
     original = getattr(home, name, None)
     if original is None:
         log.warning("this release has no %s: see docs/DEEPSPEED.md for the releases that were tried", name)
@@ -147,8 +147,8 @@ def _filling(engine: Any, directory: str) -> Filling | None:
 
 
 def _save_filled(engine: Any, filling: Filling, *usual: str) -> None:
-    """Let the engine save what it was asked to, together with what was filled. On every rank, also where the storage kept one
-    from asking for it: the `usual` arguments are taken then.
+    """Let the engine save as the library asked, together with the filled directory. All ranks must call it: a rank on which an
+    error of the storage kept the library from asking uses the `usual` arguments.
     """
     plug = _PLUGS[engine]
     call = filling.call or ((usual, {}) if filling.filled.fault else None)
@@ -164,13 +164,13 @@ def _save_filled(engine: Any, filling: Filling, *usual: str) -> None:
         engine.save_checkpoint(filling.directory, *args, **kwargs)
     finally:
         plug.filled = None
-        if plug.handle is None:  # nothing was begun that would remove it
+        if plug.handle is None:  # no save has begun that would remove it
             filling.drop()
 
 
 @contextmanager
 def _instead(home: Any, **functions: _Function) -> Iterator[None]:
-    """Let attributes of one object be others for a while."""
+    """Replace attributes of an object within the block."""
     with ExitStack() as stack:
         for name, function in functions.items():
             own = vars(home).get(name)
@@ -212,7 +212,7 @@ def _saving_checkpoint(original: _Function) -> _Function:
             found = original(self, model, trial, **kwargs)
         _name_best(self.state, run_dir, elsewhere)
         _save_filled(engine, filling)
-        if pushes:  # what goes to the hub is committed, and read under its name
+        if pushes:  # only a committed checkpoint goes to the hub, under its own name
             handle = _PLUGS[engine].handle
             if handle is not None and handle.ended_within(None) and handle.phase == "committed":
                 self._push_from_checkpoint(filling.directory)
@@ -225,7 +225,7 @@ _WRITING = ("save_model", "_save_optimizer_and_scheduler", "_save_scaler", "_sav
 
 
 def _name_best(state: Any, run_dir: str, elsewhere: str) -> None:
-    """Let the best checkpoint be known by the name that it has, or will have when it is committed."""
+    """Set the best checkpoint to the name that it has, or will have at its commit."""
     step = getattr(state, "best_global_step", None)
     name = f"checkpoint-{step}"
     if step and any(os.path.isdir(os.path.join(folder, name)) for folder in (run_dir, elsewhere)):
@@ -236,7 +236,7 @@ def _rotating(original: _Function) -> _Function:
     @functools.wraps(original)
     def rotate_checkpoints(output_dir: str, save_total_limit: int | None = None, *args: Any, **options: Any) -> None:
         filling = current()
-        if filling is None:  # nothing goes through an engine that is attached
+        if filling is None:  # no attached engine takes part
             original(output_dir, save_total_limit, *args, **options)
             return
         named = dict(zip(("best_model_checkpoint", "use_mtime", "checkpoint_prefix"), args, strict=False)) | options
@@ -248,7 +248,7 @@ def _rotating(original: _Function) -> _Function:
 
 
 def _saving_at_once(original: _Function) -> _Function:
-    """On SIGTERM the Trainer makes `checkpoint-N` itself, with a mark that it is unfinished. Here it is never there by half."""
+    """On SIGTERM the Trainer makes `checkpoint-N` itself, marked as unfinished. Here it only appears when it is whole."""
 
     @functools.wraps(original)
     def execute_jit_checkpoint(self: Any) -> Any:
@@ -264,7 +264,7 @@ def _saving_at_once(original: _Function) -> _Function:
 
 
 def _finalizing(original: _Function) -> _Function:
-    """The end of a training looks at the best checkpoint, which must be one that was committed."""
+    """The end of a training uses the best checkpoint, which must be committed."""
 
     @functools.wraps(original)
     def _finalize_training(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -281,7 +281,7 @@ def _finalizing(original: _Function) -> _Function:
 
 
 def _saving_model(original: _Function) -> _Function:
-    """What is saved by the user needs the space that a save which fails will give back."""
+    """A model that the user saves may need the space that a failing save frees."""
 
     @functools.wraps(original)
     def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> Any:
@@ -320,8 +320,8 @@ def _loading_state(original: _Function) -> _Function:
 
 
 def _begin(accelerator: Any) -> None:
-    """Start at the root of an Accelerator's checkpoints before it chooses the newest: what an earlier job had committed when it
-    died, and had not shown, appears then.
+    """Start at the root of an Accelerator's checkpoints before it chooses the newest: a checkpoint that an earlier job
+    committed, but could not show before it died, appears then.
     """
     plug = _PLUGS.get(accelerator._models[0]) if len(accelerator._models) == 1 else None
     if plug is None:

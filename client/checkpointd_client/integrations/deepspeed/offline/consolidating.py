@@ -27,9 +27,9 @@ def consolidate_zero(
     Raises NotFoundError, DamagedError naming the file, UsageError, StoreError, StoreFullError.
     """
     if request.only not in (None, "model"):
-        raise UsageError(f"--only {request.only}: of DeepSpeed's files the fp32 weights are written, which are 'model'")
+        raise UsageError(f"--only {request.only}: from DeepSpeed's files only the fp32 weights ('model') can be written")
     if request.rank is not None:
-        raise UsageError("--rank is for what ranks hold for themselves: DeepSpeed's files have the weights that they share")
+        raise UsageError("--rank is for values that each rank has for itself: DeepSpeed's files hold shared weights")
     inside, place = os.path.realpath(directory), os.path.realpath(out)
     if os.path.commonpath([inside, place]) == inside or f"{os.sep}{SERVICE}{os.sep}" in f"{place}{os.sep}":
         raise UsageError(f"{place} lies inside a checkpoint: give a place outside")

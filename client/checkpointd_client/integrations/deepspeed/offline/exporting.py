@@ -3,8 +3,8 @@
 DeepSpeed pickles objects of its own classes into them, so it must be installed here.
 
 Invariant
-  ZEROEXPORT-1  One file's tensors are in memory at a time: those of the model at stages 1 and 2, and what a rank keeps of the
-      optimizer.
+  ZEROEXPORT-1  The tensors of one file are in memory at a time: those of the model at stages 1 and 2, or one rank's part of the
+      optimizer state.
 """
 
 from __future__ import annotations
@@ -24,24 +24,22 @@ from checkpointd.export.output import Output, translated
 from checkpointd.export.stream import Converting
 from checkpointd.layout import tree
 from checkpointd.layout.boxes import boxes_of_range
-from checkpointd.layout.keys import LATEST
 from checkpointd.pipeline.read.plan import CARRIERS, BoxRequest
 from checkpointd.store import open_store
 from checkpointd_client.capture import scalars
 from checkpointd_client.capture.dtypes import NAMES
 from checkpointd_client.export.state_dict import StateDict
-from checkpointd_client.reader import open_checkpoint
+from checkpointd_client.integrations.deepspeed.offline.fp32_stored import StoredEngine
 from checkpointd_client.restore.building import is_scalar, value_of
-from checkpointd_client.restore.content import merged_content
-from checkpointd_client.restore.stored import Stored, by_name, tensors_by_name
+from checkpointd_client.restore.stored import by_name
 
 _STEP = "step"
 _SUB_GROUP = 10**9
-"""DeepSpeed's own sub_group_size: elements of a rank's part of a group that stay one at stage 3."""
+"""DeepSpeed's default sub_group_size: how many elements of a rank's part of a group form one sub-group at stage 3."""
 
 
 class ExportedDeepSpeed(msgspec.Struct, frozen=True, kw_only=True):
-    """What was exported: for load_checkpoint(`out`, `tag`) of an engine at `stage` on `ranks` ranks."""
+    """The result of an export, for load_checkpoint(`out`, `tag`) of an engine at `stage` on `ranks` ranks."""
 
     root: str
     tag: str
@@ -68,19 +66,19 @@ def export_deepspeed(
 ) -> ExportedDeepSpeed:
     """Write checkpoint `tag` (default: latest) as DeepSpeed's files below `out`, with `latest` beside them.
 
-    `out` is what load_checkpoint is given then, by an engine of the same model and parameter groups at ZeRO `stage` on `ranks`
-    ranks. The checkpoint is one of an engine with `layout="checkpointd"`, an import, or `{"model": ..., "optimizer": ...}`.
-    UsageError where DeepSpeed is missing or the checkpoint has what its files have no place for; otherwise as `consolidate`.
+    Pass `out` to load_checkpoint of an engine with the same model and parameter groups, at ZeRO `stage` on `ranks` ranks. The
+    checkpoint may come from an engine with `layout="checkpointd"`, from an import, or from `{"model": ..., "optimizer": ...}`.
+    UsageError if DeepSpeed is missing, or if its files cannot hold a part of the checkpoint; other errors as `consolidate`.
     """
     if stage not in (1, 2, 3) or ranks < 1:
-        raise UsageError(f"stage {stage} on {ranks} ranks: stages 1, 2 and 3 can be written, for at least one rank")
+        raise UsageError(f"stage {stage} on {ranks} ranks: only stages 1, 2 and 3 can be written, for at least one rank")
     try:
         import deepspeed  # noqa: F401  # its classes are pickled
     except ImportError as error:
         raise UsageError(f"DeepSpeed's files hold objects of its classes, and it cannot be imported: {error}") from error
     check_outside(open_store(root), out)
-    state = open_checkpoint(root, tag or LATEST).tensors(rank=0)
-    export = _Export(state, stage, ranks)
+    stored = StoredEngine.opened(root, tag)
+    state, export = stored.state, _Export(stored, stage, ranks)
     with Output(out, directory=True, force=force) as output:
         folder = output.path(state.tag)
         with translated("writing", output.place):
@@ -110,28 +108,22 @@ def export_deepspeed(
 
 
 class _Export:
-    """The files of one checkpoint, each made when it is asked for."""
+    """The files of one checkpoint; each is made when it is written."""
 
-    def __init__(self, state: StateDict, stage: int, ranks: int) -> None:
-        self._state, self._stage, self._ranks = state, stage, ranks
-        content = merged_content(state.world, keep=0, alone=True)
-        self._stored = Stored(content.root, content.entries, content.aliases)
-        parts = by_name(self._stored.state)
-        self.model = tensors_by_name(parts.get("model"))
-        self._masters = tensors_by_name(parts.get("master"))
-        self._parts = parts
-        self._engine = self._plain(parts.get("deepspeed")) or {}
-        optimizer = by_name(parts.get("optimizer"))
+    def __init__(self, stored: StoredEngine, stage: int, ranks: int) -> None:
+        self._state, self._stage, self._ranks = stored.state, stage, ranks
+        state, self.model, self._masters, self._parts = stored.state, stored.model, stored.masters, stored.parts
+        self._client_state = stored.client_state
+        self._engine = self._plain(self._parts.get("deepspeed")) or {}
+        optimizer = by_name(self._parts.get("optimizer"))
         groups = optimizer.get("param_groups")
         if not self.model or not isinstance(groups, tree.Sequence) or not groups.items:
-            raise UsageError(f"{state.tag} has no model and optimizer of an engine's, which DeepSpeed's files consist of")
+            raise UsageError(f"{state.tag} does not hold the model and optimizer of an engine, which DeepSpeed's files need")
         self._settings = [self._plain(group) for group in groups.items]
         self._kept = by_name(optimizer.get("state"))
         self.groups = [[str(name).removeprefix("model.") for name in group["params"]] for group in self._settings]
         self._check()
-        owners = {alias.fqn: alias.owner for alias in content.aliases}
-        first = {owners.get(node.fqn, node.fqn): name for name, node in reversed(list(self.model.items()))}
-        self._owner = {name: first[owners.get(node.fqn, node.fqn)] for name, node in self.model.items()}
+        self._owner = stored.first_names()
         buffers = self._engine.get("buffers", [])
         trained = {name for group in self.groups for name in group}
         self._buffers = [name for name in self.model if name in buffers]
@@ -151,7 +143,7 @@ class _Export:
             raise UsageError(f"a group has {largest} elements on each rank; up to {_SUB_GROUP}, one sub-group, can be exported")
 
     def files(self) -> list[tuple[str, Callable[[], dict[str, Any]]]]:
-        """Names, and what makes the contents."""
+        """The names of the files, each with the function that makes its content."""
         found: list[tuple[str, Callable[[], dict[str, Any]]]] = []
         half = "bf16_" if any(self._dtype(name) == torch.bfloat16 for group in self.groups for name in group) else ""
         for rank in range(self._ranks):
@@ -177,10 +169,11 @@ class _Export:
                 module[name] = reads.whole(f"model.{name}") if whole else torch.empty(0, dtype=self._dtype(name))
         fragments: OrderedDict[str, torch.Tensor] = OrderedDict()
         for name in self._frozen:
-            fragments[name] = reads.part(f"model.{name}", rank, self._ranks) if self._stage == 3 else module[name]
+            part = self._flat(reads, [f"model.{name}"], rank, self._dtype(name)) if self._stage == 3 else module[name]
+            fragments[name] = part
         reads.run()
         shapes = {name: torch.Size(self._state.shape(f"model.{name}")) for name in self.model}
-        client = self._plain(self._stored.client_state) or {}
+        client = self._plain(self._client_state) or {}
         return {
             "module": module,
             "buffer_names": self._buffers,
@@ -248,7 +241,9 @@ class _Export:
     def _states(self, reads: _TensorReads, group: Sequence[str], rank: int) -> dict[str, Any]:
         items = [by_name(self._kept.get(f"model.{name}")) for name in group]
         if any(one.keys() != items[0].keys() for one in items):
-            raise UsageError(f"the optimizer of {self._state.tag} keeps other things of {group[0]} than of others of its group")
+            raise UsageError(
+                f"the optimizer of {self._state.tag} keeps other state for {group[0]} than for the rest of its group"
+            )
         found: dict[str, Any] = {}
         for key, node in items[0].items():
             fqns = [child.fqn for one in items if isinstance(child := one[key], tree.Tensor)]
@@ -260,22 +255,22 @@ class _Export:
             elif math.prod(shapes[0]) == 1:
                 found[str(key)] = reads.whole(fqns[0])
             else:
-                raise UsageError(f"optimizer.state.*.{key} of {self._state.tag} has not the shapes of the parameters")
+                raise UsageError(f"optimizer.state.*.{key} of {self._state.tag} does not have the shapes of the parameters")
         return found
 
-    def _flat(self, reads: _TensorReads, fqns: Sequence[str], rank: int) -> torch.Tensor:
-        """What a rank has of tensors in fp32: at stage 3 a part of each, else a part of all in a row; padding is zero."""
+    def _flat(self, reads: _TensorReads, fqns: Sequence[str], rank: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The part of `rank` of some tensors: at stage 3 a part of each, else a part of all in a row; padding is zero."""
         counts = [math.prod(self._state.shape(fqn)) for fqn in fqns]
         if self._stage == 3:
             sizes = [-(-count // self._ranks) for count in counts]
-            made, at = torch.zeros(sum(sizes)), 0
+            made, at = torch.zeros(sum(sizes), dtype=dtype), 0
             for fqn, size, count in zip(fqns, sizes, counts, strict=True):
                 start = min(rank * size, count)
                 reads.add(fqn, start, min(start + size, count), made[at:])
                 at += size
             return made
         size = self._row(sum(counts)) // self._ranks
-        made, offset = torch.zeros(size), -rank * size
+        made, offset = torch.zeros(size, dtype=dtype), -rank * size
         for fqn, count in zip(fqns, counts, strict=True):
             start, stop = max(0, -offset), min(count, size - offset)
             if start < stop:
@@ -284,7 +279,7 @@ class _Export:
         return made
 
     def _row(self, count: int) -> int:
-        """How long the row of a group is with its padding: a multiple of twice the ranks, as DeepSpeed aligns it."""
+        """The length of the row of a group with its padding: a multiple of twice the number of ranks, as in DeepSpeed."""
         return -(-count // (2 * self._ranks)) * 2 * self._ranks
 
     def _padding(self, group: Sequence[str]) -> int:
@@ -304,7 +299,7 @@ class _Export:
             at += self._count(name)
         return found
 
-    # --- what is stored ------------------------------------------------------------------------------------------------
+    # --- stored values -------------------------------------------------------------------------------------------------
 
     def _count(self, name: str) -> int:
         return math.prod(self._state.shape(f"model.{name}"))
@@ -313,7 +308,7 @@ class _Export:
         return self._state.dtype(f"model.{name}")
 
     def _plain(self, node: tree.Node) -> Any:
-        """A stored value as Python's; tensors are read whole."""
+        """The Python value of a node; tensors are read whole."""
         return value_of(node, self._leaf)
 
     def _leaf(self, node: tree.Node) -> Any:
@@ -321,35 +316,26 @@ class _Export:
             return self._state[node.fqn]
         if is_scalar(node):
             return scalars.decode(node)
-        raise UsageError(f"{self._state.tag} holds a {type(node).__name__}, which DeepSpeed's files have no place for")
+        raise UsageError(f"{self._state.tag} holds a {type(node).__name__}, which DeepSpeed's files cannot hold")
 
 
 class _TensorReads:
-    """Places that are filled from the store in one go."""
+    """Tensors that are filled from the store together."""
 
     def __init__(self, state: StateDict) -> None:
         self._state, self._wants = state, list[BoxRequest]()
 
     def whole(self, fqn: str) -> torch.Tensor:
-        """Room for all of a tensor, in its own dtype."""
+        """Memory for all of a tensor, in its own dtype."""
         made = torch.empty(self._state.shape(fqn), dtype=self._state.dtype(fqn))
         self.add(fqn, 0, made.numel(), made.view(-1))
         return made
 
-    def part(self, fqn: str, rank: int, ranks: int) -> torch.Tensor:
-        """Room for what a rank has of a parameter at stage 3, padded with zeros."""
-        count = math.prod(self._state.shape(fqn))
-        size = -(-count // ranks)
-        made = torch.zeros(size, dtype=self._state.dtype(fqn))
-        start = min(rank * size, count)
-        self.add(fqn, start, min(start + size, count), made)
-        return made
-
     def add(self, fqn: str, start: int, stop: int, target: torch.Tensor) -> None:
-        """Elements `[start, stop)` of a tensor to the first ones of `target`, a flat one, in its dtype."""
+        """Read elements `[start, stop)` of a tensor into the beginning of the flat tensor `target`, in its dtype."""
         tensor = self._state.exported(fqn)
         if not tensor.view.contiguous or tensor.view.offset or tensor.view.shape != tensor.source.shape:
-            raise FormatError(f"{fqn} shares the memory of a larger tensor, which DeepSpeed's files have no place for", fqn=fqn)
+            raise FormatError(f"{fqn} shares the memory of a larger tensor, which DeepSpeed's files cannot hold", fqn=fqn)
         memory = target.view(torch.uint8).numpy().view(CARRIERS[target.itemsize])
         source, at = tensor.source, 0
         for box in boxes_of_range(source.shape, start, stop):
@@ -358,6 +344,6 @@ class _TensorReads:
             at += box.numel()
 
     def run(self) -> None:
-        """Fill them. Raises the first damage that was met."""
+        """Fill the tensors. Raises the first damage."""
         if self._wants:
             self._state.read(self._wants)

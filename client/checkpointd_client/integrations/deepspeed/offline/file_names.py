@@ -20,12 +20,12 @@ _LATEST_BYTES_MAX = 4096
 
 
 def read_latest(directory: str) -> bytes:
-    """What `latest` in `directory` says. OSError where it cannot be read, which a pipe or what is longer than a path cannot."""
+    """The bytes of `latest` in `directory`. OSError if it cannot be read, is not a regular file, or is longer than a path."""
     pointer = os.path.join(directory, LATEST)
     with open(pointer, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
         found = file.read(_LATEST_BYTES_MAX + 1) if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else None
     if found is None or len(found) > _LATEST_BYTES_MAX:
-        raise OSError(errno.EINVAL, "no file with the name of a checkpoint", pointer)
+        raise OSError(errno.EINVAL, "not a file with the name of a checkpoint", pointer)
     return found
 
 
@@ -35,7 +35,7 @@ def is_zero_checkpoint(directory: str) -> bool:
 
 
 def directory_of(root: str, tag: str | None) -> str | None:
-    """The directory with DeepSpeed's files of checkpoint `tag` (default: the latest) at `root`; None where there are none."""
+    """The directory with DeepSpeed's files of checkpoint `tag` (default: the latest) at `root`; None if there are none."""
     try:
         named = pointed(root) if tag is None or tag == LATEST else tag
         place = None if named is None else os.path.join(root, named)
@@ -45,7 +45,7 @@ def directory_of(root: str, tag: str | None) -> str | None:
 
 
 def missing_fault(load_dir: str, tag: str | None) -> str | None:
-    """Why DeepSpeed would find no files of `tag`, or of what `latest` names; None if it would, and if there is neither."""
+    """Why DeepSpeed would find no files of `tag`, or of the tag in `latest`; None if it would, or if there is no tag."""
     named = pointed(load_dir) if tag is None else str(tag)
     if named is None or is_zero_checkpoint(os.path.join(load_dir, named)):
         return None
@@ -67,7 +67,7 @@ def tags_in(load_dir: str) -> list[str]:
 
 
 def pointed(load_dir: str) -> str | None:
-    """What `latest` names, without what is around it; None where there is none that can be read."""
+    """The tag in `latest`, without white space around it; None if `latest` is missing or unreadable."""
     with suppress(OSError, UnicodeDecodeError):
         return read_latest(load_dir).decode().strip() or None
     return None

@@ -1,10 +1,10 @@
 """DeepSpeed's functions that get fp32 weights from a ZeRO checkpoint, under their own names, without DeepSpeed.
 
-What they give is what DeepSpeed's give, to the bit. They read what DeepSpeed has saved, what checkpointd has saved in
+Their results equal DeepSpeed's, bit for bit. They read DeepSpeed's own checkpoints, the checkpoints that checkpointd saved as
 DeepSpeed's files, and roots in checkpointd's own format.
 
 Invariant
-  WEIGHTS-1  Beside the result, one parameter is in memory at a time: files are mapped, and what was read of them is dropped.
+  WEIGHTS-1  Beside the result, one parameter is in memory at a time: files are mapped, and pages that were read are dropped.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ M = TypeVar("M", bound=nn.Module)
 def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir: Directory, tag: str | None = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
 ) -> dict[str, Any]:
-    """The weights of a checkpoint of ZeRO 1, 2 or 3 by name, in fp32; what was frozen is in the dtype that it was trained in.
+    """The weights of a checkpoint of ZeRO 1, 2 or 3 by name, in fp32; frozen parameters keep the dtype of the training.
 
-    `checkpoint_dir` is what save_checkpoint was given, `tag` the checkpoint in it (default: what `latest` names). Names that
-    are tied have one tensor. With `lazy_mode` the tensors are read when they are asked for, each time anew: they have `shape`,
-    `dtype` and `contiguous()`.
+    `checkpoint_dir` is the save_dir of save_checkpoint, `tag` the checkpoint in it (default: the one in `latest`). Tied names
+    have one tensor. With `lazy_mode` the values are read on demand, each time anew: they have `shape`, `dtype` and
+    `contiguous()`.
 
-    Raises NotFoundError where files are missing, DamagedError where they cannot be read or do not belong together, naming the
-    file, UsageError for pipelines, model parallelism and experts.
+    Raises NotFoundError if files are missing; DamagedError, with the file, if they cannot be read or do not belong together;
+    UsageError for pipelines, model parallelism and experts.
     """
     lazy = lazy_state_dict(checkpoint_dir, tag, exclude_frozen_parameters=exclude_frozen_parameters)
     if lazy_mode:
@@ -51,11 +51,10 @@ def get_fp32_state_dict_from_zero_checkpoint(
 
 
 def load_state_dict_from_zero_checkpoint(model: M, checkpoint_dir: Directory, tag: str | None = None) -> M:
-    """Put `model` on the CPU and the weights of a checkpoint into it, one parameter at a time; the same model.
+    """Move `model` to the CPU, load the weights of a checkpoint into it, one parameter at a time, and return it.
 
-    Weights that the checkpoint has not, and those that the model has not, are passed over, as DeepSpeed does. The model is of
-    no more use to an engine afterwards. Raises as get_fp32_state_dict_from_zero_checkpoint, and RuntimeError for shapes that
-    differ.
+    As in DeepSpeed, weights that only the checkpoint or only the model has are skipped, and an engine can no longer use the
+    model. Raises as get_fp32_state_dict_from_zero_checkpoint, and RuntimeError for shapes that differ.
     """
     lazy = lazy_state_dict(checkpoint_dir, tag)
     model.cpu()
@@ -83,10 +82,10 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 ) -> None:
     """Write the fp32 weights of a checkpoint to `output_dir`: files of torch.save, or with `safe_serialization` safetensors.
 
-    They have the names that DeepSpeed gives them, and an index where there are several; each has at most `max_shard_size` of
-    tensors (None: all in one). What is there under another name stays. Names that are tied to another one are left out of
-    safetensors files, whose metadata names them, as Hugging Face does. Raises as get_fp32_state_dict_from_zero_checkpoint,
-    UsageError for a dtype that the format has not, StoreError.
+    They have DeepSpeed's names, and an index if there are several; each holds at most `max_shard_size` of tensors (None: all in
+    one file). Files with other names stay. As in Hugging Face's files, names that are tied to another one are left out of
+    safetensors files, and their metadata lists them. Raises as get_fp32_state_dict_from_zero_checkpoint, UsageError for a dtype
+    that the format does not support, StoreError.
     """
     from checkpointd_client.integrations.deepspeed.offline.fp32_files import write_files
 
@@ -97,7 +96,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 def lazy_state_dict(
     checkpoint_dir: Directory, tag: str | None = None, *, exclude_frozen_parameters: bool = False
 ) -> OrderedDict[str, Lazy]:
-    """The weights, each to be read when it is needed; names that are tied have the same object."""
+    """The weights, each to be read on demand; tied names have the same object."""
     directory = tag_directory(checkpoint_dir, tag)
     if not is_zero_checkpoint(directory) and is_root(checkpoint_dir):
         from checkpointd_client.integrations.deepspeed.offline.fp32_stored import stored_state_dict
@@ -114,12 +113,12 @@ def lazy_state_dict(
 
 
 def is_root(directory: Directory) -> bool:
-    """Whether checkpointd's own format lies there."""
+    """Whether `directory` has checkpoints in checkpointd's own format."""
     return os.path.isdir(os.path.join(directory, SERVICE))
 
 
 def _buffers(files: ZeroFiles) -> list[tuple[str, Lazy]]:
-    """Floating ones in fp32, in the order of the module; those that share memory are one."""
+    """The buffers in the order of the module, floating ones in fp32; buffers that share memory are one object."""
     model = files.model
     module = checked(model.content.get("module"), dict, model.path, "module")
     names = set(checked(model.content.get("buffer_names"), (list, set, tuple), model.path, "buffer_names"))

@@ -1,4 +1,4 @@
-"""Writes weights to files for other programs, each read when needed; the files appear whole, the index last.
+"""Writes weights to files for other programs, reading each on demand; the files appear whole, the index last.
 
 Invariant
   WEIGHTFILE-1  About `SLAB_BYTES` of a tensor are in memory at once.
@@ -73,7 +73,7 @@ class TorchFiles:
 
 
 class _OneFile(Output):
-    """One file of a directory, for whoever makes one file."""
+    """One file of an output directory, as an output for a container of one file."""
 
     def __init__(self, output: Output, name: str) -> None:
         self._output, self._name = output, name
@@ -84,7 +84,7 @@ class _OneFile(Output):
 
 @dataclass(frozen=True, slots=True)
 class WrittenFiles:
-    """What `fill` wrote."""
+    """The result of `fill`."""
 
     selection: Selection
     bytes: int
@@ -97,11 +97,11 @@ def write_files(
     *,
     safe_serialization: bool,
 ) -> None:
-    """Write `tensors`, in fp32, into `output_dir`, which is made where there is none; files of the same names are replaced."""
+    """Write `tensors`, in fp32, into `output_dir`, which is made if missing; files of the same names are replaced."""
     most = None if max_shard_size is None else byte_count(max_shard_size, "max_shard_size")
     place = os.path.abspath(os.fspath(output_dir))
     if os.path.lexists(place) and not os.path.isdir(place):
-        raise UsageError(f"{place} is to be a directory, and there is a file: give another place")
+        raise UsageError(f"{place} must be a directory, but is a file: give another place")
     with translated("creating", place):
         os.makedirs(place, exist_ok=True)
     container: Container = Safetensors(f"{place}/", most) if safe_serialization else TorchFiles(most)
@@ -122,7 +122,7 @@ def fill(
     output: Output,
     on_progress: Callable[[int, int], None] = lambda _, __: None,
 ) -> WrittenFiles:
-    """Make the files of `container` in `output`, and put the tensors into them."""
+    """Make the files of `container` in `output`, and write the tensors into them."""
     selection = selection_of(tensors)
     placed = container.begin(selection, request, output)
     done, total = 0, sum(item.nbytes for item in placed)
@@ -138,20 +138,20 @@ def fill(
 
 
 def selection_of(tensors: Mapping[str, Lazy]) -> Selection:
-    """All of them; names of one object are tied."""
+    """A selection of all `tensors`; names of one object are tied."""
     owners: dict[int, str] = {}
     found = []
     for name, tensor in tensors.items():
         owner, shape = owners.setdefault(id(tensor), name), tuple(tensor.shape)
         if tensor.dtype not in NAMES:
-            raise UsageError(f"{name} is of {tensor.dtype}, which no format of files has")
+            raise UsageError(f"{name} is of {tensor.dtype}, which no file format supports")
         source = StoredSourceTensor(owner, NAMES[tensor.dtype], shape, None)
         found.append(Exported(name, owner, source, whole_view(shape)))
     return Selection(tuple(found))
 
 
 def _write(tensor: Lazy, item: PlacedTensor) -> int:
-    """The elements to their place, some at a time; their CRC-32."""
+    """Write the elements to their place, some at a time; returns their CRC-32."""
     checksum, dtype = 0, DTYPES[item.dtype]
     step = max(1, SLAB_BYTES // max(tensor.dtype.itemsize, dtype.itemsize))
     descriptor = os.open(item.path, os.O_WRONLY | os.O_CLOEXEC)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +23,7 @@ _MODEL, _MASTER, _ENGINE = "model", "master", "deepspeed"
 
 @dataclass(frozen=True, slots=True)
 class StoredLazy:
-    """A stored tensor, read and verified when it is asked for."""
+    """A stored tensor, read and verified on demand."""
 
     state: StateDict
     fqn: str
@@ -40,32 +41,58 @@ class StoredLazy:
         return self.state[self.fqn].contiguous()
 
     def copy(self, start: int, target: torch.Tensor) -> None:
-        """Elements from `start` on into `target`, which they fill."""
+        """Fill `target` with the elements from `start` on."""
         target.copy_(self.contiguous().view(-1)[start : start + target.numel()])
+
+
+@dataclass(frozen=True, slots=True)
+class StoredEngine:
+    """An engine's state in a checkpoint of checkpointd's own format. `parts`: the parts of the state by name; `owners`: the FQN
+    that each tensor of the model is stored under.
+    """
+
+    state: StateDict
+    parts: Mapping[str, tree.Node]
+    client_state: tree.Node
+    model: Mapping[str, tree.Tensor]
+    masters: Mapping[str, tree.Tensor]
+    owners: Mapping[str, str]
+
+    @staticmethod
+    def opened(root: str | os.PathLike[str], tag: str | None) -> StoredEngine:
+        """Open checkpoint `tag` (default: latest) at `root`."""
+        state = open_checkpoint(root, tag or LATEST).tensors(rank=0)
+        content = merged_content(state.world, keep=0, alone=True)
+        stored = Stored(content.root, content.entries, content.aliases)
+        parts = by_name(stored.state)
+        model, aliases = tensors_by_name(parts.get(_MODEL)), {alias.fqn: alias.owner for alias in content.aliases}
+        owners = {name: aliases.get(node.fqn, node.fqn) for name, node in model.items()}
+        return StoredEngine(state, parts, stored.client_state, model, tensors_by_name(parts.get(_MASTER)), owners)
+
+    def first_names(self) -> dict[str, str]:
+        """For each name in the model, the first of the names that are tied to it."""
+        first = {owner: name for name, owner in reversed(list(self.owners.items()))}
+        return {name: first[owner] for name, owner in self.owners.items()}
 
 
 def stored_state_dict(
     root: str | os.PathLike[str], tag: str | None, *, exclude_frozen_parameters: bool
 ) -> OrderedDict[str, Lazy]:
-    """Buffers, frozen parameters, then what is trained, from its masters where there are any, and last names that are tied.
+    """Buffers, frozen parameters, then trained parameters (from their masters, if stored), and last tied names.
 
-    NotFoundError where the checkpoint has no model.
+    NotFoundError if the checkpoint has no model.
     """
-    state = open_checkpoint(root, tag or LATEST).tensors(rank=0)
-    content = merged_content(state.world, keep=0, alone=True)
-    parts = by_name(Stored(content.root, content.entries, content.aliases).state)
-    model, masters = tensors_by_name(parts.get(_MODEL)), tensors_by_name(parts.get(_MASTER))
+    engine = StoredEngine.opened(root, tag)
+    state, parts, model, masters, owners = engine.state, engine.parts, engine.model, engine.masters, engine.owners
     if not model:
         raise NotFoundError(f"{state.tag} at {root} holds no tensors below {_MODEL!r}, where an engine has its parameters")
-    aliases = {alias.fqn: alias.owner for alias in content.aliases}
-    owners = {name: aliases.get(node.fqn, node.fqn) for name, node in model.items()}
     trained = [name for name in _trained(parts.get("optimizer")) if name in model]
     trained = trained or [name for name, node in model.items() if node.requires_grad and owners[name] == node.fqn]
-    told = _told(parts.get(_ENGINE), "buffers")
+    told = frozenset(map(str, tree.elements(by_name(parts.get(_ENGINE)).get("buffers"))))
     buffers = [name for name in model if name in told]
     stepped = {owners[name] for name in trained}
-    first = {owner: name for name, owner in reversed(owners.items())}
-    frozen = [n for n in model if n not in told and owners[n] not in stepped and first[owners[n]] == n]
+    first = engine.first_names()
+    frozen = [n for n in model if n not in told and owners[n] not in stepped and first[n] == n]
     made: dict[str, Lazy] = {}
     found: OrderedDict[str, Lazy] = OrderedDict()
     for name in buffers:
@@ -77,11 +104,6 @@ def stored_state_dict(
     tied = {name: made[owner] for name, owner in owners.items() if name not in found and owner in made}
     found.update(tied)
     return found
-
-
-def _told(engine: tree.Node, key: str) -> frozenset[str]:
-    """Names that the engine told of itself."""
-    return frozenset(map(str, tree.elements(by_name(engine).get(key))))
 
 
 def _trained(optimizer: tree.Node) -> list[str]:

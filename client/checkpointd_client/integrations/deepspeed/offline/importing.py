@@ -1,7 +1,7 @@
 """Imports a checkpoint of DeepSpeed's: parameters, masters and the optimizer's state by name, from any stage.
 
-The state is the one that `layout="checkpointd"` saves (`engine_state.py`): engines of any stage and number of ranks load
-it, and so do jobs without DeepSpeed, as `{"model": model, "optimizer": optimizer}`.
+The state has the form of `layout="checkpointd"` (`engine_state.py`): engines of any stage and number of ranks can load it, and
+so can jobs without DeepSpeed, as `{"model": model, "optimizer": optimizer}`.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ _OWN = frozenset(
     | {"lr_scheduler", "sparse_tensor_module_names", *_COUNTERS, "dp_world_size", "mp_world_size", "ds_config", "ds_version"}
     | {"checkpoint_parallel_dimensions", "data_sampler", "random_ltd"}
 )
-"""What DeepSpeed says in a file of the model; everything else there is the user's client state."""
+"""DeepSpeed's own keys in a file of the model; all other keys there are the user's client state."""
 _LEFT = ("data_sampler", "random_ltd")
 _WRAPPERS = {1: "DeepSpeedZeroOptimizer", 2: "DeepSpeedZeroOptimizer", 3: "DeepSpeedZeroOptimizer_Stage3"}
 _KINDS: dict[type, str] = {list: "list", tuple: "tuple", set: "set", frozenset: "frozenset", torch.Size: "Size"}
 
 
 class ImportedDeepSpeed(msgspec.Struct, frozen=True, kw_only=True):
-    """What was imported. `parts`: the ranks that the checkpoint says it was saved by; `left_out`: what cannot be stored."""
+    """The result of an import. `parts`: how many ranks the checkpoint records; `left_out`: values that cannot be stored."""
 
     root: str
     tag: str
@@ -73,13 +73,14 @@ def import_deepspeed(
     memory: int | str = MEMORY_BYTES,
     on_progress: Callable[[int, int], None] = lambda _, __: None,
 ) -> ImportedDeepSpeed:
-    """Make a checkpoint below `root` of the checkpoint `tag` of ZeRO 1, 2 or 3 in `source`, which is only read.
+    """Make a checkpoint below `root` from checkpoint `tag` of ZeRO 1, 2 or 3 in `source`, which is only read.
 
-    `source` is what save_checkpoint was given, or the directory of a tag in it; `tag` None takes what `latest` names. `step`:
-    None takes DeepSpeed's count of steps. What cannot be stored safely, such as objects of other classes in the client state,
-    is refused by name, and with `leave_out` left out. About `memory` bytes are held at once. DeepSpeed need not be installed.
+    `source` is the save_dir of save_checkpoint, or the directory of a tag in it; `tag`: None takes the tag in `latest`. `step`:
+    None takes DeepSpeed's count of steps. Values that cannot be stored safely, such as objects of other classes in the client
+    state, raise an error; with `leave_out` they are left out. About `memory` bytes are held at once. DeepSpeed need not be
+    installed.
 
-    Raises NotFoundError, DamagedError naming the file, StateError naming what cannot be stored, UsageError, StoreError.
+    Raises NotFoundError, DamagedError with the file, StateError with the value that cannot be stored, UsageError, StoreError.
     """
     held = memory_of(memory, MEMORY_BYTES_MIN)
     directory = _directory(source, tag)
@@ -134,7 +135,7 @@ class _Elements:
     tensors: Mapping[str, Lazy]
 
     def copy(self, fqn: str, dtype: str, frame: Box, place: DcpFileRange, part: Box, target: Bytes) -> None:
-        """The elements of `part` into `target`."""
+        """Copy the elements of `part` into `target`."""
         start = sum(a * b for a, b in zip(part.offsets, contiguous_stride(frame.sizes), strict=True))
         self.tensors[fqn].copy(start, torch.from_numpy(target).view(DTYPES[dtype]))
 
@@ -149,7 +150,7 @@ class _StateLeaf:
 
 @dataclass
 class _State:
-    """The state as a tree. `tensors` by FQN, `left_out` what is not in it; `aliases` are tied names."""
+    """Makes the state tree. `tensors`: by FQN; `aliases`: tied names; `left_out`: values that are not in the tree."""
 
     files: ZeroFiles
     zero: ZeroMap
@@ -159,10 +160,10 @@ class _State:
     left_out: list[str] = field(default_factory=list)
     values: int = 0
     _met: dict[int, tuple[_StateLeaf, str]] = field(default_factory=dict)
-    """By identity, which is theirs as long as they are kept."""
+    """The leaves by identity, and the first FQN of each. Keeping them here keeps the identities valid."""
 
     def root(self) -> tree.Node:
-        """The tree of a checkpoint. StateError for what cannot be stored, unless that is to be left out."""
+        """The tree of a checkpoint. StateError for values that cannot be stored, unless `leave_out` is set."""
         model = self.files.model.content
         state: dict[str, Any] = {"model": self._model(), "optimizer": self._optimizer()}
         masters = self._masters()
@@ -172,10 +173,10 @@ class _State:
             state["scheduler"] = model["lr_scheduler"]
         state["deepspeed"] = self._engine()
         for key in self.zero.unknown:
-            self._refuse(f"optimizer.state.*.{key}", "it has not one element for each of the parameters'")
+            self._refuse(f"optimizer.state.*.{key}", "it does not have one element for each element of the parameters")
         for key in _LEFT:
             if model.get(key) is not None:
-                self._refuse(key, "it is an object of DeepSpeed's own")
+                self._refuse(key, "it is an object of one of DeepSpeed's classes")
         client = {key: value for key, value in model.items() if key not in _OWN}
         nodes = self._node(state, ""), self._node(client, "client_state")
         return tree.Dict("dict", (("state", nodes[0]), ("client_state", nodes[1])))
@@ -183,7 +184,7 @@ class _State:
     # --- the parts ---------------------------------------------------------------------------------------------
 
     def _model(self) -> dict[str, _StateLeaf]:
-        """Everything in the module, in its order; tied names have one leaf."""
+        """The tensors of the module, in its order; tied names have one leaf."""
         model, shared = self.files.model, self.files.shared
         module = checked(model.content.get("module"), dict, model.path, "module")
         found: dict[str, _StateLeaf] = {}
@@ -195,14 +196,16 @@ class _State:
         ordered = {name: found.get(shared.get(name, name)) for name in module}
         missing = [name for name in self.zero.trained if name not in found]
         if missing:
-            raise DamagedError(f"{model.path} has no {missing[0]} in its module, which the optimizer steps", key=model.path)
+            raise DamagedError(
+                f"{model.path} has no {missing[0]} in its module, although the optimizer steps it", key=model.path
+            )
         return {str(name): leaf for name, leaf in ordered.items() if leaf is not None}
 
     def _of_module(self, name: str, value: torch.Tensor) -> _StateLeaf | None:
         path, trained = self.files.model.path, self.zero.trained.get(name)
         if self.files.stage < 3 or name in self._buffers:
             return _StateLeaf(mapped_tensor(value, path, name), trained is not None)
-        if trained is not None:  # at stage 3 the masters alone are saved, of which a load makes the parameters
+        if trained is not None:  # stage 3 saves only masters; a load makes the parameters from them
             alike = value.dtype == trained.master.dtype
             return _StateLeaf(trained.master if alike else Converted(trained.master, value.dtype), True)
         return _StateLeaf(self.zero.frozen[name]) if name in self.zero.frozen else None
@@ -273,7 +276,7 @@ class _State:
         return encode(value, fqn)
 
     def _kept(self, value: Any, fqn: str) -> tuple[tree.Node] | None:
-        """The node, or None where the value is left out."""
+        """The node; None if the value is left out."""
         if isinstance(value, Record):
             self._refuse(fqn, f"it is a {value.name}, and only plain values are read")
             return None

@@ -1,4 +1,4 @@
-"""Tensors that are made when they are needed, one at a time: shape and dtype at once, the elements on demand."""
+"""Tensors whose shape and dtype are known at once, and whose elements are read on demand."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class Lazy(Protocol):
-    """A tensor that is read when it is asked for."""
+    """A tensor that is read on demand."""
 
     @property
     def shape(self) -> torch.Size: ...
@@ -21,7 +21,7 @@ class Lazy(Protocol):
         ...
 
     def copy(self, start: int, target: torch.Tensor) -> None:
-        """Elements from `start` on, row by row, into `target`, which they fill."""
+        """Fill `target` with the elements from `start` on, in row-major order."""
         ...
 
 
@@ -36,14 +36,14 @@ class Converted:
         return self._source.contiguous().to(self.dtype)
 
     def copy(self, start: int, target: torch.Tensor) -> None:
-        """Elements from `start` on into `target`, which they fill."""
+        """Fill `target` with the elements from `start` on."""
         read = torch.empty(target.numel(), dtype=self._source.dtype)
         self._source.copy(start, read)
         target.copy_(read)
 
 
 def as_fp32(tensor: Lazy) -> Lazy:
-    """A floating tensor in fp32; any other one as it is."""
+    """A floating tensor in fp32; any other tensor unchanged."""
     if not tensor.dtype.is_floating_point or tensor.dtype == torch.float32:
         return tensor
     return Converted(tensor, torch.float32)

@@ -1,5 +1,5 @@
-"""DeepSpeed's files without running anything that is pickled in them: tensors mapped from the disk, plain values, and records
-of objects of any other class.
+"""Reads DeepSpeed's files without running anything that is pickled in them: tensors mapped from the disk, plain values, and
+Records for objects of any other class.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from checkpointd_client.integrations.conversion.records import PickleFault, Pick
 
 PICKLE_BYTES_MAX = 256 << 20
 EXPANDED_BYTES_MAX = 1 << 30
-"""A tensor may be this much larger than its storage, as one that was expanded is."""
+"""How much larger than its storage a tensor may be; expanded tensors are larger."""
 
 
 def read(path: str) -> dict[str, Any]:
-    """What the file holds: its tensors lie on the disk until they are used. DamagedError where it is no file of torch.save.
+    """Read a file; its tensors stay on the disk until they are used. DamagedError if torch.save did not write it.
 
-    NotFoundError where it is not there. UsageError where it would take too much: it nests too deep, or is endless.
+    NotFoundError if it does not exist. UsageError if it would take too much time or memory, for example because of its depth.
     """
     try:
         _check_archive(path)
         found = torch.load(path, map_location="cpu", mmap=True, weights_only=False, pickle_module=_MODULE)
     except FileNotFoundError as error:
-        raise NotFoundError(f"{path} is not there: it was removed, or links to a file that was. Load another tag") from error
+        raise NotFoundError(f"{path} does not exist: it was removed, or links to a removed file. Load another tag") from error
     except PickleLimit as error:
-        raise UsageError(f"{path} is not read: {error}. Save it again without what is so") from error
-    except Exception as error:  # whatever a damaged file makes torch raise
+        raise UsageError(f"{path} is too large to read: {error}. Save it again without such values") from error
+    except Exception as error:  # a damaged file may raise any error in torch
         raise DamagedError(f"{path} cannot be read as a file of torch.save: {error!r}", key=path) from error
     if not isinstance(found, dict):
         raise DamagedError(f"{path} is not a checkpoint of DeepSpeed: it holds a {type(found).__name__}", key=path)
@@ -45,9 +45,9 @@ def read(path: str) -> dict[str, Any]:
 
 
 def _check_archive(path: str) -> None:
-    """Raise PickleFault where torch.load would do more than to read: wait for a pipe, run TorchScript, or unpack."""
+    """Raise PickleFault if torch.load would do more than read: wait for a pipe, run TorchScript, or decompress."""
     if not stat.S_ISREG(os.stat(path).st_mode):
-        raise PickleFault("it is no regular file")
+        raise PickleFault("it is not a regular file")
     with zipfile.ZipFile(path) as archive:
         for info in archive.infolist():
             if info.compress_type != zipfile.ZIP_STORED:
@@ -59,7 +59,7 @@ def _check_archive(path: str) -> None:
 
 
 class _Unpickler:
-    """What torch.load is given instead of pickle's own; torch sets `persistent_load`, which finds a storage."""
+    """Replaces pickle's Unpickler in torch.load; torch sets `persistent_load`, which finds a storage."""
 
     persistent_load: Any
 
@@ -75,14 +75,14 @@ class _Unpickler:
         if not named or type(key) is not str or type(location) is not str or type(numel) is not int or numel < 0:
             raise PickleFault("it refers to something other than a storage")
         found = _STORAGES.get(named)
-        # Of a quantized tensor, say: nothing is made of it.
+        # An unknown storage, such as that of a quantized tensor, becomes a Record.
         return Record(named, ()) if found is None else self.persistent_load(("storage", found, key, location, numel))
 
 
 _MODULE = types.SimpleNamespace(Unpickler=_Unpickler, load=None, __name__="pickle")
 
 
-# --- what is made -----------------------------------------------------------------------------------------------------
+# --- makers -----------------------------------------------------------------------------------------------------------
 
 
 def _tensor(
@@ -95,14 +95,14 @@ def _tensor(
 def _untyped(
     storage: Any, offset: Any, size: Any, stride: Any, trained: Any, _hooks: Any, dtype: Any, metadata: Any = None
 ) -> Any:
-    """As torch._utils._rebuild_tensor_v3: of a dtype that no class of storages has."""
+    """As torch._utils._rebuild_tensor_v3, for dtypes without a storage class."""
     if not isinstance(dtype, torch.dtype):
         raise PickleFault("a tensor without a valid dtype")
     return _viewed(storage, dtype, (offset, size, stride), trained, metadata)
 
 
 def _viewed(storage: Any, dtype: torch.dtype | None, view: tuple[Any, Any, Any], trained: Any, metadata: Any) -> Any:
-    """A Record where the storage is one. `metadata`: whether what is stored is the conjugates, or the negatives."""
+    """A view of `storage`, or a Record if that is one. `metadata`: whether the stored values are conjugated or negated."""
     if type(storage) is Record:
         return Record(storage.name, ())
     offset, size, stride = view
@@ -138,7 +138,7 @@ def _parameter(data: Any, trained: Any, *_: Any) -> Any:
 
 
 def _from_type(function: Any, kind: Any, args: Any, *_: Any) -> Any:
-    """A tensor that has attributes, which are left; a Record where its class or its maker is another one."""
+    """A tensor with attributes, which are dropped; a Record if its class or its maker is unknown."""
     known = type(function) is Record and type(kind) is Record and type(args) is tuple
     if known and kind.name in _TENSOR_CLASSES and function.name in _TENSOR_MAKERS:
         return _TENSOR_MAKERS[function.name](*args)
@@ -152,13 +152,11 @@ def _bytes(text: Any, encoding: Any) -> bytes:
 
 
 def _bytearray(data: Any = b"", *encoding: Any) -> bytearray:
-    return bytearray(_bytes(data, "latin1") if encoding and type(data) is str else bytes(_as_bytes(data)))
-
-
-def _as_bytes(data: Any) -> bytes:
+    if encoding and type(data) is str:
+        data = _bytes(data, "latin1")
     if type(data) is not bytes:
         raise PickleFault("a bytearray of something other than bytes")
-    return data
+    return bytearray(data)
 
 
 def _size(items: Any) -> torch.Size:

@@ -1,4 +1,4 @@
-"""The files of one DeepSpeed checkpoint, read without DeepSpeed: which there are, whose, and that they belong together.
+"""Reads the files of one DeepSpeed checkpoint without DeepSpeed, and checks that they are complete and belong together.
 
 Nothing in them is run, and their tensors stay on the disk until they are used (`safe_unpickle.py`).
 """
@@ -34,13 +34,13 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class LoadedZeroFile:
-    """One file: where it is, and what it holds."""
+    """The path and the content of one file."""
 
     path: str
     content: Mapping[str, Any]
 
     def get(self, key: str, kind: type | tuple[type, ...]) -> Any:
-        """The value of `key`; DamagedError where it is missing or no `kind`."""
+        """The value of `key`. DamagedError if it is missing or not a `kind`."""
         return checked(self.content.get(key), kind, self.path, key)
 
 
@@ -55,7 +55,7 @@ class ZeroFiles:
 
     @property
     def model(self) -> LoadedZeroFile:
-        """What rank 0 says of the model."""
+        """The model file of rank 0."""
         return self.models[0]
 
     @property
@@ -64,25 +64,25 @@ class ZeroFiles:
 
     @property
     def param_shapes(self) -> list[Shapes]:
-        """What the optimizer steps: for each group (at stage 3, sub-group) names and shapes, in the order of its tensor."""
+        """For each group (at stage 3, sub-group) the names and shapes of its trained parameters, in the order of its tensor."""
         groups = self.model.get("param_shapes", list)
         return [shapes_of(group, self.model.path, f"param_shapes.{number}") for number, group in enumerate(groups)]
 
     @property
     def frozen_shapes(self) -> Shapes:
-        """What it does not step, where that was saved."""
+        """The frozen parameters, if they were saved."""
         found = self.model.content.get("frozen_param_shapes")
         return {} if found is None else shapes_of(found, self.model.path, "frozen_param_shapes")
 
     @property
     def shared(self) -> dict[str, str]:
-        """Names of parameters that have another name as well -> that name."""
+        """Names of tied parameters -> the name under which each is stored."""
         found = self.model.content.get("shared_params") or {}
         pairs = found.items() if isinstance(found, Mapping) else found
         return {str(name): str(owner) for name, owner in pairs}
 
     def optimizer(self, rank: int) -> Mapping[str, Any]:
-        """What ZeRO's optimizer said of itself on `rank`."""
+        """The state of ZeRO's optimizer on `rank`."""
         found: Mapping[str, Any] = self.optims[rank].get(_OPTIMIZER, dict)
         return found
 
@@ -93,9 +93,9 @@ class ZeroFiles:
 
 
 def tag_directory(checkpoint_dir: str | os.PathLike[str], tag: str | None) -> str:
-    """Where the checkpoint is that `tag`, or `latest` below `checkpoint_dir`, names.
+    """The directory of checkpoint `tag`, or of the tag in `latest`, below `checkpoint_dir`.
 
-    NotFoundError where it is not there, DamagedError or UnreadableError where `latest` does not tell.
+    NotFoundError if it does not exist; DamagedError or UnreadableError if `latest` cannot be used.
     """
     directory = os.fspath(checkpoint_dir)
     if tag is None:
@@ -103,11 +103,11 @@ def tag_directory(checkpoint_dir: str | os.PathLike[str], tag: str | None) -> st
         try:
             tag = read_latest(directory).decode().strip()
         except (FileNotFoundError, NotADirectoryError):
-            raise NotFoundError(f"there is no {pointer} to say which checkpoint is meant: name a tag") from None
+            raise NotFoundError(f"there is no {pointer}, which names the newest checkpoint: name a tag") from None
         except UnicodeDecodeError:
-            raise DamagedError(f"{pointer} is no tag", key=pointer) from None
+            raise DamagedError(f"{pointer} does not hold a tag", key=pointer) from None
         except OSError as error:
-            raise UnreadableError(f"{pointer} does not say which checkpoint is meant ({error}): name a tag") from error
+            raise UnreadableError(f"{pointer} cannot be read ({error}): name a tag") from error
     place = os.path.join(directory, tag)
     if not tag or not os.path.isdir(place):
         raise NotFoundError(f"there is no directory {place}")
@@ -115,10 +115,10 @@ def tag_directory(checkpoint_dir: str | os.PathLike[str], tag: str | None) -> st
 
 
 def open_files(directory: str) -> ZeroFiles:
-    """The files below `directory`, which is that of a tag.
+    """Open the files in `directory`, which is the directory of a tag.
 
-    NotFoundError for files that are missing, DamagedError for those that cannot be read or do not belong together, UsageError
-    for what several model-parallel ranks, pipeline stages or experts have saved.
+    NotFoundError if files are missing; DamagedError if they cannot be read or do not belong together; UsageError if several
+    model-parallel ranks, pipeline stages or experts saved them.
     """
     names = sorted(os.listdir(directory))
     models = _by_rank(directory, [name for name in names if name.endswith(MODEL_END)], MODEL)
@@ -127,7 +127,7 @@ def open_files(directory: str) -> ZeroFiles:
         raise NotFoundError(f"{directory} has no file *{MODEL_END}: it is not a checkpoint of DeepSpeed")
     if not optims:
         raise NotFoundError(
-            f"{directory} has no file *{OPTIM_END}: it was saved without ZeRO's optimizer, and the weights that it has are "
+            f"{directory} has no file *{OPTIM_END}: it was saved without ZeRO's optimizer. Its weights are "
             f"the `module` of {models[min(models)]}"
         )
     loaded = [LoadedZeroFile(path, read(path)) for _, path in sorted(optims.items())]
@@ -146,11 +146,13 @@ def _by_rank(directory: str, names: Sequence[str], pattern: re.Pattern[str]) -> 
             )
         if int(match["mp"]):
             raise UsageError(
-                f"{path} is of a model that is cut over several model-parallel ranks, which cannot be put together"
+                f"{path} is of a model that is divided among several model-parallel ranks, which cannot be put together"
             )
         rank = int(match["rank"] or 0)
         if rank in found:
-            raise DamagedError(f"{path} and {found[rank]} are both of rank {rank}: one is left over of another save", key=path)
+            raise DamagedError(
+                f"{path} and {found[rank]} are both of rank {rank}: one is left over from another save", key=path
+            )
         found[rank] = path
     return found
 
@@ -163,7 +165,7 @@ def _models(directory: str, stage: int, paths: Mapping[int, str], ranks: int) ->
     models = tuple(LoadedZeroFile(paths[rank], read(paths[rank])) for rank in wanted)
     for model in models:
         if "buffer_names" not in model.content:
-            raise DamagedError(f"{model.path} has no buffer_names: it is not what DeepSpeed saves of a model", key=model.path)
+            raise DamagedError(f"{model.path} has no buffer_names: it is not a model file of DeepSpeed", key=model.path)
         layers = model.content.get("ds_autoep_layers") or model.content.get("autoep_layers") or ()
         if _PARTITIONED_EXPERTS in repr(layers):
             raise UsageError(f"{model.path} is of a model whose experts are partitioned, which cannot be put together")
@@ -188,34 +190,34 @@ def _check_count(directory: str, optims: Sequence[LoadedZeroFile], ranks: Sequen
             raise DamagedError(f"{optim.path} does not say how many ranks saved it", key=optim.path, rank=rank)
         if max(counts) != len(optims) or rank != ranks.index(rank):
             raise DamagedError(
-                f"{optim.path} was saved by {max(counts)} ranks, and {directory} has those of "
-                f"{rank_runs(ranks)}: files are missing, or left over of another save",
+                f"{optim.path} was saved by {max(counts)} ranks, but {directory} has the files of "
+                f"{rank_runs(ranks)}: files are missing, or left over from another save",
                 key=optim.path,
                 rank=rank,
             )
 
 
 def checked(value: Any, kind: type | tuple[type, ...], path: str, what: str) -> Any:
-    """`value`, where it is a `kind`; DamagedError naming the file and `what` it was to be."""
+    """`value`, if it is a `kind`. Otherwise DamagedError with the file and the name of the value, `what`."""
     if not isinstance(value, kind):
         raise DamagedError(f"{path}: {what} is a {type(value).__name__}, which DeepSpeed does not save there", key=path)
     return value
 
 
 def flat_tensor(value: Any, path: str, what: str) -> torch.Tensor:
-    """A tensor of one dimension whose elements lie in a row; DamagedError for anything else."""
+    """A contiguous tensor of one dimension. DamagedError for anything else."""
     tensor: torch.Tensor = checked(value, torch.Tensor, path, what)
     if tensor.layout is not torch.strided or tensor.dim() != 1 or not tensor.is_contiguous():
-        raise DamagedError(f"{path}: {what} is no flat tensor", key=path)
+        raise DamagedError(f"{path}: {what} is not a flat tensor", key=path)
     return tensor.detach()
 
 
 def shapes_of(value: Any, path: str, what: str) -> dict[str, tuple[int, ...]]:
-    """Names and shapes; DamagedError for what is no such thing."""
+    """Names and shapes. DamagedError if `value` has another form."""
     found = {}
     for name, shape in checked(value, dict, path, what).items():
         sizes = tuple(checked(shape, (tuple, list), path, f"{what}.{name}"))
         if not isinstance(name, str) or not all(isinstance(size, int) and size >= 0 for size in sizes):
-            raise DamagedError(f"{path}: {what}.{name} is no shape", key=path)
+            raise DamagedError(f"{path}: {what}.{name} is not a shape", key=path)
         found[name] = sizes
     return found

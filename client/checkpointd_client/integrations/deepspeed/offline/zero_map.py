@@ -1,12 +1,12 @@
 """Finds every parameter, and its optimizer state, in the files of a ZeRO checkpoint.
 
-At stages 1 and 2 the parameters of a group follow each other in one row that goes on from rank to rank, padded at its end. At
-stage 3 every rank has a row of its own, in which each parameter has as many elements as on any other rank, the last ones
+At stages 1 and 2 the parameters of a group follow each other in one row that continues from rank to rank and is padded at its
+end. At stage 3 every rank has a row of its own, with equally many elements of each parameter on every rank, the last ones
 padded.
 
 Invariants
-  ZEROMAP-1  The elements of a parameter are those of its pieces, one after the other; padding is in none.
-  ZEROMAP-2  Every piece lies inside its tensor: what the files say of each other was checked.
+  ZEROMAP-1  The elements of a parameter are those of its pieces, one after the other, without padding.
+  ZEROMAP-2  Every piece lies inside its tensor: the sizes in the files were checked against each other.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class FlatPiece:
 
 @dataclass(frozen=True, slots=True)
 class Mapped:
-    """A tensor that is still in the files."""
+    """A tensor whose elements are still in the files."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -57,7 +57,7 @@ class Mapped:
         return made
 
     def copy(self, start: int, target: torch.Tensor) -> None:
-        """Elements from `start` on into `target`, a flat tensor of this dtype, which they fill."""
+        """Fill `target`, a flat tensor of this dtype, with the elements from `start` on."""
         stop, at = start + target.numel(), 0
         for piece in self.pieces:
             begin, end = max(start, at), min(stop, at + piece.count)
@@ -71,7 +71,7 @@ class Mapped:
 
 @dataclass(frozen=True, slots=True)
 class TensorRow:
-    """Tensors that are one after the other."""
+    """Flat tensors that follow each other."""
 
     tensors: tuple[torch.Tensor, ...]
 
@@ -91,10 +91,10 @@ class TensorRow:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter that the optimizer steps: its fp32 master, and what the base optimizer keeps for each of its elements.
+    """A parameter that the optimizer steps: its fp32 master, and the base optimizer's state for each of its elements.
 
-    `values` are what it keeps once for all parameters that lie in one tensor with this one, such as the step. `group`: which of
-    the base optimizer's.
+    `values` are kept once for all parameters that lie in one tensor with this one, such as the step. `group`: the number of
+    its param group.
     """
 
     master: Mapped
@@ -105,7 +105,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class ZeroMap:
-    """What is in the files, by the names of the parameters. `unknown`: what the optimizer keeps and has no name here."""
+    """The content of the files, by the names of the parameters. `unknown`: keys of optimizer state of an unknown form."""
 
     trained: Mapping[str, Parameter]
     frozen: Mapping[str, Mapped]
@@ -114,7 +114,7 @@ class ZeroMap:
 
 
 def map_files(files: ZeroFiles) -> ZeroMap:
-    """Where everything lies. DamagedError, naming the file, where it does not add up."""
+    """Find everything in `files`. DamagedError, with the file, if sizes contradict each other."""
     if files.stage == 3:
         return _Stage3(files).map()
     return _Stage12(files).map()
@@ -124,13 +124,13 @@ def mapped_tensor(value: Any, path: str, what: str) -> Mapped:
     """A whole tensor of a file."""
     tensor: torch.Tensor = checked(value, torch.Tensor, path, what)
     if tensor.layout is not torch.strided:
-        raise DamagedError(f"{path}: {what} is no plain tensor", key=path)
+        raise DamagedError(f"{path}: {what} is not a plain tensor", key=path)
     flat = tensor.detach().reshape(-1)
     return Mapped(tensor.shape, tensor.dtype, (FlatPiece(flat, 0, flat.numel()),))
 
 
 class _Mapping(ABC):
-    """What both have in common: the base optimizer's state, by the number of what it steps."""
+    """The base of both stages: reads the base optimizer's state, by the number of the tensor that it steps."""
 
     def __init__(self, files: ZeroFiles) -> None:
         self.files = files
@@ -140,7 +140,7 @@ class _Mapping(ABC):
 
     @abstractmethod
     def _base(self, rank: int) -> Mapping[str, Any]:
-        """What the base optimizer of `rank` said."""
+        """The state_dict of the base optimizer of `rank`."""
 
     def _groups(self) -> tuple[Mapping[str, Any], ...]:
         path = self.files.optims[0].path
@@ -148,7 +148,7 @@ class _Mapping(ABC):
         return tuple(checked(group, dict, path, "param_groups") for group in groups)
 
     def _states(self, rank: int) -> list[Mapping[str, Any]]:
-        """What is kept for each tensor that is stepped, in their order."""
+        """The state of each tensor that the optimizer steps, in their order."""
         path, base = self.files.optims[rank].path, self.base[rank]
         states = base.get("state", {})
         if isinstance(states, list):
@@ -157,9 +157,10 @@ class _Mapping(ABC):
         return [checked(checked(states, dict, path, "state").get(number, {}), dict, path, "state") for number in numbers]
 
     def kinds(self, number: int, master: Sequence[torch.Tensor]) -> tuple[dict[str, list[torch.Tensor]], dict[str, Any]]:
-        """What is kept for the elements of tensor `number`, by key, the ranks' parts in order; and what is kept once.
+        """The state of tensor `number` by key: first the state of its elements, as the ranks' parts in order, then single
+        values.
 
-        `master`: the part of each rank, which the padding may be stripped off.
+        `master`: the part of each rank, perhaps without padding.
         """
         kept = [self._states(rank) for rank in range(self.files.ranks)]
         if not any(kept):
@@ -167,7 +168,7 @@ class _Mapping(ABC):
         states: list[Mapping[str, Any]] = []
         for rank, found in enumerate(kept):
             if number >= len(found) or found[number].keys() != kept[0][number].keys():
-                raise self.files.fault(rank, f"keeps other states of tensor {number} than {self.files.optims[0].path}")
+                raise self.files.fault(rank, f"has other states of tensor {number} than {self.files.optims[0].path}")
             states.append(found[number])
         elements: dict[str, list[torch.Tensor]] = {}
         once: dict[str, Any] = {}
@@ -190,14 +191,14 @@ class _Mapping(ABC):
         return tensor
 
     def flats(self, key: str) -> list[list[torch.Tensor]]:
-        """The flat masters of each rank, which must be as many on all."""
+        """The flat masters of each rank; their number must be the same on all."""
         found = []
         for rank in range(self.files.ranks):
             path = self.files.optims[rank].path
             tensors = checked(self.files.optimizer(rank).get(key), list, path, key)
             found.append([flat_tensor(tensor, path, f"{key}.{number}") for number, tensor in enumerate(tensors)])
             if len(found[rank]) != len(found[0]):
-                raise self.files.fault(rank, f"has {len(found[rank])} groups in {key}, and rank 0 {len(found[0])}")
+                raise self.files.fault(rank, f"has {len(found[rank])} groups in {key}, but rank 0 has {len(found[0])}")
         return found
 
 
@@ -210,7 +211,7 @@ class _Stage12(_Mapping):
     def map(self) -> ZeroMap:
         flats, shapes = self.flats("single_partition_of_fp32_groups"), self.files.param_shapes
         if len(shapes) != len(flats[0]):
-            raise self.files.fault(0, f"has {len(flats[0])} groups, and {self.files.model.path} names {len(shapes)}")
+            raise self.files.fault(0, f"has {len(flats[0])} groups, but {self.files.model.path} names {len(shapes)}")
         trained: dict[str, Parameter] = {}
         for number, group in enumerate(shapes):
             masters = [parts[number] for parts in flats]
@@ -227,23 +228,23 @@ class _Stage12(_Mapping):
         return ZeroMap(trained, self._frozen(), self.groups, tuple(self.unknown))
 
     def _paddings(self, number: int, count: int) -> Sequence[int]:
-        """What lies behind each parameter of a group, where parameters were aligned."""
+        """The padding behind each parameter of a group, if parameters were aligned."""
         path, found = self.files.optims[0].path, self.files.optimizer(0).get("param_alignment_paddings")
         if found is None:
             return [0] * count
         groups = checked(found, list, path, "param_alignment_paddings")
         paddings: list[Any] = checked(groups[number] if number < len(groups) else None, list, path, "a group's paddings")
         if len(paddings) != count or not all(isinstance(one, int) and one >= 0 for one in paddings):
-            raise self.files.fault(0, f"has other paddings of group {number} than it has parameters")
+            raise self.files.fault(0, f"does not have one padding for each parameter of group {number}")
         return paddings
 
     def _check_ends(self, row: TensorRow, end: int, number: int, *, last: bool = False) -> None:
-        """A row is as long as its parameters, but for what makes it a multiple of twice the ranks."""
+        """Check that a row is as long as its parameters, rounded up to a multiple of twice the number of ranks."""
         step = 2 * self.files.ranks
         if end > row.size or (last and -(-end // step) != -(-row.size // step)):
             raise self.files.fault(
                 self.files.ranks - 1,
-                f"and those of the other ranks have {row.size} elements of group {number}, and its parameters need {end}",
+                f"and those of the other ranks have {row.size} elements of group {number}, but its parameters need {end}",
             )
 
     def _frozen(self) -> dict[str, Mapped]:
@@ -262,7 +263,7 @@ class _Stage3(_Mapping):
         for rank, parts in enumerate(flats):
             sizes = [part.numel() for part in parts]
             if sizes != [part.numel() for part in flats[0]]:
-                raise self.files.fault(rank, f"has sub-groups of {sizes} elements, and rank 0 of other sizes")
+                raise self.files.fault(rank, f"has sub-groups of {sizes} elements, but rank 0 has other sizes")
         rows = [TensorRow(tuple(parts)) for parts in flats]
         kept = [self.kinds(number, [parts[number] for parts in flats]) for number in range(len(flats[0]))]
         ends = list(itertools.accumulate(part.numel() for part in flats[0]))
@@ -274,7 +275,7 @@ class _Stage3(_Mapping):
             trained[name] = self._parameter(shape, rows, at, size, number, kept, ends)
             at += size
         if at != rows[0].size:
-            raise self.files.fault(0, f"has {rows[0].size} elements, and the parameters of {self.files.model.path} need {at}")
+            raise self.files.fault(0, f"has {rows[0].size} elements, but the parameters of {self.files.model.path} need {at}")
         return ZeroMap(trained, self._frozen(), self.groups, tuple(self.unknown))
 
     def _parameter(
@@ -295,7 +296,7 @@ class _Stage3(_Mapping):
         return Parameter(_over_ranks(shape, rows, at, size), self._group_of(number), states, once)
 
     def _group_of(self, number: int) -> int:
-        """The base optimizer's group of sub-group `number`."""
+        """The number of the param group that sub-group `number` belongs to."""
         for group, settings in enumerate(self.groups):
             count = len(settings.get("params", ()))
             if number < count:
@@ -315,7 +316,7 @@ class _Stage3(_Mapping):
             row = TensorRow(tuple(parts))
             if row.size < math.prod(shape):
                 raise DamagedError(
-                    f"{self.files.path}: {name} has {row.size} elements in the ranks' files, and needs {math.prod(shape)}",
+                    f"{self.files.path}: {name} has {row.size} elements in the ranks' files, but needs {math.prod(shape)}",
                     key=self.files.model.path,
                     fqn=name,
                 )
@@ -324,7 +325,7 @@ class _Stage3(_Mapping):
 
 
 def _dict(value: Any, path: str, what: str) -> Mapping[str, Any]:
-    """What is missing is empty: nothing was stepped yet."""
+    """A missing dict is empty: the optimizer has not stepped yet."""
     found: Mapping[str, Any] = checked({} if value is None else value, dict, path, what)
     return found
 
@@ -334,7 +335,7 @@ def _mapped(shape: tuple[int, ...], pieces: Iterator[FlatPiece], row: TensorRow)
 
 
 def _over_ranks(shape: tuple[int, ...], rows: Sequence[TensorRow], at: int, size: int) -> Mapped:
-    """`size` elements of every rank's row from `at` on, without what pads the last ones."""
+    """`size` elements of every rank's row from `at` on, without the padding at the end."""
     left = math.prod(shape)
     pieces: list[FlatPiece] = []
     for row in rows:
@@ -344,11 +345,11 @@ def _over_ranks(shape: tuple[int, ...], rows: Sequence[TensorRow], at: int, size
 
 
 _PAGEOUT = 21
-"""Of Linux since 5.4 (madvise(2)): it drops clean pages of files, and never changes what memory says."""
+"""MADV_PAGEOUT of Linux 5.4 and later (madvise(2)): it drops clean pages of files and never changes memory."""
 
 
 def drop(tensor: torch.Tensor) -> None:
-    """Let the pages of a contiguous tensor go; they are read again when needed. Where that cannot be, nothing is done."""
+    """Drop the pages of a contiguous tensor, which are read again on demand. Does nothing if that is not possible."""
     first = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     stop = (tensor.data_ptr() + tensor.numel() * tensor.itemsize) // mmap.PAGESIZE * mmap.PAGESIZE
     if stop > first and sys.platform == "linux":

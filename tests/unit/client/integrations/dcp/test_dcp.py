@@ -463,7 +463,7 @@ def test_a_directory_that_dcp_saved_to_again_says_nothing_of_the_old_step(
     dcp.save({"model": {"w": torch.zeros(3)}}, storage_writer=FileSystemWriter(out, overwrite=True), **ALONE)
     done = import_dcp(out, tmp_path / "again", "step77")
     assert done.step == 77
-    assert "checkpointd.json is of what was in the directory before" in caplog.text
+    assert "checkpointd.json is ignored: it describes an earlier checkpoint" in caplog.text
     with open_checkpoint(tmp_path / "again") as opened:
         assert opened.metrics == {}
 
