@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 from checkpointd import arguments, memory_limit
 from checkpointd.codec import Compression
-from checkpointd.commit.decide import OnStale
+from checkpointd.commit.decide import OnNoProgress
 from checkpointd.commit.retention import Retention
 from checkpointd.errors import UsageError
 
@@ -66,7 +66,7 @@ class CommitConfig:
     poll_max_s: float = 0.25
     retention: Retention = field(default_factory=Retention)
     """Which checkpoints stay; the coordinator removes the others after a commit."""
-    on_no_progress: OnStale = "warn"
+    on_no_progress: OnNoProgress = "warn"
     """What to do where the step moved on and no rank's trained tensors changed."""
     read_back: bool = True
     """Whether what was committed is read back while no save is in flight."""
@@ -74,7 +74,7 @@ class CommitConfig:
     def __post_init__(self) -> None:
         arguments.seconds("timeout_s", self.timeout_s, most=TIMEOUT_S_MAX)
         arguments.seconds("poll_min_s", self.poll_min_s)
-        arguments.choice("on_no_progress", self.on_no_progress, get_args(OnStale))
+        arguments.choice("on_no_progress", self.on_no_progress, get_args(OnNoProgress))
         if self.poll_max_s < self.poll_min_s:
             raise UsageError(f"poll_max_s ({self.poll_max_s}) is below poll_min_s ({self.poll_min_s})")
 

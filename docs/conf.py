@@ -6,6 +6,7 @@ The source folder is the repository, so that pages may link to the README, the b
 import re
 from importlib.metadata import version as version_of
 from pathlib import Path
+from typing import cast
 
 from sphinx.application import Sphinx
 
@@ -64,5 +65,20 @@ def unlink_folders(app: Sphinx, page: str, source: list[str]) -> None:
     source[0] = re.sub(r"\[([^]]+)]\(([\w/]+)\)", lambda link: link[1] if (folder / link[2]).is_dir() else link[0], source[0])
 
 
+def list_arguments(*event: object) -> None:
+    """Lines of a docstring that begin with "`name`: " become a list; a line that goes on belongs to the entry before it."""
+    lines = cast("list[str]", event[-1])
+    listed: list[str] = []
+    inside = False
+    for line in lines:
+        entry = re.match(r"`\w+`: ", line) is not None
+        if entry and not inside:
+            listed.append("")
+        inside = entry or (inside and line != "")
+        listed.append(f"- {line}" if entry else f"  {line}" if inside else line)
+    lines[:] = listed
+
+
 def setup(app: Sphinx) -> None:
     app.connect("source-read", unlink_folders)
+    app.connect("autodoc-process-docstring", list_arguments)

@@ -16,7 +16,7 @@ import pytest
 from numpy.typing import NDArray
 
 from checkpointd.codec import Compression
-from checkpointd.commit.decide import OnStale
+from checkpointd.commit.decide import OnNoProgress
 from checkpointd.commit.machine import FINAL, Phase
 from checkpointd.commit.retention import Retention
 from checkpointd.config import CommitConfig, LoadConfig, PersistConfig
@@ -127,7 +127,7 @@ class Save:
     dedup: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
     retention: Retention = field(default_factory=Retention)
-    on_no_progress: OnStale = "warn"
+    on_no_progress: OnNoProgress = "warn"
     timeout_s: float = DEADLINE_S
     failing: Mapping[int, Exception] = field(default_factory=dict)
     absent: frozenset[int] = frozenset()

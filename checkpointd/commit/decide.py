@@ -16,7 +16,7 @@ from checkpointd.commit.facts import Order
 from checkpointd.layout.manifest import ErrorReport, Vote
 from checkpointd.phrases import listed, rank_runs
 
-OnStale = Literal["warn", "abort", "ignore"]
+OnNoProgress = Literal["warn", "abort", "ignore"]
 REASON_MAX = 4000
 """Characters of a rank's reason that its vote and the outcome tell."""
 

@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from checkpointd.codec import Compression
-from checkpointd.commit.decide import OnStale
+from checkpointd.commit.decide import OnNoProgress
 from checkpointd.commit.retention import Retention
 from checkpointd.config import ABSENCE_S, MIB
 from checkpointd.errors import CheckpointdError
@@ -73,7 +73,7 @@ class Checkpointer:
         dedup: bool = True,
         retention: Retention | int | None = None,
         afresh: bool = False,
-        on_no_progress: OnStale = "warn",
+        on_no_progress: OnNoProgress = "warn",
         pickle_client_state: bool = False,
         absence_s: float = ABSENCE_S,
         job: str | None = None,

@@ -10,7 +10,7 @@ from typing import get_args
 
 from checkpointd import arguments
 from checkpointd.codec import Compression
-from checkpointd.commit.decide import OnStale
+from checkpointd.commit.decide import OnNoProgress
 from checkpointd.commit.retention import Retention
 from checkpointd.config import ABSENCE_S, MIB, TIMEOUT_S_MAX, CommitConfig, LoadConfig, PersistConfig, check_job
 from checkpointd.errors import UsageError
@@ -40,7 +40,7 @@ class Options:
     dedup: bool = True
     retention: Retention | int | None = None
     afresh: bool = False
-    on_no_progress: OnStale = "warn"
+    on_no_progress: OnNoProgress = "warn"
     pickle_client_state: bool = False
     absence_s: float = ABSENCE_S
     job: str | None = None

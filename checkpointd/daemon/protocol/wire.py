@@ -19,7 +19,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from checkpointd.commit.decide import OnStale
+from checkpointd.commit.decide import OnNoProgress
 from checkpointd.commit.retention import Mode, Retention
 from checkpointd.errors import WireError
 from checkpointd.layout.boxes import Box
@@ -134,7 +134,7 @@ class Begin(_Message, frozen=True, kw_only=True, tag="begin"):
 
     dedup: bool = True
     """Whether what did not change is referred to instead of written again."""
-    on_no_progress: OnStale = "warn"
+    on_no_progress: OnNoProgress = "warn"
     retention: Rules | None = None
     """Which checkpoints stay; None: all."""
     read_back: bool = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from checkpointd.commit.decide import OnStale, has_no_progress
+from checkpointd.commit.decide import OnNoProgress, has_no_progress
 from checkpointd.commit.machine import Phase
 from checkpointd.errors import NoProgressError
 from checkpointd.layout import tree
@@ -32,7 +32,7 @@ async def saves(
     store: Store,
     weights: list[tuple[float, float]],
     *,
-    on_no_progress: OnStale = "warn",
+    on_no_progress: OnNoProgress = "warn",
     grad: bool = True,
     step: int | None = None,
 ) -> list[list[Attempt]]:
