@@ -2,7 +2,7 @@
 
     dcp_ranks.py FOLDER PROCESS
 
-Every process prints a line for each thing that is wrong, and `done` last.
+Every process notes what is wrong in each case: see `rank_cases.py`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from checkpointd_client import Checkpointer
 from checkpointd_client.integrations.dcp import CheckpointdReader, CheckpointdWriter
+from tests.e2e.rank_cases import CaseNotes
 
 PROCESSES = 2
 
@@ -85,44 +86,50 @@ class Failing(DefaultSavePlanner):
 class Ranks:
     """This process in the job of two."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, number: int) -> None:
+        self.notes = CaseNotes(folder, number)
         self.root = folder / "root"
         self.plain = plain_state()
         self.expected = leaves(sharded_state(self.plain))
-        self.wrong: list[str] = []
 
-    def check(self, name: str, state: dict[str, Any], only: str = "") -> None:
+    def check(self, state: dict[str, Any]) -> None:
         for fqn, value in leaves(state).items():
             one, two = local_of(value), local_of(self.expected[fqn])
             same = one.equal(two) if isinstance(one, torch.Tensor) else one == two
-            if fqn.startswith(only) and not same:
-                self.wrong.append(f"{name}: {fqn} differs")
+            if not same:
+                self.notes.wrong.append(f"{fqn} differs")
 
-    def load(self, name: str, tag: str | None = None) -> None:
+    def load(self, tag: str | None = None) -> None:
         state = sharded_state(self.plain)
         clear(state)
         dcp.load(state, storage_reader=CheckpointdReader(self.root, tag))
-        self.check(name, state)
+        self.check(state)
 
     def run(self) -> None:
         state = sharded_state(self.plain)
         writer = CheckpointdWriter(self.root, "one")
-        dcp.save(state, storage_writer=writer)
-        self.load("save")
-        dcp.async_save(state, storage_writer=CheckpointdWriter(self.root, "two")).result()  # type: ignore[union-attr]
-        self.load("async_save", "two")
-        self.fail(state, writer)
-        dcp.save(state, checkpoint_id="after", storage_writer=writer)
-        self.load("after a failure")
-        self.with_checkpointer(state)
+        with self.notes.case("save"):
+            dcp.save(state, storage_writer=writer)
+            self.load()
+        with self.notes.case("async_save"):
+            dcp.async_save(state, storage_writer=CheckpointdWriter(self.root, "two")).result()  # type: ignore[union-attr]
+            self.load("two")
+        with self.notes.case("a rank fails"):
+            self.fail(state, writer)
+        with self.notes.case("a save after a failure"):
+            dcp.save(state, checkpoint_id="after", storage_writer=writer)
+            self.load()
+        with self.notes.case("with a Checkpointer"):
+            self.with_checkpointer(state)
+        self.notes.finish()
 
     def fail(self, state: dict[str, Any], writer: CheckpointdWriter) -> None:
         try:
             dcp.save(state, checkpoint_id="failed", storage_writer=writer, planner=Failing())
-            self.wrong.append("a rank failed, and the save did not")
+            self.notes.wrong.append("a rank failed, and the save did not")
         except CheckpointException as error:
             if 1 not in error.failures or "the data is gone" not in str(error.failures[1][0]):
-                self.wrong.append(f"the failure of rank 1 is told as {error}")
+                self.notes.wrong.append(f"the failure of rank 1 is told as {error}")
 
     def with_checkpointer(self, state: dict[str, Any]) -> None:
         target = {"model": sharded_state(self.plain)["model"], "tp": torch.zeros(3, 7), "epoch": 0}
@@ -131,23 +138,19 @@ class Ranks:
         with Checkpointer(self.root) as ckpt:
             ckpt.load(target, "one", strict=False)
             ckpt.save(7, state).wait()
-        self.check("into a Checkpointer", {"model": target["model"], "epoch": target["epoch"]})
+        self.check({"model": target["model"], "epoch": target["epoch"]})
         if not target["tp"].equal(self.plain["tp"]):
-            self.wrong.append("into a Checkpointer: the plain tensor differs")
+            self.notes.wrong.append("the plain tensor differs")
         dist.barrier()
-        self.load("of a Checkpointer", "global_step7")
+        self.load("global_step7")
 
 
 def main() -> None:
     folder, number = Path(sys.argv[1]), int(sys.argv[2])
     store = dist.FileStore(str(folder / "rendezvous"), PROCESSES)
     dist.init_process_group("gloo", store=store, rank=number, world_size=PROCESSES, timeout=timedelta(seconds=120))
-    ranks = Ranks(folder)
-    ranks.run()
+    Ranks(folder, number).run()
     dist.destroy_process_group()
-    for line in ranks.wrong:
-        sys.stdout.write(f"{line}\n")
-    sys.stdout.write("done\n")
 
 
 if __name__ == "__main__":

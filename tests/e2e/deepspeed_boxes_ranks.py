@@ -2,7 +2,7 @@
 
     deepspeed_boxes_ranks.py FOLDER
 
-Every process writes to FOLDER/rank-N.log a line for each thing that is wrong, and `done` last.
+Every process notes what is wrong in each case: see `rank_cases.py`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from checkpointd_client import Checkpointer
 from checkpointd_client.integrations.deepspeed import attach
 from tests.e2e.deepspeed_engines import Kind, Model, deepspeed, make
 from tests.e2e.forked_ranks import forked
+from tests.e2e.rank_cases import CaseNotes
 
 PROCESSES = 4
 WORLDS = (1, 2, 3, 4)
@@ -129,6 +130,7 @@ class Process:
         self.folder, self.number = folder, number
         self.store = dist.FileStore(str(folder / "rendezvous"), PROCESSES)
         self.store.set_timeout(timedelta(seconds=200))
+        self.notes = CaseNotes(folder, number)
         self.resumed: dict[tuple[str, int], float] = {}
         """By kind and number of ranks, the losses some steps after a load of what UNIVERSAL_OF ranks have saved."""
 
@@ -153,7 +155,7 @@ class Process:
 
     def check(self, true: object, what: str) -> None:
         if not true:
-            print("wrong:", what, flush=True)
+            self.notes.wrong.append(what)
 
     # --- the matrix ----------------------------------------------------------------------------------------------
 
@@ -161,26 +163,28 @@ class Process:
         """Engines of every kind, and in a file what each was when it was saved, and how its losses went on."""
         with self.job(f"save-{world}", world) as mine:
             for kind in kinds_of(world) if mine else ():
-                engine = engine_of(kind, seed=world)
-                train(engine, 0, STEPS)
-                engine.module.seen.fill_(world)
-                if kind in UNIVERSAL and world == UNIVERSAL_OF:
-                    engine.save_checkpoint(str(self.stock(kind)), "step")
-                plug = attach(engine, layout="checkpointd")
-                engine.empty_partition_cache()
-                engine.save_checkpoint(str(self.root), tag_of(kind, world), {"world": world, "kind": kind})
-                kept = getattr(engine.optimizer, "persistent_parameters", [])
-                self.check(
-                    all(p.shape == p.ds_shape for p in kept), f"{kind} of {world}: what is kept whole is not after a save"
-                )
-                before = tensors_of(engine)
-                losses = [loss_of(engine, STEPS)]
-                train(engine, STEPS, STEPS + 2)
-                losses.append(loss_of(engine, STEPS + 2))
-                plug.handle.wait()
-                if self.number == 0:
-                    torch.save((before, losses), self.folder / f"{tag_of(kind, world)}.pt")
-                engine.destroy()
+                with self.notes.case(f"save {kind} of {world}"):
+                    self.save_one(kind, world)
+
+    def save_one(self, kind: str, world: int) -> None:
+        engine = engine_of(kind, seed=world)
+        train(engine, 0, STEPS)
+        engine.module.seen.fill_(world)
+        if kind in UNIVERSAL and world == UNIVERSAL_OF:
+            engine.save_checkpoint(str(self.stock(kind)), "step")
+        plug = attach(engine, layout="checkpointd")
+        engine.empty_partition_cache()
+        engine.save_checkpoint(str(self.root), tag_of(kind, world), {"world": world, "kind": kind})
+        kept = getattr(engine.optimizer, "persistent_parameters", [])
+        self.check(all(p.shape == p.ds_shape for p in kept), "a parameter that is kept whole is not whole after a save")
+        before = tensors_of(engine)
+        losses = [loss_of(engine, STEPS)]
+        train(engine, STEPS, STEPS + 2)
+        losses.append(loss_of(engine, STEPS + 2))
+        plug.handle.wait()
+        if self.number == 0:
+            torch.save((before, losses), self.folder / f"{tag_of(kind, world)}.pt")
+        engine.destroy()
 
     @property
     def root(self) -> Path:
@@ -193,26 +197,28 @@ class Process:
                 engine = engine_of(kind, seed=100)
                 attach(engine, layout="checkpointd")
                 for source, source_world in sources_of(kind, world):
-                    self.load_one(engine, kind, source, source_world)
+                    with self.notes.case(f"{source} of {source_world} into {kind} of {world}"):
+                        self.load_one(engine, kind, source, source_world)
                 engine.destroy()
 
     def load_one(self, engine: Any, kind: str, source: str, source_world: int) -> None:
         world = dist.get_world_size()
-        name = f"{source} of {source_world} into {kind} of {world}"
         before, losses = torch.load(self.folder / f"{tag_of(source, source_world)}.pt")
         path, client = engine.load_checkpoint(str(self.root), tag_of(source, source_world))
-        self.check(path and client == {"world": source_world, "kind": source}, f"{name}: loaded {path} {client}")
-        self.check(engine.global_steps == STEPS and engine.lr_scheduler.last_batch_iteration == STEPS - 1, f"{name}: counters")
+        self.check(path and client == {"world": source_world, "kind": source}, f"loaded {path} {client}")
+        self.check(engine.global_steps == STEPS and engine.lr_scheduler.last_batch_iteration == STEPS - 1, "counters")
         after = tensors_of(engine)
         different = [key for key in before if not equal(before[key], after[key])]
-        self.check(before.keys() == after.keys() and not different, f"{name}: {len(different)} differ, as {different[:3]}")
-        self.check(loss_of(engine, STEPS) == losses[0], f"{name}: the first loss is another one")
+        self.check(before.keys() == after.keys() and not different, f"{len(different)} differ, as {different[:3]}")
+        self.check(loss_of(engine, STEPS) == losses[0], "the first loss is another one")
         train(engine, STEPS, STEPS + 2)  # the next load finds an engine that is in use
         loss = loss_of(engine, STEPS + 2)
         if (kind, world) == (source, source_world):
-            self.check(loss == losses[1], f"{name}: the losses after a restart are others")
+            self.check(loss == losses[1], "the losses after a restart are others")
         else:  # where not the same numbers are added up in the same order
-            self.check(math.isclose(loss, losses[1], rel_tol=1e-2 if "bf16" in kind else 1e-4), f"{name}: {loss} {losses[1]}")
+            self.check(
+                math.isclose(loss, losses[1], rel_tol=1e-2 if "bf16" in kind else 1e-4), f"losses {loss} and {losses[1]}"
+            )
         if (kind, UNIVERSAL_OF) == (source, source_world):
             self.resumed[kind, world] = loss
 
@@ -242,21 +248,24 @@ class Process:
         """After what was saved of two ranks, engines go on as those do which load the same state from here."""
         with self.job(f"universal-{world}", world) as mine:
             for kind in UNIVERSAL if mine else ():
-                name = f"{kind} of {UNIVERSAL_OF} into {world}, universal"
-                before, losses = torch.load(self.folder / f"{tag_of(kind, UNIVERSAL_OF)}.pt")
-                # What is frozen, and buffers, are not loaded there: the same seed makes the same.
-                engine = engine_of(kind, UNIVERSAL_OF, checkpoint={"load_universal": True})
-                engine.load_checkpoint(str(self.stock(kind)), "step_universal")
-                after = tensors_of(engine)
-                different = [key for key in before if key != "seen" and not equal(before[key], after[key])]
-                self.check(not different, f"{name}: {len(different)} differ, as {different[:3]}")
-                self.check(loss_of(engine, STEPS) == losses[0], f"{name}: the first loss is another one")
-                if kind == "z3":
-                    mend_universal(engine)
-                train(engine, STEPS, STEPS + 2)
-                loss, ours = loss_of(engine, STEPS + 2), self.resumed[kind, world]
-                self.check(loss == ours, f"{name}: the loss after two steps is {loss}, and from our checkpoint {ours}")
-                engine.destroy()
+                with self.notes.case(f"{kind} of {UNIVERSAL_OF} into {world}, universal"):
+                    self.load_universal_one(kind, world)
+
+    def load_universal_one(self, kind: str, world: int) -> None:
+        before, losses = torch.load(self.folder / f"{tag_of(kind, UNIVERSAL_OF)}.pt")
+        # Frozen parameters and buffers are not loaded there: the same seed makes the same.
+        engine = engine_of(kind, UNIVERSAL_OF, checkpoint={"load_universal": True})
+        engine.load_checkpoint(str(self.stock(kind)), "step_universal")
+        after = tensors_of(engine)
+        different = [key for key in before if key != "seen" and not equal(before[key], after[key])]
+        self.check(not different, f"{len(different)} differ, as {different[:3]}")
+        self.check(loss_of(engine, STEPS) == losses[0], "the first loss is another one")
+        if kind == "z3":
+            mend_universal(engine)
+        train(engine, STEPS, STEPS + 2)
+        loss, ours = loss_of(engine, STEPS + 2), self.resumed[kind, world]
+        self.check(loss == ours, f"the loss after two steps is {loss}, and from our checkpoint {ours}")
+        engine.destroy()
 
 
 def mend_universal(engine: Any) -> None:
@@ -294,33 +303,44 @@ def sources_of(kind: str, world: int) -> Iterator[tuple[str, int]]:
 def plain(process: Process) -> None:
     """A plain model and torch's AdamW load an engine's checkpoint by name, and the reverse; parts of a checkpoint."""
     with process.job("plain", 1) as mine:
-        if not mine:
-            return
-        model = Model()
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        groups = [[p for p in trained if p.ndim > 1], [p for p in trained if p.ndim == 1]]  # as the engines have them
-        optimizer = torch.optim.AdamW([{"params": group} for group in groups], lr=0.5)
-        with Checkpointer(process.root) as ckpt:
-            loaded = ckpt.load({"model": model, "optimizer": optimizer}, tag=tag_of("z3", 3), strict=False)
-        before, _ = torch.load(process.folder / "z3-3.pt")
-        process.check(loaded and loaded.missing == (), f"plain: {loaded}")
-        for name, parameter in model.named_parameters():
-            process.check(equal(parameter, before[name]), f"plain: {name}")
-            for key, value in optimizer.state.get(parameter, {}).items():
-                process.check(key == "step" or equal(value, before[f"{name}/{key}"]), f"plain: {key} of {name}")
-        process.check(len(optimizer.state) == 5, f"plain: state of {len(optimizer.state)} parameters")
-        root = process.folder / "plain"
-        with Checkpointer(root) as ckpt:
-            ckpt.save(STEPS, {"model": model, "optimizer": optimizer}).wait()
-        engine = engine_of("z2", seed=5)
-        plug = attach(engine, layout="checkpointd")
-        engine.load_checkpoint(str(root))
-        different = [key for key, value in tensors_of(engine).items() if not equal(value, before[key])]
-        process.check(not different, f"from plain: {different}")
-        engine.save_checkpoint(str(process.folder / "parts"), exclude_frozen_parameters=True)
-        plug.close()
-        parts(process, before)
-        engine.destroy()
+        if mine:
+            with process.notes.case("an engine into a plain model"):
+                before = into_plain(process)
+            with process.notes.case("a plain model into an engine"):
+                from_plain(process, before)
+            with process.notes.case("parts of a checkpoint"):
+                parts(process, before)
+
+
+def into_plain(process: Process) -> Mapping[str, torch.Tensor]:
+    """The tensors of the engine whose checkpoint a plain model has loaded, and stored again."""
+    model = Model()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [[p for p in trained if p.ndim > 1], [p for p in trained if p.ndim == 1]]  # as the engines have them
+    optimizer = torch.optim.AdamW([{"params": group} for group in groups], lr=0.5)
+    with Checkpointer(process.root) as ckpt:
+        loaded = ckpt.load({"model": model, "optimizer": optimizer}, tag=tag_of("z3", 3), strict=False)
+    before, _ = torch.load(process.folder / "z3-3.pt")
+    process.check(loaded and loaded.missing == (), f"{loaded}")
+    for name, parameter in model.named_parameters():
+        process.check(equal(parameter, before[name]), f"{name}")
+        for key, value in optimizer.state.get(parameter, {}).items():
+            process.check(key == "step" or equal(value, before[f"{name}/{key}"]), f"{key} of {name}")
+    process.check(len(optimizer.state) == 5, f"state of {len(optimizer.state)} parameters")
+    with Checkpointer(process.folder / "plain") as ckpt:
+        ckpt.save(STEPS, {"model": model, "optimizer": optimizer}).wait()
+    return before
+
+
+def from_plain(process: Process, before: Mapping[str, torch.Tensor]) -> None:
+    engine = engine_of("z2", seed=5)
+    plug = attach(engine, layout="checkpointd")
+    engine.load_checkpoint(str(process.folder / "plain"))
+    different = [key for key, value in tensors_of(engine).items() if not equal(value, before[key])]
+    process.check(not different, f"{different} differ")
+    engine.save_checkpoint(str(process.folder / "parts"), exclude_frozen_parameters=True)
+    plug.close()
+    engine.destroy()
 
 
 def parts(process: Process, before: Mapping[str, torch.Tensor]) -> None:
@@ -375,7 +395,7 @@ def run(folder: Path, number: int) -> None:
     for world in (1, 3):
         process.load_universal(world)
     plain(process)
-    print("done", flush=True)
+    process.notes.finish()
 
 
 def main() -> None:

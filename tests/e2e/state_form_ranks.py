@@ -2,15 +2,14 @@
 
     state_form_ranks.py FOLDER [every]
 
-`every`: all of the matrix, in place of what is chosen from it. Every rank writes a line for each thing that is wrong to
-`rank-<number>.log`, and how much it has done.
+`every`: all of the matrix, in place of what is chosen from it. Every rank of a job notes what is wrong in each case, in the
+folder of the job (`save-4`): see `rank_cases.py`.
 """
 
 from __future__ import annotations
 
 import itertools
 import sys
-import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -23,6 +22,7 @@ import torch.distributed as dist
 from checkpointd.errors import CheckpointdError
 from checkpointd_client import Checkpointer
 from tests.e2e.forked_ranks import all_well
+from tests.e2e.rank_cases import CaseNotes
 from tests.e2e.state_form_models import FORMS, LAYOUTS, OPTIMIZERS, Job, build
 
 CHOSEN = {
@@ -61,31 +61,31 @@ def loaded(world: int, *, every: bool) -> Iterator[tuple[Case, int, str]]:
 class Rank:
     """One process of one job: its saves, or its loads."""
 
-    def __init__(self, folder: Path, number: int, world: int, *, every: bool) -> None:
+    def __init__(self, folder: Path, number: int, world: int, notes: CaseNotes, *, every: bool) -> None:
         self.folder, self.root, self.number, self.world, self.every = folder, folder / "root", number, world, every
-        self.count = 0
+        self.notes = notes
 
-    def wrong(self, words: object) -> None:
-        print(f"wrong: {words}", flush=True)
+    def wrong(self, what: object) -> None:
+        self.notes.wrong.append(str(what))
 
     def save_all(self) -> None:
         with Checkpointer(self.root, afresh=True) as ckpt:
-            for case in saved(self.world, every=self.every):
-                self._save(ckpt, *case)
+            for form, layout, optimizer in saved(self.world, every=self.every):
+                tag = f"{form}-{layout}-{optimizer}-{self.world}"
+                with self.notes.case(f"save {tag}"):
+                    self._save(ckpt, tag, form, layout, optimizer)
 
-    def _save(self, ckpt: Checkpointer, form: str, layout: str, optimizer: str) -> None:
+    def _save(self, ckpt: Checkpointer, tag: str, form: str, layout: str, optimizer: str) -> None:
         job = build(layout, optimizer, self.world)
         for number in range(2):
             job.step(number)
-        tag = f"{form}-{layout}-{optimizer}-{self.world}"
         full = job.full()
         if self.number == 0:
             torch.save(full, self.folder / f"{tag}.pt")
-        self.count += 1
         try:
             ckpt.save(2, job.state(form), tag=tag).wait()
         except CheckpointdError as error:
-            self.wrong(f"{tag}: {error!r}")
+            self.wrong(repr(error))
 
     def load_all(self) -> None:
         references: dict[tuple[str, str], Job] = {}
@@ -95,27 +95,26 @@ class Rank:
                     references[target, optimizer] = build(target, optimizer, 78)
                     references[target, optimizer].step(9)
                 tag = f"{form}-{layout}-{optimizer}-{by}"
-                self._load(ckpt, tag, form, target, optimizer, references[target, optimizer])
+                with self.notes.case(f"{tag} into {target} on {self.world}"):
+                    self._load(ckpt, tag, form, target, optimizer, references[target, optimizer])
 
     def _load(self, ckpt: Checkpointer, tag: str, form: str, target: str, optimizer: str, reference: Job) -> None:
-        name = f"{tag} into {target} on {self.world}"
         job = build(target, optimizer, 77)
         if form == "flat":  # what is not there yet is in none of its names
             job.step(8)
         full = torch.load(self.folder / f"{tag}.pt", weights_only=True)
-        self.count += 1
         try:
             done: Any = ckpt.load(job.state(form), tag)
         except CheckpointdError as error:
-            self.wrong(f"{name}: {error!r}")
+            self.wrong(repr(error))
             return
         if done.per_rank_left or done.step != 2:
-            self.wrong(f"{name}: {done}")
-        self._compare(name, job.full(), full)
+            self.wrong(done)
+        self._compare("as loaded", job.full(), full)
         reference.fill(full)
         for either in (job, reference):
             either.step(5)
-        self._compare(f"{name}, a step later", job.full(), reference.full(), exact=False)
+        self._compare("a step later", job.full(), reference.full(), exact=False)
 
     def _compare(self, name: str, ours: dict[str, Any], theirs: dict[str, Any], *, exact: bool = True) -> None:
         if ours.keys() != theirs.keys():
@@ -137,9 +136,10 @@ def job_of(kind: str, world: int, *, every: bool) -> Callable[[Path, int], None]
         torch.set_num_threads(1)
         store = dist.FileStore(str(folder / f"rendezvous-{kind}-{world}"), world)
         dist.init_process_group("gloo", store=store, rank=number, world_size=world, timeout=timedelta(seconds=600))
-        rank = Rank(folder, number, world, every=every)
+        notes = CaseNotes(folder / f"{kind}-{world}", number)
+        rank = Rank(folder, number, world, notes, every=every)
         rank.save_all() if kind == "save" else rank.load_all()
-        print(f"{rank.count} {kind}s on {world}: {time.process_time():.1f} s", flush=True)
+        notes.finish()
 
     return run
 
@@ -148,6 +148,8 @@ def main() -> None:
     folder, every = Path(sys.argv[1]), "every" in sys.argv
     jobs = [("save", world) for world in (2, 4) if saved(world, every=every)]
     jobs += [("load", world) for world in (1, 2, 3, 4) if list(loaded(world, every=every))]
+    for kind, world in jobs:
+        (folder / f"{kind}-{world}").mkdir()
     sys.exit(not all(all_well(folder, world, job_of(kind, world, every=every)) for kind, world in jobs))
 
 
