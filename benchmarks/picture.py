@@ -22,11 +22,13 @@ PANELS = {"lost, s": "time that one save takes from training", "durable, s": "ti
 
 ROW, BAR, LABELS, WIDTH, GAP = 26, 16, 150, 250, 60
 STYLE = """
+  .page { fill: #ffffff; }
   text { font: 13px Helvetica, Arial, sans-serif; fill: #0f172a; }
   .title { font-weight: bold; }
   .peer { fill: #94a3b8; }
   .ours { fill: #0284c7; }
   @media (prefers-color-scheme: dark) {
+    .page { fill: #0d1117; }
     text { fill: #e2e8f0; }
     .peer { fill: #64748b; }
     .ours { fill: #38bdf8; }
@@ -73,8 +75,12 @@ def picture(page: str) -> str:
         values = medians(page, column)
         left = LABELS + number * (WIDTH + GAP)
         drawn += panel(title, {system: values[system] for system in SYSTEMS if system in values}, left, names=number == 0)
-    size = f'viewBox="0 0 {LABELS + len(PANELS) * (WIDTH + GAP)} {36 + len(SYSTEMS) * ROW}"'
-    return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {size}>', f"<style>{STYLE}</style>", *drawn, "</svg>", ""])
+    width, height = LABELS + len(PANELS) * (WIDTH + GAP), 36 + len(SYSTEMS) * ROW
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}">'
+    background = (
+        f'<rect class="page" width="{width}" height="{height}"/>'  # a page may be dark where the reader's system is not
+    )
+    return "\n".join([head, f"<style>{STYLE}</style>", background, *drawn, "</svg>", ""])
 
 
 def write(page: str) -> None:
