@@ -19,17 +19,21 @@ ALERTS = TOP / "deploy" / "prometheus" / "alerts.yml"
 
 HEAD = """# One rank's side of an attempt
 
-Generated from `checkpointd/commit/machine.py` by `make generate`; do not edit. `failing` and `skipping` show as `failed` and
-`skipped` to users, and an attempt that a newer epoch has ended shows as `fenced`. The coordinator's decision
-(`commit/decide.py`) is a plain function of the votes: commit when every rank's yes is there and valid and the plans are
-whole together, abort on the first no or invalid vote, abort at the deadline.
+This page shows the phases of an attempt on one rank, and the events that lead from one to the next. It is generated from
+`checkpointd/commit/machine.py` by `make generate`; do not edit it.
+
+Users see `failing` and `skipping` as `failed` and `skipped`, and an attempt that a newer epoch has ended as `fenced`. The
+coordinator decides with a plain function of the votes (`commit/decide.py`): it commits when every rank has a valid yes vote and
+the plans are whole together, and aborts at the first no or invalid vote, or at the deadline.
 
 """
 
 INVARIANTS_HEAD = """# Invariants
 
-Generated from the modules by `make generate`; do not edit. Each module that keeps invariants opens with them. Search for a name
-such as `COMMIT-1` to find what it says, the code that keeps it, and the tests that check it.
+This page lists the modules that keep invariants. Each of them opens with its invariants. Search the repository for a name such
+as `COMMIT-1` to find its definition, the code that keeps it, and the tests that check it.
+
+The page is generated from the modules by `make generate`; do not edit it.
 
 | names | module |
 |---|---|

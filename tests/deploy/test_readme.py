@@ -1,4 +1,7 @@
-"""deploy/README.md says what is there; and deploy/ is files to install, never a package to import."""
+"""deploy/README.md says what is there; and deploy/ is files to install, never a package to import.
+
+`tests/docs` runs the page's Python.
+"""
 
 from __future__ import annotations
 
@@ -39,11 +42,6 @@ def test_options_of_serve_are_options() -> None:
     elsewhere = {"--sidecar", "--root", "--mem", "--user", "--strict", "--signal", "--rdzv-id"}
     assert named - elsewhere <= known
     assert {"--grace", "--uid", "--root"} <= named
-
-
-def test_the_example_is_python() -> None:
-    (example,) = re.findall(r"(?ms)^```python\n(.*?)^```$", README)
-    compile(example, "README.md", "exec")
 
 
 def test_shell_examples_are_shell() -> None:

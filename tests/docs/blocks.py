@@ -40,15 +40,16 @@ class Block:
 
 
 def pages() -> list[Path]:
-    """The README, and every page of docs."""
-    return [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
+    """Every README, CONTRIBUTING, and every page of docs."""
+    readmes = [REPOSITORY / folder / "README.md" for folder in (".", "benchmarks", "deploy", "examples")]
+    return [*readmes, REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
 
 
 def blocks(page: str, text: str) -> Iterator[Block]:
     """The blocks of one page, in their order."""
     before: Token | None = None
     for token in MarkdownIt().parse(text):
-        if token.type == "fence":
+        if token.type in ("fence", "code_block"):  # an indented block names no language
             assert token.map is not None
             yield Block(page, token.map[0] + 1, token.info.strip(), token.content, _reason(before))
         if token.nesting == 0:

@@ -1,9 +1,9 @@
 """Runs the blocks of one page in their order, so that one may build on those before it.
 
 A page has a folder of its own. The paths that pages use (`/mnt/...`, `/run/checkpointd/...`) are made below it, and so is the
-working directory, where `examples` is. `before/PAGE.py` makes what the page takes for granted, or `before/training.py` (a
-model and its optimizer) where there is none of that name. It is run in the page's Python before the first block, and its WORDS
-say what stands for words such as ROOT in commands.
+working directory, where `examples` is. `before/PAGE.py` (for a README, `before/FOLDER.py`) makes the things that the page takes
+for granted; a page without one gets `before/training.py`, a model and its optimizer. It is run in the page's Python before the
+first block, and its WORDS say what stands for words such as ROOT in commands.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class Session:
             "OMP_NUM_THREADS": "1",
             "COLUMNS": "160",
         }
-        self.before = next(path for path in (BEFORE / f"{Path(page).stem.lower()}.py", BEFORE / "training.py") if path.exists())
+        name = page.removesuffix("/README.md").removesuffix(".md").rpartition("/")[2].lower()
+        self.before = next(path for path in (BEFORE / f"{name}.py", BEFORE / "training.py") if path.exists())
         self.words: dict[str, str] = {}
         self.python: subprocess.Popen[str] | None = None
         self.daemons: list[subprocess.Popen[str]] = []

@@ -1,4 +1,4 @@
-"""Every block of code in the README and in docs does what its page says."""
+"""Every block of code in the documentation does what its page says."""
 
 from __future__ import annotations
 
