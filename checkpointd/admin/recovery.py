@@ -47,7 +47,7 @@ class RecoveryReport(msgspec.Struct, frozen=True, kw_only=True):
     refused: str = ""
     """Dry run only: why the recovery itself would be refused."""
     decided: tuple[Decided, ...]
-    spared: tuple[str, ...] = ()
+    surviving: tuple[str, ...] = ()
     """Undecided attempts (`<tag>/<attempt>`) that are left to the daemons that still work at them."""
     latest_moved_to: str | None
     latest_removed: bool = False
@@ -71,7 +71,7 @@ async def recovery(store: Store, *, take_over: bool = False) -> RecoveryReport:
         )
     epoch, lease = await leases.begin(store, _beginner(store, take_over=take_over))
     try:
-        done = await recover(store, epoch.epoch, epoch.spares, accepts_loss=True)
+        done = await recover(store, epoch.epoch, epoch.surviving, accepts_loss=True)
     finally:
         await lease.release()
     return RecoveryReport(
@@ -80,7 +80,7 @@ async def recovery(store: Store, *, take_over: bool = False) -> RecoveryReport:
         epoch=epoch.epoch,
         holder=holder,
         decided=_decided(done.decided),
-        spared=epoch.spares,
+        surviving=epoch.surviving,
         latest_moved_to=done.latest_moved_to,
         latest_removed=done.latest_removed,
         swept=done.swept,
@@ -102,11 +102,11 @@ def _beginner(store: Store, *, take_over: bool) -> Beginner:
 async def preview(store: Store, *, take_over: bool = False) -> RecoveryReport:
     """What `recovery` would do now; nothing is written."""
     beginner = _beginner(store, take_over=take_over)
-    spared, living = await asyncio.gather(
+    surviving, living = await asyncio.gather(
         leases.attempts_at_work(store, beginner.sight), leases.living_job(store, beginner.job, beginner.sight)
     )
     attempts = await catalog.scan(store)
-    outcomes = {a.prefix: await judge(store, a) for a in attempts if a.state == "in-doubt" and a.prefix not in spared}
+    outcomes = {a.prefix: await judge(store, a) for a in attempts if a.state == "in-doubt" and a.prefix not in surviving}
     after = [_as_decided(a, outcomes.get(a.prefix)) for a in attempts]
     due = next((c.tag for c in catalog.checkpoints_of(after) if c.outcome.save_latest), None)
     problem = (await pointer(store, catalog.checkpoints_of(after))).problem
@@ -117,10 +117,10 @@ async def preview(store: Store, *, take_over: bool = False) -> RecoveryReport:
         holder=await _holder(store),
         refused=leases.refusal(store, living, beginner.instead) if living is not None and not take_over else "",
         decided=_decided(outcomes.values()),
-        spared=spared,
+        surviving=surviving,
         latest_moved_to=due if problem else None,
         latest_removed=bool(problem) and due is None and await lost(store, catalog.checkpoints_of(after)) is not None,
-        swept=len(dead_weight([a.facts for a in after if a.prefix not in spared])),
+        swept=len(dead_weight([a.facts for a in after if a.prefix not in surviving])),
         strays=None,
     )
 

@@ -282,7 +282,7 @@ class RankSession:
         self._state, self._epoch, self._nonce = state, message.epoch, message.nonce
         if (
             record.begun[0] <= message.epoch or record.begun[1] in removed
-        ):  # else a newer job runs it, and spares attempts of this
+        ):  # else a newer job runs it, and attempts of this one survive
             record.run_by(self._peer.pid, self._world_size)
             self._hub.begun(record, message.epoch, message.nonce, removed)
         if kept is not None and kept.nonce in removed:

@@ -68,7 +68,7 @@ class Epoch(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpo
     world_size: int
     process: str = ""
     """The holder, exactly (`store/writers.py` makes the name): what tells on its own machine whether it still runs."""
-    spares: tuple[str, ...] = ()
+    surviving: tuple[str, ...] = ()
     """Attempts of older epochs, each `<tag>/<attempt>`, whose writers go on: while this epoch is the newest, they are not
     fenced, and nobody else decides them."""
     commit_timeout_s: float = 0.0
@@ -403,7 +403,7 @@ def encode(obj: SmallObject) -> bytes:
 
 
 _LATER = (
-    "spares",
+    "surviving",
     "commit_timeout_s",
     "job",
     "metrics",

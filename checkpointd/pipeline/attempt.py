@@ -8,8 +8,8 @@ Invariants
       abort itself: the coordinator may have failed without a word.
   ATTEMPT-5  Of an attempt that other writers may write, too (`AttemptInfo.may_be_taken_over`), any writer's yes is this rank's:
       losing the race for the vote is no error, and a commit that counts another writer's vote ends this one as committed.
-  ATTEMPT-6  A rank that finds a newer epoch, which does not spare the attempt, writes nothing of its shard and puts the abort
-      at once.
+  ATTEMPT-6  A rank that finds a newer epoch, in which the attempt does not survive, writes nothing of its shard and puts the
+      abort at once.
   ATTEMPT-7  No vote and no outcome is put where the root is not the one in which the job began (OWNROOT-1 in `own_root.py`).
 """
 
@@ -239,7 +239,7 @@ class Attempt:
         self._fire(Event.VOTED_YES if self._own_vote_stands else Event.OTHER_WRITER_VOTED)
 
     async def _ends_fenced(self) -> bool:
-        """Whether a newer epoch has begun that does not spare this attempt: then it is aborted, which every rank sees
+        """Whether a newer epoch has begun in which this attempt does not survive: then it is aborted, which every rank sees
         (ATTEMPT-6).
 
         A store that does not answer, or does not show the record of the newer epoch, tells it to whoever writes next, and to
@@ -401,8 +401,8 @@ class Attempt:
         return await self._put(decision)
 
     async def _is_fenced(self) -> bool:
-        """Whether a newer epoch has begun that does not spare this attempt: then its recovery decides, and this coordinator
-        only waits a little for it.
+        """Whether a newer epoch has begun in which this attempt does not survive: then its recovery decides, and this
+        coordinator only waits a little for it.
         """
         try:
             await epochs.check_fence(self._store, self.info.attempt.epoch, self.info.prefix)

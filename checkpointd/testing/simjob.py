@@ -63,8 +63,8 @@ class SimReport:
     incarnations: int = 0
     sidecars: int = 0
     """Lives of sidecars that were begun."""
-    spared: int = 0
-    """Attempts that their own coordinator committed after a newer epoch had spared them."""
+    surviving: int = 0
+    """Attempts that their own coordinator committed after they had survived into a newer epoch."""
     cared_for: int = 0
     """Attempts that a sidecar decided which was begun anew, and has no job for them."""
     collected: int = 0
@@ -131,7 +131,7 @@ class SimJob:
         await self._last_incarnation()
         await self._check_all()
         self._raise_if_broken()
-        self.report.spared = self.ledger.spared_commits
+        self.report.surviving = self.ledger.surviving_commits
         self.report.collected = self.ledger.collected
         self.report.read = self.ledger.read
         self.report.cared_for = sum(sidecar.decided for sidecar in self._restarted)

@@ -7,8 +7,8 @@
   nothing-lost         What was once seen as committed stays a checkpoint, or was replaced by a newer one of the same tag.
   aborted-never-loaded No rank loads an attempt that anybody saw aborted.
   fenced               No coordinator commits an attempt of its epoch once a newer epoch's recovery has returned, unless that
-                       epoch, or a newer one, spares it.
-  spared               A recovery neither decides nor removes anything of an attempt that its epoch spares, and then removes no
+                       epoch, or it survives in a newer one.
+  surviving            A recovery neither decides nor removes anything of a surviving attempt, and then removes no
                        temporary file of a process that lives.
   outlived             No recovery aborts an attempt whose lease a living process held when that start began.
   left-alone           No start fences a living job of another name, or of none, unless it was told to take the root over.
@@ -71,8 +71,8 @@ class Ledger:
     """Whether any process may have been kept from its work: stopped, waiting for one that was, its temporary files swept."""
     recovered: int = 0
     """The newest epoch whose recovery has returned."""
-    spared_commits: int = 0
-    """Commits of attempts by their own coordinators after a newer epoch, which spared them, had recovered."""
+    surviving_commits: int = 0
+    """Commits of attempts by their own coordinators that survived, after a newer epoch had recovered."""
     retires: bool = False
     """Whether checkpoints are removed for newer ones of other tags, too."""
     collected: int = 0
@@ -81,10 +81,10 @@ class Ledger:
     """Processes that only read (`simreader.py`)."""
     read: int = 0
     """Checkpoints that those read whole."""
-    _spared_by: dict[str, int] = field(default_factory=dict)
-    """The newest epoch that spares each attempt."""
+    _survives_in: dict[str, int] = field(default_factory=dict)
+    """The newest epoch in which each attempt survives."""
     _recovering: dict[str, frozenset[str]] = field(default_factory=dict)
-    """Processes that recover now, and what their epochs spare."""
+    """Processes that recover now, and the surviving attempts of their epochs."""
     _starting: dict[str, tuple[float, bool]] = field(default_factory=dict)
     """Processes that begin an epoch: when they began to look around, and whether they take the root over."""
     _living: dict[str, tuple[str, int]] = field(default_factory=dict)
@@ -153,8 +153,8 @@ class Ledger:
         """`process` has nothing more to save, and gives its lease up."""
         self._living.pop(process, None)
 
-    def recovery_began(self, process: str, spares: tuple[str, ...]) -> None:
-        self._recovering[process] = frozenset(spares)
+    def recovery_began(self, process: str, surviving: tuple[str, ...]) -> None:
+        self._recovering[process] = frozenset(surviving)
 
     def recovery_ended(self, process: str) -> None:
         del self._recovering[process]
@@ -204,9 +204,9 @@ class Ledger:
         if outcome and outcome.outcome == "abort" and not by_rank:
             self._check_outlived(f"{outcome.tag}/{outcome.attempt}", effect.process)
         if outcome and epoch and by_rank and outcome.outcome == "commit" and epoch.epoch < self.recovered:
-            if self._spared_by.get(f"{outcome.tag}/{outcome.attempt}", 0) < self.recovered:
+            if self._survives_in.get(f"{outcome.tag}/{outcome.attempt}", 0) < self.recovered:
                 raise InvariantError("fenced", f"{effect.process} committed {path} after epoch {self.recovered} had recovered")
-            self.spared_commits += 1
+            self.surviving_commits += 1
 
     def _lease_touched(self, effect: Effect, path: str) -> None:
         prefix = path.removeprefix(f"{self.root}/").removesuffix(f"/{LEASE}")
@@ -238,17 +238,17 @@ class Ledger:
         if epoch.epoch > self._newest_epoch:  # one that comes late is fenced from its beginning, and fences nobody
             self._check_left_alone(epoch, process)
             self._newest_epoch = epoch.epoch
-        self._spared_by.update(dict.fromkeys(epoch.spares, epoch.epoch))
+        self._survives_in.update(dict.fromkeys(epoch.surviving, epoch.epoch))
 
     def _recovery_acts(self, effect: Effect, target: str) -> None:
-        spared = self._recovering.get(effect.process)
-        if not spared or effect.kind not in ("link", "unlink"):
+        surviving = self._recovering.get(effect.process)
+        if not surviving or effect.kind not in ("link", "unlink"):
             return
         attempt, _, name = target.removeprefix(f"{self.root}/").rpartition("/")
         writer = name.rpartition(".")[0]
         foreign = attempt == TEMPORARY and writer != effect.process and writer in self.disk.alive()
-        if attempt in spared or foreign:
-            raise InvariantError("spared", f"the recovery by {effect.process} did {effect.kind} on {target}")
+        if attempt in surviving or foreign:
+            raise InvariantError("surviving", f"the recovery by {effect.process} did {effect.kind} on {target}")
 
     def _latest_moved(self, effect: Effect) -> None:
         order, before = self._live_latest(), self._latest_seen

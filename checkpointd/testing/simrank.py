@@ -175,7 +175,7 @@ class Rank:
     _saves: int = 0
     _saves_of_tag: Counter[str] = field(default_factory=Counter)
     _runner: SimRunner = field(init=False)
-    _spares: tuple[str, ...] = ()
+    _surviving: tuple[str, ...] = ()
     _lease: HeldLease | None = None
 
     async def train(self) -> None:
@@ -215,17 +215,21 @@ class Rank:
     async def _take_epoch(self) -> int:
         began = asyncio.get_running_loop().time()
         self.ledger.start_began(self.name, began, take_over=self.take_over)
-        spares = self.sidecar().in_flight() if self.sidecar is not None and self.config.asks_sidecar else ()
+        surviving = self.sidecar().in_flight() if self.sidecar is not None and self.config.asks_sidecar else ()
         beginner = Beginner(
-            world_size=self.config.world_size, job=self.config.name, take_over=self.take_over, spares=spares, sight=self.sight
+            world_size=self.config.world_size,
+            job=self.config.name,
+            take_over=self.take_over,
+            surviving=surviving,
+            sight=self.sight,
         )
         taken, self._lease = await leases.begin(self.store, beginner)
-        epoch, self._spares = taken.epoch, taken.spares
+        epoch, self._surviving = taken.epoch, taken.surviving
         self.ledger.job_began(
             self.name, self.config.name, epoch, asyncio.get_running_loop().time() - began, self.config.lease_s
         )
-        self.ledger.recovery_began(self.name, self._spares)
-        done = await recover(self.store, epoch, self._spares)
+        self.ledger.recovery_began(self.name, self._surviving)
+        done = await recover(self.store, epoch, self._surviving)
         self.ledger.recovery_ended(self.name)
         for outcome in done.decided:
             self.ledger.learned((outcome.tag, outcome.attempt), outcome, f"recovery by {self.name}")
@@ -262,9 +266,9 @@ class Rank:
             raise InvariantError("nothing-lost", f"{self.name} passes over: {found.passed_over[0].error}")
         if self.ledger.excuses(self.name):
             return newest
-        if self._spares:
+        if self._surviving:
             self._check_floor(newest, floor)
-            return newest  # an attempt that is spared may be committed, and latest moved, between two looks
+            return newest  # a surviving attempt may be committed, and latest moved, between two looks
         if named != (newest.tag if newest else None):
             raise InvariantError("latest-forward", f"latest names {named}, the newest is {newest and newest.prefix}")
         self._check_floor(newest, floor)

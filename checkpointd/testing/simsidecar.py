@@ -80,7 +80,7 @@ class SimSidecar:
             self.lost.set_result(None)
 
     def in_flight(self) -> tuple[str, ...]:
-        """The attempts that it works at: what a new start must spare."""
+        """The attempts that it works at: they survive a new start."""
         return tuple(self._jobs)
 
     def begin(self, info: AttemptInfo, snapshot: asyncio.Future[Shard]) -> asyncio.Task[Attempt | None]:

@@ -230,7 +230,7 @@ class Core:
             state=state,
             options=LoadOptions(strict, cast, self._options.pickle_client_state),
             sidecar=self._sidecar,
-            spares=self._started.spares if self._started is not None else (),
+            surviving=self._started.surviving if self._started is not None else (),
             afresh=self._options.afresh,
         )
         loaded = loader.load(tag, fallback=fallback)

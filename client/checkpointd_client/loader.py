@@ -127,7 +127,7 @@ class Loader:
     state: MutableMapping[str, Any] | TargetChooser
     options: LoadOptions
     sidecar: SidecarClient | None = None
-    spares: tuple[str, ...] = ()
+    surviving: tuple[str, ...] = ()
     """On rank 0: attempts of earlier incarnations that a daemon worked at when this one began."""
     is_recorded: bool = True
     """Whether every record of LOAD-5 could be left."""
@@ -275,7 +275,7 @@ class Loader:
         # Half of the time-out: the other ranks wait that long for what rank 0 chooses.
         until = time.monotonic() + self.timeout_s / 2
         own = self._wait_for_own(self.sidecar, until) if self.sidecar is not None else ()
-        others = [spared for spared in self.spares if spared not in own]
+        others = [attempt for attempt in self.surviving if attempt not in own]
         left_s = max(0.0, until - time.monotonic())
         late = self.writer.call(outlived(self.store, others, left_s), self.timeout_s) if others else ()
         if own or late:

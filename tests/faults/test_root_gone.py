@@ -163,7 +163,7 @@ os.kill(os.getpid(), 9)
             shutil.rmtree(root, ignore_errors=True)
         with Checkpointer(root, sidecar=daemon.socket, compression="none", commit_timeout_s=60) as checkpointer:
             assert checkpointer._core._started is not None
-            assert checkpointer._core._started.spares == ()
+            assert checkpointer._core._started.surviving == ()
             assert checkpointer.load(state) is None
             checkpointer.save(7, state).wait()
         assert (root / "latest").read_text() == "global_step7\n"

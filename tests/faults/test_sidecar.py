@@ -157,7 +157,7 @@ def test_recover_leaves_alone_what_a_daemon_still_writes(tmp_path: Path, slow: D
     command = [sys.executable, "-m", "checkpointd", "recover", str(root), "--json"]
     found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     assert found["decided"] == []
-    assert found["spared"] == ["global_step3/00000001-0"]
+    assert found["surviving"] == ["global_step3/00000001-0"]
     _wait_for_latest(root, "global_step3", slow)
     wait_until(lambda: not list(root.glob("global_step3/*/lease")), "the lease was removed with the outcome")
 

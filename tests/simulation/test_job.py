@@ -103,14 +103,14 @@ def test_sidecar_lost_at_every_effect(first: int, rank: int, how: Literal["kille
 def test_trainers_killed_at_every_effect_while_their_sidecars_go_on(stride: int) -> None:
     """Where all ranks' snapshots were whole, the checkpoint is committed by the sidecars, in an epoch that is over."""
     # In most seeds the sidecars are done before the next epoch begins; in this one they are not.
-    job, spared = JobConfig(seed=37, steps=1, sidecars=True), 0
+    job, surviving = JobConfig(seed=37, steps=1, sidecars=True), 0
     for number in itertools.count(1, stride):
         report = run_schedule(Schedule(job=job, faults=((number, Kill(0)),)))
         if not report.struck:
             break
-        spared += report.spared
+        surviving += report.surviving
     assert number > 100
-    assert spared * stride > 10
+    assert surviving * stride > 10
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
@@ -178,6 +178,6 @@ def test_schedules_reach_what_they_are_for() -> None:
     assert sum(report.struck for report in reports) > 60
     assert max(report.incarnations for report in reports) >= 4
     assert sum(report.sidecars for report in reports) > 60
-    assert sum(report.spared for report in reports) > 0
+    assert sum(report.surviving for report in reports) > 0
     assert sum(report.collected for report in reports) > 0
     assert sum(report.read_back for report in reports) > 20

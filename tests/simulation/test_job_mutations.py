@@ -372,7 +372,7 @@ def attempts_of_others_overlooked(patch: Patch) -> None:
     patch.setattr(leases, "attempts_at_work", none)
 
 
-# --- writers and spares ---------------------------------------------------------------------------------------------
+# --- writers and surviving attempts ------------------------------------------------------------------------------------
 
 
 def hands_share_names(patch: Patch) -> None:
@@ -419,10 +419,10 @@ def first_hand_tidied_for(patch: Patch) -> None:
     patch.setattr(collect, "_drop_unnamed", drop)
 
 
-def spares_forgotten(patch: Patch) -> None:
-    """Recovery decides what its epoch spares."""
+def surviving_forgotten(patch: Patch) -> None:
+    """Recovery decides a surviving attempt."""
 
-    async def forgetful(store: Store, epoch: int, spares: Sequence[str] = ()) -> recover.Recovery:
+    async def forgetful(store: Store, epoch: int, surviving: Sequence[str] = ()) -> recover.Recovery:
         return await recover.recover(store, epoch)
 
     patch.setattr(simrank, "recover", forgetful)
@@ -431,21 +431,21 @@ def spares_forgotten(patch: Patch) -> None:
 def swept_all_the_same(patch: Patch) -> None:
     """Recovery removes temporary files though writers that it cannot see are still at work."""
 
-    async def sweeping(store: Store, epoch: int, spares: Sequence[str] = ()) -> recover.Recovery:
+    async def sweeping(store: Store, epoch: int, surviving: Sequence[str] = ()) -> recover.Recovery:
         await store.sweep()
-        return await recover.recover(store, epoch, spares)
+        return await recover.recover(store, epoch, surviving)
 
     patch.setattr(simrank, "recover", sweeping)
 
 
-def spared_outcome_not_settled(patch: Patch) -> None:
-    """Recovery points `latest` at a commit of an attempt that it spares, durable or not."""
+def surviving_outcome_not_settled(patch: Patch) -> None:
+    """Recovery points `latest` at a commit of a surviving attempt, durable or not."""
     settled = recover._settled
 
     async def lax(
-        store: Store, view: catalog.AttemptView, epoch: int, done: recover.Recovery, *, is_spared: bool
+        store: Store, view: catalog.AttemptView, epoch: int, done: recover.Recovery, *, survives: bool
     ) -> catalog.AttemptView:
-        return view if is_spared else await settled(store, view, epoch, done, is_spared=False)
+        return view if survives else await settled(store, view, epoch, done, survives=False)
 
     patch.setattr(recover, "_settled", lax)
 
@@ -539,16 +539,16 @@ MUTATIONS = {
     "a later writer's objects taken for leftovers": Mutation(
         first_hand_tidied_for, ("latest-whole", "nothing-lost"), cut_off(".chunks", "create"), sidecars=True
     ),
-    "spares forgotten": Mutation(spares_forgotten, ("spared",), lambda seed: ((60 + seed, Kill(0)),), sidecars=True),
+    "surviving forgotten": Mutation(surviving_forgotten, ("surviving",), lambda seed: ((60 + seed, Kill(0)),), sidecars=True),
     "temporary files of unseen writers swept": Mutation(
         swept_all_the_same,
-        ("spared",),
+        ("surviving",),
         lambda seed: ((60 + seed, SecondJob()),),
         sidecars=True,
         sweeps_foreign=True,
     ),
-    "latest rests on a spared outcome that is not durable": Mutation(
-        spared_outcome_not_settled,
+    "latest rests on the outcome of a surviving attempt that is not durable": Mutation(
+        surviving_outcome_not_settled,
         ("latest-whole",),
         always((Moment("link", "/outcome", 1), Pause(ACTOR, 30.0, replaced=True))),
         sidecars=True,

@@ -43,8 +43,8 @@ def page(found: RecoveryReport) -> Iterator[Block]:
     if found.epoch is not None:
         facts.append(("taken", f"epoch {found.epoch}"))
     facts.append((f"{would}decided".strip(), count(len(found.decided), "attempt")))
-    if found.spared:
-        facts.append((f"{would}spared", f"{', '.join(found.spared)}: a daemon works at it"))
+    if found.surviving:
+        facts.append((f"{would}surviving", f"{', '.join(found.surviving)}: a daemon works at it"))
     facts.append(("latest", _latest(found)))
     facts.append((f"{would}swept", count(found.swept, "attempt")))
     if found.strays is not None:

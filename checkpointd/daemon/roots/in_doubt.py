@@ -1,7 +1,7 @@
 """Attempts in doubt at a root after a restart of the daemon alone: which ones it may decide, and when.
 
 Invariants
-  INDOUBT-1  A commit is put only of an attempt of the newest epoch, or one that it spares, with every vote there and valid:
+  INDOUBT-1  A commit is put only of an attempt of the newest epoch, or a surviving one, with every vote there and valid:
       whoever else decides it comes to the same, and put-if-absent has one winner.
   INDOUBT-2  An abort is put only where nobody can vote any more, as far as can be told: the process that took the attempt's
       epoch was on this machine and is dead, no job of this daemon works at it, no other process holds its lease, and nothing in
@@ -122,7 +122,7 @@ async def _newest(store: Store) -> Epoch | None:
 
 def _may_decide(view: AttemptView, newest: Epoch) -> bool:
     """Whether the attempt belongs to the newest epoch; those of older ones are decided by its recovery."""
-    return view.attempt.epoch == newest.epoch or view.prefix in newest.spares
+    return view.attempt.epoch == newest.epoch or view.prefix in newest.surviving
 
 
 async def _holder(store: Store, view: AttemptView) -> tuple[Epoch | None, str | None]:

@@ -2,7 +2,7 @@
 
 Invariants
   COMMIT-1  The outcome is put only with `put_if_absent`: whoever is first decides, and everybody reads that one.
-  COMMIT-2  A commit is put only by the coordinator of the newest epoch or of an attempt that it spares, or by recovery, and
+  COMMIT-2  A commit is put only by the coordinator of the newest epoch or of a surviving attempt, or by recovery, and
       only with every vote read and valid.
   COMMIT-3  `latest` moves after the outcome is durable, never before.
 """

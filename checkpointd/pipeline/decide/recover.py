@@ -6,13 +6,13 @@ Commits that a newer one has replaced stay: whether they may go is not known bef
 Invariants
   RECOVER-1  An attempt of an older epoch is rolled forward exactly when every vote is there, valid, and what it names is there
       too.
-  RECOVER-2  After recovery every attempt of an older epoch that is not spared has an outcome, durable, and `latest` names the
-      newest commit that asked for it, or what another program has saved since. Where what it names is lost, it stays for a
+  RECOVER-2  After recovery every attempt of an older epoch that does not survive has an outcome, durable, and `latest` names
+      the newest commit that asked for it, or what another program has saved since. Where what it names is lost, it stays for a
       load to say so, until the next commit, unless the user accepts the loss; then it goes where no checkpoint is left to name.
-  RECOVER-3  Of an attempt that is spared nothing is decided, removed or waited for: its writers still work at it. Nor is any
+  RECOVER-3  Of a surviving attempt nothing is decided, removed or waited for: its writers still work at it. Nor is any
       temporary file removed then, since those of writers on other machines cannot be told from dead ones'; the next start does
       it.
-  RECOVER-4  A spared attempt that nobody works at any more is decided by whoever waits for it (`outlived`).
+  RECOVER-4  A surviving attempt that nobody works at any more is decided by whoever waits for it (`outlived`).
 """
 
 from __future__ import annotations
@@ -58,16 +58,16 @@ class Recovery:
     checkpoints: int = 0
 
 
-async def recover(store: Store, epoch: int, spares: Collection[str] = (), *, accepts_loss: bool = False) -> Recovery:
-    """Do all of it for attempts of epochs before `epoch`, which the caller has taken, but for `spares` (`<tag>/<attempt>`).
+async def recover(store: Store, epoch: int, surviving: Collection[str] = (), *, accepts_loss: bool = False) -> Recovery:
+    """Do all of it for attempts of epochs before `epoch`, which the caller has taken, but for `surviving` (`<tag>/<attempt>`).
 
     `accepts_loss`: `latest` moves also where the newest checkpoint is gone, and goes where no other one is left.
-    `spares` are those of the epoch's record: what stands in only one of the two is either fenced for nothing or decided twice.
+    `surviving` are those of the epoch's record. An attempt in only one of the two would be fenced for nothing or decided twice.
     What the storage refuses is logged and left for the next start: it must not keep the job from loading what is whole.
     """
-    done, spared = Recovery(), frozenset(spares)
+    done, surviving = Recovery(), frozenset(surviving)
     seen = await catalog.scan(store)
-    views = [await _settled(store, view, epoch, done, is_spared=view.prefix in spared) for view in seen]
+    views = [await _settled(store, view, epoch, done, survives=view.prefix in surviving) for view in seen]
     checkpoints = catalog.checkpoints_of(views)
     done.checkpoints = len(checkpoints)
     newest = next((c for c in checkpoints if c.outcome.save_latest), None)
@@ -84,11 +84,11 @@ async def recover(store: Store, epoch: int, spares: Collection[str] = (), *, acc
                 log.warning("latest %s; it names %s now", was, newest.tag)
         elif loss is not None and accepts_loss:
             done.latest_removed = await _remove_latest(store, done)
-        facts = [view.facts for view in views if view.prefix not in spared]
+        facts = [view.facts for view in views if view.prefix not in surviving]
         done.swept = len(await collect(store, facts))
-        if not spared:
+        if not surviving:
             done.strays = await store.sweep()
-        await mend(store, 0 if spared else epoch)
+        await mend(store, 0 if surviving else epoch)
     except StoreError as error:
         log.error("recovery at %s is not complete: %s; the next start goes on with it", store.url, error)
     _report(done)
@@ -110,19 +110,19 @@ async def _remove_latest(store: Store, done: Recovery) -> bool:
     """Remove `latest`, as no checkpoint is left that it could name; whether it went."""
     named = await catalog.latest(store)
     if named is not None:
-        done.latest_moved_to = await move_latest_away(store, named)  # a spared attempt may have been committed meanwhile
+        done.latest_moved_to = await move_latest_away(store, named)  # a surviving attempt may have been committed meanwhile
     if named is None or done.latest_moved_to is not None:
         return False
     log.warning("latest named %s, which is gone, and no checkpoint is left: it is removed", named)
     return True
 
 
-async def _settled(store: Store, attempt: AttemptView, epoch: int, done: Recovery, *, is_spared: bool) -> AttemptView:
+async def _settled(store: Store, attempt: AttemptView, epoch: int, done: Recovery, *, survives: bool) -> AttemptView:
     if attempt.attempt.epoch >= epoch:
         return attempt
     try:
         if attempt.state == "in-doubt":
-            if is_spared:
+            if survives:
                 return attempt
             done.decided.append(await resolve(store, attempt))
             return await catalog.view(store, attempt.tag, attempt.attempt)
@@ -196,16 +196,16 @@ VOTES_S = 15.0
 _PAUSE_S = 0.1
 
 
-async def outlived(store: Store, spares: Collection[str], timeout_s: float, sight: Sight | None = None) -> tuple[str, ...]:
-    """Wait until the attempts `spares`, at which daemons of other nodes work, are decided; those that are not by then.
+async def outlived(store: Store, surviving: Collection[str], timeout_s: float, sight: Sight | None = None) -> tuple[str, ...]:
+    """Wait until the attempts `surviving`, at which daemons of other nodes work, are decided; those that are not by then.
 
     At most `timeout_s`, and VOTES_S from the coordinator's vote on. One that nobody works at any more is decided here
     (RECOVER-4).
     """
     looker = sight or Sight()
-    waited = [_decided_in_time(store, prefix, timeout_s, looker) for prefix in spares]
+    waited = [_decided_in_time(store, prefix, timeout_s, looker) for prefix in surviving]
     found = await asyncio.gather(*waited)
-    return tuple(prefix for prefix, decided in zip(spares, found, strict=True) if not decided)
+    return tuple(prefix for prefix, decided in zip(surviving, found, strict=True) if not decided)
 
 
 async def _decided_in_time(store: Store, prefix: str, timeout_s: float, sight: Sight) -> bool:
@@ -233,7 +233,7 @@ async def _decided_in_time(store: Store, prefix: str, timeout_s: float, sight: S
 
 
 async def _decide(store: Store, view: AttemptView) -> None:
-    """Decide a spared attempt whose worker has gone, and let `latest` name it if it is a checkpoint now."""
+    """Decide a surviving attempt whose worker has gone, and let `latest` name it if it is a checkpoint now."""
     outcome = await resolve(store, view)
     _say(outcome)
     if outcome.outcome == "commit" and outcome.save_latest:

@@ -1,7 +1,7 @@
 """Epochs: which start of the job runs at a root, and how older starts learn that they are fenced.
 
 Invariant
-  EPOCH-1  Of the epochs before the newest, only attempts that the newest one's record spares may still be committed by their
+  EPOCH-1  Of the epochs before the newest, only surviving attempts of the newest one's record may still be committed by their
       own coordinator.
 """
 
@@ -26,15 +26,15 @@ async def newest(store: Store) -> int:
     return max((number for entry in entries if (number := epoch_of(entry.name)) is not None), default=0)
 
 
-async def take(store: Store, world_size: int, spares: Sequence[str] = (), *, commit_timeout_s: float = 0.0) -> Epoch:
+async def take(store: Store, world_size: int, surviving: Sequence[str] = (), *, commit_timeout_s: float = 0.0) -> Epoch:
     """Begin the next epoch, for a job of `world_size` ranks (0: for a recovery without one), whoever else runs one.
 
-    Whoever ran an older one at this root is fenced from here on, but for the attempts `spares` (`<tag>/<attempt>`), whose
+    Whoever ran an older one at this root is fenced from here on, but for the attempts `surviving` (`<tag>/<attempt>`), whose
     writers have outlived their trainers and go on. A job begins one with `leases.begin`, which leaves a living job alone.
     """
     number = await following(store)
     while True:
-        epoch = await begin(store, number, world_size, spares, commit_timeout_s=commit_timeout_s)
+        epoch = await begin(store, number, world_size, surviving, commit_timeout_s=commit_timeout_s)
         if epoch is not None:
             return epoch
         number += 1
@@ -49,7 +49,7 @@ async def begin(
     store: Store,
     number: int,
     world_size: int,
-    spares: Sequence[str] = (),
+    surviving: Sequence[str] = (),
     *,
     commit_timeout_s: float = 0.0,
     job: str = "",
@@ -61,7 +61,7 @@ async def begin(
         nonce=secrets.token_hex(16),
         world_size=world_size,
         process=new_writer() if process is None else process,
-        spares=tuple(spares),
+        surviving=tuple(surviving),
         commit_timeout_s=commit_timeout_s,
         job=job,
         writer=writer(),
@@ -100,32 +100,32 @@ async def is_of_root(store: Store, number: int, nonce: str) -> bool:
 
 
 async def check_fence(store: Store, number: int, attempt: str | None = None, *, proved: bool = False) -> None:
-    """Raise FencedError where an epoch newer than `number` has begun and does not spare `attempt` (`<tag>/<attempt>`).
+    """Raise FencedError where an epoch newer than `number` has begun in which `attempt` (`<tag>/<attempt>`) does not survive.
 
     `proved`: where the newer epoch's record cannot be read, raise NotFoundError or DamagedError instead.
     """
     current = await newest(store)
-    if current > number and not (attempt and await _is_spared(store, current, attempt, proved=proved)):
+    if current > number and not (attempt and await _survives(store, current, attempt, proved=proved)):
         raise FencedError(await fence_message(store, number, current))
 
 
 async def check_not_over(store: Store, number: int) -> None:
-    """Raise FencedError where an epoch newer than `number` has begun and spares none of its attempts.
+    """Raise FencedError where an epoch newer than `number` has begun and none of its attempts survives.
 
     NotFoundError or DamagedError where the newer one's record cannot be read.
     """
     current = await newest(store)
     if current <= number:
         return
-    spared = (AttemptId.parse(spare.rpartition("/")[2]) for spare in (await read(store, current)).spares)
-    if not any(attempt is not None and attempt.epoch == number for attempt in spared):
+    surviving = (AttemptId.parse(one.rpartition("/")[2]) for one in (await read(store, current)).surviving)
+    if not any(attempt is not None and attempt.epoch == number for attempt in surviving):
         raise FencedError(await fence_message(store, number, current))
 
 
-async def _is_spared(store: Store, current: int, attempt: str, *, proved: bool) -> bool:
-    """Whether epoch `current` spares `attempt`; a record that cannot be read spares nobody, or is raised where `proved`."""
+async def _survives(store: Store, current: int, attempt: str, *, proved: bool) -> bool:
+    """Whether `attempt` survives in epoch `current`; if its record cannot be read, no, or the error is raised where `proved`."""
     try:
-        return attempt in (await read(store, current)).spares
+        return attempt in (await read(store, current)).surviving
     except (NotFoundError, DamagedError):
         if proved:
             raise

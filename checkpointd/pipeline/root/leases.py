@@ -306,14 +306,14 @@ class Beginner:
     job: str = ""
     take_over: bool = False
     commit_timeout_s: float = 0.0
-    spares: tuple[str, ...] = ()
+    surviving: tuple[str, ...] = ()
     """Attempts that its own daemon works at."""
     instead: str = ""
     sight: Sight = field(default_factory=Sight)
 
 
 async def begin(store: Store, beginner: Beginner) -> tuple[Epoch, HeldLease]:
-    """Begin the next epoch, which spares every attempt that somebody works at, with a lease that is renewed from here on.
+    """Begin the next epoch, with a lease that is renewed from here on; every attempt that somebody works at survives in it.
 
     RootInUseError where a job of another name is alive (LEASE-5). Waits for at most a lease's length.
     """
@@ -321,7 +321,9 @@ async def begin(store: Store, beginner: Beginner) -> tuple[Epoch, HeldLease]:
     while True:
         # Before anybody is looked for: whoever comes meanwhile puts a lease of this number, and is found by that.
         number = max([await epochs.following(store), *(number + 1 for number in await _numbers(store))])
-        stranger, spares = await asyncio.gather(_refusing(store, beginner), attempts_at_work(store, sight, beginner.spares))
+        stranger, surviving = await asyncio.gather(
+            _refusing(store, beginner), attempts_at_work(store, sight, beginner.surviving)
+        )
         if stranger is not None:
             raise RootInUseError(refusal(store, stranger, beginner.instead))
         held = _of_job(store, number, beginner)
@@ -333,7 +335,7 @@ async def begin(store: Store, beginner: Beginner) -> tuple[Epoch, HeldLease]:
                 store,
                 number,
                 beginner.world_size,
-                tuple(dict.fromkeys((*beginner.spares, *spares))),
+                tuple(dict.fromkeys((*beginner.surviving, *surviving))),
                 commit_timeout_s=beginner.commit_timeout_s,
                 job=beginner.job,
                 process=sight.process,

@@ -198,7 +198,7 @@ class LoadRound:
         if strangers and not any(verdict.fits for verdict in verdicts.values()):
             return Word(problem=strangers[min(strangers)], rank=min(strangers))
         _warn_once({rank: verdict.warning for rank, verdict in verdicts.items() if verdict.warning})
-        unplaced = _homeless(verdicts.values())
+        unplaced = _unplaced_by(verdicts.values())
         partial = {rank: frozenset(verdict.unplaced) for rank, verdict in verdicts.items() if not verdict.saw_all}
         if all(mismatches.stands_in(fqn, own) for own in set(partial.values()) for fqn in unplaced):
             return _nowhere(unplaced, strict=strict)
@@ -224,7 +224,7 @@ def _noted(problem: CheckpointdError | None) -> Problem | None:
     return None if problem is None else Problem.of(problem)
 
 
-def _homeless(verdicts: Iterable[RankVerdict]) -> list[str]:
+def _unplaced_by(verdicts: Iterable[RankVerdict]) -> list[str]:
     """What a rank has no place for, nor any other one of those that saw all."""
     found = {frozenset(verdict.unplaced): None for verdict in verdicts}
     knowing = {frozenset(verdict.unplaced): None for verdict in verdicts if verdict.saw_all}

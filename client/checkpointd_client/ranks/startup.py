@@ -52,21 +52,21 @@ class Started:
 
     begun: Begun
     lease: HeldLease
-    spares: tuple[str, ...]
+    surviving: tuple[str, ...]
 
 
 def begin_epoch(
-    writer: WriterThread, store: Store, ranks: Ranks, beginner: Beginner, spares: Callable[[], tuple[str, ...]] = tuple
+    writer: WriterThread, store: Store, ranks: Ranks, beginner: Beginner, surviving: Callable[[], tuple[str, ...]] = tuple
 ) -> tuple[Begun, Started | None]:
     """On rank 0: take the next epoch, recover what older ones left; on every rank: learn its number and nonce.
 
-    `spares`, called on rank 0: attempts of older epochs ("tag/attempt") that its sidecar still works at, and may still commit.
+    `surviving`, called on rank 0: attempts of older epochs ("tag/attempt") that its sidecar still works at and may commit.
     Raises RootInUseError on every rank where another job is alive at the root.
     """
     started: list[Started] = []
 
     def take() -> dict[str, object]:
-        begun_here = writer.call(begin(store, replace(beginner, spares=spares())), RECOVERY_TIMEOUT_S, _RECOVERING)
+        begun_here = writer.call(begin(store, replace(beginner, surviving=surviving())), RECOVERY_TIMEOUT_S, _RECOVERING)
         started.append(begun_here)
         begun = begun_here.begun
         return {"number": begun.number, "nonce": begun.nonce, "latest": begun.latest, "checkpoints": begun.checkpoints}
@@ -117,13 +117,13 @@ async def begin(store: Store, beginner: Beginner) -> Started:
     try:
         if before:
             await _say_who_is_fenced(store, before)
-        found = await recover(store, epoch.epoch, epoch.spares)
+        found = await recover(store, epoch.epoch, epoch.surviving)
         await reserve.take_aboard(store)
         latest = await _latest(store)
     except BaseException:
         await lease.release()
         raise
-    return Started(Begun(epoch.epoch, epoch.nonce, latest, found.checkpoints), lease, epoch.spares)
+    return Started(Begun(epoch.epoch, epoch.nonce, latest, found.checkpoints), lease, epoch.surviving)
 
 
 async def _latest(store: Store) -> str | None:

@@ -128,13 +128,13 @@ async def test_what_could_not_be_seen_then_is_not_believed_later(
     assert (ended.phase, ended.error.code) == ("failed", "RootGoneError")
 
 
-@pytest.mark.parametrize("spared", [(), (f"global_step1/{AttemptId(1, 0)}",)], ids=["nothing spared", "an attempt spared"])
+@pytest.mark.parametrize("surviving", [(), (f"global_step1/{AttemptId(1, 0)}",)], ids=["none survives", "one survives"])
 @pytest.mark.parametrize("goes", ["is killed", "closes"])
 async def test_a_job_that_was_taken_over_touches_nothing_of_the_newer_one(
-    daemon: Daemon, store: PosixStore, root: Path, spared: tuple[str, ...], goes: str
+    daemon: Daemon, store: PosixStore, root: Path, surviving: tuple[str, ...], goes: str
 ) -> None:
-    """Its trainer, which still runs, joins again after the daemon was started anew, say. Its spared attempts go on."""
-    newer = Epoch(epoch=2, nonce="n2", world_size=1, process=new_writer(), spares=spared, writer=writer())
+    """Its trainer, which still runs, joins again after the daemon was started anew, say. Its surviving attempts go on."""
+    newer = Epoch(epoch=2, nonce="n2", world_size=1, process=new_writer(), surviving=surviving, writer=writer())
     await store.put(epoch_key(2), encode(newer))
     client = await daemon.client()
     await client.join(root)
@@ -153,7 +153,7 @@ async def test_a_job_that_was_taken_over_touches_nothing_of_the_newer_one(
     old.root = ""
     await old.begin(1, nonce="n1")
     await old.send(wire.Look())
-    if not spared:
+    if not surviving:
         refused = await old.refused()
         assert refused.code == "FencedError"
         assert "epoch 1 of" in refused.message
@@ -168,5 +168,5 @@ async def test_a_job_that_was_taken_over_touches_nothing_of_the_newer_one(
     assert (record.epoch, record.begun, record.world_size, record.since) == (2, (2, "n2"), 1, since)
     assert not record.left_well
     assert [kept.nonce for kept in daemon.hub.tier.at(str(root), os.getuid())] == ["n2"]
-    if spared:
+    if surviving:
         assert not [message for message in old.heard if isinstance(message, wire.Refused)]

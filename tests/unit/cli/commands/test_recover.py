@@ -114,10 +114,10 @@ def test_what_a_daemon_works_at_is_left_to_it(root: Path, at: With, cli: Cli) ->
     planned = cli("recover", root, "--dry-run", "--json").json
     found = cli("recover", root, "--json").json
     for report in (planned, found):
-        assert report["spared"] == [prefix]
+        assert report["surviving"] == [prefix]
         assert [d["tag"] for d in report["decided"]] == ["global_step2"]
-    assert at(lambda store: epochs.read(store, 2)).spares == (prefix,)
-    assert f"spared: {prefix}: a daemon works at it" in cli("recover", root).lines
+    assert at(lambda store: epochs.read(store, 2)).surviving == (prefix,)
+    assert f"surviving: {prefix}: a daemon works at it" in cli("recover", root).lines
     at(lambda store: store.delete(attempt_lease_key(prefix)))
     assert [d["tag"] for d in cli("recover", root, "--json").json["decided"]] == ["global_step3"]
 

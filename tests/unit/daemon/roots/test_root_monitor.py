@@ -241,7 +241,7 @@ async def test_indoubt_1_what_a_newer_epoch_is_to_decide_is_left_to_it(hub: Hub,
 
 @pytest.mark.usefixtures("dead_job")
 @pytest.mark.parametrize(("voting", "after"), [((0, 1), "committed"), ((1,), "aborted")])
-async def test_indoubt_1_what_the_newest_epoch_spares_is_decided_like_its_own(
+async def test_indoubt_1_a_surviving_attempt_is_decided_like_its_own(
     hub: Hub, root: Path, store: Store, voting: tuple[int, ...], after: str
 ) -> None:
     await leave_in_doubt(store, voting=voting)

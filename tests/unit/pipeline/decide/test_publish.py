@@ -188,7 +188,7 @@ async def test_attempt_6_a_rank_looks_for_a_newer_epoch_once_and_rank_0_once_mor
 
 
 @pytest.mark.parametrize("hidden", [True, False])
-async def test_attempt_6_a_spared_save_goes_on_where_a_rank_does_not_see_the_newer_epochs_record(hidden: bool) -> None:
+async def test_attempt_6_a_surviving_save_goes_on_where_a_rank_does_not_see_the_newer_epochs_record(hidden: bool) -> None:
     """As on a node whose file server lags behind: what it cannot read proves nothing."""
 
     class Lagging(MemoryStore):
@@ -199,7 +199,7 @@ async def test_attempt_6_a_spared_save_goes_on_where_a_rank_does_not_see_the_new
 
     store = Lagging()
     old = await begin_epoch(store)
-    await epochs.take(store, 2, spares=[PREFIX])
+    await epochs.take(store, 2, surviving=[PREFIX])
     assert phases(await save_checkpoint(store, epoch=old)) == [Phase.COMMITTED] * 2
 
 

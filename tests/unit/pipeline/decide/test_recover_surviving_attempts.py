@@ -30,10 +30,10 @@ ELSEWHERE = "another-node.0123456789ab.4026531836.77.123456.0a0b0c0d.0"
 """A temporary file of a process that cannot be seen from here."""
 
 
-async def restart(store: Store, *spares: str) -> Recovery:
-    """What the next start of the job does, whose sidecars still work at `spares`."""
-    epoch = await epochs.take(store, 2, spares)
-    return await recover(store, epoch.epoch, spares)
+async def restart(store: Store, *surviving: str) -> Recovery:
+    """What the next start of the job does, whose sidecars still work at `surviving`."""
+    epoch = await epochs.take(store, 2, surviving)
+    return await recover(store, epoch.epoch, surviving)
 
 
 async def objects(store: Store, prefix: str) -> dict[str, int]:
@@ -43,24 +43,24 @@ async def objects(store: Store, prefix: str) -> dict[str, int]:
 # --- the record, and the fence -----------------------------------------------------------------------------------------
 
 
-async def test_the_record_of_an_epoch_names_what_it_spares() -> None:
+async def test_the_record_of_an_epoch_names_the_surviving_attempts() -> None:
     store = MemoryStore()
-    assert (await epochs.take(store, 2)).spares == ()
+    assert (await epochs.take(store, 2)).surviving == ()
     taken = await epochs.take(store, 2, [PREFIX])
     assert (await epochs.read(store, 2)) == taken
-    assert taken.spares == (PREFIX,)
+    assert taken.surviving == (PREFIX,)
 
 
-async def test_a_record_without_spares_spares_nobody() -> None:
+async def test_in_a_record_without_them_no_attempt_survives() -> None:
     store = MemoryStore()
     taken = await epochs.take(store, 2)
     data = await store.get(epoch_key(1))
-    assert b"spares" not in data  # the bytes are those of releases before there were any
+    assert b"surviving" not in data  # the bytes are those of releases before there were any
     assert decode(data, Epoch, epoch_key(1)) == taken
-    assert b"spares" in encode(msgspec.structs.replace(taken, spares=(PREFIX,)))
+    assert b"surviving" in encode(msgspec.structs.replace(taken, surviving=(PREFIX,)))
 
 
-async def test_epoch_1_the_newest_epoch_alone_says_who_is_spared() -> None:
+async def test_epoch_1_the_newest_epoch_alone_says_who_survives() -> None:
     store = MemoryStore()
     await begin_epoch(store)
     await epochs.check_fence(store, 1, PREFIX)
@@ -77,7 +77,7 @@ async def test_epoch_1_the_newest_epoch_alone_says_who_is_spared() -> None:
 
 
 @pytest.mark.parametrize("record", [b"", b"not a record"])
-async def test_epoch_1_a_record_that_cannot_be_read_spares_nobody(record: bytes) -> None:
+async def test_epoch_1_with_a_record_that_cannot_be_read_no_attempt_survives(record: bytes) -> None:
     store = MemoryStore()
     await begin_epoch(store)
     await epochs.take(store, 2, [PREFIX])
@@ -90,7 +90,7 @@ async def test_epoch_1_a_record_that_cannot_be_read_spares_nobody(record: bytes)
 
 
 @pytest.mark.parametrize("voting", [(), (1,), (0, 1)])
-async def test_recover_3_a_spared_attempt_is_left_alone_and_the_next_start_decides_it(voting: tuple[int, ...]) -> None:
+async def test_recover_3_a_surviving_attempt_is_left_alone_and_the_next_start_decides_it(voting: tuple[int, ...]) -> None:
     store = MemoryStore()
     save = await leave_in_doubt(store, voting=voting)
     await store.put(save.info(0).key("00000-2.chunks"), b"being written")
@@ -112,7 +112,7 @@ async def test_recover_3_others_are_decided_as_ever() -> None:
     assert await catalog.latest(store) == "global_step3"
 
 
-async def test_recover_3_the_bulk_of_a_spared_attempt_that_was_aborted_is_its_own_writers_to_remove() -> None:
+async def test_recover_3_the_bulk_of_a_surviving_attempt_that_was_aborted_is_its_own_writers_to_remove() -> None:
     store = MemoryStore()
     await save_checkpoint(store, failing={0: RuntimeError("no")})
     await store.put(f"{PREFIX}/00001-0.chunks", b"a rank that has not seen the abort yet")
@@ -136,7 +136,7 @@ async def test_recover_3_temporary_files_stay_while_somebody_out_of_sight_may_wr
 # --- the old coordinator goes on ---------------------------------------------------------------------------------------
 
 
-async def test_commit_2_a_spared_attempt_is_committed_by_its_own_coordinator_after_the_restart() -> None:
+async def test_commit_2_a_surviving_attempt_is_committed_by_its_own_coordinator_after_the_restart() -> None:
     store = MemoryStore()
     save = await leave_in_doubt(store, voting=(1,))
     await restart(store, PREFIX)
@@ -148,7 +148,7 @@ async def test_commit_2_a_spared_attempt_is_committed_by_its_own_coordinator_aft
     assert (await verify(store, await catalog.find(store, TAG), LoadConfig())).whole
 
 
-async def test_latest_does_not_go_back_to_a_spared_attempt_that_commits_late() -> None:
+async def test_latest_does_not_go_back_to_a_surviving_attempt_that_commits_late() -> None:
     store = MemoryStore()
     save = await leave_in_doubt(store, tag="global_step5", voting=(1,))
     await restart(store, "global_step5/00000001-0")
@@ -158,7 +158,7 @@ async def test_latest_does_not_go_back_to_a_spared_attempt_that_commits_late() -
     assert (await restart(store)).latest_moved_to is None
 
 
-async def test_a_spared_attempt_of_a_tag_that_was_saved_again_replaces_nothing() -> None:
+async def test_a_surviving_attempt_of_a_tag_that_was_saved_again_replaces_nothing() -> None:
     store = MemoryStore()
     save = await leave_in_doubt(store, voting=(1,))
     await restart(store, PREFIX)
@@ -175,7 +175,7 @@ async def test_a_spared_attempt_of_a_tag_that_was_saved_again_replaces_nothing()
     }
 
 
-async def test_collect_5_a_spared_commit_removes_nothing_that_the_new_job_may_be_loading() -> None:
+async def test_collect_5_a_surviving_commit_removes_nothing_that_the_new_job_may_be_loading() -> None:
     store = MemoryStore()
     await save_checkpoint(store, n=1)
     save = await leave_in_doubt(store, k=1, n=2, voting=(1,))
@@ -192,7 +192,7 @@ async def test_collect_5_a_spared_commit_removes_nothing_that_the_new_job_may_be
     assert not [name for name in await objects(store, PREFIX) if name.endswith((".chunks", ".index"))]
 
 
-async def test_collect_5_a_spared_abort_drops_the_coordinators_own_objects() -> None:
+async def test_collect_5_a_surviving_abort_drops_the_coordinators_own_objects() -> None:
     store = MemoryStore()
     save = await leave_in_doubt(store, voting=(), failing={1: RuntimeError("no")})
     await save.vote(1)
@@ -201,7 +201,7 @@ async def test_collect_5_a_spared_abort_drops_the_coordinators_own_objects() -> 
     assert sorted(await objects(store, PREFIX)) == ["00001.vote", "outcome"]
 
 
-async def test_a_start_that_does_not_spare_it_any_more_fences_it() -> None:
+async def test_a_start_in_which_it_does_not_survive_fences_it() -> None:
     store = MemoryStore()
     save = await leave_in_doubt(store, voting=(1,))
     await restart(store, PREFIX)
@@ -210,7 +210,7 @@ async def test_a_start_that_does_not_spare_it_any_more_fences_it() -> None:
     assert (attempt.phase, type(attempt.error)) == (Phase.ABORTED, FencedError)
 
 
-async def test_recover_3_a_spared_outcome_is_made_durable_before_latest_rests_on_it() -> None:
+async def test_recover_3_a_surviving_outcome_is_made_durable_before_latest_rests_on_it() -> None:
     """Its writer may have been stopped between making it visible and making it durable."""
     settled: list[str] = []
 

@@ -325,7 +325,7 @@ def test_a_lease_that_is_being_put_does_not_come_back_after_its_release() -> Non
 # --- attempts -----------------------------------------------------------------------------------------------------------
 
 
-def test_an_attempt_is_spared_while_its_lease_is_renewed() -> None:
+def test_an_attempt_survives_while_its_lease_is_renewed() -> None:
     async def work() -> None:
         store = MemoryStore()
         await leave_in_doubt(store, voting=(0,))
@@ -334,7 +334,7 @@ def test_an_attempt_is_spared_while_its_lease_is_renewed() -> None:
         await asyncio.sleep(1.0)
         assert await attempts_at_work(store) == (PREFIX,)
         epoch, held = await leases.begin(store, beginner("a"))
-        assert epoch.spares == (PREFIX,)
+        assert epoch.surviving == (PREFIX,)
         await held.release()
         renewing.cancel()
         assert await timed(attempts_at_work(store)) <= LENGTH_S
@@ -362,8 +362,8 @@ def test_what_the_own_daemon_works_at_is_not_watched() -> None:
         await leave_in_doubt(store, voting=(0,))
         await put_lease(store, attempt_lease_key(PREFIX))
         began = now()
-        epoch, held = await leases.begin(store, replace(beginner("a"), spares=(PREFIX,)))
-        assert (epoch.spares, now()) == ((PREFIX,), began)
+        epoch, held = await leases.begin(store, replace(beginner("a"), surviving=(PREFIX,)))
+        assert (epoch.surviving, now()) == ((PREFIX,), began)
         await held.release()
 
     simulated(work)
@@ -381,10 +381,10 @@ def test_an_attempt_with_an_outcome_is_nobodys_work() -> None:
     simulated(work)
 
 
-# --- waiting for what is spared -----------------------------------------------------------------------------------------
+# --- waiting for surviving attempts --------------------------------------------------------------------------------------
 
 
-def test_recover_4_a_spared_attempt_is_waited_for_and_decided_once_nobody_works_at_it() -> None:
+def test_recover_4_a_surviving_attempt_is_waited_for_and_decided_once_nobody_works_at_it() -> None:
     async def work() -> None:
         store = MemoryStore()
         await leave_in_doubt(store, voting=(0, 1))
@@ -425,7 +425,7 @@ def test_what_cannot_be_looked_at_for_a_moment_is_looked_at_again(monkeypatch: p
     simulated(work)
 
 
-def test_a_spared_attempt_whose_other_votes_do_not_come_is_not_waited_for_until_the_end() -> None:
+def test_a_surviving_attempt_whose_other_votes_do_not_come_is_not_waited_for_until_the_end() -> None:
     async def work() -> None:
         store = MemoryStore()
         await leave_in_doubt(store, voting=(0,))

@@ -240,7 +240,7 @@ def test_sound_files_are_read_with_records_of_what_is_odd(tmp_path: Path) -> Non
     for _ in range(250):
         deep = [deep]
     torch.save({"deep": deep}, tmp_path / "file.pt")
-    with pytest.raises(UsageError, match="is not read: it nests deeper than 200"):
+    with pytest.raises(UsageError, match="is too large to read: it nests deeper than 200"):
         safe_unpickle.read(str(tmp_path / "file.pt"))
 
 

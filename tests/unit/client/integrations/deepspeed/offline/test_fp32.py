@@ -163,7 +163,7 @@ def pipe(directory: Path) -> None:
 
 
 FAULTS: list[tuple[int, Callable[[Path], None], type[CheckpointdError], str]] = [
-    (2, lambda d: (d / optim(1)).unlink(), DamagedError, r"rank_0.*was saved by 2 ranks.*has those of rank 0:"),
+    (2, lambda d: (d / optim(1)).unlink(), DamagedError, r"rank_0.*was saved by 2 ranks.*has the files of rank 0:"),
     (2, lambda d: (d / optim(0)).rename(d / optim(7)), DamagedError, r"rank_1.*ranks 1, 7: files are missing, or left over"),
     (2, lambda d: (d / optim(1)).rename(d / optim(1).replace("mp_rank_00", "mp_rank_01")), UsageError, "model-parallel"),
     (2, lambda d: (d / f"bf16_{optim(1)}").write_bytes(b""), DamagedError, "both of rank 1"),
@@ -173,7 +173,7 @@ FAULTS: list[tuple[int, Callable[[Path], None], type[CheckpointdError], str]] = 
     (2, lambda d: (d / "mp_rank_00_model_states.pt").unlink(), NotFoundError, "has no file"),
     (2, lambda d: [(d / optim(r)).unlink() for r in (0, 1)], NotFoundError, "has no file"),  # type: ignore[func-returns-value]
     (2, pipe, DamagedError, r"rank_1.*not a regular file"),
-    (2, dangle, NotFoundError, r"rank_1.* is not there"),
+    (2, dangle, NotFoundError, r"rank_1.* does not exist"),
     (2, shorten("single_partition_of_fp32_groups"), DamagedError, "elements of group 0"),
     (3, shorten("fp32_flat_groups"), DamagedError, "rank_1.*sub-groups"),
     (3, lambda d: (d / "zero_pp_rank_1_mp_rank_00_model_states.pt").unlink(), NotFoundError, "model states of rank 1"),
