@@ -123,7 +123,7 @@ async def check_not_over(store: Store, number: int) -> None:
 
 
 async def _survives(store: Store, current: int, attempt: str, *, proved: bool) -> bool:
-    """Whether `attempt` survives in epoch `current`; if its record cannot be read, no, or the error is raised where `proved`."""
+    """Whether `attempt` survives in epoch `current`: no, if its record cannot be read; `proved` raises that error instead."""
     try:
         return attempt in (await read(store, current)).surviving
     except (NotFoundError, DamagedError):
