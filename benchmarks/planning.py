@@ -25,7 +25,7 @@ from benchmarks.amplification import Ranks, Tensor, model
 from checkpointd.layout.dtypes import ITEM_BYTES
 from checkpointd.layout.keys import plan_key
 from checkpointd.layout.manifest import Plan, PlanTensor, Vote, WriterIdentity, digest, encode
-from checkpointd.pipeline.decide.publish import PlanCheck
+from checkpointd.pipeline.outcome.publish import PlanCheck
 from checkpointd.store.memory import MemoryStore
 from checkpointd_client.sharding.write_split import written_parts
 

@@ -15,7 +15,7 @@ PAGE = TESTS.parent / "docs" / "PEERS.md"
 
 FAILURES = "unit/pipeline/test_attempt_failures.py"
 DURABILITY = "unit/pipeline/test_attempt_durability.py"
-LEFTOVERS = "unit/pipeline/decide/test_recover_leftovers.py"
+LEFTOVERS = "unit/pipeline/outcome/test_recover_leftovers.py"
 UNTRUSTED = "unit/client/test_checkpointer_untrusted.py"
 OVERLAPPING = "unit/client/test_checkpointer_overlapping.py"
 KILLED = "faults/test_killed_trainer.py"

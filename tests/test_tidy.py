@@ -51,7 +51,7 @@ LAYERS = {
     "checkpointd.pipeline.read": 10,
     "checkpointd.pipeline.write": 11,
     "checkpointd.pipeline.gc": 11,
-    "checkpointd.pipeline.decide": 12,
+    "checkpointd.pipeline.outcome": 12,
     "checkpointd.pipeline.attempt": 13,
     "checkpointd.export": 14,
     "checkpointd.report": 14,

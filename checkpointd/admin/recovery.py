@@ -14,7 +14,7 @@ import msgspec
 from checkpointd.commit.garbage import dead_weight
 from checkpointd.errors import DamagedError
 from checkpointd.layout.manifest import Outcome
-from checkpointd.pipeline.decide.recover import judge, lost, recover
+from checkpointd.pipeline.outcome.recover import judge, lost, recover
 from checkpointd.pipeline.root import catalog, epochs, leases
 from checkpointd.pipeline.root.catalog import AttemptView
 from checkpointd.pipeline.root.leases import Beginner

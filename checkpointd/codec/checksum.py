@@ -1,6 +1,7 @@
-"""xxh3 digests: 64 bits guard stored bytes against accidents, 128 bits identify raw bytes. Not against forgery.
+"""The hash functions: XXH3-64 for checksums of stored bytes, XXH3-128 for digests of raw bytes. Neither stops forgery.
 
-All release the GIL and copy nothing. A buffer that is not C-contiguous raises ValueError.
+A chunk gets both in `pipeline/write/encode.py`; `pipeline/read/decode.py` checks them. The functions release the GIL and copy
+nothing. A buffer that is not C-contiguous raises ValueError.
 """
 
 from __future__ import annotations

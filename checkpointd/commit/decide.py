@@ -1,4 +1,8 @@
-"""The coordinator's and recovery's decision: from votes to an outcome.
+"""The decision from votes to an outcome: commit, abort, or wait.
+
+Four places act on it, and the outcome that is put first counts: the coordinator (`pipeline/outcome/publish.py`), any rank whose
+wait is over (`pipeline/attempt.py`, aborts only), the next start (`pipeline/outcome/recover.py`), and daemons whose job has
+gone (`daemon/roots/in_doubt.py`).
 
 Invariants
   DECIDE-1  Commit needs a valid yes vote of every rank for this very attempt and one step, and plans that are whole together.

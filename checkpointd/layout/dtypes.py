@@ -1,4 +1,9 @@
-"""Element types by torch's names (without `torch.`) and their sizes in bytes, without importing torch."""
+"""The dtypes that a stored tensor may have, by torch's names (without `torch.`), and their sizes in bytes. Imports no torch.
+
+A new dtype is added here and in the list of docs/FORMAT.md; the client then takes it as soon as torch has it. If numpy does not
+know it, `codec/element.py` needs its width and kind. To convert or export its values, extend `codec/convert.py` and
+`layout/safetensors.py`.
+"""
 
 from __future__ import annotations
 

@@ -38,9 +38,9 @@ from checkpointd.errors import (
 )
 from checkpointd.layout.keys import OUTCOME, vote_name
 from checkpointd.layout.manifest import NO_REASON, ErrorReport, Index, Outcome
-from checkpointd.pipeline.decide.publish import Ballot, PlanCheck, missing_ranks, outcome_of, put_outcome
+from checkpointd.pipeline.awaited import Awaited
 from checkpointd.pipeline.gc.tidying import Tidier
-from checkpointd.pipeline.missing import Missing
+from checkpointd.pipeline.outcome.publish import Ballot, PlanCheck, missing_ranks, outcome_of, put_outcome
 from checkpointd.pipeline.read.readback import BackgroundReadBack, checkpoint_of
 from checkpointd.pipeline.root import catalog, epochs
 from checkpointd.pipeline.root.latest import move_latest
@@ -136,7 +136,7 @@ class Attempt:
         """Why the last look that failed saw nothing."""
         self._index: Index | None = None
         """What this rank has stored, once it is durable."""
-        self._missing = Missing(info, self.progress)
+        self._missing = Awaited(info, self.progress)
         self._over = asyncio.Event()
         """Set when nothing more needs to be written."""
 

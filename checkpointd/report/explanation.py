@@ -200,7 +200,7 @@ async def _deleted(store: Store, attempt: AttemptView) -> str:
 
 
 async def _in_doubt(store: Store, attempt: AttemptView, words: RankWords, newest: Holder | None) -> tuple[str, str]:
-    from checkpointd.pipeline.decide.recover import judge  # brings in numpy, which no other question here needs
+    from checkpointd.pipeline.outcome.recover import judge  # brings in numpy, which no other question here needs
 
     expected = await judge(store, attempt)
     missing = words.missing()

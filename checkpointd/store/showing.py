@@ -1,6 +1,6 @@
 """Shows objects as plain files beside the store: a capability of stores on a file system.
 
-Other stores need say nothing of it: `plain_files_of` answers None for them.
+Other stores need not implement it: `plain_files_of` answers None for them.
 """
 
 from __future__ import annotations

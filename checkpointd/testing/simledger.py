@@ -29,7 +29,7 @@ from checkpointd.commit.machine import Phase
 from checkpointd.errors import FormatError
 from checkpointd.layout.keys import LATEST, LEASE, OUTCOME, SERVICE, AttemptId
 from checkpointd.layout.manifest import Epoch, Outcome, decode
-from checkpointd.pipeline.decide.publish import RECOVERY
+from checkpointd.pipeline.outcome.publish import RECOVERY
 from checkpointd.store.names import TEMPORARY
 from checkpointd.testing.simdisk import Effect, SimDisk
 from checkpointd.testing.simfs import SimDirectory, SimFile

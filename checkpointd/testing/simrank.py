@@ -24,7 +24,7 @@ from checkpointd.errors import CheckpointdError, SkippedError, StagingError
 from checkpointd.layout.boxes import whole
 from checkpointd.layout.keys import AttemptId, default_tag
 from checkpointd.pipeline.attempt import Attempt, WriterState
-from checkpointd.pipeline.decide.recover import recover
+from checkpointd.pipeline.outcome.recover import recover
 from checkpointd.pipeline.pages import page_buffer, page_up
 from checkpointd.pipeline.read.index import read_index
 from checkpointd.pipeline.read.load import read_tensors

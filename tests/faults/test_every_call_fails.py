@@ -15,7 +15,7 @@ import pytest
 from checkpointd.commit.machine import Phase
 from checkpointd.config import LoadConfig
 from checkpointd.pipeline.attempt import Attempt
-from checkpointd.pipeline.decide.recover import recover
+from checkpointd.pipeline.outcome.recover import recover
 from checkpointd.pipeline.read.verify import verify
 from checkpointd.pipeline.root import catalog
 from checkpointd.store.base import Store

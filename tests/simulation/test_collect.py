@@ -22,8 +22,8 @@ from checkpointd.errors import DamagedError, NotFoundError
 from checkpointd.layout.keys import AttemptId, attempt_prefix
 from checkpointd.layout.manifest import Deleted, Index
 from checkpointd.pipeline.attempt import Attempt, WriterState
-from checkpointd.pipeline.decide.recover import recover
 from checkpointd.pipeline.gc import collect
+from checkpointd.pipeline.outcome.recover import recover
 from checkpointd.pipeline.root import catalog, epochs, marks
 from checkpointd.pipeline.shard import AttemptInfo, Shard
 from checkpointd.pipeline.write import persist

@@ -31,8 +31,8 @@ from checkpointd.layout.keys import OUTCOME, AttemptId, attempt_prefix, vote_nam
 from checkpointd.layout.manifest import Epoch, ErrorReport, Lease, Outcome, Vote, VoteRef, decode, digest, encode
 from checkpointd.pipeline import attempt
 from checkpointd.pipeline.attempt import Attempt
-from checkpointd.pipeline.decide import publish, recover
 from checkpointd.pipeline.gc import collect, retire
+from checkpointd.pipeline.outcome import publish, recover
 from checkpointd.pipeline.root import catalog, epochs, latest, leases
 from checkpointd.pipeline.shard import AttemptInfo
 from checkpointd.pipeline.write import persist, vote, write_objects

@@ -19,8 +19,8 @@ import torch
 from checkpointd.config import LoadConfig
 from checkpointd.errors import DamagedError, FormatError
 from checkpointd.layout.keys import plan_key
-from checkpointd.pipeline.decide import recover as recovering
-from checkpointd.pipeline.decide.recover import recover
+from checkpointd.pipeline.outcome import recover as recovering
+from checkpointd.pipeline.outcome.recover import recover
 from checkpointd.pipeline.read.verify import verify
 from checkpointd.pipeline.root import catalog, epochs
 from checkpointd.report.explanation import explanation

@@ -9,8 +9,8 @@ import click
 from checkpointd.admin.gc import CollectionReport, deletion
 from checkpointd.cli.arguments import as_json, places, root_and_tag
 from checkpointd.cli.asking import ask, named_tag, show_json
+from checkpointd.cli.collection_page import page
 from checkpointd.cli.formatting import printable, size
-from checkpointd.cli.removed import page
 from checkpointd.cli.render import show
 from checkpointd.commands import command as command_line
 from checkpointd.errors import UsageError

@@ -9,7 +9,7 @@ import click
 from checkpointd.admin.gc import collection
 from checkpointd.cli.arguments import as_json, only_root, places
 from checkpointd.cli.asking import ask, show_json
-from checkpointd.cli.removed import page
+from checkpointd.cli.collection_page import page
 from checkpointd.cli.render import show
 from checkpointd.commit.retention import Retention
 from checkpointd.errors import UsageError

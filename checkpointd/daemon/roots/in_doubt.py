@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from checkpointd.errors import DamagedError, NotFoundError
 from checkpointd.layout.keys import LEASE
 from checkpointd.layout.manifest import Epoch, Outcome
-from checkpointd.pipeline.decide.publish import put_outcome
-from checkpointd.pipeline.decide.recover import judge
 from checkpointd.pipeline.gc.retire import retire_tag
+from checkpointd.pipeline.outcome.publish import put_outcome
+from checkpointd.pipeline.outcome.recover import judge
 from checkpointd.pipeline.root import epochs, leases
 from checkpointd.pipeline.root.catalog import AttemptView
 from checkpointd.pipeline.root.latest import move_latest

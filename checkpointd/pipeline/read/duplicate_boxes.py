@@ -1,4 +1,6 @@
-"""Compares boxes that several ranks stored: equal bytes count as one tensor, different bytes abort the save.
+"""Compares boxes that several ranks stored: equal bytes count as one tensor.
+
+If the bytes differ, the coordinator aborts the save, and `verify` calls the checkpoint damaged.
 
 Pipeline stages that each hold a tied embedding store such boxes, and so do replicas whose state does not show that they are
 replicas.

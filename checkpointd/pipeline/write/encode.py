@@ -1,4 +1,4 @@
-"""Stage 4 of a save: encode one chunk, and give it its checksums."""
+"""Stage 4 of a save: encode one chunk, and give it the checksum of its stored bytes and the digest of its raw bytes."""
 
 from __future__ import annotations
 

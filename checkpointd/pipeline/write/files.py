@@ -1,7 +1,7 @@
 """Persists a shard of files: each file becomes an object of its own, byte for byte.
 
 Invariants
-  FILE-3  When `write_files` returns, every file is durable, whole, and has its sums.
+  FILE-3  When `write_files` returns, every file is durable and whole, and its chunks have checksums and digests.
   FILE-4  When it returns or raises, no thread reads the buffer any more.
   FILE-5  Memory beside the buffer stays below `budget_bytes`: a block for each write.
   FILE-6  Every byte of every file belongs to one chunk of the index, as it stands in the file: whoever verifies the chunks has

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from checkpointd.config import Ranks
 from checkpointd.errors import CheckpointdError, NotFoundError, RootNotSharedError, SidecarError, StoreFullError
 from checkpointd.layout.keys import epoch_key
-from checkpointd.pipeline.decide.recover import recover
+from checkpointd.pipeline.outcome.recover import recover
 from checkpointd.pipeline.root import catalog, epochs, leases, reserve
 from checkpointd.pipeline.root.leases import Beginner, HeldLease
 from checkpointd.store import writers

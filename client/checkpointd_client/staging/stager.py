@@ -6,7 +6,8 @@ Invariants
   STAGING-2  What changes only inside `optimizer.step()` is copied in the background, and no step begins before the copy has
       read it: on the host the step's pre-hook copies what is left, on a device the compute stream waits for the copy's event.
   STAGING-3  A snapshot is persisted only if nothing shows that its sources changed before they were copied: neither torch's
-      version counters, nor, on the host, the sample that save() took (moment.py). Else it is thrown away with a StagingError.
+      version counters nor, on the host, the sample that save() took (`torn_check.py`). Otherwise it is torn, and is thrown away
+      with a StagingError.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from checkpointd_client.capture.dtypes import bits, copy_bits
 from checkpointd_client.capture.state import Captured, Leaf
 from checkpointd_client.sharding.dtensor import LocalBox as HeldPart
 from checkpointd_client.staging.arena import Slot
-from checkpointd_client.staging.moment import Proof, Sampler
+from checkpointd_client.staging.torn_check import Proof, Sampler
 
 StagingMode = Literal["lazy", "eager"]
 

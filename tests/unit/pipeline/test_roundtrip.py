@@ -10,7 +10,7 @@ from checkpointd.codec import Compression
 from checkpointd.commit.machine import Phase
 from checkpointd.config import LoadConfig
 from checkpointd.errors import AbortedError, DamagedError, DeadlineError, FencedError, NotFoundError
-from checkpointd.pipeline.decide.recover import recover
+from checkpointd.pipeline.outcome.recover import recover
 from checkpointd.pipeline.read.verify import verify
 from checkpointd.pipeline.root import catalog
 from checkpointd.store.memory import MemoryStore

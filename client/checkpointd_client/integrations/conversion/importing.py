@@ -32,8 +32,8 @@ from checkpointd.pipeline.write.persist import persist
 from checkpointd.store.base import Store
 from checkpointd_client.export.consolidate import run_on_store
 from checkpointd_client.integrations.conversion.items import DcpBox, empty_box, laid_out
-from checkpointd_client.integrations.conversion.marks import Marks, root_node
 from checkpointd_client.integrations.conversion.metadata_file import DcpFileRange, SourceTensor
+from checkpointd_client.integrations.conversion.side_data import SideData, root_node
 from checkpointd_client.lifetime import claim_root
 from checkpointd_client.ranks.startup import begin
 
@@ -106,7 +106,7 @@ class _Import:
         self.total = sum(part.piece.nbytes for share in shares for part in share)
         self._job, self._attempt, self._shares = job, attempt, shares
         self._state = WriterState(store=store, persist=config, commit=commit)
-        self._root, self._bare = tree.encode(job.root), tree.encode(root_node(tree.Dict("dict", ()), Marks()))
+        self._root, self._bare = tree.encode(job.root), tree.encode(root_node(tree.Dict("dict", ()), SideData()))
         self._done = 0
 
     async def run(self) -> None:

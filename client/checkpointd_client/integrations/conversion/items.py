@@ -22,9 +22,9 @@ from checkpointd.layout.dtypes import ITEM_BYTES
 from checkpointd.pipeline.pages import page_buffer, page_up
 from checkpointd.pipeline.shard import Bytes, Shard, ShardTensor, aligned
 from checkpointd_client.capture.dtypes import DTYPES, NAMES, copy_bits
-from checkpointd_client.integrations.conversion.marks import Marks, root_node
 from checkpointd_client.integrations.conversion.objects import NotPlain, node_of
 from checkpointd_client.integrations.conversion.paths import Path, state_tree
+from checkpointd_client.integrations.conversion.side_data import SideData, root_node
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,4 +147,4 @@ def described(
             objects[fqn] = leaf
     state, untold = state_tree({fqn: (paths.get(fqn, (fqn,)), node) for fqn, node in nodes.items()})
     untold |= {fqn: paths[fqn] for fqn in objects if fqn in paths and paths[fqn] != (fqn,)}
-    return root_node(state, Marks(objects, untold), client_items), tuple(objects)
+    return root_node(state, SideData(objects, untold), client_items), tuple(objects)

@@ -23,9 +23,9 @@ from checkpointd.layout.boxes import Box, whole
 from checkpointd.pipeline.read.checkpoint_view import CheckpointView
 from checkpointd_client.capture.dtypes import DTYPES
 from checkpointd_client.capture.pickled import saved
-from checkpointd_client.integrations.conversion.marks import parts, plain_client_state
 from checkpointd_client.integrations.conversion.objects import holds_tensors
 from checkpointd_client.integrations.conversion.paths import Path, leaves, name_of
+from checkpointd_client.integrations.conversion.side_data import parts, plain_client_state
 from checkpointd_client.integrations.dcp.about import About
 from checkpointd_client.restore import content as merging
 from checkpointd_client.restore.building import value_of
@@ -84,11 +84,11 @@ class DcpContent:
 def content_of(world: CheckpointView) -> DcpContent:
     """The content that all ranks saved. FormatError if a tree is invalid."""
     merged = merging.merged_content(world, keep=None, alone=True)
-    state, marks = parts(merged.root)
-    found = _FoundLeaves(world, merged, marks.paths)
+    state, side_data = parts(merged.root)
+    found = _FoundLeaves(world, merged, side_data.paths)
     found.add(leaves(state))
-    objects = dict(marks.objects)
-    paths = found.paths | {name: marks.paths.get(name, (name,)) for name in objects}
+    objects = dict(side_data.objects)
+    paths = found.paths | {name: side_data.paths.get(name, (name,)) for name in objects}
     client_state, tensors = plain_client_state(merged.root)
     left = (*sorted(merged.left), *found.left, *tensors)
     return DcpContent(world, found.tensors, found.values, objects, paths, client_state, left)

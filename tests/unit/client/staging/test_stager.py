@@ -24,8 +24,8 @@ from checkpointd_client import Checkpointer
 from checkpointd_client.capture.state import capture
 from checkpointd_client.staging import stager
 from checkpointd_client.staging.arena import Arena
-from checkpointd_client.staging.moment import Proof
 from checkpointd_client.staging.stager import Copy, Stager, Staging, plan_slot, unchanging
+from checkpointd_client.staging.torn_check import Proof
 
 
 @contextmanager

@@ -19,9 +19,9 @@ from checkpointd.config import CommitConfig, PersistConfig
 from checkpointd.errors import StagingError, StoreError, StoreFullError
 from checkpointd.layout.keys import VERIFIED, AttemptId, default_tag, is_bulk
 from checkpointd.pipeline.attempt import Attempt, WriterState
-from checkpointd.pipeline.decide.recover import recover
 from checkpointd.pipeline.gc import tidying
 from checkpointd.pipeline.gc.retire import Retired
+from checkpointd.pipeline.outcome.recover import recover
 from checkpointd.pipeline.root import catalog, epochs
 from checkpointd.pipeline.shard import AttemptInfo, Shard
 from checkpointd.store.base import Entry, ObjectWriter

@@ -14,7 +14,7 @@ from checkpointd.config import LoadConfig
 from checkpointd.errors import AbortedError
 from checkpointd.layout.boxes import Box, whole
 from checkpointd.layout.plan import PlanComparison
-from checkpointd.pipeline.decide.recover import recover
+from checkpointd.pipeline.outcome.recover import recover
 from checkpointd.pipeline.read.checkpoint_view import read_view
 from checkpointd.pipeline.read.load import read_boxes
 from checkpointd.pipeline.read.plan import BoxRequest
@@ -115,7 +115,7 @@ async def test_boxes_that_overlap_in_part_name_the_remedy() -> None:
 
 
 async def test_verify_finds_what_no_coordinator_has_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("checkpointd.pipeline.decide.publish.compared", lambda *_: PlanComparison())
+    monkeypatch.setattr("checkpointd.pipeline.outcome.publish.compared", lambda *_: PlanComparison())
     async with PosixStore(tmp_path) as store:
         pieces = lambda rank: on_two_stages(rank, other=TENSOR * 2)  # noqa: E731
         await save_checkpoint(store, world_size=4, tensors=lambda _: {}, pieces=pieces)

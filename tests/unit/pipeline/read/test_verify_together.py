@@ -65,7 +65,7 @@ async def test_ranks_that_did_not_store_one_whole_are_told_apart(
     tmp_path: Path, rows: Sequence[tuple[int, int]], dtypes: Sequence[str], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No coordinator lets such a checkpoint pass; this one looked away."""
-    monkeypatch.setattr("checkpointd.pipeline.decide.publish.compared", lambda *_: PlanComparison())
+    monkeypatch.setattr("checkpointd.pipeline.outcome.publish.compared", lambda *_: PlanComparison())
     found = await verdict(tmp_path, rows, dtypes)
     [damage] = found.damage
     assert (damage.code, damage.key) == ("FormatError", "global_step1/00000001-0/outcome")

@@ -13,7 +13,7 @@ import pytest
 from checkpointd.errors import NotFoundError, RootInUseError, StoreError, UnreadableError
 from checkpointd.layout.keys import attempt_lease_key, epoch_key, job_lease_key
 from checkpointd.layout.manifest import Lease, Outcome, WriterIdentity, decode, encode
-from checkpointd.pipeline.decide.recover import outlived
+from checkpointd.pipeline.outcome.recover import outlived
 from checkpointd.pipeline.root import epochs, leases
 from checkpointd.pipeline.root.leases import Beginner, HeldLease, Sight
 from checkpointd.store.memory import MemoryStore

@@ -1,4 +1,4 @@
-"""COMMIT-1 to COMMIT-3 of pipeline/decide/publish.py: one outcome whoever puts it, commits only of whole attempts,
+"""COMMIT-1 to COMMIT-3 of pipeline/outcome/publish.py: one outcome whoever puts it, commits only of whole attempts,
 plans that fit together.
 """
 
@@ -16,7 +16,7 @@ from checkpointd.errors import AbortedError, DamagedError, FencedError, NotFound
 from checkpointd.layout.boxes import Box
 from checkpointd.layout.keys import AttemptId, plan_key
 from checkpointd.layout.manifest import Plan, Vote, decode, digest, encode
-from checkpointd.pipeline.decide.publish import Ballot, PlanCheck, missing_ranks, outcome_of, put_outcome
+from checkpointd.pipeline.outcome.publish import Ballot, PlanCheck, missing_ranks, outcome_of, put_outcome
 from checkpointd.pipeline.read.verify import verify
 from checkpointd.pipeline.root import catalog, epochs
 from checkpointd.pipeline.shard import Shard

@@ -1,4 +1,4 @@
-"""MOMENT-1 and MOMENT-2 of moment.py: what a sample sees, that it sees nothing where nothing changed, that its
+"""TORN-1 and TORN-2 of moment.py: what a sample sees, that it sees nothing where nothing changed, that its
 plan follows the tensors.
 """
 
@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpointd_client.capture.dtypes import DTYPES, copy_bits
-from checkpointd_client.staging.moment import EVERY, LINE, SMALL, Sample, Sampler
+from checkpointd_client.staging.torn_check import EVERY, LINE, SMALL, Sample, Sampler
 
 SIZES = [1, 4, 8, 63, 64, 65, 127, SMALL - 4, SMALL, SMALL + 4, 4096, EVERY, EVERY + 64, 5 * EVERY + 12]
 

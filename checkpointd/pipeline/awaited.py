@@ -15,7 +15,7 @@ NAMED_MAX = 32
 """Ranks that one line of the log names."""
 
 
-class Missing:
+class Awaited:
     """The wait of one rank's attempt; it begins anew whenever a phase, a byte on the disk or a vote has come."""
 
     def __init__(self, info: AttemptInfo, progress: ShardProgress) -> None:

@@ -5,8 +5,8 @@ however the copy and a change of the source interleaved. torch's version counter
 change that reaches a sampled byte before its copy does.
 
 Invariants
-  MOMENT-1  A sample never calls a snapshot torn that is not: it reads the bytes that the copy reads, in the copy's order.
-  MOMENT-2  A plan is used only while every tensor has the address, size and strides that it was made for, and the caller holds
+  TORN-1  A sample never calls a snapshot torn that is not: it reads the bytes that the copy reads, in the copy's order.
+  TORN-2  A plan is used only while every tensor has the address, size and strides that it was made for, and the caller holds
       it.
 """
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from checkpointd.layout.keys import AttemptId
-from checkpointd.pipeline.decide.recover import recover
+from checkpointd.pipeline.outcome.recover import recover
 from checkpointd.pipeline.root import catalog, epochs
 from checkpointd.store.posix.store import PosixStore
 from tests.builders import leave_in_doubt, load_arrays, plan_save, rank_arrays, save_checkpoint

@@ -13,8 +13,8 @@ from checkpointd.config import LoadConfig
 from checkpointd.errors import FencedError
 from checkpointd.layout.keys import epoch_key
 from checkpointd.layout.manifest import Epoch, decode, encode
-from checkpointd.pipeline.decide.recover import Recovery, recover
 from checkpointd.pipeline.gc.retire import retire
+from checkpointd.pipeline.outcome.recover import Recovery, recover
 from checkpointd.pipeline.read.readback import read_back
 from checkpointd.pipeline.read.verify import verify
 from checkpointd.pipeline.root import catalog, epochs

@@ -21,7 +21,7 @@ _OBJECTS, _PATHS = "objects", "paths"
 
 
 @dataclass(frozen=True, slots=True)
-class Marks:
+class SideData:
     """Objects and paths, by name."""
 
     objects: Mapping[str, bytes] = field(default_factory=dict)
@@ -36,9 +36,9 @@ class Marks:
         return ((KEY, tree.Dict("dict", ((_OBJECTS, objects), (_PATHS, paths)))),)
 
 
-def root_node(state: tree.Node, marks: Marks, client_items: tuple[tuple[tree.Node, tree.Node], ...] = ()) -> tree.Node:
+def root_node(state: tree.Node, side_data: SideData, client_items: tuple[tuple[tree.Node, tree.Node], ...] = ()) -> tree.Node:
     """The whole tree of a rank; `client_items` are the client state that a user gave."""
-    client = tree.Dict("dict", (*client_items, *marks.items()))
+    client = tree.Dict("dict", (*client_items, *side_data.items()))
     return tree.Dict("dict", (("state", state), (CLIENT_STATE, client)))
 
 
@@ -51,13 +51,13 @@ def plain_client_state(root: tree.Node) -> tuple[tree.Dict, tuple[str, ...]]:
     return tree.Dict("dict", plain), left
 
 
-def parts(root: tree.Node) -> tuple[tree.Node, Marks]:
-    """The state in `root`, and its marks; an entry of another form than ours is ignored."""
+def parts(root: tree.Node) -> tuple[tree.Node, SideData]:
+    """The state in `root`, and its side data; an entry of another form than ours is ignored."""
     found = by_name(root)
     said = by_name(by_name(found.get(CLIENT_STATE)).get(KEY))
     objects = {name: node.data for name, node in by_name(said.get(_OBJECTS)).items() if isinstance(node, tree.Bytes)}
     paths = {name: path for name, node in by_name(said.get(_PATHS)).items() if (path := _path(node))}
-    return found.get("state"), Marks(objects, paths)
+    return found.get("state"), SideData(objects, paths)
 
 
 def _path(node: tree.Node) -> Path:

@@ -29,8 +29,8 @@ from checkpointd.errors import DamagedError, NotFoundError, StoreError
 from checkpointd.layout.keys import OUTCOME, AttemptId, attempt_lease_key, vote_name
 from checkpointd.layout.manifest import Outcome, Vote
 from checkpointd.layout.plan import cover_fault
-from checkpointd.pipeline.decide.publish import RECOVERY, Ballot, PlanCheck, outcome_of, put_outcome
 from checkpointd.pipeline.gc.collect import collect
+from checkpointd.pipeline.outcome.publish import RECOVERY, Ballot, PlanCheck, outcome_of, put_outcome
 from checkpointd.pipeline.root import catalog
 from checkpointd.pipeline.root.candidates import lost_newest
 from checkpointd.pipeline.root.catalog import AttemptView, Checkpoint

@@ -8,8 +8,8 @@ import pytest
 
 from checkpointd.config import LoadConfig
 from checkpointd.layout.keys import AttemptId
-from checkpointd.pipeline.decide import recover as recovering
-from checkpointd.pipeline.decide.recover import Recovery, judge, recover
+from checkpointd.pipeline.outcome import recover as recovering
+from checkpointd.pipeline.outcome.recover import Recovery, judge, recover
 from checkpointd.pipeline.read.readback import read_back
 from checkpointd.pipeline.read.verify import verify
 from checkpointd.pipeline.root import catalog
