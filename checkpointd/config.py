@@ -16,6 +16,8 @@ from checkpointd.errors import UsageError
 MIB = 1 << 20
 TIMEOUT_S_MAX = 30 * 86400.0
 ABSENCE_S = 3.0
+SOCKET_PATH_BYTES_MAX = 107
+"""The longest path of a Unix socket that Linux takes."""
 
 
 def _positive(**values: float) -> None:
@@ -266,10 +268,9 @@ class ServeConfig:
                 raise UsageError(
                     f"the name {self.names[root]!r} is for {root}, which lies below no --root ({', '.join(self.roots)})"
                 )
-        if len(os.fsencode(self.socket)) > 107:
-            raise UsageError(
-                f"the socket's path has {len(os.fsencode(self.socket))} bytes; Linux takes up to 107: {self.socket}"
-            )
+        nbytes = len(os.fsencode(self.socket))
+        if nbytes > SOCKET_PATH_BYTES_MAX:
+            raise UsageError(f"the socket's path has {nbytes} bytes; Linux takes up to {SOCKET_PATH_BYTES_MAX}: {self.socket}")
         _positive(clients_max=self.clients_max, slots_max=self.slots_max, saves_max=self.saves_max, encoders=self.encoders)
         _positive(progress_interval_s=self.progress_interval_s, hello_s=self.hello_s)
         if self.bandwidth_bps is not None and self.bandwidth_bps < MIB:

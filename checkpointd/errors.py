@@ -5,6 +5,7 @@ A message says what happened, to what, and what to do next. Exit codes are part 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import ClassVar
 
 
@@ -31,7 +32,7 @@ class ClosedError(UsageError):
 
 
 class StateError(UsageError):
-    """The state holds an object that cannot be stored safely, or loaded into; names the FQN and the type."""
+    """The state holds an object that checkpointd cannot store safely or load into; the message names its FQN and type."""
 
 
 class UnsafeObjectError(StateError):
@@ -49,19 +50,19 @@ class MismatchError(CheckpointdError):
 
 
 class WorldSizeError(MismatchError):
-    """The checkpoint was saved by another number of ranks than the one that loads it."""
+    """The number of ranks that saved the checkpoint differs from the number that loads it."""
 
 
 class NotFoundError(CheckpointdError):
-    """A tag, an attempt or an object that was asked for by name does not exist."""
+    """The tag, attempt or object that the caller named does not exist."""
 
     exit_code = 4
 
 
 class DamagedError(CheckpointdError):
-    """Stored bytes are proved wrong or gone; names the object, and the FQN and rank if they are known.
+    """Stored bytes are proved wrong or gone; the message names the object, and the FQN and rank if they are known.
 
-    An object that merely cannot be read now is an UnreadableError.
+    If an object cannot be read now but may be whole, the error is an UnreadableError.
     """
 
     exit_code = 5
@@ -72,7 +73,7 @@ class DamagedError(CheckpointdError):
 
 
 class CodecError(DamagedError):
-    """A stored chunk does not decode: truncated, malformed, or of another size than the index says."""
+    """A stored chunk does not decode: it is truncated or malformed, or its size is not the one in the index."""
 
 
 class FormatError(DamagedError):
@@ -91,7 +92,7 @@ class UnreadableError(StoreError):
 
 
 class StoreFullError(StoreError):
-    """No space, or the quota is used up: free some and save again."""
+    """The disk is full or the quota is used up. Free some space and save again."""
 
 
 class LinkError(StoreError):
@@ -107,9 +108,9 @@ class RootNotSharedError(StoreError):
 
 
 class RootGoneError(StoreError):
-    """The root is no longer the directory in which this job began, such as after an unmount; nothing was written there.
+    """The root is no longer the directory in which this job began, for example after an unmount; nothing was written there.
 
-    Later saves go on by themselves once that directory is back.
+    Once the directory is back, later saves work again by themselves.
     """
 
 
@@ -123,7 +124,7 @@ class PartlyLoadedError(CheckpointdError):
 
 
 class AbortedError(CheckpointdError):
-    """All ranks gave up a save; says why and names the ranks. The next save starts anew."""
+    """All ranks gave up a save; the message says why and names the ranks. The next save starts anew."""
 
     exit_code = 7
     retryable = True
@@ -134,7 +135,7 @@ class AbortedError(CheckpointdError):
 
 
 class DeadlineError(AbortedError):
-    """The deadline passed before every rank had voted; names the missing ranks."""
+    """The deadline passed before every rank had voted; the message names the missing ranks."""
 
 
 class NoProgressError(AbortedError):
@@ -156,7 +157,7 @@ class FencedError(CheckpointdError):
 
 
 class RootInUseError(CheckpointdError):
-    """Another job is alive at this root; nothing was begun, and that job goes on undisturbed."""
+    """Another job is alive at this root. This job did not begin, and the other one goes on undisturbed."""
 
     exit_code = 16
     retryable = True
@@ -191,7 +192,7 @@ class WireError(CheckpointdError):
 class SidecarError(CheckpointdError):
     """The sidecar cannot be reached, refused the request, or went away before it answered.
 
-    `seen` says what happened, `advice` what to do about it; the message is both.
+    `seen` says what happened and `advice` what to do about it; the message joins both.
     """
 
     exit_code = 13
@@ -203,40 +204,14 @@ class SidecarError(CheckpointdError):
 
 
 class SidecarFullError(SidecarError):
-    """The sidecar has no room for one more connection, or for that many bytes; it goes on serving the others."""
+    """The sidecar has no room for another connection or for that many bytes; it goes on serving the others."""
 
 
-ERRORS: dict[str, type[CheckpointdError]] = {
-    cls.__name__: cls
-    for cls in (
-        UsageError,
-        ClosedError,
-        StateError,
-        UnsafeObjectError,
-        MismatchError,
-        WorldSizeError,
-        NotFoundError,
-        DamagedError,
-        CodecError,
-        FormatError,
-        StoreError,
-        UnreadableError,
-        WireError,
-        SidecarError,
-        SidecarFullError,
-        StoreFullError,
-        LinkError,
-        RootNotSharedError,
-        RootGoneError,
-        PartlyLoadedError,
-        AbortedError,
-        DeadlineError,
-        NoProgressError,
-        SkippedError,
-        FencedError,
-        RootInUseError,
-        StagingError,
-        WaitTimeoutError,
-        ProtocolError,
-    )
-}
+def _below(kind: type[CheckpointdError]) -> Iterator[type[CheckpointdError]]:
+    for child in kind.__subclasses__():
+        yield child
+        yield from _below(child)
+
+
+ERRORS = {kind.__name__: kind for kind in _below(CheckpointdError)}
+"""Every class of this file below CheckpointdError, by its name."""

@@ -1,4 +1,4 @@
-"""Runs all checks, one after another; none can prevent another."""
+"""Runs all checks, one after another. A check that fails does not stop the others."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TRIALS: tuple[tuple[str, Callable[[str], Finding]], ...] = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What to look at. `state_bytes`: None takes the newest checkpoint's size; `nodes`: over how many the state is spread."""
+    """What to check. If `state_bytes` is None, the newest checkpoint gives the size. `nodes`: how many share the state."""
 
     root: str | None = None
     socket: str | None = None
@@ -43,7 +43,7 @@ class Question:
 
 
 def examine(question: Question) -> Diagnosis:
-    """Make every check that `question` asks for. UsageError where the root is not one that other processes could see."""
+    """Run every check that `question` asks for. UsageError if other processes cannot see the root."""
     root = None if question.root is None else _path_of(question.root)
     state = _state_size(question, root)
     findings = [*_root(root, state, question.copies), *_memory(state), *machine.here(), *software.here()]
@@ -78,7 +78,7 @@ def _state_size(question: Question, root: str | None) -> StateSize | None:
 
 
 def _newest_size(root: str) -> tuple[int | None, str]:
-    """The raw bytes of the newest checkpoint at `root` that tells them, and its tag."""
+    """The raw bytes of the newest checkpoint at `root` that records them, and words that name the checkpoint."""
 
     async def newest() -> tuple[int | None, str]:
         async with open_store(root) as store:
@@ -90,7 +90,7 @@ def _newest_size(root: str) -> tuple[int | None, str]:
     try:
         return asyncio.run(newest())
     except CheckpointdError:
-        return None, ""  # what is wrong with the root is for the checks to say
+        return None, ""  # the checks of the root report the error
 
 
 # --- the parts ---------------------------------------------------------------------------------------------------
@@ -98,12 +98,12 @@ def _newest_size(root: str) -> tuple[int | None, str]:
 
 def _root(root: str | None, state: StateSize | None, copies: int) -> Iterator[Finding]:
     if root is None:
-        advice = "give it, or set CHECKPOINTD_ROOT: most of what goes wrong goes wrong there"
-        yield Finding(topic="root", check="root", level="note", seen="no root was given", fix=advice)
+        advice = "name the root, or set CHECKPOINTD_ROOT: most failures come from the root's file system"
+        yield Finding("root", "root", "note", "no root was given", advice)
         return
     there = os.path.lexists(root)
     real = os.path.realpath(root)
-    mount = mounts.mount_of(real, Path("/proc/self/mountinfo").read_text())
+    mount = mounts.mount_of(real, Path("/proc/self/mountinfo").read_text(errors="surrogateescape"))
     yield mounts.file_system(mount)
     if mount is not None:
         yield mounts.mount_options(mount)
@@ -125,7 +125,7 @@ def _writable(root: str, real: str, there: bool) -> Finding:
     seen = "a directory that this user can write to" if there else "not there yet; this user can make it"
     if root != real:
         seen = f"{seen}; it leads to {real}"
-    return Finding(topic="root", check="root", level="ok", seen=seen)
+    return Finding("root", "root", "ok", seen)
 
 
 def _memory(state: StateSize | None) -> list[Finding]:
@@ -139,7 +139,7 @@ def _memory(state: StateSize | None) -> list[Finding]:
 
 
 def _made(topic: Topic, check: str, trial: Callable[[], Finding]) -> Finding:
-    """The finding of `trial`; an error that it did not foresee is one, too."""
+    """The finding of `trial`. An error that `trial` did not expect becomes a finding, too."""
     try:
         return trial()
     except OSError as error:
@@ -147,8 +147,8 @@ def _made(topic: Topic, check: str, trial: Callable[[], Finding]) -> Finding:
 
 
 def _failed(topic: Topic, check: str, error: OSError, root: str) -> Finding:
-    """The words that a save would end with for the same error."""
+    """The finding for `error`, in the words that a save would use for the same error."""
     _, _, words = str(store_error(error, doing="trying", key=check, url=root)).partition(" failed: ")
     seen, _, fix = words.partition(": ")
     where = f"{error.filename}: " if isinstance(error.filename, str) else ""
-    return Finding(topic=topic, check=check, level="fail", seen=f"{where}{seen}", fix=fix or "look at the kernel log")
+    return Finding(topic, check, "fail", f"{where}{seen}", fix or "look at the kernel log")

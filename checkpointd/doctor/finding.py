@@ -7,12 +7,12 @@ from typing import Literal, TypeAlias
 import msgspec
 
 Level: TypeAlias = Literal["ok", "note", "warn", "fail"]
-"""`note`: works, and is worth knowing. `warn`: works, but not as promised. `fail`: saves, or commits, will not work."""
+"""`note`: it works, with a remark. `warn`: it works, but not as promised. `fail`: saves or commits will not work."""
 Topic: TypeAlias = Literal["root", "space", "memory", "machine", "software", "sidecar"]
 
 
-class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """`check` is the stable name of the check; `fix` is empty where nothing need be done."""
+class Finding(msgspec.Struct, frozen=True):
+    """`check` is the stable name of the check; `fix` is empty if nothing needs to be done."""
 
     topic: Topic
     check: str
@@ -22,17 +22,17 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StateSize(msgspec.Struct, frozen=True, kw_only=True):
-    """The bytes of the state over all ranks, and on one node; `source` says where the figure is from."""
+    """The bytes of the state on all ranks together and on one node; `source` says where the figure comes from."""
 
     total_bytes: int
     node_bytes: int
     source: str
     share_known: bool
-    """Whether `node_bytes` was told; otherwise it is taken to be all of it."""
+    """Whether the user gave the number of nodes. Otherwise `node_bytes` equals `total_bytes`."""
 
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
-    """All findings, in the order in which they were made. `state_bytes`: None where the size of the state is not known."""
+    """All findings, in the order of the checks. `state_bytes` is None if the size of the state is not known."""
 
     release: str
     root: str | None

@@ -5,28 +5,27 @@ from __future__ import annotations
 import os
 import re
 import resource
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 from checkpointd.daemon.sandbox import LANDLOCK_LEAST, LANDLOCK_TOO_OLD, landlock_version
-from checkpointd.doctor.finding import Finding, Level
+from checkpointd.doctor.finding import Finding
 
 KERNEL_LEAST: Final = (5, 4)
 KERNEL_WANTED: Final = (5, 14)
 FILES_BASE: Final = 64
 FILES_PER_RANK: Final = 8
-"""A connection, up to four slots, the objects being written."""
+"""Its connection, up to four slots, and the objects that are being written."""
 RANKS_USUAL: Final = 8
 RANKS_MAX: Final = 256
 BACKLOG_WANTED: Final = 512
 
-
-def _finding(check: str, level: Level, seen: str, fix: str = "") -> Finding:
-    return Finding(topic="machine", check=check, level=level, seen=seen, fix=fix)
+_finding = partial(Finding, "machine")
 
 
 def kernel(release: str) -> Finding:
-    """The kernel's version, as `uname -r` tells it."""
+    """The kernel's version; `release` is the output of `uname -r`."""
     found = re.match(r"(\d+)\.(\d+)", release)
     if found is None:
         return _finding("kernel", "note", f"the kernel calls itself {release!r}")
@@ -42,7 +41,7 @@ def kernel(release: str) -> Finding:
 
 
 def open_files(soft: int, hard: int) -> Finding:
-    """RLIMIT_NOFILE against what a sidecar with many ranks has open."""
+    """Whether RLIMIT_NOFILE is enough for a sidecar with many ranks."""
     unlimited = resource.RLIM_INFINITY
     ranks = RANKS_MAX if soft == unlimited else (soft - FILES_BASE) // FILES_PER_RANK
     seen = "no limit on open files" if soft == unlimited else f"{soft} files may be open"
@@ -63,19 +62,19 @@ def backlog(somaxconn: str | None) -> Finding:
     if somaxconn is None or not somaxconn.isdecimal():
         return _finding("backlog", "ok", "the kernel does not say how many connections may wait")
     if int(somaxconn) < BACKLOG_WANTED:
-        advice = "with more ranks than that starting at once, some connect at a second try: raise net.core.somaxconn"
+        advice = "if more ranks start at once, some connect only at the second try: raise net.core.somaxconn"
         return _finding("backlog", "note", f"{somaxconn} connections may wait", advice)
     return _finding("backlog", "ok", f"{somaxconn} connections may wait")
 
 
 def sandbox(landlock: int, *, seccomp: bool) -> Finding:
-    """What a sidecar can forbid itself here (`checkpointd serve --sandbox`)."""
+    """Which restrictions a sidecar can put on itself here (`checkpointd serve --sandbox`)."""
     missing = [name for name, there in (("Landlock", landlock), ("seccomp", seccomp)) if not there]
     if missing:
-        advice = "a sidecar runs without: name landlock in the kernel's `lsm=` list, or use a kernel that is built with it"
+        advice = "a sidecar runs without them: add landlock to the kernel's `lsm=` list, or use a kernel built with both"
         return _finding("sandbox", "note", f"this kernel has no {' and no '.join(missing)}", advice)
     if landlock < LANDLOCK_LEAST:
-        return _finding("sandbox", "note", LANDLOCK_TOO_OLD, "a sidecar runs without: use Linux 5.19 or newer")
+        return _finding("sandbox", "note", LANDLOCK_TOO_OLD, "a sidecar runs without Landlock: use Linux 5.19 or newer")
     return _finding("sandbox", "ok", f"this kernel has seccomp, and Landlock {landlock}")
 
 

@@ -1,7 +1,7 @@
 """Tests whether the snapshots fit into memory, and whether the arena can allocate as it needs to.
 
-A rank's snapshots live in two slots, each as large as what it saves, in a memfd. That is memory of the node, and counts in the
-trainer's cgroup; the size of /dev/shm does not matter.
+A rank keeps its snapshots in two slots. Each slot is a memfd as large as the state that the rank saves. Slots take memory of
+the node and count in the trainer's cgroup; the size of /dev/shm does not matter.
 """
 
 from __future__ import annotations
@@ -11,33 +11,30 @@ import fcntl
 import mmap
 import os
 import resource
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
-from checkpointd.doctor.finding import Finding, Level, StateSize
+from checkpointd.doctor.finding import Finding, StateSize
+from checkpointd.memory_limit import memory_bytes
 from checkpointd.phrases import byte_size
 
 SLOTS: Final = 2
 WRITER_BYTES: Final = 256 << 20
-"""What one rank's writer takes beside its snapshots, at most (PersistConfig.budget_bytes)."""
+"""The most memory that one rank's writer takes beside its snapshots (PersistConfig.budget_bytes)."""
 _MADV_POPULATE_WRITE: Final = 23
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | 0x0010
-"""With F_SEAL_FUTURE_WRITE: what a sidecar asks of a slot."""
-_UNLIMITED: Final = 1 << 60
-"""cgroup v1 writes a number near 2^63 where there is no limit."""
+"""The seals that a sidecar requires of a slot; the number is F_SEAL_FUTURE_WRITE."""
+
+_finding = partial(Finding, "memory")
 
 
-def _finding(check: str, level: Level, seen: str, fix: str = "") -> Finding:
-    return Finding(topic="memory", check=check, level=level, seen=seen, fix=fix)
-
-
-# --- how it can be had -------------------------------------------------------------------------------------------
+# --- how to allocate it -------------------------------------------------------------------------------------------
 
 
 def memfd() -> Finding:
-    """memfd_create and its seals: memory that can be handed to the sidecar, which no one can pull away under it."""
+    """memfd_create and its seals: memory that a trainer hands to the sidecar and cannot shrink afterwards."""
     size = 4 * mmap.PAGESIZE
     try:
         descriptor = os.memfd_create("checkpointd-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -66,7 +63,7 @@ def _why_no_memfd() -> str:
 
 
 def populate() -> Finding:
-    """MADV_POPULATE_WRITE: pages are there before the first save needs them."""
+    """MADV_POPULATE_WRITE: the kernel allocates pages before the first save needs them."""
     libc = ctypes.CDLL(None, use_errno=True)
     with mmap.mmap(-1, 4 * mmap.PAGESIZE) as mapped:
         at = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
@@ -77,12 +74,12 @@ def populate() -> Finding:
         "populate",
         "note",
         f"MADV_POPULATE_WRITE is refused: {os.strerror(failed)}",
-        "the first two saves are slower, as their pages are made while they are copied; Linux 5.14 and newer have it",
+        "the first two saves are slower, as the kernel allocates their pages during the copy; Linux 5.14 and newer have it",
     )
 
 
 def locked(state: StateSize | None, *, limit: int | None = None, gpu: bool | None = None) -> Finding:
-    """RLIMIT_MEMLOCK (`limit` bytes) against what CUDA pins: the slots. Without a GPU nothing is pinned."""
+    """Whether RLIMIT_MEMLOCK (`limit` bytes) lets CUDA pin the slots. Without a GPU nothing is pinned."""
     soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] if limit is None else limit
     if gpu is None:
         gpu = os.path.exists("/dev/nvidiactl")
@@ -107,58 +104,35 @@ def locked(state: StateSize | None, *, limit: int | None = None, gpu: bool | Non
 
 @dataclass(frozen=True, slots=True)
 class MachineMemory:
-    """Bytes of this machine: all, what could be had now, and what this cgroup may have (None: no limit)."""
+    """Bytes: all memory of this machine, the part that is available now, and the part that this process may use."""
 
     total: int
     available: int
-    limit: int | None
+    allowed: int
 
 
 def measured() -> MachineMemory:
-    """What the kernel says of this machine and this cgroup."""
+    """The kernel's figures for this machine, and the limits of this process's control groups."""
     fields = dict(line.split(":", 1) for line in (_text("/proc/meminfo") or "").splitlines())
     total, available = (int(fields.get(name, "0").split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
-    return MachineMemory(total, available, cgroup_limit(_text("/proc/self/cgroup") or "", _text))
+    return MachineMemory(total, available, min(total, memory_bytes()))
 
 
 def fits(found: MachineMemory, state: StateSize | None) -> Finding:
-    """Two slots of what this node saves, and its writer, against the memory."""
-    bound = found.total if found.limit is None else min(found.total, found.limit)
-    what = f"{byte_size(bound)} of memory" + (" (limit of this cgroup)" if bound < found.total else "")
+    """Whether two snapshots of this node's part of the state, and the writer, fit into the memory."""
+    what = f"{byte_size(found.allowed)} of memory" + (" (limit of this cgroup)" if found.allowed < found.total else "")
     seen = f"{what}, {byte_size(found.available)} available now"
     if state is None:
         return _finding("memory", "note", seen, "how much is needed is not known yet: give --state-bytes, or save once")
     needed = SLOTS * state.node_bytes + WRITER_BYTES
     seen = f"{seen}; two snapshots and the writer take {byte_size(needed)}"
-    if needed > bound:
+    if needed > found.allowed:
         if not state.share_known:
             return _finding("memory", "warn", f"{seen} if one node holds all of the state", "if it spans several: give --nodes")
         return _finding("memory", "fail", seen, "use more nodes or more memory, or raise the cgroup's limit")
-    if needed > min(bound, found.available):
-        return _finding("memory", "note", seen, "what else runs here must leave that much, beside the trainer's own memory")
+    if needed > min(found.allowed, found.available):
+        return _finding("memory", "note", seen, "other programs here, and the trainer itself, must leave that much memory free")
     return _finding("memory", "ok", seen)
-
-
-def cgroup_limit(cgroups: str, read: Callable[[str], str | None]) -> int | None:
-    """The least memory limit of the cgroups in `cgroups` (/proc/self/cgroup) and of those above, in bytes; None: none."""
-    limits: list[int] = []
-    for line in cgroups.splitlines():
-        _, controllers, path = [*line.split(":", 2), "", ""][:3]
-        if controllers == "":
-            limits += _limits_up("/sys/fs/cgroup", path, "memory.max", read)
-        elif "memory" in controllers.split(","):
-            limits += _limits_up("/sys/fs/cgroup/memory", path, "memory.limit_in_bytes", read)
-    return min(limits, default=None)
-
-
-def _limits_up(mount: str, path: str, name: str, read: Callable[[str], str | None]) -> list[int]:
-    parts = [part for part in path.split("/") if part]
-    found = []
-    for depth in range(len(parts) + 1):
-        text = read("/".join([mount, *parts[:depth], name]))
-        if text is not None and text.isdecimal() and int(text) < _UNLIMITED:
-            found.append(int(text))
-    return found
 
 
 def overcommit(mode: str | None) -> Finding:
@@ -167,8 +141,8 @@ def overcommit(mode: str | None) -> Finding:
         return _finding(
             "overcommit",
             "note",
-            "vm.overcommit_memory is 2: memory must be there when it is asked for",
-            "slots count at once, in full: raise vm.overcommit_ratio if a slot is refused",
+            "vm.overcommit_memory is 2: the kernel grants only memory that it has",
+            "slots count in full from the start: raise vm.overcommit_ratio if a slot is refused",
         )
     return _finding("overcommit", "ok", "memory is taken as it is used")
 

@@ -1,22 +1,24 @@
-"""Finds the file system of a path in /proc/self/mountinfo (proc(5)), and its consequences."""
+"""Finds the file system of a path in /proc/self/mountinfo (proc(5)), and judges whether it suits a root."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
+from functools import partial
 
 from checkpointd.doctor.finding import Finding, Level
+from checkpointd.memory_limit import unescaped
 
 VOLATILE = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 LAYERED = frozenset({"overlay", "aufs"})
 NETWORKED = frozenset({"nfs", "nfs4", "lustre", "gpfs", "ceph", "beegfs", "glusterfs", "cifs", "smb3", "9p", "virtiofs", "afs"})
 LINKLESS = frozenset({"vfat", "msdos", "exfat", "fuse.s3fs", "fuse.gcsfuse", "fuse.goofys", "fuse.mount-s3", "fuse.rclone"})
-_ESCAPE = re.compile(r"\\([0-7]{3})")
+
+_finding = partial(Finding, "root", "file-system")
 
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """One line of mountinfo: `options` are the mount's and the file system's own, together."""
+    """One line of mountinfo; `options` has the options of the mount and those of its file system."""
 
     point: str
     kind: str
@@ -29,28 +31,24 @@ class Mount:
 
 
 def mount_of(path: str, mountinfo: str) -> Mount | None:
-    """The mount that the absolute `path` without links lies on; the last one, where one hides another."""
+    """The mount that holds `path`, an absolute path without links. If one mount hides another, the last one counts."""
     found: Mount | None = None
     for line in mountinfo.splitlines():
         before, _, after = line.partition(" - ")
         fields, system = before.split(" "), after.split(" ")
         if len(fields) < 6 or len(system) < 3:
             continue
-        point = _unescaped(fields[4])
+        point = unescaped(fields[4])
         if not (path == point or path.startswith(point.rstrip("/") + "/")):
             continue
         if found is None or len(point) >= len(found.point):
             options = frozenset([*fields[5].split(","), *system[2].split(",")])
-            found = Mount(point, _unescaped(system[0]), _unescaped(system[1]), options)
+            found = Mount(point, unescaped(system[0]), unescaped(system[1]), options)
     return found
 
 
-def _unescaped(text: str) -> str:
-    return _ESCAPE.sub(lambda found: chr(int(found[1], 8)), text)
-
-
 def file_system(mount: Mount | None) -> Finding:
-    """What kind of file system the root lies on."""
+    """The kind of file system that holds the root."""
     if mount is None:
         return _finding("note", "the kernel does not say which file system the root lies on")
     seen = f"{mount.kind}, mounted at {mount.point}"
@@ -60,7 +58,7 @@ def file_system(mount: Mount | None) -> Finding:
         return _finding(
             "warn",
             f"{seen}: the writable layer of a container",
-            "checkpoints may go with the container: mount a volume and put the root there",
+            "checkpoints may be removed with the container: mount a volume and put the root there",
         )
     if mount.kind in LINKLESS:
         return _finding(
@@ -72,7 +70,7 @@ def file_system(mount: Mount | None) -> Finding:
         return _finding(
             "note",
             f"{seen}: a file system in user space",
-            "whether fsync and hard links keep their promise is up to its program: read its documentation",
+            "its program decides whether fsync and hard links keep their promise: read its documentation",
         )
     if mount.networked:
         return _finding("ok", f"{seen}: a network file system, which nodes can share")
@@ -96,11 +94,7 @@ def mount_options(mount: Mount) -> Finding:
     """Options of the mount that break a promise."""
     risky = sorted(mount.options & _RISKY.keys(), key=lambda option: _RISKY[option][0] != "fail")
     if not risky:
-        return Finding(topic="root", check="mount-options", level="ok", seen="no option that weakens fsync or locks")
+        return Finding("root", "mount-options", "ok", "no option that weakens fsync or locks")
     level = _RISKY[risky[0]][0]
     advice = "; ".join(dict.fromkeys(_RISKY[option][1] for option in risky))
-    return Finding(topic="root", check="mount-options", level=level, seen=f"mounted with {', '.join(risky)}", fix=advice)
-
-
-def _finding(level: Level, seen: str, fix: str = "") -> Finding:
-    return Finding(topic="root", check="file-system", level=level, seen=seen, fix=fix)
+    return Finding("root", "mount-options", level, f"mounted with {', '.join(risky)}", advice)

@@ -1,9 +1,9 @@
-"""A directory at the root for the tests, which is always removed afterwards.
+"""A directory below the root in which the checks write, removed afterwards.
 
 Invariants
-  SCRATCH-1  What lies at the root is never touched; everything tried happens in a new directory below `.checkpointd`.
-  SCRATCH-2  That directory, and what had to be made to hold it, is removed at the end: also after Ctrl-C, SIGTERM and SIGHUP.
-      What SIGKILL left is removed by the next doctor on this machine, and only once its maker is gone.
+  SCRATCH-1  The checks never touch files that were there before: they write only in a new directory below `.checkpointd`.
+  SCRATCH-2  The doctor removes that directory at the end, with every directory above it that it had to make, also after Ctrl-C,
+      SIGTERM and SIGHUP. After SIGKILL, the next doctor on this machine removes it, but only once the killed process is gone.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 @contextlib.contextmanager
 def scratch(root: str) -> Iterator[str]:
-    """A new empty directory below `root`, which is made where it is missing. OSError where that cannot be."""
+    """A new empty directory below `root`, which is made if it is missing. OSError if it cannot be made."""
     place = f"{root}/{PLACE}"
     made: list[str] = []
     with _signals_unwind():
@@ -40,12 +40,12 @@ def scratch(root: str) -> Iterator[str]:
                 shutil.rmtree(own, ignore_errors=True)
         finally:
             for path in [place, *reversed(made)]:
-                with contextlib.suppress(OSError):  # gone, or another one is in it
+                with contextlib.suppress(OSError):  # it is gone, or another doctor uses it
                     os.rmdir(path)
 
 
 def _made_in(place: str, made: list[str]) -> str:
-    """A new directory in `place`, which another doctor that ends may remove at any time until this one is in it."""
+    """A new directory in `place`. Another doctor that ends may remove `place` at any time while it is empty."""
     own = f"{place}/{writers.new_writer()}"
     for _ in range(_RACES_MAX):
         _make(place, made)
@@ -56,7 +56,7 @@ def _made_in(place: str, made: list[str]) -> str:
 
 
 def _make(path: str, made: list[str]) -> None:
-    """`path` and what is missing above it; `made` gets what was made, the uppermost first."""
+    """Make `path` and the missing directories above it; append each new one to `made`, the uppermost first."""
     if os.path.isdir(path):
         return
     _make(os.path.dirname(path), made)
@@ -66,7 +66,7 @@ def _make(path: str, made: list[str]) -> None:
 
 
 def _clear_leftovers(place: str) -> None:
-    """Of this machine alone: whether a doctor on another one still runs cannot be told from here."""
+    """Remove what killed doctors of this machine left. Nobody here can tell whether a doctor on another machine still runs."""
     for name in os.listdir(place):
         if writers.has_ended(name):
             shutil.rmtree(f"{place}/{name}", ignore_errors=True)

@@ -1,42 +1,39 @@
-"""Tests the sidecar's socket: who may reach it, who answers, and whether both sides understand each other."""
+"""Tests the sidecar's socket: who may reach it, who answers, and whether both sides speak the same protocol."""
 
 from __future__ import annotations
 
 import os
 import stat
 from dataclasses import dataclass
-from typing import Final
+from functools import partial
 
 from checkpointd import __version__
 from checkpointd.commands import MAY_NOT_OPEN, start_sidecar
+from checkpointd.config import SOCKET_PATH_BYTES_MAX
 from checkpointd.daemon.protocol.peers import Peer, directory_fault, trusted, user_name
 from checkpointd.daemon.query import TIMEOUT_S, StatusClient
 from checkpointd.daemon.status.model import DaemonStatus
-from checkpointd.doctor.finding import Finding, Level, StateSize
+from checkpointd.doctor.finding import Finding, StateSize
 from checkpointd.errors import SidecarError
 from checkpointd.phrases import byte_size
 
-PATH_BYTES_MAX: Final = 107
+_finding = partial(Finding, "sidecar")
 
 
 @dataclass(frozen=True, slots=True)
 class DaemonAnswer:
-    """The daemon's status, the protocol that both sides speak, and the process that answered, by the kernel's word."""
+    """The daemon's status, the protocol that both sides speak, and the answering process as the kernel reports it."""
 
     peer: Peer
     protocol: int
     status: DaemonStatus
 
 
-def _finding(check: str, level: Level, seen: str, fix: str = "") -> Finding:
-    return Finding(topic="sidecar", check=check, level=level, seen=seen, fix=fix)
-
-
 # --- the socket as a file ----------------------------------------------------------------------------------------
 
 
 def socket_directory(path: str, sidecar_uid: int | None) -> Finding:
-    """Who else could put another socket at `path`."""
+    """Whether another user could put a socket of their own at `path`."""
     directory = os.path.dirname(path) or "."
     try:
         found = os.stat(directory)
@@ -50,10 +47,10 @@ def socket_directory(path: str, sidecar_uid: int | None) -> Finding:
 
 
 def socket_rights(path: str) -> Finding:
-    """What lies at `path`, and who may open it."""
-    if len(os.fsencode(path)) > PATH_BYTES_MAX:
+    """Whether `path` is a socket, and who may open it."""
+    if len(os.fsencode(path)) > SOCKET_PATH_BYTES_MAX:
         seen = f"the path has {len(os.fsencode(path))} bytes"
-        return _finding("socket-rights", "fail", seen, f"Linux takes up to {PATH_BYTES_MAX}: use a shorter path")
+        return _finding("socket-rights", "fail", seen, f"Linux takes up to {SOCKET_PATH_BYTES_MAX}: use a shorter path")
     try:
         found = os.lstat(path)
     except FileNotFoundError:
@@ -69,7 +66,7 @@ def socket_rights(path: str) -> Finding:
     if not os.access(path, os.W_OK, effective_ids=True):
         return _finding("socket-rights", "fail", seen, MAY_NOT_OPEN)
     if mode & 0o002:
-        advice = f"the daemon still checks who it is, but nobody else need get so far: chmod o-rwx {path}"
+        advice = f"every user may connect, although the daemon then checks who it is: chmod o-rwx {path}"
         return _finding("socket-rights", "warn", seen, advice)
     return _finding("socket-rights", "ok", seen)
 
@@ -78,7 +75,7 @@ def socket_rights(path: str) -> Finding:
 
 
 def ask(path: str, sidecar_uid: int | None = None, timeout_s: float = TIMEOUT_S) -> DaemonAnswer | Finding:
-    """Ask the daemon at `path` for its status, as any status client does. A finding if it gives none, or is a stranger's."""
+    """The status of the daemon at `path`, asked as any status client does. A finding if no trusted daemon answers."""
     try:
         with StatusClient(path, timeout_s=timeout_s, sidecar_uid=sidecar_uid) as client:
             status = client.status()
@@ -88,7 +85,7 @@ def ask(path: str, sidecar_uid: int | None = None, timeout_s: float = TIMEOUT_S)
 
 
 def daemon(answer: DaemonAnswer) -> Finding:
-    """Who answered, and since when."""
+    """Whether the daemon that answered takes more ranks."""
     status = answer.status
     connections = f"{status.clients} of {status.clients_max} connections for ranks taken"
     seen = f"process {status.pid} answered; {connections}, {len(status.roots)} roots in use"
@@ -101,7 +98,7 @@ def daemon(answer: DaemonAnswer) -> Finding:
 
 
 def daemon_user(answer: DaemonAnswer, owner: int) -> Finding:
-    """Whether the process that answers runs as the `owner` of the socket, by SO_PEERCRED."""
+    """Whether the answering process runs as the `owner` of the socket (SO_PEERCRED)."""
     if answer.peer.uid != owner:
         seen = f"the socket belongs to user {owner}, and user {answer.peer.uid} answers"
         return _finding("daemon-user", "warn", seen, "make sure that this is the daemon that you started")
@@ -111,7 +108,7 @@ def daemon_user(answer: DaemonAnswer, owner: int) -> Finding:
 
 
 def daemon_version(answer: DaemonAnswer, own: str = __version__) -> Finding:
-    """Release and protocol of the daemon beside this installation's."""
+    """Whether the daemon and this installation are of the same release."""
     theirs, protocol = answer.status.release, answer.protocol
     if theirs != own:
         seen = f"the daemon is checkpointd {theirs}, this is {own}; both speak protocol {protocol}"
@@ -120,7 +117,7 @@ def daemon_version(answer: DaemonAnswer, own: str = __version__) -> Finding:
 
 
 def daemon_memory(answer: DaemonAnswer, state: StateSize | None) -> Finding:
-    """What the daemon maps at most, against two slots of what this node saves."""
+    """Whether the daemon may map two snapshots of this node's part of the state."""
     memory = answer.status.memory
     seen = f"the daemon maps up to {byte_size(memory.mapped_max)} of snapshots, and maps {byte_size(memory.mapped)} now"
     if state is None:

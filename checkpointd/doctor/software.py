@@ -1,15 +1,16 @@
-"""Tests that the libraries are installed, load, and compute correctly. It reads torch's version without importing torch."""
+"""Tests that the libraries are installed, load and compute correctly. Torch's version is read without importing torch."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
 import re
+from functools import partial
 from importlib import metadata
 from typing import Final
 
 from checkpointd import __version__
-from checkpointd.doctor.finding import Diagnosis, Finding, Level
+from checkpointd.doctor.finding import Diagnosis, Finding
 
 LIBRARIES: Final = ("click", "msgspec", "numpy", "rich", "uvloop", "xxhash", "zstandard")
 SERVE: Final = ("aiohttp", "prometheus_client", "psutil")
@@ -17,13 +18,11 @@ TORCH_LEAST: Final = (2, 6)
 _XXH3_64_OF_NOTHING: Final = 0x2D06800538D394C2
 _XXH3_128_OF_NOTHING: Final = "99aa06d3014798d86001c324468d497f"
 
-
-def _finding(check: str, level: Level, seen: str, fix: str = "") -> Finding:
-    return Finding(topic="software", check=check, level=level, seen=seen, fix=fix)
+_finding = partial(Finding, "software")
 
 
 def libraries(names: tuple[str, ...] = LIBRARIES) -> Finding:
-    """What the service itself needs."""
+    """The libraries that the service itself needs."""
     broken = [f"{name}: {why}" for name in names if (why := _why_not_imported(name))]
     if broken:
         return _finding("libraries", "fail", "; ".join(broken), "install checkpointd again, into an environment of its own")
@@ -39,7 +38,7 @@ def _why_not_imported(name: str) -> str:
 
 
 def only_libraries() -> Diagnosis:
-    """The diagnosis where the libraries let nothing else be examined."""
+    """The diagnosis if broken libraries prevent all other checks."""
     return Diagnosis(
         release=__version__,
         root=None,
@@ -52,7 +51,7 @@ def only_libraries() -> Diagnosis:
 
 
 def serve_libraries(names: tuple[str, ...] = SERVE) -> Finding:
-    """What the sidecar needs for HTTP, metrics and niceness."""
+    """The libraries that the sidecar needs for HTTP, metrics and niceness."""
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
         seen = f"not installed: {', '.join(missing)}"
@@ -61,7 +60,7 @@ def serve_libraries(names: tuple[str, ...] = SERVE) -> Finding:
 
 
 def codecs() -> Finding:
-    """Every codec there and back, and the checksums of nothing, which are known."""
+    """A round trip through every codec, and the known checksums of empty input."""
     import numpy as np
 
     from checkpointd.codec import CODECS, decode, encode
@@ -75,19 +74,19 @@ def codecs() -> Finding:
         back = np.zeros_like(data)
         try:
             decode(encode(data, codec=codec, itemsize=4, kind="float"), codec=codec, raw_size=data.size, out=back)
-        except Exception as error:  # whatever it is, this codec cannot be used here
+        except Exception as error:  # any error means that this codec cannot be used here
             wrong.append(f"{codec} ({error})")
             continue
         if not np.array_equal(back, data):
             wrong.append(codec)
     if wrong:
-        advice = "install zstandard and numpy again; until then nothing that is compressed can be trusted here"
+        advice = "install zstandard and numpy again; until then do not trust compressed checkpoints on this machine"
         return _finding("codecs", "fail", f"a round trip fails: {', '.join(wrong)}", advice)
-    return _finding("codecs", "ok", f"{', '.join(CODECS)}: what was encoded decodes to the same bytes")
+    return _finding("codecs", "ok", f"{', '.join(CODECS)}: encoded bytes decode to the same bytes")
 
 
 def torch(found: str | None) -> Finding:
-    """The version of torch, from the installed distribution's own words; None where there is none."""
+    """Whether the installed torch is new enough. `found` is its version, or None if it is not installed."""
     if found is None:
         return _finding("torch", "note", "torch is not installed here", "only a training script needs it: checkpointd[torch]")
     numbers = re.match(r"(\d+)\.(\d+)", found)
@@ -98,7 +97,7 @@ def torch(found: str | None) -> Finding:
 
 
 def version(name: str) -> str | None:
-    """The version of an installed distribution; None where it is not installed."""
+    """The version of an installed distribution; None if it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""Tests whether the checkpoints fit: bytes, inodes, and quotas, by really reserving the space."""
+"""Tests whether the checkpoints fit: bytes, inodes, and quotas, which show only when the space is really reserved."""
 
 from __future__ import annotations
 
@@ -6,23 +6,26 @@ import ctypes
 import errno
 import os
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
-from checkpointd.doctor.finding import Finding, Level, StateSize
+from checkpointd.doctor.finding import Finding, StateSize
 from checkpointd.phrases import byte_size
 
 INODES_PER_CHECKPOINT: Final = 16
-"""For a few ranks; a job of many needs five files for each rank, which no file system of that size lacks."""
+"""Enough for a few ranks. A large job needs five files for each rank, and file systems of that size have enough inodes."""
 SPARE: Final = 0.05
-"""The share of a file system that stays free: most slow down or fragment when they are fuller."""
+"""The share of a file system that should stay free: most file systems slow down or fragment when they are fuller."""
 
 _libc: Final = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
+_finding = partial(Finding, "space")
+
 
 @dataclass(frozen=True, slots=True)
 class FreeSpace:
-    """What statvfs says: bytes free for this user and in all, inodes the same (all 0: there is no fixed number of them)."""
+    """The figures of statvfs: bytes and inodes, free for this user and in total. `all_inodes` 0: the number is not fixed."""
 
     free_bytes: int
     all_bytes: int
@@ -31,17 +34,13 @@ class FreeSpace:
 
 
 def room(path: str) -> FreeSpace:
-    """The room at `path`."""
+    """The free space at `path`."""
     found = os.statvfs(path)
     return FreeSpace(found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize, found.f_favail, found.f_files)
 
 
-def _finding(check: str, level: Level, seen: str, fix: str = "") -> Finding:
-    return Finding(topic="space", check=check, level=level, seen=seen, fix=fix)
-
-
 def free_space(found: FreeSpace, state: StateSize | None, copies: int) -> Finding:
-    """Free bytes against `copies` of the state; stored raw, as it is where the disk is fast."""
+    """Whether `copies` of the state fit. Counts raw bytes, since fast disks get uncompressed chunks."""
     seen = f"{byte_size(found.free_bytes)} of {byte_size(found.all_bytes)} are free"
     if found.free_bytes == 0:
         return _finding("free-space", "fail", seen, "free some space: nothing can be written")
@@ -54,7 +53,9 @@ def free_space(found: FreeSpace, state: StateSize | None, copies: int) -> Findin
     if found.free_bytes < needed:
         return _finding("free-space", "warn", seen, "free some space, or keep fewer checkpoints: delete old tags")
     if found.free_bytes - needed < SPARE * found.all_bytes:
-        return _finding("free-space", "note", seen, "it fits, and leaves less than 5 %, where many file systems become slow")
+        return _finding(
+            "free-space", "note", seen, "they fit, but leave less than 5 % free, which makes many file systems slow"
+        )
     return _finding("free-space", "ok", seen)
 
 
@@ -64,21 +65,21 @@ def inodes(found: FreeSpace, copies: int) -> Finding:
         return _finding("inodes", "ok", "this file system has no fixed number of files")
     seen = f"{found.free_inodes} more files can be made"
     if found.free_inodes < INODES_PER_CHECKPOINT * copies:
-        return _finding("inodes", "fail", seen, "remove files: no inodes are left for checkpoints, however much space is")
+        return _finding("inodes", "fail", seen, "remove files: checkpoints need inodes, and too few are free")
     return _finding("inodes", "ok", seen)
 
 
 def reservation(place: str, found: FreeSpace, state: StateSize | None, *, volatile: bool = False) -> Finding:
-    """One state's size really reserved in a file below `place`, and given back at once: quotas speak only when asked.
+    """Reserve the size of one state in a file below `place` and release it at once: this is how a quota shows.
 
-    Not on a file system in memory (`volatile`), where reserving takes the memory itself.
+    A file system in memory (`volatile`) is left out, because reserving would take the memory itself.
     """
     if volatile:
         return _finding("reservation", "ok", "not tried: this file system lives in memory")
     if state is None:
         return _finding("reservation", "note", "not tried: the size of the state is not known")
     if found.free_bytes < 2 * state.total_bytes:
-        return _finding("reservation", "note", "not tried: it would leave too little to whatever else writes here")
+        return _finding("reservation", "note", "not tried: it would leave too little space to other programs that write here")
     descriptor = os.open(f"{place}/reserved", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         failed = _libc.fallocate(descriptor, 0, 0, state.total_bytes) and ctypes.get_errno()
@@ -92,7 +93,7 @@ def reservation(place: str, found: FreeSpace, state: StateSize | None, *, volati
             "reservation",
             "note",
             "this file system cannot reserve space",
-            "a full disk shows only while a save is being written; the save then fails, and nothing else",
+            "a full disk is noticed only in the middle of a save; that save then fails, and nothing else does",
         )
     reason = os.strerror(failed)
     if failed == errno.EDQUOT:
@@ -103,6 +104,6 @@ def reservation(place: str, found: FreeSpace, state: StateSize | None, *, volati
     return _finding(
         "reservation",
         "fail",
-        f"{byte_size(state.total_bytes)} cannot be reserved, although as much is said to be free: {reason}",
+        f"{byte_size(state.total_bytes)} cannot be reserved, although the file system reports that much as free: {reason}",
         "look for a quota of this user, group or project",
     )

@@ -1,6 +1,6 @@
-"""Tests the root's file system by using it: each check works in `place`, an empty directory of its own.
+"""Tests the root's file system by using it: the checks write in `place`, a directory of the doctor's own.
 
-A check returns its Finding or raises the OSError that it did not expect; whoever calls it turns that into a finding.
+A check returns its Finding. It raises OSErrors that it does not expect, and the caller turns them into findings.
 """
 
 from __future__ import annotations
@@ -12,28 +12,27 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
-from checkpointd.doctor.finding import Finding, Level
+from checkpointd.doctor.finding import Finding
 from checkpointd.store.posix.failures import is_without_links
 
 DIRECT_BYTES: Final = 1 << 20
 REPLACEMENTS: Final = 64
 SLOW_SYNC_S: Final = 0.25
 SKEW_S: Final = 2.0
-"""Clocks of a file server and its clients that are so close are close enough, and time stamps may be as coarse."""
+"""A difference that is harmless: time stamps of file systems may be as coarse as this."""
 
 _NO_LINKS: Final = "use a root on a file system that has hard links, which make a commit atomic (ext4, XFS, NFS, Lustre, GPFS)"
 
-
-def _finding(check: str, level: Level, seen: str, fix: str = "") -> Finding:
-    return Finding(topic="root", check=check, level=level, seen=seen, fix=fix)
+_finding = partial(Finding, "root")
 
 
 def direct_io(place: str) -> Finding:
     """O_DIRECT: chunks go from the snapshot to the disk without a copy and without crowding the page cache."""
     slower = (
-        "it works, through the page cache: slower, and at the cost of the data loader's cache; a local NVMe disk has O_DIRECT"
+        "saves go through the page cache, which is slower and displaces the data loader's files; a local NVMe disk has O_DIRECT"
     )
     with mmap.mmap(-1, DIRECT_BYTES) as block:
         block.write(bytes(range(256)) * (DIRECT_BYTES // 256))
@@ -45,7 +44,7 @@ def direct_io(place: str) -> Finding:
             return _finding("direct-io", "note", "O_DIRECT is refused here", slower)
         try:
             written = os.pwrite(descriptor, block, 0)
-            while written < DIRECT_BYTES:  # short, as where the disk is full: the next one says why
+            while written < DIRECT_BYTES:  # short, for example because the disk is full: the next write raises the reason
                 written += os.pwrite(descriptor, memoryview(block)[written:], written)
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
@@ -56,12 +55,12 @@ def direct_io(place: str) -> Finding:
         with open(f"{place}/direct", "rb") as back:
             same = back.read() == block[:written]
     if not same:
-        return _finding("direct-io", "fail", "what was written by O_DIRECT reads back otherwise", "use another file system")
+        return _finding("direct-io", "fail", "bytes written by O_DIRECT read back differently", "use another file system")
     return _finding("direct-io", "ok", f"{written} bytes written by O_DIRECT read back the same")
 
 
 def hard_links(place: str) -> Finding:
-    """link(2): a vote or an outcome gets its name atomically, and only once."""
+    """link(2): votes and outcomes get their names atomically, and only once."""
     first, second, name = (f"{place}/{end}" for end in ("link.1", "link.2", "link.name"))
     _write(first, b"first")
     _write(second, b"second")
@@ -75,12 +74,12 @@ def hard_links(place: str) -> Finding:
         os.link(second, name)
     except FileExistsError:
         if _read(name) == b"first" and os.path.samefile(first, name):
-            return _finding("hard-links", "ok", "a name is given once: the second link to it was refused")
+            return _finding("hard-links", "ok", "a second link to the same name was refused")
     return _finding("hard-links", "fail", "a second link replaced the first, or the link is a copy", _NO_LINKS)
 
 
 def rename(place: str) -> Finding:
-    """rename(2): a reader sees the old file or the new one, whole, while it is replaced again and again."""
+    """rename(2): while a file is replaced again and again, a reader sees the whole old file or the whole new one."""
     name, bodies = f"{place}/renamed", [bytes([n]) * 8192 for n in (1, 2)]
     _write(name, bodies[0])
     torn: list[str] = []
@@ -108,7 +107,7 @@ def rename(place: str) -> Finding:
         return _finding(
             "rename", "fail", f"while a file was replaced, a reader saw: {torn[0]}", "use a file system whose rename is atomic"
         )
-    return _finding("rename", "ok", f"{REPLACEMENTS} replacements under a reader's eyes, none torn")
+    return _finding("rename", "ok", f"{REPLACEMENTS} replacements while a reader read the file, none torn")
 
 
 def sync_file(place: str) -> Finding:
@@ -124,7 +123,7 @@ def sync_file(place: str) -> Finding:
 
 
 def sync_directory(place: str) -> Finding:
-    """fsync(2) of a directory, without which a name can be lost."""
+    """fsync(2) of a directory: without it, a power cut can lose the name of a new file."""
     _write(f"{place}/named", b"")
     descriptor = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -142,7 +141,10 @@ def _timed(check: str, what: str, sync: Callable[[], None]) -> Finding:
     seen = f"fsync of {what} took {seconds * 1e3:.1f} ms"
     if seconds > SLOW_SYNC_S:
         return _finding(
-            check, "note", seen, "a commit takes about ten of them: if it is always so slow, look at what else uses this disk"
+            check,
+            "note",
+            seen,
+            "a commit takes about ten of them: if it is always this slow, find out what else uses the disk",
         )
     return _finding(check, "ok", seen)
 
@@ -153,7 +155,7 @@ def _cannot_sync(check: str, what: str, error: OSError) -> Finding:
 
 
 def locks(place: str) -> Finding:
-    """flock(2): `latest` moves under a lock."""
+    """flock(2): `latest` moves only under a lock."""
     path = f"{place}/lock"
     holder, other = (os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600) for _ in range(2))
     try:
@@ -161,7 +163,7 @@ def locks(place: str) -> Finding:
         try:
             fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            return _finding("locks", "ok", "flock keeps a second holder out")
+            return _finding("locks", "ok", "flock kept a second holder out")
         return _finding("locks", "fail", "two holders got the same lock", "mount with locking (Lustre: -o flock)")
     except OSError as error:
         return _finding(
@@ -176,7 +178,7 @@ def locks(place: str) -> Finding:
 
 
 def names(place: str) -> Finding:
-    """Whether names that differ in case, or hold other letters than ASCII, stay apart and intact."""
+    """Whether names that differ only in case stay apart, and names with letters outside ASCII stay intact."""
     _write(f"{place}/name", b"lower")
     _write(f"{place}/NAME", b"upper")
     if _read(f"{place}/name") != b"lower":
@@ -189,7 +191,7 @@ def names(place: str) -> Finding:
 
 
 def clock(place: str, now: Callable[[], float] = time.time) -> Finding:
-    """This machine's clock beside the file system's. For people alone: no decision is taken from a clock."""
+    """Whether this machine's clock agrees with the file system's. Only people read these times: no decision uses a clock."""
     before = now()
     path = f"{place}/clock"
     _write(path, b"")
@@ -200,7 +202,7 @@ def clock(place: str, now: Callable[[], float] = time.time) -> Finding:
         "clock",
         "warn" if off > 60 else "note",
         f"this machine's clock and the file system's are {off:.0f} s apart",
-        "nothing is decided by clocks, but times shown to people will mislead: let chrony or NTP set both",
+        "checkpointd decides nothing by clocks, but the times that it shows will mislead: let chrony or NTP set both",
     )
 
 

@@ -66,6 +66,19 @@ def test_without_control_groups(tmp_path: Path) -> None:
     assert memory_limit.memory_bytes(process(tmp_path, "")) == PHYSICAL
 
 
+def test_a_mount_whose_name_is_not_utf_8(tmp_path: Path) -> None:
+    """Such as a disk with a label in Latin-1, mounted beside the control groups."""
+    top = limited(tmp_path / "cgroup", max="500")
+    proc = process(tmp_path, "0::/\n", ("cgroup2", "/", str(top), "rw"))
+    with open(proc / "mountinfo", "ab") as file:
+        file.write(b"31 20 8:1 / /media/caf\xe9 rw - ext4 /dev/sdb1 rw\n")
+    assert memory_limit.memory_bytes(proc) == 500
+
+
+def test_unescaped_names() -> None:
+    assert memory_limit.unescaped(r"/mnt/with\040blank\134and/日本\011") == "/mnt/with blank\\and/日本\t"
+
+
 @contextlib.contextmanager
 def real_group(limit: int) -> Iterator[Path]:
     """A control group of this machine with `limit` bytes: the file that a process is written to."""
