@@ -1,7 +1,7 @@
 """PURE: chunk bytes <-> stored bytes. `docs/format/CODECS.md` describes the stored bytes for other languages.
 
-Everything here is a function of its arguments, keeps nothing between calls and may run in any number of threads at
-once; what takes longer than some microseconds per call (numpy, zstd, xxh3) releases the GIL.
+Every function depends on its arguments alone, keeps nothing between calls, and may run in many threads at once. The slow parts
+(numpy, zstd, xxh3) release the GIL.
 """
 
 from __future__ import annotations

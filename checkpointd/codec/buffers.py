@@ -1,4 +1,4 @@
-"""Flat views of bytes that somebody else owns. numpy and not memoryview, whose copies hold the GIL."""
+"""Flat views of bytes that the caller owns. The views are numpy arrays, since copies of a memoryview hold the GIL."""
 
 from __future__ import annotations
 

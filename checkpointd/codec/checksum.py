@@ -1,6 +1,6 @@
-"""The hash functions: XXH3-64 for checksums of stored bytes, XXH3-128 for digests of raw bytes. Neither stops forgery.
+"""The hash functions: XXH3-64 for checksums of stored bytes, XXH3-128 for digests of raw bytes. Neither prevents forgery.
 
-A chunk gets both in `pipeline/write/encode.py`; `pipeline/read/decode.py` checks them. The functions release the GIL and copy
+`pipeline/write/encode.py` gives each chunk both; `pipeline/read/decode.py` checks them. The functions release the GIL and copy
 nothing. A buffer that is not C-contiguous raises ValueError.
 """
 
@@ -22,5 +22,5 @@ def xxh3_128(data: Buffer) -> bytes:
 
 
 def xxh3_128_hex(data: Buffer) -> str:
-    """XXH3-128 of the bytes of `data`, seed 0: 32 lower-case hexadecimal digits, the canonical form's."""
+    """XXH3-128 of the bytes of `data`, seed 0: the canonical form as 32 lower-case hexadecimal digits."""
     return xxhash.xxh3_128_hexdigest(byte_view(data).data)

@@ -1,8 +1,8 @@
-"""Chooses a codec for each tensor: estimates from samples, then a plain function of the estimates decides.
+"""Chooses a codec for each tensor: `sample` estimates the ratios, then `choose` decides from the estimates.
 
-The model: a pipeline in which `threads` encoders feed one disk. A tensor of B bytes is durable after B / disk when stored raw,
-and after max(B / (encode * threads), ratio * B / disk) when compressed: the slower of the two stages sets the pace. Because
-every tensor that is compressed beats its own raw time in both stages, so does the checkpoint as a whole.
+The model is a pipeline in which `threads` encoders feed one disk. A tensor of B bytes is durable after B / disk if stored raw,
+and after max(B / (encode * threads), ratio * B / disk) if compressed, since the slower of the two stages sets the pace. Each
+compressed tensor beats its own raw time in both stages, so the whole checkpoint does, too.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from checkpointd.codec.chunk import Codec, encode
 from checkpointd.codec.element import ElementType
 
 Compression: TypeAlias = Literal["auto", "none", "zstd", "planes"]
-"""What the user asks for: `auto` never makes a checkpoint later than raw; the others are done as told."""
+"""The user's choice. `auto` compresses only if a checkpoint is durable sooner than raw; the others always apply."""
 
 RUNS, RUN_ELEMENTS = 3, 16 << 10
 """A tensor is sampled in this many runs, spread evenly, of this many elements."""
 
 GAIN_MIN = 0.10
-"""Compressing must be durable this much sooner than raw: estimates err, and the cores it takes are the trainer's too."""
+"""Compression must save at least this share of the raw time: estimates err, and it takes cores from the trainer."""
 
 ASSUMED_PLANES_BPS = 1.0e9
-"""Raw bytes per second that one thread encodes by `planes` where nothing was measured (`benchmarks/codec.py`)."""
+"""Raw bytes per second that one thread encodes by `planes`, until a save has measured it (`benchmarks/codec.py`)."""
 ZSTD_SPEED = 0.4
-"""The speed of `zstd` over that of `planes` on the same machine, at least."""
+"""A lower bound for the speed of `zstd` over the speed of `planes` on one machine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Stored size over raw size by each codec; below 1 is a gain."""
+    """Stored size over raw size for each codec; below 1 is a gain."""
 
     zstd: float
     planes: float
 
 
 def sample(data: Buffer, element: ElementType) -> Estimate:
-    """Estimate the ratios of a tensor from 3 runs of 16 Ki elements; below that size they are exact. About a millisecond.
+    """Estimate the ratios of a tensor from 3 runs of 16 Ki elements, in about a millisecond. Small tensors get exact ratios.
 
     Raises:
         ValueError: `data` is not C-contiguous.
@@ -61,10 +61,10 @@ def choose(
 ) -> Codec:
     """The codec for a tensor with this estimate.
 
-    `disk_bps`: raw bytes per second that the store takes durably from this writer; None while nothing was measured.
+    `disk_bps`: raw bytes per second that this writer makes durable; None before the first measurement.
     `encode_bps`: raw bytes per second that ONE thread encodes by `planes`; None assumes ASSUMED_PLANES_BPS. `threads`: how many
-    threads encode at once. Only `auto` reads them. It stores raw while the disk is unknown: raw is late by 1 / ratio at most,
-    about half as much again for bf16 weights, and for one save; compressing on too slow a core can be late many times over.
+    threads encode at once. Only `auto` uses these numbers. It stores raw until the disk was measured: that makes one save at
+    most 1 / ratio times as long, about 1.5 for bf16 weights, while compression on a slow core can cost much more.
 
     Raises:
         ValueError: an unknown compression, a speed that is not positive, or no thread.
@@ -83,7 +83,7 @@ def choose(
 
 
 def _soonest(estimate: Estimate, disk_bps: float, planes_bps: float) -> Codec:
-    """The codec that is durable first; seconds per raw byte."""
+    """The codec that is durable first, compared in seconds per raw byte."""
     planes_s = max(1 / planes_bps, estimate.planes / disk_bps)
     zstd_s = max(1 / (planes_bps * ZSTD_SPEED), estimate.zstd / disk_bps)
     if min(planes_s, zstd_s) > (1 - GAIN_MIN) / disk_bps:
@@ -92,7 +92,7 @@ def _soonest(estimate: Estimate, disk_bps: float, planes_bps: float) -> Codec:
 
 
 def _taken(raw: Bytes, itemsize: int) -> Bytes:
-    """The sampled runs, back to back; all of `raw` where it is no larger."""
+    """The sampled runs, back to back; all of `raw` if it is not larger than the sample."""
     run_size = RUN_ELEMENTS * itemsize
     if raw.size <= RUNS * run_size:
         return raw

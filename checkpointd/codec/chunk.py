@@ -1,7 +1,7 @@
 """Encodes or decodes one chunk with one codec: the only two calls that the pipelines need.
 
-Who decides what: `choose` names the codec of a tensor; `encode` does as told, even where the result is not smaller; its
-caller compares the sizes, stores the raw bytes where encoding did not shrink them, and names in the index what it stored.
+`choose` names the codec of a tensor, and `encode` uses it even if the result is not smaller. The caller compares the sizes,
+stores the raw bytes if encoding did not shrink them, and records the codec in the index.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from checkpointd.codec.frame import decode_frame, encode_frame
 from checkpointd.errors import CodecError
 
 Codec: TypeAlias = Literal["raw", "zstd", "planes"]
-"""How the bytes of one chunk are stored; the name stands in the index."""
+"""The codec of one chunk, as the index names it."""
 
 CODECS: tuple[Codec, ...] = ("raw", "zstd", "planes")
 
 
 def stored_size_max(raw_size: int) -> int:
-    """The most bytes that `raw_size` bytes can be stored in, by any codec: what `encode` asks of its `out`."""
+    """The largest stored size of `raw_size` raw bytes, by any codec. `encode` needs an `out` of this size."""
     # zstd's own bound is n + n/256 + 64; a planes frame adds a header of at most 84 bytes.
     return raw_size + (raw_size >> 8) + 128
 
 
 def encode(data: Buffer, *, codec: str, itemsize: int, kind: str, out: memoryview | NDArray[Any] | None = None) -> memoryview:
-    """The stored bytes of `data`, any length of bytes, whole elements or not.
+    """The stored bytes of `data`, which may have any length, also a part of an element.
 
-    Without `out`, `raw` gives a view of `data` itself and the others fresh memory. With `out`, which must have
-    `stored_size_max(size of data)` bytes or more and not overlap `data`, the result is the part of `out` written to. No bytes
-    are stored as no bytes, whatever the codec. Not smaller than `data` is possible: the caller then stores `data` as `raw`.
+    Without `out`, `raw` returns a view of `data` itself, and the other codecs return new memory. With `out`, the result is the
+    written part of `out`, which must have at least `stored_size_max(size of data)` bytes and must not overlap `data`. Every
+    codec stores empty data as no bytes. The result may be larger than `data`: the caller then stores `data` as `raw`.
 
     Raises:
         ValueError: unknown codec, itemsize or kind; data or out not C-contiguous; out read-only or too small.
@@ -60,10 +60,10 @@ def _placed(stored: Bytes, target: Bytes | None) -> memoryview:
 
 
 def decode(stored: Buffer, *, codec: str, raw_size: int, out: memoryview | NDArray[Any]) -> None:
-    """Write the `raw_size` raw bytes of `stored` to the start of `out`; what `out` has beyond them is left alone.
+    """Write the `raw_size` raw bytes of `stored` to the start of `out`, and leave the rest of `out` alone.
 
-    `stored` need not be trusted: beside `out`, no more than raw_size + 16 MiB is ever allocated, and `out` is written only
-    after all of `stored` has been checked. Give no `out` and `stored` that overlap.
+    `stored` may be hostile: beside `out`, at most raw_size + 16 MiB is allocated, and `out` is written only after all of
+    `stored` was checked. `out` and `stored` must not overlap.
 
     Raises:
         CodecError: `stored` is not exactly what `codec` makes of raw_size bytes, or the codec is unknown.

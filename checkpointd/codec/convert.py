@@ -1,6 +1,6 @@
-"""Converts floats of one width to another, rounded as torch rounds: to nearest, ties to even, by way of float32.
+"""Converts floats of one width to another by way of float32. It rounds as torch does: to nearest, ties to even.
 
-Elements come as the unsigned integers that carry their bits (bfloat16 and the 8-bit floats have no numpy dtype), and go so.
+Elements come and go as unsigned integers that carry their bits, since bfloat16 and the 8-bit floats have no numpy dtype.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ Elements = NDArray[Any]
 
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
 FLOATS = frozenset(("float64", "float32", "float16", "bfloat16", *FLOAT8))
-"""The dtypes that are converted; integers, flags, complex numbers and packed elements stay what they are."""
+"""The dtypes that are converted. Integers, flags, complex numbers and packed elements keep their dtype."""
 
 TARGETS = ("float32", "bfloat16")
 _BLOCK = 1 << 16
-"""Elements at a time: what is in between stays small, and in the processor's cache."""
+"""Elements converted at a time, so that intermediate arrays are small and stay in the processor's cache."""
 _NAN_BFLOAT16 = 0x7FC0
 _INFINITY_FLOAT32 = 0x7F800000
 _QUIET = 0x00400000
 _NAN_E4M3FN, _NAN_UNSIGNED = 0x7FF00000, 0x7F800001
-"""What torch makes of the NaN of float8_e4m3fn, and of the formats that have one NaN alone."""
+"""The float32 bits to which torch converts the NaN of float8_e4m3fn, and the NaN of formats with a single NaN."""
 
 
 def target_of(dtype: str, wanted: str | None) -> str:
-    """What elements of `dtype` become where floats are to become `wanted`; None leaves all as they are."""
+    """The dtype of elements of `dtype` after floats were converted to `wanted`; None converts nothing."""
     return wanted if wanted is not None and dtype in FLOATS else dtype
 
 
 def convert(elements: Elements, source: str, target: str) -> Elements:
-    """`elements` of dtype `source` as dtype `target`, each as unsigned integers of its width; any shape and strides.
+    """`elements` of dtype `source` as dtype `target`, both as unsigned integers of their width. Takes any shape and strides.
 
     Raises:
-        ValueError: not a conversion of one of FLOATS to one of TARGETS.
+        ValueError: `source` is not in FLOATS, or `target` is not in TARGETS.
     """
     if source == target:
         return elements
@@ -62,14 +62,14 @@ def _to_float32(elements: Elements, source: str) -> Elements:
         return _table(source)[elements]
     with np.errstate(over="ignore", invalid="ignore"):
         wide = elements.view("f8" if source == "float64" else "f2").astype("f4").view(np.uint32)
-    # Where the width changes, processors make every NaN a quiet one.
+    # Processors turn every NaN into a quiet NaN when the width changes.
     wide[(wide & 0x7FFFFFFF) > _INFINITY_FLOAT32] |= _QUIET
     return wide
 
 
 def _to_bfloat16(bits: Elements) -> Elements:
-    """The upper halves of float32 bits, rounded. Every NaN becomes the quiet one of torch's rounding function; its loops
-    make 0xFFFF or 0x7FFF of it on some processors and devices.
+    """The upper halves of float32 bits, rounded. Every NaN becomes the quiet NaN of torch's rounding function, although torch's
+    vectorized loops give 0xFFFF or 0x7FFF on some processors and devices.
     """
     rounding = (bits >> 16) & 1
     rounding += 0x7FFF
@@ -102,7 +102,7 @@ def _float8_bits(dtype: str, byte: int) -> int:
 
 
 def _special(dtype: str, byte: int, exponent: int, mantissa: int) -> int | None:
-    """The bits of what is no finite number; None for what is."""
+    """The float32 bits of an infinity or a NaN; None for a finite number."""
     sign = (byte >> 7) << 31
     if dtype.endswith("fnuz"):
         return _NAN_UNSIGNED if byte == 0x80 else None

@@ -12,7 +12,7 @@ Kind: TypeAlias = Literal["float", "other"]
 
 WIDTHS = (1, 2, 4, 8)
 
-# What numpy has no name for. A complex number is two floats, one after the other.
+# The dtypes that numpy does not have. A complex number is two floats, one after the other.
 _TORCH_ONLY: dict[str, tuple[int, Kind]] = {"bfloat16": (2, "float"), "complex32": (2, "float")}
 
 
@@ -20,9 +20,9 @@ _TORCH_ONLY: dict[str, tuple[int, Kind]] = {"bfloat16": (2, "float"), "complex32
 class ElementType:
     """One element: `itemsize` in bytes (1, 2, 4 or 8) and its `kind`; little-endian.
 
-    The width of the exponent is not asked for: with the sign bit moved to the end, the exponent begins at the top bit
-    of every float, so its 8 bits (bfloat16, float32) fill the top byte, the 11 of float64 run over into the next, and
-    the 5 of float16 share it with mantissa bits.
+    Codecs do not need the width of the exponent. Once the sign bit has moved to the end, the exponent of every float begins at
+    the top bit: 8 bits (bfloat16, float32) fill the top byte, the 11 bits of float64 run over into the next byte, and the 5
+    bits of float16 share the top byte with mantissa bits.
 
     Raises:
         ValueError: another itemsize or kind.
@@ -39,14 +39,14 @@ class ElementType:
 
     @property
     def rotation(self) -> int:
-        """By how many bits each element is rotated left before it is split: 1 for floats of several bytes, else 0."""
+        """The number of bits by which each element is rotated left before the split: 1 for floats of several bytes, else 0."""
         return 1 if self.kind == "float" and self.itemsize > 1 else 0
 
     @classmethod
     def of_dtype(cls, dtype: str) -> ElementType:
         """The element of a dtype named as torch (`bfloat16`, `float8_e4m3fn`) or numpy (`<f4`) name it.
 
-        An unknown or odd-sized dtype gives single bytes: every codec keeps them, `planes` just wins nothing.
+        An unknown or odd-sized dtype counts as single bytes. Every codec stores them correctly, but `planes` gains nothing.
         """
         if dtype in _TORCH_ONLY:
             return cls(*_TORCH_ONLY[dtype])
@@ -63,6 +63,6 @@ def _of_numpy(dtype: np.dtype[np.generic]) -> ElementType:
     itemsize = dtype.itemsize // 2 if dtype.kind == "c" else dtype.itemsize
     if dtype.kind not in "fciu" or itemsize not in WIDTHS:
         return ElementType(1, "other")
-    # A big-endian float has its exponent in the wrong byte for a rotation; its planes compress all the same.
+    # Rotation would not help a big-endian float, whose exponent is in the last byte. Its planes still compress.
     is_float = dtype.kind in "fc" and dtype == dtype.newbyteorder("<")
     return ElementType(itemsize, "float" if is_float else "other")

@@ -1,4 +1,4 @@
-"""The stored bytes of the codec `planes`: a header that describes itself, then the planes, then what is left over.
+"""The stored bytes of the codec `planes`: a header, then the planes, then the tail (the bytes after the last whole element).
 
 All integers are little-endian; `docs/format/CODECS.md` has the table. Invariants:
 - the most significant plane comes first, in the table and in the bodies;
@@ -29,8 +29,8 @@ _PLANE = struct.Struct("<BQ")
 SAMPLE_RUNS, SAMPLE_BYTES = 3, 16 << 10
 """A plane is sampled in this many runs of this many bytes to learn whether zstd is worth its time."""
 SAMPLE_RATIO_MAX = 0.95
-"""A plane whose sample saves less than a twentieth is stored raw, and then costs no more than a copy. One that is worth it by
-little: the lowest plane of Adam's exp_avg_sq, whose sign bit is always 0, saves an eighth."""
+"""A plane is stored raw, at the cost of a copy, if zstd saves less than a twentieth of its sample. The lowest plane of Adam's
+exp_avg_sq, whose sign bit is always 0, is just worth it: it saves an eighth."""
 
 
 def header_size(itemsize: int) -> int:
@@ -39,9 +39,9 @@ def header_size(itemsize: int) -> int:
 
 
 def encode_frame(raw: Bytes, element: ElementType, out: Bytes) -> int:
-    """Write the frame of `raw` to `out`, which has header_size + raw.size bytes or more; returns the frame's size.
+    """Write the frame of `raw` to `out`, which has at least header_size + raw.size bytes. Returns the frame's size.
 
-    Each plane is split where it will lie and, where zstd makes it smaller, overwritten by its compressed form.
+    Each plane is split in place in `out`; if zstd shrinks it, its compressed form replaces it there.
     """
     width, rotation = element.itemsize, element.rotation
     count = raw.size // width
@@ -61,7 +61,7 @@ def encode_frame(raw: Bytes, element: ElementType, out: Bytes) -> int:
 
 
 def _pack(plane: Bytes) -> tuple[int, int]:
-    """Compress `plane` in place where that is worth it; its method and stored length."""
+    """Compress `plane` in place if that is worth it. Returns its method and stored length."""
     if plane.size and _is_compressible(plane):
         packed = zstd.compress(plane, zstd.ENTROPY)
         if len(packed) < plane.size:

@@ -1,8 +1,8 @@
 """Elements <-> byte planes: plane i holds byte i of every element, 0 the least significant, after a rotation.
 
-For floats, rotating left by one bit moves the sign to the end and makes the exponent begin the top byte, where its few
-values are all that zstd has to see. Whole-array numpy calls on purpose: each gives up the GIL once and must wait to get it
-back, up to 5 ms beside a trainer that computes in Python, so a loop over small blocks would be far slower there.
+For floats, rotating left by one bit moves the sign to the end, so the exponent begins at the top byte. The top plane then has
+few different values, which zstd compresses well. The numpy calls take whole arrays on purpose: each call gives up the GIL once
+and may wait up to 5 ms to get it back from a trainer that computes in Python, so a loop over small blocks would be far slower.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from checkpointd.codec.buffers import Bytes
 
-# Elements merged at once: bounds the one temporary array to 1 MiB, and costs no speed.
+# Elements merged at once. This bounds the temporary array to 1 MiB without loss of speed.
 _MERGE_ELEMENTS = 1 << 17
 
 
@@ -23,11 +23,11 @@ def split_plane(elements: Bytes, *, itemsize: int, index: int, rotation: int, ou
     """Write plane `index` of `elements` (n * itemsize bytes), rotated left by `rotation` (0 or 1) bits, to `out` (n bytes)."""
     words = _words(elements, itemsize)
     shift = 8 * index - rotation
-    # The cast happens in numpy's small cache-resident buffers: no temporary array of the elements' size.
+    # numpy casts in small buffers that stay in the cache, without a temporary array of the elements' size.
     if shift >= 0:
         np.right_shift(words, shift, out=out, dtype=words.dtype, casting="unsafe")
         return
-    # The lowest plane takes the sign in. Bytes and comparisons are several times faster here than shifts of words.
+    # The lowest plane ends with the sign bit. Bytes and comparisons are several times faster here than shifts of words.
     sign = np.less(words.view(f"<i{itemsize}"), 0)
     np.copyto(out, words, casting="unsafe")
     np.add(out, out, out=out)

@@ -1,6 +1,6 @@
 """One zstd frame <-> bytes of a known size, in bounded memory.
 
-Compressor objects are not thread-safe and cost 8 microseconds to make: each call makes its own.
+Compressor objects are not thread-safe and take only 8 microseconds to make, so each call makes its own.
 """
 
 from __future__ import annotations
@@ -12,36 +12,38 @@ from checkpointd.codec.buffers import Bytes
 from checkpointd.errors import CodecError
 
 GENERAL = zstandard.ZstdCompressionParameters.from_level(1)
-"""For bytes of any sort: finds repeats."""
+"""For any bytes: it looks for repeats."""
 
 ENTROPY = zstandard.ZstdCompressionParameters.from_level(
     1, strategy=zstandard.STRATEGY_FAST, min_match=7, hash_log=6, chain_log=6, window_log=17
 )
-"""For byte planes: with tables this small, hardly a match is looked for, and Huffman coding does the work. On exponents it
-is 2.5 times as fast as GENERAL, and smaller, because short matches only disturb the literals' statistics."""
+"""For byte planes. With such small tables zstd finds hardly any matches, and Huffman coding does the work. On exponents it is
+2.5 times as fast as GENERAL and gives smaller results, because short matches disturb the statistics of the literals."""
 
 WINDOW_MAX = 8 << 20
-"""Bytes: the largest window that a reader must accept, and that this one does (RFC 8878 recommends the same)."""
+"""The largest window in bytes that a reader must accept. This reader accepts no larger one (RFC 8878 recommends the same)."""
 
 _MAGIC = b"\x28\xb5\x2f\xfd"
 
 
 def compress(data: Bytes, params: zstandard.ZstdCompressionParameters) -> bytes:
-    """`data` as one frame that carries its content size and no checksum. At least one byte of data."""
+    """`data`, at least one byte, as one frame that carries its content size and no checksum."""
     return zstandard.ZstdCompressor(compression_params=params).compress(data.data)
 
 
 def decompress(frame: Bytes, raw_size: int) -> Bytes:
-    """The content of `frame`, which must be exactly one frame of exactly `raw_size` bytes. Read-only.
+    """The content of `frame`, which must be exactly one frame of exactly `raw_size` bytes. The result is read-only.
 
-    The sizes are checked in the frame's header first, so that no more than raw_size + WINDOW_MAX bytes and a small
-    constant are ever allocated. Nothing is the frame of nothing: for raw_size 0, `frame` must be empty.
+    The sizes in the frame's header are checked first, so at most raw_size + WINDOW_MAX bytes and a small constant are
+    allocated. For raw_size 0, `frame` must be empty.
 
     Raises:
-        CodecError: anything else.
+        CodecError: `frame` is anything else.
     """
     if raw_size == 0:
-        return _nothing(frame)
+        if frame.size:
+            raise CodecError(f"{frame.size} bytes are stored where there should be none")
+        return frame
     _check_header(frame, raw_size)
     decompressor = zstandard.ZstdDecompressor(max_window_size=WINDOW_MAX)
     try:
@@ -50,12 +52,6 @@ def decompress(frame: Bytes, raw_size: int) -> Bytes:
     except zstandard.ZstdError as error:
         raise CodecError(f"the zstd frame is damaged: {error}") from error
     return np.frombuffer(content, dtype=np.uint8)
-
-
-def _nothing(frame: Bytes) -> Bytes:
-    if frame.size:
-        raise CodecError(f"{frame.size} bytes are stored where there should be none")
-    return frame
 
 
 def _check_header(frame: Bytes, raw_size: int) -> None:

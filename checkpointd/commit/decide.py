@@ -1,18 +1,19 @@
 """The decision from votes to an outcome: commit, abort, or wait.
 
 Four places act on it, and the outcome that is put first counts: the coordinator (`pipeline/outcome/publish.py`), any rank whose
-wait is over (`pipeline/attempt.py`, aborts only), the next start (`pipeline/outcome/recover.py`), and daemons whose job has
-gone (`daemon/roots/in_doubt.py`).
+deadline has passed (`pipeline/attempt.py`, aborts only), the next start (`pipeline/outcome/recover.py`), and a daemon whose
+trainer has ended (`daemon/roots/in_doubt.py`).
 
 Invariants
-  DECIDE-1  Commit needs a valid yes vote of every rank for this very attempt and one step, and plans that are whole together.
-  DECIDE-2  A no vote or an invalid vote aborts at once; a missing vote aborts only when the deadline passed or nobody can vote
+  DECIDE-1  A commit needs a valid yes vote of every rank for this attempt and one step, and plans that together cover every
+      tensor once.
+  DECIDE-2  A no vote or an invalid vote aborts at once. A missing vote aborts only after the deadline, or when nobody can vote
       any more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -22,12 +23,12 @@ from checkpointd.phrases import listed, rank_runs
 
 OnNoProgress = Literal["warn", "abort", "ignore"]
 REASON_MAX = 4000
-"""Characters of a rank's reason that its vote and the outcome tell."""
+"""The most characters of a rank's reason that its vote and the outcome keep."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Commit where `error` is None, else abort because of it; `ranks` are those at fault."""
+    """A commit if `error` is None, else an abort for that reason; `ranks` are the ranks at fault."""
 
     error: ErrorReport | None = None
     ranks: tuple[int, ...] = field(default=())
@@ -38,30 +39,30 @@ class Decision:
 
 
 def decide(votes: Mapping[int, Vote | None], *, tag: str, attempt: str, world_size: int) -> Decision | None:
-    """Commit, abort, or None while votes are missing and none of those present forbids a commit.
+    """Commit, abort, or None while votes are missing and no vote so far forbids a commit.
 
-    A vote that is there but cannot be read is given as None: it is invalid, and decides for abort.
+    Pass None for a vote that exists but cannot be read: it counts as invalid, so the decision is an abort.
     """
     bad = sorted(r for r, v in votes.items() if v is None or vote_fault(v, r, tag, attempt, world_size) is not None)
     if bad:
         vote = votes[bad[0]]
         why = "cannot be read" if vote is None else vote_fault(vote, bad[0], tag, attempt, world_size)
-        return _abort("AbortedError", f"the vote of rank {bad[0]} {why}", bad)
+        return abort("AbortedError", f"the vote of rank {bad[0]} {why}", bad)
     no = sorted(r for r, v in votes.items() if v is not None and v.vote == "no")
     if no:
         return refused({rank: vote.error for rank in no if (vote := votes[rank]) is not None})
     if not votes.keys() >= set(range(world_size)):
         return None
-    steps = {rank: vote.step for rank, vote in votes.items() if vote is not None}
+    cast = {rank: vote for rank, vote in votes.items() if vote is not None}
+    steps = {rank: vote.step for rank, vote in cast.items()}
     if len(set(steps.values())) > 1:
         return _other_step(steps)
-    cast = {rank: vote for rank, vote in votes.items() if vote is not None}
     fault = _files_fault({rank: vote.files for rank, vote in cast.items()}) or _place_fault(cast)
     return unshared(fault) if fault else Decision()
 
 
 def _files_fault(files: Mapping[int, tuple[str, ...] | None]) -> str | None:
-    """Why the files of all ranks cannot stand side by side in one directory; None where they can, or where there are none."""
+    """Why the files of all ranks cannot lie in one directory; None if they can, or if no rank stored files."""
     storing, not_storing = ([r for r in sorted(files) if (files[r] is None) is absent] for absent in (False, True))
     if storing and not_storing:
         return f"{rank_runs(storing)} stored files, and {rank_runs(not_storing)} a state"
@@ -74,47 +75,48 @@ def _files_fault(files: Mapping[int, tuple[str, ...] | None]) -> str | None:
 
 
 def _place_fault(votes: Mapping[int, Vote]) -> str | None:
-    """Why the files of all ranks cannot be shown in one directory."""
-    first = min(votes)
-    other = next((rank for rank in sorted(votes) if votes[rank].shown_at != votes[first].shown_at), None)
-    if other is not None:
-        return f"rank {first} stored files for {votes[first].shown_at!r}, and rank {other} for {votes[other].shown_at!r}"
-    other = next((rank for rank in sorted(votes) if votes[rank].unfinished != votes[first].unfinished), None)
-    if other is None:
-        return None
-    return f"rank {first} filled the directory {votes[first].unfinished!r}, and rank {other} {votes[other].unfinished!r}"
+    """Why the files of all ranks cannot be shown in one directory; None if they can."""
+    first, *others = sorted(votes)
+    one = votes[first]
+    for rank in others:
+        other = votes[rank]
+        if other.shown_at != one.shown_at:
+            return f"rank {first} stored files for {one.shown_at!r}, and rank {rank} for {other.shown_at!r}"
+        if other.unfinished != one.unfinished:
+            return f"rank {first} filled the directory {one.unfinished!r}, and rank {rank} {other.unfinished!r}"
+    return None
 
 
 def _other_step(steps: Mapping[int, int]) -> Decision:
     first = min(steps)
     others = sorted(rank for rank, step in steps.items() if step != steps[first])
     message = (
-        f"rank {first} saved step {steps[first]} and rank {others[0]} step {steps[others[0]]} under one tag: they "
-        "have called save() for this tag a different number of times; every rank must do so each time, or the tag name the step"
+        f"rank {first} saved step {steps[first]} and rank {others[0]} step {steps[others[0]]} under one tag: these ranks called "
+        "save() for this tag a different number of times. Call save() on every rank each time, or give each step its own tag"
     )
-    return _abort("AbortedError", message, others)
+    return abort("AbortedError", message, others)
 
 
 def refused(no: Mapping[int, ErrorReport | None]) -> Decision:
-    """The abort that the no of these ranks calls for, each with its reason where it gave one."""
+    """The abort that follows from the no votes of these ranks. `no` gives the reason of each, or None if it gave no reason."""
     reports = {rank: report for rank, report in no.items() if report is not None}
-    # A skip explains less than a failure: name the failure first where both are there.
+    # A failure explains more than a skip, so a failure is named first.
     ordered = sorted(reports.items(), key=lambda item: (item[1].code == "SkippedError", item[0]))
     if not ordered:
-        return _abort("AbortedError", f"{rank_runs(list(no))} voted no without a reason", list(no))
+        return abort("AbortedError", f"{rank_runs(list(no))} voted no without a reason", list(no))
     rank, report = ordered[0]
     more = f" (and {len(no) - 1} more ranks voted no)" if len(no) > 1 else ""
     message = f"rank {rank} failed while {report.phase}: {shortened(report.message)}{more}"
-    return Decision(ErrorReport(code=report.code, message=message, phase=report.phase), tuple(no))
+    return abort(report.code, message, list(no), phase=report.phase)
 
 
 def shortened(reason: str) -> str:
-    """A rank's reason as the outcome repeats it, and as every rank then tells it."""
+    """A rank's reason, cut to the length that votes and outcomes keep."""
     return reason if len(reason) <= REASON_MAX else f"{reason[:REASON_MAX]}…"
 
 
 def vote_fault(vote: Vote, rank: int, tag: str, attempt: str, world_size: int) -> str | None:
-    """Why `vote` is not rank `rank`'s valid word on this attempt; None where it is."""
+    """Why `vote` is not a valid vote of `rank` on this attempt; None if it is."""
     if (vote.rank, vote.tag, vote.attempt) != (rank, tag, attempt):
         return f"belongs to rank {vote.rank} of {vote.tag}/{vote.attempt}"
     if vote.world_size != world_size:
@@ -127,25 +129,25 @@ def vote_fault(vote: Vote, rank: int, tag: str, attempt: str, world_size: int) -
 
 
 def deadline(missing: Mapping[int, str], *, timeout_s: float) -> Decision:
-    """The abort when votes are still missing after `timeout_s`; `missing` maps each rank to what is known of it."""
+    """The abort when votes are still missing after `timeout_s`. `missing` maps each rank to a note on how far it came."""
     ranks = sorted(missing)
     shown = listed([f"rank {r} ({missing[r]})" if missing[r] else f"rank {r}" for r in ranks])
     message = (
         f"no vote from {shown} within {timeout_s:g} s: every rank must call save() for the same step and tag; "
         "the next save starts afresh"
     )
-    return Decision(ErrorReport(code="DeadlineError", message=message, phase="vote"), tuple(ranks))
+    return abort("DeadlineError", message, ranks)
 
 
 def has_no_progress(votes: Mapping[int, Vote | None]) -> bool:
-    """Whether some ranks' trained tensors are what they were at an earlier step, and no rank's have moved."""
+    """Whether trained tensors are unchanged since an earlier step on some rank, and changed on no rank."""
     words = {vote.trained for vote in votes.values() if vote is not None}
     return "still" in words and "moved" not in words
 
 
 def no_progress(step: int) -> Decision:
-    """The abort of a save of `step` that holds no progress."""
-    return _abort("NoProgressError", no_progress_words(step), [])
+    """The abort of a save of `step` without progress."""
+    return abort("NoProgressError", no_progress_words(step), [])
 
 
 def no_progress_words(step: int) -> str:
@@ -158,11 +160,11 @@ def no_progress_words(step: int) -> str:
 
 def unshared(fault: str) -> Decision:
     """The abort of an attempt whose ranks describe the state differently."""
-    return _abort("AbortedError", f"the ranks do not describe one state: {fault}", [])
+    return abort("AbortedError", f"the ranks do not describe one state: {fault}", [])
 
 
 def recover(votes: Mapping[int, Vote | None], *, tag: str, attempt: str) -> Decision:
-    """What a new epoch makes of an attempt of an older one without an outcome: nobody will vote any more."""
+    """The decision on an undecided attempt of an older epoch, which gets no more votes: a missing vote aborts."""
     world_size = next((v.world_size for v in votes.values() if v is not None), 0)
     decision = decide(votes, tag=tag, attempt=attempt, world_size=world_size) if votes else None
     if decision is not None:
@@ -170,13 +172,14 @@ def recover(votes: Mapping[int, Vote | None], *, tag: str, attempt: str) -> Deci
     missing = sorted(set(range(world_size)) - set(votes))
     who = f"{rank_runs(missing)} had not voted" if missing else "no rank had voted"
     message = f"the job ended before the attempt was decided: {who}"
-    return Decision(ErrorReport(code="AbortedError", message=message, phase="recovery"), tuple(missing))
+    return abort("AbortedError", message, missing, phase="recovery")
 
 
-def _abort(code: str, message: str, ranks: list[int]) -> Decision:
-    return Decision(ErrorReport(code=code, message=message, phase="vote"), tuple(ranks))
+def abort(code: str, message: str, ranks: Sequence[int] = (), *, phase: str = "vote") -> Decision:
+    """An abort for the error class named `code`, which struck in `phase`."""
+    return Decision(ErrorReport(code=code, message=message, phase=phase), tuple(ranks))
 
 
 def moves_latest(current: Order | None, candidate: Order) -> bool:
-    """Whether `latest` may go from a checkpoint of order `current` to one of order `candidate`: only forward."""
+    """Whether `latest` may move from a checkpoint of order `current` to one of order `candidate`: only forward."""
     return current is None or candidate > current

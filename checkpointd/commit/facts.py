@@ -5,20 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from checkpointd.layout.keys import AttemptId
+from checkpointd.layout.keys import AttemptId, attempt_prefix
 
 State = Literal["committed", "aborted", "in-doubt", "deleted", "damaged", "unreadable"]
-"""`damaged`: the bytes of the outcome are wrong. `unreadable`: they cannot be read now, and may be a commit's."""
+"""`damaged`: the bytes of the outcome are wrong. `unreadable`: the outcome cannot be read now, and may be a commit."""
 Order = tuple[int, int]
-"""Epoch and number of the save in it. A later commit has a larger order."""
+"""The epoch, and the number of the save in that epoch. A later commit has a larger order."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttemptFacts:
     """The facts that a listing gives about one attempt.
 
-    `order` is set if the attempt is committed, or was before its deletion. `bulk`: it has chunks or indexes.
-    `contested`: the ranks for which several writers left objects; only the objects of one of them are used.
+    `order` is set if the attempt is committed, or was before its deletion. `bulk`: the attempt has chunks or indexes.
+    `contested`: the ranks for which several writers left objects; only the objects of one writer are used.
     """
 
     tag: str
@@ -27,6 +27,10 @@ class AttemptFacts:
     order: Order | None
     bulk: bool
     contested: tuple[int, ...] = ()
+
+    @property
+    def prefix(self) -> str:
+        return attempt_prefix(self.tag, self.attempt)
 
 
 Dead = tuple[AttemptFacts, str]

@@ -21,7 +21,7 @@ from checkpointd.commit.facts import AttemptFacts, Dead
 RECORDS_KEPT = 16
 """The number of deleted attempts of a tag whose outcome and votes stay, for people and for ranks that have not read them."""
 ROOT_RECORDS_KEPT = 256
-"""The same for all tags together: every program that lists the root reads all records."""
+"""The same for all tags together. It is bounded because every program that lists the root reads all records."""
 
 
 def dead_weight(attempts: Iterable[AttemptFacts]) -> list[Dead]:
@@ -31,13 +31,14 @@ def dead_weight(attempts: Iterable[AttemptFacts]) -> list[Dead]:
 
 
 def with_spare_objects(attempts: Iterable[AttemptFacts]) -> list[AttemptFacts]:
-    """The committed attempts in which a writer left objects that are not used (GARBAGE-4)."""
+    """The committed attempts in which a writer left unused objects (GARBAGE-4)."""
     return [facts for facts in attempts if facts.state == "committed" and facts.contested]
 
 
 def spent_records(attempts: Iterable[AttemptFacts]) -> list[AttemptFacts]:
-    """The deleted attempts whose records can be deleted too, oldest first: all but the newest RECORDS_KEPT of each tag, and of
-    the rest all but the newest ROOT_RECORDS_KEPT.
+    """The deleted attempts whose records can be deleted too.
+
+    The newest RECORDS_KEPT of each tag stay, and of these only the newest ROOT_RECORDS_KEPT at the root.
     """
     removed: dict[str, list[AttemptFacts]] = {}
     for facts in attempts:

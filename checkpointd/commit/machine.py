@@ -2,14 +2,13 @@
 
 Invariants
   PHASE-1  The phase only moves forward; `committed`, `aborted`, `failed` and `skipped` are final.
-  PHASE-2  A rank votes once: yes only from `persisting`, no only when it enters `failing` or `skipping`. Where storing the yes
-      failed, it may be there all the same: the rank counts as prepared, and asks for the abort.
-  PHASE-3  `committed` is entered only on seeing a commit outcome, never on the rank's own word.
-  PHASE-4  A rank that voted no, or never voted, never sees a commit: that pair raises ProtocolError, since it means
-      that a vote was forged or an object was overwritten.
-  PHASE-5  Where several writers write one rank's shard in turn, another writer's durable yes counts as the rank's: `other
-      writer voted` is fired only for an attempt that may have other writers, after that vote, or the commit that counts it, was
-      read.
+  PHASE-2  A rank votes once: yes only from `persisting`, no only when it enters `failing` or `skipping`. If storing the yes vote
+      fails, the vote may still exist. Then the rank counts as prepared, and asks for an abort.
+  PHASE-3  A rank enters `committed` only when it has seen a commit outcome.
+  PHASE-4  A rank that voted no, or never voted, never sees a commit. If it does, somebody forged a vote or overwrote an object,
+      and `step` raises ProtocolError.
+  PHASE-5  Several writers may write one rank's shard in turn. Then another writer's durable yes counts as the rank's yes. The
+      event `other writer voted yes` is fired only in this case, after that vote, or a commit that counts it, was read.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class Event(StrEnum):
 
 FINAL = frozenset({Phase.COMMITTED, Phase.ABORTED, Phase.FAILED, Phase.SKIPPED})
 FENCED = "fenced"
-"""How a save is shown that did not commit because a newer epoch has begun; the same word stands in the metrics."""
+"""The word for a save that did not commit because a newer epoch has begun. The metrics use the same word."""
 _SHOWN = {Phase.FAILING: "failed", Phase.SKIPPING: "skipped"}
 ORDER = (Phase.STAGING, Phase.STAGED, Phase.PERSISTING, Phase.PREPARED, Phase.COMMITTED)
 
@@ -90,7 +89,7 @@ def step(phase: Phase, event: Event) -> Phase:
 
 
 def shown(phase: Phase, error: str = "") -> str:
-    """The word for `phase` that people read, where the save has the error of the class named `error`."""
+    """The word for `phase` that people read. `error` names the class of the save's error, if it has one."""
     if error == FencedError.__name__ and phase is not Phase.COMMITTED:
         return FENCED
     return _SHOWN.get(phase, str(phase))

@@ -2,15 +2,16 @@
 
 Invariants
   RETENTION-1  A committed attempt is removed only if a newer, undamaged commit of its tag exists, or if the rules allow it.
-  RETENTION-2  Rules never remove the newest checkpoint, the newest of those whose save moves `latest`, the one that `latest`
-      names, or the newest that was verified. They keep each checkpoint that any of them names. Without rules, a checkpoint is
-      removed only if its tag was saved again.
-  RETENTION-3  A checkpoint that is recorded as damaged is none of these, and no rule counts it. If there are only such
-      checkpoints, none is removed.
-  RETENTION-4  A checkpoint that a load has passed over stays until it is recorded as damaged. It is none of those of
-      RETENTION-2, no rule counts it, and no other checkpoint is removed in its favour: whatever was recorded before, a load has
-      found it damaged since.
-  RETENTION-5  Rules with a metric never remove a checkpoint without it, and remove nothing at all if no checkpoint has it.
+  RETENTION-2  Rules never remove the newest checkpoint, the newest checkpoint whose save moves `latest`, the checkpoint that
+      `latest` names, or the newest verified checkpoint. They keep each checkpoint that at least one rule names. Without rules,
+      a checkpoint is removed only if its tag was saved again.
+  RETENTION-3  A checkpoint that is recorded as damaged never counts as the newest or as verified, and no rule counts it. It
+      stays while `latest` names it. If all checkpoints are damaged, none is removed.
+  RETENTION-4  A checkpoint that a load has passed over stays until it is recorded as damaged. Meanwhile it never counts as the
+      newest or as verified, no rule counts it, and no other checkpoint is removed in its favour. An older `verified` record
+      does not matter, since the load found damage later.
+  RETENTION-5  Rules with a metric never remove a checkpoint without that metric. If no checkpoint has the metric, the rules
+      remove nothing.
   RETENTION-6  A job that does not know what earlier epochs committed removes none of their checkpoints, neither by rules nor
       for a newer commit of the same tag.
 """
@@ -31,20 +32,20 @@ Mode = Literal["min", "max"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retention:
-    """Which checkpoints stay: those that at least one rule names, and those of RETENTION-2 to RETENTION-6. Without any rule
-    all of them stay.
+    """The rules that choose which checkpoints stay. A checkpoint stays if at least one rule names it. Without rules all stay.
 
-    Raises UsageError for numbers that cannot be, and for `best` without a `metric`.
+    RETENTION-2 to RETENTION-6 name checkpoints that stay whatever the rules are. Raises UsageError for invalid numbers, and for
+    `best` without a `metric`.
     """
 
     keep_last: int | None = None
-    """The newest so many."""
+    """Keep this many of the newest checkpoints."""
     every_steps: int | None = None
-    """Those whose step is a multiple of this."""
+    """Keep checkpoints whose step is a multiple of this number."""
     younger_than_s: float | None = None
-    """Those committed less than so many seconds ago, by the clocks of who committed and who removes."""
+    """Keep checkpoints committed less than this many seconds ago, by the clocks of the committing and the removing machine."""
     best: int | None = None
-    """The best so many by `metric`, which save(metrics=...) was given. Those that were saved without it stay as well."""
+    """Keep this many of the best checkpoints by `metric`, a name in save(metrics=...). Checkpoints without it stay as well."""
     metric: str | None = None
     mode: Mode = "min"
     """Whether a smaller metric is better, or a larger one."""
@@ -65,7 +66,7 @@ class Retention:
 
     @classmethod
     def of(cls, given: object) -> Retention:
-        """What `retention=` of a Checkpointer means: rules, a number for the newest so many, None for no rule."""
+        """The rules that `retention=` of a Checkpointer stands for: rules, the number of newest checkpoints to keep, or None."""
         if given is None or isinstance(given, Retention):
             return given or cls()
         if type(given) is not int or given < 1:
@@ -83,39 +84,37 @@ class Retention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointFacts:
-    """What is known of a committed attempt. `age_s`: seconds since its commit, None where that cannot be told."""
+    """The facts about a committed attempt. `age_s`: seconds since its commit, None if unknown."""
 
     attempt: AttemptFacts
     order: Order
     step: int
     save_latest: bool = True
     is_latest: bool = False
-    """Whether it is what the pointer names."""
+    """Whether `latest` names it."""
     verified: bool = False
-    """Whether all of it was read and found whole at some time."""
+    """Whether a record says that it was read back whole."""
     damaged: bool = False
-    """Whether it is recorded that it is not."""
+    """Whether a record says that it is damaged."""
     passed_over: bool = False
-    """Whether a load went past it."""
+    """Whether a load passed over it."""
     age_s: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemovalChoice:
-    """What goes, the oldest first, and why not more."""
+    """The checkpoints to remove, oldest first, and why not more."""
 
     going: tuple[Dead, ...] = ()
     surplus: tuple[AttemptFacts, ...] = ()
-    """What would go, had anything newer been verified (RETENTION-2)."""
+    """Would be removed if a newer checkpoint had been verified (RETENTION-2)."""
     unknown_metric: str | None = None
     """Why the rules were not applied (RETENTION-5)."""
 
 
 def choose(commits: Iterable[CheckpointFacts], rules: Retention, *, keeps_before: int = 0) -> RemovalChoice:
-    """Which of `commits`, all committed attempts that are looked at, go. `keeps_before`: the first epoch that the one who asks
-    may remove anything of (RETENTION-6).
-    """
+    """Choose which of `commits` to remove. Checkpoints of epochs before `keeps_before` stay (RETENTION-6)."""
     newest_first = sorted(commits, key=lambda c: c.order, reverse=True)
     sound = [c for c in newest_first if not c.damaged and not c.passed_over]
     if not sound:
@@ -125,7 +124,7 @@ def choose(commits: Iterable[CheckpointFacts], rules: Retention, *, keeps_before
     if unknown_metric is None:
         reasons = _let_go(newest_first, [c for c in sound if c.order not in reasons], rules) | reasons
     verified = next((c.order for c in sound if c.verified), None)
-    may_go = [c for c in reversed(newest_first) if c.order in reasons and _is_known(c, keeps_before)]
+    may_go = [c for c in reversed(newest_first) if c.order in reasons and _may_go(c, keeps_before)]
     return RemovalChoice(
         going=tuple((c.attempt, reasons[c.order]) for c in may_go if c.order != verified),
         surplus=tuple(c.attempt for c in may_go if c.order == verified),
@@ -133,13 +132,13 @@ def choose(commits: Iterable[CheckpointFacts], rules: Retention, *, keeps_before
     )
 
 
-def _is_known(checkpoint: CheckpointFacts, keeps_before: int) -> bool:
-    """Whether nobody can miss it but who has seen it (RETENTION-4, RETENTION-6)."""
+def _may_go(checkpoint: CheckpointFacts, keeps_before: int) -> bool:
+    """Whether RETENTION-4 and RETENTION-6 allow its removal."""
     return checkpoint.attempt.attempt.epoch >= keeps_before and (checkpoint.damaged or not checkpoint.passed_over)
 
 
 def _let_go(newest_first: Sequence[CheckpointFacts], current: Sequence[CheckpointFacts], rules: Retention) -> dict[Order, str]:
-    """By order, why the rules do not need what is neither indispensable nor named; `current`: those that count."""
+    """The orders of the checkpoints that the rules do not keep, with the reason. The rules count only those in `current`."""
     if rules.keeps_all:
         return {}
     kept = _indispensable(newest_first, current) | _named(current, rules)
@@ -148,7 +147,7 @@ def _let_go(newest_first: Sequence[CheckpointFacts], current: Sequence[Checkpoin
 
 
 def _replaced(newest_first: Sequence[CheckpointFacts], sound: Sequence[CheckpointFacts]) -> dict[Order, str]:
-    """By order, why what has a newer commit of its tag is not needed (RETENTION-1)."""
+    """The orders of the checkpoints whose tag has a newer commit, with the reason for their removal (RETENTION-1)."""
     newest: dict[str, Order] = {}
     for c in sound:
         newest.setdefault(c.attempt.tag, c.order)
@@ -157,7 +156,7 @@ def _replaced(newest_first: Sequence[CheckpointFacts], sound: Sequence[Checkpoin
 
 
 def _unknown_metric(commits: Sequence[CheckpointFacts], rules: Retention) -> str | None:
-    """Why the metric of `rules` cannot be meant, where no checkpoint has it; None where one has, or there is no such rule."""
+    """The complaint about a metric of `rules` that no checkpoint has; None if there is no complaint."""
     if rules.metric is None or any(_measure(c, rules.metric) is not None for c in commits):
         return None
     known = sorted({name for c in commits for name in c.metrics})
@@ -166,19 +165,19 @@ def _unknown_metric(commits: Sequence[CheckpointFacts], rules: Retention) -> str
 
 
 def _measure(checkpoint: CheckpointFacts, metric: str) -> float | None:
-    """The metric, where it is there and a finite number: nothing else can be the best."""
+    """The value of the metric; None if it is missing or not finite, since such a checkpoint cannot be the best."""
     value = checkpoint.metrics.get(metric)
     return value if value is not None and math.isfinite(value) else None
 
 
 def _indispensable(newest_first: Sequence[CheckpointFacts], current: Sequence[CheckpointFacts]) -> set[Order]:
-    """The orders of those that no rule removes (RETENTION-2); the newest verified one apart."""
+    """The orders of the checkpoints that no rule removes (RETENTION-2), without the newest verified checkpoint."""
     firsts = (current[:1], [c for c in current if c.save_latest][:1], [c for c in newest_first if c.is_latest])
     return {c.order for some in firsts for c in some}
 
 
 def _named(newest_first: Sequence[CheckpointFacts], rules: Retention) -> set[Order]:
-    """The orders of those that a rule names."""
+    """The orders of the checkpoints that a rule names."""
     named = {c.order for c in newest_first[: rules.keep_last or 0]}
     if rules.every_steps is not None:
         named |= {c.order for c in newest_first if c.step % rules.every_steps == 0}
@@ -187,7 +186,7 @@ def _named(newest_first: Sequence[CheckpointFacts], rules: Retention) -> set[Ord
     if rules.best is not None and rules.metric is not None:
         sign = 1 if rules.mode == "min" else -1
         measured = [(value, c.order) for c in newest_first if (value := _measure(c, rules.metric)) is not None]
-        # Of equal ones the newer: the sort is stable.
+        # The sort is stable, so the newer of two equal checkpoints counts as better.
         named |= {order for _, order in sorted(measured, key=lambda pair: sign * pair[0])[: rules.best]}
         named |= {c.order for c in newest_first if _measure(c, rules.metric) is None}
     return named

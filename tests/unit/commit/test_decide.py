@@ -73,7 +73,7 @@ def test_decide_2_votes_that_are_missing_decide_nothing() -> None:
 
 
 @given(st.integers(1, 6), st.data())
-def test_decide_1_and_d2_for_any_votes(world_size: int, data: st.DataObject) -> None:
+def test_decide_1_and_2_for_any_votes(world_size: int, data: st.DataObject) -> None:
     kinds = data.draw(st.lists(st.sampled_from(["yes", "no", "bad", "missing"]), min_size=world_size, max_size=world_size))
     votes: Votes = {}
     for rank, kind in enumerate(kinds):

@@ -23,18 +23,18 @@ def attempts(draw: st.DrawFn) -> list[AttemptFacts]:
 
 
 @given(attempts())
-def test_retention_2_what_is_undecided_or_cannot_be_read_is_never_touched(known: list[AttemptFacts]) -> None:
+def test_garbage_1_what_is_undecided_or_cannot_be_read_is_never_touched(known: list[AttemptFacts]) -> None:
     touched = [facts for facts, _ in dead_weight(known)] + spent_records(known)
     assert not {"in-doubt", "damaged"} & {facts.state for facts in touched}
 
 
 @given(attempts())
-def test_retention_1_what_is_committed_is_no_dead_weight(known: list[AttemptFacts]) -> None:
+def test_what_is_committed_is_no_dead_weight(known: list[AttemptFacts]) -> None:
     assert "committed" not in {facts.state for facts, _ in dead_weight(known)}
 
 
 @given(attempts())
-def test_retention_3_of_an_aborted_attempt_only_the_bulk_goes(known: list[AttemptFacts]) -> None:
+def test_garbage_2_of_an_aborted_attempt_only_the_bulk_goes(known: list[AttemptFacts]) -> None:
     dead = [facts for facts, _ in dead_weight(known)]
     for facts in known:
         if facts.state == "aborted":
@@ -43,7 +43,7 @@ def test_retention_3_of_an_aborted_attempt_only_the_bulk_goes(known: list[Attemp
 
 
 @given(attempts())
-def test_retention_4_records_go_only_of_what_was_committed_and_removed(known: list[AttemptFacts]) -> None:
+def test_garbage_3_records_go_only_of_what_was_committed_and_removed(known: list[AttemptFacts]) -> None:
     for facts in spent_records(known):
         assert facts.state == "deleted"
         assert not facts.bulk

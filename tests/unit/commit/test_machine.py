@@ -106,7 +106,7 @@ def test_phase_4_a_rank_that_has_not_voted_yes_never_sees_a_commit() -> None:
             step(phase, Event.SAW_COMMIT)
 
 
-def test_phase_5_another_hands_yes_prepares_every_rank_that_has_not_voted_yes() -> None:
+def test_phase_5_another_writers_yes_prepares_every_rank_that_has_not_voted_yes() -> None:
     for phase in (Phase.STAGING, Phase.STAGED, Phase.PERSISTING, Phase.FAILING, Phase.SKIPPING):
         assert step(phase, Event.OTHER_WRITER_VOTED) is Phase.PREPARED
     for phase in (Phase.PREPARED, *FINAL):

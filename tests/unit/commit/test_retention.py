@@ -115,7 +115,7 @@ counts = st.none() | st.integers(1, 5)
 
 
 @given(st.lists(facts, max_size=12), counts, counts, st.none() | st.floats(1, 1e6), counts, st.sampled_from(["min", "max"]))
-def test_retention_6_holds_for_all_rules(
+def test_retention_2_holds_for_all_rules(
     drawn: list[dict[str, Any]], last: int | None, every: int | None, age: float | None, best: int | None, mode: Any
 ) -> None:
     known = [
@@ -151,7 +151,7 @@ def test_retention_1_a_damaged_commit_replaces_nothing() -> None:
     assert gone(choose(known, Retention(keep_last=1))) == [(1, 1)]
 
 
-def test_retention_6_what_was_verified_stays_until_something_newer_is() -> None:
+def test_retention_2_what_was_verified_stays_until_something_newer_is() -> None:
     known = [commit("best", 1, 0, verified=True), commit("best", 1, 1), commit("best", 1, 2)]
     choice = choose(known, Retention())
     assert (gone(choice), [facts.attempt.k for facts in choice.surplus]) == ([(1, 1)], [0])
@@ -162,27 +162,27 @@ def test_retention_6_what_was_verified_stays_until_something_newer_is() -> None:
 # --- damage -------------------------------------------------------------------------------------------------------
 
 
-def test_retention_7_what_is_damaged_is_never_counted() -> None:
+def test_retention_3_what_is_damaged_is_never_counted() -> None:
     known = [checkpoint(n, damaged=n in (2, 4), verified=n in (0, 2)) for n in range(5)]
     assert left(known, Retention(keep_last=2)) == [0, 1, 3]
 
 
-def test_retention_7_a_damaged_one_that_latest_names_stays() -> None:
+def test_retention_3_a_damaged_one_that_latest_names_stays() -> None:
     assert left([checkpoint(0), checkpoint(1), checkpoint(2, damaged=True, is_latest=True)], Retention(keep_last=1)) == [1, 2]
 
 
-def test_retention_7_where_all_is_damaged_nothing_goes() -> None:
+def test_retention_3_where_all_is_damaged_nothing_goes() -> None:
     assert choose([checkpoint(n, damaged=True) for n in range(4)], Retention(keep_last=1)) == RemovalChoice()
 
 
-def test_retention_8_what_a_load_passed_over_stays_until_it_is_recorded_as_damaged() -> None:
+def test_retention_4_what_a_load_passed_over_stays_until_it_is_recorded_as_damaged() -> None:
     known = [checkpoint(0, passed_over=True), checkpoint(1, passed_over=True, damaged=True), checkpoint(2), checkpoint(3)]
     assert left(known, Retention(keep_last=1)) == [0, 3]
     again = [commit("best", 1, 0, passed_over=True), commit("best", 1, 1)]
     assert choose(again, Retention()) == RemovalChoice()
 
 
-def test_retention_8_what_a_load_passed_over_stands_for_nothing_that_goes() -> None:
+def test_retention_4_what_a_load_passed_over_stands_for_nothing_that_goes() -> None:
     over = checkpoint(3, passed_over=True, verified=True)
     assert left([checkpoint(0), checkpoint(1), checkpoint(2, verified=True), over], Retention(keep_last=1)) == [2, 3]
     again = [commit("best", 1, 0), commit("best", 1, 1, passed_over=True, verified=True)]
@@ -193,14 +193,14 @@ def test_retention_8_what_a_load_passed_over_stands_for_nothing_that_goes() -> N
 # --- metrics ------------------------------------------------------------------------------------------------------
 
 
-def test_retention_9_a_rule_with_a_metric_keeps_what_was_saved_without_it() -> None:
+def test_retention_5_a_rule_with_a_metric_keeps_what_was_saved_without_it() -> None:
     known = [checkpoint(n, metrics={"loss": float(n)} if n % 2 else {"other": 0.0}) for n in range(6)]
     assert left(known, Retention(best=1, metric="loss")) == [0, 1, 2, 4, 5]
     assert left(known, Retention(best=1, metric="loss", keep_last=1)) == [0, 1, 2, 4, 5]
 
 
 @pytest.mark.parametrize("rules", [{}, {"keep_last": 1}, {"younger_than_s": 1.0, "mode": "max"}])
-def test_retention_9_a_metric_that_none_has_removes_nothing_and_is_named(rules: dict[str, Any]) -> None:
+def test_retention_5_a_metric_that_none_has_removes_nothing_and_is_named(rules: dict[str, Any]) -> None:
     known = [checkpoint(n, age_s=9.0, metrics={"loss": 1.0, "accuracy": 0.5}) for n in range(4)]
     choice = choose(known, Retention(best=1, metric="los", **rules))
     assert choice.going == ()
@@ -211,7 +211,7 @@ def test_retention_9_a_metric_that_none_has_removes_nothing_and_is_named(rules: 
     assert gone(again) == [(1, 0)]  # what was replaced is no rule's to keep
 
 
-def test_retention_9_without_any_metric_nothing_goes() -> None:
+def test_retention_5_without_any_metric_nothing_goes() -> None:
     choice = choose([checkpoint(n) for n in range(4)], Retention(best=1, metric="loss"))
     assert choice.going == ()
     assert "none at all" in str(choice.unknown_metric)
@@ -229,7 +229,7 @@ def test_a_metric_that_is_no_finite_number_is_never_the_best(mode: Any, value: f
 # --- earlier jobs -------------------------------------------------------------------------------------------------
 
 
-def test_retention_10_of_jobs_that_are_not_known_nothing_goes() -> None:
+def test_retention_6_of_jobs_that_are_not_known_nothing_goes() -> None:
     known = [commit("best", 1, 0), commit("a", 1, 1), commit("best", 2, 0), commit("b", 2, 1), commit("best", 2, 2)]
     for rules, rest in ((Retention(), []), (Retention(keep_last=1), [(2, 1)])):
         assert gone(choose(known, rules, keeps_before=2)) == [(2, 0), *rest]
