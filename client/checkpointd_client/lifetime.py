@@ -6,9 +6,10 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 
 from checkpointd.errors import UsageError
-from checkpointd.layout.keys import SERVICE
+from checkpointd.layout.keys import SERVICE, AttemptId, is_tag
 
 _claimed: set[str] = set()
 _lock = threading.Lock()
@@ -21,8 +22,8 @@ def claim_root(root: str | os.PathLike[str]) -> Callable[[], None]:
     with _lock:
         if name in _claimed:
             raise UsageError(
-                f"another Checkpointer of this process uses {text}: close() it first, or share the one you have; "
-                "two would number their saves independently and spoil each other's"
+                f"another Checkpointer of this process uses {text}: close() it first, or use it here as well. With two, the "
+                "saves of the older one would fail"
             )
         _claimed.add(name)
 
@@ -33,8 +34,26 @@ def claim_root(root: str | os.PathLike[str]) -> Callable[[], None]:
     return give_back
 
 
+def check_no_tag(path: str) -> None:
+    """Raise UsageError if `path` is the directory of a tag in a root, and no root itself."""
+    root, name = os.path.split(os.path.abspath(path))
+    if not _was_begun(root) or _was_begun(path) or not is_tag(name):
+        return
+    with suppress(OSError):
+        if any(AttemptId.parse(attempt) for attempt in os.listdir(path)):
+            raise UsageError(
+                f"{path} is the directory of the tag {name!r}; its root is {root}. Give the root, and name the tag when you load: "
+                f"tag={name!r}"
+            )
+
+
+def _was_begun(root: str) -> bool:
+    return os.path.isdir(os.path.join(root, SERVICE, "epochs"))
+
+
 def check_apart(root: str) -> None:
-    """UsageError where `root`, a directory, and another root share the directory in which their tags and `latest` stand."""
+    """Raise UsageError if the directory `root` and another root would share tags or `latest`, or if it is a tag's directory."""
+    check_no_tag(root)
     beside, name = os.path.split(os.path.abspath(root))
     if name == SERVICE and os.path.isdir(os.path.join(root, "epochs")):
         raise UsageError(

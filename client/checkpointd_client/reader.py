@@ -39,6 +39,7 @@ from checkpointd.pipeline.read.plan import BoxRequest
 from checkpointd.pipeline.root.catalog import Checkpoint
 from checkpointd.store import open_store
 from checkpointd_client.export.state_dict import StateDict
+from checkpointd_client.lifetime import check_no_tag
 from checkpointd_client.loader import LOOK_S, Loaded
 from checkpointd_client.ranks.writer import WriterThread
 from checkpointd_client.restore.answers import HandedOutStates
@@ -98,6 +99,7 @@ class OpenCheckpoint:
         self._store = open_store(root, read_only=True)
         if not os.path.isdir(self._store.url):
             raise NotFoundError(f"there is no directory {self._store.url}: give the root that the job was given")
+        check_no_tag(self._store.url)
         self._config = LoadConfig(retry_s=timeout_s, absence_s=absence_s)
         parsed = None if attempt is None else _parsed(attempt)
         self._reading = CheckpointFinder(self._store, tag, attempt=parsed, config=self._config)

@@ -82,17 +82,11 @@ def asked(
     leftovers: tuple[str, ...] = (),
 ) -> SaveRequest:
     """What a user asks for; UsageError naming the argument that cannot be. `tag`: None is global_step<step>."""
-    check_step(step)
+    arguments.whole("step", step, least=0)
     tag = check_tag(default_tag(step) if tag is None else tag)
     arguments.flag("save_latest", save_latest)
     arguments.flag("exclude_frozen_parameters", exclude_frozen_parameters)
     return SaveRequest(tag, step, save_latest, exclude_frozen_parameters, check_metrics(metrics), unfinished, leftovers)
-
-
-def check_step(step: int) -> None:
-    """Raise UsageError unless `step` is a whole number, 0 or more."""
-    if type(step) is not int or step < 0:
-        raise UsageError(f"step is {step!r}; it must be a whole number, 0 or more")
 
 
 def check_metrics(metrics: Mapping[str, float] | None) -> tuple[tuple[str, float], ...]:

@@ -33,6 +33,7 @@ OVERLAP_REMEDY = (
     "these ranks say that they hold the same part of it: pass the module itself as you train it, which tells what ranks hold "
     "together, or give each tensor a name of its own"
 )
+SAME_STATE_REMEDY = "pass the same objects to save() on every rank"
 READS = 16
 """So many votes, or plans, are read at once: a store far away answers each of thousands only after a while."""
 
@@ -98,8 +99,8 @@ class PlanCheck:
             listings = {rank: found[name] for rank, name in zip(ranks, digests, strict=True)}
             comparison = await aside(sum(vote.tensors for vote in votes.values() if vote), compared, listings, self._names)
             if comparison.fault:
-                overlaps = comparison.fault.endswith(" overlap")
-                return unshared(f"{comparison.fault}: {OVERLAP_REMEDY}" if overlaps else comparison.fault)
+                remedy = OVERLAP_REMEDY if comparison.fault.endswith(" overlap") else SAME_STATE_REMEDY
+                return unshared(f"{comparison.fault}: {remedy}")
             # Two attempts may be checked at once, so nothing that the other needs lies in what is replaced here.
             doubled = comparison.doubled
             self._whole = {digests: doubled}

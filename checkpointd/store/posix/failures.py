@@ -13,7 +13,8 @@ _FULL = {
     errno.EDQUOT: "the disk quota is used up: free some space or raise the quota, then save again",
 }
 _ADVICE = {
-    errno.EROFS: "the file system is mounted read-only: see the kernel log for the reason, repair it and remount it read-write",
+    errno.EROFS: "the file system is mounted read-only: remount it read-write, after a repair if the kernel log names a fault. "
+    "A script that only reads checkpoints calls open_checkpoint(root)",
     errno.EACCES: "permission is missing: let the user of this process read and write there",
     errno.EPERM: "the operation is not permitted: let the user of this process read and write there",
     errno.EIO: "the device or the file server failed: nothing just written can be trusted; see the kernel log, then save again",

@@ -35,6 +35,8 @@ class LoadRounds:
     patience_s: float
     """How much longer a rank may take that reads again what could not be read (`LoadConfig`)."""
     _done: int = 0
+    unanswered: tuple[int, DeadlineError] | None = None
+    """On rank 0: the newest round in which it waited for a rank in vain, with the error that names the rank."""
 
     def begin(self) -> LoadRound:
         """The turn that the other ranks are in, or will be."""
@@ -93,7 +95,7 @@ class LoadRound:
         return {rank: load_messages.read(text, Holding) for rank, text in heard.items()}
 
     def named_by_all(self, name: str, own: Iterable[str]) -> frozenset[str]:
-        """What every rank names, on every rank; nothing where one does not answer, as the next agree() will say."""
+        """The names that all ranks give, on every rank. If a rank does not answer: none, and the next verdict gives the round up."""
         board, key = self.turns.board, self._key(name)
         board.post(key, load_messages.written(AskableNames(names=tuple(own))))
         if self.turns.ranks.rank == COORDINATOR:
@@ -102,8 +104,8 @@ class LoadRound:
                 common = frozenset.intersection(
                     *(frozenset(load_messages.read(text, AskableNames).names) for text in heard.values())
                 )
-            except DeadlineError:
-                common = frozenset()
+            except DeadlineError as error:
+                common, self.turns.unanswered = frozenset(), (self.number, error)
             board.post(f"{key}/word", load_messages.written(AskableNames(names=tuple(sorted(common)))))
         # As in agree(): its word comes also where a rank is missing.
         word = self._read(f"{key}/word", [COORDINATOR], 2 * self.turns.timeout_s)[COORDINATOR]
@@ -185,6 +187,9 @@ class LoadRound:
         return load_messages.read(self._read(key, [COORDINATOR], 2 * self.turns.timeout_s)[COORDINATOR], Word)
 
     def _gathered(self, key: str, *, strict: bool) -> Word:
+        unanswered = self.turns.unanswered
+        if unanswered is not None and unanswered[0] == self.number:
+            return self._given_up(unanswered[1])  # a rank gets the time-out once, not once per question
         try:
             heard = self._read(key, None, self.turns.timeout_s)
         except DeadlineError as error:

@@ -213,7 +213,7 @@ def root_fault(writer: WriterThread, store: Store, begun: Begun) -> str:
         try:
             seen = writer.call(epochs.read(store, begun.number), LOOK_TIMEOUT_S)
         except NotFoundError:
-            problem = f"{socket.gethostname()} does not have {epoch_key(begun.number)}"
+            problem = f"{store.url} on {socket.gethostname()} does not have {epoch_key(begun.number)}"
             continue
         except CheckpointdError as error:
             problem = str(error)
@@ -221,6 +221,7 @@ def root_fault(writer: WriterThread, store: Store, begun: Begun) -> str:
         if seen.nonce == begun.nonce:
             return "ok"
         problem = (
-            f"{socket.gethostname()} has another epoch {begun.number}, begun by process {seen.writer.pid} on {seen.writer.host}"
+            f"{store.url} on {socket.gethostname()} has another epoch {begun.number}, begun by process {seen.writer.pid} on "
+            f"{seen.writer.host}"
         )
     return problem

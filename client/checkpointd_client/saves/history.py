@@ -84,6 +84,8 @@ class SaveHistory:
         self.committed = 0
         self.failed = 0
         self.last_failed: SaveHandle | None = None
+        """The newest save that ended, if it failed. Saves may end in another order than they began."""
+        self._newest_began = 0.0
 
     def add(self, save: SaveRecord) -> None:
         with self._lock:
@@ -99,7 +101,9 @@ class SaveHistory:
             self._ended.append(save)
             self.committed += phase is Phase.COMMITTED
             self.failed += phase is not Phase.COMMITTED
-            self.last_failed = None if phase is Phase.COMMITTED else save.handle
+            if save.began >= self._newest_began:
+                self._newest_began = save.began
+                self.last_failed = None if phase is Phase.COMMITTED else save.handle
             return True
 
     def live(self) -> list[SaveRecord]:

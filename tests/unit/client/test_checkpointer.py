@@ -33,6 +33,7 @@ from checkpointd.pipeline.shard import ShardProgress
 from checkpointd.pipeline.write.job import PersistJob
 from checkpointd_client import Checkpointer, RngState, SaveHandle, Status, open_checkpoint
 from checkpointd_client.restore import store_source
+from checkpointd_client.saves.history import SaveHistory, SaveRecord
 from tests.builders import HeldPersist
 from tests.live_job import live_job
 
@@ -218,6 +219,37 @@ def test_a_second_checkpointer_at_one_root_is_refused(tmp_path: Path) -> None:
     with Checkpointer(tmp_path), pytest.raises(UsageError, match="another Checkpointer"):
         Checkpointer(tmp_path / ".." / tmp_path.name)
     Checkpointer(tmp_path).close()
+
+
+def test_the_directory_of_a_tag_is_refused_as_a_root(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as ckpt:
+        ckpt.save(1, _state()).wait()
+    before = sorted(tmp_path.rglob("*"))
+    tag = tmp_path / "global_step1"
+    for take in (Checkpointer, open_checkpoint):
+        with pytest.raises(UsageError, match=r"directory of the tag 'global_step1'; its root is .*: tag='global_step1'"):
+            take(tag)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_directory_below_a_root_that_is_no_tag_is_a_root_of_its_own(tmp_path: Path) -> None:
+    Checkpointer(tmp_path).close()
+    (tmp_path / "second" / "data").mkdir(parents=True)
+    for _ in ("a new root", "the same root again"):
+        with Checkpointer(tmp_path / "second") as ckpt:
+            ckpt.save(1, _state()).wait()
+
+
+def test_close_raises_the_error_of_the_newest_save_whichever_ends_last(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as ckpt:
+        older, newer = (SaveRecord(ckpt.save(step, _state())) for step in (1, 2))
+        ckpt.wait()
+    history = SaveHistory()
+    history.add(older)
+    history.add(newer)
+    assert history.end(newer, Phase.COMMITTED)
+    assert history.end(older, Phase.FAILED)
+    assert history.last_failed is None
 
 
 def test_calls_after_close_are_refused(tmp_path: Path) -> None:

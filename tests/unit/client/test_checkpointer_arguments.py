@@ -76,6 +76,7 @@ def test_every_argument_has_its_check() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [({"step": value}, "step is ") for value in (True, -1, 1.0, "1", None, np.int64(3))]
+    + [({"step": {"model": "x" * 1000}}, r"^step is \{'model': 'x{69}; it must be a whole number, 0 or more")]
     + [({"tag": value}, "tag") for value in ("", "a/b", 3, b"x")]
     + [({"save_latest": value}, "save_latest is ") for value in NO_FLAGS]
     + [({"exclude_frozen_parameters": value}, "exclude_frozen_parameters is ") for value in NO_FLAGS]

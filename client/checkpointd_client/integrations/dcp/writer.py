@@ -41,7 +41,6 @@ from checkpointd_client.integrations.dcp.attempt import DcpAttempt
 from checkpointd_client.integrations.dcp.session import DcpSession, is_taken_up, session_of
 from checkpointd_client.integrations.dcp.tagged import Tagged, step_of
 from checkpointd_client.ranks.startup import Begun, instead, root_fault
-from checkpointd_client.saver import check_step
 from checkpointd_client.settings import check_path
 
 log = logging.getLogger("checkpointd")
@@ -97,7 +96,7 @@ class CheckpointdWriter(Tagged, StorageWriter):
     ) -> None:
         super().__init__()
         if step is not None:
-            check_step(step)
+            arguments.whole("step", step, least=0)
         arguments.seconds("commit_timeout_s", commit_timeout_s, most=TIMEOUT_S_MAX)
         arguments.flag("overwrite", overwrite)
         arguments.flag("save_latest", save_latest)

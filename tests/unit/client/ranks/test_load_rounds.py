@@ -186,6 +186,19 @@ def test_nothing_is_named_by_all_where_one_rank_does_not_answer() -> None:
             assert isinstance(end.result(), DeadlineError)
 
 
+def test_a_rank_that_did_not_answer_once_is_not_waited_for_again_in_the_same_round() -> None:
+    a, b, c = _ranks(0.3)
+    early, late = [a.begin(), b.begin()], c.begin()
+    with ThreadPoolExecutor(WORLD) as threads:
+        for one in [threads.submit(turn.named_by_all, "askable", ()) for turn in early]:
+            one.result()
+        a.timeout_s = b.timeout_s = c.timeout_s = 30.0
+        for end in [threads.submit(turn.agree, "verdict", None) for turn in (*early, late)]:
+            error = end.result()
+            assert isinstance(error, DeadlineError)
+            assert "ranks [2] did not answer within 0.3 s" in str(error)
+
+
 def test_a_rank_that_missed_a_load_joins_the_next_one() -> None:
     a, b, c = _ranks(0.3)
     for _, error in _together(lambda: _load(a, "first"), lambda: _load(b, "first")):
