@@ -7,13 +7,17 @@ ranks that had them; values that differed are not loaded, and their FQNs are rep
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+
+import msgspec
 
 from checkpointd.errors import FormatError
 from checkpointd.layout import tree
+from checkpointd.layout.boxes import Box
 from checkpointd.layout.manifest import Alias, TensorEntry
 from checkpointd.layout.strides import contiguous_stride
 from checkpointd.pipeline.read.checkpoint_view import CheckpointView
+from checkpointd.pipeline.read.plan import BoxRequest, BoxSink
 from checkpointd_client.capture.flatten import CLIENT_STATE
 from checkpointd_client.restore.merging import Merging
 from checkpointd_client.restore.stored import Entries
@@ -23,10 +27,11 @@ from checkpointd_client.restore.stored import Entries
 class RankContent:
     """The content that one rank loads.
 
-    `entries`: dtype and global shape of every stored tensor. `owners`: for tensors that a rank holds for itself, the rank whose
-    tensor is read. `left`: FQNs that had different values on the saving ranks; they are not in the tree. `elsewhere`: FQNs that
-    only some of the saving ranks had, and which may belong to another rank now. `among_many`: this is the content of all saving
-    ranks and several ranks load it, so a value that has no place on one rank may have one on another.
+    `entries`: dtype and global shape of every stored tensor. `owners`: for each tensor that ranks hold for themselves, the rank
+    whose tensor is read. `stored_as`: the stored FQN of each tensor that has another name here, since another rank's tensor has
+    that FQN. `left`: FQNs that had different values on the saving ranks; they are not in the tree. `elsewhere`: FQNs that only
+    some of the saving ranks had, and which may belong to another rank now. `among_many`: this is the content of all saving
+    ranks, and several ranks load it, so a value that has no place on one rank may have one on another.
     """
 
     root: tree.Node
@@ -37,6 +42,11 @@ class RankContent:
     left: frozenset[str] = frozenset()
     elsewhere: frozenset[str] = frozenset()
     among_many: bool = False
+    stored_as: Mapping[str, str] = field(default_factory=dict)
+
+    def request(self, fqn: str, box: Box, sink: BoxSink | None = None) -> BoxRequest:
+        """The request that reads `box` of the tensor `fqn` of `entries`."""
+        return BoxRequest(self.stored_as.get(fqn, fqn), box, sink, self.owners.get(fqn))
 
 
 def own_content(world: CheckpointView, rank: int) -> RankContent:
@@ -62,19 +72,28 @@ def merged_content(world: CheckpointView, *, keep: int | None, alone: bool) -> R
     root = merging.merged(_grouped(world, keep))
     entries = {fqn: (tensor.dtype, tensor.shape) for fqn, tensor in world.tensors.items()}
     owners: dict[str, int] = {}
+    stored_as: dict[str, str] = {}
     found: dict[str, Alias] = {}
-    for fqn, rank in merging.chosen.items():
+    names: dict[tuple[str, object], str] = {}
+    # Tensors of the tree come before those that only aliases name: the name in `entries` of a tensor of the tree is its FQN.
+    for fqn, rank in sorted(merging.chosen.items(), key=lambda item: item[0] in aliases[item[1]]):
         alias = aliases[rank].get(fqn)
-        if alias is not None:
-            found[fqn] = alias
-        owner = alias.owner if alias is not None else fqn
+        name = owner = fqn if alias is None else alias.owner
         entry = world.own(rank).get(owner)
-        if entry is not None and owner not in entries:
-            entries[owner], owners[owner] = (entry.dtype, entry.shape), rank
+        if entry is not None:
+            free = owner if owner not in entries else f"{owner} of rank {rank}"
+            name = names.setdefault((owner, _identity(world, aliases, rank, owner)), free)
+            if name not in entries:
+                entries[name], owners[name] = (entry.dtype, entry.shape), rank
+                if name != owner:
+                    stored_as[name] = owner
+        if alias is not None:
+            found[fqn] = msgspec.structs.replace(alias, owner=name)
     return RankContent(
         root=root,
         entries=entries,
         owners=owners,
+        stored_as=stored_as,
         aliases=tuple(found.values()),
         excluded=tuple(sorted({fqn for index in world.indexes.values() for fqn in index.excluded})),
         left=frozenset(merging.left),

@@ -198,7 +198,7 @@ class MemorySource:
     def equal(self, one: str, two: str, content: RankContent) -> bool:
         """SidecarError if not all of both is on this node: other nodes could then come to another answer."""
         parts = self._parts()
-        wanted = [BoxRequest(f, whole(content.entries[f][1]), None, content.owners.get(f)) for f in (one, two)]
+        wanted = [content.request(fqn, whole(content.entries[fqn][1])) for fqn in (one, two)]
         known = same_prints(*(self._prints(self._covering(want, parts)) for want in wanted))
         if known is not None:
             return known

@@ -136,12 +136,7 @@ def stands_below(places: Sequence[str], content: RankContent) -> bool:
 def wants(targets: Iterable[Target], content: RankContent, *, fill: bool) -> list[BoxRequest]:
     """The boxes to read, with sinks where they are to be filled."""
     return [
-        BoxRequest(
-            target.fqn,
-            box,
-            box_sink(view, box, content.entries[target.fqn][0]) if fill else None,
-            content.owners.get(target.fqn),
-        )
+        content.request(target.fqn, box, box_sink(view, box, content.entries[target.fqn][0]) if fill else None)
         for target in targets
         for box, view in target.boxes()
     ]
@@ -223,8 +218,8 @@ class StoredSource:
         return same_bits(both[0].tensor, both[1].tensor)
 
     def _prints(self, fqn: str, content: RankContent) -> Prints:
-        rank = content.owners.get(fqn)
-        entries = [part.entry for part in self._world.tensors[fqn].parts] if rank is None else [self._world.own(rank)[fqn]]
+        rank, stored = content.owners.get(fqn), content.stored_as.get(fqn, fqn)
+        entries = [p.entry for p in self._world.tensors[fqn].parts] if rank is None else [self._world.own(rank)[stored]]
         return {entry.box: tuple((c.raw, c.digest) for c in entry.chunks) for entry in entries if entry.box.numel()}
 
     def verify(self, targets: Sequence[Target], content: RankContent) -> None:

@@ -123,6 +123,7 @@ class _FoundLeaves:
         if owner not in self._merged.entries:
             raise FormatError(f"the state tree names {owner}, which no rank stored", fqn=owner)
         dtype, shape = self._merged.entries[owner]
-        source = StoredSourceTensor(owner, dtype, shape, self._merged.owners.get(owner))
+        stored = self._merged.stored_as.get(owner, owner)
+        source = StoredSourceTensor(stored, dtype, shape, self._merged.owners.get(owner))
         view = whole_view(source.shape) if alias is None else alias_view(alias, source.shape)
         return Exported(name, fqn, source, view)

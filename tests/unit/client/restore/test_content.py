@@ -1,0 +1,82 @@
+"""The content of all ranks as one: which rank's bytes each tensor is read from."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from checkpointd.codec.checksum import xxh3_128
+from checkpointd.layout import tree
+from checkpointd.layout.boxes import whole
+from checkpointd.layout.manifest import Chunk, Index, TensorEntry
+from checkpointd.pipeline.read.checkpoint_view import CheckpointView
+from checkpointd_client.restore.content import RankContent, merged_content
+from checkpointd_client.restore.plan import LoadOptions, Target, prepare
+from checkpointd_client.restore.store_source import wants
+from tests.unit.client.capture_and_fill import Saved, save, tensor_of
+
+
+def index_of(saved: Saved, rank: int, world_size: int) -> Index:
+    def entry(fqn: str) -> TensorEntry:
+        dtype, shape = saved.entries[fqn]
+        data = saved.data[fqn]
+        chunk = Chunk(0, 0, len(data), len(data), "raw", 0, xxh3_128(data))
+        return TensorEntry(fqn, dtype, shape, whole(shape), "rank", (chunk,))
+
+    return Index(
+        tag="t",
+        attempt="1-0",
+        rank=rank,
+        world_size=world_size,
+        step=1,
+        objects=(),
+        tensors=tuple(map(entry, saved.entries)),
+        aliases=saved.aliases,
+        excluded=(),
+        tree=tree.encode(saved.tree),
+    )
+
+
+class Job:
+    """Ranks that each saved a state of their own."""
+
+    def __init__(self, *states: dict[str, Any]) -> None:
+        self.ranks = [save(state) for state in states]
+        indexes = {rank: index_of(saved, rank, len(states)) for rank, saved in enumerate(self.ranks)}
+        self.world = CheckpointView(SimpleNamespace(tag="t"), indexes)  # type: ignore[arg-type]  # only its tag is asked for
+
+    def load(self, state: dict[str, Any], content: RankContent) -> None:
+        restoration = prepare(state, content, LoadOptions(strict=False))
+        for target in restoration.targets:
+            self.fill(target, content)
+        restoration.finish()
+
+    def fill(self, target: Target, content: RankContent) -> None:
+        [want] = wants([target], content, fill=False)
+        assert want.rank is not None
+        saved = self.ranks[want.rank]
+        target.tensor.copy_(tensor_of(saved.data[want.fqn], *saved.entries[want.fqn]))
+
+
+def rank_state(value: float, name: str) -> dict[str, Any]:
+    """A tensor that ranks have different values of, and a view of it that only this rank has."""
+    own = torch.full((4,), value)
+    return {"own": own, name: own[:2]}
+
+
+@pytest.mark.parametrize(("keep", "own"), [(None, 0.0), (0, 1.0), (1, 2.0)])
+def test_a_view_is_read_from_the_rank_that_saved_it(keep: int | None, own: float) -> None:
+    """The ranks' own tensors have one name and different values."""
+    job = Job(rank_state(1.0, "first"), rank_state(2.0, "second"))
+    loaded = {"own": torch.zeros(4), "first": torch.zeros(2), "second": torch.zeros(2)}
+    job.load(loaded, merged_content(job.world, keep=keep, alone=keep is None))
+    assert {name: tensor[0].item() for name, tensor in loaded.items()} == {"own": own, "first": 1.0, "second": 2.0}
+
+
+def test_names_that_are_tied_on_each_rank_stay_tied() -> None:
+    job = Job(rank_state(1.0, "first"), rank_state(1.0, "second"))
+    content = merged_content(job.world, keep=None, alone=True)
+    assert {alias.owner for alias in content.aliases} == {"own"} == content.owners.keys()
