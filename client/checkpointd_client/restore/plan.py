@@ -128,11 +128,10 @@ def prepare(
 
 def askable(state: MutableMapping[str, Any] | TargetChooser, content: RankContent) -> dict[str, object]:
     """The objects that `prepare` may ask for their state, by FQN. Raises FormatError as `prepare` does."""
-    if isinstance(state, TargetChooser):
-        return {}
     stored = _stored(content)
     try:
-        return dict(with_weights(state, stored.state, stored))
+        wanted = state.places(described(stored)).state if isinstance(state, TargetChooser) else state
+        return dict(with_weights(wanted, stored.state, stored))
     except RecursionError as error:
         raise _too_deep() from error
 

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from checkpointd.errors import FormatError, NotFoundError, UsageError
+from checkpointd.errors import FormatError, NotFoundError, UnreadableError, UsageError
 from checkpointd.layout.boxes import Box, tiling_fault
 from checkpointd_client.capture.dtypes import NAMES
 from checkpointd_client.integrations.conversion import opcodes
@@ -111,16 +111,25 @@ class Described:
 def read(directory: Path) -> Described:
     """The metadata of `directory`. NotFoundError if there is none, FormatError if it is not DCP's or contradicts itself."""
     path = directory / NAME
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
+    data = content_of(path)
+    if data is None:
         raise NotFoundError(
             f"there is no {path}: this is not a DCP directory, or each rank saved on its own, without collectives"
-        ) from None
+        )
     try:
         return _described(_unpickled(data, path), directory)
     except (AttributeError, TypeError, KeyError, ValueError, IndexError) as error:
         raise FormatError(f"{path} is not the metadata of a DCP directory: {error!r}", key=str(path)) from error
+
+
+def content_of(path: Path) -> bytes | None:
+    """The bytes of a file; None if there is no such file. UnreadableError if it cannot be read."""
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise UnreadableError(f"{path} cannot be read: {error}") from error
 
 
 def _unpickled(data: bytes, path: Path) -> Fields:
@@ -161,7 +170,7 @@ def _described(found: Fields, directory: Path) -> Described:
             raise TypeError(f"{_name(fqn)} is a {stored.name if isinstance(stored, Record) else type(stored).__name__}")
     planned = found.get("planner_data")
     paths = planned if isinstance(planned, dict) else {}
-    return Described(tuple(tensors), objects, {_name(fqn): tuple(map(_key, path)) for fqn, path in paths.items()})
+    return Described(tuple(tensors), objects, {_name(fqn): _path(path) for fqn, path in paths.items()})
 
 
 def _places_of(found: Fields) -> dict[tuple[str, str], Fields]:
@@ -217,10 +226,10 @@ def _name(fqn: object) -> str:
     return fqn
 
 
-def _key(key: object) -> str | int:
-    if not isinstance(key, str | int):
-        raise TypeError(f"a {type(key).__name__} is not a key")
-    return key
+def _path(keys: Sequence[object]) -> StatePath:
+    if not keys or not all(isinstance(key, str | int) for key in keys):
+        raise TypeError("planner_data has a path that is empty, or has other keys than strings and numbers")
+    return tuple(key for key in keys if isinstance(key, str | int))
 
 
 def _sizes(sizes: Sequence[int]) -> tuple[int, ...]:

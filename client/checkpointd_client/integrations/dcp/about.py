@@ -56,9 +56,8 @@ def encode(about: About, metadata: bytes) -> bytes:
 def read(directory: Path) -> About | None:
     """Read the file of `directory`; None if there is none, as after dcp.save. FormatError if it is damaged."""
     path = directory / NAME
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
+    data = metadata_file.content_of(path)
+    if data is None:
         return None
     try:
         file = msgspec.json.decode(data, type=_File)

@@ -57,7 +57,7 @@ class CheckpointdReader(Tagged, StorageReader):
     def __init__(self, root: str | os.PathLike[str], tag: str | None = None, *, weights_only: bool = True) -> None:
         super().__init__()
         self._root = root
-        self._tag = tag if tag is None or tag == LATEST else check_tag(tag)
+        self._tag = None if tag is None else _checked(tag)
         self._weights_only = weights_only
         self._opened: tuple[OpenCheckpoint, DcpContent] | None = None
 
@@ -71,7 +71,7 @@ class CheckpointdReader(Tagged, StorageReader):
             self._opened[0].close()
         self._opened = None
         if checkpoint_id is not None:
-            self._tag = check_tag(os.fspath(checkpoint_id))
+            self._tag = _checked(os.fspath(checkpoint_id))
 
     def read_metadata(self, *args: Any, **_options: Any) -> Metadata:
         content = self._content
@@ -158,3 +158,7 @@ class CheckpointdReader(Tagged, StorageReader):
             commit()
 
         return BoxRequest(source.fqn, everything, box_sink(owner, everything, source.dtype), source.rank), after
+
+
+def _checked(tag: str) -> str:
+    return tag if tag == LATEST else check_tag(tag)

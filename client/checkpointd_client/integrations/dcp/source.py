@@ -102,6 +102,8 @@ class Directory:
                 self._file = (self.path / name).open("rb")
             except FileNotFoundError:
                 raise NotFoundError(f"{self.path} has no file {name}, which its metadata names") from None
+            except OSError as error:
+                raise UnreadableError(f"{self.path / name} cannot be opened: {error}") from error
             self._name = name
         return self._file
 

@@ -28,6 +28,7 @@ from checkpointd_client.restore.bind import Target
 from checkpointd_client.restore.content import RankContent
 from checkpointd_client.restore.plan import LoadOptions
 from checkpointd_client.restore.store_source import CandidateSource, prepared
+from checkpointd_client.restore.target_chooser import Described, LoadTargets
 from tests.unit.client.capture_and_fill import Saved, save, tensor_of
 
 WORLD = 2
@@ -112,7 +113,7 @@ def writer() -> Iterator[WriterThread]:
     writer.close()
 
 
-def load(states: Sequence[State], writer: WriterThread, sources: Callable[[int], list[Kept]]) -> list[Outcome]:
+def load(states: Sequence[State | Chooser], writer: WriterThread, sources: Callable[[int], list[Kept]]) -> list[Outcome]:
     """What load(strict=False) gives on each rank."""
     store = dist.HashStore()
 
@@ -143,6 +144,24 @@ def test_a_rank_that_looks_at_what_others_saved_asks_no_object_again(writer: Wri
     outcomes = load(states(asked, new=torch.ones(1)), writer, lambda _: [kept()])
     assert [outcome.missing for outcome in outcomes if isinstance(outcome, Loaded)] == [(), ("new",)]
     assert asked == [["app", "ema"]] * WORLD
+
+
+class Chooser:
+    """Takes a part of a checkpoint, as `load_optimizer_states=False` does."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+
+    def places(self, stored: Described) -> LoadTargets:
+        assert stored.keys() >= self.state.keys()
+        return LoadTargets(self.state)
+
+
+def test_the_objects_of_a_part_of_a_checkpoint_are_asked_too(writer: WriterThread) -> None:
+    asked: list[list[str]] = [[], []]
+    choosers = [Chooser({name: state[name] for name in ("app", "m")}) for state in states(asked)]
+    assert all(isinstance(outcome, Loaded) for outcome in load(choosers, writer, lambda _: [kept()]))
+    assert asked == [["app"]] * WORLD
 
 
 def test_a_rank_whose_match_ends_early_asks_as_the_others_do(writer: WriterThread) -> None:

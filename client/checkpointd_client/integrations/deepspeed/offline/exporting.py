@@ -21,15 +21,12 @@ import torch
 from checkpointd.errors import FormatError, UsageError
 from checkpointd.export.consolidate import ExportedFile, check_outside
 from checkpointd.export.output import Output, translated
-from checkpointd.export.stream import Converting
 from checkpointd.layout import tree
-from checkpointd.layout.boxes import boxes_of_range
-from checkpointd.pipeline.read.plan import CARRIERS, BoxRequest
+from checkpointd.pipeline.read.plan import BoxRequest
 from checkpointd.store import open_store
 from checkpointd_client.capture import scalars
-from checkpointd_client.capture.dtypes import NAMES
 from checkpointd_client.export.state_dict import StateDict
-from checkpointd_client.integrations.deepspeed.offline.fp32_stored import StoredEngine
+from checkpointd_client.integrations.deepspeed.offline.fp32_stored import StoredEngine, part_requests
 from checkpointd_client.restore.building import is_scalar, value_of
 from checkpointd_client.restore.stored import by_name
 
@@ -333,15 +330,10 @@ class _TensorReads:
 
     def add(self, fqn: str, start: int, stop: int, target: torch.Tensor) -> None:
         """Read elements `[start, stop)` of a tensor into the beginning of the flat tensor `target`, in its dtype."""
-        tensor = self._state.exported(fqn)
-        if not tensor.view.contiguous or tensor.view.offset or tensor.view.shape != tensor.source.shape:
+        wants = part_requests(self._state, fqn, start, target[: stop - start])
+        if wants is None:
             raise FormatError(f"{fqn} shares the memory of a larger tensor, which DeepSpeed's files cannot hold", fqn=fqn)
-        memory = target.view(torch.uint8).numpy().view(CARRIERS[target.itemsize])
-        source, at = tensor.source, 0
-        for box in boxes_of_range(source.shape, start, stop):
-            sink = Converting(memory[at : at + box.numel()].reshape(box.sizes), box, source.dtype, NAMES[target.dtype])
-            self._wants.append(BoxRequest(source.fqn, box, sink, source.rank))
-            at += box.numel()
+        self._wants += wants
 
     def run(self) -> None:
         """Fill the tensors. Raises the first damage."""

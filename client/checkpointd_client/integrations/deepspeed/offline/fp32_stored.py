@@ -10,12 +10,16 @@ from dataclasses import dataclass
 import torch
 
 from checkpointd.errors import NotFoundError
+from checkpointd.export.selection import whole_view
 from checkpointd.layout import tree
+from checkpointd.layout.boxes import boxes_of_range
 from checkpointd.layout.keys import LATEST
+from checkpointd.pipeline.read.plan import BoxRequest
 from checkpointd_client.export.state_dict import StateDict
 from checkpointd_client.integrations.deepspeed.offline.lazy import Lazy, as_fp32
 from checkpointd_client.reader import open_checkpoint
 from checkpointd_client.restore.content import merged_content
+from checkpointd_client.restore.sinks import box_sink
 from checkpointd_client.restore.stored import Stored, by_name, tensors_by_name
 
 _MODEL, _MASTER, _ENGINE = "model", "master", "deepspeed"
@@ -41,8 +45,28 @@ class StoredLazy:
         return self.state[self.fqn].contiguous()
 
     def copy(self, start: int, target: torch.Tensor) -> None:
-        """Fill `target` with the elements from `start` on."""
-        target.copy_(self.contiguous().view(-1)[start : start + target.numel()])
+        """Fill `target` with the elements from `start` on. Only these are read, unless this is a part of a larger tensor."""
+        wants = part_requests(self.state, self.fqn, start, target)
+        if wants is None:
+            target.copy_(self.contiguous().view(-1)[start : start + target.numel()])
+        else:
+            self.state.read(wants)
+
+
+def part_requests(state: StateDict, fqn: str, start: int, target: torch.Tensor) -> list[BoxRequest] | None:
+    """The requests that fill the flat tensor `target` with the elements of a tensor from `start` on, in the dtype of `target`.
+
+    None if the tensor is only a part of a larger stored tensor.
+    """
+    tensor = state.exported(fqn)
+    if tensor.view != whole_view(tensor.source.shape):
+        return None
+    wants, at, source = [], 0, tensor.source
+    for box in boxes_of_range(source.shape, start, start + target.numel()):
+        part = target[at : at + box.numel()].view(box.sizes)
+        wants.append(BoxRequest(source.fqn, box, box_sink(part, box, source.dtype), source.rank))
+        at += box.numel()
+    return wants
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,10 @@ so can jobs without DeepSpeed, as `{"model": model, "optimizer": optimizer}`.
 from __future__ import annotations
 
 import os
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -42,7 +43,14 @@ _OWN = frozenset(
 """DeepSpeed's own keys in a file of the model; all other keys there are the user's client state."""
 _LEFT = ("data_sampler", "random_ltd")
 _WRAPPERS = {1: "DeepSpeedZeroOptimizer", 2: "DeepSpeedZeroOptimizer", 3: "DeepSpeedZeroOptimizer_Stage3"}
-_KINDS: dict[type, str] = {list: "list", tuple: "tuple", set: "set", frozenset: "frozenset", torch.Size: "Size"}
+_DICTS: dict[type, Literal["dict", "OrderedDict", "Counter"]] = {dict: "dict", OrderedDict: "OrderedDict", Counter: "Counter"}
+_SEQUENCES: dict[type, Literal["list", "tuple", "set", "frozenset", "Size"]] = {
+    list: "list",
+    tuple: "tuple",
+    set: "set",
+    frozenset: "frozenset",
+    torch.Size: "Size",
+}
 
 
 class ImportedDeepSpeed(msgspec.Struct, frozen=True, kw_only=True):
@@ -264,14 +272,12 @@ class _State:
             return self._tensor(value, fqn)
         if type(value) is torch.Tensor or type(value) is torch.nn.Parameter:
             return self._tensor(_StateLeaf(mapped_tensor(value, self.files.path, fqn)), fqn)
-        if isinstance(value, dict):
+        if type(value) in _DICTS:
             pairs = [(key_node(key, fqn), self._kept(child, _below(fqn, key))) for key, child in value.items()]
-            kind = "OrderedDict" if type(value).__name__ == "OrderedDict" else "dict"
-            return tree.Dict(kind, tuple((key, made[0]) for key, made in pairs if made))  # type: ignore[arg-type]  # one of both
-        if type(value) in _KINDS:
+            return tree.Dict(_DICTS[type(value)], tuple((key, made[0]) for key, made in pairs if made))
+        if type(value) in _SEQUENCES:
             made = [self._kept(child, _below(fqn, number)) for number, child in enumerate(value)]
-            kind = _KINDS[type(value)]
-            return tree.Sequence(kind, tuple(one[0] for one in made if one))  # type: ignore[arg-type]  # of those above
+            return tree.Sequence(_SEQUENCES[type(value)], tuple(one[0] for one in made if one))
         self.values += 1
         return encode(value, fqn)
 

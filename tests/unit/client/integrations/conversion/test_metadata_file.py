@@ -102,6 +102,8 @@ def gap(metadata: Metadata) -> None:
         (gap, "2 of 10 elements are written by no rank"),
         (lambda m: m.storage_data.clear(), "does not say where"),
         (lambda m: setattr(m, "state_dict_metadata", {"w": 5}), "is not the metadata"),
+        (lambda m: setattr(m, "planner_data", {"w": ()}), "is not the metadata"),
+        (lambda m: setattr(m, "planner_data", {"w": (1.5,)}), "is not the metadata"),
         (lambda m: setattr(m, "state_dict_metadata", None), "is not the metadata"),
     ],
 )

@@ -26,6 +26,7 @@ from checkpointd.errors import (
     NotFoundError,
     RootInUseError,
     StateError,
+    UnreadableError,
     UsageError,
 )
 from checkpointd.layout.keys import epoch_key
@@ -387,6 +388,27 @@ def test_a_cut_file_imports_nothing(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="w"):
         import_dcp(tmp_path / "d", tmp_path / "root")
     assert [attempt.state for attempt in attempts(tmp_path / "root")] == ["aborted"]
+
+
+@pytest.mark.parametrize("where", ["the directory", "the metadata", "a file"])
+def test_something_else_in_the_place_of_a_directory_or_file_is_named(tmp_path: Path, where: str) -> None:
+    dcp.save({"w": torch.randn(10)}, storage_writer=FileSystemWriter(tmp_path / "d"), **ALONE)
+    (data,) = (tmp_path / "d").glob("*.distcp")
+    place = {"the directory": tmp_path / "d", "the metadata": tmp_path / "d" / ".metadata", "a file": data}[where]
+    place.rename(tmp_path / "elsewhere")
+    if where == "the directory":
+        place.touch()
+    else:
+        place.mkdir()
+    with pytest.raises(UnreadableError, match=str(place)):
+        import_dcp(tmp_path / "d", tmp_path / "root")
+
+
+def test_latest_is_a_tag_in_each_call(tmp_path: Path) -> None:
+    dcp.save({"w": torch.ones(3)}, storage_writer=CheckpointdWriter(tmp_path, step=1), **ALONE)
+    target = {"w": torch.zeros(3)}
+    dcp.load(target, checkpoint_id="latest", storage_reader=CheckpointdReader(tmp_path), **ALONE)
+    assert target["w"].tolist() == [1.0] * 3
 
 
 def test_no_metadata(tmp_path: Path) -> None:

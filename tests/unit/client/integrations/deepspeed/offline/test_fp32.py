@@ -6,7 +6,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, StateError, UnreadableError, UsageError
-from checkpointd_client import Checkpointer
+from checkpointd.pipeline.read.plan import BoxRequest
+from checkpointd_client import Checkpointer, open_checkpoint
+from checkpointd_client.integrations.deepspeed.offline import fp32_files
 from checkpointd_client.integrations.deepspeed.offline.file_names import pointed
 from checkpointd_client.integrations.deepspeed.offline.fp32 import (
     convert_zero_checkpoint_to_fp32_state_dict,
@@ -24,6 +27,8 @@ from checkpointd_client.integrations.deepspeed.offline.fp32 import (
     load_state_dict_from_zero_checkpoint,
 )
 from checkpointd_client.integrations.deepspeed.offline.importing import import_deepspeed
+from checkpointd_client.reader import OpenCheckpoint
+from tests.unit.client.capture_and_fill import same
 from tests.unit.client.integrations.deepspeed.offline.handmade_zero import GROUPS, SHARED, Made, make
 
 KINDS = [(stage, ranks) for stage in (1, 2, 3) for ranks in (1, 2, 3, 4)]
@@ -256,6 +261,37 @@ def test_an_import_has_everything_by_name(tmp_path: Path, stage: int, ranks: int
     assert_same(
         get_fp32_state_dict_from_zero_checkpoint(tmp_path / "root"), get_fp32_state_dict_from_zero_checkpoint(tmp_path / "src")
     )
+
+
+def test_an_import_keeps_the_classes_of_dicts(tmp_path: Path) -> None:
+    """MultiStepLR keeps its milestones in a Counter and calls its methods."""
+    wanted = {"counter": Counter({3: 1, 7: 2}), "ordered": OrderedDict(b=1, a=2), "plain": {"b": 1}}
+    make(tmp_path / "src" / "step5", 1, 1, mine=wanted)
+    import_deepspeed(tmp_path / "src", tmp_path / "root")
+    with open_checkpoint(tmp_path / "root") as opened:
+        found: Any = opened.client_state["mine"]
+    assert found == wanted
+    assert [type(value) for value in found.values()] == [type(value) for value in wanted.values()]
+
+
+def test_weights_of_our_own_format_are_read_once_when_they_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """WEIGHTFILE-1"""
+    model = torch.nn.Linear(64, 8)
+    with Checkpointer(tmp_path / "root") as ckpt:
+        ckpt.save(1, {"model": model}).wait()
+    sizes: list[int] = []
+    read = OpenCheckpoint.read
+
+    def counted(self: OpenCheckpoint, wants: Sequence[BoxRequest]) -> None:
+        sizes.append(sum(want.box.numel() for want in wants))
+        read(self, wants)
+
+    monkeypatch.setattr(OpenCheckpoint, "read", counted)
+    monkeypatch.setattr(fp32_files, "SLAB_BYTES", 400)
+    convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "root", tmp_path / "out")
+    assert same(torch.load(tmp_path / "out" / "pytorch_model.bin"), dict(model.state_dict()))
+    assert max(sizes) == 100
+    assert sum(sizes) == 64 * 8 + 8
 
 
 def test_deepspeed_is_not_needed(tmp_path: Path) -> None:
