@@ -1,6 +1,6 @@
-"""Questions about a root, answered as frozen Structs: what the command line shows as tables or JSON.
+"""Answers questions about a root as frozen Structs, which the command line shows as tables or JSON.
 
-Nothing here writes, but for `verify --record`, which leaves its result beside the checkpoint.
+Nothing here writes, except `verify --record`, which records its result beside the checkpoint.
 
-A damaged object never hides the others: it is a field of the answer, and only what was asked for by name raises.
+A damaged object never hides the others: the answer has a field for it. An error is raised only if the caller named the object.
 """

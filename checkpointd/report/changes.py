@@ -10,7 +10,7 @@ from checkpointd.report.wholeness import lost_text
 
 
 def changes(before: Standing | None, after: Standing) -> Iterator[str]:
-    """One line for each thing that is new in `after`; all that is there where `before` is None."""
+    """One line for each difference of `after` from `before`; if `before` is None, a line for everything in `after`."""
     if before is None or (before.holder, before.holder_problem) != (after.holder, after.holder_problem):
         yield _job(after)
     if before is None:
@@ -41,7 +41,7 @@ def _aborted(before: Standing | None, after: Standing) -> Iterator[str]:
 
 
 def _committed(before: Standing | None, after: Standing) -> Iterator[str]:
-    """By order: when the newest is removed, an old one shows up again that is no news."""
+    """Commits that are newer than all known ones. If a commit is removed, an older one enters the list, and is not reported."""
     newest = max((commit.order for commit in before.commits), default=(0, -1)) if before else (0, -1)
     for commit in reversed(after.commits):
         if commit.order > newest:

@@ -1,4 +1,4 @@
-"""Why each attempt at a tag is committed, aborted or in doubt, rank by rank, and what to do next."""
+"""Explains rank by rank why each attempt at a tag is committed, aborted or in doubt, and gives advice."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import msgspec
 
 from checkpointd.commands import command
 from checkpointd.errors import DamagedError, NotFoundError
-from checkpointd.layout.keys import DELETED, OUTCOME
-from checkpointd.layout.manifest import Deleted, ErrorReport, Outcome, WriterIdentity, decode
+from checkpointd.layout.keys import OUTCOME
+from checkpointd.layout.manifest import ErrorReport, Outcome, WriterIdentity
 from checkpointd.phrases import rank_runs
 from checkpointd.pipeline.root import catalog, leases
 from checkpointd.pipeline.root.catalog import AttemptView
@@ -17,7 +17,7 @@ from checkpointd.pipeline.root.leases import Sight
 from checkpointd.report import advice
 from checkpointd.report.holder import Holder, holder_at, newest_holder
 from checkpointd.report.latest import pointer
-from checkpointd.report.listing import RowState, passed_over
+from checkpointd.report.listing import RowState, passed_over, removal
 from checkpointd.report.votes import RankWord, RankWords, votes_of, words_of
 from checkpointd.report.wholeness import Lost, Wholeness, lost_advice, lost_text
 from checkpointd.store.base import Store
@@ -26,7 +26,7 @@ RECOVERY = -1
 
 
 class AttemptExplanation(msgspec.Struct, frozen=True, kw_only=True):
-    """One attempt: what it is, why, and what to do; `job` is who ran its epoch, `decided` who put its outcome and when."""
+    """One attempt: its state, the reason, and advice. `job` ran its epoch; `decided` is the process that put its outcome."""
 
     attempt: str
     state: RowState
@@ -40,11 +40,11 @@ class AttemptExplanation(msgspec.Struct, frozen=True, kw_only=True):
     error: ErrorReport | None
     ranks: tuple[RankWord, ...]
     lost: tuple[Lost, ...] = ()
-    """Of an incomplete one: what is gone."""
+    """The missing objects, if the state is `incomplete`."""
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
-    """A tag, its attempts newest first, and how `latest` stands to it."""
+    """A tag and its attempts, newest first; `latest` says whether the pointer names the tag, and why not."""
 
     root: str
     tag: str
@@ -54,7 +54,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def explanation(store: Store, tag: str) -> Explanation:
-    """Explain every attempt at `tag`. NotFoundError where there is none, with the tags that look like it."""
+    """Explain every attempt at `tag`. NotFoundError, with similar tags, if there is none."""
     attempts = [attempt for attempt in await catalog.attempts_of(store, tag) if attempt.sizes]
     if not attempts:
         raise NotFoundError(await _no_such_tag(store, tag))
@@ -105,7 +105,9 @@ async def _latest_words(store: Store, tag: str) -> str:
     if not own.outcome.save_latest:
         return f"latest names {named.tag or 'nothing'}: {tag} was saved with save_latest=False, so it never becomes latest"
     newer = next((c for c in checkpoints if c.tag == named.tag and c.outcome.order > own.outcome.order), None)
-    return f"latest names {newer.tag}, which was committed after {tag}" if newer and not named.damage else named.problem
+    if newer and not named.damage:
+        return f"latest names {newer.tag}, which was committed after {tag}"
+    return named.problem or "another program has written latest"
 
 
 async def _explain(
@@ -143,10 +145,10 @@ async def _reason(
     lost: tuple[Lost, ...],
     newest: Holder | None,
 ) -> tuple[str, str]:
-    """Why the attempt is what it is, and what to do."""
+    """Why the attempt is in its state, and advice."""
     outcome, key = attempt.outcome, f"{attempt.prefix}/{OUTCOME}"
     if attempt.state == "deleted":
-        return await _deleted(store, attempt), "Nothing: what is left of it is a record."
+        return await _deleted(store, attempt), "Nothing: the objects that are left are its record."
     if attempt.state == "damaged":
         return f"its outcome is damaged: {attempt.damage}", advice.after_damage(key, store.url)
     if attempt.state == "unreadable":
@@ -160,7 +162,7 @@ async def _reason(
 
 
 def decider(outcome: Outcome) -> str:
-    """Who put the outcome, in words."""
+    """The process that put the outcome, in words."""
     if outcome.decided_by == RECOVERY:
         return "recovery, after its job had ended,"
     if outcome.decided_by == 0:
@@ -189,11 +191,9 @@ def _committed(
 
 
 async def _deleted(store: Store, attempt: AttemptView) -> str:
-    key = f"{attempt.prefix}/{DELETED}"
-    try:
-        mark = decode(await store.get(key), Deleted, key)
-    except (NotFoundError, DamagedError) as error:
-        return f"it was removed; why cannot be read: {error}"
+    mark = await removal(store, attempt)
+    if isinstance(mark, str):
+        return f"it was removed; the reason cannot be read: {mark}"
     who = mark.writer
     by = f"user {mark.user}, with process" if mark.user else "process"
     return f"it was a checkpoint, and {by} {who.pid} on {who.host} removed it at {who.time}: {mark.reason}"
@@ -205,7 +205,7 @@ async def _in_doubt(store: Store, attempt: AttemptView, words: RankWords, newest
     expected = await judge(store, attempt)
     missing = words.missing()
     if words.world_size is None:
-        why = "there is no outcome, and no vote that says how many ranks there were"
+        why = "there is no outcome, and no vote that gives the number of ranks"
     elif missing:
         why = f"there is no outcome, and no vote of {rank_runs(missing)}"
     else:
@@ -213,6 +213,6 @@ async def _in_doubt(store: Store, attempt: AttemptView, words: RankWords, newest
     worker = await leases.worker_of(store, attempt.prefix, Sight())
     if worker is not None:
         who = worker.writer
-        return why, f"Wait: the daemon with process {who.pid} on {who.host} works at it, and decides it."
+        return why, f"Wait: the daemon (process {who.pid} on {who.host}) works at it and will decide it."
     then = advice.in_doubt(newest, attempt.attempt.epoch, store.url, would_commit=expected.outcome == "commit")
     return why, then

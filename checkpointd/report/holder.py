@@ -1,18 +1,17 @@
-"""The job of the newest epoch, and whether its process still lives, as far as this machine can tell."""
+"""The job of the newest epoch, and whether its process is still alive, as far as this machine can tell."""
 
 from __future__ import annotations
 
 import msgspec
 
 from checkpointd.layout.keys import job_lease_key
-from checkpointd.layout.manifest import Epoch
 from checkpointd.pipeline.root import epochs
 from checkpointd.store.base import Store
 from checkpointd.store.writers import Life, life_of
 
 
 class Holder(msgspec.Struct, frozen=True, kw_only=True):
-    """The process that took an epoch; `world_size` 0: a recovery by the command line, with no job behind it."""
+    """The process that took an epoch. If `world_size` is 0, it was a recovery from the command line and not a job."""
 
     epoch: int
     world_size: int
@@ -30,26 +29,15 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def newest_holder(store: Store) -> Holder | None:
-    """The newest epoch's holder; None where no job ever ran at the root. DamagedError where its record cannot be read."""
+    """The newest epoch's holder; None if no job ever ran at the root. DamagedError if its record is damaged."""
     number = await epochs.newest(store)
     return await holder_at(store, number) if number else None
 
 
 async def holder_at(store: Store, number: int) -> Holder:
-    """The holder of epoch `number`. NotFoundError where the store does not show it, DamagedError where it cannot be read."""
-    holder = _holder_of(await epochs.read(store, number))
-    if holder.life == "unknown" and await store.stat(job_lease_key(number)) is None:
-        return msgspec.structs.replace(holder, life="ended")  # a job that was not closed has left its lease
-    return holder
-
-
-def _holder_of(epoch: Epoch) -> Holder:
-    who = epoch.writer
-    return Holder(
-        epoch=epoch.epoch,
-        world_size=epoch.world_size,
-        host=who.host,
-        pid=who.pid,
-        since=who.time,
-        life=life_of(epoch.process),
-    )
+    """The holder of epoch `number`. NotFoundError if the store has no record of it, DamagedError if the record is damaged."""
+    epoch = await epochs.read(store, number)
+    who, life = epoch.writer, life_of(epoch.process)
+    if life == "unknown" and await store.stat(job_lease_key(number)) is None:
+        life = "ended"  # a job that was not closed leaves its lease behind
+    return Holder(epoch=epoch.epoch, world_size=epoch.world_size, host=who.host, pid=who.pid, since=who.time, life=life)

@@ -28,7 +28,7 @@ from checkpointd.layout.manifest import (
 from checkpointd.pipeline.read.index import read_index
 from checkpointd.pipeline.read.verify import Damage
 from checkpointd.pipeline.root import catalog
-from checkpointd.pipeline.root.catalog import Checkpoint, ReadBackState
+from checkpointd.pipeline.root.catalog import AttemptView, Checkpoint, ReadBackState
 from checkpointd.report.values import Value, values_of
 from checkpointd.report.votes import votes_of
 from checkpointd.report.wholeness import Lost, Wholeness
@@ -47,7 +47,7 @@ class CodecTotal(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TensorReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One box of one tensor on one rank; `box` is None where it is the whole tensor."""
+    """One box of one tensor on one rank; `box` is None if it is the whole tensor."""
 
     fqn: str
     dtype: str
@@ -57,7 +57,7 @@ class TensorReport(msgspec.Struct, frozen=True, kw_only=True):
     raw_bytes: int
     stored_bytes: int
     referred_bytes: int = 0
-    """Of `stored_bytes`, what lies in objects of older checkpoints."""
+    """The part of `stored_bytes` that lies in objects of older checkpoints."""
     codecs: Totals
 
 
@@ -71,7 +71,7 @@ class PartReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GlobalReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A tensor that the ranks hold together: its shape as a whole, and who stored which box of it."""
+    """A tensor that the ranks hold together: its whole shape, and the box that each rank stored."""
 
     fqn: str
     dtype: str
@@ -83,7 +83,7 @@ class GlobalReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank stored, or the damage that keeps its index from being read."""
+    """The contents of one rank's index, or the damage that makes the index unreadable."""
 
     rank: int
     raw_bytes: int = 0
@@ -98,7 +98,7 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReadBackReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether the checkpoint was read back since it was written, by whom and when, and the first faults where it is damaged."""
+    """Whether the checkpoint was read back, the process that did it and when, and the first faults if it is damaged."""
 
     state: ReadBackState = "no"
     writer: WriterIdentity | None = None
@@ -106,10 +106,10 @@ class ReadBackReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Inspection(msgspec.Struct, frozen=True, kw_only=True):
-    """The sizes and totals are of what is shown: all of the checkpoint, or the ranks and tensors asked for.
+    """The sizes and totals count only the ranks and tensors that were asked for, by default the whole checkpoint.
 
-    `stored_bytes` are `written_bytes` of this checkpoint and `referred_bytes` that lie in older ones and did not change since.
-    `tensors` are those of scope global, put together from the ranks; the boxes stand in `ranks` as well.
+    `stored_bytes` is the sum of `written_bytes`, which this checkpoint wrote, and `referred_bytes`, which lie in older ones and
+    did not change. `tensors` has the global tensors, put together from all ranks; `ranks` lists their boxes as well.
     """
 
     root: str
@@ -140,13 +140,13 @@ async def inspection(
 ) -> Inspection:
     """Read the indexes of checkpoint `tag`: of `rank` or of all, tensors whose FQN matches the glob `tensors`.
 
-    Raises NotFoundError where there is no such checkpoint or tensor, UsageError where there is no such rank.
+    Raises NotFoundError if there is no such checkpoint or tensor, and UsageError if there is no such rank.
     """
     checkpoint = await catalog.find(store, tag)
     reports = [await _rank(store, checkpoint, r, tensors, values) for r in _ranks(checkpoint, rank)]
     shown = [tensor for report in reports for tensor in report.tensors]
     if tensors != "*" and not shown and not any(report.damage for report in reports):
-        raise NotFoundError(f"no tensor of {tag} matches {tensors!r}; without --tensors all of them are shown")
+        raise NotFoundError(f"no tensor of {tag} matches {tensors!r}; leave --tensors out to see all of them")
     outcome, view = checkpoint.outcome, await catalog.view(store, tag, checkpoint.attempt)
     lost = await Wholeness(store, [view]).lost(view, await votes_of(store, view)) if view.state == "committed" else ()
     return Inspection(
@@ -161,7 +161,7 @@ async def inspection(
         written_bytes=sum(t.stored_bytes - t.referred_bytes for t in shown),
         referred_bytes=sum(t.referred_bytes for t in shown),
         metrics=outcome.metrics,
-        read_back=await _read_back(store, checkpoint),
+        read_back=await _read_back(store, view),
         codecs=_merged(total for tensor in shown for total in tensor.codecs),
         tensors=tuple(_together(reports)),
         ranks=tuple(reports),
@@ -169,15 +169,14 @@ async def inspection(
     )
 
 
-async def _read_back(store: Store, checkpoint: Checkpoint) -> ReadBackReport:
-    view = await catalog.view(store, checkpoint.tag, checkpoint.attempt)
+async def _read_back(store: Store, view: AttemptView) -> ReadBackReport:
     if view.read_back == "no":
         return ReadBackReport()
     try:
         if view.read_back == "whole":
-            key = f"{checkpoint.prefix}/{VERIFIED}"
+            key = f"{view.prefix}/{VERIFIED}"
             return ReadBackReport(state="whole", writer=decode(await store.get(key), Verified, key).writer)
-        key = f"{checkpoint.prefix}/{DAMAGED}"
+        key = f"{view.prefix}/{DAMAGED}"
         record = decode(await store.get(key), Damaged, key)
         return ReadBackReport(state="damaged", writer=record.writer, faults=record.faults)
     except (DamagedError, NotFoundError):
@@ -219,7 +218,7 @@ def _report(index: Index, pattern: str, values: tuple[Value, ...] | None) -> Ran
 
 
 def _tensor(entry: TensorEntry, older: frozenset[int]) -> TensorReport:
-    """`older`: positions of the objects that lie in older attempts."""
+    """`older` has the positions of the objects that lie in older attempts."""
     return TensorReport(
         fqn=entry.fqn,
         dtype=entry.dtype,
@@ -234,7 +233,7 @@ def _tensor(entry: TensorEntry, older: frozenset[int]) -> TensorReport:
 
 
 def _together(reports: Iterable[RankReport]) -> Iterator[GlobalReport]:
-    """The global tensors among what the ranks stored. Ranks that describe one differently give two: nothing is hidden."""
+    """The global tensors of the ranks. If ranks give a tensor different dtypes or shapes, each of them is listed."""
     found: dict[tuple[str, str, tuple[int, ...]], list[tuple[int, TensorReport]]] = defaultdict(list)
     for report in reports:
         for tensor in report.tensors:
@@ -245,17 +244,14 @@ def _together(reports: Iterable[RankReport]) -> Iterator[GlobalReport]:
             fqn=fqn,
             dtype=dtype,
             shape=shape,
-            parts=tuple(_part(rank, tensor) for rank, tensor in parts),
+            parts=tuple(
+                PartReport(rank=rank, box=t.box or whole(shape), raw_bytes=t.raw_bytes, stored_bytes=t.stored_bytes)
+                for rank, t in parts
+            ),
             raw_bytes=sum(tensor.raw_bytes for _, tensor in parts),
             stored_bytes=sum(tensor.stored_bytes for _, tensor in parts),
             codecs=_merged(total for _, tensor in parts for total in tensor.codecs),
         )
-
-
-def _part(rank: int, tensor: TensorReport) -> PartReport:
-    return PartReport(
-        rank=rank, box=tensor.box or whole(tensor.shape), raw_bytes=tensor.raw_bytes, stored_bytes=tensor.stored_bytes
-    )
 
 
 def _of_chunks(chunks: Iterable[Chunk]) -> Iterator[CodecTotal]:

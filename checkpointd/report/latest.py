@@ -17,8 +17,8 @@ from checkpointd.store.base import Store
 
 
 class Pointer(msgspec.Struct, frozen=True, kw_only=True):
-    """The tag that `latest` names. `damage`: it names no checkpoint. `behind`: a newer commit asked to be named instead.
-    `unreadable`: what it names, or whether that is a checkpoint, cannot be read now.
+    """The tag that `latest` names. `damage`: it names no whole checkpoint. `behind`: `latest` should name a newer checkpoint.
+    `unreadable`: the pointer, or the outcome of the tag that it names, cannot be read now.
     """
 
     tag: str | None
@@ -32,8 +32,8 @@ class Pointer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def pointer(store: Store, checkpoints: Sequence[Checkpoint], wholeness: Wholeness | None = None) -> Pointer:
-    """The pointer of `store`, judged by its `checkpoints`, newest first, as they were a moment ago; with `wholeness` also by
-    whether anything is gone of the one that it names.
+    """Read `latest` and compare it with `checkpoints`, a listing of a moment ago, newest first. With `wholeness`, also check
+    whether all objects of the named checkpoint are there.
     """
     repair = f"the next start of the job, or {command('recover', store.url)}, sets it right"
     try:
@@ -46,7 +46,7 @@ async def pointer(store: Store, checkpoints: Sequence[Checkpoint], wholeness: Wh
         return Pointer(tag=None)
     named = next((c for c in checkpoints if c.tag == tag), None)
     if tag is not None and named is None:
-        # It may have been committed since `checkpoints` were looked up.
+        # It may have been committed after `checkpoints` were listed.
         return await _without_checkpoint(store, tag, repair)
     if named is not None and wholeness is not None and (damage := await _incomplete(store, named, wholeness)):
         return Pointer(tag=tag, damage=damage)
@@ -75,18 +75,18 @@ async def _without_checkpoint(store: Store, tag: str, repair: str) -> Pointer:
         if is_there:
             return Pointer(tag=tag, damage=f"latest names {tag}, which cannot be loaded: {error}; {repair}")
         why = f"it is gone: somebody removed {tag}, or it was lost, and a restart loads an older checkpoint, or none"
-        accepts = f"{command('recover', store.url)} lets latest name the newest that is left, and removes it where none is"
-        remedy = f"Bring it back from a copy, or accept the loss: {accepts}"
+        accepts = f"{command('recover', store.url)} lets latest name the newest checkpoint left, or removes latest"
+        remedy = f"Bring {tag} back from a copy, or accept the loss: {accepts}"
         return Pointer(tag=tag, damage=f"latest names {tag}, which cannot be loaded: {why}. {remedy}")
     return Pointer(tag=tag)
 
 
 async def _incomplete(store: Store, named: Checkpoint, wholeness: Wholeness) -> str:
-    """That something is gone of the checkpoint that the pointer names; empty where it is whole."""
+    """A sentence if objects of the checkpoint that the pointer names are gone; empty if it is whole."""
     view = await catalog.view(store, named.tag, named.attempt)
     if view.state != "committed":
         return ""
     if not await wholeness.lost(view, await votes_of(store, view)):
         return ""
     why = command("explain", store.url, named.tag)
-    return f"latest names {named.tag}, which is not whole ({why} says why): a restart loads an older one that is, or none"
+    return f"latest names {named.tag}, which is not whole ({why} says why): a restart loads an older whole checkpoint, or none"

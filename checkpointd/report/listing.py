@@ -10,8 +10,8 @@ import msgspec
 
 from checkpointd.commit.facts import State
 from checkpointd.errors import DamagedError, NotFoundError, UnreadableError
-from checkpointd.layout.keys import PASSED_OVER
-from checkpointd.layout.manifest import Outcome, PassedOver, decode
+from checkpointd.layout.keys import DELETED, PASSED_OVER
+from checkpointd.layout.manifest import Deleted, Outcome, PassedOver, decode
 from checkpointd.phrases import rank_runs
 from checkpointd.pipeline.root import catalog
 from checkpointd.pipeline.root.catalog import AttemptView, ReadBackState
@@ -22,15 +22,15 @@ from checkpointd.report.wholeness import Lost, Votes, Wholeness, lost_text
 from checkpointd.store.base import Store
 
 RowState: TypeAlias = State | Literal["superseded", "incomplete"]
-"""`superseded`: committed, but the same tag was committed again since, and it is about to be collected.
-`incomplete`: committed, but objects that it needs are gone."""
+"""`superseded`: the attempt was committed, but the tag was committed again later, so a collection will remove it.
+`incomplete`: the attempt was committed, but objects that it needs are gone."""
 
 ROWS = 8
 """Attempts whose votes are read at once."""
 
 
 class AttemptRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One attempt. Sizes in bytes: of the tensors before and after encoding, and of all objects as they lie there."""
+    """One attempt. Sizes in bytes: `raw_bytes` and `stored_bytes` of the tensors, `object_bytes` of all its objects."""
 
     tag: str
     attempt: str
@@ -42,22 +42,22 @@ class AttemptRow(msgspec.Struct, frozen=True, kw_only=True):
     stored_bytes: int | None
     object_bytes: int
     time: str | None
-    """When it was decided, by the clock of the machine that did."""
+    """When it was decided, by the clock of the machine that decided."""
     read_back: ReadBackState = "no"
-    """Whether it was read back since it was written, and what was found."""
+    """Whether it was read back since it was written, and the result."""
     why: str = ""
-    """Why it is not a checkpoint; empty where it is one."""
+    """Why it is not a checkpoint; empty if it is one."""
     brief: str = ""
-    """The same for an aborted one in two words: the class of the error and the ranks at fault."""
+    """For an aborted attempt, the same in brief: the class of the error and the ranks at fault."""
     metrics: dict[str, float]
     lost: tuple[Lost, ...] = ()
-    """Of an incomplete one: what is gone."""
+    """The missing objects, if the state is `incomplete`."""
     passed_over: str = ""
-    """Why load() took an older one instead; empty where it never did."""
+    """Why load() took an older checkpoint instead; empty if it never did."""
 
 
 class Listing(msgspec.Struct, frozen=True, kw_only=True):
-    """The rows, newest first; `left_out`: how many older ones a limit cut off."""
+    """The rows, newest first; `left_out` is the number of older ones that the limit cut off."""
 
     root: str
     latest: Pointer
@@ -68,7 +68,7 @@ class Listing(msgspec.Struct, frozen=True, kw_only=True):
 async def listing(store: Store, *, everything: bool = False, limit: int | None = None) -> Listing:
     """The checkpoints of `store`, and attempts whose outcome is damaged or unreadable; with `everything` all others as well.
 
-    With `limit` the newest so many: of older ones no vote is read.
+    With `limit`, only the newest `limit` rows; votes of older attempts are not read.
     """
     attempts = [attempt for attempt in await catalog.scan(store) if attempt.sizes]
     checkpoints = catalog.checkpoints_of(attempts)
@@ -84,6 +84,10 @@ async def listing(store: Store, *, everything: bool = False, limit: int | None =
         votes = await votes_of(store, attempt)
         lost = await wholeness.lost(attempt, votes) if is_current else ()
         row = _row(attempt, votes, lost, is_current, is_current and attempt.tag == named.tag)
+        if attempt.state == "deleted":
+            mark = await removal(store, attempt)
+            why = f"removed; the reason cannot be read: {mark}" if isinstance(mark, str) else mark.reason
+            row = msgspec.structs.replace(row, why=why)
         rows[attempt.prefix] = msgspec.structs.replace(row, passed_over=await passed_over(store, attempt))
 
     await run_workers([partial(add, attempt) for attempt in shown], ROWS, lambda: None)
@@ -92,7 +96,7 @@ async def listing(store: Store, *, everything: bool = False, limit: int | None =
 
 
 def newest_last(attempt: AttemptView) -> tuple[int, float, int]:
-    """Sorts attempts by their order; what has none yet is the newest of its epoch."""
+    """Sorts attempts by their order; an undecided attempt counts as the newest of its epoch."""
     outcome = attempt.outcome
     n = outcome.order[1] if outcome else math.inf
     return (attempt.attempt.epoch, n, attempt.attempt.k)
@@ -123,7 +127,7 @@ def _row(attempt: AttemptView, votes: Votes, lost: tuple[Lost, ...], is_current:
 
 
 async def passed_over(store: Store, attempt: AttemptView) -> str:
-    """What the record says that a load left which took an older checkpoint; empty where there is none."""
+    """Why a load took an older checkpoint, by the record that the load left; empty if there is no record."""
     if PASSED_OVER not in attempt.sizes:
         return ""
     key = f"{attempt.prefix}/{PASSED_OVER}"
@@ -133,13 +137,22 @@ async def passed_over(store: Store, attempt: AttemptView) -> str:
         return f"the record that says why cannot be read: {error}"
 
 
+async def removal(store: Store, attempt: AttemptView) -> Deleted | str:
+    """The mark of an attempt that was removed, or the reason for which it cannot be read."""
+    key = f"{attempt.prefix}/{DELETED}"
+    try:
+        return decode(await store.get(key), Deleted, key)
+    except (DamagedError, NotFoundError, UnreadableError) as error:
+        return str(error)
+
+
 def _why(attempt: AttemptView, state: RowState, missing: list[int]) -> str:
     error = attempt.outcome.error if attempt.outcome else None
     match state:
-        case "committed" | "incomplete":
+        case "committed" | "incomplete" | "deleted":
             return ""
-        case "superseded" | "deleted":
-            return error.message if error else "the tag was saved again since"
+        case "superseded":
+            return "the tag was saved again since"
         case "aborted":
             return error.message if error else "no reason was recorded"
         case "damaged":

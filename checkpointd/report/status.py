@@ -18,13 +18,11 @@ from checkpointd.report.wholeness import Lost, Wholeness
 from checkpointd.store.base import Store
 
 RECENT = 5
-"""How many commits and how many failures are told of, the newest ones."""
+"""A status lists this many of the newest commits, and this many of the newest failures."""
 
 
 class Flight(msgspec.Struct, frozen=True, kw_only=True):
-    """An attempt without an outcome. `orphaned`: its job has ended, and no daemon works at it, as far as can be
-    told from here.
-    """
+    """An attempt without an outcome. `orphaned`: as far as this machine knows, its job has ended and no daemon works at it."""
 
     tag: str
     attempt: str
@@ -49,7 +47,7 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AbortedAttempt(msgspec.Struct, frozen=True, kw_only=True):
-    """An aborted attempt: the class of the error, its words, the ranks at fault, and when it was decided."""
+    """An aborted attempt: the class of the error and its message, the ranks at fault, and the time of the abort."""
 
     tag: str
     attempt: str
@@ -60,7 +58,7 @@ class AbortedAttempt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Incomplete(msgspec.Struct, frozen=True, kw_only=True):
-    """A checkpoint of which objects are gone."""
+    """A checkpoint that has lost objects."""
 
     tag: str
     attempt: str
@@ -68,7 +66,7 @@ class Incomplete(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Standing(msgspec.Struct, frozen=True, kw_only=True):
-    """What the store shows at one moment. Two of them are equal where nothing changed."""
+    """The state of a root at one moment. Two of them are equal if nothing changed in between."""
 
     root: str
     holder: Holder | None
@@ -86,7 +84,7 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def standing(store: Store) -> Standing:
-    """Look once."""
+    """The status of `store` now."""
     attempts = [attempt for attempt in await catalog.scan(store) if attempt.sizes]
     checkpoints = catalog.checkpoints_of(attempts)
     wholeness = Wholeness(store, attempts)
@@ -99,7 +97,10 @@ async def standing(store: Store) -> Standing:
         holder_problem=problem,
         latest=named,
         checkpoints=len(checkpoints),
-        commits=tuple(_commit(checkpoint) for checkpoint in checkpoints[:RECENT]),
+        commits=tuple(
+            Commit(tag=c.tag, attempt=str(c.attempt), step=c.outcome.step, order=c.outcome.order, time=c.outcome.writer.time)
+            for c in checkpoints[:RECENT]
+        ),
         damaged=tuple(attempt.prefix for attempt in attempts if attempt.state == "damaged"),
         unreadable=tuple(attempt.prefix for attempt in attempts if attempt.state == "unreadable"),
         incomplete=await _incomplete(wholeness, attempts, checkpoints),
@@ -111,7 +112,7 @@ async def standing(store: Store) -> Standing:
 async def _incomplete(
     wholeness: Wholeness, attempts: Sequence[AttemptView], checkpoints: Sequence[Checkpoint]
 ) -> tuple[Incomplete, ...]:
-    """The checkpoints of which something is gone, newest first, as far as listings and outcomes show it: no vote is read."""
+    """The checkpoints that have lost objects, newest first, as far as listings and outcomes show: no vote is read."""
     views = {attempt.prefix: attempt for attempt in attempts}
     found = [(c, await wholeness.lost(views[c.prefix])) for c in checkpoints]
     return tuple(Incomplete(tag=c.tag, attempt=str(c.attempt), lost=lost) for c, lost in found if lost)
@@ -136,17 +137,6 @@ async def _flight(store: Store, attempt: AttemptView, holder: Holder | None) -> 
         world_size=words.world_size,
         object_bytes=sum(attempt.sizes.values()),
         ranks=words.ranks,
-    )
-
-
-def _commit(checkpoint: Checkpoint) -> Commit:
-    outcome = checkpoint.outcome
-    return Commit(
-        tag=checkpoint.tag,
-        attempt=str(checkpoint.attempt),
-        step=outcome.step,
-        order=outcome.order,
-        time=outcome.writer.time,
     )
 
 

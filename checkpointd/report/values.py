@@ -1,4 +1,4 @@
-"""The values that a checkpoint holds beside its tensors, as lines of path, kind and text."""
+"""The values that a checkpoint holds beside its tensors, each as path, kind and text."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from checkpointd.layout import tree
 from checkpointd.layout.tree import Node
 
 _STATE = "state."
-"""The part of the tree that the FQNs count from."""
+"""The path of the state in the tree; FQNs are relative to it."""
 
 
 class Value(msgspec.Struct, frozen=True, kw_only=True):
-    """One leaf of the state tree that is no tensor; a list of plain values is one leaf. `text` is never cut short."""
+    """One leaf of the state tree that is not a tensor; a list of plain values is one leaf. `text` is never shortened."""
 
     path: str
     kind: str
@@ -22,7 +22,7 @@ class Value(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def values_of(root: Node) -> Iterator[Value]:
-    """The leaves of `root` in order, tensors left out. Not recursive: a hostile tree may be deep."""
+    """The leaves of `root` in order, without tensors. It does not recurse, since a hostile tree may be deep."""
     todo: list[tuple[str, Node]] = [("", root)]
     while todo:
         path, node = todo.pop()
@@ -56,7 +56,7 @@ def kind_of(node: Node) -> str:
 
 
 def text_of(node: Node) -> str:
-    """A plain value as Python writes it, a string as it stands."""
+    """A plain value as Python writes it, and a string without quotes."""
     match node:
         case tree.Sequence():
             inner = ", ".join(text_of(item) for item in node.items)

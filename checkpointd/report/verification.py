@@ -24,13 +24,12 @@ from checkpointd.store.base import Store
 log = logging.getLogger("checkpointd")
 
 PATIENCE = LoadConfig(retry_s=3.0)
-"""What cannot be read is tried again for a moment only: a person waits for the answer."""
+"""Reads that fail are tried again for a short time only, because a person waits for the answer."""
 
 
 class TagVerdict(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of one checkpoint. `removed`: it was replaced and collected while it was read, or somebody removed the
-    directory that showed its files. `unreadable`: nothing was found damaged, and something could not be read, so nobody knows
-    whether it is whole.
+    """The result for one checkpoint. `removed`: it was removed while it was read, or somebody removed the directory that showed
+    its files. `unreadable`: no damage was found, but some objects could not be read, so nobody knows whether it is whole.
     """
 
     tag: str
@@ -40,11 +39,11 @@ class TagVerdict(msgspec.Struct, frozen=True, kw_only=True):
     damage: tuple[Damage, ...] = ()
     unreadable: tuple[Damage, ...] = ()
     lost: tuple[Lost, ...] = ()
-    """Objects that are gone, as the cause of some of the damage."""
+    """Missing objects, which cause some of the damage."""
 
 
 class Verification(msgspec.Struct, frozen=True, kw_only=True):
-    """Every checkpoint that was read, newest first. `latest` is None where only one tag was asked for."""
+    """Every checkpoint that was read, newest first. `latest` is None if only one tag was asked for."""
 
     root: str
     checkpoints: tuple[TagVerdict, ...]
@@ -52,7 +51,7 @@ class Verification(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def damage(self) -> list[Damage]:
-        """All of it, `latest` included."""
+        """All damage, including that of `latest`."""
         found = [damage for verdict in self.checkpoints for damage in verdict.damage]
         if self.latest and self.latest.damage:
             found.append(Damage(code=DamagedError.__name__, message=self.latest.damage, key=LATEST))
@@ -60,7 +59,7 @@ class Verification(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def unreadable(self) -> list[Damage]:
-        """All that could not be read, `latest` included."""
+        """All failures to read, including that of `latest`."""
         found = [one for verdict in self.checkpoints for one in verdict.unreadable]
         if self.latest and self.latest.unreadable:
             found.append(Damage(code=UnreadableError.__name__, message=self.latest.unreadable, key=LATEST))
@@ -69,7 +68,7 @@ class Verification(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One checkpoint to verify and about how many bytes that is; no `checkpoint` where its outcome cannot be read."""
+    """One checkpoint to verify and about how many bytes it has. `checkpoint` is None if its outcome cannot be read."""
 
     view: AttemptView
     checkpoint: Checkpoint | None
@@ -81,7 +80,7 @@ class Task:
 
 
 async def tasks(store: Store, tag: str | None) -> list[Task]:
-    """What there is to verify, newest first: all checkpoints, or that of `tag`. NotFoundError where `tag` has none."""
+    """The checkpoints to verify, newest first: all, or only that of `tag`. NotFoundError if `tag` has none."""
     if tag is None:
         attempts = await catalog.scan(store)
     else:
@@ -107,7 +106,7 @@ async def verified(
     on_bytes: Callable[[int], None] = lambda _: None,
     on_verdict: Callable[[TagVerdict], None] = lambda _: None,
 ) -> list[TagVerdict]:
-    """Read all of `todo` from the storage itself, one checkpoint after the other; `record`: leave the verdict in each."""
+    """Read the checkpoints of `todo` from the storage itself, one after the other. `record`: write each verdict beside it."""
     verdicts = []
     gone = await _abandoned(store)
     for task in todo:
@@ -123,8 +122,8 @@ async def verified(
 async def _abandoned(store: Store) -> set[str]:
     try:
         return await abandoned(store)
-    except StoreError as error:  # as where the root may only be read
-        log.warning("whether directories of checkpoints were removed cannot be told: %s", error)
+    except StoreError as error:  # for example at a read-only root
+        log.warning("cannot tell whether directories of checkpoints were removed: %s", error)
         return set()
 
 

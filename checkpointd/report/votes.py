@@ -1,4 +1,4 @@
-"""The objects of each rank in an attempt, rank by rank."""
+"""The votes of an attempt, and the objects that each rank left in it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ READS = 16
 
 
 class RankWord(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank left in an attempt. `object_bytes` counts all its objects, with the space reserved for unfinished ones."""
+    """One rank's part of an attempt. `object_bytes` counts all its objects, and the space reserved for unfinished ones."""
 
     rank: int
     vote: Ballot
@@ -36,15 +36,15 @@ class RankWord(msgspec.Struct, frozen=True, kw_only=True):
     tensors: int | None = None
     object_bytes: int = 0
     seconds: PhaseSeconds = PhaseSeconds()
-    """How long its part took for what, as far as its vote tells."""
+    """The seconds that each part of the rank's save took, as far as its vote tells."""
     inline: Inline | None = None
-    """Why its trainer persisted its part itself, where it did although it uses a sidecar."""
+    """Why the trainer persisted this part itself although it uses a sidecar; None if it did not."""
     problem: str = ""
     """Why the vote cannot be read, or why there was none to wait for."""
 
 
 class RankWords(msgspec.Struct, frozen=True, kw_only=True):
-    """All ranks of an attempt; `world_size`, `step` and `save_latest` are None where neither outcome nor vote tells."""
+    """All ranks of an attempt; `world_size`, `step` and `save_latest` are None if neither the outcome nor a vote tells them."""
 
     world_size: int | None
     step: int | None
@@ -55,7 +55,7 @@ class RankWords(msgspec.Struct, frozen=True, kw_only=True):
         return [word.rank for word in self.ranks if word.vote == "missing"]
 
     def raw_bytes(self) -> int | None:
-        """Bytes of all tensors before encoding; None where a vote is missing or cannot be read."""
+        """Bytes of all tensors before encoding; None if a vote is missing or cannot be read."""
         return _total([word.raw_bytes for word in self.ranks])
 
     def stored_bytes(self) -> int | None:
@@ -68,12 +68,12 @@ def _total(parts: list[int | None]) -> int | None:
 
 
 async def rank_words(store: Store, attempt: AttemptView, world_size: int | None = None) -> RankWords:
-    """Read the votes of `attempt`. `world_size` helps where it has none, as an epoch's record may know it."""
+    """Read the votes of `attempt`. `world_size`, from the record of the epoch, is used if the attempt has none."""
     return words_of(attempt, await votes_of(store, attempt), world_size)
 
 
 async def votes_of(store: Store, attempt: AttemptView) -> dict[int, Vote | str]:
-    """The votes of `attempt` by rank; words where one cannot be read."""
+    """The votes of `attempt` by rank; in place of an unreadable vote, the reason."""
     votes: dict[int, Vote | str] = {}
 
     async def read(rank: int) -> None:
@@ -84,7 +84,7 @@ async def votes_of(store: Store, attempt: AttemptView) -> dict[int, Vote | str]:
 
 
 def words_of(attempt: AttemptView, votes: Mapping[int, Vote | str], world_size: int | None = None) -> RankWords:
-    """What `votes` say, rank by rank; as `rank_words`."""
+    """As `rank_words`, with `votes` that were read before."""
     first = next((vote for _, vote in sorted(votes.items()) if isinstance(vote, Vote)), None)
     told = attempt.outcome or first
     size = (told.world_size if told else 0) or world_size or None
@@ -106,7 +106,7 @@ async def _vote(store: Store, attempt: AttemptView, rank: int) -> Vote | str:
 
 
 def _no_vote(attempt: AttemptView, rank: int) -> str:
-    """An abort because of others may come before a rank has voted, and it then stops."""
+    """Why a rank without a vote has none: after an abort because of other ranks, it stops before it votes."""
     outcome = attempt.outcome
     cut_short = outcome is not None and outcome.outcome == "abort" and outcome.ranks and rank not in outcome.ranks
     return "the abort came before its vote" if cut_short else ""
@@ -138,7 +138,7 @@ def _word(attempt: AttemptView, rank: int, vote: Vote | str | None) -> RankWord:
 
 
 def _seconds(attempt: AttemptView, vote: Vote) -> PhaseSeconds:
-    """What the vote tells, and how long it waited for the outcome by the clocks of those who wrote the two."""
+    """The seconds in the vote, and the time from the vote to the outcome, by the clocks of the machines that wrote them."""
     if vote.seconds == PhaseSeconds() or attempt.outcome is None:
         return vote.seconds
     voted, ended = seconds_of(vote.writer.time), seconds_of(attempt.outcome.writer.time)

@@ -1,7 +1,7 @@
 """Finds missing objects of committed attempts from listings and votes; it reads no chunk and no index.
 
-Objects outlive the tag in which they lie: newer checkpoints refer to them. Whoever removes files by hand may break checkpoints
-of other tags, and it must be seen at once.
+Newer checkpoints refer to objects of older tags. A person who removes files by hand may therefore break checkpoints of other
+tags, and this must be seen at once.
 """
 
 from __future__ import annotations
@@ -24,23 +24,24 @@ from checkpointd.store.base import Store
 log = logging.getLogger("checkpointd")
 
 Votes = Mapping[int, Vote | str]
-"""By rank; words where one cannot be read."""
+"""By rank; in place of an unreadable vote, the reason."""
 NO_VOTES: Votes = MappingProxyType({})
 
 
 class Lost(msgspec.Struct, frozen=True, kw_only=True):
-    """An object that a checkpoint needs, and that is gone or shorter than it was."""
+    """An object that a checkpoint needs and that is gone, or whose size has changed."""
 
     key: str
     removed: str
-    """What went with it: `<tag>`, `<tag>/<attempt>`, or the key itself; empty where some of the object is left."""
+    """The largest thing that was removed with it: `<tag>`, `<tag>/<attempt>`, or the key itself. Empty if the object is
+    still there, with another size."""
     bytes_left: int | None = None
 
 
 class Wholeness:
-    """Looks for what is gone, beside `attempts` that were listed a moment ago.
+    """Finds missing objects, given `attempts` that were listed a moment ago.
 
-    What seems to be gone is listed once more: a checkpoint may be committed, or removed, between two listings.
+    If an object seems to be gone, its attempt is listed once more, since a checkpoint may be committed or removed in between.
     """
 
     def __init__(self, store: Store, attempts: Iterable[AttemptView]) -> None:
@@ -49,14 +50,14 @@ class Wholeness:
         self._again: dict[str, Mapping[str, int]] = {}
 
     async def lost(self, attempt: AttemptView, votes: Votes = NO_VOTES) -> tuple[Lost, ...]:
-        """What is gone of `attempt`, which is committed; empty where nothing is, and where that cannot be told now.
+        """The missing objects of `attempt`, which is committed; empty if none is missing or the storage cannot be read now.
 
-        `votes` name the index and the chunks objects of their ranks; without them only a rank that has no index at all is seen.
+        `votes` name the index and the chunks objects of their ranks. Without a rank's vote, only a missing index is noticed.
         """
         try:
             return await self._looked(attempt, votes)
         except StoreError as error:
-            log.info("%s: whether it is whole cannot be told: %s", attempt.prefix, error)
+            log.info("%s: cannot tell whether it is whole: %s", attempt.prefix, error)
             return ()
 
     async def _looked(self, attempt: AttemptView, votes: Votes) -> tuple[Lost, ...]:
@@ -122,7 +123,7 @@ def lost_text(lost: Sequence[Lost]) -> str:
 
 
 def lost_advice(root: str, tag: str, lost: Sequence[Lost]) -> str:
-    """What to do about a checkpoint that is not whole any more."""
+    """Advice for a checkpoint that is not whole any more."""
     things = sorted({one.removed or one.key for one in lost})
     what = things[0] if len(things) == 1 else "what is gone"
     return f"bring {what} back from a copy of the root, or remove what is left: {command('delete', root, tag)}"

@@ -69,6 +69,16 @@ def test_why_a_checkpoint_is_not_latest(root: Path, at: With, cli: Cli) -> None:
     assert "latest names global_step1, although global_step2 was committed since" in cli("explain", root, "global_step2").out
 
 
+def test_a_pointer_of_another_program_is_named_as_that(root: Path, at: With, cli: Cli) -> None:
+    """DeepSpeed writes `latest` without a newline, and files into the directory that it names."""
+    at(save_checkpoint)
+    (root / "other").mkdir()
+    (root / "other/mp_rank_00_model_states.pt").write_bytes(b"x")
+    (root / "latest").write_text("other")
+    first = cli("explain", root, "global_step1").lines[0]
+    assert first == "global_step1 is a checkpoint; another program has written latest."
+
+
 def test_an_abort_names_the_rank_the_error_and_what_to_do(root: Path, at: With, cli: Cli) -> None:
     async def failed(store: Store) -> None:
         await save_checkpoint(store, failing={1: StoreFullError("no space left on device")})
@@ -105,7 +115,7 @@ def test_in_flight_while_the_job_lives(root: Path, at: With, cli: Cli) -> None:
     attempt = only_attempt(cli, root, "global_step1")
     assert (attempt["state"], attempt["job"]["life"]) == ("in-doubt", "running")
     assert attempt["why"] == "there is no outcome, and no vote of rank 0"
-    assert attempt["next"].startswith("Wait: it is in flight")
+    assert attempt["next"].startswith("Wait: the save is in flight")
 
 
 @pytest.mark.usefixtures("job_ended")
@@ -144,7 +154,7 @@ def test_in_doubt_while_a_daemon_works_at_it(root: Path, at: With, cli: Cli) -> 
         await store.put(key, encode(Lease(process=ELSEWHERE, count=1, length_s=30.0, writer=writer())))
 
     at(begun)
-    assert only_attempt(cli, root, "global_step1")["next"].startswith("Wait: the daemon with process ")
+    assert only_attempt(cli, root, "global_step1")["next"].startswith("Wait: the daemon (process ")
     [flight] = cli("status", root, "--json").json["flights"]
     assert not flight["orphaned"]
 

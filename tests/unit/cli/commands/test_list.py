@@ -72,6 +72,18 @@ def test_all_shows_every_attempt_with_its_state_and_why(root: Path, at: With, cl
     assert "StagingError, rank 1" in text
 
 
+def test_a_removed_attempt_says_why_it_was_removed(root: Path, at: With, cli: Cli) -> None:
+    at(many)
+    assert cli("delete", root, "aside", "--yes").code == 0
+    rows = cli("list", "--all", "--json", root).json["rows"]
+    assert [row["why"] for row in rows if row["tag"] == "aside"] == ["somebody deleted it"]
+    [mark] = root.glob("aside/*/deleted")
+    break_file(mark, "flip")
+    rows = cli("list", "--all", "--json", root).json["rows"]
+    [why] = [row["why"] for row in rows if row["tag"] == "aside"]
+    assert why.startswith("removed; the reason cannot be read: ")
+
+
 def test_a_damaged_outcome_is_listed_and_warned_of(root: Path, at: With, cli: Cli) -> None:
     at(many)
     break_file(root / "global_step3/00000001-0/outcome", "flip")

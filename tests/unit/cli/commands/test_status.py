@@ -51,7 +51,7 @@ def test_a_save_that_a_newer_job_fenced_is_called_so(root: Path, at: With, cli: 
     assert failure["code"] == "FencedError"
     assert "global_step1: fenced, rank " in cli("status", root).out
     advice = cli("explain", root, "global_step1").out
-    assert "every further save of this one fails, too" in advice
+    assert "all later saves of this job fail, too" in advice
     assert "The next save starts afresh" not in advice
 
 

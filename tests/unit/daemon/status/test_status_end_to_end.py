@@ -150,7 +150,7 @@ async def test_a_save_of_a_job_that_another_one_has_taken_over_is_fenced_at_once
     await ended(daemon)
     found = await seen_ended(daemon, root)
     assert {save.phase for save in found.recent} == {"fenced"}
-    assert all("every further save of this one fails, too" in save.advice for save in found.recent)
+    assert all("all later saves of this job fail, too" in save.advice for save in found.recent)
     status = daemon_status(found)
     assert "2 fenced" in plain(page(status))
     async with serving_http(daemon.hub, "127.0.0.1:0") as url:
