@@ -1,4 +1,4 @@
-"""EFFECTS: stores of objects. `base` is the contract, `posix` and `memory` keep it."""
+"""EFFECTS: stores of objects. `base` is the contract; `posix` and `memory` implement it."""
 
 from checkpointd.store.opening import open_store
 

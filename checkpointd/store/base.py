@@ -1,18 +1,20 @@
-"""The store contract: what every back end promises. `testing/contract.py` is the suite that each of them passes.
+"""The store contract: the promises that every back end keeps. Each back end passes the suite in `testing/contract.py`.
 
-Durable: after the call has returned, a power cut loses nothing of it. Visible: another process sees it from then on.
+Durable: a power cut after the call has returned loses nothing. Visible: other processes see the object from then on.
 
 Invariants
-  STORE-1  `put_if_absent` has one winner among any number of racing processes and machines, and a reader sees the winner's
-      bytes whole or nothing. When it returns, with True or False, the object is durable.
-  STORE-2  `put` and `put_if_match` replace whole: a reader sees the old bytes or the new ones, also after a power cut.
-  STORE-3  An object written by `open_writer` is durable when `finish` has returned. Before that it may be visible, torn or
-      absent: nothing may refer to it. Its key is new: writing an existing key is refused.
-  STORE-4  What `get`, `stat` or `list` show may still be lost by a power cut until its writer has returned, or `settle` has.
-  STORE-5  `delete` of what is not there succeeds. A store removes only what it is told to remove.
-  STORE-6  Every system error leaves as a StoreError (StoreFullError where space or quota is used up) that names the key and
-      the reason; from `get`, `get_range`, `list`, `stat` and `settle` as an UnreadableError, whatever its number is.
-      NotFoundError says what this look saw. On a network file system the next one may see the object.
+  STORE-1  `put_if_absent` has one winner among any number of racing processes and machines, and a reader sees all of the
+      winner's bytes or nothing. When the call returns, with True or False, the object is durable.
+  STORE-2  `put` and `put_if_match` replace an object as a whole: a reader sees the old bytes or the new ones, also after a
+      power cut.
+  STORE-3  An object written by `open_writer` is durable when `finish` has returned. Before that, the object may be visible,
+      torn or absent, and nothing may refer to it. The key is new: `open_writer` refuses an existing key.
+  STORE-4  `get`, `stat` and `list` may show an object that a power cut can still take away. It is safe once its writer's call
+      or `settle` has returned.
+  STORE-5  `delete` succeeds if the object is not there. A store removes only the objects that it is told to remove.
+  STORE-6  Every system error becomes a StoreError (StoreFullError if space or quota is used up) that names the key and the
+      reason. `get`, `get_range`, `list`, `stat` and `settle` raise an UnreadableError for any system error. NotFoundError
+      means that this call did not see the object; on a network file system the next call may.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from typing import Protocol, Self
 from typing_extensions import Buffer
 
 SMALL_BYTES_MAX = 64 * 1024 * 1024
-"""Above this size an object is not read by `get` in one piece unless the caller says how large it may be."""
+"""`get` reads a larger object only if the caller passes a larger `size_max`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +43,11 @@ class Capabilities:
     """What a back end can do beyond the contract."""
 
     alignment: int
-    """Writes whose offset, length and address are multiples of this many bytes go without a copy; 1: it does not matter."""
+    """Writes are not copied if their offset, length and address are multiples of this; 1: alignment does not matter."""
     shared: bool
     """Whether other processes can see this store."""
     piece_bytes: int | None = None
-    """Larger writes to large objects are cut into pieces of so many bytes, with pauses between; None: they are not."""
+    """The store cuts larger writes into pieces of this many bytes and pauses between them; None: it does not cut them."""
 
 
 class ObjectWriter(Protocol):
@@ -54,27 +56,27 @@ class ObjectWriter(Protocol):
     async def write_at(self, offset: int, data: Buffer) -> None:
         """Write `data` at byte `offset`. The caller keeps `data` unchanged until this returns.
 
-        What is large has left the system's cache then, where the back end can tell: progress counts it as written.
+        A large write has then left the system's cache, if the back end can tell, so progress counts it as written.
         """
         ...
 
     async def finish(self, size: int) -> None:
         """Cut the object to `size` bytes and make it durable (STORE-3).
 
-        Where this raises, or a `write_at` did, the object is lost: `discard` it. `finish` then keeps raising.
+        If this call or a `write_at` raised, the object is lost and every later `finish` raises, too: call `discard`.
         """
         ...
 
     async def discard(self) -> None:
-        """Drop the object, as far as that is possible; never raises. After `finish` it does nothing."""
+        """Remove the object as far as possible. Never raises, and does nothing after `finish`."""
         ...
 
 
 class Store(Protocol):
-    """Named objects below one root. Keys are relative, `/`-separated, and never contain `..`: others raise UsageError.
+    """Named objects below one root. Keys are relative, `/`-separated and without `..`; other keys raise UsageError.
 
-    A key is never the beginning of another one up to a `/` ("a" and "a/b"): a file system refuses the second.
-    A call that was cancelled may have had its effect, or not.
+    Never use one key as the directory of another ("a" and "a/b"): a file system refuses the second.
+    A cancelled call may or may not have had its effect.
     """
 
     @property
@@ -87,13 +89,14 @@ class Store(Protocol):
 
     @property
     def uncached(self) -> Store:
-        """The same objects, whose bytes are read from the storage itself and not from this machine's cache of it, as far as the
-        back end can. It needs no closing, and is of no use once this store is closed.
+        """A view of this store that reads from the storage itself instead of this machine's cache, if the back end can.
+
+        Only close the store itself; the view ends with it.
         """
         ...
 
     async def put_if_absent(self, key: str, data: bytes) -> bool:
-        """Create `key`; False where it already exists. Durable either way (STORE-1)."""
+        """Create `key`; False if it already exists. Durable either way (STORE-1)."""
         ...
 
     async def put(self, key: str, data: bytes) -> None:
@@ -101,27 +104,27 @@ class Store(Protocol):
         ...
 
     async def put_if_match(self, key: str, expected: bytes | None, data: bytes) -> bool:
-        """Replace `key` if its content is `expected` (None: absent, or a symbolic link, whose name it takes); False where it is
-        not (STORE-2).
+        """Replace `key` if its content is `expected`, else return False (STORE-2). None expects that there is no object; the
+        object then also replaces a symbolic link of that name.
         """
         ...
 
     async def open_writer(self, key: str, *, size_hint: int = 0) -> ObjectWriter:
-        """Start a large object; `size_hint` bytes are reserved where the back end can, so that a full disk shows at once."""
+        """Start a large object. Reserves `size_hint` bytes if the back end can, so that a full disk fails at once."""
         ...
 
     async def get(self, key: str, *, size_max: int = SMALL_BYTES_MAX) -> bytes:
-        """The whole object. NotFoundError where there is none, DamagedError where it is larger than `size_max`."""
+        """The whole object. NotFoundError if there is none, DamagedError if it is larger than `size_max`."""
         ...
 
     async def get_range(self, key: str, offset: int, out: memoryview) -> None:
-        """Fill `out` from byte `offset`. NotFoundError, or DamagedError where the object ends before."""
+        """Fill `out` from byte `offset`. NotFoundError if there is no object, DamagedError if it is too short."""
         ...
 
     async def list(self, prefix: str) -> list[Entry]:
-        """The children of `prefix` (`""` for the root), sorted by name; empty where there is nothing.
+        """The children of `prefix` (`""` for the root), sorted by name; empty if there are none.
 
-        A prefix may be listed although nothing lies under it (any more).
+        A prefix may be listed although no object lies under it.
         """
         ...
 
@@ -134,21 +137,21 @@ class Store(Protocol):
         ...
 
     async def settle(self, key: str) -> None:
-        """Make durable what is visible of `key` (STORE-4), for readers that act on what they saw. NotFoundError
-        where it is not.
-        """
+        """Make the visible object `key` durable (STORE-4), for readers that act on it. NotFoundError if there is none."""
         ...
 
     async def sweep(self) -> int:
-        """Remove what interrupted calls of dead writers left behind (never an object); how many pieces went."""
+        """Remove temporary files that dead writers left behind, never an object. Returns how many it removed."""
         ...
 
     async def close(self) -> None:
-        """Release what the store holds; it cannot be used afterwards."""
+        """Release threads and memory; the store cannot be used afterwards."""
         ...
 
-    async def __aenter__(self) -> Self: ...
+    async def __aenter__(self) -> Self:
+        return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    ) -> None:
+        await self.close()

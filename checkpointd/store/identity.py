@@ -1,6 +1,6 @@
 """Tells whether a root is still the same directory: a capability of stores on a file system.
 
-A root can be removed and made again while a store is open: the store tells the two apart, and can be told that a new job began.
+A root can be removed and made again while a store is open. The store tells the two apart, and forgets its old syncs.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from checkpointd.store.base import Store
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """The root's file system and inode number, and when the inode of one object in it last changed, in ns (0: not known)."""
+    """The root's file system and inode number, and when the inode of one of its objects last changed, in ns (0: not known)."""
 
     device: int
     number: int
     object_touched_ns: int
 
     def is_same_root(self, other: Identity) -> bool:
-        """Whether both are of one directory, told by its number or by the object, whose bytes the caller has compared.
+        """Whether both are the same directory: the numbers agree, or the times of the object, which the caller has compared.
 
-        Mounted anew, a file system may have another device number, as on NFS. An overlay or FUSE may number inodes anew
-        whenever the kernel drops its caches. Nobody can set when an inode changed, so no copy takes that along.
+        A file system may get another device number when it is mounted again, as on NFS. An overlay or FUSE may give inodes new
+        numbers whenever the kernel drops its caches. Nobody can set the time at which an inode changed, so a copy never has it.
         """
         if self.object_touched_ns and self.object_touched_ns == other.object_touched_ns:
             return True
@@ -32,23 +32,23 @@ class Identity:
 
 @runtime_checkable
 class SupportsIdentity(Protocol):
-    """A store that can tell its root from another one at the same place."""
+    """A store that can tell its root from another root at the same path."""
 
     async def identity(self, key: str) -> Identity | None:
-        """Of the root now, and of the object `key` in it. NotFoundError where one is not there; None: it cannot tell."""
+        """The root's identity now, with its object `key`. NotFoundError if one is missing; None if the store cannot tell."""
         ...
 
     def forget_synced(self) -> None:
-        """The root may be another directory than before: nothing that was made durable there stands for what is there now."""
+        """The root may be another directory now: do not rely on any earlier sync."""
         ...
 
 
 async def identity_of(store: Store, key: str) -> Identity | None:
-    """The same for any store; None where it cannot tell."""
+    """The identity for any store; None if it cannot tell."""
     return await store.identity(key) if isinstance(store, SupportsIdentity) else None
 
 
 def forget_synced(store: Store) -> None:
-    """The same for any store; those that remember nothing of that kind do nothing."""
+    """The same for any store; does nothing for a store that does not remember syncs."""
     if isinstance(store, SupportsIdentity):
         store.forget_synced()

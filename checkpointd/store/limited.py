@@ -1,18 +1,17 @@
 """A store with a bandwidth limit for all its large writes together.
 
 Invariants
-  LIMIT-1  In any stretch of T seconds at most `bytes_per_s` * T + `burst_bytes` bytes are let through, over all writers of a
-      bucket.
-  LIMIT-2  Every write gets its turn: writers that want bytes are served one piece each in turn, in the order in which they
-      asked, however many writes each of them has under way. A wait lasts as long as one piece of each of them takes.
-  LIMIT-3  Only what `open_writer` writes is limited: votes, outcomes, indexes, reads and deletions are never delayed.
-  LIMIT-4  A write that is cancelled while it waits takes nothing from the others.
+  LIMIT-1  In any T seconds, all writers of a bucket together write at most `bytes_per_s` * T + `burst_bytes` bytes.
+  LIMIT-2  Every writer gets its turn: the bucket serves one piece of each writer in the order in which they asked, however many
+      writes a writer has started. So a writer waits at most for one piece of each other writer.
+  LIMIT-3  Only `open_writer` is limited: votes, outcomes, indexes, reads and deletions are never delayed.
+  LIMIT-4  A write that is cancelled while it waits uses up no bandwidth.
 
-A write waits inside `write_at`, so whoever measures how fast this store takes bytes measures the limit: `compression="auto"`
-compresses more where bandwidth is scarce.
+A write waits inside `write_at`, so a measurement of this store's speed includes the limit: `compression="auto"` compresses more
+if bandwidth is scarce.
 
-Not aiolimiter: it serves the smallest request first, so small writes overtake a large one without bound, and it refuses a
-request that is larger than its burst.
+aiolimiter does not fit: it serves the smallest request first, so small writes overtake a large one without bound, and it
+refuses a request that is larger than its burst.
 """
 
 from __future__ import annotations
@@ -29,18 +28,18 @@ from checkpointd.store.base import Capabilities, ObjectWriter, Store
 from checkpointd.store.passing import PassingStore
 
 PIECE_S: Final = 0.05
-"""What one piece takes at the limit: how long a writer waits for each of the others."""
+"""How long one piece takes at the limit, and so how long a writer waits for each other writer."""
 PIECE_BYTES_MIN: Final = 64 * 1024
-"""Smaller writes would go through the page cache (see osfile.py), which costs more than it saves."""
+"""Smaller writes would go through the page cache (see osfile.py) and cost more."""
 PIECE_BYTES_UNIT: Final = 4096
 _PAUSE_S_MIN: Final = 0.001
-"""Timers are no finer; a rounding error must not become a pause of nothing, for ever."""
+"""Timers are not finer. Shorter pauses could round to zero and repeat for ever."""
 
 
 class TokenBucket:
-    """Lets `bytes_per_s` bytes through per second, and two pieces at once after a rest. For one loop.
+    """Lets `bytes_per_s` bytes per second through, and two pieces at once after a pause. For one loop.
 
-    `clock` gives seconds and `sleep` waits for some; by default they are the running loop's.
+    `clock` returns seconds and `sleep` waits for some; by default they are the running loop's.
     """
 
     def __init__(
@@ -54,7 +53,7 @@ class TokenBucket:
             raise UsageError(f"a limit of {bytes_per_s!r} bytes per second lets nothing through; it must be greater than 0")
         self.bytes_per_s = bytes_per_s
         self.piece_bytes = max(PIECE_BYTES_MIN, int(bytes_per_s * PIECE_S) // PIECE_BYTES_UNIT * PIECE_BYTES_UNIT)
-        # Two pieces: a waiter that is woken late, as in a process with a low priority, loses nothing of the rate by it.
+        # Two pieces: if a waiter wakes up late, as in a process with a low priority, the rate stays the same.
         self.burst_bytes = 2 * self.piece_bytes
         self._clock, self._sleep = clock, sleep
         self._tokens = float(self.burst_bytes)
@@ -63,7 +62,7 @@ class TokenBucket:
         self._lifted = False
 
     def lift(self) -> None:
-        """Limit nothing from here on: this process is leaving, and what is in flight should become durable before it does."""
+        """Limit nothing from here on: this process is leaving, and its saves in flight should become durable first."""
         self._lifted = True
 
     async def take(self, nbytes: int) -> None:
@@ -83,11 +82,11 @@ class TokenBucket:
 
 
 class LimitedWriter:
-    """An object that is written in pieces, each as `bucket` lets it through."""
+    """Writes an object in pieces, each when `bucket` lets it through."""
 
     def __init__(self, target: ObjectWriter, bucket: TokenBucket) -> None:
         self._target, self._bucket = target, bucket
-        # One request of this object at a time: many writes at once give it no larger share (LIMIT-2).
+        # One request of this object at a time, so that many parallel writes do not get a larger share (LIMIT-2).
         self._turn = asyncio.Lock()
 
     async def write_at(self, offset: int, data: Buffer) -> None:
@@ -106,9 +105,9 @@ class LimitedWriter:
 
 
 def pieces(offset: int, nbytes: int, piece_bytes: int) -> Iterator[tuple[int, int]]:
-    """(start, stop) of each piece of a write of `nbytes` at `offset`: at most `piece_bytes` long, cut only where blocks end.
+    """(start, stop) of each piece of a write of `nbytes` at `offset`: at most `piece_bytes` long, cut between blocks.
 
-    A write of nothing is one piece. `piece_bytes` is a multiple of PIECE_BYTES_UNIT.
+    An empty write is one piece. `piece_bytes` is a multiple of PIECE_BYTES_UNIT.
     """
     start = 0
     while True:
@@ -121,7 +120,7 @@ def pieces(offset: int, nbytes: int, piece_bytes: int) -> Iterator[tuple[int, in
 
 
 class LimitedStore(PassingStore):
-    """`store`, with its large writes limited by `bucket`. Closing it closes `store`."""
+    """`store`, whose large writes `bucket` limits. Closing it closes `store`."""
 
     def __init__(self, store: Store, bucket: TokenBucket) -> None:
         super().__init__(store)

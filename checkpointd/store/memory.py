@@ -1,20 +1,19 @@
-"""The store in this process's memory, for tests and for the tier of snapshots kept in memory. Nothing survives the process."""
+"""The store in this process's memory. Nothing survives the process."""
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Self
 
 import numpy as np
 from typing_extensions import Buffer
 
 from checkpointd.errors import ClosedError, DamagedError, NotFoundError, StoreError
-from checkpointd.store.base import SMALL_BYTES_MAX, Capabilities, Entry, ObjectWriter
+from checkpointd.store.base import SMALL_BYTES_MAX, Capabilities, Entry, ObjectWriter, Store
 from checkpointd.store.names import check_key, check_prefix
 
 
-class MemoryStore:
-    """Objects as bytes in a dict. Each call is one step of the loop: no other call sees it half done."""
+class MemoryStore(Store):
+    """Objects as bytes in a dict. Each call runs in one step of the loop, so no other call sees it half done."""
 
     def __init__(self, name: str = "memory") -> None:
         self._name = name
@@ -100,14 +99,6 @@ class MemoryStore:
     async def close(self) -> None:
         self._closed = True
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
-
     def complete(self, key: str, data: memoryview) -> None:
         """Take over what a writer has finished."""
         self._check_open()
@@ -134,7 +125,7 @@ class MemoryStore:
 
 
 class MemoryWriter:
-    """A large object being written: visible when it is finished."""
+    """Writes a large object, which becomes visible when it is finished."""
 
     def __init__(self, store: MemoryStore, key: str, size_hint: int) -> None:
         self._store, self._key = store, key

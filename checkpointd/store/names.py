@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import re
-
 from checkpointd.errors import UsageError
 
 SERVICE = ".checkpointd"
 TEMPORARY = f"{SERVICE}/tmp"
 UNFINISHED = f"{SERVICE}/unfinished"
 LOCK = f"{SERVICE}/lock"
-_SURROGATE = re.compile("[\\ud800-\\udfff]")
 
 
 def check_key(key: str) -> str:
@@ -27,14 +24,19 @@ def check_prefix(prefix: str) -> str:
 
 
 def is_key(text: str) -> bool:
-    """Whether `text` could be a key: a listing leaves out what could not."""
+    """Whether `text` could be a key; listings leave out other names."""
     return _fault(text) is None
 
 
 def _is_internal(key: str) -> bool:
-    """Whether `key` is a temporary file, the lock, or lies in a directory that is being filled."""
+    """Whether `key` belongs to the store: a temporary file, the lock, or something in an unfinished directory."""
     own = (TEMPORARY, UNFINISHED, LOCK)
     return key in own or key.startswith(tuple(f"{name}/" for name in own))
+
+
+def is_text(name: str) -> bool:
+    """Whether UTF-8 can encode `name`. Python decodes other bytes of a file name to surrogates."""
+    return not any("\ud800" <= letter <= "\udfff" for letter in name)
 
 
 def _fault(key: str) -> str | None:
@@ -49,7 +51,7 @@ def _fault(key: str) -> str | None:
         return "it has an empty part"
     if "." in parts or ".." in parts:
         return "it has a part '.' or '..'"
-    if _SURROGATE.search(key):
+    if not is_text(key):
         return "it cannot be encoded as UTF-8"
     if _is_internal(key):
         return "that name belongs to the store"

@@ -14,9 +14,9 @@ _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 def open_store(root: str | os.PathLike[str], *, read_only: bool = False) -> Store:
-    """The store at a path, a `file:///path` or a `memory://name`; UsageError for every other URL. Touches nothing yet.
+    """The store at a path, a `file:///path` or a `memory://name`; UsageError for other URLs. Does no I/O.
 
-    With `read_only`, nothing can be written by it: calls that would are refused with a StoreError.
+    With `read_only`, the store refuses every write with a StoreError.
     """
     text = os.fspath(root)
     if not _SCHEME.match(text):
@@ -24,8 +24,8 @@ def open_store(root: str | os.PathLike[str], *, read_only: bool = False) -> Stor
     url = urlsplit(text)
     if url.scheme == "memory":
         if read_only:
-            raise UsageError(f"{text!r} exists only in the process that made it: there is nothing to read from here")
-        from checkpointd.store.memory import MemoryStore  # brings in numpy, which a command that only looks does without
+            raise UsageError(f"{text!r} exists only in the process that made it, so it cannot be opened to read")
+        from checkpointd.store.memory import MemoryStore  # imports numpy, which slows the start of commands that do not need it
 
         return MemoryStore(url.netloc or "memory")
     if url.scheme != "file":

@@ -1,9 +1,6 @@
-"""A store that passes every call on to another one: the base of stores that change only some calls."""
+"""A store that passes every call on to another store: the base class of stores that change only some calls."""
 
 from __future__ import annotations
-
-from types import TracebackType
-from typing import Self
 
 from checkpointd.store.base import SMALL_BYTES_MAX, Capabilities, Entry, ObjectWriter, Store
 from checkpointd.store.identity import Identity, forget_synced, identity_of
@@ -11,7 +8,7 @@ from checkpointd.store.posix.plain import PlainFiles
 from checkpointd.store.showing import plain_files_of
 
 
-class PassingStore:
+class PassingStore(Store):
     """`store`, call for call. Closing it closes `store`."""
 
     def __init__(self, store: Store) -> None:
@@ -74,11 +71,3 @@ class PassingStore:
 
     async def close(self) -> None:
         await self._store.close()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()

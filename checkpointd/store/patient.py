@@ -1,15 +1,15 @@
-"""A store with patient reads: it tries an unreadable object again, and believes an absence only if it lasts.
+"""A store with patient reads: it tries an unreadable object again, and reports a missing object only if it stays missing.
 
-For readers that follow names, from an outcome to its votes, indexes and chunks: what they ask for was there once. A file server
-that is failing over, a process out of descriptors, or a client with a stale directory entry must not look like damage.
+Readers follow names, from an outcome to its votes, indexes and chunks, so every object that they ask for existed once. A file
+server that is failing over, a process out of descriptors, or a client with a stale directory entry must not look like damage.
 
 Invariants
-  PATIENT-1  An UnreadableError is never turned into anything else. It is raised when it has lasted for `retry_s`.
-  PATIENT-2  NotFoundError leaves only when LOOKS_MIN looks, the first and the last at least `absence_s` apart, all agreed: none
-      found the object, nor its name in a listing taken after it. A look that finds the name, or that fails, starts the count
-      again.
-  PATIENT-3  Pauses grow, and are never longer than PAUSE_S_MAX, so that whoever waits for a sign of life gets one at every
-      look.
+  PATIENT-1  An UnreadableError never becomes another error. It is raised when reads have failed for `retry_s`.
+  PATIENT-2  NotFoundError is raised only after LOOKS_MIN looks in a row, the first and the last at least `absence_s` apart,
+      that found neither the object nor its name in a listing taken afterwards. A look that finds the name, or that fails,
+      starts the count again.
+  PATIENT-3  Pauses grow, but never beyond PAUSE_S_MAX, and `on_answer` is called after each look. So a caller that waits for a
+      sign of life does not wait long.
 """
 
 from __future__ import annotations
@@ -29,15 +29,14 @@ LOOKS_MIN: Final = 4
 PAUSE_S_MIN: Final = 0.05
 PAUSE_S_MAX: Final = 2.0
 _LEAST_S: Final = 0.001
-"""Timers are no finer: a rounding error must not become a pause of nothing, for ever."""
+"""Timers are not finer. Shorter pauses could round to zero and repeat for ever."""
 
 
 class Patience:
-    """What all reads of one undertaking may wait together. For one loop; times in seconds.
+    """How long the reads of one task, such as a load, may wait in all. For one loop; times in seconds.
 
-    `retry_s`: how long reads may fail, whichever they are; the time in between, in which all goes well, does not count.
-    `absence_s`: see PATIENT-2; None where the object is known to be there, so that it is unreadable rather than lost.
-    `on_failure` hears of the first failure.
+    `retry_s`: how long reads may fail in all; time without a failing read does not count. `absence_s`: see PATIENT-2; None if
+    the objects certainly exist, so that a missing one counts as unreadable. `on_failure` is called at the first failure.
     """
 
     def __init__(self, retry_s: float, absence_s: float | None, on_failure: Callable[[], None] = lambda: None) -> None:
@@ -48,11 +47,11 @@ class Patience:
         self._told = False
 
     def looks(self) -> RepeatedLooks:
-        """Begin to look at one thing."""
+        """The looks at one object."""
         return RepeatedLooks(self)
 
     def left_s(self) -> float:
-        """What is left of `retry_s`."""
+        """The rest of `retry_s`."""
         return self.retry_s - self._spent_s - (_now() - self._since if self._failing else 0.0)
 
     def began_to_fail(self) -> None:
@@ -70,7 +69,7 @@ class Patience:
 
 
 class RepeatedLooks:
-    """The looks at one thing that could not be read or was not there. A context manager: leaving it ends the looking."""
+    """The looks at one object that was unreadable or missing. A context manager: leaving it ends the looks."""
 
     def __init__(self, patience: Patience) -> None:
         self._patience = patience
@@ -86,9 +85,7 @@ class RepeatedLooks:
             self._patience.ended_failing()
 
     async def unreadable(self, error: UnreadableError) -> None:
-        """Wait until the next look is due; raises `error`, with how long it was tried, where there is to be
-        none (PATIENT-1).
-        """
+        """Wait until the next look is due. If no time is left, raise `error` and say how long it was tried (PATIENT-1)."""
         self._agreed = 0
         self._note()
         left_s = self._patience.left_s()
@@ -99,7 +96,7 @@ class RepeatedLooks:
         await self._pause(left_s)
 
     async def is_lost(self, what: str) -> bool:
-        """Whether absence is proved, `what` saying what of (PATIENT-2); else waits until the next look is due."""
+        """Whether the absence is proved (PATIENT-2); if not yet, wait until the next look is due. `what`: for errors."""
         if self._patience.absence_s is None:
             await self.unreadable(UnreadableError(f"{what}, although it was seen by another look"))
             return False
@@ -124,9 +121,10 @@ class RepeatedLooks:
 
 
 class PatientStore(PassingStore):
-    """`store`, read with `patience`; writes are passed on. `on_answer` hears of every answer, good or bad.
+    """`store`, read with `patience`; writes are passed on. Closing it closes `store`.
 
-    `on_absence` is asked after each look that found nothing: what it raises ends the looking. Closing it closes `store`.
+    `on_answer` is called after each answer, good or bad. `on_absence` is called after each look that found nothing; if it
+    raises, that error ends the looks.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """Shows objects as plain files beside the store: a capability of stores on a file system.
 
-Other stores need not implement it: `plain_files_of` answers None for them.
+Other stores need not implement it: `plain_files_of` returns None for them.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ class SupportsPlainFiles(Protocol):
 
     @property
     def plain_files(self) -> PlainFiles | None:
-        """The directories beside this root; None if it is not in the place for them (see `plain.py`)."""
+        """The directories beside this root; None if the root has another name than `.checkpointd` (see `plain.py`)."""
         ...
 
 
 def plain_files_of(store: Store) -> PlainFiles | None:
-    """The same for any store; None if it can show none."""
+    """The directories beside any store; None if it cannot show files."""
     return store.plain_files if isinstance(store, SupportsPlainFiles) else None

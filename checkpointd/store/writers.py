@@ -1,7 +1,8 @@
-"""The writer of a temporary file, and whether that process still lives.
+"""Names the process that writes a temporary file, and tells whether that process still runs.
 
-A writer is `<host>.<boot>.<pid namespace>.<pid>.<start time>.<random>`: exact where this process can look (same boot, same pid
-namespace), and never a matter of clocks: a pid that was given again has another start time. Everything else counts as dead.
+A name is `<host>.<boot>.<pid namespace>.<pid>.<start time>.<random>`. The start time tells a process from a later one with the
+same pid, so no clock is compared. Only processes of the same boot and pid namespace can be seen; `is_alive` takes all others
+for dead.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 Life: TypeAlias = Literal["running", "ended", "unknown"]
-"""`unknown`: the process was started on another machine, before this one's last boot, or in another container."""
+"""`unknown`: the process started on another machine, before this machine's last boot, or in another container."""
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def new_writer() -> str:
-    """A name for this process, different at every call."""
+    """A name for this process; each call makes a new one."""
     return f"{_place()}.{os.getpid()}.{_stat(os.getpid())[1]}.{secrets.token_hex(4)}"
 
 
@@ -32,24 +33,24 @@ def is_alive(writer: str) -> bool:
 
 
 def is_within_sight(writer: str) -> bool:
-    """Whether `is_alive` can tell for sure: `writer` was named in this boot of this machine and this pid namespace."""
+    """Whether `is_alive` knows for sure: `writer` was named in this boot of this machine and in this pid namespace."""
     return _split(writer)[0] == _place()
 
 
 def has_ended(writer: str) -> bool:
-    """Whether `writer` is known to run no more."""
-    return is_within_sight(writer) and not is_alive(writer)
+    """Whether `writer` has ended for sure."""
+    return life_of(writer) == "ended"
 
 
 def life_of(writer: str) -> Life:
-    """Whether `writer` runs, as far as it can be told from here."""
+    """Whether `writer` runs, as far as this process can tell."""
     if not is_within_sight(writer):
         return "unknown"
     return "running" if is_alive(writer) else "ended"
 
 
 def is_this_process(writer: str) -> bool:
-    """Whether this process was named so."""
+    """Whether `writer` is a name of this process."""
     return _split(writer) == _split(new_writer())
 
 
@@ -81,15 +82,15 @@ def _exists(pid: int) -> bool:
 
 
 _DEAD = ("Z", "X")
-"""States of a process that has ended and that its parent has not asked about: in a container, perhaps for ever."""
+"""States of a process that has ended but was not waited for; in a container it may stay so for ever."""
 
 
 def _stat(pid: int) -> tuple[str, str]:
-    """State of `pid`, and its start time in clock ticks since boot; empty where they cannot be read."""
+    """State of `pid`, and its start time in clock ticks since boot; both empty if they cannot be read."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return "", ""
-    # The command may hold spaces and parentheses; field 3 is the first after its closing one, field 22 the twentieth.
+    # The command may contain spaces and parentheses. After its closing parenthesis come fields 3, 4, ...; the start time is 22.
     fields = stat.rpartition(")")[2].split()
     return fields[0], fields[19]

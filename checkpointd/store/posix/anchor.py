@@ -1,13 +1,13 @@
-"""Opens paths below a directory, the anchor, without following any symbolic link, even if names are exchanged meanwhile.
+"""Opens paths below a directory, the anchor, and follows no symbolic link, even if somebody replaces names meanwhile.
 
 Invariants
-  ANCHOR-1  The kernel resolves every path below the anchor, from a descriptor of the anchor: no earlier look stands in for
-      that. A link on the way, or at its end, is an error that names the link, and nothing was done then.
+  ANCHOR-1  For each call, the kernel resolves the path from a descriptor of the anchor; no earlier check is relied on. A link
+      on the way, or at the end, raises an error that names the link, and the call does nothing.
   ANCHOR-2  No descriptor outlives its call: each call sees the tree as it is now, and the file system can be unmounted in
       between.
 
-The anchor itself, and what lies above it, is reached as any program reaches it: a root may be a link to a disk. With "/" as the
-anchor, no link is followed anywhere.
+Links in the anchor's own path are followed, because a root may be a link to a disk. With "/" as the anchor, no link is followed
+anywhere.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _OPENAT2: Final = 437
 _RESOLVE: Final = 0x08 | 0x04
 """RESOLVE_BENEATH and RESOLVE_NO_SYMLINKS of openat2(2)."""
 _WITHOUT_OPENAT2: Final = frozenset({errno.ENOSYS, errno.EPERM})
-"""Linux before 5.6, and seccomp filters that do not know the call."""
+"""The errors of Linux before 5.6, and of seccomp filters that do not know the call."""
 _DIRECTORY: Final = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 
 
@@ -39,7 +39,7 @@ _HOW: Final = _OpenHow(_DIRECTORY, 0, _RESOLVE)
 
 
 class LinkMet(OSError):
-    """There is a symbolic link, which is not followed, at `filename`."""
+    """There is a symbolic link at `filename`, and it was not followed."""
 
     def __init__(self, path: str) -> None:
         super().__init__(errno.ELOOP, "it is a symbolic link", path)
@@ -47,7 +47,7 @@ class LinkMet(OSError):
 
 @dataclass(frozen=True, slots=True)
 class AnchoredName:
-    """A name in a directory: what the *at() calls take. Below the anchor, `flags` forbids to follow it if it is a link."""
+    """A name in a directory, as the *at() calls take it. Below the anchor, `flags` forbids to follow a link of that name."""
 
     directory: int | None
     name: str
@@ -63,7 +63,7 @@ class Anchor:
 
     @contextmanager
     def at(self, path: str) -> Iterator[AnchoredName]:
-        """Where `path` is, while the context lasts; an absolute path."""
+        """The absolute `path` as a directory and a name, while the context lasts."""
         parts = [part for part in path[len(self._below) :].split("/") if part] if path.startswith(self._below) else []
         if not parts:
             yield AnchoredName(None, path, 0)
@@ -81,7 +81,7 @@ class Anchor:
             raise
 
     def check(self, path: str) -> None:
-        """Raise LinkMet where there is a link in `path`; nothing else, where it does not exist for example."""
+        """Raise LinkMet if there is a link in `path`. Ignores all other errors, such as a missing file."""
         try:
             with self.at(path) as place:
                 os.close(os.open(place.name, _DIRECTORY | place.flags, dir_fd=place.directory))
@@ -107,7 +107,7 @@ class Anchor:
             os.close(anchor)
 
     def _first_link(self, parts: list[str]) -> str | None:
-        """The first link on the way, for the message alone; None where there is none any more."""
+        """The first link on the way, for the message only; None if it is gone by now."""
         for count in range(1, len(parts) + 1):
             path = self._below + "/".join(parts[:count])
             if os.path.islink(path):
@@ -133,7 +133,7 @@ def _beneath(anchor: int, path: str) -> int:
 
 
 def _step_by_step(anchor: int, parts: list[str]) -> int:
-    """The same where the kernel has no openat2. A link is no directory: opening it ends in ENOTDIR."""
+    """The same without openat2. A link is not a directory, so opening it fails with ENOTDIR."""
     directory = os.dup(anchor)
     for part in parts:
         try:

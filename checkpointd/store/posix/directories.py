@@ -1,4 +1,4 @@
-"""The directories of a POSIX store: made when needed, made durable with their objects, removed when empty.
+"""The directories of a POSIX store. They are made when needed, synced with their objects, and removed when empty.
 
 Keeps invariants POSIX-2 and POSIX-3 of `checkpointd.store.posix.store`.
 """
@@ -27,22 +27,22 @@ class Directories:
         self._service = f"{root}/{SERVICE}"
         self._made_above: set[str] = set()
         self._synced: set[str] = set()
-        """Directories that stay as long as the root does, and whose name is durable."""
+        """Directories with durable names that no store removes."""
         self._seen: tuple[int, int] | None = None
 
     def forget_synced(self) -> None:
-        """The root may have been removed and made again: no name in it, and not its own, is known to be durable."""
-        # A new set: a sync that began before still notes what it did in the old one.
+        """The root may have been removed and made again, so forget which names are durable, its own included."""
+        # A new set, because a sync that began before still adds to the old one.
         self._synced = set()
 
     def seen(self, device: int, number: int) -> None:
-        """The root is this directory now: where it was another one, what was synced there is forgotten."""
+        """The root is this directory now. If it was another one before, forget what was synced there."""
         if self._seen not in {None, (device, number)}:
             self.forget_synced()
         self._seen = (device, number)
 
     async def within(self, path: str, act: Callable[[], Awaitable[T]]) -> T:
-        """Do `act`, which gives something the name `path`; where directories are missing, make them and do it again."""
+        """Call `act`, which creates `path`. If a directory above is missing, make it and call `act` again."""
         for _ in range(_RACES_MAX):
             with suppress(FileNotFoundError):
                 return await act()
@@ -50,7 +50,7 @@ class Directories:
         return await act()
 
     async def sync_names(self, path: str) -> None:
-        """Make durable every name from the root's own to that of the file `path` (POSIX-2)."""
+        """Make every name durable from the root down to the file `path` (POSIX-2)."""
         directory = os.path.dirname(path)
         await self._disk.sync_directory(directory)
         while directory != self._root:
@@ -59,7 +59,7 @@ class Directories:
         await self._sync_root()
 
     async def prune(self, path: str) -> None:
-        """Remove the directories that the removal of `path` has emptied, as far as that is possible (POSIX-3)."""
+        """Remove the directories above `path` that are empty now, as far as possible (POSIX-3)."""
         directory = os.path.dirname(path)
         with suppress(OSError):
             while directory != self._root and not self._stays(directory):
@@ -70,7 +70,7 @@ class Directories:
         return directory == self._service or directory.startswith(f"{self._service}/")
 
     async def _sync_name(self, directory: str) -> None:
-        """Make the name of `directory` durable, once for those that stay."""
+        """Make the name of `directory` durable; once, if no store removes it."""
         synced = self._synced
         if directory in synced:
             return
@@ -79,7 +79,7 @@ class Directories:
             synced.add(directory)
 
     async def _sync_root(self) -> None:
-        """Make the names of the root and all above it durable, once: another process may just have made them."""
+        """Make the names of the root and all directories above durable, once: another process may just have made them."""
         synced = self._synced
         if self._root in synced:
             return
@@ -94,12 +94,12 @@ class Directories:
         try:
             await self._disk.sync_directory(parent)
         except OSError as error:
-            # Far above the root there may be directories that this user cannot open, nor can have changed.
+            # This user cannot have changed a directory far above the root that it cannot open.
             if made or error.errno not in _NOT_OURS:
                 raise
 
     async def _make(self, directory: str) -> None:
-        """mkdir -p. A directory that vanishes meanwhile is the caller's to notice."""
+        """mkdir -p. If a directory vanishes meanwhile, the caller's next call fails."""
         try:
             await self._mkdir(directory)
         except FileNotFoundError:

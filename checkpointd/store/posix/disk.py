@@ -1,8 +1,8 @@
 """The interface to the few file system calls of the POSIX store, so that a simulated disk can replace the real one.
 
-Paths are absolute strings. Every call may fail with OSError; nothing here translates errors. What is durable: the content of
-a file after `WritableFile.sync`, the names in a directory after `sync_directory`; nothing else. No call follows a symbolic
-link: one on the way ends in ELOOP, and so does one in the place of a file or directory that is read, listed or synced.
+Paths are absolute strings. Every call may fail with OSError, which is not translated. Only two calls make anything durable:
+`WritableFile.sync` the content of a file, and `sync_directory` the names in a directory. No call follows a symbolic link: a
+link on the way raises ELOOP, and so does a link in the place of a file or directory that is read, listed or synced.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing_extensions import Buffer
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """One name in a directory; `size` in bytes, 0 for a directory and for a symbolic link that is listed as one."""
+    """One name in a directory; `size` in bytes, 0 for a directory or a symbolic link."""
 
     name: str
     size: int
@@ -25,9 +25,9 @@ class Child:
 
 @dataclass(frozen=True, slots=True)
 class FileStatus:
-    """Of a file or directory: its inode number (two names with one number are one file), bytes, and time of change in ns.
+    """A file or directory: its inode number (two names with one number are one file), bytes, and time of change in ns.
 
-    `device` is its file system; `touched_ns` when its inode changed, which nobody can set (0 where that is not known).
+    `device`: its file system. `touched_ns`: when its inode changed, a time that nobody can set (0: not known).
     """
 
     number: int
@@ -46,13 +46,13 @@ class WritableFile(Protocol):
         ...
 
     async def reserve(self, size: int) -> None:
-        """Reserve `size` bytes on the disk where the file system can; OSError ENOSPC where they are not there."""
+        """Reserve `size` bytes on the disk if the file system can; OSError ENOSPC if there is too little space."""
         ...
 
     async def truncate(self, size: int) -> None: ...
 
     async def sync(self) -> None:
-        """fsync: the content is durable; the file's name is not, until its directory is synced."""
+        """fsync: makes the content durable. The file's name is durable only after its directory is synced."""
         ...
 
     async def close(self) -> None: ...
@@ -63,19 +63,19 @@ class Disk(Protocol):
 
     @property
     def alignment(self) -> int:
-        """Offsets, lengths and addresses that are multiples of this are written without a copy."""
+        """Writes are not copied if offset, length and address are multiples of this."""
         ...
 
     async def create(self, path: str) -> WritableFile:
-        """Create a new file and open it; FileExistsError where the name is taken."""
+        """Create a new file and open it; FileExistsError if the name is taken."""
         ...
 
     async def read(self, path: str, size_max: int, *, past_cache: bool = False) -> bytes:
-        """The content; OSError EFBIG where it is longer than `size_max`. `past_cache`: as the disk has it, if that can be."""
+        """The content; OSError EFBIG if it is longer than `size_max`. `past_cache`: read from the disk itself, if possible."""
         ...
 
     async def read_at(self, path: str, offset: int, out: memoryview, *, past_cache: bool = False) -> int:
-        """Fill `out` from `offset`; the bytes read, fewer only at the end of the file. `past_cache`: as for `read`."""
+        """Fill `out` from `offset`. Returns the bytes read, fewer only at the end of the file. `past_cache`: as for `read`."""
         ...
 
     async def sync_file(self, path: str) -> None:
@@ -85,7 +85,7 @@ class Disk(Protocol):
     async def sync_directory(self, path: str) -> None: ...
 
     async def make_directory(self, path: str) -> None:
-        """mkdir; FileExistsError where the name is taken."""
+        """mkdir; FileExistsError if the name is taken."""
         ...
 
     async def remove_directory(self, path: str) -> None:
@@ -93,43 +93,43 @@ class Disk(Protocol):
         ...
 
     async def link(self, source: str, target: str) -> None:
-        """Hard link, of a symbolic link itself; FileExistsError where `target` exists. Atomic."""
+        """Make a hard link, atomically; of a symbolic link, of the link itself. FileExistsError if `target` exists."""
         ...
 
     async def rename(self, source: str, target: str) -> None:
-        """Atomic; replaces `target`, if that is a file. A directory goes where there is nothing."""
+        """Rename atomically; a file replaces the file `target`. A directory needs a free name."""
         ...
 
     async def exchange(self, one: str, other: str) -> bool:
-        """Let two names change places, atomically; both exist, and may be directories. False where the file system cannot."""
+        """Exchange two existing names atomically; they may be directories. False if the file system cannot."""
         ...
 
     async def clone(self, source: str, target: str) -> bool:
-        """Make the new file `target`, which shares the content of `source` until one of them is written to, and has its time of
-        change. False, and no file, where the file system cannot. Durable after `sync_file`.
+        """Make the new file `target`, which shares the content of `source` until one of them is written to, with the same
+        time of change. False, and no file, if the file system cannot. Durable after `sync_file`.
         """
         ...
 
     async def protect(self, path: str) -> None:
-        """Let nobody open a file for writing, but for the superuser; its names can be removed as before."""
+        """Make a file read-only for everybody except the superuser. Its names can still be removed."""
         ...
 
     async def unlink(self, path: str) -> None: ...
 
     async def status(self, path: str) -> FileStatus:
-        """Where `path` is a symbolic link, of the link itself."""
+        """The status of `path`; of a symbolic link, the link's own."""
         ...
 
     async def children(self, path: str, *, links: bool = False) -> list[Child]:
-        """The names in a directory, unsorted. `links`: symbolic links are listed as such, wherever they lead; else left out."""
+        """The names in a directory, unsorted. Symbolic links are listed, as links, only with `links`."""
         ...
 
     async def size(self, path: str) -> int:
-        """Size of a regular file; FileNotFoundError where there is none, IsADirectoryError for a directory."""
+        """Size of a regular file; FileNotFoundError if there is none, IsADirectoryError for a directory."""
         ...
 
     async def locked(self, path: str) -> Lock:
-        """An exclusive lock on the file `path` (created if need be), held until `Lock.release` or the holder's death."""
+        """An exclusive lock on the file `path`, created if missing; held until `Lock.release` or the holder's death."""
         ...
 
 

@@ -36,22 +36,21 @@ _READ_ADVICE = _ADVICE | {
     errno.EIO: "the device or the file server failed: see the kernel log, and read again when it answers",
     errno.EACCES: "permission is missing: let the user of this process read there",
     errno.EPERM: "the operation is not permitted: let the user of this process read there",
-    errno.EINVAL: "what has that name cannot be read as a file: see what it is",
+    errno.EINVAL: "this is not a regular file: look at what has this name",
     errno.ENOENT: "it was there a moment ago: is another process collecting this root, or does the file server lag behind?",
 }
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, errno.EMLINK})
 
 
 def store_error(error: OSError, *, doing: str, key: str, url: str, reads: bool = False) -> StoreError:
-    """The StoreError for a system error met while `doing` something to `key` of the store at `url`: an UnreadableError where
-    the call only `reads`, so that nobody takes it for damage.
+    """The StoreError for a system error while `doing` something to `key` of the store at `url`. If the call only `reads`, it is
+    an UnreadableError, which does not count as damage.
     """
     number = error.errno or 0
     if isinstance(error, LinkMet):
         return LinkError(
-            f"{doing} {key!r} in {url} failed: {error.filename} is a symbolic link, and nothing in a root is reached "
-            "through one. Nothing was read or changed where it leads. Remove the link, or move what it leads to there, and try "
-            "again"
+            f"{doing} {key!r} in {url} failed: {error.filename} is a symbolic link, and checkpointd follows no links in a "
+            "root. Nothing was read or changed where it leads. Remove the link, or move its target there, and try again"
         )
     reason = f"[{errno.errorcode.get(number, number)}] {error.strerror or error}"
     what = f"{doing} {key!r} in {url} failed: {reason}"
@@ -63,7 +62,7 @@ def store_error(error: OSError, *, doing: str, key: str, url: str, reads: bool =
 
 
 def _free(path: str) -> str:
-    """What the file system of `path`, which is full, has free for this user; empty where it does not say."""
+    """The free space of the full file system of `path`, in words; empty if it cannot be read."""
     try:
         found = os.statvfs(path)
     except OSError:
@@ -74,7 +73,7 @@ def _free(path: str) -> str:
 
 
 def is_forbidden(error: BaseException | None) -> bool:
-    """Whether `error` comes from a permission that is missing, which no further look gives."""
+    """Whether a missing permission caused `error`, so that another try cannot help."""
     while error is not None and not isinstance(error, PermissionError):
         error = error.__cause__
     return error is not None
@@ -86,16 +85,16 @@ def is_without_links(error: OSError) -> bool:
 
 
 def links_error(error: OSError, *, key: str, url: str) -> StoreError:
-    """The StoreError of a file system without hard links: `put_if_absent` cannot be atomic on it."""
+    """The StoreError for a file system without hard links, which `put_if_absent` needs to be atomic."""
     return StoreError(
         f"creating {key!r} in {url} failed: [{errno.errorcode[error.errno or 0]}] {error.strerror}: this file system refuses "
-        "hard links, which make a commit atomic; use a root on one that has them (ext4, XFS, NFS, Lustre, GPFS)"
+        "hard links, which make a commit atomic; use a root on a file system that has them (ext4, XFS, NFS, Lustre, GPFS)"
     )
 
 
 def swept_error(*, key: str, url: str) -> StoreError:
-    """The StoreError of a writer whose temporary file was removed under its hands."""
+    """The StoreError for a writer whose temporary file another process removed."""
     return StoreError(
-        f"writing {key!r} in {url} failed: its temporary file was removed, as a newer run of this job does when it takes over; "
-        "nothing was written. Stop this process, or start the job afresh"
+        f"writing {key!r} in {url} failed: its temporary file was removed, probably by a newer start of this job; nothing was "
+        "written. Stop this process, or start the job again"
     )

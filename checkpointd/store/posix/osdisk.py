@@ -1,7 +1,7 @@
-"""The real file system, in own threads: every call resolves its path anew, from an anchor, through no symbolic link.
+"""The real file system, called on own threads. Every call resolves its path anew, from an anchor, and follows no symbolic link.
 
-`disk.py` is the contract, `anchor.py` says what a path may lead through. Every call ends when its
-system call has ended, cancelled or not. Works under any asyncio loop; all waiting is done without the GIL.
+`disk.py` is the contract; `anchor.py` resolves paths. A call ends only when its system call has ended, even if it is cancelled.
+Works under any asyncio loop and waits without the GIL.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _LOCK_POLL_S_MIN, _LOCK_POLL_S_MAX = 0.001, 0.05
 
 
 class OsDisk:
-    """The file system of this machine. Bulk writes and reads never keep names, small files and fsyncs waiting for a thread.
+    """The file system of this machine. Large reads and writes have threads of their own, so small calls never wait for them.
 
-    Below the directory `anchor` nothing is reached through a symbolic link. With `user`, the rights are those of that user.
+    No symbolic link below the directory `anchor` is followed. With `user`, all calls have the rights of that user.
     """
 
     def __init__(self, anchor: str = "/", *, user: User | None = None, bulk_threads: int = BULK_THREADS) -> None:
@@ -70,10 +70,10 @@ class OsDisk:
         return await self._bulk.run(_read_at_past_cache if past_cache else _read_at, self._anchor, path, offset, out)
 
     async def sync_file(self, path: str) -> None:
-        await self._small.run(_sync, self._anchor, path, os.O_RDONLY)
+        await self._small.run(_sync, self._anchor, path, 0)
 
     async def sync_directory(self, path: str) -> None:
-        await self._small.run(_sync, self._anchor, path, os.O_RDONLY | os.O_DIRECTORY)
+        await self._small.run(_sync, self._anchor, path, os.O_DIRECTORY)
 
     async def make_directory(self, path: str) -> None:
         await self._small.run(_make_directory, self._anchor, path)
@@ -125,15 +125,16 @@ class OsDisk:
         return lock
 
     async def close(self) -> None:
-        """Let the threads end. Calls in flight go on, new ones are refused."""
+        """Let the threads end. Calls in flight go on; new calls are refused."""
         self._bulk.close()
         self._small.close()
 
 
 class OsLock:
-    """flock on a file of its own descriptor: excludes other processes, and other holders in this one. A dead holder lets go.
+    """flock on a file with a descriptor of its own. Excludes other processes and other holders in this process; ends with the
+    holder's process.
 
-    Who may not write in its directory cannot open the file, even to read: a lock on it would hold up every save.
+    Users who may not write in the lock's directory cannot open the file at all: by locking it they would hold up every save.
     """
 
     def __init__(self, anchor: Anchor, path: str, threads: Threads) -> None:
@@ -141,7 +142,7 @@ class OsLock:
         self._descriptor: int | None = None
 
     async def acquire(self) -> None:
-        """Wait for the lock. By polling: a blocked call would keep a thread, perhaps the one that the holder needs."""
+        """Wait for the lock, by polling: a blocked call would occupy a thread, perhaps the one that the holder needs."""
         await self._threads.run(self._open)
         pause_s = _LOCK_POLL_S_MIN
         waiting = Waiting(lambda: f"another process holds the lock {self._path}; `lslocks` shows which")
@@ -173,20 +174,20 @@ class OsLock:
         if descriptor is None:
             return
         try:
-            # Closing is not enough where a fork took the descriptor along.
+            # Closing is not enough if a forked child has the descriptor, too.
             fcntl.flock(descriptor, fcntl.LOCK_UN)
         finally:
             os.close(descriptor)
 
 
 def _for_writers_alone(descriptor: int, above: os.stat_result) -> None:
-    """Let those open the lock who may write in the directory `above`, and nobody else, as far as the file is ours to change.
+    """Let only users who may write in the directory `above` open the lock, as far as this process may change the file.
 
-    One that root has made belongs to the owner of that directory, whose saves need it.
+    A lock that root made is given to the owner of that directory, whose saves need it.
     """
     found = os.fstat(descriptor)
     if found.st_nlink != 1:
-        return  # it is a file somewhere else, too, whose owner and mode are not ours to change
+        return  # the file has another name elsewhere, so its owner and mode must stay
     mode = stat.S_IRUSR | stat.S_IWUSR
     for may_write, both in ((stat.S_IWGRP, stat.S_IRGRP | stat.S_IWGRP), (stat.S_IWOTH, stat.S_IROTH | stat.S_IWOTH)):
         mode |= both if above.st_mode & may_write else 0
@@ -228,13 +229,13 @@ def _rename(anchor: Anchor, source: str, target: str) -> None:
 
 
 def _stat(anchor: Anchor, path: str) -> os.stat_result:
-    """Of a link itself; of what the anchor leads to, where that is one."""
+    """The status of a link itself; only the anchor is followed."""
     with anchor.at(path) as place:
         return os.stat(place.name, dir_fd=place.directory, follow_symlinks=not place.flags)
 
 
 def _exchange(anchor: Anchor, one: str, other: str) -> bool:
-    """renameat2(2); NFS and others cannot."""
+    """renameat2(2); False if the file system cannot, such as NFS."""
     with _both(anchor, one, other) as (first, second):
         places = [(_AT_FDCWD if p.directory is None else p.directory, os.fsencode(p.name)) for p in (first, second)]
         if _libc.renameat2(*places[0], *places[1], _RENAME_EXCHANGE) == 0:
@@ -251,11 +252,8 @@ _RENAME_EXCHANGE = 2
 
 
 def _read_at(anchor: Anchor, path: str, offset: int, out: memoryview) -> int:
-    descriptor = _open_to_read(anchor, path)
-    try:
+    with _opened(anchor, path) as descriptor:
         return _fill(descriptor, offset, _as_bytes(out))
-    finally:
-        os.close(descriptor)
 
 
 def _fill(descriptor: int, offset: int, part: memoryview) -> int:
@@ -273,16 +271,17 @@ def _as_bytes(out: memoryview) -> memoryview:
 
 
 def _read(anchor: Anchor, path: str, size_max: int) -> bytes | None:
-    """Up to a byte more than `size_max`; None where the file is longer, of which nothing is read then. In one go on one thread:
-    whoever is cancelled in the middle leaves no open file behind.
+    """The content, with one byte too many if the file has grown beyond `size_max`; None if it was longer before the read.
+
+    One call on one thread, so that a cancelled caller leaves no file open.
     """
-    with open(_open_to_read(anchor, path), "rb") as file:
-        size = os.fstat(file.fileno()).st_size
+    with _opened(anchor, path) as descriptor, open(descriptor, "rb", closefd=False) as file:
+        size = os.fstat(descriptor).st_size
         return file.read(size + 1) if size <= size_max else None
 
 
 def _read_past_cache(anchor: Anchor, path: str, size_max: int) -> bytes | None:
-    """All of the file; None where it is longer than `size_max`."""
+    """The whole file; None if it is longer than `size_max`."""
     size = _stat(anchor, path).st_size
     if size > size_max:
         return None
@@ -291,38 +290,28 @@ def _read_past_cache(anchor: Anchor, path: str, size_max: int) -> bytes | None:
 
 
 def _read_at_past_cache(anchor: Anchor, path: str, offset: int, out: memoryview) -> int:
-    """As `_read_at`, but what the disk has: by O_DIRECT, or, where the file system refuses that, once the cache was dropped."""
+    """As `_read_at`, but from the disk itself: with O_DIRECT or, if the file system refuses it, after dropping the cache."""
     part = _as_bytes(out)
     try:
-        descriptor = _open_to_read(anchor, path, os.O_RDONLY | os.O_DIRECT)
+        with _opened(anchor, path, os.O_DIRECT) as descriptor:
+            return _fill_direct(descriptor, offset, part)
     except OSError as error:
         if error.errno not in REFUSES_DIRECT:
             raise
-    else:
-        try:
-            return _fill_direct(descriptor, offset, part)
-        except OSError as error:
-            if error.errno not in REFUSES_DIRECT:
-                raise
-        finally:
-            os.close(descriptor)
-    descriptor = _open_to_read(anchor, path)
-    try:
-        # Before, to read from the disk; pages that are still to be written stay, but nothing is read so before it was synced.
-        # And after: nobody asked for these pages, and others may be wanted.
+    with _opened(anchor, path) as descriptor:
+        # Dropped before, to read from the disk. Unwritten pages would stay, but objects are synced before they are read so.
+        # Dropped again afterwards, because nobody needs these pages in the cache.
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         done = _fill(descriptor, offset, part)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         return done
-    finally:
-        os.close(descriptor)
 
 
 _BOUNCE_BYTES = 1 << 20
 
 
 def _fill_direct(descriptor: int, offset: int, part: memoryview) -> int:
-    """The same by way of a buffer of whole blocks: offset, length and address must be multiples of a block."""
+    """As `_fill`, through a buffer of whole blocks, because offset, length and address must be multiples of a block."""
     done = 0
     with mmap.mmap(-1, _BOUNCE_BYTES) as bounce, memoryview(bounce) as blocks:
         while done < part.nbytes:
@@ -339,23 +328,23 @@ def _fill_direct(descriptor: int, offset: int, part: memoryview) -> int:
     return done
 
 
-def _open_to_read(anchor: Anchor, path: str, flags: int = os.O_RDONLY) -> int:
-    """A descriptor of a file or directory. O_NONBLOCK: opening a FIFO that nobody writes to would keep the thread for ever."""
+@contextmanager
+def _opened(anchor: Anchor, path: str, flags: int = 0) -> Iterator[int]:
+    """A descriptor to read a file or directory. O_NONBLOCK: to open a FIFO without a writer would block the thread for ever."""
     with anchor.at(path) as place:
         descriptor = os.open(place.name, flags | place.flags | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=place.directory)
-    mode = os.fstat(descriptor).st_mode
-    if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
-        return descriptor
-    os.close(descriptor)
-    raise OSError(errno.EINVAL, "it is neither a file nor a directory, but a pipe or a device: remove it", path)
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+            raise OSError(errno.EINVAL, "it is neither a file nor a directory, but a pipe or a device: remove it", path)
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def _sync(anchor: Anchor, path: str, flags: int) -> None:
-    descriptor = _open_to_read(anchor, path, flags)
-    try:
+    with _opened(anchor, path, flags) as descriptor:
         os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _link(anchor: Anchor, source: str, target: str) -> None:
@@ -363,25 +352,25 @@ def _link(anchor: Anchor, source: str, target: str) -> None:
         try:
             os.link(old.name, new.name, src_dir_fd=old.directory, dst_dir_fd=new.directory, follow_symlinks=False)
         except FileExistsError:
-            # A file server that was asked twice (a lost answer, sent again) meets its own link.
+            # If an answer was lost, the client asks the file server again, which then finds its own link.
             if not os.path.samestat(_stat(anchor, source), _stat(anchor, target)):
                 raise
 
 
 def _clone(anchor: Anchor, source: str, target: str) -> bool:
     """ioctl_ficlone(2)."""
-    with open(_open_to_read(anchor, source), "rb") as stored, anchor.at(target) as place:
+    with _opened(anchor, source) as stored, anchor.at(target) as place:
         made = os.open(place.name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666, dir_fd=place.directory)
-        with open(made, "wb") as file:
+        with open(made, "wb"):
             try:
-                fcntl.ioctl(file.fileno(), _FICLONE, stored.fileno())
+                fcntl.ioctl(made, _FICLONE, stored)
             except OSError as error:
                 os.unlink(place.name, dir_fd=place.directory)
                 if error.errno in _CANNOT_CLONE:
                     return False
                 raise
-            status = os.fstat(stored.fileno())
-            os.utime(file.fileno(), ns=(status.st_atime_ns, status.st_mtime_ns))
+            status = os.fstat(stored)
+            os.utime(made, ns=(status.st_atime_ns, status.st_mtime_ns))
     return True
 
 
@@ -390,32 +379,26 @@ _CANNOT_CLONE = frozenset({errno.EOPNOTSUPP, errno.ENOTTY, errno.EINVAL, errno.E
 
 
 def _protect(anchor: Anchor, path: str) -> None:
-    descriptor = _open_to_read(anchor, path)
-    try:
+    with _opened(anchor, path) as descriptor:
         mode = stat.S_IMODE(os.fstat(descriptor).st_mode)
         if mode & _WRITE:
             os.fchmod(descriptor, mode & ~_WRITE)
-    finally:
-        os.close(descriptor)
 
 
 _WRITE = stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH
 
 
 def _children(anchor: Anchor, path: str, links: bool) -> list[Child]:
-    """What lies in `path`. No symbolic link is what it leads to: whoever clears that away would do it in another house."""
-    descriptor, found = _open_to_read(anchor, path, os.O_RDONLY | os.O_DIRECTORY), []
-    try:
-        with os.scandir(descriptor) as entries:
-            for entry in entries:
-                if entry.is_symlink():
-                    if links:
-                        found.append(Child(entry.name, 0, is_directory=False, is_link=True))
-                    continue
-                with suppress(FileNotFoundError):  # removed since
-                    directory = entry.is_dir(follow_symlinks=False)
-                    size = 0 if directory else entry.stat(follow_symlinks=False).st_size
-                    found.append(Child(entry.name, size, directory))
-    finally:
-        os.close(descriptor)
+    """The names in `path`. No link counts as the directory that it leads to: to clear it away would delete files elsewhere."""
+    found = []
+    with _opened(anchor, path, os.O_DIRECTORY) as descriptor, os.scandir(descriptor) as entries:
+        for entry in entries:
+            if entry.is_symlink():
+                if links:
+                    found.append(Child(entry.name, 0, is_directory=False, is_link=True))
+                continue
+            with suppress(FileNotFoundError):  # removed since
+                directory = entry.is_dir(follow_symlinks=False)
+                size = 0 if directory else entry.stat(follow_symlinks=False).st_size
+                found.append(Child(entry.name, size, directory))
     return found

@@ -1,12 +1,13 @@
-"""One file being written through two descriptors: O_DIRECT from the caller's memory where it is aligned, buffered elsewhere.
+"""Writes one file through two descriptors: aligned parts with O_DIRECT from the caller's memory, the rest buffered.
 
 Invariants
-  OSFILE-1  A direct write covers whole blocks, and parts never overlap: no page is written through both descriptors. So cache
+  OSFILE-1  A direct write covers whole blocks, and parts never overlap, so no page is written through both descriptors. Cache
       and disk never disagree, and one fsync of the buffered descriptor covers both.
-  OSFILE-2  A descriptor is closed only when no call uses it: a number given out again would send bytes into another file.
-  OSFILE-3  After a failed fsync the content counts as lost: a second fsync would report success for pages that were dropped.
-  OSFILE-4  A large write has left the page cache when it returns, also where it cannot go around it: else the disk would have
-      all of a file before it when `sync` is called, and nobody could tell how far a save has come.
+  OSFILE-2  A descriptor is closed only when no call uses it. Otherwise the kernel could give its number to another file, and
+      the call would write into that file.
+  OSFILE-3  After a failed fsync the content counts as lost. A second fsync would report success, although pages were dropped.
+  OSFILE-4  A large write has left the page cache when it returns, even if the file system refuses O_DIRECT. Otherwise `sync`
+      would have to write the whole file, and nobody could tell how far a save has come.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ if TYPE_CHECKING:
     Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 BLOCK_BYTES: Final = 4096
-"""Offsets, lengths and addresses of direct writes are multiples of this. A disk with larger blocks refuses: buffered then."""
+"""Offsets, lengths and addresses of direct writes are multiples of this. If a disk has larger blocks, writes are buffered."""
 
 DIRECT_BYTES_MIN: Final = 64 * 1024
-"""Below this a copy through the page cache costs less than waiting for the disk."""
+"""Smaller writes are faster through the page cache than by waiting for the disk."""
 
 REFUSES_DIRECT: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
 _CANNOT_RESERVE: Final = frozenset({errno.EOPNOTSUPP, errno.ENOSYS})
@@ -42,7 +43,7 @@ _CANNOT_WRITE_BACK: Final = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTS
 _WRITE_BACK: Final = 1 | 2 | 4
 """SYNC_FILE_RANGE_WAIT_BEFORE, _WRITE and _WAIT_AFTER of sync_file_range(2)."""
 
-# Not os.posix_fallocate: where the file system cannot reserve, glibc writes a byte to every block instead.
+# os.posix_fallocate does not fit: if the file system cannot reserve, glibc writes a byte to every block instead.
 _libc: Final = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 _libc.sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
@@ -52,7 +53,7 @@ class OsFile:
     """A new file open for writing; `checkpointd.store.posix.disk.WritableFile` is the contract."""
 
     def __init__(self, path: str, *, bulk: Threads, small: Threads, directory: int | None = None) -> None:
-        """Create `path`, in `directory` if that is given; FileExistsError where the name is taken. Blocks."""
+        """Create `path`, relative to `directory` if given; FileExistsError if the name is taken. Blocks."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC  # with O_EXCL, no link is followed
         self._buffered = os.open(path, flags, 0o666, dir_fd=directory)
         self._direct: int | None = None
@@ -63,7 +64,7 @@ class OsFile:
         self._bulk, self._small = bulk, small
 
     async def write_at(self, offset: int, data: Buffer) -> None:
-        import numpy as np  # only where bytes are written: a command that only looks starts in half the time without
+        import numpy as np  # imported late: commands that write nothing start twice as fast without it
 
         part = np.frombuffer(memoryview(data), np.uint8)
         threads = self._bulk if part.size >= DIRECT_BYTES_MIN else self._small
@@ -121,16 +122,16 @@ class OsFile:
                 self._write_back(buffered, offset + written, part.size - written)
 
     def _write_back(self, buffered: int, offset: int, nbytes: int) -> None:
-        """Wait until a range has left the page cache (OSFILE-4); nothing where the file system cannot be asked for that."""
+        """Wait until a range has left the page cache (OSFILE-4); does nothing if the file system does not support that."""
         if _libc.sync_file_range(buffered, offset, nbytes, _WRITE_BACK) == 0:
             return
         number = ctypes.get_errno()
         if number not in _CANNOT_WRITE_BACK:
-            self._lost = True  # the error is told once: fsync would report success
+            self._lost = True  # the kernel reports the error once: fsync would succeed
             raise OSError(number, os.strerror(number))
 
     def _write_direct(self, direct: int, offset: int, body: Bytes) -> int:
-        """Bytes written by O_DIRECT: all, or fewer where the file system refuses (from then on) or stops at an odd place."""
+        """Bytes written with O_DIRECT: fewer than all if the file system refuses it (then for good) or stops inside a block."""
         written = 0
         while written < body.size and written % BLOCK_BYTES == 0:
             try:
@@ -143,11 +144,11 @@ class OsFile:
         return written
 
     def _direct_descriptor(self) -> int | None:
-        """The O_DIRECT descriptor of the same file, opened at the first need; None where it is refused."""
+        """The O_DIRECT descriptor of the same file, opened at first use; None if the file system refuses it."""
         with self._guard:
             if self._direct is None and not self._direct_refused:
                 try:
-                    # By descriptor, not by name: the name may be gone or another file's by now.
+                    # By descriptor, because the name may be gone, or another file may have it.
                     self._direct = os.open(f"/proc/self/fd/{self._buffered}", os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
                 except OSError:
                     self._direct_refused = True
@@ -178,7 +179,7 @@ class OsFile:
 
 
 def direct_part(offset: int, part: Bytes) -> tuple[int, int]:
-    """(bytes before, bytes of) the run of whole blocks in `part`, to be written at `offset`, that can go by O_DIRECT."""
+    """The run of whole blocks in `part` that O_DIRECT can write at `offset`: (bytes before it, bytes in it)."""
     address = int(part.__array_interface__["data"][0])
     if (address - offset) % BLOCK_BYTES:
         return 0, 0

@@ -1,19 +1,20 @@
 """Shows objects as plain files beside a POSIX store, for other tools.
 
-A store whose root is a directory named `.checkpointd` can show objects in directories beside it: `<root>/../<name>/<file>` has
-the content of an object and takes no space of its own, and it stays when the object goes. It is a clone of the object where the
-file system can share blocks between files (Btrfs, XFS); elsewhere it is a second name of the object, which is made read-only.
+A store whose root is a directory named `.checkpointd` can show objects in directories beside it. A shown file
+`<root>/../<name>/<file>` has the content of an object, takes no space of its own, and stays when the object is removed. If the
+file system can share blocks between files (Btrfs, XFS), it is a clone of the object; otherwise it is a second name of the
+object, which becomes read-only.
 
 Invariants
-  PLAINDIR-1  A directory beside the root is whole at every moment, also after a power cut: what was shown there before, what is
-      shown now, or nothing where nothing was. It is built elsewhere and put there by one rename. (A file system that cannot
-      exchange two names, as NFS cannot, shows nothing there for a moment.)
-  PLAINDIR-2  What else lies in a directory that is replaced (files, directories and symbolic links that were not shown) stays
-      in it. What a crash has left outside it is back there after the next `finish`, which every showing, every start and every
-      sweep begins with. What cannot be brought back waits for a later one, and keeps nothing else from being shown.
-  PLAINDIR-3  When a call returns, what it did is durable.
-  PLAINDIR-4  Writing to what is shown, as any program does that opens a file of that name, changes no object. (The superuser
-      may write to read-only files: `verify` finds that.)
+  PLAINDIR-1  A directory beside the root is whole at every moment, also after a power cut: it has the old files, or the new
+      files, or it does not exist yet. It is built elsewhere and moved there by one rename. (If the file system cannot exchange
+      two names, as on NFS, the directory is missing for a moment.)
+  PLAINDIR-2  The user's own files, directories and symbolic links in a directory stay in it when the directory is replaced.
+      If a crash leaves some of them outside, the next `finish` brings them back; every showing, start and sweep calls it first.
+      If one cannot be brought back, it waits for a later `finish`, and other directories can still be shown.
+  PLAINDIR-3  When a call returns, its changes are durable.
+  PLAINDIR-4  A program that writes to a shown file changes no object. (The superuser may write to read-only files; `verify`
+      finds that.)
 """
 
 from __future__ import annotations
@@ -43,14 +44,14 @@ _COMPARED_BYTES = 4 * 1024 * 1024
 _LATEST = "latest"
 _JOURNAL, _BUILT = "journal", "built"
 _ASIDE = "aside"
-"""Where the old directory goes on a file system that cannot exchange two names."""
+"""The old directory goes here if the file system cannot exchange two names."""
 
 
 class Journal(msgspec.Struct, frozen=True, kw_only=True):
-    """What is about to be exchanged, durable before it is: the directory `at`, relative to the one in which the root lies.
+    """Describes an exchange, and is durable before the exchange begins.
 
-    `ours`: the names of files that are shown or were. `linked`: those of the user's files that were given a second name in the
-    new directory, with their inode numbers.
+    `at`: the directory, relative to the one in which the root lies. `ours`: the names of files that are or were shown.
+    `linked`: the user's files that got a second name in the new directory, with their inode numbers.
     """
 
     at: str
@@ -64,9 +65,9 @@ def can_show(root: str) -> bool:
 
 
 class PlainFiles:
-    """The directories beside the root, by their paths relative to the one in which it lies.
+    """The directories beside the root, by their paths relative to the directory in which the root lies.
 
-    Whoever shows, hides or finishes holds `alone` for it.
+    Hold `alone` while you call `show`, `reveal`, `hide` or `finish`.
     """
 
     def __init__(self, root: Root) -> None:
@@ -76,22 +77,22 @@ class PlainFiles:
         self._count = itertools.count()
         self.unfinished = UnfinishedDirectories(root)
         self._clones = True
-        """Whether the file system clones files, as far as was tried."""
+        """Whether the file system clones files; True until it refused."""
 
     def alone(self) -> AbstractAsyncContextManager[None]:
         """Keep every other process out."""
         return self._root.locked()
 
     async def is_there(self, at: str) -> bool:
-        """Whether there is such a directory."""
+        """Whether the directory `at` exists."""
         async with self._root.guard("looking at", at, reads=True):
             return await self._there(f"{self._beside}/{at}") is not None
 
     async def show(self, at: str, files: Mapping[str, str], leftover: Callable[[str], bool]) -> None:
-        """Let the directory `at` hold `files` (by name, the keys of the objects) instead of what was shown there before.
+        """Show `files` (name to key of the object) in the directory `at`, instead of the files that were shown there before.
 
-        Files whose names are `leftover` go, whoever put them there: leftovers of a larger job are none of the new
-        checkpoint's.
+        Also removes files whose names are `leftover`, whoever wrote them: files of an earlier job with more ranks must not mix
+        with the new checkpoint.
         """
         target = f"{self._beside}/{at}"
         await self.finish()
@@ -112,10 +113,11 @@ class PlainFiles:
     async def reveal(
         self, name: str, at: str, files: Mapping[str, str], latest: str | None, leftover: Callable[[str], bool]
     ) -> bool:
-        """Let the directory above `at` appear, whole, by one rename (PLAINDIR-1): with what was filled as `name` in it, with
-        `files` in `at`, and with a file `latest`, if that is given. Where there is such a directory already, what was filled
-        goes into it first, file by file, each in the place of what had its name; then this is False, and `latest` is left to
-        the caller.
+        """Make the directory above `at` appear by one rename (PLAINDIR-1), with all that was filled as `name`, with `files` in
+        `at`, and with a file `latest` if given.
+
+        If the directory exists already, move the filled files into it one by one, replacing files of the same names, then show
+        `files`. Returns False then, and the caller has to write `latest`.
         """
         folder, shown = os.path.split(at)
         filled, target = self.unfinished.path(name, folder), f"{self._beside}/{folder}"
@@ -124,7 +126,7 @@ class PlainFiles:
             if await self._there(target) is not None:
                 await self.unfinished.merge(filled, target, leave={shown, _LATEST})
             else:
-                await self.unfinished.remove(f"{filled}/{shown}")  # an earlier try's
+                await self.unfinished.remove(f"{filled}/{shown}")  # of an earlier try
                 await self._disk.make_directory(f"{filled}/{shown}")
                 for file, key in files.items():
                     await self._give(f"{self._root.path}/{key}", f"{filled}/{shown}/{file}")
@@ -133,7 +135,7 @@ class PlainFiles:
                         await self._disk.rename(temporary, f"{filled}/{_LATEST}")
                 await self.unfinished.sync(filled)
                 await self._disk.rename(filled, target)
-                # The name that it had first: it must not come back beside the new one, and be removed with what it holds.
+                # Sync the removal of the old name: if it came back beside the new one, a later removal would empty both.
                 await self._disk.sync_directory(os.path.dirname(filled))
                 await self._sync_above(target)
                 return True
@@ -141,8 +143,8 @@ class PlainFiles:
         return False
 
     async def hide(self, at: str, files: Collection[str]) -> None:
-        """Let nothing of `files` be in the directory `at`, which goes where nothing else is in it. Nothing where `at` is a
-        symbolic link: it leads into somebody else's house.
+        """Remove `files` from the directory `at`, and the directory itself if it is empty then. Does nothing if `at` is a
+        symbolic link, which leads to files that do not belong to checkpointd.
         """
         target = f"{self._beside}/{at}"
         await self.finish()
@@ -163,11 +165,10 @@ class PlainFiles:
                 await self._settle(place)
 
     async def finish(self) -> int:
-        """Finish what showings that were cut off have left: the user's files and directories go back to where they were
-        (PLAINDIR-2), the rest goes. How many were finished. One that cannot be finished now stays, and the log says so:
-        `unsettled`.
+        """Finish showings that were interrupted: bring the user's files and directories back (PLAINDIR-2) and remove the rest.
 
-        Nobody shows anything meanwhile, as the caller is `alone`: whatever is found was left by a crash or a failure.
+        Returns how many were finished. A showing that cannot be finished now stays, with a line in the log; see `unsettled`.
+        The caller is `alone`, so every showing found here was left by a crash or a failure.
         """
         finished = 0
         async with self._root.guard("finishing", TEMPORARY):
@@ -175,11 +176,11 @@ class PlainFiles:
                 try:
                     finished += await self._settle(place)
                 except (OSError, StoreError) as error:
-                    log.error("what showing files has left in %s stays there until it can be put back: %s", place, error)
+                    log.error("files that an interrupted showing left in %s stay there for now: %s", place, error)
         return finished
 
     async def unsettled(self) -> set[str]:
-        """The directories of which `finish` had to leave something: where one is missing, nobody need have removed it."""
+        """The directories that `finish` could not finish. If one is missing, an interrupted showing may be the reason."""
         async with self._root.guard("listing", TEMPORARY, reads=True):
             journals = [await self._journal(place) for place in await self._places()]
         return {journal.at for journal in journals if journal is not None}
@@ -188,7 +189,7 @@ class PlainFiles:
         return [f"{self._temporary}/{child.name}" for child in await self._root.children(self._temporary) if child.is_directory]
 
     async def changed(self, at: str, files: Mapping[str, str]) -> dict[str, str]:
-        """Those of `files` (by name, the objects' keys) that `at` does not hold as they were shown: "gone" or "changed"."""
+        """The `files` (name to key) that are not in `at` as they were shown, each with "gone" or "changed"."""
         found = {}
         async with self._root.guard("comparing", at):
             for name, key in files.items():
@@ -202,8 +203,8 @@ class PlainFiles:
         return found
 
     async def unchanged(self, folder: str, noted: Mapping[str, tuple[int, int]]) -> set[str]:
-        """Those of `noted` (by path: bytes, and time of change in ns) that are in the directory `folder` as they were noted.
-        None to which a symbolic link in it leads.
+        """The paths of `noted` (path to bytes and time of change in ns) whose files in `folder` still have that size and time.
+        Leaves out paths that lead through a symbolic link.
         """
         place, found = f"{self._beside}/{folder}", set()
         async with self._root.guard("comparing", folder, reads=True):
@@ -215,21 +216,19 @@ class PlainFiles:
         return found
 
     async def pointed(self, folder: str) -> str | None:
-        """What the file `latest` in the directory `folder` names; None where there is none."""
+        """The content of the file `latest` in the directory `folder`; None if there is none."""
         async with self._root.guard("reading", "latest", reads=True):
             try:
-                data = await self._disk.read(os.path.join(self._beside, folder, "latest"), _LATEST_BYTES_MAX)
+                data = await self._disk.read(self._latest(folder), _LATEST_BYTES_MAX)
             except FileNotFoundError:
                 return None
         return data.decode(errors="replace").strip()
 
     async def pointed_after(self, folder: str, key: str, *others: str) -> bool:
-        """Whether the file `latest` in the directory `folder` was written after the object `key`, and after those of `others`
-        that are there.
-        """
+        """Whether the file `latest` in `folder` was written after the object `key`, and after those of `others` that exist."""
         async with self._root.guard("comparing", "latest", reads=True):
             try:
-                latest = await self._disk.status(os.path.join(self._beside, folder, "latest"))
+                latest = await self._disk.status(self._latest(folder))
                 changed = [(await self._disk.status(f"{self._root.path}/{key}")).changed_ns]
             except FileNotFoundError:
                 return False
@@ -239,8 +238,8 @@ class PlainFiles:
         return latest.changed_ns > max(changed)
 
     async def point(self, folder: str, text: str | None) -> None:
-        """Let the file `latest` in the directory `folder` ("": that of the root) hold `text`, or not be there."""
-        target = os.path.join(self._beside, folder, "latest")
+        """Write `text` to the file `latest` in `folder` ("": the root's directory); None removes the file."""
+        target = self._latest(folder)
         async with self._root.guard("replacing", "latest"):
             if await self._is_link(target):
                 raise LinkMet(target)
@@ -252,8 +251,11 @@ class PlainFiles:
                     await self._disk.rename(temporary, target)
             await self._disk.sync_directory(os.path.dirname(target))
 
+    def _latest(self, folder: str) -> str:
+        return os.path.join(self._beside, folder, _LATEST)
+
     async def _there(self, target: str) -> list[Child] | None:
-        """What is in the directory; None where there is none. StoreError where something else has its name."""
+        """The names in the directory; None if it does not exist. StoreError if a file has its name."""
         try:
             return await self._disk.children(target, links=True)
         except FileNotFoundError:
@@ -262,9 +264,9 @@ class PlainFiles:
             raise StoreError(f"{target} is a file: move it away, so that a checkpoint can be shown there") from error
 
     async def _same(self, shown: str, stored: str) -> bool:
-        """Whether the file `shown` has the content of the object `stored`; FileNotFoundError where it is not there."""
+        """Whether the file `shown` has the content of the object `stored`; FileNotFoundError if it does not exist."""
         one, other = await self._disk.status(shown), await self._disk.status(stored)
-        # A clone is given the object's time of change, so that content need be read only of what somebody has touched.
+        # A clone has the object's time of change, so only files that somebody has touched need to be read.
         if one.number == other.number or (one.size, one.changed_ns) == (other.size, other.changed_ns):
             return True
         if one.size != other.size:
@@ -281,10 +283,10 @@ class PlainFiles:
 
     @asynccontextmanager
     async def _building(self, at: str, ours: Collection[str], others: Collection[Child]) -> AsyncIterator[str]:
-        """A place with a journal and a new directory `built`, which has the user's files of `others` in the directory `at`.
-        Their directories cannot have a second name, nor symbolic links everywhere: they come when the two have changed places.
+        """A place with a journal and a new directory `built`, which has second names of the user's files (`others`) in `at`.
 
-        Whatever becomes of the body: what the journal says is finished then, or by the next `finish`.
+        Directories cannot have a second name, nor symbolic links everywhere; `_settle` moves them after the exchange. If the
+        body fails, this call or the next `finish` finishes what the journal describes.
         """
         place = f"{self._temporary}/{self._root.writer}.shown{next(self._count)}"
         built = f"{place}/{_BUILT}"
@@ -309,26 +311,24 @@ class PlainFiles:
             raise
 
     async def _give(self, stored: str, shown: str) -> None:
-        """Let the new file `shown` have the content of an object, so that writing to it does not change the
-        object (PLAINDIR-4).
-        """
+        """Make the new file `shown` with the content of an object; writing to it does not change the object (PLAINDIR-4)."""
         if self._clones:
             self._clones = await self._disk.clone(stored, shown)
             if self._clones:
                 await self._disk.sync_file(shown)
                 return
-        with suppress(PermissionError):  # it belongs to another user, whose programs alone could write to it
+        with suppress(PermissionError):  # the file of another user, and only that user's programs could write to it
             await self._disk.protect(stored)
         await self._disk.link(stored, shown)
 
     async def _ready(self, place: str) -> None:
-        """Make durable what the exchange rests on: the new directory, and the journal."""
+        """Make the new directory and the journal durable before the exchange."""
         await self._disk.sync_directory(f"{place}/{_BUILT}")
         await self._disk.sync_directory(place)
         await self._root.directories.sync_names(place)
 
     async def _put(self, place: str, target: str) -> bool:
-        """Give the directory its name; False where somebody else has just made one."""
+        """Give the directory its name; False if somebody else has just made one of that name."""
         try:
             await self._root.directories.within(target, lambda: self._disk.rename(f"{place}/{_BUILT}", target))
         except OSError as error:
@@ -340,15 +340,16 @@ class PlainFiles:
     async def _sync_above(self, target: str) -> None:
         directory = os.path.dirname(target)
         while len(directory) >= len(self._beside):
-            await self._disk.sync_directory(directory)
+            with suppress(FileNotFoundError):  # somebody has just removed the folder, with all that was shown in it
+                await self._disk.sync_directory(directory)
             directory = os.path.dirname(directory)
 
     async def _exchange(self, place: str, target: str) -> None:
-        """Let the new directory take the place of `target`, and that one the place of the new one, or `aside`."""
+        """Exchange the new directory and `target`. If the file system cannot, move `target` to `aside` first."""
         if await self._disk.exchange(f"{place}/{_BUILT}", target):
             return
         await self._disk.rename(target, f"{place}/{_ASIDE}")
-        # The name that it had first: a directory must not come back there once another one has taken it.
+        # Sync the old name first: the old directory must not come back there once the new one has taken its name.
         await self._disk.sync_directory(os.path.dirname(target))
         await self._disk.sync_directory(place)
         await self._disk.rename(f"{place}/{_BUILT}", target)
@@ -356,40 +357,36 @@ class PlainFiles:
     # --- what an exchange leaves -----------------------------------------------------------------------------
 
     async def _settle(self, place: str, leftover: Callable[[str], bool] = lambda _: False) -> bool:
-        """Make the exchange durable, bring the user's things back from `place`, and remove it; False where some must stay."""
+        """Make the exchange durable, bring the user's files back from `place` and remove it; False if some must stay."""
         journal, stays = await self._journal(place), False
         if journal is not None:
             await self._make_durable(place, f"{self._beside}/{journal.at}")
         for old in (f"{place}/{_ASIDE}", f"{place}/{_BUILT}"):
             stays |= not await self._emptied(old, journal, leftover)
         if not stays:
-            with suppress(OSError):  # what cannot be removed now goes with the next `finish`
+            with suppress(OSError):  # the next `finish` tries again
                 with suppress(FileNotFoundError):
                     await self._disk.unlink(f"{place}/{_JOURNAL}")
                 await self._disk.remove_directory(place)
         return not stays
 
     async def _journal(self, place: str) -> Journal | None:
-        """None where there is none, or one that was cut off: then nothing has been exchanged yet."""
+        """The journal; None if it is missing or torn, because then nothing has been exchanged yet."""
         try:
             return msgspec.json.decode(await self._disk.read(f"{place}/{_JOURNAL}", _JOURNAL_BYTES_MAX), type=Journal)
         except (FileNotFoundError, msgspec.DecodeError):
             return None
 
     async def _make_durable(self, place: str, target: str) -> None:
-        """The names in `place` first: an exchange that only its target knew of could lose what is in `place`."""
+        """Sync `place` before the target: if only the target's new names were durable, the files in `place` could be lost."""
         aside = f"{place}/{_ASIDE}"
         if await self._there(target) is None and await self._there(aside) is not None:
-            await self._disk.rename(aside, target)  # cut off between two renames
+            await self._disk.rename(aside, target)  # interrupted between the two renames
         await self._disk.sync_directory(place)
-        directory = os.path.dirname(target)
-        while len(directory) >= len(self._beside):
-            with suppress(FileNotFoundError):  # nothing is shown in a folder that somebody has removed
-                await self._disk.sync_directory(directory)
-            directory = os.path.dirname(directory)
+        await self._sync_above(target)
 
     async def _emptied(self, old: str, journal: Journal | None, leftover: Callable[[str], bool]) -> bool:
-        """Bring back what is the user's in the directory `old`, and remove the rest with it; False where some must stay."""
+        """Bring the user's files back from the directory `old` and remove it with the rest; False if some must stay."""
         children = await self._root.children(old, links=True)
         theirs = [c for c in children if journal is None and c.is_directory]
         if journal is not None:
@@ -405,20 +402,20 @@ class PlainFiles:
             if not child.is_directory:
                 await self._disk.unlink(f"{old}/{child.name}")
         for child in theirs:
-            log.error("%s/%s cannot go back to where it was, as that name is taken: move it where it belongs", old, child.name)
+            log.error("%s/%s cannot be put back, because its name is taken: move it where it belongs", old, child.name)
         if not theirs:
             with suppress(FileNotFoundError):
                 await self._disk.remove_directory(old)
         return not theirs
 
     async def _is_users(self, old: str, target: str, child: Child, journal: Journal, leftover: Callable[[str], bool]) -> bool:
-        """Whether `child` of the old directory is the user's, and is not in the new one."""
+        """Whether `child` of the old directory is the user's and not in the new one yet."""
         if child.is_directory:
             return True
         linked = journal.linked.get(child.name)
-        if linked is None:  # one that came after the directory had been looked at
+        if linked is None:  # it came after the directory was listed
             return child.name not in journal.ours and not leftover(child.name)
-        # Replaced after it had been given its second name: the new directory has what it was before.
+        # Replaced after it got its second name, so the new directory has the old version.
         return await self._number(f"{old}/{child.name}") != linked and await self._number(f"{target}/{child.name}") == linked
 
     async def _brought_back(self, path: str, target: str, journal: Journal) -> bool:
@@ -429,7 +426,7 @@ class PlainFiles:
         return True
 
     async def _number(self, path: str) -> int | None:
-        """The inode number; None where there is nothing."""
+        """The inode number; None if nothing has this name."""
         try:
             return (await self._disk.status(path)).number
         except (FileNotFoundError, NotADirectoryError):

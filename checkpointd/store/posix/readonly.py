@@ -9,7 +9,7 @@ from checkpointd.store.posix.disk import Child, Disk, FileStatus, Lock, Writable
 
 
 class ReadOnlyDisk:
-    """`disk` without its ways to write; `checkpointd.store.posix.disk.Disk` is the contract."""
+    """Reads from `disk` and refuses writes; `checkpointd.store.posix.disk.Disk` is the contract."""
 
     def __init__(self, disk: Disk) -> None:
         self._disk = disk

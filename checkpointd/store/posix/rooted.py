@@ -1,4 +1,4 @@
-"""What the POSIX store and its writer share: one root on one disk, where system errors become the contract's errors."""
+"""One root on one disk, shared by the POSIX store and its writer. System errors become the contract's errors here."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Root:
 
     @asynccontextmanager
     async def guard(self, doing: str, key: str, *, reads: bool = False) -> AsyncIterator[None]:
-        """Turn system errors into StoreError, and into UnreadableError where the call only `reads` (STORE-6)."""
+        """Turn system errors into StoreError, or into UnreadableError if the call only `reads` (STORE-6)."""
         try:
             yield
         except OSError as error:
@@ -36,7 +36,7 @@ class Root:
 
     @asynccontextmanager
     async def must_exist(self, key: str) -> AsyncIterator[None]:
-        """Turn the errors of a name that is no file into NotFoundError."""
+        """Raise NotFoundError if the name is not that of a file."""
         try:
             yield
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
@@ -44,7 +44,7 @@ class Root:
             raise NotFoundError(f"there is no object {key!r} in {self.path}") from error
 
     async def check(self, error: OSError) -> None:
-        """Raise UsageError where the root, or something above it, is a file."""
+        """Raise UsageError if the root, or a directory above it, is a file."""
         try:
             await self.disk.size(self.path)
         except (FileNotFoundError, IsADirectoryError):
@@ -55,7 +55,7 @@ class Root:
 
     @asynccontextmanager
     async def temporary(self, data: bytes) -> AsyncIterator[str]:
-        """A synced temporary file that holds `data`; what is left of it goes at the end."""
+        """A synced temporary file with the content `data`; removed at the end, unless it was renamed."""
         path = f"{self.path}/{TEMPORARY}/{self.writer}.{next(self._count)}"
         try:
             file = await self.directories.within(path, lambda: self.disk.create(path))
@@ -70,7 +70,7 @@ class Root:
                 await self.disk.unlink(path)
 
     async def link(self, temporary: str, path: str, key: str) -> None:
-        """Give the temporary file its name, durably; FileExistsError where the name is taken."""
+        """Give the temporary file its name, durably; FileExistsError if the name is taken."""
         try:
             await self._name(self.disk.link, temporary, path, key)
         except OSError as error:
@@ -80,19 +80,19 @@ class Root:
         await self.directories.sync_names(path)
 
     async def rename(self, temporary: str, path: str, key: str) -> None:
-        """Give the temporary file its name, durably, instead of what has that name."""
+        """Give the temporary file its name, durably; replaces a file of that name."""
         await self._name(self.disk.rename, temporary, path, key)
         await self.directories.sync_names(path)
 
     async def settle(self, path: str) -> None:
-        """Make durable what another process may have left half-way: the content, then the names."""
-        await self.disk.size(path)  # Refuses a directory, which could be synced as well.
+        """Make a file durable that another process wrote: first the content, then the names."""
+        await self.disk.size(path)  # raises for a directory, which `sync_file` would accept
         await self.disk.sync_file(path)
         await self.directories.sync_names(path)
 
     @asynccontextmanager
     async def locked(self) -> AsyncIterator[None]:
-        """Hold the lock of this root against all processes."""
+        """Hold the lock of this root, which keeps all other processes out."""
         path = f"{self.path}/{LOCK}"
         lock = await self.directories.within(path, lambda: self.disk.locked(path))
         try:
@@ -101,7 +101,7 @@ class Root:
             await lock.release()
 
     async def children(self, path: str, *, links: bool = False) -> list[Child]:
-        """The names in a directory; none where there is no such directory."""
+        """The names in a directory; none if there is no such directory."""
         try:
             return await self.disk.children(path, links=links)
         except (FileNotFoundError, NotADirectoryError) as error:
@@ -126,7 +126,7 @@ class Root:
 
 
 def absolute(path: str | os.PathLike[str]) -> str:
-    """The root `path` as the store calls it; UsageError where it cannot be one."""
+    """The absolute path of the root; UsageError if `path` cannot be a root."""
     text = os.fspath(path)
     if not text or "\0" in text:
         raise UsageError(f"{text!r} is not a root: give the path of a directory")

@@ -4,13 +4,14 @@ Layout: an object is the file `<root>/<key>`; `<root>/.checkpointd/tmp/` holds o
 `<root>/.checkpointd/lock` is the lock of `put_if_match`.
 
 Invariants (beside the contract's, `checkpointd.store.base`)
-  POSIX-1  Content is synced before it gets its name by link or rename: the name of a small object never shows torn bytes.
-  POSIX-2  When a call returns, every name from the root down to its object was synced after the object had it. No memory of
-      earlier syncs stands in for that, as another process may have removed and remade an emptied directory in between.
-      Directories that no store ever removes (the root's own path, `.checkpointd` and below) are the exception: synced once,
-      then remembered. A person can remove those: `forget_synced`, and `identity` where it sees another root, end the memory.
-  POSIX-3  Only emptied directories are removed, by rmdir, which the file system refuses where a name lies in them. Whoever
-      loses its directory that way before its name was in it makes it again.
+  POSIX-1  A small object is synced before link or rename gives it its name, so the name never shows torn bytes.
+  POSIX-2  When a call returns, it has synced every name from the root down to its object, after the object got its name.
+      Earlier syncs do not count, because another process may have removed and remade an empty directory in between. The
+      exception are directories that no store ever removes (the root's own path, `.checkpointd` and below): they are synced
+      once. A person may still remove them; then `forget_synced`, or `identity` when it sees another root, makes them count as
+      unsynced again.
+  POSIX-3  Directories are removed only by rmdir, which fails unless they are empty. If a writer's directory vanishes before its
+      object is in it, the writer makes the directory again.
 """
 
 from __future__ import annotations
@@ -21,14 +22,12 @@ import errno
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from types import TracebackType
-from typing import Self
 
 from typing_extensions import Buffer
 
 from checkpointd.errors import ClosedError, DamagedError, LinkError, StoreError
 from checkpointd.store import writers
-from checkpointd.store.base import SMALL_BYTES_MAX, Capabilities, Entry, ObjectWriter
+from checkpointd.store.base import SMALL_BYTES_MAX, Capabilities, Entry, ObjectWriter, Store
 from checkpointd.store.identity import Identity
 from checkpointd.store.names import SERVICE, TEMPORARY, check_key, is_key
 from checkpointd.store.posix.disk import Disk, WritableFile
@@ -40,16 +39,16 @@ from checkpointd.store.posix.users import User
 
 _RACES_MAX = 100
 _SWEEP_S = 5.0
-"""How long directories are swept, the wait for the lock included."""
+"""How long a sweep of directories may take, with the wait for the lock."""
 
 
-class PosixStore:
+class PosixStore(Store):
     """Objects as files below `root`, which is made at the first write; a root that is a file raises UsageError.
 
-    With `read_only`, every call that would change the file system is refused: it ends in a StoreError. Nothing below `anchor`
-    is reached through a symbolic link; it is the directory that holds all that the store writes, unless another is given. With
-    `user`, the rights are those of that user. `writer` names this process on its temporary files, `is_alive` tells `sweep`
-    whose to keep: both are there for simulations.
+    With `read_only`, every call that would change the file system raises a StoreError. No symbolic link below `anchor` is
+    followed; the default anchor is the directory that contains everything the store writes. With `user`, all calls have the
+    rights of that user. `writer` names this process in its temporary files, and `is_alive` tells `sweep` which writers still
+    run; simulations replace both.
     """
 
     def __init__(
@@ -100,8 +99,7 @@ class PosixStore:
                 with suppress(FileExistsError):
                     await self._root.link(temporary, path, key)
                     return True
-                # The loser, too, may act on what it now knows (STORE-1). Where the winner's object is gone again, the race is
-                # open.
+                # The loser may act on the winner's object, too, so make it durable (STORE-1). If it is gone, try again.
                 with suppress(FileNotFoundError):
                     await self._root.settle(path)
                     return False
@@ -116,7 +114,7 @@ class PosixStore:
         path = self._path(key)
         async with self._root.guard("replacing", key), self._root.locked():
             if expected is None:
-                # By link all the same: that holds against writers that take no lock.
+                # By link nevertheless, which is also safe against writers that take no lock.
                 with suppress(LinkError):
                     return await self.put_if_absent(key, data)
                 await self.put(key, data)
@@ -192,7 +190,7 @@ class PosixStore:
             try:
                 with suppress(FileNotFoundError):
                     await self._disk.unlink(path)
-                # Also where another process has just removed it: its absence must be durable as well.
+                # Even if another process has just removed it: its absence must be durable, too.
                 await self._disk.sync_directory(os.path.dirname(path))
             except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
                 await self._root.check(error)
@@ -212,7 +210,8 @@ class PosixStore:
             for child in strays:
                 if not child.is_directory:
                     with suppress(FileNotFoundError):
-                        removed += await self._sweep_file(f"{directory}/{child.name}")
+                        await self._disk.unlink(f"{directory}/{child.name}")
+                        removed += 1
             if any(child.is_directory for child in strays):
                 removed += await self._sweep_directories()
         return removed
@@ -222,30 +221,18 @@ class PosixStore:
         return writer != self._root.writer and not self._is_alive(writer)
 
     async def _sweep_directories(self) -> int:
-        """Under the lock that whoever shows one holds: a process of another machine, which counts as dead, may be about to."""
+        """Take the lock first: a process of another machine, which counts as dead here, may be showing files."""
         if self._plain is None:
             return 0
-        with suppress(TimeoutError):  # a stopped holder: they go with the next sweep
+        with suppress(TimeoutError):  # the holder hangs: the next sweep removes them
             async with asyncio.timeout(_SWEEP_S), self._root.locked():
                 return await self._plain.finish()
         return 0
-
-    async def _sweep_file(self, path: str) -> int:
-        await self._disk.unlink(path)
-        return 1
 
     async def close(self) -> None:
         self._closed = True
         if self._own_disk is not None:
             await self._own_disk.close()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
 
     def _open(self) -> Root:
         if self._closed:
@@ -264,19 +251,19 @@ class PosixStore:
             return False
 
     async def _has_service_objects(self, entries: Sequence[Entry]) -> bool:
-        """Whether `.checkpointd` holds more than the store's own files."""
+        """Whether `.checkpointd` contains objects beside the store's own files."""
         return any(entry.name == SERVICE for entry in entries) and bool(await self.list(SERVICE))
 
 
 class PosixWriter:
-    """A large object being written under its final name."""
+    """Writes a large object under its final name."""
 
     def __init__(self, root: Root, key: str, path: str, file: WritableFile) -> None:
         self._root, self._key, self._path, self._file = root, key, path, file
         self._broken = self._finished = False
 
     async def reserve(self, size: int) -> None:
-        """Reserve `size` bytes where the file system can; StoreFullError where they are not there."""
+        """Reserve `size` bytes if the file system can; StoreFullError if there is too little space."""
         if size > 0:
             async with self._guard("reserving space for"):
                 await self._file.reserve(size)
@@ -306,7 +293,7 @@ class PosixWriter:
 
     @asynccontextmanager
     async def _guard(self, doing: str) -> AsyncIterator[None]:
-        """A call that failed or was interrupted breaks the object for good."""
+        """After a call that failed or was cancelled, the object is lost."""
         try:
             async with self._root.guard(doing, self._key):
                 yield

@@ -25,9 +25,9 @@ class _Pool(ThreadPoolExecutor):
 
 
 class Threads:
-    """A pool of at most `count` threads, started as they are needed; calls that come too late raise OSError ESHUTDOWN.
+    """A pool of at most `count` threads, started as needed. A call after `close` raises OSError ESHUTDOWN.
 
-    With `user`, every call is made with the rights of that user; OSError EPERM where this process may not take them.
+    With `user`, every call has the rights of that user; OSError EPERM if this process may not take them.
     """
 
     def __init__(self, count: int, name: str, user: User | None = None) -> None:
@@ -36,7 +36,7 @@ class Threads:
         self._of_thread = threading.local()
 
     async def run(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run a blocking call and wait for its end, cancelled or not; one that has not begun is dropped instead."""
+        """Run a blocking call. If cancelled, wait for its end first; drop a call that has not begun."""
         job = self.executor.submit(self._call, call, *args, **kwargs)
         return await to_the_end(asyncio.wrap_future(job), job)
 
@@ -47,14 +47,14 @@ class Threads:
         return call(*args, **kwargs)
 
     def close(self) -> None:
-        """Let the threads go once they are idle."""
+        """Let the threads end once they are idle."""
         self.executor.shutdown(wait=False)
 
 
 async def to_the_end(work: Awaitable[T], job: Future[T] | None = None) -> T:
-    """Await `work`; a cancellation goes on only when `work` has ended, or `job` behind it has not begun and was dropped.
+    """Await `work`. A cancellation takes effect only when `work` has ended, or when its `job` had not begun and was dropped.
 
-    A system call cannot be called back: were the caller to go on, it would reuse memory and descriptors that are still in use.
+    A system call cannot be stopped. A caller that went on earlier would reuse memory and descriptors that are still in use.
     """
     task = asyncio.ensure_future(work)
     try:

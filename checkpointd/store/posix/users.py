@@ -1,7 +1,7 @@
-"""File system calls with the rights of another user: the kernel decides what that user may do, not code of ours.
+"""File system calls with the rights of another user, so that the kernel decides what that user may do.
 
-The rights are those of one thread: the raw system calls change no other one, as glibc's wrappers do. What runs on such a thread
-imports nothing: the interpreter's own files may lie where that user cannot reach them.
+The raw system calls change the rights of one thread; glibc's wrappers would change all threads. Code on such a thread must not
+import modules, because that user may not be able to read the interpreter's files.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Final
 
 _SETFSUID, _SETFSGID, _SETGROUPS, _CAPSET = (151, 152, 159, 91) if platform.machine() == "aarch64" else (122, 123, 116, 126)
 _FACCESSAT2: Final = 439
-"""The same number on every architecture. glibc's access() may ask for the real user, and not for the file-system ids."""
+"""The same number on every architecture. glibc's access() may check the real user instead of the file-system ids."""
 _AT_EACCESS, _AT_SYMLINK_NOFOLLOW, _AT_FDCWD = 0x200, 0x100, -100
 _CAPABILITY_VERSION_3: Final = 0x20080522
 _SAME: Final = -1
-"""setfsuid(2) with an id that cannot be changes nothing, and answers with the one that there is."""
+"""setfsuid(2) with an invalid id changes nothing and returns the current id."""
 _CAPABILITIES: Final = {"CAP_SETGID": 6, "CAP_SETUID": 7}
 
 _libc: Final = ctypes.CDLL(None, use_errno=True)
@@ -32,7 +32,7 @@ _libc.syscall.restype = ctypes.c_long
 
 @dataclass(frozen=True, slots=True)
 class User:
-    """A user as the kernel knows one: ids, and the supplementary groups."""
+    """A user as the kernel knows it: ids and supplementary groups."""
 
     uid: int
     gid: int
@@ -40,14 +40,14 @@ class User:
 
 
 def groups_of(uid: int, gid: int) -> tuple[int, ...]:
-    """The supplementary groups that the user database gives a user; none where it does not know the user."""
+    """The supplementary groups of a user in the user database; none if the user is not in it."""
     with suppress(KeyError):
         return tuple(os.getgrouplist(pwd.getpwuid(uid).pw_name, gid))
     return ()
 
 
 def become(user: User) -> None:
-    """Let the file system calls of this thread be those of `user` from here on, for good, and without any capability."""
+    """Give this thread the rights of `user` for file system calls, for good, and take all capabilities from it."""
     groups = (ctypes.c_uint32 * len(user.groups))(*user.groups)
     _call(_SETGROUPS, ctypes.c_size_t(len(groups)), groups)
     for number, wanted in ((_SETFSGID, user.gid), (_SETFSUID, user.uid)):
@@ -59,7 +59,7 @@ def become(user: User) -> None:
 
 
 def may_write(directory: int | None, name: str, user: User | None) -> bool:
-    """Whether this thread, with the rights of `user`, may make names in the directory `name`; OSError where nobody tells."""
+    """Whether this thread, with the rights of `user`, may create files in the directory `name`; OSError if that is unknown."""
     at = _AT_FDCWD if directory is None else directory
     flags = ctypes.c_int(_AT_EACCESS | _AT_SYMLINK_NOFOLLOW)
     try:
@@ -85,7 +85,7 @@ def _mode_lets_write(found: os.stat_result, user: User) -> bool:
 
 
 def missing_capabilities() -> Sequence[str]:
-    """What this process lacks to take the rights of other users."""
+    """The capabilities that this process needs to take the rights of other users, and does not have."""
     with open("/proc/self/status", encoding="utf-8") as status:
         (effective,) = (int(line.split()[1], 16) for line in status if line.startswith("CapEff:"))
     return [name for name, bit in _CAPABILITIES.items() if not effective >> bit & 1]

@@ -56,7 +56,7 @@ def test_missing_hard_links_and_swept_files_are_told() -> None:
     assert is_without_links(error)
     assert not is_without_links(OSError(errno.ENOSPC, ""))
     assert "hard links" in str(links_error(error, key="k", url="/r"))
-    assert "newer run" in str(swept_error(key="k", url="/r"))
+    assert "newer start of this job" in str(swept_error(key="k", url="/r"))
 
 
 def test_a_full_file_system_says_how_much_is_free(tmp_path: Path) -> None:

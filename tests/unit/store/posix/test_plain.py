@@ -275,7 +275,7 @@ async def test_what_cannot_be_put_back_keeps_nothing_else_from_being_shown(
     (place / "journal").write_text('{"at": "best", "ours": ["file"], "linked": {}}')
     (tmp_path / "best").write_text("in the way")
     assert await plain.finish() == 0
-    assert f"{place} stays there until it can be put back" in caplog.text
+    assert f"left in {place} stay there for now" in caplog.text
     await plain.show("other", {"file": "tag/one"}, never)
     assert (tmp_path / "other" / "file").read_bytes() == b"1"
     assert await plain.unsettled() == {"best"}

@@ -120,9 +120,9 @@ async def test_a_swept_writer_fails_and_creates_nothing(root: Path) -> None:
 
     successor = PosixStore(root)
     zombie = PosixStore(root, Paused(), writer=DEAD)
-    with pytest.raises(StoreError, match="newer run"):
+    with pytest.raises(StoreError, match="newer start"):
         await zombie.put_if_absent("t/a/outcome", b"abort")
-    with pytest.raises(StoreError, match="newer run"):
+    with pytest.raises(StoreError, match="newer start"):
         await zombie.put("latest", b"old")
     assert names(root) == {".checkpointd", ".checkpointd/tmp"}
     assert await successor.stat("t/a/outcome") is None
