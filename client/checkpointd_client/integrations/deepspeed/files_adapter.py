@@ -17,9 +17,9 @@ from checkpointd_client.capture.torch_files import check_saveable
 from checkpointd_client.core import Core
 from checkpointd_client.integrations.deepspeed.adapter_base import Adapter, SaveCall, SaveTarget, unmade
 from checkpointd_client.integrations.deepspeed.checkpoint_engine import mount_fault, steps_elsewhere
+from checkpointd_client.integrations.deepspeed.files_choice import FilesChoice
 from checkpointd_client.integrations.deepspeed.offline.file_names import STATES_END, missing_fault
 from checkpointd_client.integrations.deepspeed.reading import FileReads
-from checkpointd_client.integrations.deepspeed.search import Search
 from checkpointd_client.saves.handle import SaveHandle
 
 log = logging.getLogger("checkpointd")
@@ -89,7 +89,8 @@ class FilesAdapter(Adapter):
         asked = None if tag is None else check_tag(str(tag))
         reading_of = functools.partial(FileReads, self.engine, args, kwargs)
         with self._opened(root, how) as source:
-            chosen, contents = Search(self.engine, source, load_dir, folder, asked, self._store_of(root), reading_of).chosen()
+            choice = FilesChoice(self.engine, source, load_dir, folder, asked, self._store_of(root), reading_of)
+            chosen, contents = choice.chosen()
             with self._engine.holding(contents):
                 found = self._load(load_dir, chosen, *args, **kwargs)
             source.take_up()

@@ -7,6 +7,7 @@ Invariants
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import secrets
@@ -15,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from checkpointd.config import ABSENCE_S
-from checkpointd.errors import RootInUseError
+from checkpointd.errors import CheckpointdError, RootInUseError, UnreadableError
 from checkpointd.layout.keys import LEASES, SERVICE, epoch_key
 from checkpointd.pipeline.root.catalog import Checkpoint
 from checkpointd_client.core import Core
@@ -27,6 +28,7 @@ from checkpointd_client.restore.target_chooser import TargetChooser
 
 log = logging.getLogger("checkpointd")
 
+DOING = "calling load_checkpoint()"
 Said = tuple[bool, str]
 """Sent by rank 0 before a root is opened: whether it may be written to, and a nonce for an Onlooker."""
 
@@ -90,3 +92,20 @@ def opened(
         pickle_client_state=options.get("pickle_client_state", False),
     ) as onlooker:
         yield onlooker
+
+
+def known_of(opened: Opened) -> tuple[dict[str, Checkpoint], str | None]:
+    """The checkpoints by prefix, newest first, and the error if they cannot be listed. `first_said` raises it on all ranks."""
+    try:
+        return {c.prefix: c for c in opened.checkpoints()}, None
+    except CheckpointdError as error:
+        return {}, str(error)
+
+
+def first_said(opened: Opened, found: Any, fault: str | None) -> Any:
+    """What rank 0 found, on every rank. UnreadableError on every rank if rank 0 has a `fault`: it could not list."""
+    heard = opened.meet(json.dumps([found, fault]), DOING)
+    first, fault = json.loads(heard[0])
+    if fault is not None:
+        raise UnreadableError(f"rank 0 cannot list the checkpoints to load: {fault}")
+    return first

@@ -13,11 +13,10 @@ from checkpointd.pipeline.root.catalog import Checkpoint
 from checkpointd_client.core import Core
 from checkpointd_client.integrations.deepspeed.adapter_base import SEPARATOR, Adapter, DirectoryError, SaveCall, SaveTarget
 from checkpointd_client.integrations.deepspeed.engine_state import state_of
-from checkpointd_client.integrations.deepspeed.histories import Newest, newest, stock_in
 from checkpointd_client.integrations.deepspeed.load_targets import EngineTargets, LoadRequest
 from checkpointd_client.integrations.deepspeed.offline.file_names import missing_fault
-from checkpointd_client.integrations.deepspeed.opening import Opened, said_of
-from checkpointd_client.integrations.deepspeed.search import first_said, known_of
+from checkpointd_client.integrations.deepspeed.opening import Opened, first_said, known_of, said_of
+from checkpointd_client.integrations.deepspeed.tensor_choice import TensorChoice, chosen, stock_in
 from checkpointd_client.integrations.deepspeed.zero_optimizer import check_supported, gather_persistent
 from checkpointd_client.loader import Loaded
 from checkpointd_client.saves.handle import SaveHandle
@@ -124,7 +123,7 @@ class TensorAdapter(Adapter):
         own = self._in_directory(load_dir, tag, list(known.values()))
         if tag is None and not is_all:
             tags = [c.tag for c in own]
-        found = Newest() if fault or theirs is None else newest(place.root, load_dir, theirs, own)
+        found = TensorChoice() if fault or theirs is None else chosen(place.root, load_dir, theirs, own)
         tags, theirs, doubt = first_said(root, [tags, found.theirs, found.doubt], fault)
         if doubt is not None:
             raise UsageError(doubt)

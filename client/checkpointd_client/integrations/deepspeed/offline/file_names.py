@@ -31,7 +31,9 @@ def read_latest(directory: str) -> bytes:
 
 def is_zero_checkpoint(directory: str) -> bool:
     """Whether files of DeepSpeed lie there."""
-    return os.path.isdir(directory) and any(name.endswith(MODEL_END) for name in os.listdir(directory))
+    with suppress(FileNotFoundError):  # another process may remove it meanwhile
+        return os.path.isdir(directory) and any(name.endswith(MODEL_END) for name in os.listdir(directory))
+    return False
 
 
 def directory_of(root: str, tag: str | None) -> str | None:

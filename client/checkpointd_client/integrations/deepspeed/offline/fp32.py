@@ -18,7 +18,7 @@ from torch import nn
 
 from checkpointd.layout.keys import SERVICE
 from checkpointd_client.integrations.deepspeed.offline.file_names import is_zero_checkpoint
-from checkpointd_client.integrations.deepspeed.offline.lazy import Lazy, as_fp32
+from checkpointd_client.integrations.deepspeed.offline.lazy_tensor import LazyTensor, as_fp32
 from checkpointd_client.integrations.deepspeed.offline.zero_files import ZeroFiles, checked, open_files, tag_directory
 from checkpointd_client.integrations.deepspeed.offline.zero_map import map_files, mapped_tensor
 
@@ -95,7 +95,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 
 def lazy_state_dict(
     checkpoint_dir: Directory, tag: str | None = None, *, exclude_frozen_parameters: bool = False
-) -> OrderedDict[str, Lazy]:
+) -> OrderedDict[str, LazyTensor]:
     """The weights, each to be read on demand; tied names have the same object."""
     directory = tag_directory(checkpoint_dir, tag)
     if not is_zero_checkpoint(directory) and is_root(checkpoint_dir):
@@ -103,7 +103,7 @@ def lazy_state_dict(
 
         return stored_state_dict(checkpoint_dir, tag, exclude_frozen_parameters=exclude_frozen_parameters)
     files = open_files(directory)
-    found: OrderedDict[str, Lazy] = OrderedDict(_buffers(files))
+    found: OrderedDict[str, LazyTensor] = OrderedDict(_buffers(files))
     zero = map_files(files)
     if not exclude_frozen_parameters:
         found.update(zero.frozen)
@@ -117,16 +117,16 @@ def is_root(directory: Directory) -> bool:
     return os.path.isdir(os.path.join(directory, SERVICE))
 
 
-def _buffers(files: ZeroFiles) -> list[tuple[str, Lazy]]:
+def _buffers(files: ZeroFiles) -> list[tuple[str, LazyTensor]]:
     """The buffers in the order of the module, floating ones in fp32; buffers that share memory are one object."""
     model = files.model
     module = checked(model.content.get("module"), dict, model.path, "module")
     names = set(checked(model.content.get("buffer_names"), (list, set, tuple), model.path, "buffer_names"))
-    made: dict[object, Lazy] = {}
+    made: dict[object, LazyTensor] = {}
     return [(name, _buffer(value, model.path, name, made)) for name, value in module.items() if name in names]
 
 
-def _buffer(value: Any, path: str, name: str, made: dict[object, Lazy]) -> Lazy:
+def _buffer(value: Any, path: str, name: str, made: dict[object, LazyTensor]) -> LazyTensor:
     tensor = checked(value, torch.Tensor, path, name)
     place = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
     where = (*place, tensor.is_conj(), tensor.is_neg())

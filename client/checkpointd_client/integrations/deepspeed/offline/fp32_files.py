@@ -28,7 +28,7 @@ from checkpointd_client.capture.dtypes import DTYPES, NAMES
 from checkpointd_client.export.torch_file import TorchFile
 
 if TYPE_CHECKING:
-    from checkpointd_client.integrations.deepspeed.offline.lazy import Lazy
+    from checkpointd_client.integrations.deepspeed.offline.lazy_tensor import LazyTensor
 
 SLAB_BYTES = 32 * MIB
 SINGLE, SHARD, TORCH_INDEX = (
@@ -91,7 +91,7 @@ class WrittenFiles:
 
 
 def write_files(
-    tensors: Mapping[str, Lazy],
+    tensors: Mapping[str, LazyTensor],
     output_dir: str | os.PathLike[str],
     max_shard_size: int | str | None,
     *,
@@ -116,7 +116,7 @@ def write_files(
 
 
 def fill(
-    tensors: Mapping[str, Lazy],
+    tensors: Mapping[str, LazyTensor],
     container: Container,
     request: ExportRequest,
     output: Output,
@@ -137,7 +137,7 @@ def fill(
     return WrittenFiles(selection, total)
 
 
-def selection_of(tensors: Mapping[str, Lazy]) -> Selection:
+def selection_of(tensors: Mapping[str, LazyTensor]) -> Selection:
     """A selection of all `tensors`; names of one object are tied."""
     owners: dict[int, str] = {}
     found = []
@@ -150,7 +150,7 @@ def selection_of(tensors: Mapping[str, Lazy]) -> Selection:
     return Selection(tuple(found))
 
 
-def _write(tensor: Lazy, item: PlacedTensor) -> int:
+def _write(tensor: LazyTensor, item: PlacedTensor) -> int:
     """Write the elements to their place, some at a time; returns their CRC-32."""
     checksum, dtype = 0, DTYPES[item.dtype]
     step = max(1, SLAB_BYTES // max(tensor.dtype.itemsize, dtype.itemsize))

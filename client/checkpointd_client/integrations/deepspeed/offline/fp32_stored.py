@@ -16,7 +16,7 @@ from checkpointd.layout.boxes import boxes_of_range
 from checkpointd.layout.keys import LATEST
 from checkpointd.pipeline.read.plan import BoxRequest
 from checkpointd_client.export.state_dict import StateDict
-from checkpointd_client.integrations.deepspeed.offline.lazy import Lazy, as_fp32
+from checkpointd_client.integrations.deepspeed.offline.lazy_tensor import LazyTensor, as_fp32
 from checkpointd_client.reader import open_checkpoint
 from checkpointd_client.restore.content import merged_content
 from checkpointd_client.restore.sinks import box_sink
@@ -26,7 +26,7 @@ _MODEL, _MASTER, _ENGINE = "model", "master", "deepspeed"
 
 
 @dataclass(frozen=True, slots=True)
-class StoredLazy:
+class StoredLazyTensor:
     """A stored tensor, read and verified on demand."""
 
     state: StateDict
@@ -101,7 +101,7 @@ class StoredEngine:
 
 def stored_state_dict(
     root: str | os.PathLike[str], tag: str | None, *, exclude_frozen_parameters: bool
-) -> OrderedDict[str, Lazy]:
+) -> OrderedDict[str, LazyTensor]:
     """Buffers, frozen parameters, then trained parameters (from their masters, if stored), and last tied names.
 
     NotFoundError if the checkpoint has no model.
@@ -117,14 +117,14 @@ def stored_state_dict(
     stepped = {owners[name] for name in trained}
     first = engine.first_names()
     frozen = [n for n in model if n not in told and owners[n] not in stepped and first[n] == n]
-    made: dict[str, Lazy] = {}
-    found: OrderedDict[str, Lazy] = OrderedDict()
+    made: dict[str, LazyTensor] = {}
+    found: OrderedDict[str, LazyTensor] = OrderedDict()
     for name in buffers:
-        found[name] = made.setdefault(owners[name], as_fp32(StoredLazy(state, model[name].fqn)))
+        found[name] = made.setdefault(owners[name], as_fp32(StoredLazyTensor(state, model[name].fqn)))
     for name in () if exclude_frozen_parameters else frozen:
-        found[name] = made[owners[name]] = StoredLazy(state, model[name].fqn)
+        found[name] = made[owners[name]] = StoredLazyTensor(state, model[name].fqn)
     for name in trained:
-        found[name] = made[owners[name]] = as_fp32(StoredLazy(state, masters.get(name, model[name]).fqn))
+        found[name] = made[owners[name]] = as_fp32(StoredLazyTensor(state, masters.get(name, model[name]).fqn))
     tied = {name: made[owner] for name, owner in owners.items() if name not in found and owner in made}
     found.update(tied)
     return found

@@ -30,7 +30,7 @@ from checkpointd_client.integrations.conversion.importing import MEMORY_BYTES, M
 from checkpointd_client.integrations.conversion.metadata_file import DcpFileRange, SourceTensor
 from checkpointd_client.integrations.conversion.records import Record
 from checkpointd_client.integrations.deepspeed.offline.file_names import is_zero_checkpoint
-from checkpointd_client.integrations.deepspeed.offline.lazy import Converted, Lazy
+from checkpointd_client.integrations.deepspeed.offline.lazy_tensor import ConvertedTensor, LazyTensor
 from checkpointd_client.integrations.deepspeed.offline.zero_files import ZeroFiles, checked, open_files, tag_directory
 from checkpointd_client.integrations.deepspeed.offline.zero_map import ZeroMap, map_files, mapped_tensor
 
@@ -131,7 +131,7 @@ def _directory(source: str | os.PathLike[str], tag: str | None) -> str:
     return os.path.abspath(tag_directory(path, tag))
 
 
-def _source(fqn: str, tensor: Lazy, number: int) -> SourceTensor:
+def _source(fqn: str, tensor: LazyTensor, number: int) -> SourceTensor:
     shape, dtype = tuple(tensor.shape), NAMES[tensor.dtype]
     count = tensor.shape.numel()
     chunks = ((whole(shape), DcpFileRange("", number, count * ITEM_BYTES[dtype])),) if count else ()
@@ -140,7 +140,7 @@ def _source(fqn: str, tensor: Lazy, number: int) -> SourceTensor:
 
 @dataclass(frozen=True, slots=True)
 class _Elements:
-    tensors: Mapping[str, Lazy]
+    tensors: Mapping[str, LazyTensor]
 
     def copy(self, fqn: str, dtype: str, frame: Box, place: DcpFileRange, part: Box, target: Bytes) -> None:
         """Copy the elements of `part` into `target`."""
@@ -152,7 +152,7 @@ class _Elements:
 class _StateLeaf:
     """A tensor in the state. `trained`: whether it requires gradients."""
 
-    tensor: Lazy
+    tensor: LazyTensor
     trained: bool = False
 
 
@@ -163,7 +163,7 @@ class _State:
     files: ZeroFiles
     zero: ZeroMap
     leave_out: bool
-    tensors: dict[str, Lazy] = field(default_factory=dict)
+    tensors: dict[str, LazyTensor] = field(default_factory=dict)
     aliases: list[Alias] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     values: int = 0
@@ -215,7 +215,7 @@ class _State:
             return _StateLeaf(mapped_tensor(value, path, name), trained is not None)
         if trained is not None:  # stage 3 saves only masters; a load makes the parameters from them
             alike = value.dtype == trained.master.dtype
-            return _StateLeaf(trained.master if alike else Converted(trained.master, value.dtype), True)
+            return _StateLeaf(trained.master if alike else ConvertedTensor(trained.master, value.dtype), True)
         return _StateLeaf(self.zero.frozen[name]) if name in self.zero.frozen else None
 
     @property

@@ -31,7 +31,7 @@ from checkpointd_client.ranks.board import StoreBoard
 from checkpointd_client.ranks.convening import Assembly
 from tests.live_job import live_job
 from tests.unit.client.integrations.deepspeed.deepspeed_engine import FILE, Engine
-from tests.unit.client.integrations.deepspeed.test_histories import Nowhere, save_boxes
+from tests.unit.client.integrations.deepspeed.test_tensor_choice import Nowhere, save_boxes
 
 WORLD = 2
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from checkpointd_client.integrations.deepspeed.offline.file_names import directory_of
+from checkpointd_client.integrations.deepspeed.offline.file_names import directory_of, tags_in
 
 
 @pytest.mark.parametrize("tag", [None, "latest", "step5"])
@@ -25,6 +26,22 @@ def test_none_where_nothing_is_pointed_at(tmp_path: Path, content: bytes | None)
     if content is not None:
         (tmp_path / "latest").write_bytes(content)
     assert directory_of(str(tmp_path), None) is None
+
+
+def test_a_directory_that_is_removed_meanwhile_hides_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "step5").mkdir()
+    (tmp_path / "step5" / "mp_rank_00_model_states.pt").touch()
+    (tmp_path / "gone").touch()
+    monkeypatch.setattr(os.path, "isdir", lambda path: os.path.exists(path))
+    listdir = os.listdir
+
+    def removed(path: str) -> list[str]:
+        if os.path.basename(path) == "gone":
+            raise FileNotFoundError(path)
+        return listdir(path)
+
+    monkeypatch.setattr(os, "listdir", removed)
+    assert tags_in(str(tmp_path)) == ["step5"]
 
 
 def test_it_is_imported_without_torch() -> None:

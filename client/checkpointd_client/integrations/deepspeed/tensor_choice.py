@@ -1,4 +1,6 @@
-"""Finds the newest checkpoint in a directory with checkpoints of DeepSpeed itself and of layout "checkpointd"."""
+"""Decides whether load_checkpoint loads a checkpoint of DeepSpeed itself, with `layout="checkpointd"` (`files_choice.py`: with
+"deepspeed").
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,8 @@ from checkpointd_client.integrations.deepspeed.offline.safe_unpickle import read
 
 
 @dataclass(frozen=True, slots=True)
-class Newest:
-    """What rank 0 found: `theirs`, the tag to load of DeepSpeed itself, or `doubt`, why neither can be chosen."""
+class TensorChoice:
+    """`theirs`: the tag to load of DeepSpeed itself. `doubt`: why none can be chosen. None of both: one of checkpointd's."""
 
     theirs: str | None = None
     doubt: str | None = None
@@ -28,21 +30,21 @@ def stock_in(root: str, load_dir: str, tag: str | None) -> str | None:
     return named if named is not None and is_zero_checkpoint(os.path.join(load_dir, named)) else None
 
 
-def newest(root: str, load_dir: str, named: str, own: Sequence[Checkpoint]) -> Newest:
-    """Decide which is newer: DeepSpeed's checkpoint `named` in `load_dir`, or the first of `own`, which lie at `root`.
+def chosen(root: str, load_dir: str, named: str, own: Sequence[Checkpoint]) -> TensorChoice:
+    """Choose the newer of two: DeepSpeed's checkpoint `named` in `load_dir`, and the first of `own`, which lie at `root`.
 
     The majority of three signs decides: which was written later, which has the later step, and which program wrote `latest`.
     """
     if not own:
-        return Newest(theirs=named)
+        return TensorChoice(theirs=named)
     signs = [_written_later(root, load_dir, named, own[0]), _further(load_dir, named, own[0])]
     if _is_shared(root, load_dir) and pointed(load_dir) == named:
         signs.append(1 if _stock_tag(root, load_dir) == named else -1)
     if sum(signs) > 0:
-        return Newest(theirs=named)
+        return TensorChoice(theirs=named)
     if sum(signs) < 0:
-        return Newest()
-    return Newest(
+        return TensorChoice()
+    return TensorChoice(
         doubt=f"{load_dir} has {own[0].tag} of checkpointd, of step {own[0].outcome.step}, and {named} of DeepSpeed itself: "
         "it is unclear which of the two is newer. Name the tag to load; where both have the same tag, move the files *.pt of "
         "DeepSpeed to a directory of another name"

@@ -1,15 +1,17 @@
-"""Chooses the checkpoint for load_checkpoint in a directory to which checkpointd and DeepSpeed itself may save.
+"""Chooses the checkpoint that load_checkpoint loads with `layout="deepspeed"` (`tensor_choice.py`: with "checkpointd").
+
+Both checkpointd and DeepSpeed itself may have saved in the directory.
 
 Invariants
-  SEARCH-1  Rank 0 lists the checkpoints, and every rank says whether its part of a checkpoint is whole: so all ranks choose the
-      same checkpoint, or raise the same error.
-  SEARCH-2  The newest checkpoint counts, no matter which program saved it. A newer one is passed over only if it is damaged.
-  SEARCH-3  Files that checkpointd has shown are never loaded unverified, even if the record of their commit is damaged.
+  FILESCHOICE-1  Rank 0 lists the checkpoints, and every rank says whether its part of a checkpoint is whole. So all ranks
+      choose the same checkpoint, or raise the same error.
+  FILESCHOICE-2  The newest checkpoint is chosen, no matter which program saved it. An older one is chosen only if all newer
+      ones are damaged.
+  FILESCHOICE-3  Files that checkpointd has shown are never loaded unverified, even if the record of their commit is damaged.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Callable
@@ -22,12 +24,11 @@ from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, St
 from checkpointd.layout.keys import shown_key
 from checkpointd.pipeline.root.catalog import Checkpoint
 from checkpointd_client.integrations.deepspeed.offline.file_names import is_zero_checkpoint, missing_fault, pointed, stock_files
-from checkpointd_client.integrations.deepspeed.opening import Opened
+from checkpointd_client.integrations.deepspeed.opening import DOING, Opened, first_said, known_of
 from checkpointd_client.integrations.deepspeed.reading import FileReads
 
 log = logging.getLogger("checkpointd")
 
-DOING = "calling load_checkpoint()"
 _WHOLE = "whole"
 _UNREADABLE = "unreadable:"
 """Begins the message of a rank that cannot read its part now."""
@@ -36,8 +37,8 @@ _OVER = "saved over:"
 
 
 @dataclass(frozen=True, slots=True)
-class Search:
-    """The search of one load_checkpoint, on one rank. `folder`: the path of `load_dir` relative to the root, whose store is at
+class FilesChoice:
+    """The choice of one load_checkpoint, on one rank. `folder`: the path of `load_dir` relative to the root, whose store is at
     `store`. `reading_of` makes the FileReads for each checkpoint that is tried.
     """
 
@@ -50,7 +51,7 @@ class Search:
     reading_of: Callable[[], FileReads]
 
     def chosen(self) -> tuple[str | None, dict[str, Any]]:
-        """The tag to load, and the contents that were read of it on the way, by path.
+        """The tag to load, and the contents of its files that this rank has read already, by path.
 
         The tag is the newest that all ranks find whole, or one that DeepSpeed itself saved; None if there is no checkpoint.
         Raises NotFoundError for a tag that does not exist, DamagedError or UnreadableError, each on every rank.
@@ -63,7 +64,7 @@ class Search:
             heard = self.opened.meet(self._said_of(checkpoint, reading), DOING)
             damage = [text for _, text in sorted(heard.items()) if text != _WHOLE]
             if not damage and checkpoint is not None:
-                tag = os.path.basename(checkpoint.outcome.shown_at)
+                tag = _name_of(checkpoint)
                 return tag, reading.by_path(os.path.join(self.load_dir, tag))
             self._raise_unless_older_may_be_taken(prefix, damage, everybody=len(damage) == len(heard))
             log.error("%s is damaged, and an older one is looked for: %s", prefix, "; ".join(damage))
@@ -105,9 +106,9 @@ class Search:
         return f"{_OVER} {damage}" if self._is_saved_over(checkpoint) else damage
 
     def _is_saved_over(self, checkpoint: Checkpoint) -> bool:
-        """Whether every file was written after it was shown. Bit rot, or a change of one file, does not look so."""
+        """Whether every file was written after the checkpoint was shown: neither bit rot nor a change of one file does that."""
         shown = Path(self.store, shown_key(checkpoint.outcome.shown_at))
-        files = stock_files(os.path.join(self.load_dir, os.path.basename(checkpoint.outcome.shown_at)))
+        files = stock_files(os.path.join(self.load_dir, _name_of(checkpoint)))
         try:
             since = shown.stat().st_mtime_ns
             return bool(files) and all(Path(file).stat().st_mtime_ns > since for file in files)
@@ -118,19 +119,13 @@ class Search:
 
     def _candidates(self) -> tuple[list[tuple[str, Checkpoint | None]], str | None]:
         """The candidates that rank 0 sees, newest first, None where this rank sees none; or a tag of DeepSpeed itself."""
-        rank = self.engine.global_rank
-        known, fault = without_removed(self.opened, rank, self.load_dir, *known_of(self.opened))
+        known, fault = self._known()
         beside = [c for c in known.values() if os.path.dirname(c.outcome.shown_at) == self.folder]
-        if self.tag is None:
-            named = pointed(self.load_dir)
-            found = [c for c in beside if c.outcome.save_latest or os.path.basename(c.outcome.shown_at) == named]
-            theirs = self._theirs(beside)
-        else:
-            found = [c for c in beside if os.path.basename(c.outcome.shown_at) == self.tag]
-            theirs = None if found else self.tag
-        damaged = missing = None
         named = pointed(self.load_dir) if self.tag is None else self.tag
-        if not found and theirs in (None, self.tag) and named is not None and self._is_shown(named):
+        found = [c for c in beside if _name_of(c) == named or (self.tag is None and c.outcome.save_latest)]
+        theirs = self._theirs(beside, named) if self.tag is None else None if found else self.tag
+        damaged = missing = None
+        if not found and named is not None and self._is_shown(named):
             damaged = f"the record of {self.load_dir}/{named} is damaged: {command('verify', self.load_dir)} says how"
         elif not found:
             missing = missing_fault(self.load_dir, self.tag)
@@ -142,51 +137,34 @@ class Search:
             raise NotFoundError(missing)
         return [(prefix, known.get(prefix)) for prefix in first], theirs
 
-    def _theirs(self, own: list[Checkpoint]) -> str | None:
-        """The tag in `latest`, if DeepSpeed itself saved it, with an engine that was not attached."""
-        named = pointed(self.load_dir)
-        if named is None or any(os.path.basename(c.outcome.shown_at) == named for c in own) or self._is_shown(named):
+    def _known(self) -> tuple[dict[str, Checkpoint], str | None]:
+        """The checkpoints by prefix, newest first, and the error if they cannot be listed.
+
+        Rank 0, which chooses for all ranks, leaves out those whose directory is gone.
+        """
+        known, fault = known_of(self.opened)
+        if self.engine.global_rank != 0 or fault is not None:
+            return known, fault
+        try:
+            removed = self.opened.removed()
+        except CheckpointdError as error:
+            return {}, str(error)
+        for prefix in sorted(removed & known.keys()):
+            log.warning("%s in %s was removed: its directory is gone, and the checkpoint goes with it", prefix, self.load_dir)
+        return {prefix: checkpoint for prefix, checkpoint in known.items() if prefix not in removed}, None
+
+    def _theirs(self, own: list[Checkpoint], named: str | None) -> str | None:
+        """The tag `named` in `latest`, if DeepSpeed itself saved it, with an engine that was not attached."""
+        if named is None or any(_name_of(c) == named for c in own) or self._is_shown(named):
             return None
         return named if is_zero_checkpoint(os.path.join(self.load_dir, named)) else None
 
     def _is_shown(self, name: str) -> bool:
-        """Whether checkpointd has shown files under this name that still exist (SEARCH-3)."""
+        """Whether checkpointd has shown files under this name that still exist (FILESCHOICE-3)."""
         shown = os.path.join(self.store, shown_key(os.path.join(self.folder, name)))
         return os.path.exists(shown) and os.path.isdir(os.path.join(self.load_dir, name))
 
 
-def known_of(opened: Opened) -> tuple[dict[str, Checkpoint], str | None]:
-    """The checkpoints by prefix, newest first, and the error, if they cannot be listed: the other ranks must get it."""
-    try:
-        return {c.prefix: c for c in opened.checkpoints()}, None
-    except CheckpointdError as error:
-        return {}, str(error)
-
-
-def first_said(opened: Opened, found: Any, fault: str | None) -> Any:
-    """What rank 0 found, on every rank. UnreadableError on every rank if rank 0 could not look."""
-    heard = opened.meet(json.dumps([found, fault]), DOING)
-    first, fault = json.loads(heard[0])
-    if fault is not None:
-        raise UnreadableError(f"rank 0 cannot list the checkpoints to load: {fault}")
-    return first
-
-
-log = logging.getLogger("checkpointd")
-
-
-def without_removed(
-    opened: Opened, rank: int, load_dir: str, known: dict[str, Checkpoint], fault: str | None
-) -> tuple[dict[str, Checkpoint], str | None]:
-    """`known`, by prefix, without those whose directory is gone, and the error, if that cannot be read. Only rank 0 looks,
-    since it chooses for all ranks.
-    """
-    if rank != 0 or fault is not None:
-        return known, fault
-    try:
-        removed = opened.removed()
-    except CheckpointdError as error:
-        return {}, str(error)
-    for prefix in sorted(removed & known.keys()):
-        log.warning("%s in %s was removed: its directory is gone, and the checkpoint goes with it", prefix, load_dir)
-    return {prefix: checkpoint for prefix, checkpoint in known.items() if prefix not in removed}, fault
+def _name_of(checkpoint: Checkpoint) -> str:
+    """The name of the directory that shows the files of a checkpoint."""
+    return os.path.basename(checkpoint.outcome.shown_at)

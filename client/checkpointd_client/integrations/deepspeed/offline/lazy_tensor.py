@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 
 
-class Lazy(Protocol):
+class LazyTensor(Protocol):
     """A tensor that is read on demand."""
 
     @property
@@ -25,10 +25,10 @@ class Lazy(Protocol):
         ...
 
 
-class Converted:
+class ConvertedTensor:
     """A lazy tensor in another dtype."""
 
-    def __init__(self, source: Lazy, dtype: torch.dtype) -> None:
+    def __init__(self, source: LazyTensor, dtype: torch.dtype) -> None:
         self._source, self.dtype, self.shape = source, dtype, source.shape
 
     def contiguous(self) -> torch.Tensor:
@@ -42,8 +42,8 @@ class Converted:
         target.copy_(read)
 
 
-def as_fp32(tensor: Lazy) -> Lazy:
+def as_fp32(tensor: LazyTensor) -> LazyTensor:
     """A floating tensor in fp32; any other tensor unchanged."""
     if not tensor.dtype.is_floating_point or tensor.dtype == torch.float32:
         return tensor
-    return Converted(tensor, torch.float32)
+    return ConvertedTensor(tensor, torch.float32)
