@@ -1,6 +1,6 @@
-"""The arguments ROOT and TAG of a command, and CHECKPOINTD_ROOT in place of a missing ROOT.
+"""The arguments ROOT and TAG of a command. CHECKPOINTD_ROOT replaces a missing ROOT.
 
-A path into a root is understood: `ROOT/TAG` is the root and the tag, `ROOT/.checkpointd` the root.
+A path into a root works, too: `ROOT/TAG` means the root and the tag, `ROOT/.checkpointd` the root.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import click
 
 from checkpointd.cli.completing import complete_place
-from checkpointd.cli.locating import corrected, locate
+from checkpointd.cli.locating import corrected, environment_root, locate
 from checkpointd.commands import command as command_line
 from checkpointd.errors import UsageError
 from checkpointd.layout.keys import AttemptId
@@ -32,7 +32,7 @@ def as_json() -> Callable[[F], F]:
 
 
 def only_root(places: tuple[str, ...], command: str) -> str:
-    """`[ROOT]`. UsageError where the path is a tag's directory."""
+    """`[ROOT]`. UsageError if the path is a tag's directory."""
     given = given_root(places, command)
     place = locate(given)
     if place is not None and place.tag is not None:
@@ -44,23 +44,23 @@ def only_root(places: tuple[str, ...], command: str) -> str:
 
 
 def given_root(places: tuple[str, ...], *example: str) -> str:
-    """`[ROOT]` as given, for a command that makes the root if it does not exist."""
+    """`[ROOT]` as given, for commands that make a missing root."""
     _at_most(places, 1)
     return places[0] if places else _environment_root(*example, EXAMPLE_ROOT)
 
 
 def maybe_root(places: tuple[str, ...]) -> str | None:
-    """`[ROOT]` of a command that also works without one."""
+    """`[ROOT]` of a command that also works without a root."""
     _at_most(places, 1)
-    return places[0] if places else _set_root()
+    return places[0] if places else environment_root()
 
 
 def root_and_tag(places: tuple[str, ...], command: str) -> tuple[str, str]:
-    """`[ROOT] TAG`: one argument alone is the tag, or a path to it."""
+    """`[ROOT] TAG`. A single argument is the tag, or a path to it."""
     _at_most(places, 2)
     if len(places) == 2:
         return _root_of(places[0], places[1])
-    if len(places) == 1 and not (_set_root() and _can_be_tag(places[0])):
+    if len(places) == 1 and not (environment_root() and _can_be_tag(places[0])):
         place = locate(places[0])
         if place is not None and place.tag is not None:
             return place.root, place.tag
@@ -73,22 +73,22 @@ def root_and_tag(places: tuple[str, ...], command: str) -> tuple[str, str]:
 
 
 def root_and_maybe_tag(places: tuple[str, ...], command: str) -> tuple[str, str | None]:
-    """`[ROOT] [TAG]`, as `given_root_and_maybe_tag`; a path to a tag is both."""
+    """`[ROOT] [TAG]`, as `given_root_and_maybe_tag`; a path to a tag gives both."""
     return located(*given_root_and_maybe_tag(places, command))
 
 
 def given_root_and_maybe_tag(places: tuple[str, ...], command: str) -> tuple[str, str | None]:
-    """`[ROOT] [TAG]` as they were given: one argument alone is the tag where CHECKPOINTD_ROOT is set and it has no slash."""
+    """`[ROOT] [TAG]` as given. A single argument without a slash is the tag if CHECKPOINTD_ROOT is set."""
     _at_most(places, 2)
     if len(places) == 2:
         return places[0], places[1]
-    if len(places) == 1 and not (_set_root() and _can_be_tag(places[0])):
+    if len(places) == 1 and not (environment_root() and _can_be_tag(places[0])):
         return places[0], None
     return _environment_root(command, EXAMPLE_ROOT), places[0] if places else None
 
 
 def located(root: str, tag: str | None) -> tuple[str, str | None]:
-    """The root and the tag that `root` and `tag` mean."""
+    """The root and the tag to which `root` and `tag` lead."""
     if tag is not None:
         return _root_of(root, tag)
     place = locate(root)
@@ -96,20 +96,20 @@ def located(root: str, tag: str | None) -> tuple[str, str | None]:
 
 
 def _root_of(given: str, tag: str) -> tuple[str, str]:
-    """ROOT and TAG of two arguments. UsageError where the first is already a tag's directory."""
+    """ROOT and TAG of two arguments. UsageError if the first is already a tag's directory."""
     place = locate(given)
     if place is not None and place.tag is not None:
-        words = [place.tag] if AttemptId.parse(tag) or tag == place.tag else []
-        meant = f"{corrected(given, place.root)} looks for {tag} there"
-        if words:
+        if AttemptId.parse(tag) or tag == place.tag:
             meant = f"{command_line('explain', place.root, place.tag)} shows all its attempts"
+        else:
+            meant = f"{corrected(given, place.root)} looks for {tag} there"
         raise UsageError(f"{given} is in the root {place.root}, at the tag {place.tag}: {meant}")
     root = place.root if place else given
     return root, _named(root, tag)
 
 
 def _named(root: str, tag: str) -> str:
-    """The tag that `tag` means: a shell completes a directory's name with a slash, and a user may pass its whole path."""
+    """The tag that `tag` means: it may end in a slash, as a shell completes it, or be the whole path of the directory."""
     name = tag.rstrip("/")
     if "/" not in name:
         return name or tag
@@ -133,13 +133,7 @@ def _at_most(places: tuple[str, ...], most: int) -> None:
 
 
 def _environment_root(*example: str) -> str:
-    root = _set_root()
+    root = environment_root()
     if root is None:
         raise UsageError(f"which root? Give its path, as in {command_line(*example)}, or set CHECKPOINTD_ROOT")
     return root
-
-
-def _set_root() -> str | None:
-    from checkpointd.config import environment_root  # only where it is needed: it brings in numpy
-
-    return environment_root()

@@ -1,15 +1,11 @@
-"""Ask the store of a root one question, and print the answer."""
+"""Asks the store of a root one question."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-import sys
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
-
-import click
-import msgspec
 
 from checkpointd.cli.locating import is_used, suggestion
 from checkpointd.errors import NotFoundError, UsageError
@@ -22,7 +18,7 @@ T = TypeVar("T")
 
 
 def ask(root: str, question: Callable[[Store], Awaitable[T]], *, unused: bool = False, read_only: bool = False) -> T:
-    """The answer to `question` about the store at `root`; with `read_only`, it can write nothing. Raises as `check_root`."""
+    """The answer to `question` about the store at `root`; with `read_only`, it refuses writes. Raises as `check_root`."""
     return asyncio.run(_ask(root, question, unused=unused, read_only=read_only))
 
 
@@ -33,12 +29,12 @@ async def _ask(root: str, question: Callable[[Store], Awaitable[T]], *, unused: 
 
 
 def check_root(store: Store, given: str, *, unused: bool = False) -> None:
-    """NotFoundError where nothing lies at the root that was `given`, or no job ever saved there (unless `unused` ones will do),
-    UsageError where it cannot be one that a command looks at; with the root that may have been meant.
+    """NotFoundError if the root that was `given` does not exist, or if no job ever saved there and not `unused`; UsageError if
+    it cannot be a root. The messages suggest roots nearby.
     """
     path = store.url
     if not store.capabilities.shared:
-        raise UsageError(f"{path} exists only in the process that made it: there is nothing to see from here")
+        raise UsageError(f"{path} exists only in the process that made it: commands cannot see it")
     if not os.path.lexists(path):
         raise NotFoundError(f"there is no directory {path}: {suggestion(path, given)}")
     if not os.path.isdir(path):
@@ -48,7 +44,7 @@ def check_root(store: Store, given: str, *, unused: bool = False) -> None:
 
 
 async def named_tag(store: Store, tag: str) -> str:
-    """The tag that is meant: for `latest` the one that the pointer names, for a number that is no tag the one of that step."""
+    """The tag that `tag` means: for `latest` the tag in the pointer, for a number that is not a tag the tag of that step."""
     if tag == LATEST:
         found = await catalog.latest(store)
         if found is None:
@@ -58,21 +54,15 @@ async def named_tag(store: Store, tag: str) -> str:
 
 
 async def maybe_named_tag(store: Store, tag: str | None) -> str | None:
-    """As `named_tag`; None where no tag was given."""
+    """As `named_tag`; None if no tag was given."""
     return None if tag is None else await named_tag(store, tag)
 
 
 async def _tag_of_step(store: Store, number: str) -> str:
-    """`global_step149000` for `149000`, or the one tag that ends in that number; else `number` as it is."""
+    """`global_step149000` for `149000`, or the only tag that ends in that number; otherwise `number` unchanged."""
     known = await catalog.tags(store)
     for name in (number, default_tag(int(number))):
         if name in known:
             return name
     ending = [name for name in known if name.endswith(number) and not name[-len(number) - 1].isdecimal()]
     return ending[0] if len(ending) == 1 else number
-
-
-def show_json(answer: msgspec.Struct) -> None:
-    """One document and a newline: indented on a terminal, on one line elsewhere."""
-    data = msgspec.json.encode(answer)
-    click.echo(msgspec.json.format(data, indent=2) if sys.stdout.isatty() else data)

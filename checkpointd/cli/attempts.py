@@ -1,4 +1,4 @@
-"""Tables and words for attempts, votes and jobs, for all commands."""
+"""Tables and words for attempts, votes and jobs, shared by the commands."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def read_back_cell(state: ReadBackState) -> Cell:
 
 
 def job_text(job: Holder) -> str:
-    """Who runs, or ran, an epoch."""
+    """The job of an epoch, in words."""
     if not job.is_job:
         return f"none: epoch {job.epoch} was taken by a recovery ({job}, {moment(job.since)})"
     who = f"{job} since {moment(job.since)}, which {LIVES[job.life]}"
@@ -53,7 +53,7 @@ def process_text(writer: WriterIdentity | None) -> str:
 
 
 def votes_table(ranks: Sequence[RankWord]) -> Table:
-    """A line for each rank: its vote, its bytes, when and by which process; where any has one, why it was inline, its error."""
+    """A line for each rank: its vote, bytes, time and process. The columns `inline` and `error` appear if needed."""
     titles = ["rank", "vote", "raw", "stored", "objects", "when", "process"]
     rows = [list(_vote_cells(word)) for word in ranks]
     for title, texts in (("inline", [inline_text(word) for word in ranks]), ("error", [error_text(word) for word in ranks])):
@@ -80,7 +80,7 @@ PARTS = ("staging", "persisting", "hash", "codec", "disk", "waiting")
 
 
 def seconds_table(ranks: Sequence[RankWord]) -> Table | None:
-    """A line for each rank that tells it: how long its save took for what. `hash`, `codec` and `disk` overlap."""
+    """A line for each rank that recorded times: the duration of each part of its save. `hash`, `codec` and `disk` overlap."""
     rows: list[list[str | Cell]] = [
         [str(word.rank), *(ABSENT if s is None else duration(s) for s in (getattr(word.seconds, part) for part in PARTS))]
         for word in ranks
@@ -90,7 +90,7 @@ def seconds_table(ranks: Sequence[RankWord]) -> Table | None:
 
 
 def inline_text(word: RankWord) -> str:
-    """Why a rank's trainer persisted its part itself; empty where its sidecar did, or it uses none."""
+    """Why a trainer with a sidecar persisted its part itself; empty if the sidecar did it, or there is none."""
     return "" if word.inline is None else word.inline.why
 
 

@@ -25,8 +25,8 @@ def page(found: CollectionReport) -> Iterator[Block]:
     if found.latest_moved_to:
         facts.append(("latest", f"moved to {found.latest_moved_to}"))
     if found.unproved:
-        why = "since none of those that were to stay could be read back whole"
-        facts.append(("kept all the same", Cell(f"{count(len(found.unproved), 'checkpoint')}, {why}", "bad")))
+        why = "since no checkpoint that was to stay could be read back whole"
+        facts.append(("kept nevertheless", Cell(f"{count(len(found.unproved), 'checkpoint')}, {why}", "bad")))
     yield Facts(facts)
     if found.removed:
         yield Heading("would be removed" if found.dry_run else "removed")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import click
 from click.shell_completion import CompletionItem
 
-from checkpointd.cli.locating import locate
+from checkpointd.cli.locating import environment_root, locate
 from checkpointd.layout.keys import LATEST, AttemptId, is_tag
 
 Completer = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
@@ -25,20 +25,20 @@ def complete_place(metavar: str) -> Completer:
 
 
 def _offered(metavar: str, before: tuple[str, ...], incomplete: str) -> Iterator[CompletionItem]:
-    """A shell keeps what comes after the offer of its own directories or files, so these come first."""
+    """Offers directories or files first: a shell drops other offers that come before them."""
     kinds = [word.strip("[]") for word in metavar.split()]
     if len(before) >= len(kinds):
         return
     kind = kinds[len(before)]
     yield CompletionItem(incomplete, type="dir" if kind in ("ROOT", "SRC") else "file")
-    if kind == "ROOT" and "TAG" in kinds and (root := _environment_root()):
+    if kind == "ROOT" and "TAG" in kinds and (root := environment_root()):
         yield from _tags(root, incomplete)
     if kind == "TAG" and before:
         yield from _tags(before[0], incomplete)
 
 
 def _tags(root: str, incomplete: str) -> Iterator[CompletionItem]:
-    """The tags at `root` that begin so, the highest numbers first; none where it cannot be looked at."""
+    """The tags at `root` that begin with `incomplete`, the highest numbers first; none if the root cannot be read."""
     place = locate(os.path.expanduser(root))
     folder = place.root if place else root
     try:
@@ -57,9 +57,3 @@ def _has_attempts(folder: str) -> bool:
         return any(AttemptId.parse(name) for name in os.listdir(folder))
     except OSError:
         return False
-
-
-def _environment_root() -> str | None:
-    from checkpointd.config import environment_root  # only where it is needed: it brings in numpy
-
-    return environment_root()

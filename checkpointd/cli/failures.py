@@ -15,11 +15,11 @@ from checkpointd.errors import AbortedError, CheckpointdError, DamagedError, Usa
 INTERRUPTED = 130
 BROKEN_PIPE = 141
 DEFECT = 1
-"""128 plus the signal's number, as a shell reports it; and the code of an error that nobody foresaw."""
+"""Exit codes: 128 plus the signal's number, as a shell reports it, for the first two; DEFECT for an unexpected error."""
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """`code` is the class of the error; key, FQN and rank stand where they are known."""
+    """`code` is the class of the error; `key`, `fqn` and `rank` are set if they are known."""
 
     code: str
     message: str
@@ -53,15 +53,15 @@ def of_usage(error: click.ClickException) -> Failure:
     context = error.ctx if isinstance(error, click.UsageError) else None
     message = error.format_message().removesuffix(".")
     if context is not None:
-        after = " " if message.endswith("?") else "; "  # one that asks what was meant
-        message += f"{after}{command(*context.command_path.split()[1:], '--help')} shows what it takes"
+        after = " " if message.endswith("?") else "; "  # click may ask "did you mean ...?"
+        message += f"{after}{command(*context.command_path.split()[1:], '--help')} shows the arguments"
     return Failure(code=UsageError.__name__, message=message, exit_code=UsageError.exit_code)
 
 
 def of_defect(error: Exception, arguments: Sequence[str]) -> Failure:
-    """An error that nobody foresaw, of the call with `arguments`."""
+    """An unexpected error of the call with `arguments`."""
     message = (
-        f"{type(error).__name__}: {error}: this is a defect of checkpointd, please report it; "
+        f"{type(error).__name__}: {error}: this is a defect of checkpointd; please report it; "
         f"{command('--debug', *arguments)} shows where it happened"
     )
     return Failure(code=type(error).__name__, message=message, exit_code=DEFECT)

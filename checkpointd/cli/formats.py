@@ -1,4 +1,4 @@
-"""Other programs' checkpoint formats: the client has one module for each, since reading and writing them needs torch."""
+"""Other programs' checkpoint formats. The client has a module for each, since reading and writing them needs torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _HOMES = {"dcp": "dcp", "deepspeed": "deepspeed.offline"}
 
 
 def module_for(name: str, part: str) -> Any:
-    """The client's module that does `part` of format `name`. UsageError where torch or the client cannot be imported."""
+    """The client's module `part` for the format `name`. UsageError if torch or the client cannot be imported."""
     try:
         return import_module(f"checkpointd_client.integrations.{_HOMES[name]}.{part}")
     except ImportError as error:

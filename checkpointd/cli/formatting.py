@@ -1,4 +1,4 @@
-"""Numbers, times and foreign text as people read them. Sizes and times have no blank in them, so that columns can be cut."""
+"""Numbers, times and foreign text for people. Sizes and times contain no blank, so that scripts can split columns at blanks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def size(nbytes: int | None) -> str:
 
 
 def ratio(raw: int | None, stored: int | None) -> str:
-    """Stored bytes per raw byte: below 1 where the codec saved space."""
+    """Stored bytes per raw byte: below 1 if the codec saved space."""
     return f"{stored / raw:.3f}" if raw and stored is not None else ABSENT
 
 
@@ -45,7 +45,7 @@ def duration(seconds: float | None) -> str:
 
 
 def moment(text: str | None) -> str:
-    """A time of the store as UTC to the second; what is none stays as it is."""
+    """A time of the store as UTC to the second; text that is not a time stays unchanged."""
     if not text:
         return ABSENT
     try:
@@ -74,17 +74,17 @@ def shape(sizes: tuple[int, ...]) -> str:
 
 
 def runs(numbers: Iterable[int]) -> str:
-    """`0-3,7`: which numbers there are."""
+    """The numbers as `0-3,7`."""
     return ",".join(map(run_text, phrases.runs(numbers))) or ABSENT
 
 
 def printable(text: str) -> str:
-    """`text` on one line, with nothing in it that a terminal would obey: names in a checkpoint are anybody's."""
+    """`text` on one line, without control characters for the terminal: anybody may have chosen the names in a checkpoint."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in text)
 
 
 def shortened(text: str, most: int) -> str:
-    """`text` cut to `most` characters, saying how much was left out."""
+    """`text` cut to `most` characters, with a note of its full length."""
     if len(text) <= most:
         return text
     note = f"... ({len(text)} characters)"

@@ -1,6 +1,6 @@
-"""Paths of the command line: a root, a tag's directory in it, or a DeepSpeed job's save_dir; and which roots are near.
+"""Paths on the command line: a root, a tag's directory in it, or the save_dir of a DeepSpeed job. Also finds roots nearby.
 
-Nothing here writes, and nothing fails because a directory cannot be looked into: that is said when the store is asked.
+Nothing here writes, or fails because a directory cannot be read: the store reports that error when it is asked.
 """
 
 from __future__ import annotations
@@ -16,21 +16,28 @@ from checkpointd.commands import command
 from checkpointd.layout.keys import LATEST, SERVICE, AttemptId, is_tag
 
 NEAR_SHOWN = 4
-"""So many roots are suggested at most."""
+"""The most roots in one suggestion."""
 _LOOKED_AT_MAX = 1000
-"""So many directories are looked into on the way."""
+"""The most directories that a search reads."""
 
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """A root, and the tag where a path led into one of its tags."""
+    """A root, and the tag if the path leads into one of its tags."""
 
     root: str
     tag: str | None = None
 
 
+def environment_root() -> str | None:
+    """The value of CHECKPOINTD_ROOT; None if it is not set."""
+    from checkpointd import config  # imported late, because it imports numpy
+
+    return config.environment_root()
+
+
 def locate(text: str) -> Location | None:
-    """What the path `text` leads to; None where neither it nor what lies above it is a root, or where it is no path."""
+    """The place to which the path `text` leads; None if neither it nor a directory above it is a root, or if it is a URL."""
     if "://" in text:
         return None
     path = os.path.abspath(text)
@@ -42,8 +49,8 @@ def locate(text: str) -> Location | None:
 
 
 def root_at(path: str) -> str | None:
-    """The root at the directory `path`: itself, or the one in which a DeepSpeed job that was given it as save_dir keeps its
-    checkpoints.
+    """The root at the directory `path`: `path` itself, or `path/.checkpointd`, the root of a DeepSpeed job whose save_dir is
+    `path`.
     """
     for root in (path, os.path.join(path, SERVICE)):
         if os.path.isdir(os.path.join(root, SERVICE, "epochs")):
@@ -74,9 +81,8 @@ def _place(root: str, inside: Sequence[str]) -> Location | None:
 
 
 def is_used(path: str) -> bool:
-    """Whether a job ever saved at the directory `path`, or that cannot be told: the store then says why.
-
-    Also where only the tags were copied, and not `.checkpointd`.
+    """Whether a job ever saved at the directory `path`. Also True if only the tags were copied, without `.checkpointd`, and if
+    the directory cannot be read: the store then gives the reason.
     """
     try:
         os.stat(os.path.join(path, SERVICE, "epochs"))
@@ -91,7 +97,7 @@ def is_used(path: str) -> bool:
 
 
 def _directories(path: str) -> list[str]:
-    """The names of the directories in `path`; empty where it cannot be listed."""
+    """The names of the directories in `path`; empty if it cannot be listed."""
     try:
         with os.scandir(path) as found:
             return sorted(entry.name for entry, _ in zip(found, range(_LOOKED_AT_MAX), strict=False) if entry.is_dir())
@@ -100,7 +106,7 @@ def _directories(path: str) -> list[str]:
 
 
 def roots_near(path: str) -> list[str]:
-    """Roots that may have been meant: those directly below `path`, those beside it with a similar name, the one above it."""
+    """Roots near `path`: those directly below it, those beside it with a similar name, and the nearest one above it."""
     above = [root for place, _ in list(_upwards(path))[1:] if (root := root_at(place))]
     below = _roots_in(path, _directories(path))
     beside, name = os.path.split(path)
@@ -117,7 +123,7 @@ def _roots_in(path: str, names: Sequence[str]) -> list[str]:
 
 
 def corrected(old: str, *new: str) -> str:
-    """The command line as it was given, with the words `new` in place of `old`: whole, ready to run."""
+    """The whole command line as it was given, but with the words `new` in place of `old`."""
     context = click.get_current_context(silent=True)
     given = context.obj if context is not None and isinstance(context.obj, list) else []
     if old in given:
@@ -128,7 +134,7 @@ def corrected(old: str, *new: str) -> str:
 
 
 def suggestion(path: str, given: str) -> str:
-    """What to give instead of `given`, which is no root, in words: commands, whole; or that nothing is near."""
+    """Commands with the roots near `path` in place of `given`, which is not a root; or other advice if none is near."""
     found = roots_near(path)
     if not found:
         return "give the root that the job was given"

@@ -24,16 +24,16 @@ COMMANDS = (
     *("consolidate", "import", "export", "completion"),
 )
 MODULES = {"import": "importing", "export": "exporting"}
-"""Commands whose module has another name: Python's own word for the first, and the second beside it."""
+"""Commands whose module has another name: `import` is a keyword of Python, and `export` follows it."""
 
 PROGRAM = "checkpointd"
 COMPLETE_VARIABLE = "_CHECKPOINTD_COMPLETE"
-"""Set by a shell that asks for completions; click reads it."""
+"""A shell that asks for completions sets this variable; click reads it."""
 
 EPILOG = (
-    "ROOT is the directory that the job was given; it may be left out where CHECKPOINTD_ROOT names it. "
-    "Exit codes: 0 well, 1 unforeseen, 2 wrong call, 3 mismatch, 4 not found, 5 damaged, 6 storage, 7 aborted, 9 fenced, "
-    "13 sidecar."
+    "ROOT is the directory that the job was given; it may be left out if CHECKPOINTD_ROOT names it. "
+    "Exit codes: 0 success, 1 unexpected error, 2 wrong call, 3 mismatch, 4 not found, 5 damaged, 6 storage, 7 aborted, "
+    "9 fenced, 13 sidecar."
 )
 
 
@@ -56,13 +56,13 @@ class Commands(click.Group):
         return super().resolve_command(ctx, args)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """The commands by name; click's own way imports every one of them for its help."""
+        """The commands by name. click's own method would import every command to get its help."""
         if incomplete.startswith("-"):
             return super().shell_complete(ctx, incomplete)
         return [CompletionItem(name) for name in COMMANDS if name.startswith(incomplete)]
 
     def answer_shell(self) -> None:
-        """Where a shell asks for completions, print them and end the process."""
+        """If a shell asks for completions, print them and end the process."""
         self._main_shell_completion({}, PROGRAM, COMPLETE_VARIABLE)
 
 
@@ -86,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def run(arguments: list[str]) -> int:
-    """Run one command line; its exit code. Raises nothing but what `--debug` asks for."""
+    """Run one command line and return its exit code. With `--debug`, errors are raised instead of reported."""
     words = arguments[: arguments.index("--")] if "--" in arguments else arguments
     debug, as_json = "--debug" in words, "--json" in words
     _prepare(debug)
@@ -105,14 +105,14 @@ def run(arguments: list[str]) -> int:
 
 
 def _unread() -> int:
-    """The reader has gone: nobody is left to tell, and Python's own flush at the end must not fail either."""
+    """The reader of standard output has gone. Discard further output, so that Python's own flush at the end does not fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return failures.BROKEN_PIPE
 
 
 def _invoke(arguments: list[str]) -> int:
     try:
-        # The words as they were given, for errors that say what to give instead.
+        # `obj` keeps the original words for errors that suggest a corrected command line.
         with commands.make_context(PROGRAM, list(arguments), obj=list(arguments)) as context:
             return int(commands.invoke(context) or 0)
     except click.exceptions.Exit as end:
@@ -133,7 +133,7 @@ def _failure(error: Exception, arguments: Sequence[str]) -> failures.Failure:
 
 
 def _prepare(debug: bool) -> None:
-    """What a name holds must never end the program; the log is shown only when asked for, since commands say what they did."""
+    """Make odd characters in names printable, and show the log only with `--debug`: commands report by themselves."""
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:

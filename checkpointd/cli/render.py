@@ -1,17 +1,18 @@
 """Pages of headings, facts, tables and notes, as rich output on a terminal and as plain columns anywhere else.
 
-A command says what to show; nothing here knows checkpoints. Plain output is stable: one line per row, columns by two or more
-blanks, `-` for nothing, no colours and no boxes. rich is imported for terminals alone.
+Commands decide the contents; nothing here knows checkpoints. Plain output is stable: one line per row, two or more blanks
+between columns, `-` for an empty cell, no colours and no boxes. rich is imported only for terminals.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import IO, TYPE_CHECKING, Literal, TypeAlias
+from typing import IO, TYPE_CHECKING, Literal, TypeAlias, TypeVar
 
 import click
+import msgspec
 
 from checkpointd.cli.formatting import ABSENT, printable
 
@@ -22,14 +23,14 @@ if TYPE_CHECKING:
 Mood: TypeAlias = Literal["", "good", "bad", "doubt", "quiet"]
 
 PROSE_WIDTH_MIN = 30
-"""Columns that a terminal keeps for prose before optional columns go."""
+"""A terminal column of prose keeps at least this width; narrower terminals lose optional columns first."""
 
 _STYLES: dict[Mood, str] = {"": "", "good": "green", "bad": "bold red", "doubt": "yellow", "quiet": "dim"}
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A piece of text and what it means; the mood shows as a colour, never alone."""
+    """A piece of text and its mood. The mood shows as a colour, and the text says the same in words."""
 
     text: str
     mood: Mood = ""
@@ -55,8 +56,8 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Columns by title. `right`: numbers. `prose`: may be broken over lines on a terminal. `optional`: left out, the first one
-    first, on a terminal that is too narrow for all.
+    """Rows below titles. `right`: columns of numbers. `prose`: columns that a terminal may break over lines. `optional`:
+    columns that a narrow terminal leaves out, in this order.
     """
 
     titles: Sequence[str]
@@ -74,7 +75,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """How far something has come, 0 to 1, and what there is to say of it."""
+    """A progress bar from 0 to 1 with a text beside it."""
 
     label: str
     fraction: float
@@ -90,6 +91,7 @@ class Bars:
 
 
 Block: TypeAlias = Heading | Note | Facts | Table | Bars
+A = TypeVar("A", bound=msgspec.Struct)
 
 
 def show(blocks: Iterable[Block], file: IO[str] | None = None) -> None:
@@ -101,8 +103,22 @@ def show(blocks: Iterable[Block], file: IO[str] | None = None) -> None:
         click.echo(plain(blocks), file=out)
 
 
+def show_answer(answer: A, page: Callable[[A], Iterable[Block]], *, as_json: bool) -> None:
+    """Print `answer` as one JSON document, or as a page for people."""
+    if as_json:
+        show_json(answer)
+    else:
+        show(page(answer))
+
+
+def show_json(answer: msgspec.Struct) -> None:
+    """One document and a newline: indented on a terminal, otherwise on one line."""
+    data = msgspec.json.encode(answer)
+    click.echo(msgspec.json.format(data, indent=2) if sys.stdout.isatty() else data)
+
+
 def warn(text: str) -> None:
-    """One line for people on standard error, where it is in no script's way."""
+    """Print one line for people on standard error, so that scripts that read the answer do not see it."""
     show([Note(f"warning: {text}", "doubt")], sys.stderr)
 
 
@@ -110,7 +126,7 @@ def warn(text: str) -> None:
 
 
 def plain(blocks: Iterable[Block]) -> str:
-    """The page as text, a blank line before each heading but the first."""
+    """The page as text, with a blank line before each heading except at the start."""
     lines: list[str] = []
     for block in blocks:
         if isinstance(block, Heading) and lines:
@@ -148,7 +164,7 @@ def _columns(table: Table) -> list[str]:
 
 
 def _widths(table: Table) -> list[int]:
-    """The characters that each column needs for its longest cell, its title included."""
+    """The width of each column: that of its longest cell or its title."""
     return [max(len(title), 1, *(len(_text(row[i])) for row in table.rows)) for i, title in enumerate(table.titles)]
 
 
@@ -164,7 +180,7 @@ def _text(value: str | Cell) -> str:
 
 
 def console(file: IO[str]) -> Console:
-    """The rich console for a terminal. rich itself looks at NO_COLOR and TERM."""
+    """The rich console for a terminal; rich itself reads NO_COLOR and TERM."""
     from rich.console import Console
 
     return Console(file=file, highlight=False, markup=False, emoji=False)
@@ -224,7 +240,7 @@ def _rich_facts(facts: Facts) -> ConsoleRenderable:
 
 
 def fitted(table: Table, width: int) -> Table:
-    """`table` without as many of its optional columns as it takes to fit into `width`."""
+    """`table`, from which optional columns are removed until it fits into `width`."""
     for title in table.optional:
         if _least_width(table) <= width:
             break

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib import import_module
 
 import click
 
 from checkpointd.cli.arguments import EXAMPLE_ROOT, as_json, given_root_and_maybe_tag, located, places
-from checkpointd.cli.asking import ask, maybe_named_tag, show_json
+from checkpointd.cli.asking import ask, maybe_named_tag
 from checkpointd.cli.formats import module_for
 from checkpointd.cli.formatting import count, size
-from checkpointd.cli.render import Block, Facts, Heading, Table, console, show
+from checkpointd.cli.progress import progress_of_bytes
+from checkpointd.cli.render import Block, Facts, Heading, Table, show_answer
 from checkpointd.commands import command as command_line
 from checkpointd.errors import UsageError
 from checkpointd.export.consolidate import Consolidation, Container, ExportRequest, Safetensors, consolidate
@@ -78,16 +77,13 @@ def command(
         named = replace(request, tag=await maybe_named_tag(store, tag))
         return await consolidate(store, out, container, named, on_progress)
 
-    with progress() as on_progress:
+    with progress_of_bytes() as on_progress:
         if zero is not None:
             act = module_for("deepspeed", "consolidating").consolidate_zero
             done = act(root, zero, out, container, request, on_progress)
         else:
             done = ask(root, write, read_only=True)
-    if as_json:
-        show_json(done)
-    else:
-        show(page(done))
+    show_answer(done, page, as_json=as_json)
 
 
 def _container(out: str, kind: str | None, file_bytes_max: int) -> Container:
@@ -111,17 +107,3 @@ def page(done: Consolidation) -> Iterator[Block]:
     tied = f", {count(len(done.tied), 'name')} of them tied" if done.tied else ""
     yield Facts([("step", str(done.step)), ("tensors", f"{done.tensors}{tied}"), ("size", size(done.bytes))])
     yield Table(("file", "size"), [(file.name, size(file.size)) for file in done.files], right=frozenset({"size"}))
-
-
-@contextmanager
-def progress() -> Iterator[Callable[[int, int], None]]:
-    """A bar on standard error where that is a terminal; a callback for the bytes written and their total."""
-    if not sys.stderr.isatty():
-        yield lambda _, __: None
-        return
-    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
-
-    columns = (BarColumn(), DownloadColumn(True), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console(sys.stderr), transient=True) as bar:
-        whole = bar.add_task("", total=None)
-        yield lambda done, total: bar.update(whole, completed=done, total=total)

@@ -3,126 +3,67 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
-import sys
-from collections.abc import AsyncIterator, Iterator, Sequence
-from datetime import UTC, datetime
+from collections.abc import Iterator, Sequence
+from functools import partial
 
-import click
 import msgspec
 
 from checkpointd.cli.arguments import only_root
-from checkpointd.cli.asking import show_json
-from checkpointd.cli.formatting import ABSENT, count, duration, printable, size, speed
-from checkpointd.cli.render import Bar, Bars, Block, Cell, Facts, Heading, Mood, Note, Table, console, rich_page, show, warn
+from checkpointd.cli.formatting import ABSENT, count, duration, size, speed
+from checkpointd.cli.render import Bar, Bars, Block, Cell, Facts, Heading, Mood, Note, Table, show_answer
+from checkpointd.cli.watching import watch
 from checkpointd.commit.machine import FENCED
 from checkpointd.daemon.query import AsyncStatusClient
 from checkpointd.daemon.status.changes import changes
 from checkpointd.daemon.status.model import DaemonStatus, RootStatus, SaveStatus
 from checkpointd.daemon.status.save_groups import SHOWN, SaveGroup, attempts_of, fraction, gather
 from checkpointd.daemon.status.verdict import attention, members_of
-from checkpointd.errors import NotFoundError, SidecarError
+from checkpointd.errors import NotFoundError
 from checkpointd.phrases import rank_runs
 
 BARS_SHOWN = 16
-"""Of more ranks only those are shown that are furthest behind."""
+"""If there are more ranks, only those that are furthest behind are shown."""
 RECENT_SHOWN = 8
 FAILURES_SHOWN = 4
 
 
-def tell(socket: str, places: Sequence[str], *, sidecar_uid: int | None, watch: bool, interval: float, as_json: bool) -> None:
-    """Print what the daemon at `socket` says, of one root where `places` names it. SidecarError where it cannot be asked."""
-    # The daemon calls a root by the path that no symbolic link is in.
+def tell(socket: str, places: Sequence[str], *, sidecar_uid: int | None, interval_s: float | None, as_json: bool) -> None:
+    """Print the status of the daemon at `socket`, or only that of the root in `places`: once, or every `interval_s` seconds.
+
+    SidecarError if the daemon does not answer.
+    """
+    # The daemon knows a root by its path without symbolic links.
     root = os.path.realpath(only_root(tuple(places), "status")) if places else None
-    try:
-        client = AsyncStatusClient(socket, sidecar_uid=sidecar_uid)
-        asyncio.run(_watch(client, root, interval, as_json) if watch else _once(client, root, as_json))
-    except KeyboardInterrupt:
-        return
+    client = AsyncStatusClient(socket, sidecar_uid=sidecar_uid)
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(_once(client, root, as_json) if interval_s is None else _watch(client, root, interval_s, as_json))
 
 
 async def _once(client: AsyncStatusClient, root: str | None, as_json: bool) -> None:
     async with client:
-        found = _only(await client.status(), root)
+        found = await _status(client, root)
     if root is not None and not found.roots:
         raise NotFoundError(f"the daemon at {client.socket_path} knows no root {root}, only those that a trainer has joined")
-    show_json(found) if as_json else show(page(found))
+    show_answer(found, page, as_json=as_json)
 
 
-def _only(found: DaemonStatus, root: str | None) -> DaemonStatus:
+async def _watch(client: AsyncStatusClient, root: str | None, interval_s: float, as_json: bool) -> None:
+    async with client:
+        look = partial(_status, client, root)
+        await watch(look, interval_s, as_json=as_json, page=page, changes=changes, same=_is_same)
+
+
+async def _status(client: AsyncStatusClient, root: str | None) -> DaemonStatus:
+    found = await client.status()
     if root is None:
         return found
     return msgspec.structs.replace(found, roots=tuple(r for r in found.roots if r.root == root))
 
 
-# --- watching ------------------------------------------------------------------------------------------------
-
-
-async def _watch(client: AsyncStatusClient, root: str | None, interval: float, as_json: bool) -> None:
-    async with client:
-        looks = _looks(client, root, interval)
-        if as_json:
-            await _watch_documents(looks)
-        elif sys.stdout.isatty():
-            await _watch_live(looks)
-        else:
-            await _watch_lines(looks)
-
-
-async def _looks(client: AsyncStatusClient, root: str | None, interval: float) -> AsyncIterator[DaemonStatus | SidecarError]:
-    """What the daemon says, or why it says nothing, for ever: one that is gone may come back."""
-    while True:
-        try:
-            yield _only(await client.status(), root)
-        except SidecarError as error:
-            yield error
-        await asyncio.sleep(interval)
-
-
-async def _watch_documents(looks: AsyncIterator[DaemonStatus | SidecarError]) -> None:
-    before: DaemonStatus | None = None
-    async for found in _told_once(looks):
-        same = before is not None and msgspec.structs.replace(found, now=before.now) == before
-        if not same:
-            show_json(found)
-            sys.stdout.flush()
-        before = found
-
-
-async def _watch_lines(looks: AsyncIterator[DaemonStatus | SidecarError]) -> None:
-    before: DaemonStatus | None = None
-    async for found in _told_once(looks):
-        for line in changes(before, found):
-            click.echo(f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}  {printable(line)}")
-        sys.stdout.flush()
-        before = found
-
-
-async def _told_once(looks: AsyncIterator[DaemonStatus | SidecarError]) -> AsyncIterator[DaemonStatus]:
-    """The looks that saw something; of those that did not, the reason goes to standard error when it is new."""
-    before = ""
-    async for found in looks:
-        if isinstance(found, DaemonStatus):
-            before = ""
-            yield found
-        elif str(found) != before:
-            before = str(found)
-            warn(before)
-
-
-async def _watch_live(looks: AsyncIterator[DaemonStatus | SidecarError]) -> None:
-    from rich.console import Group
-    from rich.live import Live
-
-    blocks: list[Block] = []
-    with Live(console=console(sys.stdout), auto_refresh=False, screen=False, vertical_overflow="crop") as live:
-        async for found in looks:
-            if isinstance(found, DaemonStatus):
-                blocks = list(page(found))
-                shown = blocks
-            else:
-                shown = [Note(str(found), "bad"), *blocks]
-            live.update(Group(*rich_page(shown, live.console.width)), refresh=True)
+def _is_same(before: DaemonStatus, after: DaemonStatus) -> bool:
+    return msgspec.structs.replace(after, now=before.now) == before
 
 
 # --- the page ------------------------------------------------------------------------------------------------
@@ -154,7 +95,7 @@ _MOODS: dict[str, Mood] = {"bad": "bad", "doubt": "doubt", "good": "good", "quie
 
 
 def _roots_table(found: DaemonStatus) -> Table:
-    """A line for each root, what needs a look first; a single one is asked for by its path."""
+    """A line for each root; roots that need attention come first."""
     rows: list[list[str | Cell]] = [
         [
             Cell(root.verdict.state, _MOODS[root.verdict.mood]),
@@ -272,7 +213,7 @@ def _total_text(attempt: SaveGroup) -> str:
 
 
 def _pace(eta_s: float | None, speed_bps: float | None, raw_done: int, raw_total: int) -> Iterator[str]:
-    """What people look for first comes first: a narrow terminal cuts the end off."""
+    """The most important part comes first, since a narrow terminal cuts off the end."""
     if eta_s is not None:
         yield f"{duration(eta_s)} left"
     if speed_bps is not None:

@@ -8,10 +8,10 @@ import click
 
 from checkpointd.admin.gc import CollectionReport, deletion
 from checkpointd.cli.arguments import as_json, places, root_and_tag
-from checkpointd.cli.asking import ask, named_tag, show_json
+from checkpointd.cli.asking import ask, named_tag
 from checkpointd.cli.collection_page import page
 from checkpointd.cli.formatting import printable, size
-from checkpointd.cli.render import show
+from checkpointd.cli.render import show, show_answer
 from checkpointd.commands import command as command_line
 from checkpointd.errors import UsageError
 from checkpointd.store.base import Store
@@ -47,10 +47,7 @@ def command(places: tuple[str, ...], dry_run: bool, yes: bool, force: bool, as_j
             return DECLINED
         tag = plan.retired[0]  # `latest` may name another one by now
     found = act(tag, dry_run=dry_run)
-    if as_json:
-        show_json(found)
-    else:
-        show(page(found))
+    show_answer(found, page, as_json=as_json)
     return 0
 
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
-import msgspec
 
 from checkpointd.cli.arguments import as_json, maybe_root, places
 from checkpointd.cli.formatting import count
-from checkpointd.cli.render import Block, Cell, Mood, Note, Table, show
+from checkpointd.cli.render import Block, Cell, Mood, Note, Table, show_answer
 from checkpointd.phrases import byte_count
 
 if TYPE_CHECKING:
@@ -52,7 +50,7 @@ def command(
         nodes=nodes,
         copies=keep,
     )
-    _show_json(found) if as_json else show(page(found))
+    show_answer(found, page, as_json=as_json)
     return 0 if found.fit else UNFIT
 
 
@@ -65,12 +63,6 @@ def _found(**asked: Any) -> Diagnosis:
 
         return only_libraries()
     return examine(Question(**asked))
-
-
-def _show_json(found: Diagnosis) -> None:
-    """As `asking.show_json`, which brings in the very libraries that may be broken."""
-    data = msgspec.json.encode(found)
-    click.echo(msgspec.json.format(data, indent=2) if sys.stdout.isatty() else data)
 
 
 def page(found: Diagnosis) -> Iterator[Block]:

@@ -1,4 +1,4 @@
-"""`checkpointd explain`: why a tag is, or is not, a checkpoint."""
+"""`checkpointd explain`: explains why a tag is, or is not, a checkpoint."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import click
 
 from checkpointd.cli.arguments import as_json, places, root_and_tag
-from checkpointd.cli.asking import ask, named_tag, show_json
+from checkpointd.cli.asking import ask, named_tag
 from checkpointd.cli.attempts import STATE_MOODS, job_text, process_text, seconds_table, votes_table
 from checkpointd.cli.formatting import moment, number
-from checkpointd.cli.render import Block, Cell, Facts, Heading, Note, show
+from checkpointd.cli.render import Block, Cell, Facts, Heading, Note, show_answer
 from checkpointd.report.explanation import AttemptExplanation, Explanation, explanation
 from checkpointd.store.base import Store
 
@@ -29,10 +29,7 @@ def command(places: tuple[str, ...], as_json: bool) -> None:
         return await explanation(store, await named_tag(store, tag))
 
     found = ask(root, look)
-    if as_json:
-        show_json(found)
-    else:
-        show(page(found))
+    show_answer(found, page, as_json=as_json)
 
 
 def page(found: Explanation) -> Iterator[Block]:

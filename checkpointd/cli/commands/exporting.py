@@ -8,11 +8,11 @@ from typing import Any
 import click
 
 from checkpointd.cli.arguments import EXAMPLE_ROOT, as_json, places, root_and_maybe_tag
-from checkpointd.cli.asking import ask, maybe_named_tag, show_json
-from checkpointd.cli.commands.consolidate import progress
+from checkpointd.cli.asking import ask, maybe_named_tag
 from checkpointd.cli.formats import EXPORTS, module_for
 from checkpointd.cli.formatting import count, size
-from checkpointd.cli.render import Block, Facts, Heading, Table, show, warn
+from checkpointd.cli.progress import progress_of_bytes
+from checkpointd.cli.render import Block, Facts, Heading, Table, show_answer, warn
 from checkpointd.commands import command as command_line
 from checkpointd.errors import UsageError
 
@@ -53,12 +53,11 @@ def command(
         raise UsageError(f"--stage and --ranks are for --to deepspeed; {kind} has neither")
     act = getattr(module_for(kind, "exporting"), f"export_{kind}")
     tag = ask(root, lambda store: maybe_named_tag(store, tag), read_only=True)
-    with progress() as on_progress:
+    with progress_of_bytes() as on_progress:
         done = act(root, out, tag, force=force, on_progress=on_progress, **options)
+    show_answer(done, page, as_json=as_json)
     if as_json:
-        show_json(done)
         return
-    show(page(done))
     if done.left_out:
         named = ", ".join(done.left_out[:8])
         why = "differs between ranks, is an array, or is a tensor in client_state"

@@ -8,9 +8,9 @@ import click
 
 from checkpointd.admin.gc import collection
 from checkpointd.cli.arguments import as_json, only_root, places
-from checkpointd.cli.asking import ask, show_json
+from checkpointd.cli.asking import ask
 from checkpointd.cli.collection_page import page
-from checkpointd.cli.render import show
+from checkpointd.cli.render import show_answer
 from checkpointd.commit.retention import Retention
 from checkpointd.errors import UsageError
 
@@ -55,10 +55,7 @@ def command(
         mode="max" if mode == "max" else "min",
     )
     found = ask(only_root(places, "gc"), lambda store: collection(store, rules, dry_run=dry_run))
-    if as_json:
-        show_json(found)
-    else:
-        show(page(found))
+    show_answer(found, page, as_json=as_json)
 
 
 def age_s(text: str) -> float:

@@ -8,11 +8,10 @@ from typing import Any
 import click
 
 from checkpointd.cli.arguments import EXAMPLE_ROOT, as_json, given_root, places
-from checkpointd.cli.asking import show_json
-from checkpointd.cli.commands.consolidate import progress
 from checkpointd.cli.formats import IMPORTS, module_for
 from checkpointd.cli.formatting import count, size
-from checkpointd.cli.render import Block, Facts, Heading, show, warn
+from checkpointd.cli.progress import progress_of_bytes
+from checkpointd.cli.render import Block, Facts, Heading, show_answer, warn
 from checkpointd.commands import command as command_line
 from checkpointd.errors import UsageError
 
@@ -56,12 +55,11 @@ def command(
     elif leave_out:
         raise UsageError(f"--leave-out is for --from deepspeed; of {kind}, everything is imported")
     act = getattr(module_for(kind, "importing"), f"import_{kind}")
-    with progress() as on_progress:
+    with progress_of_bytes() as on_progress:
         done = act(source, given_root(tuple(root), "import", source), tag, on_progress=on_progress, **options)
+    show_answer(done, page, as_json=as_json)
     if as_json:
-        show_json(done)
         return
-    show(page(done))
     if kind == "deepspeed" and done.left_out:
         warn(f"{count(len(done.left_out), 'value')} were left out: {'; '.join(done.left_out[:8])}")
     if kind == "dcp" and done.pickled:

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import click
 
 from checkpointd.cli.arguments import as_json, places, root_and_tag
-from checkpointd.cli.asking import ask, named_tag, show_json
+from checkpointd.cli.asking import ask, named_tag
 from checkpointd.cli.attempts import process_text, read_back_cell
 from checkpointd.cli.formatting import ABSENT, count, metrics, moment, ratio, runs, shape, shortened, size
-from checkpointd.cli.render import Block, Cell, Facts, Heading, Note, Table, show
+from checkpointd.cli.render import Block, Cell, Facts, Heading, Note, Table, show_answer
 from checkpointd.errors import DamagedError
 from checkpointd.layout.manifest import Alias
 from checkpointd.report.inspection import GlobalReport, Inspection, RankReport, ReadBackReport, TensorReport, Totals, inspection
@@ -38,10 +38,7 @@ def command(places: tuple[str, ...], rank: int | None, tensors: str, values: boo
         return await inspection(store, await named_tag(store, tag), rank=rank, tensors=tensors, values=values)
 
     found = ask(root, look, read_only=True)
-    if as_json:
-        show_json(found)
-    else:
-        show(page(found))
+    show_answer(found, page, as_json=as_json)
     return DamagedError.exit_code if found.damage or found.lost else 0
 
 

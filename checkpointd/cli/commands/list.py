@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import click
 
 from checkpointd.cli.arguments import as_json, only_root, places
-from checkpointd.cli.asking import ask, show_json
+from checkpointd.cli.asking import ask
 from checkpointd.cli.attempts import read_back_cell, state_cell
 from checkpointd.cli.formatting import count, metrics, moment, number, ratio, shortened, size
 from checkpointd.cli.locating import is_used, suggestion
-from checkpointd.cli.render import Cell, Table, show, warn
+from checkpointd.cli.render import Cell, Table, show, show_json, warn
 from checkpointd.report.listing import AttemptRow, Listing, listing
 from checkpointd.report.wholeness import lost_advice, lost_text
 

@@ -8,10 +8,10 @@ import click
 
 from checkpointd.admin.recovery import Decided, RecoveryReport, preview, recovery
 from checkpointd.cli.arguments import as_json, only_root, places
-from checkpointd.cli.asking import ask, show_json
+from checkpointd.cli.asking import ask
 from checkpointd.cli.attempts import job_text
 from checkpointd.cli.formatting import count
-from checkpointd.cli.render import Block, Cell, Facts, Heading, Table, show, warn
+from checkpointd.cli.render import Block, Cell, Facts, Heading, Table, show_answer, warn
 
 
 @click.command("recover", short_help="Decide the saves that a dead job left in doubt.")
@@ -28,11 +28,8 @@ def command(places: tuple[str, ...], dry_run: bool, take_over: bool, as_json: bo
     """
     act = preview if dry_run else recovery
     found = ask(only_root(places, "recover"), lambda store: act(store, take_over=take_over))
-    if as_json:
-        show_json(found)
-        return
-    show(page(found))
-    if found.refused:
+    show_answer(found, page, as_json=as_json)
+    if found.refused and not as_json:
         warn(f"without --dry-run this is refused: {found.refused}")
 
 

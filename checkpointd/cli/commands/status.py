@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
-import sys
-from collections.abc import AsyncIterator, Iterator
-from datetime import UTC, datetime
+import contextlib
+from collections.abc import Iterator
+from functools import partial
 
 import click
 
 from checkpointd.cli.arguments import as_json, only_root, places
-from checkpointd.cli.asking import ask, show_json
+from checkpointd.cli.asking import ask
 from checkpointd.cli.attempts import job_text, votes_table
-from checkpointd.cli.formatting import count, moment, printable, shortened, size
+from checkpointd.cli.formatting import count, moment, shortened, size
 from checkpointd.cli.locating import is_used, suggestion
-from checkpointd.cli.render import Block, Cell, Facts, Heading, Note, console, rich_page, show, warn
+from checkpointd.cli.render import Block, Cell, Facts, Heading, Note, show_answer, warn
+from checkpointd.cli.watching import watch
 from checkpointd.commands import command as command_line
 from checkpointd.commit.machine import FENCED
-from checkpointd.errors import FencedError, StoreError
+from checkpointd.errors import FencedError
 from checkpointd.phrases import rank_runs
 from checkpointd.report.changes import changes
 from checkpointd.report.status import AbortedAttempt, Flight, Standing, standing
@@ -34,14 +34,16 @@ RANKS_SHOWN = 16
 @places("[ROOT]")
 @click.option("--socket", help="Ask the sidecar that listens at this socket, instead of the store.")
 @click.option("--sidecar-uid", type=click.IntRange(min=0), help="The user of that sidecar, if not you.")
-@click.option("--watch", is_flag=True, help="Keep watching until Ctrl-C; in a pipe, print a line for every change.")
+@click.option(
+    "--watch", "keep_watching", is_flag=True, help="Keep watching until Ctrl-C; in a pipe, print a line for every change."
+)
 @click.option("--interval", type=click.FloatRange(min=0.01), help="Seconds between two looks.  [default: 2; 0.5 with --socket]")
 @as_json()
 def command(
     places: tuple[str, ...],
     socket: str | None,
     sidecar_uid: int | None,
-    watch: bool,
+    keep_watching: bool,
     interval: float | None,
     as_json: bool,
 ) -> None:
@@ -54,72 +56,23 @@ def command(
     if socket is not None:
         from checkpointd.cli.commands import daemon_status  # with the protocol, only where a daemon is asked
 
-        every = interval or SOCKET_INTERVAL_S
-        daemon_status.tell(socket, places, sidecar_uid=sidecar_uid, watch=watch, interval=every, as_json=as_json)
+        interval_s = (interval or SOCKET_INTERVAL_S) if keep_watching else None
+        daemon_status.tell(socket, places, sidecar_uid=sidecar_uid, interval_s=interval_s, as_json=as_json)
         return
     root = only_root(places, "status")
-    if not watch:
+    if not keep_watching:
         found = ask(root, standing, unused=True, read_only=True)
-        if as_json:
-            show_json(found)
-            return
-        show(page(found))
-        if not is_used(found.root):
+        show_answer(found, page, as_json=as_json)
+        if not (as_json or is_used(found.root)):
             warn(f"no job ever saved at {found.root}: {suggestion(found.root, root)}")
         return
-    try:
-        ask(root, lambda store: _watch(store, interval or INTERVAL_S, as_json), unused=True, read_only=True)
-    except KeyboardInterrupt:
-        return
 
+    async def follow(store: Store) -> None:
+        look = partial(standing, store)
+        await watch(look, interval or INTERVAL_S, as_json=as_json, page=page, changes=changes)
 
-# --- watching ------------------------------------------------------------------------------------------------
-
-
-async def _watch(store: Store, interval: float, as_json: bool) -> None:
-    looks = _looks(store, interval)
-    if as_json:
-        async for found in looks:
-            show_json(found)
-            sys.stdout.flush()
-    elif sys.stdout.isatty():
-        await _watch_live(looks)
-    else:
-        await _watch_lines(looks)
-
-
-async def _looks(store: Store, interval: float) -> AsyncIterator[Standing]:
-    """Every standing that differs from the one before. A storage that does not answer is said once, and waited for."""
-    before: Standing | str | None = None
-    while True:
-        try:
-            found = await standing(store)
-            if found != before:
-                yield found
-            before = found
-        except StoreError as error:
-            if str(error) != before:
-                warn(str(error))
-            before = str(error)
-        await asyncio.sleep(interval)
-
-
-async def _watch_live(looks: AsyncIterator[Standing]) -> None:
-    from rich.console import Group
-    from rich.live import Live
-
-    with Live(console=console(sys.stdout), auto_refresh=False, vertical_overflow="crop") as live:
-        async for found in looks:
-            live.update(Group(*rich_page(page(found), live.console.width)), refresh=True)
-
-
-async def _watch_lines(looks: AsyncIterator[Standing]) -> None:
-    before: Standing | None = None
-    async for found in looks:
-        for line in changes(before, found):
-            click.echo(f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}  {printable(line)}")
-        sys.stdout.flush()
-        before = found
+    with contextlib.suppress(KeyboardInterrupt):
+        ask(root, follow, unused=True, read_only=True)
 
 
 # --- the page ------------------------------------------------------------------------------------------------

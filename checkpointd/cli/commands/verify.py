@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 
 import click
 
 from checkpointd.cli.arguments import as_json, places, root_and_maybe_tag
-from checkpointd.cli.asking import ask, maybe_named_tag, show_json
+from checkpointd.cli.asking import ask, maybe_named_tag
 from checkpointd.cli.formatting import count, printable, size
-from checkpointd.cli.render import Block, Cell, Heading, Mood, Note, Table, console, show, warn
+from checkpointd.cli.progress import progress_bar
+from checkpointd.cli.render import Block, Cell, Heading, Mood, Note, Table, show_answer, warn
 from checkpointd.errors import DamagedError, UnreadableError
 from checkpointd.pipeline.root import catalog
 from checkpointd.report.latest import pointer
-from checkpointd.report.verification import TagVerdict, Task, Verification, tasks, verified
+from checkpointd.report.verification import TagVerdict, Verification, tasks, verified
 from checkpointd.report.wholeness import lost_advice, lost_text
 from checkpointd.store.base import Store
 
@@ -39,10 +38,8 @@ def command(places: tuple[str, ...], record: bool, as_json: bool) -> int:
     """
     root, tag = root_and_maybe_tag(places, "verify")
     found = ask(root, lambda store: _verify(store, tag, record=record))
-    if as_json:
-        show_json(found)
-    elif found.checkpoints or found.damage or found.unreadable:
-        show(page(found))
+    if as_json or found.checkpoints or found.damage or found.unreadable:
+        show_answer(found, page, as_json=as_json)
     else:
         warn(f"there are no checkpoints at {found.root}")
     return DamagedError.exit_code if found.damage else UnreadableError.exit_code if found.unreadable else 0
@@ -51,8 +48,14 @@ def command(places: tuple[str, ...], record: bool, as_json: bool) -> int:
 async def _verify(store: Store, tag: str | None, *, record: bool) -> Verification:
     named = await maybe_named_tag(store, tag)
     todo = await tasks(store, named)
-    with progress(todo) as (on_task, on_bytes):
-        verdicts = await verified(store, todo, record=record, on_task=on_task, on_bytes=on_bytes)
+    with progress_bar(sum(task.nbytes for task in todo)) as update:
+        verdicts = await verified(
+            store,
+            todo,
+            record=record,
+            on_task=lambda task: update(description=printable(task.tag)),
+            on_bytes=lambda nbytes: update(advance=nbytes),
+        )
     latest = await pointer(store, await catalog.checkpoints(store)) if named is None else None
     return Verification(root=store.url, checkpoints=tuple(verdicts), latest=latest)
 
@@ -77,29 +80,3 @@ def page(found: Verification) -> Iterator[Block]:
 
 def _cells(verdict: TagVerdict) -> tuple[str | Cell, ...]:
     return verdict.tag, verdict.attempt, Cell(verdict.state, MOODS[verdict.state]), size(verdict.bytes_read)
-
-
-Reporters = tuple[Callable[[Task], None], Callable[[int], None]]
-
-
-@contextmanager
-def progress(todo: list[Task]) -> Iterator[Reporters]:
-    """A bar on standard error where that is a terminal; callbacks for each checkpoint begun and for bytes read."""
-    if not sys.stderr.isatty() or not todo:
-        yield (lambda _: None), (lambda _: None)
-        return
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console(sys.stderr), transient=True) as bar:
-        whole = bar.add_task("", total=sum(task.nbytes for task in todo))
-        yield (
-            lambda task: bar.update(whole, description=printable(task.tag)),
-            lambda nbytes: bar.advance(whole, nbytes),
-        )

@@ -42,7 +42,7 @@ def test_a_root_that_is_a_file(tmp_path: Path, cli: Cli, command: str) -> None:
     ("arguments", "words"),
     [
         (("lst",), "No such command 'lst'"),
-        (("list", "--bogus"), "No such option '--bogus'; `checkpointd list --help` shows what it takes"),
+        (("list", "--bogus"), "No such option '--bogus'; `checkpointd list --help` shows the arguments"),
         (("inspect", "/", "t", "--rank", "x"), "Invalid value for '--rank'"),
         (("status", "--interval", "0"), "Invalid value for '--interval'"),
         (("list",), "which root? Give its path"),

@@ -217,7 +217,7 @@ def test_a_mistyped_command_is_suggested_with_all_that_followed_it(cli: Cli, typ
 
 def test_a_mistyped_option_is_suggested(cli: Cli) -> None:
     assert "--limit" in cli("list", "--limt", "3").err
-    assert cli("xyzzy").err == "error: No such command 'xyzzy'; `checkpointd --help` shows what it takes\n"
+    assert cli("xyzzy").err == "error: No such command 'xyzzy'; `checkpointd --help` shows the arguments\n"
 
 
 def test_help_names_every_command_and_options_are_described(cli: Cli) -> None:
