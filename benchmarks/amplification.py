@@ -217,13 +217,15 @@ def page() -> str:
     large, small = model(), many_small()
     return f"""# Read amplification
 
-Written by `python benchmarks/amplification.py --write`; do not edit by hand.
+This page shows how many bytes a load reads for each byte that it needs, if the layout that loads differs from the layout that
+saved. `python benchmarks/amplification.py --write` writes it; do not edit it by hand.
 
-Bytes that all ranks read over bytes that they need, at the default chunk size (4 MiB): a layer of a transformer of width 4096,
-its embedding (32,000 x 4096) and its norms, bf16 and fp32. These are counts, not times: chunks and reads are those of the code
-that saves and loads. `fsdp` is `Shard(0)`, `hsdp` two groups of it, `ddp` has whole tensors.
+The figures are the bytes that all ranks read over the bytes that they need, at the default chunk size (4 MiB). The model is a
+layer of a transformer of width 4096, its embedding (32,000 x 4096) and its norms, bf16 and fp32. These are counts, not times:
+chunks and reads are those of the code that saves and loads. `fsdp` is `Shard(0)`, `hsdp` two groups of it, and `ddp` has whole
+tensors.
 
-## Aligned: each box of one layout is made of whole boxes of the other
+## Aligned: each box of one layout consists of whole boxes of the other
 
 {report.table(head, rows(ALIGNED, large))}
 
@@ -231,14 +233,15 @@ that saves and loads. `fsdp` is `Shard(0)`, `hsdp` two groups of it, `ddp` has w
 
 {report.table(head, rows(MISALIGNED, large))}
 
-A chunk is read whole, since only whole chunks can be verified. A tensor that ranks hold together is cut into chunks of whole
-rows, a sixteenth of the box each, between 256 KiB and 4 MiB, so that a part of it along dimension 0 costs little more.
+A chunk is read whole, since only whole chunks can be verified. A sharded or replicated tensor is cut into chunks of whole rows,
+each a sixteenth of the box, between 256 KiB and 4 MiB. So reading a part of it along dimension 0 costs little more than the
+part.
 
 Weights that were saved by rows and are loaded by columns (`attention.out` and `mlp.down` under tensor parallelism) cost most:
-every chunk of whole rows holds a part of every column. So a box of at least 4 MiB whose rows are whole is written as two boxes,
-its left and its right half, and each of T ranks reads T/2 times what it needs of such a tensor.
+every chunk of whole rows contains a part of every column. So a box of whole rows of at least 4 MiB is written as two boxes, its
+left and its right half. Each of T ranks then reads T/2 times the bytes that it needs of such a tensor.
 
-What stays above 2: parts that are much smaller than a chunk, as from 8 ranks to 1000.
+Only parts that are much smaller than a chunk stay above 2, as from 8 ranks to 1000.
 
 ## Many small tensors
 
@@ -246,8 +249,8 @@ What stays above 2: parts that are much smaller than a chunk, as from 8 ranks to
 
 {report.table(head, rows([*ALIGNED[:6], *MISALIGNED[:4]], small))}
 
-A small tensor is one chunk, read whole by whoever needs a part; and chunks at most 64 KiB apart are read in one go, what lies
-between them included. So such a model is over both bounds where its layout changes: calls are saved, not bytes.
+A small tensor is one chunk, so a rank that needs a part of it reads all of it. Chunks at most 64 KiB apart are read in one
+call, together with the bytes between them. So a change of layout costs such a model more bytes, and fewer calls.
 """
 
 

@@ -99,7 +99,8 @@ def _opening(run: Run) -> str:
     runs = len({one.run for one in run.trials})
     return f"""# Results
 
-Written by `{run.command}`; do not edit by hand. [README.md](README.md) says what is measured and how.
+This page compares checkpointd with `torch.save`, PyTorch's DCP and torch-checkpointing: saving, training meanwhile, and
+loading. `{run.command}` writes it; do not edit it by hand. [README.md](README.md) has the words and the method.
 
 Machine: {facts}.
 
@@ -151,22 +152,22 @@ def _notes(run: Run) -> str:
     others = report.spread(one.other_cores for one in run.trials)
     resident = max((r.load.resident for one in run.trials for r in one.reports), default=0.0)
     lines = [
-        "durable of torch.save and torch-checkpointing holds our fsync of files and directories, since they make"
-        " none; that of DCP our fsync of the directory alone. checkpointd needs none, and its *done* is the commit"
-        " that all ranks agree on; torch.save has no commit across ranks at all.",
-        "With several ranks each saves its own plain tensors. DCP gets them under names of their own for each rank,"
-        " since it takes tensors of one name for replicas and would keep one rank's alone; as DTensors sharded by"
-        " rows they took it longer to save, and less long to load.",
-        "torch-checkpointing runs with direct I/O switched off: as it comes, its first save fails on this file"
+        "*durable* of torch.save and torch-checkpointing includes an fsync of files and directories by the benchmark, since"
+        " they do not sync; that of DCP includes an fsync of the directory. checkpointd needs none, and its *done* is the"
+        " commit that all ranks agree on; torch.save has no commit across ranks at all.",
+        "With several ranks, each saves its own plain tensors. DCP gets them under other names on each rank, since it"
+        " takes tensors of one name for replicas and would keep only one rank's. As DTensors sharded by rows, they took"
+        " DCP longer to save and less time to load.",
+        "torch-checkpointing runs with direct I/O switched off: by default its first save fails on this file"
         " system with EINVAL, because its O_DIRECT writes are not aligned.",
-        "cold takes each system as it comes; torch-checkpointing-prewarmed had `prewarm_staging` called before it, and"
-        " checkpointd was asked for the newest checkpoint, as a job does when it starts.",
-        "dcp-thread and dcp-process are async_save as it comes; -reused keeps one stager with its buffers, and"
+        "*cold* measures each system with its defaults. `prewarm_staging` was called before for"
+        " torch-checkpointing-prewarmed, and checkpointd was asked for the newest checkpoint, as a starting job does.",
+        "dcp-thread and dcp-process are async_save with its defaults; -reused keeps one stager with its buffers, and"
         " -background lets that stager copy in a thread. checkpointd chooses compression by itself"
         ' (`compression="auto"`); checkpointd-raw stores every byte as it is; checkpointd-sidecar hands its snapshots to'
         " one `checkpointd serve` beside the ranks, whose CPU and memory count as rank 0's.",
         f"The training loop holds an optimizer step every {run.gate_s:g} s, which waits until the state is safe; then"
-        " every tensor is scribbled over, so that bit-exact also means not torn.",
+        " every tensor is overwritten, so that bit-exact also means not torn.",
         "Peak memory counts private pages of all ranks and their children, and shared pages once; page cache is not"
         " in it. checkpointd's load peak holds its snapshot buffer, which a load prepares for the next save.",
         f"Other work on the machine during the trials, kernel threads included: {others} cores. Of dropped files at"

@@ -164,12 +164,13 @@ def _opening(run: NeighbourRun) -> str:
     steps = statistics.median([save.loop.undisturbed_ms for trial in run.trials for save in trial.saves] or [0.0])
     return f"""# Being a good neighbour
 
-Written by `{run.command}`; do not edit by hand. [README.md](README.md) says what is measured and how.
+This page shows how much a save slows a training loop that uses every core, and how far the sidecar's settings reduce that.
+`{run.command}` writes it; do not edit it by hand. [README.md](README.md) has the words and the method.
 
 Machine: {facts}, I/O scheduler {run.scheduler}.
 
 One rank trains with as many threads as there are cores (matrix products, {steps:.1f} ms a step undisturbed) and saves
-{run.gib:g} GiB with compression `{run.compression}`, so that persisting wants a core, too. {runs} run(s), ways interleaved in
+{run.gib:g} GiB with compression `{run.compression}`, so persisting needs a core as well. {runs} run(s), ways interleaved in
 shuffled order, each in fresh processes. The median, and in brackets the smallest and the largest."""
 
 
@@ -219,9 +220,9 @@ def _ratio_cell(found: Spread | None) -> str:
 def _notes(run: NeighbourRun) -> str:
     failed = [f"- {trial.mode}, run {trial.run + 1} failed: {trial.error}" for trial in run.trials if trial.error]
     idle = (
-        "- An I/O class has an effect only where the scheduler of the disk heeds it: bfq does, mq-deadline in part, "
+        "- An I/O class has an effect only if the scheduler of the disk supports it: bfq does, mq-deadline in part, "
         "none and kyber do not."
     )
     others = spread(trial.other_cores for trial in run.trials)
-    busy = f"- Busy with something else than the trial while it ran: {others} of {run.machine.get('cores', '?')} cores."
+    busy = f"- Other work on the machine during the trials: {others} of {run.machine.get('cores', '?')} cores."
     return "\n".join(["## Notes", "", busy, idle, *failed])

@@ -186,27 +186,30 @@ def page(costs: list[Cost]) -> str:
     balances = [[str(ranks), f"{balance(tensors, ranks):.4f}"] for ranks in layouts]
     return f"""# Planning
 
-Written by `python benchmarks/planning.py --write`; do not edit by hand.
+This page shows what it costs to agree on which rank writes what. `python benchmarks/planning.py --write` writes it; do not edit
+it by hand.
 
 Machine: {facts}.
 
-Who writes what is decided by each rank alone; each stores its plan once for a layout, named by its digest. The coordinator
-reads the plans, verifies them and proves that all ranks together write every element of every tensor exactly once. {TENSORS:,}
-tensors of a transformer, FSDP2 over tensor parallelism of {TP}, a store in memory; processor time of one core.
+Each rank decides alone which boxes it writes, and stores its plan once for a layout, named by its digest. The coordinator
+reads the plans, verifies them and proves that all ranks together write every element of every tensor exactly once. The model
+has {TENSORS:,} tensors of a transformer, under FSDP2 over tensor parallelism of {TP}. The store is in memory. Times are
+processor time of one core.
 
 {report.table(head, rows)}
 
 ![seconds against ranks](planning.svg)
 
-*A rank's own*: boxes and plan, encoded, all at once; it is done in the background. *After one changed*: a save at which one
-rank's plan is another one. *Known*: every other save.
+*A rank's own*: to make and encode its boxes and its plan, which happens in the background. *After one changed*: a save for
+which one rank has another plan than before. *Known*: every other save.
 
-Each line is measured once, and processor time grows where other work shares the cores and their caches: compare lines of a
+Each line is measured once. Processor time grows if other work shares the cores and their caches, so compare lines only from a
 quiet machine.
 
 ## Balance
 
-Bytes that the busiest rank writes over the mean of all, for eleven layers of a transformer of width 4096:
+The table shows the bytes that the busiest rank writes over the mean of all ranks, for eleven layers of a transformer of width
+4096:
 
 {report.table(["layout", "max / mean"], balances)}
 """

@@ -169,15 +169,16 @@ def page(options: argparse.Namespace, found: list[Reading]) -> str:
     ]
     return f"""# Reading back
 
-Written by `python benchmarks/readback.py --mib {options.mib} --runs {options.runs} --write`; do not edit by hand.
+This page shows what reading checkpoints back costs training.
+`python benchmarks/readback.py --mib {options.mib} --runs {options.runs} --write` writes it; do not edit it by hand.
 
 Machine: {facts}; load average at the end {os.getloadavg()[1]:.0f}.
 
 One rank, {options.mib} MiB, {options.runs} runs, loops shuffled in each; the median, and in brackets the smallest and the
 largest. *Read back* is the time from the first byte to the record, which is long on purpose: at most a quarter of it goes
-into reading. *CPU* is what the threads beside the training have used. *Lost* is training: that time less what the steps
-done in it take undisturbed, just before and just after. *Lost unread* is the same for as long a time in which nothing is
-read: the noise. The ratios are taken within one run.
+into reading. *CPU* is the processor time of the threads beside the training. *Lost* is training time: the time of reading
+back, less the undisturbed time of the steps done in it (measured just before and just after). *Lost unread* is the same for an
+equally long time in which nothing is read; it shows the noise. The ratios are taken within one run.
 
 {report.table(head, rows)}
 """

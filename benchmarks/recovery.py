@@ -174,14 +174,15 @@ def page(options: argparse.Namespace, found: list[Recovery]) -> str:
     head = ["loaded from", "load(), s", "load() / from memory", "kill to first step, s", "bit-exact"]
     return f"""# Recovery
 
-Written by `python benchmarks/recovery.py --gib {options.gib:g} --runs {options.runs} --write`; do not edit by hand.
+This page shows how long a killed job takes to resume.
+`python benchmarks/recovery.py --gib {options.gib:g} --runs {options.runs} --write` writes it; do not edit it by hand.
 
 Machine: {facts}.
 
 One rank, {options.gib:g} GiB of state (`state.py`), {options.runs} runs, ways shuffled in each;
-the median, and in brackets the smallest and the largest. *load()* is the call alone: agreeing, verifying every
-digest, and filling the tensors. *Kill to first step* holds the start of Python, the import of torch and the making of
-the model as well, the same for every way.
+the median, and in brackets the smallest and the largest. *load()* is the call alone: the ranks agree, every
+digest is verified, and the tensors are filled. *Kill to first step* also contains the start of Python, the import of torch
+and the making of the model, which are the same for every way.
 
 {report.table(head, rows)}
 """

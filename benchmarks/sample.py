@@ -116,19 +116,21 @@ def page(rows: list[list[str]], runs: int) -> str:
     head = ["state", "memcpy, ms", "copy, ms", "plan, ms", "take, ms", "compare, ms", "of memcpy", "of copy"]
     return f"""# The sample
 
-Written by `python benchmarks/sample.py --write`; do not edit by hand.
+This page shows the cost of the sample with which `save()` detects torn snapshots. `python benchmarks/sample.py --write` writes
+it; do not edit it by hand.
 
 Machine: {facts}. Medians of {runs} runs, ratios within one run.
 
-`save()` samples what is copied beside training: 64 bytes of every 32 KiB, and all of tensors of up to 1 KiB. Once everything
-was copied, the sample is compared with the slot ([OPERATING](../docs/OPERATING.md#what-you-must-do) says what that finds).
+`save()` takes a sample of the tensors that are copied beside training: 64 bytes of every 32 KiB, and the whole of tensors of up
+to 1 KiB. After the copy, the sample is compared with the slot
+([OPERATING](../docs/OPERATING.md#changes-while-a-snapshot-is-taken) says which changes this detects).
 
 {report.table(head, rows)}
 
 Processor time of one thread. *memcpy*: the same bytes in one piece. *copy*: tensor by tensor, as a snapshot copies them.
 *plan*: where to look; it is kept as long as the tensors stay where they are. *take*: inside `save()`. *compare*: on the
-stager's thread. The last columns are take and compare together. Where tensors are small, what is done for each of them costs
-more than their bytes do, in the copy as in the sample.
+stager's thread. The last columns are take and compare together. For small tensors, the work for
+each tensor costs more than the work for its bytes, both in the copy and in the sample.
 """
 
 

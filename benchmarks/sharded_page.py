@@ -83,8 +83,9 @@ def _opening(run: ShardRun) -> str:
     tensors = first.tensors if first else 0
     return f"""# FSDP2 on two ranks
 
-Written by `{run.command}` in {run.minutes:.0f} minutes; do not edit by hand.
-[README.md](README.md) has the words and the method.
+This page compares checkpointd with DCP and torch-checkpointing under FSDP2 on two ranks: saving, and loading on two, one and
+three ranks. `{run.command}` writes it in {run.minutes:.0f} minutes; do not edit it by hand. [README.md](README.md) has the
+words and the method.
 
 Machine: {facts}.
 
@@ -184,11 +185,10 @@ def _notes(run: ShardRun) -> str:
         "Every system gets the same DTensors. DCP and torch-checkpointing get them as nested dictionaries that are made once,"
         " which spares them `get_state_dict`; checkpointd gets the module and the optimizer.",
         "After every load the digest of every whole tensor, put together from all ranks, must be what it was before the save;"
-        " every tensor was scribbled over as soon as that save was safe.",
+        " every tensor was overwritten as soon as that save was safe.",
         "checkpointd loads verify every byte against a digest; DCP and torch-checkpointing have none.",
-        "torch-checkpointing 0.1.1 loads on another number of ranks only where its `DefaultResharder` was declared at the"
-        " save, which then exchanges metadata through CUDA tensors: without a GPU it cannot. So it keeps each rank's own part"
-        " here. Direct I/O is off, as in [RESULTS.md](RESULTS.md).",
+        "torch-checkpointing 0.1.1 loads on another number of ranks only if the save used its `DefaultResharder`, which needs a"
+        " GPU to exchange metadata. So here it saves each rank's own part. Direct I/O is off, as in [RESULTS.md](RESULTS.md).",
         "A warm save is one after the first; dcp.save blocks until it has written.",
         f"Other work on the machine during the trials, kernel threads included: {others} cores. Of dropped files at most"
         f" {left:.1%} stayed in the page cache.",

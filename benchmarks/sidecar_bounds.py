@@ -323,13 +323,15 @@ def page(options: argparse.Namespace, found: list[Seen]) -> str:
     head = ["attack", "RSS before, MiB", "peak", "after", "ping before, ms: median / max", "ping meanwhile"]
     return f"""# The sidecar's bounds
 
-Written by `python benchmarks/sidecar_bounds.py --seconds {options.seconds:g} --write`; do not edit by hand.
+This page shows how much memory a hostile client can make a sidecar hold, and how long other clients then wait.
+`python benchmarks/sidecar_bounds.py --seconds {options.seconds:g} --write` writes it; do not edit it by hand.
 
 Machine: {facts}; load average at the end {os.getloadavg()[1]:.0f}.
 
 One client does its worst for {options.seconds:g} s, on up to {CONNECTIONS} connections, against a daemon started with
-`--memory-mib {LIMIT_MIB}`. Its resident memory is to stay below that and {SLACK_MIB} MiB: {LIMIT_MIB + SLACK_MIB} MiB.
-Meanwhile another client sends a ping every {PING_S * 1e3:.0f} ms. All share the machine's cores with other work.
+`--memory-mib {LIMIT_MIB}`. Its resident memory must stay below that limit plus {SLACK_MIB} MiB, which is
+{LIMIT_MIB + SLACK_MIB} MiB. Meanwhile another client sends a ping every {PING_S * 1e3:.0f} ms. All share the machine's cores
+with other work.
 
 {report.table(head, rows)}
 """

@@ -231,16 +231,18 @@ def page(options: argparse.Namespace, found: list[Trial]) -> str:
     call = report.spread(one.own_call_s for one in found)
     return f"""# Resuming on another number of ranks
 
-Written by `python benchmarks/universal.py --gib {options.gib:g} --runs {options.runs} --write`; do not edit by hand.
+This page compares ways to resume a DeepSpeed job on another number of ranks: time and disk space.
+`python benchmarks/universal.py --gib {options.gib:g} --runs {options.runs} --write` writes it; do not edit it by hand.
 
 Machine: {facts}.
 
 A bf16 model with fp32 masters and AdamW, {options.gib:g} GiB of state together, saved on {SAVED_ON} ranks and loaded on
 {LOADED_ON} (gloo); {options.runs} runs; the slowest rank; the median, and in brackets the smallest and the largest. *save*:
-DeepSpeed's call, which makes nothing durable; ours until it is committed, which is durable (the call itself took {call} s).
+for DeepSpeed the call, which makes nothing durable; for checkpointd the time until the commit, which is durable (its call took
+{call} s).
 *convert*: `ds_to_universal`, as a process, with a worker for each core. *load*: with the page cache dropped. *on disk*:
-DeepSpeed's files and the converted ones, both needed while it converts. *masters equal*: the fp32 masters after the load are
-those that were saved, bit for bit.
+DeepSpeed's files and the converted ones, both needed while it converts. *masters equal*: the fp32 masters after the load equal
+the saved ones, bit for bit.
 
 {report.table(head, rows)}
 """

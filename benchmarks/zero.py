@@ -138,16 +138,17 @@ def page(options: argparse.Namespace, found: list[Trial]) -> str:
         rows.append([f"{stage}, {way}", *map(str, times), str(size), exact])
     return f"""# DeepSpeed's save_checkpoint
 
-Written by `python benchmarks/zero.py --gib {options.gib:g} --runs {options.runs} --write`; do not edit by hand.
+This page compares DeepSpeed's `save_checkpoint`, stock and with checkpointd.
+`python benchmarks/zero.py --gib {options.gib:g} --runs {options.runs} --write` writes it; do not edit it by hand.
 
 Machine: {facts}.
 
 {RANKS} ranks (gloo), a bf16 model with fp32 masters and AdamW, {options.gib:g} GiB of state together, {options.runs} runs, ways
-and stages shuffled in each; the slower rank; the median, and in brackets the smallest and the largest. *call*:
-`engine.save_checkpoint()` returns. *durable*: counted from the call, until a power cut loses nothing of it; stock saving never
-says so, and its files are synced by us right after the call, beside the training. *lost*: seconds of training
+and stages shuffled in each; the slower rank; the median, and in brackets the smallest and the largest. *call*: until
+`engine.save_checkpoint()` returns. *durable*: from the call until a power cut loses nothing of the checkpoint. Stock saving
+syncs nothing, so the benchmark syncs its files right after the call, beside the training. *lost*: seconds of training
 that the save cost, from the call until the first step that ends after it is durable. *load*: `engine.load_checkpoint()` with
-the page cache dropped. *same losses*: the steps after the load give, bit for bit, the losses that they gave before.
+the page cache dropped. *same losses*: the steps after the load give the same losses as before, bit for bit.
 
 {report.table(head, rows)}
 """

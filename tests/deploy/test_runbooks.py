@@ -1,4 +1,4 @@
-"""The runbooks of docs/OPERATING.md: their commands do what the page says."""
+"""The runbooks of docs/RUNBOOKS.md: their commands do what the page says."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ import torch
 from checkpointd_client import Checkpointer, Retention
 from checkpointd_client.checkpointer import core_of
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "OPERATING.md").read_text()
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "RUNBOOKS.md").read_text()
 needs_rsync = pytest.mark.skipif(shutil.which("rsync") is None, reason="needs rsync")
 
 
 def commands(runbook: str) -> str:
     """The shell commands below the heading `runbook`."""
-    text = PAGE.split(f"### {runbook}\n")[1].split("\n### ")[0]
+    text = PAGE.split(f"## {runbook}\n")[1].split("\n## ")[0]
     (block,) = re.findall(r"(?ms)^ *```bash\n(.*?)^ *```$", text)
     return block
 
