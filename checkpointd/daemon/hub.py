@@ -25,7 +25,6 @@ from checkpointd.daemon.status.tally import Tally, took
 from checkpointd.errors import CheckpointdError
 from checkpointd.layout.manifest import ErrorReport
 from checkpointd.pipeline.read.readback import BackgroundReadBack
-from checkpointd.pipeline.shard import AttemptInfo
 from checkpointd.store.posix.users import User
 
 log = logging.getLogger("checkpointd")
@@ -42,7 +41,7 @@ TRAINERS_SAID = 64
 INLINE_SAID = 256
 """So many inline saves of a user are said in the log each minute."""
 RANKS_KEPT = 4096
-"""Ranks that are remembered; those that are gone for longest are forgotten."""
+"""Ranks that are remembered; beyond that, the daemon forgets the rank that has been gone for longest."""
 
 
 @dataclass(eq=False, slots=True)
@@ -201,11 +200,10 @@ class Hub:
         self.said.say(level, f"a trainer {did}", peer.uid, "%s %s", who, did, most=TRAINERS_SAID)
 
     def _forget_ranks(self) -> None:
-        """Make room for one more rank. Those that are connected stay, and `clients_max` bounds them."""
-        if len(self._ranks) >= RANKS_KEPT:
-            idle = next((key for key, record in self._ranks.items() if not record.connections), None)
-            if idle is not None:
-                del self._ranks[idle]
+        """Make room for one more rank. Connected ranks stay; `clients_max` bounds them."""
+        gone = {key: record.gone_at or 0.0 for key, record in self._ranks.items() if not record.connections}
+        if len(self._ranks) >= RANKS_KEPT and gone:
+            del self._ranks[min(gone, key=gone.__getitem__)]
 
     def roots_in_use(self) -> set[str]:
         """The roots that a connected rank, a save in flight or a look needs."""
@@ -250,7 +248,6 @@ class Hub:
                 tally.persisted(job.progress.raw_done, job.progress.stored)
         if job.phase in FINAL:
             self._ended(job.root, job.status())
-        if job.phase in FINAL:
             self.on_news(job.root)
         kept = self.tier.of(job.root, job.uid, job.info.rank)
         if kept is not None and (kept.info, kept.nonce) == (job.info, job.nonce):
@@ -273,8 +270,8 @@ class Hub:
         at_root = self.tallies[record.root]
         at_root.stall_s = max(at_root.stall_s, record.tally.stall_s)
 
-    def inlined(self, key: JobKey, info: AttemptInfo, save: SaveStatus, *, held_s: float) -> None:
-        """Count a save that its trainer persisted itself, once, whoever tells it. It held training for `held_s`."""
+    def inlined(self, key: JobKey, save: SaveStatus, *, held_s: float) -> None:
+        """Count an inline save, once, although its trainer and its vote may both report it. It held training for `held_s`."""
         if key in self._inline or save.inline is None:
             return
         self._inline[key] = None
@@ -284,7 +281,7 @@ class Hub:
         for tally in tallies:
             tally.inline[save.inline.reason] += 1
         if self.jobs.live(key) is None and self.jobs.ended(key) is None:  # else it is counted where it ends, or ended, here
-            self.jobs.remember(EndedSaveJob.elsewhere(key, info, save))
+            self.jobs.remember(EndedSaveJob(key, save))
             for tally in tallies:
                 tally.persisted(save.raw_done, save.stored)
             if (record := self._ranks.get((root, save.rank))) is not None:

@@ -73,7 +73,7 @@ def _root(hub: Hub, root: str) -> RootStatus:
         checkpoints=look.checkpoints if look else (),
         ranks=tuple(map(_rank, ranks)),
         in_flight=tuple(job.status() for job in hub.jobs.at(root)),
-        recent=tuple(job.status() for job in hub.jobs.ended_at(root)[-RECENT_MAX:]),
+        recent=tuple(ended.save for ended in hub.jobs.ended_at(root)[-RECENT_MAX:]),
         held=tuple(
             HeldStatus(
                 tag=kept.info.tag,

@@ -1,4 +1,4 @@
-"""Inline saves, as the trainer reports them, or otherwise as their votes do."""
+"""Counts inline saves: as their trainers report them, or else as their votes do."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable
 
 from checkpointd.daemon.hub import Hub, RankRecord
-from checkpointd.daemon.jobs import JobKey, job_key
+from checkpointd.daemon.jobs import JobKey
 from checkpointd.daemon.process.logs import escaped
 from checkpointd.daemon.protocol.wire import Inlined
 from checkpointd.daemon.status.model import SaveStatus
@@ -17,60 +17,50 @@ from checkpointd.layout.keys import AttemptId, check_tag, vote_name
 from checkpointd.layout.manifest import ErrorReport, Inline, Outcome, Vote
 from checkpointd.pipeline.root.catalog import AttemptView, read_vote
 from checkpointd.pipeline.root.identity import seconds_of
-from checkpointd.pipeline.shard import AttemptInfo
 from checkpointd.store.base import Store
 
 WHY_MAX = 500
-"""Characters of a reason that are kept."""
+"""Characters of a reason or an error that are kept."""
 PHASE_MAX = 40
-"""And of a phase."""
+"""Characters of an error's phase that are kept."""
 VOTES_MAX = 64
-"""Votes of one commit that are read to find out who persisted it."""
+"""Votes that are read for one commit, to find inline saves."""
 
 
-def told(record: RankRecord, nonce: str, uid: int, message: Inlined) -> tuple[JobKey, AttemptInfo, SaveStatus]:
-    """What a trainer of user `uid` says. UsageError for what cannot be."""
+def told(record: RankRecord, nonce: str, uid: int, message: Inlined) -> tuple[JobKey, SaveStatus]:
+    """The inline save that a trainer of user `uid` reports. UsageError for an impossible report."""
     attempt, now = AttemptId.parse(message.attempt), time.time()
     if attempt is None or message.phase not in RESULTS:
-        raise UsageError(f"{message.attempt!r} is not an attempt, or {message.phase!r} no end of a save")
-    info = AttemptInfo(
-        tag=check_tag(message.tag), attempt=attempt, rank=record.rank, world_size=record.world_size, step=message.step, n=0
-    )
+        raise UsageError(f"{message.attempt!r} is not an attempt, or a save cannot end as {message.phase!r}")
     save = SaveStatus(
-        tag=info.tag,
+        tag=check_tag(message.tag),
         attempt=str(attempt),
-        step=info.step,
-        rank=info.rank,
+        step=message.step,
+        rank=record.rank,
         phase=message.phase,
         raw_total=message.raw_total,
         raw_done=message.raw_total if message.phase == "committed" else 0,
         stored=message.stored,
-        speed_bps=None,
-        eta_s=None,
-        votes_missing=None,
         error=message.error and _short(message.error),
         began_at=now - message.began_s,
-        staged_at=None,
-        persisting_at=None,
-        voted_at=None,
         ended_at=now - message.ended_s,
         no_progress=message.no_progress,
         seconds=message.seconds,
         inline=Inline(reason=message.inline.reason, why=escaped(message.inline.why, WHY_MAX)),
     )
-    return job_key(record.root, nonce, uid, info), info, save
+    return (record.root, nonce, uid, save.tag, save.attempt, save.rank), save
 
 
 def _short(error: ErrorReport) -> ErrorReport:
-    """Thousands of these are kept, and none is charged to anybody."""
+    """Thousands of these are kept, and no account is charged for them."""
     code = error.code if error.code in ERRORS else CheckpointdError.__name__
     return ErrorReport(code=code, message=escaped(error.message, WHY_MAX), phase=escaped(error.phase, PHASE_MAX))
 
 
 async def find(hub: Hub, root: str, store: Store, fresh: Iterable[AttemptView]) -> None:
-    """Count those of this node's ranks of which nobody told, among attempts that were decided since the daemon began.
+    """Count the inline saves that nobody reported: read the votes of this node's ranks for the commits in `fresh`.
 
-    A vote that cannot be read tells nothing.
+    Only commits since the daemon began count. A vote that cannot be read is left out.
     """
     for view in fresh:
         outcome = view.outcome
@@ -88,16 +78,15 @@ async def find(hub: Hub, root: str, store: Store, fresh: Iterable[AttemptView]) 
                 vote = await read_vote(store, f"{view.prefix}/{vote_name(record.rank)}", ref.digest)
             except (DamagedError, NotFoundError, UnreadableError):
                 continue
-            if vote.inline is not None and not hub.is_counted(key):  # its trainer may have told it meanwhile
-                hub.inlined(key, *_voted(vote, view, outcome, decided_at), held_s=vote.held_s)
+            if vote.inline is not None and not hub.is_counted(key):  # its trainer may have reported it meanwhile
+                hub.inlined(key, _voted(vote, view, outcome, decided_at), held_s=vote.held_s)
 
 
-def _voted(vote: Vote, view: AttemptView, outcome: Outcome, decided_at: float) -> tuple[AttemptInfo, SaveStatus]:
-    """What the store says of a committed save."""
+def _voted(vote: Vote, view: AttemptView, outcome: Outcome, decided_at: float) -> SaveStatus:
+    """A committed inline save, by its vote and outcome."""
     assert vote.inline is not None
     took_s = outcome.cost.took_s if outcome.cost is not None else 0.0
-    info = AttemptInfo(tag=view.tag, attempt=view.attempt, rank=vote.rank, world_size=vote.world_size, step=vote.step, n=vote.n)
-    return info, SaveStatus(
+    return SaveStatus(
         tag=view.tag,
         attempt=str(view.attempt),
         step=vote.step,
@@ -106,13 +95,7 @@ def _voted(vote: Vote, view: AttemptView, outcome: Outcome, decided_at: float) -
         raw_total=vote.raw_bytes,
         raw_done=vote.raw_bytes,
         stored=vote.stored_bytes,
-        speed_bps=None,
-        eta_s=None,
-        votes_missing=None,
-        error=None,
         began_at=decided_at - took_s,
-        staged_at=None,
-        persisting_at=None,
         voted_at=seconds_of(vote.writer.time),
         ended_at=decided_at,
         no_progress=outcome.no_progress,

@@ -1,12 +1,13 @@
-"""The save jobs of the daemon: each runs the same `Attempt` as the in-process writer, and outlives its client.
+"""The save jobs of the daemon. Each runs the same `Attempt` as the in-process writer, and outlives its client.
 
 Invariants
-  SAVEJOB-1  One job per (root, epoch's nonce, user, tag, attempt, rank): a client that comes back is attached to
-      the job that there is.
-  SAVEJOB-2  A snapshot is persisted only after its client said that it is whole; one whose client died before votes no.
-  SAVEJOB-3  A slot is read until the job has left it, whatever becomes of the client.
-  SAVEJOB-4  A job that has ended holds no memory of the snapshot any more: what is remembered of it is plain data.
-  SAVEJOB-5  While the coordinator's snapshot is whole and its attempt undecided, the attempt has a lease, which is renewed: a
+  SAVEJOB-1  There is one job per (root, epoch's nonce, user, tag, attempt, rank). A client that comes back is attached to the
+      existing job.
+  SAVEJOB-2  A snapshot is persisted only if it is whole, by its client's message or by the mark in its slot. If the client dies
+      before that, the job votes no.
+  SAVEJOB-3  A slot stays mapped until the job has left it, even if the client has gone.
+  SAVEJOB-4  A job that has ended refers to no snapshot memory. Only plain data about it is kept.
+  SAVEJOB-5  While the coordinator's snapshot is whole and its attempt undecided, the daemon renews a lease of the attempt. So a
       start that cannot ask this daemon leaves the attempt to it.
 """
 
@@ -17,13 +18,13 @@ import logging
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import msgspec
 
-from checkpointd.commit.machine import FENCED, FINAL, Phase, shown
+from checkpointd.commit.machine import FINAL, Phase, shown
 from checkpointd.config import ServeConfig
 from checkpointd.daemon.accounts import Charge
 from checkpointd.daemon.memory.mapped import SlotMemory
@@ -42,20 +43,17 @@ from checkpointd.report.advice import after_abort
 log = logging.getLogger("checkpointd")
 
 ENDED_KEPT = 64
-"""Ended saves that are remembered per root and rank, for a client that comes back and for people."""
+"""Ended saves that are kept per root and rank, for the status and for clients that come back."""
 VOTED_MAX = 64
-"""Saves of one client that have voted and wait for other ranks: they hold no snapshot."""
+"""Saves of one client that may wait for other ranks after their vote; they hold no snapshot."""
 RANKS_KEPT = 1024
-"""Ranks whose ended saves are remembered: those that ended one last."""
+"""Ranks whose ended saves are kept: those whose last save ended most recently."""
 ALL_KEPT = 8192
-"""Ended saves that are remembered of all ranks."""
-
-ABORTED_AS = {FENCED: Phase.ABORTED.value}
-"""Words that people read which are no phases of their own."""
+"""Ended saves that are kept for all ranks together."""
 
 JobKey = tuple[str, str, int, str, str, int]
-"""Root, nonce of the epoch, uid, tag, attempt, rank: a root that was removed and made again counts its epochs from 1 again, and
-what one user says or asks for tells nothing of another one's save.
+"""Root, nonce of the epoch, uid, tag, attempt, rank. The nonce tells epochs apart when a root is removed and made again; the
+uid keeps the saves of users apart.
 """
 
 
@@ -76,7 +74,7 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """A snapshot that is being taken: see `SaveJob.announce`."""
+    """A snapshot in staging; see `SaveJob.announce`."""
 
     shard: Shard
     mark: int
@@ -85,7 +83,7 @@ class Announcement:
 
 
 class _Snapshot:
-    """What an attempt waits for; it is passed through many hands, and refers to the snapshot no longer than the job does."""
+    """The attempt awaits this instead of the future, so that no frame refers to the snapshot longer than the job does."""
 
     def __init__(self, staged: asyncio.Future[Shard]) -> None:
         self._staged: asyncio.Future[Shard] | None = staged
@@ -99,7 +97,7 @@ class _Snapshot:
 
 
 class SaveJob:
-    """One save of one rank. `on_change(job)` and every listener are called at each change of phase, on the loop."""
+    """One save of one rank. Calls `on_change(job)` and every listener at each change of phase, on the loop."""
 
     def __init__(
         self,
@@ -120,7 +118,7 @@ class SaveJob:
         self._on_change = on_change
         self._listeners: dict[object, Callable[[SaveJob], None]] = {}
         self._staged: asyncio.Future[Shard] | None = loop.create_future()
-        """None once nobody reads the snapshot any more."""
+        """None once nobody reads the snapshot."""
         self.progress = ShardProgress()
         self.attempt = Attempt(
             state, info, deadline=loop.time() + left_s, progress=self.progress, on_phase=self._entered, on_free=self._free
@@ -141,7 +139,7 @@ class SaveJob:
 
     @property
     def shown(self) -> str:
-        """The phase in the word that people read."""
+        """The phase as the status shows it."""
         return shown(self.phase, self.attempt.error.code if self.attempt.error else "")
 
     @property
@@ -151,7 +149,7 @@ class SaveJob:
 
     @property
     def advice(self) -> str:
-        """What to do about the error; where the attempt was aborted, about what it was aborted for."""
+        """What to do about the error, or about the error that made another rank abort the attempt."""
         error, outcome = self.error, self.attempt.outcome
         if error is None:
             return ""
@@ -160,12 +158,12 @@ class SaveJob:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks that the error names: the first of very many."""
+        """The ranks that the error names, at most RANKS_TOLD."""
         return tuple(getattr(self.attempt.error, "ranks", ()))[:RANKS_TOLD]
 
     @property
     def has_voted(self) -> bool:
-        """Whether it needs the snapshot no more, and only waits for the other ranks, or has ended."""
+        """Whether the job needs the snapshot no longer: it waits for the other ranks, or has ended."""
         return self.phase is Phase.PREPARED or self.phase in FINAL
 
     @property
@@ -173,9 +171,9 @@ class SaveJob:
         return self._staged is None or self._staged.done()
 
     def announce(self, slot: SlotMemory, shard: Shard, mark: int, charge: Charge, on_whole: Callable[[], object]) -> None:
-        """The snapshot will be `shard`; the slot's last 8 bytes are `mark` once it is whole. `on_whole` is called then.
+        """The snapshot will be `shard`. Once it is whole, the slot's last 8 bytes are `mark`, and `on_whole` is called.
 
-        One that was announced on an earlier connection is forgotten: this one holds the same. Takes the `charge`.
+        Replaces an announcement of an earlier connection, whose memory holds the same. Takes over the `charge`.
         """
         if self.slot is not slot and self.slot is not None:
             self.slot.leave(self)
@@ -185,14 +183,14 @@ class SaveJob:
         slot.use(self)
 
     def held(self, seconds: float) -> float:
-        """The save held training for so long; what of it is news: a client that comes back says it again."""
+        """Note that the save held training for `seconds`. Returns the new part: a client that comes back repeats the old."""
         before, self.progress.held_s = self.progress.held_s, seconds
         return max(0.0, seconds - before)
 
     def staged(self) -> None:
-        """The slot holds the whole snapshot; does nothing where it is known already.
+        """The slot holds the whole snapshot. Does nothing if that is known already.
 
-        UsageError where none was announced, or it was never written.
+        UsageError if no snapshot was announced, or if parts of the slot were never written.
         """
         if self._staged is None or self._staged.done():
             return
@@ -204,9 +202,7 @@ class SaveJob:
         self._staged.set_result(self._announced.shard)
 
     def client_died(self, error: CheckpointdError) -> None:
-        """Its client is dead and said no more: the snapshot is whole if its mark says so, else `error` spoils
-        it (SAVEJOB-2).
-        """
+        """The client died before it said that the snapshot is whole. If the mark says so, go on; else fail with `error`."""
         if self.has_snapshot:
             return
         if self._announced is not None and self.slot is not None and self.slot.mark == self._announced.mark:
@@ -219,12 +215,12 @@ class SaveJob:
             self.spoiled(error)
 
     def _outlive(self, staged: asyncio.Future[Shard]) -> None:
-        """From here on the save may go on without its trainer: say so at the root (SAVEJOB-5)."""
+        """From here on the save can end without its trainer, so keep a lease for it (SAVEJOB-5)."""
         if self._lease is not None and not staged.cancelled() and staged.exception() is None and self.phase not in FINAL:
             self._lease.keep()
 
     def spoiled(self, error: CheckpointdError) -> None:
-        """There will be no snapshot; does nothing where there is one."""
+        """There will be no snapshot. Does nothing if it is whole already."""
         if self._staged is not None and not self._staged.done():
             self._staged.set_exception(error)
 
@@ -233,38 +229,38 @@ class SaveJob:
         identity.acts_for(self.uid)
         try:
             await self.attempt.run(self._snapshot)
-        except Exception as error:  # a defect of ours must not end the daemon, nor leave the client waiting
-            log.exception("%s: the writer failed in an unforeseen way; please report it", self.info.prefix)
+        except Exception as error:  # a defect must neither end the daemon nor leave the client waiting
+            log.exception("%s: the writer failed unexpectedly; please report it", self.info.prefix)
             self.attempt.error = CheckpointdError(f"the writer failed: {error!r}; please report it")
             self.attempt.phase = Phase.FAILED
             self._entered(Phase.FAILED)
         finally:
-            # The slot is not left here: where the attempt was cut off, a thread of it may still read; it calls `_free` itself.
+            # Do not leave the slot here: a thread of a cancelled attempt may still read. The attempt calls `_free` itself.
             self._forget_snapshot()
             if self._lease is not None:
                 await self._lease.release()
 
     def _forget_snapshot(self) -> None:
-        """Let go of all that refers to the snapshot (SAVEJOB-4); waiting for the garbage collector could take hours."""
+        """Drop every reference to the snapshot (SAVEJOB-4); the garbage collector might need hours."""
         staged, self._staged = self._staged, None
         self._snapshot.forget()
         if staged is not None and not staged.done():
             staged.cancel()
         elif staged is not None and not staged.cancelled():
-            staged.exception()  # an attempt that ended early never looked
+            staged.exception()  # mark it as retrieved: an attempt that ended early did not await it
         if self._announced is not None:
             self._announced.charge.release()
             self._announced = None
         for error in _chain(self.attempt.error, self.attempt.own_error):
-            # Clearing the frames themselves would end what still runs in them: the error is handled there (ATTEMPT-6).
+            # Drop only the traceback: clearing its frames would end generators that still run (ATTEMPT-6).
             error.__traceback__ = None
 
     def _free(self) -> None:
-        """The attempt reads the snapshot no more, though it may take long until it ends."""
+        """The attempt reads the snapshot no longer, although it may end much later."""
         if self.slot is not None:
             self.slot.leave(self)
             self.slot = None
-        # Soon: what calls this is still on its way out, through frames that hold the snapshot.
+        # Later, because the caller's frames still refer to the snapshot.
         asyncio.get_running_loop().call_soon(self._forget_snapshot)
 
     def _entered(self, phase: Phase) -> None:
@@ -277,14 +273,14 @@ class SaveJob:
         elif phase in FINAL:
             self.times.ended = now
             self._say()
-            # Nobody will stage it any more, and the attempt waits for it.
+            # The attempt waits for a snapshot that nobody will stage.
             self.spoiled(StagingError("the attempt ended before its snapshot was whole"))
         self._on_change(self)
         for listener in list(self._listeners.values()):
             listener(self)
 
     def listen(self, who: object, listener: Callable[[SaveJob], None]) -> None:
-        """Call `listener` at each change of phase from here on, in place of an earlier one of `who`."""
+        """Call `listener` at each change of phase from here on; replaces the earlier listener of `who`."""
         self._listeners[who] = listener
 
     def unlisten(self, who: object) -> None:
@@ -316,7 +312,7 @@ class SaveJob:
         )
 
     def status(self) -> SaveStatus:
-        """As people and machines see it."""
+        """The save as the status shows it."""
         return SaveStatus(
             tag=self.info.tag,
             attempt=str(self.info.attempt),
@@ -342,7 +338,7 @@ class SaveJob:
 
 
 def _chain(*errors: BaseException | None) -> Iterator[BaseException]:
-    """`errors` with what caused each."""
+    """`errors`, each with its causes."""
     for error in errors:
         while error is not None:
             yield error
@@ -354,7 +350,7 @@ def _known(seconds: PhaseSeconds) -> dict[str, float]:
 
 
 def ended_fields(save: SaveStatus) -> dict[str, object]:
-    """What the log tells machines of a save that has ended."""
+    """The JSON fields of the log record about a save that has ended."""
     return {
         "event": save.phase,
         "bytes": save.raw_done,
@@ -366,7 +362,7 @@ def ended_fields(save: SaveStatus) -> dict[str, object]:
 
 
 def ended_inline(save: SaveStatus) -> str:
-    """What the log tells people of a save that its trainer persisted itself."""
+    """The log message about an inline save that has ended."""
     took_s = (save.ended_at or save.began_at) - save.began_at
     why = save.inline.why if save.inline is not None else ""
     error = "" if save.error is None else f": {save.error.message}"
@@ -378,37 +374,19 @@ def ended_inline(save: SaveStatus) -> str:
 
 @dataclass(frozen=True, slots=True)
 class EndedSaveJob:
-    """What is remembered of a job that has ended."""
+    """The data that is kept about a save that has ended."""
 
     key: JobKey
-    info: AttemptInfo
-    times: Times
-    phase: Phase
-    error: ErrorReport | None
-    ranks: tuple[int, ...]
-    shown: SaveStatus
-    is_told: bool = False
-    """Whether this is only what a trainer said of a save that it persisted itself: no save is answered by it."""
-
-    @staticmethod
-    def of(job: SaveJob) -> EndedSaveJob:
-        info = replace(job.info, metrics=())  # which may be long, and nobody asks for them any more
-        shown = job.status()
-        return EndedSaveJob(job.key, info, job.times, job.phase, shown.error, job.ranks, shown)
-
-    @staticmethod
-    def elsewhere(key: JobKey, info: AttemptInfo, save: SaveStatus) -> EndedSaveJob:
-        """A save that its trainer persisted itself."""
-        times = Times(save.began_at, save.staged_at, save.persisting_at, save.voted_at, save.ended_at)
-        return EndedSaveJob(key, info, times, Phase(ABORTED_AS.get(save.phase, save.phase)), save.error, (), save, is_told=True)
-
-    def status(self) -> SaveStatus:
-        return self.shown
+    save: SaveStatus
+    phase: Phase | None = None
+    """The phase in which the job ended; None for an inline save, which its trainer only reported here."""
+    ranks: tuple[int, ...] = ()
+    """The ranks that the error names."""
 
 
 @dataclass(slots=True)
 class SaveJobs:
-    """All jobs of this daemon: those in flight, and the last ones that ended."""
+    """All jobs of this daemon: the saves in flight, and the last saves that ended."""
 
     _live: dict[JobKey, SaveJob] = field(default_factory=dict)
     _ended: OrderedDict[tuple[str, int, int], deque[EndedSaveJob]] = field(default_factory=OrderedDict)
@@ -418,8 +396,9 @@ class SaveJobs:
         return len(self._live)
 
     def check_room(self, root: str, rank: int, uid: int, config: ServeConfig) -> None:
-        """SidecarFullError where one save more of the rank, of its user or of all would be too many: those of earlier
-        connections count, so whoever connects again and again does not get more.
+        """SidecarFullError if the rank, its user or all users together have too many saves in flight.
+
+        Saves of earlier connections count, so a client gets no more by connecting again.
         """
         of_user = [job for job in self._live.values() if job.uid == uid]
         voted = [job.has_voted for job in of_user if (job.root, job.info.rank) == (root, rank)]
@@ -436,10 +415,10 @@ class SaveJobs:
 
     def _end(self, job: SaveJob) -> None:
         del self._live[job.key]
-        self.remember(EndedSaveJob.of(job))
+        self.remember(EndedSaveJob(job.key, job.status(), job.phase, job.ranks))
 
     def remember(self, ended: EndedSaveJob) -> None:
-        """Keep what is known of a save that has ended."""
+        """Keep the data of a save that has ended."""
         rank = _rank_of(ended.key)
         self._ended.setdefault(rank, deque(maxlen=ENDED_KEPT)).append(ended)
         self._ended.move_to_end(rank)
@@ -447,7 +426,7 @@ class SaveJobs:
             self._ended.popitem(last=False)
 
     def forget(self, root: str) -> None:
-        """Forget all that ended at `root`."""
+        """Forget all ended saves at `root`."""
         for key in [key for key in self._ended if key[0] == root]:
             del self._ended[key]
 
@@ -458,22 +437,18 @@ class SaveJobs:
         return self._live.get(key)
 
     def ended(self, key: JobKey) -> EndedSaveJob | None:
-        """What is remembered of the job, if it has ended."""
-        return next((job for job in reversed(self._ended.get(_rank_of(key), deque())) if job.key == key), None)
-
-    def ended_here(self, key: JobKey) -> EndedSaveJob | None:
-        """The same of a job that this daemon ran."""
-        jobs = reversed(self._ended.get(_rank_of(key), deque()))
-        return next((job for job in jobs if job.key == key and not job.is_told), None)
+        """The save, if it has ended and is still remembered; a job of this daemon rather than a reported inline save."""
+        found = [ended for ended in reversed(self._ended.get(_rank_of(key), ())) if ended.key == key]
+        return next((ended for ended in found if ended.phase is not None), found[0] if found else None)
 
     def at(self, root: str) -> list[SaveJob]:
         """The jobs in flight at a root, in the order in which they came."""
         return [job for job in self._live.values() if job.root == root]
 
     def ended_at(self, root: str) -> list[EndedSaveJob]:
-        """The last jobs that ended at a root, in the order in which they began."""
+        """The last saves that ended at a root, in the order in which they began."""
         ended = [job for (where, *_), jobs in self._ended.items() if where == root for job in jobs]
-        return sorted(ended, key=lambda job: job.times.began)
+        return sorted(ended, key=lambda job: job.save.began_at)
 
     def all(self) -> list[SaveJob]:
         return list(self._live.values())

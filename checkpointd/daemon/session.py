@@ -211,9 +211,8 @@ class RankSession:
                 case wire.Spoiled():
                     self._spoiled(message)
                 case wire.Inlined():
-                    self._hub.inlined(
-                        *inline_saves.told(self._joined(), self._nonce, self._peer.uid, message), held_s=message.held_s
-                    )
+                    key, save = inline_saves.told(self._joined(), self._nonce, self._peer.uid, message)
+                    self._hub.inlined(key, save, held_s=message.held_s)
                 case wire.Fetch():
                     await self._fetch(message)
                 case wire.Leave():
@@ -347,11 +346,11 @@ class RankSession:
         )
         state.tidier.keeps_before = message.keeps_before
         key = job_key(record.root, self._nonce, self._peer.uid, info)
-        ended = self._hub.jobs.ended_here(key)
+        ended = self._hub.jobs.ended(key)
         job = self._hub.jobs.live(key)
-        if job is None and ended is not None:
+        if job is None and ended is not None and ended.phase is not None:
             self._over.append(message.save)
-            self._post(wire.PhaseEntered(save=message.save, phase=str(ended.phase), error=ended.error, ranks=ended.ranks))
+            self._post(wire.PhaseEntered(save=message.save, phase=str(ended.phase), error=ended.save.error, ranks=ended.ranks))
             return
         unvoted = sum(not known.has_voted for known in self._saves.values())
         if unvoted >= self._hub.config.saves_max or len(self._saves) >= VOTED_MAX:

@@ -78,6 +78,7 @@ class RootMonitor:
             while True:
                 self._hub.memory.release_lingering()
                 self._hub.forget_old(time.time())
+                self._hub.said.say_left_out()
                 await self._watch(await self._all_roots())
                 await _either(self._found, self._care.busy_s if self._hub.jobs.all() else self._care.idle_s)
         finally:
@@ -106,6 +107,7 @@ class RootMonitor:
         look, in_doubt = await known.looker.look(store, await self._hub.roots.room(root))
         self._show(root, look)
         await inline_saves.find(self._hub, root, store, known.looker.fresh)
+        known.looker.fresh.clear()
         if self._hub.leaving:
             return
         busy = {job.info.prefix for job in self._hub.jobs.at(root)}

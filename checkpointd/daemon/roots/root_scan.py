@@ -26,7 +26,7 @@ class RootScanner:
     _decided: dict[str, AttemptView] = field(default_factory=dict)
     _history: RootHistory = field(default_factory=RootHistory)
     fresh: list[AttemptView] = field(default_factory=list)
-    """Of the last look, the attempts that had been decided since the one before."""
+    """Attempts seen decided for the first time, until the caller clears the list."""
 
     async def look(self, store: Store, room: SpaceSample | None = None) -> tuple[RootScan, list[AttemptView]]:
         """How the root stands, and its attempts in doubt. Raises StoreError where the storage fails.
@@ -34,8 +34,9 @@ class RootScanner:
         `room` is what its file system has free just now, where that is known.
         """
         attempts = await catalog.scan(store, self._decided)
-        self.fresh = [view for view in attempts if view.outcome is not None and view.prefix not in self._decided]
-        self._history.decided((view.prefix, view.outcome) for view in self.fresh if view.outcome is not None)
+        fresh = [view for view in attempts if view.outcome is not None and view.prefix not in self._decided]
+        self.fresh += fresh
+        self._history.decided((view.prefix, view.outcome) for view in fresh if view.outcome is not None)
         if room is not None:
             self._history.measured(room)
         self._decided.clear()

@@ -37,18 +37,18 @@ class SaveStatus(msgspec.Struct, frozen=True, kw_only=True):
     raw_total: int
     raw_done: int
     stored: int
-    speed_bps: float | None
-    eta_s: float | None
-    votes_missing: tuple[int, ...] | None
-    error: ErrorReport | None
+    speed_bps: float | None = None
+    eta_s: float | None = None
+    votes_missing: tuple[int, ...] | None = None
+    error: ErrorReport | None = None
     began_at: float
     """save() was called, or the daemon heard of it."""
-    staged_at: float | None
+    staged_at: float | None = None
     """The snapshot was whole."""
-    persisting_at: float | None
-    voted_at: float | None
+    persisting_at: float | None = None
+    voted_at: float | None = None
     """This rank's vote was durable."""
-    ended_at: float | None
+    ended_at: float | None = None
     advice: str = ""
     """What to do about `error`."""
     no_progress: bool = False

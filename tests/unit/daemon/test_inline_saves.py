@@ -14,8 +14,10 @@ from checkpointd.daemon.hub_status import standing
 from checkpointd.daemon.protocol import wire
 from checkpointd.daemon.roots.root_monitor import MonitorPace, RootMonitor
 from checkpointd.daemon.status.model import RootStatus
+from checkpointd.errors import UnreadableError
 from checkpointd.layout.manifest import ErrorReport, Inline
 from checkpointd.layout.save_timings import PhaseSeconds
+from checkpointd.pipeline.root import catalog
 from checkpointd.store.posix.store import PosixStore
 from checkpointd_client import Checkpointer
 from tests.builders import plan_save
@@ -150,6 +152,31 @@ async def test_the_store_tells_what_no_trainer_told(tmp_path: Path) -> None:
     assert hub.tallies[root].committed == 1
     [seen] = root_of(hub).recent
     assert (seen.rank, seen.tag, seen.inline, seen.seconds.disk is not None) == (1, "global_step1", LOST, True)
+
+
+async def test_a_save_is_counted_although_the_first_look_at_its_commit_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The look had read the outcome before it failed, so later looks took the commit for an old one."""
+    hub = Hub(ServeConfig(socket=str(tmp_path / "s"), roots=(str(tmp_path),)))
+    root = str(tmp_path / "job")
+    monitor = RootMonitor(hub, MonitorPace(patience_s=0.0))
+
+    async def fails(_: object) -> str | None:
+        raise UnreadableError("the file server does not answer")
+
+    try:
+        async with PosixStore(root) as store:
+            save = await plan_save(store, world_size=1, inline={0: LOST})
+            hub.begun(hub.rank(root, 0, world_size=1, pid=7), 1, "nonce")
+            await save.run_all()
+            with monkeypatch.context() as patch:
+                patch.setattr(catalog, "latest", fails)
+                await monitor.look(root)
+            await monitor.look(root)
+    finally:
+        await hub.roots.close()
+    assert hub.tallies[root].inline == {"refused": 0, "lost": 1}
 
 
 async def test_a_sidecar_without_room_shows_what_its_trainers_do_without_it(root: Path) -> None:

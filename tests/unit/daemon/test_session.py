@@ -387,8 +387,9 @@ async def test_a_client_that_dies_before_its_snapshot_is_whole(
     await until(lambda: len(daemon.hub.jobs) == 0)
     (ended,) = daemon.hub.jobs.ended_at(str(root))
     assert ended.phase is Phase.FAILED
-    assert "ended while its snapshot was being taken" in ended.error.message
-    assert f"process {child.pid}" in ended.error.message
+    assert ended.save.error is not None
+    assert "ended while its snapshot was being taken" in ended.save.error.message
+    assert f"process {child.pid}" in ended.save.error.message
     await until(lambda: daemon.hub.clients == 0)
     await end_of(child)
 

@@ -21,6 +21,7 @@ from checkpointd.config import LoadConfig, ServeConfig
 from checkpointd.daemon import served_roots as roots_module
 from checkpointd.daemon.hub import Hub, RootScan
 from checkpointd.daemon.hub_status import standing
+from checkpointd.daemon.process.logs import PERIOD_S, SAID_MAX, Rationed
 from checkpointd.daemon.roots import root_monitor as monitor_module
 from checkpointd.daemon.roots.in_doubt import InDoubtAttempts
 from checkpointd.daemon.roots.root_monitor import MonitorPace, RootMonitor
@@ -510,6 +511,19 @@ async def test_many_roots_that_are_not_looked_after_are_counted(hub: Hub) -> Non
     [words] = standing(hub).left_out
     assert words.isprintable()
     assert len(words) < 700
+
+
+async def test_log_3_left_out_messages_are_counted_although_nothing_else_is_logged(
+    hub: Hub, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = [0.0]
+    hub.said = Rationed(logging.getLogger("checkpointd"), lambda: now[0])
+    for _ in range(SAID_MAX + 3):
+        hub.said.warning("refused", 1, "refused")
+    now[0] = PERIOD_S
+    watching = asyncio.create_task(RootMonitor(hub, AT_ONCE).run())
+    await until(lambda: "3 more" in caplog.text)
+    await ended(watching)
 
 
 async def test_what_was_seen_of_a_root_that_was_removed_is_forgotten(hub: Hub, root: Path, store: Store) -> None:
