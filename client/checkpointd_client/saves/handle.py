@@ -189,10 +189,10 @@ class SaveHandle:
         return time.perf_counter() - self._began
 
     def advance(self, phase: Phase, error: CheckpointdError | None = None) -> None:
-        """Enter `phase`. Nothing follows a final one, and none leads back: whoever takes a save over begins anew, unseen."""
+        """Enter `phase`, unless the save has ended or has reached it. So a takeover, which begins again, never leads back."""
         now = self.elapsed()
         with self._change:
-            if self.done() or _is_behind(phase, self._phase):
+            if self.done() or (phase in ORDER and reached(self._phase, phase)):
                 return
             self._phase = phase
             self._error = error or self._error
@@ -216,10 +216,6 @@ class SaveHandle:
             self._future.set_result(self)
         else:
             self._future.set_exception(self._error)
-
-
-def _is_behind(phase: Phase, now: Phase) -> bool:
-    return phase in ORDER and now in ORDER and ORDER.index(phase) < ORDER.index(now)
 
 
 _UNTIL = get_args(Until)

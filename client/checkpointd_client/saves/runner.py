@@ -1,9 +1,9 @@
 """Drives one save from the snapshot to the outcome: in this process, or by the sidecar.
 
 Invariants
-  RUNNER-1  A runner's `run` returns when the job has ended; it never raises. The error belongs to the handle.
+  RUNNER-1  A runner's `run` returns when the job has ended. It never raises: the handle gets the error.
   RUNNER-2  The slot is released once, when nobody reads it any more.
-  RUNNER-3  A snapshot is persisted only while its slot is held: what is released holds another save's bytes soon.
+  RUNNER-3  A snapshot is persisted only while its slot is held: the next save overwrites a released slot.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from checkpointd.commit.machine import FINAL, ORDER, Phase, reached, shown
+from checkpointd.commit.machine import FINAL, Phase, shown
 from checkpointd.errors import CheckpointdError
 from checkpointd.pipeline.attempt import Attempt, WriterState
 from checkpointd.pipeline.meter import SaveMeter
@@ -27,12 +27,12 @@ from checkpointd_client.staging.arena import SlotHold
 log = logging.getLogger("checkpointd")
 
 RETURN_S = 1.0
-"""How long save(), which has nothing left to do, may take to return: a trainer that hangs holds up no save."""
+"""How long the writer waits for save() to return once the snapshot has ended: a trainer that hangs must not delay the save."""
 
 
 @dataclass(frozen=True, slots=True)
 class PendingSave:
-    """Who the save is, its handle, and the snapshot that will come. `lease` is None where there is none to come."""
+    """A save on its way to a runner: its names, its handle and its snapshot. `lease` is None if it has no slot."""
 
     info: AttemptInfo
     save: SaveRecord
@@ -40,36 +40,36 @@ class PendingSave:
     staged: Future[Shard]
     lease: SlotHold | None = None
     shard: Shard | None = None
-    """What `staged` will give."""
+    """The result of `staged`, known before the copy ends."""
     announced: threading.Event = field(default_factory=threading.Event)
-    """Set when a snapshot that gets whole from here on needs this process no more, or when that is not to be had."""
+    """Set when the sidecar knows of the snapshot, which then outlives this process, or when no sidecar takes it."""
     returned: Future[None] = field(default_factory=Future)
-    """Resolved when save() returns: once the snapshot has ended, too, the save holds training no more."""
+    """Resolved when save() returns. After that and the end of the snapshot, the save delays training no more."""
 
     async def snapshot(self) -> Shard:
-        """The snapshot, once it is whole; raises what spoiled it. Giving up on this leaves it to others."""
+        """Wait until the snapshot is whole, and return it; raises the error that spoiled it. Cancelling this harms nothing."""
         taken = asyncio.wrap_future(self.staged)
-        taken.add_done_callback(lambda future: future.cancelled() or future.exception())  # somebody else looks at it, then
+        taken.add_done_callback(lambda future: future.cancelled() or future.exception())  # also if this wait is cancelled
         return await asyncio.shield(taken)
 
     async def held_s(self) -> float:
-        """How long the save held training. Asked when the snapshot has ended, which may be a moment before save() returns."""
+        """How long the save delayed training. Call it when the snapshot has ended, which may be just before save() returns."""
         await asyncio.wait({asyncio.wrap_future(self.returned)}, timeout=RETURN_S)
         return self.save.handle.timings.held_s
 
     @property
     def has_snapshot(self) -> bool:
-        """Whether the snapshot is there, or still comes, or was spoiled; one whose slot was released is gone."""
+        """False if the slot was released, and the snapshot with it; True while it is taken, is whole, or was spoiled."""
         spoiled = self.staged.done() and self.staged.exception() is not None
         return spoiled or self.lease is None or self.lease.wanted
 
     def free(self) -> None:
-        """Nobody reads the slot for this job any more."""
+        """Release the slot: nobody reads it for this job any more."""
         if self.lease is not None:
             self.lease.release()
 
     async def free_when_copied(self) -> None:
-        """The same, once the copy into the slot is over, however it ended."""
+        """Release the slot when the copy into it has ended, well or not."""
         if self.lease is not None:
             self.lease.wanted = False
         try:
@@ -92,18 +92,13 @@ class Runner(Protocol):
 
 
 class Endings:
-    """What the end of a save does to the history, the log, and the newest tag that is known here."""
+    """Records the end of each save in the history, the log, and `latest`, the newest tag that this process knows."""
 
     def __init__(self, history: SaveHistory, latest: str | None) -> None:
         self.history, self.latest = history, latest
 
     def entered(self, job: PendingSave, phase: Phase, error: CheckpointdError | None) -> None:
-        """The save entered `phase`; a final one ends it. A second end does nothing.
-
-        A writer that takes over begins again; what the save has reached, it has reached.
-        """
-        if _is_behind(phase, job.save.handle.phase):
-            return
+        """The save entered `phase`; a final phase ends it. A second end does nothing."""
         job.save.handle.advance(phase, error)
         if phase not in FINAL or not self.history.end(job.save, phase):
             return
@@ -116,14 +111,10 @@ class Endings:
 
 
 async def _held_over(job: PendingSave) -> Shard:
-    """The snapshot, once it is also known how long the save held training, which the vote tells."""
+    """The snapshot, as soon as it is also known how long the save delayed training: the vote records that."""
     shard = await job.snapshot()
     await job.held_s()
     return shard
-
-
-def _is_behind(phase: Phase, now: str) -> bool:
-    return phase in ORDER and now in ORDER and reached(Phase(now), phase)
 
 
 class InlineRunner:
@@ -133,17 +124,17 @@ class InlineRunner:
         self._state, self._endings = state, endings
 
     async def run(self, job: PendingSave) -> None:
-        await self.take(job, job.info, left_s=job.left_s(self._state.commit.timeout_s))
+        await self.take(job, job.info)
 
-    async def take(self, job: PendingSave, info: AttemptInfo, *, left_s: float) -> None:
-        """Run the attempt as the writer that `info` names, with `left_s` until its deadline."""
+    async def take(self, job: PendingSave, info: AttemptInfo) -> None:
+        """Run the attempt as the writer that `info` names."""
         job.announced.set()
-        job.progress.begin(0)  # what the writer before had written is not this one's
+        job.progress.begin(0)  # the bytes of an earlier writer do not count for this one
         job.progress.told, job.progress.spent = None, SaveMeter(staging_s=job.save.handle.timings.staged_s)
         attempt = Attempt(
             self._state,
             info,
-            deadline=asyncio.get_running_loop().time() + left_s,
+            deadline=asyncio.get_running_loop().time() + job.left_s(self._state.commit.timeout_s),
             progress=job.progress,
             on_phase=lambda phase: self._endings.entered(job, phase, attempt.error),
             on_free=job.free,
@@ -158,14 +149,13 @@ class InlineRunner:
         finally:
             job.save.voting = None  # it holds the snapshot's memory
 
-    async def refuse(self, job: PendingSave, error: CheckpointdError, *, takeover: int, left_s: float) -> None:
+    async def refuse(self, job: PendingSave, error: CheckpointdError, *, takeover: int) -> None:
         """Vote no with `error`, unless another writer has voted, and end as the attempt ends."""
-        job.announced.set()
         refused: Future[Shard] = Future()
         refused.set_exception(error)
         info = replace(job.info, takeover=takeover, may_be_taken_over=True)
-        await asyncio.gather(self.take(replace(job, staged=refused, lease=None), info, left_s=left_s), job.free_when_copied())
+        await asyncio.gather(self.take(replace(job, staged=refused, lease=None), info), job.free_when_copied())
 
     async def close(self, *, ends_well: bool) -> None:
-        """Give up what is not read back yet."""
+        """Stop reading back."""
         await self._state.reader.close()

@@ -1,9 +1,9 @@
-"""The sidecar's connection, made again when it is lost, and the fate of the saves meanwhile.
+"""Keeps a connection to the sidecar, and handles the saves in flight when the connection is lost.
 
 Invariants
-  SIDECAR-1  A save that the client still holds is never lost with the sidecar: it is taken over here, or handed over again, as
-      `on_sidecar_loss` says, always as the next writer of the same attempt.
-  SIDECAR-2  Nothing here holds training: all of it runs on the writer's loop.
+  SIDECAR-1  The loss of the sidecar never loses a save whose snapshot this process still holds. As `on_sidecar_loss` says, this
+      process takes the save over, hands it over again, or votes no. A takeover is always the next writer of the same attempt.
+  SIDECAR-2  Nothing here delays training: all of it runs on the writer's loop.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import re
 import time
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final, Literal
 
 import msgspec
@@ -48,119 +48,111 @@ UNTOLD_MAX = 64
 WHY_MAX = 500
 _PAUSE_S_MIN, _PAUSE_S_MAX = 0.05, 2.0
 _REJOIN_S_MIN, _REJOIN_S_MAX = 2.0, 30.0
-"""How often a connection that was lost is made again where no save asks for it."""
+"""The pause between two tries to connect again while no save needs the daemon."""
 _REFUSED_S = 2 * _REJOIN_S_MAX
-"""How long saves do not ask a daemon that refused the epoch: proving that takes seconds, and it is asked beside them."""
+"""How long saves avoid a daemon that refused the epoch. The refusal takes the daemon seconds; `_rejoin` tries meanwhile."""
 _LAST_WORD_S = 5.0
-"""How long before a save's deadline a rank that waits for its sidecar says why it has none, so that all ranks hear more than
-that its vote is missing; at most a tenth of the whole time.
+"""A rank that waits for its sidecar votes no this long before the save's deadline, or a tenth of the commit time-out before it
+if that is less. The vote tells the other ranks why the shard is missing.
 """
 
 
-@dataclass(frozen=True, slots=True)
-class _Epoch:
-    number: int
-    nonce: str
-    persist: PersistConfig
-    commit: CommitConfig
-
-
 class SidecarClient:
-    """The way to the daemon at `path` for one rank. All coroutines run on the writer's loop."""
+    """One rank's connection to the daemon at `path`. All coroutines run on the writer's loop."""
 
     def __init__(self, path: str, store: Store, ranks: Ranks, on_loss: OnSidecarLoss, sidecar_uid: int | None = None) -> None:
         self.path, self.on_loss, self._uid = path, on_loss, sidecar_uid
         self._store, self._root, self._ranks = store, os.path.realpath(store.url), ranks
         self._is_of_root: dict[tuple[int, str], bool] = {}
-        """Of the epochs whose attempts the daemon works at, by number and nonce."""
-        self._epoch: _Epoch | None = None
+        """Whether an epoch (number and nonce) of the daemon's attempts belongs to this root."""
+        self._begin: wire.Begin | None = None
         self._link: Link | None = None
-        self._opening: asyncio.Lock | None = None
+        self._opening = asyncio.Lock()
         self._silence: tuple[float, SidecarError] | None = None
-        """Until when no save asks the daemon, which did not answer or refused the epoch, and its error."""
+        """The time until which saves do not ask the daemon, and the error of the last try: no answer, or a refused epoch."""
         self._untold: deque[tuple[float, wire.Inlined]] = deque(maxlen=UNTOLD_MAX)
-        """Since when it is known, and what was not told yet. What does not fit the daemon finds in the store."""
+        """Inline saves that the daemon was not told of yet, each with the time of its end. It finds older ones in the store."""
         self._rejoining: asyncio.Task[None] | None = None
         self._lost_as = ""
-        """The cause of its loss that was said, until it is back."""
+        """The cause of the loss that was logged last; empty while the daemon is there."""
         self._closed = False
+
+    @property
+    def _open_link(self) -> Link | None:
+        link = self._link
+        return None if link is None or link.error is not None else link
 
     @property
     def connected(self) -> bool:
         """Whether there is a connection now; any thread may ask."""
-        return self._link is not None and self._link.error is None
+        return self._open_link is not None
 
     def say_lost(self, error: CheckpointdError) -> None:
-        """Warn that the daemon takes nothing now: once for a cause, however many saves and numbers it has."""
+        """Warn that the daemon takes nothing now, once per cause: errors that differ only in numbers have the same cause."""
         cause = _NUMBER.sub("", str(error))
         if cause != self._lost_as:
             self._lost_as = cause
             log.warning("%s; %s meanwhile", error, _MEANWHILE[self.on_loss])
 
     def forget_loss(self) -> None:
-        """It is back: the next loss is said anew."""
+        """The daemon is back: the next loss is logged again."""
         self._lost_as = ""
 
     async def link(self) -> Link:
-        """The connection, made if there is none. SidecarError where it cannot be made now.
+        """The connection; connects if there is none. Raises SidecarError if that fails.
 
-        A daemon that does not answer, or refuses the epoch, is not asked by each save anew, for that would hold each as long.
+        After a daemon did not answer, or refused the epoch, this fails at once for a while: otherwise each save would wait.
         """
         if not self.connected:
             self._check_silence(SidecarError)
         return await self._connection()
 
     def _check_silence(self, kind: type[SidecarError]) -> None:
-        """Raise the error of the last try, one of `kind`, where it is too soon for another."""
+        """Raise the error of the last try again if it is of `kind` and too recent for another try."""
         if self._silence is not None and asyncio.get_running_loop().time() < self._silence[0]:
             error = self._silence[1]
             if isinstance(error, kind):
                 raise type(error)(str(error))
 
     async def _connection(self) -> Link:
-        if self._opening is None:
-            self._opening = asyncio.Lock()
         async with self._opening:
-            if self._link is not None and self._link.error is None:
-                return self._link
+            if self._open_link is not None:
+                return self._open_link
             if self._closed:
                 raise LinkLost("the checkpointer is closed")
             self._check_silence(NoAnswer)
             try:
                 link = await Link.open(self.path, self._uid)
             except NoAnswer as error:
-                self._spare(error, links.ANSWER_S)
+                self._spare(error)
                 raise
-            self._link = await self._joined(link)
-            self._silence = None
+            await self._join(link)
+            self._link, self._silence = link, None
             self.forget_loss()
-            return self._link
+            return link
 
-    def _spare(self, error: SidecarError, seconds: float) -> None:
+    def _spare(self, error: SidecarError) -> None:
+        """Ask the daemon no more for a while, because of `error`."""
+        seconds = links.ANSWER_S if isinstance(error, NoAnswer) else _REFUSED_S
         self._silence = (asyncio.get_running_loop().time() + seconds, error)
 
-    async def _begin_on(self, link: Link, epoch: _Epoch) -> None:
+    async def _begin_on(self, link: Link, begin: wire.Begin) -> None:
         try:
-            await link.begin(epoch.number, epoch.nonce, epoch.persist, epoch.commit)
-        except NoAnswer as error:
-            self._spare(error, links.ANSWER_S)
-            raise
-        except LinkLost:
-            raise
+            await link.begin(begin)
         except SidecarError as error:
-            self._spare(error, _REFUSED_S)
+            if isinstance(error, NoAnswer) or not isinstance(error, LinkLost):
+                self._spare(error)
             raise
 
-    async def _joined(self, link: Link) -> Link:
+    async def _join(self, link: Link) -> None:
         try:
             await link.join(self._root, self._ranks)
-            if self._epoch is not None:
-                await self._begin_on(link, self._epoch)
+            if self._begin is not None:
+                await self._begin_on(link, self._begin)
                 self._tell_untold(link)
         except BaseException:
             link.lose("the sidecar refused this rank")
             raise
-        return link
 
     def _tell_untold(self, link: Link) -> None:
         now = asyncio.get_running_loop().time()
@@ -170,10 +162,10 @@ class SidecarClient:
             link.tell_inline(msgspec.structs.replace(message, **aged))
 
     async def start(self, patience_s: float) -> wire.Joined | None:
-        """Before the epoch begins: what the daemon holds and works at. None where it is out of reach and that may be.
+        """Connect before the epoch begins; returns the daemon's snapshots and attempts.
 
-        With "wait", `patience_s` is how long it is waited for; with "raise" and "wait", LinkLost where it is not there.
-        Raises SidecarError where it is there and refuses this rank, whatever `on_sidecar_loss` says.
+        If the daemon is out of reach: "inline" returns None, "raise" raises LinkLost, and "wait" tries again for `patience_s`
+        before it raises LinkLost. A daemon that refuses this rank always raises SidecarError.
         """
         until, pause_s = asyncio.get_running_loop().time() + patience_s, _PAUSE_S_MIN
         while True:
@@ -189,25 +181,36 @@ class SidecarClient:
             pause_s = min(2 * pause_s, _PAUSE_S_MAX)
 
     async def begin(self, number: int, nonce: str, persist: PersistConfig, commit: CommitConfig) -> None:
-        """Tell the daemon, now or when it is there, which epoch the saves belong to.
+        """Tell the daemon, now or when it is back, which epoch the saves belong to and how to persist them.
 
-        With "inline", one that refuses or does not answer counts as lost. Otherwise SidecarError where it refuses, and with
-        "raise" also where it does not answer.
+        If the daemon refuses, "raise" and "wait" raise SidecarError. If it does not answer, only "raise" does. In all other
+        cases the daemon counts as lost for now.
         """
-        self._epoch = _Epoch(number, nonce, persist, commit)
+        self._begin = wire.Begin(
+            epoch=number,
+            nonce=nonce,
+            compression=persist.compression,
+            chunk_bytes=persist.chunk_bytes,
+            budget_bytes=persist.budget_bytes,
+            commit_timeout_s=commit.timeout_s,
+            dedup=persist.dedup,
+            on_no_progress=commit.on_no_progress,
+            read_back=commit.read_back,
+            retention=wire.Rules.of(commit.retention),
+        )
         self._rejoining = asyncio.create_task(self._rejoin())
-        if self._link is not None and self._link.error is None:
+        if self._open_link is not None:
             try:
-                await self._begin_on(self._link, self._epoch)
+                await self._begin_on(self._open_link, self._begin)
             except SidecarError as error:
                 if self.on_loss == "raise" or (self.on_loss == "wait" and not isinstance(error, LinkLost)):
                     raise
                 self.say_lost(error)
 
     async def _rejoin(self) -> None:
-        """Connect again where the connection was lost: a daemon that was started anew knows of no trainer before it joins.
+        """Connect again after a loss, even between saves: a restarted daemon knows no trainer before it joins.
 
-        In silence: a save that needs the daemon says why it is not there.
+        Failures are not logged here: a save that needs the daemon logs them.
         """
         pause_s = _REJOIN_S_MIN
         while True:
@@ -218,23 +221,24 @@ class SidecarClient:
             except (SidecarError, WireError):
                 pause_s = min(2 * pause_s, _REJOIN_S_MAX)
 
-    async def held(self) -> tuple[wire.RetainedSnapshot, ...]:
-        """The snapshots that the daemon holds for this rank; none where it is out of reach."""
+    async def _look(self) -> wire.Joined:
+        """The daemon's snapshots and attempts; nothing if it is out of reach."""
         try:
-            return (await (await self.link()).look()).held
+            return await (await self.link()).look()
         except (SidecarError, WireError) as error:
             self.say_lost(error)
-            return ()
+            return wire.Joined(held=(), in_flight=())
+
+    async def held(self) -> tuple[wire.RetainedSnapshot, ...]:
+        """The snapshots that the daemon retains for this rank; none if it is out of reach."""
+        return (await self._look()).held
 
     async def in_flight(self) -> tuple[wire.InFlight, ...]:
-        """The attempts at this root that the daemon works at; none where it is out of reach."""
-        try:
-            return await self.at_root(await (await self.link()).look())
-        except (SidecarError, WireError):
-            return ()
+        """The attempts at this root that the daemon works at; none if it is out of reach."""
+        return await self.at_root(await self._look())
 
     async def at_root(self, joined: wire.Joined) -> tuple[wire.InFlight, ...]:
-        """What is in flight, but for attempts of a root that was removed, and in whose place this one was made."""
+        """The attempts in flight at this root. Attempts of a removed root that lay at the same path are left out."""
         flights = []
         for flight in joined.in_flight:
             attempt = AttemptId.parse(flight.attempt)
@@ -248,33 +252,31 @@ class SidecarClient:
         return tuple(flights)
 
     async def beside(self, held: wire.RetainedSnapshot) -> tuple[wire.RetainedSnapshot, ...]:
-        """The snapshots of other ranks, of the attempt of `held`, that this daemon holds; none where it is out of reach."""
-        try:
-            others = (await (await self.link()).look()).beside
-        except (SidecarError, WireError) as error:
-            self.say_lost(error)
-            return ()
+        """The snapshots that this daemon retains of the same attempt for other ranks; none if it is out of reach."""
+        others = (await self._look()).beside
         same = (held.tag, held.attempt, held.nonce, held.world_size)
         return tuple(o for o in others if (o.tag, o.attempt, o.nonce, o.world_size) == same and o.rank is not None)
 
     async def fetch(self, held: wire.RetainedSnapshot) -> tuple[wire.Snapshot, int]:
-        """A held snapshot and the descriptor of its memory. SidecarError where it cannot be had."""
+        """A retained snapshot and the descriptor of its memory. SidecarError if the daemon does not give it."""
         return await (await self.link()).fetch(held)
 
     def drop_slot(self, number: int) -> None:
-        """On the loop: a slot was replaced."""
+        """Tell the daemon that the arena has replaced a slot. Runs on the loop."""
         if self._link is not None:
             self._link.drop_slot(number)
 
     def tell_inline(self, message: wire.Inlined) -> None:
-        """Tell the daemon, now or when it is there, of a save that this process persisted itself."""
-        if self._link is not None and self._link.error is None:
-            self._link.tell_inline(message)
+        """Tell the daemon, now or when it is back, of a save that this process persisted itself."""
+        if self._open_link is not None:
+            self._open_link.tell_inline(message)
         else:
             self._untold.append((asyncio.get_running_loop().time(), message))
 
     async def close(self, *, ends_well: bool) -> None:
-        """Hang up. A trainer that `ends_well` has its snapshot let go; otherwise the sidecar holds it for the next one."""
+        """Close the connection. If the trainer `ends_well`, the sidecar drops its snapshot; otherwise it keeps it for the next
+        start.
+        """
         self._closed = True
         if self._rejoining is not None:
             self._rejoining.cancel()
@@ -307,8 +309,14 @@ def _inlined(job: PendingSave, why: Inline, held_s: float) -> wire.Inlined:
     )
 
 
+def _defect(job: PendingSave, error: Exception) -> SidecarError:
+    """Log `error`, which only a defect of ours can raise, with its traceback; the error for the handle."""
+    log.exception("%s: handing it to the sidecar failed in an unforeseen way; please report it", job.info.prefix)
+    return SidecarError(f"the sidecar's client failed: {error!r}; please report it")
+
+
 class SidecarRunner:
-    """Hands jobs to the sidecar, and takes them back where it is lost."""
+    """Hands jobs to the sidecar, and takes them back if it is lost."""
 
     def __init__(self, sidecar: SidecarClient, inline: InlineRunner, endings: Endings, state: WriterState) -> None:
         self._sidecar, self._inline, self._endings, self._state = sidecar, inline, endings, state
@@ -317,10 +325,7 @@ class SidecarRunner:
         try:
             await self._run(job)
         except Exception as error:  # a defect of ours must not hang the trainer that waits for the handle
-            log.exception("%s: handing it to the sidecar failed in an unforeseen way; please report it", job.info.prefix)
-            self._endings.entered(
-                job, Phase.FAILED, CheckpointdError(f"the sidecar's client failed: {error!r}; please report it")
-            )
+            self._endings.entered(job, Phase.FAILED, _defect(job, error))
 
     async def _run(self, job: PendingSave) -> None:
         takeover, pause_s = 0, _PAUSE_S_MIN
@@ -336,7 +341,7 @@ class SidecarRunner:
                 if failed is None:
                     self._sidecar.forget_loss()
                     return
-                lost, takeover = failed, takeover + 1  # whatever that writer wrote bears its number
+                lost, takeover = failed, takeover + 1  # the objects of that writer have its number
             job.announced.set()  # save() need not wait for a sidecar that is not there
             self._sidecar.say_lost(lost)
             if await self._without(job, lost, takeover):
@@ -345,7 +350,7 @@ class SidecarRunner:
             pause_s = min(2 * pause_s, _PAUSE_S_MAX)
 
     async def _handed_over(self, job: PendingSave, link: Link, takeover: int) -> CheckpointdError | None:
-        """Let the daemon run `job`; None once it has ended there, else why it did not."""
+        """Let the daemon run `job`. Returns None when the job has ended there, else the error that prevented it."""
         try:
             await link.persist(
                 job,
@@ -356,30 +361,27 @@ class SidecarRunner:
             )
         except (SidecarError, WireError) as error:
             return error
-        except Exception as error:  # a defect of ours: the daemon may be told nonsense on this link, and is told no more
-            log.exception("%s: handing it to the sidecar failed in an unforeseen way; please report it", job.info.prefix)
-            link.lose(f"the sidecar's client failed: {error!r}")
-            return SidecarError(f"the sidecar's client failed: {error!r}; please report it")
+        except Exception as error:  # a defect of ours: half a save may have been sent, so nothing more is sent on this link
+            defect = _defect(job, error)
+            link.lose(str(defect))
+            return defect
         return None
 
     async def _without(self, job: PendingSave, error: CheckpointdError, takeover: int) -> bool:
-        """What `on_sidecar_loss` says; True where the job has ended with it."""
-        left_s = self._left_s(job)
+        """Do what `on_sidecar_loss` says; True if the job has ended."""
         if not job.has_snapshot:
+            # The vote of the sidecar, if it is there, counts more than this one.
             told = SidecarError(f"{job.info.tag}: the sidecar had given its memory back before it was lost: {error}")
-            await self._inline.refuse(job, told, takeover=takeover, left_s=left_s)  # where its vote stands, that counts
-            return True
-        if self._sidecar.on_loss == "inline":
+        elif self._sidecar.on_loss == "inline":
             why = Inline(reason=_reason(error), why=str(error)[:WHY_MAX])
-            await self._inline.take(
-                job, replace(job.info, takeover=takeover, may_be_taken_over=True, inline=why), left_s=left_s
-            )
+            await self._inline.take(job, replace(job.info, takeover=takeover, may_be_taken_over=True, inline=why))
             self._sidecar.tell_inline(_inlined(job, why, await job.held_s()))
             return True
-        if self._sidecar.on_loss == "wait" and self._left_to_wait_s(job) > 0:
+        elif self._sidecar.on_loss == "wait" and self._left_to_wait_s(job) > 0:
             return False
-        told = SidecarError(f"{job.info.tag} was not persisted: {error}")
-        await self._inline.refuse(job, told, takeover=takeover, left_s=left_s)
+        else:
+            told = SidecarError(f"{job.info.tag} was not persisted: {error}")
+        await self._inline.refuse(job, told, takeover=takeover)
         return True
 
     def _entered(self, job: PendingSave, phase: Phase, error: CheckpointdError | None) -> None:

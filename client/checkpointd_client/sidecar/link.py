@@ -1,12 +1,11 @@
-"""One connection to the sidecar: the handshake, its saves, and the daemon's messages. Runs on the writer's loop.
+"""One connection to the sidecar: the handshake, the saves, and the daemon's messages. Runs on the writer's loop.
 
 Invariants
-  LINK-1  Every save that was begun on a link ends with the daemon's word or with LinkLost, never without either.
-  LINK-2  A slot that the daemon may read is not given back to the arena before the daemon says that it is free, or the link is
-      lost; then it is marked lost, and never used again.
-  LINK-3  A save that ends with an error leaves nothing behind here: its slot is the caller's again, whatever the daemon says
-      later.
-  LINK-4  A descriptor that comes is an answer's, or closed.
+  LINK-1  Every save on a link ends with the daemon's final phase or with LinkLost.
+  LINK-2  A slot that the daemon may read returns to the arena only after the daemon has freed it, or after the link was lost.
+      After a loss the slot is marked lost, and the arena never uses it again.
+  LINK-3  If `persist` raises, the link has forgotten the save and its slot. Later messages of the daemon change neither.
+  LINK-4  A descriptor that arrives belongs to an answer, or is closed.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from typing import Any, TypeVar
 from checkpointd import __version__
 from checkpointd.commands import MAY_NOT_OPEN, start_sidecar
 from checkpointd.commit.machine import FINAL, Phase
-from checkpointd.config import CommitConfig, PersistConfig, Ranks
+from checkpointd.config import Ranks
 from checkpointd.daemon.memory.layouts import wire_tensors
 from checkpointd.daemon.protocol import wire
 from checkpointd.daemon.protocol.channel import Channel, Received, connect
@@ -33,7 +32,20 @@ from checkpointd.errors import CheckpointdError, SidecarError, SidecarFullError,
 from checkpointd.layout.manifest import ErrorReport
 from checkpointd.pipeline.shard import Shard, ShardProgress, ShardTensor
 from checkpointd_client.saves.runner import PendingSave
-from checkpointd_client.staging.arena import Slot
+
+log = logging.getLogger("checkpointd")
+T = TypeVar("T")
+OnPhase = Callable[[Phase, CheckpointdError | None], None]
+
+ANSWER_S = 10.0
+"""How long the daemon may take to answer a question, or a ping while saves are in flight."""
+GOODBYE_S = 2.0
+"""How long the daemon may take to answer when this trainer leaves."""
+_LOOKS = 5
+"""How often, within ANSWER_S, the link checks whether the daemon has sent anything."""
+_LAYOUTS_KNOWN = 4
+_ERROR_MAX = 8000
+"""The most characters of an error that the daemon is sent."""
 
 
 class LinkLost(SidecarError):
@@ -41,33 +53,29 @@ class LinkLost(SidecarError):
 
 
 class SidecarRefusal(LinkLost):
-    """The sidecar is there, and will not take a save, or not its snapshot."""
+    """The sidecar is there, but does not take a save or its snapshot."""
 
 
 class NoAnswer(LinkLost):
-    """Somebody holds the socket, and says nothing: asking costs the whole patience each time."""
+    """A process holds the socket and does not answer: each try costs the whole time-out."""
 
 
 class PendingQuestion:
-    """A question to the daemon. One that `closes_handing` follows what is answered only where it is refused."""
+    """A question to the daemon. With `closes_handing`, it follows messages that the daemon answers only if it refuses them."""
 
     def __init__(self, kind: type, *, closes_handing: bool = False) -> None:
         self.kind, self.closes_handing = kind, closes_handing
         self.answer: asyncio.Future[Received] = asyncio.get_running_loop().create_future()
 
-    def refuse(self, error: CheckpointdError) -> None:
-        if not self.answer.done():
-            self.answer.set_exception(error)
-            self.answer.exception()  # whoever asked hears it; they may have given up
-
 
 class Track:
-    """One save on a link: what the daemon said of it so far."""
+    """The state of one save on a link, as the daemon's messages tell it."""
 
-    def __init__(self, job: PendingSave, on_phase: Callable[[Phase, CheckpointdError | None], None]) -> None:
+    def __init__(self, job: PendingSave, on_phase: OnPhase) -> None:
         self.job = job
         self.votes_missing: tuple[int, ...] | None = None
         self.known = False
+        """Whether the daemon has taken the save."""
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._on_phase = on_phase
 
@@ -93,44 +101,26 @@ class Track:
         progress.no_progress = message.no_progress
         self.votes_missing = message.votes_missing
 
-    def lost(self, error: LinkLost) -> None:
-        if not self.ended.done():
-            self.ended.set_exception(error)
-            self.ended.exception()  # whoever waits hears it; nobody may
-
-
-log = logging.getLogger("checkpointd")
-T = TypeVar("T")
-OnPhase = Callable[[Phase, CheckpointdError | None], None]
-
-ANSWER_S = 10.0
-"""How long the daemon may take to answer, or to show that it is there at all while saves are in flight."""
-GOODBYE_S = 2.0
-"""How long the daemon may take to hear that this trainer leaves."""
-_LOOKS = 5
-"""How often it is looked, within ANSWER_S, whether the daemon said anything."""
-_LAYOUTS_KNOWN = 4
-_ERROR_MAX = 8000
-"""Characters of an error that the daemon is told."""
-
 
 class Link:
-    """See the module."""
+    """A connection to the sidecar; `open` makes it. `error` is set when it is lost."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._numbers = itertools.count()
         self._saves: dict[int, Track] = {}
-        self._slots: dict[int, Slot] = {}
+        self._slots: set[int] = set()
+        """The slots that the daemon has."""
         self._read: dict[int, PendingSave] = {}
-        """Slots that the daemon was told to read, and has not freed."""
+        """By slot, the jobs whose slots the daemon was told to read and has not freed."""
         self._layouts: deque[tuple[int, tuple[ShardTensor, ...]]] = deque(maxlen=_LAYOUTS_KNOWN)
+        """The layouts that the daemon knows; the one that was used last is the last."""
         self._layout_numbers = itertools.count()
         self._answers: deque[PendingQuestion] = deque()
         self._snapshot: list[Received] = []
-        """The parts of the snapshot that is being given back."""
+        """The parts that have come of a snapshot that was asked for."""
         self._silent = 0
-        """Looks since the daemon last said anything."""
+        """The number of looks since the daemon last sent anything."""
         self._handing = asyncio.Lock()
         self._asking = asyncio.Lock()
         self._beside: set[asyncio.Task[None]] = set()
@@ -142,7 +132,7 @@ class Link:
 
     @staticmethod
     async def open(path: str, sidecar_uid: int | None = None) -> Link:
-        """Connect and shake hands. SidecarError saying why not; LinkLost where nobody answers who may have the snapshots."""
+        """Connect and shake hands. Raises LinkLost if no process answers that may have the snapshots, else SidecarError."""
         try:
             channel = await connect(path, sidecar_uid)
         except SidecarError as error:
@@ -164,7 +154,7 @@ class Link:
     async def _greet(self, path: str) -> None:
         try:
             async with asyncio.timeout(ANSWER_S):
-                with contextlib.suppress(ConnectionError):  # turned away before it could say a word: the reason is there
+                with contextlib.suppress(ConnectionError):  # a daemon that refused at once has sent its reason before it closed
                     await self._channel.send(wire.Hello(protocols=wire.PROTOCOLS, release=__version__, role="rank"))
                 received = await self._channel.receive()
         except TimeoutError as error:
@@ -172,7 +162,7 @@ class Link:
         except OSError as error:
             raise LinkLost(f"the sidecar at {path} does not answer: {error}") from error
         except WireError as error:
-            raise SidecarError(f"what listens at {path} is no sidecar: {error}") from error
+            raise SidecarError(f"the process that listens at {path} is not a sidecar: {error}") from error
         if received is None:
             raise LinkLost(f"the sidecar at {path} closed the connection at once")
         _close(received.descriptor)
@@ -181,11 +171,12 @@ class Link:
             kind = SidecarRefusal if message.error.code == SidecarFullError.__name__ else SidecarError
             raise kind(f"the sidecar at {path} refused: {message.error.message}")
         if not isinstance(message, wire.Welcome):
-            raise SidecarError(f"what listens at {path} is no sidecar: it answered with a {type(message).__name__}")
+            name = type(message).__name__
+            raise SidecarError(f"the process that listens at {path} is not a sidecar: it answered with a {name}")
         self._channel.allow_frames(message.frame_bytes_max)
 
     def lose(self, why: str, kind: type[LinkLost] = LinkLost) -> None:
-        """The connection is over: every save on it hears so, and the slots that the daemon may read are given up (LINK-2)."""
+        """End the connection: every save on it ends with LinkLost, and the slots that the daemon may read are lost (LINK-2)."""
         if self.error is not None:
             return
         self.error = kind(why)
@@ -197,11 +188,11 @@ class Link:
             if task is not asyncio.current_task():
                 task.cancel()
         for track in self._saves.values():
-            track.lost(self.error)
-        # Not those that ended just before: nobody will come for their slots.
+            _fail(track.ended, self.error)
+        # The caller releases the slots of these saves. It does not for a save that had ended before.
         working = {id(track.job) for track in self._saves.values() if track.ended.exception() is not None}
         for asked in self._answers:
-            asked.refuse(self.error)
+            _fail(asked.answer, self.error)
         for job in self._read.values():
             _mark_lost(job)
             if id(job) not in working:
@@ -209,15 +200,13 @@ class Link:
         self._read.clear()
 
     async def close(self, *, ends_well: bool) -> None:
-        """Say so where this trainer `ends_well`, and hang up."""
+        """Close the connection; tell the daemon first if this trainer `ends_well`."""
         if self.error is None:
-            try:
+            with contextlib.suppress(SidecarError, TimeoutError):
                 async with asyncio.timeout(GOODBYE_S):
                     if ends_well:
                         await self._send(wire.Leave())
-                    await self._ask(wire.Look(), wire.Joined)  # heard, that is: nothing is lost in the buffer
-            except (SidecarError, TimeoutError):
-                pass
+                    await self.look()  # the answer shows that the daemon has read everything
             self.lose("this trainer has closed the connection")
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
@@ -229,14 +218,14 @@ class Link:
                 self._hear(received)
         except (OSError, CheckpointdError) as error:
             why = f"the connection to the sidecar broke: {error}"
-        except Exception as error:  # a phase that a newer daemon has, say: whoever waits must hear of it
-            why = f"what the sidecar said cannot be understood: {error!r}"
+        except Exception as error:  # such as an unknown phase of a newer daemon: every waiting save must end
+            why = f"the sidecar sent a message that this process does not understand: {error!r}"
         self.lose(why)
 
     async def _watch(self) -> None:
-        """While anything is waited for, see to it that the daemon answers; one that hangs is as lost as one that died.
+        """While a save or a question is open, check that the daemon answers: one that hangs is lost, like one that died.
 
-        Looks are counted, not seconds: where this process was stopped for a while, the daemon's answers are there, unread.
+        This counts looks, not seconds: after this process was stopped for a while, the daemon's answers are there, unread.
         """
         while True:
             await asyncio.sleep(ANSWER_S / _LOOKS)
@@ -256,13 +245,11 @@ class Link:
         return task
 
     async def _tell(self, message: wire.Message) -> None:
-        """Send what needs no answer; a link that is lost needs it no more."""
-        try:
+        """Send a message that needs no answer, unless the link is lost."""
+        with contextlib.suppress(LinkLost):
             await self._send(message)
-        except LinkLost:
-            return
 
-    # --- what comes ----------------------------------------------------------------------------------------------
+    # --- messages of the daemon ----------------------------------------------------------------------------------
 
     def _hear(self, received: Received) -> None:
         message = received.message
@@ -299,7 +286,7 @@ class Link:
         self._answered(Received(whole, parts[0].descriptor))
 
     def _freed(self, job: PendingSave | None) -> None:
-        """The daemon reads the slot of `job` no more; the stager may still write to it."""
+        """Release the slot of `job`, which the daemon does not read any more. The stager may still write to it."""
         if job is None:
             return
         if job.staged.done():
@@ -313,7 +300,7 @@ class Link:
             raise SidecarError(f"the sidecar sent a {type(received.message).__name__} that nobody asked for")
         answer = self._answers.popleft().answer
         if answer.done():
-            _close(received.descriptor)  # whoever asked has given up, or was refused what went before
+            _close(received.descriptor)  # the caller has given up, or the messages before the question were refused
         else:
             answer.set_result(received)
 
@@ -321,33 +308,32 @@ class Link:
         error = SidecarError(f"the sidecar refused: {message.error.message}")
         if message.save is not None:
             self._save_refused(self._saves.get(message.save), SidecarRefusal(str(error)))
-            return
-        if self._answers:
+        elif self._answers:
             asked = self._answers[0]
-            if not asked.closes_handing:  # else what came before it is refused, and its own answer still comes
+            if not asked.closes_handing:  # else a message before the question was refused, and the answer still comes
                 self._answers.popleft()
-            asked.refuse(error)
-            return
-        self.lose(str(error))
+            _fail(asked.answer, error)
+        else:
+            self.lose(str(error))
 
     def _save_refused(self, track: Track | None, error: LinkLost) -> None:
-        """The daemon will not take a save, or not its snapshot. Each message about one that it did not take is refused."""
+        """The daemon refuses a save, or only its snapshot. After it refused a save, it refuses each message about it."""
         if track is None:
             return
         if not track.known:
-            track.lost(error)
+            _fail(track.ended, error)
         elif self._take_back(track.job):
-            self._freed(track.job)  # it votes no, and never reads what it refused
+            self._freed(track.job)  # the daemon votes no, and never reads a refused snapshot
 
     def _take_back(self, job: PendingSave) -> bool:
-        """Forget that the daemon was told to read the slot of `job`, which is not used again; False where it was not told."""
+        """Mark the slot of `job` lost if the daemon was told to read it; False if it was not."""
         if job.lease is None or self._read.get(job.lease.slot.number) is not job:
             return False
         del self._read[job.lease.slot.number]
         _mark_lost(job)
         return True
 
-    # --- asking --------------------------------------------------------------------------------------------------
+    # --- questions to the daemon ---------------------------------------------------------------------------------
 
     async def _send(self, message: wire.Message, descriptor: int | None = None) -> None:
         if self.error is not None:
@@ -360,7 +346,7 @@ class Link:
             raise self.error from error
 
     async def _ask(self, message: wire.Message, kind: type[T]) -> tuple[T, int | None]:
-        """Send `message`; the answer of type `kind` and the descriptor that came with it. SidecarError where it is refused."""
+        """Send `message`; returns the answer of type `kind`, and its descriptor. SidecarError if the daemon refuses."""
         asked = PendingQuestion(kind)
         async with self._asking:  # answers come in the order of the questions
             self._answers.append(asked)
@@ -370,38 +356,26 @@ class Link:
             received = await answer
         except asyncio.CancelledError:
             if answer.done() and not answer.cancelled() and answer.exception() is None:
-                _close(answer.result().descriptor)  # it has come just now
+                _close(answer.result().descriptor)  # the answer came just before the cancellation
             raise
         assert isinstance(received.message, kind)
         return received.message, received.descriptor
 
-    async def join(self, root: str, ranks: Ranks) -> wire.Joined:
-        """Say who this is; what the daemon holds and works at."""
-        joined, _ = await self._ask(wire.Join(root=root, rank=ranks.rank, world_size=ranks.world_size), wire.Joined)
-        return joined
+    async def join(self, root: str, ranks: Ranks) -> None:
+        """Tell the daemon the root and the rank."""
+        await self._ask(wire.Join(root=root, rank=ranks.rank, world_size=ranks.world_size), wire.Joined)
 
     async def look(self) -> wire.Joined:
-        """What the daemon holds and works at now."""
+        """The snapshots that the daemon retains, and the attempts that it works at."""
         joined, _ = await self._ask(wire.Look(), wire.Joined)
         return joined
 
-    async def begin(self, epoch: int, nonce: str, persist: PersistConfig, commit: CommitConfig) -> None:
-        """The epoch of the saves from here on, and how they are persisted. Returns when the daemon took it.
+    async def begin(self, begin: wire.Begin) -> None:
+        """Tell the daemon the epoch of the saves on this link. Returns when the daemon has accepted it.
 
-        SidecarError where it refuses, since it does not see that epoch at the root, say. The link is lost then.
+        If the daemon refuses, for example because it does not see that epoch at the root, the link is lost and SidecarError is
+        raised.
         """
-        begin = wire.Begin(
-            epoch=epoch,
-            nonce=nonce,
-            compression=persist.compression,
-            chunk_bytes=persist.chunk_bytes,
-            budget_bytes=persist.budget_bytes,
-            commit_timeout_s=commit.timeout_s,
-            dedup=persist.dedup,
-            on_no_progress=commit.on_no_progress,
-            read_back=commit.read_back,
-            retention=wire.Rules.of(commit.retention),
-        )
         try:
             await self._hand([begin])
         except SidecarError as error:
@@ -409,20 +383,20 @@ class Link:
             raise
 
     async def fetch(self, held: wire.RetainedSnapshot) -> tuple[wire.Snapshot, int]:
-        """A snapshot that the daemon holds, and the descriptor of its memory, which is the caller's to close."""
+        """A retained snapshot, and the descriptor of its memory, which the caller closes."""
         snapshot, descriptor = await self._ask(wire.Fetch(tag=held.tag, attempt=held.attempt, rank=held.rank), wire.Snapshot)
         if descriptor is None:
             raise SidecarError("the sidecar gave a snapshot without its memory")
         return snapshot, descriptor
 
     def tell_inline(self, message: wire.Inlined) -> None:
-        """Say of a save that it was not persisted over this link."""
+        """Tell the daemon of a save that this process persisted itself."""
         self._spawn(self._tell(message))
 
     # --- saves ---------------------------------------------------------------------------------------------------
 
     async def persist(self, job: PendingSave, *, takeover: int, left_s: float, keeps_before: int, on_phase: OnPhase) -> None:
-        """Hand `job` over and follow it to its end. LinkLost where the daemon is lost before it said how it ended."""
+        """Hand `job` over and follow it to its end. LinkLost if the link is lost before that."""
         await self._hand_over(job)
         number, track = next(self._numbers), Track(job, on_phase)
         self._saves[number] = track
@@ -440,7 +414,7 @@ class Link:
             del self._saves[number]
 
     async def _follow_staging(self, number: int, track: Track) -> None:
-        """Say how the snapshot ended, unless the attempt ends before it."""
+        """Tell the daemon how the snapshot ended, unless the attempt ends first."""
         job = track.job
         staging = asyncio.ensure_future(job.snapshot())
         waited: list[asyncio.Future[Any]] = [staging, track.ended]
@@ -458,10 +432,10 @@ class Link:
         await self._send(wire.Spoiled(save=number, error=report, held_s=held_s))
 
     async def _announce(self, number: int, job: PendingSave) -> None:
-        """Tell all about the snapshot that is being taken: from here on it outlives this process as soon as it is whole."""
+        """Describe the snapshot while it is taken: from here on it outlives this process as soon as it is whole."""
         if job.lease is not None and job.shard is not None:
             slot, shard = job.lease.slot, job.shard
-            layout = await self._layout(shard)  # known by now, unless many others have come meanwhile
+            layout = await self._layout(shard)  # sent already by _hand_over, unless many other layouts have come meanwhile
             for part in contents_parts(number, shard.aliases, shard.excluded, shard.tree):
                 await self._send(part)
             self._read[slot.number] = job
@@ -469,9 +443,9 @@ class Link:
         job.announced.set()
 
     async def _hand_over(self, job: PendingSave) -> None:
-        """Give the daemon the slot and the layout of `job` where it has them not. SidecarError where it refuses one.
+        """Give the daemon the slot and the layout of `job` if it lacks them. SidecarError if it refuses one of them.
 
-        Before the save, so that a daemon that has no room has begun nothing: whoever persists it then is the first to vote.
+        This comes before the save: a daemon without room has then begun nothing, and the next writer is the first to vote.
         """
         if job.lease is None or job.shard is None:
             return
@@ -479,15 +453,15 @@ class Link:
         async with self._handing:
             if slot.number not in self._slots:
                 await self._hand([wire.Slot(slot=slot.number, nbytes=slot.nbytes)], slot.fd)
-                self._slots[slot.number] = slot
+                self._slots.add(slot.number)
             await self._layout(job.shard)
 
     async def _layout(self, shard: Shard) -> int:
-        """The number of the shard's layout, which the daemon is told once."""
+        """The number of the shard's layout, which is sent if the daemon does not know it."""
         for known in self._layouts:
             if known[1] is shard.tensors:
                 self._layouts.remove(known)
-                self._layouts.append(known)  # the daemon, too, forgets first what was not used for longest
+                self._layouts.append(known)  # the daemon, too, forgets the layout that was not used for longest
                 return known[0]
         number = next(self._layout_numbers)
         await self._hand(layout_parts(number, len(shard.buffer), wire_tensors(shard.tensors)))
@@ -495,7 +469,7 @@ class Link:
         return number
 
     async def _hand(self, messages: Iterable[wire.Message], descriptor: int | None = None) -> None:
-        """Send what is answered only where it is refused, and return when it was taken."""
+        """Send `messages`, which the daemon answers only if it refuses them; returns when it has accepted them."""
         asked = PendingQuestion(wire.Joined, closes_handing=True)
         async with self._asking:
             self._answers.append(asked)
@@ -505,9 +479,17 @@ class Link:
         await asked.answer
 
     def drop_slot(self, number: int) -> None:
-        """The arena has replaced a slot."""
-        if self._slots.pop(number, None) is not None and self.error is None:
+        """Tell the daemon that the arena has replaced a slot."""
+        if number in self._slots:
+            self._slots.remove(number)
             self._spawn(self._tell(wire.DropSlot(slot=number)))
+
+
+def _fail(future: asyncio.Future[Any], error: CheckpointdError) -> None:
+    """End `future` with `error`, unless it has ended."""
+    if not future.done():
+        future.set_exception(error)
+        future.exception()  # if nobody waits for it any more, asyncio must not log it
 
 
 def _mark_lost(job: PendingSave) -> None:

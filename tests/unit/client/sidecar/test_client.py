@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import threading
 import time
@@ -22,7 +21,6 @@ from checkpointd.layout.manifest import ErrorReport
 from checkpointd_client import Checkpointer
 from checkpointd_client.sidecar import client, link
 from checkpointd_client.sidecar.client import OnSidecarLoss
-from checkpointd_client.staging.arena import Slot
 from tests.unit.client.scripted_sidecar import LIMIT_S, ScriptedSidecar, well_behaved
 
 COMMITTED = "committed"
@@ -56,10 +54,6 @@ def _loaded(root: Path, step: int) -> float:
     assert isinstance(weights, torch.Tensor)
     assert bool((weights == weights[0, 0]).all())
     return float(weights[0, 0])
-
-
-def _slots() -> list[Slot]:
-    return [slot for slot in gc.get_objects() if isinstance(slot, Slot) and hasattr(slot, "image")]
 
 
 def _until(true: object) -> None:
@@ -291,7 +285,7 @@ def test_what_is_no_sidecar_is_named_on_this_rank(tmp_path: Path, sidecar: Scrip
         sidecar.say_bytes(b"HTTP/1.1 400 Bad Request\r\n\r\n")
 
     sidecar.reply = shout
-    with pytest.raises(SidecarError, match="is no sidecar"):
+    with pytest.raises(SidecarError, match="is not a sidecar"):
         Checkpointer(tmp_path / "root", sidecar=sidecar.path)
 
 
