@@ -1,6 +1,6 @@
-"""checkpointd for training scripts: non-blocking saves, an all-rank commit, and a restart that finds its way.
+"""checkpointd for training scripts: saves beside training, commits on all ranks, and restarts from the newest whole checkpoint.
 
-What needs torch is imported when it is first named: `checkpointd_client.query` works where there is none.
+Names that need torch are imported at their first use, so `checkpointd_client.query` works without torch.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ if not TYPE_CHECKING:  # a type checker that saw it would take every name for an
         if home is None:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value: object = getattr(import_module(f"{__name__}.{home}"), name)
-        globals()[name] = value  # asked once
+        globals()[name] = value  # the next access does not come here
         return value
 
 

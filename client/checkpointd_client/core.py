@@ -119,7 +119,9 @@ class Core:
         )
         self._history = self._saver.history
         self._meetings = Meetings(self._board, self._ranks, commit.timeout_s)
-        self._turns = LoadRounds(self._board, self._ranks, commit.timeout_s, options.load.retry_s + options.load.absence_s)
+        self._load_rounds = LoadRounds(
+            self._board, self._ranks, commit.timeout_s, options.load.retry_s + options.load.absence_s
+        )
         self._step_hook = register_optimizer_step_pre_hook(self._before_step)
         self._closed = False
         at_exit(self._leave)
@@ -225,7 +227,7 @@ class Core:
             writer=self._writer,
             ranks=self._ranks,
             config=self._options.load,
-            turn=self._turns.begin(),
+            load_round=self._load_rounds.begin(),
             timeout_s=self._options.commit_timeout_s,
             state=state,
             options=LoadOptions(strict, cast, self._options.pickle_client_state),

@@ -1,8 +1,7 @@
-"""What is damaged of a checkpoint of files, as one rank finds it: some of the files are read for good on the way.
+"""Finds the damage of a checkpoint of files on one rank. On the way, a taker may load some of the verified files.
 
 Invariants
-  EXAMINE-1  Every byte that the ranks asked about have stored is verified, and read once, whether a reader takes its file or
-      not.
+  EXAMINE-1  Every byte that the given ranks stored is verified, and read once, whether a taker loads its file or not.
 """
 
 from __future__ import annotations
@@ -26,19 +25,19 @@ from checkpointd_client.restore.verified import VerifiedFile
 
 
 class Taker(Protocol):
-    """Who reads files for good while they are verified."""
+    """Loads files while they are verified."""
 
     @property
     def others(self) -> Sequence[int]:
-        """Ranks of which some files are read, though nobody asked whether what they stored is whole."""
+        """More ranks of which the taker may want files. Their other files are not verified."""
         ...
 
     def wants(self, rank: int, name: str) -> bool:
-        """Whether the file `name` of `rank` is read."""
+        """Whether to load the file `name` of `rank`."""
         ...
 
     def take(self, file: VerifiedFile) -> None:
-        """Read it. What it is is to be thrown away where `file.damage` or `file.error` says so; raises nothing."""
+        """Load the file. Throw the result away if `file.damage` or `file.error` is set afterwards. Raises nothing."""
         ...
 
 
@@ -58,7 +57,7 @@ class Nobody:
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    """Of one checkpoint. `unseen`: says why its files are not shown; None where they are."""
+    """Examines one checkpoint. `unseen` says why its files are not shown, or None if they are."""
 
     store: Store
     writer: WriterThread
@@ -68,8 +67,8 @@ class Examination:
     unseen: Callable[[Store, Outcome], Coroutine[Any, Any, str | None]] = unseen_of
 
     def damage(self, ranks: Iterable[int], taker: Taker) -> tuple[str, ...]:
-        """What is damaged of what `ranks` stored and `taker` reads, and files that are not shown. Raises UnreadableError if
-        something cannot be read now.
+        """The damage to the files that `ranks` stored or `taker` loads, and files that are not shown. Raises UnreadableError if
+        a read fails for now.
         """
         outcome, taken = self.checkpoint.outcome, list[StoredFile]()
         unseen = call_patiently(

@@ -16,7 +16,7 @@ _lock = threading.Lock()
 
 
 def claim_root(root: str | os.PathLike[str]) -> Callable[[], None]:
-    """Take `root` for this process; returns what gives it back. UsageError where another Checkpointer has it."""
+    """Claim `root` for one Checkpointer of this process; call the result to release it. UsageError if another one has it."""
     text = os.fspath(root)
     name = text if "://" in text else os.path.realpath(text)
     with _lock:
@@ -52,7 +52,7 @@ def _was_begun(root: str) -> bool:
 
 
 def check_apart(root: str) -> None:
-    """Raise UsageError if the directory `root` and another root would share tags or `latest`, or if it is a tag's directory."""
+    """UsageError if the directory `root` and another root would share tags or `latest`, or if it is a tag's directory."""
     check_no_tag(root)
     beside, name = os.path.split(os.path.abspath(root))
     if name == SERVICE and os.path.isdir(os.path.join(root, "epochs")):
@@ -68,16 +68,15 @@ def check_apart(root: str) -> None:
 
 
 def at_exit(method: Callable[[], None]) -> None:
-    """Call the bound `method` when the interpreter leaves, while threads can still be used; forgotten when its object is.
+    """Call the bound `method` when the interpreter exits, while threads still work. This does not keep the object alive.
 
-    `atexit` comes too late: by then the thread pools refuse work. The hook that they use themselves is private, and there is no
-    other.
+    `atexit` is too late: thread pools refuse work by then. So this uses the private hook that thread pools use.
     """
     reference, process = weakref.WeakMethod(method), os.getpid()
 
     def leave() -> None:
         call = reference()
-        # A forked child (a data loader's worker) runs this as well, and has none of the threads.
+        # A forked child, such as a data loader's worker, runs this as well, but lacks the threads.
         if call is not None and os.getpid() == process:
             call()
 

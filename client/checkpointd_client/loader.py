@@ -1,14 +1,16 @@
 """Loading: the ranks agree on one checkpoint, verify it, and only then touch the user's objects.
 
 Invariants
-  LOAD-1  No object of the user is touched before every rank has verified all that it will read, along the chain of digests.
-  LOAD-2  All ranks load the same attempt, or none loads any.
-  LOAD-3  Damage is never silent: with `fallback` it is logged as an error and an older checkpoint is tried; else it is raised.
-  LOAD-4  An older checkpoint is tried only where damage to the newer one is proved. What cannot be read is read again until the
-      load's deadline, and is then raised on every rank.
-  LOAD-5  A checkpoint that was passed over gets a record that it was, so that nobody but a user ever removes it. A job
-      that cannot leave it removes nothing that was there before: its rules would count that checkpoint as a whole one.
-  LOAD-6  An error after LOAD-1 is a PartlyLoadedError on every rank, whatever it was on the one that had it.
+  LOAD-1  No object of the user is touched before every rank has verified all bytes that it will read, along the chain of
+      digests.
+  LOAD-2  All ranks load the same attempt, or no rank loads.
+  LOAD-3  Damage is never silent. With `fallback` it is logged as an error, and an older checkpoint is tried. Otherwise it is
+      raised.
+  LOAD-4  An older checkpoint is tried only if damage to the newer one is proved. A failed read is repeated until the load's
+      deadline; then the error is raised on every rank.
+  LOAD-5  A checkpoint that was passed over gets a record of that, so only a user ever removes it. If the record cannot be put,
+      this job removes no checkpoint of earlier starts: retention would count the damaged checkpoint as whole.
+  LOAD-6  After LOAD-1, an error on one rank becomes a PartlyLoadedError on every rank.
 """
 
 from __future__ import annotations
@@ -27,7 +29,6 @@ from checkpointd.daemon.protocol.wire import InFlight, RetainedSnapshot
 from checkpointd.errors import (
     CheckpointdError,
     DamagedError,
-    MismatchError,
     NotFoundError,
     PartlyLoadedError,
     SidecarError,
@@ -60,11 +61,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What was loaded. With `strict=False`, what was left as it is, which one rank's log says as well, its first ten lines.
+    """The result of a load. The log of one rank has the first ten values that `strict=False` left alone.
 
-    `missing`: FQNs of what the objects have and the checkpoint has not. `unexpected`: FQNs the other way round, of what no rank
-    has a place for.
-    `mismatched`: what both have in another shape, dtype or kind, each in words that begin with its FQN.
+    `missing`: FQNs that only the objects have. `unexpected`: FQNs that only the checkpoint has; no rank has a place for them.
+    `mismatched`: values that differ in shape, dtype or kind, each as a line that begins with its FQN.
     """
 
     tag: str
@@ -76,14 +76,14 @@ class Loaded:
     fell_back_from: tuple[str, ...] = ()
     """Newer checkpoints that were damaged, in words."""
     source: Literal["store", "memory"] = "store"
-    """memory: from the snapshot that the sidecar held."""
+    """memory: the snapshots that the sidecars retained."""
     per_rank_left: tuple[str, ...] = ()
-    """Loaded with another number of ranks than saved it: what those had different values of, and which was left as it is."""
+    """Per-rank values that were left alone, because the number of ranks is not the one of the save."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """The attempt that the ranks try next, at the root or `in_memory`."""
+    """The attempt that the ranks try next: from the root, or `in_memory` from the sidecars."""
 
     tag: str
     attempt: AttemptId
@@ -92,7 +92,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a candidate holds for this rank, and the objects that it may want to ask for their state (`restore.askable`)."""
+    """The content of a candidate for this rank, and the objects whose state a match may ask for (`restore.plan.askable`)."""
 
     source: CandidateSource
     content: RankContent
@@ -101,7 +101,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """A candidate that is whole on this rank, and where its tensors will go."""
+    """A candidate that is whole on this rank, and the places of its tensors."""
 
     source: CandidateSource
     restoration: Restoration
@@ -111,7 +111,7 @@ class Examined:
 _FLIGHT_POLL_S = 0.1
 NOTE_S = 30.0
 LOOK_S = 600.0
-"""How long a look at the root may take that meets no failure: one with very many tags, on a slow file system."""
+"""How long a look at the root may take without any failure: long enough for very many tags on a slow file system."""
 
 
 @dataclass(slots=True)
@@ -122,28 +122,28 @@ class Loader:
     writer: WriterThread
     ranks: Ranks
     config: LoadConfig
-    turn: LoadRound
+    load_round: LoadRound
     timeout_s: float
     state: MutableMapping[str, Any] | TargetChooser
     options: LoadOptions
     sidecar: SidecarClient | None = None
     surviving: tuple[str, ...] = ()
-    """On rank 0: attempts of earlier incarnations that a daemon worked at when this one began."""
+    """On rank 0: the surviving attempts of earlier starts."""
     is_recorded: bool = True
-    """Whether every record of LOAD-5 could be left."""
+    """Whether every record of LOAD-5 could be put."""
     afresh: bool = False
-    """Whether the job goes on without a checkpoint where none is whole."""
+    """Whether the job goes on without a checkpoint if none is whole."""
     _held: dict[tuple[str, str], RetainedSnapshot] = field(default_factory=dict)
     _failures: list[str] = field(default_factory=list)
     _tried: set[str] = field(default_factory=set)
     _looked: bool = False
-    """Whether rank 0 has looked at the store, and said what is damaged there."""
+    """Whether rank 0 has looked at the store, and logged the damage that it found there."""
     _skipped: list[tuple[str, str]] = field(default_factory=list)
-    """On rank 0: attempts that are damaged so that they are no candidates, and why."""
+    """On rank 0: attempts that are too damaged to be candidates, each with the damage in words."""
     _answers: HandedOutStates = field(default_factory=HandedOutStates)
 
     def load(self, tag: str | None, *, fallback: bool) -> Loaded | None:
-        """Agree, verify, load. None where there is no checkpoint and no tag was asked for."""
+        """Agree, verify, load. None if `tag` is None and there is no checkpoint."""
         if tag is None:
             self._offer_held()
         for number in range(1 << 30):
@@ -153,7 +153,7 @@ class Loader:
                 return None
             found, problem = self._examined(number, candidate)
             fit = None if found is None else found.restoration
-            verdict, nowhere = self.turn.judge(f"{number}/verdict", problem, fit, strict=self.options.strict)
+            verdict, nowhere = self.load_round.judge(f"{number}/verdict", problem, fit, strict=self.options.strict)
             if verdict is None:
                 assert found is not None
                 if self.ranks.world_size > 1:
@@ -164,7 +164,7 @@ class Loader:
                 continue
             if candidate.in_memory and isinstance(verdict, DamagedError):
                 log.error("%s cannot be loaded from memory: %s. Loading from the store", candidate.tag, verdict)
-                continue  # what the store has is not damaged by that
+                continue  # the stored checkpoint may be whole
             self._failures.append(str(verdict))
             if not fallback or tag is not None or not isinstance(verdict, DamagedError):
                 raise verdict
@@ -173,10 +173,11 @@ class Loader:
         raise AssertionError("unreachable")
 
     def _nothing(self) -> None:
-        # A rank that misses this load() would take the answer for its next one.
-        absent = self.turn.agree("nothing", None if isinstance(self.state, TargetChooser) else state_dicts.refused(self.state))
-        if absent is not None:
-            raise absent
+        refused = None if isinstance(self.state, TargetChooser) else state_dicts.refused(self.state)
+        # Even with nothing to load, all ranks meet: a rank that skips this load() would mistake the answer for its next one's.
+        problem = self.load_round.agree("nothing", refused)
+        if problem is not None:
+            raise problem
         if self._failures:
             error = DamagedError(
                 f"no whole checkpoint is left at {self.store.url}; every one is damaged: {'; '.join(self._failures)}. To begin "
@@ -189,13 +190,13 @@ class Loader:
     # --- agreeing on a candidate -----------------------------------------------------------------------------
 
     def _candidate(self, number: int, tag: str | None, *, fallback: bool) -> Candidate | None:
-        """The `number`th checkpoint to try, chosen by rank 0 and read by every rank; raises what choosing raised there."""
-        choice = self.turn.chosen(f"{number}/candidate", lambda: self._choose(number, tag))
+        """The next checkpoint to try, which rank 0 chooses. Raises on every rank the error that rank 0 met."""
+        choice = self.load_round.chosen(f"{number}/candidate", lambda: self._choose(number, tag))
         if choice.problem is not None:
-            raise self.turn.agree("nothing", None) or choice.problem.error()
+            raise self.load_round.agree("nothing", None) or choice.problem.error()
         for damage in choice.passed_over:
             if not fallback:
-                raise self.turn.agree("nothing", None) or damage.error()
+                raise self.load_round.agree("nothing", None) or damage.error()
             log.error("%s. Trying the checkpoint before it", damage.message)
             self._failures.append(damage.message)
         while self._skipped:
@@ -228,7 +229,7 @@ class Loader:
         if tag is not None:
             return await choices.find(self.store, tag, patience), ()
         found = await choices.candidates(self.store, patience)
-        # By name, not by position: the list may have grown since the last look.
+        # By name, not by position: new checkpoints may have come since the last look.
         chosen = next((c for c in found.checkpoints if c.prefix not in self._tried), None)
         if self._looked:
             return chosen, ()
@@ -241,55 +242,57 @@ class Loader:
         return call_patiently(self.writer, self.config, work, self._tries_again)
 
     def _tries_again(self) -> None:
-        """Let the other ranks wait for this one. On the writer's thread."""
+        """Let the other ranks wait for this one. Runs on the writer's thread."""
         try:
-            self.turn.tries_again()
+            self.load_round.tries_again()
         except CheckpointdError as error:
             log.warning("the other ranks cannot be told that rank %d reads again: %s", self.ranks.rank, error)
 
     def _note_passed_over(self, prefix: str, why: str) -> None:
-        """On rank 0: leave the record (LOAD-5)."""
+        """On rank 0, put the record of LOAD-5."""
         if self.ranks.rank == 0:
             self.is_recorded &= leave_record(self.writer, choices.note_passed_over(self.store, prefix, why), prefix)
 
     def _offer_held(self) -> None:
-        """Tell rank 0 what this rank's sidecar holds; nothing where there is none."""
+        """Tell rank 0 which snapshots this rank's sidecar retains."""
         held: tuple[RetainedSnapshot, ...] = ()
         if self.sidecar is not None:
             try:
                 held = self.writer.call(self.sidecar.held(), self.timeout_s)
             except StoreError as error:
-                log.warning("the sidecar does not say what it holds: %s", error)
+                log.warning("the sidecar did not list its snapshots: %s", error)
         self._held = {(one.tag, one.attempt): one for one in held}
-        self.turn.offer("held", Holding(held=held))
+        self.load_round.offer("held", Holding(held=held))
 
     def _held_by_all(self) -> RetainedSnapshot | None:
-        """On rank 0: the newest snapshot that all sidecars hold, if it counts at this root."""
-        held = common({rank: note.held for rank, note in self.turn.offers("held").items()}, self.ranks)
+        """On rank 0: the newest snapshot that all sidecars retain, if it counts at this root."""
+        held = common({rank: note.held for rank, note in self.load_round.offers("held").items()}, self.ranks)
         if held is None:
             return None
         return held if self._look(lambda patience: counts(PatientStore(self.store, patience), held)) else None
 
     def _wait_for_flights(self) -> None:
-        """Until what daemons still persist of an earlier incarnation is decided: it may be the newest checkpoint."""
-        # Half of the time-out: the other ranks wait that long for what rank 0 chooses.
+        """Wait until the attempts that daemons still persist for an earlier start are decided: one may be the newest
+        checkpoint.
+        """
+        # Half of the time-out, since the other ranks wait for rank 0's choice no longer than the time-out.
         until = time.monotonic() + self.timeout_s / 2
         own = self._wait_for_own(self.sidecar, until) if self.sidecar is not None else ()
         others = [attempt for attempt in self.surviving if attempt not in own]
         left_s = max(0.0, until - time.monotonic())
         late = self.writer.call(outlived(self.store, others, left_s), self.timeout_s) if others else ()
         if own or late:
-            log.warning("%s are still undecided after all; loading what is committed", ", ".join(sorted({*own, *late})))
+            log.warning("still undecided: %s. Loading the newest committed checkpoint", ", ".join(sorted({*own, *late})))
 
     def _wait_for_own(self, sidecar: SidecarClient, until: float) -> tuple[str, ...]:
-        """The same of this node's daemon; the attempts (`<tag>/<attempt>`) that it has not ended.
+        """Wait in the same way for this node's daemon; returns the attempts (`<tag>/<attempt>`) that it has not ended.
 
-        As long as this node's shards are being written; then the votes of other nodes have VOTES_S to come, since a node that
-        died with its sidecar will never vote.
+        This waits while the daemon writes shards. After that it waits VOTES_S for the votes of other nodes: a node that died
+        with its sidecar will never vote.
         """
         pause = threading.Event()
         flights: tuple[InFlight, ...] = ()
-        waiting = Waiting(lambda: f"the sidecar at {sidecar.path} still works at {_named(flights)} of the job before")
+        waiting = Waiting(lambda: f"the sidecar at {sidecar.path} still works at {_named(flights)} of an earlier job")
         while time.monotonic() < until:
             flights = self.writer.call(sidecar.in_flight(), self.timeout_s)
             if not flights:
@@ -303,16 +306,16 @@ class Loader:
     # --- looking before touching -----------------------------------------------------------------------------
 
     def _examined(self, number: int, candidate: Candidate) -> tuple[Examined | None, CheckpointdError | None]:
-        """What is needed to load `candidate`, or everything that can be wrong with it on this rank. Touches nothing.
+        """Verify `candidate` on this rank and find the places of its tensors, or return the problem. Touches nothing.
 
-        Whatever goes wrong is returned, never raised: the other ranks wait for this one's word. What is raised is that they do
-        not answer.
+        Problems of this rank are returned, not raised, because the other ranks wait for its verdict. This raises only if the
+        other ranks do not answer.
         """
         seen, problem = self._tried_on(candidate, lambda: self._see(candidate))
         answers = self._answers
         if self.ranks.world_size > 1:
             own: Mapping[str, object] = seen.askable if seen is not None else {}
-            answers = answers.of_all({fqn: own[fqn] for fqn in self.turn.named_by_all(f"{number}/askable", own)})
+            answers = answers.of_all({fqn: own[fqn] for fqn in self.load_round.named_by_all(f"{number}/askable", own)})
         if seen is None:
             return None, problem
         return self._tried_on(candidate, lambda: self._examine(seen, answers))
@@ -335,8 +338,7 @@ class Loader:
         return UnreadableError(
             f"{candidate.tag} cannot be read now on rank {self.ranks.rank}: {error}. Nothing was loaded, and no older "
             "checkpoint was taken instead, since this one may be whole. Mend the storage and load again; "
-            f"{looks} shows what can be read. To go back all the same, name an older checkpoint: "
-            "load(state, tag=...)"
+            f"{looks} shows what can be read. To load an older checkpoint nevertheless, name it: load(state, tag=...)"
         )
 
     def _see(self, candidate: Candidate) -> Seen:
@@ -351,14 +353,14 @@ class Loader:
         return Examined(source, restoration, content)
 
     def _held_source(self, candidate: Candidate) -> MemorySource:
-        """Fetch the snapshot. Whatever is wrong with it is damage: an older checkpoint may be whole."""
+        """Fetch the snapshot. Any problem with it counts as damage, so the ranks load from the store instead."""
         held = self._held.get((candidate.tag, str(candidate.attempt)))
         if held is None or self.sidecar is None:
-            raise DamagedError(f"rank {self.ranks.rank} holds no snapshot of {candidate.tag}", rank=self.ranks.rank)
+            raise DamagedError(f"rank {self.ranks.rank} has no snapshot of {candidate.tag}", rank=self.ranks.rank)
         return MemorySource.fetched(self.sidecar, held, self.ranks.rank, lambda work: self.writer.call(work, self.timeout_s))
 
     def _stored_source(self, candidate: Candidate) -> StoredSource:
-        # Rank 0 has just read it: a rank that does not see it lags behind, and nothing is lost.
+        # Rank 0 has just read this outcome. If this rank does not see it, its view of the storage lags: try again.
         store = PatientStore(self.store, Patience(self.config.retry_s, None, self._tries_again))
         read = catalog.read_outcome(store, candidate.tag, candidate.attempt)
         outcome = self.writer.call(read, self.timeout_s + self.config.retry_s)
@@ -383,35 +385,41 @@ class Loader:
         try:
             found.source.fill(restoration.targets, found.content)
             client_state = restoration.finish()
-        except CheckpointdError as error:
-            problem = self._in_part(found, f"{error} (rank {self.ranks.rank})")
-            problem.__cause__ = error
-        except Exception as error:  # the other ranks wait for this one's word, whatever it is
-            log.exception("loading %s", found.source.tag)
-            problem = self._in_part(found, f"{error!r} (rank {self.ranks.rank})")
+        except Exception as error:  # any error: the other ranks wait for this one's verdict
+            if not isinstance(error, CheckpointdError):
+                log.exception("loading %s", found.source.tag)
+            words = str(error) if isinstance(error, CheckpointdError) else repr(error)
+            problem = self._in_part(found, f"{words} (rank {self.ranks.rank})")
             problem.__cause__ = error
         try:
-            verdict = self.turn.agree("filled", problem, warning=restoration.left_out(found.source.tag))
-        except CheckpointdError as error:  # a rank is gone, and what it has loaded with it
+            verdict = self.load_round.agree("filled", problem, warning=restoration.left_out(found.source.tag))
+        except CheckpointdError as error:  # a rank is gone, so the job cannot go on with the loaded objects
             verdict = error
         if verdict is not None:
             raise verdict if isinstance(verdict, PartlyLoadedError) else self._in_part(found, str(verdict)) from verdict
-        if restoration.per_rank_left and self.ranks.rank == 0:  # once; every rank's own list is in what it gets
+        if restoration.per_rank_left and self.ranks.rank == 0:  # logged once; the result of each rank has its own list
             left = ", ".join(restoration.per_rank_left)
             log.warning(
                 "%s was saved by another number of ranks, and each had its own %s: left as it was", found.source.tag, left
             )
-        return Loaded(
-            tag=found.source.tag,
-            step=found.source.step,
-            source=found.source.kind,
-            client_state=client_state,
-            missing=restoration.missing,
-            unexpected=restoration.unexpected,
-            mismatched=restoration.mismatched,
-            per_rank_left=restoration.per_rank_left,
-            fell_back_from=tuple(self._failures),
-        )
+        return loaded_of(found.source, restoration, client_state, tuple(self._failures))
+
+
+def loaded_of(
+    source: CandidateSource, restoration: Restoration, client_state: dict[str, object], fell_back_from: tuple[str, ...]
+) -> Loaded:
+    """The result of a load that has filled the objects from `source`."""
+    return Loaded(
+        tag=source.tag,
+        step=source.step,
+        source=source.kind,
+        client_state=client_state,
+        missing=restoration.missing,
+        unexpected=restoration.unexpected,
+        mismatched=restoration.mismatched,
+        per_rank_left=restoration.per_rank_left,
+        fell_back_from=fell_back_from,
+    )
 
 
 def call_patiently(
@@ -420,21 +428,21 @@ def call_patiently(
     look: Callable[[Patience], Coroutine[Any, Any, T]],
     on_failure: Callable[[], None] = lambda: None,
 ) -> T:
-    """What `look` finds, on the writer's thread, with the patience that `config` gives to what cannot be read.
+    """Run `look` on the writer's thread, with the patience of `config` for failed reads.
 
-    StoreError where the storage does not answer at all.
+    StoreError if the storage does not answer at all.
     """
     patience = Patience(config.retry_s, config.absence_s, on_failure)
     return writer.call(look(patience), LOOK_S + config.retry_s + config.absence_s)
 
 
 def leave_record(writer: WriterThread, put: Coroutine[Any, Any, None], what: str) -> bool:
-    """Run `put`; whether it worked. That a record cannot be left must not keep the job from what is whole."""
+    """Run `put`, and return whether it worked. Without the record, the job can still load a whole checkpoint."""
     try:
         writer.call(put, NOTE_S)
     except CheckpointdError as error:
         log.error(
-            "%s: the record that it was passed over cannot be left, so this job removes nothing that earlier ones left: %s",
+            "%s: no record could be put that it was passed over, so this job removes nothing of earlier jobs: %s",
             what,
             error,
         )
@@ -444,6 +452,3 @@ def leave_record(writer: WriterThread, put: Coroutine[Any, Any, None], what: str
 
 def _named(flights: tuple[InFlight, ...]) -> str:
     return ", ".join(sorted({flight.tag for flight in flights}))
-
-
-__all__ = ["Loaded", "Loader", "MismatchError", "call_patiently", "leave_record"]

@@ -1,9 +1,9 @@
-"""Loads of all ranks at a root where this job does not begin: another job uses it, or it is not writable.
+"""Loads on all ranks from a root where this job does not begin, because another job uses it or it is not writable.
 
 Invariants
-  ONLOOKER-1  Nothing is written, locked or announced at the root: there is no epoch and no lease. A job at the root never
-      notices.
-  ONLOOKER-2  The ranks agree as those of a Checkpointer do: all of them load the same, or raise the same.
+  ONLOOKER-1  An Onlooker writes, locks and announces nothing at the root: it has no epoch and no lease, and never disturbs a
+      job there.
+  ONLOOKER-2  The ranks agree as with a Checkpointer: all load the same checkpoint, or all raise the same error.
 """
 
 from __future__ import annotations
@@ -33,26 +33,24 @@ log = logging.getLogger("checkpointd")
 
 
 class Onlooker:
-    """Make it on every rank with the same `nonce`, which nobody has used. Its calls are those of Checkpointer, and `timeout_s`
-    is its `commit_timeout_s`.
-    """
+    """Loads as a Checkpointer does. Make it on every rank, with the same new `nonce`. `timeout_s`: as `commit_timeout_s`."""
 
     def __init__(
         self, root: str, nonce: str, *, timeout_s: float, absence_s: float = ABSENCE_S, pickle_client_state: bool = False
     ) -> None:
         self._ranks = find_ranks()
         self._load = LoadConfig(retry_s=timeout_s, absence_s=absence_s)
-        # The other ranks wait for a look in a meeting.
         self._glance = LoadConfig(retry_s=timeout_s / 2, absence_s=absence_s)
+        """For reads during a meeting, where the other ranks wait no longer than `timeout_s`."""
         self._timeout_s, self._pickles = timeout_s, pickle_client_state
         board = open_board(self._ranks, f"looking/{nonce}")
         self._meetings = Meetings(board, self._ranks, timeout_s)
-        self._turns = LoadRounds(board, self._ranks, timeout_s, timeout_s + absence_s)
+        self._load_rounds = LoadRounds(board, self._ranks, timeout_s, timeout_s + absence_s)
         self._store = open_store(root, read_only=True)
         self._writer = WriterThread(threads=PersistConfig().encoders)
 
     def meet(self, said: str, doing: str) -> dict[int, str]:
-        """What every rank says, by rank, when all of them are `doing` the same; DeadlineError names those that do not come."""
+        """Meet when all ranks are `doing` the same; returns the message of each. DeadlineError names the missing ranks."""
         return self._meetings.meet(said, doing)
 
     def load(self, state: TargetChooser, tag: str | None = None, *, cast: bool = False) -> Loaded | None:
@@ -62,7 +60,7 @@ class Onlooker:
             writer=self._writer,
             ranks=self._ranks,
             config=self._load,
-            turn=self._turns.begin(),
+            load_round=self._load_rounds.begin(),
             timeout_s=self._timeout_s,
             state=state,
             options=LoadOptions(cast=cast, unpickle=self._pickles),
@@ -70,19 +68,19 @@ class Onlooker:
         return loader.load(tag, fallback=True)
 
     def take_up(self) -> None:
-        """Nothing: this job removes no checkpoint here."""
+        """Do nothing: this job removes no checkpoint here."""
 
     def pass_over(self, tag: str, why: str) -> None:
-        """Nothing but a line in the log: no record can be left."""
-        log.info("no record is left at %s that %s was passed over: %s", self._store.url, tag, why)
+        """Only write a line to the log: an Onlooker puts no record at the root."""
+        log.info("no record is put at %s that %s was passed over: %s", self._store.url, tag, why)
 
     def removed(self) -> frozenset[str]:
-        """The checkpoints (`<tag>/<attempt>`) whose directory is not there: nobody can load their files."""
+        """The checkpoints (`<tag>/<attempt>`) whose tag directory is not there, so their files cannot be loaded."""
         looked = without_directory(self._store, self.checkpoints(), self._load.absence_s)
         return frozenset(self._writer.call(looked, LOOK_S))
 
     def damage(self, checkpoint: Checkpoint, ranks: Iterable[int], taker: Taker | None = None) -> tuple[str, ...]:
-        """What is damaged of what `ranks` stored, and files that are not shown, as Checkpointer.damage lists them."""
+        """The damage to the files that `ranks` stored, and files that are not shown, as `Core.damage` lists them."""
         unseen = partial(unlike, absence_s=self._load.absence_s)
         examination = Examination(self._store, self._writer, self._glance, self._timeout_s, checkpoint, unseen)
         damage = examination.damage(ranks, taker or Nobody())
@@ -108,5 +106,5 @@ class Onlooker:
         self.close()
 
     def checkpoints(self) -> list[Checkpoint]:
-        """All checkpoints, newest first. UnreadableError where the storage does not let it find out which one is the newest."""
+        """All checkpoints, newest first. UnreadableError if failed reads hide which one is the newest."""
         return call_patiently(self._writer, self._glance, lambda patience: listed(self._store, patience))

@@ -1,9 +1,9 @@
 """Reads a checkpoint outside the job that saves it: in an evaluation script, a notebook, or a server.
 
 Invariants
-  OPEN-1  Nothing is written, locked or announced at the root, no process is spoken to, and no rank waits for another. A
-      read-only mount will do, and a user who may only read; a job at the root never notices.
-  OPEN-2  All that one reader gives comes from one attempt, and every byte is verified before anybody sees it.
+  OPEN-1  A reader writes, locks and announces nothing at the root, talks to no process, and waits for no rank. It needs only
+      permission to read, works on a read-only mount, and never disturbs a job at the root.
+  OPEN-2  All values from one reader come from one attempt, and every byte is verified before the user gets it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from checkpointd.config import ABSENCE_S, LoadConfig, PersistConfig, Ranks
 from checkpointd.errors import (
@@ -40,7 +39,8 @@ from checkpointd.pipeline.root.catalog import Checkpoint
 from checkpointd.store import open_store
 from checkpointd_client.export.state_dict import StateDict
 from checkpointd_client.lifetime import check_no_tag
-from checkpointd_client.loader import LOOK_S, Loaded
+from checkpointd_client.loader import LOOK_S, Loaded, loaded_of
+from checkpointd_client.ranks.board import group_ranks
 from checkpointd_client.ranks.writer import WriterThread
 from checkpointd_client.restore.answers import HandedOutStates
 from checkpointd_client.restore.content import RankContent, part_of
@@ -72,7 +72,7 @@ def open_checkpoint(
     `absence_s`: how long to look for a file that must be there before it counts as lost.
     `pickle_client_state`: load values that were stored as pickles; their code runs. Otherwise they are refused by name.
 
-    Raises NotFoundError where there is no checkpoint, no such tag or no root, UsageError, DamagedError, StoreError.
+    Raises NotFoundError if there is no checkpoint, no such tag or no root, UsageError, DamagedError, StoreError.
     """
     return OpenCheckpoint(
         root, tag, attempt=attempt, timeout_s=timeout_s, absence_s=absence_s, pickle_client_state=pickle_client_state
@@ -106,7 +106,7 @@ class OpenCheckpoint:
         self._timeout_s, self._unpickle = timeout_s, pickle_client_state
         self._process = os.getpid()
         self._told = False
-        """Whether anything was given of the checkpoint, which is then the only one that anything is given of."""
+        """Whether the user has got any value of the checkpoint. After that, this object never switches to another one."""
         self._client_state: dict[str, object] | None = None
         self._writer = WriterThread(threads=PersistConfig().encoders)
         self._close_unused = weakref.finalize(self, self._writer.close, wait=False)
@@ -122,7 +122,7 @@ class OpenCheckpoint:
         if outcome.files:
             raise UsageError(
                 f"{world.checkpoint.tag} at {self._store.url} holds files of another program, and no state: load the directory "
-                f"{outcome.shown_at!r} beside the root, with the program that they are for"
+                f"{outcome.shown_at!r} beside the root with that program"
             )
         return world
 
@@ -140,7 +140,7 @@ class OpenCheckpoint:
 
     @property
     def attempt(self) -> str:
-        """The attempt at that tag which was committed, as `checkpointd explain` names it."""
+        """The committed attempt of that tag, as `checkpointd explain` names it."""
         return str(self._checkpoint.attempt)
 
     @property
@@ -155,7 +155,7 @@ class OpenCheckpoint:
 
     @property
     def world_size(self) -> int:
-        """How many ranks saved it."""
+        """The number of ranks that saved it."""
         return self._checkpoint.outcome.world_size
 
     @property
@@ -181,7 +181,7 @@ class OpenCheckpoint:
 
     @property
     def world(self) -> CheckpointView:
-        """What all ranks stored, as the indexes say."""
+        """The checkpoint view: the values of all ranks, as the indexes list them."""
         self._check_open()
         self._told = True
         return self._world
@@ -258,21 +258,12 @@ class OpenCheckpoint:
         warning = restoration.left_out(self.tag)
         if warning and _ranks().rank == 0:
             log.warning("%s", warning)
-        return Loaded(
-            tag=self.tag,
-            step=self.step,
-            client_state=client_state,
-            missing=restoration.missing,
-            unexpected=restoration.unexpected,
-            mismatched=restoration.mismatched,
-            per_rank_left=restoration.per_rank_left,
-            fell_back_from=self.passed_over,
-        )
+        return loaded_of(self._source(), restoration, client_state, self.passed_over)
 
     def _filled(
         self, state: MutableMapping[str, Any], options: LoadOptions, part: Callable[[RankContent], RankContent]
     ) -> tuple[Restoration, dict[str, object]]:
-        """Everything read into its place. Where the checkpoint is removed meanwhile, the next one is read over it."""
+        """Read every value into its place. If the checkpoint is removed meanwhile, read the next one over it."""
         touched: frozenset[str] = frozenset()
         answers = HandedOutStates()
         try:
@@ -302,7 +293,7 @@ class OpenCheckpoint:
             ) from error
 
     def _check_named(self, restoration: Restoration) -> None:
-        """UsageError where ranks load parts of one tensor, each from a checkpoint that it may have found alone (OPEN-2)."""
+        """UsageError if ranks load parts of one tensor and each may have found another newest checkpoint (OPEN-2)."""
         part = next((target.fqn for target in restoration.targets if target.held is not None), None)
         if part is not None and self._reading.tag in (None, LATEST) and _ranks().world_size > 1:
             raise UsageError(
@@ -338,7 +329,7 @@ class OpenCheckpoint:
         )
 
     def _go_on(self, error: CheckpointdError) -> None:
-        """Take another checkpoint, since reading this one ended with `error`; raises where nothing else may be given."""
+        """Switch to another checkpoint after reading this one ended with `error`. Raises if a switch is not allowed."""
         checkpoint = self._world.checkpoint
         if self._told:
             raise self._call(self._reading.verdict(checkpoint, error)) from error
@@ -360,7 +351,7 @@ class OpenCheckpoint:
 
     def _check_open(self) -> None:
         if os.getpid() != self._process:
-            raise ClosedError("this process was forked, and has none of the reader's threads: call open_checkpoint() in it")
+            raise ClosedError("this process was forked, so it lacks the reader's threads: call open_checkpoint() in it")
         if not self._close_unused.alive:
             raise ClosedError("the reader was closed: call open_checkpoint() again")
 
@@ -372,20 +363,18 @@ class OpenCheckpoint:
 
 
 def _chosen(into: MutableMapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """The parts of `into` to load; where it is empty, all of them are made anew."""
+    """The parts of `into` to load. If `into` is empty, the load makes them all."""
     strange = [name for name in names if name not in into] if into else []
     if strange:
         raise UsageError(
-            f"only={', '.join(map(repr, strange))} is not in what is loaded into, which has {', '.join(map(repr, into))}"
+            f"only={', '.join(map(repr, strange))} names no part of the objects to load into: {', '.join(map(repr, into))}"
         )
     return {name: into[name] for name in names if name in into}
 
 
 def _ranks() -> Ranks:
-    """This process's place in its process group; alone where there is none, whatever a launcher says."""
-    if dist.is_available() and dist.is_initialized():
-        return Ranks(rank=dist.get_rank(), world_size=dist.get_world_size())
-    return Ranks()
+    """This process's place in its process group; without a group it counts as the only rank, whatever a launcher says."""
+    return group_ranks() or Ranks()
 
 
 def _parsed(attempt: str) -> AttemptId:

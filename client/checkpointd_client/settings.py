@@ -1,4 +1,4 @@
-"""Checks the arguments of a Checkpointer, under the names that users write, if no part of it checks them by itself."""
+"""Checks the arguments of a Checkpointer that no other part checks. Its errors use the names that users write."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from checkpointd_client.staging.stager import StagingMode
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The options of a Checkpointer, which documents them. UsageError for one that cannot be."""
+    """The options of a Checkpointer, which documents them. Raises UsageError for a bad value."""
 
     compression: Compression = "auto"
     staging: StagingMode = "lazy"
@@ -65,7 +65,7 @@ class Options:
 
     @property
     def graces(self) -> dict[signal.Signals, float]:
-        """The preemption signals, each with the seconds that are left after it."""
+        """The grace period of each preemption signal, in seconds."""
         return graces_of(self.preempt_signals, self.grace_s)
 
     @property
@@ -77,7 +77,7 @@ class Options:
 
     @property
     def commit(self) -> CommitConfig:
-        """How saves are committed, and what goes after that."""
+        """How saves are committed, and which checkpoints are removed afterwards."""
         return CommitConfig(
             timeout_s=self.commit_timeout_s,
             retention=Retention.of(self.retention),
@@ -92,19 +92,19 @@ class Options:
 
     @property
     def glance(self) -> LoadConfig:
-        """The same while the other ranks wait in a meeting for what is read."""
+        """How checkpoints are read while the other ranks wait in a meeting."""
         return LoadConfig(retry_s=self.commit_timeout_s / 2, absence_s=self.absence_s)
 
 
 def check_path(name: str, value: object, *, required: bool = True) -> None:
-    """UsageError for what is no path."""
+    """UsageError if `value` is not a path."""
     path = os.fspath(value) if isinstance(value, os.PathLike) else value
     if not (isinstance(path, str) and path) and (required or value is not None):
         raise UsageError(f"{name} is {value!r:.80}; it must be a path")
 
 
 def check_load(state: object, *, strict: object, fallback: object, cast: object) -> None:
-    """UsageError for what load() cannot work with."""
+    """UsageError if load() cannot use these arguments."""
     for name, value in (("strict", strict), ("fallback", fallback), ("cast", cast)):
         arguments.flag(name, value)
     if not isinstance(state, MutableMapping | TargetChooser):

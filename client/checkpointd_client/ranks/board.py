@@ -1,11 +1,11 @@
-"""The board: the ranks' messages on torch.distributed's Store during an epoch, and a broadcast before there is one.
+"""The board: the ranks' messages on torch.distributed's Store during an epoch, and a broadcast before there is an epoch.
 
-The calls of DeepSpeed's engines, before there is a Checkpointer, begin by the same broadcast (`convening.py`).
+Calls of DeepSpeed's engines, before there is a Checkpointer, begin with the same broadcast (`convening.py`).
 
 Invariants
-  BOARD-1  Every key carries the epoch's nonce, or the token of one call: nothing of an earlier incarnation is ever read.
-  BOARD-2  Every wait has a limit of our own, and running into it names the ranks that are missing. No collective call is made:
-      those end at the process group's time-out alone, and name nobody.
+  BOARD-1  Every key contains the epoch's nonce, or the token of one call: no rank ever reads a message of an earlier start.
+  BOARD-2  Every wait has our own time-out, and its error names the missing ranks. checkpointd makes no collective call: such a
+      call ends only at the process group's time-out, and names no rank.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _AT_WORK = "rank 0 has not answered; see its log"
 
 
 class Board(Protocol):
-    """A notice board for the ranks of one epoch: each key is written once, by anyone, and read by all."""
+    """A notice board for the ranks of one epoch. Each rank posts its own message under a key, or all agree on one message."""
 
     @property
     def is_solo(self) -> bool:
@@ -43,40 +43,48 @@ class Board(Protocol):
         ...
 
     def post(self, key: str, text: str) -> None:
-        """Show `text` under this rank's `key`; the newest stands."""
+        """Post `text` as this rank's message under `key`. It replaces an older one."""
         ...
 
     def read(self, key: str, ranks: list[int] | None, timeout_s: float, doing: str) -> dict[int, str]:
-        """`key` of each of `ranks` (None: of all), waited for; DeadlineError names who is missing and should be `doing`
-        what.
+        """Wait for the messages of `ranks` (None: all) under `key`. DeadlineError names the missing ranks, and says that they
+        should be `doing` the same.
         """
         ...
 
     def posted(self, key: str) -> dict[int, str]:
-        """`key` of each rank that has posted it, without waiting for the others."""
+        """The messages under `key` that ranks have posted so far."""
         ...
 
     def absent(self, key: str, ranks: list[int] | None = None) -> list[int]:
-        """Those of `ranks` (None: of all) that have not posted `key`."""
+        """The ranks, out of `ranks` (None: all), that have not posted under `key`."""
         ...
 
     def agree(self, key: str, proposal: str) -> str:
-        """The first proposal made under `key` by any rank; ours if we are first."""
+        """The first proposal of any rank under `key`: `proposal` if there was none before."""
         ...
 
     def peek(self, key: str) -> str | None:
-        """What was agreed under `key`, or None."""
+        """The message that was agreed under `key`; None if there is none yet."""
         ...
 
     def forget(self, key: str, *, agreed: bool = False) -> None:
-        """Take back what this rank posted under `key`, or what was agreed under it, once nobody will read it any more."""
+        """Delete this rank's message under `key`, or with `agreed` the agreed one, when no rank will read it any more."""
         ...
 
 
-def find_ranks() -> Ranks:
-    """This process's rank and the world's size. UsageError where a launcher started several ranks without a process group."""
+def group_ranks() -> Ranks | None:
+    """This process's rank and the world size in its process group; None if there is no group, whatever a launcher says."""
     if dist.is_available() and dist.is_initialized():
         return Ranks(rank=dist.get_rank(), world_size=dist.get_world_size())
+    return None
+
+
+def find_ranks() -> Ranks:
+    """This process's rank and the world size. UsageError if a launcher started several ranks without a process group."""
+    found = group_ranks()
+    if found is not None:
+        return found
     started = environment_world_size()
     if started > 1:
         raise UsageError(
@@ -121,7 +129,7 @@ class SoloBoard:
 
 @dataclass(frozen=True, slots=True)
 class StoreBoard:
-    """The board on torch.distributed's Store, all keys below the epoch's nonce."""
+    """The board on torch.distributed's Store. All keys lie below the epoch's nonce."""
 
     store: Store
     ranks: Ranks
@@ -136,14 +144,9 @@ class StoreBoard:
     def read(self, key: str, ranks: list[int] | None, timeout_s: float, doing: str) -> dict[int, str]:
         wanted = list(range(self.ranks.world_size)) if ranks is None else ranks
         names = [f"{key}/{rank}" for rank in wanted]
-        until, waiting = time.monotonic() + timeout_s, Waiting(lambda: _missing_words(self.absent(key, wanted), doing))
-        for pause_s in pauses():
-            if _translated(lambda: self.store.check(names)):
-                break
-            if time.monotonic() >= until:
-                raise absent_error(self.absent(key, wanted), timeout_s, doing)
-            waiting.look()
-            threading.Event().wait(pause_s)
+        came = partial(_translated, lambda: self.store.check(names))
+        if not poll(came, timeout_s, lambda: missing_words(self.absent(key, wanted), doing)):
+            raise absent_error(self.absent(key, wanted), timeout_s, doing)
         found = _translated(lambda: self.store.multi_get(names))
         return {rank: bytes(text).decode() for rank, text in zip(wanted, found, strict=True)}
 
@@ -174,7 +177,9 @@ def open_board(ranks: Ranks, nonce: str) -> Board:
 
 
 def own_store() -> Store:
-    """A client of the job's store, our own: a wait of training on the shared one would hold ours, and the other way round."""
+    """A client of the job's store for checkpointd alone. On a shared client, a wait of training would block our calls, and the
+    other way round.
+    """
     base: Store = dist.distributed_c10d._get_default_store()
     if not hasattr(base, "clone"):
         return base
@@ -192,10 +197,10 @@ def broadcast_from_coordinator(
     make_s: float,
     store: Store | None = None,
 ) -> dict[str, object]:
-    """What `make` returns on rank 0, on every rank; an error there is raised everywhere. For when there is no board yet.
+    """Rank 0 calls `make`; every rank gets its result, or raises its error. Use it while there is no board.
 
-    Every rank must be `doing` the same. Rank 0 calls `make` once all have come, for which it waits `come_s` seconds; the others
-    then wait `make_s` seconds for it. DeadlineError names the ranks that are missing. `store`: the job's, by default.
+    Every rank must be `doing` the same. Rank 0 waits `come_s` seconds until all have come, and then calls `make`. The others
+    then wait `make_s` seconds for the result. DeadlineError names the missing ranks. `store`: by default, the job's.
     """
     if ranks.world_size == 1:
         return make()
@@ -212,8 +217,8 @@ def broadcast_from_coordinator(
 class _Broadcast:
     """One call of `broadcast_from_coordinator` on one rank.
 
-    Each rank shows a token of this very call; rank 0 takes the tokens of all, and answers each. So nothing is counted, a rank
-    that gave up can call again, and whatever an earlier call or incarnation of the job has left in the store answers nobody.
+    Each rank shows a token of its call. Rank 0 takes the tokens of all ranks, and answers each token. So calls need no numbers,
+    a rank that gave up can call again, and keys that an earlier call or start left in the store answer no rank.
     """
 
     def __init__(self, ranks: Ranks, store: Store, doing: str, come_s: float, make_s: float) -> None:
@@ -222,18 +227,15 @@ class _Broadcast:
         self._token = secrets.token_hex(16)
 
     def lead(self, make: Callable[[], dict[str, object]]) -> dict[str, object]:
-        """On rank 0: wait for all, make what is to be said, and say it to those who came. What `make` raises is raised."""
+        """On rank 0: wait for all, call `make`, and answer the ranks that came. Raises what `make` raises."""
         self._show()
         failure: BaseException | None = None
         answer: dict[str, object] = {}
         try:
-            self._wait(self._everybody_came, self._come_s, self._missing_words)
+            poll(self._everybody_came, self._come_s, self._missing_words)
             missing = self._missing()
-            if missing:
-                answer = {"missing": missing}
-            else:
-                answer = {"value": make()}
-        except BaseException as error:  # every rank must hear of it, whatever it is
+            answer = {"missing": missing} if missing else {"value": make()}
+        except BaseException as error:  # every rank must hear of any error
             failure = error
             answer = {"code": type(error).__name__, "error": str(error)[:ERROR_CHARS_MAX]}
         self._answer(answer)
@@ -242,14 +244,14 @@ class _Broadcast:
         return answer
 
     def follow(self) -> dict[str, object]:
-        """On any other rank: what rank 0 says."""
+        """On any other rank: wait for rank 0's answer."""
         self._show()
         try:
-            if not self._wait(self._answered, self._come_s, self._missing_words):
+            if not poll(self._answered, self._come_s, self._missing_words):
                 missing = self._missing()
                 if missing:
                     return {"missing": missing}
-                self._wait(self._answered, self._make_s, lambda: _AT_WORK)
+                poll(self._answered, self._make_s, lambda: _AT_WORK)
             if not self._answered():
                 raise DeadlineError(
                     f"rank 0 has not answered within {self._come_s + self._make_s:g} s: look at its log, and start the job "
@@ -260,7 +262,7 @@ class _Broadcast:
             heard = json.loads(_translated(lambda: self._store.get(key)))
             _translated(lambda: self._store.delete_key(self._to(self._token)))
         finally:
-            self._take(self._ranks.rank, self._token)  # where it was not answered, it must not be any more
+            self._take(self._ranks.rank, self._token)  # from here on, rank 0 must not answer this call
         assert isinstance(heard, dict)
         return heard
 
@@ -268,7 +270,7 @@ class _Broadcast:
         _translated(lambda: self._store.set(self._at(self._ranks.rank), self._token))
 
     def _answer(self, answer: dict[str, object]) -> None:
-        """To each token that is shown; one that was shown anew meanwhile is answered as well."""
+        """Answer each token that a rank shows, even if the rank has called again meanwhile and shows a new one."""
         key = f"said/{self._token}"
         _translated(lambda: self._store.set(key, json.dumps(answer)))
         for rank, token in self._shown().items():
@@ -290,26 +292,15 @@ class _Broadcast:
 
     def _missing_words(self) -> str:
         missing = self._missing()
-        return _missing_words(missing, self._doing) if missing else _AT_WORK
+        return missing_words(missing, self._doing) if missing else _AT_WORK
 
     def _shown(self) -> dict[int, str]:
-        """The token that each rank shows; "" where it was taken."""
+        """The token that each rank shows; "" if it was taken."""
         return _posted(self._store, {self._at(rank): rank for rank in range(self._ranks.world_size)})
 
     def _take(self, rank: int, token: str) -> bool:
-        """Take the token that `rank` shows, so that it counts once; False where it shows another one by now."""
+        """Take the token that `rank` shows, so that it counts once; False if the rank shows another token by now."""
         return bool(_translated(lambda: self._store.compare_set(self._at(rank), token, "")).decode() == "")
-
-    def _wait(self, done: Callable[[], bool], timeout_s: float, missing: Callable[[], str]) -> bool:
-        until, waiting = time.monotonic() + timeout_s, Waiting(missing)
-        for pause_s in pauses():
-            if done():
-                return True
-            if time.monotonic() >= until:
-                return False
-            waiting.look()
-            threading.Event().wait(pause_s)
-        raise AssertionError("unreachable")
 
     @staticmethod
     def _at(rank: int) -> str:
@@ -328,8 +319,21 @@ def pauses() -> Iterator[float]:
         pause_s = min(pause_s * 1.5, _POLL_MAX_S)
 
 
+def poll(done: Callable[[], bool], timeout_s: float, missing: Callable[[], str]) -> bool:
+    """Ask `done` again and again until it returns True; False after `timeout_s`. `missing` says what the wait is for."""
+    until, waiting = time.monotonic() + timeout_s, Waiting(missing)
+    for pause_s in pauses():
+        if done():
+            return True
+        if time.monotonic() >= until:
+            return False
+        waiting.look()
+        threading.Event().wait(pause_s)
+    raise AssertionError("unreachable")
+
+
 def _posted(store: Store, names: Mapping[str, T]) -> dict[T, str]:
-    """What stands in the store under `names` now, by what each name stands for."""
+    """The values under those of `names` that are in the store now, by the value of each name."""
     wanted = list(names)
     if not _translated(lambda: store.check(wanted)):
         wanted = [name for name in wanted if _translated(partial(store.check, [name]))]
@@ -339,12 +343,13 @@ def _posted(store: Store, names: Mapping[str, T]) -> dict[T, str]:
     return {names[name]: bytes(text).decode() for name, text in zip(wanted, found, strict=True)}
 
 
-def _missing_words(missing: list[int], doing: str) -> str:
+def missing_words(missing: list[int], doing: str) -> str:
+    """The line of the log while `missing` ranks are waited for."""
     return f"ranks {missing} have not come: every rank must be {doing}"
 
 
 def absent_error(missing: list[int], timeout_s: float, doing: str) -> DeadlineError:
-    """The error for `missing` ranks, which did not come to what all must be `doing`."""
+    """The error for `missing` ranks, which did not come although every rank must be `doing` the same."""
     return DeadlineError(
         f"ranks {missing} did not answer within {timeout_s:g} s: every rank must be {doing}; "
         "look at their logs, and start the job again if they are gone",

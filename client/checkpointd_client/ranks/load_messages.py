@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import msgspec
 
@@ -11,8 +11,8 @@ from checkpointd.errors import ERRORS, CheckpointdError, DamagedError, MismatchE
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True):
-    """An error of one rank, for the others to raise: its class, message, for damage the object, FQN and rank, and for a
-    mismatch all that it lists.
+    """An error of one rank, which the other ranks raise as well: its class and message, the object, FQN and rank of damage, and
+    all differences of a mismatch.
     """
 
     code: str
@@ -34,7 +34,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
         return ERRORS.get(self.code, CheckpointdError)
 
     def error(self, prefix: str = "") -> CheckpointdError:
-        """The same error again, its words after `prefix`."""
+        """The error again, with `prefix` before its message."""
         kind, message = self.kind, f"{prefix}{self.message}"
         if issubclass(kind, DamagedError):
             return kind(message, key=self.key, fqn=self.fqn, rank=self.rank)
@@ -44,21 +44,21 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Holding(msgspec.Struct, frozen=True, kw_only=True):
-    """The snapshots that one rank's sidecar holds."""
+    """The snapshots that the sidecar of one rank retains."""
 
     held: tuple[RetainedSnapshot, ...] = ()
 
 
 class AskableNames(msgspec.Struct, frozen=True, kw_only=True):
-    """FQNs: of the objects that one rank may ask for their state, or that every rank may; of what one rank has a place for."""
+    """FQNs of objects whose state one rank, or every rank, may ask for; or FQNs that one rank has a place for."""
 
     names: tuple[str, ...] = ()
 
 
 class CandidateChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """What rank 0 chose to try next: an attempt at a tag, nothing (no tag), or the problem that choosing ran into.
+    """The candidate that rank 0 chose: an attempt at a tag, none (`tag` is None), or the problem that prevented a choice.
 
-    `in_memory`: from the snapshots that the sidecars hold. `passed_over`: damage to what may be newer.
+    `in_memory`: load it from the snapshots of the sidecars. `passed_over`: the damage of newer checkpoints.
     """
 
     in_memory: bool = False
@@ -69,10 +69,10 @@ class CandidateChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankVerdict(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank found out about a candidate; no problem: it can be loaded. `warning`: what people are to hear of it.
+    """The judgment of one rank on a candidate. Without a `problem`, the rank can load it. `warning`: a line for the log.
 
-    `unplaced`: what it has no place for, and which may be another rank's; `saw_all`: of what all ranks saved, and not only of
-    what this one did. `fits`: something fits; `strangers`: that nothing does.
+    `unplaced`: FQNs without a place on this rank; another rank may have one. `saw_all`: whether this rank looked at the values
+    of all ranks, not only at its own. `fits`: whether any value fits. `strangers`: the mismatch if none does.
     """
 
     problem: Problem | None = None
@@ -84,9 +84,10 @@ class RankVerdict(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Word(msgspec.Struct, frozen=True, kw_only=True):
-    """What rank 0 made of all verdicts; `rank`: whose problem it is, None where it is everybody's.
+    """Rank 0's decision from all verdicts. `rank`: the rank that has the `problem`; None if all ranks have it.
 
-    `nowhere`: what no rank has a place for; `asked`: what the `answering` ranks, which did not see all, may have a place for.
+    `nowhere`: FQNs that no rank has a place for. `asked`: FQNs that the `answering` ranks, which did not see all values, may
+    have a place for.
     """
 
     problem: Problem | None = None
@@ -96,10 +97,11 @@ class Word(msgspec.Struct, frozen=True, kw_only=True):
     answering: tuple[int, ...] = ()
 
 
+Message: TypeAlias = CandidateChoice | RankVerdict | Word | Holding | AskableNames
 Note = TypeVar("Note", CandidateChoice, RankVerdict, Word, Holding, AskableNames)
 
 
-def written(note: CandidateChoice | RankVerdict | Word | Holding | AskableNames) -> str:
+def written(note: Message) -> str:
     """`note` as the text to post."""
     return msgspec.json.encode(note).decode()
 

@@ -1,10 +1,10 @@
-"""Load rounds: the ranks' load() calls, numbered alike on all ranks. All take part, or the round is an error for all.
+"""Load rounds: the load() calls of all ranks, numbered alike on every rank. If a rank stays away, the round fails for all.
 
 Invariants
-  ROUND-1  What rank 0 says of a question is every rank's answer: no rank goes on where another stops.
-  ROUND-2  A turn that not every rank joined is given up by rank 0, and joined by none afterwards: the next load() works again.
-  ROUND-3  A rank that tries again to read keeps no other from waiting for it: whoever runs out of time finds that it does, and
-      waits for as long again as it may try.
+  ROUND-1  Rank 0 decides each question for all ranks, so all of them go on, or all of them stop.
+  ROUND-2  If a rank stays away from a round, rank 0 gives the round up. No rank joins it afterwards, so the next load() works.
+  ROUND-3  A rank that reads again after a failure says so on the board. If the wait of another rank times out, that rank finds
+      the message, and waits once more, for as long as the first may read again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,16 @@ from checkpointd.config import Ranks
 from checkpointd.errors import CheckpointdError, DamagedError, DeadlineError, MismatchError, UnreadableError
 from checkpointd_client.ranks import load_messages, mismatches
 from checkpointd_client.ranks.board import COORDINATOR, Board
-from checkpointd_client.ranks.load_messages import AskableNames, CandidateChoice, Holding, Problem, RankVerdict, Word
+from checkpointd_client.ranks.load_messages import (
+    AskableNames,
+    CandidateChoice,
+    Holding,
+    Message,
+    Note,
+    Problem,
+    RankVerdict,
+    Word,
+)
 
 log = logging.getLogger("checkpointd")
 
@@ -27,30 +36,30 @@ _DOING = "calling load()"
 
 @dataclass(slots=True)
 class LoadRounds:
-    """Counts the load() calls that this rank took part in."""
+    """Counts the load rounds that are over on this rank."""
 
     board: Board
     ranks: Ranks
     timeout_s: float
     patience_s: float
-    """How much longer a rank may take that reads again what could not be read (`LoadConfig`)."""
+    """How much longer a rank may take if it reads again after a failure (`LoadConfig`)."""
     _done: int = 0
     unanswered: tuple[int, DeadlineError] | None = None
-    """On rank 0: the newest round in which it waited for a rank in vain, with the error that names the rank."""
+    """On rank 0: the newest round in which a rank did not answer, with the error that names the rank."""
 
     def begin(self) -> LoadRound:
-        """The turn that the other ranks are in, or will be."""
+        """Join the round that the other ranks are in, or will begin."""
         while self.board.peek(_given_up(self._done + 1)) is not None:
             self._done += 1
         return LoadRound(self, self._done + 1)
 
     def end(self, number: int) -> None:
-        """No later load() of this rank belongs to turn `number`."""
+        """Count round `number` as over: the next load() of this rank belongs to a later one."""
         self._done = number
 
 
 class Fit(Protocol):
-    """How a candidate fits the objects of one rank (`restore.Restoration`)."""
+    """How a candidate fits the objects of one rank (`restore.plan.Restoration`)."""
 
     @property
     def unplaced(self) -> tuple[str, ...]: ...
@@ -71,73 +80,86 @@ class Fit(Protocol):
 class LoadRound:
     """One load() call of all ranks."""
 
-    turns: LoadRounds
+    rounds: LoadRounds
     number: int
 
     def chosen(self, name: str, choose: Callable[[], CandidateChoice]) -> CandidateChoice:
-        """What `choose` gives on rank 0, on every rank."""
-        turns, key = self.turns, self._key(name)
-        if turns.ranks.rank == COORDINATOR:
-            turns.end(self.number)
-            turns.board.post(key, load_messages.written(choose()))
-        choice = load_messages.read(self._read(key, [COORDINATOR], turns.timeout_s)[COORDINATOR], CandidateChoice)
-        # Not before: where rank 0 has not called load() yet, its next call is this turn.
-        turns.end(self.number)
+        """Rank 0 calls `choose`; every rank gets the result."""
+        rounds, key = self.rounds, self._key(name)
+        if self._is_coordinator:
+            rounds.end(self.number)
+            self._post(key, choose())
+        choice = self._from_coordinator(key, CandidateChoice, rounds.timeout_s)
+        # Not earlier: if rank 0 has not called load() yet, its next call belongs to this round.
+        rounds.end(self.number)
         return choice
 
     def offer(self, name: str, note: Holding) -> None:
-        """Tell rank 0 what this rank has to offer."""
-        self.turns.board.post(self._key(name), load_messages.written(note))
+        """Tell rank 0 the snapshots of this rank's sidecar."""
+        self._post(self._key(name), note)
 
     def offers(self, name: str) -> dict[int, Holding]:
-        """On rank 0: what every rank offered, waited for. DeadlineError names who is missing."""
-        heard = self.turns.board.read(self._key(name), None, self.turns.timeout_s, _DOING)
+        """On rank 0: wait for the offers of all ranks. DeadlineError names the missing ranks."""
+        heard = self.rounds.board.read(self._key(name), None, self.rounds.timeout_s, _DOING)
         return {rank: load_messages.read(text, Holding) for rank, text in heard.items()}
 
     def named_by_all(self, name: str, own: Iterable[str]) -> frozenset[str]:
-        """The names that all ranks give, on every rank. If a rank does not answer: none, and the next verdict gives the round up."""
-        board, key = self.turns.board, self._key(name)
-        board.post(key, load_messages.written(AskableNames(names=tuple(own))))
-        if self.turns.ranks.rank == COORDINATOR:
+        """The names that every rank has given; none if a rank does not answer, and then the next verdict gives the round up."""
+        key = self._key(name)
+        self._post(key, AskableNames(names=tuple(own)))
+        if self._is_coordinator:
             try:
-                heard = self._read(key, None, self.turns.timeout_s)
+                heard = self._read(key, None, self.rounds.timeout_s)
                 common = frozenset.intersection(
                     *(frozenset(load_messages.read(text, AskableNames).names) for text in heard.values())
                 )
             except DeadlineError as error:
-                common, self.turns.unanswered = frozenset(), (self.number, error)
-            board.post(f"{key}/word", load_messages.written(AskableNames(names=tuple(sorted(common)))))
-        # As in agree(): its word comes also where a rank is missing.
-        word = self._read(f"{key}/word", [COORDINATOR], 2 * self.turns.timeout_s)[COORDINATOR]
-        return frozenset(load_messages.read(word, AskableNames).names)
+                common, self.rounds.unanswered = frozenset(), (self.number, error)
+            self._post(f"{key}/word", AskableNames(names=tuple(sorted(common))))
+        return frozenset(self._said(f"{key}/word", AskableNames).names)
 
     def tries_again(self) -> None:
-        """Say that a rank of this turn reads again what could not be read (ROUND-3). From any thread."""
-        self.turns.board.agree(self._key("tries-again"), "yes")
+        """Say that a rank of this round reads again after a failure (ROUND-3). Any thread may call this."""
+        self.rounds.board.agree(self._key("tries-again"), "yes")
+
+    @property
+    def _is_coordinator(self) -> bool:
+        return self.rounds.ranks.rank == COORDINATOR
+
+    def _post(self, key: str, note: Message) -> None:
+        self.rounds.board.post(key, load_messages.written(note))
 
     def _read(self, key: str, ranks: list[int] | None, timeout_s: float) -> dict[int, str]:
-        board = self.turns.board
+        board = self.rounds.board
         try:
             return board.read(key, ranks, timeout_s, _DOING)
         except DeadlineError:
             if board.peek(self._key("tries-again")) is None:
                 raise
-            return board.read(key, ranks, self.turns.patience_s, _DOING)
+            return board.read(key, ranks, self.rounds.patience_s, _DOING)
+
+    def _from_coordinator(self, key: str, kind: type[Note], timeout_s: float) -> Note:
+        return load_messages.read(self._read(key, [COORDINATOR], timeout_s)[COORDINATOR], kind)
+
+    def _said(self, key: str, kind: type[Note]) -> Note:
+        # Twice as long as rank 0 waits for the others: it also answers if it has to name missing ranks.
+        return self._from_coordinator(key, kind, 2 * self.rounds.timeout_s)
 
     def agree(self, name: str, problem: CheckpointdError | None, warning: str = "") -> CheckpointdError | None:
-        """None where no rank has a problem; else this rank's own, or the first of the others'.
+        """None if no rank has a problem; else this rank's own, or the first problem of another rank.
 
-        One rank tells what a mismatch is; the others say which one does. Where there is no problem, rank 0 logs one `warning`:
-        its own, or the first of the others'.
+        One rank lists the differences of a mismatch; the errors of the other ranks name that rank. Without a problem, rank 0
+        logs one `warning`: its own, or the first one of the other ranks.
         """
         return self._error(self._word(name, RankVerdict(problem=_noted(problem), warning=warning), strict=False), problem)
 
     def judge(
         self, name: str, problem: CheckpointdError | None, fit: Fit | None, *, strict: bool
     ) -> tuple[CheckpointdError | None, tuple[str, ...]]:
-        """The same of a candidate, and what of it no rank has a place for: with `strict`, that is a MismatchError on all ranks.
+        """Agree on a candidate. Returns the error, as `agree` does, and the FQNs that have no place on any rank.
 
-        Without, it is one that nothing of the candidate fits on any rank.
+        With `strict`, such FQNs are a MismatchError on all ranks. Without, it is a MismatchError if nothing of the candidate
+        fits on any rank.
         """
         found = RankVerdict(problem=_noted(problem))
         if fit is not None:
@@ -154,20 +176,20 @@ class LoadRound:
         return self._error(word, problem or (fit.strangers if fit is not None else None)), word.nowhere
 
     def _answered(self, name: str, word: Word, fit: Fit | None, *, strict: bool) -> Word:
-        """The word once the ranks that are to answer have said what they have a place for."""
-        board, key, rank = self.turns.board, self._key(name), self.turns.ranks.rank
-        if fit is not None and rank in word.answering:
-            board.post(f"{key}/placed", load_messages.written(AskableNames(names=fit.placed(word.asked))))
-        if rank == COORDINATOR:
-            board.post(f"{key}/settled", load_messages.written(self._settled(key, word, strict=strict)))
-        return self._said(f"{key}/settled")
+        """Rank 0's decision after the `answering` ranks have named the FQNs that they have a place for."""
+        key = self._key(name)
+        if fit is not None and self.rounds.ranks.rank in word.answering:
+            self._post(f"{key}/placed", AskableNames(names=fit.placed(word.asked)))
+        if self._is_coordinator:
+            self._post(f"{key}/settled", self._settled(key, word, strict=strict))
+        return self._said(f"{key}/settled", Word)
 
     def _error(self, word: Word, problem: CheckpointdError | None) -> CheckpointdError | None:
-        """The error on this rank, whose own `problem` that may be."""
+        """The error to raise on this rank: its own `problem` if that is of the same class."""
         if word.problem is None:
             return None
         teller = COORDINATOR if word.rank is None else word.rank
-        if word.problem.mismatches and self.turns.ranks.rank != teller:
+        if word.problem.mismatches and self.rounds.ranks.rank != teller:
             own = problem.mismatches if isinstance(problem, MismatchError) else ()
             return mismatches.told_by(teller, own or word.problem.mismatches, own=bool(own))
         if problem is not None and problem.code == word.problem.code:
@@ -175,23 +197,19 @@ class LoadRound:
         return word.problem.error() if word.rank is None else word.problem.error(f"rank {word.rank}: ")
 
     def _word(self, name: str, found: RankVerdict, *, strict: bool) -> Word:
-        """What rank 0 made of all verdicts."""
-        board, key = self.turns.board, self._key(name)
-        board.post(key, load_messages.written(found))
-        if self.turns.ranks.rank == COORDINATOR:
-            board.post(f"{key}/word", load_messages.written(self._gathered(key, strict=strict)))
-        return self._said(f"{key}/word")
-
-    def _said(self, key: str) -> Word:
-        # Twice as long as rank 0 waits for the slowest: its word comes also where it has to name who is missing.
-        return load_messages.read(self._read(key, [COORDINATOR], 2 * self.turns.timeout_s)[COORDINATOR], Word)
+        """Rank 0's decision from the verdicts of all ranks."""
+        key = self._key(name)
+        self._post(key, found)
+        if self._is_coordinator:
+            self._post(f"{key}/word", self._gathered(key, strict=strict))
+        return self._said(f"{key}/word", Word)
 
     def _gathered(self, key: str, *, strict: bool) -> Word:
-        unanswered = self.turns.unanswered
+        unanswered = self.rounds.unanswered
         if unanswered is not None and unanswered[0] == self.number:
             return self._given_up(unanswered[1])  # a rank gets the time-out once, not once per question
         try:
-            heard = self._read(key, None, self.turns.timeout_s)
+            heard = self._read(key, None, self.rounds.timeout_s)
         except DeadlineError as error:
             return self._given_up(error)
         verdicts = {rank: load_messages.read(text, RankVerdict) for rank, text in sorted(heard.items())}
@@ -211,14 +229,14 @@ class LoadRound:
 
     def _settled(self, key: str, word: Word, *, strict: bool) -> Word:
         try:
-            heard = self._read(f"{key}/placed", list(word.answering), self.turns.timeout_s)
+            heard = self._read(f"{key}/placed", list(word.answering), self.rounds.timeout_s)
         except DeadlineError as error:
             return self._given_up(error)
         placed = {fqn for text in heard.values() for fqn in load_messages.read(text, AskableNames).names}
         return _nowhere([fqn for fqn in word.asked if fqn not in placed], strict=strict)
 
     def _given_up(self, error: DeadlineError) -> Word:
-        self.turns.board.agree(_given_up(self.number), "yes")
+        self.rounds.board.agree(_given_up(self.number), "yes")
         return Word(problem=Problem.of(error))
 
     def _key(self, name: str) -> str:
@@ -230,7 +248,7 @@ def _noted(problem: CheckpointdError | None) -> Problem | None:
 
 
 def _unplaced_by(verdicts: Iterable[RankVerdict]) -> list[str]:
-    """What a rank has no place for, nor any other one of those that saw all."""
+    """The FQNs that some rank has no place for, and no rank that saw all has one either."""
     found = {frozenset(verdict.unplaced): None for verdict in verdicts}
     knowing = {frozenset(verdict.unplaced): None for verdict in verdicts if verdict.saw_all}
     unplaced = sorted(frozenset().union(*found))
@@ -240,28 +258,28 @@ def _unplaced_by(verdicts: Iterable[RankVerdict]) -> list[str]:
 
 
 def _nowhere(fqns: list[str], *, strict: bool) -> Word:
-    """The word that no rank has a place for `fqns`, of which those that lie below others go without saying."""
+    """The decision that no rank has a place for `fqns`. An FQN below another one of them is not listed."""
     found = frozenset(fqns)
-    told = [fqn for fqn in fqns if not mismatches.stands_in(fqn.rpartition(".")[0], found)]
-    return Word(problem=Problem.of(_unplaced(told))) if strict and told else Word(nowhere=tuple(told))
+    told = tuple(fqn for fqn in fqns if not mismatches.stands_in(fqn.rpartition(".")[0], found))
+    if not strict or not told:
+        return Word(nowhere=told)
+    differences = tuple(f"{fqn}: in the checkpoint, and nowhere in the objects of any rank" for fqn in told)
+    return Word(problem=Problem.of(mismatches.error(differences)))
 
 
 def _warn_once(warnings: dict[int, str]) -> None:
-    """Where ranks left different things out, the log has those of one of them, and says whose."""
+    """Log the warning of one rank, with its number: the others may have left out other values."""
     if warnings:
         rank = min(warnings)
         log.warning("%s%s", "" if rank == COORDINATOR else f"rank {rank}: ", warnings[rank])
 
 
 def _gravity(kind: type[CheckpointdError]) -> int:
-    """A mismatch is the caller's to mend and ends the load on every rank: it goes first. Damage goes last, since it makes the
-    ranks take an older checkpoint, which nobody may do while another one cannot read this one (CANDIDATE-2 in `candidates.py`).
+    """The order of problems: the smallest number counts. A mismatch comes first, since only the caller can mend it. Damage
+    comes last: it makes the ranks take an older checkpoint, which they must not do while one of them cannot read this one
+    (CANDIDATE-2 in `candidates.py`).
     """
     return 2 if issubclass(kind, DamagedError) else 1 if issubclass(kind, UnreadableError) else 0
-
-
-def _unplaced(fqns: list[str]) -> MismatchError:
-    return mismatches.error(tuple(f"{fqn}: in the checkpoint, and nowhere in the objects of any rank" for fqn in fqns))
 
 
 def _given_up(number: int) -> str:

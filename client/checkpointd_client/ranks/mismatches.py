@@ -21,7 +21,7 @@ def error(found: tuple[str, ...]) -> MismatchError:
 
 
 def left_out(tag: str, missing: int, unexpected: int, mismatched: int, found: tuple[str, ...]) -> str:
-    """The warning that a checkpoint was loaded in part: how much of which kind was left, and the first lines of `found`."""
+    """The warning that a checkpoint was loaded in part: the counts of each kind, and the first lines of `found`."""
     first = f"The first {TOLD_MAX} of them" if len(found) > TOLD_MAX else "They are"
     lines = "\n  ".join(found[:TOLD_MAX])
     return (
@@ -31,7 +31,7 @@ def left_out(tag: str, missing: int, unexpected: int, mismatched: int, found: tu
 
 
 def told_by(rank: int, found: tuple[str, ...], *, own: bool) -> MismatchError:
-    """The short error of the other ranks; `own`: `found` is what differs on this one, and not only on rank `rank`."""
+    """The short error of the other ranks. `own`: `found` are the differences on this rank; else those on rank `rank`."""
     where = "here, too, and" if own else f"on rank {rank}, which"
     verb = f"rank {rank} lists its own" if own else "lists them"
     return MismatchError(f"nothing was loaded: the checkpoint and the objects differ in {_places(found)} {where} {verb}", found)

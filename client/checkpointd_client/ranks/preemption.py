@@ -1,18 +1,18 @@
-"""Preemption: signals, their grace periods, and the question at which all ranks say yes.
+"""Preemption: signals, their grace periods, and the question `preempted(step)`, to which all ranks get the same answer.
 
-A rank asks at points: the number of a question about a step, counted anew for each step. Ranks that ask equally often about
-each step go through the same points, in a loop of training, of evaluation or of warming up.
+A point is one question: the step, and how many questions this rank has asked about the step. Ranks that ask equally often about
+each step go through the same points, in training, evaluation or warm-up.
 
 Invariants
-  PREEMPT-1  The end is one point for all ranks. No rank says yes at a point up to it (but see PREEMPT-3), and none says no at a
-      later one.
-  PREEMPT-2  The end is the furthest point that any rank has shown: that rank says yes at its very next question.
-  PREEMPT-3  Where half of a grace period is over, a rank that is still at the end's step says yes at any question: it saves
-      what the others save, and may never ask as often about that step as they did.
+  PREEMPT-1  The end is one point for all ranks. Every rank answers no at points up to the end (but see PREEMPT-3), and yes at
+      all later points.
+  PREEMPT-2  The end is the furthest point that any rank has shown. That rank answers yes at its very next question.
+  PREEMPT-3  When half of a grace period is over, a rank that is still at the end's step answers yes to any question. It saves
+      the same step as the others, and it may never ask as many questions about that step as they did.
 
-How PREEMPT-1 is kept: a rank that knows of no signal shows the point at which it asks, looks again whether there is a signal,
-and only then says no. Whoever knows of a signal has told all of it before it reads what points are shown, and the furthest of
-these is proposed as the end; the first proposal stands.
+How PREEMPT-1 is kept: a rank that knows of no signal shows the point at which it asks, looks again for a signal, and only then
+answers no. A rank that knows of a signal tells all ranks of it before it reads the points of all. Then it proposes the furthest
+one as the end. The first proposal counts.
 """
 
 from __future__ import annotations
@@ -21,14 +21,13 @@ import logging
 import math
 import secrets
 import signal
-import threading
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import astuple, dataclass
 from typing import Self, TypeAlias
 
 from checkpointd.errors import CheckpointdError, UsageError
-from checkpointd_client.ranks.board import Board, pauses
+from checkpointd_client.ranks.board import Board, poll
 from checkpointd_client.ranks.signals import Arrivals
 
 log = logging.getLogger("checkpointd")
@@ -37,14 +36,14 @@ PreemptSignals: TypeAlias = "int | Iterable[int] | Mapping[int, float] | Mapping
 
 _ANY, _ASKED, _FIXER, _END = "preempted/any", "preempted/asked", "preempted/fixer", "preempted/end"
 FIXER_S = 2.0
-"""How long the ranks leave it to one of them to read what all have shown: a thousand ranks need not do it at once."""
+"""How long the ranks wait for one of them to propose the end, so that a thousand ranks do not all read the points of all."""
 LATE_PART = 0.5
 """The part of a grace period after which PREEMPT-3 holds."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Point:
-    """The question number `count` about `step`, after so many loads."""
+    """Question number `count` about `step`, after `loads` calls of load()."""
 
     loads: int
     step: int
@@ -62,7 +61,7 @@ _BEFORE_ALL = Point(-1, 0, 0)
 
 
 def graces_of(signals: PreemptSignals, grace_s: float) -> dict[signal.Signals, float]:
-    """Each signal with the seconds that the machine gives after it: its own, or `grace_s`. UsageError for what cannot be."""
+    """The grace period of each signal: its own, or `grace_s`. Raises UsageError for a bad signal or period."""
     if signals is None:
         return {}
     given = (signals,) if isinstance(signals, int) else signals
@@ -89,14 +88,16 @@ def _can_be_caught(number: object) -> bool:
 
 
 class Preemption:
-    """One rank's. `graces`: each signal and the seconds that are left when it comes. Of several, the earliest end counts."""
+    """One rank's part in a preemption. `graces`: each signal and its grace period in seconds. If several signals come, the
+    period that ends first counts.
+    """
 
     def __init__(self, graces: Mapping[signal.Signals, float], board: Board) -> None:
         self._graces, self._board = dict(graces), board
         self._came: dict[signal.Signals, float] = {}
-        """When each signal came to this rank, or it heard of it. Written by handlers: nothing may be locked."""
+        """When this rank got each signal, or heard of it. Signal handlers write it, so it has no lock."""
         self._told: set[signal.Signals] = set()
-        """The signals that all ranks can see."""
+        """The signals that are on the board."""
         self._loads = 0
         self._last = _BEFORE_ALL
         self._end: Point | None = None
@@ -104,7 +105,7 @@ class Preemption:
         self._arrivals: Arrivals | None = None
 
     def listen(self) -> Self:
-        """Note the signals of this process from here on, until `close`; UsageError where this is not the main thread."""
+        """Note the signals of this process until `close`. Raises UsageError outside the main thread."""
         self._arrivals = Arrivals(self._graces.keys(), self._note, self._tell_at_once)
         return self
 
@@ -114,14 +115,14 @@ class Preemption:
         self._came.setdefault(number, at)
 
     def _tell_at_once(self, number: signal.Signals) -> None:
-        """On the thread of `Arrivals`: this rank may not ask for a long time, and the others must know."""
+        """Tell the other ranks at once: this rank may not ask for a long time. Runs on the thread of `Arrivals`."""
         if number in self._told:
             return
         log.warning("%s received: this job is to stop within %g s", number.name, self._graces[number])
         try:
             self._tell(number)
         except CheckpointdError as error:
-            log.error("the other ranks do not hear of %s: %s", number.name, error)
+            log.error("the other ranks cannot be told of %s: %s", number.name, error)
 
     def _tell(self, number: signal.Signals) -> None:
         self._board.agree(_key(number), "came")
@@ -129,7 +130,7 @@ class Preemption:
         self._told.add(number)
 
     def _hears(self) -> bool:
-        """Whether a signal has come to any rank. Every signal that is known here can be seen by all when this returns."""
+        """Whether a signal has come to any rank. When this returns, every signal that this rank knows is on the board."""
         for number in set(self._came) - self._told:
             self._tell(number)
         if not self._told and self._board.peek(_ANY) is None:
@@ -141,8 +142,8 @@ class Preemption:
         return bool(self._told)
 
     def grace_left_s(self) -> float | None:
-        """Seconds left to finish what is in flight; None where this rank knows of no signal."""
-        now, came = time.monotonic(), list(self._came.items())  # at once: a signal may come at any line
+        """Seconds left to finish the saves in flight; None if this rank knows of no signal."""
+        now, came = time.monotonic(), list(self._came.items())  # a copy, since a handler may change the dict at any line
         return min((max(0.0, at + self._graces[number] - now) for number, at in came), default=None)
 
     @property
@@ -154,7 +155,7 @@ class Preemption:
 
     @property
     def begun(self) -> bool:
-        """Whether a signal has come to any rank. No question: ranks may ask it differently often."""
+        """Whether a signal has come to any rank. This does not count as a question: each rank may ask as often as it likes."""
         try:
             return self._hears()
         except CheckpointdError as error:
@@ -169,10 +170,10 @@ class Preemption:
             return self._answer(self._last)
         except CheckpointdError as error:
             log.error("the ranks cannot agree on the step to stop at: %s", error)
-            return bool(self._came)  # alone, then: better a last save that may be aborted than none
+            return bool(self._came)  # decide alone: a last save that may be aborted is better than none
 
     def loaded(self) -> None:
-        """All ranks have loaded: steps may begin again at lower numbers."""
+        """Note that all ranks have loaded: steps may go on from a lower number."""
         self._loads += 1
 
     def _answer(self, point: Point) -> bool:
@@ -187,18 +188,11 @@ class Preemption:
 
     def _agreed(self) -> Point:
         if self._board.agree(_FIXER, self._token) != self._token:
-            self._leave_to_fixer()
+            poll(lambda: self._board.peek(_END) is not None, FIXER_S, lambda: "no rank has proposed the step to stop at")
         furthest = max(map(Point.of, self._board.posted(_ASKED).values()), default=_BEFORE_ALL)
         end = Point.of(self._board.agree(_END, str(furthest)))
         log.warning("every rank is to save and stop at its next question after that about step %d", max(0, end.step))
         return end
-
-    def _leave_to_fixer(self) -> None:
-        until = time.monotonic() + FIXER_S
-        for pause_s in pauses():
-            if self._board.peek(_END) is not None or time.monotonic() >= until:
-                return
-            threading.Event().wait(pause_s)
 
     def close(self) -> None:
         """Put the former handlers back."""

@@ -1,10 +1,11 @@
-"""Calls that all ranks make together: each rank tells its call, and none waits for ever.
+"""Meetings: calls that all ranks make together. Each rank tells the others which call it makes, and no rank waits for ever.
 
 Invariants
-  MEETING-1  Of each meeting there is one verdict, which the first to propose one makes: what all ranks said, which rank 0
-      proposes once it has heard them, or that it is void, which whoever gives up proposes.
-  MEETING-2  Every rank goes through the same meetings in the same order, also one that came too late for some of them.
-  MEETING-3  A meeting costs each rank a few messages, and rank 0 one from each; what nobody needs any more is taken back.
+  MEETING-1  Each meeting has one verdict, the first that is proposed. Rank 0 proposes the messages of all ranks when it has
+      heard them all. A rank that gives up proposes that the meeting is void.
+  MEETING-2  Every rank goes through the same meetings in the same order, even if it came too late for some of them.
+  MEETING-3  In a meeting, each rank posts a few messages, and rank 0 reads one from each rank. Messages that no rank needs any
+      more are taken back.
 """
 
 from __future__ import annotations
@@ -12,50 +13,45 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 from checkpointd.config import Ranks
 from checkpointd.errors import CheckpointdError, DeadlineError
 from checkpointd.waits import Waiting
-from checkpointd_client.ranks.board import COORDINATOR, Board, absent_error
+from checkpointd_client.ranks.board import COORDINATOR, Board, absent_error, missing_words, pauses
 
-_PAUSE_MIN_S, _PAUSE_MAX_S = 0.002, 0.1
+_LOOK_S = 0.1
 _VERDICT = "verdict"
 
 
 @dataclass(slots=True)
 class Meetings:
-    """One rank's."""
+    """The meetings of one rank with the others."""
 
     board: Board
     ranks: Ranks
     timeout_s: float
     _count: int = 0
-    """How many of them are over."""
+    """The number of meetings that are over."""
     _old: list[str] = field(default_factory=list)
-    """The keys of those that somebody may still come to."""
+    """The keys of past meetings that a late rank may still go through."""
 
     def meet(self, said: str, doing: str) -> dict[int, str]:
-        """What every rank said, by rank, once all of them are `doing` the same. DeadlineError names those that did not come."""
-        until, gone = time.monotonic() + self.timeout_s, None
-        waiting = Waiting(lambda: self._missing(doing))
-        while gone is None or time.monotonic() < until:
-            heard, gone = self._next(said, doing, until, waiting)
-            if heard is not None:
-                return heard
-        raise gone_error(gone, doing)
+        """Meet when all ranks are `doing` the same; returns the message of each. DeadlineError names the missing ranks."""
+        until, waiting = time.monotonic() + self.timeout_s, Waiting(lambda: self._missing(doing))
+        return meet_until(lambda: self._next(said, doing, until, waiting), until, doing)
 
     def once(self, said: str, doing: str) -> tuple[dict[int, str] | None, int]:
-        """What was said at the next meeting alone; None, and who gave it up, where it is void. Raises as `meet` does."""
+        """Take part in the next meeting alone. Returns None and the rank that gave up if it is void. Raises as `meet` does."""
         return self._next(said, doing, time.monotonic() + self.timeout_s, Waiting(lambda: self._missing(doing)))
 
     def _missing(self, doing: str) -> str:
-        absent = self.board.absent(f"meeting/{self._count}")
-        return f"ranks {absent or [COORDINATOR]} have not come: every rank must be {doing}"
+        return missing_words(self.board.absent(f"meeting/{self._count}") or [COORDINATOR], doing)
 
     def _next(self, said: str, doing: str, until: float, waiting: Waiting) -> tuple[dict[int, str] | None, int]:
-        """What was said at the next meeting; None, and who gave it up, where it is void."""
+        """The messages at the next meeting; None, and the rank that gave it up, if it is void."""
         key = f"meeting/{self._count + 1}"
         self._count += 1
         self.board.post(key, said)
@@ -68,27 +64,28 @@ class Meetings:
         return heard, int(verdict) if heard is None else COORDINATOR
 
     def _wait(self, key: str, doing: str, until: float, waiting: Waiting) -> str:
-        """The verdict. DeadlineError where there is none by then."""
+        """The verdict. DeadlineError if there is none at `until`."""
         if self.ranks.rank == COORDINATOR:
             heard = self._gathered(key, doing, until, waiting)
             return heard if heard.isdecimal() else self.board.agree(f"{key}/{_VERDICT}", heard)
-        pause, never = _PAUSE_MIN_S, threading.Event()
-        while (verdict := self.board.peek(f"{key}/{_VERDICT}")) is None:
+        for pause_s in pauses():
+            verdict = self.board.peek(f"{key}/{_VERDICT}")
+            if verdict is not None:
+                return verdict
             waiting.look()
             if time.monotonic() >= until:
-                # Where all have come, rank 0 has not gathered what they said.
+                # If all have come, rank 0 is missing: it has not put the verdict.
                 raise absent_error(self.board.absent(key) or [COORDINATOR], self.timeout_s, doing)
-            never.wait(pause)
-            pause = min(pause * 1.5, _PAUSE_MAX_S)
-        return verdict
+            threading.Event().wait(pause_s)
+        raise AssertionError("unreachable")
 
     def _gathered(self, key: str, doing: str, until: float, waiting: Waiting) -> str:
-        """What all ranks said, or the verdict of somebody who gave up before all had come."""
+        """The messages of all ranks, or the verdict of a rank that gave up before all had come."""
         while True:
             waiting.look()
             left_s = until - time.monotonic()
             try:
-                return _told(self.board.read(key, None, max(0.0, min(left_s, _PAUSE_MAX_S)), doing))
+                return _told(self.board.read(key, None, max(0.0, min(left_s, _LOOK_S)), doing))
             except DeadlineError as error:
                 verdict = self.board.peek(f"{key}/{_VERDICT}")
                 if verdict is not None:
@@ -97,7 +94,7 @@ class Meetings:
                     raise absent_error([*error.ranks], self.timeout_s, doing) from None
 
     def _give_up(self, key: str, error: BaseException) -> str:
-        """Make the meeting void, and raise `error`; the verdict where all have come all the same."""
+        """Make the meeting void and raise `error`. If the meeting had taken place before that, return its verdict instead."""
         with suppress(CheckpointdError):
             verdict = self.board.agree(f"{key}/{_VERDICT}", str(self.ranks.rank))
             if _heard(verdict) is not None and isinstance(error, DeadlineError):
@@ -106,7 +103,7 @@ class Meetings:
         raise error
 
     def _take_back(self, key: str, *, everybody_came: bool) -> None:
-        """Who came to a meeting is through with all before it."""
+        """Forget the messages of earlier meetings when `everybody_came` to this one: no rank is still in an earlier one."""
         if everybody_came:
             for old in self._old:
                 self.board.forget(old)
@@ -116,13 +113,18 @@ class Meetings:
         self._old.append(key)
 
 
-def gone_error(rank: int, doing: str) -> DeadlineError:
-    """The error for ranks that came after `rank` had given up waiting for them."""
-    return DeadlineError(f"rank {rank} had given up waiting: every rank must be {doing}", ranks=(rank,))
+def meet_until(meet: Callable[[], tuple[dict[int, str] | None, int]], until: float, doing: str) -> dict[int, str]:
+    """Call `meet` until a meeting takes place, and return its messages; DeadlineError if the last one until `until` is void."""
+    while True:
+        heard, gone = meet()
+        if heard is not None:
+            return heard
+        if time.monotonic() >= until:
+            raise DeadlineError(f"rank {gone} had given up waiting: every rank must be {doing}", ranks=(gone,))
 
 
 def _told(heard: dict[int, str]) -> str:
-    """Each thing that was said once, with the ranks that said it: nearly always there is one."""
+    """Each message once, with the ranks that sent it: nearly always, all ranks send the same."""
     by_text: dict[str, list[int]] = {}
     for rank, text in heard.items():
         by_text.setdefault(text, []).append(rank)
@@ -130,7 +132,7 @@ def _told(heard: dict[int, str]) -> str:
 
 
 def _heard(verdict: str) -> dict[int, str] | None:
-    """What was said, by rank; None where the verdict is the number of the rank that gave up."""
+    """The message of each rank; None if the verdict is the number of a rank that gave up."""
     if verdict.isdecimal():
         return None
     return dict(sorted((rank, text) for text, ranks in json.loads(verdict) for rank in ranks))

@@ -1,7 +1,7 @@
-"""Signals, noted at the moment they come.
+"""Notes signals at the moment they come.
 
-Python runs a handler only once the main thread is back from whatever C code it is in, such as a barrier that lasts as long as
-another rank's evaluation. The interpreter's wakeup descriptor is written to at once; a thread of ours reads it.
+Python runs a handler only when the main thread returns from C code, such as a barrier that lasts as long as another rank's
+evaluation. But the interpreter writes to its wakeup descriptor at once, and a thread of ours reads it.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _READ_BYTES = 64
 class Arrivals:
     """Calls `note(signal, time)` when one of `numbers` comes, until `close`: from the handler, and from a thread.
 
-    `time` is that of `time.monotonic`. `note` may be called several times for one signal, and locks nothing. `on_noted(signal)`
-    follows on the thread. A handler that was there before is called as well. To be made on the main thread.
+    `time` is from `time.monotonic`. `note` may be called several times for one signal, and must take no lock. After it, the
+    thread calls `on_noted(signal)`. The handler that was installed before is called as well. Make this on the main thread.
     """
 
     def __init__(
@@ -56,18 +56,18 @@ class Arrivals:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         before = self._before[signal.Signals(number)]
         if os.getpid() != self._process:
-            # A forked child, such as a data loader's worker: the signal means to it what it meant before.
+            # A forked child, such as a data loader's worker: it handles the signal as if we had installed nothing.
             signal.signal(number, before if before is not None else signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
         self._note(signal.Signals(number), time.monotonic())
-        self._tell(number)  # where the descriptor is another library's, the thread has heard nothing
-        # Python's own handler of SIGINT would raise KeyboardInterrupt, and so keep the loop from its last save.
+        self._tell(number)  # if another library has the wakeup descriptor, the thread has not read the signal
+        # Python's own handler of SIGINT would raise KeyboardInterrupt, and the loop would miss its last save.
         if callable(before) and before is not signal.default_int_handler:
             before(number, frame)
 
     def _read(self, numbers: frozenset[signal.Signals]) -> None:
-        """The thread."""
+        """Read signals from the descriptor; the thread runs this."""
         while heard := os.read(self._reading, _READ_BYTES):
             for number in heard:
                 if number == _END:
@@ -83,7 +83,7 @@ class Arrivals:
             log.debug("the pipe of signals is full: the thread hears of one anyway")
 
     def close(self) -> None:
-        """Put the former handlers back, where ours are still in place, and end the thread."""
+        """Put the former handlers back, unless another library has replaced ours, and end the thread."""
         if threading.current_thread() is threading.main_thread():
             for number, before in self._before.items():
                 if signal.getsignal(number) == self._handle:
@@ -91,17 +91,17 @@ class Arrivals:
             _stop_waking(self._writing)
         self._tell(_END)
         self._thread.join(ABANDON_S)
-        if not self._thread.is_alive():  # else it still tells the other ranks, who do not answer
+        if not self._thread.is_alive():  # a living thread still tries to tell the other ranks
             os.close(self._reading)
             os.close(self._writing)
 
     def leave_to_parent(self) -> None:
-        """In a forked child: what its signals write must not be read by the parent."""
+        """In a forked child: stop writing to the wakeup descriptor, which the parent reads."""
         _stop_waking(self._writing)
 
 
 def _wake(descriptor: int) -> None:
-    """Let every signal be written to `descriptor`, unless another library has one there, as an event loop of asyncio has."""
+    """Let Python write every signal to `descriptor`, unless another library, such as asyncio, has set its own."""
     other = signal.set_wakeup_fd(descriptor, warn_on_full_buffer=False)
     if other != -1:
         signal.set_wakeup_fd(other)

@@ -1,4 +1,4 @@
-"""The start: rank 0 begins the epoch and recovers; every rank learns of it, and checks that it sees the same root."""
+"""The start: rank 0 begins the epoch and recovers. Every rank learns the epoch, and checks that it sees the same root."""
 
 from __future__ import annotations
 
@@ -23,32 +23,31 @@ from checkpointd_client.ranks.writer import WriterThread
 log = logging.getLogger("checkpointd")
 
 RECOVERY_TIMEOUT_S = 900.0
-"""A root with very many attempts on a slow file system takes a while; a storage that does not answer takes for ever."""
+"""Long enough for a root with very many attempts on a slow file system."""
 START_TIMEOUT_S = 120.0
-"""The least that ranks are waited for which have not made their Checkpointer yet."""
+"""The ranks wait at least this long for each other to make their Checkpointers."""
 _DOING = "making its Checkpointer: call Checkpointer(...) on every rank, not on rank 0 alone"
 LOOK_TIMEOUT_S = 30.0
-_RECOVERING = "rank 0 takes the epoch, and decides what earlier jobs have left"
+_RECOVERING = "rank 0 takes the epoch, and decides the attempts that earlier jobs have left"
 _LOOKS = 6
 """How often a rank looks for the epoch before it says that the root is not shared: network file systems cache for a while."""
+_NAMED_MAX = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """The epoch that this incarnation of the job runs in."""
+    """The epoch of this start of the job."""
 
     number: int
     nonce: str
     latest: str | None
     checkpoints: int = 0
-    """How many earlier epochs have left."""
+    """The number of checkpoints of earlier epochs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """What whoever began an epoch knows beside it: the lease, which says that the job is alive until `end` is called, and the
-    attempts of older epochs that somebody still worked at.
-    """
+    """An epoch as rank 0 knows it, with the job's lease, which `end` releases, and the surviving attempts of older epochs."""
 
     begun: Begun
     lease: HeldLease
@@ -58,10 +57,10 @@ class Started:
 def begin_epoch(
     writer: WriterThread, store: Store, ranks: Ranks, beginner: Beginner, surviving: Callable[[], tuple[str, ...]] = tuple
 ) -> tuple[Begun, Started | None]:
-    """On rank 0: take the next epoch, recover what older ones left; on every rank: learn its number and nonce.
+    """On rank 0, take the next epoch and recover; on every rank, learn its number and nonce.
 
-    `surviving`, called on rank 0: attempts of older epochs ("tag/attempt") that its sidecar still works at and may commit.
-    Raises RootInUseError on every rank where another job is alive at the root.
+    `surviving` gives the attempts of older epochs ("tag/attempt") that rank 0's sidecar still works at and may commit. Only
+    rank 0 calls it. If another job is alive at the root, every rank raises RootInUseError.
     """
     started: list[Started] = []
 
@@ -90,14 +89,14 @@ def begin_epoch(
 
 
 def end(writer: WriterThread, started: Started | None, timeout_s: float = 2 * leases.ANSWER_S) -> None:
-    """The job ends: whoever begins next at its root need not wait for it. Raises nothing."""
+    """Release the job's lease, so that the next start at the root need not wait for it to expire. Raises nothing."""
     if started is not None:
-        with suppress(CheckpointdError):  # a storage that does not answer has been logged
+        with suppress(CheckpointdError):  # if the storage does not answer, the log says so already
             writer.call(started.lease.release(), timeout_s)
 
 
 def instead(root: str) -> str:
-    """What somebody can do whose job may not begin at `root`, since another one is alive there."""
+    """The advice to a job that may not begin at `root`, because another job is alive there."""
     return (
         f"One job at a time saves at a root. To read its checkpoints, call open_checkpoint({root!r}), which disturbs nobody; "
         "to save beside it, choose another root; to take this root over, so that every save of that job fails from then on, "
@@ -106,7 +105,7 @@ def instead(root: str) -> str:
 
 
 async def begin(store: Store, beginner: Beginner) -> Started:
-    """Take the next epoch, and recover what older ones left."""
+    """Take the next epoch, and recover: decide the attempts that older epochs left in doubt."""
     before = await epochs.newest(store)
     try:
         epoch, lease = await leases.begin(store, beginner)
@@ -135,12 +134,14 @@ async def _latest(store: Store) -> str | None:
 
 
 def say_unknown(begun: Begun, root: str, load: str, afresh: str) -> None:
-    """Say that what earlier jobs left stays, since this one has not loaded: how it can, or can say that it need not."""
+    """Log that the checkpoints of earlier jobs stay because this job has not loaded. `load` and `afresh`: the calls that change
+    that.
+    """
     if begun.checkpoints:
         log.error(
             "this job saves at %s and has not loaded: the %d checkpoints that earlier jobs left there (latest: %s) all stay, "
-            "whatever retention says, also where a tag is saved again. To go on from them, call %s before the first save; to "
-            "start afresh, so that retention counts them as this job's own: %s",
+            "whatever retention says, even if their tags are saved again. To go on from them, call %s before the first save. "
+            "To start afresh, so that retention counts them as this job's own: %s",
             root,
             begun.checkpoints,
             begun.latest,
@@ -156,7 +157,7 @@ async def _say_who_is_fenced(store: Store, before: int) -> None:
         log.error("the record of epoch %d cannot be read: %s", before, error)
         return
     who = holder.writer
-    # A Checkpointer of this very process was closed: a second one at the same root is refused.
+    # An epoch of this very process has ended: its Checkpointer was closed, since a second one at the root is refused.
     ended = writers.is_this_process(holder.process) or writers.has_ended(holder.process)
     log.log(
         logging.INFO if ended else logging.WARNING,
@@ -170,16 +171,19 @@ async def _say_who_is_fenced(store: Store, before: int) -> None:
     )
 
 
+def _faults(board: Board, key: str, own: str, timeout_s: float, doing: str) -> tuple[list[int], str]:
+    """Share this rank's fault, or "ok", with all ranks; returns the ranks that have one, and the first faults in words."""
+    board.post(key, own)
+    heard = sorted((rank, text) for rank, text in board.read(key, None, timeout_s, doing).items() if text != "ok")
+    return [rank for rank, _ in heard], "; ".join(f"rank {rank}: {text}" for rank, text in heard[:_NAMED_MAX])
+
+
 def check_shared(writer: WriterThread, store: Store, ranks: Ranks, board: Board, begun: Begun, timeout_s: float) -> None:
-    """Raise RootNotSharedError on every rank, naming those that do not see the epoch that rank 0 wrote."""
+    """Raise RootNotSharedError on every rank if one does not see the epoch that rank 0 wrote."""
     if ranks.world_size == 1:
         return
-    problem = root_fault(writer, store, begun)
-    board.post("root", problem)
-    heard = board.read("root", None, timeout_s, _DOING)
-    blind = {rank: text for rank, text in heard.items() if text != "ok"}
-    if blind:
-        named = "; ".join(f"rank {rank}: {text}" for rank, text in sorted(blind.items())[:8])
+    _, named = _faults(board, "root", root_fault(writer, store, begun), timeout_s, _DOING)
+    if named:
         raise RootNotSharedError(
             f"the ranks do not share {store.url}: {named}. Every rank must see one and the same directory there: "
             "give the path of a file system that all nodes mount"
@@ -187,25 +191,23 @@ def check_shared(writer: WriterThread, store: Store, ranks: Ranks, board: Board,
 
 
 def reach_sidecars(ranks: Ranks, board: Board, reach: Callable[[], object], timeout_s: float) -> None:
-    """Call `reach` on this rank; raise on every rank where one could not reach its sidecar, naming those."""
+    """Call `reach` on every rank; raise SidecarError on every rank if it fails on one."""
     problem: SidecarError | None = None
     try:
         reach()
     except SidecarError as error:
         problem = error
     if ranks.world_size > 1:
-        board.post("sidecar", str(problem) if problem else "ok")
-        heard = board.read("sidecar", None, timeout_s, "making its Checkpointer, with sidecar=... as well")
-        without = {rank: text for rank, text in heard.items() if text != "ok"}
+        doing = "making its Checkpointer, with sidecar=... as well"
+        without, named = _faults(board, "sidecar", str(problem) if problem else "ok", timeout_s, doing)
         if without and problem is None:
-            named = "; ".join(f"rank {rank}: {text}" for rank, text in sorted(without.items())[:8])
-            raise SidecarError(f"ranks {sorted(without)} have no sidecar: {named}")
+            raise SidecarError(f"ranks {without} have no sidecar: {named}")
     if problem is not None:
         raise problem
 
 
 def root_fault(writer: WriterThread, store: Store, begun: Begun) -> str:
-    """`ok`, or why this rank does not see what rank 0 wrote."""
+    """ "ok", or the reason why this rank does not see the epoch that rank 0 wrote."""
     problem = ""
     pause = threading.Event()
     for look in range(_LOOKS):

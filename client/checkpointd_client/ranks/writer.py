@@ -1,4 +1,4 @@
-"""The writer: a thread of its own with an event loop, on which every storage operation of this process runs."""
+"""The writer: a thread with an event loop. Every storage operation of this process runs on it."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from checkpointd.waits import Waiting, is_done
 log = logging.getLogger("checkpointd")
 T = TypeVar("T")
 ABANDON_S = 5.0
-"""How long what is abandoned may take to notice."""
+"""How long abandoned tasks may take to end after they were cancelled."""
 _LOOK_S = 1.0
-"""How often it is looked whether bytes still come."""
+"""How often a wait checks whether more bytes have come."""
 _ASKED = "the storage has not answered; is it mounted and reachable?"
 
 
 class WriterThread:
-    """Runs coroutines for other threads; an error in one of them is its caller's alone."""
+    """Runs coroutines for other threads. Only the caller of a coroutine gets its error."""
 
     def __init__(self, threads: int) -> None:
         self._loop = uvloop.new_event_loop()
-        # Encoding, hashing and delivering run here; the store has threads of its own for the disk.
+        # Workers encode, hash and deliver chunks. The store has its own threads for the disk.
         self._workers = ThreadPoolExecutor(threads, thread_name_prefix="checkpointd-worker")
         self._loop.set_default_executor(self._workers)
         self._thread = threading.Thread(target=self._run, name="checkpointd-writer", daemon=True)
@@ -37,7 +37,7 @@ class WriterThread:
         self._thread.start()
 
     def _run(self) -> None:
-        """The thread: the loop's whole life, so that closing works from inside another running loop, too."""
+        """Run the loop and close it, all on this thread: so close() works even inside another running loop."""
         loop = self._loop
         asyncio.set_event_loop(loop)
         loop.run_forever()
@@ -50,32 +50,31 @@ class WriterThread:
         loop.close()
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Start `work` on the loop; its result or error ends up in the future."""
+        """Start `work` on the loop; the future gets its result or error."""
         if self._closed:
             work.close()
             raise ClosedError("the writer is closed")
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def call_soon(self, call: Callable[..., object], *arguments: object) -> None:
-        """Run `call` on the loop at its next turn; nothing where the writer is closed."""
+        """Run `call` on the loop at its next turn, unless the writer is closed."""
         if not self._closed:
             self._loop.call_soon_threadsafe(call, *arguments)
 
     def call(self, work: Coroutine[Any, Any, T], timeout: float, doing: str = _ASKED) -> T:
-        """Run `work` on the loop and wait for it; StoreError where the storage does not answer within `timeout` seconds.
+        """Run `work` on the loop and wait for it. Raises StoreError if it has not ended within `timeout` seconds.
 
-        `doing` says what takes so long, for the log.
+        `doing` is the line of the log during a long wait.
         """
         future = self.submit(work)
         if not Waiting(lambda: doing).until(partial(is_done, future), timeout):
-            future.cancel()
-            raise StoreError(f"the storage has not answered for {timeout:g} s; is it mounted and reachable?")
+            raise _given_up(future, timeout)
         return future.result()
 
     def call_with_progress_timeout(self, work: Callable[[Callable[[int], None]], Coroutine[Any, Any, T]], patience: float) -> T:
-        """Run what `work` makes, however long it takes, as long as it reports bytes to the function that it is given.
+        """Run the coroutine of `work(on_bytes)`, which calls `on_bytes` with each number of bytes that has come.
 
-        StoreError where none come for `patience` seconds.
+        It may take as long as it likes while bytes come. Raises StoreError if none come for `patience` seconds.
         """
         moved = 0
 
@@ -86,14 +85,13 @@ class WriterThread:
         future = self.submit(work(on_bytes))
         while not future.done():
             if not _has_moved(future, lambda: moved, patience):
-                future.cancel()
-                raise StoreError(f"the storage has not answered for {patience:g} s; is it mounted and reachable?")
+                raise _given_up(future, patience)
         return future.result()
 
     def close(self, *, wait: bool = True) -> None:
-        """Stop the loop; what still runs is abandoned, and a thread inside a system call that hangs is left behind.
+        """Stop the loop and cancel its tasks. A thread that hangs in a system call is left behind.
 
-        Without `wait` it ends when it can: for the garbage collector, which may call from any thread.
+        Without `wait` this returns at once: the garbage collector may call it from any thread.
         """
         if self._closed:
             return
@@ -106,8 +104,14 @@ class WriterThread:
             log.error("the writer's thread does not end: the storage does not answer")
 
 
+def _given_up(future: Future[Any], seconds: float) -> StoreError:
+    """Cancel `future`; the error for its caller, who has waited for `seconds`."""
+    future.cancel()
+    return StoreError(f"the storage has not answered for {seconds:g} s; is it mounted and reachable?")
+
+
 def _has_moved(future: Future[Any], moved: Callable[[], int], patience: float) -> bool:
-    """Wait until `moved` has grown or `future` is done; False where neither happens for `patience` seconds."""
+    """Wait until `moved` has grown or `future` is done; False if neither happens for `patience` seconds."""
     before = moved()
 
     def looked(seconds: float) -> bool:

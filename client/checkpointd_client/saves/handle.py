@@ -1,4 +1,4 @@
-"""SaveHandle: what save() returns, and the only place where a save's result is kept."""
+"""SaveHandle: save() returns it, and only it keeps the result of a save."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ class SaveHandle:
         self._future.set_running_or_notify_cancel()
         self.observed = False
         self.missing: Callable[[], str] = lambda: f"{self.tag} is {self.phase}"
-        """What the save waits for, in words."""
+        """Says in words why the save has not ended."""
 
     def __repr__(self) -> str:
         return f"SaveHandle({self.tag!r}, attempt={self.attempt!r}, phase={self.phase!r})"
 
     def held(self, *, call_s: float | None = None, fence_s: float | None = None) -> None:
-        """Training was held so long, by the call of save() or by optimizer steps that waited."""
+        """Record how long training waited: for the call of save(), or in optimizer steps."""
         self.timings.call_s = self.timings.call_s if call_s is None else call_s
         self.timings.fence_s = self.timings.fence_s if fence_s is None else fence_s
         self._bytes.held_s = self.timings.held_s
@@ -106,7 +106,7 @@ class SaveHandle:
 
     @property
     def seconds(self) -> PhaseSeconds:
-        """How long this rank's part took for what. A sidecar tells it with the vote."""
+        """The seconds that each phase took on this rank. A sidecar reports them with the vote."""
         return self._bytes.seconds
 
     @property
@@ -157,7 +157,7 @@ class SaveHandle:
 
     async def _awaited(self) -> SaveHandle:
         try:
-            # Shielded: whoever stops waiting, by a time-out say, must not end the save for all others.
+            # Shielded: cancelling this wait, as a time-out does, must not cancel the save for all who wait.
             return await asyncio.shield(asyncio.wrap_future(self._future))
         except CheckpointdError:
             self.observed = True

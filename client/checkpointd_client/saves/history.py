@@ -21,7 +21,7 @@ KEPT = 64
 
 
 class Voting(Protocol):
-    """Whoever follows the attempt, here or in the sidecar."""
+    """Knows which votes of an attempt are missing: the attempt itself, or the link to the sidecar that runs it."""
 
     @property
     def votes_missing(self) -> tuple[int, ...] | None: ...
@@ -29,7 +29,7 @@ class Voting(Protocol):
 
 @dataclass(slots=True)
 class SaveRecord:
-    """One save: its handle, and whoever follows the attempt, once there is one."""
+    """One save: its handle and, while a writer runs the attempt, the missing votes."""
 
     handle: SaveHandle
     voting: Voting | None = None
@@ -39,7 +39,7 @@ class SaveRecord:
         self.handle.missing = self.missing
 
     def missing(self) -> str:
-        """What it waits for, in words."""
+        """Why the save has not ended, in words."""
         handle, voting = self.handle, self.voting
         votes = voting.votes_missing if voting else None
         match handle.phase:
@@ -92,7 +92,7 @@ class SaveHistory:
             self._live.append(save)
 
     def end(self, save: SaveRecord, phase: Phase) -> bool:
-        """Move `save` to those that ended, and count it; False where it is there already."""
+        """Count `save` as ended; False if it had ended before."""
         assert phase in FINAL
         with self._lock:
             if save not in self._live:

@@ -1,4 +1,4 @@
-"""What `Checkpointer.status()` and `list()` return: plain typed data, cheap to make at every step, serialisable by msgspec."""
+"""The results of `Checkpointer.status()` and `list()`: plain data that msgspec can serialise, cheap enough for every step."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ class CheckpointInfo(msgspec.Struct, frozen=True, kw_only=True):
     tag: str
     step: int
     time: datetime | None
-    """When it was committed, by the clock of the rank that did; None if that was not recorded."""
+    """When it was committed, by the clock of the machine that committed it; None if that was not recorded."""
     nbytes: int | None
     """Bytes of its tensors before compression; None if that was not recorded."""
     metrics: dict[str, float]
-    """What save() was given on rank 0."""
+    """The metrics that rank 0 passed to save()."""
     verified: bool
     """Whether it was read back whole since it was written."""
 
     @staticmethod
     def of(checkpoint: Checkpoint) -> CheckpointInfo:
-        """The record of a checkpoint that was found in the store."""
+        """Describe a checkpoint of the store."""
         outcome = checkpoint.outcome
         try:
             time = datetime.fromisoformat(outcome.writer.time)
@@ -58,18 +58,18 @@ class AttemptStatus(msgspec.Struct, frozen=True, kw_only=True):
     speed_bps: float | None
     """Bytes persisted per second; None before the first."""
     eta_s: float | None
-    """Until this rank's shard is persisted, at that speed; None where nothing can be said."""
+    """Seconds until this rank's shard is persisted, at that speed; None while that is unknown."""
     age_s: float
     votes_missing: tuple[int, ...] | None = None
     error: ErrorReport | None = None
     no_progress: bool = False
-    """It was committed, and nothing that is trained had changed since the checkpoint before, though the step moved on."""
+    """Whether it was committed although no trained tensor had changed since the checkpoint before, while the step moved on."""
     seconds: PhaseSeconds = PhaseSeconds()
-    """How long it took for what; a sidecar tells it with the vote."""
+    """The seconds that each phase took. A sidecar reports them with the vote."""
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
-    """This rank's view of its root: saves in flight and the last ones that ended, newest last."""
+    """This rank's view of its root: the saves in flight and the last ones that ended, newest last."""
 
     root: str
     epoch: int
@@ -81,10 +81,10 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     saves_failed: int
     attempts: tuple[AttemptStatus, ...]
     sidecar: str | None = None
-    """The socket of the sidecar that this rank uses; None where its own process persists."""
+    """The socket of the sidecar that this rank uses; None without a sidecar."""
     sidecar_connected: bool = False
     read_back: ReadBackStatus
-    """What this process has read back. What a sidecar has stands in its own status."""
+    """The checkpoints that this process has read back. A sidecar reports its own in its status."""
 
     def to_json(self) -> str:
         """The same as JSON."""

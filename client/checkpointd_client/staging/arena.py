@@ -1,11 +1,11 @@
-"""The arena: reused host memory for snapshots, in slots.
+"""The arena: host memory for snapshots, in slots that are used again.
 
 Invariants
-  ARENA-1  A slot is handed to one snapshot at a time; it is free again only when nobody reads it any more.
-  ARENA-2  A slot's memory is a sealed memfd mapped shared: it never shrinks or grows. Whoever gets its descriptor can read it,
-      and only this process writes, through the mapping that it made first.
-  ARENA-3  A slot is allocated when it is first needed, and replaced only while it is free.
-  ARENA-4  A slot that a lost sidecar may still read is never used again: what it reads must not change under it.
+  ARENA-1  A slot belongs to one snapshot at a time. It becomes free only when nobody reads it any more.
+  ARENA-2  A slot's memory is a sealed memfd in a shared mapping: it never shrinks or grows. A process that gets the descriptor
+      can only read the memory. Only this process writes it, through the mapping that it made before the seal.
+  ARENA-3  A slot is allocated when a save first needs it, or by `prewarm`, and replaced only while it is free.
+  ARENA-4  A slot that a lost sidecar may still read is never used again: its bytes must not change while the sidecar reads.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from checkpointd.pipeline.shard import PAGE, Bytes
 log = logging.getLogger("checkpointd")
 
 _MADV_POPULATE_WRITE = 23
-_F_ADD_SEALS, _F_SEAL_SHRINK, _F_SEAL_GROW, _F_SEAL_FUTURE_WRITE = 1033, 2, 4, 16
+_F_SEAL_FUTURE_WRITE = 16
 _STEP = 64 << 20
 _NUMBERS = itertools.count()
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -42,14 +42,14 @@ class Slot:
     def __init__(self, capacity: int) -> None:
         self.number = next(_NUMBERS)
         self.lost = False
-        """A sidecar that may still read it is out of reach (ARENA-4)."""
+        """Whether the connection to a sidecar that may still read the slot is lost (ARENA-4)."""
         self.capacity = page_up(max(capacity, 1))
         self.nbytes = self.capacity + PAGE
-        """With the page of the mark."""
+        """The capacity and the page of the completion marker."""
         writable = os.memfd_create("checkpointd-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(writable, self.nbytes)
-            fcntl.fcntl(writable, _F_ADD_SEALS, _F_SEAL_SHRINK | _F_SEAL_GROW)
+            fcntl.fcntl(writable, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
             self._map = mmap.mmap(writable, self.nbytes)
             self.fd = _read_only(writable)
         finally:
@@ -63,14 +63,14 @@ class Slot:
         self._views: tuple[object, list[torch.Tensor]] | None = None
 
     def begin(self) -> int:
-        """A snapshot is going to be taken here: its token, from 1 to 2^63."""
+        """Prepare for a snapshot; returns its token, from 1 to 2^63 - 1."""
         self._mark[0] = 0
         self.buffer[0] = 0  # a state without tensors takes a page that nothing else writes, and a sidecar refuses holes
         self.token = secrets.randbelow((1 << 63) - 1) + 1
         return self.token
 
     def complete(self) -> None:
-        """The snapshot is whole: its token goes to the memory's last 8 bytes, where a sidecar finds it if this process dies."""
+        """Write the completion marker, the token, to the last 8 bytes: a sidecar finds it there if this process dies."""
         self._mark[0] = self.token
 
     def populate(self, nbytes: int) -> None:
@@ -79,10 +79,10 @@ class Slot:
         for start in range(0, page_up(min(nbytes, self.capacity)), _STEP):
             length = min(_STEP, self.capacity - start)
             if _LIBC.madvise(ctypes.c_void_p(address + start), ctypes.c_size_t(length), _MADV_POPULATE_WRITE) != 0:
-                return  # an older kernel: the pages come with the first copy
+                return  # an older kernel: it allocates the pages at the first copy
 
     def pin(self) -> None:
-        """Register the memory with CUDA, so that copies from the device run without the host; once."""
+        """Register the memory with CUDA, once, so that copies from the device run asynchronously."""
         if self.pinned:
             return
         code = torch.cuda.cudart().cudaHostRegister(self.buffer.ctypes.data, self.capacity, 0)
@@ -92,14 +92,14 @@ class Slot:
         self.pinned = True
 
     def views(self, layout: object, parts: list[tuple[int, int, torch.dtype, tuple[int, ...]]]) -> list[torch.Tensor]:
-        """A tensor per part (offset, bytes, dtype, shape) over this memory; remembered for the same `layout` object."""
+        """A tensor over this memory for each part (offset, bytes, dtype, shape); cached while `layout` is the same object."""
         if self._views is None or self._views[0] is not layout:
             made = [self.memory[at : at + n].view(dtype).view(shape) for at, n, dtype, shape in parts]
             self._views = (layout, made)
         return self._views[1]
 
     def release(self) -> None:
-        """Give the memory back. A view that somebody still holds keeps the mapping alive until it goes."""
+        """Give the memory back. A view that is still in use keeps the mapping alive until the view is gone."""
         if self.pinned:
             torch.cuda.cudart().cudaHostUnregister(self.buffer.ctypes.data)
             self.pinned = False
@@ -111,10 +111,10 @@ class Slot:
 
 
 def _read_only(writable: int) -> int:
-    """Another descriptor of this memory, for reading alone. A kernel since 5.1 lets nobody write it by any descriptor."""
+    """A read-only descriptor of the same memory. Since Linux 5.1, the seal forbids writing through any descriptor."""
     with contextlib.suppress(OSError):  # an older kernel does not know the seal, and a sidecar refuses the slot
-        fcntl.fcntl(writable, _F_ADD_SEALS, _F_SEAL_FUTURE_WRITE)
-    os.fchmod(writable, 0o400)  # else anybody who has a descriptor may open another one for writing: a memfd begins as 0777
+        fcntl.fcntl(writable, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE)
+    os.fchmod(writable, 0o400)  # a memfd begins as 0777, so a process that has a descriptor could open a writable one
     return os.open(f"/proc/self/fd/{writable}", os.O_RDONLY | os.O_CLOEXEC)
 
 
@@ -125,10 +125,10 @@ class SlotHold:
         self.slot, self._arena = slot, arena
         self._held = True
         self.wanted = True
-        """Whether somebody may still read the snapshot there."""
+        """Whether the snapshot in the slot may still be read."""
 
     def release(self) -> None:
-        """Nobody reads or writes the slot for this snapshot any more."""
+        """Give the slot back: nobody reads or writes it for this snapshot any more."""
         self.wanted = False
         if self._held:
             self._held = False
@@ -136,7 +136,7 @@ class SlotHold:
 
 
 class Arena:
-    """Two slots; see the invariants above. Thread-safe. `on_gone` hears the number of a slot that was replaced."""
+    """Two slots; see the invariants above. Thread-safe. `on_gone` is called with the number of each slot that is replaced."""
 
     def __init__(self, slots: int = 2, on_gone: Callable[[int], None] = lambda _: None) -> None:
         self._on_gone = on_gone
@@ -152,23 +152,22 @@ class Arena:
             return sum(slot.capacity for slot in self._free)
 
     def acquire(self, nbytes: int, timeout: float | None) -> Slot | None:
-        """A free slot of at least `nbytes`; None where none became free within `timeout` seconds (0: do not wait)."""
+        """A free slot of at least `nbytes`; None if none becomes free within `timeout` seconds (0: do not wait)."""
         with self._change:
             free = self._change.wait_for(lambda: self._free or self._unmade or self._closed, timeout)
             if not free or self._closed:
                 return None
             slot = self._take(nbytes)
             self._busy += 1
-        if slot is None or slot.capacity < nbytes:
-            try:
-                slot = self._replace(slot, nbytes)
-            except BaseException:
-                with self._change:
-                    self._busy -= 1
-                    self._unmade += 1
-                    self._change.notify()
-                raise
-        return slot
+        if slot is not None and slot.capacity >= nbytes:
+            return slot
+        try:
+            if slot is not None:
+                self._discard(slot)
+            return Slot(nbytes)
+        except BaseException:
+            self._not_made()
+            raise
 
     def _take(self, nbytes: int) -> Slot | None:
         if self._free:
@@ -179,11 +178,16 @@ class Arena:
         self._unmade -= 1
         return None
 
-    def _replace(self, slot: Slot | None, nbytes: int) -> Slot:
-        if slot is not None:
-            slot.release()
-            self._on_gone(slot.number)
-        return Slot(nbytes)
+    def _discard(self, slot: Slot) -> None:
+        slot.release()
+        self._on_gone(slot.number)
+
+    def _not_made(self) -> None:
+        """Take back that a slot was going to be made."""
+        with self._change:
+            self._busy -= 1
+            self._unmade += 1
+            self._change.notify()
 
     def release(self, slot: Slot) -> None:
         """Put `slot` back: nobody reads it any more."""
@@ -192,17 +196,16 @@ class Arena:
             if self._closed:
                 slot.release()
             elif slot.lost:
-                slot.release()
-                self._on_gone(slot.number)
+                self._discard(slot)
                 self._unmade += 1
             else:
                 self._free.append(slot)
             self._change.notify()
 
     def prewarm(self, nbytes: int, *, device: int | None, slots: int = 1) -> None:
-        """Allocate one more slot with `nbytes` of real memory, unless `slots` exist already.
+        """Allocate one more slot with `nbytes` of real memory, unless `slots` exist already. Call it on a background thread.
 
-        Meant for a background thread. `device`: pin the memory for that CUDA device, None for none.
+        `device`: pin the memory for that CUDA device. None: do not pin it.
         """
         with self._change:
             if self._closed or not self._unmade or len(self._free) + self._busy >= slots:
@@ -213,19 +216,16 @@ class Arena:
             slot = Slot(nbytes)
             slot.populate(nbytes)
             if device is not None:
-                torch.cuda.set_device(device)  # of this thread: pinning on another would open a context there
+                torch.cuda.set_device(device)  # for this thread: pinning on another device would create a context there
                 slot.pin()
         except OSError as error:
             log.warning("the arena cannot be prewarmed with %d bytes: %s; the save that needs it allocates it", nbytes, error)
-            with self._change:
-                self._busy -= 1
-                self._unmade += 1
-                self._change.notify()
+            self._not_made()
             return
         self.release(slot)
 
     def close(self) -> None:
-        """Give all free slots back; a busy one follows when it is released."""
+        """Give the memory of all free slots back. A busy slot follows when it is released."""
         with self._change:
             self._closed = True
             for slot in self._free:

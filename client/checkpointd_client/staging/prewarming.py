@@ -12,29 +12,28 @@ from checkpointd_client.capture.state import capture
 from checkpointd_client.sharding.dtensor import is_dtensor, local_of
 
 MOMENTS = 2
-"""An optimizer that has not stepped yet is taken to keep this many tensors per parameter, as Adam does."""
+"""The tensors per parameter that an optimizer is assumed to make at its first step: Adam makes two."""
 
 
 def expected_bytes(state: Mapping[str, object]) -> int:
-    """Bytes of the tensors that this rank writes of `state`, and of those that its optimizers will make at their first step; 0
-    where unknown.
+    """Estimate the bytes that this rank writes of `state`, with the tensors that its optimizers make at their first step.
+    0 means unknown.
 
-    An estimate that is too small costs the first save some page faults; one that is too large, memory until the slot is
-    replaced. Either way the save is right.
+    A low estimate costs the first save some page faults. A high one costs memory until the slot is replaced. The save is right
+    in both cases.
     """
     try:
         captured = capture(state, None, exclude_frozen_parameters=False)
     except StateError:
-        return 0  # save() will say so, with the FQN
+        return 0  # save() will raise it
     present = sum(leaf.tensor.nbytes + PAGE // 64 for leaf in captured.leaves)
     optimizers = [item for item in state.values() if isinstance(item, torch.optim.Optimizer)]
     if not optimizers:
         return present
-    stepped = [p for optimizer in optimizers for p in _parameters(optimizer)]
-    # What ranks hold together is written in parts: the moments as much as the parameters, which are lazy as these will be.
+    # If other ranks hold replicas, this rank writes only a part of its parameters and moments: scale the new moments alike.
     written = sum(leaf.tensor.nbytes for leaf in captured.leaves if leaf.optimizer_only)
     fresh = sum(_nbytes(p) for optimizer in optimizers for p in _parameters(optimizer) if p not in optimizer.state)
-    held = sum(map(_nbytes, stepped)) + sum(_nbytes(t) for optimizer in optimizers for t in _state_tensors(optimizer))
+    held = sum(_nbytes(t) for optimizer in optimizers for t in _parameters(optimizer) + _state_tensors(optimizer))
     return present + (MOMENTS * fresh * min(written, held) // held if held else 0)
 
 

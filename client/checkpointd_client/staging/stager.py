@@ -1,13 +1,12 @@
 """Staging: copies a shard into a slot of the arena while training goes on.
 
 Invariants
-  STAGING-1  What may change outside `optimizer.step()` is copied (on the host) or cloned in stream order (on a device) before
-      save() returns. Of what is too large to be cloned there, save() waits for the copy.
-  STAGING-2  What changes only inside `optimizer.step()` is copied in the background, and no step begins before the copy has
-      read it: on the host the step's pre-hook copies what is left, on a device the compute stream waits for the copy's event.
-  STAGING-3  A snapshot is persisted only if nothing shows that its sources changed before they were copied: neither torch's
-      version counters nor, on the host, the sample that save() took (`torn_check.py`). Otherwise it is torn, and is thrown away
-      with a StagingError.
+  STAGING-1  Before save() returns, each tensor that may change outside `optimizer.step()` is copied (on the host) or cloned in
+      stream order (on a device). If a device tensor is too large to be cloned, save() waits for its copy.
+  STAGING-2  A tensor that only `optimizer.step()` changes is copied in the background, and no step begins before the copy has
+      read it. On the host, the step's pre-hook copies the rest. On a device, the compute stream waits for the copy's event.
+  STAGING-3  A snapshot is torn if torch's version counters or, on the host, the sample that save() took (`torn_check.py`) show
+      that a source changed before it was copied. A torn snapshot is thrown away with a StagingError.
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ from checkpointd_client.staging.torn_check import Proof, Sampler
 StagingMode = Literal["lazy", "eager"]
 
 STUCK_S = 120.0
-"""A copy of one task takes milliseconds; one that takes longer than this was begun by a thread that is gone."""
+"""A task takes milliseconds. If one takes longer than this, the thread that began it is gone."""
 CLONED_BYTES_MAX = 512 << 20
-"""Of a device's memory, for clones of what may change at any time, until they are copied. Training needs the rest."""
+"""The most device memory that one save uses for clones until they are copied. Training needs the rest."""
 TASK_BYTES = 16 << 20
-"""The background copy goes on in tasks of about this size, which a waiting trainer can take over."""
+"""The background copy is cut into tasks of about this size, which a waiting trainer can take over."""
 
 Part = tuple[int, int, torch.dtype, tuple[int, ...]]
 Signature = tuple[tuple[str, str, tuple[int, ...], HeldPart | None], ...]
@@ -48,7 +47,7 @@ Signature = tuple[tuple[str, str, tuple[int, ...], HeldPart | None], ...]
 
 @dataclass(frozen=True, eq=False)
 class SlotLayout:
-    """Where each tensor of a state lies in a slot; planned once and reused while the state keeps its `signature`."""
+    """The place of each tensor of a state in a slot; used again while the state keeps its `signature`."""
 
     signature: Signature
     tensors: tuple[ShardTensor, ...]
@@ -57,7 +56,7 @@ class SlotLayout:
 
 
 def signature_of(captured: Captured) -> Signature:
-    """What a slot's layout depends on: the FQN, dtype, shape and box of every leaf."""
+    """The FQN, dtype, shape and box of every leaf: a slot's layout depends on nothing else."""
     return tuple((leaf.fqn, leaf.dtype, tuple(leaf.tensor.shape), leaf.part) for leaf in captured.leaves)
 
 
@@ -67,24 +66,21 @@ def plan_slot(captured: Captured) -> SlotLayout:
     parts: list[Part] = []
     offset = 0
     for leaf in captured.leaves:
-        item = ITEM_BYTES[leaf.dtype]
+        item, part = ITEM_BYTES[leaf.dtype], leaf.part
         shape = tuple(leaf.tensor.shape)
         nbytes = leaf.tensor.numel() * item
-        tensors.append(_placed(leaf, shape, offset, nbytes, item))
+        if part is None:
+            tensors.append(ShardTensor(leaf.fqn, leaf.dtype, shape, whole(shape), "rank", offset, nbytes, item))
+        else:
+            tensors.append(ShardTensor(leaf.fqn, leaf.dtype, part.shape, part.box, "global", offset, nbytes, item))
         parts.append((offset, nbytes, leaf.tensor.dtype, shape))
         offset += aligned(nbytes)
     return SlotLayout(signature_of(captured), tuple(tensors), parts, page_up(max(offset, 1)))
 
 
-def _placed(leaf: Leaf, shape: tuple[int, ...], offset: int, nbytes: int, item: int) -> ShardTensor:
-    if leaf.part is None:
-        return ShardTensor(leaf.fqn, leaf.dtype, shape, whole(shape), "rank", offset, nbytes, item)
-    return ShardTensor(leaf.fqn, leaf.dtype, leaf.part.shape, leaf.part.box, "global", offset, nbytes, item)
-
-
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """One tensor's way into the slot; `version` is the source's version counter at save(), None where it has none."""
+    """The copy of one tensor into the slot. `version` is the source's version counter at save(), or None if it has none."""
 
     fqn: str
     source: torch.Tensor
@@ -109,10 +105,9 @@ def _torn(fqn: str) -> StagingError:
     )
 
 
-def _counted(copies: list[Copy]) -> StagingError | None:
-    """Whether torch counted a change of a source since save()."""
-    fqn = next((copy.fqn for copy in copies if copy.changed()), None)
-    return None if fqn is None else _torn(fqn)
+def _changed_since_save(copies: list[Copy]) -> StagingError | None:
+    """The error of the first copy whose source torch has counted a change of."""
+    return next((_torn(copy.fqn) for copy in copies if copy.changed()), None)
 
 
 @dataclass
@@ -121,24 +116,26 @@ class Staging:
 
     slot: Slot
     done: Future[None] = field(default_factory=Future)
-    began: float = field(default_factory=time.perf_counter)
     fence_s: float = 0.0
-    """Seconds that the trainer's steps were held for this snapshot."""
+    """Seconds that optimizer steps waited for this snapshot."""
     _fencing: threading.Lock = field(default_factory=threading.Lock)
-    """Held while a step is."""
+    """Held while a step waits."""
     _tasks: deque[list[Copy]] = field(default_factory=deque)
     _events: list[tuple[torch.device, torch.cuda.Event]] = field(default_factory=list)
     _held: list[torch.Tensor] = field(default_factory=list)
     _device_copies: list[Copy] = field(default_factory=list)
     _proofs: list[tuple[Proof, list[Copy]]] = field(default_factory=list)
-    """Each with the copies whose positions it tells."""
+    """Each proof with its copies, in the order of its positions."""
     _unfenced: bool = True
     _left: int = 0
+    _host_copied: threading.Event = field(default_factory=threading.Event)
     _spoiled: StagingError | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def fence(self) -> None:
-        """Return when the sources may change: on the host after copying what is left, on a device at once: its stream waits."""
+        """Return when the sources may change. On the host, this copies the rest. On a device it returns at once, and the
+        current stream waits.
+        """
         self._check_device_sources()
         for device, event in self._events:
             torch.cuda.current_stream(device).wait_event(event)
@@ -170,11 +167,11 @@ class Staging:
             with torch.no_grad():
                 for copy in task:
                     copy.run()
-            spoiled = _counted(task)
-        except Exception as error:  # whatever torch raises: the snapshot is spoiled, training goes on
+            spoiled = _changed_since_save(task)
+        except Exception as error:  # any error of torch spoils the snapshot, and training goes on
             spoiled = StagingError(f"the snapshot of {task[0].fqn} and others failed: {error}")
             spoiled.__cause__ = error
-        finally:  # also where Ctrl-C strikes the trainer in here: the task is done for, one way or the other
+        finally:  # also after Ctrl-C: nobody takes this task again
             with self._lock:
                 self._spoiled = self._spoiled or spoiled
                 self._left -= 1
@@ -182,24 +179,21 @@ class Staging:
                     self._host_copied.set()
 
     def _check_device_sources(self) -> None:
-        """Once, before the first step that may change them: whether the sources on a device were changed by hand (STAGING-3).
+        """Before the first step, and only then, check whether the sources on a device were changed by hand (STAGING-3).
 
-        A step's own changes come after this look, and on the device after the copy, whose event the stream waits for.
+        The step's own changes come after this check. On the device they come after the copy, since the stream waits for it.
         """
         with self._lock:
             if not self._unfenced:
                 return
             self._unfenced = False
-            self._spoiled = self._spoiled or _counted(self._device_copies)
-
-    def __post_init__(self) -> None:
-        self._host_copied = threading.Event()
+            self._spoiled = self._spoiled or _changed_since_save(self._device_copies)
 
     def finish(self) -> None:
-        """On the stager's thread: copy on, wait for the device, then resolve `done`."""
+        """On the stager's thread: copy the rest, wait for the device, then resolve `done`."""
         self.help()
         if self._copying().until(self._host_copied.wait, STUCK_S):
-            with self._fencing:  # a step that waited for the copy goes on now: `fence_s` is final once `done` is
+            with self._fencing:  # wait for a step that waited for the copy: `fence_s` must be final when `done` resolves
                 pass
         else:
             self._spoiled = self._spoiled or StagingError("a copy that another thread had begun never ended")
@@ -207,7 +201,7 @@ class Staging:
             for _, event in self._events:
                 event.synchronize()
             self._check_device_sources()
-        except Exception as error:  # a failed kernel anywhere on the device shows here
+        except Exception as error:  # this is where any failed kernel on the device shows
             self._spoiled = self._spoiled or StagingError(f"the copy from the device failed: {error}")
         self._spoiled = self._spoiled or self._unproved()
         self._held.clear()
@@ -220,19 +214,19 @@ class Staging:
             self.done.set_result(None)
 
     def _unproved(self) -> StagingError | None:
-        """Whether the slot, which holds everything now, holds something else than the sources did at save()."""
+        """The error if the full slot differs from the sources at save(), or if that cannot be checked."""
         try:
             for proof, copies in self._proofs:
                 position = proof.torn()
                 if position is not None:
                     return _torn(copies[position].fqn)
-        except Exception as error:  # memory is short, say: what is not proved is not persisted
+        except Exception as error:  # such as a MemoryError: an unproved snapshot is not persisted
             return StagingError(f"the snapshot could not be compared with what save() saw: {error!r}")
         return None
 
 
 class Stager:
-    """Takes snapshots; one thread of its own copies in the background."""
+    """Takes snapshots; its thread copies in the background."""
 
     def __init__(self, mode: StagingMode) -> None:
         self.mode = mode
@@ -245,7 +239,7 @@ class Stager:
         self._thread.start()
 
     def begin(self, captured: Captured, layout: SlotLayout, slot: Slot) -> Staging:
-        """Start the snapshot. When this returns, everything that may change outside a step is safe (STAGING-1)."""
+        """Start the snapshot. When this returns, every tensor that may change outside a step is safe (STAGING-1)."""
         slot.begin()
         staging = Staging(slot)
         targets = slot.views(layout, layout.parts)
@@ -291,7 +285,7 @@ class Stager:
         return staging
 
     def _copy_from(self, where: torch.device, pairs: list[tuple[Leaf, torch.Tensor]], staging: Staging) -> torch.cuda.Event:
-        """Queue the copies on a side stream behind what the compute stream has queued; the event that ends them."""
+        """Queue the copies on a side stream, behind the queued work of the compute stream; returns the event of their end."""
         compute = torch.cuda.current_stream(where)
         side = self._streams.setdefault(where, torch.cuda.Stream(where))
         still = self.mode == "eager"
@@ -304,7 +298,7 @@ class Stager:
             event.record(side)
         if waits:
             event.synchronize()
-        # Held until the copy is done: freed earlier, the allocator could hand their memory to the compute stream.
+        # If these were freed before the copy is done, the allocator could give their memory to the compute stream.
         staging._held.extend(sources)
         staging._device_copies += [
             Copy(leaf.fqn, leaf.tensor, target, _version(leaf.tensor))
@@ -328,7 +322,7 @@ class Stager:
             staging.finish()
 
     def close(self, timeout: float) -> None:
-        """End the thread after what it was given; one that is stuck is left behind after `timeout` seconds."""
+        """End the thread when its queue is empty. Do not wait for more than `timeout` seconds: the thread may be stuck."""
         with self._wake:
             self._closing = True
             self._wake.notify()
@@ -336,10 +330,11 @@ class Stager:
 
 
 def unchanging(tensors: list[tuple[torch.Tensor, bool]]) -> tuple[list[torch.Tensor], bool]:
-    """What to copy of tensors on a device, each with whether it is stable: itself, or a clone where it is not.
+    """For pairs of a tensor on a device and whether it is stable: the tensors to copy, and whether save() must wait for the
+    copies.
 
-    Clones take at most CLONED_BYTES_MAX, and no more than there is. The others are given as they are, and True: all must have
-    been copied when save() returns.
+    A tensor that is not stable is cloned. Clones take at most CLONED_BYTES_MAX, and no more than the device has left. If a
+    tensor finds no room for a clone, it is copied itself, and save() must wait.
     """
     sources: list[torch.Tensor] = []
     left, waits = CLONED_BYTES_MAX, False

@@ -1,13 +1,13 @@
 """Detects torn snapshots: save() takes a sample of the tensors that are copied later.
 
-The sample is compared with the slot once everything was copied, and not with the source: so it says what the slot holds,
-however the copy and a change of the source interleaved. torch's version counters do not see every change; a sample sees every
-change that reaches a sampled byte before its copy does.
+When everything is copied, the sample is compared with the slot, not with the sources. So the result does not depend on how the
+copy and a change of a source interleaved. torch's version counters miss some changes. A sample catches every change that
+reaches a sampled byte before the copy does.
 
 Invariants
-  TORN-1  A sample never calls a snapshot torn that is not: it reads the bytes that the copy reads, in the copy's order.
-  TORN-2  A plan is used only while every tensor has the address, size and strides that it was made for, and the caller holds
-      it.
+  TORN-1  A sample never calls a good snapshot torn: it reads the bytes that the copy reads, in the copy's order.
+  TORN-2  A plan is used only while every tensor has the address, size and strides that the plan was made for. The caller keeps
+      the tensors alive.
 """
 
 from __future__ import annotations
@@ -24,40 +24,40 @@ from checkpointd.pipeline.shard import Bytes
 from checkpointd_client.capture.aliasing import array_at
 
 LINE = 64
-"""Bytes that are sampled together: one cache line, which costs hardly more to read than one byte of it."""
+"""Bytes that are sampled together: one cache line, since reading all of it costs hardly more than one byte."""
 EVERY = 32 << 10
-"""Of every so many bytes one line is sampled, and the last one of each tensor."""
+"""One line is sampled in each run of this many bytes, and the last line of each tensor."""
 SMALL = 1 << 10
-"""Tensors of up to so many bytes are sampled whole."""
+"""Tensors of up to this many bytes are sampled whole."""
 STRIDED = 8
-"""Bytes that are sampled in place of a line where elements do not lie in a row."""
+"""Bytes that are sampled instead of a line if the tensor is not contiguous."""
 _SCATTER = 157
-"""Odd, so that another line is sampled from place to place: a change of some columns of a matrix is met as well."""
+"""The sampled line moves by this many lines from run to run. It is odd, so a change of some columns of a matrix shows, too."""
 
 Places = NDArray[np.int64]
 
 
 class Proof(Protocol):
-    """What shows that a slot holds what the sources held at save(). Other devices bring their own."""
+    """A check that a slot holds the bytes that the sources had at save(). Other devices bring their own."""
 
     def torn(self) -> int | None:
-        """The position of the first tensor of which the slot holds other bytes than those of save(); None: none is known.
+        """The position of the first tensor whose bytes in the slot differ from those at save(); None if no difference is known.
 
-        Asked once, when the slot holds all of the snapshot.
+        Called once, when the slot holds all of the snapshot.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """What the sources held when it was taken."""
+    """Sampled bytes of the sources at save(), and the slot `buffer` to compare them with."""
 
     points: tuple[_Points, ...]
     taken: tuple[Bytes, ...]
     buffer: Bytes
 
     def torn(self) -> int | None:
-        """The first of the sources of which `buffer` holds something else; None where every sampled byte agrees."""
+        """The position of the first source whose sampled bytes differ from `buffer`; None if all agree."""
         torn: list[int] = []
         for points, taken in zip(self.points, self.taken, strict=True):
             found = points.in_slot(self.buffer)
@@ -69,7 +69,7 @@ class Sample:
 
 
 class Sampler:
-    """Takes samples. The plan of where is kept from one save to the next."""
+    """Takes samples. It keeps the plan of the sampled places from one save to the next."""
 
     def __init__(self) -> None:
         self._where: _Where | None = None
@@ -78,12 +78,12 @@ class Sampler:
     def take(
         self, layout: object, tensors: Sequence[torch.Tensor], starts: Sequence[int], offsets: Sequence[int], buffer: Bytes
     ) -> Sample:
-        """A sample of `tensors`, on the host and not empty. Each will lie in `buffer` from its offset on, in a row.
+        """Sample `tensors`, which lie on the host and are not empty. The copy puts each at its offset in `buffer`, contiguous.
 
-        `starts`: addresses of those whose elements lie in a row, 0 where that is not known. For one `layout`, dtype and shape
-        of a tensor follow from its offset.
+        `starts`: the addresses of contiguous tensors, or 0 where that is not known. For one `layout`, the dtype and shape of a
+        tensor follow from its offset.
         """
-        # Flat lists, compared as such: this runs inside every save(), for every tensor.
+        # This runs for every tensor inside every save(), so it compares flat lists.
         starts = list(starts)
         strides: dict[int, tuple[int, ...]] = {}
         for i, start in enumerate(starts):
@@ -99,7 +99,7 @@ class Sampler:
 
 @dataclass(frozen=True, slots=True)
 class _Where:
-    """Where tensors lie, and where they will. `strides`: of those that are not contiguous, by position."""
+    """The addresses of tensors and their offsets in the slot. `strides`: by position, for tensors that are not contiguous."""
 
     layout: object
     starts: list[int]
@@ -109,8 +109,8 @@ class _Where:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Points:
-    """Places of `unit` bytes each. `windows`: addresses to count from, each with the places there, in units. `slot`: where the
-    same bytes will lie in the slot, in units. `owner`: the position of the tensor that each belongs to.
+    """Sampled places of `unit` bytes each. `windows`: base addresses, each with its places, counted in units. `slot`: the same
+    places in the slot, in units. `owner`: for each place, the position of its tensor.
     """
 
     unit: int
@@ -128,11 +128,11 @@ class _Points:
 
 
 def _window(base: int, count: int, unit: int) -> NDArray[Any]:
-    """All memory from `base` on as `count` items; nothing of it is looked at but what is taken."""
+    """The memory from `base` on as `count` items. Other memory may lie in between: read only items inside a tensor."""
     return array_at(base, (count,), (unit,), unit)
 
 
-# --- where to look ----------------------------------------------------------------------------------------------------
+# --- the plan ---------------------------------------------------------------------------------------------------------
 
 
 def _planned(tensors: Sequence[torch.Tensor], where: _Where) -> tuple[_Points, ...]:
@@ -151,7 +151,7 @@ def _planned(tensors: Sequence[torch.Tensor], where: _Where) -> tuple[_Points, .
 
 
 def _lines(starts: Places, nbytes: Places, offsets: Places) -> tuple[_Points, ...]:
-    """Lines of what lies in a row. Tensors need not begin at a multiple of LINE: those with one remainder share a window."""
+    """Lines of the contiguous tensors. Tensors whose addresses have the same remainder modulo LINE share a window."""
     whole, every = nbytes // LINE, EVERY // LINE
     small = nbytes <= SMALL
     owner, k = _counted(np.where(small, whole, -(-whole // every) + 1))
@@ -170,14 +170,14 @@ def _lines(starts: Places, nbytes: Places, offsets: Places) -> tuple[_Points, ..
 
 
 def _counted(counts: Places) -> tuple[Places, Places]:
-    """For counts 2, 0, 3: whose each is, 0 0 2 2 2, and which of its own, 0 1 0 1 2."""
+    """For counts 2, 0, 3: the owner of each item, 0 0 2 2 2, and its number within the owner, 0 1 0 1 2."""
     owner = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
     first = np.cumsum(counts) - counts
     return owner, np.arange(len(owner), dtype=np.int64) - first[owner]
 
 
 def _scattered(i: int, tensor: torch.Tensor, where: _Where) -> tuple[Places, Places, Places]:
-    """The same of one whose elements lie anyhow, by single bytes: addresses, places in the slot, and whose."""
+    """Single bytes of a tensor that is not contiguous: their addresses, their places in the slot, and their owner."""
     item, count = tensor.itemsize, tensor.numel()
     if tensor.nbytes <= SMALL:
         elements = np.arange(count, dtype=np.int64)

@@ -147,7 +147,7 @@ def test_what_is_asked_for_must_be_there_and_the_rest_is_not_looked_at(root: Pat
         assert len(caught.value.mismatches) == 1
         with pytest.raises(MismatchError, match="ema: missing from the checkpoint"):
             opened.load({"ema": torch.nn.Linear(8, 4)}, only="ema")
-        with pytest.raises(UsageError, match="only='modle' is not in what is loaded into, which has 'model'"):
+        with pytest.raises(UsageError, match="only='modle' names no part of the objects to load into: 'model'"):
             opened.load({"model": wider}, only="modle")
         with pytest.raises(MismatchError, match="extra: in the checkpoint, and nowhere in the objects"):
             opened.load({"model": torch.nn.Linear(8, 4)})
