@@ -42,8 +42,8 @@ def check_no_tag(path: str) -> None:
     with suppress(OSError):
         if any(AttemptId.parse(attempt) for attempt in os.listdir(path)):
             raise UsageError(
-                f"{path} is the directory of the tag {name!r}; its root is {root}. Give the root, and name the tag when you load: "
-                f"tag={name!r}"
+                f"{path} is the directory of the tag {name!r}; its root is {root}. Give the root, and name the "
+                f"tag when you load: tag={name!r}"
             )
 
 
