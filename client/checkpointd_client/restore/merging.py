@@ -63,17 +63,14 @@ class Merging:
             made = self._tensor(first, having)
         elif len({tree.encode(node) for node in nodes}) == 1:
             made = first
-        if isinstance(made, _Different) and self.keep in having[0][0]:
+        if isinstance(made, _Different) and self.keep is not None and self.keep in having[0][0]:
             self._choose(first, self.keep)
             return first
         return made
 
-    def _choose(self, node: tree.Node, rank: int | None) -> None:
-        """Take everything below `node` from `rank`."""
-        if isinstance(node, tree.Tensor | tree.Array) and rank is not None:
-            self.chosen[node.fqn] = rank
-        for child in [*(child for _, child in tree.items(node)), *tree.elements(node)]:
-            self._choose(child, rank)
+    def _choose(self, node: tree.Node, rank: int) -> None:
+        """Take all tensors at or below `node` from `rank`."""
+        self.chosen |= dict.fromkeys(_tensors(node), rank)
 
     def _dict(self, first: tree.Dict, having: Having, fqn: str) -> tree.Node:
         children: dict[bytes, tuple[tree.Node, list[tuple[Ranks, tree.Node]]]] = {}
@@ -204,16 +201,21 @@ class _Groups:
     """The group of each parameter, by its name."""
 
     def add(self, group: _Group, joined: set[int]) -> bool:
-        """False if `group` contradicts a group of a rank other than `keep`. `joined`: those that this rank has joined."""
+        """False if `group` contradicts a group of a rank other than `keep`.
+
+        `joined`: the groups that this rank has joined. Another of its groups joins them only for a parameter of theirs.
+        """
         taken = {name for name in group.names if name in self._of}
         rivals = {id(one): one for one in map(self._of.__getitem__, taken) if one.settings != group.settings}
         if any(one.parts[0][0] != self.keep for one in rivals.values()):
             return False
+        known = {id(one): one for name in group.names if name in taken and (one := self._of[name]).settings == group.settings}
+        joined.update(known)
         if taken and taken == group.names.keys():
             return True
         group.without(taken)
         found = self._alike.setdefault(group.settings, [])
-        free = [one for one in found if id(one) not in joined]
+        free = [*known.values()] or [one for one in found if id(one) not in joined]
         into = next((one for one in free if one.position == group.position), free[0] if free else None)
         if into is None:
             found.append(group)
@@ -244,6 +246,7 @@ def _is_named(group: tree.Node) -> bool:
 
 
 def _tensors(node: tree.Node) -> Iterator[str]:
+    """The FQNs of all tensors and arrays at or below `node`."""
     if isinstance(node, tree.Tensor | tree.Array):
         yield node.fqn
     for child in tree.children(node):

@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from checkpointd.layout import tree
 from checkpointd_client.capture import scalars
-from checkpointd_client.restore.building import is_scalar
+from checkpointd_client.restore.building import value_of
 from checkpointd_client.restore.stored import Stored
 
 Described = Mapping[Hashable, Any]
@@ -44,15 +44,11 @@ class TargetChooser(Protocol):
 
 def described(stored: Stored) -> Described:
     """The state of a checkpoint. FormatError if it contradicts itself."""
-    return {key: _described(stored, child) for key, child in stored.children(stored.state)}
 
-
-def _described(stored: Stored, node: tree.Node) -> Any:
-    if isinstance(node, tree.Tensor | tree.Array):
+    def leaf(node: tree.Node) -> object:
+        if not isinstance(node, tree.Tensor | tree.Array):
+            return scalars.decode(node)
         place = stored.place(node.fqn)
         return StoredTensor(place.dtype, place.shape)
-    if isinstance(node, tree.Dict):
-        return {key: _described(stored, child) for key, child in stored.children(node)}
-    if isinstance(node, tree.Sequence):
-        return [_described(stored, child) for child in node.items]
-    return scalars.decode(node) if is_scalar(node) else None
+
+    return {key: value_of(child, leaf) for key, child in stored.children(stored.state)}

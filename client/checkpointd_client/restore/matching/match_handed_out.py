@@ -17,8 +17,8 @@ from checkpointd.layout import tree
 from checkpointd_client.restore import building
 from checkpointd_client.restore.building import Build
 from checkpointd_client.restore.matching.context import Context
-from checkpointd_client.restore.matching.match_optimizer import Trial, by_order, filled, ids_by_group
-from checkpointd_client.restore.matching.optimizer_fit import OF_OTHERS, OF_PARAMETERS
+from checkpointd_client.restore.matching.match_optimizer import Trial, by_order, filled, filled_group, ids_by_group
+from checkpointd_client.restore.matching.optimizer_fit import OF_OTHERS
 from checkpointd_client.sharding.dtensor import is_dtensor
 
 T = TypeVar("T")
@@ -129,13 +129,7 @@ def _group(match: Context, nodes: list[tree.Node], live: Mapping[str, Any], fqn:
             f"{', '.join(sorted(has - had))} is there now; neither the group nor the state of its parameters can be loaded"
         )
         return None
-    rest = tree.Dict(node.kind, tuple((key, child) for key, child in node.items if key not in OF_PARAMETERS))
-    trial = Trial(match)
-    build = filled(match, live, rest, fqn)
-    if trial.fits(fqn):
-        return lambda: {**live, **build(), "params": list(live["params"])}
-    match.mismatched[-1] += ", and so is the state of its parameters"
-    return None
+    return filled_group(match, node, live, (), fqn)
 
 
 def _entries(

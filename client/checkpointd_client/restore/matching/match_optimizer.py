@@ -196,7 +196,7 @@ def _whole(match: Context, live: Live, pairing: _Pairing, stored: dict[Hashable,
                 ]
             split = "its parameters were in one group and are in several now, so each group keeps its own value"
             match.mismatched += [f"{path}.{key}: {split}" for key in apart]
-            build = _group(match, node, group, apart, path)
+            build = filled_group(match, node, group, apart, path)
         if node is not None and build is None:
             of_another_kind.update(group["params"])
         made.append(build or partial(dict, group))
@@ -223,7 +223,7 @@ def _alike(one: object, other: object) -> bool:
     return type(one) is type(other) and bool(one == other)
 
 
-def _group(match: Context, node: tree.Node, live: dict[str, Any], left: list[str], fqn: str) -> Build | None:
+def filled_group(match: Context, node: tree.Node, live: Mapping[str, Any], left: Collection[str], fqn: str) -> Build | None:
     """The stored settings of a group, with the numbers that its parameters have now; None if a part of them does not fit.
 
     Settings that are not stored stay, since another version of torch or a scheduler may have added them; so do those in `left`.

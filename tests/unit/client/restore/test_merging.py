@@ -154,6 +154,13 @@ def test_tensors_are_equal_where_what_they_hold_is(kind: type[tree.Tensor]) -> N
     assert apart.left == ["w"]
 
 
+def test_parameters_that_one_rank_had_in_one_group_stay_together_and_others_apart() -> None:
+    """All groups have the same settings, so only the ranks that know both parameters of a pair can tell."""
+    apart = [_group("a"), _group("b")]
+    assert _groups(Merging(_alike), apart, [_group("b", "c")]) == [_group("a"), _group("b", "c")]
+    assert _groups(Merging(_alike), apart, [_group("b"), _group("c")]) == [_group("a", "c"), _group("b")]
+
+
 def test_the_same_tree_on_two_ranks_is_not_the_same_tensor() -> None:
     merging = Merging(_apart)
     merging.merged([((0, 1), _root(w=tree.Tensor("w")))])
