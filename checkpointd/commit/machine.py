@@ -2,8 +2,8 @@
 
 Invariants
   PHASE-1  The phase only moves forward; `committed`, `aborted`, `failed` and `skipped` are final.
-  PHASE-2  A rank votes once: yes only from `persisting`, no only when it enters `failing` or `skipping`. If storing the yes vote
-      fails, the vote may still exist. Then the rank counts as prepared, and asks for an abort.
+  PHASE-2  A rank votes once: yes only from `persisting`, no only when it enters `failing` or `skipping`. If storing the yes
+      vote fails, the vote may still exist. Then the rank counts as prepared, and asks for an abort.
   PHASE-3  A rank enters `committed` only when it has seen a commit outcome.
   PHASE-4  A rank that voted no, or never voted, never sees a commit. If it does, somebody forged a vote or overwrote an object,
       and `step` raises ProtocolError.

@@ -66,7 +66,7 @@ class Retention:
 
     @classmethod
     def of(cls, given: object) -> Retention:
-        """The rules that `retention=` of a Checkpointer stands for: rules, the number of newest checkpoints to keep, or None."""
+        """The rules that `retention=` of a Checkpointer stands for: rules, or how many of the newest to keep, or None."""
         if given is None or isinstance(given, Retention):
             return given or cls()
         if type(given) is not int or given < 1:
