@@ -91,8 +91,8 @@ def _other_step(steps: Mapping[int, int]) -> Decision:
     first = min(steps)
     others = sorted(rank for rank, step in steps.items() if step != steps[first])
     message = (
-        f"rank {first} saved step {steps[first]} and rank {others[0]} step {steps[others[0]]} under one tag: they called save() "
-        "for this tag a different number of times. Call save() on every rank each time, or give each step its own tag"
+        f"rank {first} saved step {steps[first]} and rank {others[0]} step {steps[others[0]]} under one tag: they called "
+        "save() for this tag a different number of times. Call save() on every rank each time, or give each step its own tag"
     )
     return abort("AbortedError", message, others)
 

@@ -1,1 +1,1 @@
-"""PURE: the parts of a checkpoint. Keys of objects, boxes, the manifest's objects, the state tree, the plan."""
+"""PURE: the parts of a checkpoint: keys of objects, boxes, the manifest's objects, the state tree, the plan."""

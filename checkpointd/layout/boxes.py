@@ -13,7 +13,8 @@ import msgspec
 from checkpointd.errors import FormatError
 
 NDIM_MAX = 1000
-"""More dimensions than any tensor has: the size of a shape is a product, and costs time in proportion to its square."""
+"""More dimensions than any tensor has. The limit bounds the time to multiply the sizes of a hostile shape, which grows with the
+square of their number."""
 
 
 class Box(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -28,7 +29,7 @@ class Box(msgspec.Struct, frozen=True, array_like=True, gc=False):
     def check(self, shape: Sequence[int]) -> None:
         """Raise FormatError unless this box lies inside a tensor of `shape`."""
         if len(shape) > NDIM_MAX:
-            raise FormatError(f"a tensor of {len(shape)} dimensions cannot be: {NDIM_MAX} are the limit")
+            raise FormatError(f"a tensor cannot have {len(shape)} dimensions: {NDIM_MAX} are the limit")
         fits = len(self.offsets) == len(self.sizes) == len(shape) and all(
             o >= 0 and s >= 0 and o + s <= n for o, s, n in zip(self.offsets, self.sizes, shape, strict=True)
         )
@@ -37,12 +38,12 @@ class Box(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 def whole(shape: Sequence[int]) -> Box:
-    """The box that is the entire tensor."""
+    """The box that covers the whole tensor."""
     return Box((0,) * len(shape), tuple(shape))
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """The common part of two boxes of one tensor, or None where no element is in both."""
+    """The common part of two boxes of one tensor, or None if they share no element."""
     offsets = tuple(max(x, y) for x, y in zip(a.offsets, b.offsets, strict=True))
     ends = (min(x + m, y + n) for x, m, y, n in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True))
     sizes = tuple(e - o for o, e in zip(offsets, ends, strict=True))
@@ -82,10 +83,10 @@ def _split(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
 
 
 def tiling_fault(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
-    """Why `boxes` do not cover every element of `shape` exactly once, in words; None where they do.
+    """Why `boxes` do not cover every element of `shape` exactly once, in words; None if they do.
 
-    Sorts along one dimension and compares only boxes that overlap there: linear for layouts that are sharded on any one
-    dimension, quadratic only inside one slab.
+    Sorts along one dimension and compares only boxes that overlap there. The time is linear in the number of boxes if the
+    tensor is sharded on one dimension, and quadratic only for boxes that overlap in that dimension.
     """
     try:
         for box in boxes:
@@ -108,7 +109,7 @@ def tiling_fault(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
 def _first_overlap(boxes: list[Box]) -> tuple[Box, Box] | None:
     if not boxes:
         return None
-    # Along the dimension that tells the boxes apart best, whichever the tensor was cut along.
+    # The dimension with the most different offsets separates the boxes best.
     dim = max(range(len(boxes[0].offsets)), key=lambda d: len({box.offsets[d] for box in boxes}))
     active: list[Box] = []
     for box in sorted(boxes, key=lambda b: b.offsets[dim]):

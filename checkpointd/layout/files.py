@@ -1,7 +1,7 @@
 """The layout of stored files: which bytes of a file come from which tensor.
 
 Invariants
-  FILE-1  The pieces of a file cover it once, from its first byte to its last; what says otherwise is refused.
+  FILE-1  The pieces of a file cover it once, from its first byte to its last; any other description is refused.
   FILE-2  No name leads out of the directory in which the files are shown.
 """
 
@@ -16,15 +16,16 @@ from checkpointd.layout.tree import FilesNode, StoredFileNode
 
 SUM_BYTES = 4
 LEFTOVERS_MAX = 16
-"""So many ends of names at most tell the leftovers of a save."""
+"""The most name endings by which a save may describe its leftovers."""
 _NAME_BYTES_MAX = 255
 _PLACE_MAX = 2000
 
 
 @dataclass(frozen=True, slots=True)
 class FilePiece:
-    """Bytes `[start, stop)` of a file: those of the tensor `fqn` from its byte `at` on. `placeholder`: its
-    number, if it is one.
+    """Bytes `[start, stop)` of a file, which are the bytes of the tensor `fqn` from its byte `at` on.
+
+    `placeholder`: the number of the placeholder that these bytes fill, if they fill one.
     """
 
     start: int
@@ -39,7 +40,7 @@ class FilePiece:
 
 
 def check_place(at: str) -> str:
-    """Return `at` if it can be the directory of a checkpoint beside a root, else raise FormatError."""
+    """Return `at` if a checkpoint beside a root can have this directory, else raise FormatError."""
     fault = "it is too long" if len(at) > _PLACE_MAX else next(filter(None, map(_name_fault, at.split("/"))), None)
     if fault:
         raise FormatError(f"{at!r} cannot be the directory of a checkpoint: {fault}")
@@ -47,14 +48,14 @@ def check_place(at: str) -> str:
 
 
 def check_unfinished(name: str) -> str:
-    """Return `name` if a directory can be filled under it, else raise FormatError."""
+    """Return `name` if an unfinished directory can have this name, else raise FormatError."""
     if AttemptId.parse(name) is None:
-        raise FormatError(f"{name!r} cannot be the name of a directory that is being filled: it is no <epoch>-<number>")
+        raise FormatError(f"{name!r} cannot be the name of an unfinished directory: it does not have the form <epoch>-<number>")
     return name
 
 
 def check_beside(paths: Collection[str]) -> Collection[str]:
-    """Return `paths` if each leads to a file in the directory that they are relative to, else raise FormatError."""
+    """Return `paths` if none of them leads out of the directory that they are relative to, else raise FormatError."""
     for path in paths:
         if not {"", ".", ".."}.isdisjoint(path.split("/")):
             raise FormatError(f"{path!r} cannot be a file in the directory above a checkpoint's files")
@@ -62,17 +63,17 @@ def check_beside(paths: Collection[str]) -> Collection[str]:
 
 
 def check_leftovers(ends: Collection[str]) -> tuple[str, ...]:
-    """Return `ends` if names of leftovers can end in them, else raise FormatError; every name ends in an empty one."""
+    """Return `ends` if names of leftovers can end in them, else raise FormatError. An empty end would match every name."""
     if len(ends) > LEFTOVERS_MAX:
         raise FormatError(f"{len(ends)} ends of names of leftovers are more than the {LEFTOVERS_MAX} that a save may have")
     for end in ends:
         if not end or "/" in end or len(end) > _NAME_BYTES_MAX:
-            raise FormatError(f"{end!r} cannot be the end of the names of leftovers: it is no part of a file's name")
+            raise FormatError(f"{end!r} cannot be the end of the names of leftovers: it cannot be part of a file's name")
     return tuple(ends)
 
 
 def check_files(files: FilesNode) -> None:
-    """FormatError unless the directory and every name can be such, and no two names are the same."""
+    """Raise FormatError unless the directory and every name are valid, and no two names are the same."""
     check_place(files.at)
     names = [file.name for file in files.files]
     check_names(names)
@@ -82,7 +83,7 @@ def check_files(files: FilesNode) -> None:
 
 
 def check_names(names: Collection[str]) -> None:
-    """FormatError for what cannot be the name of a plain file in a directory, and for too many of them."""
+    """Raise FormatError if a name cannot be that of a plain file in a directory, or if there are too many names."""
     if len(names) > FILES_MAX:
         raise FormatError(f"{len(names)} files are more than the {FILES_MAX} that a rank may have in a checkpoint")
     for name in names:
@@ -93,7 +94,7 @@ def check_names(names: Collection[str]) -> None:
 
 def _name_fault(name: str) -> str | None:
     if not name or "/" in name:
-        return "it is no name of a file in a directory"
+        return "it does not name a file in a directory"
     if name.startswith("."):
         return "it starts with a dot"
     if not name.isprintable() or any(0xD800 <= ord(letter) <= 0xDFFF for letter in name):
@@ -102,16 +103,16 @@ def _name_fault(name: str) -> str | None:
 
 
 def pieces_of(file: StoredFileNode, sizes: Mapping[str, int]) -> list[FilePiece]:
-    """The pieces of `file` in order, those of no bytes left out; `sizes` has the bytes of every tensor.
+    """The pieces of `file` in order, without empty ones. `sizes` gives the bytes of every tensor.
 
-    FormatError where placeholders overlap or lie outside, the bytes around them are not those of `hollow`, or a sum has no
-    place.
+    Raises FormatError if placeholders overlap or lie outside the file, if `hollow` does not have as many bytes as lie around
+    them, or if a sum does not lie between placeholders.
     """
     found = list(_pieces(file, sizes))
     around = sum(piece.nbytes for piece in found if piece.placeholder is None)
     if sizes.get(file.hollow) != around:
         raise FormatError(
-            f"{file.name}: {around} bytes lie around its placeholders, and {sizes.get(file.hollow)} are there for them"
+            f"{file.name}: {around} bytes lie around its placeholders, but {sizes.get(file.hollow)} bytes are stored for them"
         )
     _check_sums(file, found)
     return [piece for piece in found if piece.nbytes]
@@ -133,7 +134,7 @@ def _pieces(file: StoredFileNode, sizes: Mapping[str, int]) -> Iterator[FilePiec
 
 
 def _check_sums(file: StoredFileNode, pieces: list[FilePiece]) -> None:
-    """Each sum is one of a placeholder, lies between placeholders, and shares no byte with another."""
+    """Check that each sum belongs to a placeholder, lies between placeholders, and shares no byte with another sum."""
     between = iter([piece for piece in pieces if piece.placeholder is None and piece.nbytes])
     piece, end = next(between, None), 0
     for number, at in sorted(file.sums, key=lambda placed: placed[1]):

@@ -18,7 +18,7 @@ def encode_index(index: Index) -> bytes:
 
 
 def decode_index(data: bytes, key: str) -> Index:
-    """The index in `data`, its references checked to stay inside its attempt and its sizes to add up."""
+    """The index in `data`. Raises FormatError if a reference leaves its attempt or the sizes do not add up."""
     try:
         header = msgspec.msgpack.decode(data, type=Header)
         check_header(header, Index, key)
@@ -48,7 +48,7 @@ def _check_index(index: Index, key: str) -> None:
 
 def _check_object(ref: ObjectRef, index: Index, key: str) -> None:
     check_chunks_ref(ref.name, index.rank)
-    if ref.held_by and check_holder(ref.held_by) == f"{index.tag}/{index.attempt}":
+    if ref.held_by and check_holder(ref.held_by) == index.prefix:
         raise FormatError(f"{key} names {ref.name} as an older attempt's, but {ref.held_by} is its own", key=key)
 
 
@@ -74,14 +74,14 @@ def _chunk_fault(chunk: Chunk, index: Index, item: int) -> str | None:
     if chunk.offset + chunk.stored > index.objects[chunk.object].size:
         return "lies outside the objects of its attempt"
     if chunk.raw % item:
-        return f"holds {chunk.raw} bytes, which is no whole number of elements of {item}"
+        return f"holds {chunk.raw} bytes, which is not a whole number of elements of {item} bytes"
     if len(chunk.digest) != 16:
         return f"has a digest of {len(chunk.digest)} bytes"
     return None
 
 
 def _check_apart(index: Index, key: str) -> None:
-    """Chunks may be the same bytes, but never share a part of them."""
+    """Check that two chunks lie either at the same bytes or at disjoint ones."""
     placed = sorted((c.object, c.offset, c.offset + c.stored) for entry in index.tensors for c in entry.chunks)
     for one, two in pairwise(placed):
         if one[0] == two[0] and two[1] < one[2] and one != two:

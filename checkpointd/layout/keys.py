@@ -1,7 +1,7 @@
-"""Names of the objects in a store, and the rules for tags and FQNs.
+"""Names of the objects in a store, and the rules for tags.
 
-Invariants: every key is relative, `/`-separated and free of `..`; a name that came out of a file is checked here before it
-reaches a store (`check_object_name`), so that no checkpoint can make a reader leave its attempt.
+Invariants: every key is relative, separated by `/` and free of `..`. `check_object_name` checks each name that was read from a
+file before it reaches a store, so that no checkpoint can make a reader leave its attempt.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ VERIFIED = "verified"
 PASSED_OVER = "passed-over"
 DAMAGED = "damaged"
 LEASE = "lease"
-"""Beside an attempt: who works at it, although its trainer may have ended."""
+"""The object beside an attempt that shows who works at it, perhaps after its trainer has ended."""
 
 _TAG_BYTES_MAX = 200
-# Each number has one spelling: without it, two names could mean one object.
+# Each number has one spelling, so two names never mean one object.
 _RANK = r"(\d{5}|[1-9]\d{5,6})"
 _ATTEMPT = re.compile(r"(\d{8}|[1-9]\d{8,11})-(0|[1-9]\d{0,8})\Z", re.ASCII)
 _HAND = r"(?:[1-9]\d{0,2}|[1-4]\d{3})"
@@ -35,19 +35,17 @@ _OBJECT = re.compile(
     re.ASCII,
 )
 _MARK = re.compile(r"deleted(?:-([1-9]\d{0,8}))?\Z", re.ASCII)
-_VOTE = re.compile(rf"{_RANK}\.vote\Z", re.ASCII)
-_READ_BACK = re.compile(rf"{_RANK}\.readback\Z", re.ASCII)
 _EPOCH = re.compile(r"(?:\d{8}|[1-9]\d{8,11})\Z", re.ASCII)
 _DIGEST = re.compile(r"[0-9a-f]{32}\Z")
 
 EPOCH_MAX = 10**12 - 1
 WORLD_SIZE_MAX = 1 << 18
-"""No job has more ranks: what an object declares beyond it is damage, and nothing is sized by it."""
+"""The most ranks of a job. An object that declares more is damaged, and nothing is allocated for them."""
 TAKEOVERS_MAX = 5000
-"""So many writers may take one shard over from each other: each has names of its own."""
+"""The most writers that may take one shard over from each other; each writes objects under its own names."""
 PARTS_PER_TAKEOVER = 2
 FILES_MAX = 10_000
-"""So many files a rank may have in one checkpoint."""
+"""The most files of one rank in one checkpoint."""
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -62,13 +60,13 @@ class AttemptId:
 
     @staticmethod
     def parse(text: str) -> AttemptId | None:
-        """The attempt that `text` names, or None where it names none."""
+        """The attempt that `text` names, or None if it names none."""
         match = _ATTEMPT.match(text)
         return AttemptId(int(match[1]), int(match[2])) if match else None
 
 
 def check_tag(tag: str) -> str:
-    """Return `tag` if it can be a directory name below a root, else raise UsageError saying why."""
+    """Return `tag` if it can be the name of a directory below a root, else raise UsageError with the reason."""
     if not isinstance(tag, str):
         raise UsageError(f"a tag is a string, not {type(tag).__name__}: {tag!r}")
     why = None
@@ -94,7 +92,7 @@ def check_tag(tag: str) -> str:
 
 
 def is_tag(name: str) -> bool:
-    """Whether `name` could be a tag: how a listing tells tags from everything else at a root."""
+    """Whether `name` can be a tag. A listing of a root tells tags from other names by this."""
     try:
         check_tag(name)
     except UsageError:
@@ -111,28 +109,23 @@ def attempt_prefix(tag: str, attempt: AttemptId) -> str:
 
 
 def chunks_name(rank: int, part: int, takeover: int = 0) -> str:
-    """The chunks object `part` (0 or 1) that takeover `takeover` of a rank writes: no two writers ever write one object."""
+    """The chunks object `part` (0 or 1) that takeover `takeover` of a rank writes. Two writers never write one object."""
     return f"{rank:05d}-{PARTS_PER_TAKEOVER * takeover + part}.chunks"
 
 
 def file_name(rank: int, number: int, takeover: int = 0) -> str:
-    """The object that is file `number` of a rank, whole, as takeover `takeover` wrote it."""
+    """The object that holds file `number` of a rank, as takeover `takeover` writes it."""
     return f"{rank:05d}-{takeover}-{number}.file"
 
 
-def file_number(name: str) -> int | None:
-    """Which of its rank's files `name` is; None where it is no file."""
-    match = _FILE.match(name)
-    return int(match[3]) if match else None
-
-
 def holds_bytes(name: str) -> bool:
-    """Whether `name` is an object that holds the bytes of tensors."""
+    """Whether the object `name` holds the bytes of tensors."""
     return name.endswith((".chunks", ".file"))
 
 
 def is_bulk(name: str) -> bool:
-    """Whether `name` goes with the bytes of an attempt: what holds or describes them, or says who wrote or read them."""
+    """Whether the object `name` goes with the bytes of its attempt: it holds or describes them, or says who read or wrote
+    them."""
     by_name = name in (VERIFIED, DAMAGED, LEASE) or name.endswith(".index")
     return by_name or holds_bytes(name) or read_back_rank(name) is not None
 
@@ -143,13 +136,12 @@ def index_name(rank: int, takeover: int = 0) -> str:
 
 
 def index_rank(name: str) -> int | None:
-    """The rank whose index, by whichever writer, `name` is; None where it is no index."""
-    match = _INDEX.match(name)
-    return int(match[1]) if match else None
+    """The rank of the index `name`, by any writer; None if `name` is not an index."""
+    return object_rank(name) if name.endswith(".index") else None
 
 
 def object_takeover(name: str) -> int | None:
-    """The writer that wrote the index, file or chunks object `name`; None where it is none of these."""
+    """The number of the writer that wrote the index, file or chunks object `name`; None for any other object."""
     if match := _INDEX.match(name):
         return int(match[2] or 0)
     if match := _FILE.match(name):
@@ -163,41 +155,39 @@ def vote_name(rank: int) -> str:
 
 
 def vote_rank(name: str) -> int | None:
-    """The rank whose vote `name` is, or None where it is no vote."""
-    match = _VOTE.match(name)
-    return int(match[1]) if match else None
+    """The rank of the vote `name`, or None if `name` is not a vote."""
+    return object_rank(name) if name.endswith(".vote") else None
 
 
 def read_back_name(rank: int) -> str:
-    """The record that a rank has read back what it had stored."""
+    """The record that a rank has read its shard back."""
     return f"{rank:05d}.readback"
 
 
 def read_back_rank(name: str) -> int | None:
-    """The rank whose record of reading back `name` is; None where it is none."""
-    match = _READ_BACK.match(name)
-    return int(match[1]) if match else None
+    """The rank of the read-back record `name`; None if `name` is not such a record."""
+    return object_rank(name) if name.endswith(".readback") else None
 
 
 def object_rank(name: str) -> int | None:
-    """The rank that wrote the object `name` of an attempt; None for the records of the attempt and what is no object."""
+    """The rank that wrote the object `name` of an attempt; None for records of the whole attempt, and for other names."""
     match = _OBJECT.match(name)
     return int(match[1]) if match and match[1] else None
 
 
 def mark_name(number: int) -> str:
-    """The mark of a removed attempt: `deleted`, and where fewer of its objects are needed later, `deleted-1` and so on."""
+    """The mark of a removed attempt: first `deleted`, then `deleted-1` and so on as fewer of its objects are needed."""
     return f"{DELETED}-{number}" if number else DELETED
 
 
 def mark_number(name: str) -> int | None:
-    """The number of the mark `name`, 0 for `deleted`; None where it is no mark. The greatest one of an attempt counts."""
+    """The number of the mark `name`, 0 for `deleted`; None if `name` is not a mark. The greatest mark of an attempt counts."""
     match = _MARK.match(name)
     return int(match[1] or 0) if match else None
 
 
 def check_holder(held_by: str) -> str:
-    """Return `held_by` if it is `<tag>/<attempt>`, else raise FormatError: nothing else may stand before an object's name."""
+    """Return `held_by` if it has the form `<tag>/<attempt>`, else raise FormatError."""
     tag, _, attempt = held_by.rpartition("/")
     if not is_tag(tag) or AttemptId.parse(attempt) is None:
         raise FormatError(f"{held_by!r} is not the name of an attempt, <tag>/<attempt>; the index is damaged or hostile")
@@ -205,7 +195,7 @@ def check_holder(held_by: str) -> str:
 
 
 def check_object_name(name: str) -> str:
-    """Return `name` if it is the name of an object inside an attempt, else raise FormatError."""
+    """Return `name` if an object of an attempt can have it, else raise FormatError."""
     if not _OBJECT.match(name):
         raise FormatError(f"{name!r} is not the name of an object of an attempt; the index is damaged or hostile")
     return name
@@ -215,19 +205,19 @@ def check_chunks_ref(name: str, writer: int) -> str:
     """Return `name` if it is a chunks object or a file of rank `writer`, else raise FormatError."""
     check_object_name(name)
     if not holds_bytes(name) or object_rank(name) != writer:
-        raise FormatError(f"index of rank {writer} refers to {name!r}, which is not a chunks object of that rank")
+        raise FormatError(f"the index of rank {writer} refers to {name!r}, which is not a chunks object of that rank")
     return name
 
 
 def epoch_key(epoch: int) -> str:
-    """Where the record of `epoch` lies. FormatError beyond the last one that has a name."""
+    """The key of the record of `epoch`. Raises FormatError for numbers above EPOCH_MAX."""
     if epoch > EPOCH_MAX:
         raise FormatError(f"epoch {epoch} has no name; no job gets that far: remove {SERVICE}/epochs/{EPOCH_MAX}")
     return f"{SERVICE}/epochs/{epoch:08d}"
 
 
 def epoch_of(name: str) -> int | None:
-    """The epoch whose record, or whose job's lease, `name` is; None where it is neither."""
+    """The epoch of the epoch record or job lease `name`; None if `name` is neither."""
     return int(name) if _EPOCH.match(name) else None
 
 
@@ -235,12 +225,12 @@ LEASES = f"{SERVICE}/leases"
 
 
 def job_lease_key(epoch: int) -> str:
-    """Where the job that runs `epoch` says that it is alive."""
+    """The key of the lease of the job that runs `epoch`."""
     return f"{LEASES}/{epoch:08d}"
 
 
 def attempt_lease_key(prefix: str) -> str:
-    """Where whoever works at the attempt `prefix` (`<tag>/<attempt>`) says so."""
+    """The key of the lease of the attempt `prefix` (`<tag>/<attempt>`)."""
     return f"{prefix}/{LEASE}"
 
 
@@ -249,7 +239,7 @@ _RECORD = "record"
 
 
 def shown_key(at: str) -> str:
-    """Where it is recorded whose files the plain directory `at` shows."""
+    """The key of the record of the files that the plain directory `at` shows."""
     return f"{SHOWN}/{at}/{_RECORD}"
 
 

@@ -1,10 +1,10 @@
 """The objects of a checkpoint as types, and their bytes. `docs/FORMAT.md` describes the same for other languages.
 
 The chain of digests: outcome -> votes -> indexes -> chunks, and votes -> plans. Small objects are JSON; an index is msgpack
-(measured against JSON in `benchmarks/index.py`). Each object begins with its format and version; an unknown one is refused.
+(measured against JSON in `benchmarks/index.py`). Each object begins with its format and version; unknown ones are refused.
 
-Types of which there are millions are left out of the garbage collector's care (`gc=False`): they can be in no cycle, and to
-look for one takes longer than to decode them.
+Types with millions of instances opt out of garbage collection (`gc=False`). They cannot be part of a cycle, and the search for
+cycles would take longer than decoding them.
 """
 
 from __future__ import annotations
@@ -25,22 +25,23 @@ from checkpointd.layout.save_timings import Cost, PhaseSeconds
 VERSION = 1
 
 CHUNK_BYTES_MAX = (1 << 30) + (1 << 23)
-"""No chunk is larger, raw or stored: 1 GiB and what a codec may add."""
+"""The largest chunk, raw or stored: 1 GiB and the bytes that a codec may add."""
 
 LEASE_S_MAX = 600.0
-"""No lease is longer: nobody waits longer for a job that has died."""
+"""The longest lease, so nobody waits longer for a job that has died."""
 
 LISTING_BYTES_MAX = 1 << 28
-"""No index and no plan is larger; a reader holds one in memory. About 4 million chunks, or 700,000 tensors."""
+"""The largest index or plan, since a reader holds it in memory. It has room for about 4 million chunks, or 700,000 tensors."""
 
 Scope = Literal["rank", "global"]
-"""`rank`: this rank's own, never mixed with another's. `global`: a part of a tensor that the ranks hold together."""
-
+"""`rank`: a tensor of this rank alone. `global`: a part of a tensor that the ranks hold together."""
 
 Trained = Literal["", "moved", "still"]
+"""`moved`: a tensor that requires grad differs from the checkpoint before. `still`: none does. Empty: nothing to compare
+with."""
 
 InlineReason = Literal["refused", "lost"]
-"""Why a trainer that uses a sidecar persisted a save itself: the sidecar would not take it, or could not be reached."""
+"""Why a trainer that uses a sidecar persisted a save itself: the sidecar refused it, or could not be reached."""
 
 
 class _Object(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,18 +49,18 @@ class _Object(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WriterIdentity(_Object, frozen=True, kw_only=True):
-    """Who wrote an object: for people, never for a decision."""
+    """The process that wrote an object. It is for people; no decision uses it."""
 
     host: str
     pid: int
     time: str
-    """UTC, ISO 8601, by that machine's clock."""
+    """UTC, ISO 8601, by the clock of `host`."""
 
 
 class Epoch(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpointd.epoch"):
-    """Who runs an epoch. `nonce` is what the other ranks compare to know that they share the root.
+    """The job that runs an epoch. The other ranks compare `nonce` to check that they use the same root.
 
-    `world_size` 0: no ranks run in it, it was taken by `checkpointd recover`.
+    `world_size` 0: `checkpointd recover` took the epoch, and no ranks run in it.
     """
 
     version: int = VERSION
@@ -67,29 +68,29 @@ class Epoch(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpo
     nonce: str
     world_size: int
     process: str = ""
-    """The holder, exactly (`store/writers.py` makes the name): what tells on its own machine whether it still runs."""
+    """The unique name of the holder (see `store/writers.py`), which tells on its machine whether it still runs."""
     surviving: tuple[str, ...] = ()
-    """Attempts of older epochs, each `<tag>/<attempt>`, whose writers go on: while this epoch is the newest, they are not
-    fenced, and nobody else decides them."""
+    """Attempts of older epochs, each `<tag>/<attempt>`, whose writers are still at work. While this epoch is the newest, these
+    attempts are not fenced, and nobody else decides them."""
     commit_timeout_s: float = 0.0
-    """How long the ranks of its attempts may take to vote, in seconds; 0 where that was not recorded."""
+    """How many seconds the ranks of its attempts may take to vote; 0 if that was not recorded."""
     job: str = ""
-    """The job's name, by which its next start is known; empty where it has none."""
+    """The job's name, which identifies its next start; empty if it has none."""
     writer: WriterIdentity
 
 
 class Lease(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpointd.lease"):
-    """Who is at work: a job at the root, or a daemon at an attempt. Each renewal raises `count`."""
+    """Shows that a job is at work at the root, or a daemon at an attempt. Each renewal raises `count`."""
 
     version: int = VERSION
     process: str
-    """The holder, exactly: host, boot, process and its start (`store/writers.py` makes the name)."""
+    """The unique name of the holder: host, boot, process and its start (see `store/writers.py`)."""
     job: str = ""
     count: int
     length_s: float
-    """Whoever sees the same count for so many seconds, by a clock of its own, may take the holder for gone."""
+    """The holder counts as gone when another process has seen the same count for this many seconds of its own clock."""
     writer: WriterIdentity
-    """The holder when it began; a renewal leaves it as it is."""
+    """The holder when it began; renewals do not change it."""
 
 
 class PlanTensor(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -103,7 +104,7 @@ class PlanTensor(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Plan(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpointd.plan"):
-    """What one rank writes. `box` is in elements of the global `shape`."""
+    """The boxes that one rank writes."""
 
     version: int = VERSION
     rank: int
@@ -117,10 +118,11 @@ class ObjectRef(_Object, frozen=True, kw_only=True, omit_defaults=True):
     name: str
     size: int
     held_by: str = ""
-    """`<tag>/<attempt>` of the older attempt that holds it, and never one that only refers to it; empty: the index's own."""
+    """`<tag>/<attempt>` of the older attempt that holds the object; empty: the attempt of the index. Never an attempt that only
+    refers to the object."""
 
     def key(self, prefix: str) -> str:
-        """Where the object lies, named by an index of the attempt `prefix` (`<tag>/<attempt>`)."""
+        """The key of the object, for an index of the attempt `prefix` (`<tag>/<attempt>`)."""
         return f"{self.held_by or prefix}/{self.name}"
 
 
@@ -140,7 +142,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class TensorEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Where the bytes of one box of one tensor lie; the chunks follow each other in the box, row-major."""
+    """The chunks that hold one box of one tensor, in row-major order."""
 
     fqn: str
     dtype: str
@@ -148,6 +150,10 @@ class TensorEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
     box: Box
     scope: Scope
     chunks: tuple[Chunk, ...]
+
+    @property
+    def part(self) -> PlanTensor:
+        return PlanTensor(self.fqn, self.dtype, self.shape, self.box, self.scope)
 
 
 class Alias(msgspec.Struct, frozen=True, array_like=True):
@@ -170,7 +176,7 @@ class Index(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpo
     world_size: int
     step: int
     objects: tuple[ObjectRef, ...]
-    """This attempt's own, and those of older attempts in which unchanged chunks lie."""
+    """The objects of this attempt, and objects of older attempts that hold unchanged chunks."""
     tensors: tuple[TensorEntry, ...]
     aliases: tuple[Alias, ...]
     excluded: tuple[str, ...]
@@ -178,9 +184,14 @@ class Index(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpo
     tree: bytes
     """The state tree (`tree.py`), msgpack."""
 
+    @property
+    def prefix(self) -> str:
+        return f"{self.tag}/{self.attempt}"
+
 
 class ErrorReport(_Object, frozen=True, kw_only=True):
-    """An error as votes, outcomes and status carry it: a class of `errors.ERRORS`, the phase it struck in, its message."""
+    """An error in votes, outcomes and status: the name of a class in `errors.ERRORS`, the message, and the phase of the
+    save."""
 
     code: str
     message: str
@@ -188,14 +199,14 @@ class ErrorReport(_Object, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, error: BaseException, phase: str = "", message: str | None = None) -> ErrorReport:
-        """The report of `error`, with its own message or another one. What is not of `errors.py` becomes a StagingError."""
+        """The report of `error`, with its own message or `message`. An error outside `errors.py` becomes a StagingError."""
         code = error.code if isinstance(error, CheckpointdError) else StagingError.__name__
         return cls(code=code, message=(str(error) or repr(error)) if message is None else message, phase=phase)
 
     def error(
         self, message: str | None = None, *, ranks: Sequence[int] = (), unknown: type[CheckpointdError] = CheckpointdError
     ) -> CheckpointdError:
-        """The error that was reported, as its class; `unknown` where this release has no such class."""
+        """The reported error as an exception; of class `unknown` if this release does not have its class."""
         kind, text = ERRORS.get(self.code, unknown), self.message if message is None else message
         return kind(text, ranks=tuple(ranks)) if issubclass(kind, AbortedError) else kind(text)
 
@@ -210,25 +221,28 @@ class IndexRef(_Object, frozen=True, kw_only=True):
 
 
 class BesideFile(msgspec.Struct, frozen=True, array_like=True):
-    """A file that another program has filled beside a checkpoint's, as it was at the vote: only that one goes with them."""
+    """A file that another program wrote beside a checkpoint's files, as it was at the vote.
+
+    The file is removed with the checkpoint if it has not changed since.
+    """
 
     path: str
     """Relative to the directory above the checkpoint's files."""
     size: int
     changed_ns: int
-    """When its content was last modified, in nanoseconds since 1970, by the clock of the file system."""
+    """The time of the last change of its content, in nanoseconds since 1970, by the clock of the file system."""
 
 
 class Inline(_Object, frozen=True, kw_only=True):
-    """Why a save was persisted by its trainer, although that uses a sidecar."""
+    """The reason for an inline save."""
 
     reason: InlineReason
-    """For machines: people read `why`, which says it, too."""
+    """For machines; `why` says the same to people."""
     why: str
 
 
 class Vote(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpointd.vote"):
-    """A rank's durable word on its shard of an attempt."""
+    """A rank's vote: its shard is durable (yes), or it failed (no)."""
 
     version: int = VERSION
     tag: str
@@ -237,7 +251,7 @@ class Vote(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpoi
     world_size: int
     step: int
     n: int
-    """This rank's saves in its epoch before this one: rank 0's is the checkpoint's place in the order."""
+    """The number of this rank's earlier saves in its epoch. For rank 0 it is the checkpoint's place in the order."""
     save_latest: bool
     vote: Literal["yes", "no"]
     index: IndexRef | None = None
@@ -247,28 +261,32 @@ class Vote(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpoi
     tensors: int = 0
     refers: tuple[str, ...] = ()
     """Keys of the older attempts' objects that the index names."""
-    objects: tuple[ObjectRef, ...] = ()  # the attempt's own that the index names, so that a listing shows where one is gone
+    objects: tuple[ObjectRef, ...] = ()
+    """The objects of this attempt that the index names, so that a listing shows if one is missing."""
     metrics: dict[str, float] = {}
     trained: Trained = ""
-    """Whether this rank's tensors that require grad differ from the checkpoint before; empty: there is nothing to compare."""
     files: tuple[str, ...] | None = None
-    """The names of this rank's files, by number, where it stores files; None where it stores a state."""
+    """The names of this rank's files, by number; None if it stores a state."""
     shown_at: str = ""
-    """The directory that is to show them, relative to the one in which the root lies."""
+    """The directory that will show the files, relative to the directory in which the root lies."""
     unfinished: str = ""
-    """Where the directory above that one was filled, if it was: it gets its name when the files are shown."""
+    """The name under which the directory above `shown_at` was filled, if other programs filled it for this save."""
     leftovers: tuple[str, ...] = ()
-    """How the names of files end that must not stay beside these where they are shown, unless they are of this save."""
+    """Endings of file names. A file whose name ends in one is removed from `shown_at`, unless it belongs to this save."""
     held_s: float = 0.0
-    """Seconds for which this save held training on this rank; 0 where that is not known."""
+    """Seconds for which this save held training on this rank; 0 if unknown."""
     beside: tuple[BesideFile, ...] = ()
-    """On rank 0, the files that lay there: they go with the checkpoint."""
+    """On rank 0, the files in `unfinished`, which are removed with the checkpoint."""
     seconds: PhaseSeconds = PhaseSeconds()
-    """How long this rank took for what, up to its yes."""
+    """How long the parts of this rank's save took, up to its yes."""
     inline: Inline | None = None
-    """The rank's trainer persisted it itself, although it uses a sidecar; None: it uses none, or that did."""
+    """Set if this was an inline save."""
     error: ErrorReport | None = None
     writer: WriterIdentity
+
+    @property
+    def prefix(self) -> str:
+        return f"{self.tag}/{self.attempt}"
 
 
 class VoteRef(_Object, frozen=True, kw_only=True):
@@ -289,14 +307,15 @@ class Outcome(_Object, frozen=True, kw_only=True, tag_field="format", tag="check
     save_latest: bool
     votes: dict[str, VoteRef] = {}
     refers: tuple[str, ...] | None = None
-    """Keys of all objects of older attempts that the checkpoint needs; None: of an older release, only the votes tell."""
+    """Keys of all objects of older attempts that the checkpoint needs. None: an older release wrote it; the votes have the
+    keys."""
     metrics: dict[str, float] = {}
-    """What the user passed to save() on rank 0, for retention to choose by."""
+    """The metrics that the user passed to save() on rank 0, which retention uses."""
     no_progress: bool = False
-    """Whether the step moved on since the checkpoint before, and on no rank a tensor that requires grad changed."""
+    """Whether the step moved on since the checkpoint before, but no tensor that requires grad changed on any rank."""
     cost: Cost | None = None
     files: int = 0
-    """How many files all ranks together store; 0 where they store a state."""
+    """The number of files of all ranks; 0 if they store a state."""
     shown_at: str = ""
     unfinished: str = ""
     leftovers: tuple[str, ...] = ()
@@ -307,16 +326,20 @@ class Outcome(_Object, frozen=True, kw_only=True, tag_field="format", tag="check
     """The rank that put the outcome; -1 for recovery at a start or by the command line."""
     writer: WriterIdentity
 
+    @property
+    def prefix(self) -> str:
+        return f"{self.tag}/{self.attempt}"
+
 
 class Deleted(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpointd.deleted"):
-    """The mark that an attempt is being, or was, removed: it is not a checkpoint whatever else it holds."""
+    """The mark that an attempt is being, or was, removed. With it, the attempt is never a checkpoint."""
 
     version: int = VERSION
     reason: str
     kept: tuple[str, ...] = ()
     """Chunks objects of the attempt that newer checkpoints still need. All others are condemned: nobody may refer to them."""
     user: str = ""
-    """The user who removed it, with the number: `alice (1000)`; empty where that was not recorded."""
+    """The name and number of the user who removed it: `alice (1000)`; empty if that was not recorded."""
     writer: WriterIdentity
 
 
@@ -326,12 +349,12 @@ class Verified(_Object, frozen=True, kw_only=True, tag_field="format", tag="chec
     version: int = VERSION
     nbytes: int
     uncached: bool = False
-    """Whether it was read from the storage itself, past the cache of the machine that read it; as records of now always are."""
+    """Whether it was read from the storage itself, past the reading machine's cache. This release always does so."""
     writer: WriterIdentity
 
 
 class ReadBack(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpointd.readback"):
-    """The record that one rank has read back what it had stored, past the cache, and found it whole."""
+    """The record that one rank has read back its shard, past the cache, and found it whole."""
 
     version: int = VERSION
     rank: int
@@ -340,7 +363,7 @@ class ReadBack(_Object, frozen=True, kw_only=True, tag_field="format", tag="chec
 
 
 class Damaged(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpointd.damaged"):
-    """The record that a checkpoint was read and is not what was written. It counts whatever else is there."""
+    """The record that a checkpoint was read and found damaged. It counts even if `verified` is there, too."""
 
     version: int = VERSION
     faults: tuple[str, ...]
@@ -349,7 +372,7 @@ class Damaged(_Object, frozen=True, kw_only=True, tag_field="format", tag="check
 
 
 class PassedOver(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpointd.passed-over"):
-    """The record that load() took an older checkpoint because this one was found damaged: retention never removes it."""
+    """The record that load() found this checkpoint damaged and took an older one."""
 
     version: int = VERSION
     why: str
@@ -357,7 +380,7 @@ class PassedOver(_Object, frozen=True, kw_only=True, tag_field="format", tag="ch
 
 
 class Shown(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpointd.shown"):
-    """Whose files a plain directory shows."""
+    """The record of the attempt whose files a plain directory shows."""
 
     version: int = VERSION
     tag: str
@@ -366,9 +389,13 @@ class Shown(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpo
     save_latest: bool
     files: tuple[str, ...]
     beside: tuple[BesideFile, ...] = ()
-    """Files that other programs had filled and that appeared with these: they go with them."""
+    """Files of other programs that appeared with the checkpoint and are removed with it."""
     going: bool = False
-    """Whether they are being hidden: if the directory is gone, then nobody else need have removed it."""
+    """Whether this project is hiding the files. If not, a directory that is gone was removed by somebody else."""
+
+    @property
+    def prefix(self) -> str:
+        return f"{self.tag}/{self.attempt}"
 
 
 SmallObject = Epoch | Lease | Plan | Vote | Outcome | Deleted | Verified | ReadBack | Damaged | PassedOver | Shown
@@ -376,14 +403,14 @@ _T = TypeVar("_T", Epoch, Lease, Plan, Vote, Outcome, Deleted, Verified, ReadBac
 
 
 class Header(msgspec.Struct):
-    """How every object begins."""
+    """The beginning of every object."""
 
     format: str = ""
     version: int = 0
 
 
 def digest(data: Buffer) -> str:
-    """xxh3-128 of `data`, 32 hexadecimal digits: what every object's digest means."""
+    """The digest of an object: xxh3-128 of its bytes, 32 hexadecimal digits."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
@@ -394,7 +421,7 @@ _CHECKSUM = re.compile(rb'"checksum": "([0-9a-f]{32})"\n}\n\Z')
 def encode(obj: SmallObject) -> bytes:
     """`obj` as JSON that a person can read, ending in its own checksum and a newline.
 
-    The checksum is the digest of the very bytes of the object with 32 zeros in the checksum's place.
+    The checksum is the digest of the object's bytes with 32 zeros in place of the checksum.
     """
     body = msgspec.json.format(_plain(obj), indent=2)
     data = body[: body.rindex(b"\n}")] + b',\n  "checksum": "' + _NO_CHECKSUM + b'"\n}\n'
@@ -423,21 +450,19 @@ _LATER = (
     "inline",
     "user",
 )
-"""Keys that were not there at first: left out where they say nothing."""
-_FILES = "files"
-"""Left out where it is None or 0: an empty one in a vote says that the rank has no file beside ranks that have."""
+"""Keys that later releases added. They are left out if they are empty."""
 
 
 def _plain(obj: SmallObject) -> bytes:
-    """JSON without the later keys that say nothing: the bytes are those that the first release wrote."""
+    """JSON without empty later keys, so objects that do not use them have the bytes that the first release wrote."""
     fields = msgspec.to_builtins(obj)
     for name in _LATER:
         if name in fields and not fields[name]:
             del fields[name]
-    if _FILES in fields and fields[_FILES] in (None, 0):
-        del fields[_FILES]
+    if fields.get("files") in (None, 0):
+        fields.pop("files", None)  # an empty list stays in a vote: this rank has no files, but other ranks may
     if "refers" in fields and not (fields["refers"] or (isinstance(obj, Outcome) and obj.refers is not None)):
-        del fields["refers"]  # in an outcome, an empty one says that there is none
+        del fields["refers"]  # an empty list stays in an outcome: the checkpoint needs no older attempt
     return msgspec.json.encode(fields)
 
 
@@ -451,7 +476,7 @@ def _check_seal(data: bytes, key: str) -> None:
 
 
 def decode(data: bytes, kind: type[_T], key: str) -> _T:
-    """The object of type `kind` in `data`; FormatError names `key` and what is wrong."""
+    """The object of type `kind` in `data`. Raises FormatError, which names `key` and the fault."""
     try:
         header = msgspec.json.decode(data, type=Header)
         check_header(header, kind, key)
@@ -466,15 +491,17 @@ def decode(data: bytes, kind: type[_T], key: str) -> _T:
 
 
 def _fault(obj: SmallObject) -> str | None:
+    """The values in `obj` that no writer puts there and that would mislead a reader, in words."""
     if isinstance(obj, Vote):
         return _vote_fault(obj)
-    if isinstance(obj, Lease):
-        return _lease_fault(obj)
-    return _outcome_fault(obj) if isinstance(obj, Outcome) else None
+    if isinstance(obj, Outcome):
+        return _outcome_fault(obj)
+    if isinstance(obj, Lease) and not 0 < obj.length_s <= LEASE_S_MAX:
+        return f"is a lease of {obj.length_s:g} seconds, which cannot be"
+    return None
 
 
 def _vote_fault(vote: Vote) -> str | None:
-    """What in `vote` would lead a reader astray: a rank outside its world, another index than this rank's."""
     if not 0 <= vote.rank < vote.world_size <= WORLD_SIZE_MAX:
         return f"is a vote of rank {vote.rank} of {vote.world_size}, which cannot be"
     ref = vote.index
@@ -483,15 +510,7 @@ def _vote_fault(vote: Vote) -> str | None:
     return None
 
 
-def _lease_fault(lease: Lease) -> str | None:
-    """What in `lease` would make whoever watches it wait for ever, or not at all."""
-    if not 0 < lease.length_s <= LEASE_S_MAX:
-        return f"is a lease of {lease.length_s:g} seconds, which cannot be"
-    return None
-
-
 def _outcome_fault(outcome: Outcome) -> str | None:
-    """What in `outcome` would lead a reader astray: ranks without votes in a commit."""
     if not 0 <= outcome.world_size <= WORLD_SIZE_MAX:
         return f"speaks of {outcome.world_size} ranks, which cannot be"
     if outcome.outcome == "commit" and outcome.votes.keys() != {str(rank) for rank in range(outcome.world_size)}:
@@ -500,7 +519,7 @@ def _outcome_fault(outcome: Outcome) -> str | None:
 
 
 def check_header(header: Header, kind: type, key: str) -> None:
-    """Raise FormatError unless `header` is that of a `kind` in this release's version."""
+    """Raise FormatError unless `header` says that the object is of type `kind`, in the version of this release."""
     expected = kind.__struct_config__.tag  # type: ignore[attr-defined]  # msgspec puts it on every Struct class
     if header.format != expected:
         raise FormatError(f"{key} is not a {expected} object (it says {header.format!r})", key=key)

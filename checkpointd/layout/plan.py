@@ -1,7 +1,7 @@
-"""Checks the plans of all ranks: together, their boxes must be every tensor, each element exactly once.
+"""Checks the plans of all ranks: together, their boxes must cover each element of every tensor exactly once.
 
-A thousand ranks with thousands of tensors each name millions of parts. So a plan is taken in one at a time, as a `NumberedPlan`
-that is numbers, and the numbers of all ranks are compared tensor by tensor.
+A thousand ranks with thousands of tensors each name millions of parts. So each plan becomes a `NumberedPlan`, which consists of
+arrays of numbers, and the numbers of all ranks are compared tensor by tensor.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ Named = tuple[str, str, tuple[int, ...]]
 """FQN, dtype and shape."""
 
 _FEW = 16
-"""So few boxes are compared one by one faster than as arrays."""
+"""Up to this many boxes are compared faster one by one than as arrays."""
 _COUNT_MAX = 1 << 44
-"""Elements of a tensor up to which sums over all boxes of all ranks cannot overflow."""
+"""The most elements of a tensor for which sums over all boxes of all ranks cannot overflow."""
 
 
 @dataclass(slots=True)
 class TensorNumbers:
-    """What plans say of tensors, each once and by number, however many ranks say the same."""
+    """The numbers of tensors. Tensors with the same FQN, dtype and shape have the same number on all ranks."""
 
     by_number: list[Named] = field(default_factory=list)
     _numbers: dict[Named, int] = field(default_factory=dict)
 
     def number(self, named: Named) -> int:
-        """The number of `named`, a new one where it was not met before."""
+        """The number of `named`; a tensor that is not known yet gets a new number."""
         found = self._numbers.setdefault(named, len(self.by_number))
         if found == len(self.by_number):
             self.by_number.append(named)
@@ -44,10 +44,10 @@ class TensorNumbers:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NumberedPlan:
-    """A plan as it is compared with others.
+    """A plan in the form in which it is compared with others.
 
-    `tensors`: the number in `TensorNumbers` of each part of scope global, in the plan's order; `places`: offsets and then sizes
-    of each such box, one after the other. `fault`: FQN and words where the plan is wrong whatever the others say.
+    `tensors`: the number in `TensorNumbers` of each part of scope global, in the plan's order. `places`: the offsets and then
+    the sizes of each such box, one box after the other. `fault`: an FQN and a reason if the plan is wrong by itself.
     """
 
     tensors: Numbers
@@ -56,7 +56,7 @@ class NumberedPlan:
 
     @staticmethod
     def of(plan: Plan, names: TensorNumbers) -> NumberedPlan:
-        """The listing of `plan`; what was not met before is added to `names`."""
+        """The numbers of `plan`; its new tensors are added to `names`."""
         numbers: list[int] = []
         places: list[int] = []
         own: dict[str, list[PlanTensor]] = defaultdict(list)
@@ -93,7 +93,7 @@ def _own_fault(parts: Sequence[PlanTensor]) -> str | None:
 
 
 def _beyond(plan: Plan) -> tuple[str, str]:
-    """The part with a number that no tensor has."""
+    """The FQN of the part with a number that no tensor has, and the reason in words."""
     limits = np.iinfo(np.int64)
     for part in plan.tensors:
         if any(not limits.min <= value <= limits.max for value in (*part.box.offsets, *part.box.sizes)):
@@ -103,9 +103,9 @@ def _beyond(plan: Plan) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Doubled:
-    """A tensor of which several ranks list the same box: they are one state only if these ranks stored the same elements.
+    """A tensor with a box that several ranks list. The save is valid only if these ranks stored the same elements.
 
-    `ranks`: all those that list such a box.
+    `ranks`: all ranks that list such a box.
     """
 
     fqn: str
@@ -114,8 +114,8 @@ class Doubled:
 
 @dataclass(frozen=True, slots=True)
 class PlanComparison:
-    """What the plans of all ranks are together: `fault` says why they are not one whole state, and `doubled` what must be equal
-    for them to be one.
+    """The result of comparing the plans of all ranks: `fault` says why they are not one whole state, and `doubled` names the
+    tensors whose doubled boxes must be equal.
     """
 
     fault: str | None = None
@@ -123,8 +123,8 @@ class PlanComparison:
 
 
 def compared(listings: Mapping[int, NumberedPlan], names: TensorNumbers) -> PlanComparison:
-    """What the plans of all ranks are together. A rank-scoped tensor must be covered by its own rank; a global one by all ranks
-    together, under one dtype and shape. The fault names FQN and ranks.
+    """Compare the plans of all ranks. Each rank must cover its tensors of scope rank; all ranks together must cover the tensors
+    of scope global, with one dtype and shape. A fault names the FQN and the ranks.
     """
     for rank, listing in listings.items():
         if listing.fault is not None:
@@ -146,14 +146,14 @@ def compared(listings: Mapping[int, NumberedPlan], names: TensorNumbers) -> Plan
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Parts:
-    """Boxes of one tensor: row i of `places` is of rank `ranks[i]`."""
+    """Boxes of one tensor: row i of `places` is a box of rank `ranks[i]`."""
 
     ranks: Numbers
     places: Numbers
 
 
 def _by_tensor(listings: Mapping[int, NumberedPlan], names: TensorNumbers) -> dict[int, list[_Parts]]:
-    """All boxes by the number of their tensor. Ranks that list the same tensors in the same order are taken together."""
+    """All boxes by the number of their tensor. Ranks that list the same tensors in the same order form one table."""
     alike: dict[bytes, list[int]] = defaultdict(list)
     for rank, listing in listings.items():
         alike[listing.tensors.tobytes()].append(rank)
@@ -169,7 +169,7 @@ def _by_tensor(listings: Mapping[int, NumberedPlan], names: TensorNumbers) -> di
 
 
 def _other_tensor(parts: Mapping[int, Sequence[_Parts]], names: TensorNumbers) -> str | None:
-    """Where ranks call different tensors by one FQN."""
+    """The fault that ranks give one FQN different dtypes or shapes; None if they do not."""
     numbers: dict[str, list[int]] = defaultdict(list)
     for number in parts:
         numbers[names.by_number[number][0]].append(number)
@@ -201,7 +201,7 @@ def _tiling_fault(shape: tuple[int, ...], places: Numbers) -> str | None:
 
 
 def _once(ndim: int, places: Numbers, ranks: Numbers) -> tuple[Numbers, tuple[int, ...]]:
-    """Each box that has elements once, and the ranks that list one which another rank lists as well."""
+    """The boxes without duplicates (empty boxes all stay), and the ranks that list a box that another rank lists as well."""
     filled = (places[:, ndim:] > 0).all(axis=1)
     rows = np.flatnonzero(filled)
     if not ndim:  # all of these boxes are the same
@@ -217,7 +217,7 @@ def _once(ndim: int, places: Numbers, ranks: Numbers) -> tuple[Numbers, tuple[in
 
 
 def _is_grid(shape: tuple[int, ...], places: Numbers) -> bool:
-    """Whether the boxes are the cells of a grid over a tensor of `shape`, each once; what other tilings there are is not told.
+    """Whether the boxes are the cells of a grid over a tensor of `shape`, each once. Other tilings give False, too.
 
     Cuts along one or several dimensions make a grid, and so do the slices of replicas.
     """
@@ -237,26 +237,21 @@ def _is_grid(shape: tuple[int, ...], places: Numbers) -> bool:
         lengths = sizes[first, dim]
         if (lengths[row] != sizes[:, dim]).any() or (starts[:-1] + lengths[:-1] > starts[1:]).any():
             return False
-        cells = np.unique(cells * len(starts) + row, return_inverse=True)[1]  # numbered anew, so that they stay small
+        cells = np.unique(cells * len(starts) + row, return_inverse=True)[1]  # renumbered, so that the numbers stay small
     return len(np.unique(cells)) == len(offsets)
 
 
 def cover_fault(plan: Plan, index: Index) -> str | None:
-    """Why `index` is not what `plan` promised: a part missing, extra, or of another size; None where it is."""
-    promised = {_identity(part): part for part in plan.tensors}
+    """Why `index` does not have the parts of `plan`: one is missing, extra, or of another size; None if it has them."""
+    missing = dict.fromkeys(plan.tensors)
     for entry in index.tensors:
-        part = PlanTensor(entry.fqn, entry.dtype, entry.shape, entry.box, entry.scope)
-        if promised.pop(_identity(part), None) is None:
-            return f"{entry.fqn} was written but stands not in the plan"
-    missing = next(iter(promised.values()), None)
-    return f"{missing.fqn} stands in the plan but was not written" if missing else None
-
-
-def _identity(part: PlanTensor) -> tuple[object, ...]:
-    return (part.fqn, part.dtype, part.shape, part.box, part.scope)
+        if entry.part not in missing:
+            return f"{entry.fqn} was written, but is not in the plan"
+        del missing[entry.part]
+    return next((f"{part.fqn} is in the plan, but was not written" for part in missing), None)
 
 
 def raw_bytes(index: Index, fqns: Iterable[str] | None = None) -> int:
-    """Bytes of tensors before encoding, of all or of the given FQNs."""
+    """The bytes of tensors before encoding: of the given FQNs, or of all tensors."""
     wanted = None if fqns is None else set(fqns)
     return sum(c.raw for t in index.tensors if wanted is None or t.fqn in wanted for c in t.chunks)

@@ -1,7 +1,7 @@
 """Regions: the elements of a wanted box that lie in a run of another box's row-major elements, and where they are in the run.
 
 A chunk holds a run of a stored box; a reader wants another box of the same tensor. A run is at most 2*ndim-1 boxes
-(`boxes_of_range`), each contiguous in the run, so what is wanted of it is at most as many n-d slices.
+(`boxes_of_range`), each contiguous in the run, so the wanted elements are at most as many n-d slices.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from checkpointd.layout.boxes import Box, boxes_of_range, intersect
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Elements of a run that are wanted.
+    """The wanted elements of a run.
 
-    `box` is where they lie in the tensor. In the run they are the slices `cut` of the array of `sizes` that begins at element
-    `start` of the run.
+    `box` is their place in the tensor. In the run, an array of `sizes` begins at element `start`, and `cut` slices them out.
     """
 
     box: Box
@@ -32,19 +31,19 @@ class Region:
     def of(self, run: NDArray[Any]) -> NDArray[Any]:
         """The elements as an n-d array of the sizes of `box`: a view of the 1-d array `run`."""
         stop = self.start + math.prod(self.sizes)
-        # The ellipsis keeps an array of no dimensions an array.
+        # With the ellipsis, indexing a 0-d array returns an array and not a scalar.
         index: tuple[Any, ...] = (*self.cut, ...)
         found: NDArray[Any] = run[self.start : stop].reshape(self.sizes)[index]
         return found
 
 
 def sub_boxes(box: Box, start: int, stop: int) -> list[Box]:
-    """The elements `[start, stop)` of `box`, counted row-major in it, as boxes of the tensor, in order."""
+    """The elements `[start, stop)` of `box`, counted row-major in `box`, as boxes of the tensor, in order."""
     return [_shifted(part, box.offsets) for part in boxes_of_range(box.sizes, start, stop)]
 
 
 def regions(box: Box, start: int, stop: int, wanted: Box) -> Iterator[Region]:
-    """What of `wanted` lies in the run `[start, stop)` of the row-major elements of `box`; no element comes twice."""
+    """The elements of `wanted` in the run `[start, stop)` of the row-major elements of `box`, each exactly once."""
     at = 0
     for part in sub_boxes(box, start, stop):
         shared = intersect(part, wanted)
@@ -54,7 +53,7 @@ def regions(box: Box, start: int, stop: int, wanted: Box) -> Iterator[Region]:
 
 
 def slices(outer: Box, inner: Box) -> tuple[slice, ...]:
-    """Where the box `inner` lies in an array that holds the box `outer`, which contains it."""
+    """The slices of the box `inner` in an array that holds the box `outer`, which contains `inner`."""
     starts = [i - o for i, o in zip(inner.offsets, outer.offsets, strict=True)]
     return tuple(slice(start, start + size) for start, size in zip(starts, inner.sizes, strict=True))
 
@@ -65,7 +64,7 @@ def touches(box: Box, start: int, stop: int, wanted: Box) -> bool:
 
 
 def span(box: Box, wanted: Box) -> range:
-    """The shortest run of `box`, counted row-major in it, outside of which it has no element of `wanted`."""
+    """The shortest run of `box`, counted row-major in `box`, that holds all its elements of `wanted`."""
     shared = intersect(box, wanted)
     if shared is None:
         return range(0)
@@ -75,7 +74,7 @@ def span(box: Box, wanted: Box) -> range:
 
 
 def relative(boxes: Sequence[Box], frame: Box) -> list[Box]:
-    """`boxes` as seen from the first element of `frame`."""
+    """`boxes` with offsets from the first element of `frame`."""
     back = tuple(-offset for offset in frame.offsets)
     return [_shifted(box, back) for box in boxes]
 

@@ -1,11 +1,12 @@
 """The safetensors format: dtype names, the header, and how Hugging Face splits a model over files.
 
-A file is eight bytes (little-endian: how long the header is), the header (JSON), and the tensors' bytes, back to back and
-in the order of their offsets (https://github.com/huggingface/safetensors#format). All of it is known before a tensor is read.
+A file is eight bytes (the length of the header, little-endian), the header (JSON), and the tensors' bytes, back to back and in
+the order of their offsets (https://github.com/huggingface/safetensors#format). The header is known before a tensor is read.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -33,7 +34,7 @@ DTYPES: dict[str, str] = {
     "uint64": "U64",
     "complex64": "C64",
 }
-"""Torch's names -> the format's, as far as its libraries read them."""
+"""Torch's names -> the names of the format, for the dtypes that its libraries read."""
 
 HEADER_BYTES_MAX = 100_000_000
 """Readers refuse a longer header."""
@@ -43,7 +44,7 @@ SINGLE, SHARD, INDEX = "model.safetensors", "model-{number:05d}-of-{count:05d}.s
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One tensor of a file: its name in it, torch's name of its dtype, its shape."""
+    """One tensor of a file: its name in the file, torch's name of its dtype, its shape."""
 
     name: str
     dtype: str
@@ -51,15 +52,12 @@ class Item:
 
     @property
     def nbytes(self) -> int:
-        count = ITEM_BYTES[self.dtype]
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
 class FilePlan:
-    """One file: what stands before the tensors, where in the file each of them begins, and how long the file is."""
+    """One file: the bytes before the tensors, the place in the file at which each tensor begins, and the file's size."""
 
     name: str
     header: bytes
@@ -68,11 +66,11 @@ class FilePlan:
 
 
 class Unsupported(ValueError):
-    """What the format cannot hold; the message names the tensor."""
+    """The format cannot hold a tensor; the message names it."""
 
 
 def split(items: Sequence[Item], file_bytes_max: int | None) -> list[list[Item]]:
-    """`items` over files in their order, each of at most so many bytes of tensors; a larger tensor has a file of its own."""
+    """`items` split over files in order, each with at most `file_bytes_max` bytes; a larger tensor gets its own file."""
     files: list[list[Item]] = [[]]
     used = 0
     for item in items:
@@ -85,19 +83,20 @@ def split(items: Sequence[Item], file_bytes_max: int | None) -> list[list[Item]]
 
 
 def file_names(count: int) -> list[str]:
-    """What Hugging Face calls the files of a model that is split over `count` of them."""
+    """Hugging Face's names for the files of a model that is split over `count` files."""
     return [SINGLE] if count == 1 else [SHARD.format(number=number, count=count) for number in range(1, count + 1)]
 
 
 def plan_file(name: str, items: Sequence[Item], metadata: Mapping[str, str]) -> FilePlan:
-    """Lay out one file. Unsupported where a name, a dtype or the header's length is none that readers take."""
-    # Wide elements first: each then begins at a multiple of its size, since the header's length is a multiple of eight.
+    """Lay out one file. Raises Unsupported if readers do not accept a name, a dtype or the header's length."""
+    # Wide elements come first: the header's length is a multiple of eight, so each tensor begins at a multiple of its item
+    # size.
     placed = sorted(items, key=lambda item: -ITEM_BYTES[item.dtype])
     entries: dict[str, object] = {"__metadata__": dict(metadata)}
     offsets, at = {}, 0
     for item in placed:
         if item.name in entries:
-            raise Unsupported(f"{item.name!r} cannot be the name of a tensor of {name}: it stands there already")
+            raise Unsupported(f"{item.name!r} cannot be the name of a tensor of {name}: the name is taken already")
         if item.dtype not in DTYPES:
             raise Unsupported(f"{item.name} has the dtype {item.dtype}, which safetensors does not have")
         offsets[item.name], end = at, at + item.nbytes
@@ -117,7 +116,7 @@ def _framed(text: bytes, name: str) -> bytes:
 
 
 def index_json(files: Iterable[tuple[str, Sequence[Item]]]) -> bytes:
-    """`model.safetensors.index.json` of a model that is split over `files`: which tensor lies in which."""
+    """`model.safetensors.index.json` of a model that is split over `files`: it maps each tensor to its file."""
     placed = [(item, name) for name, items in files for item in items]
     weight_map = {item.name: name for item, name in sorted(placed, key=lambda pair: pair[0].name)}
     index = {"metadata": {"total_size": sum(item.nbytes for item, _ in placed)}, "weight_map": weight_map}

@@ -6,11 +6,11 @@ import msgspec
 
 
 class PhaseSeconds(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How long each part of one rank's save took; None for what it has not done, or where that is not known.
+    """How long each part of one rank's save took; None for a part that has not happened or was not measured.
 
     `staging`: from save() until the snapshot was whole. `persisting`: from then until the vote. `hash`, `codec` and `disk` are
-    parts of it, and overlap: the time in which at least one chunk was hashed, encoded, or written. `waiting`: from the vote
-    until there was an outcome; a vote does not know it.
+    parts of `persisting` that may overlap: the time in which at least one chunk was hashed, encoded, or written. `waiting`:
+    from the vote until the outcome; a vote does not have it.
     """
 
     staging: float | None = None
@@ -22,14 +22,14 @@ class PhaseSeconds(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class Cost(msgspec.Struct, frozen=True, kw_only=True):
-    """What a checkpoint cost, for people. 0 where something is not known: nothing that is saved costs nothing."""
+    """The cost of a checkpoint, for people. 0 means unknown, since every save costs something."""
 
     took_s: float = 0.0
     """From save() on rank 0 to the commit."""
     held_s: float = 0.0
-    """For how long it held training, on the rank where that was longest."""
+    """How long the save held training, on the rank with the longest time."""
     raw_bytes: int = 0
     stored_bytes: int = 0
-    """The sums of those in the votes."""
+    """The sums of the votes' `raw_bytes` and `stored_bytes`."""
     written_bytes: int = 0
-    """Of what is stored, that which no older attempt holds."""
+    """The stored bytes without those that older attempts hold."""

@@ -1,7 +1,7 @@
 """The state tree: the structure of the user's state, with tensors replaced by references to their FQNs.
 
-Plain `None`, bool, int (64 bits), float and str stand for themselves; everything else is a tagged node. Nothing here can name a
-class or a function, so decoding a tree can never run code.
+Plain `None`, bool, int (64 bits), float and str stand for themselves; everything else is a tagged node. No node can name a
+class or a function, so decoding a tree never runs code.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 from checkpointd.errors import FormatError
 
 DEPTH_MAX = 256
-"""Levels of a tree, the root and the leaves included. A writer stays well below: it counts the user's containers alone."""
+"""The most levels of a tree, with root and leaves. The client allows fewer levels of the user's containers."""
 
 
 class _Node(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -23,10 +23,10 @@ class _Node(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 
 class Overlap(_Node, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Where a stored tensor lay that shared memory with others, or with itself, in a way that no alias can express.
+    """The place of a tensor that shared memory with other tensors, or with itself, in a way that no alias can express.
 
-    Such tensors are stored in full, each for itself. Memory that overlaps in just the same way may be filled with them again:
-    the bytes agree where they meet. `offset` is in bytes from the lowest address of the `group`, `stride` in bytes.
+    Each of these tensors is stored in full. A load may fill memory that overlaps in the same way, since shared bytes are equal
+    in all of them. `offset` is in bytes from the lowest address of the `group`, `stride` in bytes.
     """
 
     group: int
@@ -37,7 +37,7 @@ class Overlap(_Node, frozen=True, array_like=True, forbid_unknown_fields=True):
 
 
 class Tensor(_Node, frozen=True, array_like=True, forbid_unknown_fields=True, tag="T"):
-    """A torch tensor stored under `fqn`. `device` is the type that it was on (`cpu`, `cuda`), without the index."""
+    """A torch tensor stored under `fqn`. `device` is the type of its device (`cpu`, `cuda`), without the index."""
 
     fqn: str
     requires_grad: bool = False
@@ -46,12 +46,12 @@ class Tensor(_Node, frozen=True, array_like=True, forbid_unknown_fields=True, ta
 
 
 class MeshTensor(Tensor, frozen=True, array_like=True, forbid_unknown_fields=True, tag="P"):
-    """A tensor that lay on a mesh of ranks, where nothing else in the state says how: optimizer state of another shape than its
-    parameter.
+    """A tensor that was distributed over a mesh in a way that only this node records, such as optimizer state whose shape
+    differs from its parameter's.
 
-    `mesh`: the size of each dimension of the mesh and its name, None where it has none. `placements`: for each of them the
-    dimension of the tensor that was split over it, after it was split into so many pieces by the later ones; None where all
-    ranks had the same.
+    `mesh`: the size and the name of each mesh dimension; the name is None if it has none. `placements`: one entry for each mesh
+    dimension, None if the ranks along it had the same. Otherwise the entry is the tensor dimension that was split over it, and
+    into how many pieces the later mesh dimensions had split that dimension before.
     """
 
     mesh: tuple[tuple[int, str | None], ...] = ()
@@ -61,7 +61,7 @@ class MeshTensor(Tensor, frozen=True, array_like=True, forbid_unknown_fields=Tru
 class Array(_Node, frozen=True, array_like=True, forbid_unknown_fields=True, tag="A"):
     """A numpy array stored as the tensor `fqn`; `dtype` is numpy's name with byte order (`<u4`).
 
-    A dtype that torch lacks (`>f8`, `<M8[ns]`, `<U5`) is stored as uint8 with one more dimension: the bytes of an item.
+    A dtype that torch lacks (`>f8`, `<M8[ns]`, `<U5`) is stored as uint8 with one more dimension for the bytes of an item.
     """
 
     fqn: str
@@ -111,12 +111,11 @@ class TorchName(_Node, frozen=True, array_like=True, forbid_unknown_fields=True,
 
 
 class StoredFileNode(_Node, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A file that is stored as it is: an object of its own, and the plain file `name` once the attempt has committed.
+    """A file that is stored as one object, and shown as the plain file `name` once the attempt has committed.
 
-    Its `placeholders` are filled with the bytes of tensors (uint8, one dimension): the first byte's place in the file, and the
-    FQN. The bytes around the placeholders are those of the tensor `hollow`, in order. `sums`: where the CRC-32 of a
-    placeholder's bytes stands, four bytes, the least significant first: the placeholder's number, and the first byte's place in
-    the file, which is in no placeholder.
+    `placeholders`: the byte of the file at which each begins, and the FQN of the tensor (uint8, one dimension) that fills it.
+    The tensor `hollow` holds the bytes around the placeholders, in order. `sums`: the number of a placeholder, and the byte of
+    the file at which the CRC-32 of its bytes begins (four bytes, little-endian, outside the placeholders).
     """
 
     name: str
@@ -127,9 +126,9 @@ class StoredFileNode(_Node, frozen=True, array_like=True, forbid_unknown_fields=
 
 
 class FilesNode(_Node, frozen=True, array_like=True, forbid_unknown_fields=True, tag="F"):
-    """What stands in place of a state where a rank stores files: file `i` is its object `file_name(rank, i)`.
+    """The root of the tree of a rank that stores files instead of a state. File `i` is the object `file_name(rank, i)`.
 
-    `at`: the directory that shows them, relative to the one in which the root lies.
+    `at`: the directory that shows the files, relative to the directory in which the root lies.
     """
 
     at: str
@@ -161,10 +160,10 @@ def encode(tree: Node | FilesNode) -> bytes:
 
 
 def decode(data: bytes, key: str = "") -> Node:
-    """The tree in `data`; FormatError where it is not one, is nested too deeply to be read, or is one of files."""
+    """The tree in `data`. Raises FormatError if `data` is not a tree, is nested too deeply, or describes files."""
     if data.startswith(_FILES_HEAD):
         raise FormatError(
-            f"{key or 'the index'} is of files, not of a state: load them with the program that they are for", key=key
+            f"{key or 'the index'} describes files, not a state: load them with the program that they are for", key=key
         )
     try:
         root: Node = _DECODER.decode(data)
@@ -176,7 +175,7 @@ def decode(data: bytes, key: str = "") -> Node:
 
 
 def _is_flat_enough(root: Node) -> bool:
-    """Level by level, since what walks a tree by calling itself must be able to rely on the answer."""
+    """Whether the tree has at most DEPTH_MAX levels. Goes level by level, since recursion could fail on a deep tree."""
     level: list[Node] = [root]
     for _ in range(DEPTH_MAX):
         level = [child for node in level for child in children(node)]
@@ -186,22 +185,22 @@ def _is_flat_enough(root: Node) -> bool:
 
 
 def children(node: Node) -> Iterable[Node]:
-    """The nodes directly below `node`; of a mapping keys and values."""
+    """The nodes directly below `node`: the elements of a sequence, the keys and values of a mapping."""
     return chain.from_iterable(node.items) if isinstance(node, Dict) else elements(node)
 
 
 def items(node: Node) -> tuple[tuple[Node, Node], ...]:
-    """The items of a mapping; of any other node none."""
+    """The items of a mapping; empty for any other node."""
     return node.items if isinstance(node, Dict) else ()
 
 
 def elements(node: Node) -> tuple[Node, ...]:
-    """The elements of a sequence; of any other node none."""
+    """The elements of a sequence; empty for any other node."""
     return node.items if isinstance(node, Sequence) else ()
 
 
 def files_of(data: bytes, key: str = "") -> FilesNode | None:
-    """The files where there are files in place of a state, else None."""
+    """The files, if `data` describes files instead of a state, else None."""
     if not data.startswith(_FILES_HEAD):
         return None
     try:
@@ -214,4 +213,4 @@ _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Node)
 _FILES_DECODER = msgspec.msgpack.Decoder(FilesNode)
 _FILES_HEAD = _ENCODER.encode(FilesNode("", ()))[:3]
-"""An array of three whose first is the tag: no tree of a state begins like that."""
+"""The first bytes of an array of three with the tag of FilesNode. No tree of a state begins with them."""

@@ -1,1 +1,1 @@
-"""EFFECTS: committing, saving, loading, recovery and collection, over any store. The pure packages take the decisions."""
+"""EFFECTS: saving, committing, loading, recovery and collection, over any store. The pure packages make the decisions."""

@@ -21,7 +21,9 @@ class Stopped(Exception):
     """The attempt was decided while this rank was still persisting: what it does is moot."""
 
 
-async def run_workers(works: Sequence[Callable[[], Awaitable[None]]], width: int, check: Callable[[], None]) -> None:
+async def run_workers(
+    works: Sequence[Callable[[], Awaitable[None]]], width: int, check: Callable[[], None] = lambda: None
+) -> None:
     """Run `works` in order, at most `width` at once; `check` may raise to stop before the next one.
 
     The first error stops the rest, and so does being cancelled. Works that have begun are waited for, never cancelled: a thread

@@ -90,7 +90,7 @@ async def listing(store: Store, *, everything: bool = False, limit: int | None =
             row = msgspec.structs.replace(row, why=why)
         rows[attempt.prefix] = msgspec.structs.replace(row, passed_over=await passed_over(store, attempt))
 
-    await run_workers([partial(add, attempt) for attempt in shown], ROWS, lambda: None)
+    await run_workers([partial(add, attempt) for attempt in shown], ROWS)
     ordered = tuple(rows[a.prefix] for a in shown)
     return Listing(root=store.url, latest=named, rows=ordered, left_out=len(found) - len(shown))
 

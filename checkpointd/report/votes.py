@@ -79,7 +79,7 @@ async def votes_of(store: Store, attempt: AttemptView) -> dict[int, Vote | str]:
     async def read(rank: int) -> None:
         votes[rank] = await _vote(store, attempt, rank)
 
-    await run_workers([partial(read, rank) for rank in attempt.vote_ranks], READS, lambda: None)
+    await run_workers([partial(read, rank) for rank in attempt.vote_ranks], READS)
     return votes
 
 

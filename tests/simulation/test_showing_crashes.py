@@ -332,7 +332,7 @@ def test_a_removal_that_is_cut_off_is_finished_by_the_next_start(how: str) -> No
 
 def test_without_a_word_before_it_a_removal_that_is_cut_off_leaves_what_others_filled(monkeypatch: pytest.MonkeyPatch) -> None:
     async def forgetful(plain: PlainFiles, at: str, _: Shown) -> bool:
-        return await tag_directories._is_gone(plain, at)
+        return await tag_directories.is_gone(plain, at)
 
     monkeypatch.setattr(tag_directories, "_is_removed_by_others", forgetful)
     with pytest.raises(AssertionError):
@@ -376,11 +376,8 @@ def test_checkpoints_appear_in_the_order_of_their_saves(who: str, how: str) -> N
 def test_without_turns_they_appear_in_another_order(who: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def at_once(*_: object) -> None: ...
 
-    def newest_first(found: Iterable[Any]) -> list[Any]:
-        return sorted(found, key=lambda checkpoint: checkpoint.outcome.order, reverse=True)
-
     monkeypatch.setattr(Queue, "_turn", at_once)
-    monkeypatch.setattr(tag_directories, "_in_order", newest_first)
+    monkeypatch.setattr(tag_directories, "reversed", lambda newest_first: newest_first, raising=False)
     with pytest.raises(AssertionError, match="not the oldest"):
         every_crash_point(appearing(who), range(2), stride=5)
 

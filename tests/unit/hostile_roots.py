@@ -145,7 +145,7 @@ INDEX = {
         "chunks overlap", stored(RAW, chunk_of(RAW[:6144], RAW[:6144]), chunk_of(RAW[4:6148], RAW[4:6148], offset=4))
     ),
     "a chunk of half an element": Case(
-        "no whole number of elements", stored(RAW, chunk_of(RAW[:2], RAW[:2]), chunk_of(RAW[2:], RAW[2:], offset=2))
+        "not a whole number of elements", stored(RAW, chunk_of(RAW[:2], RAW[:2]), chunk_of(RAW[2:], RAW[2:], offset=2))
     ),
     "2**32 tensors": Case("is damaged", raw_index(b"\xdd\xff\xff\xff\xff", "tensors")),
     "2**32 keys": Case("is damaged", lambda f: f.put_index(b"\xdf\xff\xff\xff\xff")),

@@ -1,1 +1,1 @@
-"""Removes objects that no checkpoint needs: which attempts, when, and in an order that no crash can break."""
+"""Removes objects that no checkpoint needs, in an order that is safe at every crash."""

@@ -1,20 +1,22 @@
-"""Remove the bulk of dead attempts: mark first, then look who needs it, then sweep, so that a crash in between leaves nothing
-half-removed in sight, and nothing goes that a checkpoint names.
+"""Removes the bulk of dead attempts: mark, check again which objects are needed, then sweep.
+
+A crash in between shows no half-removed checkpoint, and no object goes that a checkpoint names.
 
 Invariants
-  COLLECT-1  A mark of a committed attempt that condemns an object is durable before that object goes.
-  COLLECT-2  Outcome and votes of an aborted attempt stay: no late vote can revive it.
+  COLLECT-1  Before an object of a committed attempt goes, a mark that condemns the object is durable.
+  COLLECT-2  The outcome and the votes of an aborted attempt stay, so no late vote can revive it.
   COLLECT-3  The `deleted` mark is the last object of an attempt to go.
-  COLLECT-4  Of a checkpoint nothing goes that a vote's index names. An object of a rank whose chain outcome, vote, index cannot
-      be read as it was committed stays.
-  COLLECT-5  An attempt's own writers tidy up its tag, and apply retention, only while no newer epoch has begun: a job that
-      starts later sees their commit, and never loads what it replaced. One that had started before may be loading it.
-  COLLECT-6  Of a removed checkpoint an object goes only if no other attempt names it: no checkpoint, and none that is undecided
-      and has an index. That is looked at after the mark that condemns the object was durable; a writer that puts its index
-      later finds the mark, and does not vote for it (DEDUP-3 in `dedup.py`). A look that fails removes nothing.
-  COLLECT-7  The marks are read before that look, and only what these marks condemn goes. A mark that another collector puts
-      after the look says nothing here: a save whose index came in between was seen by neither, and that collector, which looks
-      later, will see it.
+  COLLECT-4  No object of a checkpoint goes that the index of a vote names. If the chain of outcome, vote and index of a rank
+      cannot be verified, all objects of the rank stay.
+  COLLECT-5  The writers of an attempt tidy up its tag, and apply retention, only while no newer epoch has begun. A job that
+      starts later sees their commit and never loads the checkpoint that it replaced. A job that had started before may be
+      loading that checkpoint.
+  COLLECT-6  An object of a removed checkpoint goes only if no other checkpoint, and no index of an undecided attempt, names it.
+      The collector checks this after the mark that condemns the object is durable. A writer that puts its index later finds the
+      mark and does not vote (DEDUP-3 in `dedup.py`). If the check fails, nothing is removed.
+  COLLECT-7  The collector reads the marks before this check, and removes only objects that these marks condemn. It ignores a
+      mark that another collector puts after the check, since a save may have put its index in between. The other collector
+      checks later, and sees that index.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ import msgspec
 from checkpointd.commit.facts import AttemptFacts, Dead
 from checkpointd.commit.garbage import dead_weight, spent_records, with_spare_objects
 from checkpointd.errors import DamagedError, NotFoundError
-from checkpointd.layout.keys import attempt_prefix, holds_bytes, is_bulk, mark_number, object_rank, object_takeover, vote_name
+from checkpointd.layout.keys import holds_bytes, is_bulk, mark_number, object_rank, object_takeover, vote_name
 from checkpointd.layout.manifest import Deleted
 from checkpointd.pipeline.read.readback import recorded, survivor
 from checkpointd.pipeline.root import catalog
@@ -40,7 +42,7 @@ log = logging.getLogger("checkpointd")
 
 
 class Removal(msgspec.Struct, frozen=True, kw_only=True):
-    """One attempt that lost objects: which went, and which stay because newer checkpoints refer to them. Sizes in bytes."""
+    """The `objects` that one attempt lost, and those `kept` because newer checkpoints refer to them. Sizes are in bytes."""
 
     tag: str
     attempt: str
@@ -59,41 +61,42 @@ async def collect(
     deleted: Sequence[Dead] = (),
     staying: Sequence[Checkpoint] = (),
 ) -> list[Removal]:
-    """Remove what `dead_weight` and `spent_records` name among `attempts`, what writers wrote in vain beside checkpoints, the
-    checkpoints `going`, which were replaced or let go by a rule (see `retire.py`), and those `deleted`, which a user named.
-    Returns what went of each attempt that lost anything.
+    """Remove dead objects, and return a Removal for each attempt that lost any.
 
-    None of `going` goes unless a checkpoint that stays was read back whole (READBACK-3 in `readback.py`); one is read back now
-    where none was. `staying`: those that are known to stay, newest first, which are looked at before all others.
+    Among `attempts`, this removes what `dead_weight` and `spent_records` name, and unused objects of several writers. `going`
+    are checkpoints that were replaced or that no rule keeps (see `retire.py`); `deleted` are checkpoints that a user removed.
+
+    None of `going` goes unless a checkpoint that stays was read back whole (READBACK-3 in `readback.py`). If none was, one is
+    read back now. `staying`: checkpoints that are known to stay, newest first, which are checked before all others.
     """
     known = list(attempts)
     dead = [*dead_weight(known), *await _proved(store, going, deleted, staying), *deleted]
     removed = [await _sweep(store, facts, reason) for facts, reason in dead if facts.state == "aborted"]
     removed += await _remove(store, [(facts, reason) for facts, reason in dead if facts.state != "aborted"])
-    gone = {(facts.tag, facts.attempt) for facts, _ in dead}
+    gone = _prefixes(dead)
     for facts in with_spare_objects(known):
-        if (facts.tag, facts.attempt) not in gone:
+        if facts.prefix not in gone:
             await _drop_unnamed(store, facts)
     for facts in spent_records(known):
-        await _forget(store, attempt_prefix(facts.tag, facts.attempt))
+        await _forget(store, facts.prefix)
     return [removal for removal in removed if removal.objects]
 
 
 async def survey(store: Store, attempts: Iterable[AttemptFacts], going: Sequence[Dead] = ()) -> list[Removal]:
-    """What `collect` would remove now; nothing is written."""
+    """The objects that `collect` would remove now. Writes nothing."""
     dead = [*dead_weight(attempts), *going]
     needed = await references(store, _prefixes(dead))
-    # No mark is looked at: `collect` condemns what nobody needs before it looks.
-    found = [_removal(facts, reason, await _entries(store, facts), _needed_of(facts, needed)) for facts, reason in dead]
+    # Marks do not matter here: `collect` condemns unneeded objects before it checks.
+    found = [_removal(facts, reason, await store.list(facts.prefix), _needed_of(facts, needed)) for facts, reason in dead]
     return [removal for removal in found if removal.objects]
 
 
 def _prefixes(dead: Iterable[Dead]) -> frozenset[str]:
-    return frozenset(attempt_prefix(facts.tag, facts.attempt) for facts, _ in dead)
+    return frozenset(facts.prefix for facts, _ in dead)
 
 
 async def _proved(store: Store, going: Sequence[Dead], deleted: Sequence[Dead], known: Sequence[Checkpoint]) -> Sequence[Dead]:
-    """`going`, or nothing of it where no checkpoint that stays is known to be whole (READBACK-3)."""
+    """`going`, or nothing if no checkpoint that stays is known to be whole (READBACK-3)."""
     if not going or await recorded(store, known) is not None:
         return going
     gone = _prefixes([*going, *deleted])
@@ -104,19 +107,17 @@ async def _proved(store: Store, going: Sequence[Dead], deleted: Sequence[Dead], 
     if found is None:
         log.error("%d older checkpoints stay, since none of the newer ones could be read back whole", len(going))
         return ()
-    # What is newer than that one has just turned out to be damaged, and was counted by the rules: the next look chooses anew.
+    # The rules counted newer checkpoints that have just proved damaged, so the choice must be made again at the next look.
     return going if found is staying[0] else ()
 
 
 async def _remove(store: Store, dead: Sequence[Dead]) -> list[Removal]:
-    """Condemn what nobody needs of attempts that were checkpoints, look again who needs what, and sweep the
-    rest (COLLECT-6).
-    """
+    """Condemn the unneeded objects of attempts that were checkpoints, check again which are needed, and sweep (COLLECT-6)."""
     if not dead:
         return []
     try:
         needed = await references(store, _prefixes(dead))
-        marks = [await condemn(store, attempt_prefix(facts.tag, facts.attempt), reason, needed) for facts, reason in dead]
+        marks = [await condemn(store, facts.prefix, reason, needed) for facts, reason in dead]
         needed = await references(store)
     except DamagedError as error:
         log.error(
@@ -129,36 +130,30 @@ async def _remove(store: Store, dead: Sequence[Dead]) -> list[Removal]:
     return [
         await _sweep(store, facts, reason, mark, needed)
         for (facts, reason), mark in zip(dead, marks, strict=True)
-        if mark is not None  # MARK-3: all of it stays for now
+        if mark is not None  # MARK-3: all its objects stay for now
     ]
 
 
 async def _sweep(
     store: Store, facts: AttemptFacts, reason: str, mark: Deleted | None = None, needed: Collection[str] = ()
 ) -> Removal:
-    """Remove indexes, and chunks objects that nobody needs and that `mark`, which was read before `needed`,
-    condemns (COLLECT-7).
+    """Remove the indexes, and the chunks objects that are not `needed` and that `mark`, read before `needed`, condemns
+    (COLLECT-7).
     """
-    entries = await _entries(store, facts)
     kept = _needed_of(facts, needed) | set(mark.kept if mark is not None else ())
-    removal = _removal(facts, reason, entries, kept)
+    removal = _removal(facts, reason, await store.list(facts.prefix), kept)
     for name in removal.objects:
-        await store.delete(f"{attempt_prefix(facts.tag, facts.attempt)}/{name}")
+        await store.delete(f"{facts.prefix}/{name}")
     return removal
-
-
-async def _entries(store: Store, facts: AttemptFacts) -> list[Entry]:
-    return await store.list(attempt_prefix(facts.tag, facts.attempt))
 
 
 def _needed_of(facts: AttemptFacts, needed: Collection[str]) -> set[str]:
     """The names of the attempt's objects among the keys `needed`."""
-    prefix = attempt_prefix(facts.tag, facts.attempt)
-    return {key.removeprefix(f"{prefix}/") for key in needed if key.startswith(f"{prefix}/")}
+    return {key.removeprefix(f"{facts.prefix}/") for key in needed if key.startswith(f"{facts.prefix}/")}
 
 
 def _removal(facts: AttemptFacts, reason: str, entries: Iterable[Entry], kept: Collection[str]) -> Removal:
-    """What goes of an attempt of which the chunks objects `kept` stay."""
+    """The removal of an attempt's bulk, except the chunks objects `kept`."""
     bulk = [entry for entry in entries if is_bulk(entry.name)]
     staying = [entry for entry in bulk if entry.name in kept and holds_bytes(entry.name)]
     going = [entry for entry in bulk if entry not in staying]
@@ -174,10 +169,9 @@ def _removal(facts: AttemptFacts, reason: str, entries: Iterable[Entry], kept: C
 
 
 async def _drop_unnamed(store: Store, facts: AttemptFacts) -> None:
-    """Remove what other writers than the one that voted wrote; a writer that still writes drops the rest when
-    it learns of it.
-    """
-    prefix = attempt_prefix(facts.tag, facts.attempt)
+    """Remove the objects of writers whose index no vote names. A writer that is still at work drops its later objects
+    itself."""
+    prefix = facts.prefix
     names = [entry.name for entry in await store.list(prefix)]
     for rank in facts.contested:
         try:
@@ -188,7 +182,7 @@ async def _drop_unnamed(store: Store, facts: AttemptFacts) -> None:
             log.error("%s: what rank %d does not need cannot be told from what it does: %s", prefix, rank, error)
             continue
         assert vote.index is not None
-        # Its own objects alone: those of older attempts may bear the same names.
+        # Only objects of this attempt count: objects of older attempts may have the same names.
         named = {vote.index.name, *(ref.name for ref in index.objects if not ref.held_by)}
         for name in names:
             if object_rank(name) == rank and object_takeover(name) is not None and name not in named:

@@ -1,7 +1,7 @@
 """Retires checkpoints, by rules or because their tag was saved again: `commit/retention.py` chooses, `collect.py` removes.
 
-Safe beside everything else that goes on at the root: what is removed is a checkpoint that is not the newest, it gets its mark
-first, and what newer ones refer to stays (`collect.py`).
+This is safe beside saves and loads at the root: a retired checkpoint is not the newest, it gets its mark first, and objects
+that newer checkpoints need stay (`collect.py`).
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from datetime import UTC, datetime
 
 from checkpointd.commit.facts import AttemptFacts
 from checkpointd.commit.retention import CheckpointFacts, RemovalChoice, Retention, choose
-from checkpointd.errors import DamagedError
-from checkpointd.layout.keys import DAMAGED, VERIFIED, attempt_prefix
+from checkpointd.layout.keys import DAMAGED, VERIFIED
 from checkpointd.layout.manifest import Outcome
 from checkpointd.pipeline.gc.collect import Removal, collect
 from checkpointd.pipeline.root import catalog, epochs
@@ -26,7 +25,7 @@ from checkpointd.store.base import Store
 
 @dataclass(frozen=True, slots=True)
 class Retired:
-    """What went, by which choice, and the attempts that lay there undecided."""
+    """The removals, the choice behind them, and the undecided attempts that have chunks or indexes."""
 
     removed: Sequence[Removal]
     choice: RemovalChoice
@@ -34,11 +33,11 @@ class Retired:
 
 
 async def retire(store: Store, views: Sequence[AttemptView], rules: Retention, *, keeps_before: int = 0) -> Retired:
-    """Remove what is dead among `views`, for a job that knows what was committed from epoch `keeps_before` on."""
+    """Remove dead attempts among `views`. Checkpoints of epochs before `keeps_before` stay (RETENTION-6)."""
     choice = await chosen_by(store, views, rules, keeps_before=keeps_before)
     gone = await abandoned(store)
     deleted = [(v.facts, DIRECTORY_REMOVED) for v in views if v.prefix in gone and v.state == "committed"]
-    going = [dead for dead in choice.going if attempt_prefix(dead[0].tag, dead[0].attempt) not in gone]
+    going = [dead for dead in choice.going if dead[0].prefix not in gone]
     lost = {facts for facts, _ in [*going, *deleted]}
     staying = catalog.commits_of(view for view in views if view.facts not in lost)
     removed = await collect(store, [view.facts for view in views], going, deleted=deleted, staying=staying)
@@ -48,21 +47,22 @@ async def retire(store: Store, views: Sequence[AttemptView], rules: Retention, *
 
 
 async def retire_tag(store: Store, tag: str, epoch: int) -> None:
-    """Remove what is dead of one tag, for whoever has decided an attempt of `epoch`; nothing where a newer one has begun
-    (COLLECT-5), and nothing that was committed before it (RETENTION-6).
+    """Remove dead attempts at one tag, for a process that has decided an attempt of `epoch`.
+
+    If a newer epoch has begun, nothing goes (COLLECT-5). Checkpoints of older epochs stay (RETENTION-6).
     """
     if await epochs.newest(store) == epoch:
         await retire(store, await catalog.attempts_of(store, tag), Retention(), keeps_before=epoch)
 
 
 async def chosen_by(store: Store, views: Sequence[AttemptView], rules: Retention, *, keeps_before: int = 0) -> RemovalChoice:
-    """Which of the checkpoints among `views` go."""
+    """Choose the checkpoints among `views` to remove."""
     return choose(await facts_of(store, views), rules, keeps_before=keeps_before)
 
 
 async def facts_of(store: Store, views: Sequence[AttemptView]) -> list[CheckpointFacts]:
-    """What is known of every commit among `views`."""
-    pointer = await _pointer(store)
+    """The facts about every commit among `views`, for retention."""
+    pointer = await catalog.readable_latest(store)
     newest = {c.tag: c.attempt for c in catalog.checkpoints_of(views)}
     return [
         CheckpointFacts(
@@ -82,15 +82,8 @@ async def facts_of(store: Store, views: Sequence[AttemptView]) -> list[Checkpoin
     ]
 
 
-async def _pointer(store: Store) -> str | None:
-    try:
-        return await catalog.latest(store)
-    except DamagedError:
-        return None
-
-
 def _age_s(outcome: Outcome) -> float | None:
-    """By two clocks that may differ: good enough to choose among old checkpoints, and nothing else rests on it."""
+    """The seconds since the commit, by two clocks that may differ. Only the choice among old checkpoints uses it."""
     try:
         return (datetime.now(UTC) - datetime.fromisoformat(outcome.writer.time)).total_seconds()
     except (ValueError, TypeError):

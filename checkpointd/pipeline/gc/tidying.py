@@ -1,22 +1,22 @@
-"""Keeps removing in step with the saves of one writer: when to remove, and when the next save may be written.
+"""Keeps removals in step with the saves of one writer: it decides when to remove, and when the next save may be written.
 
-An attempt is *on the disk* while there are chunks, files or an index of it, of whichever rank. Attempts are *alike* where the
-commit of one may let another one go: all at the root where there are rules, else those of one tag.
+An attempt is *on the disk* while it has chunks, files or an index of any rank. Attempts are *alike* if the commit of one may
+remove another: with retention rules, all attempts at the root; without rules, the attempts of one tag.
 
 Invariants
-  TIDY-1  Removals never queue up: whoever asks while one runs is served, with all who ask meanwhile, by exactly one more.
-  TIDY-2  Beside what stays, at most SPARE attempts that are alike are on the disk. The coordinator counts those that it has
-      begun until a removal that started after their end is over, those that a removal found undecided, and what stays only
-      because nothing newer was verified. It begins another one while these, the new one and the one by which other ranks may
-      lead are no more than SPARE.
-  TIDY-3  Another rank begins an attempt when the coordinator has begun the one before it, as a yes vote of the coordinator
-      shows: it leads by one.
-  TIDY-4  Nothing of this keeps a save from being written for longer than half of the time that it has: a rank that never votes,
-      or a storage that removes nothing, costs space and not the save. Where nothing moves for PROVE_S and something stays that
-      alone was verified, the newest checkpoint is read back, so that the older one can go.
+  TIDY-1  Removals never queue up: one further removal serves all requests that come while a removal runs.
+  TIDY-2  Beside the checkpoints that stay, at most SPARE alike attempts are on the disk. The coordinator counts the attempts
+      that it has begun, until a removal that started after their end is over; the attempts that a removal found undecided; and
+      the checkpoints that stay only because no newer one was verified. It begins another attempt if these, the new attempt and
+      the attempt by which other ranks may lead are at most SPARE.
+  TIDY-3  Another rank begins an attempt when a yes vote shows that the coordinator has begun the attempt before it. So it leads
+      by at most one attempt.
+  TIDY-4  A save waits for room at most half of the time until its deadline. A rank that never votes, or a storage that removes
+      nothing, costs space but not the save. If nothing changes for PROVE_S and a checkpoint stays only because no newer one was
+      verified, the newest checkpoint is read back, so that the older one can go.
 
-A kill leaves no more than TIDY-2 allows. Of that, recovery removes the attempt by which a rank led, since it lacks the
-coordinator's vote, and the next coordinator removes the rest before it writes anything.
+A kill leaves at most what TIDY-2 allows. Recovery removes the attempt by which a rank led, since it lacks the coordinator's
+vote, and the next coordinator removes the rest before it writes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from checkpointd.commit.garbage import spent_records
 from checkpointd.config import CommitConfig
 from checkpointd.errors import CheckpointdError, NotFoundError
-from checkpointd.layout.keys import attempt_prefix, vote_name
+from checkpointd.layout.keys import vote_name
 from checkpointd.pipeline.gc.retire import Retired, retire
 from checkpointd.pipeline.read.readback import read_back
 from checkpointd.pipeline.root import catalog, epochs
@@ -42,61 +42,61 @@ from checkpointd.store.showing import plain_files_of
 log = logging.getLogger("checkpointd")
 
 SPARE = 3
-"""So many attempts may be on the disk beside what stays."""
+"""The number of alike attempts that may be on the disk beside the checkpoints that stay."""
 FULL_S = 10.0
 PROVE_S = 10.0
 LOOK_S = 1.0
-"""How often it is looked whether those that somebody else works at are decided, while they keep a save waiting."""
+"""How often to look again, while a save waits for attempts that others work at."""
 EVERYTHING = ""
-"""The scope of a look at all tags; another one is a tag."""
+"""The scope of a look at all tags. Any other scope is a tag."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Left:
-    """What a look left: the attempts that were undecided, by prefix, with their epochs; how many stay beyond the rules."""
+    """What a look left: the epochs of undecided attempts by prefix, and how many checkpoints stay beyond the rules."""
 
     undecided: Mapping[str, int] = field(default_factory=dict)
     surplus: int = 0
 
 
 class Tidier:
-    """One rank's; on the coordinator it removes. All on the writer's loop.
+    """The tidier of one rank's writer, on its loop. Only the coordinator's tidier removes.
 
-    `keeps_before`: of older epochs than this, no checkpoint goes: nobody has told the job what they hold (RETENTION-6).
+    `keeps_before`: checkpoints of epochs before this one stay, since the job does not know them (RETENTION-6).
     """
 
     def __init__(self, store: Store, commit: CommitConfig) -> None:
         self.keeps_before = 0
         self.freed = 0
-        """Bytes that were removed so far."""
+        """The number of bytes removed so far."""
         self._store, self._commit = store, commit
         self._sees_all = not commit.retention.keeps_all or plain_files_of(store) is not None
         self._waiting: dict[str, AttemptInfo] = {}
         self._begun: dict[str, AttemptInfo] = {}
         self._ended: set[str] = set()
-        """Those of `_begun` that are decided, and perhaps not removed yet."""
+        """The attempts of `_begun` that are decided but may not be removed yet."""
         self._left: dict[str, _Left] = {}
-        """By scope: what the last look left."""
+        """The result of the last look, by scope."""
         self._spent: dict[str, AttemptView] = {}
-        """Removed and aborted attempts that have nothing left but records, which do not change."""
+        """Removed and aborted attempts with nothing left but records, which do not change."""
         self._changed = asyncio.Event()
         self._asked = self._served = 0
         self._look_again_at = 0.0
         self._stands: tuple[tuple[int, tuple[str, ...]], float] = (-1, ()), 0.0
-        """What had gone and was begun, and since when that has not changed."""
+        """The freed bytes and the begun attempts, and the time since which they have not changed."""
         self._epoch = 0
         self._tags: set[str] = set()
         self._look: asyncio.Task[None] | None = None
         self._complaint: str | None = None
 
-    # --- what the attempts say -----------------------------------------------------------------------------------
+    # --- attempts ------------------------------------------------------------------------------------------------
 
     def expect(self, info: AttemptInfo) -> None:
-        """The attempt will be written, unless it ends before. Attempts are begun in the order of their saves."""
+        """Note that the attempt will be written, unless it ends before. Attempts are begun in the order of their saves."""
         self._waiting[info.prefix] = info
 
     def end(self, info: AttemptInfo) -> None:
-        """The attempt is over on this rank, which has nothing of it on the disk but what was committed."""
+        """Note that the attempt is over on this rank. Unless it committed, nothing of it is on the disk."""
         self._waiting.pop(info.prefix, None)
         if info.rank != COORDINATOR:
             self._begun.pop(info.prefix, None)
@@ -121,10 +121,10 @@ class Tidier:
         self._changed.set()
 
     async def more_room_for(self, info: AttemptInfo, deadline: float, freed: int) -> bool:
-        """Whether space has come free since `freed` bytes were, so that a write which found none is worth another try.
+        """Whether space was freed since `self.freed` was `freed`, so that a write which found the disk full can be tried again.
 
-        The coordinator removes what may go. The others wait until it has, as its vote shows, for FULL_S at most and no longer
-        than halfway to `deadline`: where the disk is full to the last byte, no vote will ever come.
+        The coordinator removes dead attempts. Other ranks wait until the coordinator's vote shows that it has, at most FULL_S
+        and at most halfway to `deadline`: on a disk without any free space, no vote will ever come.
         """
         if info.rank == COORDINATOR:
             await self.tidy(info)
@@ -136,12 +136,12 @@ class Tidier:
         return voted
 
     async def _prove_newest(self, info: AttemptInfo) -> None:
-        """On the coordinator, where something stays because nothing newer was verified: read back what would take its place."""
+        """If a checkpoint stays only because no newer one was verified, read back the newest checkpoint and remove again."""
         if not self._left[self._scope(info)].surplus:
             return
         try:
-            newest = (await catalog.checkpoints(self._store))[:1]
-            if any([(await read_back(self._store, checkpoint)).whole for checkpoint in newest]):
+            newest = next(iter(await catalog.checkpoints(self._store)), None)
+            if newest is not None and (await read_back(self._store, newest)).whole:
                 await self.tidy(info)
         except CheckpointdError as error:
             log.warning("%s: the newest checkpoint could not be read back to make room: %s", info.prefix, error)
@@ -167,23 +167,23 @@ class Tidier:
         return self._fits(info)
 
     def _is_stuck(self) -> bool:
-        """Whether nothing was begun, nor went, for PROVE_S."""
+        """Whether no attempt was begun and nothing was removed for PROVE_S."""
         now, stands = asyncio.get_running_loop().time(), (self.freed, tuple(self._begun))
         if stands != self._stands[0]:
             self._stands = stands, now
         return now - self._stands[1] >= PROVE_S
 
     def _fits(self, info: AttemptInfo) -> bool:
-        """TIDY-2, by what is known."""
+        """Whether TIDY-2 allows the attempt, by the last look."""
         left = self._left[self._scope(info)]
         others = [epoch for prefix, epoch in left.undecided.items() if prefix != info.prefix and prefix not in self._begun]
-        # Those of this epoch are of ranks that lead, or of a coordinator that was lost and is followed by this one.
+        # Attempts of this epoch belong to ranks that lead, or to a lost coordinator that this one has replaced.
         led = others.count(info.attempt.epoch)
         lead = max(led, 1 if info.world_size > 1 else 0)
         return left.surplus + len(others) - led + lead + len(self._alike(info, self._begun)) + 1 <= SPARE
 
     async def _is_led(self, info: AttemptInfo) -> bool:
-        """TIDY-3."""
+        """Whether TIDY-3 allows the attempt."""
         before = max(self._alike(info, self._begun), key=lambda other: other.n, default=None)
         return before is None or await self._is_begun(before) or await self._is_begun(info)
 
@@ -207,8 +207,8 @@ class Tidier:
     # --- removing ------------------------------------------------------------------------------------------------
 
     async def tidy(self, info: AttemptInfo) -> None:
-        """Remove what is dead, for the attempt of the coordinator `info`; returns when a look that began after this call has
-        ended, whatever became of it (TIDY-1). Giving up on this leaves the look to others.
+        """Remove dead attempts, for the coordinator's attempt `info`. Returns when a look that began after this call has ended,
+        even if it failed (TIDY-1). Cancelling this call does not cancel the look.
         """
         self._asked += 1
         mine = self._asked
@@ -241,7 +241,7 @@ class Tidier:
             self._changed.set()
 
     async def _remove(self, scope: str) -> None:
-        """Remove what is dead in `scope`; nothing where a newer epoch has begun (COLLECT-5)."""
+        """Remove dead attempts in `scope`, unless a newer epoch has begun (COLLECT-5)."""
         if await epochs.newest(self._store) > self._epoch:
             return
         views = await (
@@ -249,12 +249,12 @@ class Tidier:
         )
         self._remember(views)
         done = await retire(self._store, views, self._commit.retention, keeps_before=self.keeps_before)
-        undecided = {attempt_prefix(facts.tag, facts.attempt): facts.attempt.epoch for facts in done.undecided}
+        undecided = {facts.prefix: facts.attempt.epoch for facts in done.undecided}
         self._left[scope] = _Left(undecided, len(done.choice.surplus))
         self._say(done)
 
     def _remember(self, views: Sequence[AttemptView]) -> None:
-        """Those of `views` that nothing but records is left of, and that need not be looked at again."""
+        """Remember those of `views` that have nothing left but records, so that no look reads them again."""
         forgotten = set(spent_records(view.facts for view in views))
         for view in views:
             self._spent.pop(view.prefix, None)

@@ -1,10 +1,10 @@
 """The coordinator's part: gather votes, decide, put the outcome, move `latest`.
 
 Invariants
-  COMMIT-1  The outcome is put only with `put_if_absent`: whoever is first decides, and everybody reads that one.
-  COMMIT-2  A commit is put only by the coordinator of the newest epoch or of a surviving attempt, or by recovery, and
-      only with every vote read and valid.
-  COMMIT-3  `latest` moves after the outcome is durable, never before.
+  COMMIT-1  The outcome is put only with `put_if_absent`, so the first outcome decides, and all ranks read the same one.
+  COMMIT-2  Only the coordinator of the newest epoch or of a surviving attempt, or recovery, puts a commit, and only after it
+      has read every vote and found it valid.
+  COMMIT-3  `latest` moves only after the outcome is durable.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from checkpointd.pipeline.workers import aside, run_workers
 from checkpointd.store.base import Entry, Store
 
 RECOVERY = -1
-"""`decided_by` of an outcome that no rank of the attempt put."""
+"""The value of `decided_by` in an outcome that recovery put."""
 OVERLAP_REMEDY = (
     "these ranks say that they hold the same part of it: pass the module itself as you train it, which tells what ranks hold "
     "together, or give each tensor a name of its own"
 )
 SAME_STATE_REMEDY = "pass the same objects to save() on every rank"
 READS = 16
-"""So many votes, or plans, are read at once: a store far away answers each of thousands only after a while."""
+"""The number of votes or plans read at once, since thousands of reads from a distant store would take long one by one."""
 
 
 @dataclass(slots=True)
 class Ballot:
-    """The votes of one attempt as far as they were read; a vote that cannot be read stands as None."""
+    """The votes of one attempt that were read so far; None stands for a vote that cannot be read."""
 
     store: Store
     tag: str
@@ -55,12 +55,12 @@ class Ballot:
     async def gather(self, entries: list[Entry]) -> None:
         """Read the votes among `entries` that were not read before."""
         ranks = {rank for entry in entries if (rank := vote_rank(entry.name)) is not None} - self.votes.keys()
-        await run_workers([partial(self._read, rank) for rank in sorted(ranks)], READS, lambda: None)
+        await run_workers([partial(self._read, rank) for rank in sorted(ranks)], READS)
 
     async def _read(self, rank: int) -> None:
         key = f"{self.prefix}/{vote_name(rank)}"
         try:
-            # Its voter may not have made it durable yet, and what is decided on it must never outlive it (STORE-4).
+            # The voter may not have made the vote durable yet, and the outcome must not outlive a vote (STORE-4).
             await self.store.settle(key)
             data = await self.store.get(key, size_max=catalog.VOTE_BYTES_MAX)
             self.refs[rank] = VoteRef(digest=digest(data), size=len(data))
@@ -74,9 +74,9 @@ class Ballot:
 
 @dataclass(slots=True)
 class PlanCheck:
-    """Whether the plans that the votes name are whole together; remembered, since plans rarely change.
+    """Checks that the plans named by the votes together cover every tensor once. It remembers the result for the same plans.
 
-    What several ranks list alike is compared for every attempt: it must hold the same values each time.
+    Boxes that several ranks list are compared at every attempt, since their values change.
     """
 
     store: Store
@@ -93,7 +93,7 @@ class PlanCheck:
         if doubled is None:
             found = dict(self._listings)
             try:
-                await run_workers([partial(self._take, name, found) for name in dict.fromkeys(digests)], READS, lambda: None)
+                await run_workers([partial(self._take, name, found) for name in dict.fromkeys(digests)], READS)
             except (NotFoundError, DamagedError) as error:
                 return unshared(str(error))
             listings = {rank: found[name] for rank, name in zip(ranks, digests, strict=True)}
@@ -101,7 +101,7 @@ class PlanCheck:
             if comparison.fault:
                 remedy = OVERLAP_REMEDY if comparison.fault.endswith(" overlap") else SAME_STATE_REMEDY
                 return unshared(f"{comparison.fault}: {remedy}")
-            # Two attempts may be checked at once, so nothing that the other needs lies in what is replaced here.
+            # Two attempts may be checked at once: each works on its own `found`, so replacing these fields is safe.
             doubled = comparison.doubled
             self._whole = {digests: doubled}
             self._listings = {name: found[name] for name in digests}
@@ -110,10 +110,8 @@ class PlanCheck:
     async def _unequal(self, votes: Mapping[int, Vote | None], doubled: tuple[Doubled, ...]) -> Decision | None:
         async def read(rank: int) -> Index:
             vote = votes[rank]
-            attempt = AttemptId.parse(vote.attempt) if vote is not None else None
             assert vote is not None  # its plan was read
-            assert attempt is not None  # decide() compared it
-            return await catalog.index_named_by(self.store, attempt_prefix(vote.tag, attempt), vote)
+            return await catalog.index_named_by(self.store, vote.prefix, vote)
 
         try:
             fault = await unequal(read, doubled, READS)
@@ -129,12 +127,11 @@ class PlanCheck:
 
 
 async def put_outcome(store: Store, outcome: Outcome) -> Outcome:
-    """Put `outcome` if the attempt has none; the outcome that stands, durable."""
+    """Put `outcome` if the attempt has none. Returns the outcome that counts, which is durable."""
+    if await store.put_if_absent(f"{outcome.prefix}/{OUTCOME}", encode(outcome)):
+        return outcome
     attempt = AttemptId.parse(outcome.attempt)
     assert attempt is not None
-    key = f"{attempt_prefix(outcome.tag, attempt)}/{OUTCOME}"
-    if await store.put_if_absent(key, encode(outcome)):
-        return outcome
     return await catalog.read_outcome(store, outcome.tag, attempt)
 
 
@@ -147,8 +144,8 @@ def outcome_of(
     votes: Mapping[int, Vote | None] | None = None,
     took_s: float = 0.0,
 ) -> Outcome:
-    """The outcome that `decision` stands for, put `took_s` after save(). A commit says what its `votes` say, where they are
-    given: what they refer to, and what they cost.
+    """The outcome object for `decision`, put `took_s` after save(). A commit sums up its `votes`: references, metrics, cost and
+    files.
     """
     counted = votes if decision.commit else None
     first = (counted or {}).get(0)
@@ -193,7 +190,7 @@ def _refers(votes: Mapping[int, Vote | None]) -> tuple[str, ...]:
 
 
 def missing_ranks(entries: list[Entry], world_size: int) -> dict[int, str]:
-    """The ranks without a vote, and what their objects say of how far they came."""
+    """The ranks without a vote, with a note on how far each came."""
     names = [entry.name for entry in entries]
     voted = {rank for name in names if (rank := vote_rank(name)) is not None}
     begun = {object_rank(n) for n in names if is_bulk(n)}

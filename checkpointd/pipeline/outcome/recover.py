@@ -1,18 +1,20 @@
-"""Recovery: take the next epoch, decide older attempts in doubt, correct `latest`, remove leftovers.
+"""Recovery: decides older attempts in doubt, corrects `latest`, and removes leftovers, for a start that has taken the next
+epoch.
 
-Commits that a newer one has replaced stay: whether they may go is not known before the job has loaded (RETENTION-6 in
+Recovery keeps commits that a newer commit of their tag has replaced: they may go only after the job has loaded (RETENTION-6 in
 `commit/retention.py`).
 
 Invariants
-  RECOVER-1  An attempt of an older epoch is rolled forward exactly when every vote is there, valid, and what it names is there
-      too.
-  RECOVER-2  After recovery every attempt of an older epoch that does not survive has an outcome, durable, and `latest` names
-      the newest commit that asked for it, or what another program has saved since. Where what it names is lost, it stays for a
-      load to say so, until the next commit, unless the user accepts the loss; then it goes where no checkpoint is left to name.
-  RECOVER-3  Of a surviving attempt nothing is decided, removed or waited for: its writers still work at it. Nor is any
-      temporary file removed then, since those of writers on other machines cannot be told from dead ones'; the next start does
-      it.
-  RECOVER-4  A surviving attempt that nobody works at any more is decided by whoever waits for it (`outlived`).
+  RECOVER-1  Recovery commits an attempt of an older epoch if every vote is there and valid, and if everything that the votes
+      name is there. Otherwise it aborts the attempt. If the storage cannot tell, the next start decides.
+  RECOVER-2  After recovery, every attempt of an older epoch that does not survive has a durable outcome, and `latest` names the
+      newest commit that asked for it, or a later save of another program. If the checkpoint that `latest` names is lost,
+      `latest` stays until the next commit, so that a load reports the loss. If the user accepts the loss, `latest` moves to the
+      newest checkpoint, or goes if there is none.
+  RECOVER-3  Recovery does not decide, change or wait for surviving attempts, since their writers are still at work. While there
+      are any, it removes no temporary files either, since it cannot tell those of living writers on other machines from those
+      of dead ones. The next start removes them.
+  RECOVER-4  A process that waits for a surviving attempt (`outlived`) decides it if nobody works at it any more.
 """
 
 from __future__ import annotations
@@ -46,8 +48,8 @@ log = logging.getLogger("checkpointd")
 
 @dataclass(slots=True)
 class Recovery:
-    """What a recovery did: the attempts it decided, whether `latest` moved or went, attempts swept, stray pieces removed; and
-    how many checkpoints it found.
+    """The result of a recovery: the outcomes that it put, the change of `latest`, how many attempts it swept and stray pieces
+    it removed, and how many checkpoints it found.
     """
 
     decided: list[Outcome] = field(default_factory=list)
@@ -59,11 +61,11 @@ class Recovery:
 
 
 async def recover(store: Store, epoch: int, surviving: Collection[str] = (), *, accepts_loss: bool = False) -> Recovery:
-    """Do all of it for attempts of epochs before `epoch`, which the caller has taken, but for `surviving` (`<tag>/<attempt>`).
+    """Recover the attempts of epochs before `epoch`, which the caller has taken, except `surviving` (`<tag>/<attempt>`).
 
-    `accepts_loss`: `latest` moves also where the newest checkpoint is gone, and goes where no other one is left.
-    `surviving` are those of the epoch's record. An attempt in only one of the two would be fenced for nothing or decided twice.
-    What the storage refuses is logged and left for the next start: it must not keep the job from loading what is whole.
+    `surviving` must be those of the epoch's record: an attempt in only one of the two would be fenced for nothing, or decided
+    twice. `accepts_loss`: `latest` moves even if the newest checkpoint is gone, and goes if no other is left. Errors of the
+    storage are logged and left to the next start, so that the job can still load whole checkpoints.
     """
     done, surviving = Recovery(), frozenset(surviving)
     seen = await catalog.scan(store)
@@ -75,7 +77,7 @@ async def recover(store: Store, epoch: int, surviving: Collection[str] = (), *, 
         loss = await lost(store, checkpoints)
         if loss is not None:
             log.error("%s", loss)
-        # First: a mark which says that the newest was removed on purpose may go below.
+        # Before `collect`, which may remove the mark that says that the newest checkpoint was removed on purpose.
         if newest is not None and (loss is None or accepts_loss):
             moved = await move_latest(store, newest.tag, newest.outcome.order, is_start=True)
             done.latest_moved_to = newest.tag if moved else None
@@ -91,23 +93,21 @@ async def recover(store: Store, epoch: int, surviving: Collection[str] = (), *, 
         await mend(store, 0 if surviving else epoch)
     except StoreError as error:
         log.error("recovery at %s is not complete: %s; the next start goes on with it", store.url, error)
-    _report(done)
+    for outcome in done.decided:
+        _say(outcome)
     return done
 
 
 async def lost(store: Store, checkpoints: Collection[Checkpoint]) -> DamagedError | None:
-    """What says that the checkpoint which `latest` names is gone."""
-    try:
-        named = await catalog.latest(store)
-    except DamagedError:
-        return None  # it is set right
+    """The error that the checkpoint which `latest` names is gone; None if it is not."""
+    named = await catalog.readable_latest(store)
     if named is None or named in {c.tag for c in checkpoints}:
         return None
     return await lost_newest(store, Patience(ABSENCE_S, ABSENCE_S))
 
 
 async def _remove_latest(store: Store, done: Recovery) -> bool:
-    """Remove `latest`, as no checkpoint is left that it could name; whether it went."""
+    """Remove `latest` if there is no checkpoint that it could name. Returns whether it was removed."""
     named = await catalog.latest(store)
     if named is not None:
         done.latest_moved_to = await move_latest_away(store, named)  # a surviving attempt may have been committed meanwhile
@@ -127,7 +127,7 @@ async def _settled(store: Store, attempt: AttemptView, epoch: int, done: Recover
             done.decided.append(await resolve(store, attempt))
             return await catalog.view(store, attempt.tag, attempt.attempt)
         if OUTCOME in attempt.sizes:
-            # Its writer may have died between making it visible and making it durable; `latest` rests on it from here on.
+            # The writer may have died before the outcome was durable, and `latest` depends on it from now on.
             await store.settle(f"{attempt.prefix}/{OUTCOME}")
     except (StoreError, NotFoundError, DamagedError) as error:
         log.error("%s cannot be decided now: %s; the next start tries again", attempt.prefix, error)
@@ -135,13 +135,13 @@ async def _settled(store: Store, attempt: AttemptView, epoch: int, done: Recover
 
 
 async def resolve(store: Store, attempt: AttemptView) -> Outcome:
-    """Decide one attempt that nobody will vote on any more."""
+    """Decide an attempt that gets no more votes."""
     return await put_outcome(store, await judge(store, attempt))
 
 
 async def judge(store: Store, attempt: AttemptView) -> Outcome:
-    """The outcome that `resolve` would put; nothing is written. UnreadableError where what it rests on cannot be read now."""
-    # An abort cannot be taken back: what is missing must really be, and not only be out of this client's sight.
+    """The outcome that `resolve` would put. Writes nothing. Raises UnreadableError if votes or indexes cannot be read now."""
+    # An abort cannot be taken back, so several looks must agree that an object is missing.
     store = PatientStore(store, Patience(ABSENCE_S, ABSENCE_S))
     ballot = Ballot(store, attempt.tag, attempt.attempt)
     await ballot.gather(await store.list(attempt.prefix))
@@ -153,7 +153,7 @@ async def judge(store: Store, attempt: AttemptView) -> Outcome:
 
 
 def _info(tag: str, attempt: AttemptId, ballot: Ballot) -> AttemptInfo:
-    """What the votes say of the attempt; rank 0's word on the order counts, since it is the coordinator."""
+    """The attempt as the votes describe it. Rank 0's vote counts for the order, since rank 0 is the coordinator."""
     votes = [vote for _, vote in sorted(ballot.votes.items()) if vote is not None]
     first = votes[0] if votes else None
     return AttemptInfo(
@@ -168,7 +168,7 @@ def _info(tag: str, attempt: AttemptId, ballot: Ballot) -> AttemptInfo:
 
 
 async def _storage_fault(store: Store, attempt: AttemptView, ballot: Ballot) -> Decision | None:
-    """The abort where something that a yes vote names is missing or of another size."""
+    """The abort if an object that a yes vote names is missing or has another size; None if all are there."""
     for rank, vote in sorted(ballot.votes.items()):
         try:
             await _check_named(store, attempt.prefix, vote)
@@ -178,7 +178,7 @@ async def _storage_fault(store: Store, attempt: AttemptView, ballot: Ballot) -> 
 
 
 async def _check_named(store: Store, prefix: str, vote: Vote | None) -> None:
-    """The same checks as loading makes, down to the chunks: of those, only the objects' sizes are looked at."""
+    """Make the same checks as a load, except that only the sizes of chunks objects are compared."""
     assert vote is not None
     index = await catalog.index_named_by(store, prefix, vote)
     fault = cover_fault(await catalog.read_plan(store, vote.plan or ""), index)
@@ -192,19 +192,18 @@ async def _check_named(store: Store, prefix: str, vote: Vote | None) -> None:
 
 
 VOTES_S = 15.0
-"""How long the other nodes' votes may take once the coordinator's is there: a node that died with its daemon never votes."""
+"""How long to wait for other nodes' votes after the coordinator's vote. A node that died with its daemon never votes."""
 _PAUSE_S = 0.1
 
 
 async def outlived(store: Store, surviving: Collection[str], timeout_s: float, sight: Sight | None = None) -> tuple[str, ...]:
-    """Wait until the attempts `surviving`, at which daemons of other nodes work, are decided; those that are not by then.
+    """Wait until the attempts `surviving`, at which daemons of other nodes work, are decided. Returns those that are not.
 
-    At most `timeout_s`, and VOTES_S from the coordinator's vote on. One that nobody works at any more is decided here
-    (RECOVER-4).
+    Waits at most `timeout_s`, and at most VOTES_S after the coordinator's vote. Decides an attempt if nobody works at it any
+    more (RECOVER-4).
     """
     looker = sight or Sight()
-    waited = [_decided_in_time(store, prefix, timeout_s, looker) for prefix in surviving]
-    found = await asyncio.gather(*waited)
+    found = await asyncio.gather(*(_decided_in_time(store, prefix, timeout_s, looker) for prefix in surviving))
     return tuple(prefix for prefix, decided in zip(surviving, found, strict=True) if not decided)
 
 
@@ -233,16 +232,11 @@ async def _decided_in_time(store: Store, prefix: str, timeout_s: float, sight: S
 
 
 async def _decide(store: Store, view: AttemptView) -> None:
-    """Decide a surviving attempt whose worker has gone, and let `latest` name it if it is a checkpoint now."""
+    """Decide a surviving attempt whose writer is gone, and let `latest` name it if it is a checkpoint now."""
     outcome = await resolve(store, view)
     _say(outcome)
     if outcome.outcome == "commit" and outcome.save_latest:
         await move_latest(store, outcome.tag, outcome.order, is_start=True)
-
-
-def _report(done: Recovery) -> None:
-    for outcome in done.decided:
-        _say(outcome)
 
 
 def _say(outcome: Outcome) -> None:

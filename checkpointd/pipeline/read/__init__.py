@@ -1,1 +1,1 @@
-"""Reads checkpoints: choose one, read its indexes, read and check its chunks, read any box of any tensor."""
+"""Reads checkpoints: chooses a checkpoint, reads its indexes, reads and checks its chunks, and reads any box of any tensor."""

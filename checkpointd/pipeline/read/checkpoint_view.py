@@ -1,4 +1,4 @@
-"""The checkpoint view: what all ranks of a checkpoint stored, as whole tensors."""
+"""The checkpoint view: the tensors of a checkpoint, put together from the indexes of all ranks."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class StoredBox:
 
 @dataclass(frozen=True, slots=True)
 class GlobalTensor:
-    """A tensor that the ranks hold together; `parts` are its boxes, by rank, empty ones included.
+    """A tensor that the ranks hold together; `parts` are its boxes by rank, with empty ones.
 
-    A box that several ranks stored stands there once, as the first of them stored it: a commit means that all hold the same.
+    A box that several ranks stored is listed once, for the first of them, since a commit means that their bytes are equal.
     """
 
     fqn: str
@@ -47,11 +47,11 @@ class CheckpointView:
 
     @cached_property
     def tensors(self) -> Mapping[str, GlobalTensor]:
-        """The tensors of scope global by FQN, as first met. FormatError where ranks disagree on what one is."""
+        """The tensors of scope global by FQN. Raises FormatError if ranks give one different dtypes or shapes."""
         return global_tensors(self.indexes)
 
     def own(self, rank: int) -> Mapping[str, TensorEntry]:
-        """The tensors of scope rank that `rank` stored, by FQN. FormatError where one lies there in part."""
+        """The tensors of scope rank that `rank` stored, by FQN. Raises FormatError if one is not stored whole."""
         if rank not in self._own:
             index = self.indexes[rank]
             kept = tuple(entry for entry in index.tensors if entry.scope == "rank")
@@ -64,9 +64,9 @@ class CheckpointView:
 
 
 async def read_view(store: Store, checkpoint: Checkpoint, config: LoadConfig) -> CheckpointView:
-    """The indexes of all ranks, each verified along the chain of digests, as many at once as `config.reads`.
+    """Read the indexes of all ranks, `config.reads` at once, and verify each along the chain of digests.
 
-    DamagedError where one cannot be trusted, or where ranks disagree on a tensor.
+    Raises DamagedError if one does not agree with its digest, or if ranks disagree on a tensor.
     """
     found: dict[int, Index] = {}
 
@@ -74,14 +74,14 @@ async def read_view(store: Store, checkpoint: Checkpoint, config: LoadConfig) ->
         found[rank] = await read_index(store, checkpoint, rank)
 
     ranks = range(checkpoint.outcome.world_size)
-    await run_workers([partial(read, rank) for rank in ranks], config.reads, lambda: None)
+    await run_workers([partial(read, rank) for rank in ranks], config.reads)
     world = CheckpointView(checkpoint, {rank: found[rank] for rank in ranks})
     _ = world.tensors
     return world
 
 
 def global_tensors(indexes: Mapping[int, Index]) -> dict[str, GlobalTensor]:
-    """The tensors of scope global of `indexes` by FQN. FormatError where two ranks give one another dtype or shape."""
+    """The tensors of scope global of `indexes`, by FQN. Raises FormatError if ranks give one different dtypes or shapes."""
     parts: dict[str, list[StoredBox]] = {}
     for rank, index in indexes.items():
         for entry in index.tensors:

@@ -1,10 +1,10 @@
 """Chooses the checkpoint for a reader beside the job, and another one if that is removed or proves damaged meanwhile.
 
 Invariants
-  READER-1  Nothing here writes: no epoch, no lock, no record, and nothing is made durable. What a reader sees committed may
-      therefore still be lost by a power cut, as long as its writer has not reported it.
-  READER-2  A checkpoint that was removed meanwhile is never taken for damaged, and a damaged one is never passed over in
-      silence. What cannot be read now is read again until the time for that is over, and is then raised: it is neither.
+  READER-1  A reader writes nothing: no epoch, no lock, no record, and it makes nothing durable. So a power cut may still lose a
+      commit that a reader has seen, until its writer has reported it.
+  READER-2  A checkpoint that was removed meanwhile never counts as damaged, and a damaged checkpoint is never passed over in
+      silence. An object that cannot be read now is read again for `retry_s`; then the error is raised.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from checkpointd.store.patient import Patience, PatientStore
 log = logging.getLogger("checkpointd")
 
 REMOVED_MAX = 8
-"""So many checkpoints may go while a reader wants to read them; then it says so."""
+"""A reader gives up after this many checkpoints were removed while it read them."""
 
 
 @dataclass(slots=True)
 class CheckpointFinder:
-    """What one reader reads at `store`: the checkpoint `tag`, `latest` for the one that the pointer names, None for the newest.
+    """Finds the checkpoint that one reader reads at `store`. `tag`: a tag, `latest`, or None for the newest checkpoint.
 
-    Of the newest, damaged ones are passed over; a tag that is named is read or raises. `passed_over`: those, in words.
-    `attempt`: which one of the tag, where that is saved again and again.
+    A search for the newest passes over damaged checkpoints and lists them in `passed_over`. A tag is read, or the error is
+    raised. `attempt`: the attempt to read, if the tag was saved several times.
     """
 
     store: Store
@@ -53,7 +53,7 @@ class CheckpointFinder:
             raise UsageError(f"attempt {self.attempt} of which tag? Name it")
 
     async def begin(self) -> CheckpointView:
-        """The checkpoint, with the indexes of all its ranks. Raises NotFoundError, DamagedError, StoreError."""
+        """The checkpoint with the indexes of all its ranks. Raises NotFoundError, DamagedError or StoreError."""
         while True:
             checkpoint = await self._chosen()
             try:
@@ -62,12 +62,12 @@ class CheckpointFinder:
                 await self._leave(checkpoint, error)
 
     async def instead(self, checkpoint: Checkpoint, error: CheckpointdError) -> CheckpointView:
-        """What to read now that reading `checkpoint` has ended with `error`; raises as `begin` where that leaves nothing."""
+        """Another checkpoint, after reading `checkpoint` has failed with `error`. Raises as `begin` if there is none."""
         await self._leave(checkpoint, error)
         return await self.begin()
 
     async def verdict(self, checkpoint: Checkpoint, error: CheckpointdError) -> CheckpointdError:
-        """Why `checkpoint` cannot be read: NotFoundError where it was removed since it was opened, else DamagedError."""
+        """Why `checkpoint` cannot be read: NotFoundError if it was removed since it was opened, else DamagedError."""
         try:
             await self.check_there(checkpoint)
         except NotFoundError as removed:
@@ -75,11 +75,11 @@ class CheckpointFinder:
         return error if isinstance(error, DamagedError) else DamagedError(str(error))
 
     def patient(self, checkpoint: Checkpoint, on_answer: Callable[[], None] = lambda: None) -> Store:
-        """The store to read `checkpoint` from: what cannot be read now is read again, and what was removed not waited for."""
+        """A store that reads objects of `checkpoint` again if they cannot be read now, unless the checkpoint was removed."""
         return PatientStore(self.store, self._patience(), on_answer, partial(self.check_there, checkpoint))
 
     async def check_there(self, checkpoint: Checkpoint) -> None:
-        """NotFoundError where `checkpoint` was removed: it has the mark that comes before that, or its outcome is gone."""
+        """Raise NotFoundError if `checkpoint` was removed: it has a mark, or its outcome is gone."""
         found = await catalog.view(self.store, checkpoint.tag, checkpoint.attempt)
         if found.state == "deleted" or OUTCOME not in found.sizes:
             raise NotFoundError(
@@ -91,7 +91,7 @@ class CheckpointFinder:
         return Patience(self.config.retry_s, self.config.absence_s)
 
     async def _leave(self, checkpoint: Checkpoint, error: CheckpointdError) -> None:
-        """Note why `checkpoint` is not read; raises where another one is no answer."""
+        """Note why `checkpoint` is not read. Raises if the reader must not take another one."""
         why = await self.verdict(checkpoint, error)
         if isinstance(why, NotFoundError):
             self._removed += 1
@@ -110,7 +110,7 @@ class CheckpointFinder:
         tag = await self._pointed() if self.tag == LATEST else self.tag
         if self.attempt is not None:
             return await self._named(tag, self.attempt)
-        # What was removed a moment ago need not be looked for any longer.
+        # If a checkpoint was removed a moment ago, further looks for it are useless.
         return await (catalog.find(self.store, tag) if self._removed else find(self.store, tag, self._patience()))
 
     async def _pointed(self) -> str:

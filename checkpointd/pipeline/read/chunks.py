@@ -1,9 +1,9 @@
 """Stage 4 of a load: read neighbouring chunks together; each is verified before its bytes reach a sink.
 
 Invariants
-  READ-1  No byte of a chunk reaches a sink before its stored checksum, its codec and its raw digest have agreed.
-  READ-2  What is read is bounded by the digests: sizes come from objects that were verified, reads never exceed them.
-  READ-3  Memory stays below `budget_bytes`, or what the one largest chunk needs, whatever the shard's size.
+  READ-1  No byte of a chunk reaches a sink before its stored checksum, its codec and its raw digest were checked.
+  READ-2  Reads never exceed the sizes in the index, which was verified by its digest.
+  READ-3  Memory stays below `budget_bytes`, or below the need of the largest chunk, for shards of any size.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from checkpointd.pipeline.workers import run_workers
 from checkpointd.store.base import Store
 
 GAP_BYTES_MAX = 64 << 10
-"""Chunks at most this far apart are read in one go."""
+"""Chunks at most this far apart are read together."""
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ class ReadGroup:
 
     @property
     def nbytes(self) -> int:
-        """What reading the group takes: its stored bytes, and a chunk at a time as a codec gives it out and as it is wanted."""
+        """The memory that reading the group takes: its stored bytes, and two copies of a chunk while it is decoded."""
         decoded_max = max(w.chunk.raw if w.chunk.codec != "raw" else 0 for w in self.wanted)
         return self.stop - self.start + 2 * decoded_max
 
@@ -47,11 +47,11 @@ class ReadGroup:
 async def read_chunks(
     store: Store, wanted: Iterable[ChunkRead], config: LoadConfig, on_bytes: Callable[[int], None] = lambda _: None
 ) -> list[DamagedError]:
-    """Read and verify `wanted` and hand over what is whole; `on_bytes` hears of every read.
+    """Read and verify `wanted`, and pass whole chunks to their sinks. `on_bytes` is called with the bytes of each read.
 
-    Returns every damage found, in the order of the objects; chunks that are whole were handed over all the same, so a
-    caller that must not touch anything verifies first. Raises UnreadableError where the storage fails. That an object is not
-    there counts as damage: give a store that knows when that is proved (`store/patient.py`).
+    Returns all damage, in the order of the objects. Whole chunks reach their sinks even if others are damaged, so a caller that
+    must fill all or nothing verifies first. Raises UnreadableError if the storage fails. A missing object counts as damage, so
+    use a store that raises NotFoundError only if that is proved (`store/patient.py`).
     """
     loop, budget = asyncio.get_running_loop(), Budget(config.budget_bytes)
     groups = group_chunks(wanted, config.block_bytes)
@@ -72,12 +72,12 @@ async def read_chunks(
         return found
 
     works = [partial(read, group, found) for group, found in zip(groups, damage, strict=True)]
-    await run_workers(works, config.reads, lambda: None)
+    await run_workers(works, config.reads)
     return [error for found in damage for error in found]
 
 
 def group_chunks(wanted: Iterable[ChunkRead], block_bytes: int) -> list[ReadGroup]:
-    """Neighbouring chunks in reads of at most `block_bytes` (one chunk that is larger is read alone)."""
+    """Neighbouring chunks in reads of at most `block_bytes`. A larger chunk is read alone."""
     groups: list[ReadGroup] = []
     for item in sorted(wanted, key=lambda w: (w.key, w.chunk.offset)):
         start, stop = item.chunk.offset, item.chunk.offset + item.chunk.stored
@@ -98,7 +98,7 @@ def _lost(group: ReadGroup, error: NotFoundError | DamagedError) -> DamagedError
 
 
 def _deliver(group: ReadGroup, buffer: Bytes) -> list[DamagedError]:
-    """Verify each chunk of `group`, and hand over those that are whole."""
+    """Verify each chunk of `group`, and pass whole ones to their sinks."""
     damage = []
     for item in group.wanted:
         at = item.chunk.offset - group.start
@@ -115,7 +115,7 @@ def _deliver(group: ReadGroup, buffer: Bytes) -> list[DamagedError]:
 
 
 class Budget:
-    """`total` bytes to hand out; who needs more than all of it waits until nobody else has any, and goes alone."""
+    """A budget of `total` bytes. A request for more waits until all bytes are free, and takes them."""
 
     def __init__(self, total: int) -> None:
         self._total = self._left = total
@@ -123,7 +123,7 @@ class Budget:
 
     @asynccontextmanager
     async def hold(self, nbytes: int) -> AsyncIterator[None]:
-        """Wait until there is room for `nbytes`, and give them back at the end of the block."""
+        """Wait until `nbytes` are free, take them, and give them back at the end of the block."""
         share = min(nbytes, self._total)
         async with self._change:
             await self._change.wait_for(lambda: self._left >= share)

@@ -1,4 +1,4 @@
-"""Stage 5 of a load: check one chunk, decode it, and check what came out."""
+"""Stage 5 of a load: check one chunk, decode it, and check the result."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from checkpointd.pipeline.shard import Bytes
 
 
 def decoded(chunk: Chunk, stored: Bytes) -> Bytes:
-    """The raw bytes of `chunk`, verified (READ-1); CodecError where they are not what was saved."""
+    """The raw bytes of `chunk`, verified (READ-1). Raises CodecError if they are damaged."""
     if xxh3_64(stored) != chunk.checksum:
         raise CodecError(f"the checksum of {chunk.stored} stored bytes does not match")
     if chunk.codec == "raw" and chunk.raw == chunk.stored:

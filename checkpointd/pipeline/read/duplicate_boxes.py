@@ -2,7 +2,7 @@
 
 If the bytes differ, the coordinator aborts the save, and `verify` calls the checkpoint damaged.
 
-Pipeline stages that each hold a tied embedding store such boxes, and so do replicas whose state does not show that they are
+Such boxes come from pipeline stages that each hold a tied embedding, and from replicas that the state does not show as
 replicas.
 """
 
@@ -17,7 +17,7 @@ from checkpointd.layout.plan import Doubled
 from checkpointd.pipeline.workers import run_workers
 
 _Content = tuple[tuple[int, bytes], ...]
-"""Size and digest of each chunk of a box: equal for equal bytes, since equal boxes are cut alike."""
+"""Size and digest of each chunk of a box. They are equal for equal bytes, since equal boxes are split into the same chunks."""
 
 UNEQUAL_REMEDY = (
     "if it is one tensor, make it equal on these ranks before saving (broadcast it, or sum its gradients, as for a tied "
@@ -27,9 +27,9 @@ UNEQUAL_REMEDY = (
 
 
 async def unequal(read: Callable[[int], Awaitable[Index]], doubled: Iterable[Doubled], reads: int) -> str | None:
-    """FQN, ranks and remedy of the first tensor whose doubled boxes are not equal; None where all are.
+    """A message about the first tensor whose doubled boxes differ, with its FQN, ranks and a remedy; None if all are equal.
 
-    `read` gives the index of a rank; `reads` of them are read at once.
+    `read` gives the index of a rank; it is called for `reads` ranks at once.
     """
     named: dict[int, set[str]] = {}
     for one in doubled:
@@ -43,7 +43,7 @@ async def unequal(read: Callable[[int], Awaitable[Index]], doubled: Iterable[Dou
             (entry.fqn, entry.box): _content(entry) for entry in index.tensors if entry.chunks and entry.fqn in named[rank]
         }
 
-    await run_workers([partial(take, rank) for rank in named], reads, lambda: None)
+    await run_workers([partial(take, rank) for rank in named], reads)
     first: dict[tuple[str, Box], tuple[int, _Content]] = {}
     for rank in sorted(found):
         for place, content in found[rank].items():

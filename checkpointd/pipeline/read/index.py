@@ -13,7 +13,7 @@ from checkpointd.store.base import Store
 
 
 async def read_index(store: Store, checkpoint: Checkpoint, rank: int) -> Index:
-    """The index of `rank`, verified along outcome, vote and index. WorldSizeError where the rank did not exist."""
+    """The index of `rank`, verified along outcome and vote. Raises WorldSizeError if the rank did not exist."""
     outcome = checkpoint.outcome
     ref = outcome.votes.get(str(rank))
     if ref is None:
@@ -34,7 +34,7 @@ async def read_index(store: Store, checkpoint: Checkpoint, rank: int) -> Index:
 
 
 def entries_by_fqn(index: Index) -> dict[str, TensorEntry]:
-    """The tensors of `index` by FQN. FormatError where one lies there in part: `checkpoint_view.py` puts parts together."""
+    """The tensors of `index` by FQN. Raises FormatError if one is not stored whole (`checkpoint_view.py` joins parts)."""
     part = next((entry for entry in index.tensors if entry.scope != "rank" or entry.box != whole(entry.shape)), None)
     if part is not None:
         message = f"rank {index.rank} of {index.tag} stored only a part of {part.fqn}, which is its own: it must be whole"
@@ -43,7 +43,7 @@ def entries_by_fqn(index: Index) -> dict[str, TensorEntry]:
 
 
 def chunk_starts(entry: TensorEntry) -> Iterator[tuple[int, Chunk]]:
-    """The chunks of `entry`, each with the byte of the box at which it begins."""
+    """The chunks of `entry`, each with its first byte in the box."""
     start = 0
     for chunk in entry.chunks:
         yield start, chunk

@@ -1,11 +1,11 @@
-"""The stages of a load, in their order; each knows only what the ones before it hand on.
+"""The stages of a load in order. Each stage uses only the results of earlier ones.
 
 1. choose a checkpoint (`choice.py` for a reader, `root/candidates.py` for a job)
-2. read the indexes of its ranks (`index.py`), which together are the checkpoint view (`checkpoint_view.py`)
-3. plan which chunks to read, and who gets what of each (`plan.py`)
+2. read the indexes of its ranks (`index.py`), which together make the checkpoint view (`checkpoint_view.py`)
+3. plan which chunks to read, and which part of each goes to which sink (`plan.py`)
 4. read neighbouring chunks together (`chunks.py`)
-5. check a chunk, decode it, and check what came out (`decode.py`)
-6. fill: hand the bytes to the sinks, which put them into the user's tensors
+5. check a chunk, decode it, and check the result (`decode.py`)
+6. fill: pass the bytes to the sinks, which put them into the user's tensors
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ async def read_boxes(
     config: LoadConfig,
     on_bytes: Callable[[int], None] = lambda _: None,
 ) -> list[DamagedError]:
-    """Read the chunks that the wanted boxes touch, verify each, and hand every sink its elements, in any order.
+    """Read the chunks that the wanted boxes touch, verify each, and pass every sink its elements, in any order.
 
-    Returns every damage found: boxes that no rank stored whole, of which nothing is read, then chunks in the order of the
-    objects; chunks that are whole were handed over all the same. Raises NotFoundError where a tensor or a rank does not exist,
-    FormatError where a box does not lie in its tensor, StoreError where the storage fails.
+    Returns all damage: first boxes that the ranks did not store whole, of which nothing is read, then damaged chunks in the
+    order of the objects. Whole chunks reach their sinks even if others are damaged. Raises NotFoundError if a tensor or a rank
+    does not exist, FormatError if a box does not lie in its tensor, StoreError if the storage fails.
     """
     gaps, wanted = plan_reads(world, wants)
     return gaps + await read_chunks(store, wanted, config, on_bytes)
@@ -46,8 +46,8 @@ async def read_tensors(
     config: LoadConfig,
     on_bytes: Callable[[int], None] = lambda _: None,
 ) -> list[DamagedError]:
-    """Read and verify the chunks of one rank's tensors named in `sinks` and hand them over; a sink of None only verifies.
+    """Read and verify the chunks of one rank's tensors named in `sinks`, and pass them on; a sink of None only verifies.
 
-    Returns and raises what `read_chunks` does.
+    Returns and raises as `read_chunks` does.
     """
     return await read_chunks(store, rank_reads(prefix, index, sinks), config, on_bytes)

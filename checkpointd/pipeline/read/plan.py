@@ -1,8 +1,8 @@
-"""Stage 3 of a load: plan which chunks to read for the boxes that are wanted, and which sink gets what of each chunk.
+"""Stage 3 of a load: plan which chunks to read for the wanted boxes, and which part of each chunk goes to which sink.
 
 Invariants
-  READPLAN-1  A chunk is read at most once in a call, however many boxes want it, and only if a wanted box has an element of it.
-  READPLAN-2  Each element of a wanted box reaches its sink exactly once, or a damage names what is missing.
+  READPLAN-1  A call reads a chunk at most once, even if several boxes want it, and only if a wanted box has an element in it.
+  READPLAN-2  Each element of a wanted box reaches its sink exactly once, or a damage names the missing part.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from checkpointd.pipeline.read.index import chunk_starts
 from checkpointd.pipeline.shard import Bytes
 
 Sink = Callable[[int, Bytes], None]
-"""Takes the raw bytes of one chunk at a byte offset of its box. Runs on a thread; keeps nothing of what it is given."""
+"""Takes the raw bytes of one chunk at a byte offset of its box. Runs on a thread, and must not keep the array."""
 
 BoxSink = Callable[[Box, NDArray[Any]], None]
 """Takes a box inside the wanted one, in the tensor's coordinates, and its elements: an n-d array of the box's sizes.
 
-The array may be a strided view; its dtype is an unsigned integer (or void) of the element's size. Runs on a thread; keeps
-nothing of what it is given.
+The array may be a strided view; its dtype is an unsigned integer (or void) of the element's size. Runs on a thread, and must
+not keep the array.
 """
 
 CARRIERS: dict[int, np.dtype[Any]] = {size: np.dtype(name) for size, name in ((1, "u1"), (2, "u2"), (4, "u4"), (8, "u8"))}
 CARRIERS[16] = np.dtype("V16")
-"""Bytes per element -> the numpy dtype that carries such elements, whatever they mean."""
+"""Bytes per element -> the numpy dtype that carries elements of this size, of any dtype."""
 
 
 @dataclass(frozen=True, slots=True)
 class BoxRequest:
-    """A box to read, of the global tensor `fqn`, or of that rank's own where `rank` is given. Without a sink: only verify."""
+    """A box to read of the tensor `fqn`: the global tensor, or that of `rank` if given. Without a sink it is only verified."""
 
     fqn: str
     box: Box
@@ -50,7 +50,7 @@ class BoxRequest:
 
 @dataclass(frozen=True, slots=True)
 class ChunkRead:
-    """One chunk to read: where it lies, of which tensor and rank, where in its box, and who gets it (none: only verify it)."""
+    """One chunk to read: its object and rank, its tensor, its first byte in the box, and its sinks (none: only verify it)."""
 
     key: str
     rank: int
@@ -61,7 +61,10 @@ class ChunkRead:
 
 
 def plan_reads(world: CheckpointView, wants: Iterable[BoxRequest]) -> tuple[list[DamagedError], Iterable[ChunkRead]]:
-    """What of `wants` no rank stored whole, and the chunks that the others need; raises as `read_boxes` does."""
+    """The damage of the wanted boxes that the ranks did not store whole, and the chunks that the other boxes need.
+
+    Raises as `read_boxes` does.
+    """
     gaps: list[DamagedError] = []
     reads = _ChunkReads(world)
     for want in wants:
@@ -75,7 +78,7 @@ def plan_reads(world: CheckpointView, wants: Iterable[BoxRequest]) -> tuple[list
 
 
 def gaps(world: CheckpointView, wants: Iterable[BoxRequest]) -> list[DamagedError]:
-    """What of `wants` no rank stored whole, without reading; raises what `read_boxes` raises for boxes that cannot be."""
+    """The damage of the wanted boxes that the ranks did not store whole. Reads no chunks; raises as `read_boxes` does."""
     return [gap for want in wants if (gap := _gap(want, _parts(world, want)))]
 
 
@@ -96,7 +99,7 @@ def _parts(world: CheckpointView, want: BoxRequest) -> list[StoredBox]:
 
 
 def _gap(want: BoxRequest, parts: Sequence[StoredBox]) -> DamagedError | None:
-    """What keeps `parts` from being the wanted box, each element once."""
+    """The damage if `parts` do not cover each element of the wanted box once; None if they do."""
     shared = [box for part in parts if (box := intersect(part.entry.box, want.box))]
     fault = tiling_fault(want.box.sizes, relative(shared, want.box))
     if fault is None:
@@ -107,7 +110,7 @@ def _gap(want: BoxRequest, parts: Sequence[StoredBox]) -> DamagedError | None:
 
 
 class _ChunkReads:
-    """The chunks to read, each once, with everybody who wants it."""
+    """The chunks to read, each once, with all its sinks."""
 
     def __init__(self, world: CheckpointView) -> None:
         self._world = world
@@ -138,7 +141,7 @@ def _touched(entry: TensorEntry, wanted: Box) -> Iterator[tuple[int, Chunk]]:
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """A sink of chunks that gives a sink of boxes what it wants of them."""
+    """A sink of chunks that passes the wanted elements on to a sink of boxes."""
 
     entry: TensorEntry
     wanted: Box
@@ -152,7 +155,8 @@ class _Cut:
 
 
 def rank_reads(prefix: str, index: Index, sinks: Mapping[str, Sink | None] | None = None) -> list[ChunkRead]:
-    """The chunks of one rank's tensors that are named in `sinks`; a sink of None only verifies. No `sinks`: all, verified."""
+    """The chunks of one rank's tensors named in `sinks`; a sink of None only verifies. Without `sinks`: all chunks, to
+    verify."""
     keys = [ref.key(prefix) for ref in index.objects]
     return [
         ChunkRead(keys[chunk.object], index.rank, entry, chunk, start, (sink,) if sink else ())

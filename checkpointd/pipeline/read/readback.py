@@ -1,17 +1,18 @@
 """Reads committed checkpoints back from the storage and records the result, before older ones may be removed.
 
 Invariants
-  READBACK-1  `verified` is put only after every chunk of every rank was read after the commit, past the cache, and agreed with
-      its digests along outcome, vote and index: by one reader of all of it, or by each rank of its own shard.
-  READBACK-2  `damaged` is put here only on proof: bytes that were read twice and are wrong, or a part that is not there while
-      the attempt still is a checkpoint. A storage that fails proves nothing. Where both records are there, `damaged` counts.
-  READBACK-3  No checkpoint goes for another one (retention, gc, a tag that was saved again) unless one of those that stay has
-      `verified` and no `damaged`, and no load has passed it over. A user who deletes a checkpoint by name is not asked.
-  READBACK-4  In the background a rank reads its own shard, while no save of its writer is in flight: at most one block is under
-      way when one begins. It takes at most SHARE of the time, and nobody waits for it.
+  READBACK-1  `verified` is put only after every chunk of every rank was read after the commit, past the cache, and verified
+      along the chain of digests. Either one reader reads all of it, or each rank reads its own shard.
+  READBACK-2  `damaged` is put here only on proof: bytes were read twice and are wrong, or an object is missing while the
+      attempt still is a checkpoint. A storage that fails proves nothing. If both records exist, `damaged` counts.
+  READBACK-3  No checkpoint is removed in favour of another one (by retention, gc, or a new save of its tag) unless a checkpoint
+      that stays has `verified` and no `damaged`, and no load has passed over it. This does not apply if a user deletes a
+      checkpoint by name.
+  READBACK-4  In the background, a rank reads its own shard only while no save of its writer is in flight. When a save begins,
+      at most one block is still being read. Reading takes at most SHARE of the time, and nobody waits for it.
 
-Each rank reads its own shard, since one reader of all would have to read as many times as much as a rank writes. The last rank
-to finish sees the records of all, puts `verified` and removes them, so that they do not add to what a listing has to read.
+Each rank reads its own shard, since one reader would have to read the shards of all ranks. The last rank to finish sees the
+records of all ranks, puts `verified`, and removes the records, so that later listings are short.
 """
 
 from __future__ import annotations
@@ -40,19 +41,19 @@ from checkpointd.store.patient import Patience, PatientStore
 log = logging.getLogger("checkpointd")
 
 BLOCK = LoadConfig(reads=1, block_bytes=4 << 20, retry_s=30.0)
-"""One read at a time, so that what begins meanwhile waits for little. What cannot be read now is no damage, and is left."""
+"""One small read at a time, so that a save that begins meanwhile waits only for a moment."""
 QUIET_S = 1.0
-"""How long the last save has ended before anything is read."""
+"""The seconds after the last save before reading begins."""
 SHARE = 0.25
-"""The share of the time that may go into reading."""
+"""The share of the time that reading may take."""
 PENDING_MAX = 8
-"""Checkpoints that wait to be read back; where there are more, the oldest are left out."""
+"""The most checkpoints that wait to be read back. If there are more, the oldest are left out."""
 
 
 async def survivor(store: Store, staying: Sequence[Checkpoint]) -> Checkpoint | None:
-    """One of `staying` that was read back whole, so that others may go (READBACK-3); None where none can be proved whole.
+    """One of `staying` that was read back whole, so that others may go (READBACK-3); None if none can be proved whole.
 
-    Where none has the record they are read back now, newest first; what is damaged is recorded and passed over.
+    If none has the record, they are read back now, newest first. Damaged ones are recorded.
     """
     newest_first = sorted(staying, key=lambda c: c.outcome.order, reverse=True)
     found = await recorded(store, newest_first)
@@ -66,7 +67,7 @@ async def survivor(store: Store, staying: Sequence[Checkpoint]) -> Checkpoint | 
 
 
 async def recorded(store: Store, newest_first: Sequence[Checkpoint]) -> Checkpoint | None:
-    """The first that was read back whole, by its record, and that no load has passed over; nothing else is read."""
+    """The first checkpoint that has the record `verified`, no `damaged`, and that no load has passed over. Reads no chunks."""
     for checkpoint in newest_first:
         view = await catalog.view(store, checkpoint.tag, checkpoint.attempt)
         if view.state == "committed" and view.read_back == "whole" and not view.passed_over:
@@ -75,7 +76,7 @@ async def recorded(store: Store, newest_first: Sequence[Checkpoint]) -> Checkpoi
 
 
 async def read_back(store: Store, checkpoint: Checkpoint) -> CheckpointVerdict:
-    """Read all of `checkpoint` past the cache, and record what was found."""
+    """Read all of `checkpoint` past the cache, and record the result."""
     verdict = await verify_proved(store, checkpoint, BLOCK)  # READBACK-2
     await record_verdict(store, checkpoint, verdict)
     if not verdict.whole:
@@ -88,28 +89,28 @@ async def read_back(store: Store, checkpoint: Checkpoint) -> CheckpointVerdict:
 
 
 class ReadBackStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank's writer has read back: its own shards, since it began."""
+    """How far one rank's writer has read back its shards, since it began."""
 
     reading: str | None
     """The tag that is being read back now."""
     bytes_read: int
     whole: str | None
-    """The newest tag of which this rank's shard was found whole."""
+    """The newest tag whose shard of this rank was found whole."""
     damaged: tuple[str, ...]
-    """Tags of which it was found damaged."""
+    """The tags whose shard of this rank was found damaged."""
 
 
 @dataclass(eq=False)
 class BackgroundReadBack:
-    """Reads back the shards that one rank has committed, in the background (READBACK-4). All of it runs on the writer's loop.
+    """Reads back the shards that one rank has committed, in the background (READBACK-4), on the writer's loop.
 
-    `on_damage` is called when a shard turns out to be damaged.
+    `on_damage` is called when a shard proves damaged.
     """
 
     store: Store
     on_damage: Callable[[], None] = lambda: None
     _pending: list[tuple[Checkpoint, int]] = field(default_factory=list)
-    """With the rank whose shard it is; the newest last."""
+    """Checkpoints with the rank whose shard to read, newest last."""
     _task: asyncio.Task[None] | None = None
     _saving: int = 0
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
@@ -121,7 +122,7 @@ class BackgroundReadBack:
 
     @property
     def status(self) -> ReadBackStatus:
-        """How far it has come; any thread may ask."""
+        """How far the reader has come. Any thread may ask."""
         return ReadBackStatus(
             reading=self._reading,
             bytes_read=self._bytes_read,
@@ -131,7 +132,7 @@ class BackgroundReadBack:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """While a save is in flight, which the block is, nothing is read."""
+        """Pause reading while the block runs, which is a save in flight."""
         self._saving += 1
         self._idle.clear()
         try:
@@ -143,20 +144,20 @@ class BackgroundReadBack:
                 self._idle.set()
 
     def committed(self, checkpoint: Checkpoint, rank: int) -> None:
-        """`rank` has stored a shard of `checkpoint`, which is committed: read it back when there is time."""
+        """Read back the shard of `rank` in the committed `checkpoint` when there is time."""
         self._pending = [*self._pending, (checkpoint, rank)][-PENDING_MAX:]
         if self._task is None or self._task.done():
             self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def close(self) -> None:
-        """Give up what is not read yet."""
+        """Stop reading, and drop the checkpoints that were not read yet."""
         self._pending.clear()
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def _run(self) -> None:
-        """Newest first; what was begun is finished before, so that frequent saves do not keep all from being finished."""
+        """Read the newest first, but finish each shard, so that frequent saves do not keep all of them unfinished."""
         while self._pending:
             await self._turn()
             if not self._pending:
@@ -167,13 +168,13 @@ class BackgroundReadBack:
                 await self._read(checkpoint, rank)
             except CheckpointdError as error:
                 log.warning("%s: rank %d cannot read back what it stored: %s", checkpoint.prefix, rank, error)
-            except Exception:  # a defect of ours must not end it
+            except Exception:  # a defect in checkpointd must not end the reader
                 log.exception("%s: reading it back failed in an unforeseen way; please report it", checkpoint.prefix)
             finally:
                 self._reading = None
 
     async def _turn(self) -> None:
-        """Return when something may be read."""
+        """Return when reading is allowed."""
         loop = asyncio.get_running_loop()
         while self._saving or loop.time() < self._not_before_s:
             if self._saving:
@@ -187,7 +188,7 @@ class BackgroundReadBack:
     async def _read(self, checkpoint: Checkpoint, rank: int) -> None:
         view = await catalog.view(self.store, checkpoint.tag, checkpoint.attempt)
         if view.state != "committed" or view.read_back != "no" or read_back_name(rank) in view.sizes:
-            return  # it has gone, or was read by others
+            return  # the checkpoint was removed, or others have read it
         nbytes, fault = await self._fault(checkpoint, rank)
         if fault is None:
             await _record_shard(self.store, checkpoint, rank, nbytes)
@@ -201,7 +202,7 @@ class BackgroundReadBack:
             self._damaged = (*self._damaged, checkpoint.tag)
 
     async def _fault(self, checkpoint: Checkpoint, rank: int) -> tuple[int, DamagedError | NotFoundError | None]:
-        """Read the shard: how many bytes that was, and the first damage."""
+        """Read the shard. Returns the number of bytes, and the first damage."""
         uncached, nbytes = PatientStore(self.store.uncached, Patience(BLOCK.retry_s, BLOCK.absence_s)), 0
         try:
             index = await _index(uncached, checkpoint, rank)
@@ -216,7 +217,7 @@ class BackgroundReadBack:
         for group in group_chunks(rank_reads(checkpoint.prefix, index), BLOCK.block_bytes):
             await self._turn()
             began = asyncio.get_running_loop().time()
-            # Twice: a bit that flips on its way here says nothing of what is stored.
+            # Read twice, since a bit that flips during the transfer proves nothing about the stored bytes.
             found = await read_chunks(uncached, group.wanted, BLOCK, count)
             found = found and await read_chunks(uncached, group.wanted, BLOCK, count)
             if found:
@@ -226,7 +227,7 @@ class BackgroundReadBack:
 
 
 async def _index(store: Store, checkpoint: Checkpoint, rank: int) -> Index:
-    """The index of `rank`; where it is damaged, as it is when read once more (READBACK-2)."""
+    """The index of `rank`. If it is damaged, it is read once more (READBACK-2)."""
     try:
         return await checked_index(store, checkpoint, rank)
     except (DamagedError, NotFoundError):
@@ -234,7 +235,7 @@ async def _index(store: Store, checkpoint: Checkpoint, rank: int) -> Index:
 
 
 async def _record_shard(store: Store, checkpoint: Checkpoint, rank: int, nbytes: int) -> None:
-    """Record that the shard of `rank` is whole, and, where all others are, too, that the checkpoint is (READBACK-1)."""
+    """Record that the shard of `rank` is whole. If all shards are, record that the checkpoint is verified (READBACK-1)."""
     record = encode(ReadBack(rank=rank, nbytes=nbytes, writer=writer()))
     await store.put_if_absent(f"{checkpoint.prefix}/{read_back_name(rank)}", record)
     view = await catalog.view(store, checkpoint.tag, checkpoint.attempt)
@@ -245,7 +246,7 @@ async def _record_shard(store: Store, checkpoint: Checkpoint, rank: int, nbytes:
         try:
             total = sum([decode(await store.get(key), ReadBack, key).nbytes for key in records])
         except NotFoundError:
-            return  # another rank was the last one, too
+            return  # another rank saw all records, too, and has removed them
         verified = Verified(nbytes=total, uncached=True, writer=writer())
         await store.put_if_absent(f"{checkpoint.prefix}/{VERIFIED}", encode(verified))
     for key in records:

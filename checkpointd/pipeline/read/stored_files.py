@@ -1,9 +1,9 @@
-"""The files of a checkpoint, for reading in parts: where their bytes lie, and the digests of each part.
+"""Reads the files of a checkpoint in parts, and verifies each part by its digest.
 
 Invariants
-  STOREDFILE-1  The chunks of a file cover it once, from its first byte to its last (FILE-6 in `files.py`). An index that says
-      otherwise is damaged.
-  STOREDFILE-2  What `read_runs` fills is whole, unless it returns damage for it.
+  STOREDFILE-1  The chunks of a file cover it once, from its first byte to its last (FILE-6 in `files.py`). Otherwise the index
+      is damaged.
+  STOREDFILE-2  Memory that `read_runs` has filled is whole, unless `read_runs` returns damage for it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class StoredFile:
     parts: tuple[FileChunk, ...]
 
     def first_at(self, offset: int) -> int:
-        """The number of the part that has the byte `offset`."""
+        """The number of the part that contains the byte `offset`."""
         return bisect_right(self.parts, offset, key=lambda part: part.start) - 1
 
     @property
@@ -61,14 +61,14 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True)
 class FileChunkRun:
-    """Parts of a file that lie one behind the other, and the memory that they are read into."""
+    """Neighbouring parts of a file, and the memory into which they are read."""
 
     parts: Sequence[FileChunk]
     into: memoryview
 
 
 def stored_files(prefix: str, index: Index) -> list[StoredFile]:
-    """The files of one rank of the attempt at `prefix`; none if it stored a state. DamagedError for what is no whole file."""
+    """The files of one rank of the attempt `prefix`; empty if it stored a state. Raises DamagedError for incomplete files."""
     files = tree.files_of(index.tree, prefix)
     if files is None:
         return []
@@ -102,10 +102,9 @@ async def read_runs(
     config: LoadConfig,
     on_bytes: Callable[[int], None] = lambda _: None,
 ) -> list[DamagedError]:
-    """Fill the memory of `runs` of `file`, and verify every part of them; what is damaged. Raises UnreadableError as the store
-    does.
+    """Fill the memory of `runs` of `file`, and verify every part. Returns the damage. Raises UnreadableError as the store does.
 
-    That the object is not there counts as damage: give a store that knows when that is proved (`store/patient.py`).
+    A missing object counts as damage, so use a store that raises NotFoundError only if that is proved (`store/patient.py`).
     """
     loop = asyncio.get_running_loop()
     damage: list[list[DamagedError]] = [[] for _ in runs]
@@ -119,14 +118,14 @@ async def read_runs(
         found += await loop.run_in_executor(None, list, _faults(file, run))
         on_bytes(len(run.into))
 
-    await run_workers([partial(read, *pair) for pair in zip(runs, damage, strict=True)], config.reads, lambda: None)
+    await run_workers([partial(read, *pair) for pair in zip(runs, damage, strict=True)], config.reads)
     return [error for found in damage for error in found]
 
 
 def _faults(file: StoredFile, run: FileChunkRun) -> Iterator[DamagedError]:
     first = run.parts[0].start
     for part in run.parts:
-        # Of a raw chunk the digest is that of the stored bytes: nothing is gained by its checksum.
+        # The digest of a raw chunk covers its stored bytes, so the checksum would add nothing.
         if xxh3_128(run.into[part.start - first : part.stop - first]) != part.chunk.digest:
             yield DamagedError(
                 f"{file.key} is damaged at byte {part.start}: the digest of {part.nbytes} bytes does not match "

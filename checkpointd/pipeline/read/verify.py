@@ -1,4 +1,4 @@
-"""Verifies a whole checkpoint: reads all of it, rank by rank, and lists all damage instead of stopping at the first."""
+"""Verifies a checkpoint: reads all of it, rank by rank, and lists all damage instead of stopping at the first."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from checkpointd.errors import CheckpointdError, DamagedError, FormatError, NotF
 from checkpointd.layout import tree
 from checkpointd.layout.files import check_files, pieces_of
 from checkpointd.layout.keys import DAMAGED, OUTCOME, VERIFIED, plan_key, vote_name
-from checkpointd.layout.manifest import Damaged, Index, Plan, PlanTensor, Verified, Vote, encode
+from checkpointd.layout.manifest import Damaged, Index, Plan, Verified, Vote, encode
 from checkpointd.layout.plan import NumberedPlan, TensorNumbers, compared, cover_fault
 from checkpointd.pipeline.read.duplicate_boxes import unequal
 from checkpointd.pipeline.read.index import read_index
@@ -28,11 +28,11 @@ from checkpointd.store.patient import Patience, PatientStore
 log = logging.getLogger("checkpointd")
 
 FAULTS_MAX = 8
-"""So many faults stand in the record of a damaged checkpoint."""
+"""The most faults in the record of a damaged checkpoint."""
 
 
 class Damage(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that is not as it was written: the class of the error, its words, and the object, FQN and rank where known."""
+    """One damage: the class of the error, its message, and the object, FQN and rank if known."""
 
     code: str
     message: str
@@ -42,7 +42,7 @@ class Damage(msgspec.Struct, frozen=True, kw_only=True):
 
     @staticmethod
     def of(error: CheckpointdError, rank: int | None = None) -> Damage:
-        """`rank` where the error itself does not know it; the words then end in it."""
+        """The damage of `error`. If the error does not know its rank, `rank` is added, also to the message."""
         key, fqn, known = (error.key, error.fqn, error.rank) if isinstance(error, DamagedError) else ("", "", None)
         where = f" (rank {rank})" if known is None and rank is not None and f"rank {rank}" not in str(error) else ""
         return Damage(code=error.code, message=f"{error}{where}", key=key, fqn=fqn, rank=rank if known is None else known)
@@ -50,8 +50,9 @@ class Damage(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True)
 class CheckpointVerdict:
-    """What verification of one checkpoint found: bytes read, every damage, and what cannot be read now, which is no proof of
-    damage. With neither it is whole.
+    """The result of verifying one checkpoint: the bytes read, all damage, and everything that cannot be read now.
+
+    A checkpoint without damage and without unreadable parts is whole. An unreadable part does not prove damage.
     """
 
     tag: str
@@ -65,17 +66,17 @@ class CheckpointVerdict:
         return not self.damage and not self.unreadable
 
     def note(self, error: CheckpointdError, rank: int) -> None:
-        """Count `error`, met at what `rank` stored."""
+        """Add `error`, which was found in the shard of `rank`."""
         (self.unreadable if isinstance(error, StoreError) else self.damage).append(Damage.of(error, rank))
 
 
 async def verify(
     store: Store, checkpoint: Checkpoint, config: LoadConfig, on_bytes: Callable[[int], None] = lambda _: None
 ) -> CheckpointVerdict:
-    """Verify outcome, votes, plans, indexes and every chunk of every rank, and that the ranks together stored a whole state.
+    """Verify the outcome, the votes, plans, indexes and chunks of all ranks, and that the ranks together stored a whole state.
 
-    What cannot be read is tried again as `config` says, and then counts as unreadable. What is not there counts as damage when
-    looks spread over `config.absence_s` have agreed on it.
+    A read that fails is tried again as `config` says; then the object counts as unreadable. An object counts as missing, which
+    is damage, if looks spread over `config.absence_s` agree.
     """
     verdict = CheckpointVerdict(checkpoint.tag, str(checkpoint.attempt))
     store = PatientStore(store, Patience(config.retry_s, config.absence_s))
@@ -95,7 +96,7 @@ async def verify(
         comparison = compared(stored, names)
         verdict.damage.extend(_union_damage(checkpoint, comparison.fault))
         if comparison.doubled:
-            with suppress(DamagedError, NotFoundError, StoreError):  # noted
+            with suppress(DamagedError, NotFoundError, StoreError):  # `_read_again` has noted them
                 fault = await unequal(partial(_read_again, store, checkpoint, verdict), comparison.doubled, config.reads)
                 verdict.damage.extend(_union_damage(checkpoint, fault))
     return verdict
@@ -112,7 +113,7 @@ async def _read_again(store: Store, checkpoint: Checkpoint, verdict: CheckpointV
 async def verify_proved(
     store: Store, checkpoint: Checkpoint, config: LoadConfig, on_bytes: Callable[[int], None] = lambda _: None
 ) -> CheckpointVerdict:
-    """The same for a verdict that is going to be recorded: what is damaged was read twice, past the cache."""
+    """Verify past the cache, and once more if there is damage, for a verdict that will be recorded."""
     verdict = await verify(store.uncached, checkpoint, config, on_bytes)
     return await verify(store.uncached, checkpoint, config, on_bytes) if verdict.damage else verdict
 
@@ -125,9 +126,9 @@ async def verify_ranks(
     on_bytes: Callable[[int], None] = lambda _: None,
     left: Callable[[Index], Container[str]] = lambda _: (),
 ) -> list[Damage]:
-    """What is damaged of what `ranks` stored. UnreadableError where something cannot be read now, and nothing is damaged.
+    """The damage in the shards of `ranks`. Raises UnreadableError if there is none, but something cannot be read now.
 
-    `left`: the tensors of a rank that the caller reads, and verifies, by itself.
+    `left`: the tensors of a rank to leave out, because the caller verifies them itself.
     """
     verdict = CheckpointVerdict(checkpoint.tag, str(checkpoint.attempt))
     store = PatientStore(store, Patience(config.retry_s, config.absence_s))
@@ -142,10 +143,10 @@ async def verify_ranks(
 
 
 async def record_verdict(store: Store, checkpoint: Checkpoint, verdict: CheckpointVerdict) -> None:
-    """Leave the record that `checkpoint` was found whole, or that it is damaged, in place of the other one.
+    """Record that `checkpoint` is whole, or that it is damaged, and remove the opposite record.
 
-    `verdict` is of what `store.uncached` has. Where the root cannot be written, or be read, and where it is no checkpoint any
-    more, all stays as it was.
+    `verdict` must come from `store.uncached`. If the storage fails, or if the attempt is not a checkpoint any more, nothing
+    changes.
     """
     whole, damaged = f"{checkpoint.prefix}/{VERIFIED}", f"{checkpoint.prefix}/{DAMAGED}"
     try:
@@ -159,7 +160,7 @@ async def record_verdict(store: Store, checkpoint: Checkpoint, verdict: Checkpoi
             await store.put(damaged, encode(Damaged(faults=faults, writer=writer())))
             await store.delete(whole)
     except StoreError as error:
-        log.warning("%s: what reading it has shown cannot be recorded: %s", checkpoint.prefix, error)
+        log.warning("%s: the result of reading it cannot be recorded: %s", checkpoint.prefix, error)
 
 
 async def _verify_rank(
@@ -171,7 +172,7 @@ async def _verify_rank(
     verdict: CheckpointVerdict,
     left: Callable[[Index], Container[str]] = lambda _: (),
 ) -> Plan:
-    """Everything of one rank; what its index says that it stored."""
+    """Verify the shard of one rank. Returns the plan that its index amounts to."""
     index = await read_index(store, checkpoint, rank)
     try:
         await _check_described(store, checkpoint, index)
@@ -182,12 +183,11 @@ async def _verify_rank(
     wanted = {t.fqn: None for t in index.tensors if t.fqn not in others}
     found = await read_tensors(store, checkpoint.prefix, index, wanted, config, count)
     verdict.damage.extend(Damage.of(error, rank) for error in found)
-    parts = tuple(PlanTensor(t.fqn, t.dtype, t.shape, t.box, t.scope) for t in index.tensors)
-    return Plan(rank=rank, world_size=index.world_size, tensors=parts)
+    return Plan(rank=rank, world_size=index.world_size, tensors=tuple(entry.part for entry in index.tensors))
 
 
 async def _wrong_sizes(store: Store, checkpoint: Checkpoint, index: Index) -> AsyncIterator[DamagedError]:
-    """Objects that are longer than they were written: no chunk shows it, but a file that is such an object is another file."""
+    """The objects that are longer than they were written. The chunks do not show it, but such a file has changed."""
     for ref in index.objects:
         key = ref.key(checkpoint.prefix)
         size = await store.stat(key)
@@ -196,7 +196,7 @@ async def _wrong_sizes(store: Store, checkpoint: Checkpoint, index: Index) -> As
 
 
 async def checked_index(store: Store, checkpoint: Checkpoint, rank: int) -> Index:
-    """The index of `rank`, verified along outcome, vote and index, which says what its plan says. DamagedError where not."""
+    """The index of `rank`, verified along outcome and vote, and against its plan. Raises DamagedError if it does not agree."""
     index = await read_index(store, checkpoint, rank)
     await _check_described(store, checkpoint, index)
     return index
@@ -220,7 +220,8 @@ def _check_tree(index: Index, key: str) -> None:
 
 
 def _union_damage(checkpoint: Checkpoint, fault: str | None) -> Iterator[Damage]:
-    """The coordinator let no such checkpoint pass; it may have been put together since."""
+    """The damage if the ranks did not store one whole state. No coordinator commits such an attempt, so it was changed
+    since."""
     if fault is not None:
         message = f"the ranks of {checkpoint.tag} did not store one whole state: {fault}"
         yield Damage.of(FormatError(message, key=f"{checkpoint.prefix}/{OUTCOME}"))

@@ -1,1 +1,1 @@
-"""The objects at a root beside the tensors' bytes: attempts, epochs, leases, marks, `latest`, tag directories."""
+"""The small objects at a root: attempts, epochs, leases, marks, `latest`, tag directories."""

@@ -1,11 +1,11 @@
-"""The candidates of a load, newest first, and those that were passed over because they are damaged.
+"""The candidates of a load, newest first, and the damaged checkpoints that were passed over.
 
 Invariants
-  CANDIDATE-1  A checkpoint that may be newer than the candidate and is damaged is named, never left out in silence.
-      So is the newest one where it is gone while `latest` still names it, unless a mark says that it was removed on purpose.
-      It is not gone where a symbolic link stands at its tag: LinkError is raised, since what the link leads to may be it.
-  CANDIDATE-2  Nothing that may be newer is passed over because it cannot be read now, or because one look did not find it: it
-      is looked at again, and UnreadableError is raised where that does not help.
+  CANDIDATE-1  A damaged checkpoint that may be newer than the candidate is always reported. So is a checkpoint that is gone
+      while `latest` still names it, unless a mark says that somebody removed it on purpose. If a symbolic link lies at its tag,
+      LinkError is raised, since the link may lead to the checkpoint.
+  CANDIDATE-2  A checkpoint that may be newer is not passed over because it cannot be read now, or because one look did not find
+      it. Further looks follow, and UnreadableError is raised if it still cannot be read.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ log = logging.getLogger("checkpointd")
 
 @dataclass(frozen=True, slots=True)
 class Passed:
-    """Something that cannot be loaded, and the attempt that it is about; none where a pointer names what is not there."""
+    """Damage that keeps an attempt from being loaded. `prefix` is None if `latest` names a tag that is not there."""
 
     error: DamagedError
     prefix: str | None
@@ -40,11 +40,10 @@ class Passed:
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """The checkpoints that asked for `latest`, newest first, and the damage met on the way to them.
+    """The checkpoints whose saves asked for `latest`, newest first, and the damage that was found.
 
-    What is `passed_over` may be newer than all of them; `other` is what is wrong with older ones, or a pointer to
-    what was removed on purpose.
-    `known` are all checkpoints, also those that did not ask.
+    `known`: all checkpoints, also those that did not ask. `passed_over`: damaged attempts that may be newer than all of them.
+    `other`: damage of older ones, and a `latest` that names a checkpoint which somebody removed on purpose.
     """
 
     checkpoints: tuple[Checkpoint, ...]
@@ -57,14 +56,14 @@ class Candidates:
 class _CatalogLook:
     found: Candidates
     absent: str = ""
-    """What should be there and was not seen by this look."""
+    """The message about a checkpoint that should be there but was not seen by this look."""
     lost: DamagedError | None = None
-    """The same where nobody has removed it on purpose."""
+    """The same as an error, unless somebody removed the checkpoint on purpose."""
 
 
 async def candidates(store: Store, patience: Patience) -> Candidates:
-    """What there is to load at `store` without naming a tag. UnreadableError where that cannot be told now, LinkError where a
-    link stands at the tag that `latest` names.
+    """The checkpoints at `store` for a load that names no tag. Raises UnreadableError if the storage does not tell, LinkError
+    if a link lies at the tag that `latest` names.
     """
     with patience.looks() as looks:
         while True:
@@ -77,7 +76,7 @@ async def candidates(store: Store, patience: Patience) -> Candidates:
 
 
 async def lost_newest(store: Store, patience: Patience) -> DamagedError | None:
-    """What says that the checkpoint which `latest` names is gone; None where it is there, or was removed on purpose."""
+    """The error that the checkpoint which `latest` names is gone; None if it is there, or was removed on purpose."""
     with patience.looks() as looks:
         while True:
             look = await _look(store)
@@ -86,7 +85,7 @@ async def lost_newest(store: Store, patience: Patience) -> DamagedError | None:
 
 
 async def listed(store: Store, patience: Patience) -> list[Checkpoint]:
-    """All checkpoints, newest first; what is damaged and may be newer is logged (CANDIDATE-1)."""
+    """All checkpoints, newest first. Logs damaged attempts that may be newer (CANDIDATE-1)."""
     found = await candidates(store, patience)
     for passed in found.passed_over:
         log.error("%s. It may be newer than all that is listed", passed.error)
@@ -94,7 +93,7 @@ async def listed(store: Store, patience: Patience) -> list[Checkpoint]:
 
 
 async def find(store: Store, tag: str, patience: Patience) -> Checkpoint:
-    """The same for one tag, which somebody named: `catalog.find`, looked at again where it cannot be told."""
+    """The checkpoint of `tag`, as `catalog.find`, but with further looks if it is missing or cannot be read."""
     with patience.looks() as looks:
         while True:
             try:
@@ -107,12 +106,12 @@ async def find(store: Store, tag: str, patience: Patience) -> Checkpoint:
 
 
 async def _look(store: Store) -> _CatalogLook:
-    # First: what it names was committed before, so the scan must find it.
-    pointer = await _pointer(store)
+    # `latest` is read first: the checkpoint that it names was committed before, so the scan must find it.
+    pointer = await catalog.readable_latest(store)
     attempts = await catalog.scan(store)
     known = catalog.checkpoints_of(attempts)
-    # What the pointer names counts, too, where its tag was saved again without asking for it. What a tag held before that is
-    # still there, since it alone was verified, comes after what has replaced it.
+    # The checkpoint that `latest` names counts even if its tag was saved again without asking for `latest`. An older commit of
+    # a tag, which stays while it alone is verified, comes after the commit that replaced it.
     found = tuple(c for c in catalog.commits_of(attempts) if c.outcome.save_latest or (c.tag == pointer and c in known))
     over: list[Passed] = []
     other: list[DamagedError | UnreadableError] = []
@@ -128,8 +127,8 @@ async def _look(store: Store) -> _CatalogLook:
         else:
             raise fault
     lost = None if pointer is None or pointer in {c.tag for c in known} else await _missing(store, pointer, attempts)
-    if lost is not None and await _pointer(store) != pointer:
-        return await _look(store)  # it has moved on, and what it named has gone since
+    if lost is not None and await catalog.readable_latest(store) != pointer:
+        return await _look(store)  # `latest` has moved on, and the checkpoint that it named was removed since
     is_removed = lost is not None and await removed_by_hand(store, [a for a in attempts if a.tag == pointer])
     if lost is not None and is_removed:
         other.append(lost)
@@ -139,15 +138,8 @@ async def _look(store: Store) -> _CatalogLook:
     return _CatalogLook(there, str(lost or ""), None if is_removed else lost)
 
 
-async def _pointer(store: Store) -> str | None:
-    try:
-        return await catalog.latest(store)
-    except DamagedError:
-        return None  # nothing is loaded by it, and the next start sets it right
-
-
 async def _order_at_most(store: Store, attempt: AttemptView) -> Order:
-    """The order of an attempt whose outcome is not known: rank 0's vote knows it; without, the last of its epoch."""
+    """The order of an attempt whose outcome is unknown, from rank 0's vote; without the vote, the last order of its epoch."""
     try:
         vote = await catalog.read_vote(store, f"{attempt.prefix}/{vote_name(0)}")
     except (NotFoundError, DamagedError, UnreadableError):
@@ -156,13 +148,13 @@ async def _order_at_most(store: Store, attempt: AttemptView) -> Order:
 
 
 async def _missing(store: Store, tag: str, attempts: Sequence[AttemptView]) -> DamagedError | None:
-    """What says that the checkpoint `tag`, which `latest` names, is not there; None where its damage is named already."""
+    """The error that the checkpoint `tag`, which `latest` names, is not there; None if its damage is reported already."""
     named = [attempt for attempt in attempts if attempt.tag == tag]
     if any(attempt.state == "damaged" for attempt in named):
         return None
     why = f"it is gone: somebody removed {tag}, or the storage has lost it, or latest is damaged"
     if not named:
-        await store.list(tag)  # raises LinkError where a link stands there, which the listing of the root left out
+        await store.list(tag)  # raises LinkError if a link lies there, which the listing of the root left out
     else:
         try:
             why = f"{(await catalog.find(store, tag)).prefix} was committed only now"
@@ -176,16 +168,16 @@ async def _missing(store: Store, tag: str, attempts: Sequence[AttemptView]) -> D
 
 
 async def note_passed_over(store: Store, prefix: str, why: str) -> None:
-    """Leave a record in the attempt at `prefix` that load() went past it, so that retention and gc never remove it.
+    """Record in the attempt at `prefix` that load() passed over it, so that retention and gc never remove it.
 
-    The first record stands. Nothing is put where the attempt has no outcome any more, as after somebody removed it.
+    The first record stays. An attempt without an outcome, which somebody has removed, gets no record.
     """
     if any(entry.name == OUTCOME for entry in await store.list(prefix)):
         await store.put_if_absent(f"{prefix}/{PASSED_OVER}", encode(PassedOver(why=why, writer=writer())))
 
 
 async def note_tag_passed_over(store: Store, tag: str, why: str) -> None:
-    """The same for the attempt that a load of `tag` by name would take."""
+    """The same for the attempt that a load of the tag `tag` would take."""
     attempts = [a for a in await catalog.attempts_of(store, tag) if a.state in ("committed", "damaged")]
     if attempts:
         await note_passed_over(store, attempts[-1].prefix, why)

@@ -35,9 +35,9 @@ from checkpointd.store.base import Store
 
 LATEST_BYTES_MAX = 4096
 VOTE_BYTES_MAX = 4 << 20
-"""A vote names objects, files and metrics; a longer one is no vote that a release of checkpointd has put."""
+"""The size limit of a vote, which names objects, files and metrics. No release of checkpointd puts a longer one."""
 _LOOKS = 3
-"""How often an attempt is looked at anew whose outcome goes between listing and reading, as where records are removed."""
+"""How many times to look at an attempt whose outcome disappears between listing and reading, as when records are removed."""
 
 ReadBackState: TypeAlias = Literal["no", "whole", "damaged"]
 
@@ -74,12 +74,12 @@ class AttemptView:
 
     @property
     def read_back(self) -> ReadBackState:
-        """Whether it was read back since it was written, and what was found."""
+        """Whether it was read back since it was written, and the result."""
         return "damaged" if DAMAGED in self.sizes else "whole" if VERIFIED in self.sizes else "no"
 
     @property
     def passed_over(self) -> bool:
-        """Whether a load went past it, having found it damaged."""
+        """Whether a load found it damaged and passed over it."""
         return PASSED_OVER in self.sizes
 
     @property
@@ -126,8 +126,8 @@ async def tags(store: Store) -> list[str]:
 
 
 async def attempts_of(store: Store, tag: str, known: Mapping[str, AttemptView] = MappingProxyType({})) -> list[AttemptView]:
-    """The attempts at `tag`, oldest first; an outcome that is damaged or unreadable is reported in them, not raised. Those that
-    are `known`, by their prefix, are not looked at.
+    """The attempts at `tag`, oldest first. A damaged or unreadable outcome is noted in the view and not raised. The `known`
+    views, by prefix, are returned without a look at the store.
     """
     found = [
         attempt for entry in await store.list(check_tag(tag)) if entry.is_prefix and (attempt := AttemptId.parse(entry.name))
@@ -143,7 +143,7 @@ async def view(store: Store, tag: str, attempt: AttemptId) -> AttemptView:
         sizes = {entry.name: entry.size for entry in await store.list(prefix) if not entry.is_prefix}
         if OUTCOME not in sizes:
             return AttemptView(tag, attempt, sizes, None)
-        # One sector that cannot be read must not hide every other checkpoint.
+        # An unreadable sector under one outcome must not hide all other checkpoints.
         try:
             return AttemptView(tag, attempt, sizes, await read_outcome(store, tag, attempt))
         except DamagedError as error:
@@ -156,7 +156,7 @@ async def view(store: Store, tag: str, attempt: AttemptId) -> AttemptView:
 
 
 async def read_outcome(store: Store, tag: str, attempt: AttemptId) -> Outcome:
-    """The outcome, checked to be this attempt's. NotFoundError where the attempt is undecided."""
+    """The outcome of this attempt. Raises NotFoundError if there is none, DamagedError if it belongs to another attempt."""
     key = f"{attempt_prefix(tag, attempt)}/{OUTCOME}"
     outcome = decode(await store.get(key), Outcome, key)
     if (outcome.tag, outcome.attempt) != (tag, str(attempt)):
@@ -165,7 +165,7 @@ async def read_outcome(store: Store, tag: str, attempt: AttemptId) -> Outcome:
 
 
 async def read_vote(store: Store, key: str, expected_digest: str | None = None) -> Vote:
-    """The vote at `key`; DamagedError where its bytes are not those that the outcome names."""
+    """The vote at `key`. Raises DamagedError if its digest is not `expected_digest`, which the outcome names."""
     data = await store.get(key, size_max=VOTE_BYTES_MAX)
     if expected_digest is not None and digest(data) != expected_digest:
         raise DamagedError(f"{key} is not the vote that the outcome names: its bytes changed since the commit", key=key)
@@ -173,7 +173,7 @@ async def read_vote(store: Store, key: str, expected_digest: str | None = None) 
 
 
 async def index_named_by(store: Store, prefix: str, vote: Vote) -> Index:
-    """The index that `vote` names, checked to be that rank's, of this attempt. DamagedError where it is not."""
+    """The index that `vote` names. Raises DamagedError if its bytes, rank, attempt or step are not those of the vote."""
     ref = vote.index
     if ref is None:
         raise DamagedError(f"{prefix}/{vote_name(vote.rank)} names no index")
@@ -188,7 +188,7 @@ async def index_named_by(store: Store, prefix: str, vote: Vote) -> Index:
 
 
 async def read_plan(store: Store, name: str) -> Plan:
-    """The plan whose digest is `name`. FormatError where that is no digest, DamagedError where the bytes do not have it."""
+    """The plan whose digest is `name`. Raises FormatError if `name` is not a digest, DamagedError if the bytes have another."""
     key = plan_key(name)
     data = await store.get(key, size_max=LISTING_BYTES_MAX)
     if digest(data) != name:
@@ -197,23 +197,12 @@ async def read_plan(store: Store, name: str) -> Plan:
 
 
 async def scan(store: Store, known: Mapping[str, AttemptView] = MappingProxyType({})) -> list[AttemptView]:
-    """Every attempt at the root; those that are `known` as in `attempts_of`."""
+    """Every attempt at the root; `known` as in `attempts_of`."""
     return [attempt for tag in await tags(store) for attempt in await attempts_of(store, tag, known)]
 
 
-def checkpoints_of(attempts: Iterable[AttemptView]) -> list[Checkpoint]:
-    """The checkpoints among `attempts`, one per tag (the last commit of a tag counts), newest first."""
-    newest: dict[str, AttemptView] = {}
-    for attempt in attempts:
-        known = newest.get(attempt.tag)
-        if attempt.order is not None and (known is None or known.order is None or attempt.order > known.order):
-            newest[attempt.tag] = attempt
-    found = [Checkpoint(a.tag, a.attempt, a.outcome, a.read_back) for a in newest.values() if a.outcome is not None]
-    return sorted(found, key=lambda c: c.outcome.order, reverse=True)
-
-
 def commits_of(attempts: Iterable[AttemptView]) -> list[Checkpoint]:
-    """The same, and what their tags held before, as far as it has not been removed yet; newest first."""
+    """All committed attempts among `attempts`, newest first. A tag that was saved again may have several."""
     found = [
         Checkpoint(a.tag, a.attempt, a.outcome, a.read_back)
         for a in attempts
@@ -222,14 +211,22 @@ def commits_of(attempts: Iterable[AttemptView]) -> list[Checkpoint]:
     return sorted(found, key=lambda c: c.outcome.order, reverse=True)
 
 
+def checkpoints_of(attempts: Iterable[AttemptView]) -> list[Checkpoint]:
+    """The checkpoints among `attempts`, newest first: the newest commit of each tag."""
+    newest: dict[str, Checkpoint] = {}
+    for commit in commits_of(attempts):
+        newest.setdefault(commit.tag, commit)
+    return list(newest.values())
+
+
 async def checkpoints(store: Store) -> list[Checkpoint]:
     """All checkpoints, newest first."""
     return checkpoints_of(await scan(store))
 
 
 async def find(store: Store, tag: str) -> Checkpoint:
-    """The checkpoint of `tag`. NotFoundError where there is none, saying what is there instead; DamagedError or UnreadableError
-    where the outcome of a later attempt is damaged, or cannot be read now.
+    """The checkpoint of `tag`. Raises NotFoundError, which says what is there instead, if there is none; DamagedError or
+    UnreadableError if the outcome of a later attempt is damaged, or cannot be read now.
     """
     attempts = await attempts_of(store, tag)
     found = checkpoints_of(attempts)
@@ -250,7 +247,7 @@ def _is_newer(attempt: AttemptView, found: list[Checkpoint]) -> bool:
 
 
 def fault_of(attempt: AttemptView) -> DamagedError | UnreadableError | None:
-    """What keeps the outcome of `attempt` from being known."""
+    """The error that keeps the outcome of `attempt` from being known; None if it is known, or if there is none."""
     if attempt.state == "damaged":
         key = f"{attempt.prefix}/{OUTCOME}"
         return DamagedError(f"the outcome of {attempt.prefix} is damaged: {attempt.damage}", key=key)
@@ -260,8 +257,9 @@ def fault_of(attempt: AttemptView) -> DamagedError | UnreadableError | None:
 
 
 async def latest(store: Store) -> str | None:
-    """The tag that `latest` names; None where there is no pointer, or another program's. DamagedError where it holds no tag, or
-    is a symbolic link: none is followed, so it names nothing.
+    """The tag that `latest` names; None if there is no `latest`, or if another program wrote it.
+
+    Raises DamagedError if it holds no tag, or is a symbolic link, which is never followed.
     """
     try:
         content = await _pointer(store)
@@ -278,8 +276,16 @@ async def latest(store: Store) -> str | None:
     return None if await is_of_another_program(store, text) else tag
 
 
+async def readable_latest(store: Store) -> str | None:
+    """The same, but None for a damaged `latest`, which the next start sets right."""
+    try:
+        return await latest(store)
+    except DamagedError:
+        return None
+
+
 async def _pointer(store: Store) -> bytes | None:
-    """What `latest` holds; None where it is not there. The first commit may make it between reading and listing."""
+    """The content of `latest`; None if it is missing. The first commit may make it between reading and listing."""
     try:
         return await store.get(LATEST, size_max=LATEST_BYTES_MAX)
     except NotFoundError:
@@ -292,9 +298,9 @@ async def _pointer(store: Store) -> bytes | None:
 
 
 async def is_of_another_program(store: Store, pointer: str) -> bool:
-    """Whether another program, such as DeepSpeed, has written `pointer`, which `latest` holds, since checkpointd moved it: no
-    newline ends it, and the directory that it names holds files. A tag's own has the directories of attempts alone.
+    """Whether another program, such as DeepSpeed, wrote `pointer`, the content of `latest`: it does not end in a newline, and
+    the directory that it names holds files. The directory of a tag of checkpointd holds only the directories of attempts.
     """
-    if not is_tag(pointer):  # as every one is that ends in a newline
+    if not is_tag(pointer):  # a pointer of checkpointd ends in a newline, so it is not a tag
         return False
     return any(not entry.is_prefix and not entry.name.startswith(".") for entry in await store.list(pointer))

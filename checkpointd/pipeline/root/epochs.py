@@ -1,8 +1,7 @@
 """Epochs: which start of the job runs at a root, and how older starts learn that they are fenced.
 
 Invariant
-  EPOCH-1  Of the epochs before the newest, only surviving attempts of the newest one's record may still be committed by their
-      own coordinator.
+  EPOCH-1  A coordinator of an older epoch may commit an attempt only if the record of the newest epoch lists it as surviving.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ from checkpointd.store.writers import new_writer
 
 
 async def newest(store: Store) -> int:
-    """The number of the newest epoch; 0 where no job ever ran here."""
+    """The number of the newest epoch; 0 if no job ever ran here."""
     entries = await store.list(f"{SERVICE}/epochs")
     return max((number for entry in entries if (number := epoch_of(entry.name)) is not None), default=0)
 
 
 async def take(store: Store, world_size: int, surviving: Sequence[str] = (), *, commit_timeout_s: float = 0.0) -> Epoch:
-    """Begin the next epoch, for a job of `world_size` ranks (0: for a recovery without one), whoever else runs one.
+    """Begin the next epoch for a job of `world_size` ranks (0: for a recovery without a job), even if another job is alive.
 
-    Whoever ran an older one at this root is fenced from here on, but for the attempts `surviving` (`<tag>/<attempt>`), whose
-    writers have outlived their trainers and go on. A job begins one with `leases.begin`, which leaves a living job alone.
+    This fences every older epoch at the root. Only the attempts `surviving` (`<tag>/<attempt>`), whose writers have outlived
+    their trainers, go on. A job calls `leases.begin` instead, which leaves a living job alone.
     """
     number = await following(store)
     while True:
@@ -41,7 +40,7 @@ async def take(store: Store, world_size: int, surviving: Sequence[str] = (), *, 
 
 
 async def following(store: Store) -> int:
-    """The first number that no epoch has had."""
+    """The first number that no epoch has used."""
     return max(await newest(store), await _newest_named(store)) + 1
 
 
@@ -55,7 +54,7 @@ async def begin(
     job: str = "",
     process: str | None = None,
 ) -> Epoch | None:
-    """Begin epoch `number`, as `take` does; None where somebody has begun it. `process`: the holder, by default this one."""
+    """Begin epoch `number`, as `take` does; None if it exists already. `process`: the holder, by default this process."""
     epoch = Epoch(
         epoch=number,
         nonce=secrets.token_hex(16),
@@ -70,24 +69,22 @@ async def begin(
 
 
 async def _newest_named(store: Store) -> int:
-    """The newest epoch that the name of an attempt bears; 0 where there is none.
+    """The newest epoch in the name of an attempt; 0 if there is none.
 
-    An epoch's own record may be lost. Begun again, it would write into attempts that exist.
+    An epoch's record may be lost. A start that took the same number again would write into existing attempts.
     """
     names = [entry.name for tag in await catalog.tags(store) for entry in await store.list(tag)]
     return max((attempt.epoch for name in names if (attempt := AttemptId.parse(name))), default=0)
 
 
 async def read(store: Store, number: int) -> Epoch:
-    """Who runs epoch `number`. NotFoundError where this store does not show it."""
+    """The record of epoch `number`. Raises NotFoundError if the store does not show it."""
     key = epoch_key(number)
     return decode(await store.get(key), Epoch, key)
 
 
 async def is_of_root(store: Store, number: int, nonce: str) -> bool:
-    """Whether epoch `number` with `nonce` began at this root, and not at one that was removed since; where that cannot be told,
-    it did.
-    """
+    """Whether epoch `number` with `nonce` began at this root, and not at a root that was removed since. True if unknown."""
     from checkpointd.config import ABSENCE_S  # brings in numpy, which no listing needs
 
     patient = PatientStore(store, Patience(ABSENCE_S, ABSENCE_S))
@@ -100,9 +97,9 @@ async def is_of_root(store: Store, number: int, nonce: str) -> bool:
 
 
 async def check_fence(store: Store, number: int, attempt: str | None = None, *, proved: bool = False) -> None:
-    """Raise FencedError where an epoch newer than `number` has begun in which `attempt` (`<tag>/<attempt>`) does not survive.
+    """Raise FencedError if a newer epoch than `number` has begun and `attempt` (`<tag>/<attempt>`) does not survive in it.
 
-    `proved`: where the newer epoch's record cannot be read, raise NotFoundError or DamagedError instead.
+    `proved`: if the newer epoch's record cannot be read, raise NotFoundError or DamagedError instead.
     """
     current = await newest(store)
     if current > number and not (attempt and await _survives(store, current, attempt, proved=proved)):
@@ -110,9 +107,9 @@ async def check_fence(store: Store, number: int, attempt: str | None = None, *, 
 
 
 async def check_not_over(store: Store, number: int) -> None:
-    """Raise FencedError where an epoch newer than `number` has begun and none of its attempts survives.
+    """Raise FencedError if a newer epoch than `number` has begun and no attempt of epoch `number` survives in it.
 
-    NotFoundError or DamagedError where the newer one's record cannot be read.
+    Raises NotFoundError or DamagedError if the newer epoch's record cannot be read.
     """
     current = await newest(store)
     if current <= number:
@@ -123,7 +120,7 @@ async def check_not_over(store: Store, number: int) -> None:
 
 
 async def _survives(store: Store, current: int, attempt: str, *, proved: bool) -> bool:
-    """Whether `attempt` survives in epoch `current`: no, if its record cannot be read; `proved` raises that error instead."""
+    """Whether `attempt` survives in epoch `current`. If the record cannot be read, False, or with `proved` that error."""
     try:
         return attempt in (await read(store, current)).surviving
     except (NotFoundError, DamagedError):
@@ -133,7 +130,7 @@ async def _survives(store: Store, current: int, attempt: str, *, proved: bool) -
 
 
 async def fence_message(store: Store, number: int, current: int) -> str:
-    """Who took over, in words; the fence holds although its record cannot be read."""
+    """The message of FencedError: who began epoch `current`, and what to do."""
     try:
         found = (await read(store, current)).writer
         who = f"process {found.pid} on {found.host} at {found.time}"

@@ -1,4 +1,4 @@
-"""The writer of an object: host, process and wall-clock time, for people. No decision uses them."""
+"""The writer of an object: host, process and wall-clock time. They are for people; no decision uses them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from checkpointd.layout.manifest import WriterIdentity
 
 
 def seconds_of(time: str) -> float | None:
-    """An ISO 8601 time as seconds since 1970; None where somebody wrote something else."""
+    """An ISO 8601 time as seconds since 1970; None for any other text."""
     try:
         return datetime.fromisoformat(time).timestamp()
     except (ValueError, OverflowError):
@@ -23,12 +23,12 @@ _ACTS_FOR: ContextVar[int | None] = ContextVar("acts_for", default=None)
 
 
 def acts_for(uid: int) -> None:
-    """From here on, this task and those that it starts work for the user `uid`, as a daemon does for a client's."""
+    """Let this task, and the tasks that it starts, act for the user `uid`, as a daemon does for its client's user."""
     _ACTS_FOR.set(uid)
 
 
 def user() -> str:
-    """The user on whose behalf this is done: `alice (1000)`, or `1000` where that one has no name here."""
+    """The user for whom this task acts: `alice (1000)`, or `1000` if this machine has no name for the number."""
     uid = _ACTS_FOR.get()
     uid = os.geteuid() if uid is None else uid
     try:

@@ -1,7 +1,7 @@
 """Moves `latest`: only after the outcome, and only forward.
 
 Invariants
-  POINTER-1  A symbolic link at `latest` is never followed. The next move replaces it, and leaves alone what it leads to.
+  POINTER-1  A symbolic link at `latest` is never followed. The next move replaces the link and leaves its target alone.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from checkpointd.store.base import Store
 log = logging.getLogger("checkpointd")
 
 PATIENCE_S = 30.0
-"""How long a process that holds the pointer's lock is waited for: it may have been stopped with the lock in its hand."""
+"""How long to wait for a process that holds the lock of `latest`. It may have been stopped while it held the lock."""
 
 
 async def move_latest(store: Store, tag: str, order: Order, *, is_start: bool = False) -> bool:
-    """Point `latest` at `tag`, whose commit has `order`, unless it names a newer checkpoint already; whether it was moved.
+    """Let `latest` name `tag`, whose commit has `order`, unless it names a newer checkpoint. Returns whether it was moved.
 
-    `is_start`: the commit may be an old one, so one that another program has written since stays.
+    `is_start`: the commit may be old, so a `latest` that another program has written stays.
 
-    Raises StoreError where the storage fails, or another process holds the pointer for longer than PATIENCE_S.
+    Raises StoreError if the storage fails, or if another process holds the lock for longer than PATIENCE_S.
     """
     try:
         async with asyncio.timeout(PATIENCE_S):
@@ -40,18 +40,16 @@ async def move_latest(store: Store, tag: str, order: Order, *, is_start: bool = 
 
 
 async def move_latest_away(store: Store, tag: str) -> str | None:
-    """Where `latest` names `tag`, which was removed, let it name the newest checkpoint that is left; without any, it goes.
-    The tag that it names now, if it was moved.
+    """If `latest` names the removed `tag`, let it name the newest checkpoint that is left, or remove it if there is none.
+
+    Returns the tag that `latest` names now, if it was moved.
     """
-    try:
-        if await catalog.latest(store) != tag:
-            return None
-    except DamagedError:
+    if await catalog.readable_latest(store) != tag:
         return None
     left = await _newest(store)
     if left is None:
         await store.delete(LATEST)
-        left = await _newest(store)  # it was committed meanwhile, and what has just gone may have named it
+        left = await _newest(store)  # a commit meanwhile may have been named by the `latest` that was just removed
     return left.tag if left is not None and await move_latest(store, left.tag, left.outcome.order) else None
 
 
@@ -78,17 +76,17 @@ async def _content(store: Store) -> bytes | None:
     except NotFoundError:
         return None
     except LinkError:
-        # Nobody here made it, and it is not followed: what is put takes its name, what it leads to stays as it is (POINTER-1).
-        log.warning("%s at %s is a symbolic link: a file takes its place. What it leads to is not touched", LATEST, store.url)
+        # checkpointd did not make it. The next put replaces the link and leaves its target alone (POINTER-1).
+        log.warning("%s at %s is a symbolic link: a file takes its place. Its target is not touched", LATEST, store.url)
         return None
     except DamagedError:
-        # Far too long for a tag, so nobody here wrote it, and it cannot be compared and replaced: it goes.
+        # Far too long for a tag, so checkpointd did not write it. It cannot be compared and replaced, so it is removed.
         await store.delete(LATEST)
         return None
 
 
 async def _order_of(store: Store, content: bytes | None, *, is_start: bool) -> Order | None:
-    """The order of the checkpoint that the pointer names; None where it names none, so that any commit may replace it."""
+    """The order of the checkpoint that `content` names; None if it names none, so that any commit may replace it."""
     tag = (content or b"").decode(errors="replace").removesuffix("\n")
     if not is_tag(tag):
         return None
@@ -98,5 +96,5 @@ async def _order_of(store: Store, content: bytes | None, *, is_start: bool) -> O
         return None
     except LinkError:
         if is_start:
-            raise  # the checkpoint may lie where the link at its tag leads
-        return None  # the job has gone on without it: what it has just committed is newer
+            raise  # the link at the tag may lead to the checkpoint
+        return None  # the job has gone on without that checkpoint, so its new commit is newer

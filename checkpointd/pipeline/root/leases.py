@@ -1,20 +1,20 @@
 """Leases: they show others that a job or a daemon is at work at a root or an attempt.
 
 A job's lease lies at `.checkpointd/leases/<epoch>`. Rank 0 puts it before the epoch, renews it until the job is closed, and
-removes it then. The lease of an attempt lies beside the attempt's objects: a daemon that may outlive the trainer puts it, on
+then removes it. The lease of an attempt lies beside the attempt's objects. A daemon that may outlive the trainer puts it, on
 behalf of the attempt's coordinator, once the snapshot is whole, and removes it after the outcome.
 
 Invariants
-  LEASE-1  A lease only chooses who waits, and whom a start leaves alone. What is committed rests on epochs and on
-      put-if-absent: a lease that is lost, late or wrong costs a wait, or the save that was in flight.
-  LEASE-2  No clock is compared with another machine's. Whoever looks at a lease watches its count for the lease's length, on a
-      monotonic clock of its own; a process that the kernel knows to have ended is not waited for.
-  LEASE-3  A job's lease is there before its epoch is: whoever sees the epoch of a living job sees its lease.
-  LEASE-4  A look at a lease ends at the first renewal, when the lease or its process has gone, and after its length.
-  LEASE-5  A job begins beside a living one only where both have the same name, or the user says that it takes the root over.
-  LEASE-6  A lease has gone only where its name is not listed either: a stale directory entry makes nobody look dead.
-  LEASE-7  A renewal that fails is said and tried again; it ends no save. A lease that somebody removed is put again only while
-      it still says something: the job's epoch is the newest, the attempt is undecided.
+  LEASE-1  Leases decide only how long a start waits and which attempts it leaves alone. Commits depend on epochs and on
+      put-if-absent, so a lease that is lost, late or wrong costs a wait, or the save in flight.
+  LEASE-2  Clocks of different machines are never compared. A process that looks at a lease watches its count for the lease's
+      length, on its own monotonic clock. It does not wait for a process that the kernel knows to have ended.
+  LEASE-3  A job puts its lease before its epoch, so a process that sees the epoch of a living job also sees its lease.
+  LEASE-4  A look at a lease ends at the first renewal, when the lease or its process is gone, or after the lease's length.
+  LEASE-5  A job begins beside a living job only if both have the same name, or if the user says that it takes over the root.
+  LEASE-6  A lease counts as gone only if its name is not listed either, so a stale directory entry makes no holder look dead.
+  LEASE-7  A renewal that fails is logged and tried again; it ends no save. If somebody removes a lease, its holder puts it
+      again only while it still matters: the job's epoch is the newest, or the attempt is undecided.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ log = logging.getLogger("checkpointd")
 
 LENGTH_S = 30.0
 RENEWALS = 3
-"""So often a lease is renewed within its length."""
+"""The number of renewals within a lease's length."""
 LOOKS = 30
-"""So often a lease is looked at within its length by whoever watches it."""
+"""The number of looks within a lease's length by a process that watches it."""
 LOOK_S_MAX = 0.5
 ANSWER_S = 10.0
-"""How long a store may take to remove a lease, for a process that ends, and how long one that is listed may be unreadable."""
+"""How long a process that ends waits for the removal of its lease, and how long a listed lease may be unreadable."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sight:
-    """Who looks: this process by its name, what it can tell of others, and how long its own leases are (seconds)."""
+    """The process that looks: its unique name, a function that tells whether another process lives, and its leases' length."""
 
     process: str = field(default_factory=lambda: new_writer())
     life: Callable[[str], Life] = life_of
@@ -61,8 +61,8 @@ class Sight:
 
 
 class HeldLease:
-    """A lease of this process. `counts` says whether it still means something after somebody else has removed it; `check`
-    raises where it may not be put now.
+    """A lease of this process. `counts` says whether the lease still matters after somebody has removed it. `check` raises if
+    the lease must not be put now.
     """
 
     def __init__(
@@ -79,13 +79,13 @@ class HeldLease:
         self._task: asyncio.Task[None] | None = None
 
     def keep(self, *, is_put: bool = False) -> None:
-        """From now on put and renew it, beside whatever else runs on this loop; `is_put`: it is there already."""
+        """Put and renew the lease from now on, in a task of this loop. `is_put`: the lease exists already."""
         if self._task is None and not self._over.is_set():
             self._task = asyncio.get_running_loop().create_task(self._keep_on(is_put))
 
     async def release(self) -> None:
-        """Remove it, where it was kept: nobody has to wait for this process any more. Raises nothing."""
-        self._over.set()  # nothing is cancelled: a put that is cancelled may still take place, after the removal
+        """Remove the lease if it was kept, so that nobody waits for this process any more. Raises nothing."""
+        self._over.set()  # the task is not cancelled: a cancelled put may still take place after the removal
         if self._task is None:
             return
         try:
@@ -138,7 +138,7 @@ class HeldLease:
 def of_attempt(
     store: Store, prefix: str, sight: Sight | None = None, check: Callable[[], Awaitable[None]] | None = None
 ) -> HeldLease:
-    """The lease of the attempt `prefix` (`<tag>/<attempt>`), for a process that outlives the trainer; not put yet."""
+    """A lease of the attempt `prefix` (`<tag>/<attempt>`), not put yet, for a process that may outlive the trainer."""
 
     async def counts() -> bool:
         return not await _is_decided(store, prefix)
@@ -151,7 +151,7 @@ def _new(sight: Sight, job: str) -> Lease:
 
 
 async def _is_decided(store: Store, prefix: str) -> bool:
-    """Whether the attempt has an outcome, or nothing of it is left."""
+    """Whether the attempt has an outcome, or has no objects left."""
     names = [entry.name for entry in await store.list(prefix)]
     return not names or OUTCOME in names
 
@@ -161,18 +161,18 @@ async def _is_decided(store: Store, prefix: str) -> bool:
 
 @dataclass(slots=True)
 class Watch:
-    """A lease that somebody else may hold, and since when its bytes are the same (seconds of the loop's clock)."""
+    """A lease that another process may hold, and the time since which its bytes are the same (seconds of the loop's clock)."""
 
     store: Store
     key: str
     sight: Sight
     lease: Lease | None = None
-    """As it was last read; None where there is none, or it cannot be understood."""
+    """The lease as it was last read; None if there is none, or if its bytes are damaged."""
     since: float = 0.0
     _data: bytes | None = None
 
     async def look(self) -> bool:
-        """Read it; whether it was renewed since the look before. StoreError where the storage fails."""
+        """Read the lease, and say whether it was renewed since the look before. Raises StoreError if the storage fails."""
         data, before = await self._read(), self._data
         if data != before:
             self._data, self.lease = data, _understood(data, self.key)
@@ -181,11 +181,11 @@ class Watch:
 
     @property
     def length_s(self) -> float:
-        """How long it has to stay the same to count for nothing."""
+        """How long the lease must stay the same before its holder counts as gone."""
         return self.lease.length_s if self.lease is not None else LENGTH_S
 
     def has_ended(self) -> bool:
-        """Whether nobody holds it, as far as the last look tells."""
+        """Whether nobody holds the lease, by the last look."""
         if self._data is None or (self.lease is not None and self.sight.life(self.lease.process) == "ended"):
             return True
         return asyncio.get_running_loop().time() - self.since >= self.length_s
@@ -212,7 +212,7 @@ def _understood(data: bytes | None, key: str) -> Lease | None:
 
 
 async def _seen_alive(watch: Watch, about: str) -> Lease | None:
-    """The lease that `watch` has looked at once, if it is renewed; takes at most the lease's length (LEASE-4)."""
+    """The lease of `watch`, which was looked at once, if its holder renews it. Takes at most the lease's length (LEASE-4)."""
     if watch.has_ended():
         return None
     loop = asyncio.get_running_loop()
@@ -231,12 +231,12 @@ async def _seen_alive(watch: Watch, about: str) -> Lease | None:
 
 def _named(lease: Lease | None) -> str:
     if lease is None:
-        return "a process that cannot be told from its lease"
+        return "a process whose lease cannot be read"
     return f"process {lease.writer.pid} on {lease.writer.host}"
 
 
 async def attempts_at_work(store: Store, sight: Sight, known: Collection[str] = ()) -> tuple[str, ...]:
-    """The undecided attempts (`<tag>/<attempt>`) at which a living process works, beside those of which that is `known`.
+    """The undecided attempts (`<tag>/<attempt>`) at which a living process works, without the `known` ones.
 
     Takes at most a lease's length.
     """
@@ -246,7 +246,7 @@ async def attempts_at_work(store: Store, sight: Sight, known: Collection[str] = 
 
 
 async def _works_at(store: Store, prefix: str, sight: Sight) -> bool:
-    """Whether somebody works at an attempt. A process that runs on this machine is believed: sparing it costs nobody a wait."""
+    """Whether somebody works at an attempt. A process that runs on this machine counts as at work, without a wait."""
     watch = Watch(store, attempt_lease_key(prefix), sight)
     await watch.look()
     if watch.lease is not None and sight.life(watch.lease.process) == "running":
@@ -255,7 +255,7 @@ async def _works_at(store: Store, prefix: str, sight: Sight) -> bool:
 
 
 async def _leased(store: Store) -> list[str]:
-    """The undecided attempts with a lease, living or not."""
+    """The undecided attempts with a lease, whether its holder lives or not."""
     found: list[str] = []
     for tag in await catalog.tags(store):
         for entry in await store.list(tag):
@@ -267,14 +267,14 @@ async def _leased(store: Store) -> list[str]:
 
 
 async def worker_of(store: Store, prefix: str, sight: Sight) -> Lease | None:
-    """The lease of an attempt, unless its holder is known to have ended; nobody is waited for."""
+    """The lease of an attempt, unless its holder is known to have ended. Does not wait."""
     watch = Watch(store, attempt_lease_key(prefix), sight)
     await watch.look()
     return None if watch.has_ended() else watch.lease
 
 
 async def living_job(store: Store, job: str, sight: Sight) -> Lease | None:
-    """The lease of a living job that is not `job`; None where there is none. Takes at most a lease's length."""
+    """The lease of a living job that is not `job`; None if there is none. Takes at most a lease's length."""
     newest = await epochs.newest(store)
     keys = [job_lease_key(number) for number in await _numbers(store) if number >= newest]
     found = await asyncio.gather(*(_stranger(store, key, job, sight) for key in keys))
@@ -291,7 +291,7 @@ async def _stranger(store: Store, key: str, job: str, sight: Sight) -> Lease | N
 
 
 async def _numbers(store: Store) -> list[int]:
-    """The epochs whose jobs have left a lease."""
+    """The epochs with a job's lease."""
     return [number for entry in await store.list(LEASES) if (number := epoch_of(entry.name)) is not None]
 
 
@@ -300,26 +300,26 @@ async def _numbers(store: Store) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beginner:
-    """Who would begin an epoch. `job`: its name, empty where it has none; `instead`: what else its user could do, in words."""
+    """A job that wants to begin an epoch. `job`: its name, or empty. `instead`: what its user can do instead, in words."""
 
     world_size: int
     job: str = ""
     take_over: bool = False
     commit_timeout_s: float = 0.0
     surviving: tuple[str, ...] = ()
-    """Attempts that its own daemon works at."""
+    """Attempts at which its own daemon works."""
     instead: str = ""
     sight: Sight = field(default_factory=Sight)
 
 
 async def begin(store: Store, beginner: Beginner) -> tuple[Epoch, HeldLease]:
-    """Begin the next epoch, with a lease that is renewed from here on; every attempt that somebody works at survives in it.
+    """Begin the next epoch, with a lease that is renewed from now on. Every attempt at which somebody works survives in it.
 
-    RootInUseError where a job of another name is alive (LEASE-5). Waits for at most a lease's length.
+    Raises RootInUseError if another job is alive (LEASE-5). Waits for at most a lease's length.
     """
     sight = beginner.sight
     while True:
-        # Before anybody is looked for: whoever comes meanwhile puts a lease of this number, and is found by that.
+        # Chosen before the look for living jobs: a job that begins meanwhile puts a lease of this number, and is noticed by it.
         number = max([await epochs.following(store), *(number + 1 for number in await _numbers(store))])
         stranger, surviving = await asyncio.gather(
             _refusing(store, beginner), attempts_at_work(store, sight, beginner.surviving)
@@ -328,7 +328,7 @@ async def begin(store: Store, beginner: Beginner) -> tuple[Epoch, HeldLease]:
             raise RootInUseError(refusal(store, stranger, beginner.instead))
         held = _of_job(store, number, beginner)
         if not await store.put_if_absent(held.key, encode(held.lease)):
-            continue  # somebody else begins just now
+            continue  # another job is beginning this epoch
         held.keep(is_put=True)
         try:
             epoch = await epochs.begin(
@@ -356,7 +356,7 @@ async def _refusing(store: Store, beginner: Beginner) -> Lease | None:
 def _of_job(store: Store, number: int, beginner: Beginner) -> HeldLease:
     async def counts() -> bool:
         newest = await epochs.newest(store)
-        if not newest:  # of a root that is not there, as after an unmount; renewed again when it is back
+        if not newest:  # the root is gone, as after an unmount; the lease is renewed again when it is back
             raise RootGoneError(f"{store.url} shows no epoch any more; was it unmounted?")
         return newest == number
 
@@ -364,7 +364,7 @@ def _of_job(store: Store, number: int, beginner: Beginner) -> HeldLease:
 
 
 async def _drop_older(store: Store, number: int) -> None:
-    """Remove the leases of older epochs: they say nothing any more."""
+    """Remove the leases of older epochs, which mean nothing any more."""
     try:
         for old in await _numbers(store):
             if old < number:
@@ -374,7 +374,7 @@ async def _drop_older(store: Store, number: int) -> None:
 
 
 def refusal(store: Store, lease: Lease, instead: str) -> str:
-    """Why nobody may begin while the holder of `lease` is alive, and what to do."""
+    """The message of RootInUseError: who holds `lease`, and what to do."""
     who, named = lease.writer, f"job {lease.job!r}" if lease.job else "a job without a name"
     return (
         f"{store.url} is in use: process {who.pid} on {who.host} runs {named} there since {who.time}, and is alive. {instead}"

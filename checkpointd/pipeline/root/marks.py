@@ -1,12 +1,13 @@
 """The marks of removed attempts: which objects they condemn, and which checkpoints still need the others.
 
 Invariants
-  MARK-1  An attempt with a mark is no checkpoint. The mark with the greatest number counts; it condemns all of the attempt's
-      objects but the chunks objects that it names as kept.
-  MARK-2  A later mark keeps less than the one before it, never more: what was condemned once stays condemned.
-  MARK-3  What cannot be read condemns everything for those who would refer to it, and frees nothing for those who would remove.
-  MARK-4  Whoever takes an attempt for removed or aborted, and what it refers to for free, has made that durable first: a power
-      cut must not bring a checkpoint back whose chunks have gone.
+  MARK-1  An attempt with a mark is not a checkpoint. The mark with the greatest number counts. It condemns all objects of the
+      attempt except the chunks objects that it lists as kept.
+  MARK-2  A later mark keeps no object that an earlier mark condemned.
+  MARK-3  A mark that cannot be read condemns all objects of its attempt. A collector removes none of them before a readable
+      mark condemns them.
+  MARK-4  Before a collector treats the references of a removed or aborted attempt as gone, it makes the mark or the outcome
+      durable. Otherwise a power cut could bring back a checkpoint whose chunks are gone.
 """
 
 from __future__ import annotations
@@ -26,16 +27,15 @@ from checkpointd.store.base import Store
 log = logging.getLogger("checkpointd")
 
 LOOKS_MAX = 5
-"""How often an attempt is looked at anew that is being decided or removed just now."""
-
+"""How many times to look at an attempt that is being decided or removed meanwhile."""
 
 DELETED_BY_NAME = "somebody deleted it"
 DIRECTORY_REMOVED = "somebody removed its directory"
-"""The reasons of marks for what a person removed, though it may have been the newest checkpoint."""
+"""The reasons in marks of checkpoints that a person removed, which may have been the newest ones."""
 
 
 async def removed_by_hand(store: Store, views: Collection[AttemptView]) -> bool:
-    """Whether a person had the newest of `views`, attempts at one tag, removed. What cannot be read says nothing (MARK-3)."""
+    """Whether a person removed the newest of `views`, the attempts at one tag. False if its mark cannot be read."""
     last = max(views, key=lambda view: view.attempt, default=None)
     if last is None or last.state != "deleted":
         return False
@@ -47,9 +47,9 @@ async def removed_by_hand(store: Store, views: Collection[AttemptView]) -> bool:
 
 
 async def standing_mark(store: Store, prefix: str, names: Iterable[str]) -> Deleted | None:
-    """The mark that counts among the objects `names` of an attempt (MARK-1); None where there is none.
+    """The mark that counts among the objects `names` of an attempt (MARK-1); None if there is none.
 
-    DamagedError where it cannot be read, NotFoundError where it has gone since.
+    Raises DamagedError if the mark cannot be read, NotFoundError if it is gone.
     """
     last = _last_mark(names)
     if last is None:
@@ -63,10 +63,10 @@ def _last_mark(names: Iterable[str]) -> int | None:
 
 
 async def condemn(store: Store, prefix: str, reason: str, needed: Collection[str]) -> Deleted | None:
-    """Mark the attempt as removed, keeping those of its chunks objects whose keys are `needed`, durably.
+    """Mark the attempt as removed, durably, and keep those of its chunks objects whose keys are in `needed`.
 
-    Where it is marked already, what is not needed any more is condemned by a further mark (MARK-2). Returns a mark that stands,
-    and is durable: what it condemns is condemned for everybody who looks from now on. None where it cannot be read (MARK-3).
+    If it has a mark already, a further mark condemns the objects that are not needed any more (MARK-2). Returns the mark that
+    counts from now on; None if it cannot be read (MARK-3).
     """
     names = [entry.name for entry in await store.list(prefix)]
     chunks = {name for name in names if holds_bytes(name)}
@@ -80,7 +80,7 @@ async def condemn(store: Store, prefix: str, reason: str, needed: Collection[str
     except DamagedError:
         standing = None
     except NotFoundError:
-        return None  # the last records of it have just gone
+        return None  # its last records have just been removed
     allowed = set(standing.kept) if standing is not None else set()
     if standing is not None and not (allowed & chunks) - kept:
         return standing
@@ -96,15 +96,15 @@ async def condemn(store: Store, prefix: str, reason: str, needed: Collection[str
 
 
 async def _durable_mark(store: Store, prefix: str, number: int) -> Deleted | None:
-    """The mark with that number, made durable first."""
+    """The mark with this number, which is made durable first."""
     await store.settle(f"{prefix}/{mark_name(number)}")
     return await standing_mark(store, prefix, [mark_name(number)])
 
 
 async def references(store: Store, without: Collection[str] = ()) -> frozenset[str]:
-    """The keys of all objects that some other attempt needs: a checkpoint, or one that is not decided and may become one.
+    """The keys of all objects that an attempt other than their own refers to: a checkpoint, or an undecided attempt.
 
-    `without`: attempts (`<tag>/<attempt>`) that are about to be removed. DamagedError where it cannot be told.
+    `without`: attempts (`<tag>/<attempt>`) that are about to be removed. Raises DamagedError if references cannot be read.
     """
     needed: set[str] = set()
     for view in await catalog.scan(store):
@@ -119,7 +119,7 @@ async def _needed_by(store: Store, view: AttemptView) -> set[str]:
         try:
             return await _refers(store, view)
         except NotFoundError as error:
-            # It was aborted, removed or written anew between listing and reading.
+            # The attempt was aborted, removed or rewritten between the listing and the read.
             why = error
             view = await catalog.view(store, view.tag, view.attempt)
     raise DamagedError(f"what {view.prefix} refers to cannot be told: {why}", key=view.prefix)
@@ -151,7 +151,7 @@ async def _committed_refers(store: Store, view: AttemptView) -> set[str]:
 
 
 async def _indexed(store: Store, view: AttemptView) -> set[str]:
-    """What every index there names, whichever of them will be voted for."""
+    """The references of all indexes of an undecided attempt, whichever of them a vote will name."""
     found: set[str] = set()
     for name in view.sizes:
         if name.endswith(".index"):

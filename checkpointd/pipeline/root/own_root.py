@@ -1,8 +1,8 @@
 """Checks that the root's path still leads to the directory in which this job began.
 
 Invariant
-  OWNROOT-1  A writer that was told its job's epoch puts no vote and no outcome unless it has just seen the record of that
-      epoch, with the job's nonce, in the directory in which it has seen it first.
+  OWNROOT-1  A writer that knows its job's epoch puts a vote or an outcome only if it has just seen the record of that epoch,
+      with the job's nonce, in the same directory in which it saw the record first.
 """
 
 from __future__ import annotations
@@ -24,42 +24,43 @@ from checkpointd.store.posix.failures import is_forbidden
 log = logging.getLogger("checkpointd")
 
 ANSWER_S = 4.0
-"""How long a store is waited for when an epoch begins: long enough to prove that a record is not there (ABSENCE_S), and short
-enough for a trainer that waits for its sidecar's answer. The first save looks anyway."""
+"""How long a store may take when an epoch begins. This is enough to prove that a record is missing (ABSENCE_S), and short
+enough for a trainer that waits for its sidecar. The first save looks again."""
 
 
 @dataclass(slots=True)
 class _Known:
-    """An epoch of this job; `identity` of its root and record, once they were seen."""
+    """An epoch of this job, with the `identity` of its root and record once they were seen."""
 
     nonce: str
     identity: Identity | None = None
     is_gone: bool = False
-    """Whether a look proved that it is gone, and none has found it since: then the next one takes its word sooner."""
+    """Whether the last look proved that the record is gone. Then the next look needs no proof to say so again."""
 
 
 class _Elsewhere(Exception):
-    """The path leads elsewhere; it says why."""
+    """The path leads to another directory; the message says why."""
 
 
 class OwnRoot:
-    """What one rank's writer knows of the epochs that its job has begun at the root."""
+    """The epochs that one rank's job has begun at the root, as its writer knows them."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._known: dict[int, _Known] = {}
 
     async def begun(self, epoch: int, nonce: str) -> None:
-        """The job has begun `epoch` at this root. Raises nothing: what cannot be seen now, the first save looks for."""
+        """Note that the job has begun `epoch` at this root. Raises nothing, since the first save checks it again."""
         with suppress(CheckpointdError):
             await self.confirm(epoch, nonce)
 
     async def confirm(self, epoch: int, nonce: str) -> StoreError | None:
-        """The same from somebody else's word: raises where the store shows that it is not so, or may not be read here.
+        """Check another process's word that the job has begun `epoch` at this root.
 
-        Returns the error of a storage that cannot tell now, and may soon: the first save looks again.
+        Raises RootGoneError if the store contradicts it, and LinkError or StoreError if the root may not be read here. Returns
+        the error of a storage that fails for now: the first save looks again.
         """
-        # Since the last job somebody may have removed the root, and this one made it again; its inode may have the same number.
+        # Somebody may have removed the root of the last job, and this job made a new one, perhaps with the same inode number.
         forget_synced(self._store)
         self._known[epoch] = _Known(nonce)
         try:
@@ -73,8 +74,9 @@ class OwnRoot:
         return None
 
     async def check(self, epoch: int) -> None:
-        """Raise RootGoneError where the path leads elsewhere (OWNROOT-1), StoreError where the storage does not tell. An epoch
-        that it was not told of is taken as it is found; one that it never saw is not checked.
+        """Raise RootGoneError if the path leads to another directory (OWNROOT-1), StoreError if the storage cannot tell.
+
+        If the writer was not told of the epoch, it trusts the record that it finds. An epoch without a record is not checked.
         """
         try:
             known = self._known.get(epoch)
@@ -92,7 +94,7 @@ class OwnRoot:
             ) from error
 
     async def _look(self, epoch: int, known: _Known) -> None:
-        # A file server may lag behind: that the record is gone must be proved.
+        # A file server may lag behind, so the look must prove that the record is gone.
         patient = PatientStore(self._store, Patience(ABSENCE_S, 0.0 if known.is_gone else ABSENCE_S))
         key = epoch_key(epoch)
         try:
@@ -103,7 +105,7 @@ class OwnRoot:
         except DamagedError:
             if known.identity is None:
                 raise
-            found = known.nonce  # its bytes have gone bad; the directory tells
+            found = known.nonce  # the record was damaged since; the directory's identity decides
         if found != known.nonce:
             raise _Elsewhere(f"another job has begun epoch {epoch} there")
         try:

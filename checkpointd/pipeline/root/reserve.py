@@ -1,6 +1,6 @@
 """The ballast: disk space kept in reserve at the root, so that a start can write its small objects on a full disk.
 
-Without it, the chunks that a dead job left could fill a disk and keep away the very start that would remove them.
+Without it, the leftovers of a dead job could fill the disk, and the start that would remove them could not write.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ async def drop(store: Store) -> None:
 
 
 async def take_aboard(store: Store) -> None:
-    """Keep the space back again, unless it is; a disk without room for it is no error."""
+    """Put the ballast if it is missing. A disk without room for it is not an error."""
     try:
         if await store.stat(KEY) is None:
             await store.put_if_absent(KEY, bytes(BALLAST_BYTES))

@@ -1,21 +1,21 @@
-"""Files of checkpoints as plain files, where other tools look for them: `<directory>/<file>` and `latest` beside the directory.
+"""Shows files of checkpoints where other tools look for them: as `<directory>/<file>`, with `latest` beside the directory.
 
 Invariants
-  TAGDIR-1  What a directory shows is one commit's files, all of them; a newer one replaces an older one, never the reverse.
-      What somebody else has saved in it after the commit is newer.
-  TAGDIR-2  `latest` names the newest directory beside it that is shown and whose save asked for it. One that another program
-      has written after that commit stays.
-  TAGDIR-3  An attempt is called committed on any rank only when it is shown; where that failed, the next start shows it.
-  TAGDIR-4  What is hidden was removed: its mark is durable before its files go. Who removes a directory removes the checkpoint,
-      also where it is the one in which the checkpoint was to be shown: that one is never made again. A directory that one look
-      does not find is not removed by that: it may be about to be replaced, or a file server may lag behind.
-  TAGDIR-5  Checkpoints appear in the order of their saves. One writer shows a commit when its earlier attempts are decided, and
-      those of them that committed are shown; a start shows the oldest first. One that was removed before it was shown, or whose
-      directory shows a newer one, never appears. One that cannot be shown now does not hold up the later ones.
-  TAGDIR-6  A directory that other programs fill beside a save (`unfinished.py`) has no name before the save is committed
-      and everything is in it. Where the save aborts, it goes; what a crash has left goes with the next start.
-  TAGDIR-7  Of what other programs had filled, only files go that are those which appeared with the checkpoint, and only where
-      this project removes it. Where somebody has removed its own files (TAGDIR-4), the others are theirs to keep.
+  TAGDIR-1  A directory shows all files of exactly one commit. A newer commit replaces an older one, never the reverse. Files
+      that somebody else has saved in the directory after the commit count as newer.
+  TAGDIR-2  `latest` names the newest directory beside it that is shown and whose save asked for it. If another program wrote
+      `latest` after that commit, it stays.
+  TAGDIR-3  A rank reports an attempt as committed only after its files are shown. If showing fails, the next start shows them.
+  TAGDIR-4  Only removed checkpoints are hidden: the mark is durable before the files go. A user who removes the directory of a
+      checkpoint, or the directory in which it would be shown, removes the checkpoint; neither directory is made again. One look
+      that does not find a directory proves nothing: it may be about to be replaced, or a file server may lag behind.
+  TAGDIR-5  Checkpoints appear in the order of their saves. A writer shows a commit after its earlier attempts are decided and
+      shown if they committed; a start shows the oldest first. A checkpoint never appears if it was removed before, or if its
+      directory shows a newer one. A checkpoint that cannot be shown now does not delay later ones.
+  TAGDIR-6  A directory that other programs fill for a save (`unfinished.py`) gets its name only after the save has committed
+      and the directory is complete. If the save aborts, the directory goes; after a crash, the next start removes it.
+  TAGDIR-7  Files of other programs go only with the checkpoint with which they appeared, only if they are unchanged, and only
+      if this project removes the checkpoint. If a user has removed the checkpoint's own files (TAGDIR-4), they stay.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ from checkpointd.layout.keys import (
     SERVICE,
     SHOWN,
     AttemptId,
-    attempt_prefix,
     file_name,
     object_takeover,
     shown_key,
@@ -46,7 +45,7 @@ from checkpointd.layout.keys import (
 from checkpointd.layout.manifest import Outcome, Shown, decode, encode
 from checkpointd.phrases import listed
 from checkpointd.pipeline.root import catalog
-from checkpointd.pipeline.root.catalog import AttemptView, Checkpoint
+from checkpointd.pipeline.root.catalog import AttemptView
 from checkpointd.pipeline.shard import AttemptInfo
 from checkpointd.store.base import Store
 from checkpointd.store.patient import Patience
@@ -61,15 +60,15 @@ LOOK_S = 0.05
 
 
 def leftover_test(outcome: Outcome) -> Callable[[str], bool]:
-    """Whether a file of this name must not stay among the files of the commit `outcome`, unless it is one of them."""
+    """A test of file names: whether a file beside the files of the commit `outcome` is a leftover that must go."""
     ends = check_leftovers(outcome.leftovers)
     return lambda name: name.endswith(ends)
 
 
 async def show(store: Store, outcome: Outcome, *, wait_s: float = 0.0) -> None:
-    """Show the files of the commit `outcome`, unless a newer one's are there; return when they are shown, durably.
+    """Show the files of the commit `outcome`, unless the directory shows a newer commit. They are durable on return.
 
-    `wait_s`: how long somebody else, who shows the same, is waited for first. StoreError where it cannot be done.
+    `wait_s`: how long to wait first for another process that shows the same files. Raises StoreError if it fails.
     """
     if outcome.outcome != "commit" or not outcome.shown_at:
         return
@@ -87,32 +86,32 @@ async def show(store: Store, outcome: Outcome, *, wait_s: float = 0.0) -> None:
 
 
 class Queue:
-    """The attempts of one writer, in the order of their saves: each is shown in its turn (TAGDIR-5). For one loop."""
+    """The attempts of one writer in the order of their saves. Each is shown in its turn (TAGDIR-5). Use it on one loop."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._undecided: dict[str, tuple[int, asyncio.Event]] = {}
-        """Those whose turn is not over, by prefix: the number of the save, and what says that it is over."""
+        """The attempts whose turn is not over, by prefix: the number of the save, and the event that ends the turn."""
         self._late: list[Outcome] = []
-        """Commits that could not be shown, oldest first: tried again when the next one is shown."""
+        """Commits that could not be shown, oldest first. They are tried again once, before the next one is shown."""
 
     def expect(self, info: AttemptInfo) -> None:
-        """A save has begun. Its turn lasts until `end`, which must be called whatever becomes of it."""
+        """Note that a save has begun. Its turn lasts until `end`, which must be called however the save ends."""
         self._undecided[info.prefix] = info.n, asyncio.Event()
 
     def end(self, info: AttemptInfo) -> None:
-        """The attempt will not be shown by its writer, or has been."""
+        """Note that the writer has shown the attempt, or will not show it."""
         _, over = self._undecided.pop(info.prefix, (0, asyncio.Event()))
         over.set()
 
     async def show(self, info: AttemptInfo, outcome: Outcome, *, wait_s: float = 0.0) -> None:
-        """`show` in the turn of the attempt; StoreError where its own files cannot be shown, which are tried again later."""
+        """`show` in the attempt's turn. If it raises, the files are tried again before the next attempt is shown."""
         if outcome.outcome != "commit" or not outcome.shown_at:
             return
         await self._turn(info)
         late, self._late = self._late, []
         for older in late:
-            with suppress(CheckpointdError):  # said when it failed first; the next start tries again
+            with suppress(CheckpointdError):  # logged when it failed first; the next start tries again
                 await show(self._store, older)
         try:
             await show(self._store, outcome, wait_s=wait_s)
@@ -135,7 +134,7 @@ async def _show(store: Store, plain: PlainFiles, outcome: Outcome) -> None:
     filled = await _is_filled(plain, outcome, folder)
     above = os.path.dirname(folder) if filled else folder
     newest = (outcome.order, at) if outcome.save_latest else None
-    if above and await _is_gone(plain, above):
+    if above and await is_gone(plain, above):
         log.warning("%s is not shown: %s has been removed meanwhile, and the checkpoint goes with it", outcome.tag, above)
     elif await _is_overtaken(store, plain, outcome, at, files):
         raise StoreError(
@@ -144,9 +143,9 @@ async def _show(store: Store, plain: PlainFiles, outcome: Outcome) -> None:
         )
     elif not filled:
         await plain.show(at, files, leftover)
-        await _point(store, plain, folder, newest, since=outcome_key(outcome))
+        await _point(store, plain, folder, newest, since=_outcome_key(outcome))
     elif not await plain.reveal(outcome.unfinished, at, files, os.path.basename(at) if newest else None, leftover):
-        await _point(store, plain, folder, newest, since=outcome_key(outcome))
+        await _point(store, plain, folder, newest, since=_outcome_key(outcome))
     record = Shown(
         tag=outcome.tag,
         attempt=outcome.attempt,
@@ -163,8 +162,8 @@ async def _show(store: Store, plain: PlainFiles, outcome: Outcome) -> None:
 async def _is_overtaken(store: Store, plain: PlainFiles, outcome: Outcome, at: str, files: Mapping[str, str]) -> bool:
     """Whether somebody else has saved in the directory `at` since the commit `outcome`, which was never shown (TAGDIR-1)."""
     folder, name = os.path.split(at)
-    # What is ours has its record after `latest` was moved; what somebody else saves moves `latest`.
-    if await plain.pointed(folder) != name or not await plain.pointed_after(folder, outcome_key(outcome), shown_key(at)):
+    # This project moves `latest` before it writes the record; another program that saves moves `latest` later.
+    if await plain.pointed(folder) != name or not await plain.pointed_after(folder, _outcome_key(outcome), shown_key(at)):
         return False
     if not await plain.is_there(at) or not await plain.changed(at, files):
         return False
@@ -173,7 +172,7 @@ async def _is_overtaken(store: Store, plain: PlainFiles, outcome: Outcome, at: s
 
 
 async def _has_changed(store: Store, plain: PlainFiles, at: str, record: Shown) -> bool:
-    """Whether the directory `at` shows other files than its `record` says, or nobody knows any more which these were."""
+    """Whether the directory `at` shows other files than its `record` says. True if the attempt of the record is gone."""
     attempt = AttemptId.parse(record.attempt)
     try:
         outcome = await catalog.read_outcome(store, record.tag, attempt) if attempt is not None else None
@@ -183,15 +182,16 @@ async def _has_changed(store: Store, plain: PlainFiles, at: str, record: Shown) 
 
 
 async def _is_filled(plain: PlainFiles, outcome: Outcome, folder: str) -> bool:
-    """Whether the directory above the files was filled elsewhere, and lies there still (TAGDIR-6)."""
+    """Whether other programs filled the directory above the files, and it has not got its name yet (TAGDIR-6)."""
     if not outcome.unfinished:
         return False
     return await plain.unfinished.is_there(check_unfinished(outcome.unfinished), folder)
 
 
 async def unseen_of(store: Store, outcome: Outcome) -> str | None:
-    """Why the files of the commit `outcome` are not where they are to be shown; None where they are. They are shown if they can
-    be: an earlier try may have failed. UnreadableError where they cannot: what was stored may be whole.
+    """Show the files of the commit `outcome` if they are not shown yet. Returns why they are not there, or None if they are.
+
+    Raises UnreadableError if they cannot be shown, since the stored files may be whole.
     """
     if not outcome.shown_at:
         return None
@@ -202,14 +202,14 @@ async def unseen_of(store: Store, outcome: Outcome) -> str | None:
     if not await _is_of(store, outcome):
         return f"{outcome.shown_at} shows the files of another save"
     plain, files = _plain(store), await files_of(store, outcome)
-    if await _is_gone(plain, outcome.shown_at):
+    if await is_gone(plain, outcome.shown_at):
         if outcome.shown_at in await plain.unsettled():
             raise UnreadableError(f"{outcome.shown_at} was about to be replaced, and cannot be put back now: see the log")
         return f"the directory {outcome.shown_at} has been removed, and the checkpoint goes with it"
     changed = await plain.changed(outcome.shown_at, files)
     if changed and set(changed.values()) == {"gone"}:
         async with _alone(store, plain):
-            if await _is_of(store, outcome):  # a newer save may have taken its place
+            if await _is_of(store, outcome):  # else a newer save has taken its place
                 await plain.show(outcome.shown_at, files, leftover_test(outcome))
         changed = await plain.changed(outcome.shown_at, files)
     if not changed:
@@ -220,24 +220,18 @@ async def unseen_of(store: Store, outcome: Outcome) -> str | None:
     )
 
 
-def outcome_key(outcome: Outcome) -> str:
-    """Where an outcome lies."""
-    attempt = AttemptId.parse(outcome.attempt)
-    assert attempt is not None
-    return f"{attempt_prefix(outcome.tag, attempt)}/{OUTCOME}"
+def _outcome_key(outcome: Outcome) -> str:
+    return f"{outcome.prefix}/{OUTCOME}"
 
 
 async def files_of(store: Store, outcome: Outcome) -> dict[str, str]:
     """The keys of a commit's files, by the names under which they are shown."""
-    attempt = AttemptId.parse(outcome.attempt)
-    assert attempt is not None
-    prefix = attempt_prefix(outcome.tag, attempt)
     found: dict[str, str] = {}
     for rank, ref in outcome.votes.items():
-        vote = await catalog.read_vote(store, f"{prefix}/{vote_name(int(rank))}", ref.digest)
+        vote = await catalog.read_vote(store, f"{outcome.prefix}/{vote_name(int(rank))}", ref.digest)
         takeover = object_takeover(vote.index.name) if vote.index is not None else None
         for number, name in enumerate(vote.files or ()):
-            found[name] = f"{prefix}/{file_name(int(rank), number, takeover or 0)}"
+            found[name] = f"{outcome.prefix}/{file_name(int(rank), number, takeover or 0)}"
     return found
 
 
@@ -248,10 +242,10 @@ _Newest = tuple[tuple[int, int], str]
 async def _point(
     store: Store, plain: PlainFiles, folder: str, candidate: _Newest | None, *, hidden: str = "", since: str = ""
 ) -> None:
-    """Let the `latest` in `folder` name the newest that is shown there and asked for it, or `candidate`.
+    """Let the `latest` in `folder` name the newest directory that is shown there and whose save asked for it, or `candidate`.
 
-    One that names neither what is shown there nor what was just `hidden` is somebody else's. It stays if there is no candidate,
-    or if it was written after the object `since`, the candidate's outcome, and its directory is there.
+    If `latest` names neither a directory shown there nor the directory just `hidden`, another program wrote it. Then it stays
+    if there is no candidate, or if its directory exists and it was written after the object `since`, the candidate's outcome.
     """
     prefix = f"{SHOWN}/{folder}".rstrip("/")
     newest, names = candidate, {hidden}
@@ -274,8 +268,8 @@ async def _is_later(plain: PlainFiles, folder: str, pointed: str, since: str) ->
 
 
 async def hide(store: Store, prefixes: Collection[str]) -> None:
-    """Take away what is shown of removed attempts (`<tag>/<attempt>`). Where somebody has removed the directory before, what
-    others had filled beside it stays (TAGDIR-7).
+    """Hide the files of the removed attempts `prefixes` (`<tag>/<attempt>`). Files of other programs stay if somebody has
+    removed the directory before (TAGDIR-7).
     """
     plain = plain_files_of(store)
     if plain is None:
@@ -283,34 +277,32 @@ async def hide(store: Store, prefixes: Collection[str]) -> None:
     async with _alone(store, plain):
         records = await _records(store)
         going = [
-            (at, record)
-            for at, record in records
-            if f"{record.tag}/{record.attempt}" in prefixes and not await _is_awaited(store, at, record)
+            (at, record) for at, record in records if record.prefix in prefixes and not await _is_awaited(store, at, record)
         ]
         if not going:
             return
-        await plain.finish()  # one whose replacing was cut off goes back to its place
+        await plain.finish()  # puts back a directory whose replacement was interrupted
         unsettled = await plain.unsettled()
         gone = await asyncio.gather(*(_is_removed_by_others(plain, at, record) for at, record in going))
         of_others = {at: {file.path for file in record.beside} for at, record in records if (at, record) not in going}
-        for (at, record), is_gone in zip(going, gone, strict=True):
+        for (at, record), by_others in zip(going, gone, strict=True):
             if at in unsettled and not await plain.is_there(at):
                 continue  # the next start hides it
             folder, name = os.path.split(at)
-            if not is_gone:
+            if not by_others:
                 staying = [paths for other, paths in of_others.items() if os.path.dirname(other) == folder]
                 await _hide(store, plain, at, record, set[str]().union(*staying))
             if await plain.is_there(folder):
                 await _point(store, plain, folder, None, hidden=name)
-                if record.beside and not is_gone:
-                    await plain.hide(folder, ())  # it goes where nothing is left in it
-            await store.delete(shown_key(at))  # last: until then the next start does it again
+                if record.beside and not by_others:
+                    await plain.hide(folder, ())  # removes the folder if it is empty
+            await store.delete(shown_key(at))  # last, so that after a crash the next start repeats all this
 
 
 async def _hide(store: Store, plain: PlainFiles, at: str, record: Shown, staying: Collection[str]) -> None:
-    """Take away the files of `record`, and what others had filled beside them where it is as it was, but for `staying`."""
+    """Hide the files of `record`, and remove the unchanged files of other programs beside them, except `staying`."""
     if record.beside and not record.going:
-        # Before the directory goes: after a crash nobody may believe that somebody else has removed it.
+        # Recorded before the directory goes, so that after a crash nobody takes it for removed by somebody else.
         await store.put(shown_key(at), encode(msgspec.structs.replace(record, going=True)))
     await plain.hide(at, record.files)
     folder, noted = os.path.dirname(at), {file.path: (file.size, file.changed_ns) for file in record.beside}
@@ -320,12 +312,12 @@ async def _hide(store: Store, plain: PlainFiles, at: str, record: Shown, staying
 
 
 async def _is_removed_by_others(plain: PlainFiles, at: str, record: Shown) -> bool:
-    """Whether somebody removed the directory `at`; told only where others have filled something beside it."""
-    return bool(record.beside) and not record.going and await _is_gone(plain, at)
+    """Whether somebody else removed the directory `at`. It matters only if there are files of other programs beside it."""
+    return bool(record.beside) and not record.going and await is_gone(plain, at)
 
 
 def _deepest_first(paths: Collection[str]) -> list[tuple[str, set[str]]]:
-    """The names in each directory that `paths` lead through, the deepest one first."""
+    """The names in each directory on the `paths`, deepest directory first."""
     found: dict[str, set[str]] = {}
     for path in paths:
         directory, name = os.path.split(path)
@@ -337,7 +329,8 @@ def _deepest_first(paths: Collection[str]) -> list[tuple[str, set[str]]]:
 
 
 async def _is_awaited(store: Store, at: str, record: Shown) -> bool:
-    """Whether a newer commit is to be shown there: until it is, the old files stay, so that whole ones are there (TAGDIR-1)."""
+    """Whether a newer commit will be shown at `at`. Until then the old files stay, so that the directory is complete
+    (TAGDIR-1)."""
     attempts = await catalog.attempts_of(store, record.tag)
     newer = [c.outcome for c in catalog.checkpoints_of(attempts) if c.outcome.order > record.order]
     return any(outcome.shown_at == at for outcome in newer)
@@ -349,21 +342,21 @@ async def abandoned(store: Store) -> set[str]:
     if plain is None:
         return set()
     away = [(at, record) for at, record in await _records(store) if not await plain.is_there(at)]
-    # With a file system that is not mounted for a moment everything is gone, this root as well.
+    # While a file system is not mounted, everything is gone, this root as well.
     if not away or not await plain.is_there(SERVICE):
         return set()
     async with _alone(store, plain):
-        await plain.finish()  # one whose replacing was cut off goes back to its place
+        await plain.finish()  # puts back a directory whose replacement was interrupted
         unsettled = await plain.unsettled()
     away = [(at, record) for at, record in away if at not in unsettled]
-    gone = await asyncio.gather(*(_is_gone(plain, at) for at, _ in away))
-    found = {f"{record.tag}/{record.attempt}" for (_, record), is_gone in zip(away, gone, strict=True) if is_gone}
+    gone = await asyncio.gather(*(is_gone(plain, at) for at, _ in away))
+    found = {record.prefix for (_, record), missing in zip(away, gone, strict=True) if missing}
     return found if await plain.is_there(SERVICE) else set()
 
 
-async def _is_gone(plain: PlainFiles, at: str) -> bool:
-    """Whether there is no directory `at`, as looks spread over ABSENCE_S agree."""
-    with Patience(ABSENCE_S, ABSENCE_S).looks() as looks:
+async def is_gone(plain: PlainFiles, at: str, absence_s: float = ABSENCE_S) -> bool:
+    """Whether looks spread over `absence_s` seconds agree that there is no directory `at`."""
+    with Patience(absence_s, absence_s).looks() as looks:
         while not await plain.is_there(at):
             if await looks.is_lost(at):
                 return True
@@ -371,9 +364,9 @@ async def _is_gone(plain: PlainFiles, at: str) -> bool:
 
 
 async def mend(store: Store, before: int = 0) -> None:
-    """Show what is committed and not shown, hide what was removed: what a start does. What fails is left for the next one.
+    """Show the commits that are not shown, and hide removed checkpoints, for a start. A failure is left to the next start.
 
-    `before`: of older epochs than this nobody fills a directory any more, so that those which are left go (TAGDIR-6).
+    `before`: unfinished directories of epochs before this one are removed, since nobody fills them any more (TAGDIR-6).
     """
     plain = plain_files_of(store)
     if plain is None:
@@ -384,18 +377,18 @@ async def mend(store: Store, before: int = 0) -> None:
     except StoreError as error:
         log.error("what showing files has left behind cannot be put back: %s; the next start tries again", error)
     views = await catalog.scan(store)
-    for checkpoint in _in_order(catalog.checkpoints_of(views)):
+    for checkpoint in reversed(catalog.checkpoints_of(views)):  # oldest first (TAGDIR-5)
         try:
             await show(store, checkpoint.outcome)
         except CheckpointdError as error:
             log.error("%s is committed, and cannot be shown: %s", checkpoint.prefix, error)
-    # Those with a mark alone (TAGDIR-4): what cannot be read now, or has been committed meanwhile, is none of them.
+    # Only attempts with a mark are hidden (TAGDIR-4), not those that cannot be read now or have committed meanwhile.
     await hide(store, {view.prefix for view in views if view.state == "deleted"})
     await _drop_unfinished(store, plain, views, before)
 
 
 async def _drop_unfinished(store: Store, plain: PlainFiles, views: Iterable[AttemptView], before: int) -> None:
-    """Remove directories that were filled for saves of epochs before `before` which will never be shown, or are."""
+    """Remove unfinished directories of epochs before `before`, except those of commits that still have to be shown."""
     names = await plain.unfinished.names()
     if not names:
         return
@@ -413,16 +406,11 @@ async def _drop_unfinished(store: Store, plain: PlainFiles, views: Iterable[Atte
         await plain.unfinished.discard(name)
 
 
-def _in_order(found: Iterable[Checkpoint]) -> list[Checkpoint]:
-    """The order in which they appear (TAGDIR-5)."""
-    return sorted(found, key=lambda checkpoint: checkpoint.outcome.order)
-
-
 @asynccontextmanager
 async def _alone(store: Store, plain: PlainFiles) -> AsyncIterator[None]:
     async with AsyncExitStack() as stack:
         try:
-            async with asyncio.timeout(PATIENCE_S):  # for the lock alone: the files of thousands of ranks may take longer
+            async with asyncio.timeout(PATIENCE_S):  # only for the lock; the files of thousands of ranks may take longer
                 await stack.enter_async_context(plain.alone())
         except TimeoutError as error:
             raise StoreError(
@@ -444,18 +432,18 @@ async def _is_shown(store: Store, outcome: Outcome) -> bool:
 
 
 async def _is_removed(store: Store, outcome: Outcome) -> bool:
-    """Whether it has the mark of what is removed: its objects may be gone."""
-    return any(entry.name == DELETED for entry in await store.list(f"{outcome.tag}/{outcome.attempt}"))
+    """Whether the attempt of `outcome` has a mark, so its objects may be gone."""
+    return any(entry.name == DELETED for entry in await store.list(outcome.prefix))
 
 
 async def _is_of(store: Store, outcome: Outcome) -> bool:
-    """Whether what is shown where the files of `outcome` are to be is this very save's."""
+    """Whether the directory of the commit `outcome` shows this commit."""
     record = await _record(store, outcome.shown_at)
-    return record is not None and (record.tag, record.attempt) == (outcome.tag, outcome.attempt)
+    return record is not None and record.prefix == outcome.prefix
 
 
 async def _records(store: Store) -> list[tuple[str, Shown]]:
-    """Every directory that shows something, and what."""
+    """Every directory that shows a commit, with its record."""
     found: list[tuple[str, Shown]] = []
     level = [""]
     while level:
@@ -469,7 +457,7 @@ async def _records(store: Store) -> list[tuple[str, Shown]]:
 
 
 async def _record(store: Store, at: str) -> Shown | None:
-    """The record of what is shown at `at`; None where there is none, or it cannot be read."""
+    """The record of the directory `at`; None if there is none, or if it is damaged."""
     key = shown_key(at)
     try:
         return decode(await store.get(key), Shown, key)

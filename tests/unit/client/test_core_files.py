@@ -450,7 +450,7 @@ def test_verify_reads_every_byte_of_every_file(ckpt: Checkpointer) -> None:
 
 def test_load_says_what_the_checkpoint_is(ckpt: Checkpointer) -> None:
     save(ckpt, example())
-    with pytest.raises(CheckpointdError, match="is of files, not of a state"):
+    with pytest.raises(CheckpointdError, match="describes files, not a state"):
         ckpt.load({"model": torch.nn.Linear(2, 2)}, "global_step7")
 
 

@@ -172,5 +172,5 @@ def test_a_box_outside_its_tensor_is_refused(box: Box) -> None:
 
 def test_more_dimensions_than_any_tensor_has_are_refused_before_they_are_multiplied() -> None:
     shape = (1 << 62,) * (NDIM_MAX + 1)
-    assert tiling_fault(shape, [whole(shape)]) == f"a tensor of {NDIM_MAX + 1} dimensions cannot be: {NDIM_MAX} are the limit"
+    assert tiling_fault(shape, [whole(shape)]) == f"a tensor cannot have {NDIM_MAX + 1} dimensions: {NDIM_MAX} are the limit"
     assert tiling_fault((1,) * NDIM_MAX, [whole((1,) * NDIM_MAX)]) is None

@@ -152,7 +152,7 @@ CHUNK_FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "nothing stored": ({"stored": 0}, "stored as 0"),
     "nothing in it": ({"raw": 0}, "declares 0 bytes"),
     "negative": ({"stored": -48}, "stored as -48"),
-    "half an element": ({"raw": 46}, "no whole number of elements of 4"),
+    "half an element": ({"raw": 46}, "not a whole number of elements of 4"),
     "digest": ({"digest": bytes(15)}, "digest of 15 bytes"),
 }
 

@@ -257,13 +257,13 @@ def test_an_index_that_is_what_its_plan_says() -> None:
 @pytest.mark.parametrize(
     ("written", "words"),
     [
-        ((TOP,), "rng stands in the plan but was not written"),
-        ((TOP, own("rng", 3), own("x", 1)), "x was written but stands not in the plan"),
-        ((TOP, own("rng", 4)), "rng was written but stands not in the plan"),
-        ((BOTTOM, own("rng", 3)), "w was written but stands not in the plan"),
-        ((TOP, TOP, own("rng", 3)), "w was written but stands not in the plan"),
-        ((TOP, msgspec.structs.replace(own("rng", 3), scope="global")), "rng was written but stands not in the plan"),
-        ((TOP, msgspec.structs.replace(own("rng", 3), dtype="int32")), "rng was written but stands not in the plan"),
+        ((TOP,), "rng is in the plan, but was not written"),
+        ((TOP, own("rng", 3), own("x", 1)), "x was written, but is not in the plan"),
+        ((TOP, own("rng", 4)), "rng was written, but is not in the plan"),
+        ((BOTTOM, own("rng", 3)), "w was written, but is not in the plan"),
+        ((TOP, TOP, own("rng", 3)), "w was written, but is not in the plan"),
+        ((TOP, msgspec.structs.replace(own("rng", 3), scope="global")), "rng was written, but is not in the plan"),
+        ((TOP, msgspec.structs.replace(own("rng", 3), dtype="int32")), "rng was written, but is not in the plan"),
     ],
 )
 def test_an_index_that_is_not_what_its_plan_says(written: tuple[PlanTensor, ...], words: str) -> None:

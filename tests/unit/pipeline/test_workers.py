@@ -60,7 +60,7 @@ async def settle() -> None:
 @pytest.mark.parametrize("width", [1, 3, 8, 100])
 async def test_works_begin_in_order_and_no_more_than_width_at_once(width: int) -> None:
     works = Works(8)
-    running = asyncio.ensure_future(run_workers(works.all(), width, lambda: None))
+    running = asyncio.ensure_future(run_workers(works.all(), width))
     for number in range(8):
         due = list(range(min(8, number + width)))
         await works.until(partial(works.have_begun, len(due)))
@@ -73,13 +73,13 @@ async def test_works_begin_in_order_and_no_more_than_width_at_once(width: int) -
 
 
 async def test_no_works_are_no_trouble() -> None:
-    await run_workers([], 4, lambda: None)
+    await run_workers([], 4)
 
 
 async def test_the_first_error_stops_what_has_not_begun_and_waits_for_what_has() -> None:
     works = Works(6)
     works.errors[0] = ValueError("broken")
-    running = asyncio.ensure_future(run_workers(works.all(), 3, lambda: None))
+    running = asyncio.ensure_future(run_workers(works.all(), 3))
     await works.until(lambda: len(works.begun) == 3)
     works.open(0)
     await works.until(lambda: works.ended == [0])
@@ -112,7 +112,7 @@ async def test_an_error_of_a_check_stops_before_the_next_work() -> None:
 
 async def test_being_cancelled_waits_for_what_has_begun_and_begins_nothing_more() -> None:
     works = Works(6)
-    running = asyncio.ensure_future(run_workers(works.all(), 2, lambda: None))
+    running = asyncio.ensure_future(run_workers(works.all(), 2))
     await works.until(lambda: len(works.begun) == 2)
     running.cancel()
     await settle()
@@ -126,7 +126,7 @@ async def test_being_cancelled_waits_for_what_has_begun_and_begins_nothing_more(
 
 async def test_being_cancelled_again_and_again_changes_nothing() -> None:
     works = Works(3)
-    running = asyncio.ensure_future(run_workers(works.all(), 2, lambda: None))
+    running = asyncio.ensure_future(run_workers(works.all(), 2))
     await works.until(lambda: len(works.begun) == 2)
     for _ in range(3):
         running.cancel()
@@ -141,7 +141,7 @@ async def test_being_cancelled_again_and_again_changes_nothing() -> None:
 async def test_cancelling_ends_in_cancelled_even_where_a_work_fails_meanwhile() -> None:
     works = Works(2)
     works.errors[0] = ValueError("broken")
-    running = asyncio.ensure_future(run_workers(works.all(), 2, lambda: None))
+    running = asyncio.ensure_future(run_workers(works.all(), 2))
     await works.until(lambda: len(works.begun) == 2)
     running.cancel()
     await settle()
