@@ -32,7 +32,7 @@ lint: setup ## ruff: rules and formatting
 type: setup ## mypy, strict: both packages, and user code in tests/typing
 	$(BIN)/python -m mypy checkpointd client/checkpointd_client $(wildcard tests/typing)
 
-bench: setup ## Measure against the peers, which get an environment of their own (minutes, a few GiB of disk)
+bench: setup ## Measure against the peers, which get an environment of their own (an hour, 8 GiB of disk)
 	$(BIN)/python benchmarks/compare.py
 
 generate: setup ## Write the generated parts of the documentation again
