@@ -202,7 +202,7 @@ def test_a_full_disk_fails_the_save_and_not_the_training(attached: Job, layout: 
         attached.all("train", first=1, last=2)
         save(attached, root, "two")
         ends = attached.all("end")
-        assert all("no space is left" in why for _, why in ends), ends
+        assert all("No space left on device" in why for _, why in ends), ends
         assert [latest(root), is_checkpoint(root, "two", layout)] == ["one", False]
         ballast.unlink()
         save(attached, root, "two")

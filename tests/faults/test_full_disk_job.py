@@ -62,9 +62,9 @@ def test_space_that_ends_in_the_middle_of_a_save(pair: Job, small: Path, compres
     pair.must_commit(1)
     ballast = small / "ballast"
     ballast.write_bytes(bytes(5 * MIB))
-    failed_at_once(pair, 2, "no space is left")
+    failed_at_once(pair, 2, "No space left on device")
     wait_until(lambda: not left_lying(root, 2), "the pieces of global_step2 go")
-    failed_at_once(pair, 3, "no space is left")
+    failed_at_once(pair, 3, "No space left on device")
     assert (root / "latest").read_text() == "global_step1\n"
     pair.must_load(1)
     ballast.unlink()
@@ -80,7 +80,7 @@ def test_space_that_ends_to_the_last_byte(pair: Job, small: Path) -> None:
     pair.must_commit(1)
     ballast = small / "ballast"
     mounts.fill(ballast)
-    failed_at_once(pair, 2, "no space is left")
+    failed_at_once(pair, 2, "No space left on device")
     pair.must_load(1)
     ballast.unlink()
     goes_on(pair, root, failed=2, step=3)
@@ -98,7 +98,7 @@ def test_a_start_on_a_full_disk_finds_the_newest_checkpoint(pair: Job, small: Pa
     mounts.fill(ballast)
     pair.open(root, nbytes=2 * MIB)
     pair.must_load(1)
-    failed_at_once(pair, 2, "no space is left")
+    failed_at_once(pair, 2, "No space left on device")
     ballast.unlink()
     goes_on(pair, root, failed=2, step=3)
     pair.all("close")

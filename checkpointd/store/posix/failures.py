@@ -9,13 +9,14 @@ from checkpointd.errors import LinkError, StoreError, StoreFullError, Unreadable
 from checkpointd.store.posix.anchor import LinkMet
 
 _FULL = {
-    errno.ENOSPC: "no space is left: free some (or delete old checkpoints), then save again",
+    errno.ENOSPC: "free some space (or delete old checkpoints), then save again",
     errno.EDQUOT: "the disk quota is used up: free some space or raise the quota, then save again",
 }
+_READS_ONLY = "A script that only reads checkpoints calls open_checkpoint(root)"
 _ADVICE = {
     errno.EROFS: "the file system is mounted read-only: remount it read-write, after a repair if the kernel log names a fault. "
-    "A script that only reads checkpoints calls open_checkpoint(root)",
-    errno.EACCES: "permission is missing: let the user of this process read and write there",
+    + _READS_ONLY,
+    errno.EACCES: "permission is missing: let the user of this process read and write there. " + _READS_ONLY,
     errno.EPERM: "the operation is not permitted: let the user of this process read and write there",
     errno.EIO: "the device or the file server failed: nothing just written can be trusted; see the kernel log, then save again",
     errno.ESTALE: "the file server no longer knows this file: remount the file system",

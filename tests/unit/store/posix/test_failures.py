@@ -62,6 +62,7 @@ def test_missing_hard_links_and_swept_files_are_told() -> None:
 def test_a_full_file_system_says_how_much_is_free(tmp_path: Path) -> None:
     full = OSError(errno.ENOSPC, "No space left on device")
     assert re.search(
-        r"\(\d+ bytes are free\): no space is left", str(store_error(full, doing="writing", key="k", url=str(tmp_path)))
+        r"No space left on device \(\d+ bytes are free\): free some space",
+        str(store_error(full, doing="writing", key="k", url=str(tmp_path))),
     )
     assert "free)" not in str(store_error(full, doing="writing", key="k", url="memory://"))
