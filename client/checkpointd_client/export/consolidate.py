@@ -36,15 +36,15 @@ def consolidate(
     memory: int | str = MEMORY_BYTES,
     on_progress: Callable[[int, int], None] = lambda _, __: None,
 ) -> Consolidation:
-    """Write checkpoint `tag` (default: latest), or the state under `only` of it, as plain files to `out`.
+    """Write checkpoint `tag` (default: latest), or only the part `only` of its state, as plain files to `out`.
 
-    `out` is a directory of safetensors files, as Hugging Face's libraries load them; one file where it ends in `.safetensors`;
-    with `format="torch"` a file for torch.load(weights_only=True). It appears whole or not at all. Floats become `dtype`,
-    rounded as torch rounds. `rank`: whose tensors, of those that each rank holds for itself and that differ. About `memory`
-    bytes are held at once, whatever the model's size. `on_progress` gets the bytes written and their total.
+    `out` is a directory of safetensors files, as Hugging Face's libraries load them, or one file if it ends in `.safetensors`;
+    with `format="torch"` it is a file for torch.load(weights_only=True). It appears whole or not at all. Floats become `dtype`,
+    rounded as torch rounds. `rank`: if ranks stored different tensors under one name, that of this rank is written. About
+    `memory` bytes are held at once, for a model of any size. `on_progress` gets the bytes written and their total.
 
-    Raises NotFoundError, UsageError where `out` is in the way or the format cannot hold a tensor, DamagedError with object,
-    FQN and rank, StoreError, StoreFullError.
+    Raises NotFoundError, UsageError if `out` is in the way or the format cannot hold a tensor, DamagedError with object, FQN
+    and rank, StoreError, StoreFullError.
     """
     request = ExportRequest(tag=tag, only=only, dtype=dtype, rank=rank, force=force, memory_bytes=byte_count(memory, "memory"))
     container: Container = TorchFile()

@@ -29,7 +29,7 @@ class HandedOutStates:
     """The answers of one load, by FQN."""
 
     lazily: bool = True
-    """Whether an object is asked when the match comes to it, as when one rank loads alone."""
+    """Whether an object is asked only when the match comes to it. So it is when one rank loads alone."""
     _given: dict[str, HandedOutState] = field(default_factory=dict)
 
     def of_all(self, found: Mapping[str, object]) -> HandedOutStates:
@@ -42,7 +42,7 @@ class HandedOutStates:
         return HandedOutStates(lazily=False, _given={fqn: self._given[fqn] for fqn in found})
 
     def of(self, live: object, fqn: str) -> object | None:
-        """The state that `live` handed out; None if it holds no DTensor, or `live` may not be asked. Raises its StateError."""
+        """The state that `live` handed out; None if it holds no DTensor, or if not all ranks ask `live`. Raises StateError."""
         if self.lazily:
             self._ask(live, fqn)
         answer = self._given.get(fqn)
@@ -64,7 +64,7 @@ def _asked(live: object, fqn: str) -> HandedOutState:
     except StateError as error:
         return HandedOutState(live, error=error)
     except Exception as error:  # the user's dict, or one that holds itself
-        words = f"{fqn}: what state_dict() of {type_name(live)} returned cannot be read: {type(error).__name__}: {error}"
+        words = f"{fqn}: the result of state_dict() of {type_name(live)} cannot be read: {type(error).__name__}: {error}"
         return HandedOutState(live, error=StateError(words))
 
 

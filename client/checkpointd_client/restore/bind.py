@@ -1,12 +1,14 @@
 """Bindings: the places in the user's objects, existing or still to be made, that load targets fill.
 
 Invariants
-  BINDING-1  Every stored tensor that is wanted is read once, into one target, no matter how many slots it fills.
-  BINDING-2  Slots that were tied when saved are tied after loading if their memory is made here. If the user's objects hold
-      them apart, each gets a copy.
-  BINDING-3  No memory is filled with two different stored tensors. Where slots are tied now, two stored tensors that are equal
+  BINDING-1  A stored tensor that any binding needs as a whole is read once, into one target, and copied to its other bindings.
+      If all of its bindings are local shards, each of them is a target.
+  BINDING-2  Bindings that were tied when saved are tied after loading if their memory is made here and none is sharded. If the
+      user's objects hold them apart, each gets a copy.
+  BINDING-3  No memory is filled with two different stored tensors. If bindings are tied now, two stored tensors that are equal
       bit for bit count as one.
-  BINDING-4  Every slot gets the stored values in its own dtype, converted at most once: never by way of another slot's dtype.
+  BINDING-4  Every binding gets the stored values in its own dtype. They are converted at most once: never first to the dtype of
+      another binding.
   BINDING-5  New memory for an optimizer's state has the strides of its parameter, unless BINDING-2 ties it to memory with other
       strides.
 """
@@ -35,9 +37,9 @@ Equal = Callable[[str, str], bool]
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where one stored tensor goes: `tensor` is the live memory to fill in place, detached. It may have any strides and device,
-    but no two of its elements share memory. Its dtype is the stored one, unless another was asked for. `held`: the parts of the
-    stored tensor that it holds, if it does not hold all of it.
+    """The memory that one stored tensor is read into: `tensor` is filled in place, and is detached. It may have any strides and
+    device, but no two of its elements share memory. Its dtype is the stored one, unless another was asked for. `held`: the
+    parts of the stored tensor that it holds, if it does not hold all of it.
     """
 
     fqn: str
@@ -59,7 +61,7 @@ class Binding:
     node: tree.Tensor | tree.Array
     place: StridedView
     device: torch.device
-    """Where to allocate, if there is no live memory."""
+    """The device of new memory, if there is no live memory."""
     live: torch.Tensor | None = None
     """The existing memory, detached."""
     value: object = None
@@ -93,27 +95,27 @@ class Binding:
 
 
 class Bindings:
-    """All slots of one load. Each FQN has one slot, and may have more with existing memory (`again`)."""
+    """All bindings of one load. Each FQN has one binding, and may have more with existing memory (`again`)."""
 
     def __init__(self) -> None:
         self.by_fqn: dict[str, Binding] = {}
         self._again: list[Binding] = []
 
-    def add(self, slot: Binding, *, again: bool = False) -> None:
+    def add(self, binding: Binding, *, again: bool = False) -> None:
         if again:
-            self._again.append(slot)
+            self._again.append(binding)
             return
-        if slot.fqn in self.by_fqn:
-            raise FormatError(f"the state tree names {slot.fqn} twice", fqn=slot.fqn)
-        self.by_fqn[slot.fqn] = slot
+        if binding.fqn in self.by_fqn:
+            raise FormatError(f"the state tree names {binding.fqn} twice", fqn=binding.fqn)
+        self.by_fqn[binding.fqn] = binding
 
     def drop_after(self, count: int) -> None:
-        """Forget all slots but the first `count`."""
+        """Forget all bindings but the first `count`."""
         for fqn in list(self.by_fqn)[count:]:
             del self.by_fqn[fqn]
 
     def conflicts(self, equal: Equal) -> Iterator[str]:
-        """The reasons why live memory cannot hold the stored tensors, in words; drops the slots concerned."""
+        """The reasons why live memory cannot hold the stored tensors, as sentences; drops the bindings concerned."""
         dropped: set[str] = set()
         for fqn, words in [*self._self_overlaps(), *self._shared(equal)]:
             dropped.add(fqn)
@@ -123,20 +125,23 @@ class Bindings:
 
     def _all(self) -> Iterator[Binding]:
         yield from self.by_fqn.values()
-        yield from (slot for slot in self._again if slot.fqn in self.by_fqn)
+        yield from (binding for binding in self._again if binding.fqn in self.by_fqn)
 
     def _live(self) -> list[tuple[Binding, MemoryRegion]]:
-        return [(slot, MemoryRegion.of(slot.live)) for slot in self._all() if slot.live is not None]
+        return [(binding, MemoryRegion.of(binding.live)) for binding in self._all() if binding.live is not None]
 
     def _self_overlaps(self) -> Iterator[tuple[str, str]]:
-        for slot, region in self._live():
-            assert slot.live is not None
-            if not overlaps_itself(slot.live) or _same_overlap(slot, region):
+        for binding, region in self._live():
+            assert binding.live is not None
+            if not overlaps_itself(binding.live) or _same_overlap(binding, region):
                 continue
-            if slot.replaceable:
-                slot.vacate()
+            if binding.replaceable:
+                binding.vacate()
             else:
-                yield slot.fqn, f"{slot.fqn}: its elements share memory now (it is expanded), and did not when it was saved"
+                yield (
+                    binding.fqn,
+                    f"{binding.fqn}: its elements share memory now (it is expanded), and did not when it was saved",
+                )
 
     def _shared(self, equal: Equal) -> Iterator[tuple[str, str]]:
         live = self._live()
@@ -155,16 +160,16 @@ class Bindings:
             yield two.fqn, words
 
     def _tie(self, owner: str, to: str) -> None:
-        """Fill the slots of the stored tensor `owner` from `to`, which is equal."""
-        for slot in self._all():
-            if slot.place.owner == owner:
-                slot.place = replace(slot.place, owner=to)
+        """Fill the bindings of the stored tensor `owner` from `to`, which is equal."""
+        for binding in self._all():
+            if binding.place.owner == owner:
+                binding.place = replace(binding.place, owner=to)
 
     def bind(self, entries: Entries) -> tuple[tuple[Target, ...], list[Callable[[], None]]]:
-        """Allocate missing memory, set every slot's value. Returns the targets, and the copies to make once they are filled."""
+        """Allocate missing memory and set all values. Returns the targets, and the copies to make once they are filled."""
         groups: dict[str, list[Binding]] = {}
-        for slot in self._all():
-            groups.setdefault(slot.place.owner, []).append(slot)
+        for binding in self._all():
+            groups.setdefault(binding.place.owner, []).append(binding)
         copies: list[Callable[[], None]] = []
         targets: list[Target] = []
         for owner, group in groups.items():
@@ -172,11 +177,11 @@ class Bindings:
         return tuple(targets), copies
 
 
-def _same_overlap(slot: Binding, region: MemoryRegion) -> bool:
-    """Whether the slot's elements share memory in the same way as when it was saved."""
-    if slot.node.overlap is not None:
-        return slot.node.overlap.stride == region.byte_stride
-    return region.byte_stride == _expected_stride(slot.place, region.dtype.itemsize)
+def _same_overlap(binding: Binding, region: MemoryRegion) -> bool:
+    """Whether the binding's elements share memory in the same way as when it was saved."""
+    if binding.node.overlap is not None:
+        return binding.node.overlap.stride == region.byte_stride
+    return region.byte_stride == _expected_stride(binding.place, region.dtype.itemsize)
 
 
 def _expected_stride(place: StridedView, itemsize: int) -> tuple[int, ...]:
@@ -184,7 +189,7 @@ def _expected_stride(place: StridedView, itemsize: int) -> tuple[int, ...]:
 
 
 def _consistent(one: Binding, one_region: MemoryRegion, two: Binding, two_region: MemoryRegion) -> bool:
-    """Whether filling both slots writes the same bytes wherever their memory meets."""
+    """Whether filling both bindings writes the same bytes wherever their memory meets."""
     if one.place.owner == two.place.owner:
         if one.place.whole and two.place.whole and one_region.equals(two_region):
             return True
@@ -211,7 +216,7 @@ def _may_tie(one: Binding, one_region: MemoryRegion, two: Binding, two_region: M
 
 
 def _origin(place: StridedView, region: MemoryRegion) -> int | None:
-    """The address at which the owner's elements would begin, if the slot lies in them as when it was saved; else None."""
+    """The address at which the owner's elements would begin, if the binding lies in them as when it was saved; else None."""
     if any(region.lazy_bits) or region.byte_stride != _expected_stride(place, region.dtype.itemsize):
         return None
     return region.start - place.offset * region.dtype.itemsize
@@ -220,87 +225,87 @@ def _origin(place: StridedView, region: MemoryRegion) -> int | None:
 def _bind_group(
     owner: str, entry: tuple[str, tuple[int, ...]], group: list[Binding], copies: list[Callable[[], None]]
 ) -> Iterator[Target]:
-    """Bind all slots of one stored tensor. If some live memory holds all of it in plain elements, that is filled directly."""
-    sharded = [slot for slot in group if slot.held is not None]
-    plain = [slot for slot in group if slot.held is None]
+    """Give memory to all bindings of one stored tensor. Live memory that holds all of it in plain elements is the target."""
+    sharded = [binding for binding in group if binding.held is not None]
+    plain = [binding for binding in group if binding.held is None]
     filled: torch.Tensor | None = None
-    if plain or not all(slot.place.whole for slot in sharded):
+    if plain or not all(binding.place.whole for binding in sharded):
         filled = _bind_plain(owner, entry, group, plain, copies)
         yield Target(owner, filled.detach())
     bound: list[Binding] = []
-    for slot in sharded:
-        if slot.live is None:
-            _make_sharded(slot)
-        if any(_same_part(slot, other) for other in bound):
+    for binding in sharded:
+        if binding.live is None:
+            _make_sharded(binding)
+        if any(_same_part(binding, other) for other in bound):
             continue
-        bound.append(slot)
-        assert slot.live is not None
+        bound.append(binding)
+        assert binding.live is not None
         if filled is None:
-            yield Target(owner, slot.live, slot.held)
+            yield Target(owner, binding.live, binding.held)
         else:
-            copies.append(_copy_parts(slot, filled))
+            copies.append(_copy_parts(binding, filled))
 
 
 def _bind_plain(
     owner: str, entry: tuple[str, tuple[int, ...]], group: list[Binding], plain: list[Binding], copies: list[Callable[[], None]]
 ) -> torch.Tensor:
-    """The memory that the whole stored tensor is read into, for the slots `plain` and the others in `group`."""
+    """The memory that the whole stored tensor is read into, for the bindings `plain` and the others in `group`."""
     stored, shape = DTYPES[entry[0]], entry[1]
-    dtypes = {slot.wanted(stored) for slot in group}
-    # If all slots want one other dtype, the reader converts. If they differ, each is converted from the stored values.
+    dtypes = {binding.wanted(stored) for binding in group}
+    # If all bindings want one other dtype, the reader converts. If they differ, each is converted from the stored values.
     read = dtypes.pop() if len(dtypes) == 1 else stored
     whole: dict[torch.dtype, torch.Tensor] = {}
-    for slot in plain:
-        if slot.place.whole and slot.live is not None and _fillable(slot.live):
-            whole.setdefault(slot.live.dtype, slot.live)
-    for dtype in (read, *(slot.wanted(stored) for slot in plain if slot.live is None)):
+    for binding in plain:
+        if binding.place.whole and binding.live is not None and _fillable(binding.live):
+            whole.setdefault(binding.live.dtype, binding.live)
+    for dtype in (read, *(binding.wanted(stored) for binding in plain if binding.live is None)):
         if dtype not in whole:
-            new = [slot for slot in plain if slot.live is None and slot.wanted(stored) == dtype]
+            new = [binding for binding in plain if binding.live is None and binding.wanted(stored) == dtype]
             made = whole[dtype] = _allocate(owner, shape, dtype, _device_of(new or plain or group), _stride_of(new))
             if dtype != read:
                 copies.append(partial(_fill, made, whole[read]))
     direct = whole[read]
-    for slot in plain:
-        if slot.live is None:
-            slot.live = _made(slot, whole[slot.wanted(stored)], direct, copies)
-            slot.value = _value(slot)
-        elif not _tied(slot, direct):
-            copies.append(_copy(slot.live, direct, slot.place))
+    for binding in plain:
+        if binding.live is None:
+            binding.live = _made(binding, whole[binding.wanted(stored)], direct, copies)
+            binding.value = _value(binding)
+        elif not _tied(binding, direct):
+            copies.append(_copy(binding.live, direct, binding.place))
     return direct
 
 
-def _stride_of(slots: Iterable[Binding]) -> tuple[int, ...] | None:
-    """The strides of new memory that all of `slots` share. Parts of a tensor, and arrays, need contiguous elements."""
-    if not all(slot.place.whole and isinstance(slot.node, tree.Tensor) for slot in slots):
+def _stride_of(bindings: Iterable[Binding]) -> tuple[int, ...] | None:
+    """The strides of new memory that all of `bindings` share. Parts of a tensor, and arrays, need contiguous elements."""
+    if not all(binding.place.whole and isinstance(binding.node, tree.Tensor) for binding in bindings):
         return None
-    return next((slot.stride for slot in slots if slot.stride is not None), None)
+    return next((binding.stride for binding in bindings if binding.stride is not None), None)
 
 
-def _same_part(slot: Binding, other: Binding) -> bool:
+def _same_part(binding: Binding, other: Binding) -> bool:
     """Whether both are the same memory, so that filling one fills the other."""
-    assert slot.live is not None
+    assert binding.live is not None
     assert other.live is not None
-    return bool(slot.live.numel()) and MemoryRegion.of(slot.live).equals(MemoryRegion.of(other.live))
+    return bool(binding.live.numel()) and MemoryRegion.of(binding.live).equals(MemoryRegion.of(other.live))
 
 
-def _make_sharded(slot: Binding) -> None:
-    assert slot.like is not None
+def _make_sharded(binding: Binding) -> None:
+    assert binding.like is not None
     try:
-        slot.live, slot.value = sharded_like(slot.like, slot.dtype or DTYPES[slot.place.dtype], slot.device)
+        binding.live, binding.value = sharded_like(binding.like, binding.dtype or DTYPES[binding.place.dtype], binding.device)
     except RuntimeError as error:  # out of memory
-        raise StateError(f"{slot.fqn}: its part of a new {slot.place.dtype} tensor cannot be made: {error}") from error
+        raise StateError(f"{binding.fqn}: its part of a new {binding.place.dtype} tensor cannot be made: {error}") from error
 
 
-def _copy_parts(slot: Binding, filled: torch.Tensor) -> Callable[[], None]:
+def _copy_parts(binding: Binding, filled: torch.Tensor) -> Callable[[], None]:
     """Fill the local part of a sharded tensor from all of the stored one."""
 
     def copy() -> None:
-        assert slot.live is not None
-        assert slot.held is not None
-        source = filled if slot.place.whole else _view(filled.contiguous(), slot.place)
+        assert binding.live is not None
+        assert binding.held is not None
+        source = filled if binding.place.whole else _view(filled.contiguous(), binding.place)
         with torch.no_grad():
-            for part in slot.held.parts:
-                _fill(part.of(slot.live), source[slices(whole(tuple(source.shape)), part.box)])
+            for part in binding.held.parts:
+                _fill(part.of(binding.live), source[slices(whole(tuple(source.shape)), part.box)])
 
     return copy
 
@@ -323,46 +328,46 @@ def _allocate(
 
 
 def _device_of(group: Iterable[Binding]) -> torch.device:
-    slots = list(group)
-    return next((slot.device for slot in slots if slot.place.whole), slots[0].device)
+    bindings = list(group)
+    return next((binding.device for binding in bindings if binding.place.whole), bindings[0].device)
 
 
 def _fillable(tensor: torch.Tensor) -> bool:
     return not (tensor.is_conj() or tensor.is_neg() or overlaps_itself(tensor))
 
 
-def _made(slot: Binding, filled: torch.Tensor, direct: torch.Tensor, copies: list[Callable[[], None]]) -> torch.Tensor:
-    """The memory for a slot that has none: tied to `filled` if possible, else new memory that is copied from `direct`."""
-    place = slot.place
+def _made(binding: Binding, filled: torch.Tensor, direct: torch.Tensor, copies: list[Callable[[], None]]) -> torch.Tensor:
+    """The memory for a binding that has none: tied to `filled` if possible, else new memory that is copied from `direct`."""
+    place = binding.place
     # numpy sees only host memory, and a dtype that torch lacks needs the bytes of each item in a row.
     fit_for_array = filled.device.type == "cpu" and filled.is_contiguous()
-    if fit_for_array or isinstance(slot.node, tree.Tensor):
+    if fit_for_array or isinstance(binding.node, tree.Tensor):
         if place.whole:
             return filled.detach()
         if filled.is_contiguous():
             return _view(filled, place)
-    made = _allocate(slot.fqn, place.shape, filled.dtype, slot.device)
+    made = _allocate(binding.fqn, place.shape, filled.dtype, binding.device)
     copies.append(_copy(made, direct, place))
     return made
 
 
-def _value(slot: Binding) -> object:
-    assert slot.live is not None
-    if isinstance(slot.node, tree.Array):
-        return tensor_array(slot.live, array_dtype(slot.node.dtype, slot.place.dtype))
+def _value(binding: Binding) -> object:
+    assert binding.live is not None
+    if isinstance(binding.node, tree.Array):
+        return tensor_array(binding.live, array_dtype(binding.node.dtype, binding.place.dtype))
     # Only floating and complex tensors can require gradients.
-    wants = slot.node.requires_grad and (slot.live.is_floating_point() or slot.live.is_complex())
-    value = slot.live.detach()
+    wants = binding.node.requires_grad and (binding.live.is_floating_point() or binding.live.is_complex())
+    value = binding.live.detach()
     return value.requires_grad_() if wants else value
 
 
-def _tied(slot: Binding, filled: torch.Tensor) -> bool:
-    """Whether filling `filled` fills the slot's live memory as well."""
-    assert slot.live is not None
-    region, base = MemoryRegion.of(slot.live), MemoryRegion.of(filled)
-    if slot.place.whole and region.equals(base):
+def _tied(binding: Binding, filled: torch.Tensor) -> bool:
+    """Whether filling `filled` fills the binding's live memory as well."""
+    assert binding.live is not None
+    region, base = MemoryRegion.of(binding.live), MemoryRegion.of(filled)
+    if binding.place.whole and region.equals(base):
         return True
-    return filled.is_contiguous() and region.start < region.end and _origin(slot.place, region) == base.start
+    return filled.is_contiguous() and region.start < region.end and _origin(binding.place, region) == base.start
 
 
 def _view(filled: torch.Tensor, place: StridedView) -> torch.Tensor:

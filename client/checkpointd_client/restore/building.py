@@ -1,4 +1,4 @@
-"""Python values from the nodes of a state tree: the inverse of `flatten.py`, with tensors taken from their slots."""
+"""Python values from the nodes of a state tree: the inverse of `flatten.py`, with tensors taken from their bindings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from checkpointd.layout import tree
 from checkpointd_client.capture import scalars
 
 Build = Callable[[], Any]
-"""Makes a value once the slots are bound."""
+"""Makes a value once the bindings are bound."""
 
 _DICTS: dict[str, Callable[[Iterable[tuple[Any, Any]]], dict[Any, Any]]] = {
     "dict": dict,

@@ -3,10 +3,10 @@
 Invariants
   RETAINED-1  A retained snapshot is loaded only by all ranks together: the same attempt, held whole for each of them.
   RETAINED-2  Every byte that is copied belongs to a box whose digest, taken when the snapshot was complete, was checked here.
-  RETAINED-3  A snapshot of an earlier root at the same path is never taken: its epoch's nonce must be the one in the store. Nor
-      is one whose attempt was aborted or removed: it must be committed, or its sidecar must still work at it.
-  RETAINED-4  Tensors that ranks hold together are assembled from the snapshots of one attempt in this node's sidecar, and only
-      if these have every wanted element. Otherwise the store is read.
+  RETAINED-3  A snapshot of an earlier root at the same path is never loaded: its epoch's nonce must be the one in the store.
+      Its attempt must be committed, or its sidecar must still work at it: no aborted or removed attempt is loaded.
+  RETAINED-4  Tensors that ranks hold together are assembled from the snapshots of one attempt in this node's sidecar, if these
+      have every wanted element. Otherwise the store is read.
 """
 
 from __future__ import annotations
@@ -91,10 +91,10 @@ class FetchedSnapshot:
         try:
             size = os.fstat(descriptor).st_size
             if size < snapshot.nbytes:
-                raise DamagedError(f"the held snapshot has {size} bytes, and its layout {snapshot.nbytes}", rank=rank)
+                raise DamagedError(f"the retained snapshot has {size} bytes, and its layout {snapshot.nbytes}", rank=rank)
             mapped = mmap.mmap(descriptor, size, mmap.MAP_SHARED, mmap.PROT_READ)
         except (OSError, ValueError) as error:  # ValueError: of no bytes at all
-            raise DamagedError(f"the held snapshot cannot be mapped: {error}", rank=rank) from error
+            raise DamagedError(f"the retained snapshot cannot be mapped: {error}", rank=rank) from error
         finally:
             os.close(descriptor)
         self.snapshot, self._rank = snapshot, rank
@@ -102,9 +102,11 @@ class FetchedSnapshot:
         try:
             self.tensors = shard_tensors(Layout(layout=0, nbytes=snapshot.nbytes, tensors=snapshot.tensors))
         except UsageError as error:
-            raise DamagedError(f"the held snapshot cannot be read: {error}", rank=rank) from error
+            raise DamagedError(f"the retained snapshot cannot be read: {error}", rank=rank) from error
         if len(snapshot.digests) != len(self.tensors):
-            raise DamagedError(f"the held snapshot has {len(snapshot.digests)} digests, {len(self.tensors)} tensors", rank=rank)
+            raise DamagedError(
+                f"the retained snapshot has {len(snapshot.digests)} digests, {len(self.tensors)} tensors", rank=rank
+            )
         self._digests = dict(zip(map(id, self.tensors), snapshot.digests, strict=True))
 
     def digest_of(self, tensor: ShardTensor) -> bytes:
@@ -118,7 +120,9 @@ class FetchedSnapshot:
             good = list(threads.map(lambda tensor: xxh3_128(self._bytes(tensor)) == self.digest_of(tensor), boxes))
         for tensor, same in zip(boxes, good, strict=True):
             if not same:
-                message = f"{tensor.fqn} of the held snapshot {self.snapshot.held.tag} changed in memory (rank {self._rank})"
+                message = (
+                    f"{tensor.fqn} of the retained snapshot {self.snapshot.held.tag} changed in memory (rank {self._rank})"
+                )
                 raise DamagedError(message, fqn=tensor.fqn, rank=self._rank)
 
     def give(self, tensor: ShardTensor, box: Box, sink: BoxSink) -> None:
@@ -144,12 +148,12 @@ class MemorySource:
 
     @staticmethod
     def fetched(sidecar: SidecarClient, held: RetainedSnapshot, rank: int, call: Call[Any]) -> MemorySource:
-        """Fetch the snapshots. DamagedError if this rank's cannot be fetched; it does not wait for those of other ranks."""
+        """Fetch this rank's snapshot, and those of other ranks that are there now. DamagedError if this rank's is not."""
         try:
             snapshot, descriptor = call(sidecar.fetch(held))
             own = FetchedSnapshot(snapshot, descriptor, rank)
         except (SidecarError, UsageError) as error:
-            raise DamagedError(f"the held snapshot cannot be fetched: {error}", rank=rank) from error
+            raise DamagedError(f"the retained snapshot cannot be fetched: {error}", rank=rank) from error
         if all(tensor.scope == "rank" for tensor in own.tensors):
             return MemorySource(own, {}, rank)
         others: dict[int, FetchedSnapshot] = {}
@@ -168,13 +172,15 @@ class MemorySource:
         return self.own.snapshot.held.step
 
     def content(self) -> RankContent:
-        """The content that this rank saved. DamagedError if the snapshots contradict each other."""
+        """The content that this rank saved. DamagedError if snapshots contradict each other."""
         snapshot = self.own.snapshot
         entries: dict[str, tuple[str, tuple[int, ...]]] = {}
         for _, tensor in self._shared():
             described = (tensor.dtype, tensor.shape)
             if entries.setdefault(tensor.fqn, described) != described:
-                raise DamagedError(f"{tensor.fqn} is not the same tensor in all held snapshots", fqn=tensor.fqn, rank=self.rank)
+                raise DamagedError(
+                    f"{tensor.fqn} is not the same tensor in all retained snapshots", fqn=tensor.fqn, rank=self.rank
+                )
         own = {tensor.fqn: (tensor.dtype, tensor.shape) for tensor in self.own.tensors if tensor.scope == "rank"}
         return RankContent(
             root=tree.decode(snapshot.tree),

@@ -2,8 +2,9 @@
 
 Invariants
   RESTORE-1  `prepare` changes none of the user's objects. It makes all checks, and reports everything that is wrong at once.
-  RESTORE-2  A load fills the user's own memory where there is some. It allocates only missing memory, after every check.
-  RESTORE-3  After `finish` the objects hold the captured values, bit for bit, in the stored dtypes.
+  RESTORE-2  A load fills the memory that the user's objects have. It allocates only missing memory, after every check.
+  RESTORE-3  After `finish` the objects hold the captured values, bit for bit, in the stored dtypes; with `cast`, floating
+      tensors are converted to the dtypes of the objects.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ class Restoration:
     `per_rank_left` names values that differed between the saving ranks, so that none of them can be chosen. `stateless` names
     the parameters for which no optimizer state is stored.
 
-    The ranks agree on the rest (`turns.Fit`). `unplaced`: values without a place on this rank, which are unexpected if no other
-    rank has a place for them either. `saw_all`: this rank matched the content of all ranks. `fits`: some of it fits here.
+    The ranks agree on the rest (`load_rounds.Fit`). `unplaced`: values without a place on this rank, which are unexpected if no
+    other rank has a place for them either. `saw_all`: this rank matched the content of all ranks. `fits`: some of it fits here.
     `strangers`: the error that nothing fits, which is raised if no rank finds anything that fits.
     """
 
@@ -137,7 +138,7 @@ def askable(state: MutableMapping[str, Any] | TargetChooser, content: RankConten
 
 
 def _too_deep() -> FormatError:
-    return FormatError("the state tree is nested too deeply for what is left of Python's stack")
+    return FormatError("the state tree is nested too deeply for the free part of Python's stack")
 
 
 def _stored(content: RankContent) -> Stored:
@@ -165,19 +166,19 @@ def _prepare(
         match.unexpected.clear()
         match.elsewhere.clear()
         match.mismatched += faults
-    fits = bool(match.slots.by_fqn or match.steps)
+    fits = bool(match.bindings.by_fqn or match.steps)
     strangers = None if options.strict or fits else _strangers(match, state)
     if strangers is not None and not content.among_many:
         raise strangers
     match.per_rank_left += match.left_below("client_state")
     client = match.fresh(stored.client_state or tree.Dict("dict", ()))
-    match.mismatched.extend(dict.fromkeys(match.slots.conflicts(equal)))
+    match.mismatched.extend(dict.fromkeys(match.bindings.conflicts(equal)))
     unplaced = (*match.unexpected, *match.elsewhere)
     if content.among_many:
         match.unexpected = []
     if options.strict and (found := _differences(match, state)):
         raise mismatches.error(found)
-    targets, copies = match.slots.bind(stored.entries)
+    targets, copies = match.bindings.bind(stored.entries)
     steps = [(step.apply, step.build()) for step in sorted(match.steps, key=attrgetter("turn"))]
     return Restoration(
         targets=targets,

@@ -45,15 +45,15 @@ class CandidateSource(Protocol):
     def kind(self) -> Literal["store", "memory"]: ...
 
     def content(self) -> RankContent:
-        """What it holds for this rank."""
+        """The content for this rank."""
         ...
 
     def more(self) -> RankContent | None:
-        """The same, together with the content that only other ranks saved; None if there is no more."""
+        """The content for this rank and the content that only other ranks saved; None if that is no more."""
         ...
 
     def has_elsewhere(self, places: Sequence[str], content: RankContent) -> bool:
-        """Whether another rank saved something right below one of `places`, where this one saved nothing."""
+        """Whether another rank saved something right below one of `places`, and this rank nothing."""
         ...
 
     def equal(self, one: str, two: str, content: RankContent) -> bool:
@@ -134,7 +134,7 @@ def stands_below(places: Sequence[str], content: RankContent) -> bool:
 
 
 def wants(targets: Iterable[Target], content: RankContent, *, fill: bool) -> list[BoxRequest]:
-    """The boxes to read, with sinks where they are to be filled."""
+    """The boxes to read, with sinks if `fill` is set."""
     return [
         content.request(target.fqn, box, box_sink(view, box, content.entries[target.fqn][0]) if fill else None)
         for target in targets

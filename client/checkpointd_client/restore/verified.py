@@ -29,7 +29,7 @@ RUN_BYTES = 64 << 20
 
 @dataclass(slots=True)
 class _Kept:
-    """A part in our own memory, until all of it was given out; `left` counts the bytes that were not."""
+    """A part in our own memory, until all of it was given out; `left` counts the bytes that were not given out yet."""
 
     data: memoryview
     left: int

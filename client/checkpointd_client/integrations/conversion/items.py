@@ -1,8 +1,8 @@
 """Turns the items of a DCP plan into a shard: tensors as boxes of global tensors, everything else in the state tree.
 
 Invariants
-  DCPITEM-1  If this rank holds a tensor that another rank writes, it names an empty box of it: so the check of all plans also
-      checks the dtype and shape on this rank.
+  DCPITEM-1  For a tensor that this rank holds and another rank writes, this rank names an empty box. So the check of all plans
+      also checks the dtype and shape on this rank.
   DCPITEM-2  The tree of each rank has everything that this rank holds, even if another rank writes it.
 """
 

@@ -1,6 +1,6 @@
 """`.metadata` of a DCP directory, a pickle: read as records of DCP's own classes (`opcodes.py`), and written.
 
-Nothing that it names is imported, and any other name is refused.
+No name in it is imported, and a name that is not DCP's is refused.
 """
 
 from __future__ import annotations

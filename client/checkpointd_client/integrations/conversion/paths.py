@@ -1,7 +1,7 @@
 """Converts between DCP's flat names and the state tree: paths joined by dots, and nested nodes.
 
 DCP flattens every mapping, and lists that hold tensors or mappings; all other values are leaves. `leaves` follows the same rule
-for our nodes, so that the names of both agree. Where they do, DCP's `planner_data` need not be stored.
+for our nodes. A path that follows from the state tree by this rule need not be stored.
 """
 
 from __future__ import annotations

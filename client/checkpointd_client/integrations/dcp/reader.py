@@ -1,4 +1,4 @@
-"""A DCP StorageReader: DCP plans what each rank needs, our indexes say where it lies, and only those chunks are read.
+"""A DCP StorageReader: DCP plans which boxes each rank needs, our indexes say where they lie, and only their chunks are read.
 
 Invariants
   DCPREAD-1  Nothing here unpickles: DCP's metadata is made from the indexes. The bytes that DCP's planner unpickles are made

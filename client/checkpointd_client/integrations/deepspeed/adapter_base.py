@@ -46,7 +46,7 @@ SEPARATOR = "--"
 
 
 class DirectoryError(UsageError, ValueError):
-    """There is no directory to save in, and none can be made. Also a ValueError, as in DeepSpeed."""
+    """No directory was given to save in, or it cannot be made. Also a ValueError, as in DeepSpeed."""
 
 
 class TagError(UsageError, AssertionError):
@@ -188,7 +188,7 @@ class Adapter(ABC):
         step = int(self.engine.global_steps)
         tag = f"global_step{step}" if tag is None else str(tag)
         client = dict(client_state or {})
-        self.handle = None  # where this raises, there is none
+        self.handle = None  # an error below must not leave the handle of an earlier save
         SaveTarget.of(save_dir, tag, self._root)
         folder = os.path.abspath(save_dir)
         tag = self._one_of(self._meet("save_checkpoint()", {"save_dir": folder, "step": step}, tag))
@@ -254,7 +254,7 @@ class Adapter(ABC):
         return root in self._roots or os.path.isdir(os.path.join(root, SERVICE))
 
     def _said_of(self, load_dir: str) -> Said | None:
-        """What this rank knows of the root of `load_dir`; None if it has none."""
+        """The message of this rank about the root of `load_dir`; None if `load_dir` has no root."""
         with suppress(UsageError):
             return said_of(self._store_of(SaveTarget.root_of(load_dir, self._root)))
         return None

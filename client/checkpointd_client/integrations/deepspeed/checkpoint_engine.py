@@ -117,7 +117,7 @@ def unpickled(file: VerifiedFile) -> Any:
 
 
 def _is_host(map_location: Any) -> bool:
-    """Whether tensors are wanted on the CPU. DeepSpeed's functions all leave storages where they are loaded."""
+    """Whether tensors are wanted on the CPU. All functions that DeepSpeed passes as `map_location` keep storages on the CPU."""
     return callable(map_location) or (isinstance(map_location, str | torch.device) and torch.device(map_location).type == "cpu")
 
 

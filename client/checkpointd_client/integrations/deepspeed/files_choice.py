@@ -118,7 +118,10 @@ class FilesChoice:
     # --- candidates --------------------------------------------------------------------------------------------
 
     def _candidates(self) -> tuple[list[tuple[str, Checkpoint | None]], str | None]:
-        """The candidates that rank 0 sees, newest first, None where this rank sees none; or a tag of DeepSpeed itself."""
+        """The candidates that rank 0 lists, newest first; or a tag of DeepSpeed itself.
+
+        Each has its prefix, and None in place of a checkpoint that this rank does not see.
+        """
         known, fault = self._known()
         beside = [c for c in known.values() if os.path.dirname(c.outcome.shown_at) == self.folder]
         named = pointed(self.load_dir) if self.tag is None else self.tag

@@ -52,7 +52,7 @@ class Opened(Protocol):
 
 
 def said_of(store: str) -> Said:
-    """What this rank knows of the root `store`."""
+    """The message of this rank about the root `store`, of which that of rank 0 counts."""
     places = (store, *(os.path.join(store, key) for key in (SERVICE, os.path.dirname(epoch_key(1)), LEASES)))
     return all(_may_write(place) for place in places if os.path.isdir(place)), secrets.token_hex(16)
 

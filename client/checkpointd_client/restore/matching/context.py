@@ -60,7 +60,7 @@ class Context(ABC):
         equal: Equal,
         answers: HandedOutStates | None = None,
     ) -> None:
-        self.slots = Bindings()
+        self.bindings = Bindings()
         self.steps: list[Step] = []
         self.missing: list[str] = []
         self.unexpected: list[str] = []
@@ -143,8 +143,8 @@ class Context(ABC):
         like: torch.Tensor | FlatShard | None = None,
         was: StridedView | None = None,
     ) -> Build:
-        """Make the stored value anew: on `device`, or on the kind of device where it was. A tensor of the shape of `like` gets
-        its sharding and its strides.
+        """Make the stored value anew: on `device`, or on the kind of device that it was saved from. A tensor of the shape of
+        `like` gets its sharding and its strides.
 
         With cast=True it also gets the dtype of `like`, unless its stored dtype differs from that of `was`, the stored
         counterpart of `like`: a master copy in float32 stays one.

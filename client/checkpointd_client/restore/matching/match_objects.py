@@ -54,8 +54,8 @@ def _shards_of(match: Context, live: Any, node: tree.Node, fqn: str) -> object |
     """The object's state_dict(), if it holds DTensors, as that of torch's get_state_dict() of a sharded model does.
 
     Such an object loads only DTensors, and only its own DTensors tell how they are sharded. Other objects are not asked: their
-    state_dict() may start workers, and need not return their own memory. Nor is an object asked if not every rank stored
-    weights for it, for example because rank 0 gathers them: state_dict() may wait for all ranks.
+    state_dict() may start workers, and need not return their own memory. An object is asked only if every rank stored weights
+    for it, since state_dict() may wait for all ranks: rank 0 alone may have gathered the weights.
     """
     return match.answers.of(live, fqn) if hands_out_weights(live, node, match.stored) else None
 
@@ -81,7 +81,7 @@ def _module(match: Context, part: StateModule, node: tree.Dict, fqn: str) -> boo
     refuse_meta(fqn, [f"{fqn}.{name}" for name, value in names if name in stored and is_meta(value)])
     extra: dict[Hashable, Build] = {}
     absent: set[str] = set()
-    filled_before = len(match.slots.by_fqn)
+    filled_before = len(match.bindings.by_fqn)
     for live_key, value in live.items():
         key = part.name(live_key)
         path = f"{fqn}.{key}"
@@ -95,7 +95,7 @@ def _module(match: Context, part: StateModule, node: tree.Dict, fqn: str) -> boo
             extra[live_key] = match.fresh(stored.pop(key))
     for left_over in stored:
         match.note_unexpected(f"{fqn}.{left_over}")
-    if live and not extra and len(match.slots.by_fqn) == filled_before:
+    if live and not extra and len(match.bindings.by_fqn) == filled_before:
         return True  # none of it is stored, or none of it fits
     if part.is_flat:
         extras = building.dict_of("dict", extra)

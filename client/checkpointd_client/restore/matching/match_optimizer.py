@@ -274,11 +274,11 @@ class Trial:
     """A part of the match that is taken as a whole or not at all (MATCHOPT-1)."""
 
     match: Context
-    _slots: int = field(init=False)
+    _bindings: int = field(init=False)
     _told: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self._slots, self._told = len(self.match.slots.by_fqn), len(self.match.mismatched)
+        self._bindings, self._told = len(self.match.bindings.by_fqn), len(self.match.mismatched)
 
     @property
     def failed(self) -> bool:
@@ -289,7 +289,7 @@ class Trial:
         """Whether all of it fits; if not, the matches of the state stored at `fqn` are dropped."""
         if not self.failed:
             return True
-        self.match.slots.drop_after(self._slots)
+        self.match.bindings.drop_after(self._bindings)
         told = self.match.mismatched
         if not told[-1].startswith(f"{fqn}: "):
             told[-1] += f" (so all that is stored at {fqn} is left out)"
@@ -419,7 +419,7 @@ def _entry(match: Context, live: Live, number: Hashable, node: tree.Node, was: S
 
 
 def filled(match: Context, live: Any, node: tree.Node, fqn: str, like: _Like = _ANYHOW) -> Build:
-    """The stored value, with the tensors of `live` filled where it has some at the same places; the rest made like `like`."""
+    """The stored value: tensors that `live` has at the same places are filled, and all others are made like `like`."""
     if isinstance(node, tree.Tensor) and isinstance(live, torch.Tensor | FlatShard):
         return match.tensor(live, node, fqn, replaceable=True) or building.given(live)
     if isinstance(node, tree.Dict):
@@ -458,7 +458,7 @@ def _load_optimizer(live: Live, state: dict[str, Any]) -> None:
 
 
 def _put_back(loaded: Any, ours: Any) -> None:
-    """Put our tensors, strings and bytes back into `loaded`, where it still has tensors at the same places."""
+    """Put our strings and bytes back into `loaded`, and our tensors at the places at which it has tensors."""
     items = ours.items() if isinstance(ours, Mapping) else enumerate(ours) if isinstance(ours, list) else ()
     for key, value in items:
         there = _item(loaded, key)

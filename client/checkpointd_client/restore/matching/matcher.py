@@ -1,7 +1,7 @@
 """Matches stored tensors with the user's objects: where each stored tensor goes, and which fit nowhere.
 
-A match changes and allocates nothing. Its result is a set of slots, the steps to take once the slots are filled, and lists of
-the values that did not match.
+A match changes and allocates nothing. Its result is a set of bindings, the steps to take once the bindings are filled, and
+lists of the values that did not match.
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ class Matcher(Context):
                 self.mismatched[-1] += " (load(..., cast=True) converts floating dtypes)"
             return None
         memory = local_of(live) if is_sharded(live) else live.detach()  # type: ignore[union-attr]  # a FlatShard is sharded
-        slot = Binding(node, place, live.device, memory, live, replaceable, held)
-        self.slots.add(slot)
-        return (lambda: slot.value) if replaceable else None
+        binding = Binding(node, place, live.device, memory, live, replaceable, held)
+        self.bindings.add(binding)
+        return (lambda: binding.value) if replaceable else None
 
     def _held(self, places: tuple[LocalShardTensor, ...], node: tree.Node, fqn: str) -> Build | None:
         """Match memory for parts of a stored tensor, which may have other shapes than the tensor."""
@@ -94,8 +94,8 @@ class Matcher(Context):
             if not self._fits(fqn, (dtype if converted else place.dtype, place.shape), (dtype, one.held.shape)):
                 return None
         for one in places:
-            slot = Binding(node, place, one.tensor.device, one.tensor.detach(), one.tensor, held=one.held)
-            self.slots.add(slot, again=one is not places[0])
+            binding = Binding(node, place, one.tensor.device, one.tensor.detach(), one.tensor, held=one.held)
+            self.bindings.add(binding, again=one is not places[0])
         return None
 
     def _array(self, live: NDArray[np.generic], node: tree.Node, fqn: str) -> Build | None:
@@ -108,7 +108,7 @@ class Matcher(Context):
             return None
         if not tensors.in_place(live):
             return self.fresh(node)
-        self.slots.add(Binding(node, place, _CPU, tensors.array_tensor(live, fqn), live))
+        self.bindings.add(Binding(node, place, _CPU, tensors.array_tensor(live, fqn), live))
         return None
 
     def _fits(self, fqn: str, stored: tuple[str, tuple[int, ...]], live: tuple[str, tuple[int, ...]]) -> bool:
@@ -135,11 +135,11 @@ class Matcher(Context):
             if isinstance(node, tree.Array):
                 tensors.array_dtype(node.dtype, place.dtype)
             where = _CPU if isinstance(node, tree.Array) else device or _device(node.device)
-            slot = Binding(node, place, where, replaceable=True)
+            binding = Binding(node, place, where, replaceable=True)
             if like is not None and isinstance(node, tree.Tensor):
-                self._made_like(slot, like, was)
-            self.slots.add(slot)
-            return lambda: slot.value
+                self._made_like(binding, like, was)
+            self.bindings.add(binding)
+            return lambda: binding.value
         if isinstance(node, tree.Dict):
             children = self.stored.children(node)
             return building.dict_of(node.kind, {key: self.fresh(child, device, like, was) for key, child in children})
@@ -147,16 +147,16 @@ class Matcher(Context):
             return building.sequence_of(node.kind, [self.fresh(child, device, like, was) for child in node.items])
         return building.constant(node)
 
-    def _made_like(self, slot: Binding, like: torch.Tensor | FlatShard, was: StridedView | None) -> None:
-        if slot.place.shape != tuple(like.shape):
+    def _made_like(self, binding: Binding, like: torch.Tensor | FlatShard, was: StridedView | None) -> None:
+        if binding.place.shape != tuple(like.shape):
             return
         if is_sharded(like):
-            slot.like, slot.held = like, held_by(like, slot.fqn)
+            binding.like, binding.held = like, held_by(like, binding.fqn)
         elif isinstance(like, torch.Tensor):
-            slot.stride = tensors.stride_like(like)  # fused optimizers take parameter and state in the order of memory
-        follows = was is None or was.dtype == slot.place.dtype
-        if self.cast and follows and like.is_floating_point() and is_floating(slot.place.dtype):
-            slot.dtype = like.dtype
+            binding.stride = tensors.stride_like(like)  # fused optimizers take parameter and state in the order of memory
+        follows = was is None or was.dtype == binding.place.dtype
+        if self.cast and follows and like.is_floating_point() and is_floating(binding.place.dtype):
+            binding.dtype = like.dtype
 
     # --- containers ----------------------------------------------------------------------------------------------
 

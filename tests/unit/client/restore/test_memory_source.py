@@ -156,7 +156,7 @@ def test_one_bit_that_changed_is_found_where_it_is_wanted_and_ignored_where_not(
     first = SHARD.tensors[0]
     buffer[first.offset + 5] ^= 4
     held = FetchedSnapshot(_snapshot(), _descriptor(bytes(buffer)), 1)
-    with pytest.raises(DamagedError, match=rf"{first.fqn} of the held snapshot global_step1 changed in memory \(rank 1\)"):
+    with pytest.raises(DamagedError, match=rf"{first.fqn} of the retained snapshot global_step1 changed in memory \(rank 1\)"):
         held.check(held.tensors[:2])
     held.check(held.tensors[1:2])
 

@@ -113,7 +113,7 @@ def _replace(home: Any, name: str, wrap: Callable[[_Function], _Function]) -> No
 
 
 def _after(first: Callable[[], None]) -> Callable[[_Function], _Function]:
-    """What wraps a function so that `first` is called before it."""
+    """A wrapper for functions, which calls `first` before the function."""
 
     def wrap(original: _Function) -> _Function:
         @functools.wraps(original)
@@ -134,7 +134,7 @@ _training = _after(lambda: _SAVES.begin())
 
 
 def _filling(engine: Any, directory: str) -> Filling | None:
-    """Let `directory` be filled out of sight for the next save of `engine`; None where it cannot be."""
+    """Let `directory` be filled out of sight for the next save of `engine`; None if checkpointd does not save it there."""
     plug = None if engine is None else _PLUGS.get(engine)
     if plug is None or not plug.is_attached:
         return None

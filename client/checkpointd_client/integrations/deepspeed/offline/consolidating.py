@@ -1,4 +1,4 @@
-"""The fp32 weights of DeepSpeed's files, as `checkpointd consolidate` writes those of a root."""
+"""Writes the fp32 weights in DeepSpeed's files as plain files, for `checkpointd consolidate`."""
 
 from __future__ import annotations
 
