@@ -46,6 +46,7 @@ from checkpointd_client.restore.answers import HandedOutStates
 from checkpointd_client.restore.content import RankContent, part_of
 from checkpointd_client.restore.plan import LoadOptions, Restoration, prepare
 from checkpointd_client.restore.store_source import StoredSource, prepared
+from checkpointd_client.settings import check_load
 
 log = logging.getLogger("checkpointd")
 T = TypeVar("T")
@@ -243,9 +244,10 @@ class OpenCheckpoint:
         Checkpointer of this process saves these objects, call its `fence()` first.
 
         Nothing is touched before all was verified. Raises MismatchError listing every difference (`strict=False` loads what
-        fits), UsageError if `only` names a part that `into` lacks, DamagedError, NotFoundError if the checkpoint was removed,
-        StoreError; PartlyLoadedError if any of these happens after it has begun to fill the objects.
+        fits), UsageError if `into` is no dict or lacks a part that `only` names, DamagedError, NotFoundError if the checkpoint
+        was removed, StoreError; PartlyLoadedError if any of these happens after it has begun to fill the objects.
         """
+        check_load(into, strict=strict, fallback=True, cast=cast)
         names = (only,) if isinstance(only, str) else None if only is None else tuple(only)
         state = into if names is None else _chosen(into, names)
         restoration, client_state = self._filled(

@@ -225,6 +225,19 @@ def test_names_that_shared_memory_share_it_while_one_is_in_use(tied: Path) -> No
         assert found["embed.weight"].data_ptr() == address, "the window keeps it"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"into": torch.nn.Linear(1, 1)}, r"must map names to objects, not be a .*Linear: pass \{'model': model, ...\}"),
+        ({"into": {}, "strict": 1}, "strict is 1"),
+        ({"into": {}, "cast": "yes"}, "cast is 'yes'"),
+    ],
+)
+def test_arguments_of_load_are_checked_by_name(tied: Path, arguments: dict[str, Any], words: str) -> None:
+    with open_checkpoint(tied) as opened, pytest.raises(UsageError, match=words):
+        opened.load(**arguments)
+
+
 def test_what_was_asked_for_must_be_there(tied: Path, tmp_path: Path) -> None:
     with open_checkpoint(tied) as opened:
         with pytest.raises(NotFoundError, match="its parts are: model, other"):
