@@ -1,8 +1,8 @@
-"""Charges: every byte that a client makes the daemon hold counts against its user's limit and the daemon's.
+"""Charges: the memory that a client makes the daemon use counts against its user's limit and the daemon's.
 
 Invariants
-  CHARGE-1  What is charged never exceeds an account's limit, nor that of the account above it.
-  CHARGE-2  A charge is given back once, when what it is for is let go of.
+  CHARGE-1  The charges of an account never exceed its limit, nor the limit of the account above it.
+  CHARGE-2  A charge is given back once, when its memory is released.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MIB = 1 << 20
 
 @dataclass(eq=False, slots=True)
 class Account:
-    """Bytes held, and how many may be. `name`: whose they are, in words; `remedy`: what to do where they are too many."""
+    """Bytes in use, and their limit. `name`: the owner, in words; `remedy`: what to do if the limit is too small."""
 
     limit: int
     name: str = "all users together"
@@ -26,7 +26,7 @@ class Account:
     used: int = 0
 
     def take(self, nbytes: int) -> None:
-        """Charge `nbytes` more. SidecarFullError where there is no room."""
+        """Charge `nbytes` more. SidecarFullError if there is no room."""
         if self.used + nbytes > self.limit:
             used = byte_size(self.used) if self.used else "none"
             room = f"{self.name} may use {byte_size(self.limit)}, of which {used} is in use"
@@ -43,19 +43,19 @@ class Account:
 
 @dataclass(eq=False, slots=True)
 class Charge:
-    """What one thing costs an account, until it is released."""
+    """The bytes that one thing costs an account, until they are released."""
 
     account: Account
     nbytes: int = 0
 
     @staticmethod
     def of(account: Account, nbytes: int) -> Charge:
-        """A charge of `nbytes`. SidecarFullError where there is no room."""
+        """A charge of `nbytes`. SidecarFullError if there is no room."""
         account.take(nbytes)
         return Charge(account, nbytes)
 
     def resize(self, nbytes: int) -> None:
-        """It costs `nbytes` now. SidecarFullError where there is no room for more."""
+        """Change the charge to `nbytes`. SidecarFullError if there is no room for more."""
         if nbytes > self.nbytes:
             self.account.take(nbytes - self.nbytes)
         else:
@@ -63,5 +63,5 @@ class Charge:
         self.nbytes = nbytes
 
     def release(self) -> None:
-        """It is gone; a second time does nothing."""
+        """Give the charge back; a second call does nothing."""
         self.resize(0)

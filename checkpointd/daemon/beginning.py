@@ -1,6 +1,6 @@
-"""What the saves of one epoch are made with, once the store has shown that the epoch began at this root.
+"""Makes the writer for an epoch's saves, after checking in the store that the epoch began at this root.
 
-A client may be wrong about that: the daemon may have another file system at the same path.
+The client's path alone proves nothing: the daemon may see another file system at the same path.
 """
 
 from __future__ import annotations
@@ -20,18 +20,17 @@ from checkpointd.store.base import Store
 
 _PUT_RIGHT = ". Give the daemon the trainer's file system: the same node, mount namespace or volume"
 Known = tuple[int, str]
-"""An epoch that the daemon knows of, with its nonce."""
+"""An epoch that the daemon knows, with its nonce."""
 
 
 async def begun(
     asked: wire.Begin, store: Store, ours: ServeConfig, known: Collection[Known], say: Callable[[str, object, object], None]
 ) -> tuple[WriterState, set[str]]:
-    """The writer for what `asked` says, with the store of the client's user; and the nonces of the `known` epochs
-    whose root was removed.
+    """The writer for `asked`, with the store of the client's user, and the nonces of the `known` epochs whose root was removed.
 
-    Raises CheckpointdError where the store shows no such epoch, or that user may not read its record, and FencedError where
-    it shows that another job has taken over. A storage that does not tell now refuses nobody: `say` is told, and each save
-    looks before its vote.
+    Raises CheckpointdError if the store has no such epoch or the user may not read its record, and FencedError if another job
+    has taken over. If the storage does not answer now, the client is not refused: `say` is called, and each save checks again
+    before its vote.
     """
     state = WriterState(store=store, persist=persist_config(asked, ours), commit=commit_config(asked))
     unseen: CheckpointdError | None
@@ -54,7 +53,7 @@ async def begun(
 
 
 async def _removed(asked: wire.Begin, store: Store, known: Collection[Known]) -> set[str]:
-    """Which of the `known` epochs, no older than the one `asked` for, began at a root that was there before this one."""
+    """The nonces of the `known` epochs, not older than the `asked` one, that began at an earlier root of the same path."""
     await epochs.check_not_over(store, asked.epoch)
     others = [epoch for epoch in known if epoch[0] >= asked.epoch and epoch[1] not in ("", asked.nonce)]
     are_here = await asyncio.gather(*(epochs.is_of_root(store, *epoch) for epoch in others))

@@ -32,41 +32,41 @@ log = logging.getLogger("checkpointd")
 COMMITS_KEPT = 64
 INLINE_KEPT = 4096
 FORGET_S = 86_400.0
-"""So long what is known of a root stays after its last trainer has left."""
+"""How long the daemon remembers a root after its last trainer has left."""
 REASONS = {"SidecarFullError": "full", "UsageError": "request", "WireError": "protocol", "ClosedError": "leaving"}
-"""Why something is refused, by the error's class: no room, not allowed or not possible, not the protocol, the daemon leaves."""
+"""The reasons for refusals in the metrics, by the class of the error."""
 OTHER = "other"
 TRAINERS_SAID = 64
-"""So many trainers of a user that come, close or go are said in the log each minute."""
+"""Log messages a minute about trainers of one user that join or leave."""
 INLINE_SAID = 256
-"""So many inline saves of a user are said in the log each minute."""
+"""Log messages a minute about inline saves of one user."""
 RANKS_KEPT = 4096
 """Ranks that are remembered; beyond that, the daemon forgets the rank that has been gone for longest."""
 
 
 @dataclass(eq=False, slots=True)
 class RankRecord:
-    """One rank at one root, through all its incarnations on this node."""
+    """One rank at one root, through all its trainers on this node."""
 
     root: str
     rank: int
     world_size: int
     pid: int
     user: User | None = None
-    """With whose rights the daemon works for it; None: its own."""
+    """The user with whose rights the daemon works for it; None: its own."""
     epoch: int | None = None
     begun: tuple[int, str] = (0, "")
-    """The newest epoch that it began, with its nonce."""
+    """The newest epoch that the rank began, with its nonce."""
     since: float = field(default_factory=time.time)
     _connected: Counter[int] = field(default_factory=Counter, init=False)
-    """Its connections, by user."""
+    """The number of its connections, by user."""
     gone_at: float | None = None
     """When the last connection ended; None while there is one."""
     left_well: bool = False
-    """Its trainer said that it ends."""
+    """Whether its trainer closed its Checkpointer."""
     tally: Tally = field(default_factory=Tally)
     commit_s: list[float] = field(default_factory=list)
-    """On the coordinator: from save() to the commit, the newest last."""
+    """On the coordinator: seconds from save() to the commit, the newest last."""
 
     @property
     def connections(self) -> int:
@@ -92,7 +92,7 @@ class RankRecord:
 
 @dataclass(frozen=True, slots=True)
 class RootScan:
-    """What a root held when it was last looked at."""
+    """The result of a root scan."""
 
     latest: str | None = None
     newest_step: int | None = None
@@ -104,7 +104,7 @@ class RootScan:
 
 
 class Hub:
-    """One daemon's state; everything on one loop, so nothing here locks."""
+    """One daemon's state. All of it is used on one loop, so it needs no locks."""
 
     def __init__(self, config: ServeConfig) -> None:
         self.config = config
@@ -113,7 +113,7 @@ class Hub:
         self.jobs = SaveJobs()
         self.memory = SlotMappings()
         self.account = Account(config.memory_bytes_max)
-        """Everything that clients make this daemon hold."""
+        """The memory that all clients use together."""
         self._accounts: dict[int, Account] = {}
         self.turns = LoopTurns()
         self.said = Rationed(log)
@@ -126,21 +126,21 @@ class Hub:
         self.root_scans: dict[str, RootScan] = {}
         self.looking_at: set[str] = set()
         self.not_looked_after: Sequence[str] = ()
-        """The roots that are too many to be looked after."""
+        """The roots beyond those that the daemon can look after."""
         self.on_news: Callable[[str], None] = lambda _: None
         """Called with a root that a client joined, or where a save ended."""
         self.on_remade: Callable[[str], None] = lambda _: None
-        """Called with a root that was removed and made again: what was seen there is another one's."""
+        """Called with a root that was removed and made again, whose earlier scans no longer count."""
         self.readers: weakref.WeakValueDictionary[tuple[str, int, User | None], BackgroundReadBack] = (
             weakref.WeakValueDictionary()
         )
-        """What reads back in the background, by root, rank and user. It goes on after the rank's trainer has left, until all is
-        read, and is the next trainer's, too: the saves of that one pause it."""
+        """The background readers that read back checkpoints, by root, rank and user. A reader goes on after its trainer has
+        left, until all is read, and serves the next trainer, whose saves pause it."""
         self.tallies: dict[str, Tally] = {}
-        """Of all ranks that this daemon knew at a root, also of those that are forgotten."""
+        """By root: counts of all ranks that this daemon knew there, including forgotten ranks."""
         self._ranks: dict[tuple[str, int], RankRecord] = {}
         self._inline: OrderedDict[JobKey, None] = OrderedDict()
-        """The saves that were counted as persisted by their trainers."""
+        """The inline saves that were counted."""
 
     @property
     def refused(self) -> int:
@@ -152,7 +152,7 @@ class Hub:
         self.refusals[REASONS.get(error.code, OTHER)] += 1
 
     def account_of(self, uid: int) -> Account:
-        """What a user makes this daemon hold."""
+        """The account for the memory that a user's clients use."""
         account = self._accounts.get(uid)
         if account is None:
             account = self._accounts[uid] = Account(
@@ -166,8 +166,8 @@ class Hub:
         return account
 
     def rank(self, root: str, rank: int, *, world_size: int, pid: int, user: User | None = None) -> RankRecord:
-        """The record of a rank that `pid` of `user` joins as. What it says of a connected trainer stays: whether the new one
-        takes its place shows when it begins its epoch.
+        """The record of a rank that process `pid` of `user` joins as. If another trainer is connected, the record keeps its
+        data until the new one begins an epoch.
         """
         record = self._ranks.get((root, rank))
         if record is None:
@@ -181,7 +181,7 @@ class Hub:
         return record
 
     def came(self, record: RankRecord, peer: Peer) -> None:
-        """A trainer has joined. What its task logs from here on is about its rank."""
+        """A trainer has joined. From here on, the log records of this task name its rank."""
         record.connected(peer.uid)
         about(Subject(record.root, record.rank))
         self._say_trainer(logging.INFO, "joined", record, peer)
@@ -206,7 +206,7 @@ class Hub:
             del self._ranks[min(gone, key=gone.__getitem__)]
 
     def roots_in_use(self) -> set[str]:
-        """The roots that a connected rank, a save in flight or a look needs."""
+        """The roots with a connected rank, a save in flight or a scan."""
         return set(self._joined_roots()) | {job.root for job in self.jobs.all()} | self.looking_at
 
     def _joined_roots(self) -> list[str]:
@@ -216,23 +216,23 @@ class Hub:
         return sorted((r for r in self._ranks.values() if r.root == root), key=lambda r: r.rank)
 
     def users_at(self, root: str) -> list[User | None]:
-        """With whose rights the daemon works for the ranks at a root, for who came last at the end."""
+        """The users of the ranks at a root, the last to come at the end; None: the daemon's own."""
         return [record.user for record in sorted(self.ranks_at(root), key=lambda record: record.since)]
 
     def known_roots(self) -> list[str]:
-        """Every root that a client joined, or that this daemon looked at."""
+        """Every root that a client joined, or that this daemon scanned."""
         return sorted({root for root, _ in self._ranks} | self.jobs.roots() | self.root_scans.keys())
 
     def roots_by_use(self) -> list[str]:
-        """The roots that clients joined: those that are in use first, then those that were joined last."""
+        """The roots that clients joined: first those in use, then the others, last joined first."""
         joined = sorted(self._ranks.values(), key=lambda record: record.since, reverse=True)
         in_use = [*self._joined_roots(), *(job.root for job in self.jobs.all())]
         return list(dict.fromkeys([*in_use, *(record.root for record in joined)]))
 
     def begun(self, record: RankRecord, epoch: int, nonce: str, removed: Collection[str] = ()) -> None:
-        """A client began an epoch. `removed`: the nonces of epochs whose root was removed, and this one made in its place.
+        """A client began an epoch. `removed`: the nonces of epochs whose root was removed and replaced by this one.
 
-        Its process may have the number that the one before had: in a container both are 1, or 0 as this daemon sees them.
+        A new nonce means a new start, although the pid may be the same: in a container it is often 1, or 0 for this daemon.
         """
         known = record.begun[1]
         if known and known != nonce:
@@ -242,7 +242,7 @@ class Hub:
         record.epoch, record.begun = epoch, (epoch, nonce)
 
     def changed(self, job: SaveJob) -> None:
-        """A job entered a phase: counters, and the phase of its snapshot in the tier."""
+        """A job entered a phase. Update the counters, and the phase of its retained snapshot."""
         if job.phase is Phase.PREPARED:
             for tally in self._tallies(job.root, job.info.rank):
                 tally.persisted(job.progress.raw_done, job.progress.stored)
@@ -265,7 +265,7 @@ class Hub:
         return [] if record is None else [record.tally, self.tallies[root]]
 
     def held_up(self, record: RankRecord, seconds: float) -> None:
-        """A save of a rank held training for so long."""
+        """A save of a rank held training for `seconds`."""
         record.tally.stall_s += seconds
         at_root = self.tallies[record.root]
         at_root.stall_s = max(at_root.stall_s, record.tally.stall_s)
@@ -280,7 +280,7 @@ class Hub:
         root, tallies = key[0], self._tallies(key[0], save.rank)
         for tally in tallies:
             tally.inline[save.inline.reason] += 1
-        if self.jobs.live(key) is None and self.jobs.ended(key) is None:  # else it is counted where it ends, or ended, here
+        if self.jobs.live(key) is None and self.jobs.ended(key) is None:  # otherwise its job counts it
             self.jobs.remember(EndedSaveJob(key, save))
             for tally in tallies:
                 tally.persisted(save.raw_done, save.stored)
@@ -298,7 +298,7 @@ class Hub:
             self.said.say(logging.WARNING, "saves inline", uid, "%s", words, most=INLINE_SAID, fields=fields)
 
     def is_counted(self, key: JobKey) -> bool:
-        """Whether nothing can be learned of this save from the store: it is known who persisted it."""
+        """Whether it is known who persisted this save, so its vote need not be read."""
         return key in self._inline or self.jobs.live(key) is not None or self.jobs.ended(key) is not None
 
     def forget_old(self, now: float) -> None:
@@ -311,7 +311,7 @@ class Hub:
                     del self._ranks[(root, record.rank)]
                 del self.tallies[root]
                 self.jobs.forget(root)
-                self.on_remade(root)  # a root that is removed and made again meanwhile would not be told from this one
+                self.on_remade(root)  # the root may be removed and made again before a trainer joins, and nobody would notice
 
     def __iter__(self) -> Iterator[RankRecord]:
         return iter(self._ranks.values())

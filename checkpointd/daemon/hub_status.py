@@ -1,4 +1,4 @@
-"""The daemon's status: its hub as plain data."""
+"""The daemon's status: the state of its hub as plain data."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ from checkpointd.phrases import listed
 from checkpointd.report.advice import for_root
 
 RECENT_MAX = 1024
-"""Ended saves that are told of each root, the newest: with 256 ranks four each, and an answer that stays below a megabyte."""
-
-"""Roots that are not looked after are named up to here, the others counted."""
+"""Ended saves that the status shows of each root, the newest: four for each of 256 ranks, in less than a megabyte."""
 NAME_MAX = 200
+"""Characters of a root's name in a list of roots."""
 
 
 def standing(hub: Hub) -> DaemonStatus:
-    """Everything, from memory alone: asking costs no storage anything."""
+    """The whole status, from memory; does not use the storage."""
     config = hub.config
     now = time.time()
     hub.memory.settle()

@@ -230,7 +230,7 @@ class SaveJob:
         try:
             await self.attempt.run(self._snapshot)
         except Exception as error:  # a defect must neither end the daemon nor leave the client waiting
-            log.exception("%s: the writer failed unexpectedly; please report it", self.info.prefix)
+            log.exception("%s: the writer failed in an unforeseen way; please report it", self.info.prefix)
             self.attempt.error = CheckpointdError(f"the writer failed: {error!r}; please report it")
             self.attempt.phase = Phase.FAILED
             self._entered(Phase.FAILED)

@@ -1,8 +1,8 @@
 """Asks a daemon for its status over its socket: for scripts, synchronous and asynchronous, and for the command line.
 
 Invariants
-  QUERY-1  Every failure is a SidecarError that says what to do; none takes longer than `timeout_s`.
-  QUERY-2  A client that failed has no connection: its next question opens a new one.
+  QUERY-1  Every failure is a SidecarError that says what to do, and comes within `timeout_s`.
+  QUERY-2  After a failure the client has no connection; its next question opens a new one.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import errno
 import os
 import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -32,7 +33,7 @@ _PIECE = 256 << 10
 
 
 class _Conversation:
-    """The status side of the protocol, without I/O: bytes to send, and what the daemon's bytes mean."""
+    """The status client's side of the protocol, without I/O: makes the bytes to send, and decodes the daemon's answers."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -47,7 +48,7 @@ class _Conversation:
         return wire.encode(wire.Query())
 
     def feed(self, data: bytes) -> DaemonStatus | None:
-        """The answer, once `data` completes it. SidecarError where the daemon refuses, or speaks something else."""
+        """The answer, once `data` completes it. SidecarError if the daemon refuses, or does not speak this protocol."""
         try:
             if not data:
                 raise SidecarError(
@@ -58,7 +59,7 @@ class _Conversation:
                 if (answer := self._take(message)) is not None:
                     return answer
         except WireError as error:
-            seen = f"the program that listens at {self._path} does not speak as a checkpointd daemon does: {error}"
+            seen = f"the program that listens at {self._path} does not speak the protocol of a checkpointd daemon: {error}"
             raise SidecarError(seen, "give the socket of a checkpointd daemon, or upgrade the older one") from error
         return None
 
@@ -98,12 +99,8 @@ class _Conversation:
             ) from error
 
 
-class StatusClient:
-    """Asks the daemon that listens at `socket_path`; for one thread at a time.
-
-    Connects at the first question. After a SidecarError it can be asked again: the daemon may be back.
-    `sidecar_uid`: the user that the daemon runs as, unless it is your own or the superuser.
-    """
+class _Client:
+    """The connection of a status client to the daemon at `socket_path`."""
 
     def __init__(
         self, socket_path: str | os.PathLike[str], *, timeout_s: float = TIMEOUT_S, sidecar_uid: int | None = None
@@ -113,24 +110,50 @@ class StatusClient:
         self._socket: socket.socket | None = None
         self._conversation = _Conversation(self.socket_path)
 
-    def status(self) -> DaemonStatus:
-        """How things stand, from the daemon's memory alone: asking costs no storage anything.
+    def _opened(self) -> tuple[socket.socket, bytes]:
+        """The connection, made if there is none, and the bytes that ask for the status."""
+        if self._socket is not None:
+            return self._socket, self._conversation.question()
+        self._conversation = _Conversation(self.socket_path)
+        self._socket = connected(self.socket_path, self._sidecar_uid)
+        return self._socket, self._conversation.hello() + self._conversation.question()
 
-        SidecarError where nobody listens, or a stranger, the permission is missing, the versions do not match, or no
-        answer comes in time.
-        """
-        ends = time.monotonic() + self._timeout_s
+    @contextlib.contextmanager
+    def _failures(self) -> Iterator[None]:
+        """End the connection after a failure (QUERY-2); a system error becomes a SidecarError (QUERY-1)."""
         try:
-            return self._ask(ends)
+            yield
         except BaseException as error:
-            self.close()  # QUERY-2
+            self._drop()
             if isinstance(error, OSError):
                 raise _unreachable(error, self.socket_path, self._timeout_s) from error
             raise
 
+    def _drop(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+
+class StatusClient(_Client):
+    """Asks the daemon that listens at `socket_path`; for one thread at a time.
+
+    Connects at the first question. You can ask again after a SidecarError: the daemon may be back. `sidecar_uid`: the user that
+    the daemon runs as, unless that is you or the superuser.
+    """
+
+    def status(self) -> DaemonStatus:
+        """The daemon's status, from its memory, so asking does not use the storage.
+
+        SidecarError if nobody listens, another user's process listens, a permission is missing, the versions do not match, or
+        no answer comes in time.
+        """
+        with self._failures():
+            return self._ask(time.monotonic() + self._timeout_s)
+
     @property
     def peer(self) -> Peer:
-        """The process that answered the last question, by the kernel's word. SidecarError if no question was answered."""
+        """The process that answered the last question, as the kernel names it. SidecarError if no question was answered."""
         return peer_of(self._connected())
 
     @property
@@ -146,38 +169,19 @@ class StatusClient:
         return self._socket
 
     def _ask(self, ends: float) -> DaemonStatus:
-        to_say = b""
-        if self._socket is None:
-            self._connect()
-            to_say = self._conversation.hello()
-        self._exchange(to_say + self._conversation.question(), ends)
-        while True:
-            if (answer := self._conversation.feed(self._until(ends).recv(_PIECE))) is not None:
-                return answer
-
-    def _exchange(self, data: bytes, ends: float) -> None:
-        # A daemon that turns this client away may have closed before it was asked: its reason is there to be read.
+        connection, question = self._opened()
+        _wait_until(connection, ends)
+        # A daemon that refuses this client may have closed the connection already. Its reason can still be read.
         with contextlib.suppress(ConnectionError):
-            self._until(ends).sendall(data)
-
-    def _connect(self) -> None:
-        self._conversation = _Conversation(self.socket_path)
-        self._socket = connected(self.socket_path, self._sidecar_uid)
-
-    def _until(self, ends: float) -> socket.socket:
-        """The connection, which gives up at `ends`."""
-        left = ends - time.monotonic()
-        if left <= 0:
-            raise TimeoutError
-        assert self._socket is not None
-        self._socket.settimeout(left)
-        return self._socket
+            connection.sendall(question)
+        while True:
+            _wait_until(connection, ends)
+            if (answer := self._conversation.feed(connection.recv(_PIECE))) is not None:
+                return answer
 
     def close(self) -> None:
         """End the connection; a later question opens a new one."""
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
+        self._drop()
 
     def __enter__(self) -> Self:
         return self
@@ -186,48 +190,31 @@ class StatusClient:
         self.close()
 
 
-class AsyncStatusClient:
-    """As StatusClient, on an asyncio loop; one question at a time, those that come meanwhile wait."""
+class AsyncStatusClient(_Client):
+    """As StatusClient, on an asyncio loop; several questions at once wait for each other."""
 
     def __init__(
         self, socket_path: str | os.PathLike[str], *, timeout_s: float = TIMEOUT_S, sidecar_uid: int | None = None
     ) -> None:
-        self.socket_path = os.path.abspath(socket_path)
-        self._timeout_s, self._sidecar_uid = timeout_s, sidecar_uid
-        self._socket: socket.socket | None = None
-        self._conversation = _Conversation(self.socket_path)
+        super().__init__(socket_path, timeout_s=timeout_s, sidecar_uid=sidecar_uid)
         self._asking = asyncio.Lock()
 
     async def status(self) -> DaemonStatus:
         """As StatusClient.status."""
         async with self._asking:
-            try:
+            with self._failures():
                 async with asyncio.timeout(self._timeout_s):
                     return await self._ask()
-            except BaseException as error:
-                self._drop()  # QUERY-2
-                if isinstance(error, OSError):
-                    raise _unreachable(error, self.socket_path, self._timeout_s) from error
-                raise
 
     async def _ask(self) -> DaemonStatus:
-        to_say = b""
-        if self._socket is None:
-            self._conversation = _Conversation(self.socket_path)
-            self._socket = connected(self.socket_path, self._sidecar_uid)
-            to_say = self._conversation.hello()
-        # Not a StreamReader: after a write that failed it gives the failure, and not the reason that is there to be read.
+        connection, question = self._opened()
+        # Not a StreamReader: after a failed write it raises that failure, although the daemon's reason can still be read.
         loop = asyncio.get_running_loop()
-        with contextlib.suppress(ConnectionError):  # as in StatusClient._exchange
-            await loop.sock_sendall(self._socket, to_say + self._conversation.question())
+        with contextlib.suppress(ConnectionError):  # as in StatusClient._ask
+            await loop.sock_sendall(connection, question)
         while True:
-            if (answer := self._conversation.feed(await loop.sock_recv(self._socket, _PIECE))) is not None:
+            if (answer := self._conversation.feed(await loop.sock_recv(connection, _PIECE))) is not None:
                 return answer
-
-    def _drop(self) -> None:
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
 
     async def close(self) -> None:
         """End the connection; a later question opens a new one."""
@@ -242,8 +229,16 @@ class AsyncStatusClient:
         await self.close()
 
 
+def _wait_until(connection: socket.socket, ends: float) -> None:
+    """Let the next call on `connection` raise TimeoutError at `ends`."""
+    left = ends - time.monotonic()
+    if left <= 0:
+        raise TimeoutError
+    connection.settimeout(left)
+
+
 def _unreachable(error: OSError, path: str, timeout_s: float) -> SidecarError:
-    """Why the daemon at `path` gave no answer, and what to do."""
+    """Why the daemon at `path` did not answer, and what to do."""
     if isinstance(error, TimeoutError):
         return SidecarError(
             f"the daemon at {path} did not answer within {timeout_s:g} s",

@@ -26,13 +26,13 @@ from checkpointd.errors import SidecarError, StoreError, UsageError
 log = logging.getLogger("checkpointd")
 
 LOOK_S = 1.0
-"""How often it is looked whether the sandbox still fits the directories that it was made for."""
+"""How often the daemon checks that the sandbox's rules still hold."""
 
 
 def serve(config: ServeConfig, *, on_ready: Callable[[str | None], None] = lambda _: None) -> None:
-    """Serve until SIGTERM or SIGINT. `on_ready` is told the URL of the status page, None where there is none."""
+    """Serve until SIGTERM or SIGINT. Calls `on_ready` with the URL of the status page, or None without HTTP."""
     check_users(config.uids)
-    priority.apply(config)  # before there is a thread to overlook
+    priority.apply(config)  # before other threads start
     for directory in sandbox.socket_directories(config):
         make_directory(directory, config.group)
     _import_what_is_needed_later(config)
@@ -42,7 +42,7 @@ def serve(config: ServeConfig, *, on_ready: Callable[[str | None], None] = lambd
 
 
 def _import_what_is_needed_later(config: ServeConfig) -> None:
-    """The sandbox keeps modules away that are links to a place outside the installation, as some installers make them."""
+    """Import before the sandbox starts: some installers make modules links to places that the sandbox forbids."""
     if config.http:
         try:
             import_module("checkpointd.daemon.http.server")  # aiohttp is in the extra `serve`, and takes a while to import
@@ -80,7 +80,7 @@ async def _serve(config: ServeConfig, rules: Sequence[sandbox.Rule], on_ready: C
 
 
 async def _watch(rule: sandbox.Rule, service: Service, lost: list[str]) -> None:
-    """Leave when `rule` no longer holds: each save there would fail, and a daemon that is started anew has a rule that does."""
+    """Leave when `rule` no longer holds. Every save there would fail, and a restarted daemon gets a new rule."""
     while not await on_a_thread(rule.lost):
         await asyncio.sleep(LOOK_S)
     lost.append(f"{rule.directory}: the sandbox's rule is for a directory that is gone ({rule.ruled}): restart the daemon")
@@ -89,11 +89,11 @@ async def _watch(rule: sandbox.Rule, service: Service, lost: list[str]) -> None:
 
 
 async def _check_roots(roots: Sequence[str]) -> None:
-    """Refuse what no job could save at; a file system that does not answer now may do so when a trainer comes."""
+    """Refuse roots at which no job could save. A file system that does not answer now may do so when a trainer comes."""
     try:
         await ServedRoots(roots).usable()
     except StoreError as error:
-        log.warning("the roots %s could not be looked at: %s", ", ".join(roots), error)
+        log.warning("the roots %s could not be checked: %s", ", ".join(roots), error)
 
 
 def _http(service: Service) -> contextlib.AbstractAsyncContextManager[str]:
@@ -114,13 +114,13 @@ async def _ended(task: asyncio.Task[None]) -> None:
 
 
 class Supervisor:
-    """systemd, where it started us (sd_notify(3)): told when we are ready, and regularly that the loop turns."""
+    """Tells systemd, if it started the daemon, that the daemon is ready and that its loop runs (sd_notify(3))."""
 
     def __init__(self, watched: Watched) -> None:
         self._watched = watched
 
     def tell(self, state: str) -> None:
-        """Send `state`; nothing where nobody asked for it."""
+        """Send `state`, unless there is nobody to tell."""
         address = self._watched.notify_socket
         if address is None:
             return
@@ -132,7 +132,7 @@ class Supervisor:
             log.warning("systemd cannot be told at %s: %s", address, error.strerror)
 
     async def watch(self) -> None:
-        """Feed the watchdog from the loop that does the work: one that hangs is seen to hang."""
+        """Feed the watchdog from the loop that does the work, so that systemd notices if the loop hangs."""
         period_s = self._watched.watchdog_s
         if period_s is None or self._watched.watchdog_pid not in (None, os.getpid()):
             return

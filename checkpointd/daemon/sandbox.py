@@ -1,15 +1,15 @@
-"""The sandbox: before the daemon listens, it gives up starting programs and using files that it does not need.
+"""The sandbox: before the daemon listens, it gives up the right to start programs and to use files that it does not need.
 
-seccomp(2) forbids system calls that it never makes, for every thread. Landlock forbids files outside its roots, its sockets'
-directories and its libraries, for this thread and those that are started later. So none is started before: `serve` keeps numpy
-from it.
+seccomp(2) forbids system calls that the daemon never makes, for every thread. Landlock forbids files outside the roots, the
+sockets' directories and the libraries, for this thread and the threads that it starts later. So the daemon starts no thread
+before; even numpy, which starts some, is imported later.
 
-A Landlock rule belongs to a directory, not to a path. What is mounted over that directory later is another one, and only rules
-for directories above it count there. So that a root may be unmounted and mounted again, the rule is for the directory above the
-topmost mount point on the way to it. Where that is `/`, which would allow everything, "auto" leaves Landlock off and says so.
+A Landlock rule belongs to a directory, not to a path. A file system that is mounted there later is a different directory, to
+which only rules for directories above apply. So that a root can be unmounted and mounted again, its rule is for the directory
+above the topmost mount point in its path. If that is `/`, which would allow everything, "auto" leaves Landlock off and logs it.
 
-A directory with a rule can still be renamed, or be removed and made anew, and nothing gives a process more than it has. So the
-daemon looks whether its rules hold (`Rule.lost`), and leaves where one does not: whoever started it starts it again.
+Somebody can still rename a directory with a rule, or remove it and make it again, and no process can extend its own rules. So
+the daemon checks its rules (`Rule.lost`) and exits if one no longer holds; its supervisor starts it again.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ FORBIDDEN: Final[dict[str, tuple[int, int]]] = {
 }
 """System calls that end with EPERM: their numbers on x86_64 and on aarch64."""
 _MACHINES: Final = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
-"""AUDIT_ARCH of each, and which of the numbers is its own."""
+"""AUDIT_ARCH of each machine, and which column of FORBIDDEN is for it."""
 _X32: Final = 0x40000000
 _LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
 _ALLOW, _REFUSE = 0x7FFF0000, 0x00050000 | errno.EPERM
@@ -96,7 +96,7 @@ class _Program(ctypes.Structure):
 
 
 def _filter(machine: str) -> bytes:
-    """The BPF program: system calls of another architecture and those of FORBIDDEN are refused, all others allowed."""
+    """The BPF program. It refuses the calls of FORBIDDEN and those of other architectures, and allows all others."""
     architecture, column = _MACHINES[machine]
     numbers = [known[column] for known in FORBIDDEN.values()]
     last = len(numbers) + 1  # from the first comparison of a number to the refusal
@@ -114,7 +114,7 @@ def _filter(machine: str) -> bytes:
 
 
 def forbid_system_calls() -> str:
-    """Refuse the calls of FORBIDDEN in every thread from here on; empty, or why that cannot be."""
+    """Refuse the calls of FORBIDDEN in every thread from here on. Returns the reason if that fails, else an empty string."""
     machine = platform.machine()
     if machine not in _MACHINES:
         return f"seccomp is not known for {machine}"
@@ -134,18 +134,18 @@ _READ: Final = 1 << 2 | 1 << 3  # files and directories
 _READ_FILE: Final = 1 << 2
 _SPECIAL: Final = 1 << 0 | 1 << 6 | 1 << 11  # to run a program, to make a device
 _RIGHTS: Final = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}
-"""How many rights over files each version of Landlock knows; later ones, as many as the fifth."""
+"""How many rights over files each version of Landlock has; later versions have as many as the fifth."""
 LANDLOCK_LEAST: Final = 2
 LANDLOCK_TOO_OLD: Final = "Landlock 1 forbids links between directories; Linux 5.19 has 2"
 
 
 def landlock_version() -> int:
-    """The version that this kernel has; 0 where it has none."""
+    """The version of Landlock in this kernel; 0 if it has none."""
     return max(0, int(_LIBC.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _VERSION)))
 
 
 def confine(writable: Iterable[str], readable: Iterable[str]) -> str:
-    """Forbid this thread, and those that it starts, all files but these and what lies below; empty, or why that cannot be."""
+    """Allow this thread and its children only files below these paths. Returns the reason if that fails, or empty."""
     version = landlock_version()
     if not version:
         return "this kernel has no Landlock, or a filter of system calls keeps it away"
@@ -175,7 +175,7 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
     try:
         descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError, PermissionError):
-        return  # nothing that this process could use
+        return  # this process could not use it anyway
     try:
         if not stat.S_ISDIR(os.fstat(descriptor).st_mode):
             rights &= _READ_FILE
@@ -192,21 +192,21 @@ _SYSTEM: Final = ("/usr", "/lib", "/lib64", "/bin", "/etc", "/proc", "/sys", "/d
 
 
 def _readable() -> Iterator[str]:
-    """The system's libraries and tables, and this interpreter's: much is imported only when it is needed."""
+    """The system's libraries and tables and the interpreter's, because many modules are imported only when needed."""
     yield from _SYSTEM
     yield from (sys.prefix, sys.base_prefix, str(Path(checkpointd.__file__).parents[1]))
     yield from (path for path in sys.path if path and path != _started_in())
 
 
 def _started_in() -> str | None:
-    """The directory in which `python -m` was called, which Python takes for one with modules; it may be a home, or `/`."""
+    """The directory in which `python -m` was called. Python adds it to `sys.path`, although it may be a home or `/`."""
     with contextlib.suppress(OSError):
         return os.getcwd() if sys.path and sys.path[0] == os.getcwd() else None
     return None
 
 
 def remount_safe(root: str) -> str:
-    """The directory whose rule still holds for `root` after it, or what it lies in, was mounted anew."""
+    """The directory whose rule still holds for `root` after its file system was mounted again."""
     top = path = os.path.realpath(root)
     while path != "/":
         if os.path.ismount(path):
@@ -217,7 +217,7 @@ def remount_safe(root: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A directory of the daemon, and the one at or above it that has a Landlock rule."""
+    """A directory of the daemon, and the directory at or above it that has the Landlock rule."""
 
     directory: str
     ruled: str
@@ -230,18 +230,18 @@ class Rule:
         return Rule(directory, ruled, (found.st_dev, found.st_ino))
 
     def lost(self) -> bool:
-        """Whether the rule does not hold for what lies at `directory` now. May hang with the file system."""
+        """Whether the rule no longer holds for the directory at this path. May hang with the file system."""
         try:
             found = os.stat(self.ruled)
         except (FileNotFoundError, NotADirectoryError):
             return True
         except OSError:
-            return False  # a file system that fails is not one that is gone
+            return False  # the file system fails, but the directory may still be there
         return (found.st_dev, found.st_ino) != self.identity or _refused(self.directory)
 
 
 def _refused(directory: str) -> bool:
-    """Whether this user may list `directory` by its mode, which access(2) tells, and the kernel refuses it all the same."""
+    """Whether the kernel refuses to list `directory`, although its mode, which access(2) checks, allows it."""
     try:
         os.close(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
     except PermissionError:
@@ -252,17 +252,15 @@ def _refused(directory: str) -> bool:
 
 
 def socket_directories(config: ServeConfig) -> list[str]:
-    """Where the daemon's sockets lie."""
+    """The directories of the daemon's sockets."""
     paths = [config.socket, *([config.http] if config.http and "/" in config.http else [])]
     return [os.path.dirname(path) or "." for path in paths]
 
 
 def apply(config: ServeConfig) -> list[Rule]:
-    """Take from this process what `config.sandbox` says, and log what holds. The sockets' directories must be there.
+    """Enter the sandbox as `config.sandbox` says, and log the result. The sockets' directories must exist.
 
-    Gives the rules that files are confined by; none where they are not.
-
-    UsageError where "require" asks for what this kernel does not have.
+    Returns the rules for files; none if files are not confined. UsageError if "require" asks for more than this kernel has.
     """
     if config.sandbox == "off":
         return []
@@ -283,7 +281,7 @@ def _calls() -> str:
 
 
 def _files(config: ServeConfig) -> tuple[list[Rule], str]:
-    """The rules that hold, or why there are none."""
+    """The rules, or the reason why there are none."""
     places = {directory: directory for directory in socket_directories(config)}
     rule_for: Callable[[str], str] = remount_safe if config.sandbox == "auto" else os.path.realpath
     for root in config.roots:
@@ -293,11 +291,11 @@ def _files(config: ServeConfig) -> tuple[list[Rule], str]:
         places[root] = ruled
         if config.sandbox == "auto" and ruled == "/":
             return [], (
-                f"files are not confined, since {root} could not be mounted anew then; where that need not be, "
+                f"files are not confined, since {root} could not be mounted again then; if you do not need that, "
                 "`--sandbox require` confines them"
             )
     allowed = sorted(set(places.values()))
-    # What is not there now has no rule, and cannot be served: the look at the roots says so.
+    # A missing directory gets no rule and cannot be served; the check of the roots reports it.
     rules = [Rule.of(directory, above) for directory, above in places.items() if os.path.isdir(above)]
     if fault := confine(allowed, _readable()):
         return [], fault

@@ -1,10 +1,10 @@
 """The roots that the daemon serves, and their stores.
 
-Invariant: no path that a client names reaches a store unless it lies at or below a configured root and is spelt without `..`.
-No call of a store follows a symbolic link, wherever it is, so that nobody leads one elsewhere by exchanging a name. A root that
-shows files beside itself (one named `.checkpointd`) is served where the directory in which it lies is.
+Invariant: a path that a client names reaches a store only if it lies at or below a configured root and contains no `..`. The
+stores follow no symbolic links, so nobody can lead them elsewhere by replacing a name. A root named `.checkpointd`, which shows
+files beside itself, is served if the directory that contains it is served.
 
-A store has the rights of the user for whom it was opened: each user of a root has a store of its own.
+A store has the rights of the user for whom it was opened, so each user of a root has a separate store.
 """
 
 from __future__ import annotations
@@ -37,18 +37,17 @@ from checkpointd.store.posix.users import User, become, may_write
 log = logging.getLogger("checkpointd")
 
 STORES_KEPT = 64
-"""Stores that stay open where no rank is connected and no save is in flight: a node sees many jobs in its life."""
-
+"""Stores that stay open. Beyond that, stores without connected ranks and saves in flight are closed."""
 
 ANSWER_S = 5.0
-"""How long a file system may take to say what lies at a path."""
+"""How long a file system may take to answer a question about a path."""
 ASKED_MAX = 64
-"""Questions to file systems that have not answered yet, each on a thread."""
+"""Questions to file systems that may wait for an answer, each on a thread."""
 T = TypeVar("T")
 
 
 class ServedRoots:
-    """Stores by root, opened at the first use and kept. All together write `bandwidth_bps` bytes per second where it is set."""
+    """The stores by root, opened at first use and kept. All together write at most `bandwidth_bps` bytes per second, if set."""
 
     def __init__(
         self, allowed: Iterable[str], bandwidth_bps: float | None = None, *, uids: Collection[int] | None = None
@@ -60,11 +59,11 @@ class ServedRoots:
         self._asked: dict[str, asyncio.Future[Any]] = {}
 
     async def checked(self, root: str) -> str:
-        """As `check`, which looks at a file system: one that hangs holds nobody else. StoreError where it does not answer."""
+        """As `check`, on a thread, so that a file system that hangs blocks nobody else. StoreError if it does not answer."""
         return (await self._ask(f"check {root}", lambda: self._with_owner(root)))[0]
 
     async def check_writable(self, root: str, user: User | None) -> None:
-        """UsageError where `user` may not write at `root`: nobody has a say in what others save. Bounded like `checked`."""
+        """UsageError if `user` may not write at `root`, so that users decide nothing at the roots of others. As `checked`."""
         if not await self._ask(f"ask for the rights of {user} at {root}", lambda: _may_write_at(root, user)):
             raise UsageError(
                 f"root {root}: this user may not write there, or in the nearest directory above it that exists. Run as the "
@@ -72,13 +71,13 @@ class ServedRoots:
             )
 
     async def opened(self, root: str, user: User | None = None) -> Store:
-        """As `store`, and like `checked`."""
+        """As `store`, with the time limit of `checked`."""
         return self._open(await self.checked(root), user)
 
     async def looked_after(self, root: str, joined: Sequence[User | None]) -> Store:
-        """The store for the looks at `root`, which the users `joined` have joined, in this order; see `looks_as`."""
+        """The store for scans of `root`, which the users `joined` have joined in this order; see `looks_as`."""
         path, owner = await self._ask(f"check {root}", lambda: self._with_owner(root))
-        # On a thread as well: a database of users may be on another machine.
+        # On a thread, too: the user database may be on another machine.
         return self._open(path, await self._ask(f"find the user for {root}", lambda: looks_as(owner, joined, self._uids)))
 
     def _with_owner(self, root: str) -> tuple[str, os.stat_result | None]:
@@ -86,19 +85,19 @@ class ServedRoots:
         return path, _owner_of(path)
 
     async def room(self, root: str) -> SpaceSample | None:
-        """What the file system of `root` has free; None where it does not say. Bounded like `checked`."""
+        """The free space of the file system of `root`; None if it cannot be read. As `checked`."""
         return await self._ask(f"measure {root}", lambda: room_at(root))
 
     async def seen(self) -> list[str]:
-        """As `found`, and like `checked`."""
+        """As `found`, with the time limit of `checked`."""
         return await self._ask("find", self.found)
 
     async def _ask(self, what: str, call: Callable[[], T]) -> T:
-        """Run `call` on a thread; whoever asks the same while it has not answered waits with those who asked before."""
+        """Run `call` on a thread. Callers that ask the same question at the same time share the answer."""
         asked = self._asked.get(what)
         if asked is None:
             if len(self._asked) >= ASKED_MAX:
-                raise StoreError(f"{len(self._asked)} file systems have not answered yet; see what hangs")
+                raise StoreError(f"{len(self._asked)} file systems have not answered yet; find out which of them hang")
             asked = self._asked[what] = on_a_thread(call)
             asked.add_done_callback(lambda _: self._asked.pop(what, None))
         try:
@@ -113,7 +112,7 @@ class ServedRoots:
         return {root: store for (root, _), store in self._stores.items()}
 
     def store(self, root: str, user: User | None = None) -> Store:
-        """The store at `root` with the rights of `user`, None: the daemon's. UsageError where this daemon does not serve it."""
+        """The store at `root` with the rights of `user` (None: the daemon's). UsageError if this daemon does not serve it."""
         return self._open(self.check(root), user)
 
     def _open(self, path: str, user: User | None) -> Store:
@@ -124,12 +123,12 @@ class ServedRoots:
         return self._stores[key]
 
     async def trim(self, in_use: set[str]) -> None:
-        """Close the stores that were opened first and are not in use, so that `STORES_KEPT` are left."""
+        """Close the oldest stores that are not in use, until `STORES_KEPT` are left."""
         for key in [key for key in self._stores if key[0] not in in_use][: max(0, len(self._stores) - STORES_KEPT)]:
             await self._stores.pop(key).close()
 
     def check(self, root: str) -> str:
-        """`root` as this daemon calls it; UsageError saying why it is not served."""
+        """The normal path of `root`; UsageError, with the reason, if it is not served."""
         if not os.path.isabs(root) or "\0" in root or not root.isprintable():
             raise UsageError(f"root {root!r} must be an absolute path")
         if ".." in root.split("/"):
@@ -148,11 +147,11 @@ class ServedRoots:
         return path
 
     async def usable(self) -> None:
-        """UsageError where a configured root is no directory, or one that this process cannot use; bounded like `checked`."""
+        """UsageError if a configured root is not a directory that this process can use. As `checked`."""
         await self._ask("look at the roots", lambda: check_served(self._allowed))
 
     def found(self) -> list[str]:
-        """The roots that lie at, or directly below, the configured ones, and those of plain files in these places."""
+        """The roots on disk at the configured paths and directly below them, including those named `.checkpointd` there."""
         places: list[str] = []
         for allowed in self._allowed:
             try:
@@ -164,7 +163,7 @@ class ServedRoots:
         return [path for path in places if may_look(_owner_of(path), self._uids)]
 
     def lift_limit(self) -> None:
-        """Write as fast as the storage takes it: the daemon is leaving, and what is in flight should be durable before."""
+        """Lift the bandwidth limit: the daemon is leaving, and its saves in flight should become durable first."""
         if self._bucket is not None:
             self._bucket.lift()
 
@@ -175,7 +174,7 @@ class ServedRoots:
 
 
 def on_a_thread(call: Callable[[], T]) -> asyncio.Future[T]:
-    """`call` on a thread of its own, which does not keep the process from ending: no pool is used up by those that hang."""
+    """The result of `call` on a daemon thread of its own: a call that hangs neither fills a pool nor blocks the exit."""
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[T] = loop.create_future()
 
@@ -186,7 +185,7 @@ def on_a_thread(call: Callable[[], T]) -> asyncio.Future[T]:
             answer.set_result(value)  # type: ignore[arg-type]  # there is a value where there is no error
         else:
             answer.set_exception(error)
-            answer.exception()  # whoever asked may have given up
+            answer.exception()  # mark it as retrieved: the caller may have given up
 
     def work() -> None:
         error, value = None, None
@@ -202,18 +201,18 @@ def on_a_thread(call: Callable[[], T]) -> asyncio.Future[T]:
 
 
 def promptly(call: Callable[[], T], root: str) -> T | None:
-    """What `call` says of `root`; None, with a line in the log, where its file system does not answer. Blocks meanwhile."""
+    """The result of `call` about `root`; None, with a line in the log, if its file system does not answer. Blocks."""
     answer: SimpleQueue[T] = SimpleQueue()
     threading.Thread(target=lambda: answer.put(call()), name="checkpointd-roots", daemon=True).start()
     try:
         return answer.get(timeout=ANSWER_S)
     except Empty:
-        log.warning("the file system of the root %s has not answered for %g s: going on without", root, ANSWER_S)
+        log.warning("the file system of the root %s has not answered for %g s: going on without it", root, ANSWER_S)
         return None
 
 
 def _may_write_at(root: str, user: User | None) -> bool:
-    """On a thread that does nothing else: it has the rights of `user` from here on."""
+    """Call this on a thread of its own, because the thread keeps the rights of `user`."""
     if user is not None:
         become(user)
     while True:
@@ -226,8 +225,8 @@ def _may_write_at(root: str, user: User | None) -> bool:
             return False
         except OSError as error:
             if user is None and error.errno in NO_ROOM:
-                return True  # its own user, who is not asked for more than a free descriptor: each write finds out
-            raise StoreError(f"what user may write at {root} cannot be told: {error.strerror or error}") from error
+                return True  # no descriptor is free; the daemon's own user finds out at each write
+            raise StoreError(f"cannot find out who may write at {root}: {error.strerror or error}") from error
 
 
 def _owner_of(path: str) -> os.stat_result | None:
@@ -237,7 +236,7 @@ def _owner_of(path: str) -> os.stat_result | None:
 
 
 def room_at(path: str) -> SpaceSample | None:
-    """What the file system of `path`, or of the directory above where that is not there yet, has free for this user."""
+    """The free space for this user at `path`, or at the directory above if `path` does not exist yet."""
     for place in (path, os.path.dirname(path)):
         with contextlib.suppress(OSError):
             found = os.statvfs(place)
@@ -246,9 +245,9 @@ def room_at(path: str) -> SpaceSample | None:
 
 
 def check_served(paths: Iterable[str]) -> None:
-    """Raise UsageError, with what to do, for the first of `paths` at which no job could save.
+    """Raise UsageError, with advice, for the first of `paths` at which no job could save.
 
-    A directory that cannot be written will do where one directly below it can: each job then has a root of its own there.
+    A read-only directory is fine if a directory directly below is writable: each job can then have a root there.
     """
     for path in paths:
         fault = _unfit(path)

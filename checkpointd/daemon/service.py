@@ -1,11 +1,11 @@
-"""The daemon as a whole: accepts connections, serves each one, and leaves well when it is told to.
+"""The daemon as a whole: accepts connections, serves each of them, and finishes its saves when it is told to leave.
 
 Invariants
-  SERVICE-1  No connection keeps another one waiting, and running out of descriptors ends nothing but connections that needed
-      one, or had not said who they are.
-  SERVICE-2  After SIGTERM nothing new is taken; what is in flight has `grace_s` to end.
-  SERVICE-3  Nothing that goes wrong with one connection ends the accepting of others.
-  SERVICE-4  One user of several leaves places for the others, and trainers leave some for those who ask for the status.
+  SERVICE-1  No connection keeps another one waiting. If the daemon runs out of descriptors, it ends only connections that
+      needed a new one, or that have not sent their hello.
+  SERVICE-2  After SIGTERM the daemon takes no new saves; saves in flight have `grace_s` to end.
+  SERVICE-3  A failure of one connection never stops the daemon from accepting others.
+  SERVICE-4  No user can take all connections from the other users, and trainers cannot take those of status clients.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ from checkpointd.layout.manifest import ErrorReport
 log = logging.getLogger("checkpointd")
 
 _SAY_AGAIN_S = 10.0
-"""What goes wrong again and again is said so often."""
+"""How often the log repeats the same failure."""
 _REPORT_PAUSE = 2.0
-"""A status report is good for this many times what it took to make: whoever asks without a pause does not hold the loop."""
+"""A status report is reused for so many times as long as it took to make, so frequent questions do not block the loop."""
 WORKERS_MAX = 32
 STATUS_CLIENTS_MAX = 64
-"""Connections of status clients, beside `clients_max` of ranks."""
+"""Connections of status clients, in addition to `clients_max` of ranks."""
 
 
 @dataclass(slots=True)
 class ConnectionLimit:
-    """Connections that there may be, and those that one user may have. `kind`: whose they are. `advice`: when all are taken."""
+    """The limit of connections of one `kind`, in all and for one user. `advice`: what to do when all are taken."""
 
     kind: str
     advice: str
@@ -61,7 +61,7 @@ class ConnectionLimit:
     _taken: Counter[int] = field(default_factory=Counter)
 
     def take(self, uid: int) -> None:
-        """SidecarFullError where there is none left."""
+        """SidecarFullError if none is left."""
         if self._taken.total() >= self.most:
             raise SidecarFullError(f"all connections for {self.kind} are taken ({self.most}): {self.advice}")
         if self._taken[uid] >= self.most_of_user:
@@ -83,7 +83,7 @@ class Service:
         self.hub = Hub(config)
         self._places = {
             "rank": ConnectionLimit("ranks", "raise clients_max (--clients)", config.clients_max, config.user_clients),
-            # Of their own: a probe that is turned away would end a daemon that has only much to do.
+            # A limit of their own: if a probe were refused, its supervisor would kill a daemon that is only busy.
             "status": ConnectionLimit(
                 "status clients",
                 "ask with fewer at once",
@@ -94,19 +94,19 @@ class Service:
         self._told_to_leave = asyncio.Event()
         self._connections: set[asyncio.Task[None]] = set()
         self._greeting: dict[asyncio.Task[None], None] = {}
-        """Connections that have not said who they are, the oldest first."""
+        """Connections that have not sent their hello, the oldest first."""
         self._report: tuple[float, tuple[wire.Report, ...]] | None = None
-        """The last one, and until when it is good."""
+        """Until when the last report is reused, and its parts."""
         self._deaths: set[asyncio.Task[None]] = set()
         self._beside: set[asyncio.Task[None]] = set()
         self._ready = asyncio.Event()
 
     def beside(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run `work` beside the socket. It is cancelled when the daemon leaves, and has ended before any store is closed."""
+        """Run `work` until the daemon leaves. It is cancelled, and has ended, before any store is closed."""
         self._beside.add(asyncio.create_task(work))
 
     async def run(self) -> None:
-        """Listen and serve. Returns after `leave`, when what was in flight has ended or the grace is over."""
+        """Listen and serve. Returns after `leave`, when the saves in flight have ended or `grace_s` is over."""
         loop = asyncio.get_running_loop()
         workers = ThreadPoolExecutor(min(WORKERS_MAX, self.config.encoders + 4), thread_name_prefix="checkpointd-worker")
         loop.set_default_executor(workers)
@@ -136,7 +136,7 @@ class Service:
         await self._told_to_leave.wait()
 
     def leave(self) -> None:
-        """Take nothing new, finish what is in flight, then return from `run`."""
+        """Take no new saves, finish those in flight, then return from `run`."""
         self.hub.leaving = True
         self._told_to_leave.set()
 
@@ -160,7 +160,7 @@ class Service:
     # --- connections ---------------------------------------------------------------------------------------------
 
     async def _accept_all(self, door: Door) -> None:
-        """Accept from the socket of `door`, and from the next one where it was bound anew."""
+        """Accept from the socket of `door`, and from the new one if it is bound again."""
         accepting: list[asyncio.Task[None]] = []
         try:
             async with contextlib.aclosing(door.sockets()) as listeners:
@@ -184,7 +184,7 @@ class Service:
                     await asyncio.sleep(PAUSE_S)
                 continue
             except Exception:
-                log.exception("a connection could not be taken, in an unforeseen way; please report it")
+                log.exception("accepting a connection failed in an unforeseen way; please report it")
                 await asyncio.sleep(PAUSE_S)
                 continue
             if len(self._greeting) >= self.config.clients_max:
@@ -199,7 +199,7 @@ class Service:
         self._greeting.pop(task, None)
 
     def _drop_a_silent_one(self) -> bool:
-        """End the connection that has been there for longest without a word; False where there is none."""
+        """End the oldest connection without a hello; False if there is none."""
         task = next(iter(self._greeting), None)
         if task is None:
             return False
@@ -292,12 +292,12 @@ class Service:
         await channel.send(welcome)
 
     async def _answer(self, channel: Channel) -> None:
-        """Tell a status client how things stand, each time it asks."""
+        """Send the status to a status client each time it asks."""
         while (received := await channel.receive()) is not None:
             if received.descriptor is not None:
                 os.close(received.descriptor)
             if not isinstance(received.message, wire.Query):
-                raise WireError(f"a status client asks queries, and sent a {type(received.message).__name__}")
+                raise WireError(f"a status client may only send queries, and sent a {type(received.message).__name__}")
             for part in self._reported():
                 await channel.send(part)
 
@@ -312,7 +312,7 @@ class Service:
     # --- clients that are gone -----------------------------------------------------------------------------------
 
     def _left(self, pid: int, unstaged: list[SaveJob]) -> None:
-        """A connection ended while these snapshots were being taken: they go with their process, not with the connection."""
+        """A connection ended while these snapshots were in staging. Give them up only when the client's process is dead."""
         if not unstaged:
             return
         task = asyncio.create_task(self._spoil_when_dead(pid, unstaged))
@@ -332,7 +332,7 @@ class Service:
 
 
 def _resolved(root: str) -> str:
-    """A root, with the path that its links lead to now: the daemon follows none later."""
+    """A root, with the path that its links lead to now: the daemon follows no links later."""
     real = os.path.realpath(root)
     return root if real == root else f"{root} (it is {real})"
 
@@ -346,7 +346,7 @@ def _not_served(uid: int, served: tuple[int, ...]) -> UsageError:
 
 
 async def _tell(channel: Channel, report: ErrorReport) -> None:
-    """Give the reason to a client that is being turned away, if it still listens."""
+    """Send the reason to a client that is refused, if it still listens."""
     try:
         async with asyncio.timeout(1.0):
             await channel.send(wire.Refused(error=report))

@@ -1,10 +1,10 @@
-"""One connection of a rank, from the handshake to its end. Its saves go on without it.
+"""One connection of a rank, from the handshake to its end. The rank's saves go on without it.
 
 Invariants
-  SESSION-1  Nothing that a client sends ends the daemon, or another client's session.
-  SESSION-2  A client that does not read is left, never waited for: at most OUTBOX messages wait for it.
-  SESSION-3  What a client holds (slots, layouts, saves in flight) is bounded, on however many connections.
-  SESSION-4  Every save that was taken is answered by its final phase, also where it had ended before.
+  SESSION-1  No message of a client ends the daemon or another client's session.
+  SESSION-2  The daemon never waits for a client that does not read: beyond OUTBOX messages, its connection is closed.
+  SESSION-3  A client's slots, layouts and saves in flight are bounded, however many connections it makes.
+  SESSION-4  The daemon answers every save that it took with the final phase, even if the save had ended before.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ from checkpointd.store.posix.users import User
 log = logging.getLogger("checkpointd")
 
 OUTBOX = 256
-"""Messages that may wait for a client. Progress is left out once a quarter of it is filled."""
+"""Messages that may wait for a client. Progress is not sent while more than a quarter are waiting."""
 SAVES_REMEMBERED = 64
-"""Saves that have ended, whose last messages may still be on their way."""
+"""Ended saves that are remembered, since messages about them may still arrive."""
 FRAME_S = 30.0
 """How long the rest of a frame may take to come."""
 GOODBYE_S = 1.0
-"""How long a client whose connection ends may take to read what it was told before."""
+"""How long a client may take to read the last messages when its connection ends."""
 
 
 class RankSession:
-    """Serves one rank's connection. `left` is called with the saves whose client went before their snapshot was whole."""
+    """Serves one rank's connection. At the end, calls `left` with the saves whose snapshots are not whole."""
 
     def __init__(self, hub: Hub, channel: Channel, peer: Peer, left: Callable[[int, list[SaveJob]], None]) -> None:
         self._hub, self._channel, self._peer, self._left = hub, channel, peer, left
@@ -64,21 +64,21 @@ class RankSession:
         self._account = hub.account_of(peer.uid)
         self._record: RankRecord | None = None
         self._user: User | None = None
-        """With whose rights the client's saves are made; None: the daemon's own."""
+        """The user with whose rights the client's saves are made; None: the daemon's own."""
         self._state: WriterState | None = None
         self._world_size, self._epoch, self._nonce = 0, -1, ""
         self._slots: dict[int, SlotMemory] = {}
         self._layouts = KnownLayouts(self._account)
         self._saves: dict[int, SaveJob] = {}
         self._contents: dict[int, ReceivedContents] = {}
-        """Of saves that are not announced yet."""
+        """The contents of saves that are not announced yet, by save."""
         self._over: deque[int] = deque(maxlen=SAVES_REMEMBERED)
         self._shown: dict[int, tuple[int, int, int]] = {}
 
     # --- its life ------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Serve until the client goes, breaks the rules, or does not read."""
+        """Serve until the client goes, violates the protocol, or does not read."""
         sender = asyncio.create_task(self._send_on())
         teller = asyncio.create_task(self._tell_progress())
         receiver = asyncio.create_task(self._receive_on())
@@ -102,7 +102,7 @@ class RankSession:
             self._channel.expect_no_more()
 
     async def _say_the_rest(self, sender: asyncio.Task[None]) -> None:
-        """Let the client read what it was told: the end of a save, or why it is turned away."""
+        """Let the client read the last messages: the end of a save, or why it was refused."""
         try:
             self._outbox.put_nowait(None)
         except asyncio.QueueFull:
@@ -110,7 +110,7 @@ class RankSession:
         await asyncio.wait({sender}, timeout=GOODBYE_S)
 
     def _end(self) -> None:
-        """The connection is over. Slots stay as long as a job or the tier reads them."""
+        """The connection is over. A slot stays mapped as long as a job or the memory tier uses it."""
         unstaged = [job for job in self._saves.values() if not job.has_snapshot]
         for number, job in self._saves.items():
             job.unlisten((self, number))
@@ -133,24 +133,24 @@ class RankSession:
             await self._handle(received)
 
     async def _send_on(self) -> None:
-        """Send what is in the outbox; nothing any more where the client does not hear it, but what it said is still read."""
+        """Send the outbox. If the client cannot be reached, drop the messages, because its own are still read."""
         while (message := await self._outbox.get()) is not None:
             with contextlib.suppress(ConnectionError):
                 await self._channel.send(message)
             self._outbox.task_done()
 
     def _post(self, message: wire.Message) -> None:
-        """Send `message` as soon as the client reads; a client that has left OUTBOX messages unread is left (SESSION-2)."""
+        """Send `message` when the client reads. Close the connection if OUTBOX messages are unread (SESSION-2)."""
         if self._channel.closed:
             return
         try:
             self._outbox.put_nowait(message)
         except asyncio.QueueFull:
-            log.error("process %d does not read what the daemon tells it; its connection is closed", self._peer.pid)
+            log.error("process %d does not read the daemon's messages; its connection is closed", self._peer.pid)
             self._channel.close()
 
     async def _tell_progress(self) -> None:
-        """Tell how far each save has come, a few times a second, where something has changed."""
+        """Send the progress of each save a few times a second, if it has changed."""
         while True:
             await asyncio.sleep(self._hub.config.progress_interval_s)
             for number, job in self._saves.items():
@@ -175,7 +175,7 @@ class RankSession:
         )
         self._post(told)
 
-    # --- what it is told -----------------------------------------------------------------------------------------
+    # --- messages of the client ----------------------------------------------------------------------------------
 
     async def _handle(self, received: Received) -> None:
         message, descriptor = received.message, received.descriptor
@@ -188,7 +188,7 @@ class RankSession:
                     await self._join(message)
                 case wire.Look():
                     if self._outbox.qsize() > OUTBOX // 32:
-                        await self._outbox.join()  # the answer may be long: few of them wait for a client
+                        await self._outbox.join()  # the answer may be long, so only few may wait
                     self._show()
                 case wire.Ping():
                     self._post(wire.Pong())
@@ -245,12 +245,12 @@ class RankSession:
         self._show()
 
     def _show(self) -> None:
-        """What is held for this rank, and in flight at its root. The trainer is back: what is held stays until it has newer."""
+        """Send the retained snapshots and the attempts in flight. The trainer is back, so its snapshot stays for now."""
         record = self._joined()
         kept = self._kept(record)
         if kept is not None:
             self._hub.tier.wanted(kept)
-        # One that only removes leftovers yet, or reads back what is to stay, keeps nobody waiting.
+        # A job in a final phase only removes leftovers or reads back, and nobody has to wait for it.
         jobs = [job for job in self._hub.jobs.at(record.root) if job.phase not in FINAL and job.uid == self._peer.uid]
         in_flight = tuple(
             wire.InFlight(tag=j.info.tag, attempt=str(j.info.attempt), rank=j.info.rank, phase=str(j.phase), nonce=j.nonce)
@@ -261,7 +261,7 @@ class RankSession:
         self._post(wire.Joined(held=(kept.described(),) if kept else (), in_flight=in_flight, beside=beside))
 
     def _kept(self, record: RankRecord, rank: int | None = None) -> Kept | None:
-        """What is held for this user's rank, or another one of its root."""
+        """The retained snapshot of this user's rank, or of another rank at the root."""
         return self._hub.tier.of(record.root, self._peer.uid, record.rank if rank is None else rank)
 
     def _joined(self) -> RankRecord:
@@ -271,7 +271,7 @@ class RankSession:
 
     async def _begin(self, message: wire.Begin) -> None:
         record = self._joined()
-        # Checked again: somebody may have put a link in the root's place since.
+        # Checked again: somebody may have replaced the root by a link since then.
         store = await self._hub.roots.opened(record.root, self._user)
         say = partial(self._hub.said.warning, "an epoch was not seen", self._peer.uid)
         kept = self._kept(record)
@@ -279,13 +279,12 @@ class RankSession:
         state, removed = await beginning.begun(message, store, self._hub.config, known, say)
         state.take_reader(self._hub.readers.setdefault((record.root, record.rank, self._user), state.reader))
         self._state, self._epoch, self._nonce = state, message.epoch, message.nonce
-        if (
-            record.begun[0] <= message.epoch or record.begun[1] in removed
-        ):  # else a newer job runs it, and attempts of this one survive
+        # Otherwise a newer job has the rank, and this is an older one whose attempts survive.
+        if record.begun[0] <= message.epoch or record.begun[1] in removed:
             record.run_by(self._peer.pid, self._world_size)
             self._hub.begun(record, message.epoch, message.nonce, removed)
         if kept is not None and kept.nonce in removed:
-            self._hub.tier.drop(kept)  # it would be newer than all that is saved from here on
+            self._hub.tier.drop(kept)  # its epoch would make it newer than all later saves
 
     def _begun(self) -> WriterState:
         if self._state is None:
@@ -390,7 +389,7 @@ class RankSession:
             contents.charge.release()
 
     def _announce(self, message: wire.Announced, slot: SlotMemory | None, contents: ReceivedContents) -> None:
-        if message.save in self._over:  # it ended while this was on its way
+        if message.save in self._over:  # it ended before this message came
             self._free_unless_used(message.slot, slot)
             return
         job = self._of(message.save)
@@ -399,7 +398,7 @@ class RankSession:
             raise UsageError(f"there is no slot {message.slot}, or no layout {message.layout}")
         if known.nbytes > slot.nbytes - PAGE:
             raise UsageError(f"the layout needs {known.nbytes} bytes and a page, and the slot has {slot.nbytes}")
-        if job.has_snapshot or job.phase in FINAL:  # of an earlier connection, whose memory holds the same
+        if job.has_snapshot or job.phase in FINAL:  # the job has the same snapshot from an earlier connection
             self._free_unless_used(message.slot, slot)
             return
         shard = Shard(
@@ -409,7 +408,7 @@ class RankSession:
             excluded=tuple(contents.excluded),
             tree=bytes(contents.tree),
         )
-        # With its layout, which stays with it when the client replaces it, or goes.
+        # With the layout, which the snapshot keeps when the client replaces it or goes.
         cost = contents.charge.nbytes + known.cost
         job.announce(
             slot,
@@ -420,7 +419,7 @@ class RankSession:
         )
 
     def _hold(self, record: RankRecord, job: SaveJob, slot: SlotMemory, shard: Shard, cost: int) -> None:
-        """A snapshot is whole: hold it for a restart, if a restart would load its checkpoint."""
+        """A snapshot is whole. Retain it for a restart, if a restart would load its checkpoint."""
         if not job.info.save_latest:
             return
         try:
@@ -461,7 +460,7 @@ class RankSession:
             if (contents := self._contents.pop(save, None)) is not None:
                 contents.charge.release()
 
-    # --- what is held --------------------------------------------------------------------------------------------
+    # --- retained snapshots --------------------------------------------------------------------------------------
 
     async def _fetch(self, message: wire.Fetch) -> None:
         record = self._joined()
@@ -470,12 +469,12 @@ class RankSession:
             whose = record.rank if message.rank is None else message.rank
             raise NotFoundError(f"no snapshot of {message.tag} ({message.attempt}) is held for rank {whose}")
         user = object()
-        kept.slot.use(user)  # also where a newer snapshot takes its place meanwhile
+        kept.slot.use(user)  # keeps the slot, even if a newer snapshot replaces this one meanwhile
         try:
             await asyncio.wait({kept.digests})
             if kept.digests.cancelled():
                 raise NotFoundError(f"the snapshot of {message.tag} has just made room for a newer one")
-            # Not through the outbox, but after it: what may be long is made once what was said before is read.
+            # After the outbox, not through it: long messages are made only when the client has read the earlier ones.
             await self._outbox.join()
             with contextlib.suppress(ConnectionError):
                 await self._give(kept)
@@ -489,7 +488,7 @@ class RankSession:
             descriptor = None
 
     def _leave(self) -> None:
-        """The client ends well: nobody will come back for its snapshot. That of a newer job, which took over, stays."""
+        """The client closed its Checkpointer, so nobody needs its snapshot. Keep that of a newer job that took over."""
         record = self._joined()
         if record.epoch is None or record.begun[0] <= self._epoch:
             record.left_well = True

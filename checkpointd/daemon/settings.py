@@ -1,4 +1,4 @@
-"""How the saves of one epoch are persisted: the client's wishes, within the daemon's limits."""
+"""The settings for the saves of one epoch: those that the client asked for, within the daemon's limits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from checkpointd.errors import UsageError
 
 
 def persist_config(asked: wire.Begin, ours: ServeConfig) -> PersistConfig:
-    """UsageError for what cannot be."""
+    """UsageError for invalid settings."""
     bounded = ours.budget_bytes is not None
     return PersistConfig(
         compression=_compression(asked.compression),
@@ -23,7 +23,7 @@ def persist_config(asked: wire.Begin, ours: ServeConfig) -> PersistConfig:
 
 
 def commit_config(asked: wire.Begin) -> CommitConfig:
-    """UsageError for what cannot be."""
+    """UsageError for invalid settings."""
     rules = (asked.retention or wire.Rules()).checked()
     return CommitConfig(
         timeout_s=asked.commit_timeout_s, retention=rules, on_no_progress=asked.on_no_progress, read_back=asked.read_back

@@ -1,10 +1,10 @@
-"""The users that a daemon serves, and the rights that it uses: those of the client's user, as the kernel knows them.
+"""The users that a daemon serves, and whose rights it uses.
 
 Invariants
-  USER-1  What a client of another user asks for is read and written with that user's file-system ids and groups, and without
-      any capability: the kernel decides what may be done, whatever the daemon may do itself.
-  USER-2  Other users, and root, are served only where they were named.
-      The daemon's own user and root may always ask for the status.
+  USER-1  The daemon reads and writes for a client of another user with that user's file-system ids and groups, and without any
+      capability. So the kernel decides, and the daemon's own rights do not count.
+  USER-2  Other users, and root, are served only if they were named. The daemon's own user and root may always ask for the
+      status.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ log = logging.getLogger("checkpointd")
 
 
 def check_unnamed() -> None:
-    """UsageError where the daemon's own user, who is served where none was named, is root (USER-2)."""
+    """UsageError if no user was named and the daemon runs as root (USER-2)."""
     if os.geteuid() == 0:
         raise UsageError(
             "this daemon runs as root and no user was named: run it as the user that trains, or name the users with --uid, "
@@ -34,7 +34,7 @@ def check_unnamed() -> None:
 
 
 def check_users(uids: Collection[int]) -> None:
-    """Say what serving `uids` means where that is more than the daemon's own user; UsageError where it cannot be done."""
+    """Log whose rights the daemon will use to serve `uids`; UsageError if it cannot take them."""
     others = sorted(set(uids) - {os.geteuid()})
     missing = missing_capabilities() if others else ()
     if missing:
@@ -43,13 +43,13 @@ def check_users(uids: Collection[int]) -> None:
             f"{' and '.join(missing)} it cannot take other users' rights. Give it these, or run one daemon for each user"
         )
     if others:
-        log.warning("serves user %s: works at their roots with their rights", ", ".join(map(str, others)))
+        log.warning("serves user %s, with their rights at their roots", ", ".join(map(str, others)))
     if 0 in uids:
         log.warning("serves root: the daemon acts with root's rights at its roots for every process of root")
 
 
 def warn_of_shut_out(path: str, uids: Collection[int]) -> None:
-    """Warn of each of `uids` that the modes of the socket at `path`, or of a directory above it, keep out."""
+    """Warn about each of `uids` that cannot reach the socket at `path`, because of its mode or of a directory's above it."""
     for uid in sorted(set(uids) - {os.geteuid(), 0}):
         if place := _shut(path, _from_database(uid, -1)):
             found = os.stat(place)
@@ -61,11 +61,11 @@ def warn_of_shut_out(path: str, uids: Collection[int]) -> None:
 
 
 def _shut(path: str, user: User) -> str:
-    """What keeps `user` from the socket, by its mode alone: `path` or a directory above it; empty where nothing does."""
+    """The file or directory, of `path` and those above, whose mode keeps `user` out; empty if none does."""
     for place in (*reversed(Path(path).resolve().parents), Path(path)):
         found = place.stat()
         needed = stat.S_IXOTH if stat.S_ISDIR(found.st_mode) else stat.S_IWOTH
-        # The groups of a user who is not in the database are not known: the socket's may be one of them.
+        # The groups of a user outside the database are unknown, and the socket's group may be one of them.
         in_group = user.gid < 0 or found.st_gid in (user.gid, *user.groups)
         if not found.st_mode & needed << (6 if found.st_uid == user.uid else 3 if in_group else 0):
             return str(place)
@@ -73,12 +73,12 @@ def _shut(path: str, user: User) -> str:
 
 
 def may_ask(uid: int, status_uids: Collection[int]) -> bool:
-    """Whether a user that is not served may ask for the status: the daemon's own, root, and those in `status_uids`."""
+    """Whether a user may ask for the status without being served: the daemon's own, root, and `status_uids`."""
     return uid in (os.geteuid(), 0) or uid in status_uids
 
 
 def user_of(channel: Channel, peer: Peer) -> User | None:
-    """The user of `peer`, at the other end of `channel`; None where that is the daemon's own."""
+    """The user of `peer`, at the other end of `channel`; None for the daemon's own user."""
     if peer.uid == os.geteuid():
         return None
     groups = channel.groups
@@ -86,15 +86,15 @@ def user_of(channel: Channel, peer: Peer) -> User | None:
 
 
 def may_look(owner: os.stat_result | None, uids: Collection[int]) -> bool:
-    """Whether a root that nobody has joined is looked after: root's own rights are used for nobody who was not
-    named (USER-2).
-    """
+    """Whether the daemon looks after a root that nobody has joined. A daemon of root does so only for named users (USER-2)."""
     return os.geteuid() != 0 or 0 in uids or (owner is not None and owner.st_uid in uids)
 
 
 def looks_as(owner: os.stat_result | None, joined: Sequence[User | None], uids: Collection[int]) -> User | None:
-    """With whose rights the daemon looks after a root: its owner's, if that user is served, so that nobody who joins another
-    one's root has a say in it; else those of the user who joined it last, in `joined` the last one; else (None) its own.
+    """The user with whose rights the daemon looks after a root; None: the daemon's own.
+
+    It is the owner of the root if that user is served, so that other users who join decide nothing there. Otherwise it is the
+    user who joined last, at the end of `joined`.
     """
     if owner is None or owner.st_uid not in uids:
         if not joined and not may_look(owner, uids):

@@ -1,4 +1,4 @@
-"""Addresses for the status over HTTP: this machine only, unless other machines were allowed."""
+"""Addresses for the status over HTTP: only this machine, unless other machines are allowed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _Place = tuple[socket.AddressFamily, tuple[str, int]]
 async def listener_at(address: str, config: ServeConfig) -> contextlib.AbstractContextManager[socket.socket | Door]:
     """A socket that listens at HOST:PORT, or the door at the path of a Unix socket (mode 0600, 0660 for `config.group`).
 
-    UsageError where it is neither, or would let other machines in unasked; SidecarError where it cannot be listened at.
+    UsageError if it is neither, or lets other machines in without permission; SidecarError if it is not possible to listen.
     """
     if "/" in address:
         if address == config.socket:
@@ -31,7 +31,7 @@ async def listener_at(address: str, config: ServeConfig) -> contextlib.AbstractC
 
 
 def parse_address(address: str) -> tuple[str, int]:
-    """HOST and PORT of `HOST:PORT`, an IPv6 address in brackets. UsageError where it is neither."""
+    """HOST and PORT of `HOST:PORT`, with an IPv6 address in brackets. UsageError for another form."""
     match = re.fullmatch(r"(?:\[([0-9a-fA-F:.%\w]+)\]|([^:\[\]\s]*)):(\d{1,5})", address)
     if match is None or int(match[3]) > 65535:
         raise UsageError(
@@ -41,7 +41,7 @@ def parse_address(address: str) -> tuple[str, int]:
 
 
 async def _resolved(host: str, port: int, *, public: bool) -> _Place:
-    """The one address to bind; all that `host` stands for must be of this machine alone, unless `public`."""
+    """The address to bind. All addresses of `host` must be loopback addresses, unless `public`."""
     try:
         found = await asyncio.get_running_loop().getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

@@ -1,10 +1,10 @@
-"""Limits for each HTTP client: connections and time. aiohttp would wait for ever for a request that does not end.
+"""Limits of connections and time for HTTP clients. aiohttp would wait for ever for a request that does not end.
 
 Invariants
-  HTTPBOUND-1  At most `connections_max` connections are open: one more takes the place of the one whose last whole request, or
-      whose beginning where it brought none, is longest ago. Whoever asks at once is not kept out by others who are slow.
-  HTTPBOUND-2  A connection is closed that does not bring a whole request within `head_s` of its first byte, or none within
-      `idle_s`, or does not read its answer for `idle_s`.
+  HTTPBOUND-1  At most `connections_max` connections are open. A new one beyond that closes the connection whose last whole
+      request (or start, if it sent none) is longest ago. So slow clients never keep out a client that asks at once.
+  HTTPBOUND-2  A connection is closed if a request is not whole `head_s` after its first byte, if no request begins within
+      `idle_s`, or if the client does not read its answer for `idle_s`.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from typing import cast
 
 
 class Bounded:
-    """The connections of one server, within the bounds above."""
+    """The connections of one server, within the limits above."""
 
     def __init__(self, *, connections_max: int, idle_s: float, head_s: float) -> None:
         self.connections_max, self.idle_s, self.head_s = connections_max, idle_s, head_s
         self._open: OrderedDict[asyncio.BaseTransport, _Guarded] = OrderedDict()
-        """The one whose last whole request is longest ago comes first."""
+        """First comes the connection whose last whole request is longest ago."""
 
     def around(self, inner: Callable[[], asyncio.Protocol]) -> Callable[[], asyncio.Protocol]:
-        """Makes a protocol for each connection, as `inner` does, and keeps it within the bounds."""
-        return lambda: _Guarded(self, inner)
+        """A factory like `inner` whose protocols keep to the limits."""
+        return lambda: _Guarded(self, inner())
 
     def admit(self, transport: asyncio.BaseTransport, guarded: _Guarded) -> None:
         if len(self._open) >= self.connections_max:
@@ -37,7 +37,7 @@ class Bounded:
         self._open.pop(transport, None)
 
     def request_came(self, transport: asyncio.BaseTransport | None) -> None:
-        """A whole request came over `transport`: its time begins anew."""
+        """A whole request came over `transport`, so its time limits begin again."""
         guarded = self._open.get(transport) if transport is not None else None
         if guarded is not None and transport is not None:
             self._open.move_to_end(transport)
@@ -49,25 +49,23 @@ class Bounded:
 
 
 class _Guarded(asyncio.Protocol):
-    """One connection: hands everything on to a protocol of its own, once it is admitted."""
+    """One connection: passes everything on to the protocol `inner`."""
 
-    def __init__(self, bounds: Bounded, inner: Callable[[], asyncio.Protocol]) -> None:
-        self._bounds, self._make = bounds, inner
-        self._inner: asyncio.Protocol | None = None
+    def __init__(self, bounds: Bounded, inner: asyncio.Protocol) -> None:
+        self._bounds, self._inner = bounds, inner
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._is_coming = False
-        """A request has begun and is not whole."""
+        """A request has begun and is not whole yet."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         self._bounds.admit(transport, self)
-        self._inner = self._make()
         self._inner.connection_made(transport)
         self.wait_anew()
 
     def wait_anew(self) -> None:
-        """A whole request came, or none is due yet."""
+        """Wait for the next request."""
         self._is_coming = False
         self._wait(self._bounds.idle_s)
 
@@ -77,7 +75,7 @@ class _Guarded(asyncio.Protocol):
         self._timer = asyncio.get_running_loop().call_later(seconds, self.end)
 
     def end(self) -> None:
-        """Close the connection, whatever is still on its way."""
+        """Close the connection at once."""
         assert self._transport is not None
         self._transport.abort()
 
@@ -86,23 +84,19 @@ class _Guarded(asyncio.Protocol):
             self._timer.cancel()
         if self._transport is not None:
             self._bounds.gone(self._transport)
-        if self._inner is not None:
-            self._inner.connection_lost(exc)
+        self._inner.connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         if not self._is_coming:
             self._is_coming = True
             self._wait(self._bounds.head_s)
-        if self._inner is not None:
-            self._inner.data_received(data)
+        self._inner.data_received(data)
 
     def eof_received(self) -> bool | None:
-        return self._inner.eof_received() if self._inner is not None else None
+        return self._inner.eof_received()
 
     def pause_writing(self) -> None:
-        if self._inner is not None:
-            self._inner.pause_writing()
+        self._inner.pause_writing()
 
     def resume_writing(self) -> None:
-        if self._inner is not None:
-            self._inner.resume_writing()
+        self._inner.resume_writing()

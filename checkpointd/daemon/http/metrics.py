@@ -1,11 +1,10 @@
-"""The daemon's state for Prometheus: a registry of its own, filled from the hub when it is scraped.
+"""The daemon's metrics for Prometheus, in a registry of its own that reads the hub at each scrape.
 
 Invariants
-  METRIC-1  Names end in their base unit, counters in `_total`; every one has its help.
-  METRIC-2  Series are bounded: ROOTS_MAX roots, the ranks of this node where they are asked for one by one, and words of fixed
-      lists. No tag and no path of a store's object is a label.
-  METRIC-3  A series of a root is there, with 0, as soon as its first rank joins, and goes LEFT_S after its last trainer has
-      left.
+  METRIC-1  Names end in their base unit, counters in `_total`. Every metric has a help text.
+  METRIC-2  Series are bounded: by ROOTS_MAX roots, by the ranks of this node if metrics are per rank, and by fixed lists of
+      words. Labels contain neither tags nor paths of objects.
+  METRIC-3  A series of a root exists, with 0, as soon as its first rank joins, and ends LEFT_S after its last trainer has left.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ from checkpointd.daemon.status.model import DaemonStatus, RootStatus
 from checkpointd.daemon.status.tally import Tally
 
 PHASES = ("staging", "staged", "persisting", "prepared", "failed", "skipped")
-"""Those that a save in flight can be in; the last two while its no vote is being put."""
+"""The phases of a save in flight; the last two while its no vote is being put."""
 
 
 class HubCollector(Collector):
-    """All metrics of one daemon, made at each scrape from memory alone."""
+    """All metrics of one daemon, made from memory at each scrape."""
 
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
@@ -59,17 +58,17 @@ class HubCollector(Collector):
 
 
 OF_ROOT = ("root", "name")
-"""The labels of all that belongs to a root. A label without a value is left out by Prometheus."""
+"""The labels of all metrics of a root. Prometheus leaves out labels without a value."""
 ROOTS_MAX = 64
 LEFT_S = 3600.0
-"""So long a root stays in the metrics after its last trainer has left."""
+"""How long a root stays in the metrics after its last trainer has left."""
 
 Tallies = Sequence[tuple[tuple[str, ...], Tally]]
-"""Tallies with the values of their labels."""
+"""Label values, each with a tally."""
 
 
 def used_lately(found: DaemonStatus) -> list[RootStatus]:
-    """The roots that are in the metrics, what needs a look first."""
+    """The roots in the metrics, the most urgent first."""
     return [root for root in found.roots if _is_used(root, found.now)][:ROOTS_MAX]
 
 
@@ -86,11 +85,11 @@ def registry(hub: Hub) -> CollectorRegistry:
 
 
 FORMS = {"plain": CONTENT_TYPE_PLAIN_0_0_4, "openmetrics": "application/openmetrics-text; version=1.0.0; charset=utf-8"}
-"""The forms in which metrics are given, and their content types."""
+"""The formats of the metrics, with their content types."""
 
 
 def form(accept: str) -> str:
-    """The one of FORMS for a scraper with this Accept header."""
+    """The format (one of FORMS) for a scraper with this Accept header."""
     return "openmetrics" if "application/openmetrics-text" in accept else "plain"
 
 
@@ -218,9 +217,9 @@ def _unsaved_s(root: RootStatus, now: float) -> float | None:
 
 
 def _starts_since_commit(root: RootStatus) -> float | None:
-    """Each start begins an epoch, and a checkpoint is of the epoch in which it was saved: no time goes into this."""
+    """Counted by epochs, not by times: each start begins an epoch, and each checkpoint names the epoch of its save."""
     if root.space is None and not root.checkpoints:
-        return None  # nobody looked: there may be a checkpoint
+        return None  # the root was not scanned, so there may be a checkpoint
     begun = max((rank.epoch for rank in root.ranks if rank.epoch is not None and not rank.left_well), default=None)
     return None if begun is None else max(0, begun - max((c.order[0] for c in root.checkpoints), default=0))
 

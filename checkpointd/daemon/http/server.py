@@ -1,10 +1,10 @@
-"""Status over HTTP, read-only: the page for people, its JSON, the metrics, and whether the daemon serves.
+"""The status over HTTP, read-only: the page, its JSON, the metrics, and the health check.
 
 Invariants
-  HTTP-1  Nothing here changes anything: every method but GET and HEAD is refused, and no request's body is read.
-  HTTP-2  Without `http_public` only this machine reaches it, and no foreign web page reads it through a browser on this
-      machine: a request must name a loopback host (DNS rebinding), and no answer allows another origin.
-  HTTP-3  What many clients ask at once is made once (`FRESH_S`); their connections are bounded (`bounds.py`).
+  HTTP-1  No request changes anything: only GET and HEAD are allowed, and no request's body is read.
+  HTTP-2  Without `http_public`, only this machine reaches the server, and no foreign web page can read it through a browser on
+      this machine: a request must name a loopback host (against DNS rebinding), and no answer allows another origin.
+  HTTP-3  Many clients that ask at once share one answer (`FRESH_S`), and their connections are bounded (`bounds.py`).
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ log = logging.getLogger("checkpointd")
 
 CONNECTIONS_MAX = 64
 IDLE_S = 20.0
-"""How long a connection may take to read the answer, and until the next request."""
+"""How long a client may take to read the answer, or to send the next request."""
 HEAD_S = 5.0
-"""How long a request may take to come, from its first byte."""
+"""How long a request may take to arrive, from its first byte."""
 ANYBODY = -1
-"""The user of requests over HTTP, who is not known."""
+"""The uid for requests over HTTP, whose user is unknown."""
 FRESH_S = 0.25
-"""An answer made so long ago is still told."""
+"""How long an answer is reused."""
 
 Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Protocols: TypeAlias = Callable[[], asyncio.Protocol]
@@ -74,8 +74,8 @@ async def serving(
 ) -> AsyncIterator[str]:
     """Serve the hub's status at `address`, HOST:PORT or the path of a Unix socket, while the block runs; gives the URL.
 
-    Port 0 takes a free one. Raises UsageError where the address cannot be, or would let other machines in unasked;
-    SidecarError where it cannot be listened at.
+    Port 0 takes a free one. UsageError if the address is invalid or lets other machines in without permission; SidecarError if
+    the server cannot listen there.
     """
     with await listener_at(address, hub.config) as place:
         checked = not (isinstance(place, Door) or hub.config.http_public)
@@ -110,7 +110,7 @@ async def serving(
 
 @contextlib.asynccontextmanager
 async def _through(door: Door, protocols: Protocols) -> AsyncIterator[None]:
-    """Serve at the socket of `door`, and at the next one where it was bound anew, while the block runs."""
+    """Serve at the socket of `door`, and at the new one if it is bound again, while the block runs."""
     async with contextlib.aclosing(door.sockets()) as listeners:
         server = await _unix_server(await anext(listeners), protocols)
         following = asyncio.create_task(_follow(listeners, server, protocols))
@@ -124,7 +124,7 @@ async def _through(door: Door, protocols: Protocols) -> AsyncIterator[None]:
 async def _follow(listeners: AsyncIterator[socket.socket], server: asyncio.Server, protocols: Protocols) -> None:
     try:
         async for listener in listeners:
-            server.close()  # those that are connected stay
+            server.close()  # existing connections stay
             server = await _unix_server(listener, protocols)
     finally:
         server.close()
@@ -135,7 +135,7 @@ async def _unix_server(listener: socket.socket, protocols: Protocols) -> asyncio
 
 
 class _Malformed(logging.LoggerAdapter[logging.Logger]):
-    """aiohttp's log, where a request that cannot be read is a traceback: a few words here, and not for each of thousands."""
+    """Shortens aiohttp's tracebacks about malformed requests to one line, and limits how many are logged."""
 
     def __init__(self, hub: Hub) -> None:
         super().__init__(log, {})
@@ -179,7 +179,7 @@ async def _handled(request: web.Request, handler: Handler) -> web.StreamResponse
 
 
 def _refusal(request: web.Request, check_host: bool) -> web.Response | None:
-    """Why `request` is not looked at (HTTP-1, HTTP-2); None where it is."""
+    """The answer to a request that is refused (HTTP-1, HTTP-2); None if it is not."""
     refused: web.Response | None = None
     if request.method not in (hdrs.METH_GET, hdrs.METH_HEAD):
         refused = _plain(405, "this is read-only: GET and HEAD alone")
@@ -225,7 +225,7 @@ def _metrics(hub: Hub) -> Handler:
 
 
 class _Remade:
-    """What `make` makes, made again when it is older than FRESH_S."""
+    """The result of `make`, which is called again when the result is older than FRESH_S."""
 
     def __init__(self, make: Callable[[], bytes]) -> None:
         self._make = make
@@ -239,7 +239,7 @@ class _Remade:
 
 
 def _page() -> Iterator[tuple[str, Handler]]:
-    """Each file of the page with its path: what is not listed here is not served."""
+    """Each file of the page with its path. No other files are served."""
     for entry in sorted((files("checkpointd.daemon.http") / "page").iterdir(), key=lambda entry: entry.name):
         kind = _TYPES.get("." + entry.name.rpartition(".")[2])
         if kind is not None:
@@ -255,4 +255,4 @@ def _asset(body: bytes, kind: str) -> Handler:
 
 
 _PAGE = tuple(_page())
-"""Read with the module: later the sandbox may keep them away."""
+"""Read at import, because the sandbox may forbid the files later."""

@@ -10,22 +10,21 @@ from checkpointd.errors import UsageError
 from checkpointd.layout.manifest import Alias
 
 TEXT_COST = 80
-"""Bytes that a string takes beside its characters."""
+"""Bytes that a string takes in addition to its characters."""
 
 
 @dataclass(slots=True)
 class ReceivedContents:
-    """What a snapshot has beside its tensors, as far as it has come."""
+    """A snapshot's data beside its tensors, as far as it has arrived."""
 
     charge: Charge
     aliases: list[Alias] = field(default_factory=list)
     excluded: list[str] = field(default_factory=list)
     tree: bytearray = field(default_factory=bytearray)
-
     refused: bool = False
 
     def add(self, part: wire.Contents) -> None:
-        """UsageError where it is too much, SidecarFullError where there is no room for it; what comes after that is ignored."""
+        """UsageError if the data is too long, SidecarFullError if there is no room for it. Later parts are then ignored."""
         if self.refused:
             return
         try:
@@ -38,7 +37,7 @@ class ReceivedContents:
 
     def _add(self, part: wire.Contents) -> None:
         cost = sum(map(_alias_cost, part.aliases)) + sum(TEXT_COST + 4 * len(name) for name in part.excluded)
-        # Twice: as it comes, and as one piece.
+        # Twice, as parts and as one piece.
         cost += 2 * len(part.tree)
         if len(self.tree) + len(part.tree) > wire.TREE_BYTES_MAX:
             raise UsageError(f"a state's tree has more than {wire.TREE_BYTES_MAX} bytes: keep large objects out of the state")

@@ -1,4 +1,4 @@
-"""Layouts of slots, checked as they arrive over the socket, so that nothing later reads outside a slot."""
+"""Layouts of slots. They are checked as they arrive, so that later code never reads outside a slot."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from checkpointd.pipeline.shard import TENSOR_ALIGNMENT, ShardTensor
 
 LAYOUTS_KEPT = 4
 SLICE = 128
-"""So many tensors are checked in one turn of the loop."""
+"""Tensors that are checked in one turn of the loop."""
 TENSOR_COST = 1024
-"""Bytes that one tensor of a layout takes at most beside its name and its dimensions."""
+"""Bytes that one tensor of a layout takes at most, without its name and its dimensions."""
 DIMENSION_COST = 120
 """Bytes that one dimension of a tensor takes at most: an int in its shape, and two in its box."""
 
 
 @dataclass(frozen=True, slots=True)
 class KnownLayout:
-    """A layout that was taken in: the bytes of an buffer, the tensors in it, and the bytes that these take themselves."""
+    """A whole layout: the bytes of the buffer, the tensors in it, and the memory that the layout itself costs."""
 
     nbytes: int
     tensors: tuple[ShardTensor, ...]
@@ -34,19 +34,19 @@ class KnownLayout:
 
 
 class KnownLayouts:
-    """The layouts of one client, by number: the newest LAYOUTS_KEPT, and one whose parts still come; charged to its account."""
+    """The layouts of one client by number, charged to its account: LAYOUTS_KEPT, and one whose parts still arrive."""
 
     def __init__(self, account: Account) -> None:
         self._account = account
         self._known: OrderedDict[int, tuple[KnownLayout, Charge]] = OrderedDict()
         self._coming: _Coming | None = None
         self._refused: int | None = None
-        """Of this one, parts may still come after one that was refused."""
+        """The layout of which a part was refused, while more parts may still arrive."""
 
     def add(self, part: Layout) -> Iterator[None]:
-        """Take one part in, and the layout with its last; a step takes about a millisecond.
+        """Take one part; the last part completes the layout. A step takes about a millisecond.
 
-        UsageError where it cannot be, SidecarFullError where there is no room for it; its other parts are then ignored.
+        UsageError if the layout is invalid, SidecarFullError if there is no room for it. Its other parts are then ignored.
         """
         if part.layout == self._refused:
             self._refused = part.layout if part.more else None
@@ -70,7 +70,7 @@ class KnownLayouts:
             self._forget(next(iter(self._known)))
 
     def get(self, number: int) -> KnownLayout | None:
-        """The layout, if it is known; the one that was not asked for longest is forgotten first."""
+        """The layout, if it is known. The layout that was not used for longest is forgotten first."""
         known = self._known.get(number)
         if known is None:
             return None
@@ -96,7 +96,7 @@ class KnownLayouts:
 
 @dataclass(slots=True)
 class _Coming:
-    """A layout whose parts come one after another; each tensor is checked against those before it."""
+    """A layout whose parts still arrive; each tensor is checked against those before it."""
 
     number: int
     nbytes: int
@@ -106,7 +106,7 @@ class _Coming:
     end: int = 0
 
     def add(self, part: Layout) -> Iterator[None]:
-        """UsageError where a tensor lies outside the layout, over another, or is what cannot be."""
+        """UsageError if a tensor lies outside the layout, overlaps another one, or is invalid."""
         if self.nbytes != part.nbytes or self.nbytes != page_up(max(self.nbytes, 1)):
             raise UsageError(f"a layout has {part.nbytes} bytes; it must be a whole number of pages, and the same in all parts")
         if len(self.tensors) + len(part.tensors) > TENSORS_MAX:
@@ -120,7 +120,9 @@ class _Coming:
 
     def _add(self, tensor: ShardTensor) -> None:
         if tensor.offset < self.end or tensor.offset % TENSOR_ALIGNMENT:
-            raise UsageError(f"{tensor.fqn} lies at byte {tensor.offset}, over what is before it or at no multiple of 64")
+            raise UsageError(
+                f"{tensor.fqn} overlaps the tensor before it, or its offset {tensor.offset} is not a multiple of 64"
+            )
         if (tensor.fqn, tensor.box) in self.boxes:
             raise UsageError("a layout names one box of a tensor twice")
         self.end = tensor.offset + tensor.nbytes
@@ -141,7 +143,7 @@ def cost_of(tensor: WireTensor) -> int:
 
 
 def shard_tensors(layout: Layout) -> tuple[ShardTensor, ...]:
-    """The tensors of a layout that came in one part; UsageError as in `KnownLayouts.add`."""
+    """The tensors of a layout in one part; UsageError as in `KnownLayouts.add`."""
     coming = _Coming(layout.layout, layout.nbytes, Charge(Account(sys.maxsize)))
     for _ in coming.add(layout):
         pass
@@ -161,5 +163,5 @@ def _tensor(tensor: WireTensor) -> ShardTensor:
 
 
 def wire_tensors(tensors: tuple[ShardTensor, ...]) -> tuple[WireTensor, ...]:
-    """`tensors` as they go over the socket."""
+    """`tensors` as messages have them."""
     return tuple(WireTensor(t.fqn, t.dtype, t.shape, t.box, t.scope, t.offset) for t in tensors)

@@ -1,14 +1,13 @@
-"""The slots' memory in the daemon: descriptors from clients, mapped read-only.
+"""The memory of the slots in the daemon: maps descriptors from clients read-only.
 
 Invariants
-  SLOTMAP-1  Only a memfd of ordinary pages that can neither shrink nor grow is mapped: no client can make a read here end in
-      SIGBUS. Nor does it get holes after it was looked at (SLOTMAP-5): F_SEAL_FUTURE_WRITE lets nobody punch any.
-  SLOTMAP-2  A slot stays mapped while anybody uses it or a client has it, and goes with the last of them.
-  SLOTMAP-3  A slot is charged with its whole size to the user who handed it over, from before it is mapped until nothing in
-      this process holds its mapping any more.
-  SLOTMAP-4  One memfd is one slot, however often it is handed over: who uses it is known whichever connection asks. It is one
-      user's.
-  SLOTMAP-5  What is read has no holes: reading one would allocate memory at this process's cost.
+  SLOTMAP-1  Only a memfd of ordinary pages that can neither shrink nor grow is mapped, so no client can make a read here end in
+      SIGBUS. F_SEAL_FUTURE_WRITE keeps everybody from punching holes into it after it was checked (SLOTMAP-5).
+  SLOTMAP-2  A slot stays mapped while a job or the tier uses it or a client owns it, and is unmapped after the last of them.
+  SLOTMAP-3  The whole size of a slot is charged to the user who sent it, from before it is mapped until nothing in this process
+      refers to the mapping.
+  SLOTMAP-4  One memfd is one slot of one user, even if several connections send it. So its users are known on every connection.
+  SLOTMAP-5  The bytes that are read have no holes: reading a hole would allocate memory that counts for this process.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from checkpointd.pipeline.shard import Bytes
 _F_GET_SEALS, _SEALS = 1034, 0x0002 | 0x0004 | 0x0010
 """F_SEAL_SHRINK, F_SEAL_GROW and F_SEAL_FUTURE_WRITE."""
 _BLOCK = 512
-"""Bytes of what `st_blocks` counts."""
+"""Bytes of a block in `st_blocks`."""
 
 FileId = tuple[int, int]
 """Device and inode of a memfd: the same for every descriptor of it."""
@@ -38,7 +37,7 @@ FileId = tuple[int, int]
 
 @dataclass(eq=False, slots=True)
 class SlotMemory:
-    """One memfd, mapped. Users read it; owners are the clients that have it, and hear each time that its last user has gone."""
+    """One mapped memfd. Users read it. Owners are the clients that have it; they hear when the last user leaves."""
 
     descriptor: int
     nbytes: int
@@ -59,7 +58,7 @@ class SlotMemory:
         return int(self.buffer[-8:].view("<u8")[0])
 
     def check_whole(self, nbytes: int) -> None:
-        """UsageError where one of its first `nbytes` bytes was never written (SLOTMAP-5)."""
+        """UsageError if one of the first `nbytes` bytes was never written (SLOTMAP-5)."""
         assert self._buffer is not None, "the slot was unmapped"
         if os.fstat(self.descriptor).st_blocks * _BLOCK >= self.nbytes:
             return
@@ -73,15 +72,11 @@ class SlotMemory:
     def in_use(self) -> bool:
         return bool(self._users)
 
-    @property
-    def mapped(self) -> bool:
-        return self._buffer is not None
-
     def use(self, user: object) -> None:
         self._users.add(user)
 
     def leave(self, user: object) -> None:
-        """`user` will not read the slot again; a second time does nothing."""
+        """`user` reads the slot no longer; a second call does nothing."""
         if user not in self._users:
             return
         self._users.discard(user)
@@ -94,14 +89,14 @@ class SlotMemory:
         self._owners[owner] = on_idle
 
     def disown(self, owner: object) -> None:
-        """`owner` has gone, or will not use the slot again."""
+        """`owner` has gone or uses the slot no longer."""
         self._owners.pop(owner, None)
         self._unmap_unless_wanted()
 
     def _unmap_unless_wanted(self) -> None:
         if self._users or self._owners or self._buffer is None:
             return
-        self._buffer = None  # what still holds a view keeps the mapping until it goes
+        self._buffer = None  # the mapping ends when the last view of it is gone
         os.close(self.descriptor)
         self.on_unmapped(self)
 
@@ -112,13 +107,13 @@ class SlotMappings:
     def __init__(self) -> None:
         self._slots: dict[FileId, SlotMemory] = {}
         self._lingering: list[tuple[weakref.ref[mmap.mmap], Charge]] = []
-        """Mappings of slots that are gone, which something may still hold (an error, with the frames that it came through)."""
+        """Mappings of removed slots that something may still refer to, such as the frames of an error."""
 
     def __len__(self) -> int:
         return len(self._slots)
 
     def release_lingering(self) -> int:
-        """See that what is gone is unmapped, and not only when Python happens to collect its cycles; how many are left."""
+        """Collect garbage until removed slots are unmapped, if possible. Returns how many mappings are left."""
         self.settle()
         if self._lingering:
             gc.collect()
@@ -126,7 +121,7 @@ class SlotMappings:
         return len(self._lingering)
 
     def settle(self) -> None:
-        """Give back what was charged for mappings that nothing holds any more."""
+        """Release the charges of mappings that nothing refers to any longer."""
         lingering = self._lingering
         self._lingering = [(mapped, charge) for mapped, charge in lingering if mapped() is not None]
         for mapped, charge in lingering:
@@ -134,11 +129,11 @@ class SlotMappings:
                 charge.release()
 
     def map(self, descriptor: int, nbytes: int, account: Account, owner: object, on_idle: Callable[[], None]) -> SlotMemory:
-        """The slot of `nbytes` that `descriptor` is, mapped, charged to `account` and owned by `owner`. Takes the descriptor,
-        also where it raises.
+        """Map the slot of `nbytes` behind `descriptor`, charge it to `account` and add `owner`. Takes over the
+        descriptor, even if it raises.
 
-        UsageError where it is not such memory (SLOTMAP-1), or another user's (SLOTMAP-4); SidecarFullError where there is no
-        room (SLOTMAP-3).
+        UsageError if the memory is not suitable (SLOTMAP-1) or another user's (SLOTMAP-4); SidecarFullError if there is no room
+        (SLOTMAP-3).
         """
         try:
             file = _check(descriptor, nbytes)
@@ -183,13 +178,13 @@ def _check(descriptor: int, nbytes: int) -> FileId:
     try:
         seals = fcntl.fcntl(descriptor, _F_GET_SEALS)
     except OSError as error:
-        raise UsageError("a slot must be a memfd; what came is another kind of file") from error
+        raise UsageError("a slot must be a memfd; this is another kind of file") from error
     if seals & _SEALS != _SEALS:
         raise UsageError(
             "a slot must be sealed: F_SEAL_SHRINK, F_SEAL_GROW and F_SEAL_FUTURE_WRITE (since Linux 5.1) are needed"
         )
     if os.fstatvfs(descriptor).f_bsize != mmap.PAGESIZE:
-        # A hole punched into huge pages needs a free one when it is read, and SIGBUS comes where there is none.
+        # Reading a hole in huge pages needs a free huge page, and ends in SIGBUS if there is none.
         raise UsageError("a slot must be a memfd of ordinary pages, not of huge ones")
     found = os.fstat(descriptor)
     if found.st_size != nbytes or nbytes <= 0 or nbytes % mmap.PAGESIZE:

@@ -1,10 +1,11 @@
-"""The memory tier: the newest complete snapshot of every rank, for a trainer that starts again on this node.
+"""The memory tier: retains the newest whole snapshot of every rank, for a trainer that starts again on this node.
 
 Invariants
-  TIER-1  At most one snapshot per (root, user, rank) is held: the newest by (epoch, n) that was whole, or none. Where several
-      users write at one root, nobody's snapshot is given to another user, nor makes room for another user's.
-  TIER-2  The snapshots held stay below `held_bytes_max`; what does not fit is not held, nor is what it would have replaced.
-  TIER-3  A snapshot is held from before its slot could be free for a newer one: there is no moment without any.
+  TIER-1  At most one snapshot per (root, user, rank) is retained: the newest whole one by (epoch, n). If several users write at
+      one root, no user gets another user's snapshot or replaces it.
+  TIER-2  The retained snapshots together stay below `held_bytes_max`. If a snapshot does not fit, neither it nor the older
+      snapshot of its rank is retained.
+  TIER-3  A new snapshot is retained before the slot of the older one becomes free, so there is always one.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ TierKey = tuple[str, int, int]
 
 @dataclass(eq=False, slots=True)
 class Kept:
-    """One snapshot; `digests` are the tensors' xxh3-128 in the layout's order, taken when it was complete."""
+    """A retained snapshot. `digests`: the xxh3-128 of the tensors in the layout's order, computed when it was whole."""
 
     root: str
     info: AttemptInfo
     slot: SlotMemory
     shard: Shard
     charge: Charge
-    """What it takes beside its slot."""
+    """The memory that it takes in addition to its slot."""
     digests: asyncio.Future[tuple[bytes, ...]]
     nonce: str
     uid: int
@@ -64,7 +65,7 @@ class Kept:
         )
 
     def as_message(self) -> Snapshot:
-        """What goes back to the trainer beside the descriptor; its digests must have been taken."""
+        """The message that gives it back to the trainer; its digests must be done."""
         return Snapshot(
             held=self.described(),
             nbytes=len(self.shard.buffer),
@@ -78,7 +79,7 @@ class Kept:
 
 @dataclass(slots=True)
 class Tier:
-    """Holds snapshots; see the invariants above."""
+    """The retained snapshots; see the invariants above."""
 
     held_bytes_max: int
     _kept: dict[TierKey, Kept] = field(default_factory=dict)
@@ -90,9 +91,9 @@ class Tier:
     def offer(
         self, root: str, info: AttemptInfo, slot: SlotMemory, shard: Shard, charge: Charge, *, nonce: str, uid: int
     ) -> Kept | None:
-        """Hold this complete snapshot instead of this rank's older one; None where it is the older one, or there is no room.
+        """Retain this whole snapshot instead of the rank's older one; None if it is not newer, or there is no room.
 
-        Takes the `charge`, also where it is not held.
+        Takes over the `charge`, even if the snapshot is not retained.
         """
         before = self.of(root, uid, info.rank)
         if before is not None and before.order >= (info.attempt.epoch, info.n):
@@ -100,7 +101,7 @@ class Tier:
             return None
         if self.nbytes - (before.slot.nbytes if before else 0) + slot.nbytes > self.held_bytes_max:
             if before is not None:
-                self.drop(before)  # it would keep a slot from its client, and nobody wants what is not the newest
+                self.drop(before)  # nobody needs it any longer, and its client needs the slot
             charge.release()
             return None
         kept = Kept(root, info, slot, shard, charge, _digests(shard), nonce, uid)
@@ -111,27 +112,27 @@ class Tier:
         return kept
 
     def of(self, root: str, uid: int, rank: int) -> Kept | None:
-        """What is held for a rank of a user."""
+        """The retained snapshot of a rank of a user."""
         return self._kept.get((root, uid, rank))
 
     def at(self, root: str, uid: int) -> Iterator[Kept]:
-        """What is held for the ranks of a user at a root."""
+        """The retained snapshots of a user's ranks at a root."""
         return (kept for kept in list(self._kept.values()) if (kept.root, kept.uid) == (root, uid))
 
     def drop(self, kept: Kept) -> None:
-        """Hold it no longer, if it is still the one that is held."""
+        """Stop retaining it, unless a newer one has replaced it already."""
         if self._kept.get(kept.key) is kept:
             del self._kept[kept.key]
             self._let_go(kept)
 
     def drop_after(self, kept: Kept, seconds: float) -> None:
-        """Hold it so much longer: its trainer has gone, and may come back."""
+        """Retain it for `seconds` more: its trainer has gone and may come back."""
         if kept.timer is not None:
             kept.timer.cancel()
         kept.timer = asyncio.get_running_loop().call_later(seconds, self.drop, kept)
 
     def wanted(self, kept: Kept) -> None:
-        """Its trainer is back: hold it until there is a newer one."""
+        """Its trainer is back: retain it until there is a newer one."""
         if kept.timer is not None:
             kept.timer.cancel()
             kept.timer = None

@@ -1,11 +1,10 @@
-"""The daemon's log: text from clients, files or names stays within one line, and cannot fill the disk.
+"""The daemon's log. Text from clients, files or names stays on one line and cannot fill the disk.
 
 Invariants
-  LOG-1  A record is one line, and the lines of its traceback are indented: no text can end a line, forge one, or steer a
-      terminal.
+  LOG-1  A record is one line, and the lines of its traceback are indented. No text can forge a line or control a terminal.
   LOG-2  A record takes at most MESSAGE_MAX characters, and its traceback TRACEBACK_MAX, before control characters are escaped.
-  LOG-3  What happens again and again is said SAID_MAX times a PERIOD_S for each cause and user, unless another number is asked
-      for; then the rest is counted.
+  LOG-3  A repeated message is logged at most SAID_MAX times in PERIOD_S for each cause and user, unless the caller gives
+      another number. Later, one message says how many were left out.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _INDENT = "    "
 
 
 def escaped(text: str, most: int = MESSAGE_MAX) -> str:
-    """`text` on one line: at most `most` characters of it, control characters and others that do not print escaped."""
+    """At most `most` characters of `text` on one line. Escapes characters that cannot be printed."""
     shown = text[:most]
     if not shown.isprintable():
         shown = "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in shown)
@@ -40,13 +39,13 @@ def escaped(text: str, most: int = MESSAGE_MAX) -> str:
 
 
 def told(text: str) -> str:
-    """`text`, which may repeat a client's words or another rank's vote, as clients, people and the status are told it."""
+    """`text`, which may come from a client or another rank's vote, made safe for clients, users and the status."""
     return escaped(text, TOLD_MAX)
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """Whose work a task does, for the records that it logs."""
+    """The root, rank and save that a task works for, for its log records."""
 
     root: str
     rank: int | None = None
@@ -61,13 +60,13 @@ _SUBJECT: ContextVar[Subject | None] = ContextVar("subject", default=None)
 
 
 def about(subject: Subject) -> None:
-    """From here on, what this task and those that it starts log is about `subject`."""
+    """From here on, the records of this task, and of tasks that it starts, are about `subject`."""
     _SUBJECT.set(subject)
 
 
 @contextmanager
 def regarding(subject: Subject) -> Iterator[None]:
-    """What is logged within is about `subject`."""
+    """Records logged inside the block are about `subject`."""
     before = _SUBJECT.set(subject)
     try:
         yield
@@ -76,7 +75,7 @@ def regarding(subject: Subject) -> Iterator[None]:
 
 
 class LineFormatter(logging.Formatter):
-    """Formats a record as LOG-1 and LOG-2 say, with the root and the rank that it is about where a task works for one."""
+    """Formats a record by LOG-1 and LOG-2, with its root and rank if it has them."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(message)s")
@@ -88,7 +87,7 @@ class LineFormatter(logging.Formatter):
         return self.formatMessage(record) + self.traceback(record)
 
     def traceback(self, record: logging.LogRecord) -> str:
-        """The traceback of `record`, each line indented after a line break; nothing where there is none."""
+        """The traceback of `record`, each line indented after a line break; empty if there is none."""
         if not record.exc_info:
             return ""
         found = self.formatException(record.exc_info)
@@ -97,8 +96,8 @@ class LineFormatter(logging.Formatter):
 
 
 class JsonFormatter(LineFormatter):
-    """Formats a record as one JSON object on a line: `time` (UTC), `level`, `message`; `root`, `rank`, `tag` and `attempt`
-    where it is about one; `fields` of `extra`; `traceback`.
+    """Formats a record as one JSON object on a line: `time` (UTC), `level`, `message`; `root`, `rank`, `tag` and `attempt` if
+    known; the `fields` of `extra`; `traceback`.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -120,7 +119,7 @@ FORMATTERS: dict[str, type[LineFormatter]] = {"text": LineFormatter, "json": Jso
 
 
 def log_to_stderr(level: str, form: str) -> None:
-    """A daemon's log is its voice: to standard error, which systemd and containers collect."""
+    """Send the log to standard error, which systemd and containers collect."""
     log = logging.getLogger("checkpointd")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(FORMATTERS[form]())
@@ -138,14 +137,14 @@ class _Cause:
 
 @dataclass(slots=True)
 class Rationed:
-    """Says what may happen thousands of times a second to a log (LOG-3)."""
+    """Logs messages that may come thousands of times a second (LOG-3)."""
 
     log: logging.Logger
     clock: Callable[[], float] = time.monotonic
     _causes: OrderedDict[tuple[str, int], _Cause] = field(default_factory=OrderedDict)
 
     def warning(self, cause: str, uid: int, message: str, *args: object) -> None:
-        """Log `message`, unless `cause` of user `uid` was said often enough lately. `cause` is a word of ours."""
+        """Log `message`, unless `cause` of user `uid` was logged too often lately. `cause` is one of a few fixed texts."""
         self.say(logging.WARNING, cause, uid, message, *args)
 
     def say(
@@ -158,7 +157,7 @@ class Rationed:
         most: int = SAID_MAX,
         fields: Mapping[str, object] | None = None,
     ) -> None:
-        """The same at a level, `most` times a PERIOD_S; with `fields` for machines."""
+        """The same at a level, at most `most` times in PERIOD_S, with `fields` for the JSON log."""
         self.say_left_out()
         known = self._causes.get((cause, uid))
         if known is None:
@@ -172,7 +171,7 @@ class Rationed:
             known.left_out += 1
 
     def say_left_out(self) -> None:
-        """Say how many were left out of each cause whose period is over, and forget it."""
+        """Log how many messages were left out of each cause whose period is over, and forget the cause."""
         now = self.clock()
         while self._causes:
             key, first = next(iter(self._causes.items()))

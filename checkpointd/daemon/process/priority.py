@@ -1,8 +1,8 @@
 """The daemon's priority: CPU niceness and I/O class, for all of its threads.
 
-Both belong to a thread, not to a process: Linux hands them on to threads that are started later, and those that run already
-(numpy starts some when it is imported) are set one by one. Where Linux schedules by session first (autogroup, sched(7)),
-niceness counts inside the session alone; a session that is the daemon's own gets it as a whole.
+In Linux each thread has its own. New threads inherit them, and threads that run already (numpy starts some when it is imported)
+are set one by one. If Linux schedules by session first (autogroup, sched(7)), niceness only counts within the session, so a
+daemon with a session of its own also sets the niceness of the session.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 log = logging.getLogger("checkpointd")
 
 BEST_EFFORT_LEVEL: Final = 7
-"""The lowest of the class: its middle is what a process has that asks for nothing."""
+"""The lowest level of the class; a process has the middle one by default."""
 
 
 def apply(config: ServeConfig) -> None:
     """Give this process, and the threads that it starts from here on, the niceness and the I/O class of `config`.
 
-    Touches only what `config` asks for. Raises UsageError where psutil is missing or the system does not permit it.
+    Changes only what `config` asks for. UsageError if psutil is missing or the system does not permit it.
     """
     if config.niceness == 0 and config.io_class == "none":
         return
@@ -62,13 +62,13 @@ def _nice_session(niceness: int) -> None:
     try:
         Path("/proc/self/autogroup").write_text(str(niceness))
     except FileNotFoundError:
-        pass  # a kernel that does not group by session
+        pass  # this kernel does not group by session
     except OSError as error:
         log.warning("niceness %d may count for little beside other sessions: their share cannot be set (%s)", niceness, error)
 
 
 def _each_thread(behave: Callable[[Process], None]) -> None:
-    """Call `behave` for this thread, so that those to come inherit it, then for the ones that are there."""
+    """Call `behave` for this thread, so that new threads inherit its settings, then for all other threads."""
     import psutil
 
     own = psutil.Process()

@@ -7,13 +7,13 @@ import errno
 import os
 
 NO_ROOM = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
-"""What a system call says that found no descriptor, or no memory, for what it should make."""
+"""The errors of a system call for which no descriptor or memory is free."""
 PAUSE_S = 0.2
-"""Until the next try then."""
+"""The pause before the next try."""
 
 
 async def death_of(pid: int) -> bool:
-    """Return when process `pid` is gone: True. False at once where it cannot be seen from here (another pid namespace)."""
+    """Return True when process `pid` has ended; False at once if it cannot be seen, as in another pid namespace."""
     try:
         descriptor = await _opened(pid)
     except ProcessLookupError:
@@ -31,7 +31,7 @@ async def death_of(pid: int) -> bool:
 
 
 async def _opened(pid: int) -> int:
-    """A pidfd of `pid`; waits while this process has no descriptor left for it."""
+    """A pidfd of `pid`; waits while no descriptor is free."""
     while True:
         try:
             return os.pidfd_open(pid)

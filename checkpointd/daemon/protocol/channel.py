@@ -1,16 +1,16 @@
-"""One end of a connection to the sidecar's socket: whole messages and the descriptors that come with them, in order.
+"""One end of a connection to the sidecar's socket. Sends and receives whole messages with their descriptors, in order.
 
 Invariants
-  CHANNEL-1  A descriptor that arrives belongs to the message that announces it; one that no message announces is closed, and
-      the connection with it.
-  CHANNEL-2  No message follows half a frame: where one cannot be sent whole, none is sent any more. What the other end has sent
-      is still received: a client that has died may have said something before.
-  CHANNEL-3  Who sends without a pause does not hold the loop: others have their turn between two messages, and between two
-      pieces. Of messages that take a while to decode, one is decoded in a turn of the loop, whoever sent it (`LoopTurns`).
-  CHANNEL-4  What has come of a message, beyond FREE_BYTES, is charged to whom `charge_to` says; a message must be whole
-      `stall_s` after its first byte, however steadily it trickles in.
+  CHANNEL-1  A descriptor belongs to the message that announces it. If no message announces it, it is closed with the
+      connection.
+  CHANNEL-2  If a message cannot be sent whole, no message is sent after it. The channel still receives: a client that has died
+      may have sent something before.
+  CHANNEL-3  A client that sends without a pause does not block the loop: other tasks run between two messages and between two
+      pieces. All connections together decode one large message in each turn of the loop (`LoopTurns`).
+  CHANNEL-4  Received bytes of an incomplete message, beyond FREE_BYTES, are charged to the account of `charge_to`. A message
+      must be whole `stall_s` after its first byte.
 
-Works on a raw non-blocking socket under any asyncio loop: asyncio's streams would drop descriptors.
+Works on a raw non-blocking socket under any asyncio loop, because asyncio's streams would drop descriptors.
 """
 
 from __future__ import annotations
@@ -35,37 +35,37 @@ from checkpointd.errors import WireError
 T = TypeVar("T")
 PIECE = 32 << 10
 FREE_BYTES = 64 << 10
-"""What has come of one message and the next, where a client sends as ours does, is never more: it costs nothing."""
+"""Buffered bytes that are not charged. A client that sends as ours does never needs more."""
 LIGHT_BYTES = 2048
-"""A message up to this size is decoded at once."""
+"""A message up to this size is decoded without waiting for a turn."""
 _SO_PEERGROUPS = 59
 _GROUPS_BYTES_MAX = 1024
-"""More than Python takes; who has more groups is looked up."""
+"""The largest buffer that Python takes. The groups of a user with more are looked up in the user database."""
 
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A message; `descriptor` is the receiver's to close."""
+    """A message. The receiver closes `descriptor`."""
 
     message: Message
     descriptor: int | None = None
 
 
 class LoopTurns:
-    """Lets one piece of heavy work at a time have the loop, and everybody else have it in between."""
+    """Runs one piece of heavy work at a time, and lets all other tasks run in between."""
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
 
     async def take(self, work: Callable[[], T]) -> T:
-        """Do `work`, which takes a few milliseconds at most, when it is its turn."""
+        """Call `work`, which may take a few milliseconds, when it is its turn."""
         async with self._lock:
             done = work()
             await asyncio.sleep(0)
             return done
 
     async def take_each(self, steps: Iterator[object]) -> None:
-        """Take all `steps`, each in a turn of its own."""
+        """Run all `steps`, each in a turn of its own."""
         end = object()
         while await self.take(lambda: next(steps, end)) is not end:
             continue
@@ -79,7 +79,7 @@ class Channel:
         self._socket = connection
         self._decoder = Decoder()
         self._began: float | None = None
-        """When the first byte of the message came that is not whole."""
+        """When the first byte of the incomplete message came."""
         self._turns = LoopTurns()
         self._charge: Charge | None = None
         self._descriptors: deque[int] = deque()
@@ -95,7 +95,7 @@ class Channel:
 
     @property
     def groups(self) -> tuple[int, ...] | None:
-        """The supplementary groups of who is at the other end (SO_PEERGROUPS); None where the kernel does not tell."""
+        """The supplementary groups of the user at the other end (SO_PEERGROUPS); None if the kernel does not tell."""
         try:
             data = self._socket.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, _GROUPS_BYTES_MAX)
         except OSError:
@@ -107,17 +107,18 @@ class Channel:
         return self._closed
 
     def allow_frames(self, nbytes: int) -> None:
-        """Take frames of up to `nbytes` from here on: the handshake is done."""
+        """Accept frames of up to `nbytes` from here on, after the handshake."""
         self._decoder.frame_bytes_max = nbytes
 
     def charge_to(self, account: Account, turns: LoopTurns) -> None:
-        """From here on what is received is charged to `account`, and what is heavy waits for its turn."""
+        """From here on, charge received bytes to `account`, and decode large messages in `turns`."""
         self._charge, self._turns = Charge(account), turns
 
     async def receive(self, stall_s: float | None = None) -> Received | None:
-        """The next message; None where the other end has closed. WireError, after which the channel is of no use.
+        """The next message; None if the other end has closed. The channel cannot be used after an error.
 
-        `stall_s`: how long a message may take to come once it has begun. FullError where there is no room for it.
+        WireError if the bytes are not this protocol or a message is not whole `stall_s` after it began. SidecarFullError if
+        there is no room for it.
         """
         await asyncio.sleep(0)  # CHANNEL-3
         while not self._decoder.whole():
@@ -135,7 +136,7 @@ class Channel:
         return Received(message, self._descriptors.popleft())
 
     async def _read(self, stall_s: float | None) -> bool:
-        """Take in what is there, waiting for it; False at the end of the stream."""
+        """Wait for bytes and buffer them; False at the end of the stream."""
         loop = asyncio.get_running_loop()
         began = loop.time() if self._began is None else self._began
         until = began + stall_s if stall_s is not None and self._decoder.buffered else None
@@ -160,7 +161,7 @@ class Channel:
         if not self._decoder.buffered:
             self._began = None
         elif self._decoder.whole():
-            self._began = asyncio.get_running_loop().time()  # of the message after this one, at the earliest
+            self._began = asyncio.get_running_loop().time()  # the next message began now at the earliest
         if self._charge is not None:
             self._charge.resize(max(0, self._decoder.buffered - FREE_BYTES))
 
@@ -177,7 +178,7 @@ class Channel:
         return data
 
     async def send(self, message: Message, descriptor: int | None = None) -> None:
-        """Send `message`, and a copy of `descriptor` with it. ConnectionError where the other end is gone."""
+        """Send `message`, with a copy of `descriptor`. ConnectionError if the other end is gone."""
         frame = memoryview(wire.encode(message, 0 if descriptor is None else 1))
         async with self._sending:
             if self._closed or self._cut:
@@ -216,13 +217,13 @@ class Channel:
                     remove(self._socket.fileno())
 
     def expect_no_more(self) -> None:
-        """The other end is gone: what it has sent is still received, and then the stream ends, whoever else holds it open."""
+        """The other end is gone. Receive the rest, then end the stream, even if another process holds the socket open."""
         self._last = True
         for ready in self._waits:
             _resolve(ready)
 
     def close(self) -> None:
-        """End the connection; whoever waits on it here hears a ConnectionError."""
+        """End the connection. Tasks that wait on it get a ConnectionError."""
         if self._closed:
             return
         self._closed = True
@@ -233,7 +234,7 @@ class Channel:
         self._descriptors.clear()
         loop, number = asyncio.get_running_loop(), self._socket.fileno()
         if self._waits:
-            # Before the number can be given to another file.
+            # Before another file can get the number.
             loop.remove_reader(number)
             loop.remove_writer(number)
         for ready in self._waits:
@@ -247,5 +248,5 @@ def _resolve(ready: asyncio.Future[None]) -> None:
 
 
 async def connect(path: str, sidecar_uid: int | None = None) -> Channel:
-    """A channel to the daemon that listens at `path`. As `peers.connected`."""
+    """A channel to the daemon that listens at `path`; see `peers.connected`."""
     return Channel(connected(path, sidecar_uid))

@@ -1,8 +1,8 @@
-"""Messages out of a stream of bytes, without any I/O.
+"""Decodes messages from a stream of bytes, without I/O.
 
 Invariants
-  WIRE-1  Nothing that comes in can make a `Decoder` hold more than one frame of `frame_bytes_max` and what was put in at once.
-  WIRE-2  What is malformed raises WireError, and nothing else; a decoder that has raised takes nothing more.
+  WIRE-1  A `Decoder` never holds more than one frame of `frame_bytes_max` and the bytes of one `put`, whatever comes in.
+  WIRE-2  Malformed bytes raise WireError and nothing else. After that, the decoder takes no more bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from checkpointd.errors import WireError
 
 
 class Decoder:
-    """Cuts a stream of bytes into (message, number of descriptors that came with it)."""
+    """Cuts a stream of bytes into pairs: a message, and the number of descriptors that come with it."""
 
     def __init__(self, frame_bytes_max: int = HELLO_BYTES_MAX) -> None:
         self.frame_bytes_max = frame_bytes_max
@@ -25,12 +25,12 @@ class Decoder:
 
     @property
     def buffered(self) -> int:
-        """Bytes that no message was made of yet."""
+        """Bytes that are not part of a decoded message yet."""
         return len(self._bytes)
 
     @property
     def announced(self) -> int:
-        """How many descriptors the frames that are there may bring: as many as they announce, once that is known."""
+        """How many descriptors may come with the buffered frames: as many as they announce, if that is known already."""
         found = at = 0
         while at + HEAD.size <= len(self._bytes):
             _, descriptors, _, length = HEAD.unpack_from(self._bytes, at)
@@ -40,17 +40,17 @@ class Decoder:
 
     @property
     def next_bytes(self) -> int:
-        """The length of the next message, as far as it is known: decoding it takes a time in proportion."""
+        """The length of the next message, or 0 if it is unknown. Decoding takes time in proportion."""
         return int(HEAD.unpack_from(self._bytes)[3]) if len(self._bytes) >= HEAD.size else 0
 
     def put(self, data: Buffer) -> None:
-        """Take in `data`. WireError where the stream was malformed before."""
+        """Buffer `data`. WireError if the stream was malformed before."""
         if self._failed:
             raise WireError("this stream was malformed before")
         self._bytes += data
 
     def whole(self) -> bool:
-        """Whether a whole message is there. WireError where what is there is not this protocol."""
+        """Whether a whole message is buffered. WireError if the bytes are not this protocol."""
         try:
             return self._length() is not None
         except WireError:
@@ -58,7 +58,7 @@ class Decoder:
             raise
 
     def take(self) -> tuple[Message, int] | None:
-        """The next message; None where it is not whole yet. WireError where it is not this protocol."""
+        """The next message; None if it is not whole yet. WireError if the bytes are not this protocol."""
         try:
             length = self._length()
             if length is None:
@@ -72,7 +72,7 @@ class Decoder:
             raise
 
     def feed(self, data: Buffer) -> Iterator[tuple[Message, int]]:
-        """The messages that `data` completes. WireError where it is not this protocol."""
+        """The messages that `data` completes. WireError if the bytes are not this protocol."""
         self.put(data)
         while (frame := self.take()) is not None:
             yield frame
@@ -82,12 +82,12 @@ class Decoder:
         self._bytes = bytearray()
 
     def _length(self) -> int | None:
-        """The length of the next frame's body, if all of it is there."""
+        """The length of the next frame's body, if all of it is buffered."""
         if len(self._bytes) < HEAD.size:
             return None
         magic, descriptors, zero, length = HEAD.unpack_from(self._bytes)
         if magic != MAGIC or zero:
-            raise WireError(f"this is not a checkpointd client: its frame begins with {bytes(self._bytes[: HEAD.size])!r}")
+            raise WireError(f"this is not checkpointd's protocol: a frame begins with {bytes(self._bytes[: HEAD.size])!r}")
         if descriptors > DESCRIPTORS_MAX:
             raise WireError(f"a frame announces {descriptors} descriptors; at most {DESCRIPTORS_MAX} may come with one")
         if length > self.frame_bytes_max:

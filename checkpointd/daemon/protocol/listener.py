@@ -1,10 +1,10 @@
-"""The daemon's Unix sockets, its own and that of HTTP: made safe before they are bound, held against a second daemon, and bound
-anew where somebody removed them.
+"""The daemon's Unix sockets, its own and that of HTTP. Checks their directories, keeps a second daemon out, and binds a removed
+socket again.
 
 Invariants
   LISTENER-1  The socket lies in a directory of this user, or of the superuser, in which nobody else may write.
-  LISTENER-2  Of two daemons that are given one path, one listens: whoever holds the lock beside the socket.
-  LISTENER-3  Nothing is removed but a socket, and at the end only the own one.
+  LISTENER-2  If two daemons get the same path, only the daemon that holds the lock beside the socket listens.
+  LISTENER-3  The daemon removes only sockets, and at its end only its own.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ log = logging.getLogger("checkpointd")
 
 BACKLOG = 512
 LOOK_S = 2.0
-"""How often it is looked whether the socket is still there."""
+"""How often the daemon checks that the socket is still there."""
 SAY_AGAIN_S = 60.0
-"""A socket that cannot be bound anew is said so often."""
+"""How often the log says that a socket cannot be bound again."""
 
 _Identity = tuple[int, int]
 
@@ -49,9 +49,9 @@ class Door:
         return self._socket
 
     async def sockets(self) -> AsyncGenerator[socket.socket]:
-        """The listening socket; then another one each time that it was removed and bound anew.
+        """The listening socket, then a new one each time that it was removed and bound again.
 
-        The one before is closed when the next one is asked for: by then nobody accepts from it.
+        The old socket is closed when the caller asks for the next one, because nobody accepts from it any more.
         """
         yield self.listener
         while True:
@@ -67,7 +67,7 @@ class Door:
         while self._bound is not None and _identity(self._path) == self._bound:
             await asyncio.sleep(LOOK_S)
         what = "was removed" if _identity(self._path) is None else "was replaced by something else"
-        log.error("the socket %s %s: nobody can connect until it is bound anew", self._path, what)
+        log.error("the socket %s %s: nobody can connect until it is bound again", self._path, what)
 
     async def _bound_anew(self) -> None:
         loop, said = asyncio.get_running_loop(), -SAY_AGAIN_S
@@ -79,14 +79,14 @@ class Door:
             except (CheckpointdError, OSError) as error:
                 if loop.time() - said >= SAY_AGAIN_S:
                     said = loop.time()
-                    log.error("the socket %s cannot be bound anew: %s", self._path, error)
+                    log.error("the socket %s cannot be bound again: %s", self._path, error)
                 await asyncio.sleep(LOOK_S)
             else:
                 log.warning("listening at %s again", self._path)
                 return
 
     def open(self) -> None:
-        """Bind, in place of what was bound before. UsageError or SidecarError where that cannot be."""
+        """Bind the socket, also after it was removed. UsageError or SidecarError if that is not possible."""
         directory = os.path.dirname(self._path) or "."
         make_directory(directory, self._group)
         if self._group is not None:
@@ -97,9 +97,7 @@ class Door:
         self._bound = _identity(self._path)
 
     def _claim(self) -> None:
-        """Hold the lock beside the socket (LISTENER-2): the file of that name now, which need not be the one
-        that was held before.
-        """
+        """Hold the lock beside the socket (LISTENER-2). If somebody replaced the lock file, lock the new one."""
         path = f"{self._path}.lock"
         if self._lock >= 0:
             held = os.fstat(self._lock)
@@ -123,9 +121,9 @@ class Door:
 
 @contextlib.contextmanager
 def door_at(path: str, group: str | None) -> Iterator[Door]:
-    """A socket at `path`, mode 0600 (0660 where a group is given), in a directory of mode 0700 if it is made here.
+    """A socket at `path` with mode 0600 (0660 with a group). Makes its directory with mode 0700 if it is missing.
 
-    Raises UsageError where another daemon listens there, something else has that name, or others may write in the directory.
+    Raises UsageError if another daemon listens there, the path is not a socket, or others may write in the directory.
     """
     door = Door(path, group)
     try:
@@ -146,7 +144,8 @@ def _listening(path: str, group: str | None) -> socket.socket:
         finally:
             os.umask(before)
         try:
-            _open_to(group, path)
+            if group is not None:
+                _give(path, group, 0o660)
         except BaseException:
             os.unlink(path)
             raise
@@ -158,13 +157,8 @@ def _listening(path: str, group: str | None) -> socket.socket:
     return listener
 
 
-def _open_to(group: str | None, path: str) -> None:
-    if group is not None:
-        _give(path, group, 0o660)
-
-
 def make_directory(directory: str, group: str | None) -> None:
-    """Make a socket's directory, or see that the one that is there is safe (LISTENER-1). UsageError where it is not."""
+    """Make a socket's directory, or check that the existing one is safe (LISTENER-1). UsageError if it is not."""
     try:
         os.mkdir(directory, 0o700)
     except FileExistsError:
@@ -187,17 +181,17 @@ def _give(path: str, group: str, mode: int) -> None:
     try:
         os.chown(path, -1, _group_id(group))
     except PermissionError as error:
-        raise UsageError(f"user {os.geteuid()} is not in group {group}: take a group of yours") from error
+        raise UsageError(f"user {os.geteuid()} is not in group {group}: choose one of this user's groups") from error
     os.chmod(path, mode)
 
 
 def _say_if_closed(directory: str, group: str) -> None:
-    """Warn where `group`, which may open the socket, cannot come to it."""
+    """Warn if `group` may open the socket but not enter its directory."""
     found = os.stat(directory)
     entered = stat.S_IXGRP if found.st_gid == _group_id(group) else stat.S_IXOTH
     if not found.st_mode & entered:
         log.warning(
-            "group %s may open the socket, and cannot enter its directory %s: `%s`, or let the daemon make the directory",
+            "group %s may open the socket but not enter its directory %s: run `%s`, or let the daemon make the directory",
             group,
             directory,
             shlex.join(["chgrp", group, directory]) + " && " + shlex.join(["chmod", "g+x", directory]),
@@ -214,7 +208,7 @@ def _group_id(group: str) -> int:
 
 
 def _locked(lock: str, path: str) -> int:
-    """The file `lock`, locked: of two daemons that start at once, one listens."""
+    """A descriptor of the locked file `lock`, so that only one of two daemons listens."""
     try:
         descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as error:
@@ -228,7 +222,7 @@ def _locked(lock: str, path: str) -> int:
 
 
 def _identity(path: str) -> _Identity | None:
-    """Device and inode of what lies at `path`; None where nothing can be seen there."""
+    """Device and inode of `path`; None if there is nothing, or it cannot be seen."""
     try:
         found = os.lstat(path)
     except OSError:
@@ -237,7 +231,7 @@ def _identity(path: str) -> _Identity | None:
 
 
 def _clear(path: str) -> None:
-    """Remove what a daemon that died has left; nothing else (LISTENER-3)."""
+    """Remove the socket of a daemon that died, and nothing else (LISTENER-3)."""
     try:
         mode = os.lstat(path).st_mode
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Messages that may be long go over the socket in parts, none of which takes long to make or to decode (WIRE-4). Pure."""
+"""Cuts long messages into parts that take little time to make and to decode (WIRE-4). Pure."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from checkpointd.daemon.protocol.wire import Contents, Layout, Report, Snapshot,
 from checkpointd.layout.manifest import Alias
 
 PART_BYTES = 24 << 10
-"""About as much goes into one part."""
+"""The size of one part, about."""
 
 T = TypeVar("T")
 
 
 def layout_parts(layout: int, nbytes: int, tensors: tuple[WireTensor, ...]) -> Iterator[Layout]:
-    """The layout as it goes over the socket."""
+    """The parts of a layout."""
     parts = list(_runs(tensors, _tensor_bytes)) or [()]
     for part in parts:
         yield Layout(layout=layout, nbytes=nbytes, tensors=part, more=part is not parts[-1])
 
 
 def contents_parts(save: int, aliases: tuple[Alias, ...], excluded: tuple[str, ...], tree: bytes) -> Iterator[Contents]:
-    """What a snapshot has beside its tensors, as it goes over the socket before Announced."""
+    """The parts of a snapshot's data beside its tensors, to send before Announced."""
     yield from (Contents(save=save, aliases=part) for part in _runs(aliases, _alias_bytes))
     yield from (Contents(save=save, excluded=part) for part in _runs(excluded, _text_bytes))
     yield from (Contents(save=save, tree=part) for part in _pieces(tree))
 
 
 def snapshot_parts(whole: Snapshot) -> Iterator[Snapshot]:
-    """A snapshot that is given back, as it goes over the socket: the descriptor comes with the first."""
+    """The parts of a snapshot that is given back. Send the descriptor with the first."""
     digests, at = whole.digests, 0
     empty = Snapshot(held=whole.held, nbytes=whole.nbytes, more=True)
     for tensors in _runs(whole.tensors, _tensor_bytes):
@@ -58,7 +58,7 @@ def snapshot_of(parts: Iterable[Snapshot]) -> Snapshot:
 
 
 def report_parts(status: str) -> Iterator[Report]:
-    """A status as it goes over the socket: a character takes at most 4 bytes."""
+    """The parts of a status. A character takes at most 4 bytes."""
     step = PART_BYTES // 4
     for at in range(0, max(len(status), 1), step):
         yield Report(status=status[at : at + step], more=at + step < len(status))

@@ -1,8 +1,8 @@
 """Checks the user at the other end of the sidecar's socket, before a byte of a snapshot goes there.
 
-The kernel's word decides (SO_PEERCRED): on a client's end, it names the user who called listen(). The directory is looked at
-first. Only its owner can put a socket into it, so a socket found there is one that a trusted user has made.
-The directories above need no look: whoever exchanges one of them can still only lead to a directory of a trusted user.
+The kernel names the user (SO_PEERCRED): for a client, the user who called listen(). The directory is checked first. Only its
+owner can put a socket into it, so a trusted user has made every socket there. The directories above need no check: whoever
+replaces one of them can still only lead to a directory of a trusted user.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _CREDENTIALS: Final = struct.Struct("3i")
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Who is at the other end, by the kernel's word (SO_PEERCRED); pid 0: a process that this namespace does not show."""
+    """The process at the other end, as the kernel names it (SO_PEERCRED). The pid is 0 if this pid namespace cannot see it."""
 
     pid: int
     uid: int
@@ -33,19 +33,19 @@ class Peer:
 
 
 def peer_of(connection: socket.socket) -> Peer:
-    """Who is at the other end of `connection`."""
+    """The process at the other end of `connection`."""
     return Peer(*_CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)))
 
 
 def trusted(sidecar_uid: int | None = None) -> frozenset[int]:
-    """The users whose daemon may get this process's snapshots: itself, the superuser, and `sidecar_uid`."""
+    """The users whose daemon may get this process's snapshots: its own user, the superuser, and `sidecar_uid`."""
     return frozenset({os.geteuid(), SUPERUSER} | (set() if sidecar_uid is None else {sidecar_uid}))
 
 
 def connected(path: str, sidecar_uid: int | None = None) -> socket.socket:
     """A non-blocking connection to a daemon of a trusted user at `path`.
 
-    OSError where there can be none now. SidecarError where it would be one to a stranger, or could be one soon.
+    OSError if no connection is possible now. SidecarError if another user serves the socket, or could replace it.
     """
     users = trusted(sidecar_uid)
     _check_place(path, users)
@@ -62,7 +62,7 @@ def connected(path: str, sidecar_uid: int | None = None) -> socket.socket:
 
 
 def _check_place(path: str, users: frozenset[int]) -> None:
-    """SidecarError if anybody but `users` may have made the socket at `path`. OSError of `stat`."""
+    """SidecarError if others than `users` may have made the socket at `path`. OSError of `stat`."""
     if fault := directory_fault(os.path.dirname(path) or ".", users):
         raise SidecarError(fault)
     with contextlib.suppress(FileNotFoundError):
@@ -72,11 +72,11 @@ def _check_place(path: str, users: frozenset[int]) -> None:
 
 
 NAME_THE_USER: Final = "name that user if it is the sidecar's (sidecar_uid, --sidecar-uid)"
-"""What a client can do about a directory of another user."""
+"""Advice for a client about a directory of another user."""
 
 
 def directory_fault(directory: str, users: frozenset[int], instead: str = NAME_THE_USER) -> str:
-    """Why others than `users` could put a socket into `directory`; empty where they cannot. Links in it are followed.
+    """Why others than `users` could put a socket into `directory`; empty if they cannot. Links in the path are followed.
 
     `instead`: what to do about a directory of another user, if it is meant to be that user's.
     """
@@ -87,7 +87,7 @@ def directory_fault(directory: str, users: frozenset[int], instead: str = NAME_T
             f"give the socket a directory of its own (`mkdir -m 0700`), or {instead}"
         )
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        shared = found.st_mode & stat.S_ISVTX  # such as /tmp: it is meant for all, and others need it so
+        shared = found.st_mode & stat.S_ISVTX  # such as /tmp, whose mode must stay
         closing = "" if shared else f"`{shlex.join(['chmod', 'go-w', directory])}`, or "
         return (
             f"others may write in the socket's directory {directory} (mode {stat.S_IMODE(found.st_mode):04o}) and put a socket "
@@ -104,7 +104,7 @@ def _check_peer(peer: Peer, path: str, users: frozenset[int]) -> None:
 
 
 def user_name(uid: int) -> str:
-    """`user 1000 (alice)`, without the name where there is none."""
+    """`user 1000 (alice)`, or without the name if there is none."""
     try:
         return f"user {uid} ({pwd.getpwuid(uid).pw_name})"
     except KeyError:

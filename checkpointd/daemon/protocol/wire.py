@@ -1,13 +1,13 @@
-"""The protocol between a client and the sidecar, without any I/O: messages, and the frames that they make.
+"""The protocol between a client and the sidecar, without I/O: the messages and their frames.
 
 Invariants
-  WIRE-3  Unknown fields of a message are ignored; an unknown message, or a field of another type, is malformed. A change that
-      breaks this rule needs a new protocol number.
-  WIRE-4  No message takes long to decode: a frame is short, and what may be long (layouts, the contents of a snapshot, a
-      snapshot that is given back, a status) comes in parts, of which all but the last say that there is `more`.
+  WIRE-3  Unknown fields of a message are ignored. An unknown message, or a field of another type, is malformed. A change that
+      violates this rule needs a new protocol number.
+  WIRE-4  No message takes long to decode, because frames are short. Long data (layouts, the contents of a snapshot, a snapshot
+      that is given back, a status) comes in parts; all parts except the last have `more`.
 
-A frame is 8 bytes of head and a msgpack map: magic `C7 4B`, number of file descriptors that come with it (1 byte), 0 (1 byte),
-length of the map (4 bytes, big-endian). `docs/PROTOCOL.md` describes messages and their order.
+A frame is a head of 8 bytes and a msgpack map. The head: magic `C7 4B`, number of file descriptors that come with the frame
+(1 byte), 0 (1 byte), length of the map (4 bytes, big-endian). `docs/PROTOCOL.md` describes the messages and their order.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ HEAD = struct.Struct(">HBBI")
 HELLO_BYTES_MAX = 4096
 """Before the handshake is done, no frame may be longer."""
 FRAME_BYTES_MAX = 64 << 10
-"""A frame is decoded in one go, while nobody else is served: a few milliseconds at this size (WIRE-4)."""
+"""Decoding a frame blocks the loop: a few milliseconds at this size (WIRE-4)."""
 DESCRIPTORS_MAX = 1
 METRICS_MAX = 256
 """Metrics that one save may have."""
 TENSORS_MAX = 1 << 18
 """Tensors of one layout."""
 TREE_BYTES_MAX = 64 << 20
-"""A state's tree with all else that one snapshot has beside its tensors."""
+"""The state tree of one snapshot."""
 RANKS_TOLD = 4096
-"""Ranks that one message names; it leaves out the others."""
+"""Ranks that one message names; it leaves out the rest."""
 IN_FLIGHT_TOLD, BESIDE_TOLD = 128, 32
-"""Attempts, and snapshots, that one message tells of: the newest."""
+"""Attempts and snapshots that one message lists: the newest."""
 _Count = Annotated[int, Meta(ge=0, le=1 << 62)]
 _Id = Annotated[int, Meta(ge=0, le=1 << 53)]
 _Seconds = Annotated[float, Meta(ge=0, le=86400 * 31)]
@@ -62,7 +62,7 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Hello(_Message, frozen=True, kw_only=True, tag="hello"):
-    """The client's first word: the protocols it speaks, oldest and newest, and what it comes for."""
+    """The client's first message: the oldest and the newest protocol that it speaks, and its role."""
 
     protocols: tuple[int, int]
     release: _Name
@@ -70,7 +70,7 @@ class Hello(_Message, frozen=True, kw_only=True, tag="hello"):
 
 
 class Welcome(_Message, frozen=True, kw_only=True, tag="welcome"):
-    """The daemon's answer: the protocol that both speak from here on, and its bounds."""
+    """The daemon's answer: the protocol that both speak from here on, and the daemon's limits."""
 
     protocol: int
     release: _Name
@@ -99,7 +99,7 @@ class Join(_Message, frozen=True, kw_only=True, tag="join"):
 
 
 class Look(_Message, frozen=True, kw_only=True, tag="look"):
-    """What do you hold and work at now? Answered by Joined."""
+    """Asks for the retained snapshots and the attempts in flight. Answered by Joined."""
 
 
 class Rules(_Message, frozen=True, kw_only=True):
@@ -117,34 +117,34 @@ class Rules(_Message, frozen=True, kw_only=True):
         return Rules(**asdict(rules))
 
     def checked(self) -> Retention:
-        """UsageError where it cannot be."""
+        """The rules, checked. UsageError if they are invalid."""
         return Retention(**msgspec.structs.asdict(self))
 
 
 class Begin(_Message, frozen=True, kw_only=True, tag="begin"):
-    """The epoch that the saves from here on belong to, and how they are persisted."""
+    """The epoch of the saves from here on, and how to persist them."""
 
     epoch: _Count
     nonce: _Nonce
-    """The epoch's, from its record: tells a root from another one that had its place before."""
+    """From the epoch's record: tells the root from an earlier root at the same path."""
     compression: _Name
     chunk_bytes: _Count
     budget_bytes: _Count
     commit_timeout_s: _Seconds
 
     dedup: bool = True
-    """Whether what did not change is referred to instead of written again."""
+    """Whether unchanged chunks become references."""
     on_no_progress: OnNoProgress = "warn"
     retention: Rules | None = None
-    """Which checkpoints stay; None: all."""
+    """Which checkpoints stay; None: all of them."""
     read_back: bool = True
-    """Whether what was committed is read back while no save is in flight."""
+    """Whether to read checkpoints back while no save is in flight."""
 
 
 class Slot(_Message, frozen=True, kw_only=True, tag="slot"):
-    """Memory for snapshots: one descriptor comes with it, a memfd of `nbytes` that can neither shrink nor grow.
+    """Memory for snapshots. Comes with one descriptor, a memfd of `nbytes` that can neither shrink nor grow.
 
-    Its last page is the mark's (see Announced); a layout takes what is before it.
+    Its last page is for the mark (see Announced); a layout uses the pages before.
     """
 
     slot: _Id
@@ -169,7 +169,7 @@ class WireTensor(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Layout(_Message, frozen=True, kw_only=True, tag="layout"):
-    """Where the tensors lie in a slot; the saves name it by `layout`. In parts; the newest four are kept."""
+    """Where the tensors lie in a slot; saves name the layout by its number. Comes in parts; the newest four are kept."""
 
     layout: _Id
     nbytes: _Count
@@ -178,9 +178,9 @@ class Layout(_Message, frozen=True, kw_only=True, tag="layout"):
 
 
 class Save(_Message, frozen=True, kw_only=True, tag="save"):
-    """A save was called; its snapshot is being taken. The attempt begins, and Staged or Spoiled must follow.
+    """save() was called and its snapshot is in staging. The attempt begins, and Staged or Spoiled must follow.
 
-    Announced comes before Staged, and should come at once: it is what lets a snapshot that is whole outlive its trainer.
+    Announced must come before Staged, and should come at once: only with it can a whole snapshot outlive its trainer.
     """
 
     save: _Id
@@ -191,18 +191,18 @@ class Save(_Message, frozen=True, kw_only=True, tag="save"):
     save_latest: bool
     takeover: Annotated[int, Meta(ge=0, le=999)]
     left_s: _Seconds
-    """Until the deadline of the attempt."""
+    """Seconds until the deadline of the attempt."""
     metrics: Annotated[dict[_Metric, float], Meta(max_length=METRICS_MAX)] = {}
     keeps_before: _Count = 0
-    """Of older epochs than this, no checkpoint goes: the job has not loaded, and was not told to start afresh."""
+    """Checkpoints of older epochs stay, because the job has not loaded, and nobody told it to start afresh."""
     unfinished: Annotated[str, Meta(max_length=32)] = ""
-    """The directory that was filled for the save: it goes if the save aborts."""
+    """The unfinished directory of the save, which is removed if the save aborts."""
     leftovers: Annotated[tuple[Annotated[str, Meta(max_length=255)], ...], Meta(max_length=LEFTOVERS_MAX)] = ()
-    """How the names of files end that go from the directory in which the save's files are shown, unless they are of it."""
+    """Endings of file names: such files of other saves are removed where the save's files are shown."""
 
 
 class Contents(_Message, frozen=True, kw_only=True, tag="contents"):
-    """A part of all that a snapshot has beside its tensors; Announced follows the last one."""
+    """A part of a snapshot's data beside its tensors; Announced follows the last part."""
 
     save: _Id
     aliases: tuple[Alias, ...] = ()
@@ -211,10 +211,10 @@ class Contents(_Message, frozen=True, kw_only=True, tag="contents"):
 
 
 class Announced(_Message, frozen=True, kw_only=True, tag="announced"):
-    """Where the snapshot of a save will be. Its Contents have come before; the slot is not used otherwise before Free.
+    """Where the snapshot of a save will be. Its Contents come before. The client uses the slot for nothing else until Free.
 
-    When it is whole, the client writes `mark` to the slot's last 8 bytes (little-endian), its last act on it: where the client
-    dies before it can say Staged, the mark says it.
+    When the snapshot is whole, the client finally writes `mark` to the slot's last 8 bytes (little-endian). If the client dies
+    before it sends Staged, the mark stands for that message.
     """
 
     save: _Id
@@ -224,11 +224,11 @@ class Announced(_Message, frozen=True, kw_only=True, tag="announced"):
 
 
 class Staged(_Message, frozen=True, kw_only=True, tag="staged"):
-    """The slot holds the whole snapshot, and is not written again before Free."""
+    """The slot holds the whole snapshot. The client does not write to it again until Free."""
 
     save: _Id
     held_s: _Seconds = 0.0
-    """How long the save has held training. It holds it no more."""
+    """How long the save has held training, in all."""
 
 
 class Spoiled(_Message, frozen=True, kw_only=True, tag="spoiled"):
@@ -240,20 +240,20 @@ class Spoiled(_Message, frozen=True, kw_only=True, tag="spoiled"):
 
 
 class Inlined(_Message, frozen=True, kw_only=True, tag="inlined"):
-    """A save of this rank that its trainer persisted itself has ended."""
+    """An inline save of this rank has ended."""
 
     tag: _Name
     attempt: _Name
     step: _Count
     phase: _Name
-    """How it ended, in the word that people read."""
+    """How it ended, as the status shows it."""
     inline: Inline
     raw_total: _Count
     stored: _Count
     began_s: _Seconds
-    """So many seconds ago save() was called."""
+    """Seconds since save() was called."""
     ended_s: _Seconds
-    """So many seconds ago it ended."""
+    """Seconds since the save ended."""
     held_s: _Seconds = 0.0
     no_progress: bool = False
     seconds: PhaseSeconds = PhaseSeconds()
@@ -261,27 +261,27 @@ class Inlined(_Message, frozen=True, kw_only=True, tag="inlined"):
 
 
 class Fetch(_Message, frozen=True, kw_only=True, tag="fetch"):
-    """Give me the snapshot of a rank of my root that you hold. Answered by Snapshot in parts, the first with its descriptor."""
+    """Asks for the retained snapshot of a rank of this root. Answered by parts of Snapshot, the first with the descriptor."""
 
     attempt: _Name
     tag: _Name
     rank: _Count | None = None
-    """None: my own."""
+    """None: the asking rank."""
 
 
 class Ping(_Message, frozen=True, kw_only=True, tag="ping"):
-    """Are you there? Answered by Pong."""
+    """Asks whether the daemon is there. Answered by Pong."""
 
 
 class Leave(_Message, frozen=True, kw_only=True, tag="leave"):
-    """The trainer ends well: its snapshot need not be held for a restart."""
+    """The trainer closed its Checkpointer, so its snapshot need not be retained for a restart."""
 
 
 # --- from the daemon to a rank --------------------------------------------------------------------------------------
 
 
 class RetainedSnapshot(_Message, frozen=True, kw_only=True):
-    """A complete snapshot that the daemon holds in memory; `order` as in an outcome, by this rank's own count."""
+    """A snapshot that the daemon retains in memory; `order` as in an outcome, but by this rank's own count."""
 
     tag: str
     attempt: str
@@ -291,9 +291,9 @@ class RetainedSnapshot(_Message, frozen=True, kw_only=True):
     nbytes: int
     phase: str
     nonce: str
-    """Of the epoch that it was saved in."""
+    """The nonce of its epoch."""
     rank: int | None = None
-    """Whose it is; None from a daemon that does not say, which holds the asking rank's alone."""
+    """The rank that it belongs to; None from an old daemon, which holds only the asking rank's."""
 
 
 class InFlight(_Message, frozen=True, kw_only=True):
@@ -304,11 +304,11 @@ class InFlight(_Message, frozen=True, kw_only=True):
     rank: int
     phase: str
     nonce: str
-    """Of its epoch: the root may have been removed and made again since."""
+    """The nonce of its epoch: the root may have been removed and made again since."""
 
 
 class Joined(_Message, frozen=True, kw_only=True, tag="joined"):
-    """What is held for this rank, the attempts at its root that are worked at, and what is held there for its other ranks."""
+    """The retained snapshots of this rank (`held`), of other ranks at its root (`beside`), and the attempts in flight."""
 
     held: tuple[RetainedSnapshot, ...]
     in_flight: tuple[InFlight, ...]
@@ -316,7 +316,7 @@ class Joined(_Message, frozen=True, kw_only=True, tag="joined"):
 
 
 class PhaseEntered(_Message, frozen=True, kw_only=True, tag="phase"):
-    """The save entered `phase`; `error` says why where it is not on its way to a commit."""
+    """The save entered `phase`. `error` says why, if the save can no longer commit."""
 
     save: _Id
     phase: _Name
@@ -325,35 +325,35 @@ class PhaseEntered(_Message, frozen=True, kw_only=True, tag="phase"):
 
 
 class Progress(_Message, frozen=True, kw_only=True, tag="progress"):
-    """How far persisting has come, in bytes; and on the coordinator, whose votes are missing."""
+    """The progress of persisting, in bytes, and on the coordinator the ranks whose votes are missing."""
 
     save: _Id
     raw_total: _Count
     raw_done: _Count
-    """On the disk, past the system's cache; `raw_kept` of them unchanged since the checkpoint before."""
+    """Bytes on the disk, past the system's cache; `raw_kept` of them are unchanged since the checkpoint before."""
     raw_kept: _Count = 0
     stored: _Count
     writing_s: _Seconds | None = None
-    """How long it has been written; None before that."""
+    """Seconds since the first write; None before that."""
     votes_missing: tuple[int, ...] | None = None
     no_progress: bool = False
+    """It was committed, although no trained tensor had changed since the checkpoint before."""
     seconds: PhaseSeconds | None = None
-    """Once the rank has voted: how long it took for what."""
-    """It was committed, and what is trained had not changed since the checkpoint before."""
+    """How long the parts of the save took; None before the rank has voted."""
 
 
 class Free(_Message, frozen=True, kw_only=True, tag="free"):
-    """The daemon will not read this slot any more."""
+    """The daemon does not read this slot any longer."""
 
     slot: _Id
 
 
 class Pong(_Message, frozen=True, kw_only=True, tag="pong"):
-    """Here I am."""
+    """The answer to Ping."""
 
 
 class Snapshot(_Message, frozen=True, kw_only=True, tag="snapshot"):
-    """A part of a snapshot given back: what Layout and Contents said of it, and each tensor's xxh3-128."""
+    """A part of a retained snapshot: its data from Layout and Contents, and the xxh3-128 of each tensor."""
 
     held: RetainedSnapshot
     nbytes: _Count
@@ -369,7 +369,7 @@ class Snapshot(_Message, frozen=True, kw_only=True, tag="snapshot"):
 
 
 class Query(_Message, frozen=True, kw_only=True, tag="query"):
-    """How do things stand? Answered by Report, in parts."""
+    """Asks for the status. Answered by parts of Report."""
 
 
 class Report(_Message, frozen=True, kw_only=True, tag="report"):
@@ -413,7 +413,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def encode(message: Message, descriptors: int = 0) -> bytes:
-    """The frame of `message`, with which `descriptors` file descriptors go."""
+    """The frame of `message`, which comes with `descriptors` file descriptors."""
     body = _encoder.encode(message)
     if len(body) > FRAME_BYTES_MAX:
         raise WireError(

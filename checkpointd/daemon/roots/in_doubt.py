@@ -1,12 +1,13 @@
-"""Attempts in doubt at a root after a restart of the daemon alone: which ones it may decide, and when.
+"""Decides attempts in doubt at a root after only the daemon was restarted.
 
 Invariants
-  INDOUBT-1  A commit is put only of an attempt of the newest epoch, or a surviving one, with every vote there and valid:
-      whoever else decides it comes to the same, and put-if-absent has one winner.
-  INDOUBT-2  An abort is put only where nobody can vote any more, as far as can be told: the process that took the attempt's
-      epoch was on this machine and is dead, no job of this daemon works at it, no other process holds its lease, and nothing in
-      it has changed for `grace_s` or for its epoch's commit time-out, whichever is longer; a renewal of its lease is a change.
-  INDOUBT-3  What a job of this daemon works at is left alone.
+  INDOUBT-1  The daemon commits only attempts of the newest epoch and surviving attempts, and only with a valid yes vote of
+      every rank. Any other process would decide the same, and put-if-absent has one winner.
+  INDOUBT-2  The daemon aborts an attempt only if, as far as it can tell, nobody can vote any longer: the process that took the
+      attempt's epoch ran on this machine and is dead, no save job here works at it, no other process holds its lease, and
+      nothing in it has changed for `grace_s` or for its epoch's commit time-out, whichever is longer. A renewed lease is a
+      change.
+  INDOUBT-3  The daemon leaves attempts alone at which one of its save jobs works.
 """
 
 from __future__ import annotations
@@ -34,17 +35,17 @@ log = logging.getLogger("checkpointd")
 
 @dataclass(slots=True)
 class InDoubtAttempt:
-    """One attempt in doubt: its objects but for the lease, when they last changed, and when that was (seconds of the loop)."""
+    """One attempt in doubt: the sizes of its objects without the lease, and when they last changed (loop time)."""
 
     sizes: dict[str, int]
     since: float
     renewed: tuple[int, float] | None = None
-    """The count of its lease when it last changed, and when that was."""
+    """The last count seen in its lease, and when it changed."""
     said: str = ""
-    """What was last logged of it."""
+    """The last log message about it."""
 
     def say(self, prefix: str, words: str) -> None:
-        """Log `words`, unless that was the last thing that was said of it."""
+        """Log `words`, unless they are the same as last time."""
         if words != self.said:
             self.said = words
             log.warning("%s is in doubt: %s", prefix, words)
@@ -54,7 +55,7 @@ class InDoubtAttempt:
 class InDoubtAttempts:
     """Watches the attempts in doubt of one root. Times in seconds.
 
-    `patience_s`: how long one whose votes are all there is left to its own coordinator; `grace_s`: see INDOUBT-2.
+    `patience_s`: how long an attempt with all its votes is left to its own coordinator. `grace_s`: see INDOUBT-2.
     """
 
     grace_s: float
@@ -66,9 +67,7 @@ class InDoubtAttempts:
         return bool(self._known)
 
     async def settle(self, store: Store, attempts: Sequence[AttemptView], busy: Collection[str], now: float) -> list[Outcome]:
-        """Decide those of `attempts` that may be decided at the time `now`; the outcomes. `busy`: what jobs
-        work at (INDOUBT-3).
-        """
+        """Decide the `attempts` that may be decided at the time `now`; returns the outcomes. `busy`: see INDOUBT-3."""
         self._see(attempts, now)
         if not attempts:
             return []
@@ -101,7 +100,7 @@ class InDoubtAttempts:
             if outcome.outcome == "commit":
                 return await _decide(store, outcome)
         holder, why = await _holder(store, view)
-        # One of this process is a left-over: what its jobs work at is `busy`.
+        # A lease of this process is a leftover, because the attempts of its jobs are `busy`.
         if lease is not None and writers.is_alive(lease.process) and not writers.is_this_process(lease.process):
             why = f"process {lease.writer.pid} on {lease.writer.host} works at it"
         grace_s = max(self.grace_s, holder.commit_timeout_s if holder else 0.0)
@@ -113,7 +112,7 @@ class InDoubtAttempts:
 
 
 async def _newest(store: Store) -> Epoch | None:
-    """The newest epoch's record; None where there is none, or it cannot be read: then nothing is known well enough."""
+    """The newest epoch's record; None if there is none, or it is damaged. Then nothing is decided."""
     try:
         return await epochs.read(store, await epochs.newest(store))
     except (NotFoundError, DamagedError):
@@ -121,16 +120,16 @@ async def _newest(store: Store) -> Epoch | None:
 
 
 def _may_decide(view: AttemptView, newest: Epoch) -> bool:
-    """Whether the attempt belongs to the newest epoch; those of older ones are decided by its recovery."""
+    """Whether the attempt is of the newest epoch, or surviving. The next recovery decides all others."""
     return view.attempt.epoch == newest.epoch or view.prefix in newest.surviving
 
 
 async def _holder(store: Store, view: AttemptView) -> tuple[Epoch | None, str | None]:
-    """The record of the attempt's epoch, and why somebody may still vote in the attempt, or None where nobody can."""
+    """The record of the attempt's epoch, and the reason why somebody may still vote; None if nobody can."""
     try:
         holder = await epochs.read(store, view.attempt.epoch)
     except (NotFoundError, DamagedError) as error:
-        return None, f"who runs its job cannot be read ({error}), so the next start decides it"
+        return None, f"the record of its epoch cannot be read ({error}), so the next start decides it"
     return holder, _why_wait(holder)
 
 
@@ -144,7 +143,7 @@ def _why_wait(holder: Epoch) -> str | None:
 
 
 async def _decide(store: Store, outcome: Outcome) -> Outcome:
-    """Put `outcome` if there is none, and do what follows from the one that stands."""
+    """Put `outcome` unless there is one, then act on the outcome that counts."""
     stands = await put_outcome(store, outcome)
     why = f": {stands.error.message}" if stands.error else ": every rank had voted yes"
     log.warning("%s/%s was left in doubt; %s%s", stands.tag, stands.attempt, _DONE[stands.outcome], why)

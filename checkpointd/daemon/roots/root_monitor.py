@@ -1,8 +1,8 @@
 """Looks after the roots that a daemon serves: scans them for the status, and decides attempts in doubt.
 
 Invariants
-  MONITOR-1  Nothing that a root does, or does not answer, keeps another root waiting, or ends the monitor.
-  MONITOR-2  A look takes at most `look_s`; what went wrong stands in `hub.root_scans[root].problem`, beside what was last seen.
+  MONITOR-1  A root that fails or does not answer neither delays another root nor ends the monitor.
+  MONITOR-2  A look takes at most `look_s`. An error is kept in `hub.root_scans[root].problem`, beside the last good scan.
 """
 
 from __future__ import annotations
@@ -23,42 +23,42 @@ from checkpointd.layout.manifest import ErrorReport
 log = logging.getLogger("checkpointd")
 
 ROOTS_MAX = 64
-"""So many roots are looked after: those in use first, then those that clients joined last, then what lies on disk."""
+"""Roots that the daemon looks after: first those in use, then those that clients joined last, then those on disk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MonitorPace:
-    """How often the roots are looked at, and how patiently; seconds."""
+    """How often the monitor looks at the roots, and how long it waits; seconds."""
 
     busy_s: float = 10.0
-    """Between two looks while anything is in flight or in doubt."""
+    """Between two looks while a save is in flight or an attempt in doubt."""
     idle_s: float = 60.0
     look_s: float = 30.0
     patience_s: float = 5.0
     grace_s: float = 600.0
-    """How long nothing may have happened in an attempt of a dead job before it is aborted, unless its ranks had longer."""
+    """How long an attempt of a dead job must be unchanged before it is aborted, unless its ranks had more time."""
 
 
 @dataclass(slots=True)
 class _MonitoredRoot:
-    """One root that is looked after."""
+    """One root that the monitor looks after."""
 
     doubts: InDoubtAttempts
     task: asyncio.Task[None] | None = None
-    looker: RootScanner = field(default_factory=RootScanner)
+    scanner: RootScanner = field(default_factory=RootScanner)
     soon: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class RootMonitor:
-    """Keeps `hub.root_scans` fresh, and decides what nobody else will."""
+    """Keeps `hub.root_scans` up to date, and decides attempts that nobody else will decide."""
 
-    def __init__(self, hub: Hub, care: MonitorPace | None = None) -> None:
-        self._hub, self._care = hub, care or MonitorPace()
+    def __init__(self, hub: Hub, pace: MonitorPace | None = None) -> None:
+        self._hub, self._pace = hub, pace or MonitorPace()
         self._roots: dict[str, _MonitoredRoot] = {}
         self._found = asyncio.Event()
 
     def look_soon(self, root: str) -> None:
-        """Look at `root` again now: something was committed there, or a client has joined it."""
+        """Look at `root` now, because a save ended there or a client joined it."""
         known = self._roots.get(root)
         if known is not None:
             known.soon.set()
@@ -66,10 +66,10 @@ class RootMonitor:
             self._found.set()
 
     def remade(self, root: str) -> None:
-        """What was seen at `root` was another root's, which was removed."""
+        """Forget what was seen at `root`, which was removed and made again."""
         known = self._roots.get(root)
         if known is not None:
-            known.looker, known.doubts = RootScanner(), self._new_root().doubts
+            known.scanner, known.doubts = RootScanner(), self._new_root().doubts
             known.soon.set()
 
     async def run(self) -> None:
@@ -80,23 +80,23 @@ class RootMonitor:
                 self._hub.forget_old(time.time())
                 self._hub.said.say_left_out()
                 await self._watch(await self._all_roots())
-                await _either(self._found, self._care.busy_s if self._hub.jobs.all() else self._care.idle_s)
+                await _either(self._found, self._pace.busy_s if self._hub.jobs.all() else self._pace.idle_s)
         finally:
             await self._end(list(self._roots))
 
     async def look(self, root: str) -> None:
-        """One look at `root`, with what follows from it; errors end up in the look. Made by `run` for every root."""
+        """Scan `root`, decide attempts there, and keep any error in the scan. `run` calls this for every root."""
         known = self._roots.setdefault(root, self._new_root())
         before = self._hub.root_scans.get(root, RootScan())
         self._hub.looking_at.add(root)
         try:
-            async with asyncio.timeout(self._care.look_s):
+            async with asyncio.timeout(self._pace.look_s):
                 await self._attend(root, known)
         except TimeoutError:
-            self._problem(root, before, StoreError(f"{root} has not answered for {self._care.look_s:g} s"))
+            self._problem(root, before, StoreError(f"{root} has not answered for {self._pace.look_s:g} s"))
         except CheckpointdError as error:
             self._problem(root, before, error)
-        except Exception as error:  # MONITOR-1: a defect of ours must not end it
+        except Exception as error:  # MONITOR-1: a defect must not end the monitor
             log.exception("looking after %s failed in an unforeseen way; please report it", root)
             self._problem(root, before, CheckpointdError(f"looking after it failed: {error!r}"))
         finally:
@@ -104,15 +104,15 @@ class RootMonitor:
 
     async def _attend(self, root: str, known: _MonitoredRoot) -> None:
         store = await self._hub.roots.looked_after(root, self._hub.users_at(root))
-        look, in_doubt = await known.looker.look(store, await self._hub.roots.room(root))
+        look, in_doubt = await known.scanner.look(store, await self._hub.roots.room(root))
         self._show(root, look)
-        await inline_saves.find(self._hub, root, store, known.looker.fresh)
-        known.looker.fresh.clear()
+        await inline_saves.find(self._hub, root, store, known.scanner.fresh)
+        known.scanner.fresh.clear()
         if self._hub.leaving:
             return
         busy = {job.info.prefix for job in self._hub.jobs.at(root)}
         if await known.doubts.settle(store, in_doubt, busy, asyncio.get_running_loop().time()):
-            look, _ = await known.looker.look(store)
+            look, _ = await known.scanner.look(store)
             self._show(root, look)
 
     def _show(self, root: str, look: RootScan) -> None:
@@ -122,7 +122,7 @@ class RootMonitor:
         self._hub.root_scans[root] = look
 
     def _problem(self, root: str, before: RootScan, error: CheckpointdError) -> None:
-        """Keep what was last seen, and say what is wrong; once, where it stays the same."""
+        """Keep the last good scan with the problem, and log the problem if it is new."""
         seen = self._hub.root_scans.get(root, before)
         if before.problem is None or before.problem.message != str(error):
             log.error("%s cannot be looked after: %s", root, error)
@@ -142,7 +142,7 @@ class RootMonitor:
         return ranked[:ROOTS_MAX]
 
     def _new_root(self) -> _MonitoredRoot:
-        return _MonitoredRoot(InDoubtAttempts(self._care.grace_s, self._care.patience_s))
+        return _MonitoredRoot(InDoubtAttempts(self._pace.grace_s, self._pace.patience_s))
 
     async def _watch(self, roots: list[str]) -> None:
         gone = [root for root in self._roots if root not in roots]
@@ -159,7 +159,7 @@ class RootMonitor:
         while True:
             await self.look(root)
             is_busy = bool(self._hub.jobs.at(root)) or known.doubts.any
-            await _either(known.soon, self._care.busy_s if is_busy else self._care.idle_s)
+            await _either(known.soon, self._pace.busy_s if is_busy else self._pace.idle_s)
 
     async def _end(self, roots: list[str]) -> None:
         tasks = [task for root in roots if (task := self._roots.pop(root).task) is not None]
@@ -169,7 +169,7 @@ class RootMonitor:
 
 
 async def _either(event: asyncio.Event, seconds: float) -> None:
-    """Wait for `event`, which is then clear again, or for `seconds`."""
+    """Wait for `event` or for `seconds`, then clear the event."""
     try:
         async with asyncio.timeout(seconds):
             await event.wait()

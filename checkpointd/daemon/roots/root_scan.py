@@ -16,12 +16,12 @@ from checkpointd.store.base import Store
 
 CHECKPOINTS_MAX = 20
 HISTORY_TOLD = 64
-"""So many attempts of the past are told of each root: those of 64 roots stay below a megabyte."""
+"""Past attempts that the status shows of each root: less than a megabyte for 64 roots."""
 
 
 @dataclass(slots=True)
 class RootScanner:
-    """Looks at one root again and again. An outcome is read once, since it never changes; what is shown is listed each time."""
+    """Scans one root again and again. Reads each outcome once, since it never changes; lists shown checkpoints each time."""
 
     _decided: dict[str, AttemptView] = field(default_factory=dict)
     _history: RootHistory = field(default_factory=RootHistory)
@@ -29,9 +29,9 @@ class RootScanner:
     """Attempts seen decided for the first time, until the caller clears the list."""
 
     async def look(self, store: Store, room: SpaceSample | None = None) -> tuple[RootScan, list[AttemptView]]:
-        """How the root stands, and its attempts in doubt. Raises StoreError where the storage fails.
+        """A scan of the root, and its attempts in doubt. StoreError if the storage fails.
 
-        `room` is what its file system has free just now, where that is known.
+        `room`: the free space of its file system now, if known.
         """
         attempts = await catalog.scan(store, self._decided)
         fresh = [view for view in attempts if view.outcome is not None and view.prefix not in self._decided]
@@ -43,7 +43,7 @@ class RootScanner:
         for view in attempts:
             self._keep(view)
         newest = catalog.checkpoints_of(attempts)[:CHECKPOINTS_MAX]
-        for checkpoint in newest:  # one of them may have been removed, or read back, since its outcome was read
+        for checkpoint in newest:  # it may have been removed or read back since its outcome was read
             self._keep(await catalog.view(store, checkpoint.tag, checkpoint.attempt))
         found = catalog.checkpoints_of(list(self._decided.values()))[:CHECKPOINTS_MAX]
         shown = [(checkpoint, self._decided[checkpoint.prefix].read_back) for checkpoint in found]
@@ -51,7 +51,7 @@ class RootScanner:
         return look, [a for a in attempts if a.state == "in-doubt" and a.sizes]
 
     def _keep(self, view: AttemptView) -> None:
-        """Remember what cannot change any more."""
+        """Remember the attempt if it is decided."""
         self._decided.pop(view.prefix, None)
         if view.state in ("committed", "aborted", "deleted"):
             self._decided[view.prefix] = view

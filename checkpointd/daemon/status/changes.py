@@ -10,7 +10,7 @@ from checkpointd.phrases import rank_runs
 
 
 def changes(before: DaemonStatus | None, after: DaemonStatus) -> Iterator[str]:
-    """One line for each thing that is new in `after`; who serves, and what is in flight, where `before` is None."""
+    """One line for each change from `before` to `after`. If `before` is None, the daemon and the saves in flight."""
     yield from _daemon(before, after)
     known = {root.root: root for root in before.roots} if before else {}
     for root in after.roots:
@@ -53,7 +53,7 @@ def _trainers(root: RootStatus) -> str:
 
 
 def _said(attempt: SaveGroup) -> str:
-    """The attempt in words that change only when something has happened: no bytes, no speed."""
+    """The attempt in words that change only when something happens: without bytes and speed."""
     counts = ", ".join(f"{number} {phase}" for phase, number in attempt.counts.items())
     if attempt.live:
         missing = attempt.votes_missing

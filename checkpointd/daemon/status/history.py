@@ -1,10 +1,10 @@
 """The history of a root: its attempts as their outcomes report them, and the free space on its file system.
 
 Invariants
-  HISTORY-1  The history of saves comes from outcomes that a look has read anyway, so a daemon that starts again knows it, too.
-  HISTORY-2  It is bounded: SAVES_MAX attempts and SAMPLES_MAX looks at the space, however long the root is used. What retention
-      has removed since stays known.
-  HISTORY-3  What is not known is None, never 0.
+  HISTORY-1  The history of saves comes from outcomes that a scan reads anyway, so a restarted daemon knows it, too.
+  HISTORY-2  The history is bounded: SAVES_MAX attempts and SAMPLES_MAX samples of the space, however long the root is used.
+      Checkpoints that retention has removed stay in it.
+  HISTORY-3  An unknown value is None, never 0.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from checkpointd.pipeline.root.identity import seconds_of
 
 SAVES_MAX = 1024
 METRICS_MAX = 3
-"""So many of a save's metrics are told, the first by name."""
+"""Metrics of a save that are kept, the first by name."""
 SAMPLE_S = 300.0
-"""So long two looks at the space that are kept lie apart."""
+"""The time between two samples that are kept."""
 SAMPLES_MAX = 864
 """Three days of them."""
 SPAN_MIN_S = 3600.0
-"""How fast a file system fills can be told after so long."""
+"""The time after which the growth of a file system can be estimated."""
 DAY_S = 86_400.0
 
 
 @dataclass(frozen=True, slots=True)
 class SpaceSample:
-    """What a file system has free, and in all, at a moment."""
+    """The free and total bytes of a file system at a moment."""
 
     at: float
     free: int
@@ -42,21 +42,21 @@ class SpaceSample:
 
 @dataclass(slots=True)
 class RootHistory:
-    """Of one root."""
+    """The history of one root."""
 
     _saves: dict[str, PastSave] = field(default_factory=dict)
     """By the attempt's prefix, in the order in which they were decided."""
     _rooms: deque[SpaceSample] = field(default_factory=lambda: deque(maxlen=SAMPLES_MAX))
 
     def decided(self, outcomes: Iterable[tuple[str, Outcome]]) -> None:
-        """Take in what is not known yet of these outcomes, each with its attempt's prefix."""
+        """Add the outcomes that are new; each comes with its attempt's prefix."""
         fresh = {prefix: past for prefix, outcome in outcomes if prefix not in self._saves and (past := past_of(outcome))}
         if fresh:
             ordered = sorted([*self._saves.items(), *fresh.items()], key=lambda item: item[1].at)
             self._saves = dict(ordered[-SAVES_MAX:])
 
     def measured(self, room: SpaceSample) -> None:
-        """Take in a look at the space; those that come soon after another take its place in time."""
+        """Add a sample; it replaces the last one if that is too young to be kept."""
         if self._rooms and self._rooms[-1].total != room.total:
             self._rooms.clear()  # another file system, or it has another size now
         if len(self._rooms) > 1 and room.at - self._rooms[-2].at < SAMPLE_S:
@@ -72,7 +72,7 @@ class RootHistory:
 
 
 def past_of(outcome: Outcome) -> PastSave | None:
-    """None where the outcome does not say when it was put."""
+    """The save of an outcome; None if the outcome has no valid time."""
     at, cost = seconds_of(outcome.writer.time), outcome.cost
     if at is None:
         return None
@@ -91,7 +91,7 @@ def past_of(outcome: Outcome) -> PastSave | None:
 
 
 def thinned(saves: Sequence[PastSave], most: int) -> tuple[PastSave, ...]:
-    """At most `most` of `saves`: of each few in a row one that did not commit, or else the one that took longest."""
+    """At most `most` of `saves`: of each group in a row, one that did not commit, or else the slowest."""
     each = -(-len(saves) // max(1, most))
     if each <= 1:
         return tuple(saves)
@@ -100,7 +100,7 @@ def thinned(saves: Sequence[PastSave], most: int) -> tuple[PastSave, ...]:
 
 
 def space_left(rooms: Sequence[SpaceSample]) -> SpaceStatus | None:
-    """From looks at one file system, oldest first: a straight line through them, least squares."""
+    """The space by samples of one file system, oldest first; its growth by a least-squares line."""
     if not rooms:
         return None
     last = rooms[-1]

@@ -1,6 +1,6 @@
-"""The daemon's state as plain typed data: what the socket, HTTP, the metrics and the page all show.
+"""The daemon's status as plain typed data, which the socket, HTTP, the metrics and the page show.
 
-Bytes and seconds. Times of day are seconds since 1970 by this machine's clock, for people; no decision is taken from them.
+In bytes and seconds. Times are seconds since 1970 by this machine's clock. They are for people; no decision depends on them.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from checkpointd.pipeline.root.catalog import ReadBackState
 
 JSON_BYTES_MAX = 4 << 20
 ELSEWHERE = f"Let another daemon serve some of the roots. {command('status', 'ROOT')} looks at one by itself."
-"""What to do where a daemon has more roots than it can tell of."""
+"""What to do if a daemon has too many roots for one status."""
 _KEPT = (64, 8, 0)
-"""So many ended saves of each root are told where all of them are too many."""
+"""Ended saves that are shown of each root if the status is too long; each number is tried in turn."""
 
 
 class SaveStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One save of one rank of this node: the rank's side of an attempt.
 
-    `phase`: staging, staged, persisting, prepared; committed, aborted, fenced, failed, skipped at the end. `raw_done`: of
-    `raw_total` bytes, those that are on the disk, past the system's cache. `speed_bps`: raw bytes written per second, `eta_s`
-    what is left at that speed (None where nothing can be said). `votes_missing`: on the coordinator only, else None.
+    `phase`: staging, staged, persisting, prepared; committed, aborted, fenced, failed, skipped at the end. `raw_done`: how many
+    of `raw_total` bytes are on the disk, past the system's cache. `speed_bps`: raw bytes written per second; `eta_s`: the time
+    left at that speed (None if unknown). `votes_missing`: only on the coordinator, else None.
     """
 
     tag: str
@@ -42,25 +42,25 @@ class SaveStatus(msgspec.Struct, frozen=True, kw_only=True):
     votes_missing: tuple[int, ...] | None = None
     error: ErrorReport | None = None
     began_at: float
-    """save() was called, or the daemon heard of it."""
+    """When save() was called, or when the daemon heard of it."""
     staged_at: float | None = None
-    """The snapshot was whole."""
+    """When the snapshot was whole."""
     persisting_at: float | None = None
     voted_at: float | None = None
-    """This rank's vote was durable."""
+    """When this rank's vote was durable."""
     ended_at: float | None = None
     advice: str = ""
     """What to do about `error`."""
     no_progress: bool = False
-    """It was committed, and what is trained had not changed since the checkpoint before."""
+    """It was committed, although no trained tensor had changed since the checkpoint before."""
     seconds: PhaseSeconds = PhaseSeconds()
-    """How long it took for what: staging, persisting (of which hash, codec and disk are parts), waiting for the outcome."""
+    """How long its parts took: staging, persisting (hash, codec and disk are parts of that), waiting for the outcome."""
     inline: Inline | None = None
-    """Why its trainer persisted it itself; None where this daemon did."""
+    """Why its trainer persisted it inline; None if this daemon persisted it."""
 
 
 class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank of this node. `connected`: its trainer is there; `stall_s`: seconds that its saves held training, in all."""
+    """One rank of this node. `connected`: whether its trainer is; `stall_s`: seconds that its saves held training, in all."""
 
     rank: int
     world_size: int
@@ -74,17 +74,17 @@ class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
     bytes_stored: int
     stall_s: float
     saves_no_progress: int = 0
-    """Of those committed: the step had moved on, and on no rank anything that is trained had changed."""
+    """Commits after which no trained tensor had changed on any rank, although the step had moved on."""
     saves_inline: int = 0
-    """Saves that its trainer persisted itself, since the sidecar refused them or was lost. They are among those that ended."""
+    """Inline saves, because the sidecar refused them or was lost; also counted in the other numbers."""
     gone_at: float | None = None
     """When its last connection ended; None while it is connected."""
     left_well: bool = False
-    """Its trainer said that it ends; one that was killed, or hung up, did not."""
+    """Whether its trainer closed its Checkpointer; a trainer that was killed did not."""
 
 
 class HeldStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot in the memory tier."""
+    """A retained snapshot."""
 
     tag: str
     attempt: str
@@ -95,7 +95,7 @@ class HeldStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CheckpointStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One checkpoint at a root, as its outcome tells."""
+    """One checkpoint at a root, by its outcome."""
 
     tag: str
     attempt: str
@@ -105,11 +105,11 @@ class CheckpointStatus(msgspec.Struct, frozen=True, kw_only=True):
     committed_at: str
     is_latest: bool
     read_back: ReadBackState = "no"
-    """Whether it was read back since it was written, and what was found."""
+    """Whether it was read back, and the result."""
 
 
 class PastSave(msgspec.Struct, frozen=True, kw_only=True):
-    """One attempt that was decided, as its outcome tells. None where that does not say."""
+    """One decided attempt, by its outcome. None: the outcome does not say."""
 
     tag: str
     step: int
@@ -119,30 +119,30 @@ class PastSave(msgspec.Struct, frozen=True, kw_only=True):
     took_s: float | None = None
     """From save() on rank 0 to the commit."""
     held_s: float | None = None
-    """For how long it held training, on the rank where that was longest."""
+    """How long it held training, on the rank where that was longest."""
     raw_bytes: int | None = None
-    """Of all ranks, before compression."""
+    """Bytes of all ranks, before compression."""
     stored_bytes: int | None = None
     metrics: dict[str, float] = {}
 
 
 class SpaceStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The file system of a root, whoever fills it. None where nothing can be said yet."""
+    """The file system of a root, which other programs may fill, too. None: not known yet."""
 
     free_bytes: int
     total_bytes: int
     growth_bytes_per_day: float | None = None
-    """How much fuller it gets in a day, with all that is removed counted in; below 0 where it gets emptier."""
+    """How many more bytes are used each day; negative if the file system gets emptier."""
     days_left: float | None = None
-    """Until it is full if that goes on; None also where it does not get fuller."""
+    """Days until it is full at that rate; None also if it does not get fuller."""
 
 
 State = Literal["unreadable", "damaged", "failing", "trainers gone", "late", "healthy", "closed", "idle"]
-"""How a root does, in a word; what most needs a look comes first."""
+"""The state of a root in a word; the most urgent comes first."""
 
 
 class RootVerdict(msgspec.Struct, frozen=True, kw_only=True):
-    """How a root does, in words: `state`, and the `reason` in a sentence. `mood`: `bad`, somebody has to act; `doubt`, somebody
+    """The verdict on a root: its `state`, and the `reason` in a sentence. `mood`: `bad`, somebody has to act; `doubt`, somebody
     should look; `good`; `quiet`, nothing runs here.
     """
 
@@ -159,9 +159,9 @@ class RootStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     root: str
     name: str = ""
-    """What people call it, as the configuration says; empty where it does not."""
+    """The name from the configuration, or empty."""
     latest: str | None
-    """The tag that `latest` names; None where there is none, or it was not read yet."""
+    """The tag that `latest` names; None if there is none, or it was not read yet."""
     newest_step: int | None
     newest_committed_at: float | None
     checkpoints: tuple[CheckpointStatus, ...]
@@ -169,7 +169,7 @@ class RootStatus(msgspec.Struct, frozen=True, kw_only=True):
     ranks: tuple[RankStatus, ...]
     in_flight: tuple[SaveStatus, ...]
     recent: tuple[SaveStatus, ...]
-    """At most `standing.RECENT_MAX` of them."""
+    """At most `hub_status.RECENT_MAX`."""
     held: tuple[HeldStatus, ...]
     commit_s: tuple[float, ...]
     """Seconds from save() to the commit of the last committed attempts, by the coordinator; empty on other nodes."""
@@ -178,17 +178,17 @@ class RootStatus(msgspec.Struct, frozen=True, kw_only=True):
     problem_advice: str = ""
     """What to do about `problem`."""
     every_s: float | None = None
-    """Seconds between the last saves, the median; None where fewer than three are known."""
+    """The median of the seconds between the last saves; None if fewer than three saves are known."""
     next_due_at: float | None = None
-    """When the next save is due, if the trainers go on as they did; None where that is not known."""
+    """When the next save is due, if the trainers go on as before; None if unknown."""
     verdict: RootVerdict = UNJUDGED
     history: tuple[PastSave, ...] = ()
-    """Attempts that were decided, oldest first: where there are many, of each few in a row the one that took longest."""
+    """Decided attempts, oldest first. If there are many, one of each group in a row: see `history.thinned`."""
     space: SpaceStatus | None = None
 
 
 class MemoryStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes that clients make the daemon hold, in all and for restarts, and how many of each may be."""
+    """Memory that clients use in the daemon, in all (`mapped`) and for retained snapshots (`held`), with the limits."""
 
     mapped: int
     mapped_max: int
@@ -197,7 +197,7 @@ class MemoryStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DaemonStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything."""
+    """The whole status."""
 
     release: str
     host: str
@@ -212,16 +212,16 @@ class DaemonStatus(msgspec.Struct, frozen=True, kw_only=True):
     refusals: dict[str, int] = {}
     """The same by reason: see `hub.REASONS`."""
     leaving: bool
-    """SIGTERM came: what is in flight is being finished, nothing new is taken."""
+    """Whether the daemon got SIGTERM: it finishes the saves in flight and takes no new ones."""
     memory: MemoryStatus
     bandwidth_bps: float | None
     roots: tuple[RootStatus, ...]
-    """Those that need a look come first: see `verdict.attention`."""
+    """The most urgent first: see `verdict.attention`."""
     left_out: tuple[str, ...] = ()
-    """What is missing here, why, and what to do, in a few sentences each; empty: nothing."""
+    """Each part that is missing here, with the reason and what to do, in a few sentences."""
 
     def to_json(self) -> bytes:
-        """At most JSON_BYTES_MAX: where it is more, `left_out` says what it does without."""
+        """The status as JSON, at most JSON_BYTES_MAX. If parts had to be left out, `left_out` names them."""
         shown = self
         for most in _KEPT:
             text = msgspec.json.encode(shown)
@@ -235,13 +235,13 @@ class DaemonStatus(msgspec.Struct, frozen=True, kw_only=True):
         return text
 
     def _cut(self, most: int) -> DaemonStatus:
-        """With at most `most` of each root's ended saves, checkpoints and commit times."""
+        """The status with at most `most` of each root's ended saves, checkpoints and commit times."""
         words = f"all but the last {most} ended saves and checkpoints of each root"
         cut = tuple(_root_cut(root, most) for root in self.roots)
         return msgspec.structs.replace(self, roots=cut, left_out=self._without(words))
 
     def _without(self, words: str) -> tuple[str, ...]:
-        """`left_out` where this has to do without `words` as well."""
+        """`left_out` with the additional part `words`."""
         return (*self.left_out, f"This is too long to be told whole: {words} are left out. {ELSEWHERE}")
 
 

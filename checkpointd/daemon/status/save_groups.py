@@ -1,4 +1,4 @@
-"""The saves of single ranks put together to attempts, as people ask for them: pure, from a status to what it means."""
+"""Groups the saves of single ranks by attempt, for people. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from checkpointd.pipeline.shard import part_done
 
 DONE = frozenset({"prepared", "committed"})
 SHOWN = {"prepared": "voted"}
-"""How a phase is called where people read it."""
+"""Phases that people see under another name."""
 
 
 @dataclass(slots=True)
@@ -37,13 +37,13 @@ class SaveGroup:
 
     @property
     def ended_at(self) -> float | None:
-        """When the last rank here had ended; None while one has not."""
+        """When the last rank here ended; None while one has not ended."""
         times = [save.ended_at for save in self.saves if save.ended_at is not None]
         return max(times) if len(times) == len(self.saves) else None
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many ranks are in each phase, in the words for people, the most frequent first."""
+        """How many ranks are in each phase, the most frequent phase first, in the words for people."""
         return dict(Counter(SHOWN.get(save.phase, save.phase) for save in self.saves).most_common())
 
     @property
@@ -65,22 +65,22 @@ class SaveGroup:
 
     @property
     def speed_bps(self) -> float | None:
-        """Bytes per second that all ranks which persist now manage together."""
+        """Bytes per second of all ranks together that persist now."""
         return sum(save.speed_bps or 0.0 for save in self._persisting) or None
 
     @property
     def eta_s(self) -> float | None:
-        """Until the slowest rank will have persisted."""
+        """Seconds until the slowest rank will have persisted."""
         return max((save.eta_s for save in self._persisting if save.eta_s is not None), default=None)
 
     @property
     def votes_missing(self) -> tuple[int, ...] | None:
-        """None where rank 0, which gathers the votes, is not on this node, or its save has ended."""
+        """The ranks without a vote; None if the coordinator is not on this node, or its save has ended."""
         return next((save.votes_missing for save in self.saves if save.votes_missing is not None), None)
 
     @property
     def causes(self) -> dict[tuple[str, str], list[SaveStatus]]:
-        """The failed saves by phase and message; those that failed by themselves first."""
+        """The saves that did not commit, by phase and message; those that were aborted by others last."""
         found: dict[tuple[str, str], list[SaveStatus]] = {}
         for save in sorted((s for s in self.saves if s.error is not None), key=lambda s: s.phase == "aborted"):
             assert save.error is not None
@@ -93,7 +93,7 @@ class SaveGroup:
 
 
 def fraction(save: SaveStatus) -> float:
-    """How much of one rank's bytes is on the disk: 1 only when its vote is durable."""
+    """The part of one rank's bytes that is on the disk; 1 only when its vote is durable."""
     return 1.0 if save.phase in DONE else part_done(save.raw_done, save.raw_total)
 
 
@@ -108,5 +108,5 @@ def gather(saves: Iterable[SaveStatus]) -> list[SaveGroup]:
 
 
 def attempts_of(root: RootStatus) -> list[SaveGroup]:
-    """All attempts at a root that are known, the last one newest."""
+    """All known attempts at a root, the newest last."""
     return gather([*root.recent, *root.in_flight])

@@ -1,4 +1,4 @@
-"""Counters since the daemon began: for one rank, or for all ranks of this node at one root. They only go up."""
+"""Counters since the daemon began, for one rank or for all ranks of this node at one root. They only grow."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from checkpointd.layout.manifest import InlineReason
 from checkpointd.layout.save_timings import PhaseSeconds
 
 BOUNDS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
-"""Upper bounds of the buckets, in seconds: from a small job on a local disk to a deadline that was waited for."""
+"""Upper bounds of the buckets, in seconds: from a small job on a local disk to a save that waited until its deadline."""
 
 
 @dataclass(slots=True)
@@ -25,13 +25,13 @@ class Durations:
     counts: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS_S) + 1))
 
     def add(self, seconds: float) -> None:
-        """Count one duration; the clock of people may go back, so a negative one counts as none."""
+        """Count one duration. The wall clock may go back, so a negative duration counts as 0."""
         seconds = max(0.0, seconds)
         self.total_s += seconds
         self.counts[bisect_left(BOUNDS_S, seconds)] += 1
 
     def cumulative(self) -> Iterator[tuple[float, int]]:
-        """Each upper bound with how many were at most so long; infinity last."""
+        """Each upper bound with the number of durations up to it; infinity last."""
         below = 0
         for bound, count in zip((*BOUNDS_S, float("inf")), self.counts, strict=True):
             below += count
@@ -44,7 +44,7 @@ PARTS = tuple(field.name for field in msgspec.structs.fields(PhaseSeconds))
 
 @dataclass(slots=True)
 class TimeTally:
-    """How long one part of all saves took, and of how many."""
+    """How long one part of the saves took in all, and the number of saves."""
 
     total_s: float = 0.0
     saves: int = 0
@@ -52,17 +52,17 @@ class TimeTally:
 
 @dataclass(slots=True)
 class Tally:
-    """See the module. Every series is there from the start, with 0."""
+    """The counters. Every series exists from the start, with 0."""
 
     results: dict[str, int] = field(default_factory=lambda: dict.fromkeys(RESULTS, 0))
     inline: dict[str, int] = field(default_factory=lambda: dict.fromkeys(get_args(InlineReason), 0))
-    """Saves that the trainer persisted itself, by the reason."""
+    """Inline saves, by reason."""
     no_progress: int = 0
-    """Of those committed: the step had moved on, and nothing that is trained had changed."""
+    """Commits after which no trained tensor had changed, although the step had moved on."""
     bytes_persisted: int = 0
     bytes_stored: int = 0
     stall_s: float = 0.0
-    """How long saves held training; at a root, the rank that was held longest."""
+    """How long saves held training; at a root, for the rank that was held longest."""
     spent: dict[str, TimeTally] = field(default_factory=lambda: {part: TimeTally() for part in PARTS})
     commits: Durations = field(default_factory=Durations)
     """From save() to the commit, of the coordinator's saves."""
@@ -73,7 +73,7 @@ class Tally:
 
     @property
     def failed(self) -> int:
-        """Every save that ended without a commit."""
+        """Saves that ended without a commit."""
         return sum(self.results.values()) - self.committed
 
     def persisted(self, raw: int, stored: int) -> None:
@@ -82,7 +82,7 @@ class Tally:
         self.bytes_stored += stored
 
     def ended(self, save: SaveStatus) -> None:
-        """Count a save that came to its end."""
+        """Count a save that has ended."""
         self.results[save.phase] += 1
         for part, spent in self.spent.items():
             seconds = getattr(save.seconds, part)
@@ -96,7 +96,7 @@ class Tally:
 
 
 def took(save: SaveStatus) -> float | None:
-    """From save() to the commit, where rank 0 tells it."""
+    """Seconds from save() to the commit, for a save of rank 0; None for all others."""
     if save.rank != 0 or save.phase != "committed" or save.ended_at is None:
         return None
     return max(0.0, save.ended_at - save.began_at)

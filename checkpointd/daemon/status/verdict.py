@@ -1,8 +1,8 @@
-"""How a root does, in one word and one sentence: pure, from what the daemon knows of it. Page and command line show the same.
+"""The verdict on a root, in one word and one sentence, from its status. Pure. Page and command line show the same.
 
 Invariants
-  VERDICT-1  A verdict changes when something has happened, or has not happened in time: no age in words stands in its reason.
-  VERDICT-2  What is unknown is never taken for bad: without two known intervals between saves, no save is late.
+  VERDICT-1  A verdict changes only when something happens, or does not happen in time. So its reason never contains an age.
+  VERDICT-2  The unknown never counts as bad: no save is late unless two intervals between saves are known.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from checkpointd.pipeline.root.identity import seconds_of
 
 STATES: tuple[State, ...] = ("unreadable", "damaged", "failing", "trainers gone", "late", "healthy", "closed", "idle")
 INTERVALS = 8
-"""The last so many intervals between saves say when the next one is due."""
+"""The number of last intervals between saves that tell when the next save is due."""
 PATIENCE = 1.5
-"""A save is late when it takes so many times the longest of those intervals to come,"""
+"""A save is late after so many times the longest of those intervals,"""
 PATIENCE_S = 30.0
-"""and at least so many seconds more."""
+"""and at least so many seconds after the longest."""
 REASON_MAX = 300
 
 
 @dataclass(frozen=True, slots=True)
 class Rhythm:
-    """How often saves come: seconds between them, when the next one is due and from when on it is late (since 1970)."""
+    """How often saves come: the seconds between them, when the next one is due, and when it is late (since 1970)."""
 
     every_s: float
     due_at: float
@@ -39,7 +39,7 @@ class Rhythm:
 
 
 def judged(root: RootStatus, now: float) -> RootStatus:
-    """`root` with its verdict, when its next save is due, and of its ranks those of the run that is, or was last, here."""
+    """`root` with its verdict, with the time of its next save, and only with the ranks of the last run here."""
     root = msgspec.structs.replace(root, ranks=tuple(members_of(root)))
     rhythm = rhythm_of(root)
     due = rhythm.due_at if rhythm is not None and any(rank.connected for rank in root.ranks) else None
@@ -48,7 +48,7 @@ def judged(root: RootStatus, now: float) -> RootStatus:
 
 
 def attention(root: RootStatus) -> tuple[int, bool, str]:
-    """Sorts roots: what needs a look first, then what saves now, then by name."""
+    """Sorts roots: the most urgent first, then those that save now, then by name."""
     return STATES.index(root.verdict.state), not root.in_flight, root.root
 
 
@@ -105,7 +105,7 @@ def _healthy(root: RootStatus) -> str:
 
 
 def _failure(failed: list[SaveGroup]) -> str:
-    """`the last 3 saves did not commit: rank 2 failed: no space is left`; the newest comes first in `failed`."""
+    """`the last 3 saves did not commit: rank 2 failed: no space is left`. `failed`: newest first."""
     (phase, message), saves = next(iter(failed[0].causes.items()))
     which = "the last save" if len(failed) == 1 else f"the last {len(failed)} saves"
     return f"{which} did not commit: {rank_runs(save.rank for save in saves)} {phase}: {message}"
@@ -125,9 +125,9 @@ def failures_of(root: RootStatus) -> list[SaveGroup]:
 
 
 def members_of(root: RootStatus) -> list[RankStatus]:
-    """The ranks of the run that is, or was last, on this node: not those of an earlier one that nobody here has now.
+    """The ranks of the last run on this node, without ranks that only an earlier run had here.
 
-    Epochs tell runs apart; they begin anew where a root is removed and made again, so it is not the highest one that counts.
+    Epochs tell runs apart. They begin again if a root is removed and made again, so the last one need not be the highest.
     """
     begun = [rank for rank in root.ranks if rank.epoch is not None]
     newest = max(begun, key=lambda rank: (rank.connected, rank.since), default=None)
@@ -135,14 +135,14 @@ def members_of(root: RootStatus) -> list[RankStatus]:
 
 
 def _is_with(rank: RankStatus, newest: RankStatus) -> bool:
-    """Whether `rank`, which has gone, was in the run of `newest`, or went after that had begun."""
+    """Whether `rank`, whose trainer has gone, was in the run of `newest`, or went after that run had begun."""
     if rank.epoch is not None:
         return rank.epoch == newest.epoch
     return rank.gone_at is None or rank.gone_at >= newest.since
 
 
 def rhythm_of(root: RootStatus) -> Rhythm | None:
-    """None where fewer than two intervals between saves are known."""
+    """The rhythm of the saves; None if fewer than two intervals are known."""
     began = max((rank.since for rank in root.ranks if rank.connected), default=0.0)
     times = sorted(attempt.began_at for attempt in attempts_of(root))
     if len(_gaps(times, began)) < 2:
@@ -155,12 +155,12 @@ def rhythm_of(root: RootStatus) -> Rhythm | None:
 
 
 def _gaps(times: list[float], began: float) -> list[float]:
-    """The last intervals, without the one in which the trainers began anew."""
+    """The last intervals, without the one in which the trainers were restarted."""
     return [b - a for a, b in pairwise(times) if not a < began <= b and b > a][-INTERVALS:]
 
 
 def about(seconds: float) -> str:
-    """`45 s`, `10 min`, `2.5 h`: a length of time that nobody needs to the second."""
+    """A rough length of time: `45 s`, `10 min`, `2.5 h`."""
     for unit, length, least in (("d", 86400.0, 1.95), ("h", 3600.0, 1.95), ("min", 60.0, 1.95)):
         if seconds >= least * length:
             value = seconds / length

@@ -190,7 +190,7 @@ def test_the_rest_of_a_layout_that_was_refused_is_no_layout() -> None:
     tensors = (MANY[1], MANY[0], MANY[2])
     first, second, third = (wire.Layout(layout=1, nbytes=4096, tensors=(t,), more=t is not MANY[2]) for t in tensors)
     list(known.add(first))
-    with pytest.raises(UsageError, match="over what is before it"):
+    with pytest.raises(UsageError, match="overlaps the tensor before it"):
         list(known.add(second))
     list(known.add(third))
     assert known.get(1) is None

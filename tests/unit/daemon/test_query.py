@@ -253,7 +253,7 @@ async def test_it_hangs_after_its_welcome(tmp_path: Path, ask: Ask) -> None:
 @pytest.mark.parametrize(
     ("answers", "words"),
     [
-        ([b"HTTP/1.1 400 Bad Request\r\n\r\n"], "does not speak as a checkpointd daemon does"),
+        ([b"HTTP/1.1 400 Bad Request\r\n\r\n"], "does not speak the protocol of a checkpointd daemon"),
         ([b"\xc7"], "closed the connection"),
         ([welcome(7)], r"is checkpointd 9\.9 and wants protocol 7; this is .*: upgrade the older one"),
         ([wire.encode(wire.Refused(error=ErrorReport(code="WireError", message="speaks 4 to 5")))], "refuses: speaks 4 to 5"),

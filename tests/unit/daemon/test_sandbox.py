@@ -212,7 +212,7 @@ def test_a_root_that_is_mounted_directly_below_the_top_is_left_alone(
     monkeypatch.setattr(sandbox, "confine", lambda *_: pytest.fail("confined"))
     monkeypatch.setattr(sandbox, "forbid_system_calls", lambda: "")
     sandbox.apply(ServeConfig(socket=str(tmp_path / "s"), roots=("/scratch/run",), sandbox="auto"))
-    assert "files are not confined, since /scratch/run could not be mounted anew" in caplog.text
+    assert "files are not confined, since /scratch/run could not be mounted again" in caplog.text
 
 
 def start(tmp_path: Path, *options: str, **environment: str) -> subprocess.Popen[str]:

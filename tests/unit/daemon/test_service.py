@@ -70,9 +70,9 @@ async def served(daemon: Daemon) -> None:
 @pytest.mark.parametrize(
     ("said", "why"),
     [
-        (b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", "not a checkpointd client"),
-        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", "not a checkpointd client"),
-        (b"\0" * 100, "not a checkpointd client"),
+        (b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", "not checkpointd's protocol"),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", "not checkpointd's protocol"),
+        (b"\0" * 100, "not checkpointd's protocol"),
         (wire.encode(wire.Query()), "must be a hello, not a Query"),
         (wire.encode(wire.Join(root="/", rank=0, world_size=1)), "must be a hello, not a Join"),
         (wire.HEAD.pack(wire.MAGIC, 0, 0, 4097), "announces 4097 bytes; at most 4096"),
@@ -350,7 +350,7 @@ async def test_a_status_client_asks_as_often_as_it_likes(daemon: Daemon, store: 
 async def test_a_status_client_may_do_nothing_else(daemon: Daemon, root: Path) -> None:
     asking = await daemon.client("status")
     await asking.send(wire.Join(root=str(root), rank=0, world_size=1))
-    assert "asks queries, and sent a Join" in (await asking.refused()).message
+    assert "may only send queries, and sent a Join" in (await asking.refused()).message
     await asking.ended()
 
 
@@ -446,7 +446,7 @@ async def test_a_second_daemon_at_the_same_socket(daemon: Daemon, root: Path) ->
 async def test_its_log_says_who_was_turned_away(daemon: Daemon, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "checkpointd")
     await turned_away(daemon, b"garbage, not a frame\n")
-    assert f"process {os.getpid()} (user {os.getuid()}) was turned away: this is not a checkpointd client" in caplog.text
+    assert f"process {os.getpid()} (user {os.getuid()}) was turned away: this is not checkpointd's protocol" in caplog.text
 
 
 def test_the_seals_are_the_systems() -> None:

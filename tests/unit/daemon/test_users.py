@@ -67,7 +67,7 @@ def test_user_2_more_than_ones_own_rights_are_said_at_the_start(
     check_users([ALICE])
     assert caplog.messages == []
     check_users([0, ALICE, BOB])
-    assert caplog.messages[0] == f"serves user 0, {BOB}: works at their roots with their rights"
+    assert caplog.messages[0] == f"serves user 0, {BOB}, with their rights at their roots"
     assert caplog.messages[1].startswith("serves root: ")
 
 

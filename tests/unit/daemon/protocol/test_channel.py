@@ -191,7 +191,7 @@ async def test_a_silence_between_messages_may_last(channel: Channel, theirs: soc
 
 async def test_garbage(channel: Channel, theirs: socket.socket) -> None:
     theirs.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
-    with pytest.raises(WireError, match="not a checkpointd client"):
+    with pytest.raises(WireError, match="not checkpointd's protocol"):
         await channel.receive()
 
 

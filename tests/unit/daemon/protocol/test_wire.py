@@ -99,9 +99,9 @@ def test_however_the_stream_is_cut(cuts: list[int]) -> None:
 @pytest.mark.parametrize(
     ("data", "why"),
     [
-        (b"GET / HTTP/1.1\r\n", "not a checkpointd client"),
-        (frame(b"\x80", magic=0x4BC7), "not a checkpointd client"),
-        (frame(b"\x80", zero=1), "not a checkpointd client"),
+        (b"GET / HTTP/1.1\r\n", "not checkpointd's protocol"),
+        (frame(b"\x80", magic=0x4BC7), "not checkpointd's protocol"),
+        (frame(b"\x80", zero=1), "not checkpointd's protocol"),
         (frame(b"\x80", descriptors=2), "announces 2 descriptors"),
         (frame(b"", length=HELLO_BYTES_MAX + 1), "announces 4097 bytes"),
         (frame(b"", length=0xFFFFFFFF), "announces 4294967295 bytes"),

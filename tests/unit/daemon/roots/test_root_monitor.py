@@ -530,6 +530,6 @@ async def test_what_was_seen_of_a_root_that_was_removed_is_forgotten(hub: Hub, r
     await save_checkpoint(store)
     monitor = RootMonitor(hub, AT_ONCE)
     await monitor.look(str(root))
-    assert monitor._roots[str(root)].looker._decided
+    assert monitor._roots[str(root)].scanner._decided
     monitor.remade(str(root))
-    assert not monitor._roots[str(root)].looker._decided
+    assert not monitor._roots[str(root)].scanner._decided
