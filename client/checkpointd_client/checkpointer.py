@@ -42,7 +42,7 @@ class Checkpointer:
     `dedup`: do not write unchanged data again; a checkpoint then refers to objects of older ones, which stay while needed.
     `retention`: which checkpoints stay, applied after each commit. A number keeps that many, None keeps all.
     `afresh`: this job may begin without a checkpoint, and remove those of earlier starts. Otherwise they all stay until load(),
-    which raises where every one is damaged.
+    which raises if every one is damaged.
     `on_no_progress`: if the step moved on but no tensor that requires grad changed: "warn", "abort" the save, or "ignore" it.
     `pickle_client_state`: pickle values in client_state that are not plain; their code runs at the load. Else they are refused.
     `absence_s`: how long load() looks for a file that must be there before it counts as lost.
@@ -52,7 +52,7 @@ class Checkpointer:
 
     Raises UsageError (bad arguments, a root that is a file, a second Checkpointer at the root in this process), RootInUseError
     (another job is alive at the root), RootNotSharedError, DeadlineError (ranks that did not come), StoreError, SidecarError
-    (it refuses this rank, or the epoch, or is not there, and `on_sidecar_loss` is not "inline").
+    (the sidecar refuses this rank; or it refuses the epoch or is not there, and `on_sidecar_loss` is not "inline").
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class Checkpointer:
         fallback: bool = True,
         cast: bool = False,
     ) -> Loaded | None:
-        """Load the newest checkpoint, or `tag`, into the objects of `state`, in place; None where there is none.
+        """Load the newest checkpoint, or `tag`, into the objects of `state`, in place; None if there is no checkpoint.
 
         Call it on every rank. The number of ranks and the sharding may differ from the save's. Per-rank state that was not
         equal on all ranks is then left alone and listed in `Loaded.per_rank_left`. `cast`: convert between floating dtypes.
@@ -167,7 +167,7 @@ class Checkpointer:
         return self._core.latest_step()
 
     def delete(self, tag: str, *, force: bool = False) -> None:
-        """Remove the checkpoint `tag`; what newer checkpoints refer to stays until they go, too.
+        """Remove the checkpoint `tag`. Objects that newer checkpoints refer to stay until those are removed, too.
 
         Call it on one rank, or on all. `force`: also the newest checkpoint, which a restart would load. Raises UsageError for
         that one without `force`, NotFoundError if there is no such checkpoint, StoreError.
@@ -179,15 +179,15 @@ class Checkpointer:
         return self._core.status()
 
     def preempted(self, step: int) -> bool:
-        """Whether a signal has come and all ranks are to save `step` and leave. Ask it equally often about each step on every
-        rank, in evaluation and warm-up as well: all get the same answer. Always False without `preempt_signals`.
+        """Whether a signal has come and all ranks should now save `step` and leave. All ranks get the same answer, if each asks
+        equally often about each step, in evaluation and warm-up as well. Always False without `preempt_signals`.
         """
         return self._core.preempted(step)
 
     @property
     def preempting(self) -> bool:
-        """Whether a signal has come to any rank. Ask it anywhere, such as in an evaluation on rank 0 alone: leave that part
-        without saving, and ask `preempted` next.
+        """Whether a signal has come to any rank. You may ask anywhere, such as in an evaluation on rank 0 alone. If it is True,
+        leave that part without saving, and ask `preempted` next.
         """
         return self._core.preempting
 
@@ -211,9 +211,7 @@ class Checkpointer:
         self._core.close()
 
     def list(self) -> list[CheckpointInfo]:
-        """All checkpoints in the store, newest first. Raises UnreadableError if the storage does not let it find out which one
-        is the newest.
-        """
+        """All checkpoints in the store, newest first. Raises UnreadableError if failed reads hide which one is the newest."""
         return [CheckpointInfo.of(checkpoint) for checkpoint in self._core.checkpoints()]
 
     def __enter__(self) -> Self:
@@ -237,5 +235,5 @@ class Checkpointer:
 
 
 def core_of(checkpointer: Checkpointer) -> Core:
-    """What integrations need of a Checkpointer beyond its calls."""
+    """The Core of a Checkpointer, for integrations."""
     return checkpointer._core

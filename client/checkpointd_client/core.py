@@ -1,10 +1,10 @@
 """The inside of a Checkpointer, which integrations use as well: it wires snapshot, writer, commit and loading together.
 
 Invariants
-  CHECKPOINTER-1  save() never raises for what the storage does; that ends up in the handle, the status and the log.
-  CHECKPOINTER-2  Once save() was entered with a valid tag, this rank votes on the attempt, whatever happens: nobody waits for
-      it in vain.
-  CHECKPOINTER-3  One Checkpointer per root and process; its epoch fences every earlier incarnation of the job.
+  CHECKPOINTER-1  save() never raises an error of the storage: the handle, the status and the log have it.
+  CHECKPOINTER-2  Once save() has begun with a valid tag, this rank votes on the attempt, whatever happens. So no other rank
+      waits for it in vain.
+  CHECKPOINTER-3  A process has one Checkpointer per root. Its epoch fences every earlier start of the job.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ SIDECAR_PATIENCE_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Unfinished:
-    """A directory that is filled beside a save, at `path`; the save knows it by `name`."""
+    """An unfinished directory at `path`, which is filled beside a save. The save names it by `name`."""
 
     name: str
     path: str
@@ -72,7 +72,7 @@ class Core:
     """One rank's part in a job at `root`. Raises as Checkpointer does, which documents the options."""
 
     def __init__(self, root: str | os.PathLike[str], options: Options) -> None:
-        self._closed = True  # until everything below has worked, so that close() and the exit hook have nothing to do
+        self._closed = True  # until everything below has worked: close() and the exit hook then do nothing
         check_path("root", root)
         self._options, persist, commit, graces = options, options.persist, options.commit, options.graces
         self._ranks = find_ranks()
@@ -136,7 +136,7 @@ class Core:
         return SidecarClient(os.path.abspath(path), self._store, self._ranks, on_loss, uid)
 
     def _start_sidecar(self) -> tuple[str, ...]:
-        """Connect; the attempts of earlier incarnations that the daemon still works at ("tag/attempt")."""
+        """Connect to the sidecar; returns the attempts of earlier starts ("tag/attempt") that it still works at."""
         if self._sidecar is None:
             return ()
         joined = self._ask_sidecar(self._sidecar, self._sidecar.start(SIDECAR_PATIENCE_S))
@@ -183,12 +183,12 @@ class Core:
     def refuse(
         self, step: int, error: CheckpointdError, *, tag: str, save_latest: bool = True, unfinished: str = ""
     ) -> SaveHandle:
-        """Vote no on the save that the other ranks begin now, because of `error`: nobody waits for this rank in vain."""
+        """Vote no, because of `error`, on the save that the other ranks begin now: they need not wait for this rank."""
         self._check_open("save")
         return self._saver.refuse(asked(step, tag, save_latest, unfinished=unfinished), error)
 
     def meet(self, said: str, doing: str) -> dict[int, str]:
-        """What every rank says, by rank, when all of them are `doing` the same; DeadlineError names those that do not come."""
+        """Meet when all ranks are `doing` the same; returns the message of each. DeadlineError names the missing ranks."""
         self._check_open("meet")
         return self._meetings.meet(said, doing)
 
@@ -213,7 +213,7 @@ class Core:
         fallback: bool = True,
         cast: bool = False,
     ) -> Loaded | None:
-        """Load the newest checkpoint, or `tag`, into the objects of `state`, or into what a chooser takes. Raises as
+        """Load the newest checkpoint, or `tag`, into the objects of `state`, or into targets of a TargetChooser. Raises as
         Checkpointer.load().
         """
         self._check_open("load")
@@ -221,7 +221,7 @@ class Core:
             check_tag(tag)
         check_load(state, strict=strict, fallback=fallback, cast=cast)
         self._saver.fence()
-        self.settle()  # what is being committed may replace what would be read
+        self.settle()  # a save that commits now may replace the checkpoint to load
         loader = Loader(
             store=self._store,
             writer=self._writer,
@@ -245,7 +245,7 @@ class Core:
         return loaded
 
     def take_up(self) -> None:
-        """Count as having loaded, by other means: from here on this job may remove checkpoints of earlier ones."""
+        """Act as after a load: from here on, this job may remove checkpoints of earlier ones."""
         self._saver.take_up()
 
     @property
@@ -299,38 +299,32 @@ class Core:
         self._writer.call(delete_once(self._store, check_tag(tag), force=force), LOOK_S)
 
     def checkpoints(self) -> list[Checkpoint]:
-        """All checkpoints in the store, newest first. Raises UnreadableError if the storage does not let it find out which one
-        is the newest.
-        """
+        """All checkpoints in the store, newest first. Raises UnreadableError if failed reads hide which one is the newest."""
         self._check_open("list")
         return call_patiently(self._writer, self._options.glance, lambda patience: listed(self._store, patience))
 
     def pass_over(self, tag: str, why: str) -> None:
-        """Leave the record that `tag` is damaged and an older checkpoint is loaded instead; rank 0 does it."""
+        """On rank 0, record that `tag` is damaged and was passed over."""
         self._check_open("pass_over")
         if self._ranks.rank == COORDINATOR:
             recorded = leave_record(self._writer, note_tag_passed_over(self._store, tag, why), tag)
             self._saver.is_recorded &= recorded
 
     def damage(self, checkpoint: Checkpoint, ranks: Iterable[int], taker: Taker | None = None) -> tuple[str, ...]:
-        """Read everything that `ranks` stored of a checkpoint and list the damage, and files that are not shown; empty if it is
-        whole. `taker` reads files for good on the way. Raises UnreadableError if something cannot be read now.
+        """Read all files that `ranks` stored and list the damage, and files that are not shown; empty if all are whole. `taker`
+        may load files on the way. Raises UnreadableError if a read fails for now.
         """
         self._check_open("damage")
         examination = Examination(self._store, self._writer, self._options.glance, self._options.commit_timeout_s, checkpoint)
         return examination.damage(ranks, taker or Nobody())
 
     def preempted(self, step: int) -> bool:
-        """Whether a signal has come and all ranks are to save `step` and leave. Ask it equally often about each step on every
-        rank, in evaluation and warm-up as well: all get the same answer. Always False without `preempt_signals`.
-        """
+        """Whether all ranks should now save `step` and leave. Answers as Checkpointer.preempted()."""
         return self._preemption.ask(step) if self._preemption else False
 
     @property
     def preempting(self) -> bool:
-        """Whether a signal has come to any rank. Ask it anywhere, such as in an evaluation on rank 0 alone: leave that part
-        without saving, and ask `preempted` next.
-        """
+        """Whether a signal has come to any rank."""
         return self._preemption.begun if self._preemption else False
 
     # --- ending ----------------------------------------------------------------------------------------------
@@ -352,13 +346,13 @@ class Core:
             raise first
 
     def settle(self) -> None:
-        """Wait until no save of this rank is in flight. Does not raise the errors of saves: handles and the log have them."""
+        """Wait until no save of this rank is in flight. This raises no error of a save: the handles and the log have them."""
         self._saver.drain()
 
     def close(self, *, ends_well: bool = True) -> None:
         """Wait for the saves in flight, then release everything. A second call does nothing. Raises as Checkpointer.close().
 
-        `ends_well`: whether the job ends as it should; else what lies at the root is left for the next start.
+        `ends_well`: whether the job has ended without an error. If not, the sidecar keeps its snapshot for the next start.
         """
         if self._closed or os.getpid() != self._process:
             return
@@ -395,11 +389,11 @@ class Core:
         return TIDY_TIMEOUT_S if grace_s is None else min(TIDY_TIMEOUT_S, grace_s)
 
     def _leave(self) -> None:
-        """The interpreter is leaving without close(), maybe for an error: finish what is in flight, and say where it failed."""
+        """Finish the saves in flight when the interpreter exits without close(), maybe because of an error."""
         try:
             self.close(ends_well=False)
         except CheckpointdError as error:
-            # A handler may be gone or silent by now, and somebody must hear of this.
+            # Log handlers may be gone by now, so write to stderr.
             sys.stderr.write(f"checkpointd: the last save failed: {error}\n")
 
     def _check_open(self, call: str) -> None:
@@ -430,9 +424,9 @@ class Core:
         is a relative path, by default the tag. Its parent directory must exist; removing the parent removes the checkpoint.
 
         Call it on every rank, each with its own file names, or with none. `optimizer_only`: addresses of storages that only
-        optimizer steps change; all others are copied before this returns. `unfinished`: the name of what `fill` gave, which was
-        filled on every rank: it gets its place when the files are shown, with them in it. `leftovers`: how the names of files
-        end that must not stay in `at` unless they are of this save; rank 0's count. Raises as `save` does.
+        optimizer steps change; all others are copied before this returns. `unfinished`: the name from `fill`, if every rank has
+        filled that directory. It gets its place, with the files in it, when they are shown. `leftovers`: name endings of files
+        in `at` that are removed unless they belong to this save; those of rank 0 count. Raises as `save` does.
         """
         self._check_open("save")
         request = asked(step, tag, save_latest, metrics, unfinished=unfinished, leftovers=tuple(leftovers))
@@ -450,8 +444,8 @@ class Core:
         return self._saver.save_files(request, at, files, optimizer_only)
 
     def fill(self, folder: str) -> Unfinished:
-        """A directory to be filled on every rank, which gets the place `folder` (relative, as `at`) when the files of the save
-        it belongs to are shown; where that aborts, it goes. Call it on every rank, before each such save.
+        """Make an unfinished directory for the next save. Call it on every rank before the save; every rank fills it. When the
+        files of the save are shown, it gets the place `folder` (relative, as `at`). If the save aborts, it is removed.
         """
         self._check_open("fill")
         plain = plain_files_of(self._store)
@@ -465,8 +459,8 @@ class Core:
         return Unfinished(name, plain.unfinished.path(name, folder))
 
     def removed(self) -> frozenset[str]:
-        """The checkpoints (`<tag>/<attempt>`) whose directory somebody has removed since it was shown: they go with it, and
-        none of them is damaged. Raises StoreError if the storage does not let it find out.
+        """The checkpoints (`<tag>/<attempt>`) whose tag directory somebody has removed. They are removed with it, and do not
+        count as damaged. Raises StoreError if the storage cannot be read.
         """
         self._check_open("removed")
         return frozenset(self._writer.call(abandoned(self._store), LOOK_S))

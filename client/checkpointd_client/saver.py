@@ -1,9 +1,9 @@
 """The saving half of a Checkpointer: from a request to an attempt that runs on the writer.
 
 Invariants
-  SAVE-1  Once `save` was entered, this rank votes on the attempt, whatever happens: nobody waits for it in vain.
-  SAVE-2  Every slot that is acquired is released once: by the attempt that it was handed to, or here where the snapshot failed.
-  SAVE-3  The attempts of one tag are numbered as save() was called, on this rank alone; nothing is asked of other ranks.
+  SAVE-1  Once `save` has begun, this rank votes on the attempt, whatever happens. So no other rank waits for it in vain.
+  SAVE-2  Every slot that is acquired is released once: by its attempt, or here if the snapshot failed.
+  SAVE-3  Each rank numbers the attempts of a tag by its own calls of save(), without asking other ranks.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -50,17 +51,17 @@ WhenBusy = Literal["wait", "skip"]
 TIDY_TIMEOUT_S = 10.0
 METRIC_NAME_MAX = 200
 SLICE_S = 0.25
-"""How soon a signal is heeded while saves are waited for."""
+"""A wait for saves checks this often how much grace period is left."""
 OVERTIME_S = 60.0
-"""How long after its deadline a save may take to end: the abort is tried a few times."""
+"""How long a save may take to end after its deadline: the writer tries the abort a few times."""
 ANNOUNCE_S = 0.1
-"""How long save() waits for the sidecar to know of the snapshot, so that what is whole when it returns outlives this process.
-It takes far less than a millisecond; a sidecar that hangs costs this much, until it counts as lost."""
+"""How long save() waits until the sidecar knows of the snapshot. After that, a whole snapshot outlives this process. This takes
+far less than a millisecond. A sidecar that hangs costs this much per save, until it counts as lost."""
 
 
 @dataclass(frozen=True, slots=True)
 class SaveRequest:
-    """What a user asked to save, beside the state itself."""
+    """The arguments of a save, except the state."""
 
     tag: str
     step: int
@@ -81,7 +82,7 @@ def asked(
     unfinished: str = "",
     leftovers: tuple[str, ...] = (),
 ) -> SaveRequest:
-    """What a user asks for; UsageError naming the argument that cannot be. `tag`: None is global_step<step>."""
+    """Check the arguments of a save. UsageError names a bad one. `tag`: None means global_step<step>."""
     arguments.whole("step", step, least=0)
     tag = check_tag(default_tag(step) if tag is None else tag)
     arguments.flag("save_latest", save_latest)
@@ -90,29 +91,29 @@ def asked(
 
 
 def check_metrics(metrics: Mapping[str, float] | None) -> tuple[tuple[str, float], ...]:
-    """`metrics` as an attempt carries them. UsageError for what is no number; NaN and infinities are left out."""
+    """`metrics` in the form of AttemptInfo. UsageError for a value that is not a number; NaN and infinities are left out."""
     checked: dict[str, float] = {}
     if not isinstance(metrics, Mapping | None):
         raise UsageError(f"metrics is {metrics!r:.80}; it must map names to numbers, as in metrics={{'loss': loss}}")
     for name, value in (metrics or {}).items():
         try:
             if isinstance(value, bool | str | bytes):
-                raise TypeError("no number")
+                raise TypeError("not a number")
             checked[name] = float(value)
         except (TypeError, ValueError, RuntimeError) as error:
             raise UsageError(f"metric {name!r} is {value!r:.80}; it must be a number") from error
         if type(name) is not str or not 0 < len(name) <= METRIC_NAME_MAX:
             raise UsageError(f"{name!r} cannot name a metric: it takes 1 to {METRIC_NAME_MAX} characters")
     if len(checked) > METRICS_MAX:
-        raise UsageError(f"{len(checked)} metrics are more than {METRICS_MAX}; pass those that retention chooses by")
+        raise UsageError(f"{len(checked)} metrics are more than {METRICS_MAX}; pass only the metrics that retention uses")
     left_out = sorted(set(checked) - {name for name, _ in finite(checked)})
     if left_out:
-        log.warning("not recorded, as they are no finite numbers: %s", ", ".join(left_out))
+        log.warning("metrics that are not finite numbers are not recorded: %s", ", ".join(left_out))
     return finite(checked)
 
 
 class Saver:
-    """Snapshots and submits; `history` is the record of what became of it."""
+    """Takes snapshots and hands them to the writer; `history` records how the saves ended."""
 
     def __init__(
         self,
@@ -130,7 +131,7 @@ class Saver:
     ) -> None:
         self.history = SaveHistory()
         self.is_recorded = True
-        """Whether all that load() has passed over has the record of it."""
+        """Whether every checkpoint that load() passed over has a record of that."""
         self._writer, self._state, self._ranks, self._epoch = writer, state, ranks, epoch
         self._arena, self._stager, self._when_busy = arena, stager, when_busy
         self._endings = Endings(self.history, epoch.latest)
@@ -143,36 +144,36 @@ class Saver:
         self._saves_of_tag: Counter[str] = Counter()
         self._saves = 0
         self.fillings = itertools.count()
-        """Numbers of the directories that are filled beside saves: the same on every rank, as these are saved on all."""
+        """Numbers for unfinished directories. All ranks make them in the same order, so the numbers agree."""
         self._prewarming: threading.Thread | None = None
         self._has_prewarmed_another = False
         self._said: set[str] = set()
         self._state.tidier.keeps_before = 0 if afresh else epoch.number
 
     def take_up(self) -> None:
-        """The job knows what earlier ones have committed: it loaded, or was told to start afresh. Where something that it
-        passed over could not be recorded, nothing of theirs goes (LOAD-5 in `loader.py`).
+        """Allow this job to remove checkpoints of earlier ones, after a load or a start afresh. This does nothing if the record
+        of a checkpoint that was passed over is missing (LOAD-5 in `loader.py`).
         """
         if self.is_recorded:
             self._state.tidier.keeps_before = 0
 
     @property
     def has_taken_up(self) -> bool:
-        """Whether it may remove what earlier jobs have committed."""
+        """Whether this job may remove checkpoints of earlier ones."""
         return self._state.tidier.keeps_before == 0
 
     @property
     def latest(self) -> str | None:
-        """The newest tag known here."""
+        """The newest tag that this process knows."""
         return self._endings.latest
 
     @property
     def read_back(self) -> ReadBackStatus:
-        """What this process has read back."""
+        """The checkpoints that this process has read back."""
         return self._state.reader.status
 
     def save(self, request: SaveRequest, state: Mapping[str, object], client_state: Mapping[str, object] | None) -> SaveHandle:
-        """Take the snapshot of a state, or begin it, and hand the attempt to the writer."""
+        """Begin the snapshot of a state, and hand the attempt to the writer."""
         excluded = request.exclude_frozen_parameters
 
         def captured() -> Captured:
@@ -184,11 +185,11 @@ class Saver:
     def save_files(
         self, request: SaveRequest, at: str, files: Mapping[str, object], optimizer_only: Collection[int]
     ) -> SaveHandle:
-        """The same for files, to be shown in the directory `at`."""
+        """Do the same for files, which are shown in the directory `at`."""
         return self._save(request, lambda: capture_files(at, files, optimizer_only))
 
     def refuse(self, request: SaveRequest, error: CheckpointdError) -> SaveHandle:
-        """Vote no with `error`: there is nothing to save."""
+        """Vote no with `error`, without a snapshot."""
         job = self._new_job(request)
         job.staged.set_exception(error)
         self._submit(job)
@@ -228,7 +229,7 @@ class Saver:
             job.announced.wait(ANNOUNCE_S)
 
     def _say_once(self, request: SaveRequest) -> None:
-        """Say what keeps retention from removing what it should. On rank 0, which removes."""
+        """On rank 0, log once why retention cannot remove a checkpoint that it should: no load yet, or no metric."""
         if self._ranks.rank != COORDINATOR:
             return
         if self._state.tidier.keeps_before and "unknown" not in self._said:
@@ -238,8 +239,8 @@ class Saver:
         if metric is not None and metric not in dict(request.metrics) and "metric" not in self._said:
             self._said.add("metric")
             log.warning(
-                "%s is saved without the metric %r, by which retention chooses the best: what is saved without it stays, until "
-                "somebody deletes it. Pass metrics={%r: ...} with every save",
+                "%s is saved without the metric %r, by which retention chooses the best: checkpoints without it stay until "
+                "somebody deletes them. Pass metrics={%r: ...} with every save",
                 request.tag,
                 metric,
                 metric,
@@ -268,10 +269,9 @@ class Saver:
         return PendingSave(info, save, progress, Future())
 
     def _refuse(self, job: PendingSave, error: BaseException) -> None:
-        """Vote no with `error` (SAVE-1). Raise it to the caller where it is theirs: a state that cannot be stored, an
-        interruption.
+        """Vote no with `error` (SAVE-1). Raise it if the caller must act: a state that cannot be stored, or an interruption.
 
-        Memory or descriptors that ran out are not: they end up in the handle, and training goes on.
+        Other errors, such as a lack of memory, only end the handle, and training goes on.
         """
         told = error
         if not isinstance(error, CheckpointdError):
@@ -280,11 +280,11 @@ class Saver:
         job.staged.set_exception(told)
         self._submit(job)
         if isinstance(error, CheckpointdError) or not isinstance(error, Exception):
-            job.save.handle.observed = True  # they hear of it here
+            job.save.handle.observed = True  # the caller gets it here
             raise error
 
     def _layout_of(self, captured: Captured) -> SlotLayout:
-        """The cached layout while the state keeps its shape; planned anew when it changes."""
+        """The layout of the last save if the state still has its signature, else a new one."""
         if self._layout is None or self._layout.signature != signature_of(captured):
             self._layout = plan_slot(captured)
         return self._layout
@@ -292,7 +292,7 @@ class Saver:
     def _slot_for(self, layout: SlotLayout, info: AttemptInfo) -> Slot:
         if self._prewarming is not None:
             thread = self._prewarming
-            Waiting(lambda: "the memory of the snapshots is being made ready").until(lambda seconds: _joined(thread, seconds))
+            Waiting(lambda: "the memory for snapshots is not allocated yet").until(lambda seconds: _joined(thread, seconds))
             self._prewarming = None
         patience_s = 0.0 if self._when_busy == "skip" else self._state.commit.timeout_s
         found: list[Slot] = []
@@ -310,10 +310,10 @@ class Saver:
         return found[0]
 
     def _missing(self) -> str:
-        return "; ".join(save.missing() for save in self.history.live()) or "what was saved before is being let go"
+        return "; ".join(save.missing() for save in self.history.live()) or "earlier snapshots are not released yet"
 
     def _stage(self, job: PendingSave, captured: Captured, layout: SlotLayout, slot: Slot) -> Shard:
-        """Begin the snapshot; what it will be."""
+        """Begin the snapshot, and return the shard that it will be."""
         encoded = tree.encode(captured.tree)
         staging = self._stager.begin(captured, layout, slot)
         shard = Shard(
@@ -333,14 +333,14 @@ class Saver:
                 job.save.handle.snapshot_taken()
                 job.staged.set_result(shard)
 
-        # Those that are done hold their slots' memory, which may have been replaced since.
+        # Forget the snapshots that are done: they keep the memory of their slots alive, even of replaced slots.
         self._stagings = [pair for pair in self._stagings if not pair[0].done.done()]
         self._stagings.append((staging, job.save.handle))
         staging.done.add_done_callback(taken)
         return shard
 
     def fence(self) -> None:
-        """Return when no snapshot in flight still has to read its sources; the time that takes is the save's `fence_s`."""
+        """Wait until every snapshot in flight has read its sources. The time counts as `fence_s` of each save."""
         alive = [(staging, handle) for staging, handle in self._stagings if not staging.done.done()]
         for staging, handle in alive:
             staging.fence()
@@ -357,7 +357,7 @@ class Saver:
     # --- around ------------------------------------------------------------------------------------------------
 
     def prewarm(self, state: Mapping[str, object]) -> None:
-        """Allocate the arena's first slot in the background, for the size that the first save will probably have."""
+        """Allocate the arena's first slot in the background, with the size that the first save will probably need."""
         if self._saves or self._prewarming is not None:
             return
         nbytes = expected_bytes(state)
@@ -365,26 +365,24 @@ class Saver:
             self._begin_prewarming(nbytes, slots=1, device=_current_device())
 
     def _prewarm_another(self, job: PendingSave) -> None:
-        """A sidecar keeps the newest snapshot where it is, so the save after the first takes another slot: have it ready."""
+        """Allocate a second slot in the background: a sidecar retains the first snapshot in its slot."""
         if self._has_prewarmed_another or job.shard is None:
             return
         nbytes = len(job.shard.buffer)
         self._has_prewarmed_another = True
-        device = _current_device()  # of this thread, not of the one that takes the snapshot
+        device = _current_device()  # of this thread: the callback runs on another one
         job.staged.add_done_callback(lambda _: self._begin_prewarming(nbytes, slots=2, device=device))
 
     def _begin_prewarming(self, nbytes: int, *, slots: int, device: int | None) -> None:
-        options = {"device": device, "slots": slots}
-        thread = threading.Thread(
-            target=self._arena.prewarm, args=(nbytes,), kwargs=options, name="checkpointd-prewarm", daemon=True
-        )
+        work = partial(self._arena.prewarm, nbytes, device=device, slots=slots)
+        thread = threading.Thread(target=work, name="checkpointd-prewarm", daemon=True)
         thread.start()
         self._prewarming = thread
 
     def drain(self, grace_left_s: Callable[[], float | None] = lambda: None) -> None:
-        """Wait until no save is in flight, whatever becomes of each; what has not ended when it must have is left.
+        """Wait until no save is in flight, whether it commits or not.
 
-        A save ends by its own deadline, and no later than `grace_left_s` says, where that is not None.
+        A save that has not ended OVERTIME_S after its deadline, or when `grace_left_s` gives 0, is left in flight.
         """
         for save in self.history.live():
             waiting = Waiting(save.missing)
@@ -397,19 +395,17 @@ class Saver:
                     self._abandon(save, f"its deadline passed {OVERTIME_S:g} s ago, and the storage does not answer")
 
     def _abandon(self, save: SaveRecord, why: str) -> None:
-        """End the handle of a save in flight: nobody will follow it any more."""
+        """End the handle of a save that is left in flight."""
         save.handle.advance(Phase.FAILED, StoreError(f"{save.handle.tag} was left in flight: {why}; the next start decides it"))
         self.history.end(save, Phase.FAILED)
 
     def close(self, left_s: Callable[[], float], *, ends_well: bool) -> None:
-        """End the background threads, each within the seconds that `left_s` gives then; `ends_well` is the sidecar's to know.
-
-        Handles end at the outcome; moving `latest` and tidying up may take a moment more.
-        """
+        """End the background threads. `left_s` gives the seconds that are left for each; the sidecar is told `ends_well`."""
         self._stager.close(left_s())
         if self._prewarming is not None:
             self._prewarming.join(left_s())
         began = time.monotonic()
+        # Handles end at the outcome. After it, the writer may still move `latest` and tidy up.
         while self._running and time.monotonic() - began < left_s():
             wait(set(self._running), min(SLICE_S, left_s()))
         try:
