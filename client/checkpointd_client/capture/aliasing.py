@@ -1,7 +1,7 @@
-"""Which tensors share memory, and how: found by address, so that it does not matter through which objects they share it.
+"""Finds the tensors that share memory by their addresses, whatever objects they share it through.
 
-Addresses are compared as torch reports them: unified across the host and CUDA devices. An interval of bytes spans a tensor's
-first to last element; strided tensors may interleave in it without sharing an element.
+Torch's addresses are unified across the host and CUDA devices. An interval of bytes spans a tensor's first to last element.
+Strided tensors may interleave in an interval without sharing an element.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from checkpointd.layout.tree import Overlap
 Shape = tuple[int, ...]
 
 _EXACT_TEST_EFFORT = 100_000
-"""Bound on numpy's exact search for a common element; beyond it two tensors count as sharing."""
+"""The limit of numpy's exact search for a common element. Beyond the limit, two tensors count as sharing memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryRegion:
-    """Where a tensor lies: addresses, strides in elements, and torch's lazy bits."""
+    """The memory of a tensor: addresses, strides in elements, and torch's lazy bits."""
 
     start: int
     end: int
@@ -57,7 +57,7 @@ class MemoryRegion:
 
     @property
     def byte_stride(self) -> tuple[int, ...]:
-        """Strides in bytes; 0 for a dimension of one element, where it means nothing."""
+        """Strides in bytes; 0 for a dimension of one element, which needs no stride."""
         return tuple(s * self.dtype.itemsize if n > 1 else 0 for n, s in zip(self.shape, self.stride, strict=True))
 
     def equals(self, other: MemoryRegion) -> bool:
@@ -69,7 +69,7 @@ class MemoryRegion:
         )
 
     def shares_with(self, other: MemoryRegion) -> bool:
-        """Whether one element of the one has a byte in common with one of the other."""
+        """Whether an element of this region has a byte in common with an element of the other."""
         if self.end <= other.start or other.end <= self.start:
             return False
         if self.contiguous and other.contiguous:
@@ -114,7 +114,7 @@ def overlapping_pairs(regions: Sequence[MemoryRegion]) -> Iterator[tuple[int, in
 
 
 def alias_of(fqn: str, part: MemoryRegion, owner_fqn: str, owner: MemoryRegion) -> Alias | None:
-    """`part` as an alias of `owner`: the same elements, or some inside a contiguous owner; None where it is neither."""
+    """`part` as an alias of `owner` if it has the same elements, or lies inside a contiguous owner; else None."""
     if part.equals(owner):
         return Alias(fqn, owner_fqn, part.shape, contiguous_stride(part.shape), 0)
     offset, rest = divmod(part.start - owner.start, owner.dtype.itemsize)
@@ -125,18 +125,18 @@ def alias_of(fqn: str, part: MemoryRegion, owner_fqn: str, owner: MemoryRegion) 
 
 
 def overlap_of(region: MemoryRegion, group: int, lowest: int) -> Overlap:
-    """How `region` lies in the memory of its group, whose lowest address is `lowest`."""
+    """The place of `region` in the memory of its group, whose lowest address is `lowest`."""
     return Overlap(group, region.start - lowest, region.byte_stride, region.conjugate, region.negative)
 
 
 def _addresses(region: MemoryRegion) -> Any:
-    """An array for numpy's overlap test, which looks at addresses only: the memory may be a device's."""
+    """An array for numpy's overlap test. The test reads only addresses, so this works for device memory, too."""
     item = region.dtype.itemsize
     return array_at(region.start, region.shape, tuple(s * item for s in region.stride), item)
 
 
 def array_at(start: int, shape: Shape, strides: tuple[int, ...], item: int) -> NDArray[np.void]:
-    """Memory by its address, as items of `item` bytes; strides in bytes. Nothing keeps it from being freed."""
+    """The memory at an address, as items of `item` bytes; strides in bytes. The array does not keep the memory alive."""
 
     class _Interface:
         __array_interface__ = {  # noqa: RUF012  # numpy's protocol wants a dict here

@@ -1,4 +1,4 @@
-"""Torch's dtypes by name, and tensors as plain bits: what is copied is never converted, so every NaN keeps its payload."""
+"""Torch's dtypes by name, and copies of tensors as plain bits: nothing is converted, so every NaN keeps its payload."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ALL: dict[str, torch.dtype] = {
 """Every dtype of this torch by its name without `torch.`."""
 
 DTYPES: dict[str, torch.dtype] = {name: ALL[name] for name in ITEM_BYTES if name in ALL}
-"""The dtypes that a stored tensor may have. Left out: quantized ones, and those that torch itself cannot copy (int4, bits8)."""
+"""The dtypes of stored tensors: all except quantized ones and dtypes that torch itself cannot copy (int4, bits8)."""
 
 NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -22,14 +22,14 @@ _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory, shape and strides as integers of the same width; complex128, which torch copies bit for bit, stays."""
+    """The tensor viewed as integers of the same width. complex128 stays as it is, because torch copies it bit for bit."""
     carrier = _CARRIERS.get(tensor.itemsize)
     return tensor if carrier is None or carrier == tensor.dtype else tensor.view(carrier)
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device, stride: Sequence[int] | None = None) -> torch.Tensor:
-    """A new tensor with arbitrary content, contiguous unless `stride` is given; made as bits, because torch warns when it
-    makes complex32.
+    """A new tensor with arbitrary content, contiguous unless `stride` is given. It is made as integers, because torch warns
+    when it makes complex32.
     """
     carrier = _CARRIERS.get(dtype.itemsize)
     size, own = tuple(shape), carrier or dtype
@@ -43,8 +43,8 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device, stride
 def copy_bits(target: torch.Tensor, source: torch.Tensor) -> None:
     """Fill `target` with the elements of `source`, of the same shape and dtype, on any devices.
 
-    A `target` whose elements share memory (an expanded one) is filled where each memory location is written once; its elements
-    must then agree in `source`.
+    If elements of `target` share memory, as in an expanded tensor, each memory location is written once. Such elements must
+    then be equal in `source`.
     """
     for dim, (size, stride) in enumerate(zip(target.shape, target.stride(), strict=True)):
         if size > 1 and stride == 0:
@@ -71,6 +71,6 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
 
 
 def is_floating(name: str) -> bool:
-    """Whether the dtype called `name` holds real numbers with a fraction: such dtypes can be converted to each other."""
+    """Whether `name` is a floating-point dtype: such dtypes can be converted to each other."""
     dtype = DTYPES.get(name)
     return dtype is not None and dtype.is_floating_point

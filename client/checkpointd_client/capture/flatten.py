@@ -20,9 +20,9 @@ from checkpointd_client.capture.state_dicts import HandedOut
 from checkpointd_client.capture.tensors import array_tensor, refusal
 from checkpointd_client.sharding import fsdp1
 from checkpointd_client.sharding.dtensor import (
+    ALONE,
     FlatShard,
     LocalShard,
-    ReplicaGroup,
     held_by,
     is_dtensor,
     is_sharded,
@@ -34,7 +34,7 @@ from checkpointd_client.sharding.flat_range import LocalShardTensor
 from checkpointd_client.sharding.meshes import Loose
 
 DEPTH_MAX = 200
-"""Containers inside one another; the decoder of the tree must be able to read what is written."""
+"""The most containers inside one another: the decoder of the tree must be able to read every tree."""
 
 CLIENT_STATE = "client_state"
 """The reserved first part of the FQNs of client_state."""
@@ -42,7 +42,7 @@ CLIENT_STATE = "client_state"
 DictKind = Literal["dict", "OrderedDict", "Counter"]
 SequenceKind = Literal["list", "tuple", "set", "frozenset", "Size"]
 
-# defaultdict loads as dict: its factory is code.
+# A defaultdict loads as a dict, because its factory is code.
 DICT_KINDS: dict[type, DictKind] = {
     dict: "dict",
     collections.OrderedDict: "OrderedDict",
@@ -58,16 +58,12 @@ SEQUENCE_KINDS: dict[type, SequenceKind] = {
 }
 
 
-_ALONE = ReplicaGroup(0, 1)
-"""Of what no other rank has."""
-
-
 class Flattener:
-    """One walk. `tensors[i]` belongs to `fqns[i]`, in the order of the state; `optimizer_only` has the positions of what an
-    optimizer's own state holds, `optimizers` every optimizer met, `excluded` the FQNs of frozen parameters left out.
+    """One walk. `tensors[i]` belongs to `fqns[i]`, in the order of the state. `optimizer_only`: positions of tensors in an
+    optimizer's own state. `optimizers`: all optimizers of the state. `excluded`: FQNs of frozen parameters that were left out.
 
-    `held`: by position, what this rank holds of a tensor that ranks hold together; `tensors` has the local part of one that is
-    sharded, and `sharded` the DTensor itself. `tied`: positions of a HeldTensor that was met before, and where.
+    `held`: by position, the local shard of a distributed tensor; `tensors` has its local memory. `sharded`: by position, the
+    DTensor or FlatShard itself. `tied`: by position of a LocalShardTensor that the walk has met before, its first position.
     """
 
     def __init__(self, *, exclude_frozen_parameters: bool) -> None:
@@ -89,7 +85,7 @@ class Flattener:
         self._owners: Mapping[int, Any] = {}
 
     def root(self, state: Mapping[str, object], client_state: Mapping[str, object] | None) -> tree.Node:
-        """The tree of both; StateError for what cannot be stored."""
+        """The tree of both; StateError for a value that cannot be stored."""
         self._check_names(state)
         self._modules = Modules(state)
         stored = self._pairs(state.items(), "")
@@ -114,40 +110,36 @@ class Flattener:
         return tree.Dict("dict", self._pairs(client_state.items(), CLIENT_STATE))
 
     def node(self, value: object, fqn: str) -> tree.Node:
-        """The node for any value at `fqn`, and the tensors inside it noted."""
+        """The node for any value at `fqn`; notes the tensors in it."""
         return _HANDLERS.get(type(value), Flattener._other)(self, value, fqn)
 
-    def _tensor(self, value: torch.Tensor, fqn: str) -> tree.Node:
+    def _tensor(self, value: torch.Tensor, fqn: str) -> tree.Tensor:
+        return self._noted(value, fqn, trained=value.requires_grad)
+
+    def _noted(self, memory: torch.Tensor, fqn: str, *, trained: bool) -> tree.Tensor:
         self.fqns.append(fqn)
-        self.tensors.append(value)
-        return tree.Tensor(fqn, value.requires_grad, "cpu" if value.is_cpu else value.device.type)
+        self.tensors.append(memory)
+        return tree.Tensor(fqn, trained, "cpu" if memory.is_cpu else memory.device.type)
 
     def _sharded(self, value: Any, fqn: str) -> tree.Node:
         position, local = len(self.tensors), local_of(value)
         self.held[position], self.sharded[position] = held_by(value, fqn), value
         if not self._explained and type(value) is not FlatShard:
             self._loose.note(position, value)
-        self.fqns.append(fqn)
-        self.tensors.append(local)
-        node = tree.Tensor(fqn, value.requires_grad, "cpu" if local.is_cpu else local.device.type)
+        node = self._noted(local, fqn, trained=value.requires_grad)
         owner = self._owners.get(id(value))
-        return (
-            node
-            if owner is None or owner.shape == value.shape or not is_dtensor(value)
-            else optimizer_layout.noted(node, value)
-        )
+        has_own_layout = owner is not None and owner.shape != value.shape and is_dtensor(value)
+        return optimizer_layout.noted(node, value) if has_own_layout else node
 
     def _held_tensor(self, value: LocalShardTensor, fqn: str) -> tree.Node:
-        position, tensor = len(self.tensors), value.tensor
+        position = len(self.tensors)
         first = self._met.setdefault(id(value), position)
         if first != position:
             self.tied[position] = first
         if value.optimizer_only:
             self.optimizer_only.add(position)
         self.held[position] = value.held
-        self.fqns.append(fqn)
-        self.tensors.append(tensor)
-        return tree.Tensor(fqn, value.trained, "cpu" if tensor.is_cpu else tensor.device.type)
+        return self._noted(value.tensor, fqn, trained=value.trained)
 
     def _handed_out(self, value: HandedOut, fqn: str) -> tree.Node:
         return self.node(value.content, fqn)
@@ -166,13 +158,13 @@ class Flattener:
     def _sequence(self, value: Iterable[object], fqn: str) -> tree.Node:
         self._enter(value, fqn)
         nodes: list[tree.Node] = []
-        for i, child in enumerate(value):  # no comprehension and no call between: a level must cost little of Python's stack
+        for i, child in enumerate(value):  # no comprehension and no helper: each level should take little of Python's stack
             nodes.append(_HANDLERS.get(type(child), Flattener._other)(self, child, f"{fqn}.{i}"))
         self._path.discard(id(value))
         return tree.Sequence(SEQUENCE_KINDS[type(value)], tuple(nodes))
 
     def _enter(self, value: object, fqn: str) -> None:
-        """Refuse a container that holds itself or lies too deep."""
+        """Refuse a container that contains itself, or is nested too deeply."""
         if id(value) in self._path:
             raise StateError(f"{fqn}: this {type_name(value)} contains itself: a cycle cannot be stored")
         if len(self._path) >= DEPTH_MAX:
@@ -183,7 +175,7 @@ class Flattener:
         prefix = f"{fqn}." if fqn else ""
         items: list[tuple[tree.Node, tree.Node]] = []
         for key, child in pairs:
-            # What nearly all keys and values are is tested here: this runs for every tensor of every save.
+            # The fast path for nearly all keys: this runs for every tensor of every save.
             plain = type(key) is str and key.isascii()
             path = prefix + (key if plain else key_text(key))
             node = _HANDLERS.get(type(child), Flattener._other)(self, child, path)
@@ -194,7 +186,7 @@ class Flattener:
         if type(value) in SCALAR_TYPES or isinstance(value, np.generic):
             return encode(value, fqn)
         if is_dtensor(value):
-            _HANDLERS[type(value)] = Flattener._sharded  # from now on without the detour
+            _HANDLERS[type(value)] = Flattener._sharded  # the next value of this type comes there directly
             return self._sharded(value, fqn)
         if isinstance(value, torch.Tensor):
             raise StateError(f"{fqn}: {refusal(value)}")
@@ -224,11 +216,11 @@ class Flattener:
         first = len(self.tensors)
         around, self._explained = self._explained, True
         if renamed or left_out:
-            # Pairs, not a dict: two keys that are cleaned to the same name must be seen, and refused.
-            kept = [(part.name(key), value) for key, value in tensors.items() if key not in left_out]
-            node = tree.Dict("OrderedDict", self._pairs(kept, fqn))
+            # Pairs, not a dict: if two keys get the same clean name, the state must be refused.
+            kept: Iterable[tuple[str, Any]] = [(part.name(key), one) for key, one in tensors.items() if key not in left_out]
         else:
-            node = tree.Dict("OrderedDict", self._pairs(tensors.items(), fqn))
+            kept = tensors.items()
+        node = tree.Dict("OrderedDict", self._pairs(kept, fqn))
         self._explained = around
         for i in [i for i in self.sharded if i >= first] if part.beyond else ():
             outer = part.beyond.get(self.sharded[i]._spec.mesh) if is_dtensor(self.sharded[i]) else None
@@ -256,19 +248,19 @@ class Flattener:
         return node
 
     def _note_own(self, optimizer: torch.optim.Optimizer, own: Mapping[int, Any], first: int) -> None:
-        """Of the tensors from `first` on, those that the optimizer itself keeps (a state_dict hook may have added others)."""
+        """Note which tensors, from position `first` on, the optimizer itself keeps. A state_dict hook may have added others."""
         for i in range(first, len(self.tensors)):
             parameter = own.get(id(self.sharded.get(i, self.tensors[i])))
             if parameter is None:
                 continue
             self.optimizer_only.add(i)
             if optimizers.is_partitioned(optimizer):
-                self.held[i] = replicated(tuple(self.tensors[i].shape), _ALONE)
+                self.held[i] = replicated(tuple(self.tensors[i].shape), ALONE)
             else:
                 self._note_shared(i, parameter)
 
     def _note_shared(self, i: int, parameter: Any) -> None:
-        """Where ranks hold a parameter together, they hold its state together."""
+        """Note the replicas of the optimizer state at position `i`: the ranks that hold `parameter` hold its state, too."""
         if is_dtensor(parameter) and not self._modules.explains(parameter):
             if i in self.sharded:
                 self._loose.note(i, self.sharded[i])
@@ -281,7 +273,7 @@ class Flattener:
                 self.held[i] = spread(self.held[i], outer)
             return
         tensor, group = self.tensors[i], self._modules.group(parameter)
-        # Beside a sharded parameter, what has more than one element may be of this rank's part of it.
+        # Plain state of a sharded parameter may describe this rank's part alone, unless it has one element.
         if group is not None and (not is_sharded(parameter) or tensor.numel() == 1):
             self.held[i] = replicated(tuple(tensor.shape), group)
 

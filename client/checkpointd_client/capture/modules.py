@@ -1,7 +1,7 @@
-"""The modules of a state: their tensors under clean names, which ranks hold the same, and what every parameter is called.
+"""The modules of a state: their tensors under clean names, the replicas of their tensors, and the names of parameters.
 
-An optimizer names its parameters by these names, wherever in the state its module stands, so that what is stored of it survives
-another order of parameters, another wrapping, and another split of the model over ranks.
+The stored state of an optimizer uses these names for its parameters. So it can be loaded with another order of parameters,
+another wrapper, or another split of the model over ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from checkpointd_client.sharding.meshes import beyond
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StateModule:
-    """One module of a state. `tensors`: its state_dict, by its own keys; `renamed`: of those, the ones stored under another."""
+    """One module of a state. `tensors`: its state_dict. `renamed`: by key of `tensors`, the stored name if it differs."""
 
     fqn: str
     module: nn.Module
@@ -39,22 +39,22 @@ class StateModule:
     renamed: Mapping[str, str]
     replicas: tuple[Replicas, ...]
     beyond: Mapping[Any, ReplicaGroup]
-    """By mesh: the ranks of the module's whole mesh that hold the same of what lies on that part of it."""
+    """By mesh that is a part of the module's whole mesh: the ranks outside it that hold replicas (`meshes.beyond`)."""
     is_flat: bool
-    """Whether FullyShardedDataParallel is in it."""
+    """Whether a part of the module is in FullyShardedDataParallel."""
 
     def name(self, key: str) -> str:
-        """What the tensor at `key` is stored under, below the module's FQN."""
+        """The stored name of the tensor at `key`, below the module's FQN."""
         return self.renamed.get(key, key)
 
     def held(self, key: str) -> LocalShard | None:
-        """Whether ranks hold the plain tensor at `key` together, and how; None where it is this rank's own."""
+        """The local shard of the plain tensor at `key` if it has replicas; None if it is this rank's own."""
         value = self.tensors[key]
         around = self.replicated(key) if isinstance(value, torch.Tensor) and not is_sharded(value) else None
         return None if around is None else around.held(value)
 
     def replicated(self, key: str) -> Replicas | None:
-        """The DistributedDataParallel that the tensor at `key` is in, and that does not ignore it."""
+        """The DistributedDataParallel that keeps the tensor at `key` equal on its ranks; None if there is none."""
         for around in self.replicas:
             if key.startswith(around.prefix):
                 return None if key.removeprefix(around.prefix) in around.ignored else around
@@ -63,8 +63,8 @@ class StateModule:
 
 @dataclass(frozen=True, slots=True)
 class Replicas:
-    """What DistributedDataParallel keeps equal below the keys that begin with `prefix`: parameters always, buffers as it
-    broadcasts rank 0's before a forward pass.
+    """The replicas of a DistributedDataParallel at the keys that begin with `prefix`. Its parameters are always equal. Its
+    `buffers`, if True, are equal after it has broadcast those of rank 0 before a forward pass.
     """
 
     prefix: str
@@ -73,15 +73,15 @@ class Replicas:
     ignored: frozenset[str]
 
     def held(self, value: torch.Tensor) -> LocalShard | None:
-        """How its ranks hold this tensor of it."""
+        """The local shard of one of its tensors; None if each rank has its own."""
         if isinstance(value, nn.Parameter):
             return replicated(tuple(value.shape), self.group)
-        # Until then each rank has its own: the one that the others will be given is written, and by who has it.
+        # Before the broadcast, the buffers may differ. Rank 0 writes its own, since the others will get it.
         return replicated(tuple(value.shape), self.group, first_writes=True) if self.buffers else None
 
 
 def _replicas_in(wrapped: nn.Module, fqn: str, keys: Mapping[str, object]) -> tuple[Replicas, ...]:
-    """What DistributedDataParallel around the module, or around parts of it, keeps equal."""
+    """The replicas of each DistributedDataParallel around the module or around a part of it."""
     module: Any = wrapped
     while (inner := objects.inner_name(module)) is not None:
         if isinstance(module, nn.parallel.DistributedDataParallel):
@@ -100,7 +100,9 @@ def _replicas_of(module: nn.parallel.DistributedDataParallel, fqn: str, prefix: 
 
 
 def _refuse_taken_apart(module: Any, fqn: str) -> None:
-    """Given a device_mesh, it replaces tensor-parallel parameters by plain ones, and those by attributes once it has run."""
+    """Refuse DistributedDataParallel(device_mesh=...): it replaces tensor-parallel parameters by plain ones and, after the
+    first step, by attributes that are not parameters.
+    """
     if getattr(module, "device_mesh", None) is None:
         return
     for path, part in module.module.named_modules():
@@ -114,7 +116,7 @@ def _refuse_taken_apart(module: Any, fqn: str) -> None:
 
 
 def state_module(wrapped: nn.Module, fqn: str) -> StateModule:
-    """The module as it is stored."""
+    """Look at one module of a state."""
     module = objects.unwrap(wrapped)
     is_flat = fsdp1.is_flat(module)
     tensors = fsdp1.module_tensors(module, fqn) if is_flat else objects.module_tensors(module, fqn)
@@ -135,12 +137,12 @@ def modules_in(value: object, fqn: str, depth: int = 0) -> Iterator[tuple[str, n
 
 
 _DEPTH_MAX = 8
-"""Modules and optimizers stand near the top of a state; what lies deeper is numbered as ever."""
+"""How deep modules are looked for. The optimizer of a deeper module is stored with numbers instead of names."""
 
 
 @dataclass(slots=True)
 class Modules:
-    """The modules of one state, each looked at once."""
+    """The modules of one state. Each is looked at once."""
 
     state: Mapping[str, object]
     _parts: dict[int, tuple[nn.Module, StateModule]] = field(default_factory=dict)
@@ -150,14 +152,14 @@ class Modules:
     _shards: dict[int, list[FlatShard]] = field(default_factory=dict)
 
     def part(self, wrapped: nn.Module, fqn: str) -> StateModule:
-        """The module, under the FQN where it is first met."""
+        """The module under the FQN of the first call."""
         known = self._parts.get(id(wrapped))
         if known is None:
             known = self._parts[id(wrapped)] = (wrapped, state_module(wrapped, fqn))
         return known[1]
 
     def names(self) -> dict[int, str]:
-        """What every parameter of every module is called, by its identity; the first name of one that has several."""
+        """By id(), the name of each parameter of each module; for a tied parameter, its first name."""
         if self._names is None:
             self._names = {}
             for name, key, tensor, part in self._tensors():
@@ -166,7 +168,7 @@ class Modules:
         return self._names
 
     def shards(self) -> dict[int, list[FlatShard]]:
-        """What parameters in FullyShardedDataParallel are made of, by the identity of those that optimizers know."""
+        """The FlatShards of parameters in FullyShardedDataParallel (`fsdp1.Shards`)."""
         self.names()
         return self._shards
 
@@ -175,7 +177,7 @@ class Modules:
         return {name: tensor for name, _, tensor, _ in self._tensors()}
 
     def group(self, parameter: Any) -> ReplicaGroup | None:
-        """The ranks that hold the same of what is plain in the state of `parameter`; None where each has its own."""
+        """The replicas of plain tensors in the optimizer state of `parameter`; None if each rank has its own."""
         self.names()
         if not is_dtensor(parameter):
             return self._groups.get(id(parameter))
@@ -183,11 +185,11 @@ class Modules:
         return group if group is None or outer is None else outer.times(group)
 
     def explains(self, parameter: Any) -> bool:
-        """Whether a module of the state has `parameter`, and so tells which ranks hold it."""
+        """Whether a module of the state contains `parameter`; only then are its replicas known."""
         return id(parameter) in self.names()
 
     def beyond(self, parameter: Any) -> ReplicaGroup | None:
-        """The ranks outside the mesh of a sharded parameter that hold the same of it and of its state."""
+        """The ranks outside the mesh of a sharded parameter that hold replicas of it and of its state."""
         self.names()
         return self._beyond.get(id(parameter))
 

@@ -1,4 +1,4 @@
-"""The objects that a training script hands over: which kind each is, and a module's tensors under their clean names."""
+"""The kinds of objects in a state, and a module's tensors under their clean names."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from checkpointd_client.sharding.dtensor import FlatShard
 
 
 class Stateful(Protocol):
-    """Anything that hands out its state and takes it back: LR schedulers, data loaders, GradScaler."""
+    """An object with state_dict() and load_state_dict(), such as an LR scheduler, a data loader or a GradScaler."""
 
-    def state_dict(self) -> Any: ...  # the protocol's name says it
+    def state_dict(self) -> Any: ...
 
     def load_state_dict(self, state_dict: Any, /) -> Any: ...
 
 
 def is_stateful(value: object) -> TypeGuard[Stateful]:
-    """Whether `value` is an object (no class) with state_dict() and load_state_dict()."""
+    """Whether `value` is an object, not a class, with state_dict() and load_state_dict()."""
     names = ("state_dict", "load_state_dict")
     return not isinstance(value, type) and all(callable(getattr(value, name, None)) for name in names)
 
 
 def is_object(value: object) -> bool:
-    """Whether `value` is kept and told to load, where plain values are replaced."""
+    """Whether a load changes `value` in place. Plain values are replaced instead."""
     return isinstance(value, torch.Generator) or is_stateful(value)
 
 
@@ -44,10 +44,10 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 
 def inner_name(module: nn.Module) -> str | None:
-    """The attribute under which a wrapper keeps the user's module; None where `module` is no wrapper."""
+    """The attribute under which a wrapper keeps the user's module; None if `module` is not a wrapper."""
     if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
         return "module"
-    # Imported by whoever compiled something, and not by us: it takes more than a second.
+    # Do not import this: it takes more than a second. If the user has compiled a module, it is already imported.
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     if dynamo is not None and isinstance(module, dynamo.OptimizedModule):
         return "_orig_mod"
@@ -56,7 +56,7 @@ def inner_name(module: nn.Module) -> str | None:
 
 def module_tensors(module: nn.Module, fqn: str) -> dict[str, Any]:
     """The unwrapped module's `state_dict`, with the live parameters (not detached) and under the module's own keys."""
-    # An override may take no arguments; what it returns then shares the parameters' memory just the same.
+    # An override may take no arguments. The detached tensors that it returns share the memory of the parameters, too.
     keeps = type(module).state_dict is nn.Module.state_dict or takes(module.state_dict, "keep_vars")
     found = state_dict_of(module, fqn, keep_vars=True) if keeps else state_dict_of(module, fqn)
     if not isinstance(found, Mapping):
@@ -74,7 +74,7 @@ def frozen_names(module: nn.Module, tensors: Mapping[str, object]) -> set[str]:
 
 
 def clean_names(module: nn.Module, keys: Mapping[str, object]) -> dict[str, str]:
-    """Keys of the module that carry a wrapper inside it (a compiled block, say) -> the keys that they are stored under."""
+    """For keys that pass through a wrapper inside the module, such as a compiled block: the keys without the wrapper."""
     if not any("_orig_mod." in key or ".module." in key for key in keys):
         return {}
     wrapped = {f"{path}.{inner}" for path, part in module.named_modules() if path and (inner := inner_name(part))}
@@ -102,12 +102,12 @@ def takes(function: object, argument: str) -> bool:
 
 
 def loading(value: object, fqn: str, load: Callable[[Any], object]) -> Callable[[Any], None]:
-    """`load`, the object's own, with a StateError naming the object where it raises."""
+    """The object's own `load`, whose errors become a StateError that names the object."""
 
     def run(state: Any) -> None:
         try:
             load(state)
-        except Exception as error:  # the user's code: whatever it raises, every rank must hear of it
+        except Exception as error:  # the user's code may raise anything, and every rank must hear of it
             raise StateError(
                 f"{fqn}: load_state_dict() of {type_name(value)} failed, and the objects are now loaded in part: "
                 f"{type(error).__name__}: {error}"
@@ -117,8 +117,8 @@ def loading(value: object, fqn: str, load: Callable[[Any], object]) -> Callable[
 
 
 def state_dict_of(value: Any, fqn: str, **options: bool) -> object:
-    """What the object's state_dict() returns; StateError naming the object where it raises."""
+    """Call the object's state_dict(); its errors become a StateError that names the object."""
     try:
         return value.state_dict(**options)
-    except Exception as error:  # the user's code: whatever it raises, the save is refused with the object's name
+    except Exception as error:  # the user's code may raise anything
         raise StateError(f"{fqn}: state_dict() of {type_name(value)} failed: {type(error).__name__}: {error}") from error

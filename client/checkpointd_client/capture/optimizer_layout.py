@@ -1,8 +1,8 @@
-"""Optimizer state of another shape than its parameter: how it lay on its mesh, and how it is made where there is none yet.
+"""The placements of optimizer state whose shape differs from its parameter's: stored at a save, and found again at a load.
 
-Second moments in factors, or a scale for each row, are DTensors beside a parameter that is one, and a plain tensor in their
-place breaks the next step. So their placements are stored, and used again on a mesh of as many dimensions of the same names.
-On any other mesh they are made as the optimizer's own first step makes them, which is tried on tensors without memory.
+If a parameter is a DTensor, so are its factored second moments or scales per row, and a plain tensor in their place breaks the
+next step. So a save stores their placements, and a load uses them on a mesh with the same dimension names. On any other mesh, a
+load tries the optimizer's first step on meta tensors, and uses the placements of the state that this makes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def noted(node: tree.Tensor, tensor: Any) -> tree.MeshTensor:
 
 @dataclass(slots=True)
 class FirstStep:
-    """What the optimizer's first step makes of one parameter; tried when it is first asked for."""
+    """The state that the optimizer's first step makes for one parameter. The step is tried when `at` is first called."""
 
     optimizer: Any
     group: Mapping[str, Any]
@@ -46,7 +46,7 @@ class FirstStep:
     _made: list[Any] = field(default_factory=list)
 
     def at(self, path: tuple[Hashable, ...]) -> Any:
-        """What stands at `path` below the state of the parameter; None where nothing does, or where no step can be tried."""
+        """The value at `path` in the state of the parameter; None if there is none, or if the step cannot be tried."""
         if not self._made:
             self._made.append(_state_after_a_step(self.optimizer, self.group, self.parameter))
         value = self._made[0]
@@ -61,9 +61,9 @@ class FirstStep:
 
 
 def like(node: tree.Tensor, shape: tuple[int, ...], first: FirstStep, path: tuple[Hashable, ...], *, shared: bool) -> Any:
-    """A DTensor without memory that says how the stored tensor of `shape` is to lie; None where it is to be a plain one.
+    """A meta DTensor with the placements for the stored tensor of `shape`; None if it should become a plain tensor.
 
-    `shared`: ranks held it together when it was saved.
+    `shared`: whether it was a distributed tensor when it was saved.
     """
     mesh, dtype = first.parameter._spec.mesh, first.parameter.dtype
     stored = _stored_placements(node, shape, mesh)
@@ -74,28 +74,28 @@ def like(node: tree.Tensor, shape: tuple[int, ...], first: FirstStep, path: tupl
         return _without_memory(shape, made._spec.mesh, _summed(made._spec.placements), dtype)
     if made is not None or not (shared or isinstance(node, tree.MeshTensor)):
         return None
-    # Right wherever the next step needs it: DTensors take from it what they lack.
+    # Replicate suits every step: an operation with DTensors can take any part of it.
     return _without_memory(shape, mesh, _summed(first.parameter._spec.placements, everywhere=True), dtype)
 
 
 def _stored_placements(node: tree.Tensor, shape: tuple[int, ...], mesh: Any) -> tuple[Any, ...] | None:
-    """The placements that were stored, where the mesh has the dimensions of that time, whatever their sizes."""
+    """The stored placements, if the mesh has the same dimension names as at the save; its sizes may differ."""
     if not isinstance(node, tree.MeshTensor) or not len(node.placements) == len(node.mesh) == mesh.ndim:
         return None
     names = mesh.mesh_dim_names or (None,) * mesh.ndim
     if any(was != now for (_, was), now in zip(node.mesh, names, strict=True)):
         return None
     split = [entry for entry in node.placements if entry is not None]
-    # How later dimensions split it first depends on their sizes; the first step knows.
+    # Strided placements depend on the sizes of the mesh, so they are not used again.
     if any(not 0 <= dim < len(shape) or pieces != 1 for dim, pieces in split):
         return None
-    from torch.distributed.tensor import Replicate, Shard  # whoever made the parameter has imported it
+    from torch.distributed.tensor import Replicate, Shard  # already imported, since the parameter is a DTensor
 
     return tuple(Replicate() if entry is None else Shard(entry[0]) for entry in node.placements)
 
 
 def _summed(placements: Any, *, everywhere: bool = False) -> tuple[Any, ...]:
-    """`placements` with Replicate in place of sums that are not done yet, which cannot be filled; `everywhere`: of all."""
+    """`placements` with Replicate in place of partial sums, which a load cannot fill; with `everywhere`, in place of all."""
     from torch.distributed.tensor import Replicate
 
     return tuple(Replicate() if everywhere or placement.is_partial() else placement for placement in placements)
@@ -116,11 +116,11 @@ def _without_memory(shape: tuple[int, ...], mesh: Any, placements: tuple[Any, ..
 
 
 def _state_after_a_step(optimizer: Any, group: Mapping[str, Any], parameter: Any) -> Any:
-    """The state of `parameter` after a step of a copy of `optimizer` that holds only a stand-in for it, on no device; an empty
-    dict where the optimizer cannot make such a step.
+    """The state of `parameter` after one step of a copy of `optimizer`, whose only parameter is a meta tensor like it; an empty
+    dict if the optimizer cannot make such a step.
     """
     if any(isinstance(value, torch.optim.Optimizer) for value in vars(optimizer).values()):
-        return {}  # its step would be one of the optimizer that it wraps
+        return {}  # its step would change the optimizer that it wraps
     stand_in = _stand_in(parameter)
     stand_in.grad = _stand_in(parameter).detach()
     try:
@@ -129,25 +129,25 @@ def _state_after_a_step(optimizer: Any, group: Mapping[str, Any], parameter: Any
         trial.state = collections.defaultdict(dict)
         own = _apart({key: value for key, value in group.items() if key != "params"})
         trial.param_groups = [{**own, "params": [stand_in]} | ({"fused": False} if "fused" in own else {})]
-        # The bare function: hooks and what schedulers wrap around it are for real steps.
+        # The bare function, without hooks and the wrappers of schedulers, which count real steps.
         with torch.no_grad():
             inspect.unwrap(type(optimizer).step)(trial)
         return trial.state.get(stand_in, {})
-    except Exception:  # the user's code, which need not be able to do without elements
+    except Exception:  # the user's code, which may fail on meta tensors
         return {}
 
 
 _OF_PARAMETERS = frozenset({"state", "param_groups"})
-"""What the trial has of its own: the state of every parameter would be much to copy."""
+"""Attributes that the trial does not copy: the state of all parameters would be large."""
 
 _COPIED_MAX = 1 << 10
-"""Elements of a tensor whose values the trial sees, such as a counter. A larger one has no memory there."""
+"""The trial copies tensors of up to this many elements, such as counters. Larger ones become meta tensors."""
 
 
 def _apart(value: Any, met: dict[int, Any] | None = None) -> Any:
-    """A copy, at any depth of containers, of what a step may change in place: that must not reach the user's own.
+    """A deep copy of containers and tensors, so that the trial changes no object of the user.
 
-    `met`: what was copied before, by identity, so that what stands at two places, or in itself, is still one.
+    `met`: copies by the id() of the original, so that an object at two places, or inside itself, has one copy.
     """
     met = {} if met is None else met
     if id(value) in met:
@@ -178,7 +178,7 @@ def _stand_in(parameter: Any) -> torch.nn.Parameter:
 
 
 def _like_it_without_memory(tensor: Any) -> Any:
-    """A tensor as `tensor` is one, on no device."""
+    """A meta tensor like `tensor`."""
     if not is_dtensor(tensor):
         return torch.empty_like(tensor, device="meta")
     from torch.distributed.tensor import DTensor

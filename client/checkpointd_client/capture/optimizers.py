@@ -1,4 +1,4 @@
-"""The state of torch's optimizers as it is stored: by the names of its parameters, where modules of the state name them."""
+"""The state of torch's optimizers as it is stored: by the names of the parameters, if modules of the state name them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from checkpointd_client.sharding.fsdp1 import Shards
 
 
 def named(stored: Any, numbers: Mapping[Hashable, Any] | None, names: Mapping[int, str]) -> dict[Hashable, Any] | None:
-    """What `state_dict` returned, with names in place of the numbers of parameters.
+    """`stored`, the result of `state_dict`, with names in place of the numbers of parameters.
 
-    None where it is of a shape of its own, or where a parameter has no name, or two have the same: then it stays as it is.
+    None if its form is unknown, if a parameter has no name, or if two have the same name: then it is stored with numbers.
     """
     if numbers is None:
         return None
@@ -30,7 +30,7 @@ def named(stored: Any, numbers: Mapping[Hashable, Any] | None, names: Mapping[in
 
 
 def numbered(optimizer: torch.optim.Optimizer, stored: Any, shards: Shards) -> dict[Hashable, Any] | None:
-    """The parameters by the numbers that `stored` gives them; None where it is not as torch's optimizers make it."""
+    """The parameters by their numbers in `stored`; None if it does not have the form of torch's optimizers."""
     try:
         if not isinstance(stored["state"], dict):
             return None
@@ -42,7 +42,7 @@ def numbered(optimizer: torch.optim.Optimizer, stored: Any, shards: Shards) -> d
 
 
 def owners(optimizer: torch.optim.Optimizer) -> dict[int, torch.Tensor]:
-    """Whose state it is, by the identity of everything inside the state of each parameter."""
+    """By the id() of each value in the optimizer's state, the parameter that it belongs to."""
     found: dict[int, torch.Tensor] = {}
     for parameter, entry in state_of(optimizer).items():
         _note(entry, parameter, found)
@@ -50,7 +50,7 @@ def owners(optimizer: torch.optim.Optimizer) -> dict[int, torch.Tensor]:
 
 
 def owners_of(state: Mapping[Hashable, Any], numbers: Mapping[Hashable, Any]) -> dict[int, Any]:
-    """The same, of the state that `state_dict` made of an optimizer of flat parameters."""
+    """The same for the `state` that `state_dict` made for an optimizer of flat parameters."""
     found: dict[int, Any] = {}
     for number, entry in state.items():
         if number in numbers:
@@ -70,7 +70,7 @@ def _note(value: Any, parameter: Any, found: dict[int, Any]) -> None:
 
 
 def is_partitioned(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it is a ZeroRedundancyOptimizer: each rank has the state of some of the parameters, and all of it."""
+    """Whether it is a ZeroRedundancyOptimizer: each rank has the whole state of some of the parameters."""
     zero = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     return zero is not None and isinstance(optimizer, zero.ZeroRedundancyOptimizer)
 
@@ -82,15 +82,15 @@ def state_of(optimizer: Any) -> dict[torch.Tensor, Any]:
 
 
 def keeps(optimizer: Any, parameter: Any) -> bool:
-    """Whether this rank is one to keep the state of `parameter`."""
+    """Whether this rank keeps state of `parameter`."""
     if type(parameter) is FlatShard:
         return bool(parameter.held.parts)
     return not is_partitioned(optimizer) or optimizer._param_to_rank[parameter] == optimizer.rank
 
 
 def state_dict(optimizer: Any, fqn: str, shards: Shards) -> Any:
-    """The optimizer's state_dict(). Of a partitioned one what this rank has, where its own asks for all of it on one rank; of
-    one of flat parameters, that of what they are made of.
+    """The optimizer's state_dict(). A ZeroRedundancyOptimizer gives the state of this rank, without gathering the others'. An
+    optimizer of flat parameters gives the state of the original parameters.
     """
     if fsdp1.has_flat(optimizer, shards):
         return fsdp1.state_dict(optimizer, shards, fqn)

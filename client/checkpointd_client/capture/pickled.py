@@ -1,6 +1,6 @@
-"""Values that only code can load again, as torch.save writes them: for those who ask for it, and loaded on request alone.
+"""Stores values that are not plain as torch.save writes them, if the user asks for it.
 
-The unpickling here is torch.load(weights_only=True), which refuses code, unless the caller says that the code may run.
+Unpickling uses torch.load(weights_only=True), which refuses code, unless the caller allows the code to run.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from checkpointd_client.capture.scalars import type_name
 
 _GLOBAL = re.compile(r"GLOBAL ([\w.]+)")
 _DATA, _CLASS = "checkpointd.pickled", "checkpointd.class"
-"""The keys of the dict that stands for such a value in client_state."""
+"""The keys of the dict that replaces such a value in client_state."""
 
 
 def saved(value: object) -> bytes:
-    """`value` as torch.save writes it."""
+    """The bytes that torch.save writes for `value`."""
     file = io.BytesIO()
     torch.save(value, file)
     return file.getvalue()
 
 
 def loaded(data: bytes, fqn: str, *, opt_in: str) -> Any:
-    """The value in `data`; UnsafeObjectError, naming `fqn` and what to pass, `opt_in`, where it holds more than
-    torch.load(weights_only=True) allows.
+    """The value in `data`. If torch.load(weights_only=True) refuses it, UnsafeObjectError names `fqn` and the argument `opt_in`
+    that allows the code.
     """
     try:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except Exception as error:  # bytes of unknown origin: whatever goes wrong is that they cannot be loaded
+    except Exception as error:  # the bytes may come from anywhere, and torch may raise anything
         named = _GLOBAL.search(str(error))
         reason = f"it names {named[1]}" if named else str(error).partition("\n")[0]
         raise UnsafeObjectError(
@@ -47,12 +47,12 @@ def loaded(data: bytes, fqn: str, *, opt_in: str) -> Any:
 
 
 def packed(client_state: Mapping[str, object]) -> dict[str, object]:
-    """`client_state` with each value that is no plain one as a pickle. StateError naming one that does not pickle."""
+    """`client_state` with each value that is not plain as a pickle. StateError names a value that cannot be pickled."""
     return {key: value if _is_plain(value) else _packed(value, f"{CLIENT_STATE}.{key}") for key, value in client_state.items()}
 
 
 def unpacked(client_state: Mapping[str, object], *, allowed: bool) -> dict[str, object]:
-    """What `packed` was given. Where it is not `allowed` to run code, UnsafeObjectError names the values that need it."""
+    """The inverse of `packed`. If code is not `allowed` to run, UnsafeObjectError names the first value that needs it."""
     return {
         key: _unpacked(value, f"{CLIENT_STATE}.{key}", allowed=allowed) if _is_packed(value) else value
         for key, value in client_state.items()
@@ -71,7 +71,7 @@ def _is_plain(value: object) -> bool:
 def _packed(value: object, fqn: str) -> dict[str, object]:
     try:
         return {_DATA: saved(value), _CLASS: type_name(value)}
-    except Exception as error:  # the user's objects: whatever they raise
+    except Exception as error:  # the user's objects may raise anything
         raise StateError(f"{fqn}: {type_name(value)} cannot be pickled: {type(error).__name__}: {error}") from error
 
 
@@ -84,7 +84,7 @@ def _unpacked(value: Any, fqn: str, *, allowed: bool) -> object:
         return loaded(value[_DATA], f"{fqn}, of class {value[_CLASS]},", opt_in="pickle_client_state=True")
     try:
         return torch.load(io.BytesIO(value[_DATA]), map_location="cpu", weights_only=False)
-    except Exception as error:  # the user's classes: whatever they raise
+    except Exception as error:  # the user's classes may raise anything
         raise StateError(
             f"{fqn}: {value[_CLASS]} cannot be unpickled here: {type(error).__name__}: {error}. Is its module importable?"
         ) from error

@@ -13,15 +13,15 @@ log = logging.getLogger("checkpointd")
 
 
 class RngState:
-    """The global generators of Python, numpy and torch (host, and every visible CUDA device), to be put into the state.
+    """The global generators of Python, numpy and torch (host, and every visible CUDA device). Put it into the state.
 
-    A per-rank value: every rank saves and loads its own. It is restored after everything else, so that no other object's
-    loading draws from it. CUDA generators are saved once CUDA is in use in this process: asking before would start it. A device
-    that is missing on loading is skipped with a warning, and one that was not saved keeps its generator as it is.
+    This is per-rank state: every rank saves and loads its own. A load restores it last, so that loading other objects does not
+    draw from it. CUDA generators are saved only if this process already uses CUDA. A device that is missing at the load is
+    skipped with a warning; a device that was not saved keeps its generator.
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of every generator; no generator moves on."""
+        """The state of every generator. This draws from none of them."""
         version, numbers, gauss = random.getstate()
         name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
         return {
@@ -38,7 +38,7 @@ class RngState:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Set every generator to what `state_dict` says; KeyError where one is missing from it."""
+        """Set every generator to its state in `state_dict`; KeyError if one is missing there."""
         python, numpy = state_dict["python"], state_dict["numpy"]
         random.setstate((python["version"], tuple(python["numbers"].tolist()), python["gauss"]))
         np.random.set_state((numpy["name"], numpy["keys"], numpy["position"], numpy["has_gauss"], numpy["cached_gaussian"]))
@@ -52,8 +52,8 @@ def _set_cuda(states: list[torch.Tensor]) -> None:
         torch.cuda.set_rng_state(state.cpu(), device)
     if present < len(states):
         log.warning(
-            "the random number generators of %d CUDA devices were saved and %d devices are here: "
-            "those of the others were not restored, so random numbers drawn on a device may differ from the saved run's",
+            "the random number generators of %d CUDA devices were saved and %d devices are here. The generators of the "
+            "missing devices were not restored, so random numbers drawn on a device may differ from those of the saved run",
             len(states),
             present,
         )

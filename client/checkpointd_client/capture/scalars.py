@@ -1,6 +1,6 @@
-"""Values that are not tensors, as nodes of the state tree and back: bit for bit, and nothing that could run code.
+"""Turns values that are not tensors into nodes of the state tree and back, bit for bit. No node can run code.
 
-What cannot be stored without losing its class or its meaning is refused with a StateError that says what to do instead.
+A value that would lose its class or its meaning is refused. The StateError says what to do instead.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ SCALAR_TYPES: frozenset[type] = frozenset(_ENCODERS)
 
 
 def is_scalar(value: object) -> bool:
-    """Whether `value` is stored in the tree itself. By exact class: a subclass of str or int would come back as its base."""
+    """Whether `value` is stored in the tree itself. Its class must match exactly: a subclass of str would load as str."""
     return type(value) in SCALAR_TYPES or isinstance(value, np.generic)
 
 
 def encode(value: object, fqn: str) -> tree.Node:
-    """The node for a scalar; StateError for what cannot be stored."""
+    """The node for a scalar; StateError for a value that cannot be stored."""
     encoder = _ENCODERS.get(type(value))
     if encoder is not None:
         return encoder(value, fqn)
@@ -76,7 +76,7 @@ def encode(value: object, fqn: str) -> tree.Node:
 
 
 def decode(node: tree.Node) -> Scalar:
-    """The scalar that `node` stands for; FormatError for a node that no state can have produced."""
+    """The scalar of `node`; FormatError for a node that no state can have."""
     try:
         return _decode(node)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -132,7 +132,7 @@ def key_node(key: object, fqn: str) -> tree.Node:
 
 
 def key_text(key: object) -> str:
-    """How the key of a dict stands in an FQN."""
+    """The key of a dict as a part of an FQN."""
     if type(key) is int and not _INT64_MIN <= key <= _UINT64_MAX:
         return hex(key)  # Python refuses to write very long integers in decimal
     if type(key) is tuple:
@@ -141,7 +141,7 @@ def key_text(key: object) -> str:
 
 
 def decode_key(node: tree.Node) -> Hashable:
-    """The key that `node` stands for."""
+    """The key of `node`."""
     if isinstance(node, tree.Sequence) and node.kind == "tuple":
         return tuple(decode_key(part) for part in node.items)
     return decode(node)

@@ -1,8 +1,8 @@
-"""Dicts that some object's state_dict() made, passed where the object itself is meant.
+"""Refuses the state_dict() of an object where the object itself is meant.
 
-What a load puts into such a dict never reaches the object: an optimizer would go on without its moments, learning rate and
-schedule, and nothing would say so. So they are refused by name, when saving and when loading. The state_dict() of a module is
-none of them: its tensors are the module's own memory, which is saved, and filled. A copy of one is.
+A load would fill the dict and never reach the object: an optimizer would silently go on without its moments, learning rate and
+schedule. So saves and loads refuse such dicts, and name them. The state_dict() of a module is accepted, because its tensors
+share the module's memory. A copy of it is refused.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from checkpointd_client.capture import objects
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HandedOut:
-    """A value that a state may hold: what an integration took from an object, and will itself put back into it."""
+    """A value that a state may contain: an integration took `content` from an object, and will put it back itself."""
 
     content: object
 
 
 def refused(state: object) -> StateError | None:
-    """The error that names such a dict anywhere in the dicts, lists and tuples of `state`; None where there is none."""
+    """The error that names the first such dict in the dicts, lists and tuples of `state`; None if there is none."""
     for path, value in _dicts(state, (), set()):
         error = _refused(value, path)
         if error is not None:
@@ -60,15 +60,15 @@ def _refused(value: Mapping[Any, Any], path: tuple[object, ...]) -> StateError |
     if copied is None:
         return None
     return StateError(
-        f"{where} is a copy of a module's state_dict(): nothing but this dict holds {copied!r}, and loading would leave the "
-        "module as it is. Pass the module itself; or, where this copy is what you keep, pass dict(...) of it"
+        f"{where} is a copy of a module's state_dict(): no other object uses the memory of {copied!r}, so loading would leave "
+        "the module as it is. Pass the module itself; or, if you mean to store this copy, pass dict(...) of it"
     )
 
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
     name: str
-    """What users call such an object in their code."""
+    """The usual name of such an object in code."""
     words: str
     made: Callable[[Mapping[Any, Any]], bool]
 
@@ -77,7 +77,7 @@ def _is_optimizers(value: Mapping[Any, Any]) -> bool:
     groups = value.get("param_groups")
     if isinstance(value.get("state"), Mapping) and isinstance(groups, list) and groups:
         return all(isinstance(group, Mapping) and "params" in group for group in groups)
-    # As torch.distributed.checkpoint.state_dict flattens it.
+    # The flat form of torch.distributed.checkpoint.state_dict.
     return any(type(key) is str and key.startswith("param_groups.") for key in value)
 
 
@@ -103,12 +103,12 @@ _KINDS = (
 
 
 def _copied(value: Mapping[Any, Any]) -> object | None:
-    """The key of a tensor that nothing but `value` holds, where a module made `value`: torch leaves an attribute on it."""
+    """If a module made `value`, which torch marks by an attribute: the key of a tensor whose memory only `value` uses."""
     holders = getattr(torch._C, "_storage_Use_Count", None)
     live = any(isinstance(child, nn.Parameter) for child in value.values())  # keep_vars=True: the module's own objects
     if live or not hasattr(value, "_metadata") or holders is None:
         return None
     storages = [(key, child.untyped_storage()) for key, child in value.items() if type(child) is torch.Tensor and child.numel()]
     here = Counter(storage._cdata for _, storage in storages)
-    # One count is of the Python object that asks.
+    # The storage object here counts as one use.
     return next((key for key, storage in storages if holders(storage._cdata) <= here[storage._cdata] + 1), None)

@@ -1,4 +1,4 @@
-"""Which tensors and arrays can be stored, why others cannot, and numpy arrays as tensors that share their memory."""
+"""Checks which tensors and arrays can be stored, and turns numpy arrays into tensors that share their memory."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from checkpointd_client.capture.scalars import type_name
 PLAIN_TENSORS: frozenset[type] = frozenset({torch.Tensor, nn.Parameter})
 _ARRAY_KINDS = "biufcMmUS"
 LIKELY_LOWEST_ADDRESS = 1 << 40
-"""Below it, an address is looked at more closely: a freed storage starts at 0."""
+"""A lower address is checked more closely: a freed storage starts at 0."""
 
 
 def refusal(tensor: torch.Tensor) -> str | None:
-    """Why `tensor` can neither be stored nor filled, and what to do; None where it can."""
+    """The reason why `tensor` can be neither stored nor filled, with a remedy; None if it can."""
     if type(tensor) not in PLAIN_TENSORS:
         return _subclass_refusal(tensor)
     if tensor.is_meta:
@@ -42,9 +42,9 @@ def refusal(tensor: torch.Tensor) -> str | None:
 
 
 def stride_like(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """The strides of a new tensor like `tensor`, as torch's optimizers make the state of a parameter; None for contiguous ones.
+    """The strides of `torch.empty_like(tensor)`, as torch's optimizers make the state of a parameter; None if contiguous.
 
-    They are those of `tensor` where its elements fill their memory, and else keep the order of its dimensions.
+    If the elements of `tensor` fill their memory, these are its own strides. Otherwise they keep the order of its dimensions.
     """
     if tensor.layout is not torch.strided or tensor.stride() == contiguous_stride(tensor.shape):
         return None
@@ -53,12 +53,12 @@ def stride_like(tensor: torch.Tensor) -> tuple[int, ...] | None:
 
 
 def is_meta(value: object) -> bool:
-    """Whether `value` is a tensor, sharded or not, that has a shape and no memory."""
+    """Whether `value` is a tensor, sharded or not, on the meta device, which has no memory."""
     return getattr(getattr(value, "device", None), "type", None) == "meta"
 
 
 def refuse_meta(fqn: str, found: Sequence[str]) -> None:
-    """StateError where the object at `fqn` has tensors without memory, `found`, that a load would have to fill."""
+    """StateError if the object at `fqn` has meta tensors, `found`, which a load would have to fill."""
     if found:
         raise StateError(
             f"{fqn}: {len(found)} of its tensors, such as {found[0]}, are on the meta device, which has no memory to load "
@@ -69,16 +69,16 @@ def refuse_meta(fqn: str, found: Sequence[str]) -> None:
 def _subclass_refusal(tensor: torch.Tensor) -> str:
     name = type_name(tensor)
     if any(cls.__name__ == "ShardedTensor" for cls in type(tensor).__mro__):
-        return f"a {name} cannot be stored: of the tensors that are sharded over ranks, store a DTensor"
+        return f"a {name} cannot be stored: use a DTensor for a tensor that is sharded over ranks"
     if torch.nn.parameter.is_lazy(tensor):
         return "a lazy module's parameter has no shape yet: run one forward pass first"
     return f"the tensor subclass {name} would lose its class: store .as_subclass(torch.Tensor) or its parts"
 
 
 def array_tensor(array: NDArray[np.generic], fqn: str) -> torch.Tensor:
-    """`array` as a tensor on the same memory where torch can share it, and else on a copy.
+    """`array` as a tensor on the same memory if torch can share it, else on a copy. StateError if it cannot be stored.
 
-    StateError where it cannot be stored. A dtype that torch lacks gives uint8 with one more dimension, the bytes of an item.
+    If torch lacks the dtype, the tensor is uint8, with one more dimension for the bytes of each item.
     """
     if array.dtype.kind not in _ARRAY_KINDS or array.dtype.itemsize == 0:
         raise StateError(
@@ -94,7 +94,7 @@ def in_place(array: NDArray[np.generic]) -> bool:
 
 
 def array_dtype(name: str, tensor: str) -> np.dtype[np.generic]:
-    """The numpy dtype called `name` of an array stored with the torch dtype `tensor`; FormatError where that cannot be."""
+    """The numpy dtype called `name` of an array stored with the torch dtype `tensor`; FormatError if they do not fit."""
     try:
         dtype = np.dtype(name)
     except (TypeError, ValueError) as error:
@@ -125,7 +125,7 @@ def _has_plain_strides(array: NDArray[np.generic]) -> bool:
 
 
 def _shareable(array: NDArray[np.generic]) -> NDArray[np.generic]:
-    """`array`, or a copy where torch would refuse it or warn: memory that is read-only, strides that torch cannot express."""
+    """`array`, or a copy if torch would refuse it or warn: for read-only memory, or strides that torch cannot express."""
     return array if array.flags.writeable and _has_plain_strides(array) else np.array(array, order="C")
 
 

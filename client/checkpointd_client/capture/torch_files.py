@@ -1,7 +1,7 @@
-"""Objects as the files that torch.save makes of them, taken apart: the bytes of the storages, and what stands around them.
+"""Captures objects as files of torch.save: the bytes of the storages, and the hollow file around them.
 
-torch writes each file without the bytes of its storages (`torch.serialization.skip_data`), so that pickling, which freezes
-everything that is no tensor, is all that is done before save() returns. Where the bytes go, says the zip directory.
+torch writes each file without the bytes of its storages (`torch.serialization.skip_data`). So before save() returns, objects
+are only pickled, which freezes every value except tensors. The zip directory tells where the bytes of each storage belong.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from checkpointd.errors import StateError
 from checkpointd.layout import tree
 from checkpointd_client.capture.state import Captured, Leaf
 
-# The records of a zip file and where in them the CRC-32 stands (APPNOTE.TXT 4.3.7, 4.3.9, 4.3.12).
+# The records of a zip file, and the places of the CRC-32 in them (APPNOTE.TXT 4.3.7, 4.3.9, 4.3.12).
 _LOCAL, _LOCAL_CRC, _LOCAL_NAMES, _LOCAL_BYTES = b"PK\x03\x04", 14, 26, 30
 _CENTRAL, _CENTRAL_CRC, _CENTRAL_NAMES, _CENTRAL_BYTES = b"PK\x01\x02", 16, 28, 46
 _DESCRIPTOR, _DESCRIPTOR_CRC, _HAS_DESCRIPTOR = b"PK\x07\x08", 4, 8
@@ -30,7 +30,7 @@ _DESCRIPTOR, _DESCRIPTOR_CRC, _HAS_DESCRIPTOR = b"PK\x07\x08", 4, 8
 
 @dataclass(frozen=True, slots=True)
 class Placeholder:
-    """Where the bytes of one storage go in the file, and every place that has their CRC-32."""
+    """The place of the bytes of one storage in the file, and all places of their CRC-32."""
 
     offset: int
     size: int
@@ -38,9 +38,9 @@ class Placeholder:
 
 
 def capture_files(at: str, files: Mapping[str, object], optimizer_only: Collection[int]) -> Captured:
-    """Take the files that torch.save would make of `files`, by name, apart without copying a tensor; `at` is to show them.
+    """Capture `files`, objects by file name, as torch.save would write them, without copying a tensor. They are shown in `at`.
 
-    `optimizer_only`: addresses of the storages that change inside optimizer steps alone. StateError for what cannot be pickled.
+    `optimizer_only`: addresses of storages that only optimizer steps change. StateError for an object that cannot be pickled.
     """
     leaves: list[Leaf] = []
     nodes: list[tree.StoredFileNode] = []
@@ -52,14 +52,14 @@ def capture_files(at: str, files: Mapping[str, object], optimizer_only: Collecti
 
 
 def check_saveable(name: str, content: object) -> None:
-    """StateError for what cannot be pickled, as `capture_files` raises it; no tensor is copied."""
+    """Raise StateError, as `capture_files` does, if `content` cannot be pickled. This copies no tensor."""
     _capture(name, content, ())
 
 
 def _capture(name: str, content: object, optimizer_only: Collection[int]) -> tuple[tree.StoredFileNode, list[Leaf]]:
     descriptor = os.memfd_create("checkpointd-hollow", os.MFD_CLOEXEC)
     with open(descriptor, "w+b") as file, tempfile.TemporaryDirectory(prefix="checkpointd-") as folder:
-        # torch names the members of the archive after the file.
+        # torch uses the file's name for the members of the archive.
         path = os.path.join(folder, os.path.basename(name) or "file")
         os.symlink(f"/proc/self/fd/{descriptor}", path)
         storages = _write_hollow(name, content, path)
@@ -84,7 +84,7 @@ Storages = list[tuple[torch.UntypedStorage, torch.Tensor | None]]
 
 
 class _Recorder:
-    """Storages in the order of their numbers, each with a tensor that lies in it."""
+    """Records the storages that torch.save writes, by number, and for each a tensor that lies in it."""
 
     def __init__(self) -> None:
         self.found: dict[str, torch.UntypedStorage] = {}
@@ -94,7 +94,7 @@ class _Recorder:
         self.found[number] = getattr(value, "_untyped_storage", value)
 
     def module(self) -> types.SimpleNamespace:
-        """What torch.save takes for the pickle module."""
+        """A stand-in for the pickle module, to be passed to torch.save."""
         recorder = self
 
         class Pickler(pickle.Pickler):
@@ -127,14 +127,14 @@ def _write_hollow(name: str, content: object, path: str) -> Storages:
     try:
         with torch.serialization.skip_data():
             torch.save(content, path, pickle_module=recorder.module())
-    except Exception as error:  # whatever a __reduce__ raises
+    except Exception as error:  # a __reduce__ may raise anything
         where = _culprit(content, path)
         raise StateError(f"{name} cannot be saved as torch.save saves it{where}: {error}") from error
     return recorder.storages()
 
 
 def _culprit(content: object, path: str) -> str:
-    """By which key what cannot be pickled is found, in words; "" where no single value is to blame."""
+    """Names the key of the first value that cannot be pickled, in words; "" if each value can be pickled alone."""
     for key, value in content.items() if isinstance(content, Mapping) else ():
         try:
             with torch.serialization.skip_data():
@@ -145,7 +145,7 @@ def _culprit(content: object, path: str) -> str:
 
 
 def _bytes_of(storage: torch.UntypedStorage, tensor: torch.Tensor | None) -> torch.Tensor:
-    """The storage as bytes: a view that shares the tensor's version counter where it can."""
+    """The storage as bytes: if possible, a view that shares the tensor's version counter."""
     if tensor is not None and not tensor.is_conj() and not tensor.is_neg() and storage.nbytes() % tensor.itemsize == 0:
         whole = tensor.detach().as_strided((storage.nbytes() // tensor.itemsize,), (1,), 0)
         if type(whole) is torch.Tensor:
@@ -157,7 +157,7 @@ def _bytes_of(storage: torch.UntypedStorage, tensor: torch.Tensor | None) -> tor
 
 
 def placeholders_of(file: BinaryIO) -> list[Placeholder]:
-    """Where each storage of a file of torch.save lies, by its number; the file may be hollow."""
+    """The placeholder of each storage in a file of torch.save, by its number. The file may be hollow."""
     with zipfile.ZipFile(file) as archive:
         sums_at = dict(zip((info.filename for info in archive.infolist()), _central_sums(archive, file), strict=True))
         found = {}
@@ -173,13 +173,13 @@ def placeholders_of(file: BinaryIO) -> list[Placeholder]:
 
 
 def data_offset(descriptor: int, header: int) -> int:
-    """Where the bytes of the member begin whose local header is at `header`."""
+    """The offset of the bytes of the member whose local header is at `header`."""
     names, extra = struct.unpack("<HH", os.pread(descriptor, 4, header + _LOCAL_NAMES))
     return header + _LOCAL_BYTES + int(names) + int(extra)
 
 
 def _central_sums(archive: zipfile.ZipFile, file: BinaryIO) -> Iterator[int]:
-    """Where the central directory has the CRC-32 of each member, in the order of the directory."""
+    """The offset of each member's CRC-32 in the central directory, in the order of the directory."""
     at = archive.start_dir
     for _ in archive.infolist():
         record = os.pread(file.fileno(), _CENTRAL_BYTES, at)

@@ -1,12 +1,12 @@
 """The local shard of a DTensor on this rank and its replicas, without communication.
 
 Invariants
-  SHARDING-1  The parts that the ranks of a mesh hold are those that torch gave them; two ranks hold the same elements only as
-      replicas.
-  SHARDING-2  Nothing here depends on more than mesh, placements, shape, FQN and item size, so every rank answers alike for all
-      ranks.
+  SHARDING-1  The local shards described here are exactly the parts that torch gave the ranks. Two ranks hold the same elements
+      only as replicas.
+  SHARDING-2  All results depend only on mesh, placements, shape, FQN and item size. So every rank computes the same results for
+      all ranks.
 
-A row of indices of one dimension is kept as runs: what a rank holds of it, in the order in which it lies in the local tensor.
+For each dimension, runs describe the indices that a rank holds, in the order in which they lie in the local tensor.
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 Runs = tuple[tuple[int, int], ...]
-"""(first index, how many), one after the other."""
+"""Pairs of the first index and the count, in order."""
 
 _KNOWN_MAX = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class LocalBox:
-    """A box of a tensor of global `shape`, and where it begins in the local tensor.
+    """A box of a tensor of global `shape`, and the place `at` where it begins in the local tensor.
 
-    `row`: where the local tensor is a row of elements: `at` counts in those that begin there, taken as a tensor of these sizes.
+    `row`: for a one-dimensional local tensor, a start and sizes. `at` then counts in the elements from that start on, viewed as
+    a tensor of these sizes.
     """
 
     shape: tuple[int, ...]
@@ -59,9 +60,9 @@ class LocalBox:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class LocalShard:
-    """What this rank holds of a tensor of global `shape`, and which of `replicas` that hold the same it is.
+    """The parts of a tensor of global `shape` that this rank holds. It is number `replica` of `replicas` with the same parts.
 
-    With `first_writes`, replica 0 writes all of it: for what the others are told to take over from it.
+    With `first_writes`, replica 0 writes all of them: the others will take their values from it.
     """
 
     shape: tuple[int, ...]
@@ -83,11 +84,11 @@ class LocalShard:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class FlatShard:
-    """A range of the elements of a tensor, in a row of their own: how FullyShardedDataParallel keeps a parameter, and
-    optimizers its state.
+    """A range of the elements of a tensor, in a one-dimensional local tensor: FullyShardedDataParallel keeps parameters so, and
+    optimizers their state.
 
-    `local` is that row, detached; `parameter` the tensor that it is a part of, from `start` on; `holders` are the ranks that
-    hold some of it.
+    `local` is the detached local tensor. `parameter` is the flat tensor that contains it, from `start` on. `holders` are the
+    ranks that hold some elements of the tensor.
     """
 
     local: torch.Tensor
@@ -116,22 +117,22 @@ class FlatShard:
         return self.local.is_floating_point()
 
     def like(self, dtype: torch.dtype) -> FlatShard:
-        """A new one of `dtype` that holds the same part, of arbitrary content."""
+        """A new FlatShard for the same part, of `dtype` and with arbitrary content."""
         local = torch.empty_like(self.local, dtype=dtype)
         return FlatShard(local, self.held, local, self.start, self.holders)
 
 
-# --- what a rank of a mesh holds -------------------------------------------------------------------------------------
+# --- the local shard of a rank of a mesh -----------------------------------------------------------------------------
 
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
-    """Whether `value` is a DTensor; cheap where nobody has imported them."""
+    """Whether `value` is a DTensor. Does not import DTensors."""
     api = sys.modules.get("torch.distributed.tensor._api")
     return api is not None and isinstance(value, api.DTensor)
 
 
 def dtensors_are_known() -> bool:
-    """Whether anything in this process may be a DTensor."""
+    """Whether this process has imported DTensors."""
     return "torch.distributed.tensor._api" in sys.modules
 
 
@@ -141,7 +142,7 @@ def is_sharded(value: object) -> TypeGuard[DTensor | FlatShard]:
 
 
 def local_of(tensor: DTensor | FlatShard) -> torch.Tensor:
-    """This rank's part, detached; `to_local()` would go through autograd, at many times the cost."""
+    """This rank's part, detached. `to_local()` would go through autograd, at many times the cost."""
     if isinstance(tensor, FlatShard):
         return tensor.local
     local = tensor._local_tensor
@@ -152,11 +153,11 @@ def local_of(tensor: DTensor | FlatShard) -> torch.Tensor:
 
 
 _known: dict[int, tuple[object, LocalShard]] = {}
-"""Holdings by the identity of the DTensor's spec, which is kept so that its identity stays its own."""
+"""Local shards by the id() of the DTensor's spec. The spec is kept alive, so no other object gets its id()."""
 
 
 def held_by(tensor: DTensor | FlatShard, fqn: str) -> LocalShard:
-    """What this rank holds of a sharded tensor; StateError naming `fqn` for what has no boxes."""
+    """The local shard of a sharded tensor. StateError, naming `fqn`, if it cannot be described as boxes."""
     if isinstance(tensor, FlatShard):
         return tensor.held
     spec = tensor._spec
@@ -181,8 +182,8 @@ def _held(spec: Any, local_shape: tuple[int, ...], fqn: str) -> LocalShard:
     rows = _rows_like(layout, tuple(coordinate), local_shape)
     if rows is None:
         raise StateError(
-            f"{fqn}: this rank's part has the shape {list(local_shape)}, which is not what the placements {spec.placements} "
-            f"of a tensor of shape {list(shape)} give: it was not split as torch splits tensors"
+            f"{fqn}: this rank's part has the shape {list(local_shape)}, which does not fit the placements {spec.placements} "
+            f"of a tensor of shape {list(shape)}: it was not split as torch splits tensors"
         )
     replica, replicas = 0, 1
     for size, at, axis in zip(mesh.shape, coordinate, axes, strict=True):
@@ -193,22 +194,18 @@ def _held(spec: Any, local_shape: tuple[int, ...], fqn: str) -> LocalShard:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """How a mesh dimension splits dimension `dim` of a tensor, after it was split into `pieces` by those that come later."""
+    """A mesh dimension that splits dimension `dim` of a tensor, after later mesh dimensions have split it into `pieces`."""
 
     dim: int
     pieces: int = 1
 
 
-def _axis(placement: Any) -> Axis | None:
-    """None for a dimension along which the ranks hold the same."""
-    if placement.is_replicate():
-        return None
-    return Axis(placement.dim, int(getattr(placement, "split_factor", 1)))
-
-
 def axes_of(placements: Iterable[Any]) -> tuple[Axis | None, ...]:
-    """How each dimension of a mesh splits a tensor of these placements; None for one along which the ranks hold the same."""
-    return tuple(map(_axis, placements))
+    """How each dimension of a mesh splits a tensor with these placements; None for a dimension of replicas."""
+    return tuple(
+        None if placement.is_replicate() else Axis(placement.dim, int(getattr(placement, "split_factor", 1)))
+        for placement in placements
+    )
 
 
 def _check_placements(placements: Iterable[Any], shape: tuple[int, ...], fqn: str) -> None:
@@ -224,7 +221,7 @@ def _check_placements(placements: Iterable[Any], shape: tuple[int, ...], fqn: st
 
 
 def _order_of(spec: Any) -> tuple[int, ...] | None:
-    """The order in which the dimensions of the mesh split the tensor, where it is not from the first to the last."""
+    """The order in which the dimensions of the mesh split the tensor; None for the normal order, from the first to the last."""
     entries = getattr(spec, "shard_order", None)
     if not entries or any(_is_strided(placement) for placement in spec.placements):
         return None
@@ -238,7 +235,7 @@ def _is_strided(placement: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class MeshLayout:
-    """How a mesh splits a tensor. `order`: that of the mesh's dimensions, where it is not from the first to the last."""
+    """How a mesh splits a tensor. `order`: the order of the mesh's dimensions; None means from the first to the last."""
 
     shape: tuple[int, ...]
     mesh_shape: tuple[int, ...]
@@ -247,7 +244,9 @@ class MeshLayout:
 
 
 def _rows_like(layout: MeshLayout, coordinate: tuple[int, ...], local_shape: tuple[int, ...]) -> tuple[Runs, ...] | None:
-    """The rows of the rank at `coordinate`, by whichever rule gives a part of the shape that is there."""
+    """The rows of the rank at `coordinate`, by the rule of `rows_of` that gives the shape of the local tensor; None if neither
+    does.
+    """
     for rows in (rows_of(layout, coordinate), rows_of(layout, coordinate, as_stated=True)):
         if (found := tuple(map(_length, rows))) == local_shape or (0 in found and 0 in local_shape):
             return rows
@@ -258,8 +257,8 @@ def _rows_like(layout: MeshLayout, coordinate: tuple[int, ...], local_shape: tup
 def rows_of(layout: MeshLayout, coordinate: tuple[int, ...], *, as_stated: bool = False) -> tuple[Runs, ...]:
     """For each dimension, the indices that the rank at `coordinate` holds, in their order in its local tensor.
 
-    What was split over a later dimension of the mesh first (FSDP2 over tensor parallelism) is followed as it was done, right to
-    left. `as_stated`: as torch reads such placements, from left to right, which gives other parts where sizes are uneven.
+    FSDP2 over tensor parallelism splits over a later dimension of the mesh first. Such splits are followed from right to left.
+    `as_stated`: follow them from left to right, as torch reads such placements; for uneven sizes this gives other parts.
     """
     rows: list[Runs] = [((0, n),) if n else () for n in layout.shape]
     turned = not as_stated and _is_right_to_left(layout)
@@ -282,7 +281,7 @@ def _turns(layout: MeshLayout, *, turned: bool) -> Sequence[int]:
 
 
 def _is_right_to_left(layout: MeshLayout) -> bool:
-    """Whether every strided dimension is strided by just what splits its dimension later."""
+    """Whether the pieces of every strided mesh dimension come from the later mesh dimensions that split the same dimension."""
     strided = [(i, axis) for i, axis in enumerate(layout.axes) if axis is not None and axis.pieces > 1]
     return all(axis.pieces == _plain_shards_after(layout, i, axis.dim) for i, axis in strided)
 
@@ -293,7 +292,9 @@ def _plain_shards_after(layout: MeshLayout, i: int, dim: int) -> int:
 
 
 def chunk(runs: Runs, parts: int, index: int) -> Runs:
-    """The `index`th of `parts` chunks, as torch.chunk cuts them: all equal but the last ones, which may be empty."""
+    """The `index`th of `parts` chunks, as torch.chunk cuts them: of equal size, except that the last ones may be smaller or
+    empty.
+    """
     total = _length(runs)
     size = -(-total // parts)
     start, stop = min(size * index, total), min(size * (index + 1), total)
@@ -337,19 +338,23 @@ def _parts(shape: tuple[int, ...], rows: Sequence[Runs]) -> tuple[LocalBox, ...]
 
 @dataclass(frozen=True, slots=True)
 class ReplicaGroup:
-    """Ranks that hold the same, and this rank's number among them."""
+    """The number of ranks that hold the same elements, and this rank's number among them."""
 
     replica: int
     replicas: int
 
     def times(self, other: ReplicaGroup) -> ReplicaGroup:
-        """Each of these ranks being a group like `other`."""
+        """The group in which each of these ranks is replaced by a group like `other`."""
         return ReplicaGroup(self.replica * other.replicas + other.replica, self.replicas * other.replicas)
+
+
+ALONE = ReplicaGroup(0, 1)
+"""The group of a value that no other rank has."""
 
 
 @lru_cache(maxsize=1 << 14)
 def spread(held: LocalShard, group: ReplicaGroup) -> LocalShard:
-    """`held` on every rank of `group`, where each has the same on a mesh of its own."""
+    """`held` with more replicas: every rank of `group` has the same tensor on a mesh of its own."""
     both = group.times(ReplicaGroup(held.replica, held.replicas))
     return LocalShard(held.shape, held.parts, both.replica, both.replicas, held.first_writes)
 
@@ -360,7 +365,7 @@ def group_of(process_group: Any) -> ReplicaGroup:
 
 
 def mesh_group(tensor: DTensor) -> ReplicaGroup | None:
-    """All ranks of the mesh of a DTensor; None on a rank outside it."""
+    """All ranks of the mesh of a DTensor as one group; None on a rank outside the mesh."""
     mesh = tensor._spec.mesh
     coordinate = mesh.get_coordinate()
     if coordinate is None:
@@ -373,20 +378,20 @@ def mesh_group(tensor: DTensor) -> ReplicaGroup | None:
 
 @lru_cache(maxsize=1 << 14)
 def replicated(shape: tuple[int, ...], group: ReplicaGroup, *, first_writes: bool = False) -> LocalShard:
-    """A plain tensor that every rank of `group` holds."""
+    """The local shard of a plain tensor that every rank of `group` holds."""
     part = LocalBox(shape, whole(shape), (0,) * len(shape))
     return LocalShard(shape, (part,) if 0 not in shape else (), group.replica, group.replicas, first_writes)
 
 
 def sharded_like(like: object, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, object]:
-    """A new tensor of `dtype`, sharded and strided as `like` is, of arbitrary content: its local part and itself. It is where
-    `like` is, or on `device` where that has no memory.
+    """A new tensor of `dtype` with arbitrary content, sharded and strided as `like`; returns its local part and itself. It is
+    on the device of `like`, or on `device` if `like` is a meta tensor.
     """
     if type(like) is FlatShard:
         made_flat = like.like(dtype)
         return made_flat.local, made_flat
     assert is_dtensor(like)
-    from torch.distributed.tensor import DTensor  # whoever made `like` has imported it
+    from torch.distributed.tensor import DTensor  # already imported, since `like` is a DTensor
 
     there = local_of(like)
     where = device if there.is_meta else there.device

@@ -1,9 +1,9 @@
-"""FullyShardedDataParallel (FSDP1), whose parameters are ranges of flat tensors that the ranks of a process group divide.
+"""FullyShardedDataParallel (FSDP1): its parameters are ranges of flat tensors, which the ranks of a process group divide.
 
 Invariants
-  FLATSHARD-1  What a rank holds is told by its own handles alone: nothing is gathered, and no other rank is asked.
-  FLATSHARD-2  Tensors are views of the local shard, which is what optimizers change, and what a load fills in place.
-  FLATSHARD-3  The state of a parameter is stored by the ranks that hold some of it.
+  FLATSHARD-1  A rank finds its part from FSDP's handles in its own process. It gathers no tensor and asks no other rank.
+  FLATSHARD-2  Tensors are views of the local shard: optimizers change it, and a load fills it in place.
+  FLATSHARD-3  The ranks that hold elements of a parameter store its optimizer state.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ from torch import nn
 
 from checkpointd.errors import StateError
 from checkpointd.layout.boxes import boxes_of_range
-from checkpointd_client.sharding.dtensor import FlatShard, LocalBox, LocalShard, ReplicaGroup, group_of
+from checkpointd_client.sharding.dtensor import ALONE, FlatShard, LocalBox, LocalShard, ReplicaGroup, group_of
 
-_WRAPPED = "_fsdp_wrapped_module"
-_ALONE = ReplicaGroup(0, 1)
+_WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 
 
 def _class() -> Any:
-    """FullyShardedDataParallel; None where nobody has imported it."""
+    """FullyShardedDataParallel; None if this process has not imported it."""
     found = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
     return None if found is None else getattr(found, "FullyShardedDataParallel", None)
 
@@ -38,31 +37,35 @@ def is_flat(module: nn.Module) -> bool:
 
 
 def module_tensors(module: nn.Module, fqn: str) -> dict[str, Any]:
-    """What `state_dict()` would name, without gathering anything: FlatShards, and what the wrapper leaves alone as it is."""
+    """The tensors of `state_dict()`, without gathering any: FlatShards, and tensors that FSDP does not manage as they are."""
     wrapper = _class()
     found: dict[str, Any] = {}
     managed: set[tuple[int, str]] = set()
     try:
         for path, part in module.named_modules():
             if isinstance(part, wrapper) and part._handle is not None:
-                prefix = f"{clean}." if (clean := _clean(path)) else ""
+                prefix = _prefix(path)
                 found.update((prefix + key, shard) for key, shard in _shards(part, f"{fqn}.{prefix}"))
                 managed.update(_managed(part._handle.flat_param))
         for path, part in module.named_modules(remove_duplicate=False):
-            prefix = f"{clean}." if (clean := _clean(path)) else ""
-            found.update((prefix + key, value) for key, value in _rest(part, managed))
+            found.update((_prefix(path) + key, value) for key, value in _rest(part, managed))
     except AttributeError as error:
         raise StateError(f"{fqn}: FullyShardedDataParallel of this torch cannot be saved by this version: {error}") from error
     return found
 
 
 def _clean(path: str) -> str:
-    """The path without the wrappers in it."""
-    return ".".join(step for step in path.split(".") if step not in (_WRAPPED, "_checkpoint_wrapped_module", "_orig_mod"))
+    """The path without the names of wrappers."""
+    return ".".join(step for step in path.split(".") if step not in _WRAPPERS)
+
+
+def _prefix(path: str) -> str:
+    clean = _clean(path)
+    return f"{clean}." if clean else ""
 
 
 def _managed(flat: Any) -> Iterator[tuple[int, str]]:
-    """The parameters that lie in the flat one: their modules, by identity, and their names there."""
+    """The parameters in a flat parameter, each as the id() of its module and its name there."""
     for info in (*flat._param_infos, *flat._shared_param_infos):
         yield id(info.module), info.param_name
 
@@ -79,12 +82,12 @@ def _rest(module: nn.Module, managed: set[tuple[int, str]]) -> Iterator[tuple[st
 
 
 def loaded(module: nn.Module, extra: Mapping[str, Any]) -> None:
-    """After the local shards were filled: what was gathered of the old ones is dropped, and extra state handed back."""
-    from torch.distributed.fsdp._runtime_utils import _reshard  # whoever made `module` has imported it
+    """Finish a load after the local shards were filled: drop old gathered parameters, and give modules their extra state."""
+    from torch.distributed.fsdp._runtime_utils import _reshard  # already imported, since `module` uses FSDP
 
     wrapper = _class()
     for path, part in module.named_modules(remove_duplicate=False):
-        key = f"{clean}._extra_state" if (clean := _clean(path)) else "_extra_state"
+        key = f"{_prefix(path)}_extra_state"
         if key in extra and not isinstance(part, wrapper):
             part.set_extra_state(extra[key])
         handle = part._handle if isinstance(part, wrapper) else None
@@ -92,12 +95,12 @@ def loaded(module: nn.Module, extra: Mapping[str, Any]) -> None:
             _reshard(part, handle, True)
 
 
-# --- what this rank holds -------------------------------------------------------------------------------------------
+# --- the local shards -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class _Range:
-    """Of one parameter: where its elements here begin in the local shard, how many, and the ranks that have some."""
+    """The range of one parameter in the local shard of its flat parameter, and the ranks that hold some of its elements."""
 
     start: int
     count: int
@@ -106,7 +109,7 @@ class _Range:
 
 
 _known: dict[int, tuple[weakref.ref[torch.Tensor], object, tuple[_Range, ...]]] = {}
-"""By the identity of the flat parameter; the shard infos that it was made of tell whether it still holds."""
+"""Ranges by the id() of the flat parameter. They are valid while its `_shard_param_infos` are the same object."""
 
 
 def _shards(wrapped: Any, fqn: str) -> Iterator[tuple[str, FlatShard]]:
@@ -150,14 +153,14 @@ def _range(wrapped: Any, i: int, fqn: str) -> _Range:
         )
     if not flat._contiguities[i]:
         raise StateError(
-            f"{fqn}{flat._fqns[i]}: FullyShardedDataParallel keeps its elements in another order, as it was not contiguous "
-            "when it was wrapped: make it contiguous before"
+            f"{fqn}{flat._fqns[i]}: FullyShardedDataParallel keeps its elements in another order, because it was not "
+            "contiguous when it was wrapped: make it contiguous before"
         )
     info, outer = flat._shard_param_infos[i], _outer(wrapped)
     holders = _holders(handle, i) if handle.uses_sharded_strategy else group_of(wrapped.process_group)
     replicas = outer if handle.uses_sharded_strategy else outer.times(group_of(wrapped.process_group))
     if not info.in_shard:
-        return _Range(0, 0, LocalShard(shape, (), replicas.replica, replicas.replicas), _ALONE)
+        return _Range(0, 0, LocalShard(shape, (), replicas.replica, replicas.replicas), ALONE)
     first, count = info.intra_param_start_idx, info.numel_in_shard
     parts, at = [], 0
     for box in boxes_of_range(shape, first, first + count):
@@ -168,13 +171,13 @@ def _range(wrapped: Any, i: int, fqn: str) -> _Range:
 
 
 def _outer(wrapped: Any) -> ReplicaGroup:
-    """The ranks outside the sharding group that hold the same: those of hybrid sharding."""
+    """The ranks outside the sharding group that hold the same elements, as in hybrid sharding."""
     between = getattr(wrapped, "_inter_node_pg", None)
-    return _ALONE if between is None else group_of(between)
+    return ALONE if between is None else group_of(between)
 
 
 def _holders(handle: Any, i: int) -> ReplicaGroup:
-    """Those ranks of the sharding group that hold some of the parameter."""
+    """The ranks of the sharding group that hold elements of the parameter."""
     flat = handle.flat_param
     offsets = [at for at, pads in zip(handle._get_flat_param_offsets(), flat._is_padding_mask, strict=True) if not pads]
     each = flat._sharded_size.numel()
@@ -186,7 +189,7 @@ def _holders(handle: Any, i: int) -> ReplicaGroup:
 
 
 Shards = Mapping[int, Sequence[FlatShard]]
-"""What the parameters that optimizers know are made of, by the identity of those: itself, or all that lies in a flat one."""
+"""By the id() of each parameter that optimizers know: itself as a FlatShard, or all FlatShards of a flat parameter."""
 
 
 def has_flat(optimizer: torch.optim.Optimizer, shards: Shards) -> bool:
@@ -195,12 +198,12 @@ def has_flat(optimizer: torch.optim.Optimizer, shards: Shards) -> bool:
 
 
 def members(optimizer: torch.optim.Optimizer, shards: Shards) -> list[list[Any]]:
-    """The parameters of each group as they were before they were made flat; others as they are."""
+    """The parameters of each group, with the original parameters as FlatShards in place of flat parameters."""
     return [[one for p in group["params"] for one in shards.get(id(p), (p,))] for group in optimizer.param_groups]
 
 
 def state_dict(optimizer: torch.optim.Optimizer, shards: Shards, fqn: str) -> dict[str, Any]:
-    """The optimizer's state as if it had the parameters that its flat ones are made of; numbered in the order of `members`."""
+    """The optimizer's state_dict as if it had the original parameters, not flat ones. Numbers follow the order of `members`."""
     state: dict[Hashable, Any] = {}
     groups, number = [], 0
     for live, found in zip(optimizer.param_groups, members(optimizer, shards), strict=True):
@@ -218,15 +221,15 @@ def state_dict(optimizer: torch.optim.Optimizer, shards: Shards, fqn: str) -> di
 
 
 def _cut(value: Any, shard: FlatShard, fqn: str) -> Any:
-    """What belongs to one parameter of the state that is kept for a flat one."""
+    """The part of a flat parameter's state that belongs to one original parameter."""
     if not isinstance(value, torch.Tensor):
         return value
     if value.dim() == 0:
-        return value.clone()  # every parameter has its own
+        return value.clone()  # every parameter gets its own scalar
     if value.numel() != shard.parameter.numel():
         raise StateError(
-            f"{fqn}: a tensor of shape {list(value.shape)} is kept for a parameter in FullyShardedDataParallel of which this "
-            f"rank has {shard.parameter.numel()} elements: it cannot be told what it belongs to"
+            f"{fqn}: the optimizer keeps a tensor of shape {list(value.shape)} for a parameter in FullyShardedDataParallel, of "
+            f"which this rank has {shard.parameter.numel()} elements: this version cannot divide such state among parameters"
         )
     row = value.detach().reshape(-1)
     start = shard.start if _is_flat_parameter(shard.parameter) else 0
@@ -238,9 +241,10 @@ def _is_flat_parameter(parameter: torch.Tensor) -> bool:
 
 
 def joined(optimizer: torch.optim.Optimizer, shards: Shards, state: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `state_dict`: what the optimizer's own `load_state_dict` takes."""
+    """The inverse of `state_dict`: a dict for the optimizer's own `load_state_dict`."""
     own = optimizer.state_dict()
-    numbers = {id(p): n for g, o in zip(optimizer.param_groups, own["param_groups"], strict=True) for p, n in _pairs(g, o)}
+    groups = zip(optimizer.param_groups, own["param_groups"], strict=True)
+    numbers = {id(p): n for group, its in groups for p, n in zip(group["params"], its["params"], strict=True)}
     made: dict[Hashable, Any] = {}
     number = 0
     for live in optimizer.param_groups:
@@ -253,16 +257,12 @@ def joined(optimizer: torch.optim.Optimizer, shards: Shards, state: Mapping[str,
                 whole = kept[0][1] if found is None else _entry(parameter, kept)
                 made[numbers[id(parameter)]] = whole
     left = {key: entry for key, entry in state["state"].items() if not (isinstance(key, int) and key < number)}
-    groups = [{**g, "params": o["params"]} for g, o in zip(state["param_groups"], own["param_groups"], strict=True)]
-    return {**state, "state": made | left, "param_groups": groups}
-
-
-def _pairs(group: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[tuple[torch.Tensor, Hashable]]:
-    return zip(group["params"], own["params"], strict=True)
+    stored = zip(state["param_groups"], own["param_groups"], strict=True)
+    return {**state, "state": made | left, "param_groups": [{**g, "params": o["params"]} for g, o in stored]}
 
 
 def _entry(parameter: torch.Tensor, kept: Sequence[tuple[FlatShard, Mapping[str, Any]]]) -> dict[str, Any]:
-    """The state of one of the optimizer's parameters out of that of what it is made of."""
+    """The state of a flat parameter, joined from the states of its original parameters."""
     made: dict[str, Any] = {}
     for key in dict.fromkeys(key for _, entry in kept for key in entry):
         found = [(one, entry[key]) for one, entry in kept if key in entry]
@@ -272,7 +272,7 @@ def _entry(parameter: torch.Tensor, kept: Sequence[tuple[FlatShard, Mapping[str,
 
 
 def _together(parameter: torch.Tensor, found: Sequence[tuple[FlatShard, FlatShard]]) -> torch.Tensor:
-    """One tensor like `parameter`: the one that is there, where all of them are of it."""
+    """One tensor like `parameter`: the existing tensor if all parts are views of it, else a new one."""
     there = found[0][1].parameter
     if there.shape == parameter.shape and all(part.parameter is there for _, part in found):
         return there

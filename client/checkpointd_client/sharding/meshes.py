@@ -1,7 +1,7 @@
 """Relates the device meshes of a state, to find the replicas of a DTensor on a part of a larger mesh.
 
-A DTensor carries its mesh, and no more. Of a parameter that FSDP2 shards over `dp`, in a model that is tensor-parallel as well,
-it does not say that all ranks along `tp` hold the same. Another tensor of the state shows it, by a larger mesh.
+A DTensor knows only its own mesh. If FSDP2 shards a parameter over `dp` in a model that is tensor-parallel as well, the DTensor
+does not say that all ranks along `tp` are replicas. The larger mesh of another tensor in the state shows that.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from checkpointd_client.sharding.dtensor import LocalShard, ReplicaGroup, is_dte
 
 
 def beyond(meshes: Iterable[Any]) -> dict[Any, ReplicaGroup]:
-    """For each mesh that is a part of the largest of `meshes`: the ranks of that one that differ in its other dimensions alone.
+    """For each mesh that is a part of the largest of `meshes`: the group of ranks along the dimensions that it lacks.
 
-    What lies on fewer dimensions is the same along the others. Dimensions are told by the ranks that they join, so that a
-    dimension that was made of two does not matter. A mesh of dimensions that the largest one does not have is no part of it,
-    though its ranks are: experts on a mesh of their own may differ wherever the dense layers are the same.
+    Tensors on such a part are equal along the other dimensions. Dimensions are compared by the ranks that they join, so a
+    dimension that was flattened from two is found as well. A mesh with dimensions that the largest one lacks is not a part of
+    it, even if its ranks are: experts on their own mesh may differ on ranks where the dense layers are equal.
     """
     distinct = dict.fromkeys(meshes)
     if len(distinct) < 2:
@@ -44,16 +44,16 @@ def beyond(meshes: Iterable[Any]) -> dict[Any, ReplicaGroup]:
 
 
 def _is_related(part: Any, largest: Any) -> bool:
-    """Whether both were cut from one mesh, or their dimensions have the same names, or none of which could tell them apart."""
+    """Whether both were cut from one mesh, or all names of `part` are names of `largest`, or one of them has no names."""
     if part._get_root_mesh() == largest._get_root_mesh():
         return True
     if part.mesh_dim_names is None or largest.mesh_dim_names is None:
-        return bool(part.size() > 1)  # a mesh of one rank is a part of every mesh, and says nothing
+        return bool(part.size() > 1)  # a mesh of one rank would be a part of any mesh
     return set(part.mesh_dim_names) <= set(largest.mesh_dim_names)
 
 
 def _other_dims(ranks: torch.Tensor, coordinate: tuple[int, ...], part: Any) -> tuple[int, ...] | None:
-    """The dimensions of a mesh of `ranks` that `part` does not have; None where it is no slice of it through `coordinate`."""
+    """The dimensions of a mesh of `ranks` that `part` lacks; None if `part` is not its slice through `coordinate`."""
     wanted = sorted(part.mesh.flatten().tolist())
     dims = range(ranks.dim())
     for count in range(1, ranks.dim() + 1):
@@ -68,25 +68,25 @@ def _other_dims(ranks: torch.Tensor, coordinate: tuple[int, ...], part: Any) -> 
 
 @dataclass(slots=True)
 class Loose:
-    """DTensors that stand in no module, as in the state_dict of one, or in an average of its weights: planned together when
-    all of the state has been seen, on the largest mesh that it shows.
+    """DTensors outside modules, such as in a module's state_dict or an average of its weights. Their replicas are found at the
+    end of the walk, from the largest mesh of the whole state.
     """
 
     _tensors: dict[int, Any] = field(default_factory=dict)
     """By position in the walk."""
     _beside: dict[int, tuple[Any, tuple[int, ...]]] = field(default_factory=dict)
-    """Plain state of a DTensor: the position, that DTensor, and the shape of the state."""
+    """Plain optimizer state of DTensors: by position, the parameter and the shape of the state."""
 
     def note(self, position: int, tensor: Any) -> None:
-        """A DTensor that no module explains."""
+        """Note a DTensor outside modules."""
         self._tensors[position] = tensor
 
     def note_beside(self, position: int, parameter: Any, shape: Sequence[int]) -> None:
-        """Plain state that the ranks hold together which hold `parameter`, a DTensor that no module explains."""
+        """Note plain state of `parameter`, a DTensor outside modules. All ranks of its mesh have this state as replicas."""
         self._beside[position] = parameter, tuple(shape)
 
     def settle(self, held: dict[int, LocalShard], shown: Iterable[Any]) -> None:
-        """Enter what was noted in `held`. `shown` are all DTensors of the state, those of modules included."""
+        """Enter the replicas of the noted tensors in `held`. `shown`: all DTensors of the state, also those in modules."""
         if not self._tensors and not self._beside:
             return
         members = itertools.chain(shown, (parameter for parameter, _ in self._beside.values()))

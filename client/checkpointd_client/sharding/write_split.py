@@ -1,7 +1,7 @@
-"""Divides a replicated tensor among the ranks that hold it: what this rank writes, without communication.
+"""Divides a replicated tensor among its ranks, without communication; gives the written part of this rank.
 
-Replicas of a box divide it: every element is written by exactly one of them. What this says depends on what is held, FQN and
-item size alone, so every rank answers alike for all ranks.
+Exactly one replica writes each element. The division depends only on the local shard, the FQN and the item size, so every rank
+computes the same division.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from checkpointd.layout.boxes import Box
 from checkpointd_client.sharding.dtensor import LocalBox, LocalShard
 
 SLICED_BYTES_MIN = 64 << 10
-"""Replicas share a box of at least this many bytes; a smaller one is written whole by one of them."""
+"""Replicas divide a box of at least this many bytes. One of them writes a smaller box whole."""
 HALVED_BYTES_MIN = 4 << 20
-"""A box of whole rows is written as two halves from this size on: below, twice the entries are not worth it."""
+"""A box of whole rows is written as two halves from this size on. A smaller box is not worth a second entry in the index."""
 HALVED_ROW_BYTES_MIN = 4096
-"""Shorter rows than this would be copied in pieces that are too small to be quick."""
+"""Boxes with shorter rows are not halved: copies of such short pieces are slow."""
 _KNOWN_MAX = 1 << 16
 
 _written: dict[str, tuple[LocalShard, int, tuple[LocalBox, ...]]] = {}
 
 
 def written_parts(fqn: str, held: LocalShard, itemsize: int) -> tuple[LocalBox, ...]:
-    """What this rank writes of the tensor. A rank that writes nothing of it names an empty box, so that what it takes the
-    tensor for is compared with the others all the same; a tensor of no dimensions has no such box, and gives nothing.
+    """The boxes of the tensor that this rank writes. A rank that writes no element names an empty box, so that its shape and
+    dtype of the tensor are still compared with those of the other ranks. A scalar has no empty box, so the result is empty.
     """
     known = _written.get(fqn)
     if known is not None and known[0] is held and known[1] == itemsize:
@@ -53,8 +53,8 @@ def _slices(fqn: str, held: LocalShard, itemsize: int) -> Iterable[LocalBox]:
 
 
 def _halves(part: LocalBox, itemsize: int) -> Iterable[LocalBox]:
-    """A large box of whole rows as its left and its right half: who loads the tensor by columns, as under tensor parallelism,
-    then reads half of what is in its way.
+    """A large box of whole rows as its left and its right half: a rank that loads some columns, as under tensor parallelism,
+    then reads fewer bytes that it does not need.
     """
     sizes, offsets = part.box.sizes, part.box.offsets
     wide = len(sizes) == 2 and sizes[1] == part.shape[1] and part.row is None
@@ -68,7 +68,7 @@ def _halves(part: LocalBox, itemsize: int) -> Iterable[LocalBox]:
 
 
 def slice_of(part: LocalBox, index: int, count: int) -> LocalBox | None:
-    """The `index`th of `count` near-equal slices of a box: along dimension 0, or the longest where that is too short."""
+    """The `index`th of `count` near-equal slices of a box: along dimension 0, or along the longest if that is too short."""
     sizes, offsets = part.box.sizes, part.box.offsets
     dim = 0 if sizes[0] >= count else max(range(len(sizes)), key=sizes.__getitem__)
     start, stop = sizes[dim] * index // count, sizes[dim] * (index + 1) // count

@@ -132,7 +132,7 @@ def test_a_copy_of_a_modules_state_dict_is_refused() -> None:
     model.head = nn.Linear(2, 2, bias=False)
     model.tied = model.head
     copied = copy.deepcopy(model.state_dict())
-    words = r"^model is a copy of a module's state_dict\(\): nothing but this dict holds '0\.weight'"
+    words = r"^model is a copy of a module's state_dict\(\): no other object uses the memory of '0\.weight'"
     with pytest.raises(StateError, match=words):
         save({"model": copied})
     with pytest.raises(StateError, match=words):
