@@ -17,8 +17,8 @@ from checkpointd_client.sharding.dtensor import (
     LocalShard,
     MeshLayout,
     ReplicaGroup,
-    _axis,
     _parts,
+    axes_of,
     replicated,
     rows_of,
 )
@@ -69,7 +69,7 @@ def _check(
 def test_every_rank_has_what_torch_gives_it(shape: tuple[int, ...], mesh: tuple[int, ...]) -> None:
     full = _numbered(shape)
     for placements in _placements(len(shape), mesh):
-        layout = MeshLayout(shape, mesh, tuple(map(_axis, placements)))
+        layout = MeshLayout(shape, mesh, axes_of(placements))
         for at in _coordinates(mesh):
             _check(full, _local(full, mesh, placements, at), layout, at)
 
@@ -79,7 +79,7 @@ def test_every_rank_has_what_torch_gives_it(shape: tuple[int, ...], mesh: tuple[
 def test_fsdp_over_tensor_parallelism_is_split_right_to_left(size: int, mesh: tuple[int, int]) -> None:
     """As FSDP2 does it, uneven sizes included: parameters say _StridedShard, and are chunks of a tensor-parallel part."""
     full = _numbered((size, 3))
-    layout = MeshLayout((size, 3), mesh, (_axis(_StridedShard(0, split_factor=mesh[1])), _axis(Shard(0))))
+    layout = MeshLayout((size, 3), mesh, axes_of((_StridedShard(0, split_factor=mesh[1]), Shard(0))))
     for dp, tp in _coordinates(mesh):
         mine = Shard._custom_chunk(full, mesh[1], 0)[tp]
         _check(full, Shard._custom_chunk(mine, mesh[0], 0)[dp], layout, (dp, tp))
@@ -89,7 +89,7 @@ def test_fsdp_over_tensor_parallelism_is_split_right_to_left(size: int, mesh: tu
 def test_a_strided_tensor_that_torch_cut_itself(size: int) -> None:
     mesh, placements = (2, 3), (_StridedShard(0, split_factor=3), Shard(0))
     full = _numbered((size,))
-    layout = MeshLayout((size,), mesh, tuple(map(_axis, placements)))
+    layout = MeshLayout((size,), mesh, axes_of(placements))
     for at in _coordinates(mesh):
         _check(full, _local(full, mesh, placements, at), layout, at, as_stated=True)
 
