@@ -235,7 +235,7 @@ class EngineTargets:
         for number, bundle in enumerate(self._bundles):
             fresh = self._fresh[number]
             entries = [self._entries.get(stored_name(one.name), {}) for one in bundle.ranges]
-            kept = {key: _latest([entry[key] for entry in entries if key in entry], key) for key in fresh.whole}
+            kept = {key: latest([entry[key] for entry in entries if key in entry], key) for key in fresh.whole}
             before = base.state.pop(bundle.tensor, {})
             if fresh.elements or kept:
                 base.state[bundle.tensor] = {**fresh.elements, **{k: _as(before.get(k), v) for k, v in kept.items()}}
@@ -276,8 +276,10 @@ def _kind(key: Hashable, stored: Any, shape: tuple[int, ...]) -> str:
     return "value" if math.prod(stored.shape) == 1 else "other"
 
 
-def _latest(values: list[Any], key: Hashable) -> Any:
-    """The common value of a bundle's parameters. If they differ (some had no gradient in some steps), the largest."""
+def latest(values: list[Any], key: Hashable) -> Any:
+    """One value for all parameters that are stepped together. If theirs differ, since some parameters had no gradient in some
+    steps, the largest.
+    """
     numbers = [value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value for value in values]
     if len(values) == 1 or all(number == numbers[0] for number in numbers[1:]):
         return values[0]

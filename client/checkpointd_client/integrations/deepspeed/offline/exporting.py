@@ -236,21 +236,21 @@ class _Export:
         return {"optimizer_state_dict": content, "ds_config": {}, "ds_version": deepspeed.__version__}
 
     def _states(self, reads: _TensorReads, group: Sequence[str], rank: int) -> dict[str, Any]:
+        from checkpointd_client.integrations.deepspeed.load_targets import latest
+
         items = [by_name(self._kept.get(f"model.{name}")) for name in group]
         if any(one.keys() != items[0].keys() for one in items):
             raise UsageError(
                 f"the optimizer of {self._state.tag} keeps other state for {group[0]} than for the rest of its group"
             )
         found: dict[str, Any] = {}
-        for key, node in items[0].items():
+        for key in items[0]:
             fqns = [child.fqn for one in items if isinstance(child := one[key], tree.Tensor)]
             shapes = [self._state.shape(fqn) for fqn in fqns]
             if key != _STEP and shapes == [self._state.shape(f"model.{name}") for name in group]:
-                found[str(key)] = self._flat(reads, fqns, rank)
-            elif not fqns:
-                found[str(key)] = self._plain(node)
-            elif math.prod(shapes[0]) == 1:
-                found[str(key)] = reads.whole(fqns[0])
+                found[key] = self._flat(reads, fqns, rank)
+            elif all(math.prod(shape) == 1 for shape in shapes):
+                found[key] = latest([self._plain(one[key]) for one in items], key)
             else:
                 raise UsageError(f"optimizer.state.*.{key} of {self._state.tag} does not have the shapes of the parameters")
         return found

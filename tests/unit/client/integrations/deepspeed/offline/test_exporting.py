@@ -1,0 +1,40 @@
+"""A checkpoint that was saved without DeepSpeed, as files for its load_checkpoint."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("deepspeed", reason="needs deepspeed: pip install checkpointd[deepspeed]")
+
+from checkpointd_client import Checkpointer
+from checkpointd_client.integrations.deepspeed import get_fp32_state_dict_from_zero_checkpoint
+from checkpointd_client.integrations.deepspeed.offline.exporting import export_deepspeed
+from tests.unit.client.capture_and_fill import same
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_parameter_that_was_stepped_less_often_does_not_set_back_its_group(
+    tmp_path: Path, stage: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for trained in ([model.bias], [model.weight, model.bias]):
+        for parameter in trained:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    assert [optimizer.state[p]["step"].item() for p in model.parameters()] == [1.0, 2.0]
+    with Checkpointer(tmp_path / "root") as ckpt:
+        ckpt.save(2, {"model": model, "optimizer": optimizer}).wait()
+    with caplog.at_level(logging.WARNING):
+        export_deepspeed(tmp_path / "root", tmp_path / "out", stage=stage)
+    [path] = (tmp_path / "out").glob("*/*_optim_states.pt")
+    content = torch.load(path, weights_only=False)["optimizer_state_dict"]
+    base = content["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]
+    assert base["state"][0]["step"].item() == 2.0
+    assert "step differs between parameters" in caplog.text
+    assert same(get_fp32_state_dict_from_zero_checkpoint(tmp_path / "out"), dict(model.state_dict()))
