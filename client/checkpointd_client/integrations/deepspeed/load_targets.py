@@ -8,7 +8,6 @@ Invariants
 
 from __future__ import annotations
 
-import logging
 import math
 from collections import defaultdict
 from collections.abc import Hashable, Mapping
@@ -28,6 +27,7 @@ from checkpointd_client.integrations.deepspeed.engine_state import (
     STEP,
     stored_name,
 )
+from checkpointd_client.integrations.deepspeed.offline.zero_map import latest
 from checkpointd_client.integrations.deepspeed.zero_optimizer import (
     Bundle,
     base_optimizer,
@@ -38,8 +38,6 @@ from checkpointd_client.integrations.deepspeed.zero_optimizer import (
 )
 from checkpointd_client.restore.target_chooser import Described, LoadTargets, StoredTensor
 from checkpointd_client.sharding.flat_range import LocalShardTensor, MultiTarget, same
-
-log = logging.getLogger("checkpointd")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,17 +272,6 @@ def _kind(key: Hashable, stored: Any, shape: tuple[int, ...]) -> str:
     if stored.shape == shape:
         return "elements"
     return "value" if math.prod(stored.shape) == 1 else "other"
-
-
-def latest(values: list[Any], key: Hashable) -> Any:
-    """One value for all parameters that are stepped together. If theirs differ, since some parameters had no gradient in some
-    steps, the largest.
-    """
-    numbers = [value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value for value in values]
-    if len(values) == 1 or all(number == numbers[0] for number in numbers[1:]):
-        return values[0]
-    log.warning("%s differs between parameters that this ZeRO stage steps together: the largest is used", key)
-    return values[numbers.index(max(numbers))]
 
 
 def _as(before: Any, value: Any) -> Any:

@@ -27,6 +27,7 @@ from checkpointd.store import open_store
 from checkpointd_client.capture import scalars
 from checkpointd_client.export.state_dict import StateDict
 from checkpointd_client.integrations.deepspeed.offline.fp32_stored import StoredEngine, part_requests
+from checkpointd_client.integrations.deepspeed.offline.zero_map import latest
 from checkpointd_client.restore.building import is_scalar, value_of
 from checkpointd_client.restore.stored import by_name
 
@@ -236,8 +237,6 @@ class _Export:
         return {"optimizer_state_dict": content, "ds_config": {}, "ds_version": deepspeed.__version__}
 
     def _states(self, reads: _TensorReads, group: Sequence[str], rank: int) -> dict[str, Any]:
-        from checkpointd_client.integrations.deepspeed.load_targets import latest
-
         items = [by_name(self._kept.get(f"model.{name}")) for name in group]
         if any(one.keys() != items[0].keys() for one in items):
             raise UsageError(

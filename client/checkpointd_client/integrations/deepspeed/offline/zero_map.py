@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import logging
 import math
 import mmap
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -26,6 +27,8 @@ import torch
 
 from checkpointd.errors import DamagedError
 from checkpointd_client.integrations.deepspeed.offline.zero_files import ZeroFiles, checked, flat_tensor
+
+log = logging.getLogger("checkpointd")
 
 STEP = "step"
 
@@ -322,6 +325,17 @@ class _Stage3(_Mapping):
                 )
             found[name] = _mapped(shape, row.pieces(0, math.prod(shape)), row)
         return found
+
+
+def latest(values: list[Any], key: Hashable) -> Any:
+    """One value for all parameters that are stepped together. If theirs differ, since some parameters had no gradient in some
+    steps, the largest.
+    """
+    numbers = [value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value for value in values]
+    if len(values) == 1 or all(number == numbers[0] for number in numbers[1:]):
+        return values[0]
+    log.warning("%s differs between parameters that this ZeRO stage steps together: the largest is used", key)
+    return values[numbers.index(max(numbers))]
 
 
 def _dict(value: Any, path: str, what: str) -> Mapping[str, Any]:
