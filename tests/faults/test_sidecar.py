@@ -21,7 +21,7 @@ from tests.faults.jobs import MIB, NEVER_S, Job, wait_until
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
 SLOW = ("--bandwidth-mib", "4")
-"""What a save of 8 MiB a rank takes seconds for: time to kill somebody."""
+"""A save of 8 MiB a rank then takes seconds, which leaves time to kill a process."""
 
 
 @pytest.fixture
@@ -48,15 +48,45 @@ def _wait_for_latest(root: Path, tag: str, *daemons: Daemon) -> None:
     wait_until(lambda: _latest(root) == tag, f"{tag} was committed\n{said}")
 
 
+def _wait_for_lease(root: Path) -> None:
+    wait_until(lambda: list(root.glob("global_step3/*/lease")), "the daemon said that it works at it")
+
+
 def _staged(job: Job, step: int) -> None:
     """Save on every rank and wait until each snapshot is the sidecar's; nothing more."""
     job.all("save", step=step)
     job.all("end", step=step, until="staged")
 
 
+def _persisting(job: Job, root: Path, daemon: Daemon, step: int, **options: str) -> None:
+    """Save on every rank and wait until the sidecar writes the snapshots."""
+    job.open(root, sidecar=str(daemon.socket), **options)
+    job.all("save", step=step)
+    job.all("end", step=step, until="persisting")
+
+
+def _committed_twice(job: Job, root: Path, daemon: Daemon) -> None:
+    job.open(root, sidecar=str(daemon.socket))
+    job.must_commit(1)
+    job.must_commit(2)
+
+
 def _killed(job: Job) -> None:
     for rank in job.ranks:
         rank.kill()
+
+
+def _killed_while_writing(job: Job, root: Path, slow: Daemon, step: int) -> None:
+    """The trainers are dead, and the sidecar still writes their last snapshots."""
+    _persisting(job, root, slow, step)
+    _killed(job)
+    assert _latest(root) == ""
+
+
+def _loaded_by_a_new_job(folder: Path, root: Path, step: int, **options: int) -> None:
+    with Job(folder=folder, **options) as job:
+        job.open(root)
+        job.must_load(step)
 
 
 def test_what_was_staged_is_committed_without_any_trainer(tmp_path: Path, daemon: Daemon) -> None:
@@ -66,23 +96,15 @@ def test_what_was_staged_is_committed_without_any_trainer(tmp_path: Path, daemon
         _staged(job, 7)
         _killed(job)
     _wait_for_latest(root, "global_step7", daemon)
-    with Job(folder=tmp_path) as job:
-        job.open(root)
-        job.must_load(7)
+    _loaded_by_a_new_job(tmp_path, root, 7)
 
 
 def test_trainers_killed_while_the_sidecar_writes_lose_nothing(tmp_path: Path, slow: Daemon) -> None:
     root = tmp_path / "root"
     with Job(folder=tmp_path, nbytes=8 * MIB) as job:
-        job.open(root, sidecar=str(slow.socket))
-        job.all("save", step=3)
-        job.all("end", step=3, until="persisting")
-        _killed(job)
-    assert _latest(root) == ""
+        _killed_while_writing(job, root, slow, 3)
     _wait_for_latest(root, "global_step3", slow)
-    with Job(folder=tmp_path, nbytes=8 * MIB) as job:
-        job.open(root)
-        job.must_load(3)
+    _loaded_by_a_new_job(tmp_path, root, 3, nbytes=8 * MIB)
 
 
 @pytest.mark.parametrize("coordinator", [0, 1])
@@ -104,9 +126,7 @@ def test_two_nodes_finish_a_save_without_any_trainer(tmp_path: Path, coordinator
         _wait_for_latest(root, "global_step5", one, two)
         wait_until(lambda: "rank 0] global_step5/00000001-0: committed:" in nodes[0].said(), "the coordinator has said it")
         wait_until(lambda: "rank 3] global_step5/00000001-0: committed:" in nodes[1].said(), "the other node heard of it")
-    with Job(folder=tmp_path, world_size=4) as job:
-        job.open(root)
-        job.must_load(5)
+    _loaded_by_a_new_job(tmp_path, root, 5, world_size=4)
 
 
 def test_a_snapshot_whose_copy_was_cut_off_is_never_persisted(tmp_path: Path, daemon: Daemon) -> None:
@@ -128,9 +148,7 @@ def test_a_snapshot_whose_copy_was_cut_off_is_never_persisted(tmp_path: Path, da
 def test_a_restart_loads_from_memory(tmp_path: Path, daemon: Daemon) -> None:
     root = tmp_path / "root"
     with Job(folder=tmp_path) as job:
-        job.open(root, sidecar=str(daemon.socket))
-        job.must_commit(1)
-        job.must_commit(2)
+        _committed_twice(job, root, daemon)
         _killed(job)
     with Job(folder=tmp_path) as job:
         job.open(root, sidecar=str(daemon.socket))
@@ -140,20 +158,11 @@ def test_a_restart_loads_from_memory(tmp_path: Path, daemon: Daemon) -> None:
         job.must_load(3)
 
 
-def _killed_while_writing(job: Job, root: Path, slow: Daemon, step: int) -> None:
-    """The trainers are dead, and the daemon still writes what they saved last."""
-    job.open(root, sidecar=str(slow.socket))
-    job.all("save", step=step)
-    job.all("end", step=step, until="persisting")
-    _killed(job)
-    assert _latest(root) == ""
-
-
 def test_recover_leaves_alone_what_a_daemon_still_writes(tmp_path: Path, slow: Daemon) -> None:
     root = tmp_path / "root"
     with Job(folder=tmp_path, nbytes=8 * MIB) as job:
         _killed_while_writing(job, root, slow, 3)
-    wait_until(lambda: list(root.glob("global_step3/*/lease")), "the daemon said that it works at it")
+    _wait_for_lease(root)
     command = [sys.executable, "-m", "checkpointd", "recover", str(root), "--json"]
     found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     assert found["decided"] == []
@@ -174,7 +183,7 @@ def test_a_start_that_cannot_ask_the_daemon_waits_for_what_it_still_writes(
     ):
         assert all(rank.pid for rank in again.ranks)  # it begins while the daemon still writes
         _killed_while_writing(job, root, slow, 3)
-        wait_until(lambda: list(root.glob("global_step3/*/lease")), "the daemon said that it works at it")
+        _wait_for_lease(root)
         again.open(root, **({"sidecar": str(other.socket)} if has_daemon else {}))
         assert not list(root.glob("global_step3/*/outcome"))
         again.must_load(3)
@@ -184,9 +193,7 @@ def test_a_start_that_cannot_ask_the_daemon_waits_for_what_it_still_writes(
 def test_what_was_deleted_does_not_come_back_from_memory(tmp_path: Path, daemon: Daemon) -> None:
     root = tmp_path / "root"
     with Job(folder=tmp_path) as job:
-        job.open(root, sidecar=str(daemon.socket))
-        job.must_commit(1)
-        job.must_commit(2)
+        _committed_twice(job, root, daemon)
         _killed(job)
     subprocess.run([sys.executable, "-m", "checkpointd", "delete", str(root), "global_step2", "--force", "--yes"], check=True)
     with Job(folder=tmp_path) as job:
@@ -235,9 +242,7 @@ def test_a_node_that_is_gone_with_its_sidecar_does_not_hold_up_the_restart(tmp_p
 def test_memory_that_changed_is_found_and_the_store_is_loaded(tmp_path: Path, daemon: Daemon) -> None:
     root = tmp_path / "root"
     with Job(folder=tmp_path) as job:
-        job.open(root, sidecar=str(daemon.socket))
-        job.must_commit(1)
-        job.must_commit(2)
+        _committed_twice(job, root, daemon)
         job.ranks[1].do("scribble_over_snapshots")
         _killed(job)
     with Job(folder=tmp_path) as job:
@@ -260,17 +265,13 @@ def test_the_snapshot_of_a_root_that_was_removed_is_not_loaded(tmp_path: Path, d
         job.must_commit(1)  # the same step, tag and attempt as of the root that was removed
         assert _latest(root) == "global_step1"
         _killed(job)
-    with Job(folder=tmp_path) as job:
-        job.open(root)
-        job.must_load(1)
+    _loaded_by_a_new_job(tmp_path, root, 1)
 
 
 def test_a_sidecar_killed_in_the_middle_of_a_save_costs_nothing(tmp_path: Path, slow: Daemon) -> None:
     root = tmp_path / "root"
     with Job(folder=tmp_path, nbytes=8 * MIB) as job:
-        job.open(root, sidecar=str(slow.socket))
-        job.all("save", step=1)
-        job.all("end", step=1, until="persisting")
+        _persisting(job, root, slow, 1)
         slow.kill()
         assert [end.phase for end in job.ends(1)] == ["committed", "committed"]
         assert "this process persists its saves itself" in job.ranks[0].logged("WARNING")
@@ -284,9 +285,7 @@ def test_a_sidecar_killed_in_the_middle_of_a_save_costs_nothing(tmp_path: Path, 
 def test_waiting_for_the_sidecar_hands_the_save_to_the_next_one(tmp_path: Path, slow: Daemon) -> None:
     root = tmp_path / "root"
     with Job(folder=tmp_path, nbytes=8 * MIB) as job:
-        job.open(root, sidecar=str(slow.socket), on_sidecar_loss="wait")
-        job.all("save", step=1)
-        job.all("end", step=1, until="persisting")
+        _persisting(job, root, slow, 1, on_sidecar_loss="wait")
         slow.kill()
         slow.start_again(())
         assert [end.phase for end in job.ends(1)] == ["committed", "committed"]
@@ -297,9 +296,7 @@ def test_waiting_for_the_sidecar_hands_the_save_to_the_next_one(tmp_path: Path, 
 def test_raising_when_the_sidecar_is_lost_fails_that_save_alone(tmp_path: Path, slow: Daemon) -> None:
     root = tmp_path / "root"
     with Job(folder=tmp_path, nbytes=8 * MIB) as job:
-        job.open(root, sidecar=str(slow.socket), on_sidecar_loss="raise")
-        job.all("save", step=1)
-        job.all("end", step=1, until="persisting")
+        _persisting(job, root, slow, 1, on_sidecar_loss="raise")
         slow.kill()
         ends = job.ends(1)
         assert {end.phase for end in ends} <= {"failed", "aborted"}
@@ -311,9 +308,7 @@ def test_raising_when_the_sidecar_is_lost_fails_that_save_alone(tmp_path: Path, 
 def test_a_sidecar_that_hangs_is_as_good_as_lost_and_may_wake_up(tmp_path: Path, slow: Daemon) -> None:
     root = tmp_path / "root"
     with Job(folder=tmp_path, nbytes=8 * MIB) as job:
-        job.open(root, sidecar=str(slow.socket))
-        job.all("save", step=1)
-        job.all("end", step=1, until="persisting")
+        _persisting(job, root, slow, 1)
         slow.send(signal.SIGSTOP)
         assert [end.phase for end in job.ends(1)] == ["committed", "committed"]
         assert "has not answered for" in job.ranks[0].logged("WARNING")
@@ -328,9 +323,7 @@ def test_a_sidecar_that_hangs_is_as_good_as_lost_and_may_wake_up(tmp_path: Path,
 def test_a_sidecar_told_to_leave_finishes_what_is_in_flight(tmp_path: Path, slow: Daemon) -> None:
     root = tmp_path / "root"
     with Job(folder=tmp_path, nbytes=8 * MIB) as job:
-        job.open(root, sidecar=str(slow.socket))
-        job.all("save", step=1)
-        job.all("end", step=1, until="persisting")
+        _persisting(job, root, slow, 1)
         assert slow.terminate() == 0
         assert [end.phase for end in job.ends(1)] == ["committed", "committed"]
         assert _latest(root) == "global_step1"

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Literal
 
 import pytest
 import torch
@@ -63,6 +64,12 @@ def _frozen(net: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.detach().clone() for name, value in net.state_dict().items()}
 
 
+def _add_one(net: torch.nn.Module) -> None:
+    """A change by hand that torch's version counter does not see."""
+    for parameter in net.parameters():
+        parameter.data.add_(1.0)
+
+
 def _same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     assert found.keys() == expected.keys()
     for name, value in expected.items():
@@ -76,6 +83,29 @@ def _loaded_net(root: Path, others: dict[str, object] | None = None) -> dict[str
     with Checkpointer(root) as ckpt:
         assert ckpt.load({"net": net, **(others or {})}, strict=False)
     return _frozen(net)
+
+
+class Run:
+    """A net and its optimizer, trained with a Checkpointer whose stager is held back."""
+
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.root, self._monkeypatch = root, monkeypatch
+        self.net = _net()
+        self.sgd = torch.optim.SGD(self.net.parameters(), lr=0.1)
+
+    @contextmanager
+    def saving(self, **state: object) -> Iterator[Checkpointer]:
+        """Saves `net` and `state`. The block changes `net`; the checkpoint must hold the net as it was at save()."""
+        with Checkpointer(self.root) as ckpt, held_back_stager(self._monkeypatch):
+            expected = _frozen(self.net)
+            ckpt.save(1, {"net": self.net, **state})
+            yield ckpt
+        _same(_loaded_net(self.root), expected)
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    return Run(tmp_path, monkeypatch)
 
 
 def test_a_step_right_after_save_is_held_until_its_copy_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,12 +127,10 @@ def test_a_step_right_after_save_is_held_until_its_copy_is_done(tmp_path: Path, 
     assert handle.timings.fence_s >= 0
 
 
-async def test_the_outcome_says_what_the_save_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    net = _net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+async def test_the_outcome_says_what_the_save_cost(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Checkpointer(tmp_path) as ckpt, held_back_stager(monkeypatch):
-        handle = ckpt.save(1, {"net": net})
-        _train(net, optimizer)
+        handle = ckpt.save(1, {"net": run.net})
+        _train(run.net, run.sgd)
         handle.wait()
     async with PosixStore(tmp_path) as store:
         [checkpoint] = await catalog.checkpoints(store)
@@ -111,7 +139,7 @@ async def test_the_outcome_says_what_the_save_cost(tmp_path: Path, monkeypatch: 
     assert cost.held_s == pytest.approx(timings.held_s, abs=1e-5)
     assert timings.held_s > 0
     assert cost.took_s > 0
-    assert cost.raw_bytes == sum(value.nbytes for value in net.state_dict().values())
+    assert cost.raw_bytes == sum(value.nbytes for value in run.net.state_dict().values())
     assert 0 < cost.stored_bytes <= cost.written_bytes
 
 
@@ -128,16 +156,12 @@ def test_a_snapshot_is_done_when_the_step_that_waited_for_it_goes_on() -> None:
     assert staging.done.done()
 
 
-def test_buffers_that_the_forward_pass_changes_are_copied_inside_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    net = _net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    with Checkpointer(tmp_path) as ckpt, held_back_stager(monkeypatch):
-        expected = _frozen(net)
-        ckpt.save(1, {"net": net, "optimizer": optimizer})
+def test_buffers_that_the_forward_pass_changes_are_copied_inside_save(run: Run) -> None:
+    before = _frozen(run.net)
+    with run.saving(optimizer=run.sgd):
         for _ in range(5):
-            net(torch.randn(8, 16))
-        assert not torch.equal(net[1].running_mean, expected["1.running_mean"])
-    _same(_loaded_net(tmp_path), expected)
+            run.net(torch.randn(8, 16))
+        assert not torch.equal(run.net[1].running_mean, before["1.running_mean"])
 
 
 def test_an_ema_updated_in_place_before_the_next_step_does_not_tear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,54 +182,38 @@ def test_an_ema_updated_in_place_before_the_next_step_does_not_tear(tmp_path: Pa
     _same(_frozen(found), expected)
 
 
-def test_parameters_whose_optimizer_is_not_in_the_state_need_no_fence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    net = _net()
-    with Checkpointer(tmp_path) as ckpt, held_back_stager(monkeypatch):
-        expected = _frozen(net)
-        ckpt.save(1, {"net": net})
-        for parameter in net.parameters():
-            parameter.data.add_(1.0)
-    _same(_loaded_net(tmp_path), expected)
+def test_parameters_whose_optimizer_is_not_in_the_state_need_no_fence(run: Run) -> None:
+    with run.saving():
+        _add_one(run.net)
 
 
-def test_fence_makes_a_change_by_hand_safe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    net = _net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    with Checkpointer(tmp_path) as ckpt, held_back_stager(monkeypatch):
-        expected = _frozen(net)
-        ckpt.save(1, {"net": net, "optimizer": optimizer})
+def test_fence_makes_a_change_by_hand_safe(run: Run) -> None:
+    with run.saving(optimizer=run.sgd) as ckpt:
         ckpt.fence()
-        for parameter in net.parameters():
-            parameter.data.add_(1.0)  # torch's version counter does not see this one
-    _same(_loaded_net(tmp_path), expected)
+        _add_one(run.net)
 
 
-def test_waiting_for_staged_makes_a_change_by_hand_safe(tmp_path: Path) -> None:
-    net = _net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+def test_waiting_for_staged_makes_a_change_by_hand_safe(run: Run, tmp_path: Path) -> None:
     with Checkpointer(tmp_path) as ckpt:
-        expected = _frozen(net)
-        ckpt.save(1, {"net": net, "optimizer": optimizer}).wait(until="staged")
-        for parameter in net.parameters():
-            parameter.data.add_(1.0)
+        expected = _frozen(run.net)
+        ckpt.save(1, {"net": run.net, "optimizer": run.sgd}).wait(until="staged")
+        _add_one(run.net)
     _same(_loaded_net(tmp_path), expected)
 
 
 def test_an_unfenced_change_by_hand_spoils_the_save_instead_of_tearing_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    net = _net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     ckpt = Checkpointer(tmp_path)
     with held_back_stager(monkeypatch):
-        handle = ckpt.save(1, {"net": net, "optimizer": optimizer})
+        handle = ckpt.save(1, {"net": run.net, "optimizer": run.sgd})
         with torch.no_grad():
-            net[0].weight.add_(1.0)
+            run.net[0].weight.add_(1.0)
     with pytest.raises(AbortedError, match=r"net\.0\.weight was changed while its snapshot was taken"):
         handle.wait()
     assert isinstance(handle.exception().__cause__, StagingError)
     assert handle.phase == "failed"
-    again = ckpt.save(2, {"net": net, "optimizer": optimizer}).wait()
+    again = ckpt.save(2, {"net": run.net, "optimizer": run.sgd}).wait()
     assert again.phase == "committed"
     ckpt.close()
 
@@ -228,20 +236,18 @@ def _averaged(parameter: torch.nn.Parameter) -> torch.Tensor:
     ],
 )
 def test_a_change_that_torch_does_not_count_spoils_the_save(
-    change: Callable[[torch.nn.Parameter], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, change: Callable[[torch.nn.Parameter], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    net = _net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     ckpt = Checkpointer(tmp_path)
     with held_back_stager(monkeypatch):
-        handle = ckpt.save(1, {"net": net, "optimizer": optimizer})
-        for parameter in net.parameters():
+        handle = ckpt.save(1, {"net": run.net, "optimizer": run.sgd})
+        for parameter in run.net.parameters():
             change(parameter)
     with pytest.raises(AbortedError, match=r"net\.0\.weight was changed while its snapshot was taken.*ckpt\.fence\(\)"):
         handle.wait()
     assert isinstance(handle.exception().__cause__, StagingError)
     assert ckpt.latest() is None
-    assert ckpt.save(2, {"net": net, "optimizer": optimizer}).wait().phase == "committed"
+    assert ckpt.save(2, {"net": run.net, "optimizer": run.sgd}).wait().phase == "committed"
     ckpt.close()
 
 
@@ -260,16 +266,31 @@ def test_the_state_of_an_optimizer_that_is_changed_by_hand_spoils_the_save(
     ckpt.close()
 
 
-def test_swapping_whole_tensors_by_data_leaves_the_snapshot_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_swapping_whole_tensors_by_data_leaves_the_snapshot_whole(run: Run) -> None:
     """`p.data, average = average, p.data` moves no bytes: the snapshot reads the memory that it saw."""
-    net = _net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    with Checkpointer(tmp_path) as ckpt, held_back_stager(monkeypatch):
-        expected = _frozen(net)
-        ckpt.save(1, {"net": net, "optimizer": optimizer})
-        for parameter in net.parameters():
+    with run.saving(optimizer=run.sgd):
+        for parameter in run.net.parameters():
             parameter.data = _averaged(parameter)
-    _same(_loaded_net(tmp_path), expected)
+
+
+Stage = tuple[Arena, Stager]
+
+
+@pytest.fixture
+def lazy() -> Iterator[Stage]:
+    yield from _stager("lazy")
+
+
+@pytest.fixture
+def eager() -> Iterator[Stage]:
+    yield from _stager("eager")
+
+
+def _stager(mode: Literal["lazy", "eager"]) -> Iterator[Stage]:
+    arena, stager = Arena(), Stager(mode)
+    yield arena, stager
+    stager.close(30)
+    arena.close()
 
 
 class Swapped:
@@ -309,13 +330,12 @@ class Swapped:
 
 
 def test_an_average_swapped_in_at_any_point_of_the_copy_is_caught(
-    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    lazy: Stage, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     """Copies and swaps in every order that two threads can bring about: torn if and only if a swap came before its copy."""
-    arena, stager = Arena(), Stager("lazy")
     copied = Copy.run
     for seed in range(request.config.getoption("--ema-swaps")):
-        chance, case = random.Random(seed), Swapped(arena, stager)
+        chance, case = random.Random(seed), Swapped(*lazy)
         count = len(case.params)
         late = chance.choice([0, chance.randrange(count + 1), chance.randrange(count + 1)])
         begins = sorted(chance.choice([late, chance.randrange(late, count + 1)]) for _ in range(count))
@@ -336,32 +356,28 @@ def test_an_average_swapped_in_at_any_point_of_the_copy_is_caught(
             torn = any(begin <= i for i, begin in enumerate(begins))
             assert isinstance(error, StagingError) == torn, f"seed {seed}"
             assert torn or case.holds_the_moment_of_save(found), f"seed {seed}"
-    stager.close(30)
-    arena.close()
 
 
-def test_an_average_swapped_in_while_the_copy_runs_is_caught_or_came_after_it(request: pytest.FixtureRequest) -> None:
+def test_an_average_swapped_in_while_the_copy_runs_is_caught_or_came_after_it(
+    lazy: Stage, request: pytest.FixtureRequest
+) -> None:
     """With real threads: what is committed holds the bytes of save(), and every other snapshot is thrown away."""
-    arena, stager = Arena(), Stager("lazy")
     for seed in range(request.config.getoption("--ema-swaps")):
-        chance, case = random.Random(seed), Swapped(arena, stager)
+        chance, case = random.Random(seed), Swapped(*lazy)
         order = chance.sample(range(len(case.params)), len(case.params))
         with case.staged() as (staging, found):
             for i in order:
                 case.swap(i)
             error = staging.done.exception(30)
             assert isinstance(error, StagingError) or case.holds_the_moment_of_save(found), f"seed {seed}"
-    stager.close(30)
-    arena.close()
 
 
 def test_an_average_swapped_in_right_after_save_is_always_caught(
-    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    lazy: Stage, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     """The copy runs after the swap of everything, as it does where the stager's thread gets no processor."""
-    arena, stager = Arena(), Stager("lazy")
     for _ in range(request.config.getoption("--ema-swaps")):
-        case = Swapped(arena, stager)
+        case = Swapped(*lazy)
         with held_back_stager(monkeypatch) as go, case.staged() as (staging, _):
             for i in range(len(case.params)):
                 case.swap(i)
@@ -369,62 +385,46 @@ def test_an_average_swapped_in_right_after_save_is_always_caught(
             with pytest.raises(StagingError, match=r"p\.0 was changed while its snapshot was taken"):
                 staging.done.result(30)
         monkeypatch.undo()
-    stager.close(30)
-    arena.close()
 
 
-def test_what_cannot_be_compared_is_not_persisted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_compared_is_not_persisted(lazy: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     class Failing(Proof):
         def torn(self) -> int | None:
             raise MemoryError("no room")
 
-    arena, stager = Arena(), Stager("lazy")
-    monkeypatch.setattr(stager._sampler, "take", lambda *_: Failing())
-    case = Swapped(arena, stager)
+    monkeypatch.setattr(lazy[1]._sampler, "take", lambda *_: Failing())
+    case = Swapped(*lazy)
     with (
         case.staged() as (staging, _),
         pytest.raises(StagingError, match=r"could not be compared with what save\(\) saw: MemoryError"),
     ):
         staging.done.result(30)
-    stager.close(30)
-    arena.close()
 
 
-def test_eager_staging_takes_no_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    arena, stager = Arena(), Stager("eager")
-    monkeypatch.setattr(stager._sampler, "take", None)
-    case = Swapped(arena, stager)
+def test_eager_staging_takes_no_sample(eager: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eager[1]._sampler, "take", None)
+    case = Swapped(*eager)
     with case.staged() as (staging, found):
         staging.done.result(30)
         assert case.holds_the_moment_of_save(found)
-    stager.close(30)
-    arena.close()
 
 
-def test_gradient_accumulation_leaves_the_snapshot_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    net = _net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    with Checkpointer(tmp_path) as ckpt, held_back_stager(monkeypatch):
-        expected = _frozen(net)
-        ckpt.save(1, {"net": net, "optimizer": optimizer})
+def test_gradient_accumulation_leaves_the_snapshot_alone(run: Run) -> None:
+    before = _frozen(run.net)
+    with run.saving(optimizer=run.sgd):
         for _ in range(4):
-            net(torch.randn(8, 16)).pow(2).sum().backward()
-        optimizer.step()
-        assert not torch.equal(net[0].weight, expected["0.weight"])
-    _same(_loaded_net(tmp_path), expected)
+            run.net(torch.randn(8, 16)).pow(2).sum().backward()
+        run.sgd.step()
+        assert not torch.equal(run.net[0].weight, before["0.weight"])
 
 
-def test_the_step_of_any_optimizer_is_fenced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    net = _net()
-    first = torch.optim.SGD(net[0].parameters(), lr=0.1)
-    second = torch.optim.Adam(net[3].parameters(), lr=0.1)
-    with Checkpointer(tmp_path) as ckpt, held_back_stager(monkeypatch):
-        expected = _frozen(net)
-        ckpt.save(1, {"net": net, "first": first, "second": second})
-        net(torch.randn(8, 16)).pow(2).sum().backward()
+def test_the_step_of_any_optimizer_is_fenced(run: Run) -> None:
+    first = torch.optim.SGD(run.net[0].parameters(), lr=0.1)
+    second = torch.optim.Adam(run.net[3].parameters(), lr=0.1)
+    with run.saving(first=first, second=second):
+        run.net(torch.randn(8, 16)).pow(2).sum().backward()
         second.step()
         first.step()
-    _same(_loaded_net(tmp_path), expected)
 
 
 def test_saves_at_every_step_hold_each_steps_own_state(tmp_path: Path) -> None:
@@ -443,15 +443,12 @@ def test_saves_at_every_step_hold_each_steps_own_state(tmp_path: Path) -> None:
         _same(_frozen(net), expected[step])
 
 
-def test_eager_staging_holds_everything_when_save_returns(tmp_path: Path) -> None:
-    net = _net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+def test_eager_staging_holds_everything_when_save_returns(run: Run, tmp_path: Path) -> None:
     with Checkpointer(tmp_path, staging="eager") as ckpt:
-        expected = _frozen(net)
-        handle = ckpt.save(1, {"net": net, "optimizer": optimizer})
+        expected = _frozen(run.net)
+        handle = ckpt.save(1, {"net": run.net, "optimizer": run.sgd})
         assert handle.timings.staged_s is not None
-        for parameter in net.parameters():
-            parameter.data.add_(1.0)
+        _add_one(run.net)
     _same(_loaded_net(tmp_path), expected)
 
 
