@@ -1,4 +1,4 @@
-"""Checks of arguments. Each raises UsageError with the argument's name, its value, and the values allowed."""
+"""Checks of arguments. Each raises UsageError with the argument's name, its value and the allowed values."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from checkpointd.errors import UsageError
 
 
 def whole(name: str, value: object, *, least: int = 1) -> None:
-    """A whole number, `least` or more; no bool."""
+    """Accept an int of at least `least`, but no bool."""
     if type(value) is not int or value < least:
         raise UsageError(f"{name} is {value!r:.80}; it must be a whole number, {least} or more")
 
 
 def seconds(name: str, value: object, *, most: float = math.inf, zero: bool = False) -> None:
-    """A finite number of seconds, greater than 0 (or 0, with `zero`), up to `most`; no bool."""
+    """Accept a finite number of seconds, greater than 0 (with `zero`: 0 or more) and at most `most`, but no bool."""
     number = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
     if not math.isfinite(number) or number < 0 or (number == 0 and not zero):
         bound = "0 or more" if zero else "greater than 0"
@@ -25,12 +25,12 @@ def seconds(name: str, value: object, *, most: float = math.inf, zero: bool = Fa
 
 
 def flag(name: str, value: object) -> None:
-    """True or False, and nothing that merely counts as one."""
+    """Accept True or False, but no other value that counts as true or false."""
     if not isinstance(value, bool):
         raise UsageError(f"{name} is {value!r:.80}; it must be True or False")
 
 
 def choice(name: str, value: object, options: Sequence[str]) -> None:
-    """One of `options`."""
+    """Accept one of `options`."""
     if not isinstance(value, str) or value not in options:
         raise UsageError(f"{name} is {value!r:.80}; choose one of {', '.join(options)}")

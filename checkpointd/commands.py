@@ -1,4 +1,4 @@
-"""Commands that messages suggest: whole, ready to be pasted into a shell."""
+"""Whole commands that messages suggest, ready to be pasted into a shell."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import shlex
 
 
 def command(*words: str) -> str:
-    """`checkpointd WORDS...` in backquotes, each word quoted for a shell where it needs that."""
+    """`checkpointd WORDS...` in backquotes, with words quoted for a shell if necessary."""
     return f"`{shlex.join(['checkpointd', *words])}`"
 
 
 MAY_NOT_OPEN = (
     "be the user, or in the group, that the daemon serves; its owner lets a group in with --group, and another user with --uid"
 )
-"""What to do if the permission for a daemon's socket is missing."""
+"""Advice for a user who may not open a daemon's socket."""
 
 
 def start_sidecar(socket: str) -> str:
-    """How to start the daemon that should listen at `socket`, in words."""
+    """Advice for starting a daemon that listens at `socket`."""
     return f"start it: {command('serve', '--socket', socket, '--root', 'DIR')}, DIR being where the jobs' roots lie"

@@ -34,15 +34,15 @@ class PersistConfig:
     chunk_bytes: int = 4 * MIB
     """The most raw bytes in one chunk."""
     block_bytes: int = 8 * MIB
-    """One write; a multiple of the page size."""
+    """The bytes of one write; a multiple of the page size."""
     writes: int = 4
     """Writes in flight at once."""
     encoders: int = field(default_factory=lambda: max(1, min(4, (os.cpu_count() or 2) - 1)))
     """Chunks that are encoded at once, each on a thread."""
     budget_bytes: int = 256 * MIB
-    """Host memory beside the snapshot, whatever the state's size."""
+    """The most host memory beside the snapshot, for a state of any size."""
     dedup: bool = True
-    """Whether what did not change since the last checkpoint is referred to instead of being written again."""
+    """Whether to store references in place of chunks that have not changed since the newest checkpoint."""
 
     def __post_init__(self) -> None:
         for name in ("chunk_bytes", "block_bytes", "writes", "encoders", "budget_bytes"):
@@ -63,15 +63,15 @@ class CommitConfig:
     """How long the ranks wait for each other. Seconds, measured on each rank's own monotonic clock."""
 
     timeout_s: float = 600.0
-    """From a rank's save() until it gives the attempt up."""
+    """The time from a rank's save() until it gives the attempt up."""
     poll_min_s: float = 0.01
     poll_max_s: float = 0.25
     retention: Retention = field(default_factory=Retention)
     """Which checkpoints stay; the coordinator removes the others after a commit."""
     on_no_progress: OnNoProgress = "warn"
-    """What to do where the step moved on and no rank's trained tensors changed."""
+    """The reaction if the step moved on, but no trained tensor of any rank changed."""
     read_back: bool = True
-    """Whether what was committed is read back while no save is in flight."""
+    """Whether to read committed checkpoints back while no save is in flight."""
 
     def __post_init__(self) -> None:
         arguments.seconds("timeout_s", self.timeout_s, most=TIMEOUT_S_MAX)
@@ -94,15 +94,15 @@ class Ranks:
 
 
 def environment_root() -> str | None:
-    """The root that the command line takes where none is given: CHECKPOINTD_ROOT."""
+    """The root for commands without one: CHECKPOINTD_ROOT."""
     return os.environ.get("CHECKPOINTD_ROOT") or None
 
 
 def environment_job() -> str:
-    """The name by which the next start of this job is known to be the same job's; empty where the environment has none.
+    """The name that shows that two starts belong to one job; empty if the environment has none.
 
-    CHECKPOINTD_JOB, which is for everybody to set; else what torchrun (`--rdzv-id`, unless it is the default) or Slurm calls
-    the job, which stays when they start it again.
+    It is CHECKPOINTD_JOB, which users may set, or otherwise the name that torchrun (`--rdzv-id`, unless it is the default) or
+    Slurm gives the job, which both keep when they start the job again.
     """
     if job := os.environ.get("CHECKPOINTD_JOB"):
         return job
@@ -120,7 +120,7 @@ JOB_CHARACTERS_MAX = 200
 
 
 def check_job(job: str | None) -> str:
-    """The job's name: `job`, or what the environment says where it is None. UsageError for what cannot be a name."""
+    """The job's name: `job`, or the name in the environment if it is None. UsageError if `job` cannot be a name."""
     if job is None:
         return environment_job()[:JOB_CHARACTERS_MAX]
     if type(job) is not str or not 0 < len(job) <= JOB_CHARACTERS_MAX or not job.isprintable():
@@ -135,13 +135,13 @@ class LoadConfig:
     reads: int = 4
     """Reads in flight at once."""
     block_bytes: int = 8 * MIB
-    """Chunks that lie next to each other are read together up to this size."""
+    """Neighbouring chunks are read together up to this size."""
     budget_bytes: int = 256 * MIB
-    """Host memory beside what is filled; a chunk that needs more is read while no other is."""
+    """The most host memory beside the load targets. A chunk that needs more is read alone."""
     retry_s: float = 600.0
-    """How long what cannot be read is tried again, counted from the first failure, before an UnreadableError is raised."""
+    """How long a failed read is tried again, from the first failure on, before it raises UnreadableError."""
     absence_s: float = ABSENCE_S
-    """How long an object that must be there stays out of sight before it counts as lost: longer than a file server lags."""
+    """How long a needed object must be missing before it counts as lost: longer than a file server lags."""
 
     def __post_init__(self) -> None:
         _positive(reads=self.reads, block_bytes=self.block_bytes, budget_bytes=self.budget_bytes)
@@ -150,14 +150,14 @@ class LoadConfig:
 
 
 def environment_world_size() -> int:
-    """How many ranks the launcher says it started: WORLD_SIZE, 1 where it is unset or no number."""
+    """The number of ranks that the launcher started: WORLD_SIZE, or 1 if that is not a number."""
     text = os.environ.get("WORLD_SIZE", "1")
     return int(text) if text.isdecimal() else 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Watched:
-    """What systemd told this process about itself: sd_notify(3) and sd_watchdog_enabled(3)."""
+    """Settings that systemd passes to this process: sd_notify(3) and sd_watchdog_enabled(3)."""
 
     notify_socket: str | None = None
     watchdog_s: float | None = None
@@ -165,7 +165,7 @@ class Watched:
 
 
 def environment_watched() -> Watched:
-    """NOTIFY_SOCKET, WATCHDOG_USEC and WATCHDOG_PID, as far as they are set and make sense."""
+    """NOTIFY_SOCKET, WATCHDOG_USEC and WATCHDOG_PID, each if it is set and valid."""
     period, pid = os.environ.get("WATCHDOG_USEC", ""), os.environ.get("WATCHDOG_PID", "")
     return Watched(
         notify_socket=os.environ.get("NOTIFY_SOCKET") or None,
@@ -175,7 +175,7 @@ def environment_watched() -> Watched:
 
 
 def read_serve_file(path: str) -> dict[str, object]:
-    """The table `[serve]` of a TOML file: fields of ServeConfig by name. UsageError where it cannot be read or names others."""
+    """The table `[serve]` of a TOML file: fields of ServeConfig by name. UsageError if it cannot be read or has other names."""
     try:
         with open(path, "rb") as file:
             found = tomllib.load(file)
@@ -203,56 +203,56 @@ class ServeConfig:
 
     socket: str
     roots: tuple[str, ...]
-    """Directories that clients may name as their root, or as one above it."""
+    """Clients may have their roots at or below these directories."""
     uids: tuple[int, ...] = field(default_factory=lambda: (os.geteuid(),))
-    """User ids that may connect. What another one than the daemon's own asks for is done with that user's rights."""
+    """User ids that may connect. The daemon serves every user with that user's own rights."""
     status_uids: tuple[int, ...] = ()
-    """User ids that may only ask for the status, beside `uids`, the daemon's own user and root."""
+    """Further user ids that may ask for the status only. `uids`, the daemon's own user and root may ask for it anyway."""
     group: str | None = None
-    """A group whose members may open the socket, too; None: its owner alone."""
+    """A group whose members may open the socket, too; None: only the owner may."""
     clients_max: int = 256
     slots_max: int = 4
-    """Per client: two in use, and two that are being replaced."""
+    """Slots per client: two in use, and two that are being replaced."""
     saves_max: int = 4
-    """That have not voted yet, per client. Those that only wait for other ranks cost next to nothing."""
+    """Saves per client that have not voted yet. Saves that only wait for other ranks cost next to nothing."""
     user_clients_max: int | None = None
-    """Connections of one user; None: all, and half of them where several users may connect."""
+    """Connections of one user; None: all of them, or half of them if several users may connect."""
     memory_bytes_max: int = field(default_factory=_half_of_memory)
-    """What all clients may make the daemon hold: slots, which are the trainers' memory, layouts, states' trees, and messages
-    that are coming. What it needs itself to write, `budget_bytes` per save, is not in it."""
+    """The most memory that all clients together may make the daemon hold: slots (which are the trainers' memory), layouts,
+    state trees and incoming messages. The daemon's own memory for writing, `budget_bytes` per save, is not counted."""
     user_bytes_max: int | None = None
-    """The same for the clients of one user; None: all, and half of it where several users may connect."""
+    """The same for the clients of one user; None: all of it, or half of it if several users may connect."""
     held_bytes_max: int = field(default_factory=_half_of_memory)
-    """Snapshots held for restarts; 0: none."""
+    """The most bytes of snapshots retained for restarts; 0: none."""
     hold_s: float = 1800.0
-    """How long a snapshot is held after its trainer has gone."""
+    """How long a snapshot is retained after its trainer has gone."""
     budget_bytes: int | None = None
-    """The most that one save may take beside its snapshot; None: what the client asks for."""
+    """The most memory that one save may take beside its snapshot; None: as much as the client asks for."""
     encoders: int = field(default_factory=lambda: max(1, min(4, (os.cpu_count() or 2) - 1)))
-    """Chunks of one save that are encoded at once: the cap on compression threads."""
+    """Chunks of one save that are encoded at once, each on a thread."""
     bandwidth_bps: float | None = None
-    """Bytes per second that persisting may write, over all clients; None: as fast as the storage takes them."""
+    """The most bytes per second that all clients' saves together may write; None: no limit."""
     niceness: int = 0
     io_class: Literal["none", "best-effort", "idle"] = "none"
     sandbox: Literal["auto", "require", "off"] = "auto"
-    """Forbid the daemon other programs and other files. "auto": as far as the kernel has it and a root may be mounted anew;
-    "require": all of it, or the daemon does not start."""
+    """Whether the daemon forbids itself to start programs and to use other files. "auto": as far as the kernel can and a root
+    may still be mounted anew; "require": completely, or the daemon does not start."""
     http: str | None = None
-    """Where status is served over HTTP: HOST:PORT, or the path of a Unix socket; None: nowhere."""
+    """The address for the status over HTTP: HOST:PORT, or the path of a Unix socket; None: no HTTP."""
     http_public: bool = False
-    """Let `http` name a HOST that other machines reach. Whoever reaches it reads paths, tags and errors of every job here."""
+    """Whether HOST in `http` may be reachable from other machines. Their users then see paths, tags and errors of every job."""
     metrics_per_rank: bool = False
-    """Whether what is counted has a label `rank`; else the ranks of a root are counted together."""
+    """Whether metrics have a label `rank`; otherwise the ranks of a root are counted together."""
     names: dict[str, str] = field(default_factory=dict)
-    """What people call roots, by their paths: shown, and the label `name` of their metrics."""
+    """Names of roots for people, by the roots' paths: the status shows them, and metrics have them as the label `name`."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["text", "json"] = "text"
     """One line of text for each record, or one JSON object."""
     grace_s: float = 60.0
-    """After SIGTERM, how long saves in flight may take."""
+    """How long saves in flight may take after SIGTERM."""
     progress_interval_s: float = 0.2
     hello_s: float = 5.0
-    """How long a connection may take to say who it is."""
+    """How long a new connection may take to identify itself."""
 
     def __post_init__(self) -> None:
         if not self.roots:
@@ -260,7 +260,7 @@ class ServeConfig:
         for root in (*self.roots, *self.names):
             if not os.path.isabs(root):
                 raise UsageError(f"root {root!r} must be an absolute path")
-        # Only where it is asked for: a file system that hangs must not keep the daemon from starting.
+        # Only if there are names: a file system that hangs must not keep the daemon from starting.
         served = [os.path.realpath(root) for root in self.roots] if self.names else []
         for root in self.names:
             real = os.path.realpath(root)
@@ -293,5 +293,5 @@ class ServeConfig:
 
 
 def share(of_all: int, given: int | None, uids: tuple[int, ...]) -> int:
-    """What one user may have of `of_all`: `given`, or, where there are others, half."""
+    """The part of `of_all` for one user: at most `given`. By default all of it, or half of it if there are several `uids`."""
     return min(of_all, given) if given is not None else of_all if len(uids) < 2 else -(-of_all // 2)

@@ -1,4 +1,4 @@
-"""Sizes, ranks and lists as messages write them, and sizes as people write them."""
+"""Sizes, ranks and lists as messages write them; also reads sizes that people write."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def byte_size(nbytes: int, blank: str = " ") -> str:
 
 
 def byte_count(size: int | str, what: str) -> int:
-    """`5GB` (10**9 to the G, as Hugging Face has it), `5GiB` (2**30), or a number of bytes; UsageError names `what`."""
+    """Bytes from `5GB` (G is 10**9, as in Hugging Face), `5GiB` (Gi is 2**30) or a number. UsageError names `what`."""
     if isinstance(size, int) and not isinstance(size, bool):
         count = size
     else:

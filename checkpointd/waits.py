@@ -1,7 +1,6 @@
-"""Waiting, out loud: a wait of more than 10 seconds says in the log who or what is missing, and again whenever it has doubled.
+"""Reports long waits: after 10 seconds, and each time the wait doubles, the log says which rank, process or object is missing.
 
-Every wait for another rank, another process or the storage goes through `Waiting`. It bounds nothing: whoever waits has a
-deadline.
+Every wait for another rank, another process or the storage goes through `Waiting`. It sets no bound: the caller has a deadline.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from checkpointd.errors import CheckpointdError
 
 log = logging.getLogger("checkpointd")
 
-FIRST_WORD_S = 10.0
+FIRST_REPORT_S = 10.0
 
 
 class Waiting:
-    """One wait, which begins now. `missing` says what is waited for, in words; it is asked only when a word is due.
+    """One wait, which begins now. `missing` names the missing thing in words; it is called only when a report is due.
 
-    `clock` gives seconds; `level` is that of the log.
+    `clock` gives seconds; `level` is the log level of the reports.
     """
 
     def __init__(
@@ -33,26 +32,26 @@ class Waiting:
     ) -> None:
         self._missing, self._clock, self._level = missing, clock, level
         self._began = clock()
-        self._word_at = self._began + FIRST_WORD_S
+        self._report_at = self._began + FIRST_REPORT_S
 
     def look(self) -> None:
-        """Say what is missing where a word is due. Whoever polls calls this at every look."""
+        """Report the missing thing if a report is due. A caller that polls calls this at every look."""
         now = self._clock()
-        if now < self._word_at:
+        if now < self._report_at:
             return
-        while self._word_at <= now:
-            self._word_at += self._word_at - self._began
+        while self._report_at <= now:
+            self._report_at += self._report_at - self._began
         lasted_s = now - self._began
         try:
             missing = self._missing()
-        except CheckpointdError as error:  # a word that cannot be had must not end the wait
+        except CheckpointdError as error:  # a report that fails must not end the wait
             missing = str(error)
         log.log(self._level, "still waiting after %.0f s: %s", lasted_s, missing)
 
     def until(self, wait: Callable[[float], bool], timeout_s: float | None = None) -> bool:
-        """Call `wait` with the seconds that it may take, again and again, until it returns True.
+        """Block until `wait`, called again and again with the seconds that it may take, returns True.
 
-        False where `timeout_s` seconds are over before that; None: wait for ever. Blocks.
+        Returns False after `timeout_s` seconds; None waits for ever.
         """
         over_at = self._over_at(timeout_s)
         while True:
@@ -63,7 +62,7 @@ class Waiting:
             self.look()
 
     async def until_done(self, task: asyncio.Future[Any], timeout_s: float) -> bool:
-        """The same for a task of the running loop, whose clock this wait must go by. The task is never cancelled."""
+        """As `until`, for a task of the running loop, which is never cancelled. `clock` must be the loop's clock."""
         over_at = self._over_at(timeout_s)
         while True:
             done, _ = await asyncio.wait({task}, timeout=self._left_s(over_at))
@@ -74,13 +73,13 @@ class Waiting:
             self.look()
 
     def _over_at(self, timeout_s: float | None) -> float:
-        """A moment of the clock: what is left until then comes to nothing when the clock is there, whatever was rounded."""
+        """The end of the wait as a time of the clock, so that rounding cannot leave a rest when the clock reaches it."""
         return math.inf if timeout_s is None else self._began + timeout_s
 
     def _left_s(self, over_at: float) -> float:
-        return max(0.0, min(self._word_at, over_at) - self._clock())
+        return max(0.0, min(self._report_at, over_at) - self._clock())
 
 
 def is_done(future: Future[Any], seconds: float) -> bool:
-    """Wait until `future` is done, at most `seconds`: what `Waiting.until` waits with."""
+    """Wait at most `seconds` until `future` is done; for `Waiting.until`."""
     return bool(wait_for_futures({future}, seconds).done)

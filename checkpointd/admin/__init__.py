@@ -1,1 +1,1 @@
-"""Commands that change a root: collection, deletion, recovery. Each reports what it did, or would do."""
+"""Commands that change a root: collection, deletion, recovery. Each reports its actions, real or planned."""

@@ -1,4 +1,4 @@
-"""Results of a collection or a deletion, done or only planned: for the command line and its JSON."""
+"""Collections and deletions, real or only planned, with reports for the command line and its JSON."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from checkpointd.store.base import Store
 
 
 class CollectionReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What went, or with `dry_run` would go; `retired` are the tags that are no checkpoints any more."""
+    """The attempts that were removed, or would be with `dry_run`. `retired` has the tags that are not checkpoints any more."""
 
     root: str
     dry_run: bool
@@ -30,13 +30,13 @@ class CollectionReport(msgspec.Struct, frozen=True, kw_only=True):
     kept_bytes: int
     latest_moved_to: str | None = None
     needed_by: tuple[str, ...] = ()
-    """Of a deletion: the tags of the newer checkpoints that refer to what stays."""
+    """For a deletion: the tags of newer checkpoints that refer to objects of the deleted one, so that these objects stay."""
     unproved: tuple[str, ...] = ()
-    """Tags that rules let go, and that stay: no checkpoint that was to stay could be read back whole."""
+    """Tags that no rule keeps, but that stay, since no checkpoint that the rules keep could be read back whole."""
 
 
 async def collection(store: Store, rules: Retention, *, dry_run: bool) -> CollectionReport:
-    """Remove what is dead weight, and the checkpoints that `rules` let go. UsageError where none has their metric."""
+    """Remove leftovers, and the checkpoints that no rule keeps. UsageError if no checkpoint has the metric of the rules."""
     views = await catalog.scan(store)
     choice = await chosen_by(store, views, rules)
     if choice.unknown_metric is not None and catalog.checkpoints_of(views):
@@ -45,12 +45,12 @@ async def collection(store: Store, rules: Retention, *, dry_run: bool) -> Collec
 
 
 async def deletion(store: Store, tag: str, *, force: bool, dry_run: bool) -> CollectionReport:
-    """Remove the checkpoint `tag`. NotFoundError where there is none; UsageError where it is the newest, without `force`."""
+    """Remove the checkpoint `tag`. NotFoundError if there is none; UsageError if it is the newest and not `force`."""
     views = await catalog.scan(store)
     checkpoints = catalog.checkpoints_of(views)
     found = next((c for c in checkpoints if c.tag == tag), None)
     if found is None:
-        await catalog.find(store, tag)  # says what is there instead
+        await catalog.find(store, tag)  # raises an error that describes what is there
         raise NotFoundError(f"{tag} is not a checkpoint any more")
     why = await _indispensable(store, tag, [c.tag for c in checkpoints if c.outcome.save_latest])
     if why and not force:
@@ -60,7 +60,7 @@ async def deletion(store: Store, tag: str, *, force: bool, dry_run: bool) -> Col
             "in Python"
         )
     deleted = [(view.facts, DELETED_BY_NAME) for view in views if view.prefix == found.prefix]
-    # Older commits of the tag, not collected yet, would be its checkpoint then.
+    # Otherwise an older commit of the tag that is not collected yet would become its checkpoint.
     deleted += [
         (v.facts, "somebody deleted its tag")
         for v in views
@@ -69,17 +69,19 @@ async def deletion(store: Store, tag: str, *, force: bool, dry_run: bool) -> Col
     report = await _done(store, [v for v in views if v.tag == tag], deleted=deleted, dry_run=dry_run)
     moved = None if dry_run else await move_latest_away(store, tag)
     own = {f"{view.prefix}/" for view in views if view.tag == tag}
-    needed_by = tuple(c.tag for c in checkpoints if c.tag != tag and any(_holder(key) in own for key in c.outcome.refers or ()))
+    needed_by = tuple(
+        c.tag for c in checkpoints if c.tag != tag and any(_attempt_of(key) in own for key in c.outcome.refers or ())
+    )
     return msgspec.structs.replace(report, latest_moved_to=moved, needed_by=needed_by)
 
 
-def _holder(key: str) -> str:
-    """`<tag>/<attempt>/` of an object's key."""
+def _attempt_of(key: str) -> str:
+    """The part `<tag>/<attempt>/` of an object's key."""
     return key[: key.rindex("/") + 1]
 
 
 async def delete_once(store: Store, tag: str, *, force: bool) -> None:
-    """The same for a job whose ranks may all ask for it: nothing where somebody has deleted `tag` by name before."""
+    """As `deletion`, for a job whose ranks may all call it: does nothing if somebody has already deleted `tag` by name."""
     try:
         await deletion(store, tag, force=force, dry_run=False)
     except NotFoundError:
@@ -92,7 +94,7 @@ async def _indispensable(store: Store, tag: str, newest_first: Sequence[str]) ->
         if await catalog.latest(store) == tag:
             return "what latest names"
     except DamagedError:
-        pass  # the next start repairs it
+        pass  # the next start repairs the pointer
     return "the newest checkpoint" if newest_first[:1] == [tag] else None
 
 

@@ -1,16 +1,16 @@
-"""Recovery from the command line: may it take the root over, what would it decide, and what did it do?"""
+"""Recovery from the command line: a preview of its decisions, or the recovery itself."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import shlex
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Literal
 
 import msgspec
 
+from checkpointd.commands import command
 from checkpointd.commit.garbage import dead_weight
 from checkpointd.errors import DamagedError
 from checkpointd.layout.manifest import Outcome
@@ -25,11 +25,11 @@ from checkpointd.store.base import Store
 log = logging.getLogger("checkpointd")
 
 NO_RANKS = 0
-"""The world size of an epoch that no job runs in: it fences the older ones, and the next start takes the one after it."""
+"""The world size of an epoch without a job. The epoch fences older ones, and the next start takes the number after it."""
 
 
 class Decided(msgspec.Struct, frozen=True, kw_only=True):
-    """One attempt that was in doubt, and what became of it."""
+    """One attempt that was in doubt, and its outcome."""
 
     tag: str
     attempt: str
@@ -38,34 +38,34 @@ class Decided(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RecoveryReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What a recovery did, or with `dry_run` would do; `epoch` is the one that it took, `holder` who ran the one before."""
+    """The actions of a recovery, real or with `dry_run` planned. It took `epoch`; `holder` held the epoch before."""
 
     root: str
     dry_run: bool
     epoch: int | None
     holder: Holder | None
     refused: str = ""
-    """Dry run only: why the recovery itself would be refused."""
+    """Only in a dry run: why the recovery itself would be refused."""
     decided: tuple[Decided, ...]
     surviving: tuple[str, ...] = ()
-    """Undecided attempts (`<tag>/<attempt>`) that are left to the daemons that still work at them."""
+    """Undecided attempts (`<tag>/<attempt>`) that stay undecided because daemons still work at them."""
     latest_moved_to: str | None
     latest_removed: bool = False
-    """It named what is gone, and no checkpoint is left that it could name."""
+    """`latest` named a tag that is gone, and no checkpoint is left for it to name."""
     swept: int
-    """Attempts whose chunks and indexes went."""
+    """The number of attempts whose chunks and indexes were removed."""
     strays: int | None
-    """Files of interrupted writes that went; None in a dry run."""
+    """The number of removed files of interrupted writes; None in a dry run."""
 
 
 async def recovery(store: Store, *, take_over: bool = False) -> RecoveryReport:
-    """Take the next epoch and decide every attempt of the older ones, but for those that a daemon still works at.
+    """Take the next epoch and decide every attempt of older epochs, except those that a daemon still works at.
 
-    RootInUseError where a job is alive at the root, unless it is to be taken over.
+    RootInUseError if a job is alive at the root, unless `take_over`.
     """
     holder = await _holder(store)
     if holder is None and not await epochs.newest(store) and not await catalog.scan(store):
-        # No job ever ran here: it may be any directory, and must not become a root by a slip.
+        # No job ever ran here. This may be any directory, and must not become a root by mistake.
         return RecoveryReport(
             root=store.url, dry_run=False, epoch=None, holder=None, decided=(), latest_moved_to=None, swept=0, strays=0
         )
@@ -93,14 +93,14 @@ def _beginner(store: Store, *, take_over: bool) -> Beginner:
         world_size=NO_RANKS,
         take_over=take_over,
         instead=(
-            "It decides what is in doubt itself. To recover all the same, end it first, or take the root over, so that every "
-            f"save of it fails from then on: checkpointd recover {shlex.quote(store.url)} --take-over"
+            "That job decides its saves itself. To recover nevertheless, end the job first, or take the root over, so that all "
+            f"its later saves fail: {command('recover', store.url, '--take-over')}"
         ),
     )
 
 
 async def preview(store: Store, *, take_over: bool = False) -> RecoveryReport:
-    """What `recovery` would do now; nothing is written."""
+    """The report that `recovery` would give now; nothing is written."""
     beginner = _beginner(store, take_over=take_over)
     surviving, living = await asyncio.gather(
         leases.attempts_at_work(store, beginner.sight), leases.living_job(store, beginner.job, beginner.sight)
@@ -139,7 +139,9 @@ def _decided(outcomes: Iterable[Outcome]) -> tuple[Decided, ...]:
             tag=outcome.tag,
             attempt=outcome.attempt,
             outcome=outcome.outcome,
-            why=outcome.error.message if outcome.error else "every rank had voted yes, and all that was voted for is there",
+            why=outcome.error.message
+            if outcome.error
+            else "every rank had voted yes, and all objects that the votes name are there",
         )
         for outcome in outcomes
     )

@@ -1,1 +1,1 @@
-"""A checkpoint as plain files for other programs: which tensors, read how, written where."""
+"""Exports a checkpoint as plain files for other programs: selects tensors, streams them, and shows the output."""

@@ -1,4 +1,4 @@
-"""One checkpoint, or a part of it, as plain files: select, lay out, stream, publish."""
+"""Exports one checkpoint, or a part of it, as plain files, in four stages: select, lay out, stream, publish."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MEMORY_BYTES_MIN = 16 * MIB
 
 
 def memory_of(memory: int | str, least: int = MEMORY_BYTES_MIN) -> int:
-    """The bytes that may be held at once; UsageError where `memory` is no size, or below `least`."""
+    """`memory` in bytes; UsageError if it is not a size, or less than `least`."""
     held = byte_count(memory, "memory")
     if held < least:
         raise UsageError(f"memory is {held} bytes; at least {least} are needed")
@@ -41,10 +41,11 @@ def memory_of(memory: int | str, least: int = MEMORY_BYTES_MIN) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportRequest:
-    """What to export. `tag` None: what `latest` names. `only`: the part of the state below that name, the name stripped.
+    """The request for an export. `tag`: None means the tag that `latest` names. `only`: export only the part of the state below
+    this name, and strip the name from the tensors' names.
 
-    With `dtype` "fp32" the model's parameters are those of their fp32 masters, where the state has a part `master`.
-    `rank`: whose tensors to take of those that the ranks hold for themselves. `memory_bytes`: about what is held at once.
+    With `dtype` "fp32", the model's parameters come from their fp32 masters if the state has a part `master`.
+    `rank`: the rank whose per-rank tensors are exported. `memory_bytes`: about how much memory the export uses.
     """
 
     tag: str | None = None
@@ -60,19 +61,19 @@ class ExportRequest:
         memory_of(self.memory_bytes)
 
     def dtype_of(self, tensor: Exported) -> str:
-        """What `tensor` becomes."""
+        """The dtype of `tensor` in the export."""
         return target_of(tensor.dtype, _TARGETS[self.dtype])
 
 
 class ExportedFile(msgspec.Struct, frozen=True, kw_only=True):
-    """A file that was written; its size in bytes."""
+    """A file of the export and its size in bytes."""
 
     name: str
     size: int
 
 
 class Consolidation(msgspec.Struct, frozen=True, kw_only=True):
-    """What was exported, and where to. `tied`: names that share the tensor of another name; `bytes` are those of tensors."""
+    """The result of an export. `tied` maps names to the name whose tensor they share; `bytes` counts the tensors' bytes."""
 
     root: str
     tag: str
@@ -86,20 +87,20 @@ class Consolidation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Container(Protocol):
-    """A file format: it makes files whose tensors are still to come, and closes them when they are there."""
+    """A file format: it creates files before their tensors are written, and completes them afterwards."""
 
     name: str
 
     def directory(self) -> bool:
-        """Whether it makes a directory of files, or one file."""
+        """Whether the output is a directory of files; otherwise it is one file."""
         ...
 
     def begin(self, selection: Selection, request: ExportRequest, output: Output) -> Sequence[PlacedTensor]:
-        """Create the files in `output`; where the bytes of each tensor go. UsageError where the format cannot hold one."""
+        """Create the files in `output`; returns the place of each tensor. UsageError if the format cannot hold a tensor."""
         ...
 
     def finish(self, sums: Mapping[str, int], output: Output) -> None:
-        """All bytes are there; `sums` has the CRC-32 of each placed tensor by name."""
+        """Complete the files after all bytes were written; `sums` has the CRC-32 of each placed tensor by name."""
         ...
 
 
@@ -110,7 +111,7 @@ async def consolidate(
     request: ExportRequest,
     on_progress: Callable[[int, int], None] = lambda _, __: None,
 ) -> Consolidation:
-    """Export to `out`, which appears whole or not at all; `on_progress` is told bytes written and their total.
+    """Export to `out`, which appears whole or not at all; `on_progress` receives the bytes written and their total.
 
     Raises NotFoundError, UsageError, DamagedError with object, FQN and rank, StoreError, StoreFullError.
     """
@@ -150,7 +151,7 @@ async def consolidate(
 
 
 def _check_whole(world: CheckpointView, selection: Selection) -> None:
-    """Before anything is sized by a shape: that its elements are there."""
+    """Check that all elements are stored. This comes before any allocation by a shape, which may be damaged."""
     sources = {tensor.source for tensor in selection.names}
     missing = gaps(world, (BoxRequest(source.fqn, whole(source.shape), None, source.rank) for source in sources))
     if missing:
@@ -167,7 +168,7 @@ async def _tag(store: Store, tag: str | None) -> str:
 
 
 def check_outside(store: Store, out: str | os.PathLike[str]) -> None:
-    """A root holds checkpoints: whatever else lies there would be taken for one, or be in the way of one."""
+    """UsageError if `out` lies inside the root, where it could be taken for a checkpoint or be in the way of one."""
     root, place = os.path.realpath(store.url), os.path.realpath(out)
     if store.capabilities.shared and os.path.commonpath([root, place]) == root:
         raise UsageError(f"{place} lies inside the root {root}, which is for checkpoints: give a place outside")
@@ -179,7 +180,9 @@ class Safetensors:
     name = "safetensors"
 
     def __init__(self, out: str | os.PathLike[str], file_bytes_max: int | None) -> None:
-        """`file_bytes_max`: of the tensors in a file of a directory; a place that ends in `.safetensors` is one file."""
+        """`file_bytes_max`: the most bytes of tensors in each file of a directory. An `out` that ends in `.safetensors` is a
+        single file, without a limit.
+        """
         self._directory = not os.fspath(out).endswith(".safetensors")
         self._file_bytes_max = file_bytes_max if self._directory else None
 
@@ -202,11 +205,11 @@ class Safetensors:
         return placed
 
     def finish(self, sums: Mapping[str, int], output: Output) -> None:
-        """Nothing is left to do: the header says all, and it came first."""
+        """Nothing is left to do: the header, which was written first, describes the whole file."""
 
 
 def _planned(name: str, items: Sequence[Item], tied: Mapping[str, str]) -> FilePlan:
-    """The file with Hugging Face's metadata: the framework, and for every name that was left out the one that it is tied to."""
+    """The file with Hugging Face's metadata: the framework, and for every tied name the name whose tensor it shares."""
     here = {item.name for item in items}
     metadata = {other: kept for other, kept in tied.items() if kept in here}
     try:

@@ -1,11 +1,12 @@
 """The output of an export: a file or a directory that appears whole, or not at all.
 
 Invariants
-  OUTPUT-1  Until all is written and durable, it lies beside its place under a hidden name; then one rename, or one link, shows
-      it.
-  OUTPUT-2  What stands at its place is replaced only when that was asked for; a directory only where it holds an export alone.
-  OUTPUT-3  An error, an interruption and a full disk leave nothing behind. A process that is killed leaves the hidden
-      directory.
+  OUTPUT-1  The output is written in a hidden directory beside its place. Once it is whole and durable, one rename or one link
+      shows it.
+  OUTPUT-2  The output replaces a file or directory at its place only with `force`, and a directory only if it holds nothing but
+      an export.
+  OUTPUT-3  An error, an interruption or a full disk leaves no part of the new output behind, and the old output in its place.
+      A process that is killed leaves the hidden directory.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ _NO_RESERVE = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENO
 
 
 class Output:
-    """One export on its way; `with` removes what is there unless `publish` was called."""
+    """An export in progress. Leaving `with` removes its files, unless `publish` has shown them."""
 
     def __init__(self, place: str | os.PathLike[str], *, directory: bool, force: bool = False) -> None:
-        """`directory`: whether `place` is to be a directory of files, or one file.
+        """`directory`: whether the output is a directory of files; otherwise it is one file.
 
-        UsageError where something is in the way, NotFoundError where there is no directory to put it into.
+        UsageError if something is in the way, NotFoundError if the directory above `place` does not exist.
         """
         self.place = os.path.abspath(os.fspath(place))
         self._directory, self._force = directory, force
@@ -52,11 +53,11 @@ class Output:
         shutil.rmtree(self._hidden, ignore_errors=True)
 
     def path(self, name: str) -> str:
-        """Where to write the file `name` of a directory, or the one file, whose name does not matter."""
+        """The path for writing the file `name` of a directory. If the output is one file, `name` is ignored."""
         return os.path.join(self._hidden, name if self._directory else os.path.basename(self.place))
 
     def create(self, name: str, head: bytes, size: int) -> str:
-        """Make the file `name` of `size` bytes that begins with `head`, its space reserved; its path."""
+        """Create the file `name` of `size` bytes that begins with `head`, reserve its space, and return its path."""
         path = self.path(name)
         with translated("writing", self.place, size):
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -70,14 +71,14 @@ class Output:
         return path
 
     def publish(self) -> list[tuple[str, int]]:
-        """Make all of it durable and show it at its place; names of the files and their sizes in bytes."""
+        """Make the output durable and show it at its place; returns the names of the files and their sizes in bytes."""
         with translated("writing", self.place):
             names = sorted(os.listdir(self._hidden))
             sizes = [(name, os.path.getsize(os.path.join(self._hidden, name))) for name in names]
             for name in names:
                 _sync(os.path.join(self._hidden, name))
             _sync(self._hidden)
-        self._check_place()  # again: it may have come meanwhile
+        self._check_place()  # again, since something may have appeared there meanwhile
         with translated("publishing", self.place):
             if self._directory:
                 self._show_directory()
@@ -87,16 +88,16 @@ class Output:
         return sizes
 
     def _show_directory(self) -> None:
-        """A directory cannot take the place of one that holds something: that goes aside first."""
+        """A rename cannot replace a directory that is not empty, so the old directory is moved aside first."""
         if os.path.isdir(self.place) and os.listdir(self.place):
             aside = f"{self._hidden}.replaced"
             os.rename(self.place, aside)
             try:
                 os.rename(self._hidden, self.place)
-            except OSError:
+            except BaseException:  # also an interruption
                 os.rename(aside, self.place)
                 raise
-            shutil.rmtree(aside)
+            shutil.rmtree(aside, ignore_errors=True)  # the new output is there
         else:
             os.rename(self._hidden, self.place)
 
@@ -104,7 +105,7 @@ class Output:
         if self._force:
             os.replace(path, self.place)
         else:
-            # Unlike rename, a link never replaces.
+            # Unlike a rename, a link never replaces a file.
             os.link(path, self.place)
 
     def _check_place(self) -> None:
@@ -112,7 +113,7 @@ class Output:
             return
         if os.path.isdir(self.place) != self._directory:
             kinds = ("a directory", "a file") if self._directory else ("a file", "a directory")
-            raise UsageError(f"{self.place} is to be {kinds[0]}, and there is {kinds[1]}: give another place")
+            raise UsageError(f"the output must be {kinds[0]}, but {self.place} is {kinds[1]}: give another place")
         if not self._force:
             raise UsageError(f"{self.place} exists and is not overwritten: give another place, or --force")
         if self._directory:
@@ -122,12 +123,12 @@ class Output:
         other = next((name for name in sorted(os.listdir(self.place)) if not _EXPORTED.match(name)), None)
         if other is not None:
             raise UsageError(
-                f"{self.place} holds {other!r}, which no export made, and which would go with the directory: give another place"
+                f"{self.place} holds {other!r}, which no export made and which would be removed: give another place"
             )
 
 
 def reserve(descriptor: int, size: int) -> None:
-    """Give the file its size and the space for it; where the file system cannot reserve, the size alone."""
+    """Set the size of a file and reserve its space; if the file system cannot reserve space, only set the size."""
     try:
         if size:
             os.posix_fallocate(descriptor, 0, size)
@@ -139,7 +140,7 @@ def reserve(descriptor: int, size: int) -> None:
 
 @contextmanager
 def translated(doing: str, place: str, nbytes: int = 0) -> Iterator[None]:
-    """System errors as StoreErrors that say what happened to what, and what to do."""
+    """Turns OSErrors into StoreErrors with advice; `nbytes` is the size of the file that was being made."""
     try:
         yield
     except OSError as error:

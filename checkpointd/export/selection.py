@@ -1,4 +1,4 @@
-"""Selects the tensors of an export, and their names: a part of the state, and one copy of tensors equal on all ranks."""
+"""Selects the tensors of an export and their names: a part of the state, with tensors that are equal on all ranks only once."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from checkpointd.phrases import listed
 from checkpointd.pipeline.read.checkpoint_view import CheckpointView
 
 MODEL, MASTERS = "model", "master"
-"""The parts of a state with a model's parameters, and with the fp32 masters of them that mixed precision keeps, named alike."""
+"""The parts of a state for a model's parameters and for their fp32 masters in mixed precision, under the same names."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredSourceTensor:
-    """A stored tensor: a global one (`rank` None), or that rank's own."""
+    """A stored tensor: a global one if `rank` is None, otherwise one of that rank's own."""
 
     fqn: str
     dtype: str
@@ -28,7 +28,7 @@ class StoredSourceTensor:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Elements of a source: `stride` and `offset` count elements in its row-major order."""
+    """A view of a source: `stride` and `offset` count elements in the source's row-major order."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -36,29 +36,29 @@ class View:
 
     @property
     def contiguous(self) -> bool:
-        """Whether the elements follow each other in the source."""
+        """Whether the elements lie next to each other in the source, in order."""
         return 0 in self.shape or self.stride == contiguous_stride(self.shape)
 
     @property
     def span(self) -> range:
-        """The shortest run of the source that has all elements."""
+        """The shortest run of the source that contains all elements of the view."""
         return range(self.offset, end_of(self.shape, self.stride, self.offset))
 
 
 def whole_view(shape: tuple[int, ...]) -> View:
-    """All of a source of `shape`."""
+    """The view of a whole source of `shape`."""
     return View(shape, contiguous_stride(shape), 0)
 
 
 def alias_view(alias: Alias, shape: tuple[int, ...]) -> View:
-    """What `alias` has of its owner, a source of `shape`; FormatError where it lies outside."""
+    """The view of `alias` into its owner, a source of `shape`. FormatError if the view exceeds the owner."""
     check_alias(alias, shape)
     return View(alias.shape, alias.stride, alias.offset)
 
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """A tensor under the name that it gets outside; `fqn` is the one that it has in the checkpoint."""
+    """A tensor under its name in the export; `fqn` is its name in the checkpoint."""
 
     name: str
     fqn: str
@@ -76,13 +76,13 @@ class Exported:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """All names that leave, and what they are."""
+    """All names in the export, with their tensors."""
 
     names: tuple[Exported, ...]
 
     @property
     def untied(self) -> tuple[list[Exported], dict[str, str]]:
-        """Each tensor once, under the name that it is stored by where that is among them; and other names -> that name."""
+        """Each tensor once, if possible under the name by which it is stored; and a map from its other names to that name."""
         groups: dict[tuple[StoredSourceTensor, View], list[Exported]] = {}
         for tensor in self.names:
             groups.setdefault((tensor.source, tensor.view), []).append(tensor)
@@ -95,11 +95,10 @@ class Selection:
 
 
 def select(world: CheckpointView, only: str | None = None, rank: int | None = None) -> Selection:
-    """The tensors below `only` in the state, that prefix stripped; all of them, by their FQNs, where it is None.
+    """The tensors below `only` in the state, without that prefix; if `only` is None, all tensors, by their FQNs.
 
-    A tensor that several ranks stored as their own leaves once, where it is the same on all of them. Where it is not, `rank`
-    says whose is meant; without it UsageError names the tensor. NotFoundError where nothing is left, UsageError where there is
-    no such rank.
+    A per-rank tensor that is equal on all ranks is exported once. If it differs, `rank` chooses one; without `rank`, a
+    UsageError names the tensor. NotFoundError if no tensor is selected, UsageError if there is no such rank.
     """
     selection, differing = select_all(world, only, rank)
     for error in differing.values():
@@ -110,7 +109,7 @@ def select(world: CheckpointView, only: str | None = None, rank: int | None = No
 def select_all(
     world: CheckpointView, only: str | None = None, rank: int | None = None
 ) -> tuple[Selection, dict[str, UsageError]]:
-    """As `select`; what is not the same on all ranks is selected as the first of them has it, with the error that says so."""
+    """As `select`, but a tensor that differs between ranks is taken from the first rank, and its error is returned by name."""
     if rank is not None and rank not in world.indexes:
         raise UsageError(f"there is no rank {rank}: {world.checkpoint.tag} was saved by {len(world.indexes)} ranks")
     found: dict[str, _FoundName] = {}
@@ -127,7 +126,7 @@ def select_all(
 
 @dataclass(slots=True)
 class _FoundName:
-    """One name, and every content that it has, with the first rank that has it."""
+    """One name, and its different contents, each with the first rank that has it."""
 
     fqn: str
     source: StoredSourceTensor
@@ -140,13 +139,13 @@ class _FoundName:
     def differs(self) -> UsageError:
         one, two, *_ = self.contents.values()
         return UsageError(
-            f"{self.fqn} is not the same on ranks {one} and {two}, which stored one each: export the part of the state that is "
-            "asked for (such as only='model'), or say whose is meant (such as rank=0)"
+            f"{self.fqn} is not the same on ranks {one} and {two}, which stored one each: export only a part of the state "
+            "(such as only='model'), or choose a rank (such as rank=0)"
         )
 
 
 def _of_rank(world: CheckpointView, index: Index, rank: int | None) -> Iterator[tuple[str, StoredSourceTensor, View, object]]:
-    """What `index` offers: FQN, where it lies, and what tells whether another rank's is the same."""
+    """The tensors in `index`: FQN, source, view, and a key that is equal for equal content on another rank."""
     entries: dict[str, TensorEntry] = {}
     for entry in index.tensors:
         if entry.scope == "global" or rank in (None, index.rank):
@@ -160,26 +159,28 @@ def _of_rank(world: CheckpointView, index: Index, rank: int | None) -> Iterator[
 
 
 def _global_part(world: CheckpointView, fqn: str) -> TensorEntry | None:
-    """Any part of the global tensor `fqn`: the rank that names it need not have written one."""
+    """Any part of the global tensor `fqn`. The rank whose alias names the tensor may have written no part of it."""
     tensor = world.tensors.get(fqn)
     return tensor.parts[0].entry if tensor else None
 
 
 def _source(entry: TensorEntry, rank: int) -> StoredSourceTensor:
     if entry.scope == "rank" and entry.box != whole(entry.shape):
-        raise FormatError(f"rank {rank} holds {entry.fqn} for itself, and only a part of it", fqn=entry.fqn, rank=rank)
+        raise FormatError(
+            f"rank {rank} stored only a part of {entry.fqn}, which is a tensor of its own", fqn=entry.fqn, rank=rank
+        )
     return StoredSourceTensor(entry.fqn, entry.dtype, entry.shape, None if entry.scope == "global" else rank)
 
 
 def _content(entry: TensorEntry, view: View) -> object:
-    """Equal for equal bytes in equal chunks."""
+    """A key that is equal for equal bytes in equal chunks."""
     if entry.scope == "global":
         return entry.fqn, view
     return entry.dtype, entry.shape, view, tuple((chunk.raw, chunk.digest) for chunk in entry.chunks)
 
 
 def of_masters(world: CheckpointView, selection: Selection) -> Selection:
-    """The same names, with the fp32 masters in the place of the parameters that have one, under any of their names."""
+    """The same names, but with fp32 masters in place of the parameters. A master may go by any name of its parameter."""
     entries = [(entry, index.rank) for index in world.indexes.values() for entry in index.tensors]
     masters = {entry.fqn: _source(entry, rank) for entry, rank in entries if entry.fqn.startswith(f"{MASTERS}.")}
     found: dict[tuple[StoredSourceTensor, View], StoredSourceTensor] = {}
@@ -188,13 +189,13 @@ def of_masters(world: CheckpointView, selection: Selection) -> Selection:
             master = masters.get(f"{MASTERS}.{_stripped(fqn, MODEL)}")
             if master is not None and (master.dtype, master.shape) == ("float32", tensor.source.shape):
                 found[tensor.source, whole_view(master.shape)] = master
-    # Of names that are tied the owner comes first, whose name is kept.
+    # Owners come before the names tied to them, since the first name is kept.
     ordered = sorted(selection.names, key=lambda tensor: tensor.fqn != tensor.source.fqn)
     return Selection(tuple(replace(t, source=found.get((t.source, t.view), t.source)) for t in ordered))
 
 
 def _stripped(fqn: str, only: str | None) -> str | None:
-    """The name that `fqn` leaves under; None where it does not leave. A tensor that is asked for by its own FQN keeps it."""
+    """The name of `fqn` in the export; None if it is not exported. If `only` is the FQN of a tensor, the tensor keeps it."""
     if only is None or fqn == only:
         return fqn
     return fqn.removeprefix(f"{only}.") if fqn.startswith(f"{only}.") else None

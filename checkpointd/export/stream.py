@@ -1,14 +1,15 @@
-"""Streams tensors from the chunks of a checkpoint to their places in files, converted on the way, a batch at a time.
+"""Streams tensors from the chunks of a checkpoint to their places in files, batch by batch, and converts their dtypes.
 
 Invariants
-  STREAM-1  Beside the read budget, memory holds two batches: one that is read and one that is written. A view whose elements
-      are scattered over its owner is a batch of its own, and holds the part of the owner that it lies in.
-  STREAM-2  The bytes of a tensor are written in order, so that a checksum of them can be kept on the way.
+  STREAM-1  Beside the read budget, memory holds two batches: one that is read and one that is written. A view with scattered
+      elements is read as one slab, which holds the shortest run of its owner that contains them.
+  STREAM-2  The bytes of a tensor are written in order, so that their checksum can be computed on the way.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,7 +34,7 @@ from checkpointd.store.base import Store
 
 @dataclass(frozen=True, slots=True)
 class PlacedTensor:
-    """A tensor, the dtype that it gets, and where its bytes go: byte `offset` of the file at `path`."""
+    """A tensor, its dtype in the export, and the place of its bytes: at byte `offset` of the file at `path`."""
 
     tensor: Exported
     dtype: str
@@ -46,16 +47,13 @@ class PlacedTensor:
 
     @property
     def count(self) -> int:
-        """Elements."""
-        count = 1
-        for size in self.tensor.shape:
-            count *= size
-        return count
+        """The number of elements."""
+        return math.prod(self.tensor.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class Slab:
-    """Elements `[start, stop)` of a placed tensor, counted row-major in it."""
+    """Elements `[start, stop)` of a placed tensor, in row-major order."""
 
     placed: PlacedTensor
     start: int
@@ -63,23 +61,23 @@ class Slab:
 
     @property
     def held(self) -> range:
-        """The elements of the source that are read for it."""
+        """The elements of the source that are read for the slab."""
         view = self.placed.tensor.view
         return range(view.offset + self.start, view.offset + self.stop) if view.contiguous else view.span
 
     @property
     def nbytes(self) -> int:
-        """Memory that it takes while it is read."""
+        """The memory that the slab takes while it is read."""
         return len(self.held) * ITEM_BYTES[self.dtype]
 
     @property
     def dtype(self) -> str:
-        """Of what is read: a scattered view is converted when it has been gathered."""
+        """The dtype while reading. A scattered view is converted only after its elements were gathered."""
         tensor = self.placed.tensor
         return self.placed.dtype if tensor.view.contiguous else tensor.dtype
 
     def wants(self, memory: NDArray[Any]) -> Iterator[BoxRequest]:
-        """What fills `memory`, which has room for the elements that are held."""
+        """The requests that fill `memory`, which has room for the elements in `held`."""
         source, at = self.placed.tensor.source, 0
         for box in boxes_of_range(source.shape, self.held.start, self.held.stop):
             part = memory[at : at + box.numel()].reshape(box.sizes)
@@ -87,7 +85,7 @@ class Slab:
             at += box.numel()
 
     def finished(self, memory: NDArray[Any]) -> NDArray[Any]:
-        """The elements of the slab as they are written, once `memory` is filled."""
+        """The elements of the slab as they are written; `memory` was filled before."""
         tensor = self.placed.tensor
         if tensor.view.contiguous:
             return memory
@@ -98,7 +96,7 @@ class Slab:
 
 @dataclass(frozen=True, slots=True)
 class Converting:
-    """A sink that fills `memory`, which holds the box `frame`, with elements of another dtype."""
+    """A sink that fills `memory`, the box `frame` of a tensor, and converts elements from `source` to `target`."""
 
     memory: NDArray[Any]
     frame: Box
@@ -122,8 +120,8 @@ async def stream(
 ) -> dict[str, int]:
     """Fill the files, which exist and have their size, with the bytes of `placed`; returns the CRC-32 of each by name.
 
-    `on_bytes` hears of what was written. Raises the first damage that was met, StoreError where reading fails, and OSError
-    where writing does.
+    `on_bytes` receives the number of bytes after each write. Raises the first damage, StoreError if reading fails, and OSError
+    if writing fails.
     """
     sums = {item.tensor.name: 0 for item in placed}
     found = batches(slabs_of(placed, batch_bytes), batch_bytes)
@@ -134,9 +132,9 @@ async def stream(
 async def pump(
     store: Store, world: CheckpointView, found: Iterable[list[Slab]], config: LoadConfig, write: Callable[[Batch], None]
 ) -> None:
-    """Read one batch after the other, each while the one before is written: `write` runs on a thread, one call at a time.
+    """Read batches one after another, each while the one before is written. `write` runs on a thread, one call at a time.
 
-    When this returns or raises, nobody writes any more. Raises the first damage that was met, and what `write` raises.
+    No write is running any more when this returns or raises. Raises the first damage, and the errors of `write`.
     """
     loop = asyncio.get_running_loop()
     writing: asyncio.Future[None] | None = None
@@ -155,14 +153,14 @@ async def pump(
 
 
 async def _ended(writing: asyncio.Future[None]) -> None:
-    """Wait until nobody writes any more, however often this is cancelled: the files are about to go."""
+    """Wait until the write has ended, even if this is cancelled several times: the caller then removes the files."""
     cancelled: asyncio.CancelledError | None = None
     while not writing.done():
         try:
             await asyncio.wait([writing])
         except asyncio.CancelledError as error:
             cancelled = error
-    writing.exception()  # looked at: what went wrong first is raised
+    writing.exception()  # marks it as retrieved, since an earlier error is raised instead
     if cancelled is not None:
         raise cancelled
 
@@ -177,7 +175,7 @@ async def _read(store: Store, world: CheckpointView, slabs: Sequence[Slab], conf
 
 
 def batches(slabs: Iterable[Slab], batch_bytes: int) -> Iterator[list[Slab]]:
-    """`slabs` in order, in batches of at most `batch_bytes` of memory where they are no larger."""
+    """`slabs` in order, in batches of at most `batch_bytes` of memory. A larger slab is a batch of its own."""
     batch: list[Slab] = []
     room = batch_bytes
     for slab in slabs:
@@ -191,7 +189,7 @@ def batches(slabs: Iterable[Slab], batch_bytes: int) -> Iterator[list[Slab]]:
 
 
 def slabs_of(placed: Iterable[PlacedTensor], slab_bytes: int) -> Iterator[Slab]:
-    """`placed` in order, cut into slabs of at most `slab_bytes` where a tensor can be cut."""
+    """`placed` in order, cut into slabs of at most `slab_bytes`. Tensors with scattered elements are not cut."""
     for item in placed:
         count = item.count
         step = max(1, slab_bytes // ITEM_BYTES[item.dtype]) if item.tensor.view.contiguous else max(1, count)
@@ -200,7 +198,7 @@ def slabs_of(placed: Iterable[PlacedTensor], slab_bytes: int) -> Iterator[Slab]:
 
 
 def _write(batch: Batch, sums: dict[str, int], on_bytes: Callable[[int], None]) -> None:
-    """Each slab to its place; a file is opened once for the slabs that follow each other in it."""
+    """Write each slab to its place. Slabs in a row that go to one file share one descriptor."""
     path, descriptor = "", -1
     try:
         for slab, memory in batch:
@@ -220,7 +218,7 @@ def _write(batch: Batch, sums: dict[str, int], on_bytes: Callable[[int], None]) 
 
 
 def _write_at(descriptor: int, data: memoryview, offset: int) -> None:
-    """All of `data`, past short writes."""
+    """Write all of `data`, also after short writes."""
     while data:
         written = os.pwrite(descriptor, data, offset)
         data, offset = data[written:], offset + written

@@ -189,7 +189,7 @@ class Rank:
     def be_impatient(self, seconds: float) -> None:
         """From now on wait so long for the ranks to make their Checkpointers, and say so in the log after a tenth of it."""
         startup.START_TIMEOUT_S = seconds
-        waits.FIRST_WORD_S = seconds / 10
+        waits.FIRST_REPORT_S = seconds / 10
 
     def logs(self) -> list[tuple[str, str]]:
         """What was logged since open(), from INFO on."""

@@ -27,7 +27,7 @@ LIMIT_S = 30.0
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Callable[[str], bool]:
     """Whether a word about a wait was said that holds a text; the first is due soon."""
-    monkeypatch.setattr(waits, "FIRST_WORD_S", SHORT_S)
+    monkeypatch.setattr(waits, "FIRST_REPORT_S", SHORT_S)
     caplog.set_level(logging.WARNING, "checkpointd")
 
     def has_said(text: str) -> bool:

@@ -183,6 +183,42 @@ async def test_output_2_nothing_is_overwritten_unasked(tmp_path: Path, name: str
     assert beside(out) == []
 
 
+async def test_output_3_an_interruption_between_two_renames_leaves_the_old_export(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    await exported(tmp_path / "root", out)
+    before, rename = out.stat().st_ino, os.rename
+
+    def interrupted(source: str, target: str) -> None:
+        if target == str(out) and not source.endswith(".replaced"):
+            raise KeyboardInterrupt
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        await exported(tmp_path / "root", out, force=True)
+    assert out.stat().st_ino == before
+    assert beside(out) == []
+
+
+async def test_output_3_an_old_export_that_cannot_be_removed_does_not_fail_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    await exported(tmp_path / "root", out)
+    before, rmdir = out.stat().st_ino, os.rmdir
+
+    def refused(path: str, **options: Any) -> None:
+        if str(path).endswith(".replaced"):
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        rmdir(path, **options)
+
+    monkeypatch.setattr(os, "rmdir", refused)
+    await exported(tmp_path / "root", out, force=True)
+    assert out.stat().st_ino != before
+
+
 async def test_output_2_an_empty_directory_is_no_obstacle(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     await exported(tmp_path / "root", tmp_path / "out")
@@ -200,9 +236,9 @@ async def test_output_2_a_directory_that_holds_something_else_is_never_replaced(
 async def test_output_2_a_file_is_not_replaced_by_a_directory_nor_the_other_way_round(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "folder.safetensors").mkdir()
-    with pytest.raises(UsageError, match="is to be a directory, and there is a file"):
+    with pytest.raises(UsageError, match=r"the output must be a directory, but .* is a file"):
         await exported(tmp_path / "root", tmp_path / "file", force=True)
-    with pytest.raises(UsageError, match="is to be a file, and there is a directory"):
+    with pytest.raises(UsageError, match=r"the output must be a file, but .* is a directory"):
         await exported(tmp_path / "root", tmp_path / "folder.safetensors", force=True)
 
 

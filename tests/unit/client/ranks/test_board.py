@@ -108,7 +108,7 @@ def test_an_error_on_rank_0_is_raised_everywhere(job: Job) -> None:
 def test_who_is_missing_stands_in_the_log_meanwhile(
     job: Job, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(waits, "FIRST_WORD_S", SHORT_S / 10)
+    monkeypatch.setattr(waits, "FIRST_REPORT_S", SHORT_S / 10)
     with caplog.at_level(logging.WARNING, "checkpointd"):
         assert missing_of(job.rank(1, come_s=SHORT_S))
     words = [record.getMessage() for record in caplog.records]

@@ -470,7 +470,7 @@ def test_a_sidecar_that_falls_silent_at_the_start_holds_nobody(
     tmp_path: Path, sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its answer to the epoch is waited for as long as any other one, out loud, and the saves do not wait again."""
-    monkeypatch.setattr(waits, "FIRST_WORD_S", 0.1)
+    monkeypatch.setattr(waits, "FIRST_REPORT_S", 0.1)
 
     def silent(message: wire.Message) -> wire.Message | None:
         if isinstance(message, wire.Begin):
