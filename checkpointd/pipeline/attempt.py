@@ -1,16 +1,17 @@
-"""One rank's run through one attempt: drives `commit/machine.py`, and always ends.
+"""One rank's run through one attempt: it drives `commit/machine.py`, and always ends.
 
 Invariants
-  ATTEMPT-1  `run` returns with the phase final, whatever fails; it never raises a storage error.
+  ATTEMPT-1  `run` always returns with a final phase, and never raises because of the storage.
   ATTEMPT-2  The phase `committed` is reported only after a commit outcome was read back or put durably.
-  ATTEMPT-3  The snapshot's memory is in use at most until `on_free` is called, which happens once, before `run` returns.
-  ATTEMPT-4  A rank whose own no stands waits NO_S for the coordinator, which names all ranks that failed, and then puts the
-      abort itself: the coordinator may have failed without a word.
-  ATTEMPT-5  Of an attempt that other writers may write, too (`AttemptInfo.may_be_taken_over`), any writer's yes is this rank's:
-      losing the race for the vote is no error, and a commit that counts another writer's vote ends this one as committed.
-  ATTEMPT-6  A rank that finds a newer epoch, in which the attempt does not survive, writes nothing of its shard and puts the
+  ATTEMPT-3  The attempt does not use the snapshot's memory after it has called `on_free`, once, before `run` returns.
+  ATTEMPT-4  A rank that has voted no waits NO_S for the coordinator's abort, which names all failed ranks. Then it puts the
+      abort itself, since the coordinator may have died.
+  ATTEMPT-5  If an attempt may have other writers (`AttemptInfo.may_be_taken_over`), a yes of any writer counts as this rank's.
+      Losing the race for the vote is not an error, and a commit that counts another writer's vote ends this attempt as
+      committed.
+  ATTEMPT-6  If a rank finds a newer epoch in which the attempt does not survive, it writes nothing of its shard and puts the
       abort at once.
-  ATTEMPT-7  No vote and no outcome is put where the root is not the one in which the job began (OWNROOT-1 in `own_root.py`).
+  ATTEMPT-7  A rank puts no vote and no outcome if the root is not the one in which the job began (OWNROOT-1 in `own_root.py`).
 """
 
 from __future__ import annotations
@@ -61,16 +62,16 @@ FENCE_GRACE_S = 5.0
 """How long a fenced coordinator leaves the decision to the newer epoch's recovery before it gives up."""
 GIVE_UP_TRIES = 3
 SHOW_S = 5.0
-"""How long the coordinator is waited for to show the files of what is committed."""
+"""How long other ranks wait for the coordinator to show the files of a commit."""
 NO_S = 10.0
 """How long a rank that has voted no leaves the abort to the coordinator."""
 ANSWER_S = 10.0
-"""How long a store is waited for once the deadline has passed."""
+"""How long a store may take once the deadline has passed."""
 
 
 @dataclass(slots=True, kw_only=True)
 class WriterState:
-    """What one rank's attempts share: settings, measured rates, checked plans, and the newest checkpoint to refer to."""
+    """The state that one rank's attempts share: settings, measured rates, checked plans, the base for references."""
 
     store: Store
     persist: PersistConfig = field(default_factory=PersistConfig)
@@ -92,14 +93,16 @@ class WriterState:
         self.own_root = OwnRoot(self.store)
 
     def take_reader(self, reader: BackgroundReadBack) -> None:
-        """Go on with the reader of an earlier writer of this rank."""
+        """Use the reader of an earlier writer of this rank."""
         reader.store, reader.on_damage = self.store, self.bases.forget
         self.reader = reader
 
 
 class Attempt:
-    """One attempt on one rank. `on_phase` is called at every change of phase, `on_free` when the snapshot is not read any more;
-    both on the writer's thread. `may_commit` is asked before the coordinator puts a commit, which waits until it says yes.
+    """One attempt on one rank.
+
+    `on_phase` is called at every change of phase, and `on_free` when the snapshot is not read any more, both on the writer's
+    thread. The coordinator puts a commit only when `may_commit` returns True.
     """
 
     def __init__(
@@ -126,36 +129,36 @@ class Attempt:
         self.own_error: BaseException | None = None
         self._fenced: FencedError | None = None
         self._given_up: Decision | None = None
-        self._hopeless: CheckpointdError | None = None
+        self._hopeless: Exception | None = None
         self._doubted: Decision | None = None
-        """The abort that this rank asks for at every look, since its own yes vote may be there or not."""
+        """The abort that this rank asks for at every look, since its yes vote may exist or not."""
         self._no: tuple[Decision, float] | None = None
-        """The abort that this rank's own no calls for, and when it puts it itself (ATTEMPT-4)."""
+        """The abort that follows from this rank's no, and the time at which this rank puts it itself (ATTEMPT-4)."""
         self._own_vote_stands = False
         self._unseen = ""
-        """Why the last look that failed saw nothing."""
+        """The error of the last look that failed."""
         self._index: Index | None = None
-        """What this rank has stored, once it is durable."""
+        """The durable index of this rank's shard."""
         self._missing = Awaited(info, self.progress)
         self._over = asyncio.Event()
         """Set when nothing more needs to be written."""
 
     @property
     def votes_missing(self) -> tuple[int, ...] | None:
-        """The ranks whose vote was not seen yet; None where this rank does not gather votes."""
+        """The ranks whose vote was not seen yet; None if this rank does not gather votes."""
         if self.info.rank != COORDINATOR:
             return None
         return tuple(rank for rank in range(self.info.world_size) if rank not in self._ballot.votes)
 
     def give_up(self, why: str) -> None:
-        """End this attempt as if its deadline had passed, for the reason `why`. On the writer's thread."""
-        self._given_up = Decision(ErrorReport(code="AbortedError", message=why, phase="vote"))
+        """End this attempt as if its deadline had passed, for the reason `why`. Call it on the writer's thread."""
+        self._given_up = decisions.abort("AbortedError", why)
         self._deadline = asyncio.get_running_loop().time()
 
     async def run(self, staged: Awaitable[Shard]) -> None:
-        """Persist what `staged` gives, vote, and follow the attempt to its outcome.
+        """Persist the shard that `staged` gives, vote, and follow the attempt to its outcome.
 
-        `staged` raising SkippedError is a skip, any other error a failed snapshot; both vote no.
+        If `staged` raises SkippedError, the save was skipped; any other error means a failed snapshot. Both vote no.
         """
         with self._state.reader.paused():
             await self._run_tidily(staged)
@@ -163,7 +166,7 @@ class Attempt:
             self._state.reader.committed(checkpoint_of(self.outcome), self.info.rank)
 
     async def _run_tidily(self, staged: Awaitable[Shard]) -> None:
-        """Run it, and remove what it made dead weight (COLLECT-5)."""
+        """Run the attempt, and then remove dead attempts (COLLECT-5)."""
         tidier, showing = self._state.tidier, self._state.showing
         tidier.expect(self.info)
         showing.expect(self.info)
@@ -179,9 +182,9 @@ class Attempt:
         work = asyncio.ensure_future(self._work(staged))
         try:
             outcome = await self._follow()
-        except Exception as error:  # ATTEMPT-1: an unforeseen one, too, ends the attempt on this rank
+        except Exception as error:  # ATTEMPT-1: an unforeseen error ends the attempt on this rank, too
             self._lost(error)
-            self._state.showing.end(self.info)  # later saves do not wait for what may hang in the storage
+            self._state.showing.end(self.info)  # so that later saves do not wait for a storage that may hang
             self._over.set()
             await work
             return
@@ -212,8 +215,8 @@ class Attempt:
         except Stopped:
             return
         except VoteUncertain as error:
-            await self._doubt(error)
-        except Exception as error:  # ATTEMPT-1: whatever it is becomes this rank's no
+            self._doubt(error)
+        except Exception as error:  # ATTEMPT-1: an unforeseen error becomes this rank's no, too
             await self._fail(error, self._event_of(error))
         finally:
             self._on_free()
@@ -239,19 +242,17 @@ class Attempt:
         self._fire(Event.VOTED_YES if self._own_vote_stands else Event.OTHER_WRITER_VOTED)
 
     async def _ends_fenced(self) -> bool:
-        """Whether a newer epoch has begun in which this attempt does not survive: then it is aborted, which every rank sees
-        (ATTEMPT-6).
+        """Whether a newer epoch has begun in which this attempt does not survive. If so, this puts the abort (ATTEMPT-6).
 
-        A store that does not answer, or does not show the record of the newer epoch, tells it to whoever writes next, and to
-        the coordinator before the commit.
+        If the store does not answer, or does not show the record of the newer epoch, the save goes on: the coordinator looks
+        again before it commits.
         """
         try:
             await epochs.check_fence(self._store, self.info.attempt.epoch, self.info.prefix, proved=True)
         except FencedError as error:
             self.own_error = error
-            report = ErrorReport.of(error, str(self.phase))
-            unsaid = await self._put_abort(Decision(report, (self.info.rank,)))
-            self._hopeless = None if self.info.may_be_taken_over else unsaid  # another writer's yes may stand
+            refused = await self._put_abort(ErrorReport.of(error, str(self.phase)))
+            self._hopeless = None if self.info.may_be_taken_over else refused  # another writer may have voted yes
             return True
         except CheckpointdError as error:
             log.warning("%s: cannot look for a newer epoch: %s", self.info.prefix, error)
@@ -283,7 +284,7 @@ class Attempt:
 
     async def _fail(self, error: BaseException, event: Event) -> None:
         if self.outcome is not None:
-            return  # what this writer did not manage is moot
+            return  # the attempt is decided, so this failure does not matter
         self.own_error = error
         phase = self.phase
         if phase in FINAL:
@@ -299,35 +300,34 @@ class Attempt:
             else:
                 self.own_error = None
                 self._fire(Event.OTHER_WRITER_VOTED)
-        except CheckpointdError as why:
+        except Exception as why:  # ATTEMPT-1
             log.error("%s: rank %d cannot store its no: %s; it tries to store the abort", self.info.prefix, self.info.rank, why)
-            unsaid = await self._put_abort(Decision(report, (self.info.rank,)))
-            if not self.info.may_be_taken_over or is_out_of_reach(unsaid):
-                # Without this rank's yes there can be no commit: its save has failed for certain, though nobody else knows.
-                self._hopeless = unsaid
+            refused = await self._put_abort(report)
+            if not self.info.may_be_taken_over or is_out_of_reach(refused):
+                # Without this rank's yes there can be no commit, so its save has failed even if no other rank hears of it.
+                self._hopeless = refused
 
-    async def _doubt(self, error: VoteUncertain) -> None:
-        """The yes vote may or may not be there: nothing may be removed, and only an outcome can tell."""
+    def _doubt(self, error: VoteUncertain) -> None:
+        """The yes vote may exist or not, so nothing may be removed before there is an outcome."""
         self.own_error = error.__cause__
         self._fire(Event.VOTE_UNCERTAIN)
-        report = ErrorReport.of(error, str(Phase.PERSISTING))
-        self._doubted = Decision(report, (self.info.rank,))
+        self._doubted = Decision(ErrorReport.of(error, str(Phase.PERSISTING)), (self.info.rank,))
 
-    async def _put_abort(self, decision: Decision) -> CheckpointdError | None:
-        """Put the abort unless there is an outcome; the error that prevented it."""
+    async def _put_abort(self, report: ErrorReport) -> Exception | None:
+        """Put the abort for this rank's error unless there is an outcome. Returns the error that prevented it."""
         try:
-            await self._put(decision)
-        except CheckpointdError as error:
+            await self._put(Decision(report, (self.info.rank,)))
+        except Exception as error:  # ATTEMPT-1
             log.error("%s: the abort cannot be stored: %s", self.info.prefix, error)
             return error
         return None
 
     async def _voted(self, work: asyncio.Future[None], commit: Outcome) -> None:
-        """Return when this rank counts as having voted, as `commit` says that it has."""
+        """Return when this rank has entered `prepared`, since `commit` counts its vote."""
         if not self.info.may_be_taken_over:
-            await work  # its own vote, whose put has just not returned
+            await work  # the vote is this writer's, and its put is about to return
             return
-        self.outcome = commit  # stops persisting: whatever this writer adds, the vote stands
+        self.outcome = commit  # stops persisting, since the vote counts already
         if self.phase is not Phase.STAGING:
             await work
         if self.phase is not Phase.PREPARED:
@@ -336,7 +336,7 @@ class Attempt:
     # --- the outcome -----------------------------------------------------------------------------------------
 
     async def _follow(self) -> Outcome:
-        """See the outcome, or make it: as the coordinator when the votes are in, as any rank when the deadline passes."""
+        """Wait for the outcome. The coordinator puts it when the votes are in; any rank puts an abort after the deadline."""
         config, loop = self._state.commit, asyncio.get_running_loop()
         delay = config.poll_min_s
         while True:
@@ -352,7 +352,7 @@ class Attempt:
             delay = min(delay * 1.5, config.poll_max_s)
 
     async def _look_in_time(self) -> Outcome | None:
-        """One look, given up at the deadline where the store does not answer."""
+        """One look, which ends at the deadline even if the store does not answer."""
         left_s = max(self._deadline - asyncio.get_running_loop().time(), self._state.commit.poll_min_s)
         try:
             return await answered(self._look(), left_s)
@@ -370,8 +370,8 @@ class Attempt:
                 return await self._coordinate()
             return await self._seen()
         except CheckpointdError as error:
-            # Storage may come back before the deadline; the phase shows that the attempt still waits.
-            if (cause := str(error)) != self._unseen:  # else it was logged at the look before
+            # The storage may come back before the deadline, so the attempt goes on waiting.
+            if (cause := str(error)) != self._unseen:  # else the look before has logged it
                 log.warning("%s: cannot look for the outcome: %s", self.info.prefix, error)
             self._unseen = cause
             return None
@@ -401,8 +401,8 @@ class Attempt:
         return await self._put(decision)
 
     async def _is_fenced(self) -> bool:
-        """Whether a newer epoch has begun in which this attempt does not survive: then its recovery decides, and this
-        coordinator only waits a little for it.
+        """Whether a newer epoch has begun in which this attempt does not survive. Then that epoch's recovery decides, and this
+        coordinator waits at most FENCE_GRACE_S for the outcome.
         """
         try:
             await epochs.check_fence(self._store, self.info.attempt.epoch, self.info.prefix)
@@ -415,7 +415,7 @@ class Attempt:
         return False
 
     async def _give_up(self) -> Outcome:
-        """Put the abort that the passed deadline calls for; the outcome that stands. Raises where the store does not answer."""
+        """Put the abort after the deadline. Returns the outcome that counts. Raises if the store does not answer."""
         self._fire(Event.DEADLINE)
         for tries in range(1, GIVE_UP_TRIES + 1):
             try:
@@ -430,14 +430,14 @@ class Attempt:
     async def _abort_late(self) -> Outcome:
         own_vote = self.info.key(vote_name(self.info.rank))
         if self.phase is Phase.PREPARED and self._doubted is None and await self._store.stat(own_vote) is None:
-            # Removed by somebody, or its records went after a commit (GARBAGE-3): an abort put now could contradict what was
-            # decided.
+            # Somebody removed the vote, or the records went after a commit (GARBAGE-3). An abort now could contradict the
+            # outcome.
             raise StoreError(f"{own_vote}, this rank's own vote, is gone")
         return await self._put(await self._too_late())
 
     async def _too_late(self) -> Decision:
         if self._fenced is not None:
-            return Decision(ErrorReport(code="FencedError", message=str(self._fenced), phase="vote"), (self.info.rank,))
+            return decisions.abort("FencedError", str(self._fenced), (self.info.rank,))
         if self._given_up is not None:
             return self._given_up
         entries = await self._store.list(self.info.prefix)
@@ -448,9 +448,9 @@ class Attempt:
 
     async def _put(self, decision: Decision) -> Outcome:
         await self._check_root()
-        votes, by, took_s = self._ballot.votes, self.info.rank, asyncio.get_running_loop().time() - self._began
-        refs = self._ballot.refs
-        return await put_outcome(self._store, outcome_of(self.info, decision, refs, decided_by=by, votes=votes, took_s=took_s))
+        ballot, took_s = self._ballot, asyncio.get_running_loop().time() - self._began
+        outcome = outcome_of(self.info, decision, ballot.refs, decided_by=self.info.rank, votes=ballot.votes, took_s=took_s)
+        return await put_outcome(self._store, outcome)
 
     # --- the end ---------------------------------------------------------------------------------------------
 
@@ -475,12 +475,12 @@ class Attempt:
         self._fire(Event.OUTCOME_LOST)
 
     async def _show(self, outcome: Outcome) -> None:
-        """See that its files, if it has any, are shown before anybody hears that it is committed (TAGDIR-3)."""
+        """Show the files of a commit before the attempt is reported as committed (TAGDIR-3)."""
         try:
-            # The coordinator shows them; whoever waits in vain does it, too.
+            # The coordinator shows them. Another rank does so only if it has waited in vain.
             wait_s = 0.0 if self.info.rank == COORDINATOR else SHOW_S
             await self._state.showing.show(self.info, outcome, wait_s=wait_s)
-        except CheckpointdError as why:
+        except Exception as why:  # ATTEMPT-1
             log.error("%s: committed, but its files cannot be shown: %s; the next save or start retries", self.info.prefix, why)
         finally:
             self._state.showing.end(self.info)
@@ -490,16 +490,14 @@ class Attempt:
             return
         try:
             await move_latest(self._store, outcome.tag, outcome.order)
-        except CheckpointdError as error:
+        except Exception as error:  # ATTEMPT-1
             log.error("%s: committed, but latest could not be moved: %s; the next start repairs it", self.info.prefix, error)
 
     async def _drop(self, drop: Callable[[Store, AttemptInfo], Awaitable[None]]) -> None:
-        """Remove what this writer wrote in vain, perhaps after the coordinator had tidied up, as one that was
-        late or asleep.
-        """
+        """Remove this writer's unused objects. The coordinator may have tidied up before a late writer wrote them."""
         try:
             await drop(self._store, self.info)
-        except CheckpointdError as error:
+        except Exception as error:  # ATTEMPT-1
             log.warning("%s: leftovers could not be removed: %s; the next start tries again", self.info.prefix, error)
 
     def _fire(self, event: Event) -> None:
@@ -513,7 +511,7 @@ class Attempt:
 
 
 def error_of(info: AttemptInfo, outcome: Outcome) -> CheckpointdError:
-    """What an abort is raised as: the class that was reported where it is one of an abort, with the ranks to blame."""
+    """The error to raise for an abort: of the reported class if that is an AbortedError or a FencedError, else AbortedError."""
     report = outcome.error or NO_REASON
     message = f"{info.tag} (attempt {info.attempt}) was not committed: {report.message}"
     error = report.error(message, ranks=outcome.ranks)
@@ -521,12 +519,12 @@ def error_of(info: AttemptInfo, outcome: Outcome) -> CheckpointdError:
 
 
 def is_out_of_reach(error: BaseException | None) -> bool:
-    """Whether no word of the save can be written, nor read: the root has gone, or a link stands in its way."""
+    """Whether the root cannot be reached at all: it is gone, or a symbolic link stands in its path."""
     return isinstance(error, LinkError | RootGoneError)
 
 
 def lost_error(info: AttemptInfo, own: BaseException | None, error: Exception) -> CheckpointdError:
-    """The error of an attempt whose outcome could not be read or put because of `error`; `own` is what had failed before."""
+    """The error of an attempt whose outcome could not be read or put because of `error`. `own`: this rank's earlier failure."""
     if is_out_of_reach(own):
         message = f"{info.prefix} failed: {own}"
     elif own is not None:

@@ -12,22 +12,23 @@ from checkpointd.pipeline.shard import AttemptInfo, ShardProgress
 from checkpointd.waits import Waiting
 
 NAMED_MAX = 32
-"""Ranks that one line of the log names."""
+"""The most ranks that one line of the log names."""
 
 
 class Awaited:
-    """The wait of one rank's attempt; it begins anew whenever a phase, a byte on the disk or a vote has come."""
+    """The wait of one rank's attempt. It starts again at each new phase, each byte on the disk and each vote."""
 
     def __init__(self, info: AttemptInfo, progress: ShardProgress) -> None:
         self._info, self._progress = info, progress
         self._since: tuple[object, Waiting] | None = None
 
     def look(self, phase: Phase, votes_missing: Sequence[int] | None) -> None:
-        """To be called at every look for the outcome. `votes_missing`: None where this rank gathers none."""
+        """Call this at every look for the outcome. `votes_missing`: None if this rank gathers no votes."""
         point = (phase, self._progress.raw_done, len(votes_missing or ()))
         if self._since is None or self._since[0] != point:
-            # Of the outcome the coordinator's log tells enough: not a line from each of a thousand ranks.
-            level = logging.INFO if _is_others(phase, votes_missing) else logging.WARNING
+            # The coordinator's log names the missing votes, so a thousand other ranks need not warn, too.
+            is_others = votes_missing is None and phase not in {Phase.STAGING, Phase.STAGED, Phase.PERSISTING}
+            level = logging.INFO if is_others else logging.WARNING
             self._since = (
                 point,
                 Waiting(lambda: self._words(phase, votes_missing), clock=asyncio.get_running_loop().time, level=level),
@@ -47,7 +48,3 @@ class Awaited:
         else:
             why = "all ranks have voted; the outcome is not put"
         return f"{self._info.prefix}: {why}"
-
-
-def _is_others(phase: Phase, votes_missing: Sequence[int] | None) -> bool:
-    return votes_missing is None and phase not in {Phase.STAGING, Phase.STAGED, Phase.PERSISTING}

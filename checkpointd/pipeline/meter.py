@@ -13,7 +13,7 @@ from checkpointd.layout.save_timings import PhaseSeconds
 
 @dataclass(slots=True)
 class Meter:
-    """The time in which at least one piece of a work was under way, and the bytes of all."""
+    """The time in which at least one piece of work was under way, and the bytes of all pieces."""
 
     nbytes: int = 0
     seconds: float = 0.0
@@ -22,7 +22,7 @@ class Meter:
 
     @contextmanager
     def busy(self, nbytes: int = 0) -> Iterator[None]:
-        """Count a piece of `nbytes` that is under way as long as the block."""
+        """Count a piece of `nbytes` that is under way while the block runs."""
         if self._busy == 0:
             self._since = _now()
         self._busy += 1
@@ -37,7 +37,7 @@ class Meter:
 
 @dataclass(slots=True)
 class SaveMeter:
-    """What one save took. `hash`, `codec` and `disk` are parts of persisting, and overlap. Times are those of the loop."""
+    """The times of one save, by the loop's clock. `hash`, `codec` and `disk` are parts of persisting that may overlap."""
 
     hash: Meter = field(default_factory=Meter)
     codec: Meter = field(default_factory=Meter)
@@ -50,11 +50,11 @@ class SaveMeter:
     _voted: float | None = None
 
     def begin(self) -> None:
-        """The save is there; its snapshot may be whole already, which counts as no time."""
+        """Note that the save has begun. If its snapshot is whole already, staging counts as 0 seconds."""
         self._began = _now()
 
     def entered(self, phase: Phase) -> None:
-        """The save has entered `phase`."""
+        """Note that the save has entered `phase`."""
         if phase is Phase.STAGED and self._began is not None:
             self._staged = _now()
             self.staging_s = self._staged - self._began if self.staging_s is None else self.staging_s
@@ -64,13 +64,13 @@ class SaveMeter:
             self.waiting_s = _now() - self._voted
 
     def voted(self) -> None:
-        """The vote is being put, or is durable."""
+        """Note that the vote is being put, or is durable."""
         self._voted = _now()
         if self._staged is not None:
             self.persisting_s = self._voted - self._staged
 
     def seconds(self) -> PhaseSeconds:
-        """All of it, to the millisecond."""
+        """All times, rounded to milliseconds."""
         worked = self._staged is not None
         return PhaseSeconds(
             staging=_rounded(self.staging_s),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
@@ -13,7 +14,7 @@ from checkpointd.pipeline.shard import PAGE, Bytes
 
 
 def page_buffer(size: int) -> Bytes:
-    """`size` bytes of zeroed, page-aligned memory of its own."""
+    """`size` bytes of new, zeroed, page-aligned memory."""
     return np.frombuffer(mmap.mmap(-1, max(size, PAGE)), dtype=np.uint8)[:size]
 
 
@@ -22,7 +23,7 @@ def page_up(size: int) -> int:
 
 
 class BufferRange(Protocol):
-    """A tensor, or a part of one: `nbytes` bytes from byte `offset` of the buffer on."""
+    """A tensor, or a part of a tensor: `nbytes` bytes from byte `offset` of the buffer on."""
 
     @property
     def offset(self) -> int: ...
@@ -33,7 +34,7 @@ class BufferRange(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PageRun:
-    """Whole pages `[start, stop)` of the image that are stored from byte `base` of the raw object on."""
+    """Whole pages `[start, stop)` of the buffer that are stored from byte `base` of the raw object on."""
 
     start: int
     stop: int
@@ -41,7 +42,7 @@ class PageRun:
 
 
 def runs_of(pieces: Iterable[BufferRange]) -> list[PageRun]:
-    """The pages that hold the given pieces, neighbours merged, laid out back to back in the object."""
+    """The pages that hold `pieces`, as runs that follow each other in the object. Neighbouring runs are merged."""
     runs: list[PageRun] = []
     for piece in sorted((p for p in pieces if p.nbytes), key=lambda p: p.offset):
         start, stop = piece.offset // PAGE * PAGE, page_up(piece.offset + piece.nbytes)
@@ -55,9 +56,6 @@ def runs_of(pieces: Iterable[BufferRange]) -> list[PageRun]:
 
 
 def locate(runs: list[PageRun], offset: int) -> int:
-    """Where byte `offset` of the buffer lies in the raw object."""
-    low, high = 0, len(runs)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if runs[middle].start <= offset else (low, middle)
-    return runs[low].base + offset - runs[low].start
+    """The place of byte `offset` of the buffer in the raw object."""
+    run = runs[bisect_right(runs, offset, key=lambda run: run.start) - 1]
+    return run.base + offset - run.start

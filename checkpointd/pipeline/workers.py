@@ -1,4 +1,4 @@
-"""Runs a bounded number of asynchronous tasks at once; all of them have ended when the call returns."""
+"""Runs a bounded number of asynchronous tasks at once, and bounds waits for the storage."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 LARGE = 4096
-"""From so many tensors on, what goes over all of them would hold the loop for longer than others may wait."""
+"""From this many tensors on, work over all of them runs on a thread, since it would hold the loop for too long."""
 
 
 class Stopped(Exception):
-    """The attempt was decided while this rank was still persisting: what it does is moot."""
+    """The attempt was decided while this rank was still persisting, so its work is not needed any more."""
 
 
 async def run_workers(
     works: Sequence[Callable[[], Awaitable[None]]], width: int, check: Callable[[], None] = lambda: None
 ) -> None:
-    """Run `works` in order, at most `width` at once; `check` may raise to stop before the next one.
+    """Run `works` in order, at most `width` at once. `check` is called before each and may raise to stop.
 
-    The first error stops the rest, and so does being cancelled. Works that have begun are waited for, never cancelled: a thread
+    The first error, or a cancellation, stops the rest. Works that have begun are awaited and never cancelled, since a thread
     behind a cancelled future would go on reading the caller's memory.
     """
     todo = iter(works)
@@ -59,16 +59,16 @@ async def run_workers(
 
 
 async def aside(tensors: int, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-    """The result of `call`, which goes over so many `tensors`: made on a thread where these are many."""
+    """The result of `call`, which goes over this many `tensors`. If there are many, it runs on a thread."""
     if tensors < LARGE:
         return call(*args, **kwargs)
     return await asyncio.get_running_loop().run_in_executor(None, partial(call, *args, **kwargs))
 
 
 async def answered(work: Coroutine[Any, Any, T], seconds: float) -> T:
-    """The result of `work`; StoreError where it takes longer than `seconds`.
+    """The result of `work`. Raises StoreError if it takes longer than `seconds`.
 
-    A system call that hangs cannot be cancelled, so `work` is then left to itself; what it returns in the end is dropped.
+    A system call that hangs cannot be cancelled, so this does not wait for it; its result is dropped.
     """
     task = asyncio.ensure_future(work)
     waiting = Waiting(lambda: "the storage has not answered", clock=asyncio.get_running_loop().time)
@@ -80,7 +80,7 @@ async def answered(work: Coroutine[Any, Any, T], seconds: float) -> T:
 
 
 async def unless(over: asyncio.Event, waiting: Coroutine[Any, Any, T]) -> T:
-    """What is waited for; Stopped where the attempt is `over` before it comes."""
+    """The result of `waiting`. Raises Stopped if the attempt is `over` first."""
     waited, ended = asyncio.ensure_future(waiting), asyncio.ensure_future(over.wait())
     try:
         await asyncio.wait({waited, ended}, return_when=asyncio.FIRST_COMPLETED)

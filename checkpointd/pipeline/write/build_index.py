@@ -1,4 +1,4 @@
-"""Stage 7 of a save: build the index, which names every chunk of the shard, those of this attempt and those of older ones."""
+"""Stage 7 of a save: build the index, which names every chunk of the shard, in this attempt or in older ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from checkpointd.pipeline.write.write_objects import WrittenObjects
 
 
 def build_index(job: PersistJob, comparison: ChunkComparison, written: WrittenObjects) -> Index:
-    """The index of a shard whose chunks are `written`, or unchanged."""
+    """The index of a shard whose chunks were `written`, or are unchanged."""
     older = sorted({ref for ref, _ in comparison.unchanged.values()}, key=lambda ref: (ref.held_by, ref.name))
     positions = {ref: len(written.objects) + number for number, ref in enumerate(older)}
     chunks: dict[ChunkKey, Chunk] = dict(written.chunks)
@@ -36,7 +36,7 @@ def index_of(
     aliases: tuple[Alias, ...] = (),
     excluded: tuple[str, ...] = (),
 ) -> Index:
-    """The index of this job's shard, which lies in `objects`."""
+    """The index of this job's shard, whose chunks lie in `objects`."""
     info = job.info
     return Index(
         tag=info.tag,

@@ -9,7 +9,7 @@ from checkpointd.pipeline.write.job import PersistJob
 
 
 async def choose_codecs(job: PersistJob) -> dict[str, Codec]:
-    """The codec of each tensor by FQN. Samples only where it can make a difference."""
+    """The codec of each tensor by FQN. Samples tensors only if the choice depends on it."""
     tensors, nothing, perfect = job.shard.tensors, Estimate(zstd=1.0, planes=1.0), Estimate(zstd=0.0, planes=0.0)
     forced = job.config.compression != "auto"
     if forced or _chosen(job, perfect) == "raw":

@@ -1,4 +1,4 @@
-"""The stages that turn a shard into durable chunks, in their order. Each stage knows only the results of those before it.
+"""The stages that turn a shard into durable chunks, in order. Each stage uses only the results of earlier ones.
 
 Invariants
   CHUNKS-1  When `write_chunks` returns, every object of this attempt that the index names is durable.
@@ -20,7 +20,7 @@ from checkpointd.pipeline.write.write_objects import write_objects
 
 
 async def write_chunks(job: PersistJob) -> Index:
-    """Write all chunks that changed durably and return the index that names all of them (not yet written)."""
+    """Write all changed chunks durably, and return the index of the shard, which is not written yet."""
     job.progress.begin(job.shard.nbytes)
     tensors = len(job.shard.tensors)
     spans = await aside(tensors, split, job.shard.tensors, job.config.chunk_bytes)

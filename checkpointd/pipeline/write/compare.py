@@ -1,7 +1,7 @@
-"""Stage 2 of a save: compare its spans with the checkpoint before, and decide which stay where they are.
+"""Stage 2 of a save: compare its spans with the checkpoint before, and decide which become references.
 
-What is unchanged is hashed, and neither encoded nor written. Where that is only a small part of the old object that holds it,
-as constants among weights are, it is written once more: a reference keeps a whole object alive.
+Unchanged spans are hashed, but not encoded and not written. If they are only a small part of the old object that holds them,
+such as constants among weights, they are written again, since a reference keeps a whole object alive.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from checkpointd.pipeline.write.job import PersistJob
 from checkpointd.pipeline.write.split import ChunkKey, Span, grouped
 
 REFERRED_PART_MIN = 0.25
-"""An older object is referred to only where at least so much of it is needed: all of it stays for that."""
+"""The smallest part of an older object that is worth references, since all of the object stays."""
 UNCHANGED_PART_MIN = 0.01
-"""Where less of a shard is unchanged, such as a few constants, all of it is written, and needs no older one."""
+"""The smallest unchanged part of a shard that is worth references. With less, such as a few constants, all of it is written."""
 
 
 @dataclass(slots=True)
 class ChunkComparison:
-    """What comparing has shown; nothing where there was no checkpoint to compare with."""
+    """The result of the comparison; empty if there was no checkpoint to compare with."""
 
     unchanged: dict[ChunkKey, Held] = field(default_factory=dict)
-    """Spans that stay where they are."""
+    """Spans that become references."""
     settled: set[ChunkKey] = field(default_factory=set)
-    """Spans that have not changed and are written all the same."""
+    """Spans that have not changed, but are written again."""
     digests: dict[ChunkKey, bytes] = field(default_factory=dict)
-    """Of the spans that were compared and must be written."""
+    """The digests of compared spans that must be written."""
 
     def changed(self, spans: Iterable[Span]) -> list[Span]:
-        """Those that must be written."""
+        """The spans that must be written."""
         return [span for span in spans if span.key not in self.unchanged]
 
     def keep_worthy(self, raw_total: int) -> None:
-        """Settle what is unchanged where it is next to nothing of `raw_total` bytes, or where references to it would keep
-        objects alive of which little is needed.
+        """Drop references that are not worth it: all of them if they cover almost nothing of `raw_total` bytes, and those that
+        would keep an object alive for a small part of it.
         """
         needed: dict[ObjectRef, int] = defaultdict(int)
         for ref, chunk in self.unchanged.values():
@@ -58,7 +58,7 @@ class ChunkComparison:
 
 
 async def compare(job: PersistJob, spans: list[Span]) -> ChunkComparison:
-    """What of `spans` is unchanged, and worth a reference."""
+    """Find the unchanged spans that are worth a reference."""
     comparison, base = ChunkComparison(), job.base
     if base is None or not job.config.dedup:
         return comparison

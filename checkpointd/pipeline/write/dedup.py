@@ -1,17 +1,18 @@
 """Deduplication: finds chunks that did not change since this rank's newest known checkpoint, and refers to them.
 
 Invariants
-  DEDUP-1  A reference names the attempt that holds the bytes: what a base itself only refers to is passed on, never chained.
-  DEDUP-2  A chunk is referred to only where its place (FQN, dtype, shape, box, scope, first byte), its raw length and its
-      digest are those of the base, a shard of an attempt that was seen committed, durably.
-  DEDUP-3  A vote stands on references only where, after the index that names them was durable, each of the objects was found
-      there and not condemned by a mark of its attempt. Whoever collects condemns, durably, before it looks for indexes, and
-      removes only what none names (COLLECT-6 in `collect.py`). So one of the two sees the other, whatever runs at the same
-      time: another collection, a save of the same tag, retention, a newer epoch's recovery, another writer. Which checkpoint
-      the references were taken from does not matter then; it may be gone.
-  DEDUP-4  What was read back and found damaged is no base any more. What an earlier process wrote is read and verified before
-      the first vote that stands on references to it. It may be damaged, which is what jobs are restarted for: every checkpoint
-      from then on would be damaged in the same place.
+  DEDUP-1  A reference always names the attempt that holds the bytes. If the base itself only refers to a chunk, the new
+      reference names the same attempt as the base's.
+  DEDUP-2  A chunk is referred to only if its place (FQN, dtype, shape, box, scope, first byte), its raw length and its digest
+      are those of a chunk of the base. The base is a shard of an attempt whose commit was seen and is durable.
+  DEDUP-3  A rank votes for an index with references only if, after the index was durable, each object that it refers to existed
+      and was not condemned by a mark of its attempt. A collector makes its marks durable before it looks for indexes, and
+      removes only objects that no index names (COLLECT-6 in `collect.py`). So either the rank sees the mark or the collector
+      sees the index, whatever runs at the same time: another collection, a save of the same tag, retention, recovery by a newer
+      epoch, another writer. The checkpoint from which the references were taken may be gone by then.
+  DEDUP-4  A shard that was read back and found damaged stops being the base. Chunks that an earlier process wrote are read and
+      verified before the first vote for references to them. Damaged storage is a common reason for a restart, and every later
+      checkpoint would refer to the same damaged chunks.
 """
 
 from __future__ import annotations
@@ -19,15 +20,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from itertools import accumulate
 
 from checkpointd.commit.facts import Order
 from checkpointd.config import LoadConfig
 from checkpointd.errors import CheckpointdError, DamagedError, FormatError, NotFoundError
 from checkpointd.layout import tree
-from checkpointd.layout.boxes import Box
 from checkpointd.layout.keys import DAMAGED, OUTCOME, mark_number
-from checkpointd.layout.manifest import Chunk, Index, ObjectRef, Scope, TensorEntry, Trained
+from checkpointd.layout.manifest import Chunk, Index, ObjectRef, PlanTensor, TensorEntry, Trained
 from checkpointd.pipeline.read.chunks import read_chunks
 from checkpointd.pipeline.read.index import chunk_starts, read_index
 from checkpointd.pipeline.read.plan import ChunkRead
@@ -39,66 +38,59 @@ from checkpointd.store.base import Store
 
 log = logging.getLogger("checkpointd")
 
-Part = tuple[str, str, tuple[int, ...], Box, Scope]
 Held = tuple[ObjectRef, Chunk]
-"""A chunk, and the object that holds it, which names its attempt."""
-
-
-def _part(tensor: TensorEntry | ShardTensor) -> Part:
-    return (tensor.fqn, tensor.dtype, tensor.shape, tensor.box, tensor.scope)
+"""A chunk, and the object that holds it, with the object's attempt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """One rank's shard of a checkpoint: what unchanged chunks of a later save may refer to."""
+    """One rank's shard of a checkpoint, to which unchanged chunks of a later save may refer."""
 
     prefix: str
     order: Order
     step: int
     objects: tuple[ObjectRef, ...]
-    chunks: Mapping[Part, Mapping[int, Chunk]]
-    """By part, by the chunk's first byte in it."""
+    chunks: Mapping[PlanTensor, Mapping[int, Chunk]]
+    """The chunks of each part by their first byte."""
     is_read: bool = True
-    """Whether this process wrote what it holds, or has read it (DEDUP-4)."""
+    """Whether this process has written or verified the chunks (DEDUP-4)."""
 
     @staticmethod
     def of(index: Index, order: Order, *, is_read: bool = True) -> Base:
-        """The base that a committed `index` makes."""
-        prefix = f"{index.tag}/{index.attempt}"
+        """The base from the `index` of a committed attempt."""
         objects = tuple(
-            ref if ref.held_by else ObjectRef(name=ref.name, size=ref.size, held_by=prefix) for ref in index.objects
+            ref if ref.held_by else ObjectRef(name=ref.name, size=ref.size, held_by=index.prefix) for ref in index.objects
         )
-        chunks = {_part(entry): _by_start(entry) for entry in index.tensors}
-        return Base(prefix, order, index.step, objects, chunks, is_read)
+        chunks = {entry.part: dict(chunk_starts(entry)) for entry in index.tensors}
+        return Base(index.prefix, order, index.step, objects, chunks, is_read)
 
     def held(self, tensor: ShardTensor, start: int, nbytes: int) -> Held | None:
-        """What was there at the place of the `nbytes` bytes of `tensor` from `start` on; None where nothing of that length."""
-        chunk = self.chunks.get(_part(tensor), {}).get(start)
+        """The chunk at the place of the `nbytes` bytes of `tensor` from `start` on; None if there is none of this length."""
+        chunk = self.chunks.get(tensor.part, {}).get(start)
         if chunk is None or chunk.raw != nbytes:
             return None
         return self.objects[chunk.object], chunk
 
 
-def _by_start(entry: TensorEntry) -> dict[int, Chunk]:
-    starts = accumulate((chunk.raw for chunk in entry.chunks), initial=0)
-    return dict(zip(starts, entry.chunks, strict=False))
-
-
 @dataclass(slots=True)
 class Bases:
-    """The newest base of one rank that is known here. After a restart the store is asked for it, once; failing is no harm."""
+    """The newest known base of one rank. After a restart it is looked up in the store once; without it all chunks are
+    written."""
 
     store: Store
     _base: Base | None = None
     _seen: tuple[Index, Order] | None = None
-    """Of a commit that was seen since, not a base yet."""
+    """The index of a newer commit, from which `newest` makes the base."""
     _asked: bool = False
 
     async def newest(self, info: AttemptInfo) -> Base | None:
         """The base for the save `info`."""
-        if self._seen is not None:
-            (index, order), self._seen = self._seen, None
-            self.committed(await aside(len(index.tensors), Base.of, index, order))
+        while (seen := self._seen) is not None:
+            index, order = seen
+            base = await aside(len(index.tensors), Base.of, index, order)
+            if self._seen is seen:  # else it was forgotten meanwhile, or a newer commit was seen
+                self._seen = None
+                self.committed(base)
         if self._base is None and not self._asked:
             self._asked = True
             try:
@@ -110,16 +102,16 @@ class Bases:
         return self._base
 
     def forget(self) -> None:
-        """What is stored may be damaged: the next save writes everything."""
+        """Forget the base, since its chunks may be damaged. The next save writes all chunks."""
         self._base, self._seen, self._asked = None, None, True
 
     def saw(self, index: Index, order: Order) -> None:
-        """An attempt that stored `index` was seen committed, durably (DEDUP-2)."""
+        """Note that an attempt with this `index` has committed, durably (DEDUP-2)."""
         if self._seen is None or order > self._seen[1]:
             self._seen = index, order
 
     def committed(self, base: Base | None) -> None:
-        """`base` is of an attempt that was seen committed, durably (DEDUP-2); older ones than what is known are ignored."""
+        """Use `base`, of an attempt that has committed durably (DEDUP-2), unless a newer base is known."""
         if base is not None and (self._base is None or base.order > self._base.order):
             self._base = base
 
@@ -130,7 +122,7 @@ async def _stored_base(store: Store, info: AttemptInfo) -> Base | None:
         return None
     checkpoint = await catalog.find(store, tag)
     if checkpoint.attempt.epoch > info.attempt.epoch:
-        return None  # this writer is a zombie: what a newer epoch does is not its to build on
+        return None  # this writer is fenced and must not refer to checkpoints of a newer epoch
     if await store.stat(f"{checkpoint.prefix}/{DAMAGED}") is not None:
         return None
     await store.settle(f"{checkpoint.prefix}/{OUTCOME}")
@@ -146,9 +138,7 @@ def referred(index: Index) -> tuple[str, ...]:
 
 
 async def lost(store: Store, index: Index) -> str | None:
-    """Why `index`, which is durable, must not be voted for: an object of an older attempt that is condemned or
-    gone (DEDUP-3).
-    """
+    """Why a rank must not vote for the durable `index`: an older attempt's object is condemned or gone (DEDUP-3)."""
     for prefix in sorted({ref.held_by for ref in index.objects if ref.held_by}):
         try:
             fault = await _fault(store, prefix, [ref for ref in index.objects if ref.held_by == prefix])
@@ -160,9 +150,7 @@ async def lost(store: Store, index: Index) -> str | None:
 
 
 async def damaged(store: Store, prefix: str, index: Index, config: LoadConfig, on_bytes: Callable[[int], None]) -> str | None:
-    """Why `index`, of the attempt `prefix`, must not be voted for: a chunk of an older attempt that is not what
-    it was (DEDUP-4).
-    """
+    """Why a rank must not vote for `index`, of the attempt `prefix`: a chunk of an older attempt is damaged (DEDUP-4)."""
     wanted = [
         ChunkRead(index.objects[chunk.object].key(prefix), index.rank, entry, chunk, start)
         for entry in index.tensors
@@ -193,13 +181,13 @@ async def _fault(store: Store, prefix: str, refs: Iterable[ObjectRef]) -> str | 
 
 
 def trained(index: Index, base: Base | None) -> Trained:
-    """Whether any tensor of `index` that requires grad differs from an earlier step's; empty where that cannot be told."""
+    """Whether any tensor of `index` that requires grad differs from `base`, of an earlier step; empty if unknown."""
     if base is None or index.step <= base.step:
         return ""
     try:
         names = _trained(tree.decode(index.tree))
     except FormatError:
-        return ""  # whose tree that is, hears of it at the next load; the save is not at fault
+        return ""  # the next load reports the tree; the save does not fail
     parts = [entry for entry in index.tensors if entry.fqn in names and entry.chunks]
     if not parts:
         return ""
@@ -207,8 +195,8 @@ def trained(index: Index, base: Base | None) -> Trained:
 
 
 def _same(entry: TensorEntry, base: Base) -> bool:
-    known = base.chunks.get(_part(entry))
-    mine = _by_start(entry)
+    known = base.chunks.get(entry.part)
+    mine = dict(chunk_starts(entry))
     return known is not None and known.keys() == mine.keys() and all(known[at].digest == mine[at].digest for at in mine)
 
 

@@ -14,7 +14,7 @@ from checkpointd.pipeline.shard import Bytes
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """One chunk after its codec; `seconds` is what encoding took on its thread."""
+    """One chunk after its codec; `seconds` is the time of encoding on its thread."""
 
     codec: Codec
     stored: memoryview
@@ -25,7 +25,7 @@ class Encoded:
 
     @staticmethod
     def of(data: Bytes, codec: Codec, element: ElementType, digest: bytes | None = None) -> Encoded:
-        """Encode `data`, whose digest may be known; stored raw where the codec does not shrink it."""
+        """Encode `data`, whose digest may be known. It is stored raw if the codec does not shrink it."""
         if codec == "raw":
             return Encoded.raw_of(data, digest)
         began = time.perf_counter()
@@ -37,9 +37,9 @@ class Encoded:
 
     @staticmethod
     def raw_of(data: Bytes, digest: bytes | None = None) -> Encoded:
-        """`data` as it is, with its checksums."""
+        """`data` stored raw, with its checksum and digest."""
         return Encoded("raw", data.data, data.nbytes, xxh3_64(data), digest or xxh3_128(data), 0.0)
 
     def at(self, number: int, offset: int) -> Chunk:
-        """The chunk that this is once it lies at byte `offset` of the index's object `number`."""
+        """The index entry of this chunk at byte `offset` of the index's object `number`."""
         return Chunk(number, offset, len(self.stored), self.raw, self.codec, self.checksum, self.digest)

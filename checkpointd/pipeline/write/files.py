@@ -1,11 +1,10 @@
-"""Persists a shard of files: each file becomes an object of its own, byte for byte.
+"""Persists a shard of files: each file becomes one object, byte for byte.
 
 Invariants
-  FILE-3  When `write_files` returns, every file is durable and whole, and its chunks have checksums and digests.
+  FILE-3  When `write_files` returns, every file is durable and complete, and its chunks have checksums and digests.
   FILE-4  When it returns or raises, no thread reads the buffer any more.
-  FILE-5  Memory beside the buffer stays below `budget_bytes`: a block for each write.
-  FILE-6  Every byte of every file belongs to one chunk of the index, as it stands in the file: whoever verifies the chunks has
-      verified the files.
+  FILE-5  Memory beside the buffer stays below `budget_bytes`, with one block for each write.
+  FILE-6  Every byte of every file belongs to exactly one chunk of the index, so verifying the chunks verifies the files.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ Work = Callable[[], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class FileSpan:
-    """What becomes one chunk: `nbytes` bytes of a file from its byte `start` on, which lie in one piece."""
+    """The bytes of one chunk: `nbytes` bytes of a file from its byte `start` on, which lie in one piece."""
 
     piece: FilePiece
     start: int
@@ -51,7 +50,7 @@ class FileSpan:
 
 @dataclass(slots=True)
 class FileProgress:
-    """One file, and what is known of it so far. `hashed` is set once every sum is known, or hashing has failed."""
+    """One file, with the sums and chunks found so far. `hashed` is set when every sum is known, or when hashing has failed."""
 
     file: StoredFileNode
     number: int
@@ -60,9 +59,9 @@ class FileProgress:
     places: dict[str, int]
     """Where each tensor begins in the buffer."""
     sums: dict[int, dict[int, tuple[int, int]]] = field(default_factory=lambda: defaultdict(dict))
-    """By placeholder, by the first byte of a part: its bytes, and their CRC-32."""
+    """The size and the CRC-32 of each part, by placeholder and by the part's first byte."""
     chunks: dict[str, dict[int, Chunk]] = field(default_factory=lambda: defaultdict(dict))
-    """By tensor, by the first byte in it."""
+    """The chunks by tensor, and by the chunk's first byte in it."""
     hashed: asyncio.Event = field(default_factory=asyncio.Event)
     _starts: list[int] = field(default_factory=list)
     _sums_at: list[tuple[int, int]] = field(default_factory=list)
@@ -79,7 +78,7 @@ class FileProgress:
         ]
 
     def bytes_of(self, piece: FilePiece, start: int, nbytes: int) -> Bytes:
-        """Bytes of the image that stand at byte `start` of the file, sums not yet put in."""
+        """The bytes at byte `start` of the file, without the sums."""
         first = self.places[piece.fqn] + piece.at + start - piece.start
         return self.buffer[first : first + nbytes]
 
@@ -104,13 +103,13 @@ class FileProgress:
         return struct.pack("<I", combined)
 
     def note(self, part: FileSpan, data: Bytes) -> tuple[str, int, Chunk]:
-        """The chunk that a part becomes: of which tensor, from which byte of it on."""
+        """The chunk of a part, with its tensor and its first byte in that tensor."""
         chunk = Encoded.raw_of(data).at(self.number, part.start)
         return part.piece.fqn, part.piece.at + part.start - part.piece.start, chunk
 
 
 async def write_files(job: PersistJob, files: FilesNode) -> Index:
-    """Write `files`, durably, and return the index that names all of them (not yet written)."""
+    """Write `files` durably, and return the index that names all of them, which is not written yet."""
     layouts = _layouts(job, files)
     job.progress.begin(job.shard.nbytes)
     job.progress.keep(0)
@@ -129,7 +128,7 @@ async def write_files(job: PersistJob, files: FilesNode) -> Index:
 
 
 def _layouts(job: PersistJob, files: FilesNode) -> list[FileProgress]:
-    """FormatError where a tensor is not part of just one file."""
+    """The files with their pieces. Raises FormatError unless each tensor is part of exactly one file."""
     check_files(files)
     sizes = {tensor.fqn: tensor.nbytes for tensor in job.shard.tensors}
     places = {tensor.fqn: tensor.offset for tensor in job.shard.tensors}
@@ -142,7 +141,7 @@ def _layouts(job: PersistJob, files: FilesNode) -> list[FileProgress]:
 
 
 async def _write(job: PersistJob, layouts: Sequence[FileProgress], targets: Sequence[ObjectWriter]) -> None:
-    """Hash one file while the one before it is written: its sums must be known before it is."""
+    """Hash each file while the file before it is written, since its sums must be known before it is written."""
     hashing: list[list[Work]] = [list(_hashing(job, layout)) for layout in layouts]
     share = Share(job.progress, job.shard.nbytes, sum(layout.file.size for layout in layouts))
     writing: list[list[Work]] = [
@@ -177,7 +176,7 @@ async def _hash(job: PersistJob, layout: FileProgress, group: list[FileSpan], le
         with job.spent.hash.busy():
             found = await asyncio.get_running_loop().run_in_executor(None, _hash_group, layout, group)
     except BaseException:
-        layout.hashed.set()  # whoever waits for it must end; the error ends the rest
+        layout.hashed.set()  # ends the writes that wait for it; the error stops the others
         raise
     for part, crc, (fqn, at, chunk) in found:
         assert part.piece.placeholder is not None
@@ -197,7 +196,7 @@ def _hash_group(layout: FileProgress, group: Iterable[FileSpan]) -> list[tuple[F
 
 
 async def _hash_around(job: PersistJob, layout: FileProgress) -> None:
-    """The bytes between placeholders, as they stand in the file."""
+    """Hash the bytes between placeholders, with the sums among them."""
     with job.spent.hash.busy():
         found = await asyncio.get_running_loop().run_in_executor(None, _hashed_around, job, layout)
     for fqn, at, chunk in found:
@@ -228,7 +227,7 @@ async def _write_block(
 ) -> None:
     await layout.hashed.wait()
     job.check_stop()
-    block = page_buffer(page_up(nbytes))  # whole pages; `finish` cuts what is too much
+    block = page_buffer(page_up(nbytes))  # whole pages; `finish` cuts the file to its size
     await asyncio.get_running_loop().run_in_executor(None, layout.fill, block[:nbytes], start)
     with job.spent.disk.busy(nbytes):
         await target.write_at(start, block.data)

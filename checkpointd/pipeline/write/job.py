@@ -1,4 +1,4 @@
-"""The writer's job of persisting one shard: what all stages of `persist` share."""
+"""The writer's job of persisting one shard, which all stages of `persist` share."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class PersistJob:
     progress: ShardProgress
     stopped: Callable[[], bool]
     base: Base | None = None
-    """The checkpoint before, to which unchanged chunks may refer where `config.dedup` says so; None: there is none."""
+    """The checkpoint before, to compare with, and for references if `config.dedup` is set. None if there is none."""
     before_vote: Callable[[], Awaitable[None]] = _nothing
-    """Awaited just before the vote is put; may raise, too."""
+    """Awaited just before the vote is put. If it raises, this rank does not vote yes."""
     on_stored: Callable[[Index], None] = lambda _: None
-    """Called with the index once it is durable, before the vote; may raise what then keeps this rank from voting yes. It comes
-    without its tree, which may be large, while the attempt may wait for long.
+    """Called with the durable index before the vote. If it raises, this rank does not vote yes. The index comes without its
+    tree, which may be large and would stay in memory while the attempt waits.
     """
 
     @property
@@ -44,17 +44,17 @@ class PersistJob:
         return self.progress.spent
 
     def check_stop(self) -> None:
-        """Stopped where the attempt has been decided meanwhile."""
+        """Raise Stopped if the attempt was decided meanwhile."""
         if self.stopped():
             raise Stopped
 
     def in_small_writes(self) -> PersistJob:
-        """This job, with writes no larger than its store lets through at once: progress is then known as finely."""
+        """This job, with writes no larger than the store passes on at once, so that progress is as fine."""
         piece_bytes = self.store.capabilities.piece_bytes
         if piece_bytes is None or piece_bytes >= self.config.block_bytes:
             return self
         return replace(self, config=replace(self.config, block_bytes=piece_bytes))
 
     def in_full(self) -> PersistJob:
-        """This job, which writes every chunk and refers to none."""
+        """This job without references: it writes every chunk."""
         return replace(self, config=replace(self.config, dedup=False))

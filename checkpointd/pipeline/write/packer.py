@@ -16,9 +16,9 @@ from checkpointd.store.base import ObjectWriter
 
 
 class Packer:
-    """Gathers bytes into blocks and writes each full block; at most `writes` blocks exist at once.
+    """Gathers bytes into blocks and writes each full block. At most `writes` blocks exist at once.
 
-    `on_written` is told the raw and the stored bytes of each block that is written.
+    `on_written` is called with the raw and the stored bytes of each written block.
     """
 
     def __init__(
@@ -38,14 +38,14 @@ class Packer:
         self._block: Bytes | None = None
         self._filled = 0
         self._raw = 0
-        """Raw bytes of what the block holds."""
+        """The raw bytes in the current block."""
         self._base = 0
         self._writing: set[asyncio.Task[None]] = set()
         self._error: BaseException | None = None
         self._turn = asyncio.Lock()
 
     async def add(self, data: memoryview, raw: int) -> int:
-        """Append `data`, which holds `raw` raw bytes, and return its byte offset in the object."""
+        """Append `data`, which encodes `raw` raw bytes, and return its byte offset in the object."""
         async with self._turn:
             offset, left, told = self._base + self._filled, np.frombuffer(data, dtype=np.uint8), 0
             while left.size:
@@ -60,7 +60,7 @@ class Packer:
             return offset
 
     async def flush(self) -> int:
-        """Write what is left and wait for all blocks; the object's size in bytes."""
+        """Write the rest, and wait for all blocks. Returns the object's size in bytes."""
         size = self._base + self._filled
         if self._filled and self._block is not None:
             self._block[self._filled :] = 0
@@ -104,7 +104,7 @@ class Packer:
             with self._meter.busy(nbytes):
                 await self._target.write_at(base, block[:nbytes].data)
             self._on_written(*held)
-        except BaseException as error:  # kept for the next add or flush, which raises it to the caller
+        except BaseException as error:  # the next add or flush raises it to the caller
             self._error = self._error or error
         finally:
             self._free.put_nowait(block)

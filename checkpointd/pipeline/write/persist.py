@@ -1,12 +1,12 @@
-"""Persist one shard: chunks durable, then the index, then the vote.
+"""Persists one shard: writes chunks, then the index, then the vote, and makes each durable before the next.
 
 Invariants
   PERSIST-1  The vote is put only after the chunks objects and the index are durable.
-  PERSIST-2  When `persist` returns or raises, no thread reads the buffer any more: the slot may be reused.
+  PERSIST-2  When `persist` returns or raises, no thread reads the buffer any more, so the slot may be reused.
   PERSIST-3  Memory beside the buffer stays below `budget_bytes`.
-  PERSIST-5  An object of an attempt is written once; a key that exists already is an error, never overwritten. Where what a
-      shard refers to turns out to be going, or damaged, before the vote, its own objects are removed and all of it is written.
-  PERSIST-4 and PERSIST-6 stand in `vote.py`.
+  PERSIST-5  An object of an attempt is never overwritten: a key that exists already is an error. If objects to which the shard
+      refers prove condemned or damaged before the vote, the writer removes its own objects and writes the whole shard.
+  PERSIST-4 and PERSIST-6 are in `vote.py`.
 """
 
 from __future__ import annotations
@@ -17,19 +17,9 @@ import os
 from msgspec import structs
 
 from checkpointd.config import LoadConfig
-from checkpointd.errors import (
-    CheckpointdError,
-    DamagedError,
-    NotFoundError,
-    StoreError,
-    StoreFullError,
-    UsageError,
-)
+from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, StoreError, StoreFullError, UsageError
 from checkpointd.layout.indexes import encode_index
-from checkpointd.layout.keys import (
-    index_name,
-    plan_key,
-)
+from checkpointd.layout.keys import index_name, plan_key
 from checkpointd.layout.manifest import LISTING_BYTES_MAX, BesideFile, Index, IndexRef, Vote, digest, encode
 from checkpointd.layout.plan import cover_fault
 from checkpointd.layout.tree import files_of
@@ -47,9 +37,9 @@ log = logging.getLogger("checkpointd")
 
 
 async def persist(job: PersistJob) -> Vote:
-    """Write the shard of `job` and vote yes; the yes of this rank that stands, durable, which may be another writer's.
+    """Write the shard of `job` and vote yes. Returns the rank's durable yes vote, which may be another writer's.
 
-    Raises Stopped when told to stop, else the error that struck: that of another writer which voted no, too.
+    Raises Stopped if `job` is stopped, else the error that struck, or the error of another writer's no vote.
     """
     if job.info.takeover:
         standing = await standing_vote(job.store, job.info)
@@ -70,12 +60,12 @@ async def persist(job: PersistJob) -> Vote:
 
 
 async def _stored(job: PersistJob, plan: KnownPlan) -> StoredShard:
-    """The shard, durable, with references that hold until its attempt has an outcome (DEDUP-3 in `dedup.py`)."""
+    """Write the shard, durably, with references that stay valid until the attempt has an outcome (DEDUP-3 in `dedup.py`)."""
     stored = await _written(job, plan)
     why = await lost(job.store, stored.index) or await _damaged(job, stored.index)
     if why is None:
         return stored
-    log.warning("%s: rank %d, which had referred to it, writes everything anew: %s", job.info.prefix, job.info.rank, why)
+    log.warning("%s: rank %d cannot refer to older chunks and writes everything anew: %s", job.info.prefix, job.info.rank, why)
     await drop_shard(job.store, job.info)
     job.progress.begin(job.shard.nbytes)
     return await _written(job.in_full(), plan)
@@ -88,7 +78,7 @@ async def _damaged(job: PersistJob, index: Index) -> str | None:
     try:
         return await damaged(job.store, job.info.prefix, index, config, lambda _: job.check_stop())
     except StoreError as error:
-        return f"what is unchanged cannot be read: {error}"
+        return f"unchanged chunks cannot be read: {error}"
 
 
 async def _written(job: PersistJob, plan: KnownPlan) -> StoredShard:
@@ -98,7 +88,7 @@ async def _written(job: PersistJob, plan: KnownPlan) -> StoredShard:
     plain = plain_files_of(job.store)
     if info.unfinished and plain is not None:
         unfinished = plain.unfinished
-        # All ranks had filled it when this save began; what another machine has in its cache, only that one makes durable.
+        # All ranks had filled it when this save began. Each machine must make the files in its own cache durable.
         await unfinished.settle(info.unfinished)
         if info.rank == 0 and files is not None:
             filled = await unfinished.files(info.unfinished, os.path.dirname(files.at))
@@ -121,7 +111,7 @@ def _encoded(plan: KnownPlan, index: Index) -> bytes:
 
 
 async def _stored_plan(job: PersistJob) -> KnownPlan:
-    """The plan of this shard, durable in the store; remembered while the layout stays the same."""
+    """The plan of this shard, durable in the store. It is put again only if the layout changes."""
     known = job.rates.plan
     if known is not None and known.tensors is job.shard.tensors:
         return known
@@ -131,7 +121,7 @@ async def _stored_plan(job: PersistJob) -> KnownPlan:
     known = KnownPlan(job.shard.tensors, plan, digest(data))
     key = plan_key(known.digest)
     if not await job.store.put_if_absent(key, data) and not await _holds(job.store, key, data):
-        log.error("%s is damaged; it is written again, since its name is the digest of what belongs there", key)
+        log.error("%s is damaged and is written again, since its name gives the digest of the right bytes", key)
         await job.store.put(key, data)
     job.rates.plan = known
     return known

@@ -1,7 +1,7 @@
-"""Stage 5 of a save: place what must be written into this attempt's objects.
+"""Stage 5 of a save: place the spans that must be written into this attempt's objects.
 
-A rank writes up to two: whole pages of the snapshot for what is stored raw, which go to the disk without a copy, and the
-encoded chunks back to back, in the order in which they are ready.
+A rank writes up to two objects. One holds whole pages of the snapshot for spans stored raw, which go to the disk without a
+copy. The other holds the encoded chunks back to back, in the order in which they are ready.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class RawPlaces:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Which spans go to which object."""
+    """The spans of the raw object, and those of the encoded object."""
 
     raw: RawPlaces
     encoded: list[Span]
@@ -44,8 +44,8 @@ class Placement:
 def place(spans: list[Span], comparison: ChunkComparison, codecs: dict[str, Codec]) -> Placement:
     """Place those of `spans` that must be written.
 
-    What has not changed, and is written all the same, goes where the other spans of its codec do not: the object in which it
-    then lies is one that the next saves can refer to.
+    Unchanged spans that are written again go to the object that the changing spans of their codec do not use. The object then
+    holds mostly unchanged bytes, so that later saves can refer to it.
     """
     changed = comparison.changed(spans)
     raw = [span for span in changed if (codecs[span.tensor.fqn] == "raw") != (span.key in comparison.settled)]

@@ -9,15 +9,15 @@ from checkpointd.layout.manifest import Plan
 from checkpointd.pipeline.shard import Shard, ShardTensor
 
 DISK_SAMPLE_BYTES_MIN = 32 << 20
-"""Less than this says more about caches and fsync than about the store."""
+"""Smaller writes measure caches and fsync more than the store."""
 ENCODE_SAMPLE_BYTES_MIN = 1 << 20
 ESTIMATES_LAST_SAVES = 16
-"""Weights change slowly: a tensor is sampled again after this many saves."""
+"""A tensor is sampled again after this many saves, since weights change slowly."""
 
 
 @dataclass(frozen=True, slots=True)
 class KnownPlan:
-    """The plan of a layout (the very tuple `tensors`) that lies durable in the store under `digest`."""
+    """A plan that is durable in the store under `digest`. It belongs to shards with this very tuple `tensors`."""
 
     tensors: tuple[ShardTensor, ...]
     plan: Plan
@@ -26,7 +26,7 @@ class KnownPlan:
 
 @dataclass(slots=True)
 class Rates:
-    """What one rank's saves share: bytes per second as measured (None until then), each tensor's estimate, the plan in use."""
+    """The measurements that one rank's saves share: speeds (None until measured), each tensor's estimate, the plan in use."""
 
     disk_bps: float | None = None
     encode_bps: float | None = None
@@ -43,7 +43,7 @@ class Rates:
             self.encode_bps = _smooth(self.encode_bps, nbytes / seconds)
 
     def estimates(self, shard: Shard) -> dict[str, Estimate]:
-        """Ratios by FQN, sampled where they are not known or too old. Takes up to a millisecond a tensor: for a thread."""
+        """Ratios by FQN, sampled if they are unknown or too old. Call it on a thread: it takes up to a millisecond a tensor."""
         if self._saves % ESTIMATES_LAST_SAVES == 0:
             self._estimates.clear()
         self._saves += 1

@@ -14,7 +14,7 @@ ChunkKey = tuple[str, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """What becomes one chunk: `nbytes` bytes of `tensor` from its byte `start` on."""
+    """The bytes of one chunk: `nbytes` bytes of `tensor` from its byte `start` on."""
 
     tensor: ShardTensor
     start: int
@@ -34,10 +34,10 @@ class Span:
 
 
 PARTS_CHUNKS = 16
-"""A box of a tensor that ranks hold together is cut into about so many chunks at least: whoever reads it in another layout
-needs a part of it, and reads whole chunks."""
+"""A box of a tensor that ranks hold together is split into at least about this many chunks. A load in another layout needs only
+a part of the box, but reads whole chunks."""
 PARTS_CHUNK_BYTES_MIN = 256 << 10
-"""They are no smaller for it: each chunk costs an entry in the index, and a call for whoever reads it alone."""
+"""Such chunks are not smaller than this, since each costs an entry in the index, and perhaps a read of its own."""
 
 
 def split(tensors: Iterable[ShardTensor], chunk_bytes: int) -> list[Span]:
@@ -58,7 +58,7 @@ S = TypeVar("S", bound=Sized)
 
 
 def _chunk_bytes(tensor: ShardTensor, chunk_bytes: int) -> int:
-    """How large the chunks of `tensor` are: what ranks hold together is cut between rows, where these are short enough."""
+    """The chunk size for `tensor`. A tensor that ranks hold together is split between rows if the rows are short enough."""
     unit = tensor.itemsize
     if tensor.scope == "global":
         chunk_bytes = min(chunk_bytes, max(tensor.nbytes // PARTS_CHUNKS, PARTS_CHUNK_BYTES_MIN))
@@ -68,7 +68,7 @@ def _chunk_bytes(tensor: ShardTensor, chunk_bytes: int) -> int:
 
 
 def grouped(spans: Iterable[S], nbytes: int) -> list[list[S]]:
-    """Spans in lots of about `nbytes`, in their order."""
+    """Groups of consecutive spans of about `nbytes` each."""
     groups: list[list[S]] = []
     filled = nbytes
     for span in spans:

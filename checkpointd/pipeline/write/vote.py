@@ -1,9 +1,9 @@
-"""Stage 8 of a save: this rank's vote, and what goes where the save has failed.
+"""Stage 8 of a save: this rank's vote, and the removal of its objects if the save has failed.
 
 Invariants
-  PERSIST-4  Once the yes vote was tried, nothing that it names is removed by this rank.
-  PERSIST-6  A writer removes its own objects alone, and those only where this rank's vote does not name them. Where another
-      writer may have voted (`AttemptInfo.may_be_taken_over`), the vote that stands is this rank's word, whoever put it.
+  PERSIST-4  Once this rank has tried to put its yes vote, it removes no object that the vote names.
+  PERSIST-6  A writer removes only its own objects, and only if this rank's vote does not name them. If another writer may have
+      voted (`AttemptInfo.may_be_taken_over`), the stored vote is this rank's vote, whichever writer put it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ log = logging.getLogger("checkpointd")
 
 
 class VoteUncertain(StoreError):
-    """Storing the yes vote failed, so it may be there or not: what it names must stay until there is an outcome."""
+    """Storing the yes vote failed, so the vote may exist or not. The objects that it names must stay until the outcome."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +40,11 @@ class StoredShard:
     index: Index
     ref: IndexRef
     beside: tuple[BesideFile, ...] = ()
-    """On rank 0, what others had filled for the directory above its files."""
+    """On rank 0, the files that other programs had filled for the directory above its files."""
 
 
 async def vote_yes(job: PersistJob, stored: StoredShard, plan_digest: str) -> Vote:
-    """Vote yes for what is `stored`; the yes of this rank that stands."""
+    """Vote yes for the `stored` shard. Returns the rank's yes vote, which may be another writer's."""
     info = job.info
     job.spent.voted()
     vote = await aside(len(stored.index.tensors), _yes, job, stored, plan_digest)
@@ -98,8 +98,8 @@ def _yes(job: PersistJob, stored: StoredShard, plan_digest: str) -> Vote:
 
 
 async def _put_vote(store: Store, info: AttemptInfo, vote: Vote) -> Vote:
-    """Put `vote` if this rank has none; the vote that stands. StoreError where that is one of another process,
-    not of another writer of this rank.
+    """Put `vote` if this rank has none. Returns the rank's vote. Raises StoreError if a process that is not a writer of this
+    save put it.
     """
     key, data = info.key(vote_name(info.rank)), encode(vote)
     if not info.may_be_taken_over:
@@ -111,7 +111,7 @@ async def _put_vote(store: Store, info: AttemptInfo, vote: Vote) -> Vote:
 
 
 async def standing_vote(store: Store, info: AttemptInfo) -> Vote | None:
-    """This rank's vote by any writer, durable; None where there is none."""
+    """This rank's durable vote by any writer; None if there is none."""
     key = info.key(vote_name(info.rank))
     try:
         await store.settle(key)
@@ -121,20 +121,14 @@ async def standing_vote(store: Store, info: AttemptInfo) -> Vote | None:
 
 
 def _checked(info: AttemptInfo, vote: Vote) -> Vote:
-    """`vote` if a writer of this rank can have cast it in this very save; StoreError where it cannot."""
-    if (vote.tag, vote.attempt, vote.rank, vote.step, vote.n) != (
-        info.tag,
-        str(info.attempt),
-        info.rank,
-        info.step,
-        info.n,
-    ):
+    """`vote`, if a writer of this rank and this save can have put it. Raises StoreError if not."""
+    if (vote.prefix, vote.rank, vote.step, vote.n) != (info.prefix, info.rank, info.step, info.n):
         raise _taken(info.key(vote_name(info.rank)))
     return vote
 
 
 def as_own(info: AttemptInfo, standing: Vote) -> Vote:
-    """The standing vote where it is a yes; a no raises the error that it reports."""
+    """The rank's vote `standing` if it is a yes. A no raises the error that it reports."""
     if standing.vote == "yes":
         return standing
     report = standing.error or NO_REASON
@@ -143,16 +137,15 @@ def as_own(info: AttemptInfo, standing: Vote) -> Vote:
 
 
 def is_own(info: AttemptInfo, vote: Vote) -> bool:
-    """Whether `vote`, a yes of this rank, is that of this very writer."""
+    """Whether this writer put `vote`, a yes of this rank."""
     return vote.index is not None and vote.index.name == index_name(info.rank, info.takeover)
 
 
 async def vote_no(store: Store, info: AttemptInfo, error: ErrorReport) -> bool:
-    """Drop what this writer wrote, which frees the space that a vote may need, then vote no.
+    """Remove this writer's objects, which frees the space that a vote may need, and vote no.
 
-    False where the yes of another writer stands.
-    Where this rank has a vote already and no other writer can have cast it, another process runs as the same rank: what that
-    vote names is not ours to drop (PERSIST-4).
+    Returns False if another writer of this rank has voted yes. If this rank has a vote and can have no other writer, another
+    process runs as the same rank. The objects that its vote names stay (PERSIST-4).
     """
     key = info.key(vote_name(info.rank))
     if not info.may_be_taken_over:
@@ -171,7 +164,7 @@ async def vote_no(store: Store, info: AttemptInfo, error: ErrorReport) -> bool:
 
 
 async def drop_shard(store: Store, info: AttemptInfo) -> None:
-    """Delete this writer's chunks and index of an attempt that will not be, or was not, committed with them."""
+    """Delete the chunks, files and index that this writer wrote for an attempt that does not commit with them."""
     parts = [chunks_name(info.rank, part, info.takeover) for part in (RAW_OBJECT, ENCODED_OBJECT)]
     files = [entry.name for entry in await store.list(info.prefix) if entry.name.endswith(".file")]
     own = [name for name in files if (object_rank(name), object_takeover(name)) == (info.rank, info.takeover)]
@@ -180,16 +173,15 @@ async def drop_shard(store: Store, info: AttemptInfo) -> None:
 
 
 async def drop_unfinished(store: Store, info: AttemptInfo) -> None:
-    """Remove the directory that was filled for an attempt that will not be, or was not, committed."""
+    """Remove the directory that was filled for an attempt that does not commit."""
     plain = plain_files_of(store)
     if info.unfinished and plain is not None:
         await plain.unfinished.discard(info.unfinished)
 
 
 async def drop_unless_named(store: Store, info: AttemptInfo) -> None:
-    """The same where this rank's vote stands and does not name this writer's index (PERSIST-6); where there is
-    none, nothing goes.
-    """
+    """Do `drop_shard` if this rank has a vote that does not name this writer's index (PERSIST-6). Without a vote, do
+    nothing."""
     try:
         standing = await read_vote(store, info.key(vote_name(info.rank)))
     except (NotFoundError, DamagedError):
@@ -199,12 +191,12 @@ async def drop_unless_named(store: Store, info: AttemptInfo) -> None:
 
 
 async def _drop_beaten(store: Store, info: AttemptInfo) -> None:
-    """What this writer wrote in vain; what cannot be removed now goes when the tag is tidied up."""
+    """Remove the objects of a writer that lost the race for the vote. If that fails, they go when the tag is tidied up."""
     try:
         await drop_unless_named(store, info)
     except CheckpointdError as error:
         log.warning(
-            "%s: what takeover %d of rank %d wrote in vain stays for now: %s", info.prefix, info.takeover, info.rank, error
+            "%s: unused objects of takeover %d of rank %d stay for now: %s", info.prefix, info.takeover, info.rank, error
         )
 
 

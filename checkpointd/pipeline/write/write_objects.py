@@ -1,6 +1,6 @@
 """Stage 6 of a save: write the raw object and the encoded one, durably.
 
-Chunks of the encoded object are encoded (stage 4) as they are written, so no more of them are in memory than the budget allows.
+Chunks of the encoded object are encoded (stage 4) just before they are written, so memory stays within the budget.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from checkpointd.store.base import ObjectWriter
 
 @dataclass(slots=True)
 class WrittenObjects:
-    """The objects of this attempt, durable, and the chunks in them; `Chunk.object` is the position in `objects`."""
+    """The durable objects of this attempt, and the chunks in them. `Chunk.object` is the position in `objects`."""
 
     objects: list[ObjectRef] = field(default_factory=list)
     chunks: dict[ChunkKey, Chunk] = field(default_factory=dict)
@@ -37,7 +37,7 @@ class WrittenObjects:
 
 @asynccontextmanager
 async def discarded_on_error() -> AsyncIterator[list[ObjectWriter]]:
-    """A list for the writers that the block opens; they are discarded where it raises."""
+    """A list for the writers that the block opens. If the block raises, they are discarded."""
     opened: list[ObjectWriter] = []
     try:
         yield opened
@@ -50,7 +50,7 @@ async def discarded_on_error() -> AsyncIterator[list[ObjectWriter]]:
 async def write_objects(
     job: PersistJob, placement: Placement, codecs: Mapping[str, Codec], digests: Mapping[ChunkKey, bytes]
 ) -> WrittenObjects:
-    """Write what `placement` says; `digests` are those of spans that were hashed before."""
+    """Write the spans of `placement`. `digests` has the digests of spans that were hashed before."""
     job, written = job.in_small_writes(), WrittenObjects()
     async with discarded_on_error() as opened:
         if placement.raw.spans:
@@ -79,7 +79,7 @@ async def _finish(job: PersistJob, part: int, target: ObjectWriter, size: int, w
 async def _write_raw(
     job: PersistJob, places: RawPlaces, digests: Mapping[ChunkKey, bytes], target: ObjectWriter, written: WrittenObjects
 ) -> None:
-    """Write the pages that hold the spans as they lie in the buffer, and hash every chunk."""
+    """Write the pages that hold the spans, as they are in the buffer, and hash every chunk."""
     loop, buffer, number = asyncio.get_running_loop(), job.shard.buffer, len(written.objects)
     share = Share(job.progress, sum(span.nbytes for span in places.spans), places.nbytes)
 
@@ -95,7 +95,7 @@ async def _write_raw(
     writes = [partial(write, block) for run in places.runs for block in _blocks(run, job.config.block_bytes)]
     groups = await aside(len(places.spans), grouped, places.spans, job.config.block_bytes)
     hashes = [partial(hashed, group) for group in groups]
-    # Hashing a block right beside writing it keeps disk and core busy together.
+    # Hashing and writing alternate, so disk and cores are busy at the same time.
     works = [work for pair in zip_longest(writes, hashes) for work in pair if work is not None]
     await run_workers(works, job.config.writes, job.check_stop)
     await _finish(job, RAW_OBJECT, target, places.nbytes, written)
@@ -124,7 +124,7 @@ async def _write_encoded(
     target: ObjectWriter,
     written: WrittenObjects,
 ) -> None:
-    """Encode `spans` on threads and write them back to back, in the order in which they are ready."""
+    """Encode `spans` on threads, and write them back to back in the order in which they are ready."""
     loop, buffer, number = asyncio.get_running_loop(), job.shard.buffer, len(written.objects)
     packer = Packer(target, job.config, job.spent.disk, job.progress.add)
     seconds: list[float] = []
@@ -146,6 +146,6 @@ async def _write_encoded(
 
 
 def _encoders(config: PersistConfig) -> int:
-    """As many encoders as the budget allows beside the packer's buffers; each holds about three chunks."""
+    """The number of encoders that the budget allows beside the packer's buffers. Each holds about three chunks."""
     left = config.budget_bytes - 2 * config.block_bytes
     return max(1, min(config.encoders, left // (4 * config.chunk_bytes)))

@@ -83,6 +83,24 @@ async def test_one_ranks_error_is_every_ranks_answer_long_before_the_deadline(st
     assert len({str(a.outcome) for a in attempts}) == 1
 
 
+@pytest.mark.parametrize(
+    ("method", "failing", "phases"),
+    [
+        pytest.param("put_if_match", {}, [Phase.COMMITTED, Phase.COMMITTED], id="while `latest` moves"),
+        pytest.param("delete", {1: StoreError("I/O error")}, [Phase.ABORTED, Phase.FAILED], id="while leftovers go"),
+    ],
+)
+async def test_attempt_1_an_unforeseen_error_of_the_store_ends_no_attempt_in_another_phase(
+    store: PosixStore, method: str, failing: dict[int, Exception], phases: list[Phase], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def defective(*_: object) -> None:
+        raise RuntimeError("a defect of the store")
+
+    monkeypatch.setattr(store, method, defective)
+    attempts = await save_checkpoint(store, world_size=2, timeout_s=LONG_S, failing=failing)
+    assert [attempt.phase for attempt in attempts] == phases
+
+
 async def test_a_save_that_not_all_ranks_call_ends_at_the_deadline_and_names_the_missing(store: PosixStore) -> None:
     plan = await plan_save(store, world_size=4, absent=frozenset({1, 3}), timeout_s=0.5)
     attempts = await asyncio.gather(*(plan.run(rank) for rank in (0, 2)))

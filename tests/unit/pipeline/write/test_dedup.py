@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -15,12 +15,14 @@ from checkpointd.codec import Compression
 from checkpointd.commit.machine import Phase
 from checkpointd.config import LoadConfig
 from checkpointd.errors import DamagedError, StoreError
+from checkpointd.layout.keys import AttemptId
 from checkpointd.layout.manifest import Index
 from checkpointd.pipeline.read.index import read_index
 from checkpointd.pipeline.read.verify import verify
 from checkpointd.pipeline.root import catalog
 from checkpointd.pipeline.root.marks import condemn
-from checkpointd.pipeline.write import persist, write_objects
+from checkpointd.pipeline.shard import AttemptInfo
+from checkpointd.pipeline.write import dedup, persist, write_objects
 from checkpointd.pipeline.write.encode import Encoded
 from checkpointd.store.base import Store
 from checkpointd.store.memory import MemoryStore
@@ -63,6 +65,23 @@ def as_bytes(arrays: Arrays) -> Mapping[str, bytes]:
 def referred_of(index: Index) -> dict[str, list[bool]]:
     """For each tensor, which of its chunks lie in older attempts."""
     return {t.fqn: [bool(index.objects[c.object].held_by) for c in t.chunks] for t in index.tensors}
+
+
+async def test_dedup_4_a_base_that_is_forgotten_while_it_is_made_stays_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read-back may find damage in the shard while a thread makes the base of the next save from its index."""
+    store = MemoryStore()
+    await saved(store, 1)
+    index = await index_at(store, 1)
+    bases = dedup.Bases(store)
+
+    async def found_damaged_meanwhile(_: int, make: Callable[..., dedup.Base], *args: object) -> dedup.Base:
+        bases.forget()
+        return make(*args)
+
+    monkeypatch.setattr(dedup, "aside", found_damaged_meanwhile)
+    bases.saw(index, (1, 0))
+    info = AttemptInfo(tag="global_step2", attempt=AttemptId(1, 0), rank=0, world_size=1, step=2, n=1)
+    assert await bases.newest(info) is None
 
 
 class Unreadable(MemoryStore):
