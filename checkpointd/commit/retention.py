@@ -160,8 +160,8 @@ def _unknown_metric(commits: Sequence[CheckpointFacts], rules: Retention) -> str
     if rules.metric is None or any(_measure(c, rules.metric) is not None for c in commits):
         return None
     known = sorted({name for c in commits for name in c.metrics})
-    those = f"they have: {', '.join(known)}" if known else "they have none at all"
-    return f"no checkpoint has the metric {rules.metric!r} by which the best are to be chosen; {those}"
+    others = f"they have {', '.join(known)}" if known else "they have no metrics"
+    return f"no checkpoint has the metric {rules.metric!r}, by which the rules choose the best; {others}"
 
 
 def _measure(checkpoint: CheckpointFacts, metric: str) -> float | None:

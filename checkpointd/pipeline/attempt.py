@@ -528,7 +528,7 @@ def lost_error(info: AttemptInfo, own: BaseException | None, error: Exception) -
     if is_out_of_reach(own):
         message = f"{info.prefix} failed: {own}"
     elif own is not None:
-        message = f"{info.prefix} failed: {own}; the storage took no word of it ({error})"
+        message = f"{info.prefix} failed: {own}; the failure could not be stored for the other ranks ({error})"
     else:
         message = f"{info.prefix}: no outcome can be read or put ({error}); it is in doubt until the next start decides it"
     lost = (type(own) if isinstance(own, FencedError | LinkError | RootGoneError) else StoreError)(message)

@@ -390,7 +390,7 @@ def test_a_link_at_the_newest_is_named_and_not_called_gone(
     (root / "global_step2").symlink_to(away)
     with Checkpointer(root, absence_s=ABSENCE_S) as ckpt:
         assert "global_step2 is a symbolic link" in errors(caplog)
-        with pytest.raises(LinkError, match=r"global_step2 is a symbolic link.*move what it leads to there"):
+        with pytest.raises(LinkError, match=r"global_step2 is a symbolic link.*move its target there"):
             ckpt.load(new_training().state, **options)
     assert "it is gone" not in errors(caplog)
     program.run(["recover", str(root)])
@@ -414,7 +414,7 @@ def test_every_checkpoint_was_removed_by_hand(
     """A job that begins afresh goes on without one; any other one once a person has accepted the loss."""
     for tag in ("global_step1", "global_step2"):
         shutil.rmtree(root / tag)
-    with Checkpointer(root, absence_s=ABSENCE_S) as ckpt, pytest.raises(DamagedError, match="removes it where none is"):
+    with Checkpointer(root, absence_s=ABSENCE_S) as ckpt, pytest.raises(DamagedError, match="removes latest if none is left"):
         ckpt.load(new_training().state)
     with Checkpointer(root, absence_s=ABSENCE_S, afresh=True) as ckpt:
         caplog.clear()

@@ -179,7 +179,7 @@ async def _drop_unnamed(store: Store, facts: AttemptFacts) -> None:
             vote = await catalog.read_vote(store, f"{prefix}/{vote_name(rank)}", outcome.votes[str(rank)].digest)
             index = await catalog.index_named_by(store, prefix, vote)
         except (DamagedError, NotFoundError, KeyError) as error:
-            log.error("%s: what rank %d does not need cannot be told from what it does: %s", prefix, rank, error)
+            log.error("%s: unused objects of rank %d stay, since its used ones cannot be read: %s", prefix, rank, error)
             continue
         assert vote.index is not None
         # Only objects of this attempt count: objects of older attempts may have the same names.

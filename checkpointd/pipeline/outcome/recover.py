@@ -183,7 +183,7 @@ async def _check_named(store: Store, prefix: str, vote: Vote | None) -> None:
     index = await catalog.index_named_by(store, prefix, vote)
     fault = cover_fault(await catalog.read_plan(store, vote.plan or ""), index)
     if fault:
-        raise DamagedError(f"its index is not what its plan says: {fault}")
+        raise DamagedError(f"its index does not match its plan: {fault}")
     for named in index.objects:
         key = named.key(prefix)
         size = await store.stat(key)

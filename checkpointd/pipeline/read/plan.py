@@ -105,7 +105,7 @@ def _gap(want: BoxRequest, parts: Sequence[StoredBox]) -> DamagedError | None:
     if fault is None:
         return None
     ranks = sorted({part.rank for part in parts})
-    message = f"{want.fqn} cannot be put together from what ranks {ranks} stored: {fault}"
+    message = f"{want.fqn} cannot be put together from the boxes of ranks {ranks}: {fault}"
     return FormatError(message, fqn=want.fqn, rank=ranks[0] if len(ranks) == 1 else None)
 
 

@@ -167,7 +167,7 @@ class BackgroundReadBack:
             try:
                 await self._read(checkpoint, rank)
             except CheckpointdError as error:
-                log.warning("%s: rank %d cannot read back what it stored: %s", checkpoint.prefix, rank, error)
+                log.warning("%s: rank %d cannot read its shard back: %s", checkpoint.prefix, rank, error)
             except Exception:  # a defect in checkpointd must not end the reader
                 log.exception("%s: reading it back failed in an unforeseen way; please report it", checkpoint.prefix)
             finally:
@@ -196,7 +196,7 @@ class BackgroundReadBack:
                 self._whole = (checkpoint.outcome.order, checkpoint.tag)
         elif (await catalog.view(self.store, checkpoint.tag, checkpoint.attempt)).state == "committed":
             self.on_damage()
-            log.error("%s: rank %d has read back what it stored, and it is not whole: %s", checkpoint.prefix, rank, fault)
+            log.error("%s: rank %d has read its shard back, and it is damaged: %s", checkpoint.prefix, rank, fault)
             verdict = CheckpointVerdict(checkpoint.tag, str(checkpoint.attempt), nbytes, [Damage.of(fault, rank)])
             await record_verdict(self.store, checkpoint, verdict)
             self._damaged = (*self._damaged, checkpoint.tag)

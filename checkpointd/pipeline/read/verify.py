@@ -236,4 +236,4 @@ async def _check_plan(store: Store, checkpoint: Checkpoint, vote: Vote, index: I
         raise DamagedError(f"{error}, which the vote of rank {rank} names", key=key, rank=rank) from error
     fault = cover_fault(plan, index)
     if fault:
-        raise DamagedError(f"the index of {checkpoint.tag} is not what its plan says: {fault}", key=key, rank=rank)
+        raise DamagedError(f"the index of {checkpoint.tag} does not match its plan: {fault}", key=key, rank=rank)

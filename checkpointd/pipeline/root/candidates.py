@@ -162,7 +162,7 @@ async def _missing(store: Store, tag: str, attempts: Sequence[AttemptView]) -> D
             why = str(error)
     return DamagedError(
         f"latest names {tag}, which cannot be loaded: {why}. Bring it back from a copy of the root, or accept the loss: "
-        f"{command('recover', store.url)} lets latest name the newest that is left, and removes it where none is",
+        f"{command('recover', store.url)} lets latest name the newest that is left, or removes latest if none is left",
         key=LATEST,
     )
 

@@ -91,7 +91,7 @@ async def condemn(store: Store, prefix: str, reason: str, needed: Collection[str
     try:
         return await _durable_mark(store, prefix, last + 1)
     except (DamagedError, NotFoundError) as error:
-        log.error("%s: what its mark keeps cannot be read, so all of it stays for now: %s", prefix, error)
+        log.error("%s: its mark cannot be read, so all its objects stay for now: %s", prefix, error)
         return None
 
 
@@ -122,7 +122,7 @@ async def _needed_by(store: Store, view: AttemptView) -> set[str]:
             # The attempt was aborted, removed or rewritten between the listing and the read.
             why = error
             view = await catalog.view(store, view.tag, view.attempt)
-    raise DamagedError(f"what {view.prefix} refers to cannot be told: {why}", key=view.prefix)
+    raise DamagedError(f"the references of {view.prefix} cannot be read: {why}", key=view.prefix)
 
 
 async def _refers(store: Store, view: AttemptView) -> set[str]:

@@ -138,8 +138,8 @@ async def _show(store: Store, plain: PlainFiles, outcome: Outcome) -> None:
         log.warning("%s is not shown: %s has been removed meanwhile, and the checkpoint goes with it", outcome.tag, above)
     elif await _is_overtaken(store, plain, outcome, at, files):
         raise StoreError(
-            f"{at} was saved there without checkpointd after {outcome.tag} was committed, and stays as it is: move "
-            f"{folder if filled else at} away, and the next start shows what was committed; or delete {outcome.tag}"
+            f"another program has saved in {at} after {outcome.tag} was committed, so {outcome.tag} is not shown: move "
+            f"{folder if filled else at} away, and the next start shows {outcome.tag}; or delete {outcome.tag}"
         )
     elif not filled:
         await plain.show(at, files, leftover)
@@ -215,7 +215,7 @@ async def unseen_of(store: Store, outcome: Outcome) -> str | None:
     if not changed:
         return None
     return (
-        f"{listed(sorted(changed), 3)} in {outcome.shown_at} changed since the checkpoint was committed; what was stored is "
+        f"{listed(sorted(changed), 3)} in {outcome.shown_at} changed since the checkpoint was committed. The stored files are "
         "kept: move the changed files away and load again, and the stored ones take their place"
     )
 
@@ -375,7 +375,7 @@ async def mend(store: Store, before: int = 0) -> None:
         async with _alone(store, plain):
             await plain.finish()
     except StoreError as error:
-        log.error("what showing files has left behind cannot be put back: %s; the next start tries again", error)
+        log.error("directories whose replacement was interrupted cannot be put back: %s; the next start tries again", error)
     views = await catalog.scan(store)
     for checkpoint in reversed(catalog.checkpoints_of(views)):  # oldest first (TAGDIR-5)
         try:
@@ -464,5 +464,5 @@ async def _record(store: Store, at: str) -> Shown | None:
     except NotFoundError:
         return None
     except DamagedError as error:
-        log.error("%s; what is shown there is shown anew", error)
+        log.error("%s; its files are shown again", error)
         return None

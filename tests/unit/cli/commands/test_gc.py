@@ -67,7 +67,7 @@ def test_a_metric_that_no_checkpoint_has_is_refused_with_those_that_exist(
     answer = cli("gc", three, "--keep-last", "1", "--best", "1", "--metric", "los", *dry_run)
     assert (answer.code, answer.out) == (2, "")
     assert "'los'" in answer.err
-    assert "they have: loss" in answer.err
+    assert "they have loss" in answer.err
     assert len(cli("list", three, "--json").json["rows"]) == 3
 
 

@@ -333,7 +333,7 @@ async def test_view_2_a_box_that_nobody_stored_whole_is_named_and_not_read() -> 
     [gap] = await read_boxes(store, torn, wants, CONFIG)
     assert isinstance(gap, FormatError)
     assert gap.fqn == "t"
-    assert str(gap) == "t cannot be put together from what ranks [0, 2] stored: 8 of 24 elements are written by no rank"
+    assert str(gap) == "t cannot be put together from the boxes of ranks [0, 2]: 8 of 24 elements are written by no rank"
     assert len(store.reads) == 1
 
 

@@ -470,7 +470,7 @@ async def test_damage_is_recorded_and_the_next_save_does_not_refer_to_it(
         await until(damaged)
         flipping(False)
         assert (await view_of(store, 1)).read_back == "damaged"
-        assert "has read back what it stored, and it is not whole" in caplog.text
+        assert "has read its shard back, and it is damaged" in caplog.text
         assert all(state.bases._base is None for state in ranks.states)
         frozen = make_shard(state(1))
         assert frozen.nbytes
