@@ -125,7 +125,7 @@ def _tables(results: Results) -> str:
         [
             f"## {results.ranks} rank{'s' if results.ranks > 1 else ''}",
             "A save while nothing else runs. *call* blocks; *safe* until tensors may change; *done* when the system"
-            "\nsays so; *durable* when a power cut loses nothing, with our fsync of what the last column names.",
+            "\nsays so; *durable* when a power cut loses nothing, including the fsync that the last column names.",
             report.metric_table(results, report.SAVES, _synced(results), "our fsync"),
             "The first save of a fresh process, once what the system starts in the background has come to rest.",
             report.metric_table(results, report.COLD, _synced(results), "our fsync"),
