@@ -107,10 +107,6 @@ class ServedRoots:
             raise StoreError(f"the file system has not answered for {ANSWER_S:g} s ({what})") from error
         return answer
 
-    def known(self) -> dict[str, Store]:
-        """The stores that were opened, by root."""
-        return {root: store for (root, _), store in self._stores.items()}
-
     def store(self, root: str, user: User | None = None) -> Store:
         """The store at `root` with the rights of `user` (None: the daemon's). UsageError if this daemon does not serve it."""
         return self._open(self.check(root), user)

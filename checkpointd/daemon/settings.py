@@ -31,7 +31,6 @@ def commit_config(asked: wire.Begin) -> CommitConfig:
 
 
 def _compression(name: str) -> Compression:
-    for known in get_args(Compression):
-        if name == known:
-            return cast(Compression, known)
-    raise UsageError(f"compression is {name!r}; this daemon knows {', '.join(get_args(Compression))}")
+    if name not in get_args(Compression):
+        raise UsageError(f"compression is {name!r}; this daemon knows {', '.join(get_args(Compression))}")
+    return cast(Compression, name)

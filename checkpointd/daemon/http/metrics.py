@@ -65,6 +65,8 @@ LEFT_S = 3600.0
 
 Tallies = Sequence[tuple[tuple[str, ...], Tally]]
 """Label values, each with a tally."""
+Rows = Sequence[tuple[tuple[str, ...], float]]
+"""Label values, each with a number."""
 
 
 def used_lately(found: DaemonStatus) -> list[RootStatus]:
@@ -111,7 +113,7 @@ def _daemon(found: DaemonStatus) -> Iterator[Metric]:
         {"version": found.release, "protocol": str(PROTOCOLS[1])},
     )
     yield _gauge("checkpointd_start_time_seconds", "When the daemon began, in seconds since 1970.", found.started_at)
-    yield _gauge("checkpointd_leaving", "1 while the daemon finishes what is in flight after SIGTERM, else 0.", found.leaving)
+    yield _gauge("checkpointd_leaving", "1 while the daemon finishes its saves in flight after SIGTERM, else 0.", found.leaving)
     yield _gauge("checkpointd_clients", "Connections of ranks to the socket.", found.clients)
     yield _gauge("checkpointd_clients_max", "Connections of ranks that the socket takes at once.", found.clients_max)
     refused = (
@@ -196,13 +198,10 @@ def _roots(roots: Sequence[RootStatus], now: float) -> Iterator[Metric]:
 
 
 def _phases(roots: Iterable[RootStatus]) -> Metric:
-    family = GaugeMetricFamily(
-        "checkpointd_in_flight", "Saves of ranks of this node that have not ended, by phase.", labels=(*OF_ROOT, "phase")
-    )
-    for root in roots:
-        for phase in PHASES:
-            family.add_metric((root.root, root.name, phase), sum(save.phase == phase for save in root.in_flight))
-    return family
+    text = "Saves of ranks of this node that have not ended, by phase."
+    counts = [(root, phase, sum(save.phase == phase for save in root.in_flight)) for root in roots for phase in PHASES]
+    rows = [((root.root, root.name, phase), count) for root, phase, count in counts]
+    return _gauges("checkpointd_in_flight", text, (*OF_ROOT, "phase"), rows)
 
 
 def _votes_missing(root: RootStatus) -> float | None:
@@ -307,18 +306,16 @@ def _gauge(name: str, text: str, value: float) -> Metric:
     return _gauges(name, text, (), [((), value)])
 
 
-def _gauges(name: str, text: str, labels: tuple[str, ...], rows: list[tuple[tuple[str, ...], float]]) -> Metric:
-    family = GaugeMetricFamily(name, text, labels=labels, unit=_unit(name))
-    for values, number in rows:
-        family.add_metric(values, number)
-    return family
+def _gauges(name: str, text: str, labels: tuple[str, ...], rows: Rows) -> Metric:
+    return _filled(GaugeMetricFamily(name, text, labels=labels, unit=_unit(name)), rows)
 
 
-def _counter(
-    name: str, text: str, rows: list[tuple[tuple[str, ...], float]], labels: tuple[str, ...] = ()
-) -> CounterMetricFamily:
+def _counter(name: str, text: str, rows: Rows, labels: tuple[str, ...]) -> Metric:
     """A counter, to whose name `_total` is added."""
-    family = CounterMetricFamily(name, text, labels=labels, unit=_unit(name))
+    return _filled(CounterMetricFamily(name, text, labels=labels, unit=_unit(name)), rows)
+
+
+def _filled(family: GaugeMetricFamily | CounterMetricFamily, rows: Rows) -> Metric:
     for values, number in rows:
         family.add_metric(values, number)
     return family

@@ -199,7 +199,7 @@ def _plain(status: int, text: str) -> web.Response:
 
 def _health(hub: Hub) -> Handler:
     async def health(_: web.Request) -> web.Response:
-        return _plain(503, "leaving: finishing what is in flight") if hub.leaving else _plain(200, "serving")
+        return _plain(503, "leaving: finishing the saves in flight") if hub.leaving else _plain(200, "serving")
 
     return health
 

@@ -23,7 +23,7 @@ def _daemon(before: DaemonStatus | None, after: DaemonStatus) -> Iterator[str]:
         yield f"daemon: checkpointd {after.release}, process {after.pid} on {after.host}"
         before = None
     if after.leaving and (before is None or not before.leaving):
-        yield "daemon: leaving; what is in flight is being finished"
+        yield "daemon: leaving; it finishes the saves in flight"
 
 
 def _root(before: RootStatus | None, after: RootStatus, *, news: bool) -> Iterator[str]:

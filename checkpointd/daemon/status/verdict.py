@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
+from typing import get_args
 
 import msgspec
 
@@ -19,7 +20,6 @@ from checkpointd.daemon.status.save_groups import SaveGroup, attempts_of
 from checkpointd.phrases import rank_runs
 from checkpointd.pipeline.root.identity import seconds_of
 
-STATES: tuple[State, ...] = ("unreadable", "damaged", "failing", "trainers gone", "late", "healthy", "closed", "idle")
 INTERVALS = 8
 """The number of last intervals between saves that tell when the next save is due."""
 PATIENCE = 1.5
@@ -49,7 +49,7 @@ def judged(root: RootStatus, now: float) -> RootStatus:
 
 def attention(root: RootStatus) -> tuple[int, bool, str]:
     """Sorts roots: the most urgent first, then those that save now, then by name."""
-    return STATES.index(root.verdict.state), not root.in_flight, root.root
+    return get_args(State).index(root.verdict.state), not root.in_flight, root.root
 
 
 def _verdict(root: RootStatus, rhythm: Rhythm | None, now: float) -> RootVerdict:

@@ -31,7 +31,7 @@ import msgspec
 from checkpointd.errors import StoreError
 from checkpointd.store.names import SERVICE, TEMPORARY
 from checkpointd.store.posix.anchor import LinkMet
-from checkpointd.store.posix.disk import Child
+from checkpointd.store.posix.disk import Child, FileStatus
 from checkpointd.store.posix.rooted import Root
 from checkpointd.store.posix.unfinished import UnfinishedDirectories
 
@@ -427,13 +427,15 @@ class PlainFiles:
 
     async def _number(self, path: str) -> int | None:
         """The inode number; None if nothing has this name."""
-        try:
-            return (await self._disk.status(path)).number
-        except (FileNotFoundError, NotADirectoryError):
-            return None
+        status = await self._status(path)
+        return None if status is None else status.number
 
     async def _is_link(self, path: str) -> bool:
+        status = await self._status(path)
+        return status is not None and status.is_link
+
+    async def _status(self, path: str) -> FileStatus | None:
         try:
-            return (await self._disk.status(path)).is_link
+            return await self._disk.status(path)
         except (FileNotFoundError, NotADirectoryError):
-            return False
+            return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 from typing import Never
 
-from checkpointd.store.posix.disk import Child, Disk, FileStatus, Lock, WritableFile
+from checkpointd.store.posix.disk import Child, Disk, FileStatus
 
 
 class ReadOnlyDisk:
@@ -33,42 +33,8 @@ class ReadOnlyDisk:
     async def status(self, path: str) -> FileStatus:
         return await self._disk.status(path)
 
-    async def create(self, path: str) -> WritableFile:
-        _refuse(path)
+    async def _refused(self, *_: object, **__: object) -> Never:
+        raise OSError(errno.EBADF, "this store was opened to be read, not to be written to")
 
-    async def sync_file(self, path: str) -> None:
-        _refuse(path)
-
-    async def sync_directory(self, path: str) -> None:
-        _refuse(path)
-
-    async def make_directory(self, path: str) -> None:
-        _refuse(path)
-
-    async def remove_directory(self, path: str) -> None:
-        _refuse(path)
-
-    async def link(self, source: str, target: str) -> None:  # the contract's
-        _refuse(target)
-
-    async def rename(self, source: str, target: str) -> None:  # the contract's
-        _refuse(target)
-
-    async def exchange(self, one: str, other: str) -> bool:  # the contract's
-        _refuse(one)
-
-    async def clone(self, source: str, target: str) -> bool:
-        _refuse(target)
-
-    async def protect(self, path: str) -> None:
-        _refuse(path)
-
-    async def unlink(self, path: str) -> None:
-        _refuse(path)
-
-    async def locked(self, path: str) -> Lock:
-        _refuse(path)
-
-
-def _refuse(path: str) -> Never:
-    raise OSError(errno.EBADF, "this store was opened to be read, not to be written to", path)
+    create = sync_file = sync_directory = make_directory = remove_directory = _refused
+    link = rename = exchange = clone = protect = unlink = locked = _refused

@@ -87,9 +87,9 @@ async def test_a_link_that_took_the_place_of_a_root_is_seen_at_the_next_use(fold
 async def test_a_store_is_opened_once(folder: Path) -> None:
     roots = ServedRoots([str(folder)])
     assert roots.store(f"{folder}/job/") is roots.store(f"{folder}/job")
-    assert list(roots.known()) == [f"{folder}/job"]
+    assert [root for root, _ in roots._stores] == [f"{folder}/job"]
     await roots.close()
-    assert roots.known() == {}
+    assert not roots._stores
 
 
 async def test_stores_that_nobody_uses_are_closed_in_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +98,7 @@ async def test_stores_that_nobody_uses_are_closed_in_time(folder: Path, monkeypa
     names = [str(folder / str(i)) for i in range(5)]
     stores = [roots.store(name) for name in names]
     await roots.trim({names[0]})
-    assert list(roots.known()) == [names[0], names[4]]
+    assert [root for root, _ in roots._stores] == [names[0], names[4]]
     with pytest.raises(ClosedError):
         await stores[1].list("")
     assert await stores[0].list("") == []
@@ -112,7 +112,7 @@ async def test_stores_in_use_stay_though_they_are_many(folder: Path, monkeypatch
     for name in names:
         roots.store(name)
     await roots.trim(names)
-    assert set(roots.known()) == names
+    assert {root for root, _ in roots._stores} == names
     await roots.close()
 
 

@@ -1,4 +1,4 @@
-// The saves of single ranks, put together to attempts: what a checkpoint is made of.
+// Groups the saves of single ranks by attempt.
 
 export const isFinal = (save) => ["committed", "aborted", "fenced", "failed", "skipped"].includes(save.phase) && save.ended_at !== null;
 

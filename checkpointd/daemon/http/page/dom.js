@@ -1,4 +1,4 @@
-// Elements from data. Text only ever becomes text: nothing here, or anywhere on this page, parses HTML.
+// Makes elements from data. Text always stays text: no part of this page parses HTML.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -21,7 +21,7 @@ export function s(name, attributes, ...children) {
   return made(document.createElementNS(SVG, name), attributes, children);
 }
 
-/** Make `old` the same as `fresh` where they differ, so that focus, selection, scrolling and opened details stay. */
+/** Change only the parts of `old` that differ from `fresh`, so that focus, selection, scrolling and opened details stay. */
 export function morph(old, fresh) {
   if (old.nodeType !== fresh.nodeType || old.nodeName !== fresh.nodeName || key(old) !== key(fresh)) {
     old.replaceWith(fresh);
@@ -35,7 +35,7 @@ export function morph(old, fresh) {
   children(old, [...fresh.childNodes]);
 }
 
-/** Those with a key are found by it, wherever they stood before; the others by their place. */
+/** Finds children with a key by the key, wherever they were before, and all others by their place. */
 function children(old, after) {
   const wanted = new Set(after.map(key));
   for (const child of [...old.childNodes]) if (key(child) !== null && !wanted.has(key(child))) child.remove();
@@ -58,14 +58,14 @@ function children(old, after) {
   }
 }
 
-/** What an element is found by: `data-key`, or what a section is called. */
+/** The key of an element: `data-key`, or the label of a section. */
 function key(node) {
   if (node.nodeType !== Node.ELEMENT_NODE) return null;
   return node.getAttribute("data-key") ?? (node.nodeName === "SECTION" ? node.getAttribute("aria-label") : null);
 }
 
 function attributes(old, fresh) {
-  const kept = (name) => name === "open" && old.nodeName === "DETAILS"; // it is the reader's, or set by main.js
+  const kept = (name) => name === "open" && old.nodeName === "DETAILS"; // the reader or main.js sets it
   for (const { name } of [...old.attributes]) {
     if (!fresh.hasAttribute(name) && !kept(name)) old.removeAttribute(name);
   }

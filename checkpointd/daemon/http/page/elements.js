@@ -1,4 +1,4 @@
-// What every part of the page is made of: names, badges, unknown values, tiles and tables.
+// Elements that every part of the page uses: names, badges, unknown values, tiles and tables.
 
 import { h } from "./dom.js";
 import { printable } from "./formatting.js";
@@ -6,10 +6,10 @@ import { printable } from "./formatting.js";
 export const name = (text) => h("bdi", null, printable(text));
 export const badge = (text, mood) => h("span", { class: `badge ${mood}` }, text);
 
-/** What is not known is a dash that says why, never a zero. */
+/** An unknown value is shown as a dash that says why, never as a zero. */
 export const unknown = (why) => h("span", { class: "unknown", title: `not known: ${why}`, role: "img", "aria-label": `not known: ${why}` }, "—");
 
-/** A number with its name; `value` null: not known, and `note` says why. `mood` marks one that needs a look. */
+/** A number with its name. If `value` is null, it is unknown and `note` says why. `mood` marks a number that needs a look. */
 export function tile(label, value, note, mood) {
   const shown = value === null ? unknown(note) : value;
   return h("div", { class: mood ? `tile is-${mood}` : "tile" }, h("dt", null, label), h("dd", null, shown, note && h("small", null, note)));
@@ -34,7 +34,7 @@ export function table(label, titles, rows, notes = {}) {
   );
 }
 
-/** What opens at a click; its content is made only where it is open. */
+/** Details that open at a click. Their content is made only while they are open. */
 export function folded(ui, key, title, content) {
   return h("details", { "data-key": key, "data-details": key }, h("summary", null, title), ui.opened.has(key) && content());
 }

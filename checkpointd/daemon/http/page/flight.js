@@ -70,7 +70,7 @@ function rankWord(save) {
   return `${percent(fraction(save))}${save.speed_bps ? `, ${speed(save.speed_bps)}` : ""}${left}`;
 }
 
-/** Many ranks: a column for each one, as high as it has come. */
+/** For many ranks: a column for each rank, as high as its progress. */
 function strip(attempt, width) {
   const n = attempt.saves.length, tall = 48;
   const wide = Math.max(1, Math.min(16, Math.floor(width / n))), gap = wide > 4 ? 1 : 0;

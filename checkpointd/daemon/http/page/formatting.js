@@ -1,7 +1,7 @@
 // Numbers, times and foreign text as people read them. Bytes, seconds, and seconds since 1970.
 
 const UNITS = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
-// Control characters, and those that turn the direction of text: names in a checkpoint are anybody's.
+// Control characters, and those that turn the direction of text: anybody may choose the names in a checkpoint.
 const UNSEEN = /[\u0000-\u001f\u007f-\u009f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]/g;
 
 export function printable(text) {
@@ -26,7 +26,7 @@ export function duration(seconds) {
   return `${Math.floor(t / 86400)} d ${Math.floor((t % 86400) / 3600)} h`;
 }
 
-/** A length of time that nobody needs to the second. */
+/** A rough length of time. */
 export function about(seconds) {
   for (const [unit, length] of [["d", 86400], ["h", 3600], ["min", 60]]) {
     const value = seconds / length;
@@ -42,7 +42,7 @@ export const ago = (seconds) => (seconds < 1 ? "just now" : `${duration(seconds)
 
 const two = (n) => String(n).padStart(2, "0");
 
-/** The time of day where the reader is; with the date where it is another day than `now`. */
+/** The reader's time of day, with the date if that differs from the date of `now`. */
 export function clock(time, now = time) {
   const at = new Date(time * 1000), today = new Date(now * 1000);
   const text = `${two(at.getHours())}:${two(at.getMinutes())}:${two(at.getSeconds())}`;

@@ -9,7 +9,7 @@ const OLD = "outcomes of older releases do not say it";
 
 const throughput = (past) => (past.raw_bytes && past.took_s ? past.raw_bytes / past.took_s : null);
 
-/** What is shown of each save: {key, label, value, words, worst}. */
+/** The charts of the saves: {key, label, value, words, worst}. */
 function series(saves) {
   const metrics = [...new Set(saves.flatMap((past) => Object.keys(past.metrics)))].sort();
   return [
@@ -64,7 +64,7 @@ function drawn(saves, values, one, key, label) {
   const y = (value) => (TALL - 6 - (top > low ? (value - low) / (top - low) : 0.5) * (TALL - 10)).toFixed(2);
   let line = "", pen = "M";
   values.forEach((value, at) => {
-    if (value === null) pen = saves[at].committed ? "M" : pen; // one that was lost does not cut the line
+    if (value === null) pen = saves[at].committed ? "M" : pen; // a save that did not commit does not interrupt the line
     else [line, pen] = [`${line}${pen}${x(at)} ${y(value)}`, "L"];
   });
   const lost = saves.map((past, at) => (past.committed ? "" : `M${x(at)} ${TALL}v-5`)).join("");
@@ -79,7 +79,7 @@ function drawn(saves, values, one, key, label) {
   );
 }
 
-/** The save at a part of the width, 0 to 1, in words. */
+/** The save at a position of the width, from 0 to 1, in words. */
 function told(saves, one, part, now) {
   const past = saves[Math.round(Math.min(1, Math.max(0, part)) * (saves.length - 1))];
   const value = one.value(past);

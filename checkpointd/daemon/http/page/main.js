@@ -1,4 +1,4 @@
-// Asks the daemon once a second, and keeps what is shown when it does not answer.
+// Asks the daemon once a second, and keeps the last answer if it does not reply.
 
 import { morph } from "./dom.js";
 import { attempts } from "./attempts.js";
@@ -47,28 +47,28 @@ function render() {
     card.open = isOpen(rootOf(card));
     ui.shown.set(card.dataset.root, card.open);
   }
-  if (focused !== document.activeElement && focused.isConnected) focused.focus({ preventScroll: true }); // it was moved
+  if (focused !== document.activeElement && focused.isConnected) focused.focus({ preventScroll: true }); // morph() moved it
 }
 
-/** What is left for pictures in a card. */
+/** The width for pictures in a card. */
 const widthOf = (page) => Math.max(240, page.clientWidth - (innerWidth > 640 ? 48 : 30));
 
 const cards = () => document.querySelectorAll("details[data-root]");
 const isTurned = (card) => ui.shown.has(card.dataset.root) && ui.shown.get(card.dataset.root) !== card.open;
 
-/** What is not as it was shown last was folded, or unfolded, by the reader. */
+/** If a card is not as it was last shown, the reader has folded or unfolded it. */
 function noticeFolds() {
   for (const card of cards()) if (isTurned(card)) ui.chosen.set(card.dataset.root, card.open);
 }
 
 const rootOf = (card) => status.roots.find((root) => root.root === card.dataset.root);
 
-/** Whether a root is unfolded: as the reader left it, else as it needs a look. */
+/** Whether a root is unfolded: by the reader's choice, or else if it needs a look. */
 function isOpen(root) {
   return ui.chosen.get(root.root) ?? opensByItself(root, status.roots);
 }
 
-/** Said once, not every second: a screen reader would read it out each time. */
+/** Change the text only if needed, because a screen reader would read it out each time. */
 function say() {
   const below = status === null ? "" : ` Below is what it said at ${clock(status.now)}.`;
   const text = lostSince === null ? "" : `The daemon has not answered since ${clock(lostSince)}.${below} This page goes on asking.`;
@@ -77,7 +77,7 @@ function say() {
   line.className = text ? "note bad" : "";
 }
 
-/** Whether the saves that are shown took times that one scale can show. */
+/** Whether one time scale suits all the saves that are shown. */
 function comparable() {
   const seconds = status.roots.flatMap((root) => attempts(root.recent, status.now).map((attempt) => attempt.ended - attempt.began));
   if (!seconds.length) return null;
@@ -110,7 +110,7 @@ document.addEventListener("pointermove", (event) => {
   tip.style.top = `${event.clientY + 18 + tip.offsetHeight > innerHeight ? event.clientY - tip.offsetHeight - 10 : event.clientY + 18}px`;
 });
 
-/** What a picture says of the point at which the reader points. */
+/** The text for the point of a picture under the pointer. */
 function pointedAt(svg, event) {
   const box = svg.getBoundingClientRect(), x = event.clientX - box.left;
   if (svg.dataset.chart) return ui.charts.get(svg.dataset.chart)?.(x / box.width);

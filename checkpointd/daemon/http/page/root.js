@@ -1,4 +1,4 @@
-// One root: what its summary tells, and what it unfolds to.
+// One root: its summary, and the parts that unfold.
 
 import { h } from "./dom.js";
 import { attempts, progress } from "./attempts.js";
@@ -13,7 +13,7 @@ const ERRORS_MAX = 12, RANKS_MAX = 32, OPEN_MAX = 3;
 const SIGNS = { bad: "✕", doubt: "!", good: "✓", quiet: "–" };
 const NO_SAVE = "no save has ended here yet";
 
-/** Whether a root is unfolded before the reader has said so: the first few that need a look, save, or have trainers. */
+/** Whether a root is unfolded at first: the first few that need a look, save, or have trainers. */
 export function opensByItself(root, roots) {
   const lively = roots.filter((one) => one.verdict.mood !== "quiet" || one.in_flight.length);
   return lively.slice(0, OPEN_MAX).includes(root);
@@ -150,7 +150,7 @@ function errors(root, now) {
   );
 }
 
-/** Each error with what to do about it; said once where the same is to be done about several. */
+/** Each error with its advice; equal advice is shown once. */
 function failure(attempt, now) {
   const causes = new Map();
   for (const save of attempt.saves) {
@@ -170,7 +170,7 @@ function failure(attempt, now) {
   );
 }
 
-/** What failed by itself comes before what was aborted because of it. */
+/** Saves that failed themselves come before saves that were aborted because of them. */
 const order = (phase) => ["fenced", "failed", "skipped", "aborted"].indexOf(phase);
 
 // --- the picture -------------------------------------------------------------------------------------------------
@@ -235,7 +235,7 @@ function ranksOf(root, ui) {
   );
 }
 
-/** Saves that the sidecar should have persisted, and the trainers did. */
+/** How many saves were inline. */
 function inline(root) {
   const saves = root.ranks.reduce((sum, rank) => sum + rank.saves_inline, 0);
   const last = root.recent.findLast((save) => save.inline);

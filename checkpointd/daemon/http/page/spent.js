@@ -1,4 +1,4 @@
-// Where the time of the last save went: for each part of it the ranks' median, and the slowest rank.
+// The time that each part of the last save took: the median of the ranks, and the slowest rank.
 
 import { h } from "./dom.js";
 import { attempts } from "./attempts.js";
@@ -14,7 +14,7 @@ const PARTS = [
   ["waiting", "Waiting for votes", false],
 ];
 
-/** Of the newest save that was committed; null where none has said what it took. */
+/** The times of the newest commit; null if they are unknown. */
 export function spent(root, now) {
   const last = attempts(root.recent, now).reverse().find((attempt) => attempt.saves.some((save) => save.phase === "committed"));
   const parts = last ? PARTS.map(([key, label, isPart]) => ({ label, isPart, ranks: known(last.saves, key) })).filter(({ ranks }) => ranks.length) : [];

@@ -1,5 +1,5 @@
 // The last saves of every rank as a picture: one panel for each save, on a scale of its own, one row for each rank. Panels stand
-// side by side in the order in which the saves began; what lies between two saves is left out.
+// side by side in the order in which the saves began; the time between two saves is left out.
 
 import { h, s } from "./dom.js";
 import { attempts, pieces } from "./attempts.js";
@@ -15,7 +15,7 @@ export const KINDS = [
 ];
 const PANELS_MAX = 6, PANEL_MIN = 138, GAP = 14, HEAD = 38, AXIS = 24, ROWS_MAX = 460, LETTER = 7;
 
-/** What is drawn, in pixels; null where there is nothing. */
+/** The picture in pixels; null if there are no saves. */
 export function layout(root, now, width, sameScale) {
   const found = attempts([...root.recent, ...root.in_flight], now);
   const ranks = [...new Set([...root.ranks, ...found.flatMap((a) => a.saves)].map((x) => x.rank))].sort((a, b) => a - b);
@@ -35,7 +35,7 @@ export function layout(root, now, width, sameScale) {
   return { panels, ranks, rowOf: new Map(ranks.map((rank, at) => [rank, at])), row, left, width, height: HEAD + row * ranks.length + AXIS };
 }
 
-/** For how many seconds a save ran beside the one before. */
+/** How many seconds a save ran at the same time as the save before. */
 const overlap = (before, attempt) => (before ? Math.max(0, Math.min(before.ended, attempt.ended) - attempt.began) : 0);
 
 /** The place of a rank's row: its top, and how tall it is. */
@@ -58,7 +58,7 @@ function summary(drawn) {
   return `Timeline of the last saves of ${count(drawn.ranks.length, "rank")}: ${told.join("; ")}. The table below has the numbers.`;
 }
 
-/** Colours alone do not tell everybody what is what: two of the kinds have a texture. One for the whole page. */
+/** Textures for two of the kinds, because not everybody can tell the colours apart. Made once for the whole page. */
 export function textures() {
   const pattern = (id, turn, ...lines) => s("pattern", { id, width: 6, height: 6, patternUnits: "userSpaceOnUse", patternTransform: turn }, lines);
   const rect = (kind, width) => s("rect", { class: kind, width, height: 6 });
@@ -99,7 +99,7 @@ function drawPanel(drawn, panel, now) {
   );
 }
 
-/** Above the rows: while the save before was still under way. */
+/** A line above the rows for the time in which the save before was still under way. */
 function overlapLine(panel) {
   if (!panel.overlap) return null;
   const wide = Math.min(panel.width, (panel.overlap / panel.seconds) * panel.width);
@@ -119,7 +119,7 @@ function heading(panel, now) {
   const took = `${duration(attempt.ended - attempt.began)}${attempt.live ? " so far" : ""}`;
   const full = `${clock(attempt.began, now)} · ${took}`;
   const line = full.length <= most ? full : `${clock(attempt.began)} · ${took}`; // the date is in the table
-  return s( // an inner picture cuts off what does not fit
+  return s( // an inner svg cuts off text that is too wide
     "svg",
     { x: panel.x, y: 0, width: panel.width, height: HEAD },
     s("text", { class: "panel-tag", y: 13 }, shortened(tag, Math.floor(panel.width / 7.6)), s("title", null, tag)),
@@ -127,7 +127,7 @@ function heading(panel, now) {
   );
 }
 
-/** A line at each step of time; its label where that stands clear of the one before. */
+/** A line at each step of time, with a label if there is room for it. */
 function ticks(panel, bottom) {
   const step = niceStep((panel.seconds * 30) / panel.width);
   const times = [];
@@ -157,7 +157,7 @@ function tick(at, step) {
   return step < 0.1 ? `${Math.round(at * 1000)} ms` : `${+at.toFixed(1)} s`;
 }
 
-/** What lies at a point of the picture, in words; null where nothing does. */
+/** The save at a point of the picture, in words; null if there is none. */
 export function told(drawn, x, y, now) {
   const rank = drawn.ranks[Math.floor((y - HEAD) / drawn.row)];
   const panel = drawn.panels.find((p) => x >= p.x && x <= p.x + p.width);
@@ -180,7 +180,7 @@ export function rows(drawn, now) {
 
 export const TITLES = ["Tag", "Rank", "Ended as", "Staging", "Waiting", "Persisting", "Voted", "Lost"];
 
-/** What is there of it in the picture. */
+/** The legend of the kinds in the picture. */
 export function legend(drawn) {
   const isLost = drawn.panels.some(({ attempt }) => attempt.saves.some((save) => save.ended_at !== null && save.phase !== "committed"));
   const swatch = (kind) => s("svg", { class: "swatch", width: 18, height: 12, "aria-hidden": "true" }, s("rect", { class: `seg ${kind}`, width: 18, height: 12, rx: 2 }));

@@ -1,4 +1,4 @@
-// The page from a status: pure functions from data to elements.
+// Makes the page from a status. Pure functions.
 
 import { h } from "./dom.js";
 import { attempts } from "./attempts.js";
@@ -35,7 +35,7 @@ export function view(status, isOpen, ui) {
   return h(
     "main",
     { id: "view", class: ui.lost ? "lost" : null },
-    status.leaving && h("p", { class: "note doubt", "data-key": "leaving" }, "The daemon was told to stop: what is in flight is being finished, and nothing new is taken."),
+    status.leaving && h("p", { class: "note doubt", "data-key": "leaving" }, "The daemon was told to stop: it finishes the saves in flight and takes no new ones."),
     (status.left_out || []).map((words, at) => h("p", { class: "note doubt", "data-key": `left-out-${at}` }, printable(words))),
     status.roots.length === 0 && nothingYet(status),
     textures(),

@@ -255,7 +255,7 @@ def test_what_happened_between_two_looks() -> None:
     )
     assert "/mnt/scratch/run2: cannot be looked at: /mnt/scratch/run2: Stale file handle" in lines
     assert not [line for line in lines if "daemon:" in line]
-    assert "daemon: leaving; what is in flight is being finished" in list(changes(before, after))
+    assert "daemon: leaving; it finishes the saves in flight" in list(changes(before, after))
 
 
 def test_a_root_that_is_back_and_a_daemon_that_began_anew() -> None:

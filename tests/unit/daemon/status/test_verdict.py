@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
 
-from checkpointd.daemon.status.model import RankStatus, RootStatus, SaveStatus
-from checkpointd.daemon.status.verdict import STATES, about, attention, judged, rhythm_of
+from checkpointd.daemon.status.model import RankStatus, RootStatus, SaveStatus, State
+from checkpointd.daemon.status.verdict import about, attention, judged, rhythm_of
 from checkpointd.layout.manifest import ErrorReport, Inline
 from tests.unit.daemon.example_statuses import NOW, busy, checkpoints, failing, rank_status, root_status, save
 
@@ -215,7 +215,7 @@ def test_a_reason_is_one_short_sentence_and_the_same_later() -> None:
     assert len(judged(root(recent=[long]), NOW).verdict.reason) == 300
     for found in (*busy(8).roots, *failing().roots, root(gone(1))):
         assert judged(found, NOW).verdict == judged(found, NOW + 1).verdict
-        assert judged(found, NOW).verdict.state in STATES
+        assert judged(found, NOW).verdict.state in get_args(State)
 
 
 def test_rhythm_needs_nothing_else() -> None:
