@@ -119,8 +119,12 @@ class Output:
         if self._directory:
             self._check_only_an_export()
 
+    def is_exported(self, name: str) -> bool:
+        """Whether an earlier export has made `name` in the directory that this one replaces."""
+        return _EXPORTED.match(name) is not None
+
     def _check_only_an_export(self) -> None:
-        other = next((name for name in sorted(os.listdir(self.place)) if not _EXPORTED.match(name)), None)
+        other = next((name for name in sorted(os.listdir(self.place)) if not self.is_exported(name)), None)
         if other is not None:
             raise UsageError(
                 f"{self.place} holds {other!r}, which no export made and which would be removed: give another place"

@@ -13,20 +13,24 @@ import math
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
 import torch
 
-from checkpointd.errors import FormatError, UsageError
+from checkpointd.errors import CheckpointdError, FormatError, UsageError
 from checkpointd.export.consolidate import ExportedFile, check_outside
 from checkpointd.export.output import Output, translated
 from checkpointd.layout import tree
+from checkpointd.layout.keys import LATEST
 from checkpointd.pipeline.read.plan import BoxRequest
 from checkpointd.store import open_store
 from checkpointd_client.capture import scalars
 from checkpointd_client.export.state_dict import StateDict
+from checkpointd_client.integrations.deepspeed.offline.file_names import STATES_END
 from checkpointd_client.integrations.deepspeed.offline.fp32_stored import StoredEngine, part_requests
+from checkpointd_client.integrations.deepspeed.offline.safe_unpickle import read
 from checkpointd_client.integrations.deepspeed.offline.zero_map import latest
 from checkpointd_client.restore.building import is_scalar, value_of
 from checkpointd_client.restore.stored import by_name
@@ -77,7 +81,7 @@ def export_deepspeed(
     check_outside(open_store(root), out)
     stored = StoredEngine.opened(root, tag)
     state, export = stored.state, _Export(stored, stage, ranks)
-    with Output(out, directory=True, force=force) as output:
+    with _DeepSpeedOutput(out, directory=True, force=force) as output:
         folder = output.path(state.tag)
         with translated("writing", output.place):
             os.mkdir(folder)
@@ -88,7 +92,7 @@ def export_deepspeed(
                     file.flush()
                     os.fsync(file.fileno())
             written = [ExportedFile(name=f"{state.tag}/{n}", size=os.path.getsize(f"{folder}/{n}")) for n, _ in export.files()]
-        output.create("latest", state.tag.encode(), len(state.tag.encode()))
+        output.create(LATEST, state.tag.encode(), len(state.tag.encode()))
         output.publish()
     return ExportedDeepSpeed(
         root=os.fspath(root),
@@ -103,6 +107,19 @@ def export_deepspeed(
         left_out=(),
         files=tuple(written),
     )
+
+
+class _DeepSpeedOutput(Output):
+    """The output directory. An earlier export in its place is told from a save of DeepSpeed's by its empty `ds_config`."""
+
+    def is_exported(self, name: str) -> bool:
+        folder = os.path.join(self.place, name)
+        if name == LATEST or not os.path.isdir(folder):
+            return name == LATEST
+        with suppress(CheckpointdError):
+            files = [os.path.join(folder, file) for file in os.listdir(folder)]
+            return all(file.endswith(STATES_END) and read(file).get("ds_config") == {} for file in files)
+        return False
 
 
 class _Export:

@@ -11,10 +11,29 @@ from torch import nn
 
 pytest.importorskip("deepspeed", reason="needs deepspeed: pip install checkpointd[deepspeed]")
 
+from checkpointd.errors import UsageError
 from checkpointd_client import Checkpointer
 from checkpointd_client.integrations.deepspeed import get_fp32_state_dict_from_zero_checkpoint
 from checkpointd_client.integrations.deepspeed.offline.exporting import export_deepspeed
 from tests.unit.client.capture_and_fill import same
+
+
+def test_only_an_earlier_export_is_replaced(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    out, theirs = tmp_path / "out", tmp_path / "theirs"
+    with Checkpointer(tmp_path / "root") as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, {"model": model, "optimizer": torch.optim.SGD(model.parameters())}).wait()
+    export_deepspeed(tmp_path / "root", out, "global_step1")
+    with pytest.raises(UsageError, match="exists and is not overwritten"):
+        export_deepspeed(tmp_path / "root", out)
+    export_deepspeed(tmp_path / "root", out, force=True)
+    assert sorted(path.name for path in out.iterdir()) == ["global_step2", "latest"]
+    out.rename(theirs)
+    [path] = theirs.glob("*/*_model_states.pt")
+    torch.save(torch.load(path, weights_only=False) | {"ds_config": {"train_batch_size": 8}}, path)
+    with pytest.raises(UsageError, match="holds 'global_step2', which no export made"):
+        export_deepspeed(tmp_path / "root", theirs, force=True)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
