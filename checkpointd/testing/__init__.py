@@ -1,1 +1,1 @@
-"""Shipped test tools: the store contract suite, and a simulated clock, disk and job to run the project on."""
+"""Test tools that ship with checkpointd: the contract suite for stores, and a simulated clock, disk and job."""

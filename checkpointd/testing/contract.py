@@ -1,6 +1,6 @@
-"""The store contract as a pytest suite: `checkpointd.store.base` says what, this checks it.
+"""The store contract as a pytest suite: `checkpointd.store.base` states the invariants, and these tests check them.
 
-A back end's test module holds no more than this:
+The test module of a back end needs only this:
 
     class TestMyStore(StoreContract):
         @pytest.fixture
@@ -8,8 +8,8 @@ A back end's test module holds no more than this:
             async with MyStore(...) as store:
                 yield store
 
-The store is empty at the start of every test. Each test names the invariants it checks. Durability shows only in a power cut:
-that is for each back end to test. Needs pytest and pytest-asyncio.
+The store is empty at the start of every test. Each test names the invariants that it checks. Durability shows only in a power
+cut, so each back end tests it itself. Needs pytest and pytest-asyncio.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class BytesContract:
         assert await store.get("image") == arena[: size - 100]
 
     async def test_store_3_aligned_memory_at_every_kind_of_offset(self, store: Store) -> None:
-        """Parts that begin and end inside a block, next to parts that fill whole ones."""
+        """Parts that begin and end inside a block, next to parts that fill whole blocks."""
         size = MIB
         arena = mmap.mmap(-1, size)
         arena.write(random.Random(9).randbytes(size))
@@ -347,7 +347,7 @@ class StoreContract(BytesContract):
         assert await store.list("t/a") == []
 
     async def test_store_5_creators_and_deleters_share_a_prefix(self, store: Store) -> None:
-        """Removing what is emptied never takes a new object's place away."""
+        """Removing an empty directory never removes the place of a new object."""
 
         async def come_and_go(name: str) -> None:
             for turn in range(10):
@@ -458,7 +458,7 @@ def _prefix(name: str) -> Entry:
 
 
 def _watching(store: Store, key: str) -> Callable[[], Awaitable[set[bytes | None]]]:
-    """Read `key` over and over from now on; the function returned ends that and says what was seen (None: absent)."""
+    """Read `key` in a loop. The returned function ends the loop and returns the values that were seen (None: absent)."""
     seen: set[bytes | None] = set()
     ended = asyncio.Event()
 

@@ -1,7 +1,7 @@
-"""Every crash point of a scenario, one after another: run it, stop the world just after effect number n, look at what is left.
+"""Runs a scenario once for each crash point: the crash comes just after effect number n, and the scenario checks what is left.
 
-A scenario is a function of a `Crash` that makes a SimDisk, sets up, and then awaits `crash.strikes(disk, tasks)`, which says
-whether the crash came before the tasks were done. `every_crash_point` calls it with n = 1, 2, 3, ... until it did not.
+A scenario is a function of a `Crash`. It makes a SimDisk, sets up, and awaits `crash.strikes(disk, tasks)`, which returns
+whether the crash came before the tasks were done. `every_crash_point` calls it with n = 1, 2, 3, ... until it is too late.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ POINTS_MAX = 20_000
 
 @dataclass(frozen=True, slots=True)
 class Crash:
-    """Stop just after effect `number`, counted from 1 at the call of `strikes`; `how` does it, a power cut by default."""
+    """A crash just after effect `number`, counted from 1 at the call of `strikes`. `how` makes it, by default a power cut."""
 
     number: int
     how: Callable[[SimDisk, Effect], None] = lambda disk, _: disk.power_cut()
 
     async def strikes(self, disk: SimDisk, tasks: Iterable[asyncio.Task[Any]]) -> bool:
-        """Wait until the crash or the end of `tasks`, whichever is first; errors of the tasks are raised."""
+        """Wait for the crash or the end of `tasks`; returns whether the crash came first. Raises errors of the tasks."""
         struck = disk.loop.create_future()
         base = disk.effects
 

@@ -1,6 +1,4 @@
-"""What removes checkpoints of a simulated job beside it, called now and then: `checkpointd gc`, by rules that leave little, and
-`checkpointd delete`.
-"""
+"""Removes checkpoints beside a simulated job, as calls of `checkpointd gc` with strict rules and `checkpointd delete` do."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ PAUSE_S_MAX = 2.0
 
 
 async def collect_now_and_then(store: Store, rules: Retention, rng: random.Random, ledger: Ledger, *, deletes: bool) -> None:
-    """Collect, a few times, or, with `deletes`, remove a checkpoint by name; what is refused is left to the next round."""
+    """Collect a few times or, with `deletes`, remove a checkpoint by name. After a refusal, the next round tries again."""
     for _ in range(ROUNDS):
         await asyncio.sleep(rng.random() * PAUSE_S_MAX)
         try:
@@ -36,6 +34,6 @@ async def collect_now_and_then(store: Store, rules: Retention, rng: random.Rando
 
 
 async def _delete_one(store: Store, rng: random.Random) -> CollectionReport:
-    """Delete any checkpoint; the newest is refused."""
+    """Delete a random checkpoint. If it is the newest, this is refused."""
     tags = [checkpoint.tag for checkpoint in await catalog.checkpoints(store)]
     return await deletion(store, rng.choice(tags or ["none"]), force=False, dry_run=False)

@@ -1,15 +1,15 @@
-"""A simulated disk, seen by simulated processes: the POSIX store runs on it as it runs on the real one.
+"""A simulated disk for simulated processes. The POSIX store runs on it as it runs on a real disk.
 
-What a power cut and a failing fsync may do is stated in `simfs.py` (SIMFS-1 to SIMFS-7). This module adds the processes:
+`simfs.py` states the effects of a power cut and of a failed fsync (SIMFS-1 to SIMFS-7). This module adds the processes:
   SIMDISK-1  Every effect (create, write, reserve, truncate, fsync, link, rename, unlink, mkdir, rmdir, fsync of a directory)
       has a number, counted from 1 over all processes. Just after any of them, `after` may kill, pause or cut the power.
-  SIMDISK-2  A killed process performs no later effect and its calls never return. What it had done stays, also where it never
-      learned of it. A write of more than a page may stop in between. Its locks are free at once.
-  SIMDISK-3  A paused process keeps its locks; when it is resumed it goes on where it stood.
-  SIMDISK-4  Effects take seeded virtual time before and after they happen, so that calls in flight overtake each other.
-  SIMDISK-5  `before` may refuse any effect with an error of the system (ENOSPC, EIO); SIMFS-5 to SIMFS-7 then say what is left
-      of it.
-Calls are made by tasks of the process that the view belongs to (`Process.spawn`); anything else is a fault of the test.
+  SIMDISK-2  A killed process has no later effect, and its calls never return. Its earlier effects stay, even if it never
+      learned of them. A write of more than a page may stop at a page boundary. Its locks are free at once.
+  SIMDISK-3  A paused process keeps its locks and, when it is resumed, continues where it was.
+  SIMDISK-4  Effects take virtual time from the seed before and after they happen, so that calls in flight overtake each other.
+  SIMDISK-5  `before` may refuse any effect with an error of the system (ENOSPC, EIO). SIMFS-5 to SIMFS-7 then state the part of
+      the effect that is left.
+Only tasks of the process that owns a view may call it (`Process.spawn`); any other call is a mistake in the test.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ALIGNMENT = 4096
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """One change of the disk: its number from 1, virtual time in seconds, who, what, and to which path; `size` in bytes."""
+    """One change of the disk: number from 1, virtual time in seconds, process, kind, path, and `size` in bytes."""
 
     number: int
     time_s: float
@@ -51,7 +51,7 @@ class Effect:
 
 
 class SimDisk:
-    """The disk of one simulated run, shared by its processes. Made inside the run, on its SimLoop."""
+    """The disk of one simulated run, shared by its processes. Make it inside the run, on its SimLoop."""
 
     def __init__(
         self, *, root: str = "/root", alignment: int = ALIGNMENT, clones: bool = False, exchanges: bool = True
@@ -64,20 +64,20 @@ class SimDisk:
         self.fs = SimFs()
         self.alignment = alignment
         self.clones, self.exchanges = clones, exchanges
-        """Whether the file system clones files, and exchanges two names in one step."""
+        """Whether the file system can clone files and exchange two names in one step."""
         self.root = root
         self.trace: list[Effect | str] = []
         self.effects = 0
         self.before: Callable[[Effect], int | None] = lambda _: None
-        """Asked just before each effect; an errno makes it fail (SIMDISK-5)."""
+        """Called just before each effect; if it returns an errno, the effect fails (SIMDISK-5)."""
         self.after: Callable[[Effect, bool], None] = lambda _effect, _done: None
-        """Told just after each effect (SIMDISK-1), and whether it was done: False where the call failed."""
+        """Called just after each effect (SIMDISK-1) with the effect and whether it succeeded."""
         self._alive: dict[str, ProcessDisk] = {}
         self.fs.make_directory(root)
         self.fs.make_all_durable()
 
     def process(self, name: str, kind: type[ProcessDisk] | None = None) -> ProcessDisk:
-        """A new process and its view of the disk, of class `kind`; the name may be that of a dead process."""
+        """A new process, and its view of the disk, of class `kind`. It may take the name of a dead process."""
         view = (kind or ProcessDisk)(self, self.loop.process(name))
         self._alive[name] = view
         return view
@@ -98,11 +98,11 @@ class SimDisk:
         self._alive[name].process.resume()
 
     def alive(self) -> list[str]:
-        """The processes that were not killed, in order of their start."""
+        """The processes that were not killed, in the order of their start."""
         return list(self._alive)
 
     def power_cut(self) -> None:
-        """Kill all processes and leave what SIMFS-1 to SIMFS-4 allow."""
+        """Kill all processes, and leave a state of the disk that SIMFS-1 to SIMFS-4 allow."""
         self.note("power cut")
         for view in self._alive.values():
             view.process.kill()
@@ -217,7 +217,7 @@ class ProcessDisk:
     # --- how a call runs ---------------------------------------------------------------------------------------
 
     async def look(self, act: Callable[[], T]) -> T:
-        """A call that changes nothing: what it saw may be old when it returns."""
+        """A call that changes nothing. Its result may be outdated when it returns."""
         self._check()
         try:
             return act()
@@ -227,7 +227,7 @@ class ProcessDisk:
     async def effect(
         self, kind: str, path: str, act: Callable[[], T], *, size: int = 0, spoil: Callable[[], None] = lambda: None
     ) -> T:
-        """A call that changes the disk by `act`; where `before` refuses it, by `spoil`."""
+        """A call that changes the disk by `act`, or by `spoil` if `before` refuses it."""
         self._check()
         await asyncio.sleep(self.disk.delay_s())
         self._check()
@@ -262,7 +262,7 @@ FAR_S_MAX = 0.3
 
 
 class FarDisk(ProcessDisk):
-    """The disk as a process far away sees it: every call takes up to FAR_S_MAX longer, so that much happens between two."""
+    """The disk as a distant process sees it: every call takes up to FAR_S_MAX longer, so much happens between two calls."""
 
     async def look(self, act: Callable[[], T]) -> T:
         await asyncio.sleep(self.disk.rng.random() * FAR_S_MAX)
@@ -284,13 +284,13 @@ class SimOpenFile:
                 await self._write(offset + start, part[start:stop])
 
     def _cut(self, offset: int, size: int) -> int:
-        """Where a write of more than a page may be stopped, in bytes from its start: a page boundary of the file."""
+        """The places at which a kill may stop a write: page boundaries of the file, in bytes from the start of the write."""
         pages = range(PAGE_BYTES - offset % PAGE_BYTES, size, PAGE_BYTES)
         return self._view.disk.rng.choice(pages) if pages else size
 
     async def _write(self, offset: int, part: memoryview) -> None:
         rng, fs = self._view.disk.rng, self._view.disk.fs
-        # Copied when it happens, not when it is asked for: a caller that changes the memory too early is found out.
+        # The copy is made at the effect and not at the call, so that a caller who changes the memory too early is noticed.
         await self._effect(
             "write",
             lambda: fs.write(self._file, offset, bytes(part)),
@@ -325,7 +325,7 @@ class SimOpenFile:
 
 
 class SimLock:
-    """flock: on the file, whatever its name is by now."""
+    """flock: the lock belongs to the file, even if the file has been renamed."""
 
     def __init__(self, file: SimFile) -> None:
         self._file = file
@@ -344,7 +344,7 @@ class SimLock:
 
 
 def _bytes_of(file: SimFile, past_cache: bool) -> bytes:
-    """What a reader sees; past the cache that is what the disk holds, dirty pages being written before such a read."""
+    """The content that a reader sees. A read past the cache writes dirty pages first, and then sees the disk's content."""
     return file.durable if past_cache and not file.dirty else bytes(file.data)
 
 
@@ -361,7 +361,7 @@ def _copy_out(data: bytes, offset: int, out: memoryview) -> int:
 
 
 def _status(node: Node) -> FileStatus:
-    """Times are not modelled: the number stands for the time of change, so that the content of two files is compared."""
+    """Times are not modelled. A number stands for the time of change, so that the store compares the contents of two files."""
     return FileStatus(node.number, len(node.data), node.number) if isinstance(node, SimFile) else FileStatus(0, 0, 0)
 
 

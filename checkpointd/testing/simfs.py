@@ -1,23 +1,23 @@
-"""The state of a simulated file system, and what a power cut may leave of it. Synchronous; `simdisk.py` puts processes on it.
+"""The state of a simulated file system and the effects of a power cut. It is synchronous; `simdisk.py` adds processes.
 
-The legal faults. A power cut may do exactly this, each choice from the seed:
-  SIMFS-1  Content that no successful fsync covered may vanish, be there in part (any subset of its 512-byte sectors, of any
-      part of the writes), or be whole. A size may survive without its content: the missing bytes read as zeros.
-  SIMFS-2  A name (create, link, rename, unlink, mkdir, rmdir) that no fsync of its directory covered may or may not survive,
-      each independently of all others and of the content. A link or a rename survives whole or not at all: no name ever refers
-      to a mixture, and no name that was replaced is missing.
-  SIMFS-3  A rename between directories is durable at its target once the target's directory is synced; the name at its source
-      may come back until the source's directory is synced too. Syncing the source's directory makes all of it durable.
-  SIMFS-4  What an fsync covered always survives: content by the file's, names by their own directory's (a directory's own name
-      is in its parent). Content whose name is lost is lost.
+The legal faults. A power cut may have exactly these effects, each chosen from the seed:
+  SIMFS-1  Content that no successful fsync covered may vanish, survive in part (any subset of its 512-byte sectors, of any of
+      the writes), or survive whole. A size may survive without its content: the missing bytes then read as zeros.
+  SIMFS-2  A change of a name (create, link, rename, unlink, mkdir, rmdir) that no fsync of its directory covered may or may not
+      survive, independently of all other changes and of the content. A link or a rename survives whole or not at all: no name
+      refers to a mixture, and no replaced name is missing.
+  SIMFS-3  A rename between directories is durable at its target once the target's directory is synced. The name at its source
+      may come back until the source's directory is synced, too. Syncing the source's directory makes the whole rename durable.
+  SIMFS-4  Everything that an fsync covered survives: content by the fsync of its file, names by the fsync of their directory
+      (the name of a directory is in its parent). Content without a surviving name is lost.
 Without a power cut:
-  SIMFS-5  A failed fsync (EIO, ENOSPC) drops the file's dirty pages: they are clean but lost, any part of them may have reached
-      the disk, a later fsync succeeds and writes nothing. A reader may see the new content or, where pages were evicted, the
-      old.
-  SIMFS-6  A failed fsync of a directory leaves its names in doubt; a later one that succeeds makes them durable (journalled
+  SIMFS-5  A failed fsync (EIO, ENOSPC) drops the file's dirty pages: they count as clean but are lost. Any part of them may
+      have reached the disk. A later fsync succeeds and writes nothing. A reader may see the new content or, if pages were
+      evicted, the old content.
+  SIMFS-6  A failed fsync of a directory leaves its names in doubt. A later successful one makes them durable (journalled
       names).
-  SIMFS-7  A write that fails may have written any part from its beginning.
-Not modelled: bytes that decay after they were durable, blocks of other files showing up, caches of a network file system.
+  SIMFS-7  A failed write may have written any part from its beginning.
+Not modelled: bytes that decay after they were durable, blocks of other files that show up, caches of a network file system.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ SECTOR_BYTES = 512
 
 @dataclass(slots=True, eq=False)
 class SimFile:
-    """An inode: `data` is what readers see, `durable` what the disk holds, `dirty` the changes between, in order."""
+    """An inode: readers see `data`, the disk holds `durable`, and `dirty` has the changes between the two, in order."""
 
     number: int
     data: bytearray = field(default_factory=bytearray)
     durable: bytes = b""
     dirty: list[Change] = field(default_factory=list)
     locked_by: object | None = None
-    """The holder of the flock on it, and who waits for that."""
+    """The holder of the flock on the file, and the processes that wait for the lock."""
     waiters: list[asyncio.Future[None]] = field(default_factory=list)
 
 
@@ -66,15 +66,15 @@ class Change:
 
 @dataclass(slots=True)
 class NameChange:
-    """One operation on names that survives whole or not at all; `node` None means that the name goes."""
+    """One operation on names that survives whole or not at all. If `node` is None, it removes the name."""
 
     parts: list[Part]
     source: SimDirectory | None = None
-    """Where a rename took its file from (SIMFS-3)."""
+    """The source of a rename (SIMFS-3)."""
 
 
 class SimFs:
-    """Files, directories, and what of them is durable. Raises OSError as the kernel would."""
+    """Files and directories, and their durable state. Raises OSError as the kernel would."""
 
     def __init__(self) -> None:
         self._root = SimDirectory()
@@ -111,7 +111,7 @@ class SimFs:
         self._change(NameChange([(parent, name, file)]))
 
     def clone(self, source: str, target: str) -> None:
-        """A new file with the content of another; dirty until it is synced."""
+        """A new file with the content of another one, dirty until it is synced."""
         data = bytes(self.file(source).data)
         self.write(self.create(target), 0, data)
 
@@ -139,7 +139,7 @@ class SimFs:
         self._change(NameChange([(parent, name, None)]))
 
     def node(self, path: str) -> Node:
-        """What `path` names; OSError ENOENT or ENOTDIR."""
+        """The node at `path`; OSError ENOENT or ENOTDIR if there is none."""
         found: Node = self._root
         for part in _parts(path):
             if not isinstance(found, SimDirectory):
@@ -150,7 +150,7 @@ class SimFs:
         return found
 
     def durable_node(self, path: str) -> Node | None:
-        """What `path` would name if nothing that is in doubt survived."""
+        """The node at `path` if no change that is in doubt survives."""
         found: Node = self._root
         for part in _parts(path):
             if not isinstance(found, SimDirectory) or part not in found.durable:
@@ -174,7 +174,7 @@ class SimFs:
         """Make the names in `path` durable (SIMFS-2, SIMFS-3, SIMFS-4)."""
         directory = self.directory(path)
         covered: set[tuple[int, str]] = set()
-        # Newest first: of several changes to one name only the last one counts, and the earlier ones must not come back.
+        # Newest first: only the last of several changes to a name counts, and earlier ones must not come back.
         for change in reversed(self._pending):
             whole = change.source is directory
             left = []
@@ -214,7 +214,7 @@ class SimFs:
         file.dirty.append(change)
 
     def sync(self, file: SimFile) -> None:
-        """fsync: the content is durable, save what an earlier failed fsync dropped (SIMFS-5)."""
+        """fsync: makes the content durable, except the part that an earlier failed fsync dropped (SIMFS-5)."""
         disk = bytearray(file.durable)
         for change in file.dirty:
             _apply(disk, change)
@@ -230,7 +230,7 @@ class SimFs:
     # --- the power cut -----------------------------------------------------------------------------------------
 
     def power_cut(self, rng: random.Random) -> None:
-        """Leave what the fault model allows, chosen by `rng`; everything that is left is durable."""
+        """Change to a state that the legal faults allow, chosen by `rng`. Everything that is left is durable."""
         survival = rng.choice((0.0, 0.5, 0.5, 1.0))
         for change in self._pending:
             if rng.random() < survival:
@@ -249,7 +249,7 @@ class SimFs:
                 node.data, node.locked_by = bytearray(node.durable), None
 
     def make_all_durable(self) -> None:
-        """What `sync(1)` does: the starting point of a run."""
+        """Make everything durable, as sync(1) does: the starting point of a run."""
         for node in list(_everything(self._root)):
             if isinstance(node, SimFile):
                 self.sync(node)
@@ -298,11 +298,11 @@ def _apply(content: bytearray, change: Change) -> None:
 
 
 def _survivors(file: SimFile, rng: random.Random) -> bytes:
-    """What the disk holds of `file` if nothing more is written to it (SIMFS-1)."""
+    """The bytes of `file` on the disk if no further write reaches it (SIMFS-1)."""
     disk = bytearray(file.durable)
     fate = rng.choice(("vanished", "whole", "torn", "torn", "size only"))
     for change in file.dirty:
-        # A stream of its own for every change: what else happens must not hang on how many sectors it had.
+        # Every change has its own random stream, so that other choices do not depend on its number of sectors.
         draw = random.Random(rng.random())
         if fate == "whole" or (change.data is None and fate != "vanished" and draw.random() < 0.5):
             _apply(disk, change)
@@ -340,7 +340,7 @@ def _everything(directory: SimDirectory) -> Iterator[Node]:
 
 
 def _reachable(directory: SimDirectory) -> Iterator[Node]:
-    """All that the durable names lead to, in an order that the names decide."""
+    """All nodes that durable names lead to, in an order that depends on the names alone."""
     yield directory
     for _, node in sorted(directory.durable.items()):
         if isinstance(node, SimDirectory):

@@ -1,10 +1,10 @@
-"""A simulated training job on a simulated disk, its faults, and what must be true at its end.
+"""A simulated training job on a simulated disk, with faults, and the checks at its end.
 
-A job is a series of incarnations, each of `world_size` ranks with processes of their own. What may happen to it, all of it
-drawn from the seed: ranks are killed, stopped and go on later; the power fails; the disk refuses one rank's calls for a while;
-a new incarnation starts while ranks of the old one still run; sidecars, where the job has them, are lost and taken over from.
-When the faults are over, one more incarnation must load and commit. The invariants are those of `simledger.py`; a run that
-breaks one raises, with schedule and trace as notes.
+A job is a series of incarnations, each with `world_size` ranks in processes of their own. The seed decides the faults: ranks
+are killed, or stopped for a while; the power fails; the disk refuses one rank's calls for a while; a new incarnation starts
+while ranks of the old one still run; sidecars, if the job has them, are lost and their saves taken over. After the faults, one
+more incarnation must load and commit. `simledger.py` has the invariants; a run that breaks one raises an error with schedule
+and trace as notes.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ ZOMBIES_END_S = 500.0
 
 @dataclass(slots=True)
 class SimReport:
-    """What a run did: effects up to the end of the faults, faults that struck, attempts committed and aborted, incarnations."""
+    """Counts of a run: effects up to the end of the faults, faults, attempts committed and aborted, incarnations."""
 
     effects: int = 0
     struck: int = 0
@@ -62,19 +62,19 @@ class SimReport:
     aborted: int = 0
     incarnations: int = 0
     sidecars: int = 0
-    """Lives of sidecars that were begun."""
+    """Sidecars that were started."""
     surviving: int = 0
-    """Attempts that their own coordinator committed after they had survived into a newer epoch."""
+    """Attempts that survived into a newer epoch, and that their own coordinator then committed."""
     cared_for: int = 0
-    """Attempts that a sidecar decided which was begun anew, and has no job for them."""
+    """Attempts that a newly started sidecar decided, although it has no save job for them."""
     collected: int = 0
-    """Attempts that lost objects to a collector beside the job."""
+    """Attempts of which a collector beside the job removed objects."""
     refused: int = 0
     """Starts that found another job alive."""
     read: int = 0
-    """Checkpoints that readers beside the job read whole."""
+    """Checkpoints that readers beside the job read completely."""
     read_back: int = 0
-    """Checkpoints at the end that were read back whole."""
+    """Checkpoints that were recorded as read back whole at the end."""
 
 
 @dataclass(slots=True)
@@ -85,9 +85,9 @@ class Incarnation:
     ranks: list[Rank]
     tasks: list[asyncio.Task[None]]
     interrupted: asyncio.Future[str]
-    """What the launcher does next: `kill` or `leave` its other ranks, or, after a power cut, nothing (`gone`)."""
+    """The launcher's next action: `kill` or `leave` its other ranks. After a power cut the launcher is `gone`."""
     followed_by: SecondJob = field(default_factory=SecondJob)
-    """Who starts next, where it was left."""
+    """The job that starts next, if the ranks of this incarnation were left running."""
 
     def interrupt(self, how: str) -> None:
         if not self.interrupted.done():
@@ -120,7 +120,7 @@ class SimJob:
         self.disk.before = self._refusal
 
     async def run(self) -> SimReport:
-        """Incarnations until one ends by itself, then the check of what is left."""
+        """Run incarnations until one ends by itself, then check the store."""
         await self._until_done()
         await self._end_zombies()
         self.report.effects = self.disk.effects
@@ -207,7 +207,7 @@ class SimJob:
         view.process.spawn(read_now_and_then(store, name, rng, self.ledger), name=name)
 
     def _sidecar(self, config: JobConfig, rank: int) -> SimSidecar:
-        """The sidecar of `rank`'s node: begun anew where the last one is lost."""
+        """The sidecar of `rank`'s node; a new one if the last one is lost."""
         found = self._sidecars.get(rank)
         if found is None or found.lost.done():
             self.report.sidecars += 1
@@ -232,7 +232,7 @@ class SimJob:
         try:
             await rank.train()
         except CheckpointdError as error:
-            # Who was at work is named by its process, which is another one when the run is replayed.
+            # The message names a process, and its id differs when the run is replayed.
             self.disk.note(f"{rank.name} ends: {error.code if isinstance(error, RootInUseError) else error}")
             self.report.refused += isinstance(error, RootInUseError) and rank.rank == 0
             incarnation.interrupt("kill")
@@ -261,7 +261,7 @@ class SimJob:
             raise self.ledger.broken
 
     async def _end_zombies(self) -> None:
-        """Let every process that still runs go on to its end."""
+        """Let every running process continue to its end."""
         for name in self.disk.alive():
             self.disk.resume(name)
         await asyncio.sleep(ZOMBIES_END_S)
@@ -355,7 +355,7 @@ class SimJob:
     def _pause(self, name: str, seconds: float) -> None:
         self.ledger.hindered = True
         self.disk.pause(name)
-        # In no process: this runs in the one whose effect triggered the fault, and that may be the paused one.
+        # The timer belongs to no process: the current process triggered the fault, and may be the paused one.
         self.disk.loop.call_later(seconds, self._resume, name, context=Context())
 
     def _resume(self, name: str) -> None:

@@ -1,21 +1,21 @@
-"""What a simulated job must never do: named invariants, checked while it runs and at its end.
+"""The invariants of a simulated job, checked while it runs and at its end.
 
-  one-outcome          Everybody who learns an attempt's outcome learns the same one, and nothing overwrites or removes it.
-  ranks-agree          No rank's handle says committed while another's of the same attempt says aborted.
-  latest-whole         `latest` only ever names a tag with a durable commit; what it names loads with all digests, bit for bit.
-  latest-forward       `latest` never goes back in order, and is not behind a commit that its mover has reported.
-  nothing-lost         What was once seen as committed stays a checkpoint, or was replaced by a newer one of the same tag.
+  one-outcome          All processes learn the same outcome of an attempt, and nothing overwrites or removes it.
+  ranks-agree          No rank's handle says committed while another rank's handle for the same attempt says aborted.
+  latest-whole         `latest` only names tags with a durable commit, and these load with all digests, bit for bit.
+  latest-forward       `latest` never goes back in order, and is never behind a commit after its move was reported.
+  nothing-lost         An attempt that was seen as committed stays a checkpoint, or a newer one of the same tag replaced it.
   aborted-never-loaded No rank loads an attempt that anybody saw aborted.
   fenced               No coordinator commits an attempt of its epoch once a newer epoch's recovery has returned, unless that
                        epoch, or it survives in a newer one.
-  surviving            A recovery neither decides nor removes anything of a surviving attempt, and then removes no
-                       temporary file of a process that lives.
+  surviving            A recovery neither decides a surviving attempt nor removes any of its objects, and then removes no
+                       temporary file of a living process.
   outlived             No recovery aborts an attempt whose lease a living process held when that start began.
-  left-alone           No start fences a living job of another name, or of none, unless it was told to take the root over.
-  always-starts        A start waits no longer than a lease's length for whoever may be there.
-  always-ends          An attempt ends in a final phase, and in doubt only where something hindered it.
-  next-save-works      When the faults are over, the next incarnation loads and commits.
-The ledger sees everything, also what no process of the job could know: it is the test's eye, not a part of the protocol.
+  left-alone           A start fences a living job with another name, or without one, only if it was told to take over.
+  always-starts        A start waits at most the length of one lease for another job.
+  always-ends          An attempt ends in a final phase. It may stay in doubt only if a fault hindered it.
+  next-save-works      After the faults, the next incarnation loads and commits.
+The ledger belongs to the test and not to the protocol: it also sees things that no process of the job could know.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Order: TypeAlias = tuple[int, int]
 
 
 START_S = 6.0
-"""What a start may take beside waiting for one lease: some calls of the disk take 2 s. A second wait takes longer than this."""
+"""The time of a start without its wait for a lease: some calls of the disk take 2 s. A second wait would take longer."""
 
 
 class InvariantError(AssertionError):
@@ -55,45 +55,45 @@ class InvariantError(AssertionError):
 
 @dataclass(slots=True)
 class Ledger:
-    """What was saved, reported and seen in one run on `disk`, whose store lies at `root`."""
+    """The record of one run: saves, reports, and effects on `disk`, whose store lies at `root`."""
 
     disk: SimDisk
     root: str
     saved: dict[tuple[Key, int], Contents] = field(default_factory=dict)
-    """What each rank handed to save()."""
+    """The tensors that each rank passed to save()."""
     outcomes: dict[Key, Outcome] = field(default_factory=dict)
-    """The outcome of each attempt, as the first who learned it reported it."""
+    """The outcome of each attempt, by its first report."""
     refused: set[str] = field(default_factory=set)
-    """Processes that have met an injected error: what they failed to do is excused."""
+    """Processes that met an injected error, which excuses their failures."""
     broken: Exception | None = None
-    """The first violation, also one that was raised where the code under test caught it."""
+    """The first violation, even if the code under test caught the exception."""
     hindered: bool = False
-    """Whether any process may have been kept from its work: stopped, waiting for one that was, its temporary files swept."""
+    """Whether any process may have been hindered: paused, waiting for a paused one, or its temporary files swept."""
     recovered: int = 0
     """The newest epoch whose recovery has returned."""
     surviving_commits: int = 0
-    """Commits of attempts by their own coordinators that survived, after a newer epoch had recovered."""
+    """Surviving attempts that their own coordinators committed after a newer epoch had recovered."""
     retires: bool = False
-    """Whether checkpoints are removed for newer ones of other tags, too."""
+    """Whether newer checkpoints of other tags may lead to removals, too."""
     collected: int = 0
     """Attempts that lost objects to a collector."""
     readers: set[str] = field(default_factory=set)
     """Processes that only read (`simreader.py`)."""
     read: int = 0
-    """Checkpoints that those read whole."""
+    """Checkpoints that readers read completely."""
     _survives_in: dict[str, int] = field(default_factory=dict)
     """The newest epoch in which each attempt survives."""
     _recovering: dict[str, frozenset[str]] = field(default_factory=dict)
     """Processes that recover now, and the surviving attempts of their epochs."""
     _starting: dict[str, tuple[float, bool]] = field(default_factory=dict)
-    """Processes that begin an epoch: when they began to look around, and whether they take the root over."""
+    """Processes that begin an epoch: the time at which they began, and whether they take the root over."""
     _living: dict[str, tuple[str, int]] = field(default_factory=dict)
-    """Processes that have begun a job and not ended it: its name and epoch."""
+    """Processes that have begun a job and not ended it: the name and the epoch of the job."""
     _newest_epoch: int = 0
     _at_work: dict[str, tuple[str, float]] = field(default_factory=dict)
-    """Who put the lease of an attempt, and when."""
+    """The process that put the lease of an attempt, and the time."""
     latest_floor: Order | None = None
-    """`latest` was reported to stand at this order: it is durable there."""
+    """The order that `latest` durably has, by the reports."""
     _latest_seen: Order | None = None
 
     # --- what the job reports ----------------------------------------------------------------------------------
@@ -109,11 +109,11 @@ class Ledger:
             raise InvariantError(name, f"{who} learned {outcome.outcome} of {_shown(key)}, others {known.outcome}")
 
     def report(self, violation: Exception) -> None:
-        """The run is broken: what raised `violation` goes on, and the run fails when it next looks."""
+        """Record that the run is broken. The caller continues, and the run fails at its next check."""
         self.broken = self.broken or violation
 
     def ended(self, key: Key, process: str, rank: int, phase: Phase, outcome: Outcome | None) -> None:
-        """An attempt ended on one rank's handle; `outcome` None: it lies in doubt."""
+        """An attempt ended on one rank's handle. If `outcome` is None, it is in doubt."""
         if outcome is None:
             if phase is Phase.COMMITTED:
                 raise InvariantError("ranks-agree", f"{process} reports {_shown(key)} committed without an outcome")
@@ -129,7 +129,7 @@ class Ledger:
             self.latest_stands(outcome.order, process)
 
     def excuses(self, process: str) -> bool:
-        """Whether `process` may have failed to do what it should, so that only what it reports as done counts."""
+        """Whether `process` is excused for missing work, so that only the work that it reports as done counts."""
         return self.hindered or process in self.refused
 
     def latest_stands(self, order: Order, who: str) -> None:
@@ -140,7 +140,7 @@ class Ledger:
         self.latest_floor = max(self.latest_floor or order, order)
 
     def start_began(self, process: str, now: float, *, take_over: bool) -> None:
-        """`process` begins to look who is at work at the root."""
+        """`process` begins to look for other jobs at the root."""
         self._starting[process] = now, take_over
 
     def job_began(self, process: str, name: str, epoch: int, seconds: float, lease_s: float) -> None:
@@ -150,7 +150,7 @@ class Ledger:
             raise InvariantError("always-starts", f"{process} took {seconds:.1f} s to begin; leases are of {lease_s:g} s")
 
     def job_ends(self, process: str) -> None:
-        """`process` has nothing more to save, and gives its lease up."""
+        """`process` has no more saves and gives up its lease."""
         self._living.pop(process, None)
 
     def recovery_began(self, process: str, surviving: tuple[str, ...]) -> None:
@@ -160,7 +160,7 @@ class Ledger:
         del self._recovering[process]
 
     def recovery_returned(self, epoch: int) -> None:
-        """Nothing kept the recovery of `epoch` from its work, and it has done it."""
+        """The recovery of `epoch` has returned without an error."""
         self.recovered = max(self.recovered, epoch)
 
     def loaded(self, rank: int, outcome: Outcome, contents: Contents) -> None:
@@ -172,14 +172,14 @@ class Ledger:
             raise InvariantError("aborted-never-loaded", f"rank {rank} loaded {_shown(key)}")
 
     def whole(self, key: Key, rank: int, contents: Contents) -> None:
-        """What was read of an attempt must be what was saved."""
+        """The tensors read from an attempt must equal the saved ones."""
         if contents != self.saved.get((key, rank)):
             raise InvariantError("latest-whole", f"rank {rank} of {_shown(key)} loads other bytes than were saved")
 
     # --- what the disk shows -----------------------------------------------------------------------------------
 
     def watch(self, effect: Effect) -> None:
-        """Told after every effect that was done."""
+        """Called after every effect that succeeded."""
         if effect.process in self.readers:
             raise InvariantError("reads-only", f"{effect.process} did {effect.kind} on {effect.path}")
         target = effect.path.rpartition(" -> ")[2]
@@ -218,14 +218,14 @@ class Ledger:
             self._at_work[prefix] = before if before and same else (effect.process, self.disk.loop.time())
 
     def _check_outlived(self, prefix: str, process: str) -> None:
-        """`process`, which recovers, has aborted the attempt `prefix`."""
+        """The recovering `process` has aborted the attempt `prefix`."""
         worker, since = self._at_work.get(prefix, ("", 0.0))
         began, _ = self._starting.get(process, (0.0, False))
         if worker in self.disk.alive() and since < began and not self.excuses(worker) and not self.excuses(process):
             raise InvariantError("outlived", f"{process} aborted {prefix}, at which {worker} was at work")
 
     def _check_left_alone(self, epoch: Epoch, process: str) -> None:
-        """`process` has begun `epoch`. Only the job of the epoch before can be fenced by that: it has fenced the older ones."""
+        """`process` has begun `epoch`. This can fence only the job of the epoch before, which has fenced all older ones."""
         _, take_over = self._starting.get(process, (0.0, False))
         for other, (name, number) in self._living.items():
             is_newest = number == self._newest_epoch
@@ -259,7 +259,7 @@ class Ledger:
         self._latest_seen = order
 
     def after_power_cut(self) -> None:
-        """What survived must hold everything that was reported."""
+        """After a power cut, the disk must hold everything that was reported."""
         self._latest_seen = self._live_latest()
         floor = self.latest_floor
         if floor is not None and (self._latest_seen is None or self._latest_seen < floor):
@@ -289,7 +289,7 @@ class Ledger:
     # --- the end -----------------------------------------------------------------------------------------------
 
     def check_kept(self, now: Mapping[Key, Outcome | None], replaced: set[Key]) -> None:
-        """`now` has the outcome of every attempt that is there, `replaced` those that are marked as removed."""
+        """`now` has the outcome of every attempt at the root, `replaced` the attempts that are marked as removed."""
         newest: dict[str, Order] = defaultdict(lambda: (-1, -1))
         for (tag, _), outcome in now.items():
             if outcome is not None and outcome.outcome == "commit":

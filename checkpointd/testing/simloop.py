@@ -1,13 +1,13 @@
-"""A deterministic event loop: virtual time, a seeded choice among what is ready, and processes that die, stop and go on.
+"""A deterministic event loop: virtual time, a seeded choice among ready callbacks, and processes that can be killed and paused.
 
 Invariants
-  SIMLOOP-1  The same seed and the same coroutine run the same callbacks in the same order: no clock, socket or thread is asked.
-  SIMLOOP-2  Time moves only when nothing is ready, and then to the next timer: a run never sleeps.
-  SIMLOOP-3  Any callback that is ready may be next. asyncio promises first-in first-out; code that needs it fails here, on
+  SIMLOOP-1  The same seed and the same coroutine run the same callbacks in the same order, without a clock, socket or thread.
+  SIMLOOP-2  Time moves only when no callback is ready, and then to the next timer: a run never sleeps.
+  SIMLOOP-3  Any ready callback may be next. asyncio promises first-in first-out order; code that relies on it fails here, on
       purpose.
-  SIMLOOP-4  A killed process runs no further callback; a paused one runs none until it is resumed, and then finds its timers
+  SIMLOOP-4  A killed process runs no further callback. A paused one runs none until it is resumed; its timers may then be
       overdue.
-  SIMLOOP-5  A run ends: with nothing to do (deadlock), or past its bounds of virtual time and callbacks, it raises StuckError.
+  SIMLOOP-5  A run always ends: in a deadlock, or past its bounds of virtual time and callbacks, it raises StuckError.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _TASKS_KEPT_MAX = 1000
 
 
 class StuckError(AssertionError):
-    """A simulated run that cannot end; names the seed and the tasks that wait."""
+    """A simulated run cannot end; the message names the seed and the waiting tasks."""
 
 
 class ProcessState(StrEnum):
@@ -55,17 +55,17 @@ class Process:
         self._on_death: list[Callable[[], None]] = []
 
     def spawn(self, coro: Coroutine[Any, Any, T], *, name: str | None = None) -> asyncio.Task[T]:
-        """Run `coro`, and every task that it starts, in this process."""
+        """Run `coro`, and every task that it starts, as part of this process."""
         context = copy_context()
         context.run(_PROCESS.set, self)
         return self._loop.create_task(coro, name=f"{self.name}: {name or getattr(coro, '__name__', 'task')}", context=context)
 
     def on_death(self, callback: Callable[[], None]) -> None:
-        """Call `callback` when this process is killed: what the kernel does for it."""
+        """Call `callback` when this process is killed. It stands for the kernel's cleaning up."""
         self._on_death.append(callback)
 
     def kill(self) -> None:
-        """SIGKILL: nothing of it runs any more. Its tasks stay pending until the loop ends."""
+        """SIGKILL: none of its callbacks runs any more. Its tasks stay pending until the loop ends."""
         if self.state is ProcessState.DEAD:
             return
         self.state = ProcessState.DEAD
@@ -87,7 +87,7 @@ class Process:
         self._parked.append(handle)
 
     def release(self) -> None:
-        """Hand what was parked back to the loop."""
+        """Give the parked callbacks back to the loop."""
         parked, self._parked = self._parked, []
         for handle in parked:
             self._loop.ready(handle, self)
@@ -102,22 +102,22 @@ def current_process() -> Process | None:
 
 
 class SimLoop(asyncio.AbstractEventLoop):
-    """The loop of one simulated run. No threads, no sockets, no signals: what asks for them fails with NotImplementedError."""
+    """The loop of one simulated run. Calls that need threads, sockets or signals raise NotImplementedError."""
 
     def __init__(self, seed: int, *, time_max_s: float = TIME_MAX_S, callbacks_max: int = CALLBACKS_MAX) -> None:
         self.seed = seed
         self.rng = random.Random(f"loop {seed}")
         self.closing = False
-        """True while what is left is being cancelled: the run is over, and effects must not happen any more."""
+        """True while the remaining tasks are cancelled: the run is over, and must have no more effects."""
         self.faults: list[dict[str, Any]] = []
-        """What reached the exception handler: errors that nobody awaited."""
+        """Errors that no task awaited, as the exception handler received them."""
         self._time = 0.0
         self._time_max_s = time_max_s
         self._callbacks_left = callbacks_max
         self._ready: list[tuple[asyncio.Handle, Process | None]] = []
         self._timers: list[tuple[float, int, asyncio.TimerHandle, Process | None]] = []
         self._timers_made = 0
-        # Strong: a task of a dead process waits for nothing that anybody else refers to, and must not be collected.
+        # Strong references: only this set refers to the tasks of a dead process, and they must not be collected.
         self._tasks: list[asyncio.Task[Any]] = []
         self._processes: list[Process] = []
         self._thread = threading.get_ident()
@@ -127,7 +127,7 @@ class SimLoop(asyncio.AbstractEventLoop):
     # --- processes ---------------------------------------------------------------------------------------------
 
     def process(self, name: str) -> Process:
-        """A new process; a name may be used again when its last holder is dead."""
+        """A new process. It may have the name of a dead one."""
         if any(p.name == name and p.state is not ProcessState.DEAD for p in self._processes):
             raise ValueError(f"process {name!r} is still alive")
         process = Process(name, self)
@@ -171,7 +171,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         """A cancelled timer is dropped when its time comes."""
 
     def _advance(self) -> bool:
-        """Move to the next timer and make ready what is due; False where there is none."""
+        """Move the time to the next timer and make due callbacks ready; False if there is no timer."""
         while self._timers and not self._ready:
             when, _, timer, process = heapq.heappop(self._timers)
             if timer.cancelled() or (process is not None and process.state is ProcessState.DEAD):
@@ -198,7 +198,7 @@ class SimLoop(asyncio.AbstractEventLoop):
     # --- running -----------------------------------------------------------------------------------------------
 
     def run_main(self, main: Coroutine[Any, Any, T]) -> T:
-        """Run until `main` is done. StuckError where it never will be."""
+        """Run until `main` is done. StuckError if that is impossible."""
         with self._entered():
             task = self.create_task(main, name="main")
             while not task.done():
@@ -239,11 +239,11 @@ class SimLoop(asyncio.AbstractEventLoop):
         return f"{where}; processes not running: {stopped or 'none'}; waiting:\n{waiting}"
 
     def pending(self) -> list[asyncio.Task[Any]]:
-        """The tasks that are not done, in order of creation."""
+        """The tasks that are not done, in the order of their creation."""
         return [task for task in self._tasks if not task.done()]
 
     def close(self) -> None:
-        """Cancel what is left, let it unwind, and refuse further work."""
+        """Cancel the remaining tasks, let them unwind, and refuse further work."""
         self.closing = True
         with self._entered():
             for _ in range(_UNWIND_ROUNDS_MAX):
@@ -262,7 +262,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         while self._ready:
             self._run_one()
 
-    # --- what asyncio asks of a loop ---------------------------------------------------------------------------
+    # --- the interface of asyncio ---------------------------------------------------------------------------
 
     def create_future(self) -> asyncio.Future[Any]:
         return asyncio.Future(loop=self)
@@ -277,11 +277,11 @@ class SimLoop(asyncio.AbstractEventLoop):
         return task
 
     def forget_done(self) -> None:
-        """Drop finished tasks; one whose error nobody awaited reports it now."""
+        """Drop finished tasks. A task reports an error now if no other task awaited it."""
         self._tasks = self.pending()
 
     def run_in_executor(self, executor: object, func: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
-        """Run `func` inline after a seeded delay; like a thread's work, it runs whether or not anybody still waits for it."""
+        """Run `func` inline after a seeded delay. Like the work of a thread, it runs even if no task waits for it any more."""
         future: asyncio.Future[T] = asyncio.Future(loop=self)
         self.call_later(self.rng.random() * EXECUTOR_DELAY_S_MAX, _run_inline, future, func, args)
         return future
@@ -301,7 +301,7 @@ class SimLoop(asyncio.AbstractEventLoop):
 
 
 def run(seed: int, main: Coroutine[Any, Any, T], *, time_max_s: float = TIME_MAX_S, callbacks_max: int = CALLBACKS_MAX) -> T:
-    """The result of `main` on a SimLoop of `seed`. An error, also one that no task awaited, carries the seed as a note."""
+    """The result of `main` on a SimLoop of `seed`. Errors have the seed as a note, also those that no task awaited."""
     loop = SimLoop(seed, time_max_s=time_max_s, callbacks_max=callbacks_max)  # type: ignore[abstract]  # no sockets: see the class
     try:
         result = loop.run_main(main)

@@ -1,8 +1,8 @@
-"""One rank of a simulated training job: starts, loads, computes, saves in the background. What the client does, without torch.
+"""One rank of a simulated training job: it starts, loads, computes, and saves in the background, like the client without torch.
 
-The order of steps is that of `checkpointd_client`: rank 0 takes the epoch, recovers and says so to the others; all load the
-newest checkpoint; each save is an `Attempt` of its own, two at most in flight. With sidecars, another process runs it, and
-the rank takes it over with the next writer when that one is lost.
+The steps have the order of `checkpointd_client`: rank 0 takes the epoch, recovers and tells the other ranks; all ranks load the
+newest checkpoint; each save is an `Attempt`, with at most two in flight. If the job has sidecars, another process runs the
+attempt, and after the loss of that process the rank takes the attempt over with the next writer.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ REUSED_TAG = "best"
 
 
 class SimBoard:
-    """What torch.distributed's Store is to the real ranks: values that one rank posts once and others wait for."""
+    """Stands for torch.distributed's Store: one rank posts a value once, and other ranks wait for it."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -68,15 +68,15 @@ class SimBoard:
 
 @dataclass(frozen=True, slots=True)
 class SavePlan:
-    """One step's save, as the training script of all ranks has it; the ranks that deviate from it, if any."""
+    """The save after one step, the same on all ranks except those listed as deviating."""
 
     step: int
     tag: str
     save_latest: bool = True
     absent: int | None = None
-    """Never calls save()."""
+    """The rank that never calls save()."""
     failing: int | None = None
-    """Its snapshot fails."""
+    """The rank whose snapshot fails."""
     skipping: int | None = None
     thawed: bool = False
     """Leaves the frozen part of the state out."""
@@ -84,18 +84,18 @@ class SavePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobConfig:
-    """What all ranks of a simulated job run."""
+    """The settings of a simulated job, shared by all its ranks."""
 
     seed: int
     world_size: int = 3
     steps: int = 3
     compression: str = "none"
     sidecars: bool = False
-    """Whether a process beside each rank persists its saves, and outlives it."""
+    """Whether each rank has a sidecar process, which persists its saves and outlives it."""
     deviations: bool = False
     """Whether ranks now and then skip, fail or forget a save, reuse a tag, or save without moving latest."""
     frozen: bool = False
-    """Whether a part of the state never changes, so that saves refer to older ones."""
+    """Whether a part of the state never changes, so that saves refer to older checkpoints."""
     keeps: int | None = None
     """How many checkpoints retention keeps, after each commit and by collectors beside the job; None: all."""
     collectors: int = 0
@@ -103,14 +103,14 @@ class JobConfig:
     """Whether saves of frozen state now and then leave the frozen part out, so that what a save under way refers to may be
     superseded; collectors are then far from the disk, and delete checkpoints by name, too."""
     name: str = "job"
-    """What its starts call it; empty: nothing, so that each has to see that the one before it has gone."""
+    """The name of the job. If it is empty, each start must see that the start before it has gone."""
     lease_s: float = 6.0
     asks_sidecar: bool = True
-    """Whether a start knows from rank 0's sidecar what it works at; without it, as on another node, from leases alone."""
+    """Whether a start asks rank 0's sidecar for its attempts. Otherwise, as on another node, it knows only the leases."""
     readers: int = 0
-    """Processes that read the newest checkpoint now and then."""
+    """The number of processes that read the newest checkpoint now and then."""
     read_back: bool = False
-    """Whether each rank reads its shards back while no save of its is in flight."""
+    """Whether each rank reads its shards back while it has no save in flight."""
     commit: CommitConfig = field(default_factory=lambda: CommitConfig(timeout_s=20.0, poll_min_s=0.02, poll_max_s=0.5))
 
     @property
@@ -167,7 +167,7 @@ class Rank:
     process: Process
     sight: Sight
     sidecar: Callable[[], SimSidecar] | None = None
-    """The sidecar that this rank's node has now; None: there are none in this job."""
+    """The present sidecar of this rank's node; None if the job has no sidecars."""
     take_over: bool = False
     done: dict[str, Phase] = field(default_factory=dict)
     """The phase in which each attempt ended on this rank's handle."""
@@ -179,7 +179,7 @@ class Rank:
     _lease: HeldLease | None = None
 
     async def train(self) -> None:
-        """Start, load, and save after every step up to the last. Raises CheckpointdError where starting or loading fails."""
+        """Start, load, and save after every step up to the last. Raises CheckpointdError if starting or loading fails."""
         state = WriterState(store=self.store, persist=self.config.persist, commit=self.config.committing)
         self._runner = SimRunner(self.name, state, self.ledger)
         self._epoch = await self._begin()
@@ -238,7 +238,7 @@ class Rank:
         return epoch
 
     async def _load(self) -> int:
-        """The step to go on from."""
+        """The step from which training continues."""
         if self.rank == 0:
             self.board.post("candidate", await self._newest())
         chosen = await self.board.read("candidate")
@@ -255,7 +255,7 @@ class Rank:
         return chosen.outcome.step + 1
 
     async def _newest(self) -> Checkpoint | None:
-        """What load() takes: the newest checkpoint that moved latest; `latest` must name it while nobody newer has begun."""
+        """The checkpoint that load() takes: the newest that moved `latest`. `latest` must name it unless a newer start began."""
         floor = self.ledger.latest_floor
         found = await candidates(self.store, Patience(retry_s=0.0, absence_s=0.0))
         named = await catalog.latest(self.store)
@@ -315,7 +315,7 @@ class Rank:
         self.done[info.prefix] = attempt.phase
 
     async def _handed_over(self, info: AttemptInfo, taking: asyncio.Task[Shard], sidecar: Callable[[], SimSidecar]) -> Attempt:
-        """The attempt, by the sidecar, or by whoever takes over from a lost one: the next sidecar, or this process itself."""
+        """The attempt, run by the sidecar or, if that is lost, by the next sidecar or this process."""
         snapshot = snapshot_of(self.process, taking, StagingError(f"{self.name} died while its snapshot was being taken"))
         for takeover in itertools.count():
             info = replace(info, takeover=takeover, may_be_taken_over=True)
@@ -350,7 +350,7 @@ def tensors_of(seed: str) -> Contents:
 
 
 def frozen_tensors(seed: str, moving: Contents) -> Contents:
-    """What is the same in every save of one rank: whole tensors, and the beginning of one whose end moves with `moving`."""
+    """The frozen part of a rank's state: whole tensors, and the beginning of a tensor whose end changes with `moving`."""
     rng = random.Random(f"frozen {seed}")
     return {
         "model.frozen": rng.randbytes(4 * 1500),

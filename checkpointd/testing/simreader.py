@@ -1,9 +1,9 @@
-"""What reads a simulated job's checkpoints beside it: whole ones, each of one attempt, and without a trace.
+"""Reads checkpoints beside a simulated job, as `open_checkpoint` does.
 
 Its invariants, beside those of `simledger.py`:
 
-  reads-whole   What a reader opens is committed, at least as new as what `latest` was reported at before it looked, and all
-                of it is what was saved, bit for bit. Else the reader ends with a clear error.
+  reads-whole   A reader opens a committed checkpoint that is at least as new as the reported `latest` was before it looked. All
+                of its tensors are as they were saved, bit for bit. Otherwise the reader ends with a clear error.
   reads-only    A reader has no effect on the disk.
 """
 
@@ -24,7 +24,7 @@ from checkpointd.testing.simrank import read_contents
 ROUNDS = 6
 PAUSE_S_MAX = 4.0
 THINK_S_MAX = 1.0
-"""How long a reader does something else between opening a checkpoint and reading a rank's tensors."""
+"""The longest pause of a reader between opening a checkpoint and reading a rank's tensors."""
 
 
 async def read_now_and_then(store: Store, name: str, rng: random.Random, ledger: Ledger) -> None:

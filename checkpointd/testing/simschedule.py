@@ -1,4 +1,4 @@
-"""Schedules of a simulated job: which faults strike it, and when.
+"""Schedules of faults for a simulated job.
 
 A schedule is data, printed when a run breaks and run again to replay it. `random_schedule` draws one from a seed.
 """
@@ -15,7 +15,7 @@ from checkpointd.testing.simdisk import ProcessDisk
 from checkpointd.testing.simrank import JobConfig
 
 ACTOR = -1
-"""As a rank: the process that did the effect after which the fault strikes."""
+"""In place of a rank: the process of the effect after which the fault strikes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Pause:
 
 @dataclass(frozen=True, slots=True)
 class PowerCut:
-    """All processes end, and the disk keeps what it must."""
+    """All processes end, and the disk keeps only the state that SIMFS-1 to SIMFS-4 guarantee, and a random part of the rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class Schedule:
     job: JobConfig
     faults: tuple[tuple[int | Moment, Fault], ...] = ()
     sweeps_foreign: bool = False
-    """Whether recovery takes the temporary files of running processes for dead ones', as it does on another machine."""
+    """Whether recovery takes temporary files of running processes for those of dead ones, as on another machine."""
     cut_at_end: bool = False
     sees_deaths: bool = False
     """Whether a process can tell that another one has ended, as on one machine."""
@@ -109,11 +109,11 @@ MOMENTS = (
     (".index", ("link",), 3),
     (".chunks", ("write", "fsync"), 3),
 )
-"""What the protocol turns on: name, kinds of effects, how often in a save of three ranks."""
+"""The effects that the protocol depends on: name of the object, kinds of effects, their number in a save of three ranks."""
 
 
 def random_schedule(seed: int) -> Schedule:
-    """The schedule that `seed` stands for."""
+    """The schedule for `seed`."""
     rng = random.Random(f"schedule {seed}")
     steps = rng.choice((1, 2, 2, 3))
     job = JobConfig(
@@ -126,7 +126,7 @@ def random_schedule(seed: int) -> Schedule:
     count = rng.choice((0, 1, 1, 2, 2, 3, 4))
     faults = [(_random_time(rng, steps), _random_fault(rng, job)) for _ in range(count)]
     if rng.random() < 0.3:
-        # Somebody is stopped in the middle of something, the others go on a little, and all is lost that can be.
+        # One process is paused in the middle of a call, the others continue for a short time, and then the power fails.
         faults += [(_random_time(rng, steps), Pause(ACTOR, 30.0)), (_random_time(rng, steps), PowerCut())]
     sidecars = _random_sidecars(seed, job)
     if sidecars is not None:

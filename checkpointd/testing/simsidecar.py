@@ -1,7 +1,7 @@
-"""The sidecar of one rank of a simulated job: runs its attempts in a process of its own, which outlives the rank's.
+"""The sidecar of one rank of a simulated job: runs the rank's attempts in a process of its own, which outlives the rank.
 
-A sidecar is *lost* when its rank gives it up: it died, it was stopped, or only the connection broke. The rank then takes its
-attempts over with the next writer, while a lost sidecar that still lives, or wakes up, goes on with its own.
+A sidecar is *lost* when its rank gives it up, because it died, was stopped, or lost its connection. The rank then takes its
+attempts over with the next writer. A lost sidecar that is still alive, or wakes up, also continues its attempts.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class SimRunner:
     ledger: Ledger
 
     async def run(self, info: AttemptInfo, staged: Awaitable[Shard], on_free: Callable[[], None] = lambda: None) -> Attempt:
-        """The finished attempt. InvariantError where it raised or did not end."""
+        """The finished attempt. InvariantError if it raised an error or did not end."""
         timeout_s = self.state.commit.timeout_s
         attempt = Attempt(
             self.state,
@@ -60,7 +60,7 @@ class SimRunner:
 
 @dataclass(slots=True)
 class SimSidecar:
-    """One life of a sidecar. `lost` is done once its rank gives it up."""
+    """One sidecar from its start to its end. `lost` is done once its rank gives it up."""
 
     process: Process
     runner: SimRunner
@@ -75,16 +75,16 @@ class SimSidecar:
         return self.process.name
 
     def lose(self) -> None:
-        """Its rank gives it up."""
+        """The rank gives this sidecar up."""
         if not self.lost.done():
             self.lost.set_result(None)
 
     def in_flight(self) -> tuple[str, ...]:
-        """The attempts that it works at: they survive a new start."""
+        """The attempts that this sidecar works at; they survive a new start."""
         return tuple(self._jobs)
 
     def begin(self, info: AttemptInfo, snapshot: asyncio.Future[Shard]) -> asyncio.Task[Attempt | None]:
-        """Run an attempt here; None where it broke an invariant, which the ledger then knows."""
+        """Run an attempt in this sidecar; None if it broke an invariant, which the ledger records."""
         self._jobs[info.prefix] = info
         return self.process.spawn(self._run(info, snapshot), name=info.prefix)
 

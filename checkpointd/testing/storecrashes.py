@@ -1,7 +1,7 @@
-"""What each call of the POSIX store promises at a power cut and in a race, as scenarios on the simulated disk.
+"""Scenarios on the simulated disk for the promises of the POSIX store at a power cut and in a race.
 
-STORE-1 to STORE-5 of `checkpointd.store.base`. Each scenario takes the class of the disk's views, so that a disk that forgets a
-step (a mutation) can be shown to break it, and returns whether its crash came before the end.
+They check STORE-1 to STORE-5 of `checkpointd.store.base`. Each scenario takes the class of the disk's views: a test passes one
+that forgets a step (a mutation), and shows that the scenario fails. It returns whether its crash came before the end.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Work: TypeAlias = Callable[[PosixStore], Coroutine[Any, Any, Any]]
 
 
 class CrashWorld:
-    """A disk, and stores of processes on it; `view` is what the processes under test see it through."""
+    """A disk with processes, each with a store on it. `view` is the class of the view of the processes under test."""
 
     def __init__(self, view: View = ProcessDisk) -> None:
         self.disk = SimDisk()
@@ -39,7 +39,7 @@ class CrashWorld:
         return self._spawn(name, work, self._view)
 
     async def honest(self, name: str, work: Work) -> Any:
-        """Run `work` in a process that forgets nothing: to prepare, and to look at what is left."""
+        """Run `work` in a process without mutation: for preparing, and for checking the result."""
         try:
             return await self._spawn(name, work, ProcessDisk)
         finally:

@@ -1,4 +1,4 @@
-"""`checkpointd delete`: remove one checkpoint, once somebody has confirmed it."""
+"""`checkpointd delete`: removes one checkpoint after a confirmation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from checkpointd.errors import UsageError
 from checkpointd.store.base import Store
 
 DECLINED = 1
-"""The exit code where the question was answered with no."""
+"""The exit code if the answer was no."""
 
 
 @click.command("delete", short_help="Remove one checkpoint.")
@@ -52,7 +52,7 @@ def command(places: tuple[str, ...], dry_run: bool, yes: bool, force: bool, as_j
 
 
 def _confirmed(plan: CollectionReport, *, force: bool) -> bool:
-    """Show what would go, and ask, on standard error. UsageError where nobody can answer."""
+    """Show the plan and ask, on standard error. UsageError if standard input is not a terminal."""
     tag = plan.retired[0]
     if not sys.stdin.isatty():
         anyway = command_line("delete", plan.root, tag, "--yes", *(["--force"] if force else []))

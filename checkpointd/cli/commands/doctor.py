@@ -55,7 +55,7 @@ def command(
 
 
 def _found(**asked: Any) -> Diagnosis:
-    """What `examine` finds; where libraries are so broken that it cannot be loaded, that."""
+    """The result of `examine`. If broken libraries prevent its import, the result names these libraries."""
     try:
         from checkpointd.doctor.examine import Question, examine  # with numpy and the daemon, only where it is called
     except ImportError:

@@ -65,7 +65,7 @@ def command(
 
 
 def page(done: Any) -> Iterator[Block]:
-    """The page for people; `done` is what the client says of it."""
+    """The page for people; `done` is the client's result."""
     yield Heading(f"{done.tag} -> {done.out}")
     values = [("values", str(done.values))] if done.format == "dcp" else []
     yield Facts([("step", str(done.step)), ("tensors", str(done.tensors)), *values, ("size", size(done.bytes))])

@@ -84,7 +84,7 @@ def _read_back_cell(report: ReadBackReport) -> Cell:
 
 
 def _sizes(raw: int, stored: int, referred: int) -> str:
-    """Written here, and, where there is any, referred to in older checkpoints, as it has not changed since."""
+    """Raw and stored sizes and, if some chunks are references, how much was written and how much is referred to."""
     if not referred:
         return f"{size(raw)} raw, {size(stored)} stored"
     return f"{size(raw)} raw, {size(stored)} stored: {size(stored - referred)} written, {size(referred)} referred to"
@@ -160,7 +160,7 @@ def _tensor_cells(tensor: TensorReport) -> tuple[str, ...]:
 
 
 def _boxes_cell(tensor: GlobalReport) -> str:
-    """How many, and how large where all are alike; `--rank` shows where those of one rank lie."""
+    """The number of boxes, and their shape if all have the same. `--rank` shows the places of one rank's boxes."""
     first, *others = {part.box.sizes for part in tensor.parts}
     return f"{len(tensor.parts)}, uneven" if others else f"{len(tensor.parts)} of {shape(first)}"
 

@@ -17,13 +17,13 @@ from checkpointd.report.listing import AttemptRow, Listing, listing
 from checkpointd.report.wholeness import lost_advice, lost_text
 
 TAGS_CHARACTERS = 200
-"""Of checkpoints that are not whole for the same reason, as many are named as fit."""
+"""The most characters of tags in a warning about checkpoints that are not whole for the same reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of the table. `optional`: its place among those that a narrow terminal leaves out, 1 being the first to go;
-    `rare`: it is there only where some row has something to say in it.
+    """A column of the table. `optional`: a narrow terminal leaves columns out in the order of these numbers, but never those with 0.
+    `rare`: it is shown only if a row has text for it.
     """
 
     title: str
@@ -111,7 +111,7 @@ def _warn_of_damage(found: Listing) -> None:
 
 
 def _warn_of_loss(root: str, rows: Sequence[AttemptRow]) -> None:
-    """One line for all that miss the same."""
+    """One line for all checkpoints that miss the same objects."""
     first = rows[0]
     advice = lost_advice(root, first.tag, first.lost)
     if len(rows) == 1:

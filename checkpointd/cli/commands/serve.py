@@ -24,7 +24,7 @@ class UserId(click.IntRange):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         if isinstance(value, str) and not value.isdecimal():
-            self.fail(f"{value!r} is no number; give a number: `id -u {shlex.quote(value)}`", param, ctx)
+            self.fail(f"{value!r} is not a number; `id -u {shlex.quote(value)}` prints the number of a user", param, ctx)
         return int(super().convert(value, param, ctx))
 
 
@@ -76,7 +76,7 @@ def command(file: str | None, **given: Any) -> None:
     Run one daemon per node. A trainer uses it with Checkpointer(root, sidecar=SOCKET). On SIGTERM it finishes the saves in
     flight.
     """
-    # numpy would start threads, and the sandbox does not hold for those that are there before it.
+    # numpy would start threads, and the sandbox does not apply to threads that were started before it.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from checkpointd.config import ServeConfig, read_serve_file  # with what it brings in, only where a daemon is started
     from checkpointd.daemon.process.logs import log_to_stderr

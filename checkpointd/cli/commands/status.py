@@ -27,7 +27,7 @@ from checkpointd.store.base import Store
 INTERVAL_S, SOCKET_INTERVAL_S = 2.0, 0.5
 TAGS_CHARACTERS = 100
 RANKS_SHOWN = 16
-"""In a larger job only the ranks without a yes vote are shown, and at most so many of them."""
+"""A larger job shows only ranks without a yes vote, and at most this many."""
 
 
 @click.command("status", short_help="The job at a root, saves in flight, and failures.")

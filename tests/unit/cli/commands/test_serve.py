@@ -17,4 +17,4 @@ def test_a_choice_that_is_none_is_refused_with_those_that_there_are(tmp_path: Pa
 def test_a_user_is_a_number(cli: Cli) -> None:
     answer = cli("serve", "--root", "/mnt", "--uid", "alice")
     assert answer.code == 2
-    assert "'alice' is no number; give a number: `id -u alice`" in answer.err
+    assert "'alice' is not a number; `id -u alice` prints the number of a user" in answer.err
