@@ -14,6 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Collection, Coroutine, Iterable, Mapping, MutableMapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -76,10 +77,13 @@ class Core:
         check_path("root", root)
         self._options, persist, commit, graces = options, options.persist, options.commit, options.graces
         self._ranks = find_ranks()
-        self._give_back_root = claim_root(root)
         self._started: Started | None = None
-        self._writer = WriterThread(threads=persist.encoders + persist.writes)
-        try:
+        with ExitStack() as undo:
+            self._give_back_root = claim_root(root)
+            undo.callback(self._give_back_root)
+            self._writer = WriterThread(threads=persist.encoders + persist.writes)
+            undo.callback(self._writer.close)
+            undo.callback(lambda: end(self._writer, self._started))
             self._store = open_store(root)
             if self._store.capabilities.shared:
                 check_apart(self._store.url)
@@ -98,31 +102,29 @@ class Core:
             self._writer.call(state.own_root.begun(self._epoch.number, self._epoch.nonce), 2 * SIDECAR_PATIENCE_S)
             self._begin_sidecar(persist, commit)
             self._preemption = Preemption(graces, self._board).listen() if graces else None
-        except BaseException:
-            end(self._writer, self._started)
-            self._writer.close()
-            self._give_back_root()
-            raise
+            if self._preemption is not None:
+                undo.callback(self._preemption.close)
+            self._arena = Arena(on_gone=self._slot_is_gone)
+            self._saver = Saver(
+                writer=self._writer,
+                state=state,
+                ranks=self._ranks,
+                epoch=self._epoch,
+                arena=self._arena,
+                stager=Stager(options.staging),
+                when_busy=options.when_busy,
+                sidecar=self._sidecar,
+                pickles=options.pickle_client_state,
+                afresh=options.afresh,
+            )
+            undo.pop_all()
         self._process = os.getpid()
-        self._arena = Arena(on_gone=self._slot_is_gone)
-        self._saver = Saver(
-            writer=self._writer,
-            state=state,
-            ranks=self._ranks,
-            epoch=self._epoch,
-            arena=self._arena,
-            stager=Stager(options.staging),
-            when_busy=options.when_busy,
-            sidecar=self._sidecar,
-            pickles=options.pickle_client_state,
-            afresh=options.afresh,
-        )
         self._history = self._saver.history
         self._meetings = Meetings(self._board, self._ranks, commit.timeout_s)
         self._load_rounds = LoadRounds(
             self._board, self._ranks, commit.timeout_s, options.load.retry_s + options.load.absence_s
         )
-        self._step_hook = register_optimizer_step_pre_hook(self._before_step)
+        self._step_hook = register_optimizer_step_pre_hook(lambda *_: self._saver.fence())
         self._closed = False
         at_exit(self._leave)
 
@@ -197,9 +199,6 @@ class Core:
 
         On a GPU the current stream waits for the copies, not the host.
         """
-        self._saver.fence()
-
-    def _before_step(self, *_: object) -> None:
         self._saver.fence()
 
     # --- loading ---------------------------------------------------------------------------------------------

@@ -268,24 +268,23 @@ class OpenCheckpoint:
         """Read every value into its place. If the checkpoint is removed meanwhile, read the next one over it."""
         touched: frozenset[str] = frozenset()
         answers = HandedOutStates()
+
+        def fill(source: StoredSource) -> Restoration:
+            nonlocal touched
+            own = part(source.content())
+            content, restoration = prepared(source, state, own, options, part=part, answers=answers)
+            self._check_named(restoration)
+            source.verify(restoration.targets, content)
+            fqns = frozenset(target.fqn for target in restoration.targets)
+            if not touched <= fqns:
+                raise MismatchError(f"{source.tag} lacks {min(touched - fqns)}, which was read from the checkpoint before it")
+            touched = fqns
+            source.fill(restoration.targets, content)
+            return restoration
+
         try:
-            while True:
-                source = self._source()
-                try:
-                    own = part(source.content())
-                    content, restoration = prepared(source, state, own, options, part=part, answers=answers)
-                    self._check_named(restoration)
-                    source.verify(restoration.targets, content)
-                    fqns = frozenset(target.fqn for target in restoration.targets)
-                    if not touched <= fqns:
-                        raise MismatchError(f"{source.tag} has no {min(touched - fqns)}, of which the one before it was read")
-                    touched = fqns
-                    source.fill(restoration.targets, content)
-                except (DamagedError, NotFoundError) as error:
-                    self._go_on(error)
-                else:
-                    self._told = True
-                    return restoration, restoration.finish()
+            restoration = self._from_whole(fill)
+            return restoration, restoration.finish()
         except Exception as error:
             if not touched:
                 raise
@@ -304,17 +303,25 @@ class OpenCheckpoint:
             )
 
     def _read_client_state(self) -> dict[str, object]:
+        def fill(source: StoredSource) -> Restoration:
+            content = part_of(source.content(), (), client_state=True)
+            restoration = prepare({}, content, LoadOptions(strict=False, unpickle=self._unpickle))
+            source.fill(restoration.targets, content)
+            return restoration
+
+        return self._from_whole(fill).finish()
+
+    def _from_whole(self, read: Callable[[StoredSource], T]) -> T:
+        """Call `read` with the checkpoint, or with another one if it proves damaged or was removed. Then never switch again."""
         while True:
             source = self._source()
             try:
-                content = part_of(source.content(), (), client_state=True)
-                restoration = prepare({}, content, LoadOptions(strict=False, unpickle=self._unpickle))
-                source.fill(restoration.targets, content)
+                found = read(source)
             except (DamagedError, NotFoundError) as error:
                 self._go_on(error)
             else:
                 self._told = True
-                return restoration.finish()
+                return found
 
     def _source(self) -> StoredSource:
         self._check_open()

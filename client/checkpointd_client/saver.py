@@ -100,7 +100,7 @@ def check_metrics(metrics: Mapping[str, float] | None) -> tuple[tuple[str, float
             if isinstance(value, bool | str | bytes):
                 raise TypeError("not a number")
             checked[name] = float(value)
-        except (TypeError, ValueError, RuntimeError) as error:
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
             raise UsageError(f"metric {name!r} is {value!r:.80}; it must be a number") from error
         if type(name) is not str or not 0 < len(name) <= METRIC_NAME_MAX:
             raise UsageError(f"{name!r} cannot name a metric: it takes 1 to {METRIC_NAME_MAX} characters")

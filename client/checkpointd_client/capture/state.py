@@ -72,11 +72,11 @@ def capture(
 
     With `exclude_frozen_parameters`, parameters (not buffers) of modules that have requires_grad off are left out and listed.
     """
-    error = state_dicts.refused(state)
-    if error is not None:
-        raise error
     walk = Flattener(exclude_frozen_parameters=exclude_frozen_parameters)
     try:
+        refused = state_dicts.refused(state)
+        if refused is not None:
+            raise refused
         root = walk.root(state, client_state)
     except RecursionError as error:
         raise StateError("the state is nested too deeply for what is left of Python's stack: flatten it") from error

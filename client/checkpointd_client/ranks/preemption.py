@@ -67,15 +67,15 @@ def graces_of(signals: PreemptSignals, grace_s: float) -> dict[signal.Signals, f
     given = (signals,) if isinstance(signals, int) else signals
     if not _is_several(given):
         raise UsageError(f"preempt_signals is {signals!r:.80}; it must be a signal, several, or signals with seconds")
-    graces = given if isinstance(given, Mapping) else dict.fromkeys(given, grace_s)
-    for number, seconds in graces.items():
+    graces = list(given.items()) if isinstance(given, Mapping) else [(number, grace_s) for number in given]
+    for number, seconds in graces:
         if not _can_be_caught(number):
             raise UsageError(
                 f"preempt_signals is {signals!r:.80}; it must name signals that a process can catch, such as signal.SIGTERM"
             )
         if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
             raise UsageError(f"preempt_signals is {signals!r:.80}; each signal takes seconds, more than 0, not {seconds!r:.80}")
-    return {signal.Signals(number): float(seconds) for number, seconds in graces.items()}
+    return {signal.Signals(number): float(seconds) for number, seconds in graces}
 
 
 def _is_several(given: object) -> bool:

@@ -140,7 +140,7 @@ class SaveHandle:
             if until is not None and timeout is not None:
                 raise UsageError(f"wait({until!r}, {timeout!r}) has two time-outs: name the phase, as in wait('staged', 5.0)")
             return self.wait("committed", timeout if until is None else until)
-        arguments.choice("until", until, _UNTIL)
+        arguments.choice("until", until, get_args(Until))
         if timeout is not None:
             arguments.seconds("timeout", timeout, most=TIMEOUT_S_MAX, zero=True)
         goal = Phase(until)
@@ -202,20 +202,11 @@ class SaveHandle:
             if phase is Phase.COMMITTED:
                 self.timings.committed_s = now
             self._change.notify_all()
-        if phase in FINAL:
-            self._resolve()
+        if phase in FINAL and self._error is None:
+            self._future.set_result(self)
+        elif phase in FINAL:
+            self._future.set_exception(self._error)
 
     def snapshot_taken(self) -> None:
         """The snapshot is whole: from here on the tensors may change."""
         self.timings.safe_s = self.timings.staged_s = self.elapsed()
-
-    def _resolve(self) -> None:
-        if self._future.done():
-            return
-        if self._error is None:
-            self._future.set_result(self)
-        else:
-            self._future.set_exception(self._error)
-
-
-_UNTIL = get_args(Until)

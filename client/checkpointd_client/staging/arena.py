@@ -146,11 +146,6 @@ class Arena:
         self._change = threading.Condition()
         self._closed = False
 
-    @property
-    def allocated_bytes(self) -> int:
-        with self._change:
-            return sum(slot.capacity for slot in self._free)
-
     def acquire(self, nbytes: int, timeout: float | None) -> Slot | None:
         """A free slot of at least `nbytes`; None if none becomes free within `timeout` seconds (0: do not wait)."""
         with self._change:

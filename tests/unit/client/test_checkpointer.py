@@ -215,6 +215,22 @@ def test_a_checkpointer_that_could_not_be_made_leaves_no_lease(tmp_path: Path, m
     assert list((tmp_path / ".checkpointd" / "leases").iterdir()) == []
 
 
+@pytest.mark.parametrize("part", ["WriterThread", "Stager"])
+def test_a_checkpointer_whose_threads_cannot_start_leaves_the_root_free(
+    tmp_path: Path, part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as failing:
+        failing.setattr(f"checkpointd_client.core.{part}", fail)
+        with pytest.raises(RuntimeError, match="new thread"):
+            Checkpointer(tmp_path)
+    leases = tmp_path / ".checkpointd" / "leases"
+    assert not leases.exists() or list(leases.iterdir()) == []
+    Checkpointer(tmp_path).close()
+
+
 def test_a_second_checkpointer_at_one_root_is_refused(tmp_path: Path) -> None:
     with Checkpointer(tmp_path), pytest.raises(UsageError, match="another Checkpointer"):
         Checkpointer(tmp_path / ".." / tmp_path.name)
@@ -461,12 +477,12 @@ def test_the_first_slot_is_made_ready_while_load_returns(tmp_path: Path) -> None
     with Checkpointer(tmp_path) as ckpt:
         ckpt.load({"model": model, "optimizer": optimizer})
         ckpt._core._saver._prewarming.join()
-        ready = ckpt._core._arena.allocated_bytes
+        ready = sum(slot.capacity for slot in ckpt._core._arena._free)
         assert ready >= 3 * 256 * 256 * 4
         model(torch.ones(1, 256)).sum().backward()
         optimizer.step()
         ckpt.save(1, {"model": model, "optimizer": optimizer}).wait()
-        assert ckpt._core._arena.allocated_bytes == ready
+        assert sum(slot.capacity for slot in ckpt._core._arena._free) == ready
 
 
 def test_nobody_is_preempted_until_the_signal_comes(tmp_path: Path) -> None:

@@ -97,7 +97,8 @@ def test_metrics_may_be_tensors_and_what_is_not_finite_is_left_out(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    "metrics", [{"loss": "low"}, {"loss": None}, {"": 1.0}, {"x" * 300: 1.0}, {f"m{n}": 1.0 for n in range(300)}]
+    "metrics",
+    [{"loss": "low"}, {"loss": None}, {"": 1.0}, {"x" * 300: 1.0}, {f"m{n}": 1.0 for n in range(300)}, {"loss": 10**400}],
 )
 def test_metrics_that_cannot_be_are_refused(tmp_path: Path, metrics: dict[str, float]) -> None:
     with Checkpointer(tmp_path) as ckpt, pytest.raises(UsageError, match="metric"):

@@ -368,7 +368,7 @@ def test_open_2_no_mixture_is_left_where_the_next_one_has_less(tmp_path: Path, m
             ckpt.save(step, {name: torch.full((4,), float(step)) for name in names}).wait()
     with open_checkpoint(tmp_path) as opened:
         next(before("fill", monkeypatch, lambda: delete(tmp_path, "global_step4")))
-        with pytest.raises(PartlyLoadedError, match="has no b, of which the one before it was read"):
+        with pytest.raises(PartlyLoadedError, match="lacks b, which was read from the checkpoint before it"):
             opened.load({"a": torch.zeros(4), "b": torch.zeros(4)}, strict=False)
 
 

@@ -6,6 +6,7 @@ import collections
 import enum
 import functools
 import pathlib
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -400,6 +401,8 @@ def test_the_deepest_state_that_is_taken_can_be_read_back() -> None:
     assert same(target["x"], nested(DEPTH_MAX))
     with pytest.raises(StateError, match=rf"nested deeper than {DEPTH_MAX}"):
         captured({"x": nested(DEPTH_MAX + 1)})
+    with pytest.raises(StateError, match="nested too deeply"):
+        captured({"x": nested(5 * sys.getrecursionlimit())})
 
 
 def test_an_object_whose_state_dict_fails_is_named() -> None:

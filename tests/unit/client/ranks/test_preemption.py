@@ -253,7 +253,7 @@ def test_signals_are_one_several_or_each_with_its_seconds(given: Any, expected: 
 
 
 @pytest.mark.parametrize(
-    "given", [9999, {TERM: 0}, {TERM: -1.0}, {TERM: math.inf}, {TERM: "soon"}, ["SIGTERM"], signal.SIGKILL]
+    "given", [9999, {TERM: 0}, {TERM: -1.0}, {TERM: math.inf}, {TERM: "soon"}, ["SIGTERM"], [[TERM]], signal.SIGKILL]
 )
 def test_what_cannot_be_a_signal_or_a_grace_period_is_refused(given: Any, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"preempt_signals|grace period"):
