@@ -66,7 +66,7 @@ def decode(stored: Buffer, *, codec: str, raw_size: int, out: memoryview | NDArr
     `stored` was checked. `out` and `stored` must not overlap.
 
     Raises:
-        CodecError: `stored` is not exactly what `codec` makes of raw_size bytes, or the codec is unknown.
+        CodecError: `stored` does not decode to exactly raw_size bytes, or the codec is unknown.
         ValueError: `out` is read-only, not C-contiguous or smaller than raw_size; raw_size is negative.
     """
     if raw_size < 0:

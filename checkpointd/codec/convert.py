@@ -41,7 +41,7 @@ def convert(elements: Elements, source: str, target: str) -> Elements:
     if source == target:
         return elements
     if source not in FLOATS or target not in TARGETS:
-        raise ValueError(f"there is no conversion from {source} to {target}")
+        raise ValueError(f"cannot convert {source} to {target}")
     flat = np.ascontiguousarray(elements).reshape(-1)
     made = np.empty(flat.size, np.uint32 if target == "float32" else np.uint16)
     for start in range(0, flat.size, _BLOCK):

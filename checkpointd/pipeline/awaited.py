@@ -1,4 +1,4 @@
-"""Names what an attempt waits for, for the log of long waits."""
+"""Describes the wait of an attempt, for the log of long waits."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ async def attempts_of(store: Store, tag: str, known: Mapping[str, AttemptView] =
 
 
 async def view(store: Store, tag: str, attempt: AttemptId) -> AttemptView:
-    """One attempt as it stands now."""
+    """One attempt as the store shows it now."""
     prefix, why = attempt_prefix(tag, attempt), ""
     sizes: dict[str, int] = {}
     for _ in range(_LOOKS):
@@ -230,7 +230,8 @@ async def find(store: Store, tag: str) -> Checkpoint:
     """
     attempts = await attempts_of(store, tag)
     found = checkpoints_of(attempts)
-    fault = next((error for a in reversed(attempts) if _is_newer(a, found) and (error := fault_of(a))), None)
+    later = [a for a in attempts if not found or a.attempt > found[0].attempt]
+    fault = next(filter(None, map(fault_of, reversed(later))), None)
     if fault is not None:
         raise fault
     if found:
@@ -240,10 +241,6 @@ async def find(store: Store, tag: str) -> Checkpoint:
         raise NotFoundError(f"{tag} is not a checkpoint: {states}; {command('explain', store.url, tag)} says why")
     known = [c.tag for c in await checkpoints(store)]
     raise NotFoundError(f"there is no tag {tag!r} at {store.url}; checkpoints are: {listed(known) or 'none'}")
-
-
-def _is_newer(attempt: AttemptView, found: list[Checkpoint]) -> bool:
-    return not found or attempt.attempt > found[0].attempt
 
 
 def fault_of(attempt: AttemptView) -> DamagedError | UnreadableError | None:
