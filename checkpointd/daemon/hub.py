@@ -128,7 +128,7 @@ class Hub:
         self.not_looked_after: Sequence[str] = ()
         """The roots beyond those that the daemon can look after."""
         self.on_news: Callable[[str], None] = lambda _: None
-        """Called with a root that a client joined, or where a save ended."""
+        """Called with a root after a client joined it or a save ended there."""
         self.on_remade: Callable[[str], None] = lambda _: None
         """Called with a root that was removed and made again, whose earlier scans no longer count."""
         self.readers: weakref.WeakValueDictionary[tuple[str, int, User | None], BackgroundReadBack] = (

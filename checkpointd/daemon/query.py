@@ -75,7 +75,7 @@ class _Conversation:
             case wire.Refused():
                 raise SidecarError(f"the daemon at {self._path} refuses: {message.error.message}")
             case _:
-                raise WireError(f"a {type(message).__name__} message is no answer to a status client")
+                raise WireError(f"a {type(message).__name__} message does not answer a status client")
         return None
 
     def _welcomed(self, welcome: wire.Welcome) -> None:
@@ -248,7 +248,7 @@ def _unreachable(error: OSError, path: str, timeout_s: float) -> SidecarError:
         case errno.ENOENT:
             return SidecarError(f"there is no socket {path}", f"give the one that the daemon has, or {start_sidecar(path)}")
         case errno.ECONNREFUSED if not Path(path).is_socket():
-            return SidecarError(f"{path} is no socket", "give the daemon's, or remove it before a daemon is started there")
+            return SidecarError(f"{path} is not a socket", "give the daemon's socket, or remove this to start a daemon there")
         case errno.ECONNREFUSED:
             return SidecarError(f"nobody listens at {path} any more", f"the daemon has died; {start_sidecar(path)}")
         case errno.EACCES | errno.EPERM:

@@ -178,7 +178,7 @@ def on_a_thread(call: Callable[[], T]) -> asyncio.Future[T]:
         if answer.done():
             return
         if error is None:
-            answer.set_result(value)  # type: ignore[arg-type]  # there is a value where there is no error
+            answer.set_result(value)  # type: ignore[arg-type]  # without an error there is a value
         else:
             answer.set_exception(error)
             answer.exception()  # mark it as retrieved: the caller may have given up

@@ -40,7 +40,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What a back end can do beyond the contract."""
+    """Properties of a back end that are not part of the contract."""
 
     alignment: int
     """Writes are not copied if their offset, length and address are multiples of this; 1: alignment does not matter."""
@@ -81,7 +81,7 @@ class Store(Protocol):
 
     @property
     def url(self) -> str:
-        """Where this store is, for messages."""
+        """The place of this store, for messages."""
         ...
 
     @property

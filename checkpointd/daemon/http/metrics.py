@@ -149,40 +149,40 @@ def _roots(roots: Sequence[RootStatus], now: float) -> Iterator[Metric]:
 
     yield by_root(
         "checkpointd_votes_missing",
-        "Votes that the saves in flight still wait for; known on the node of rank 0 alone.",
+        "Votes that the saves in flight still wait for; only on the node of rank 0.",
         _votes_missing,
     )
     yield by_root(
         "checkpointd_oldest_in_flight_seconds",
-        "Age of the oldest save in flight; 0 where there is none.",
+        "Age of the oldest save in flight; 0 without one.",
         lambda root: max((now - save.began_at for save in root.in_flight), default=0.0),
     )
     yield by_root(
         "checkpointd_newest_commit_age_seconds",
-        "Time since the newest checkpoint was committed, when the root was last looked at.",
+        "Time since the newest checkpoint was committed, as of the last look at the root.",
         lambda root: None if root.newest_committed_at is None else max(0.0, now - root.newest_committed_at),
     )
     yield by_root(
         "checkpointd_unsaved_seconds",
-        "Training that a failure now would cost: since the newest commit, or since the trainers began if that was later; none "
-        "where no trainer is connected.",
+        "Training that a failure now would cost: the time since the newest commit, or since the trainers began if that was "
+        "later. Missing while no trainer is connected.",
         lambda root: _unsaved_s(root, now),
     )
     yield by_root(
         "checkpointd_starts_since_commit",
-        "How many times the job began anew since the run of the newest commit, or in all where there is no checkpoint; none "
-        "once its trainers closed it, and where the root was not looked at.",
+        "Starts of the job since the run of the newest commit, or in all if there is no checkpoint. Missing when its trainers "
+        "have closed it, and before the first look at the root.",
         _starts_since_commit,
     )
     yield by_root("checkpointd_newest_step", "Training step of the newest checkpoint.", lambda root: root.newest_step)
     yield by_root(
         "checkpointd_newest_read_back_step",
-        "Training step of the newest checkpoint that was read back whole; none where that is not among the newest at the root.",
+        "Training step of the newest checkpoint that was read back whole. Missing if none of the newest checkpoints was.",
         lambda root: next((c.step for c in root.checkpoints if c.read_back == "whole"), None),
     )
     yield by_root(
         "checkpointd_checkpoints_damaged",
-        "Checkpoints among the newest at the root that were read and are damaged.",
+        "Damaged checkpoints among the newest at the root.",
         lambda root: sum(c.read_back == "damaged" for c in root.checkpoints),
     )
     yield by_root("checkpointd_ranks", "Ranks of this node, of the run that is or was last here.", lambda root: len(root.ranks))
@@ -193,7 +193,7 @@ def _roots(roots: Sequence[RootStatus], now: float) -> Iterator[Metric]:
     )
     yield by_root("checkpointd_held_snapshots", "Snapshots of this root held in memory.", lambda root: len(root.held))
     yield by_root(
-        "checkpointd_root_unreadable", "1 where the root cannot be looked at, else 0.", lambda root: root.problem is not None
+        "checkpointd_root_unreadable", "1 while the root cannot be read, else 0.", lambda root: root.problem is not None
     )
 
 
@@ -226,7 +226,7 @@ def _starts_since_commit(root: RootStatus) -> float | None:
 def _commits(tallies: Tallies) -> Metric:
     family = HistogramMetricFamily(
         "checkpointd_commit_seconds",
-        "Time from save() to the commit by all ranks; counted on the node of rank 0 alone.",
+        "Time from save() to the commit by all ranks; only on the node of rank 0.",
         labels=OF_ROOT,
         unit="seconds",
     )
@@ -239,8 +239,8 @@ def _commits(tallies: Tallies) -> Metric:
 def _spent(tallies: Tallies) -> Metric:
     family = SummaryMetricFamily(
         "checkpointd_phase_seconds",
-        "How long saves of this node's ranks took for what, each rank's save counted once; hash, codec and disk are parts of "
-        "persisting, and overlap.",
+        "How long the parts of saves took, each rank's save counted once. Hash, codec and disk are parts of persisting, and "
+        "overlap.",
         labels=(*OF_ROOT, "phase"),
         unit="seconds",
     )
@@ -254,7 +254,7 @@ def _bound(bound: float) -> str:
     return "+Inf" if bound == float("inf") else repr(bound)
 
 
-# --- what is counted, by root or by rank --------------------------------------------------------------------
+# --- counters, by root or by rank ---------------------------------------------------------------------------
 
 
 def _counts(labels: tuple[str, ...], tallies: Tallies) -> Iterator[Metric]:
@@ -273,18 +273,18 @@ def _counts(labels: tuple[str, ...], tallies: Tallies) -> Iterator[Metric]:
     )
     yield split(
         "checkpointd_saves_inline",
-        "Of those, saves that the trainers persisted themselves: refused by the sidecar, or the connection to it was lost.",
+        "Of those, saves that the trainers persisted themselves, because the sidecar refused them or its connection was lost.",
         "reason",
         lambda tally: tally.inline,
     )
     yield single(
         "checkpointd_saves_no_progress",
-        "Saves that were committed although the step had moved on and nothing that is trained had changed.",
+        "Saves that were committed although no trained tensor had changed since the checkpoint before.",
         lambda tally: tally.no_progress,
     )
     yield single(
         "checkpointd_stall_seconds",
-        "Time for which saves held training; of a root, on the rank where that was longest.",
+        "Time for which saves held training; of a root, on the rank with the longest time.",
         lambda tally: tally.stall_s,
     )
     yield single(

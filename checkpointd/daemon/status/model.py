@@ -60,7 +60,7 @@ class SaveStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank of this node. `connected`: whether its trainer is; `stall_s`: seconds that its saves held training, in all."""
+    """One rank of this node. `connected`: its trainer is connected. `stall_s`: seconds that its saves held training, in all."""
 
     rank: int
     world_size: int

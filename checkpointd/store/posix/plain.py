@@ -419,7 +419,7 @@ class PlainFiles:
         return await self._number(f"{old}/{child.name}") != linked and await self._number(f"{target}/{child.name}") == linked
 
     async def _brought_back(self, path: str, target: str, journal: Journal) -> bool:
-        """Let the user's file, link or directory have its old name `target` again; False where that is taken."""
+        """Give the user's file, link or directory its old name `target` back; False if the name is taken."""
         if os.path.basename(target) not in journal.linked and await self._number(target) is not None:
             return False
         await self._root.directories.within(target, lambda: self._disk.rename(path, target))

@@ -166,7 +166,7 @@ async def test_the_daemon_has_died(tmp_path: Path, ask: Ask) -> None:
 @both
 async def test_it_is_no_socket(tmp_path: Path, ask: Ask) -> None:
     (tmp_path / "s").write_text("")
-    with pytest.raises(SidecarError, match="/s is no socket: give the daemon's, or remove it"):
+    with pytest.raises(SidecarError, match="/s is not a socket: give the daemon's socket, or remove this"):
         await ask(str(tmp_path / "s"), 5.0)
 
 
@@ -257,8 +257,8 @@ async def test_it_hangs_after_its_welcome(tmp_path: Path, ask: Ask) -> None:
         ([b"\xc7"], "closed the connection"),
         ([welcome(7)], r"is checkpointd 9\.9 and wants protocol 7; this is .*: upgrade the older one"),
         ([wire.encode(wire.Refused(error=ErrorReport(code="WireError", message="speaks 4 to 5")))], "refuses: speaks 4 to 5"),
-        ([wire.encode(wire.Report(status="{}"))], "a Report message is no answer"),
-        ([welcome(), wire.encode(wire.Free(slot=1))], "a Free message is no answer"),
+        ([wire.encode(wire.Report(status="{}"))], "a Report message does not answer"),
+        ([welcome(), wire.encode(wire.Free(slot=1))], "a Free message does not answer"),
         ([welcome(), wire.encode(wire.Report(status='{"release": 3}'))], r"checkpointd 9\.9\) cannot be read by this release"),
         ([welcome(), wire.encode(wire.Report(status="no json"))], "cannot be read by this release"),
     ],

@@ -141,8 +141,8 @@ def test_one_that_closes_without_a_word(socket_folder: Path) -> None:
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "does not speak as a checkpointd daemon"),
-        (wire.encode(wire.Query()), "a Query message is no answer"),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "does not speak the protocol of a checkpointd daemon"),
+        (wire.encode(wire.Query()), "a Query message does not answer"),
         (
             wire.encode(wire.Refused(error=ErrorReport(code="WireError", message="upgrade the older one"))),
             "upgrade the older one",
