@@ -160,7 +160,7 @@ class Ledger:
         del self._recovering[process]
 
     def recovery_returned(self, epoch: int) -> None:
-        """The recovery of `epoch` has returned without an error."""
+        """The recovery of `epoch` has returned, and no fault excuses its process for missing work."""
         self.recovered = max(self.recovered, epoch)
 
     def loaded(self, rank: int, outcome: Outcome, contents: Contents) -> None:

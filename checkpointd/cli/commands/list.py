@@ -22,8 +22,8 @@ TAGS_CHARACTERS = 200
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of the table. `optional`: a narrow terminal leaves columns out in the order of these numbers, but never those with 0.
-    `rare`: it is shown only if a row has text for it.
+    """A column of the table. A narrow terminal leaves columns out in the order of `optional`, but never those with 0.
+    `rare`: the column is shown only if a row has text for it.
     """
 
     title: str

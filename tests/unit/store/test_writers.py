@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -20,25 +22,26 @@ def test_this_process_is_alive_under_every_name() -> None:
     assert "/" not in first
 
 
-def test_a_process_is_alive_until_it_has_ended() -> None:
+@contextmanager
+def _another_process() -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A process that lives until the end of the block, and its name as a writer."""
     code = "import sys; from checkpointd.store.writers import new_writer; print(new_writer(), flush=True); sys.stdin.read()"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, text=True, env=environment) as process:
         assert process.stdout is not None
-        writer = process.stdout.readline().strip()
+        yield process, process.stdout.readline().strip()
+
+
+def test_a_process_is_alive_until_it_has_ended() -> None:
+    with _another_process() as (_, writer):
         assert writers.is_alive(writer)
     assert not writers.is_alive(writer)
 
 
 def test_a_process_that_nobody_asked_about_after_its_end_has_ended() -> None:
     """A zombie: in a container whose first process asks about none of its children, for ever."""
-    code = "import sys; from checkpointd.store.writers import new_writer; print(new_writer(), flush=True); sys.stdin.read()"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    pipe = subprocess.PIPE
-    with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, text=True, env=environment) as process:
-        assert process.stdout is not None
-        writer = process.stdout.readline().strip()
+    with _another_process() as (process, writer):
         assert writers.life_of(writer) == "running"
         process.kill()
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)

@@ -184,16 +184,23 @@ async def test_attempt_4_two_hands_at_once_end_as_one_commit(takeovers: tuple[in
     await check_whole(save)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-async def test_attempt_4_a_commit_seen_while_the_snapshot_is_still_taken_ends_as_committed(rank: int) -> None:
-    save = await plan_save(MemoryStore())
-    late, others = Hand(save, rank, 1), [Hand(save, 0, 0), Hand(save, 1, 0)]
+async def _committed_by_others(save: Save, late: Hand) -> asyncio.Future[Attempt]:
+    """`late`, whose snapshot is still being taken, runs while the first writers of both ranks commit."""
+    others = [Hand(save, 0, 0), Hand(save, 1, 0)]
     running = asyncio.ensure_future(late.run())
     for takeover in others:
         takeover.staged.set()
     await asyncio.gather(*(takeover.run() for takeover in others))
     while late.attempt.phase is not Phase.COMMITTED:
         await asyncio.sleep(0)
+    return running
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+async def test_attempt_4_a_commit_seen_while_the_snapshot_is_still_taken_ends_as_committed(rank: int) -> None:
+    save = await plan_save(MemoryStore())
+    late = Hand(save, rank, 1)
+    running = await _committed_by_others(save, late)
     assert late.seen == [Phase.PREPARED, Phase.COMMITTED]
     late.staged.set()
     assert (await running).error is None
@@ -203,13 +210,8 @@ async def test_attempt_4_a_commit_seen_while_the_snapshot_is_still_taken_ends_as
 
 async def test_attempt_4_a_snapshot_that_fails_after_the_commit_changes_nothing() -> None:
     save = await plan_save(MemoryStore())
-    late, others = Hand(save, 1, 1, error=StagingError("torn")), [Hand(save, 0, 0), Hand(save, 1, 0)]
-    running = asyncio.ensure_future(late.run())
-    for takeover in others:
-        takeover.staged.set()
-    await asyncio.gather(*(takeover.run() for takeover in others))
-    while late.attempt.phase is not Phase.COMMITTED:
-        await asyncio.sleep(0)
+    late = Hand(save, 1, 1, error=StagingError("torn"))
+    running = await _committed_by_others(save, late)
     late.staged.set()
     assert (await running).phase is Phase.COMMITTED
     await check_whole(save)

@@ -153,15 +153,22 @@ async def test_posix_3_emptied_directories_go_with_their_last_object(store: Posi
     assert root.is_dir()
 
 
+class Watched(OsDisk):
+    """Records the directories that are synced, relative to `root`."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__()
+        self._root = root
+        self.synced: list[str] = []
+
+    async def sync_directory(self, path: str) -> None:
+        self.synced.append(os.path.relpath(path, self._root))
+        await super().sync_directory(path)
+
+
 async def test_posix_2_what_stays_is_synced_once_and_the_rest_every_time(root: Path) -> None:
-    synced: list[str] = []
-
-    class Watched(OsDisk):
-        async def sync_directory(self, path: str) -> None:
-            synced.append(os.path.relpath(path, root))
-            await super().sync_directory(path)
-
-    store = PosixStore(root, Watched())
+    disk = Watched(root)
+    synced, store = disk.synced, PosixStore(root, disk)
     await store.put("t/a/outcome", b"")
     assert synced[:4] == ["t/a", "t", ".", ".."]
     assert Path(root, synced[-1]).resolve() == Path("/")
@@ -178,14 +185,8 @@ async def test_posix_2_what_stays_is_synced_once_and_the_rest_every_time(root: P
 
 async def test_posix_2_a_root_that_is_another_one_has_its_names_synced_again(root: Path) -> None:
     """Seen where the root's identity is asked for, and said by `forget_synced`, as an inode's number may be given again."""
-    synced: list[str] = []
-
-    class Watched(OsDisk):
-        async def sync_directory(self, path: str) -> None:
-            synced.append(os.path.relpath(path, root))
-            await super().sync_directory(path)
-
-    store = PosixStore(root, Watched())
+    disk = Watched(root)
+    synced, store = disk.synced, PosixStore(root, disk)
     await store.put(".checkpointd/epochs/1", b"")
     await store.identity(".checkpointd/epochs/1")
     root.rename(root.with_name("aside"))
