@@ -1,4 +1,4 @@
-"""Hypothesis strategies: shapes, boxes in them, and boxes that tile them, uneven and empty ones among them."""
+"""Hypothesis strategies for shapes, for boxes in them, and for boxes that tile them, also uneven and empty ones."""
 
 from __future__ import annotations
 

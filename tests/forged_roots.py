@@ -1,4 +1,4 @@
-"""Roots as somebody forges them who may write there and can count: what is changed is sealed again, digest by digest."""
+"""Forged roots, as made by an attacker who may write there: after each change, all digests are computed anew."""
 
 from __future__ import annotations
 

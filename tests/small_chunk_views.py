@@ -1,4 +1,4 @@
-"""Checkpoint views in memory whose chunks may be as small as an element; no writer makes those, but readers must take them."""
+"""Checkpoint views in memory with chunks as small as one element. No writer makes such chunks, but readers must accept them."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from checkpointd.cli.program import commands
-from tests.deploy.serving import serve_parameters
+from tests.deploy.serve_arguments import serve_parameters
 
 FOLDER = Path(__file__).resolve().parents[2] / "deploy" / "kubernetes"
 OPERATORS = ["podmonitor.yaml", "prometheusrule.yaml"]

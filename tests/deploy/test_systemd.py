@@ -15,7 +15,7 @@ import click
 import pytest
 
 from checkpointd.config import ServeConfig, read_serve_file
-from tests.deploy.serving import serve_parameters
+from tests.deploy.serve_arguments import serve_parameters
 
 FOLDER = Path(__file__).resolve().parents[2] / "deploy" / "systemd"
 SYSTEM, USER = FOLDER / "checkpointd@.service", FOLDER / "user" / "checkpointd.service"

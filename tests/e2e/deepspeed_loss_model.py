@@ -1,4 +1,4 @@
-"""What the jobs of Hugging Face's Trainer and Accelerate train: a model that returns its loss, and batches for it."""
+"""The model and the batches for jobs of Hugging Face's Trainer and Accelerate; the model returns its loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DeepSpeed engines whose ranks have parts of a module that are not each other's: a pipeline, and a mixture of experts.
+"""DeepSpeed engines whose ranks hold different parts of a module: a pipeline, and a mixture of experts.
 
 `train(engine, first, last)` takes steps and gives the losses of this rank.
 """

@@ -40,7 +40,7 @@ from checkpointd_client.integrations.deepspeed import Adapter, attach
 from checkpointd_client.integrations.deepspeed.adapter_base import SaveTarget
 from tests.e2e.deepspeed_engines import Findings, Kind, make, train
 from tests.e2e.deepspeed_parallel import PARALLEL
-from tests.live_job import live_job
+from tests.job_elsewhere import live_job
 
 KINDS = (Kind(0), Kind(0, "bfloat16"), Kind(1), Kind(2, "bfloat16"), Kind(3), Kind(3, "bfloat16"))
 LIMIT_S = 60.0

@@ -1,4 +1,4 @@
-"""Processes of one script that import what takes seconds to import once, together."""
+"""Processes of one script that share one import of the slow modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cases of a job of ranks: each rank notes what is wrong in each case, and the test shows each case as a subtest."""
+"""Test cases inside a job: each rank records the failures of each case, and the test shows each case as a subtest."""
 
 from __future__ import annotations
 

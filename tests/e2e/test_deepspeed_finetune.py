@@ -1,4 +1,4 @@
-"""The DeepSpeed example under torchrun: it saves on two ranks and goes on with one, and nobody could tell from the losses."""
+"""The DeepSpeed example under torchrun: it saves on two ranks and continues on one with the same losses."""
 
 from __future__ import annotations
 

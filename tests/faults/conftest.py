@@ -1,4 +1,4 @@
-"""Jobs that tests share: starting one costs seconds, and most tests leave it as they found it."""
+"""Jobs that several tests share, since starting a job takes seconds and most tests do not change it."""
 
 from __future__ import annotations
 

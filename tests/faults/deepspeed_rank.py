@@ -1,4 +1,4 @@
-"""One rank with a DeepSpeed engine that does what it is told, and whose storage fails when it is told to.
+"""One rank with a DeepSpeed engine that obeys commands, including commands that make its storage fail.
 
 The methods of `Rank` are its commands, as in commanded_rank.py. rank_forker_process.py forks it, so no import here may start a
 thread.

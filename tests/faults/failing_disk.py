@@ -1,4 +1,4 @@
-"""A disk on which one call fails: the nth, before or after it has had its effect. Nothing is synced: no power is cut here."""
+"""A disk on which the nth call fails, before or after its effect. It syncs nothing, since these tests cut no power."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads that fail for a while: calls to what a pattern names raise an errno, after some worked and until some have failed."""
+"""Reads that fail for a while: calls for names that match a pattern raise an errno, after some successes and up to a number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process that has imported what takes seconds to import, and forks ranks of jobs from then on.
+"""A process that has imported the slow modules, and forks the ranks of jobs without importing them again.
 
 `rank_forker_process.py` is that process.
 """

@@ -1,4 +1,4 @@
-"""A process that has imported what takes seconds to import, and forks ranks of jobs from then on. See rank_forker.py.
+"""The process of rank_forker.py: imports the slow modules once, then forks ranks of jobs.
 
     rank_forker_process.py MODULE SOCKET
 

@@ -1,4 +1,4 @@
-"""A process of which one system call on one path fails, or never returns: by strace. Skips where there is no strace to use."""
+"""Runs a process under strace, which makes one system call on one path fail or never return. Skips tests without strace."""
 
 from __future__ import annotations
 

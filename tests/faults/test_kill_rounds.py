@@ -19,8 +19,8 @@ from checkpointd.pipeline.root import catalog
 from checkpointd.store import open_store
 from tests.builders import load_arrays
 from tests.faults.jobs import Torchrun, kill, wait_until
-from tests.faults.journals import Event, JournalReader, committed_steps
 from tests.faults.predictable_training import expected
+from tests.faults.training_journals import Event, JournalReader, committed_steps
 
 NBYTES = 4 << 20
 TARGETS = ("rank 0", "rank 1", "all")

@@ -1,4 +1,4 @@
-"""What a job leaves on the disk that saves all the time and is killed now and then: never more than three beside what stays."""
+"""A job that saves all the time and is killed now and then leaves at most three attempts beside the kept checkpoints."""
 
 from __future__ import annotations
 

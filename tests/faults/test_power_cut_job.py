@@ -20,8 +20,8 @@ from checkpointd.store import open_store
 from tests.builders import load_arrays
 from tests.faults import mounts
 from tests.faults.jobs import Job, RankError, wait_until
-from tests.faults.journals import JournalReader, committed_steps
 from tests.faults.predictable_training import expected
+from tests.faults.training_journals import JournalReader, committed_steps
 
 pytestmark = [
     pytest.mark.root,

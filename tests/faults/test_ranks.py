@@ -1,4 +1,4 @@
-"""What the ranks of a job do to each other: one is missing, stopped, dead, failing, fenced, elsewhere, preempted, gone.
+"""Jobs in which one rank is missing, stopped, dead, failing, fenced, on another root, or preempted.
 
 Where a test sets no deadline for the commit, it is one that no test lives to see (jobs.NEVER_S): the answer came for another
 reason.

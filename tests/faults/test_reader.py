@@ -1,4 +1,4 @@
-"""Reading where nothing can be written, and beside a job that goes on saving and removing: neither notices the other."""
+"""Reading from a read-only root, and beside a job that saves and removes checkpoints: neither disturbs the other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of checkpoints shown on file systems that clone files: whatever is written to them, the commit is whole."""
+"""Files of checkpoints on file systems that clone files: changing a shown file never changes the checkpoint."""
 
 from __future__ import annotations
 

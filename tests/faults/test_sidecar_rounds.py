@@ -24,8 +24,8 @@ from checkpointd.pipeline.root import catalog
 from checkpointd.store import open_store
 from tests.faults.daemons import Daemon
 from tests.faults.jobs import Torchrun, wait_until
-from tests.faults.journals import committed_steps
 from tests.faults.test_kill_rounds import NBYTES, Rounds, check_all, committed_at
+from tests.faults.training_journals import committed_steps
 
 TARGETS = ("daemon", "rank 0", "stop", "rank 1", "all and daemon", "all")
 ANSWER_S = 1.0

@@ -1,4 +1,4 @@
-"""What cannot be read now is no damage: one error, or many, at every kind of object that a load reads.
+"""A failed read does not prove damage: one error or many, at every kind of object that a load reads.
 
 load() may give the newest checkpoint, every bit of it right, or raise an UnreadableError. It never gives an older one, and
 nothing is removed.

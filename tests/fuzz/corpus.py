@@ -1,4 +1,4 @@
-"""The roots and files that the fuzzer changes. What takes two ranks or DeepSpeed is made in processes of its own.
+"""The roots and files that the fuzzer changes. Roots of two ranks or of DeepSpeed are made in separate processes.
 
     corpus.py FOLDER
 

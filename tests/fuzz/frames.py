@@ -1,4 +1,4 @@
-"""Inputs for the fuzzers: frames of every message, mutated, and sequences of messages that get somewhere in a session."""
+"""Inputs for the fuzzers: mutated frames of every message, and sequences of messages that advance a session."""
 
 from __future__ import annotations
 

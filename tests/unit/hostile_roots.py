@@ -1,4 +1,4 @@
-"""What somebody may leave at a root who can write there and can count: each case, and the words that refuse it.
+"""Hostile roots, as made by an attacker who may write there: each case, and the words of the error that refuses it.
 
 A case changes the newest checkpoint of a root; its digests fit. `verify`: whether verification finds it, too (it reads all that
 loading reads, but builds no values). `undecided`: what recovery makes of it where the attempt has no outcome yet (of the chunks

@@ -1,4 +1,4 @@
-"""Another user of the machine, for tests of who is let in; they need root."""
+"""Another user of the machine, for tests of access; these tests need root."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A writer and a reader in miniature: leaves are copied byte by byte, and targets filled by FQN."""
+"""A miniature writer and reader: copies captured tensors byte by byte, and fills load targets by FQN."""
 
 from __future__ import annotations
 

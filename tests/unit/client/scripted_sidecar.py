@@ -1,4 +1,4 @@
-"""A sidecar whose every message the test decides, so that it can do what a daemon may do at the worst moment."""
+"""A sidecar whose messages the test chooses, so that it can act like a daemon at the worst moment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small checkpoint of files, how it is saved and removed, and where it is shown."""
+"""A small checkpoint of files: saves it, removes it, and names the directory that shows it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One process as any rank of a job whose other ranks are not there: meshes and DTensors are real, collectives do nothing."""
+"""One process in place of any rank of a job without its other ranks: meshes and DTensors are real; collectives do nothing."""
 
 from __future__ import annotations
 

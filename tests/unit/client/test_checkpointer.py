@@ -35,7 +35,7 @@ from checkpointd_client import Checkpointer, RngState, SaveHandle, Status, open_
 from checkpointd_client.restore import store_source
 from checkpointd_client.saves.history import SaveHistory, SaveRecord
 from tests.builders import HeldPersist
-from tests.live_job import live_job
+from tests.job_elsewhere import live_job
 
 
 def _state(value: float = 1.0) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""A model whose weights are tied, and whether tensors by name are its."""
+"""A model with tied weights, and a check that named tensors belong to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A daemon in this process, and the raw client that the tests drive it with: frames and a memfd, nothing of the real client."""
+"""A daemon in this process, and a raw client for the tests, made of frames and a memfd, without the code of the real client."""
 
 from __future__ import annotations
 

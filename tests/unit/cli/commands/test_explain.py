@@ -12,7 +12,7 @@ from checkpointd.pipeline.outcome.recover import recover
 from checkpointd.pipeline.root.identity import writer
 from checkpointd.store.base import Store
 from tests.builders import begin_epoch, break_file, leave_in_doubt, save_checkpoint
-from tests.live_job import ELSEWHERE
+from tests.job_elsewhere import ELSEWHERE
 from tests.unit.cli.conftest import Cli, With
 
 

@@ -12,7 +12,7 @@ from checkpointd.pipeline.root.identity import writer
 from checkpointd.store.base import Store
 from checkpointd.store.writers import new_writer
 from tests.builders import break_file, leave_in_doubt, load_arrays, rank_arrays, save_checkpoint
-from tests.live_job import live_job
+from tests.job_elsewhere import live_job
 from tests.unit.cli.conftest import Cli, With, contents
 
 

@@ -36,7 +36,7 @@ from checkpointd.store import writers
 from checkpointd.store.base import Store
 from checkpointd.store.posix.store import PosixStore
 from tests.builders import Save, begin_epoch, leave_in_doubt, save_checkpoint
-from tests.live_job import ELSEWHERE
+from tests.job_elsewhere import ELSEWHERE
 from tests.unit.daemon.conftest import until
 
 TAG = "global_step1"

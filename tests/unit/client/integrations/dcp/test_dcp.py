@@ -39,7 +39,7 @@ from checkpointd_client import Checkpointer, Retention, open_checkpoint
 from checkpointd_client.errors import UnsafeObjectError
 from checkpointd_client.integrations.dcp import CheckpointdReader, CheckpointdWriter, export_dcp, import_dcp
 from checkpointd_client.integrations.dcp.writer import PlanRequest
-from tests.live_job import ELSEWHERE, live_job
+from tests.job_elsewhere import ELSEWHERE, live_job
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)"),

@@ -29,7 +29,7 @@ from checkpointd_client.integrations.deepspeed.files_adapter import FilesAdapter
 from checkpointd_client.integrations.deepspeed.tensor_adapter import TensorAdapter
 from checkpointd_client.ranks.board import StoreBoard
 from checkpointd_client.ranks.convening import Assembly
-from tests.live_job import live_job
+from tests.job_elsewhere import live_job
 from tests.unit.client.integrations.deepspeed.deepspeed_engine import FILE, Engine
 from tests.unit.client.integrations.deepspeed.test_tensor_choice import Nowhere, save_boxes
 

@@ -1,4 +1,4 @@
-"""What `checkpointd serve` makes of the arguments that a unit or a manifest gives it."""
+"""Parses the arguments of `checkpointd serve` in a unit or a manifest, as the command itself does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job on another machine that is alive at a root, for tests of who leaves it alone."""
+"""A job that is alive on another machine, for tests that must not disturb it."""
 
 from __future__ import annotations
 

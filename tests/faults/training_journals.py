@@ -1,4 +1,4 @@
-"""What the ranks of an endless training have noted, read by a test that kills them."""
+"""Reads the journals of the ranks of an endless training, for tests that kill the ranks."""
 
 from __future__ import annotations
 
