@@ -65,7 +65,7 @@ async def recover(store: Store, epoch: int, surviving: Collection[str] = (), *, 
 
     `surviving` must be those of the epoch's record: an attempt in only one of the two would be fenced for nothing, or decided
     twice. `accepts_loss`: `latest` moves even if the newest checkpoint is gone, and goes if no other is left. Errors of the
-    storage are logged and left to the next start, so that the job can still load whole checkpoints.
+    storage, and damaged records, are logged and left to the next start, so that the job can still load whole checkpoints.
     """
     done, surviving = Recovery(), frozenset(surviving)
     seen = await catalog.scan(store)
@@ -91,7 +91,7 @@ async def recover(store: Store, epoch: int, surviving: Collection[str] = (), *, 
         if not surviving:
             done.strays = await store.sweep()
         await mend(store, 0 if surviving else epoch)
-    except StoreError as error:
+    except (StoreError, DamagedError) as error:
         log.error("recovery at %s is not complete: %s; the next start goes on with it", store.url, error)
     for outcome in done.decided:
         _say(outcome)

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
 from checkpointd.config import LoadConfig
-from checkpointd.layout.keys import AttemptId
+from checkpointd.layout.keys import DELETED, AttemptId, shown_key
+from checkpointd.layout.manifest import BesideFile, Deleted, Shown, encode
 from checkpointd.pipeline.outcome import recover as recovering
 from checkpointd.pipeline.outcome.recover import Recovery, judge, recover
 from checkpointd.pipeline.read.readback import read_back
 from checkpointd.pipeline.read.verify import verify
-from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root import catalog, epochs
+from checkpointd.pipeline.root.identity import writer
 from checkpointd.pipeline.root.latest import move_latest
 from checkpointd.store.base import SMALL_BYTES_MAX, Entry, ObjectWriter
 from checkpointd.store.memory import MemoryStore
+from checkpointd.store.posix.store import PosixStore
 from tests.builders import begin_epoch, leave_in_doubt, load_arrays, save_checkpoint
 
 TAG = "global_step1"
@@ -326,3 +330,20 @@ async def test_a_name_that_only_looks_like_an_attempt_is_no_second_one() -> None
     assert view.attempt == AttemptId(1, 0)
     assert (await restart(store)).decided == []
     assert await load_arrays(store, TAG, 0)
+
+
+async def test_a_record_that_leads_out_of_its_directory_keeps_no_job_from_starting(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = PosixStore(tmp_path / ".checkpointd")
+    for tag in ("step1", "step2"):
+        await save_checkpoint(store, tag=tag, world_size=1)
+    await store.put(f"step1/00000001-0/{DELETED}", encode(Deleted(reason="a test", writer=writer())))
+    forged = Shown(
+        tag="step1", attempt="00000001-0", order=(1, 0), save_latest=True, files=(), beside=(BesideFile("../x", 1, 1),)
+    )
+    await store.put(shown_key("shown/step1"), encode(forged))
+    (tmp_path / "shown" / "step1").mkdir(parents=True)
+    done = await recover(store, (await epochs.take(store, 1)).epoch)
+    assert done.checkpoints == 1
+    assert "'../x' cannot be a file in the directory above a checkpoint's files" in caplog.text
