@@ -100,7 +100,11 @@ class LoadRound:
 
     def offers(self, name: str) -> dict[int, Holding]:
         """On rank 0: wait for the offers of all ranks. DeadlineError names the missing ranks."""
-        heard = self.rounds.board.read(self._key(name), None, self.rounds.timeout_s, _DOING)
+        try:
+            heard = self.rounds.board.read(self._key(name), None, self.rounds.timeout_s, _DOING)
+        except DeadlineError as error:
+            self.rounds.unanswered = (self.number, error)
+            raise
         return {rank: load_messages.read(text, Holding) for rank, text in heard.items()}
 
     def named_by_all(self, name: str, own: Iterable[str]) -> frozenset[str]:

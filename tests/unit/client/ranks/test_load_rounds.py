@@ -15,7 +15,7 @@ from checkpointd.config import Ranks
 from checkpointd.errors import CheckpointdError, DamagedError, DeadlineError, MismatchError, UnreadableError
 from checkpointd_client.ranks import mismatches
 from checkpointd_client.ranks.board import StoreBoard
-from checkpointd_client.ranks.load_messages import CandidateChoice
+from checkpointd_client.ranks.load_messages import CandidateChoice, Holding
 from checkpointd_client.ranks.load_rounds import LoadRounds
 
 WORLD = 3
@@ -186,12 +186,19 @@ def test_nothing_is_named_by_all_where_one_rank_does_not_answer() -> None:
             assert isinstance(end.result(), DeadlineError)
 
 
-def test_a_rank_that_did_not_answer_once_is_not_waited_for_again_in_the_same_round() -> None:
+@pytest.mark.parametrize("question", ["offers", "names"])
+def test_a_rank_that_did_not_answer_once_is_not_waited_for_again_in_the_same_round(question: str) -> None:
     a, b, c = _ranks(0.3)
     early, late = [a.begin(), b.begin()], c.begin()
     with ThreadPoolExecutor(WORLD) as threads:
-        for one in [threads.submit(turn.named_by_all, "askable", ()) for turn in early]:
-            one.result()
+        if question == "names":
+            for one in [threads.submit(turn.named_by_all, "askable", ()) for turn in early]:
+                one.result()
+        else:
+            for turn in early:
+                turn.offer("held", Holding())
+            with pytest.raises(DeadlineError):
+                early[0].offers("held")
         a.timeout_s = b.timeout_s = c.timeout_s = 30.0
         for end in [threads.submit(turn.agree, "verdict", None) for turn in (*early, late)]:
             error = end.result()
