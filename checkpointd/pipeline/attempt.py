@@ -215,7 +215,7 @@ class Attempt:
         except Stopped:
             return
         except VoteUncertain as error:
-            self._doubt(error)
+            await self._doubt(error)
         except Exception as error:  # ATTEMPT-1: an unforeseen error becomes this rank's no, too
             await self._fail(error, self._event_of(error))
         finally:
@@ -307,7 +307,7 @@ class Attempt:
                 # Without this rank's yes there can be no commit, so its save has failed even if no other rank hears of it.
                 self._hopeless = refused
 
-    def _doubt(self, error: VoteUncertain) -> None:
+    async def _doubt(self, error: VoteUncertain) -> None:
         """The yes vote may exist or not, so nothing may be removed before there is an outcome."""
         self.own_error = error.__cause__
         self._fire(Event.VOTE_UNCERTAIN)
