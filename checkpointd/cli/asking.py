@@ -22,6 +22,15 @@ def ask(root: str, question: Callable[[Store], Awaitable[T]], *, unused: bool = 
     return asyncio.run(_ask(root, question, unused=unused, read_only=read_only))
 
 
+def ask_about_tag(root: str, tag: str, question: Callable[[Store, str], Awaitable[T]], *, read_only: bool = False) -> T:
+    """As `ask`, about the tag that `tag` means."""
+
+    async def named(store: Store) -> T:
+        return await question(store, await named_tag(store, tag))
+
+    return ask(root, named, read_only=read_only)
+
+
 async def _ask(root: str, question: Callable[[Store], Awaitable[T]], *, unused: bool, read_only: bool) -> T:
     async with open_store(root, read_only=read_only) as store:
         check_root(store, root, unused=unused)

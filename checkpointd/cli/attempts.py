@@ -32,10 +32,6 @@ READ_BACK_CELLS: dict[ReadBackState, tuple[str, Mood]] = {
 LIVES = {"running": "still runs", "ended": "has ended", "unknown": "cannot be checked from here"}
 
 
-def state_cell(state: RowState) -> Cell:
-    return Cell(state, STATE_MOODS[state])
-
-
 def read_back_cell(state: ReadBackState) -> Cell:
     return Cell(*READ_BACK_CELLS[state])
 

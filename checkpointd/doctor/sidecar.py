@@ -60,7 +60,7 @@ def socket_rights(path: str) -> Finding:
             "socket-rights", "fail", f"{path}: {error.strerror}", f"let this user enter the directory; {MAY_NOT_OPEN}"
         )
     if not stat.S_ISSOCK(found.st_mode):
-        return _finding("socket-rights", "fail", f"{path} is no socket", "remove it, or give the daemon's own path")
+        return _finding("socket-rights", "fail", f"{path} is not a socket", "remove it, or give the daemon's own path")
     mode = stat.S_IMODE(found.st_mode)
     seen = f"{path} has mode {mode:04o} and belongs to user {found.st_uid}"
     if not os.access(path, os.W_OK, effective_ids=True):

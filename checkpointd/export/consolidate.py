@@ -9,6 +9,7 @@ from typing import Literal, Protocol, get_args
 
 import msgspec
 
+from checkpointd import arguments
 from checkpointd.codec.convert import target_of
 from checkpointd.config import MIB, LoadConfig
 from checkpointd.errors import NotFoundError, UsageError
@@ -56,8 +57,7 @@ class ExportRequest:
     memory_bytes: int = MEMORY_BYTES
 
     def __post_init__(self) -> None:
-        if self.dtype not in get_args(DType):
-            raise UsageError(f"dtype is {self.dtype!r}; choose one of {', '.join(get_args(DType))}")
+        arguments.choice("dtype", self.dtype, get_args(DType))
         memory_of(self.memory_bytes)
 
     def dtype_of(self, tensor: Exported) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Awaitable
 
 import msgspec
 
@@ -58,7 +59,7 @@ async def explanation(store: Store, tag: str) -> Explanation:
     attempts = [attempt for attempt in await catalog.attempts_of(store, tag) if attempt.sizes]
     if not attempts:
         raise NotFoundError(await _no_such_tag(store, tag))
-    newest = await _newest_holder(store)
+    newest = await _or_none(newest_holder(store))
     explained = [await _explain(store, attempt, attempts, newest) for attempt in reversed(attempts)]
     return Explanation(
         root=store.url,
@@ -79,16 +80,10 @@ async def _no_such_tag(store: Store, tag: str) -> str:
     return f"nobody ever saved the tag {tag!r} at {store.url}, or it was removed whole: {hint}"
 
 
-async def _newest_holder(store: Store) -> Holder | None:
+async def _or_none(holder: Awaitable[Holder | None]) -> Holder | None:
+    """The holder; None if its record is gone or damaged."""
     try:
-        return await newest_holder(store)
-    except DamagedError:
-        return None
-
-
-async def _job(store: Store, epoch: int) -> Holder | None:
-    try:
-        return await holder_at(store, epoch)
+        return await holder
     except (NotFoundError, DamagedError):
         return None
 
@@ -113,7 +108,7 @@ async def _latest_words(store: Store, tag: str) -> str:
 async def _explain(
     store: Store, attempt: AttemptView, attempts: list[AttemptView], newest: Holder | None
 ) -> AttemptExplanation:
-    job = await _job(store, attempt.attempt.epoch)
+    job = await _or_none(holder_at(store, attempt.attempt.epoch))
     votes = await votes_of(store, attempt)
     words = words_of(attempt, votes, job.world_size if job else None)
     lost = await Wholeness(store, attempts).lost(attempt, votes) if attempt.state == "committed" else ()

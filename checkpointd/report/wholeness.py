@@ -111,7 +111,7 @@ def _needed(attempt: AttemptView, votes: Votes) -> dict[str, int | None]:
 
 
 def lost_text(lost: Sequence[Lost]) -> str:
-    """`it needs a/b/c, which is gone: somebody removed a`; empty where nothing is lost."""
+    """`it needs a/b/c, which is gone: somebody removed a`; empty if nothing is lost."""
     if not lost:
         return ""
     more = f" and {len(lost) - 1} other object{'s' if len(lost) > 2 else ''}" if len(lost) > 1 else ""

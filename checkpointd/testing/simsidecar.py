@@ -131,7 +131,7 @@ async def look_after(sidecar: SimSidecar, rng: random.Random) -> None:
 
 
 def snapshot_of(process: Process, taking: asyncio.Task[Shard], error: Exception) -> asyncio.Future[Shard]:
-    """What `taking`, a task of `process`, gives; `error` where the process dies before."""
+    """The result of `taking`, a task of `process`; raises `error` if the process dies first."""
     snapshot: asyncio.Future[Shard] = asyncio.get_running_loop().create_future()
 
     def spoil() -> None:
@@ -149,6 +149,6 @@ def snapshot_of(process: Process, taking: asyncio.Task[Shard], error: Exception)
 
     taking.add_done_callback(take)
     process.on_death(spoil)
-    # In no process: an attempt that ended early never looks at it, and whoever could may be dead.
+    # In no process: an attempt that ended early never awaits it, and the process that would may be dead.
     snapshot.add_done_callback(lambda done: done.exception(), context=Context())
     return snapshot

@@ -328,7 +328,7 @@ def one_winner(seed: int, view: View = ProcessDisk) -> None:
 
 
 def nothing_overwritten(seed: int, view: View = ProcessDisk) -> None:
-    """STORE-2: processes that count up one object by compare and replace lose no step, whoever dies or is stopped meanwhile."""
+    """STORE-2: processes that count up one object by compare and replace lose no step, even if some die or are paused."""
 
     async def main() -> None:
         world, steps = CrashWorld(view), list[int]()

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 import click
 
 from checkpointd.admin.gc import CollectionReport, deletion
 from checkpointd.cli.arguments import as_json, places, root_and_tag
-from checkpointd.cli.asking import ask, named_tag
+from checkpointd.cli.asking import ask_about_tag
 from checkpointd.cli.collection_page import page
 from checkpointd.cli.formatting import printable, size
 from checkpointd.cli.render import show, show_answer
 from checkpointd.commands import command as command_line
 from checkpointd.errors import UsageError
-from checkpointd.store.base import Store
 
 DECLINED = 1
 """The exit code if the answer was no."""
@@ -35,10 +35,7 @@ def command(places: tuple[str, ...], dry_run: bool, yes: bool, force: bool, as_j
     root, tag = root_and_tag(places, "delete")
 
     def act(tag: str, *, dry_run: bool) -> CollectionReport:
-        async def delete(store: Store) -> CollectionReport:
-            return await deletion(store, await named_tag(store, tag), force=force, dry_run=dry_run)
-
-        return ask(root, delete)
+        return ask_about_tag(root, tag, partial(deletion, force=force, dry_run=dry_run))
 
     if not (dry_run or yes):
         plan = act(tag, dry_run=True)

@@ -7,12 +7,11 @@ from collections.abc import Iterator
 import click
 
 from checkpointd.cli.arguments import as_json, places, root_and_tag
-from checkpointd.cli.asking import ask, named_tag
+from checkpointd.cli.asking import ask_about_tag
 from checkpointd.cli.attempts import STATE_MOODS, job_text, process_text, seconds_table, votes_table
 from checkpointd.cli.formatting import moment, number
 from checkpointd.cli.render import Block, Cell, Facts, Heading, Note, show_answer
 from checkpointd.report.explanation import AttemptExplanation, Explanation, explanation
-from checkpointd.store.base import Store
 
 
 @click.command("explain", short_help="Why a tag is, or is not, a checkpoint.")
@@ -24,12 +23,7 @@ def command(places: tuple[str, ...], as_json: bool) -> None:
     TAG may be `latest`. Every attempt at the tag is explained, the newest first.
     """
     root, tag = root_and_tag(places, "explain")
-
-    async def look(store: Store) -> Explanation:
-        return await explanation(store, await named_tag(store, tag))
-
-    found = ask(root, look)
-    show_answer(found, page, as_json=as_json)
+    show_answer(ask_about_tag(root, tag, explanation), page, as_json=as_json)
 
 
 def page(found: Explanation) -> Iterator[Block]:

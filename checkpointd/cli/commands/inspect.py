@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import click
 
 from checkpointd.cli.arguments import as_json, places, root_and_tag
-from checkpointd.cli.asking import ask, named_tag
+from checkpointd.cli.asking import ask_about_tag
 from checkpointd.cli.attempts import process_text, read_back_cell
 from checkpointd.cli.formatting import ABSENT, count, metrics, moment, ratio, runs, shape, shortened, size
 from checkpointd.cli.render import Block, Cell, Facts, Heading, Note, Table, show_answer
@@ -15,7 +16,6 @@ from checkpointd.errors import DamagedError
 from checkpointd.layout.manifest import Alias
 from checkpointd.report.inspection import GlobalReport, Inspection, RankReport, ReadBackReport, TensorReport, Totals, inspection
 from checkpointd.report.wholeness import lost_advice, lost_text
-from checkpointd.store.base import Store
 
 VALUE_CHARACTERS = 100
 _RIGHT = frozenset({"raw", "stored", "ratio", "chunks"})
@@ -33,11 +33,8 @@ def command(places: tuple[str, ...], rank: int | None, tensors: str, values: boo
     TAG may be `latest`. `ratio` is stored bytes per raw byte. Only the indexes are read: `checkpointd verify` reads all of it.
     """
     root, tag = root_and_tag(places, "inspect")
-
-    async def look(store: Store) -> Inspection:
-        return await inspection(store, await named_tag(store, tag), rank=rank, tensors=tensors, values=values)
-
-    found = ask(root, look, read_only=True)
+    look = partial(inspection, rank=rank, tensors=tensors, values=values)
+    found = ask_about_tag(root, tag, look, read_only=True)
     show_answer(found, page, as_json=as_json)
     return DamagedError.exit_code if found.damage or found.lost else 0
 

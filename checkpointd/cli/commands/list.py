@@ -9,7 +9,7 @@ import click
 
 from checkpointd.cli.arguments import as_json, only_root, places
 from checkpointd.cli.asking import ask
-from checkpointd.cli.attempts import read_back_cell, state_cell
+from checkpointd.cli.attempts import STATE_MOODS, read_back_cell
 from checkpointd.cli.formatting import count, metrics, moment, number, ratio, shortened, size
 from checkpointd.cli.locating import is_used, suggestion
 from checkpointd.cli.render import Cell, Table, show, show_json, warn
@@ -36,7 +36,7 @@ class Column:
 
 TAG = Column("tag", lambda row: row.tag, prose=True)
 STEP = Column("step", lambda row: number(row.step), right=True, optional=4)
-STATE = Column("state", lambda row: state_cell(row.state))
+STATE = Column("state", lambda row: Cell(row.state, STATE_MOODS[row.state]))
 RANKS = Column("ranks", lambda row: number(row.world_size), right=True, optional=5)
 DECIDED = Column("decided", lambda row: moment(row.time))
 CHECKPOINTS = (

@@ -171,7 +171,7 @@ def test_nothing_at_the_path_and_no_directory(socket_folder: Path) -> None:
 
 def test_a_file_that_is_no_socket(socket_folder: Path) -> None:
     (socket_folder / "d.sock").write_text("")
-    assert "is no socket" in sidecar.socket_rights(str(socket_folder / "d.sock")).seen
+    assert "is not a socket" in sidecar.socket_rights(str(socket_folder / "d.sock")).seen
 
 
 def test_a_path_that_linux_does_not_take(socket_folder: Path) -> None:
