@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import math
+import os
+import sys
 from collections.abc import Sequence
 
 from checkpointd.errors import UsageError
 
+TIMEOUT_S_MAX = 30 * 86400.0
 
-def whole(name: str, value: object, *, least: int = 1) -> None:
-    """Accept an int of at least `least`, but no bool."""
+
+def whole(name: str, value: object, *, least: int = 1, most: float = math.inf) -> None:
+    """Accept an int of at least `least` and at most `most`, but no bool."""
     if type(value) is not int or value < least:
         raise UsageError(f"{name} is {value!r:.80}; it must be a whole number, {least} or more")
+    if value > most:
+        raise UsageError(f"{name} is {value!r:.80}; choose {most} or less")
 
 
 def seconds(name: str, value: object, *, most: float = math.inf, zero: bool = False) -> None:
     """Accept a finite number of seconds, greater than 0 (with `zero`: 0 or more) and at most `most`, but no bool."""
     number = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
-    if not math.isfinite(number) or number < 0 or (number == 0 and not zero):
+    if not 0 <= number <= sys.float_info.max or (number == 0 and not zero):
         bound = "0 or more" if zero else "greater than 0"
         raise UsageError(f"{name} is {value!r:.80}; it must be a number of seconds, {bound}")
     if number > most:
@@ -34,3 +40,18 @@ def choice(name: str, value: object, options: Sequence[str]) -> None:
     """Accept one of `options`."""
     if not isinstance(value, str) or value not in options:
         raise UsageError(f"{name} is {value!r:.80}; choose one of {', '.join(options)}")
+
+
+def path(name: str, value: object) -> None:
+    """Accept a str, or an os.PathLike of a str, that can be the path of a file."""
+    text = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if not isinstance(text, str) or not text:
+        raise UsageError(f"{name} is {value!r:.80}; it must be a path")
+    try:
+        is_possible = b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        is_possible = False
+    if not is_possible:
+        raise UsageError(
+            f"{name} is {value!r:.80}; it must be a path, without a NUL or other characters that no file name can have"
+        )

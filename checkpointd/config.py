@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import tomllib
 from dataclasses import dataclass, field, fields
 from typing import Literal, get_args
@@ -14,7 +15,6 @@ from checkpointd.commit.retention import Retention
 from checkpointd.errors import UsageError
 
 MIB = 1 << 20
-TIMEOUT_S_MAX = 30 * 86400.0
 ABSENCE_S = 3.0
 SOCKET_PATH_BYTES_MAX = 107
 """The longest path of a Unix socket that Linux takes."""
@@ -46,7 +46,7 @@ class PersistConfig:
 
     def __post_init__(self) -> None:
         for name in ("chunk_bytes", "block_bytes", "writes", "encoders", "budget_bytes"):
-            arguments.whole(name, getattr(self, name))
+            arguments.whole(name, getattr(self, name), most=sys.maxsize)
         arguments.choice("compression", self.compression, get_args(Compression))
         arguments.flag("dedup", self.dedup)
         if self.chunk_bytes < 4096 or self.chunk_bytes > 1 << 30:
@@ -74,7 +74,7 @@ class CommitConfig:
     """Whether to read committed checkpoints back while no save is in flight."""
 
     def __post_init__(self) -> None:
-        arguments.seconds("timeout_s", self.timeout_s, most=TIMEOUT_S_MAX)
+        arguments.seconds("timeout_s", self.timeout_s, most=arguments.TIMEOUT_S_MAX)
         arguments.seconds("poll_min_s", self.poll_min_s)
         arguments.choice("on_no_progress", self.on_no_progress, get_args(OnNoProgress))
         if self.poll_max_s < self.poll_min_s:

@@ -1,7 +1,7 @@
 """Asks a daemon for its status over its socket: for scripts, synchronous and asynchronous, and for the command line.
 
 Invariants
-  QUERY-1  Every failure is a SidecarError that says what to do, and comes within `timeout_s`.
+  QUERY-1  Every failure to get an answer is a SidecarError that says what to do, and comes within `timeout_s`.
   QUERY-2  After a failure the client has no connection; its next question opens a new one.
 """
 
@@ -20,7 +20,7 @@ from typing import Self
 
 import msgspec
 
-from checkpointd import __version__
+from checkpointd import __version__, arguments
 from checkpointd.commands import MAY_NOT_OPEN, start_sidecar
 from checkpointd.daemon.protocol import wire
 from checkpointd.daemon.protocol.decoder import Decoder
@@ -105,6 +105,10 @@ class _Client:
     def __init__(
         self, socket_path: str | os.PathLike[str], *, timeout_s: float = TIMEOUT_S, sidecar_uid: int | None = None
     ) -> None:
+        arguments.path("socket_path", socket_path)
+        arguments.seconds("timeout_s", timeout_s, most=arguments.TIMEOUT_S_MAX)
+        if sidecar_uid is not None:
+            arguments.whole("sidecar_uid", sidecar_uid, least=0)
         self.socket_path = os.path.abspath(socket_path)
         self._timeout_s, self._sidecar_uid = timeout_s, sidecar_uid
         self._socket: socket.socket | None = None
@@ -139,7 +143,7 @@ class StatusClient(_Client):
     """Asks the daemon that listens at `socket_path`; for one thread at a time.
 
     Connects at the first question. You can ask again after a SidecarError: the daemon may be back. `sidecar_uid`: the user that
-    the daemon runs as, unless that is you or the superuser.
+    the daemon runs as, unless that is you or the superuser. Raises UsageError for an argument that cannot be.
     """
 
     def status(self) -> DaemonStatus:

@@ -39,6 +39,8 @@ _EPOCH = re.compile(r"(?:\d{8}|[1-9]\d{8,11})\Z", re.ASCII)
 _DIGEST = re.compile(r"[0-9a-f]{32}\Z")
 
 EPOCH_MAX = 10**12 - 1
+STEP_MAX = 2**64 - 1
+"""The largest step that the objects of a checkpoint can hold."""
 WORLD_SIZE_MAX = 1 << 18
 """The most ranks of a job. An object that declares more is damaged, and nothing is allocated for them."""
 TAKEOVERS_MAX = 5000

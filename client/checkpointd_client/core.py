@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from checkpointd import arguments
 from checkpointd.admin.gc import delete_once
 from checkpointd.commands import start_sidecar
-from checkpointd.config import TIMEOUT_S_MAX, CommitConfig, PersistConfig, check_job
+from checkpointd.config import CommitConfig, PersistConfig, check_job
 from checkpointd.errors import CheckpointdError, ClosedError, FormatError, StoreError, UsageError, WaitTimeoutError
 from checkpointd.layout.files import check_leftovers, check_names, check_place
 from checkpointd.layout.keys import SERVICE, AttemptId, check_tag
@@ -50,7 +50,7 @@ from checkpointd_client.restore.target_chooser import TargetChooser
 from checkpointd_client.saver import SLICE_S, TIDY_TIMEOUT_S, Saver, asked
 from checkpointd_client.saves.handle import SaveHandle
 from checkpointd_client.saves.status import Status
-from checkpointd_client.settings import Options, check_load, check_path
+from checkpointd_client.settings import Options, check_load
 from checkpointd_client.sidecar.client import OnSidecarLoss, SidecarClient
 from checkpointd_client.staging.arena import Arena
 from checkpointd_client.staging.stager import Stager
@@ -74,7 +74,7 @@ class Core:
 
     def __init__(self, root: str | os.PathLike[str], options: Options) -> None:
         self._closed = True  # until everything below has worked: close() and the exit hook then do nothing
-        check_path("root", root)
+        arguments.path("root", root)
         self._options, persist, commit, graces = options, options.persist, options.commit, options.graces
         self._ranks = find_ranks()
         self._started: Started | None = None
@@ -331,7 +331,7 @@ class Core:
     def wait(self, timeout: float | None = None) -> None:
         """Wait until no save of this rank is in flight. Raises the first error of these saves, or WaitTimeoutError."""
         if timeout is not None:
-            arguments.seconds("timeout", timeout, most=TIMEOUT_S_MAX, zero=True)
+            arguments.seconds("timeout", timeout, most=arguments.TIMEOUT_S_MAX, zero=True)
         until = None if timeout is None else time.monotonic() + timeout
         first: CheckpointdError | None = None
         for handle in self._history.in_flight():

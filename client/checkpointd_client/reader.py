@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Callable, Collection, Coroutine, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, MutableMapping, Sequence
 from datetime import datetime
 from functools import partial
 from types import TracebackType
@@ -19,6 +19,7 @@ from typing import Any, Self, TypeVar
 
 import torch
 
+from checkpointd import arguments
 from checkpointd.config import ABSENCE_S, LoadConfig, PersistConfig, Ranks
 from checkpointd.errors import (
     CheckpointdError,
@@ -31,6 +32,7 @@ from checkpointd.errors import (
 )
 from checkpointd.export.selection import select_all
 from checkpointd.layout.keys import LATEST, AttemptId
+from checkpointd.phrases import listed
 from checkpointd.pipeline.read.checkpoint_view import CheckpointView
 from checkpointd.pipeline.read.choice import CheckpointFinder
 from checkpointd.pipeline.read.load import read_boxes
@@ -43,7 +45,7 @@ from checkpointd_client.loader import LOOK_S, Loaded, loaded_of
 from checkpointd_client.ranks.board import group_ranks
 from checkpointd_client.ranks.writer import WriterThread
 from checkpointd_client.restore.answers import HandedOutStates
-from checkpointd_client.restore.content import RankContent, part_of
+from checkpointd_client.restore.content import RankContent, part_of, parts_of
 from checkpointd_client.restore.plan import LoadOptions, Restoration, prepare
 from checkpointd_client.restore.store_source import StoredSource, prepared
 from checkpointd_client.settings import check_load
@@ -97,6 +99,10 @@ class OpenCheckpoint:
         absence_s: float,
         pickle_client_state: bool,
     ) -> None:
+        arguments.path("root", root)
+        arguments.seconds("timeout_s", timeout_s, most=arguments.TIMEOUT_S_MAX, zero=True)
+        arguments.seconds("absence_s", absence_s, most=arguments.TIMEOUT_S_MAX, zero=True)
+        arguments.flag("pickle_client_state", pickle_client_state)
         self._store = open_store(root, read_only=True)
         if not os.path.isdir(self._store.url):
             raise NotFoundError(f"there is no directory {self._store.url}: give the root that the job was given")
@@ -218,6 +224,7 @@ class OpenCheckpoint:
 
     def read(self, wants: Sequence[BoxRequest]) -> None:
         """Fill the sinks of `wants`. Raises DamagedError for the first damage, NotFoundError if the checkpoint was removed."""
+        _check_wants(wants)
         world = self.world
         patient = partial(self._reading.patient, world.checkpoint)
         damage = self._writer.call_with_progress_timeout(
@@ -245,16 +252,19 @@ class OpenCheckpoint:
 
         Nothing is touched before all was verified. Raises MismatchError listing every difference (`strict=False` loads what
         fits), UsageError if `into` is no dict or lacks a part that `only` names, DamagedError, NotFoundError if the checkpoint
-        was removed, StoreError; PartlyLoadedError if any of these happens after it has begun to fill the objects.
+        was removed or lacks such a part, StoreError; PartlyLoadedError if any of these happens after it has begun to fill the
+        objects.
         """
         check_load(into, strict=strict, fallback=True, cast=cast)
-        names = (only,) if isinstance(only, str) else None if only is None else tuple(only)
+        names = None if only is None else _names(only)
         state = into if names is None else _chosen(into, names)
         restoration, client_state = self._filled(
             state,
             LoadOptions(strict, cast, self._unpickle),
             lambda content: content if names is None else part_of(content, names, client_state=False),
         )
+        if names is not None and not into:
+            self._check_there(names, state)
         if state is not into:
             into.update(state)
         warning = restoration.left_out(self.tag)
@@ -292,6 +302,15 @@ class OpenCheckpoint:
                 f"loading {self._world.checkpoint.tag} failed after it had begun to fill the objects, which now hold a mix of "
                 f"old and new values: {error}. Do not use them: make them anew, and load again"
             ) from error
+
+    def _check_there(self, names: Sequence[str], made: Mapping[str, Any]) -> None:
+        """NotFoundError if a part of `names` was not `made` because the checkpoint does not hold it."""
+        content = self._source().content()
+        left = content.left | content.elsewhere
+        absent = [name for name in names if name not in made and not any(f"{fqn}.".startswith(f"{name}.") for fqn in left)]
+        if absent:
+            parts = listed(parts_of(content)) or "none"
+            raise NotFoundError(f"{self.tag} holds no part {', '.join(map(repr, absent))}; its parts are: {parts}")
 
     def _check_named(self, restoration: Restoration) -> None:
         """UsageError if ranks load parts of one tensor and each may have found another newest checkpoint (OPEN-2)."""
@@ -371,6 +390,14 @@ class OpenCheckpoint:
         self.close()
 
 
+def _names(only: object) -> tuple[str, ...]:
+    """The names that the argument `only` of load() gives."""
+    names = (only,) if isinstance(only, str) else tuple(only) if isinstance(only, Collection) else ()
+    if not names or not all(isinstance(name, str) for name in names):
+        raise UsageError(f"only is {only!r:.80}; it must be the name of a part, such as 'model', or a list of names, or None")
+    return names
+
+
 def _chosen(into: MutableMapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """The parts of `into` to load. If `into` is empty, the load makes them all."""
     strange = [name for name in names if name not in into] if into else []
@@ -386,8 +413,13 @@ def _ranks() -> Ranks:
     return group_ranks() or Ranks()
 
 
-def _parsed(attempt: str) -> AttemptId:
-    found = AttemptId.parse(attempt)
+def _check_wants(wants: object) -> None:
+    if not isinstance(wants, Sequence) or not all(isinstance(want, BoxRequest) for want in wants):
+        raise UsageError(f"wants is {wants!r:.80}; it must be a list of BoxRequest. tensor() and tensors() read by name")
+
+
+def _parsed(attempt: object) -> AttemptId:
+    found = AttemptId.parse(attempt) if isinstance(attempt, str) else None
     if found is None:
         raise UsageError(f"{attempt!r} is not an attempt: give one as the command explain shows it, or .attempt of a reader")
     return found

@@ -27,12 +27,13 @@ from checkpointd.config import Ranks
 from checkpointd.daemon.protocol.wire import METRICS_MAX
 from checkpointd.errors import CheckpointdError, SkippedError, StagingError, StoreError, UsageError
 from checkpointd.layout import tree
-from checkpointd.layout.keys import AttemptId, check_tag, default_tag
+from checkpointd.layout.keys import STEP_MAX, AttemptId, check_tag, default_tag
 from checkpointd.pipeline.attempt import WriterState
 from checkpointd.pipeline.read.readback import ReadBackStatus
 from checkpointd.pipeline.shard import COORDINATOR, AttemptInfo, Shard, ShardProgress, finite
 from checkpointd.waits import Waiting
 from checkpointd_client.capture.pickled import packed
+from checkpointd_client.capture.scalars import type_name
 from checkpointd_client.capture.state import Captured, capture
 from checkpointd_client.capture.torch_files import capture_files
 from checkpointd_client.ranks.startup import Begun, say_unknown
@@ -83,7 +84,7 @@ def asked(
     leftovers: tuple[str, ...] = (),
 ) -> SaveRequest:
     """Check the arguments of a save. UsageError names a bad one. `tag`: None means global_step<step>."""
-    arguments.whole("step", step, least=0)
+    arguments.whole("step", step, least=0, most=STEP_MAX)
     tag = check_tag(default_tag(step) if tag is None else tag)
     arguments.flag("save_latest", save_latest)
     arguments.flag("exclude_frozen_parameters", exclude_frozen_parameters)
@@ -96,20 +97,31 @@ def check_metrics(metrics: Mapping[str, float] | None) -> tuple[tuple[str, float
     if not isinstance(metrics, Mapping | None):
         raise UsageError(f"metrics is {metrics!r:.80}; it must map names to numbers, as in metrics={{'loss': loss}}")
     for name, value in (metrics or {}).items():
+        if type(name) is not str or not 0 < len(name) <= METRIC_NAME_MAX or not _is_encodable(name):
+            raise UsageError(
+                f"{name!r:.80} (a {type_name(name)}) cannot name a metric: use a str of 1 to {METRIC_NAME_MAX} characters "
+                "that UTF-8 can encode"
+            )
         try:
             if isinstance(value, bool | str | bytes):
                 raise TypeError("not a number")
             checked[name] = float(value)
         except (TypeError, ValueError, OverflowError, RuntimeError) as error:
             raise UsageError(f"metric {name!r} is {value!r:.80}; it must be a number") from error
-        if type(name) is not str or not 0 < len(name) <= METRIC_NAME_MAX:
-            raise UsageError(f"{name!r} cannot name a metric: it takes 1 to {METRIC_NAME_MAX} characters")
     if len(checked) > METRICS_MAX:
         raise UsageError(f"{len(checked)} metrics are more than {METRICS_MAX}; pass only the metrics that retention uses")
     left_out = sorted(set(checked) - {name for name, _ in finite(checked)})
     if left_out:
         log.warning("metrics that are not finite numbers are not recorded: %s", ", ".join(left_out))
     return finite(checked)
+
+
+def _is_encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 class Saver:

@@ -12,7 +12,7 @@ from checkpointd import arguments
 from checkpointd.codec import Compression
 from checkpointd.commit.decide import OnNoProgress
 from checkpointd.commit.retention import Retention
-from checkpointd.config import ABSENCE_S, MIB, TIMEOUT_S_MAX, CommitConfig, LoadConfig, PersistConfig, check_job
+from checkpointd.config import ABSENCE_S, MIB, CommitConfig, LoadConfig, PersistConfig, check_job
 from checkpointd.errors import UsageError
 from checkpointd_client.capture.scalars import type_name
 from checkpointd_client.ranks.preemption import PreemptSignals, graces_of
@@ -48,15 +48,16 @@ class Options:
     read_back: bool = True
 
     def __post_init__(self) -> None:
-        check_path("sidecar", self.sidecar, required=False)
+        if self.sidecar is not None:
+            arguments.path("sidecar", self.sidecar)
         if self.sidecar_uid is not None and (type(self.sidecar_uid) is not int or self.sidecar_uid < 0):
             raise UsageError(f"sidecar_uid is {self.sidecar_uid!r}; it must be the number of a user, or None")
         arguments.choice("staging", self.staging, get_args(StagingMode))
         arguments.choice("when_busy", self.when_busy, get_args(WhenBusy))
         arguments.choice("on_sidecar_loss", self.on_sidecar_loss, get_args(OnSidecarLoss))
-        arguments.seconds("commit_timeout_s", self.commit_timeout_s, most=TIMEOUT_S_MAX)
-        arguments.seconds("grace_s", self.grace_s, most=TIMEOUT_S_MAX, zero=True)
-        arguments.seconds("absence_s", self.absence_s, most=TIMEOUT_S_MAX, zero=True)
+        arguments.seconds("commit_timeout_s", self.commit_timeout_s, most=arguments.TIMEOUT_S_MAX)
+        arguments.seconds("grace_s", self.grace_s, most=arguments.TIMEOUT_S_MAX, zero=True)
+        arguments.seconds("absence_s", self.absence_s, most=arguments.TIMEOUT_S_MAX, zero=True)
         _ = self.graces
         for name in ("pickle_client_state", "afresh", "take_over", "read_back"):
             arguments.flag(name, getattr(self, name))
@@ -79,7 +80,7 @@ class Options:
     def commit(self) -> CommitConfig:
         """How saves are committed, and which checkpoints are removed afterwards."""
         return CommitConfig(
-            timeout_s=self.commit_timeout_s,
+            timeout_s=float(self.commit_timeout_s),  # a numpy.float64 cannot be stored
             retention=Retention.of(self.retention),
             on_no_progress=self.on_no_progress,
             read_back=self.read_back,
@@ -94,13 +95,6 @@ class Options:
     def glance(self) -> LoadConfig:
         """How checkpoints are read while the other ranks wait in a meeting."""
         return LoadConfig(retry_s=self.commit_timeout_s / 2, absence_s=self.absence_s)
-
-
-def check_path(name: str, value: object, *, required: bool = True) -> None:
-    """UsageError if `value` is not a path."""
-    path = os.fspath(value) if isinstance(value, os.PathLike) else value
-    if not (isinstance(path, str) and path) and (required or value is not None):
-        raise UsageError(f"{name} is {value!r:.80}; it must be a path")
 
 
 def check_load(state: object, *, strict: object, fallback: object, cast: object) -> None:

@@ -18,9 +18,9 @@ one as the end. The first proposal counts.
 from __future__ import annotations
 
 import logging
-import math
 import secrets
 import signal
+import sys
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import astuple, dataclass
@@ -73,13 +73,17 @@ def graces_of(signals: PreemptSignals, grace_s: float) -> dict[signal.Signals, f
             raise UsageError(
                 f"preempt_signals is {signals!r:.80}; it must name signals that a process can catch, such as signal.SIGTERM"
             )
-        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= sys.float_info.max:
             raise UsageError(f"preempt_signals is {signals!r:.80}; each signal takes seconds, more than 0, not {seconds!r:.80}")
     return {signal.Signals(number): float(seconds) for number, seconds in graces}
 
 
 def _is_several(given: object) -> bool:
-    return isinstance(given, Iterable) and not isinstance(given, str | bytes)
+    try:
+        iter(given)  # type: ignore[call-overload]  # a tensor of one number looks like an Iterable, but raises here
+    except TypeError:
+        return False
+    return not isinstance(given, str | bytes)
 
 
 def _can_be_caught(number: object) -> bool:

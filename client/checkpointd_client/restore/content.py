@@ -117,6 +117,13 @@ def part_of(content: RankContent, names: Collection[str], *, client_state: bool)
     return replace(content, root=tree.Dict(content.root.kind, tuple(kept)), left=frozenset(left))
 
 
+def parts_of(content: RankContent) -> list[str]:
+    """The names of the parts of the state."""
+    items = content.root.items if isinstance(content.root, tree.Dict) else ()
+    states = [child for key, child in items if key != CLIENT_STATE and isinstance(child, tree.Dict)]
+    return [str(name) for state in states for name, _ in state.items]
+
+
 def _described(entries: Iterable[TensorEntry]) -> dict[str, tuple[str, tuple[int, ...]]]:
     return {entry.fqn: (entry.dtype, entry.shape) for entry in entries}
 

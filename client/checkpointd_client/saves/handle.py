@@ -13,7 +13,6 @@ import msgspec
 
 from checkpointd import arguments
 from checkpointd.commit.machine import FINAL, ORDER, Phase, reached, shown
-from checkpointd.config import TIMEOUT_S_MAX
 from checkpointd.errors import CheckpointdError, UsageError, WaitTimeoutError
 from checkpointd.layout.save_timings import PhaseSeconds
 from checkpointd.pipeline.shard import ShardProgress
@@ -142,7 +141,7 @@ class SaveHandle:
             return self.wait("committed", timeout if until is None else until)
         arguments.choice("until", until, get_args(Until))
         if timeout is not None:
-            arguments.seconds("timeout", timeout, most=TIMEOUT_S_MAX, zero=True)
+            arguments.seconds("timeout", timeout, most=arguments.TIMEOUT_S_MAX, zero=True)
         goal = Phase(until)
         if not self._wait(lambda: reached(self._phase, goal) or self.done(), timeout):
             raise WaitTimeoutError(f"{self.tag} is still {self.phase} after {timeout:g} s; it goes on in the background")

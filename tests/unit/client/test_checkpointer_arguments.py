@@ -18,7 +18,7 @@ from checkpointd_client.checkpointer import core_of
 from tests.builders import HeldPersist
 
 STATE: dict[str, object] = {"w": torch.ones(3)}
-NO_NUMBERS = [True, math.nan, math.inf, -math.inf, -1, -0.5, "5", None, [1]]
+NO_NUMBERS = [True, math.nan, math.inf, -math.inf, -1, -0.5, "5", None, [1], 10**400]
 NO_FLAGS = [1, 0, None, "yes"]
 NO_CHOICES = ["", "other", None, True, 3, ["lazy"]]
 
@@ -34,7 +34,21 @@ NO_CHOICES = ["", "other", None, True, 3, ["lazy"]]
         ("budget_bytes", [0, 1.5, 4096, *NO_NUMBERS]),
         (
             "preempt_signals",
-            [0, 9, 19, 4096, True, "SIGTERM", signal.SIGKILL, [0], 1.5, {signal.SIGTERM: 0}, {signal.SIGTERM: math.nan}],
+            [
+                0,
+                9,
+                19,
+                4096,
+                True,
+                "SIGTERM",
+                signal.SIGKILL,
+                [0],
+                1.5,
+                {signal.SIGTERM: 0},
+                {signal.SIGTERM: math.nan},
+                torch.tensor(15),
+                {signal.SIGTERM: 10**400},
+            ],
         ),
         ("grace_s", [1e9, *NO_NUMBERS]),
         ("sidecar", ["", 3, b"path", True]),
@@ -59,10 +73,23 @@ def test_each_argument_of_a_checkpointer_is_checked_by_name(name: str, values: l
     assert not root.exists()
 
 
-@pytest.mark.parametrize("root", [None, 3, b"path", "", ["a"]])
+@pytest.mark.parametrize("root", [None, 3, b"path", "", ["a"], "a\0b", "\ud800"])
 def test_a_root_is_a_path(root: Any) -> None:
     with pytest.raises(UsageError, match=r"^root is .*; it must be a path"):
         Checkpointer(root)
+
+
+def test_times_may_be_numbers_of_numpy(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, commit_timeout_s=np.float64(30), grace_s=np.float64(5)) as ckpt:
+        ckpt.save(1, STATE).wait(np.float64(60))
+
+
+def test_the_largest_step_can_be_saved_and_loaded(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as ckpt:
+        ckpt.save(2**64 - 1, STATE).wait()
+        loaded = ckpt.load(dict(STATE))
+    assert loaded is not None
+    assert loaded.step == 2**64 - 1
 
 
 def test_every_argument_has_its_check() -> None:
@@ -75,14 +102,15 @@ def test_every_argument_has_its_check() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [({"step": value}, "step is ") for value in (True, -1, 1.0, "1", None, np.int64(3))]
+    [({"step": value}, "step is ") for value in (True, -1, 1.0, "1", None, np.int64(3), 2**64)]
     + [({"step": {"model": "x" * 1000}}, r"^step is \{'model': 'x{69}; it must be a whole number, 0 or more")]
     + [({"tag": value}, "tag") for value in ("", "a/b", 3, b"x")]
     + [({"save_latest": value}, "save_latest is ") for value in NO_FLAGS]
     + [({"exclude_frozen_parameters": value}, "exclude_frozen_parameters is ") for value in NO_FLAGS]
     + [({"metrics": value}, "metrics is ") for value in (3, ["loss"], "loss", True)]
     + [({"metrics": {"loss": value}}, "metric 'loss' is ") for value in (True, "0.5", None, [1], torch.ones(2))]
-    + [({"metrics": {name: 1.0}}, "cannot name a metric") for name in ("", 3, "x" * 201)]
+    + [({"metrics": {name: 1.0}}, "cannot name a metric") for name in ("", 3, "x" * 201, "\udc80")]
+    + [({"metrics": {np.str_("loss"): 1.0}}, r"\(a numpy\.str_\) cannot name a metric")]
     + [({"state": value}, "state must map names to objects") for value in (None, 3, [1], torch.nn.Linear(1, 1))]
     + [({"client_state": value}, "client_state must be a dict") for value in (3, [1], "x")],
 )
@@ -157,7 +185,7 @@ def test_wait_takes_the_phase_first_and_a_number_alone_as_the_time_out(tmp_path:
         assert handle.wait(None, 60.0) is handle
 
 
-@pytest.mark.parametrize("timeout", [True, math.nan, math.inf, -1, "5", 1e9])
+@pytest.mark.parametrize("timeout", [True, math.nan, math.inf, -1, "5", 1e9, 10**400])
 def test_a_time_out_that_cannot_be_is_refused_by_name(timeout: Any, tmp_path: Path) -> None:
     with Checkpointer(tmp_path) as ckpt:
         handle = ckpt.save(1, STATE)

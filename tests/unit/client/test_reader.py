@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import math
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -231,11 +232,42 @@ def test_names_that_shared_memory_share_it_while_one_is_in_use(tied: Path) -> No
         ({"into": torch.nn.Linear(1, 1)}, r"must map names to objects, not be a .*Linear: pass \{'model': model, ...\}"),
         ({"into": {}, "strict": 1}, "strict is 1"),
         ({"into": {}, "cast": "yes"}, "cast is 'yes'"),
+        ({"into": {}, "only": 5}, "^only is 5; it must be the name of a part"),
+        ({"into": {}, "only": [5]}, "^only is .5.;"),
+        ({"into": {}, "only": b"model"}, "^only is b'model';"),
+        ({"into": {}, "only": []}, "^only is ..;"),
     ],
 )
 def test_arguments_of_load_are_checked_by_name(tied: Path, arguments: dict[str, Any], words: str) -> None:
     with open_checkpoint(tied) as opened, pytest.raises(UsageError, match=words):
         opened.load(**arguments)
+
+
+@pytest.mark.parametrize("only", ["modle", ["model", "nope"]])
+def test_parts_that_the_checkpoint_lacks_are_named_and_nothing_is_loaded(tied: Path, only: str | list[str]) -> None:
+    state: dict[str, object] = {}
+    with open_checkpoint(tied) as opened, pytest.raises(NotFoundError, match=r"no part '(modle|nope)'; its parts are: model"):
+        opened.load(state, only=only)
+    assert not state
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [({"root": value}, "^root is ") for value in (None, 3, b"path", "a\0b")]
+    + [({"timeout_s": value}, "^timeout_s is ") for value in (None, "x", 10**400, -1, math.nan)]
+    + [({"absence_s": value}, "^absence_s is ") for value in (None, "x", 10**400, -1)]
+    + [({"pickle_client_state": value}, "^pickle_client_state is ") for value in (None, "x", 1)]
+    + [({"tag": "global_step4", "attempt": 5}, "^5 is not an attempt")],
+)
+def test_arguments_of_open_checkpoint_are_checked_by_name(tied: Path, arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        open_checkpoint(**{"root": tied, **arguments})
+
+
+@pytest.mark.parametrize("wants", [None, [None], "model"])
+def test_only_requests_can_be_read(tied: Path, wants: Any) -> None:
+    with open_checkpoint(tied) as opened, pytest.raises(UsageError, match=r"^wants is .* must be a list of BoxRequest"):
+        opened.read(wants)
 
 
 def test_what_was_asked_for_must_be_there(tied: Path, tmp_path: Path) -> None:

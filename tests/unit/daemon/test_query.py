@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import socket
 import subprocess
@@ -20,7 +21,7 @@ from checkpointd.daemon import query
 from checkpointd.daemon import service as service_module
 from checkpointd.daemon.protocol import wire
 from checkpointd.daemon.service import Service
-from checkpointd.errors import SidecarError
+from checkpointd.errors import SidecarError, UsageError
 from checkpointd.layout.manifest import ErrorReport
 from checkpointd_client.query import AsyncStatusClient, DaemonStatus, StatusClient
 
@@ -268,6 +269,18 @@ async def test_what_answers_is_something_else(tmp_path: Path, ask: Ask, answers:
     async with answering(tmp_path / "s", *answers):
         with pytest.raises(SidecarError, match=words):
             await ask(str(tmp_path / "s"), 5.0)
+
+
+@pytest.mark.parametrize("client", [StatusClient, AsyncStatusClient])
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [({"socket_path": value}, "^socket_path is ") for value in (None, 5, b"s", "", "a\0b")]
+    + [({"timeout_s": value}, "^timeout_s is ") for value in (None, "x", 0, -1, math.nan, True, 10**400)]
+    + [({"sidecar_uid": value}, "^sidecar_uid is ") for value in ("x", -1, True)],
+)
+def test_arguments_of_a_status_client_are_checked_by_name(client: type[Any], arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        client(**{"socket_path": "s", **arguments})
 
 
 def test_a_status_client_needs_no_torch() -> None:

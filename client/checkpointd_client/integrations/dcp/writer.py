@@ -29,9 +29,9 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from checkpointd import arguments
 from checkpointd.codec import Compression
 from checkpointd.commit.retention import Retention
-from checkpointd.config import MIB, TIMEOUT_S_MAX, CommitConfig, PersistConfig, check_job
+from checkpointd.config import MIB, CommitConfig, PersistConfig, check_job
 from checkpointd.errors import CheckpointdError, RootNotSharedError, StagingError, UsageError
-from checkpointd.layout.keys import AttemptId, check_tag, default_tag
+from checkpointd.layout.keys import STEP_MAX, AttemptId, check_tag, default_tag
 from checkpointd.phrases import listed
 from checkpointd.pipeline.attempt import WriterState
 from checkpointd.pipeline.root.leases import Beginner
@@ -41,7 +41,6 @@ from checkpointd_client.integrations.dcp.attempt import DcpAttempt
 from checkpointd_client.integrations.dcp.session import DcpSession, is_taken_up, session_of
 from checkpointd_client.integrations.dcp.tagged import Tagged, step_of
 from checkpointd_client.ranks.startup import Begun, instead, root_fault
-from checkpointd_client.settings import check_path
 
 log = logging.getLogger("checkpointd")
 
@@ -96,11 +95,11 @@ class CheckpointdWriter(Tagged, StorageWriter):
     ) -> None:
         super().__init__()
         if step is not None:
-            arguments.whole("step", step, least=0)
-        arguments.seconds("commit_timeout_s", commit_timeout_s, most=TIMEOUT_S_MAX)
+            arguments.whole("step", step, least=0, most=STEP_MAX)
+        arguments.seconds("commit_timeout_s", commit_timeout_s, most=arguments.TIMEOUT_S_MAX)
         arguments.flag("overwrite", overwrite)
         arguments.flag("save_latest", save_latest)
-        check_path("root", root)
+        arguments.path("root", root)
         self._root = os.fspath(root)
         self._tag = check_tag(tag) if tag is not None else default_tag(step) if step is not None else None
         self._step = step
@@ -108,7 +107,7 @@ class CheckpointdWriter(Tagged, StorageWriter):
         self._persist = PersistConfig(compression=compression, chunk_bytes=chunk_bytes, budget_bytes=budget_bytes, dedup=dedup)
         # DCP's plans have detached tensors, so nobody knows which of them are trained.
         self._commit = CommitConfig(
-            timeout_s=commit_timeout_s,
+            timeout_s=float(commit_timeout_s),  # a numpy.float64 cannot be stored
             poll_max_s=0.1,
             retention=Retention.of(retention),
             on_no_progress="ignore",

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from checkpointd import arguments
-from checkpointd.config import TIMEOUT_S_MAX, CommitConfig
+from checkpointd.config import CommitConfig
 from checkpointd.errors import (
     CheckpointdError,
     ClosedError,
@@ -137,7 +137,7 @@ class Adapter(ABC):
         self._synchronous = bool(settings.pop("synchronous", False))
         self._options = settings
         self._timeout_s = settings.get("commit_timeout_s", CommitConfig().timeout_s)
-        arguments.seconds("commit_timeout_s", self._timeout_s, most=TIMEOUT_S_MAX)
+        arguments.seconds("commit_timeout_s", self._timeout_s, most=arguments.TIMEOUT_S_MAX)
         self._roots = EngineRoots(self._store_of, settings)
         self._engine = CheckpointdEngine(self.settle)
         self.is_attached = False
