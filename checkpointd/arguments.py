@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import sys
 from collections.abc import Sequence
 
@@ -44,11 +43,11 @@ def choice(name: str, value: object, options: Sequence[str]) -> None:
 
 def path(name: str, value: object) -> None:
     """Accept a str, or an os.PathLike of a str, that can be the path of a file."""
-    text = os.fspath(value) if isinstance(value, os.PathLike) else value
+    text = value.__fspath__() if hasattr(value, "__fspath__") else value
     if not isinstance(text, str) or not text:
         raise UsageError(f"{name} is {value!r:.80}; it must be a path")
     try:
-        is_possible = b"\0" not in os.fsencode(text)
+        is_possible = b"\0" not in text.encode(errors="surrogateescape")
     except UnicodeEncodeError:
         is_possible = False
     if not is_possible:
