@@ -12,7 +12,7 @@ from checkpointd.commit.retention import Retention
 from checkpointd.errors import DamagedError, NotFoundError, UsageError
 from checkpointd.pipeline.gc.collect import Removal, collect, survey
 from checkpointd.pipeline.gc.retire import chosen_by
-from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root import catalog, reserve
 from checkpointd.pipeline.root.catalog import AttemptView
 from checkpointd.pipeline.root.latest import move_latest_away
 from checkpointd.pipeline.root.marks import DELETED_BY_NAME, removed_by_hand
@@ -37,6 +37,10 @@ class CollectionReport(msgspec.Struct, frozen=True, kw_only=True):
 
 async def collection(store: Store, rules: Retention, *, dry_run: bool) -> CollectionReport:
     """Remove leftovers, and the checkpoints that no rule keeps. UsageError if no checkpoint has the metric of the rules."""
+    return await reserve.on_full_disk(store, lambda: _collected(store, rules, dry_run=dry_run))
+
+
+async def _collected(store: Store, rules: Retention, *, dry_run: bool) -> CollectionReport:
     views = await catalog.scan(store)
     choice = await chosen_by(store, views, rules)
     if choice.unknown_metric is not None and catalog.checkpoints_of(views):
@@ -46,6 +50,10 @@ async def collection(store: Store, rules: Retention, *, dry_run: bool) -> Collec
 
 async def deletion(store: Store, tag: str, *, force: bool, dry_run: bool) -> CollectionReport:
     """Remove the checkpoint `tag`. NotFoundError if there is none; UsageError if it is the newest and not `force`."""
+    return await reserve.on_full_disk(store, lambda: _deleted(store, tag, force=force, dry_run=dry_run))
+
+
+async def _deleted(store: Store, tag: str, *, force: bool, dry_run: bool) -> CollectionReport:
     views = await catalog.scan(store)
     checkpoints = catalog.checkpoints_of(views)
     found = next((c for c in checkpoints if c.tag == tag), None)

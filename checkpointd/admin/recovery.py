@@ -15,7 +15,7 @@ from checkpointd.commit.garbage import dead_weight
 from checkpointd.errors import DamagedError
 from checkpointd.layout.manifest import Outcome
 from checkpointd.pipeline.outcome.recover import judge, lost, recover
-from checkpointd.pipeline.root import catalog, epochs, leases
+from checkpointd.pipeline.root import catalog, epochs, leases, reserve
 from checkpointd.pipeline.root.catalog import AttemptView
 from checkpointd.pipeline.root.leases import Beginner
 from checkpointd.report.holder import Holder, newest_holder
@@ -63,6 +63,10 @@ async def recovery(store: Store, *, take_over: bool = False) -> RecoveryReport:
 
     RootInUseError if a job is alive at the root, unless `take_over`.
     """
+    return await reserve.on_full_disk(store, lambda: _recovered(store, take_over=take_over))
+
+
+async def _recovered(store: Store, *, take_over: bool) -> RecoveryReport:
     holder = await _holder(store)
     if holder is None and not await epochs.newest(store) and not await catalog.scan(store):
         # No job ever ran here. This may be any directory, and must not become a root by mistake.

@@ -68,9 +68,10 @@ class AttemptId:
 
 
 def check_tag(tag: str) -> str:
-    """Return `tag` if it can be the name of a directory below a root, else raise UsageError with the reason."""
+    """Return `tag` as a plain str if it can be the name of a directory below a root, else raise UsageError with the reason."""
     if not isinstance(tag, str):
         raise UsageError(f"a tag is a string, not {type(tag).__name__}: {tag!r}")
+    tag = str.__str__(tag)  # subclasses, such as enums, may show themselves in another way than they compare
     why = None
     if not tag:
         why = "it is empty"

@@ -45,6 +45,8 @@ class Patience:
         self._failing = 0
         self._since = self._spent_s = 0.0
         self._told = False
+        self.last_failure: UnreadableError | None = None
+        """Why the last read failed, as long as reads fail."""
 
     def looks(self) -> RepeatedLooks:
         """The looks at one object."""
@@ -66,6 +68,7 @@ class Patience:
         self._failing -= 1
         if not self._failing:
             self._spent_s += _now() - self._since
+            self.last_failure = None
 
 
 class RepeatedLooks:
@@ -87,6 +90,7 @@ class RepeatedLooks:
     async def unreadable(self, error: UnreadableError) -> None:
         """Wait until the next look is due. If no time is left, raise `error` and say how long it was tried (PATIENT-1)."""
         self._agreed = 0
+        self._patience.last_failure = error
         self._note()
         left_s = self._patience.left_s()
         if left_s < _LEAST_S:

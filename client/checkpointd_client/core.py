@@ -16,6 +16,7 @@ import time
 from collections.abc import Collection, Coroutine, Iterable, Mapping, MutableMapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -28,7 +29,7 @@ from checkpointd.errors import CheckpointdError, ClosedError, FormatError, Store
 from checkpointd.layout.files import check_leftovers, check_names, check_place
 from checkpointd.layout.keys import SERVICE, AttemptId, check_tag
 from checkpointd.pipeline.attempt import WriterState
-from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root import catalog, epochs
 from checkpointd.pipeline.root.candidates import listed, note_tag_passed_over
 from checkpointd.pipeline.root.catalog import Checkpoint
 from checkpointd.pipeline.root.leases import Beginner
@@ -83,8 +84,9 @@ class Core:
             undo.callback(self._give_back_root)
             self._writer = WriterThread(threads=persist.encoders + persist.writes)
             undo.callback(self._writer.close)
-            undo.callback(lambda: end(self._writer, self._started))
             self._store = open_store(root)
+            undo.callback(lambda: self._writer.call(self._store.close(), SLICE_S))
+            undo.callback(lambda: end(self._writer, self._started))
             if self._store.capabilities.shared:
                 check_apart(self._store.url)
             self._sidecar = self._reach(options.sidecar, options.sidecar_uid, options.on_sidecar_loss)
@@ -99,6 +101,7 @@ class Core:
             self._board = open_board(self._ranks, self._epoch.nonce)
             check_shared(self._writer, self._store, self._ranks, self._board, self._epoch, START_TIMEOUT_S)
             state = WriterState(store=self._store, persist=persist, commit=commit)
+            self._own_root = state.own_root
             self._writer.call(state.own_root.begun(self._epoch.number, self._epoch.nonce), 2 * SIDECAR_PATIENCE_S)
             self._begin_sidecar(persist, commit)
             self._preemption = Preemption(graces, self._board).listen() if graces else None
@@ -158,7 +161,7 @@ class Core:
 
     def _ask_sidecar(self, sidecar: SidecarClient, asking: Coroutine[Any, Any, T]) -> T:
         doing = f"the sidecar at {sidecar.path} has not answered; if it is not running, {start_sidecar(sidecar.path)}"
-        return self._writer.call(asking, 2 * SIDECAR_PATIENCE_S, doing)
+        return self._writer.call(asking, 2 * SIDECAR_PATIENCE_S, lambda: doing)
 
     def _slot_is_gone(self, number: int) -> None:
         if self._sidecar is not None:
@@ -216,8 +219,7 @@ class Core:
         Checkpointer.load().
         """
         self._check_open("load")
-        if tag is not None:
-            check_tag(tag)
+        tag = None if tag is None else check_tag(tag)
         check_load(state, strict=strict, fallback=fallback, cast=cast)
         self._saver.fence()
         self.settle()  # a save that commits now may replace the checkpoint to load
@@ -233,6 +235,7 @@ class Core:
             sidecar=self._sidecar,
             surviving=self._started.surviving if self._started is not None else (),
             afresh=self._options.afresh,
+            check_root=partial(self._own_root.check, self._epoch.number),
         )
         loaded = loader.load(tag, fallback=fallback)
         if self._preemption is not None:
@@ -279,7 +282,7 @@ class Core:
     def latest(self) -> str | None:
         """The tag that `latest` names in the store now, or None."""
         self._check_open("latest")
-        return self._writer.call(catalog.latest(self._store), self._options.commit_timeout_s)
+        return self._writer.call(self._at_own_root(catalog.latest(self._store)), self._options.commit_timeout_s)
 
     def latest_step(self) -> int | None:
         """The step of the checkpoint that `latest` names in the store now, or None."""
@@ -289,18 +292,33 @@ class Core:
             tag = await catalog.latest(self._store)
             return None if tag is None else (await catalog.find(self._store, tag)).outcome.step
 
-        return self._writer.call(look(), self._options.commit_timeout_s)
+        return self._writer.call(self._at_own_root(look()), self._options.commit_timeout_s)
 
     def delete(self, tag: str, *, force: bool) -> None:
         """Remove the checkpoint `tag`. Raises as Checkpointer.delete()."""
         self._check_open("delete")
         arguments.flag("force", force)
-        self._writer.call(delete_once(self._store, check_tag(tag), force=force), LOOK_S)
+        tag = check_tag(tag)
+
+        async def delete() -> None:
+            await epochs.check_fence(self._store, self._epoch.number)
+            await delete_once(self._store, tag, force=force)
+
+        self._writer.call(self._at_own_root(delete()), LOOK_S)
 
     def checkpoints(self) -> list[Checkpoint]:
         """All checkpoints in the store, newest first. Raises UnreadableError if failed reads hide which one is the newest."""
         self._check_open("list")
-        return call_patiently(self._writer, self._options.glance, lambda patience: listed(self._store, patience))
+        return call_patiently(
+            self._writer, self._options.glance, lambda patience: self._at_own_root(listed(self._store, patience))
+        )
+
+    async def _at_own_root(self, look: Coroutine[Any, Any, T]) -> T:
+        """The answer of `look`; RootGoneError in its place if the path no longer leads to the root of this job."""
+        try:
+            return await look
+        finally:
+            await self._own_root.check(self._epoch.number)
 
     def pass_over(self, tag: str, why: str) -> None:
         """On rank 0, record that `tag` is damaged and was passed over."""
@@ -330,6 +348,7 @@ class Core:
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until no save of this rank is in flight. Raises the first error of these saves, or WaitTimeoutError."""
+        self._check_process("wait")
         if timeout is not None:
             arguments.seconds("timeout", timeout, most=arguments.TIMEOUT_S_MAX, zero=True)
         until = None if timeout is None else time.monotonic() + timeout
@@ -398,6 +417,9 @@ class Core:
     def _check_open(self, call: str) -> None:
         if self._closed:
             raise ClosedError(f"{call}() after close(): make a new Checkpointer for this root")
+        self._check_process(call)
+
+    def _check_process(self, call: str) -> None:
         if os.getpid() != self._process:
             raise ClosedError(
                 f"{call}() in a forked process, which lacks the Checkpointer's threads: call it in the process that made it"

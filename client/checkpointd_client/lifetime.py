@@ -23,7 +23,8 @@ def claim_root(root: str | os.PathLike[str]) -> Callable[[], None]:
         if name in _claimed:
             raise UsageError(
                 f"another Checkpointer of this process uses {text}: close() it first, or use it here as well. With two, the "
-                "saves of the older one would fail"
+                "saves of the older one would fail. If nothing refers to it any more, as when a notebook's cell ran twice, "
+                "restart the process"
             )
         _claimed.add(name)
 

@@ -31,6 +31,7 @@ from checkpointd.errors import (
     DamagedError,
     NotFoundError,
     PartlyLoadedError,
+    RootGoneError,
     SidecarError,
     StoreError,
     UnreadableError,
@@ -46,7 +47,7 @@ from checkpointd.waits import Waiting
 from checkpointd_client.capture import state_dicts
 from checkpointd_client.ranks.load_messages import CandidateChoice, Holding, Problem
 from checkpointd_client.ranks.load_rounds import LoadRound
-from checkpointd_client.ranks.writer import WriterThread
+from checkpointd_client.ranks.writer import ASKED, WriterThread
 from checkpointd_client.restore.answers import HandedOutStates
 from checkpointd_client.restore.content import RankContent
 from checkpointd_client.restore.memory_source import MemorySource, common, counts
@@ -133,6 +134,8 @@ class Loader:
     """Whether every record of LOAD-5 could be put."""
     afresh: bool = False
     """Whether the job goes on without a checkpoint if none is whole."""
+    check_root: Callable[[], Coroutine[Any, Any, None]] | None = None
+    """Raises RootGoneError if the path no longer leads to the root of this job. None for a process that began no job."""
     _held: dict[tuple[str, str], RetainedSnapshot] = field(default_factory=dict)
     _failures: list[str] = field(default_factory=list)
     _tried: set[str] = field(default_factory=set)
@@ -215,11 +218,12 @@ class Loader:
             chosen, passed_over = self._look(lambda patience: self._chosen(tag, patience))
             if held is not None and (chosen is None or held.order >= chosen.outcome.order):
                 return CandidateChoice(in_memory=True, tag=held.tag, attempt=held.attempt)
+            self._at_own_root()
             self._looked = True
             if chosen is not None:
                 self._tried.add(chosen.prefix)
         except CheckpointdError as error:
-            return CandidateChoice(problem=Problem.of(error))
+            return CandidateChoice(problem=Problem.of(self._root_gone() or error))
         damage = tuple(map(Problem.of, passed_over))
         if chosen is None:
             return CandidateChoice(passed_over=damage)
@@ -320,7 +324,28 @@ class Loader:
             return None, problem
         return self._tried_on(candidate, lambda: self._examine(seen, answers))
 
+    def _at_own_root(self) -> None:
+        """Raise RootGoneError if the last look may have been at another directory than the root of this job."""
+        if self.check_root is not None:
+            self.writer.call(self.check_root(), LOOK_S)
+
+    def _root_gone(self) -> RootGoneError | None:
+        """The error if another directory in place of the root explains that objects are missing there."""
+        try:
+            self._at_own_root()
+        except RootGoneError as error:
+            return error
+        except CheckpointdError:
+            return None
+        return None
+
     def _tried_on(self, candidate: Candidate, work: Callable[[], T]) -> tuple[T | None, CheckpointdError | None]:
+        found, problem = self._worked(candidate, work)
+        if isinstance(problem, StoreError | DamagedError):
+            problem = self._root_gone() or problem
+        return found, problem
+
+    def _worked(self, candidate: Candidate, work: Callable[[], T]) -> tuple[T | None, CheckpointdError | None]:
         try:
             return work(), None
         except StoreError as error:
@@ -433,7 +458,13 @@ def call_patiently(
     StoreError if the storage does not answer at all.
     """
     patience = Patience(config.retry_s, config.absence_s, on_failure)
-    return writer.call(look(patience), LOOK_S + config.retry_s + config.absence_s)
+    return writer.call(look(patience), LOOK_S + config.retry_s + config.absence_s, lambda: what_is_awaited(patience))
+
+
+def what_is_awaited(patience: Patience | None) -> str:
+    """For the log of a long wait: why reads fail, or that the storage does not answer."""
+    failure = None if patience is None else patience.last_failure
+    return ASKED if failure is None else f"reads fail, and are tried again: {failure}"
 
 
 def leave_record(writer: WriterThread, put: Coroutine[Any, Any, None], what: str) -> bool:

@@ -41,7 +41,7 @@ from checkpointd.pipeline.root.catalog import Checkpoint
 from checkpointd.store import open_store
 from checkpointd_client.export.state_dict import StateDict
 from checkpointd_client.lifetime import check_no_tag
-from checkpointd_client.loader import LOOK_S, Loaded, loaded_of
+from checkpointd_client.loader import LOOK_S, Loaded, loaded_of, what_is_awaited
 from checkpointd_client.ranks.board import group_ranks
 from checkpointd_client.ranks.writer import WriterThread
 from checkpointd_client.restore.answers import HandedOutStates
@@ -375,7 +375,8 @@ class OpenCheckpoint:
             self._writer.close()
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
-        return self._writer.call(work, LOOK_S + self._config.retry_s + self._config.absence_s)
+        timeout_s = LOOK_S + self._config.retry_s + self._config.absence_s
+        return self._writer.call(work, timeout_s, lambda: what_is_awaited(self._reading.patience))
 
     def _check_open(self) -> None:
         if os.getpid() != self._process:

@@ -7,11 +7,15 @@ of the failed save is left lying, and the next save commits.
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
+from checkpointd_client import Checkpointer
 from tests.builders import objects
 from tests.faults import mounts, strace_faults
 from tests.faults.jobs import End, Job, wait_until
@@ -102,6 +106,21 @@ def test_a_start_on_a_full_disk_finds_the_newest_checkpoint(pair: Job, small: Pa
     ballast.unlink()
     goes_on(pair, root, failed=2, step=3)
     pair.all("close")
+
+
+@pytest.mark.root
+def test_a_checkpoint_can_be_deleted_on_a_disk_that_is_full_to_the_last_byte(small: Path) -> None:
+    root = small / "root"
+    with Checkpointer(root, retention=None) as ckpt:
+        for step in range(3):
+            ckpt.save(step, {"weights": torch.randn(1 << 18)}).wait()
+    mounts.fill(small / "filler")
+    for command in (("delete", "global_step0", "--yes"), ("gc", "--keep-last", "1"), ("recover",)):
+        arguments = [sys.executable, "-m", "checkpointd", command[0], str(root), *command[1:]]
+        found = subprocess.run(arguments, check=False, capture_output=True, text=True)
+        assert found.returncode == 0, found.stderr
+    with Checkpointer(root) as ckpt:
+        assert [found.tag for found in ckpt.list()] == ["global_step2"]
 
 
 @pytest.mark.root

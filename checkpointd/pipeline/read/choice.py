@@ -44,11 +44,13 @@ class CheckpointFinder:
     config: LoadConfig = field(default_factory=LoadConfig, kw_only=True)
     passed_over: list[str] = field(default_factory=list)
     _damaged: set[str] = field(default_factory=set)
+    patience: Patience | None = None
+    """Of the newest reads."""
     _removed: int = 0
 
     def __post_init__(self) -> None:
         if self.tag is not None and self.tag != LATEST:
-            check_tag(self.tag)
+            self.tag = check_tag(self.tag)
         elif self.attempt is not None:
             raise UsageError(f"attempt {self.attempt} of which tag? Name it")
 
@@ -88,7 +90,8 @@ class CheckpointFinder:
             )
 
     def _patience(self) -> Patience:
-        return Patience(self.config.retry_s, self.config.absence_s)
+        self.patience = Patience(self.config.retry_s, self.config.absence_s)
+        return self.patience
 
     async def _leave(self, checkpoint: Checkpoint, error: CheckpointdError) -> None:
         """Note why `checkpoint` is not read. Raises if the reader must not take another one."""

@@ -6,12 +6,15 @@ Without it, the leftovers of a dead job could fill the disk, and the start that 
 from __future__ import annotations
 
 import logging
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
-from checkpointd.errors import StoreError
+from checkpointd.errors import StoreError, StoreFullError
 from checkpointd.layout.keys import SERVICE
 from checkpointd.store.base import Store
 
 log = logging.getLogger("checkpointd")
+T = TypeVar("T")
 
 KEY = f"{SERVICE}/ballast"
 BALLAST_BYTES = 256 << 10
@@ -29,3 +32,15 @@ async def take_aboard(store: Store) -> None:
             await store.put_if_absent(KEY, bytes(BALLAST_BYTES))
     except StoreError as error:
         log.warning("no room for %d bytes of ballast at %s: %s", BALLAST_BYTES, store.url, error)
+
+
+async def on_full_disk(store: Store, work: Callable[[], Awaitable[T]]) -> T:
+    """Run `work`, which makes room; if the disk is too full even for its marks, run it again with the space of the ballast."""
+    try:
+        return await work()
+    except StoreFullError:
+        await drop(store)
+    try:
+        return await work()
+    finally:
+        await take_aboard(store)

@@ -65,7 +65,9 @@ def begin_epoch(
     started: list[Started] = []
 
     def take() -> dict[str, object]:
-        begun_here = writer.call(begin(store, replace(beginner, surviving=surviving())), RECOVERY_TIMEOUT_S, _RECOVERING)
+        begun_here = writer.call(
+            begin(store, replace(beginner, surviving=surviving())), RECOVERY_TIMEOUT_S, lambda: _RECOVERING
+        )
         started.append(begun_here)
         begun = begun_here.begun
         return {"number": begun.number, "nonce": begun.nonce, "latest": begun.latest, "checkpoints": begun.checkpoints}

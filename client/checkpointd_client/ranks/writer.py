@@ -21,7 +21,7 @@ ABANDON_S = 5.0
 """How long abandoned tasks may take to end after they were cancelled."""
 _LOOK_S = 1.0
 """How often a wait checks whether more bytes have come."""
-_ASKED = "the storage has not answered; is it mounted and reachable?"
+ASKED = "the storage has not answered; is it mounted and reachable?"
 
 
 class WriterThread:
@@ -61,13 +61,13 @@ class WriterThread:
         if not self._closed:
             self._loop.call_soon_threadsafe(call, *arguments)
 
-    def call(self, work: Coroutine[Any, Any, T], timeout: float, doing: str = _ASKED) -> T:
+    def call(self, work: Coroutine[Any, Any, T], timeout: float, doing: Callable[[], str] = lambda: ASKED) -> T:
         """Run `work` on the loop and wait for it. Raises StoreError if it has not ended within `timeout` seconds.
 
-        `doing` is the line of the log during a long wait.
+        `doing` gives the line of the log during a long wait.
         """
         future = self.submit(work)
-        if not Waiting(lambda: doing).until(partial(is_done, future), timeout):
+        if not Waiting(doing).until(partial(is_done, future), timeout):
             raise _given_up(future, timeout)
         return future.result()
 
@@ -117,4 +117,4 @@ def _has_moved(future: Future[Any], moved: Callable[[], int], patience: float) -
     def looked(seconds: float) -> bool:
         return is_done(future, min(seconds, _LOOK_S)) or moved() != before
 
-    return Waiting(lambda: f"{before} bytes have been read, and no more come; {_ASKED}").until(looked, patience)
+    return Waiting(lambda: f"{before} bytes have been read, and no more come; {ASKED}").until(looked, patience)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -13,7 +14,7 @@ import msgspec
 
 from checkpointd import arguments
 from checkpointd.commit.machine import FINAL, ORDER, Phase, reached, shown
-from checkpointd.errors import CheckpointdError, UsageError, WaitTimeoutError
+from checkpointd.errors import CheckpointdError, ClosedError, UsageError, WaitTimeoutError
 from checkpointd.layout.save_timings import PhaseSeconds
 from checkpointd.pipeline.shard import ShardProgress
 from checkpointd.waits import Waiting
@@ -60,6 +61,7 @@ class SaveHandle:
         self._change = threading.Condition()
         self._future: Future[SaveHandle] = Future()
         self._future.set_running_or_notify_cancel()
+        self._process = os.getpid()
         self.observed = False
         self.missing: Callable[[], str] = lambda: f"{self.tag} is {self.phase}"
         """Says in words why the save has not ended."""
@@ -142,6 +144,11 @@ class SaveHandle:
         arguments.choice("until", until, get_args(Until))
         if timeout is not None:
             arguments.seconds("timeout", timeout, most=arguments.TIMEOUT_S_MAX, zero=True)
+        if os.getpid() != self._process and not self.done():
+            raise ClosedError(
+                f"wait() in a forked process, which lacks the threads that persist {self.tag}: call it in the process that "
+                "saved"
+            )
         goal = Phase(until)
         if not self._wait(lambda: reached(self._phase, goal) or self.done(), timeout):
             raise WaitTimeoutError(f"{self.tag} is still {self.phase} after {timeout:g} s; it goes on in the background")

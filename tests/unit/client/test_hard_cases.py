@@ -18,7 +18,15 @@ import pytest
 import torch
 
 from checkpointd.commit.machine import Phase
-from checkpointd.errors import AbortedError, StagingError, StoreError, StoreFullError, UnreadableError
+from checkpointd.errors import (
+    AbortedError,
+    CheckpointdError,
+    ClosedError,
+    StagingError,
+    StoreError,
+    StoreFullError,
+    UnreadableError,
+)
 from checkpointd.layout.keys import vote_name
 from checkpointd.pipeline import attempt as attempt_module
 from checkpointd.pipeline.root import catalog
@@ -293,3 +301,40 @@ def test_a_root_copied_without_its_dot_files_goes_on_in_order(tmp_path: Path) ->
         ckpt.save(3, _state(3.0), tag="last").wait()
     with Checkpointer(tmp_path / "b") as ckpt:
         assert ckpt.load(_state()).step == 3
+
+
+def test_a_forked_child_does_not_wait_for_a_save_of_its_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = HeldPersist(monkeypatch)
+    with Checkpointer(tmp_path) as ckpt:
+        handle = ckpt.save(1, _state())
+        child = os.fork()
+        if not child:
+            refused = 0
+            for wait in (handle.wait, ckpt.wait):
+                try:
+                    wait(timeout=30)
+                except ClosedError:
+                    refused += 1
+                except BaseException:
+                    os._exit(9)
+            os._exit(refused)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
+        gate.go.set()
+
+
+def test_empty_tensors_of_any_strides_come_back(tmp_path: Path) -> None:
+    state = {"column": torch.zeros(0, 3)[:, 1], "rows": torch.zeros(3, 0).t(), "kept": torch.ones(2)}
+    with Checkpointer(tmp_path) as ckpt:
+        ckpt.save(1, state).wait()
+        assert ckpt.load(state) is not None
+
+
+def test_a_checkpointer_that_could_not_be_made_leaves_no_thread(tmp_path: Path) -> None:
+    (tmp_path / "root").mkdir()
+    before = threading.active_count()
+    held = []
+    for _ in range(3):
+        with pytest.raises(CheckpointdError) as refused:
+            Checkpointer(tmp_path / "root", sidecar=tmp_path / "nobody", on_sidecar_loss="raise")
+        held.append(refused)  # and with it the frames that the garbage collector would free
+    assert threading.active_count() == before

@@ -16,9 +16,12 @@ from typing import Any
 import pytest
 import torch
 
+from checkpointd import waits
 from checkpointd.admin.gc import deletion
-from checkpointd.errors import ClosedError, DamagedError, MismatchError, NotFoundError, UsageError
+from checkpointd.errors import ClosedError, DamagedError, MismatchError, NotFoundError, UnreadableError, UsageError
 from checkpointd.store import open_store
+from checkpointd.store.base import Entry
+from checkpointd.store.posix.store import PosixStore
 from checkpointd_client import Checkpointer, RngState, open_checkpoint
 from checkpointd_client.errors import PartlyLoadedError, UnsafeObjectError
 from checkpointd_client.restore.store_source import StoredSource
@@ -458,3 +461,14 @@ def test_what_each_rank_had_is_named_and_read_by_rank(tmp_path: Path) -> None:
         assert opened.tensors(rank=0).keys() >= {"model.weight", "model.bias"}
         with pytest.raises(UsageError, match="there is no rank 1"):
             opened.tensors(rank=1)
+
+
+def test_a_long_wait_says_why_reads_fail(root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    async def forbidden(self: PosixStore, prefix: str) -> list[Entry]:
+        raise UnreadableError(f"listing {prefix!r} failed: permission is missing")
+
+    monkeypatch.setattr(PosixStore, "list", forbidden)
+    monkeypatch.setattr(waits, "FIRST_REPORT_S", 0.05)
+    with pytest.raises(UnreadableError, match="permission is missing"):
+        open_checkpoint(root, timeout_s=0.5)
+    assert "reads fail, and are tried again: listing '' failed: permission is missing" in caplog.text

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import enum
+
+import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -207,3 +210,22 @@ def test_marks_have_numbers(name: str, number: int) -> None:
 @pytest.mark.parametrize("name", ["deleted-0", "deleted-01", "deleted-", "deleted-x", "deleted1", "undeleted", "deleted-1\n"])
 def test_what_is_no_mark(name: str) -> None:
     assert keys.mark_number(name) is None
+
+
+class Kind(str, enum.Enum):  # noqa: UP042  # a StrEnum shows its value, this one its name
+    BEST = "best"
+
+
+class Shouting(str):
+    def __str__(self) -> str:
+        return self.upper()
+
+    def __format__(self, spec: str) -> str:
+        return self.upper()
+
+
+@pytest.mark.parametrize("tag", [Kind.BEST, Shouting("best"), np.str_("best")])
+def test_a_tag_of_a_subclass_is_its_plain_text(tag: str) -> None:
+    found = keys.check_tag(tag)
+    assert type(found) is str
+    assert f"{found}" == "best"
