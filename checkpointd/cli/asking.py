@@ -8,8 +8,9 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from checkpointd.cli.locating import is_used, suggestion
+from checkpointd.commands import command
 from checkpointd.errors import NotFoundError, UsageError
-from checkpointd.layout.keys import LATEST, default_tag
+from checkpointd.layout.keys import LATEST, default_tag, is_tag
 from checkpointd.pipeline.root import catalog
 from checkpointd.store import open_store
 from checkpointd.store.base import Store
@@ -65,6 +66,24 @@ async def named_tag(store: Store, tag: str) -> str:
 async def maybe_named_tag(store: Store, tag: str | None) -> str | None:
     """As `named_tag`; None if no tag was given."""
     return None if tag is None else await named_tag(store, tag)
+
+
+def check_place(root: str, tag: str | None, out: str, name: str) -> None:
+    """UsageError if the command `name` got no tag, and `out` names a checkpoint at `root`: the place to write to is missing."""
+    meant = out.rstrip("/")
+    if tag is None and (meant == LATEST or (is_tag(meant) and ask(root, lambda store: _has(store, meant), read_only=True))):
+        raise place_is_missing(root, meant, name)
+
+
+def place_is_missing(root: str, tag: str, name: str) -> UsageError:
+    return UsageError(
+        f"{tag} is a checkpoint of {root}; where to? Give the place as well, as in {command(name, root, tag, 'OUT')}. "
+        f"A directory of that name is ./{tag}"
+    )
+
+
+async def _has(store: Store, name: str) -> bool:
+    return await named_tag(store, name) in await catalog.tags(store)
 
 
 async def _tag_of_step(store: Store, number: str) -> str:

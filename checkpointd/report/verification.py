@@ -40,6 +40,10 @@ class TagVerdict(msgspec.Struct, frozen=True, kw_only=True):
     unreadable: tuple[Damage, ...] = ()
     lost: tuple[Lost, ...] = ()
     """Missing objects, which cause some of the damage."""
+    recorded: bool = False
+    """Whether the result was recorded beside the checkpoint."""
+    record_error: str = ""
+    """Why the storage did not take the record that was asked for."""
 
 
 class Verification(msgspec.Struct, frozen=True, kw_only=True):
@@ -137,9 +141,10 @@ async def _verdict(
     view = task.view
     if task.checkpoint is None:
         return _without_outcome(view)
+    unrecorded: StoreError | None = None
     if record:
         verdict = await verify_proved(store, task.checkpoint, config, on_bytes)
-        await record_verdict(store, task.checkpoint, verdict)
+        unrecorded = await record_verdict(store, task.checkpoint, verdict)
     else:
         verdict = await verify(store.uncached, task.checkpoint, config, on_bytes)
     gone = not verdict.whole and await _is_gone(store, view)
@@ -152,6 +157,8 @@ async def _verdict(
         damage=() if gone else tuple(verdict.damage),
         unreadable=() if gone else tuple(verdict.unreadable),
         lost=lost,
+        recorded=record and unrecorded is None and not gone and (verdict.whole or bool(verdict.damage)),
+        record_error="" if unrecorded is None or gone else str(unrecorded),
     )
 
 

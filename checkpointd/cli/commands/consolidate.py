@@ -9,7 +9,7 @@ from importlib import import_module
 import click
 
 from checkpointd.cli.arguments import EXAMPLE_ROOT, as_json, given_root_and_maybe_tag, located, places
-from checkpointd.cli.asking import ask, maybe_named_tag
+from checkpointd.cli.asking import ask, check_place, maybe_named_tag, place_is_missing
 from checkpointd.cli.formats import module_for
 from checkpointd.cli.formatting import count, size
 from checkpointd.cli.progress import progress_of_bytes
@@ -70,8 +70,13 @@ def command(
         memory_bytes=byte_count(memory, "--memory"),
     )
     container = _container(out, kind, byte_count(max_shard_size, "--max-shard-size"))
-    zero = module_for("deepspeed", "file_names").directory_of(given, tag)
+    directory_of = module_for("deepspeed", "file_names").directory_of
+    zero = directory_of(given, tag)
     root, tag = (given, tag) if zero is not None else located(given, tag)
+    if zero is None:
+        check_place(root, tag, out, "consolidate")
+    elif tag is None and "/" not in out and directory_of(given, out) is not None:
+        raise place_is_missing(root, out, "consolidate")
 
     async def write(store: Store) -> Consolidation:
         named = replace(request, tag=await maybe_named_tag(store, tag))
@@ -87,8 +92,10 @@ def command(
 
 
 def _container(out: str, kind: str | None, file_bytes_max: int) -> Container:
-    if kind is None:
-        kind = "torch" if out.endswith(TORCH_SUFFIXES) else "safetensors"
+    told = "torch" if out.endswith(TORCH_SUFFIXES) else "safetensors" if out.endswith(".safetensors") else None
+    if kind is not None and told is not None and kind != told:
+        raise UsageError(f"--format {kind} does not fit {out}, by whose name programs expect {told}: change one of the two")
+    kind = kind or told or "safetensors"
     if kind == "safetensors":
         return Safetensors(out, file_bytes_max)
     try:

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from checkpointd.cli.arguments import EXAMPLE_ROOT, as_json, places, root_and_maybe_tag
-from checkpointd.cli.asking import ask, maybe_named_tag
+from checkpointd.cli.asking import ask, check_place, maybe_named_tag
 from checkpointd.cli.formats import EXPORTS, module_for
 from checkpointd.cli.formatting import count, size
 from checkpointd.cli.progress import progress_of_bytes
@@ -51,6 +51,7 @@ def command(
         options = {"stage": stage or 2, "ranks": ranks or 1}
     elif stage or ranks:
         raise UsageError(f"--stage and --ranks are for --to deepspeed; {kind} has neither")
+    check_place(root, tag, out, "export")
     act = getattr(module_for(kind, "exporting"), f"export_{kind}")
     tag = ask(root, lambda store: maybe_named_tag(store, tag), read_only=True)
     with progress_of_bytes() as on_progress:

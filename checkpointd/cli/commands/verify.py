@@ -8,16 +8,18 @@ import click
 
 from checkpointd.cli.arguments import as_json, places, root_and_maybe_tag
 from checkpointd.cli.asking import ask, maybe_named_tag
-from checkpointd.cli.formatting import count, printable, size
+from checkpointd.cli.formatting import count, printable, shortened, size
 from checkpointd.cli.progress import progress_bar
 from checkpointd.cli.render import Block, Cell, Heading, Mood, Note, Table, show_answer, warn
-from checkpointd.errors import DamagedError, UnreadableError
+from checkpointd.errors import DamagedError, StoreError
 from checkpointd.pipeline.root import catalog
 from checkpointd.report.latest import pointer
 from checkpointd.report.verification import TagVerdict, Verification, tasks, verified
 from checkpointd.report.wholeness import lost_advice, lost_text
 from checkpointd.store.base import Store
 
+TAGS_CHARACTERS = 100
+"""The most characters of tags in the warning about results that could not be recorded."""
 MOODS: dict[str, Mood] = {"whole": "good", "damaged": "bad", "unreadable": "doubt", "removed": "quiet"}
 
 
@@ -33,8 +35,8 @@ def command(places: tuple[str, ...], record: bool, as_json: bool) -> int:
     """Read checkpoint TAG, or all at ROOT, from the storage itself, and check every byte along the chain of digests.
 
     Lists all damage with its object, tensor and rank, and ends with code 5 if there is any. An object that cannot be read now
-    is shown as unreadable, which does not prove damage: code 6 if there is nothing worse. A checkpoint whose directory
-    somebody removed is shown as removed. TAG may be `latest`.
+    is shown as unreadable, which does not prove damage: code 6 if there is nothing worse. So it ends, too, if a result could
+    not be recorded. A checkpoint whose directory somebody removed is shown as removed. TAG may be `latest`.
     """
     root, tag = root_and_maybe_tag(places, "verify")
     found = ask(root, lambda store: _verify(store, tag, record=record))
@@ -42,7 +44,11 @@ def command(places: tuple[str, ...], record: bool, as_json: bool) -> int:
         show_answer(found, page, as_json=as_json)
     else:
         warn(f"there are no checkpoints at {found.root}")
-    return DamagedError.exit_code if found.damage else UnreadableError.exit_code if found.unreadable else 0
+    unrecorded = [verdict for verdict in found.checkpoints if verdict.record_error]
+    if unrecorded and not as_json:
+        tags = shortened(", ".join(verdict.tag for verdict in unrecorded), TAGS_CHARACTERS)
+        warn(f"{count(len(unrecorded), 'result')} could not be recorded ({tags}): {unrecorded[0].record_error}")
+    return DamagedError.exit_code if found.damage else StoreError.exit_code if found.unreadable or unrecorded else 0
 
 
 async def _verify(store: Store, tag: str | None, *, record: bool) -> Verification:

@@ -142,16 +142,16 @@ async def verify_ranks(
     return verdict.damage
 
 
-async def record_verdict(store: Store, checkpoint: Checkpoint, verdict: CheckpointVerdict) -> None:
+async def record_verdict(store: Store, checkpoint: Checkpoint, verdict: CheckpointVerdict) -> StoreError | None:
     """Record that `checkpoint` is whole, or that it is damaged, and remove the opposite record.
 
-    `verdict` must come from `store.uncached`. If the storage fails, or if the attempt is not a checkpoint any more, nothing
-    changes.
+    `verdict` must come from `store.uncached`. If the storage fails, its error is returned. If that happens, or if the attempt
+    is not a checkpoint any more, nothing changes.
     """
     whole, damaged = f"{checkpoint.prefix}/{VERIFIED}", f"{checkpoint.prefix}/{DAMAGED}"
     try:
         if (await view(store, checkpoint.tag, checkpoint.attempt)).state != "committed":
-            return
+            return None
         if verdict.whole:
             await store.put(whole, encode(Verified(nbytes=verdict.bytes_read, uncached=True, writer=writer())))
             await store.delete(damaged)
@@ -161,6 +161,8 @@ async def record_verdict(store: Store, checkpoint: Checkpoint, verdict: Checkpoi
             await store.delete(whole)
     except StoreError as error:
         log.warning("%s: the result of reading it cannot be recorded: %s", checkpoint.prefix, error)
+        return error
+    return None
 
 
 async def _verify_rank(

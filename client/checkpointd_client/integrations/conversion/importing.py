@@ -16,12 +16,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from checkpointd import arguments
 from checkpointd.config import MIB, CommitConfig, PersistConfig
 from checkpointd.errors import CheckpointdError, StagingError, UsageError
 from checkpointd.layout import tree
 from checkpointd.layout.boxes import Box, boxes_of_range
 from checkpointd.layout.dtypes import ITEM_BYTES
-from checkpointd.layout.keys import AttemptId
+from checkpointd.layout.keys import STEP_MAX, AttemptId
 from checkpointd.layout.manifest import Alias
 from checkpointd.pipeline.attempt import Attempt, WriterState
 from checkpointd.pipeline.root import catalog
@@ -63,8 +64,13 @@ class _ImportedBox:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportJob:
-    """The tensors and values to import. `root` is the tree with all names and values; `memory` in bytes."""
+    """The tensors and values to import. `root` is the tree with all names and values; `memory` in bytes.
 
+    `given`: the directory that the user named. `source`: the directory with the files, which is that one or lies in it.
+    """
+
+    given: str
+    source: str
     tensors: Sequence[SourceTensor]
     aliases: tuple[Alias, ...] = ()
     root: tree.Node
@@ -75,6 +81,15 @@ class ImportJob:
     save_latest: bool
     memory: int
     on_progress: Callable[[int, int], None]
+
+    def __post_init__(self) -> None:
+        arguments.whole("step", self.step, least=0, most=STEP_MAX)
+
+    def check_only_reads(self, root: str) -> None:
+        """UsageError if an import to `root` would write into what it reads."""
+        place, given, source = map(os.path.realpath, (root, self.given, self.source))
+        if place == given or os.path.commonpath([place, source]) == source:
+            raise UsageError(f"the root {root} is in {self.given}, which an import only reads: give a root outside")
 
     async def run(self, store: Store) -> tuple[int, int]:
         """Write and commit; returns the bytes of tensors and the number of parts. RootInUseError if a job is alive there."""
@@ -192,11 +207,13 @@ class _Import:
 def import_at(root: str | os.PathLike[str], job: ImportJob, *, force: bool) -> tuple[str, int, int]:
     """Run `job` at `root`; the URL of the root, the bytes of the tensors, and the number of parts.
 
-    UsageError if the tag exists and `force` is not set, RootInUseError if a job is alive there.
+    UsageError if the tag exists and `force` is not set or if the root is in the source, RootInUseError if a job is alive there.
     """
     claim_root(root)()  # the epoch of an import would fence a Checkpointer of this process
 
     async def act(store: Store) -> tuple[str, int, int]:
+        if store.capabilities.shared:
+            job.check_only_reads(store.url)
         if not force and job.tag in await catalog.tags(store):
             raise UsageError(f"{store.url} has a {job.tag} already: give another tag, or force")
         return store.url, *await job.run(store)

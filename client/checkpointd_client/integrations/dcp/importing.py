@@ -65,6 +65,8 @@ def import_dcp(
     with Directory(path) as directory:
         content, pickled = _tree(found, directory, told)
         job = ImportJob(
+            given=str(path),
+            source=str(path),
             tensors=found.tensors,
             root=content,
             reader=directory,

@@ -77,6 +77,36 @@ def test_a_torch_file(root: Path, at: With, cli: Cli, tmp_path: Path, arguments:
     assert torch.equal(torch.load(tmp_path / arguments[0], weights_only=True)["w"], WEIGHT)
 
 
+@pytest.mark.parametrize(("out", "kind"), [("w.safetensors", "torch"), ("w.pt", "safetensors"), ("w.bin", "safetensors")])
+def test_a_name_that_promises_another_format_is_refused(
+    root: Path, at: With, cli: Cli, tmp_path: Path, out: str, kind: str
+) -> None:
+    at(two)
+    answer = cli("consolidate", root, tmp_path / out, "--format", kind, "--only", "model")
+    assert answer.code == 2
+    assert f"--format {kind} does not fit {tmp_path}/{out}" in answer.err
+    assert not (tmp_path / out).exists()
+
+
+@pytest.mark.parametrize("command", ["consolidate", "export"])
+@pytest.mark.parametrize("out", ["global_step1", "global_step1/", "1", "latest"])
+def test_a_checkpoint_is_no_place_to_write_to(
+    root: Path, at: With, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, out: str
+) -> None:
+    at(two)
+    monkeypatch.chdir(tmp_path)
+    answer = cli(command, root, out)
+    assert answer.code == 2
+    assert f"{out.rstrip('/')} is a checkpoint of {root}; where to?" in answer.err
+    monkeypatch.setenv("CHECKPOINTD_ROOT", str(root))
+    assert cli(command, out).code == 2
+    assert not Path(out).exists()
+    if command == "consolidate":
+        assert cli(command, root, f"./{out}", "--only", "model").code == 0
+        assert cli(command, root, "global_step2", "global_step2", "--only", "model").code == 0
+        assert Path(out).is_dir()
+
+
 def test_shards(root: Path, at: With, cli: Cli, tmp_path: Path) -> None:
     at(two)
     assert cli("consolidate", root, tmp_path / "out", "--rank", "1", "--max-shard-size", "20B").code == 0

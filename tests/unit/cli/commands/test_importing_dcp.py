@@ -45,6 +45,23 @@ def test_the_tag_the_step_and_the_pointer_are_the_users(cli: Cli, source: Path, 
     assert cli("import", source, root, "--tag", "other", "--force").code == 0
 
 
+@pytest.mark.parametrize("step", ["-1", str(10**22)])
+def test_a_step_that_cannot_be_is_refused(cli: Cli, source: Path, tmp_path: Path, step: str) -> None:
+    answer = cli("import", source, tmp_path / "root", "--step", step)
+    assert answer.code == 2
+    assert f"step is {step}" in answer.err
+    assert not (tmp_path / "root").exists()
+
+
+@pytest.mark.parametrize("root", ["step12", "step12/root", "./step12/../step12"])
+def test_an_import_writes_nothing_into_its_source(cli: Cli, source: Path, tmp_path: Path, root: str) -> None:
+    before = sorted(source.rglob("*"))
+    answer = cli("import", source, f"{tmp_path}/{root}")
+    assert answer.code == 2
+    assert f"is in {source}, which an import only reads: give a root outside" in answer.err
+    assert sorted(source.rglob("*")) == before
+
+
 def test_what_is_in_the_way_stays(cli: Cli, source: Path, tmp_path: Path) -> None:
     root, out = tmp_path / "root", tmp_path / "out"
     cli("import", source, root)

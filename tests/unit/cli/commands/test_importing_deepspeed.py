@@ -49,6 +49,26 @@ def test_weights_are_consolidated_from_its_files(cli: Cli, source: Path, tmp_pat
     assert cli("consolidate", source, "step5", source / "step5" / "x").code == 2
 
 
+def test_a_tag_of_its_files_is_no_place_to_write_to(
+    cli: Cli, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    answer = cli("consolidate", source, "step5")
+    assert answer.code == 2
+    assert f"step5 is a checkpoint of {source}; where to?" in answer.err
+    assert not Path("step5").exists()
+    assert cli("consolidate", source, "./step5").code == 0
+
+
+@pytest.mark.parametrize("root", ["src", "src/step5", "src/step5/root"])
+def test_an_import_writes_nothing_into_its_source(cli: Cli, source: Path, tmp_path: Path, root: str) -> None:
+    before = sorted(source.rglob("*"))
+    answer = cli("import", "--from", "deepspeed", source, tmp_path / root, "--leave-out")
+    assert answer.code == 2
+    assert "which an import only reads: give a root outside" in answer.err
+    assert sorted(source.rglob("*")) == before
+
+
 def test_the_save_dir_of_a_job_stands_for_the_root_in_it(cli: Cli, tmp_path: Path) -> None:
     with Checkpointer(tmp_path / ".checkpointd") as ckpt:
         core_of(ckpt).save_files(4, {"a_states.pt": {"x": torch.ones(3)}}).wait(60)

@@ -6,11 +6,13 @@ from pathlib import Path
 import pytest
 
 from checkpointd.config import LoadConfig
+from checkpointd.errors import StoreFullError
 from checkpointd.pipeline.gc.retire import retire_tag
 from checkpointd.pipeline.root import catalog
 from checkpointd.report import verification
 from checkpointd.report.verification import tasks, verified
 from checkpointd.store.base import Store
+from checkpointd.store.posix.store import PosixStore
 from tests.builders import begin_epoch, break_file, objects, save_checkpoint
 from tests.faults.failing_reads import FOR_EVER, FailingReads, Fault
 from tests.unit.cli.conftest import Cli, With
@@ -109,6 +111,27 @@ def test_what_cannot_be_read_is_unreadable_and_no_damage(
     assert errno.errorcode[number] in text.out
     for step in (1, 2, 3):  # the record that it was found whole once is not taken back
         assert (root / f"global_step{step}/00000001-0/verified").exists()
+
+
+def test_a_result_that_cannot_be_recorded_is_told(root: Path, at: With, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    at(three)
+    [*recorded] = cli("verify", root, "--record", "--json").json["checkpoints"]
+    assert all(verdict["recorded"] and not verdict["record_error"] for verdict in recorded)
+    assert not any(verdict["recorded"] for verdict in cli("verify", root, "--json").json["checkpoints"])
+
+    async def full(*_: object, **__: object) -> None:
+        raise StoreFullError("the disk is full")
+
+    monkeypatch.setattr(PosixStore, "put", full)
+    answer = cli("verify", root, "--record")
+    assert answer.code == 6
+    assert "3 results could not be recorded (global_step3, global_step2, global_step1): the disk is full" in answer.err
+    answer = cli("verify", root, "--record", "--json")
+    assert answer.code == 6
+    assert {(v["state"], v["recorded"], v["record_error"]) for v in answer.json["checkpoints"]} == {
+        ("whole", False, "the disk is full")
+    }
+    assert cli("verify", root).code == 0
 
 
 def test_damage_beside_what_cannot_be_read_ends_with_the_code_of_damage(

@@ -98,6 +98,8 @@ def import_deepspeed(
     content = state.root()
     steps = checked(files.model.content.get("global_steps", 0), int, files.model.path, "global_steps")
     job = ImportJob(
+        given=os.path.abspath(source),
+        source=directory,
         tensors=[_source(fqn, tensor, number) for number, (fqn, tensor) in enumerate(state.tensors.items())],
         aliases=tuple(state.aliases),
         root=content,
