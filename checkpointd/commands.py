@@ -10,6 +10,11 @@ def command(*words: str) -> str:
     return f"`{shlex.join(['checkpointd', *words])}`"
 
 
+def at_tag(root: str, tag: str) -> tuple[str, ...]:
+    """The arguments ROOT and TAG of a command, for `command`. If `tag` looks like an option, one path names both."""
+    return (f"{root}/{tag}",) if tag.startswith("-") else (root, tag)
+
+
 MAY_NOT_OPEN = (
     "be the user, or in the group, that the daemon serves; its owner lets a group in with --group, and another user with --uid"
 )

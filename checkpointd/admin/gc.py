@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from checkpointd.commands import command
+from checkpointd.commands import at_tag, command
 from checkpointd.commit.facts import Dead
 from checkpointd.commit.retention import Retention
 from checkpointd.errors import DamagedError, NotFoundError, UsageError
@@ -58,11 +58,19 @@ async def _deleted(store: Store, tag: str, *, force: bool, dry_run: bool) -> Col
     checkpoints = catalog.checkpoints_of(views)
     found = next((c for c in checkpoints if c.tag == tag), None)
     if found is None:
-        await catalog.find(store, tag)  # raises an error that describes what is there
+        try:
+            await catalog.find(store, tag)  # raises an error that describes what is there
+        except DamagedError as error:
+            raise DamagedError(
+                f"nothing was removed: {error}. Bring {error.key} back from a copy, then delete {tag} again; without a copy, "
+                f"remove the directory {store.url}/{tag} yourself, and let {command('verify', store.url)} tell whether a newer "
+                "checkpoint needed it",
+                key=error.key,
+            ) from error
         raise NotFoundError(f"{tag} is not a checkpoint any more")
     why = await _indispensable(store, tag, [c.tag for c in checkpoints if c.outcome.save_latest])
     if why and not force:
-        anyway = command("delete", store.url, tag, "--force")
+        anyway = command("delete", *at_tag(store.url, tag), "--force")
         raise UsageError(
             f"{tag} is {why}: a restart would load an older one, or none; to delete it anyway: {anyway}, or force=True "
             "in Python"

@@ -13,6 +13,7 @@ import click
 
 from checkpointd.cli.completing import complete_place
 from checkpointd.cli.locating import corrected, environment_root, locate
+from checkpointd.commands import at_tag
 from checkpointd.commands import command as command_line
 from checkpointd.errors import UsageError
 from checkpointd.layout.keys import AttemptId
@@ -38,7 +39,7 @@ def only_root(places: tuple[str, ...], command: str) -> str:
     if place is not None and place.tag is not None:
         raise UsageError(
             f"{given} is in the root {place.root}, at the tag {place.tag}: {corrected(given, place.root)} takes the root, "
-            f"{command_line('inspect', place.root, place.tag)} shows the tag"
+            f"{command_line('inspect', *at_tag(place.root, place.tag))} shows the tag"
         )
     return place.root if place else given
 
@@ -100,7 +101,7 @@ def _root_of(given: str, tag: str) -> tuple[str, str]:
     place = locate(given)
     if place is not None and place.tag is not None:
         if AttemptId.parse(tag) or tag == place.tag:
-            meant = f"{command_line('explain', place.root, place.tag)} shows all its attempts"
+            meant = f"{command_line('explain', *at_tag(place.root, place.tag))} shows all its attempts"
         else:
             meant = f"{corrected(given, place.root)} looks for {tag} there"
         raise UsageError(f"{given} is in the root {place.root}, at the tag {place.tag}: {meant}")

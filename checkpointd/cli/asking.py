@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from checkpointd.cli.locating import is_used, suggestion
-from checkpointd.commands import command
+from checkpointd.commands import at_tag, command
 from checkpointd.errors import NotFoundError, UsageError
 from checkpointd.layout.keys import LATEST, default_tag, is_tag
 from checkpointd.pipeline.root import catalog
@@ -77,7 +77,7 @@ def check_place(root: str, tag: str | None, out: str, name: str) -> None:
 
 def place_is_missing(root: str, tag: str, name: str) -> UsageError:
     return UsageError(
-        f"{tag} is a checkpoint of {root}; where to? Give the place as well, as in {command(name, root, tag, 'OUT')}. "
+        f"{tag} is a checkpoint of {root}; where to? Give the place as well, as in {command(name, *at_tag(root, tag), 'OUT')}. "
         f"A directory of that name is ./{tag}"
     )
 

@@ -7,7 +7,7 @@ from collections.abc import Awaitable
 
 import msgspec
 
-from checkpointd.commands import command
+from checkpointd.commands import at_tag, command
 from checkpointd.errors import DamagedError, NotFoundError
 from checkpointd.layout.keys import OUTCOME
 from checkpointd.layout.manifest import ErrorReport, Outcome, WriterIdentity
@@ -173,7 +173,7 @@ def _committed(
     [current] = catalog.checkpoints_of(attempts)
     if current.attempt != attempt.attempt:
         return f"{why}; attempt {current.attempt} of the same tag has replaced it", "Nothing: it is about to be collected."
-    verify = command("verify", store.url, attempt.tag)
+    verify = command("verify", *at_tag(store.url, attempt.tag))
     bad = [word.rank for word in words.ranks if word.vote != "yes"]
     if bad:
         why = f"{why}, but the vote of {rank_runs(bad)} is gone or changed since: it does not load"

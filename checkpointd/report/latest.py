@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from checkpointd.commands import command
+from checkpointd.commands import at_tag, command
 from checkpointd.errors import DamagedError, NotFoundError, UnreadableError
 from checkpointd.layout.keys import LATEST
-from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root import catalog, epochs
 from checkpointd.pipeline.root.catalog import Checkpoint
 from checkpointd.report.votes import votes_of
 from checkpointd.report.wholeness import Wholeness
@@ -35,7 +35,10 @@ async def pointer(store: Store, checkpoints: Sequence[Checkpoint], wholeness: Wh
     """Read `latest` and compare it with `checkpoints`, a listing of a moment ago, newest first. With `wholeness`, also check
     whether all objects of the named checkpoint are there.
     """
+    is_used = bool(checkpoints) or await _is_used(store)
     repair = f"the next start of the job, or {command('recover', store.url)}, sets it right"
+    if not is_used:
+        repair = f"no job ever saved at {store.url}, so another program has made it: give the root that the job was given"
     try:
         tag = await catalog.latest(store)
     except DamagedError as error:
@@ -45,6 +48,8 @@ async def pointer(store: Store, checkpoints: Sequence[Checkpoint], wholeness: Wh
     if tag is None and await _is_of_another_program(store):
         return Pointer(tag=None)
     named = next((c for c in checkpoints if c.tag == tag), None)
+    if tag is not None and not is_used:
+        return Pointer(tag=tag, damage=f"latest names {tag}, which is not a checkpoint: {repair}")
     if tag is not None and named is None:
         # It may have been committed after `checkpoints` were listed.
         return await _without_checkpoint(store, tag, repair)
@@ -56,6 +61,11 @@ async def pointer(store: Store, checkpoints: Sequence[Checkpoint], wholeness: Wh
         behind = f"latest {names}, although {due.tag} was committed since; unless its job is just moving it, {repair}"
         return Pointer(tag=tag, behind=behind)
     return Pointer(tag=tag)
+
+
+async def _is_used(store: Store) -> bool:
+    """Whether a job ever saved there. Only then can a recovery set `latest` right."""
+    return bool(await epochs.newest(store) or await catalog.scan(store))
 
 
 async def _is_of_another_program(store: Store) -> bool:
@@ -88,5 +98,5 @@ async def _incomplete(store: Store, named: Checkpoint, wholeness: Wholeness) -> 
         return ""
     if not await wholeness.lost(view, await votes_of(store, view)):
         return ""
-    why = command("explain", store.url, named.tag)
+    why = command("explain", *at_tag(store.url, named.tag))
     return f"latest names {named.tag}, which is not whole ({why} says why): a restart loads an older whole checkpoint, or none"

@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 import msgspec
 
-from checkpointd.commands import command
+from checkpointd.commands import at_tag, command
 from checkpointd.errors import StoreError
 from checkpointd.layout.keys import AttemptId, index_name, index_rank, vote_name
 from checkpointd.layout.manifest import Vote
@@ -126,4 +126,4 @@ def lost_advice(root: str, tag: str, lost: Sequence[Lost]) -> str:
     """Advice for a checkpoint that is not whole any more."""
     things = sorted({one.removed or one.key for one in lost})
     what = things[0] if len(things) == 1 else "what is gone"
-    return f"bring {what} back from a copy of the root, or remove what is left: {command('delete', root, tag)}"
+    return f"bring {what} back from a copy of the root, or remove what is left: {command('delete', *at_tag(root, tag))}"

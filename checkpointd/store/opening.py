@@ -19,6 +19,11 @@ def open_store(root: str | os.PathLike[str], *, read_only: bool = False) -> Stor
     With `read_only`, the store refuses every write with a StoreError.
     """
     text = os.fspath(root)
+    if text.startswith("~") and (meant := os.path.expanduser(text)) != text:
+        raise UsageError(
+            f"{text!r} starts with {text.split('/')[0]!r}, and only a shell expands it: give {meant!r}, or './{text}' for a "
+            "directory of that name"
+        )
     if not _SCHEME.match(text):
         return PosixStore(text, read_only=read_only)
     url = urlsplit(text)

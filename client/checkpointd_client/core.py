@@ -303,6 +303,8 @@ class Core:
         async def delete() -> None:
             await epochs.check_fence(self._store, self._epoch.number)
             await delete_once(self._store, tag, force=force)
+            if self._saver.latest == tag:
+                self._saver.deleted(tag, await catalog.latest(self._store))
 
         self._writer.call(self._at_own_root(delete()), LOOK_S)
 

@@ -6,7 +6,6 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
 
 from checkpointd.errors import UsageError
 from checkpointd.layout.keys import SERVICE, AttemptId, is_tag
@@ -36,16 +35,27 @@ def claim_root(root: str | os.PathLike[str]) -> Callable[[], None]:
 
 
 def check_no_tag(path: str) -> None:
-    """Raise UsageError if `path` is the directory of a tag in a root, and no root itself."""
-    root, name = os.path.split(os.path.abspath(path))
-    if not _was_begun(root) or _was_begun(path) or not is_tag(name):
+    """Raise UsageError if `path` is the directory of a tag in a root, or lies in one, and is no root itself."""
+    if _was_begun(path):
         return
-    with suppress(OSError):
-        if any(AttemptId.parse(attempt) for attempt in os.listdir(path)):
+    below = os.path.abspath(path)
+    root, name = os.path.split(below)
+    while root != below:
+        if _was_begun(root) and is_tag(name) and _has_attempts(below):
+            where = "is" if below == os.path.abspath(path) else "lies in"
             raise UsageError(
-                f"{path} is the directory of the tag {name!r}; its root is {root}. Give the root, and name the "
+                f"{path} {where} the directory of the tag {name!r}; its root is {root}. Give the root, and name the "
                 f"tag when you load: tag={name!r}"
             )
+        below = root
+        root, name = os.path.split(below)
+
+
+def _has_attempts(directory: str) -> bool:
+    try:
+        return any(AttemptId.parse(attempt) for attempt in os.listdir(directory))
+    except OSError:
+        return False
 
 
 def _was_begun(root: str) -> bool:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Coroutine, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
-from checkpointd.commands import command
+from checkpointd.commands import at_tag, command
 from checkpointd.commit.machine import Phase
 from checkpointd.config import LoadConfig, Ranks
 from checkpointd.daemon.protocol.wire import InFlight, RetainedSnapshot
@@ -359,7 +359,7 @@ class Loader:
             return None, CheckpointdError(f"{candidate.tag} cannot be loaded on rank {self.ranks.rank}: {error!r}")
 
     def _unreadable(self, candidate: Candidate, error: StoreError) -> UnreadableError:
-        looks = command("verify", self.store.url, candidate.tag)
+        looks = command("verify", *at_tag(self.store.url, candidate.tag))
         return UnreadableError(
             f"{candidate.tag} cannot be read now on rank {self.ranks.rank}: {error}. Nothing was loaded, and no older "
             "checkpoint was taken instead, since this one may be whole. Mend the storage and load again; "

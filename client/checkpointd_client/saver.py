@@ -179,6 +179,11 @@ class Saver:
         """The newest tag that this process knows."""
         return self._endings.latest
 
+    def deleted(self, tag: str, latest: str | None) -> None:
+        """Note that `tag` was deleted, and that `latest` is the tag that the store's `latest` names now."""
+        if self._endings.latest == tag:
+            self._endings.latest = latest
+
     @property
     def read_back(self) -> ReadBackStatus:
         """The checkpoints that this process has read back."""

@@ -13,6 +13,7 @@ from checkpointd.cli.asking import ask_about_tag
 from checkpointd.cli.collection_page import page
 from checkpointd.cli.formatting import printable, size
 from checkpointd.cli.render import show, show_answer
+from checkpointd.commands import at_tag
 from checkpointd.commands import command as command_line
 from checkpointd.errors import UsageError
 
@@ -52,7 +53,7 @@ def _confirmed(plan: CollectionReport, *, force: bool) -> bool:
     """Show the plan and ask, on standard error. UsageError if standard input is not a terminal."""
     tag = plan.retired[0]
     if not sys.stdin.isatty():
-        anyway = command_line("delete", plan.root, tag, "--yes", *(["--force"] if force else []))
+        anyway = command_line("delete", *at_tag(plan.root, tag), "--yes", *(["--force"] if force else []))
         raise UsageError(
             f"delete asks before it removes {tag} ({size(plan.freed_bytes)}), and standard input is not a terminal: {anyway} "
             "does not ask"

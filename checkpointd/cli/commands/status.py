@@ -15,6 +15,7 @@ from checkpointd.cli.formatting import count, moment, shortened, size
 from checkpointd.cli.locating import is_used, suggestion
 from checkpointd.cli.render import Block, Cell, Facts, Heading, Note, show_answer, warn
 from checkpointd.cli.watching import watch
+from checkpointd.commands import at_tag
 from checkpointd.commands import command as command_line
 from checkpointd.commit.machine import FENCED
 from checkpointd.errors import FencedError
@@ -90,10 +91,10 @@ def page(found: Standing) -> Iterator[Block]:
         ]
     )
     for name in found.damaged:
-        says = command_line("explain", found.root, name.rpartition("/")[0])
+        says = command_line("explain", *at_tag(found.root, name.rpartition("/")[0]))
         yield Note(f"the outcome of {name} is damaged: {says} says more", "bad")
     for name in found.unreadable:
-        says = command_line("explain", found.root, name.rpartition("/")[0])
+        says = command_line("explain", *at_tag(found.root, name.rpartition("/")[0]))
         yield Note(f"the outcome of {name} cannot be read now: {says} says more", "doubt")
     if found.incomplete:
         yield Note(_incomplete_text(found), "bad")

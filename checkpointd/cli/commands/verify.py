@@ -28,7 +28,7 @@ MOODS: dict[str, Mood] = {"whole": "good", "damaged": "bad", "unreadable": "doub
 @click.option(
     "--record",
     is_flag=True,
-    help="Record the result in each checkpoint. Older ones are removed only when a newer one is recorded as whole.",
+    help="Record the result in each checkpoint. Others are removed only when one that stays is recorded as whole.",
 )
 @as_json()
 def command(places: tuple[str, ...], record: bool, as_json: bool) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal, TypeAlias
 
-from checkpointd.commands import command
+from checkpointd.commands import at_tag, command
 from checkpointd.commit.facts import AttemptFacts, Order, State
 from checkpointd.errors import DamagedError, LinkError, NotFoundError, UnreadableError
 from checkpointd.layout.indexes import decode_index
@@ -238,7 +238,7 @@ async def find(store: Store, tag: str) -> Checkpoint:
         return found[0]
     if attempts:
         states = ", ".join(f"{a.attempt} is {a.state}" for a in attempts)
-        raise NotFoundError(f"{tag} is not a checkpoint: {states}; {command('explain', store.url, tag)} says why")
+        raise NotFoundError(f"{tag} is not a checkpoint: {states}; {command('explain', *at_tag(store.url, tag))} says why")
     known = [c.tag for c in await checkpoints(store)]
     raise NotFoundError(f"there is no tag {tag!r} at {store.url}; checkpoints are: {listed(known) or 'none'}")
 

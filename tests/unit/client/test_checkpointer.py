@@ -242,9 +242,12 @@ def test_the_directory_of_a_tag_is_refused_as_a_root(tmp_path: Path) -> None:
         ckpt.save(1, _state()).wait()
     before = sorted(tmp_path.rglob("*"))
     tag = tmp_path / "global_step1"
-    for take in (Checkpointer, open_checkpoint):
+    for place in (tag, tag / "00000001-0", tag / "mine" / "run"):
         with pytest.raises(UsageError, match=r"directory of the tag 'global_step1'; its root is .*: tag='global_step1'"):
-            take(tag)
+            Checkpointer(place)
+        if place.exists():
+            with pytest.raises(UsageError, match="directory of the tag 'global_step1'"):
+                open_checkpoint(place)
     assert sorted(tmp_path.rglob("*")) == before
 
 

@@ -79,6 +79,12 @@ def test_deleting_removes_what_is_named_and_refuses_the_newest(tmp_path: Path) -
             ckpt.delete("global_step9")
         ckpt.delete("global_step2", force=True)
         assert ckpt.latest() is None
+        assert ckpt.status().latest is None
+        assert "latest=None" in repr(ckpt)
+        for step in (3, 4):
+            ckpt.save(step, state()).wait()
+        ckpt.delete("global_step4", force=True)
+        assert ckpt.status().latest == ckpt.latest() == "global_step3"
 
 
 def test_its_repr_says_where_it_is_and_how_it_stands(tmp_path: Path) -> None:

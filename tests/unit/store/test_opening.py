@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -102,3 +103,13 @@ async def test_what_is_opened_to_be_read_cannot_be_written_to(tmp_path: Path) ->
     assert changed(tmp_path) == before
     with pytest.raises(UsageError, match="exists only in the process"):
         open_store("memory://node0", read_only=True)
+
+
+@pytest.mark.parametrize("root", ["~", "~/runs/a", "~root/a"])
+def test_a_home_directory_that_no_shell_expanded_is_refused(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    meant = os.path.expanduser(root)
+    with pytest.raises(UsageError, match=rf"only a shell expands it: give '{meant}', or '\./{root}'"):
+        open_store(root)
+    assert open_store(f"./{root}").url == os.path.abspath(root)
+    assert open_store("~nobody-has-this-name/a").url == os.path.abspath("~nobody-has-this-name/a")

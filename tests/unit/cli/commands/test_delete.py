@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from checkpointd.store.base import Store
-from tests.builders import Arrays, save_checkpoint
+from tests.builders import Arrays, break_file, save_checkpoint
 from tests.unit.cli.conftest import Cli, With, contents
 
 
@@ -106,6 +106,28 @@ def test_without_a_terminal_it_wants_yes_and_prints_the_whole_command(cli: Cli, 
     assert cli("delete", three, "global_step2", "--yes").code == 0
     assert cli("delete", three, "global_step1", "-y").code == 0
     assert tags(cli, three) == ["global_step3"]
+
+
+def test_a_tag_that_looks_like_an_option_is_suggested_as_a_path(cli: Cli, root: Path, at: With) -> None:
+    at(partial(save_checkpoint, tag="-x"))
+    at(partial(save_checkpoint, tag="global_step9"))
+    said = cli("delete", root, "--", "-x").err
+    assert f"`checkpointd delete {root}/-x --yes` does not ask" in said
+    assert cli("delete", f"{root}/-x", "--yes").code == 0
+    assert tags(cli, root) == ["global_step9"]
+
+
+def test_a_damaged_outcome_is_not_deleted_and_the_next_step_is_told(cli: Cli, three: Path) -> None:
+    outcome = three / "global_step1/00000001-0/outcome"
+    whole = outcome.read_bytes()
+    break_file(outcome, "truncate")
+    answer = cli("delete", three, "global_step1", "--yes")
+    assert answer.code == 5
+    assert "nothing was removed: the outcome of global_step1/00000001-0 is damaged" in answer.err
+    assert "Bring global_step1/00000001-0/outcome back from a copy, then delete global_step1 again" in answer.err
+    outcome.chmod(0o644)
+    outcome.write_bytes(whole)
+    assert cli("delete", three, "global_step1", "--yes").code == 0
 
 
 def test_yes_is_not_force(cli: Cli, three: Path) -> None:

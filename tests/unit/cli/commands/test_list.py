@@ -148,6 +148,20 @@ def test_an_empty_root_has_no_checkpoints_and_that_is_no_error(root: Path, cli: 
     assert cli("list", root, "--json").json["rows"] == []
 
 
+@pytest.mark.parametrize("latest", ["global_step5", "global_step5\n", "a\nb", b"\xff", Path("global_step5")])
+def test_latest_of_another_program_suggests_no_recovery(cli: Cli, tmp_path: Path, latest: str | bytes | Path) -> None:
+    place = tmp_path / "latest"
+    if isinstance(latest, Path):
+        place.symlink_to(latest)
+    else:
+        place.write_bytes(latest if isinstance(latest, bytes) else latest.encode())
+    for command in ("list", "status"):
+        answer = cli(command, tmp_path)
+        assert answer.code == 0
+        assert "checkpointd recover" not in answer.out + answer.err
+        assert "give the root that the job was given" in answer.err
+
+
 def test_looking_writes_nothing(root: Path, at: With, cli: Cli) -> None:
     at(many)
     before = contents(root)
