@@ -11,8 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 MIB = 1 << 20
-MODEL_MIB = 384
-SLACK = 24 * MIB
+MODEL_MIB = 448
+SLACK = 40 * MIB
 """What an interpreter takes for itself meanwhile: thread stacks, free lists, indexes."""
 
 
