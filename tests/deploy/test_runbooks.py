@@ -81,7 +81,9 @@ def test_a_copy_of_a_living_root_is_whole(files: bool, tmp_path: Path) -> None:
     root, copy = tmp_path / "job" / ".checkpointd", tmp_path / "copy" / ".checkpointd"
     steps = list[int]()
     with saving(root, files=files):
-        for _ in range(2):  # the second brings the same copy up to date
+        # The second run brings the same copy up to date. On a busy machine the job may remove all that is newer meanwhile: then
+        # the page says to run it again.
+        while len(steps) < 2 or (steps[-1] <= steps[0] and len(steps) < 6):
             said = run("Back up a root while a job saves", root, copy)
             assert "whole" in said
             latest = (copy / "latest").read_text().strip()
@@ -89,7 +91,7 @@ def test_a_copy_of_a_living_root_is_whole(files: bool, tmp_path: Path) -> None:
             if files:
                 shown = torch.load(copy.parent / latest / "model.pt")
                 assert torch.equal(shown["weight"], torch.full((1 << 16,), float(steps[-1])))
-    assert 0 < steps[0] < steps[1]
+    assert 0 < steps[0] < steps[-1]
     if not files:
         assert_newest(copy, steps[-1])
 
