@@ -1,0 +1,21 @@
+"""The orders in which the tests let a device's streams run."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from types import ModuleType
+
+import torch
+
+SCHEDULES = ("compute ahead", "copies ahead", *(f"chaos {seed}" for seed in range(5)))
+
+
+def under(sim: ModuleType, schedule: str, main: torch.Stream) -> AbstractContextManager[None]:
+    """The block runs under `schedule`, if `main` is the stream that trains."""
+    if schedule.startswith("chaos"):
+        return sim.chaos(int(schedule.split()[1]))
+    return sim.only(main) if schedule == "compute ahead" else sim.stalled(main)
+
+
+def main_stream(device: torch.device) -> torch.Stream:
+    return torch.accelerator.current_stream(device)

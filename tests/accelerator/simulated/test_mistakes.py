@@ -1,0 +1,122 @@
+"""Each planted mistake shows every time under some schedule: so the tests of staging and loading can fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+
+from checkpointd.errors import CheckpointdError
+from checkpointd.layout.boxes import whole
+from checkpointd_client import Checkpointer, devices
+from checkpointd_client.restore.sinks import box_sink, sink_for
+from tests.accelerator.simulated.mistakes import LOADING, STAGING, Mistake
+from tests.accelerator.simulated.schedules import main_stream, under
+from tests.accelerator.simulated.small_nets import Net, loaded
+
+
+@pytest.fixture
+def rounds(pytestconfig: pytest.Config) -> int:
+    return int(pytestconfig.getoption("mistake_rounds"))
+
+
+def staged(sim: ModuleType, root: Path, device: torch.device, mistake: Mistake) -> list[str]:
+    """What is wrong with a snapshot that is taken under the schedule of `mistake`; nothing where all is right."""
+    net = Net(1.0, device)
+    optimizer = torch.optim.SGD([net.weight], lr=1.0)
+    net.weight.grad = torch.ones_like(net.weight)
+    said: list[str] = []
+    with Checkpointer(root) as ckpt:
+        ckpt.save(0, {"net": net, "optimizer": optimizer}).wait()
+        torch.accelerator.synchronize(device)
+        before = sim.counts()
+        with under(sim, mistake.schedule, main_stream(device)):
+            with torch.no_grad():
+                net.weight.mul_(5)
+                net.seen.mul_(5)
+            handle = ckpt.save(1, {"net": net, "optimizer": optimizer})
+            with torch.no_grad():
+                net.seen.mul_(3)
+            other = [torch.full_like(net.seen, 9.0) for _ in range(3)]
+            optimizer.step()
+            if sim.counts().since(before).forced:
+                said.append("the training thread waited for the device")
+            if mistake.linger_s:
+                with suppress(CheckpointdError):
+                    handle.wait(timeout=mistake.linger_s)
+        try:
+            handle.wait()
+        except CheckpointdError as error:
+            return [*said, f"the save failed: {error}"]
+        del other
+    try:
+        found = loaded(root, "global_step1", device)
+    except CheckpointdError as error:
+        return [*said, f"the load failed: {error}"]
+    if (found.weight.unique().tolist(), found.seen.unique().tolist()) != ([5.0], [5.0]):
+        said.append("the checkpoint holds other bytes")
+    return said
+
+
+BOX = whole((64, 64))
+
+
+def sinks_of(net: Net) -> list[tuple[torch.Tensor, Callable[[], None]]]:
+    """A tensor for each way to fill one on a device, and the call of its sink with threes."""
+    threes = np.full((64, 64), 3.0, dtype=np.float32)
+    rows, carriers = threes.reshape(-1).view(np.uint8), threes.view(np.uint32)
+    plain, strided, part, converted = (torch.full_like(net.seen, 0.0) for _ in range(4))
+    strided, converted = strided.t(), converted.double()
+    return [
+        (plain, partial(sink_for(plain, "float32"), 0, rows)),
+        (strided, partial(sink_for(strided, "float32"), 0, rows)),
+        (part, partial(box_sink(part, BOX, "float32"), BOX, carriers)),
+        (converted, partial(box_sink(converted, BOX, "float32"), BOX, carriers)),
+    ]
+
+
+def filled(sim: ModuleType, device: torch.device) -> list[str]:
+    """What is wrong with tensors that another thread fills, if the caller's stream is not the default one."""
+    stream, default = torch.Stream(device), main_stream(device)
+    said: list[str] = []
+    for held in (stream, default):
+        with devices.on_stream(stream):
+            pairs = sinks_of(Net(-1.0, device))
+            torch.accelerator.synchronize(device)
+            with sim.stalled(held, patience_ms=10), ThreadPoolExecutor(1) as reader:
+                for tensor, _ in pairs:
+                    tensor.fill_(0.5)
+                for _, fill in pairs:
+                    reader.submit(fill).result()
+                seen = [tensor * 1 for tensor, _ in pairs]
+            torch.accelerator.synchronize(device)
+        for k, ((tensor, _), read) in enumerate(zip(pairs, seen, strict=True)):
+            if (tensor.unique().tolist(), read.unique().tolist()) != ([3.0], [3.0]):
+                said.append(f"sink {k} filled {tensor.unique().tolist()}, and the caller read {read.unique().tolist()}")
+    return said
+
+
+@pytest.mark.parametrize("name", STAGING)
+def test_a_mistake_in_staging_shows_every_time(
+    sim: ModuleType, tmp_path: Path, device: torch.device, name: str, rounds: int
+) -> None:
+    mistake = STAGING[name]
+    for k in range(rounds):
+        with mistake.made():
+            assert staged(sim, tmp_path / str(k), device, mistake), f"round {k} saw nothing"
+    assert staged(sim, tmp_path / "right", device, mistake) == []
+
+
+@pytest.mark.parametrize("name", LOADING)
+def test_a_mistake_in_loading_shows_every_time(sim: ModuleType, device: torch.device, name: str, rounds: int) -> None:
+    for k in range(rounds):
+        with LOADING[name].made():
+            assert len(filled(sim, device)) >= 1, f"round {k} saw nothing"
+    assert filled(sim, device) == []

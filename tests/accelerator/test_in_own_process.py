@@ -1,0 +1,36 @@
+"""Runs each test file of `simulated/` in a process of its own, and shows its cases as subtests."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+FILES = sorted((Path(__file__).parent / "simulated").glob("test_*.py"))
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_on_the_simulated_device(file: Path, tmp_path: Path, subtests: pytest.Subtests, pytestconfig: pytest.Config) -> None:
+    if shutil.which("c++") is None and not pytestconfig.getoption("require_compiler"):
+        pytest.skip("needs a C++ compiler, to build the simulated device")
+    rounds = f"--mistake-rounds={pytestconfig.getoption('mistake_rounds')}"
+    report = tmp_path / "report.xml"
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "--simulated-device", rounds, f"--junitxml={report}", str(file)],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert report.exists(), done.stdout + done.stderr
+    cases = list(ElementTree.parse(report).iter("testcase"))
+    for case in cases:
+        with subtests.test(case.get("name", "")):
+            found = next((found for found in case if found.tag in ("failure", "error")), None)
+            assert found is None, found.text if found is not None else ""
+    assert cases, done.stdout
+    assert done.returncode == 0, done.stdout + done.stderr
