@@ -73,6 +73,7 @@ LAYERS = {
     "checkpointd.__main__": 26,
     "checkpointd.testing": 26,
     "checkpointd_client.errors": 30,
+    "checkpointd_client.devices": 30,
     "checkpointd_client.ranks": 31,
     "checkpointd_client.sharding": 31,
     "checkpointd_client.capture": 32,
@@ -96,6 +97,7 @@ LAYERS = {
 }
 PURE = {"arguments", "phrases", "layout", "codec", "commit"}
 DEEPSPEED = "client/checkpointd_client/integrations/deepspeed/"
+DEVICES = "client/checkpointd_client/devices.py"
 EXTRAS = {"testing": "test", "daemon": "serve"}
 """The extra whose dependencies a part of the service may import."""
 # What a pure package may import from outside; of the service: `errors` and its own kind.
@@ -287,6 +289,14 @@ def nothing_is_pickled(source: Source) -> Iterator[str]:
             yield f"{node.lineno}: {called} pickles; instead: raw bytes with a dtype and a shape"
 
 
+def only_devices_names_cuda(source: Source) -> Iterator[str]:
+    if not source.shipped or source.path == DEVICES:
+        return
+    for line, name in [*source.imports, *source.uses]:
+        if name.startswith("torch.cuda"):
+            yield f"{line}: {name} knows one kind of device; instead: torch.accelerator, torch.Stream, or a call of devices.py"
+
+
 def nobody_sleeps(source: Source) -> Iterator[str]:
     """`time.sleep(0)` only hands over the processor, so it may stay."""
     if not (source.shipped or source.package == TESTS):
@@ -343,6 +353,7 @@ RULES: tuple[Rule, ...] = (
     only_tests_use_testing,
     dependencies_are_declared,
     nothing_is_pickled,
+    only_devices_names_cuda,
     nobody_sleeps,
     environment_is_read_once,
     only_the_cli_prints,
@@ -408,6 +419,8 @@ BAD: list[tuple[Rule, str, str]] = [
     (nothing_is_pickled, "client/checkpointd_client/a.py", "import torch\nx = torch.load(f, weights_only=True)"),
     (nothing_is_pickled, "client/checkpointd_client/capture/torch_files.py", "import torch\ntorch.load(f)"),
     (nothing_is_pickled, f"{DEEPSPEED}checkpoint_engine.py", "import pickle"),
+    (only_devices_names_cuda, "client/checkpointd_client/a.py", "import torch\ntorch.cuda.current_stream()"),
+    (only_devices_names_cuda, "client/checkpointd_client/a.py", "from torch.cuda import Stream"),
     (nobody_sleeps, "tests/e2e/a.py", "import time\ntime.sleep(1)"),
     (nobody_sleeps, "client/checkpointd_client/a.py", "from time import sleep"),
     (environment_is_read_once, "checkpointd/cli/a.py", "import os\nos.environ['A']"),
@@ -444,6 +457,7 @@ GOOD: list[tuple[Rule, str, str]] = [
     (nothing_is_pickled, "client/checkpointd_client/export/torch_file.py", "import torch\ntorch.save(x, f)"),
     (nothing_is_pickled, "client/checkpointd_client/integrations/conversion/objects.py", "torch.load(f, weights_only=True)"),
     (nothing_is_pickled, "client/checkpointd_client/integrations/conversion/metadata_file.py", "import pickle"),
+    (only_devices_names_cuda, DEVICES, "import torch\ntorch.cuda.cudart()"),
     (nobody_sleeps, "checkpointd/pipeline/a.py", "import asyncio, time\nawait asyncio.sleep(time.monotonic())"),
     (nobody_sleeps, "tests/a.py", "import time\ntime.sleep(0)"),
     (environment_is_read_once, "checkpointd/config.py", "import os\nos.environ"),

@@ -43,7 +43,7 @@ from checkpointd_client.saves.history import SaveHistory, SaveRecord
 from checkpointd_client.saves.runner import Endings, InlineRunner, PendingSave, Runner
 from checkpointd_client.sidecar.client import SidecarClient, SidecarRunner
 from checkpointd_client.staging.arena import Arena, Slot, SlotHold
-from checkpointd_client.staging.prewarming import expected_bytes
+from checkpointd_client.staging.prewarming import expected
 from checkpointd_client.staging.stager import SlotLayout, Stager, Staging, plan_slot, signature_of
 
 log = logging.getLogger("checkpointd")
@@ -377,9 +377,9 @@ class Saver:
         """Allocate the arena's first slot in the background, with the size that the first save will probably need."""
         if self._saves or self._prewarming is not None:
             return
-        nbytes = expected_bytes(state)
+        nbytes, device = expected(state)
         if nbytes:
-            self._begin_prewarming(nbytes, slots=1, device=_current_device())
+            self._begin_prewarming(nbytes, slots=1, device=device)
 
     def _prewarm_another(self, job: PendingSave) -> None:
         """Allocate a second slot in the background: a sidecar retains the first snapshot in its slot."""
@@ -387,10 +387,10 @@ class Saver:
             return
         nbytes = len(job.shard.buffer)
         self._has_prewarmed_another = True
-        device = _current_device()  # of this thread: the callback runs on another one
+        device = self._stagings[-1][0].device if self._stagings else None
         job.staged.add_done_callback(lambda _: self._begin_prewarming(nbytes, slots=2, device=device))
 
-    def _begin_prewarming(self, nbytes: int, *, slots: int, device: int | None) -> None:
+    def _begin_prewarming(self, nbytes: int, *, slots: int, device: torch.device | None) -> None:
         work = partial(self._arena.prewarm, nbytes, device=device, slots=slots)
         thread = threading.Thread(target=work, name="checkpointd-prewarm", daemon=True)
         thread.start()
@@ -434,7 +434,3 @@ class Saver:
 def _joined(thread: threading.Thread, seconds: float) -> bool:
     thread.join(seconds)
     return not thread.is_alive()
-
-
-def _current_device() -> int | None:
-    return torch.cuda.current_device() if torch.cuda.is_initialized() else None

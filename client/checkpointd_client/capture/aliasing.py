@@ -1,7 +1,7 @@
 """Finds the tensors that share memory by their addresses, whatever objects they share it through.
 
-Torch's addresses are unified across the host and CUDA devices. An interval of bytes spans a tensor's first to last element.
-Strided tensors may interleave in an interval without sharing an element.
+Two devices may use the same addresses for different memory, so the device is a part of the address here. An interval of bytes
+spans a tensor's first to last element. Strided tensors may interleave in an interval without sharing an element.
 """
 
 from __future__ import annotations
@@ -24,6 +24,17 @@ _EXACT_TEST_EFFORT = 100_000
 """The limit of numpy's exact search for a common element. Beyond the limit, two tensors count as sharing memory."""
 
 
+_DEVICE_SHIFT = 58
+"""No process has addresses of so many bits."""
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    """Where `tensor` begins. In host memory this is its address; on a device, the device's number is added above it."""
+    if tensor.is_cpu:
+        return tensor.data_ptr()
+    return tensor.data_ptr() + (1 + tensor.get_device() << _DEVICE_SHIFT)
+
+
 @dataclass(frozen=True, slots=True)
 class MemoryRegion:
     """The memory of a tensor: addresses, strides in elements, and torch's lazy bits."""
@@ -39,7 +50,7 @@ class MemoryRegion:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> MemoryRegion:
-        start = tensor.data_ptr()
+        start = address_of(tensor)
         return cls(
             start,
             start + extent(tensor),

@@ -26,7 +26,7 @@ from checkpointd.layout import tree
 from checkpointd.layout.manifest import Alias
 from checkpointd.layout.strides import contiguous_stride
 from checkpointd_client.capture import state_dicts
-from checkpointd_client.capture.aliasing import MemoryRegion, alias_of, extent, overlap_of, overlapping
+from checkpointd_client.capture.aliasing import MemoryRegion, address_of, alias_of, extent, overlap_of, overlapping
 from checkpointd_client.capture.dtypes import NAMES, overlaps_itself
 from checkpointd_client.capture.flatten import Flattener
 from checkpointd_client.capture.scalars import decode_key
@@ -169,6 +169,8 @@ def _inspect(walk: Flattener) -> _CheckedTensors:
         start = tensor.data_ptr()
         if name is None or start < LIKELY_LOWEST_ADDRESS:
             _refuse(tensor, walk.fqns[i])
+        if not tensor.is_cpu:
+            start = address_of(tensor)
         contiguous = tensor.is_contiguous()
         if not contiguous:
             found.strided.append(i)
@@ -281,7 +283,7 @@ def _optimizer_only(walk: Flattener, found: _CheckedTensors) -> set[int]:
     for parameter in (p for o in walk.optimizers for group in o.param_groups for p in group["params"]):
         span = known.get(id(parameter))
         if span is None and refusal(parameter) is None:
-            start = parameter.data_ptr()
+            start = address_of(parameter)
             span = start, start + extent(parameter)
         optimizer_only.add(span or _NOWHERE)
     return {i for i, span in enumerate(spans) if span in optimizer_only}

@@ -1,4 +1,9 @@
-"""Sinks: they put the bytes of a chunk into the memory of the tensor that is loaded."""
+"""Sinks: they put the bytes of a chunk into the memory of the tensor that is loaded.
+
+Invariants
+  SINK-1  A sink runs on any thread. On a device its copies are queued on the stream that was current when the sink was made. So
+      they come after the work that the caller had queued, and before the work that it queues later.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +19,7 @@ from checkpointd.layout.dtypes import ITEM_BYTES
 from checkpointd.layout.regions import slices
 from checkpointd.pipeline.read.plan import CARRIERS, BoxSink, Sink
 from checkpointd.pipeline.shard import Bytes
+from checkpointd_client import devices
 from checkpointd_client.capture.dtypes import DTYPES, bits, copy_bits
 
 
@@ -39,11 +45,11 @@ def _into_bytes(live: torch.Tensor) -> Sink:
 
 
 def _into_flat(live: torch.Tensor, item: int) -> Sink:
-    flat = live.view(-1)
+    flat, ordered = live.view(-1), devices.callers_stream(live.device)
 
     def sink(start: int, data: Bytes) -> None:
         part = flat[start // item : (start + data.nbytes) // item]
-        with torch.no_grad():
+        with ordered(), torch.no_grad():
             bits(part).copy_(bits(torch.from_numpy(data).view(live.dtype)))
 
     return sink
@@ -53,7 +59,7 @@ class _Gathering:
     """A sink for a tensor that is not contiguous: it gathers the bytes, then copies them at once."""
 
     def __init__(self, live: torch.Tensor) -> None:
-        self._live = live
+        self._live, self._ordered = live, devices.callers_stream(live.device)
         self._left = live.numel() * live.itemsize
         self._bytes: Bytes | None = None
         self._lock = threading.Lock()
@@ -70,7 +76,7 @@ class _Gathering:
             last = self._left == 0
         if last:
             whole = torch.from_numpy(gathered).view(self._live.dtype).view(self._live.shape)
-            with torch.no_grad():
+            with self._ordered(), torch.no_grad():
                 copy_bits(self._live, whole)
             self._bytes = None
 
@@ -102,16 +108,20 @@ def _as_tensor(data: NDArray[Any], dtype: torch.dtype) -> torch.Tensor:
 
 
 def _into_view(live: torch.Tensor, box: Box) -> BoxSink:
+    ordered = devices.callers_stream(live.device)
+
     def sink(inside: Box, data: NDArray[Any]) -> None:
-        with torch.no_grad():
+        with ordered(), torch.no_grad():
             copy_bits(live[slices(box, inside)], _as_tensor(data, live.dtype).to(live.device))
 
     return sink
 
 
 def _converting(live: torch.Tensor, box: Box, dtype: torch.dtype) -> BoxSink:
+    ordered = devices.callers_stream(live.device)
+
     def sink(inside: Box, data: NDArray[Any]) -> None:
-        with torch.no_grad():
+        with ordered(), torch.no_grad():
             live[slices(box, inside)].copy_(_as_tensor(data, dtype))
 
     return sink

@@ -6,6 +6,7 @@ Invariants
       can only read the memory. Only this process writes it, through the mapping that it made before the seal.
   ARENA-3  A slot is allocated when a save first needs it, or by `prewarm`, and replaced only while it is free.
   ARENA-4  A slot that a lost sidecar may still read is never used again: its bytes must not change while the sidecar reads.
+  ARENA-5  A slot into which a device may still copy is never used again, and keeps its memory until the process ends.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import torch
 
 from checkpointd.pipeline.pages import page_up
 from checkpointd.pipeline.shard import PAGE, Bytes
+from checkpointd_client import devices
 
 log = logging.getLogger("checkpointd")
 
@@ -33,6 +35,8 @@ _MADV_POPULATE_WRITE = 23
 _F_SEAL_FUTURE_WRITE = 16
 _STEP = 64 << 20
 _NUMBERS = itertools.count()
+_UNSAFE: list[Slot] = []
+"""Slots that are kept for ARENA-5."""
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -43,6 +47,8 @@ class Slot:
         self.number = next(_NUMBERS)
         self.lost = False
         """Whether the connection to a sidecar that may still read the slot is lost (ARENA-4)."""
+        self.still_written = False
+        """Whether a device failed so that its copies into the slot may not have ended (ARENA-5)."""
         self.capacity = page_up(max(capacity, 1))
         self.nbytes = self.capacity + PAGE
         """The capacity and the page of the completion marker."""
@@ -59,7 +65,8 @@ class Slot:
         self._mark = whole[-8:].view("<u8")
         self.token = 0
         self.memory = torch.from_numpy(self.buffer)
-        self.pinned = False
+        self._pinning: devices.Pinning | None = None
+        self._tried_pinning = False
         self._views: tuple[object, list[torch.Tensor]] | None = None
 
     def begin(self) -> int:
@@ -81,15 +88,18 @@ class Slot:
             if _LIBC.madvise(ctypes.c_void_p(address + start), ctypes.c_size_t(length), _MADV_POPULATE_WRITE) != 0:
                 return  # an older kernel: it allocates the pages at the first copy
 
-    def pin(self) -> None:
-        """Register the memory with CUDA, once, so that copies from the device run asynchronously."""
-        if self.pinned:
+    def pin(self, kind: str) -> None:
+        """Register the memory, once, with devices of `kind` (`torch.device.type`), so that their copies run asynchronously."""
+        if self._tried_pinning:
             return
-        code = torch.cuda.cudart().cudaHostRegister(self.buffer.ctypes.data, self.capacity, 0)
-        if int(code) != 0:
-            log.warning("the arena cannot be pinned (CUDA error %s): copies from the device will be slower", int(code))
+        self._tried_pinning = True
+        pinning = devices.PINNING.get(kind)
+        code = pinning.register(self.buffer.ctypes.data, self.capacity) if pinning else None
+        if pinning is None or code != 0:
+            why = f"error {code}" if pinning else f"torch offers no call for {kind} devices"
+            log.warning("the arena cannot be pinned (%s): save() waits for the copies from the device", why)
             return
-        self.pinned = True
+        self._pinning = pinning
 
     def views(self, layout: object, parts: list[tuple[int, int, torch.dtype, tuple[int, ...]]]) -> list[torch.Tensor]:
         """A tensor over this memory for each part (offset, bytes, dtype, shape); cached while `layout` is the same object."""
@@ -100,9 +110,12 @@ class Slot:
 
     def release(self) -> None:
         """Give the memory back. A view that is still in use keeps the mapping alive until the view is gone."""
-        if self.pinned:
-            torch.cuda.cudart().cudaHostUnregister(self.buffer.ctypes.data)
-            self.pinned = False
+        if self.still_written:
+            _UNSAFE.append(self)
+            return
+        if self._pinning:
+            self._pinning.unregister(self.buffer.ctypes.data)
+            self._pinning = None
         self._views = None
         del self.memory, self.buffer, self._mark
         with contextlib.suppress(BufferError):
@@ -190,31 +203,34 @@ class Arena:
             self._busy -= 1
             if self._closed:
                 slot.release()
-            elif slot.lost:
+            elif slot.lost or slot.still_written:
                 self._discard(slot)
                 self._unmade += 1
             else:
                 self._free.append(slot)
             self._change.notify()
 
-    def prewarm(self, nbytes: int, *, device: int | None, slots: int = 1) -> None:
+    def prewarm(self, nbytes: int, *, device: torch.device | None, slots: int = 1) -> None:
         """Allocate one more slot with `nbytes` of real memory, unless `slots` exist already. Call it on a background thread.
 
-        `device`: pin the memory for that CUDA device. None: do not pin it.
+        `device`: pin the memory for that device. None: do not pin it.
         """
         with self._change:
             if self._closed or not self._unmade or len(self._free) + self._busy >= slots:
                 return
             self._unmade -= 1
             self._busy += 1
+        slot: Slot | None = None
         try:
             slot = Slot(nbytes)
             slot.populate(nbytes)
             if device is not None:
-                torch.cuda.set_device(device)  # for this thread: pinning on another device would create a context there
-                slot.pin()
-        except OSError as error:
+                torch.accelerator.set_device_index(device)  # for this thread: elsewhere, pinning would create a context
+                slot.pin(device.type)
+        except Exception as error:  # of the system or of the device's driver
             log.warning("the arena cannot be prewarmed with %d bytes: %s; the save that needs it allocates it", nbytes, error)
+            if slot is not None:
+                slot.release()
             self._not_made()
             return
         self.release(slot)

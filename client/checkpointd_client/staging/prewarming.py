@@ -8,6 +8,7 @@ import torch
 
 from checkpointd.errors import StateError
 from checkpointd.pipeline.shard import PAGE
+from checkpointd_client import devices
 from checkpointd_client.capture.state import capture
 from checkpointd_client.sharding.dtensor import is_dtensor, local_of
 
@@ -15,9 +16,9 @@ MOMENTS = 2
 """The tensors per parameter that an optimizer is assumed to make at its first step: Adam makes two."""
 
 
-def expected_bytes(state: Mapping[str, object]) -> int:
-    """Estimate the bytes that this rank writes of `state`, with the tensors that its optimizers make at their first step.
-    0 means unknown.
+def expected(state: Mapping[str, object]) -> tuple[int, torch.device | None]:
+    """Estimate the bytes that this rank writes of `state`, with the tensors that its optimizers make at their first step, and
+    name a device that holds some of them. 0 and None mean unknown.
 
     A low estimate costs the first save some page faults. A high one costs memory until the slot is replaced. The save is right
     in both cases.
@@ -25,16 +26,17 @@ def expected_bytes(state: Mapping[str, object]) -> int:
     try:
         captured = capture(state, None, exclude_frozen_parameters=False)
     except StateError:
-        return 0  # save() will raise it
+        return 0, None  # save() will raise it
+    device = next((leaf.tensor.device for leaf in captured.leaves if devices.has_streams(leaf.tensor.device)), None)
     present = sum(leaf.tensor.nbytes + PAGE // 64 for leaf in captured.leaves)
     optimizers = [item for item in state.values() if isinstance(item, torch.optim.Optimizer)]
     if not optimizers:
-        return present
+        return present, device
     # If other ranks hold replicas, this rank writes only a part of its parameters and moments: scale the new moments alike.
     written = sum(leaf.tensor.nbytes for leaf in captured.leaves if leaf.optimizer_only)
     fresh = sum(_nbytes(p) for optimizer in optimizers for p in _parameters(optimizer) if p not in optimizer.state)
     held = sum(_nbytes(t) for optimizer in optimizers for t in _parameters(optimizer) + _state_tensors(optimizer))
-    return present + (MOMENTS * fresh * min(written, held) // held if held else 0)
+    return present + (MOMENTS * fresh * min(written, held) // held if held else 0), device
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

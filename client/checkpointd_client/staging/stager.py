@@ -14,7 +14,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Iterable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -26,6 +28,7 @@ from checkpointd.layout.dtypes import ITEM_BYTES
 from checkpointd.pipeline.pages import page_up
 from checkpointd.pipeline.shard import ShardTensor, aligned
 from checkpointd.waits import Waiting
+from checkpointd_client import devices
 from checkpointd_client.capture.dtypes import bits, copy_bits
 from checkpointd_client.capture.state import Captured, Leaf
 from checkpointd_client.sharding.dtensor import LocalBox as HeldPart
@@ -121,7 +124,7 @@ class Staging:
     _fencing: threading.Lock = field(default_factory=threading.Lock)
     """Held while a step waits."""
     _tasks: deque[list[Copy]] = field(default_factory=deque)
-    _events: list[tuple[torch.device, torch.cuda.Event]] = field(default_factory=list)
+    _events: list[tuple[torch.device, torch.Event]] = field(default_factory=list)
     _held: list[torch.Tensor] = field(default_factory=list)
     _device_copies: list[Copy] = field(default_factory=list)
     _proofs: list[tuple[Proof, list[Copy]]] = field(default_factory=list)
@@ -138,7 +141,7 @@ class Staging:
         """
         self._check_device_sources()
         for device, event in self._events:
-            torch.cuda.current_stream(device).wait_event(event)
+            torch.accelerator.current_stream(device).wait_event(event)
         if self._left == 0:
             return
         began = time.perf_counter()
@@ -148,6 +151,11 @@ class Staging:
                 self._copying().until(self._host_copied.wait)
             finally:
                 self.fence_s += time.perf_counter() - began
+
+    @property
+    def device(self) -> torch.device | None:
+        """A device that some of the snapshot is copied from; None if all of it is in host memory."""
+        return self._events[0][0] if self._events else None
 
     def _copying(self) -> Waiting:
         return Waiting(lambda: "another thread has not ended a copy into the snapshot that it had begun")
@@ -197,12 +205,13 @@ class Staging:
                 pass
         else:
             self._spoiled = self._spoiled or StagingError("a copy that another thread had begun never ended")
-        try:
-            for _, event in self._events:
+        for _, event in self._events:
+            try:
                 event.synchronize()
-            self._check_device_sources()
-        except Exception as error:  # this is where any failed kernel on the device shows
-            self._spoiled = self._spoiled or StagingError(f"the copy from the device failed: {error}")
+            except Exception as error:  # this is where any failed kernel on the device shows
+                self._spoiled = self._spoiled or StagingError(f"the copy from the device failed: {devices.told(error)}")
+                self.slot.still_written |= not devices.is_over(event)
+        self._check_device_sources()
         self._spoiled = self._spoiled or self._unproved()
         self._held.clear()
         self._device_copies.clear()
@@ -233,7 +242,7 @@ class Stager:
         self._queue: deque[Staging] = deque()
         self._wake = threading.Condition()
         self._closing = False
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._streams: dict[torch.device, torch.Stream] = {}
         self._sampler = Sampler()
         self._thread = threading.Thread(target=self._work, name="checkpointd-stager", daemon=True)
         self._thread.start()
@@ -251,7 +260,7 @@ class Stager:
         for leaf, target, (offset, *_) in zip(captured.leaves, targets, layout.parts, strict=True):
             if leaf.tensor.numel() == 0:
                 continue
-            if leaf.tensor.device.type == "cuda":
+            if devices.has_streams(leaf.tensor.device):
                 device.setdefault(leaf.tensor.device, []).append((leaf, target))
             else:
                 background = leaf.optimizer_only and self.mode == "lazy"
@@ -262,8 +271,8 @@ class Stager:
                     offsets.append(offset)
         try:
             for where, pairs in device.items():
-                slot.pin()
-                staging._events.append((where, self._copy_from(where, pairs, staging)))
+                slot.pin(where.type)
+                self._copy_from(where, pairs, staging)
             with torch.no_grad():
                 for copy in now:
                     copy.run()
@@ -271,8 +280,7 @@ class Stager:
                 sample = self._sampler.take(layout, [copy.source for copy in lazy], starts, offsets, slot.buffer)
                 staging._proofs.append((sample, lazy))
         except BaseException:
-            for _, event in staging._events:
-                event.synchronize()  # the caller gives the slot away
+            self._end_copies(device, slot)
             raise
         staging._tasks.extend(_tasks_of(lazy))
         staging._left = len(staging._tasks)
@@ -284,28 +292,37 @@ class Stager:
             self._hand_over(staging)
         return staging
 
-    def _copy_from(self, where: torch.device, pairs: list[tuple[Leaf, torch.Tensor]], staging: Staging) -> torch.cuda.Event:
-        """Queue the copies on a side stream, behind the queued work of the compute stream; returns the event of their end."""
-        compute = torch.cuda.current_stream(where)
-        side = self._streams.setdefault(where, torch.cuda.Stream(where))
+    def _copy_from(self, where: torch.device, pairs: list[tuple[Leaf, torch.Tensor]], staging: Staging) -> None:
+        """Queue the copies on a side stream, behind the queued work of the current stream."""
+        compute = torch.accelerator.current_stream(where)
+        side = self._streams.setdefault(where, torch.Stream(where))
         still = self.mode == "eager"
         sources, waits = unchanging([(leaf.tensor, leaf.optimizer_only or still) for leaf, _ in pairs])
+        # If these were freed before the copy is done, the allocator could give their memory to the current stream.
+        staging._held.extend(sources)
         side.wait_stream(compute)
-        with torch.cuda.stream(side), torch.no_grad():
+        with devices.on_stream(side), torch.no_grad():
             for source, (_, target) in zip(sources, pairs, strict=True):
                 bits(target).copy_(bits(source), non_blocking=True)
-            event = torch.cuda.Event()
+            event = torch.Event(where)
             event.record(side)
+        staging._events.append((where, event))
         if waits:
             event.synchronize()
-        # If these were freed before the copy is done, the allocator could give their memory to the compute stream.
-        staging._held.extend(sources)
         staging._device_copies += [
             Copy(leaf.fqn, leaf.tensor, target, _version(leaf.tensor))
             for leaf, target in pairs
             if leaf.optimizer_only and not still
         ]
-        return event
+
+    def _end_copies(self, where: Iterable[torch.device], slot: Slot) -> None:
+        """Wait until no queued copy writes into `slot` any more. A slot of which that is not known is never used again."""
+        for device in where:
+            side = self._streams.get(device)
+            if side is not None:
+                with suppress(Exception):  # the error that ended the snapshot is raised
+                    side.synchronize()
+                slot.still_written |= not devices.is_over(side)
 
     def _hand_over(self, staging: Staging) -> None:
         with self._wake:
@@ -344,7 +361,9 @@ def unchanging(tensors: list[tuple[torch.Tensor, bool]]) -> tuple[list[torch.Ten
             try:
                 source = tensor.detach().clone()
                 left -= tensor.nbytes
-            except torch.OutOfMemoryError:
+            except RuntimeError as error:
+                if not devices.is_out_of_memory(error):
+                    raise
                 left = -1
         waits = waits or (source is tensor and not stable)
         sources.append(source)

@@ -69,14 +69,31 @@ def test_states_taken_by_hand_round_trip() -> None:
     assert same(draw(), expected)
 
 
+class TwoDevices:
+    """What torch.get_device_module gives for a kind of accelerator."""
+
+    def __init__(self) -> None:
+        self.restored: list[tuple[int, int]] = []
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def get_rng_state(self, index: int) -> torch.Tensor:
+        return torch.full((16,), index, dtype=torch.uint8)
+
+    def set_rng_state(self, state: torch.Tensor, index: int) -> None:
+        self.restored.append((int(state[0]), index))
+
+
 def test_devices_that_are_missing_are_skipped_and_said(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: [torch.full((16,), i, dtype=torch.uint8) for i in range(2)])
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    restored: list[tuple[int, int]] = []
-    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: restored.append((int(state[0]), device)))
-    save({"rng": RngState()}).load({"rng": RngState()})
-    assert restored == [(0, 0)]
-    assert "2 CUDA devices were saved and 1 devices are here" in caplog.text
+    backend = TwoDevices()
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
+    monkeypatch.setattr(torch, "get_device_module", lambda _: backend)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    saved = save({"rng": RngState()})
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    saved.load({"rng": RngState()})
+    assert backend.restored == [(0, 0)]
+    assert "2 cuda devices were saved and 1 devices are here" in caplog.text
