@@ -525,6 +525,7 @@ async def test_what_still_runs_behind_an_error_runs_to_its_end(
         for rank in range(2):
             client = await daemon.client()
             await client.ready(root, shard_of(rank), rank=rank, world_size=2)
+            await answered(client)  # messages are taken in order: the daemon has begun the epoch
             clients.append(client)
         await epochs.take(store, 2)
         for rank, client in enumerate(clients):  # each puts the abort; one comes second, and makes durable what it finds

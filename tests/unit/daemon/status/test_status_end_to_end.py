@@ -21,7 +21,7 @@ from checkpointd.pipeline.root import epochs
 from checkpointd.store.posix.store import PosixStore
 from checkpointd_client.query import AsyncStatusClient
 from tests.builders import HeldPersist, rank_arrays
-from tests.unit.daemon.conftest import Daemon, RawClient, shard_of
+from tests.unit.daemon.conftest import Daemon, RawClient, answered, shard_of
 from tests.unit.daemon.example_statuses import daemon_status
 
 BYTES = sum(array.nbytes for array in rank_arrays(0).values())
@@ -67,6 +67,7 @@ async def two_ranks(daemon: Daemon, root: Path) -> list[RawClient]:
     clients = [await daemon.client() for _ in range(2)]
     for rank, client in enumerate(clients):
         await client.ready(root, shard_of(rank), rank=rank, world_size=2)
+        await answered(client)  # messages are taken in order: the daemon has begun the epoch
     return clients
 
 
