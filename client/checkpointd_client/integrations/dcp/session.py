@@ -78,7 +78,7 @@ class DcpSession:
         self._started: Started | None = None
         self._world_size = 0
         self.first = 0
-        """The first epoch that this session began."""
+        """The first epoch that was begun here."""
         self._has_said = False
         self._saves: Counter[str] = Counter()
         self._lock = threading.Lock()
