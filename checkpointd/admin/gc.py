@@ -50,10 +50,6 @@ async def _collected(store: Store, rules: Retention, *, dry_run: bool) -> Collec
 
 async def deletion(store: Store, tag: str, *, force: bool, dry_run: bool) -> CollectionReport:
     """Remove the checkpoint `tag`. NotFoundError if there is none; UsageError if it is the newest and not `force`."""
-    return await reserve.on_full_disk(store, lambda: _deleted(store, tag, force=force, dry_run=dry_run))
-
-
-async def _deleted(store: Store, tag: str, *, force: bool, dry_run: bool) -> CollectionReport:
     views = await catalog.scan(store)
     checkpoints = catalog.checkpoints_of(views)
     found = next((c for c in checkpoints if c.tag == tag), None)
@@ -82,9 +78,11 @@ async def _deleted(store: Store, tag: str, *, force: bool, dry_run: bool) -> Col
         for v in views
         if v.tag == tag and v.state == "committed" and v.prefix != found.prefix
     ]
-    report = await _done(store, [v for v in views if v.tag == tag], deleted=deleted, dry_run=dry_run)
-    moved = None if dry_run else await move_latest_away(store, tag)
-    own = {f"{view.prefix}/" for view in views if view.tag == tag}
+    # Each step by itself: after the first one, a look from the start would not find the tag any more.
+    own_views = [view for view in views if view.tag == tag]
+    report = await reserve.on_full_disk(store, lambda: _done(store, own_views, deleted=deleted, dry_run=dry_run))
+    moved = None if dry_run else await reserve.on_full_disk(store, lambda: move_latest_away(store, tag))
+    own = {f"{view.prefix}/" for view in own_views}
     needed_by = tuple(
         c.tag for c in checkpoints if c.tag != tag and any(_attempt_of(key) in own for key in c.outcome.refers or ())
     )

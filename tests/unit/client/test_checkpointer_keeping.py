@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 import torch
 
+from checkpointd.admin import gc
 from checkpointd.daemon.protocol import wire
-from checkpointd.errors import NoProgressError, UsageError
+from checkpointd.errors import NoProgressError, StoreFullError, UsageError
 from checkpointd.pipeline.read import readback
 from checkpointd.pipeline.read.readback import BackgroundReadBack
 from checkpointd.pipeline.root.catalog import Checkpoint
+from checkpointd.store.base import Store
 from checkpointd.store.posix.osfile import OsFile
 from checkpointd_client import Checkpointer, Retention
 from checkpointd_client.checkpointer import core_of
@@ -282,3 +284,21 @@ def test_a_mistyped_metric_removes_nothing_and_is_said_with_those_that_exist(
     assert [record.levelname for record in said] == ["ERROR"]
     assert "'los'" in said[0].getMessage()
     assert "accuracy, loss" in said[0].getMessage()
+
+
+def test_a_deletion_that_fills_the_disk_half_way_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mark fits, and `latest` does not: with the space of the ballast it moves all the same."""
+    full = [StoreFullError("the disk is full")]
+    move = gc.move_latest_away
+
+    async def moved(store: Store, tag: str) -> str | None:
+        if full:
+            raise full.pop()
+        return await move(store, tag)
+
+    monkeypatch.setattr(gc, "move_latest_away", moved)
+    with Checkpointer(tmp_path) as ckpt:
+        for step in range(2):
+            ckpt.save(step, {"weight": torch.full((4,), float(step))}).wait()
+        ckpt.delete("global_step1", force=True)
+        assert (ckpt.latest(), full) == ("global_step0", [])
