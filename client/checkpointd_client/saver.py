@@ -33,8 +33,9 @@ from checkpointd.pipeline.read.readback import ReadBackStatus
 from checkpointd.pipeline.shard import COORDINATOR, AttemptInfo, Shard, ShardProgress, finite
 from checkpointd.waits import Waiting
 from checkpointd_client.capture.pickled import packed
+from checkpointd_client.capture.recapture import Capturer
 from checkpointd_client.capture.scalars import type_name
-from checkpointd_client.capture.state import Captured, capture
+from checkpointd_client.capture.state import Captured
 from checkpointd_client.capture.torch_files import capture_files
 from checkpointd_client.ranks.startup import Begun, say_unknown
 from checkpointd_client.ranks.writer import WriterThread
@@ -44,7 +45,7 @@ from checkpointd_client.saves.runner import Endings, InlineRunner, PendingSave, 
 from checkpointd_client.sidecar.client import SidecarClient, SidecarRunner
 from checkpointd_client.staging.arena import Arena, Slot, SlotHold
 from checkpointd_client.staging.prewarming import expected
-from checkpointd_client.staging.stager import SlotLayout, Stager, Staging, plan_slot, signature_of
+from checkpointd_client.staging.stager import SlotLayout, Stager, Staging, plan_slot
 
 log = logging.getLogger("checkpointd")
 
@@ -150,6 +151,8 @@ class Saver:
         inline = InlineRunner(state, self._endings)
         self._runner: Runner = inline if sidecar is None else SidecarRunner(sidecar, inline, self._endings, state)
         self._may_be_taken_over, self._pickles = sidecar is not None, pickles
+        self._capturer = Capturer()
+        self._arrangement: object = None
         self._layout: SlotLayout | None = None
         self._stagings: list[tuple[Staging, SaveHandle]] = []
         self._running: set[Future[None]] = set()
@@ -195,7 +198,7 @@ class Saver:
 
         def captured() -> Captured:
             client = packed(client_state) if self._pickles and client_state is not None else client_state
-            return capture(state, client, exclude_frozen_parameters=excluded)
+            return self._capturer.capture(state, client, exclude_frozen_parameters=excluded)
 
         return self._save(request, captured)
 
@@ -203,7 +206,7 @@ class Saver:
         self, request: SaveRequest, at: str, files: Mapping[str, object], optimizer_only: Collection[int]
     ) -> SaveHandle:
         """Do the same for files, which are shown in the directory `at`."""
-        return self._save(request, lambda: capture_files(at, files, optimizer_only))
+        return self._save(request, lambda: self._capturer.arranged(capture_files(at, files, optimizer_only)))
 
     def refuse(self, request: SaveRequest, error: CheckpointdError) -> SaveHandle:
         """Vote no with `error`, without a snapshot."""
@@ -301,9 +304,9 @@ class Saver:
             raise error
 
     def _layout_of(self, captured: Captured) -> SlotLayout:
-        """The layout of the last save if the state still has its signature, else a new one."""
-        if self._layout is None or self._layout.signature != signature_of(captured):
-            self._layout = plan_slot(captured)
+        """The layout of the last save if the state is arranged as it was then, else a new one."""
+        if self._layout is None or self._arrangement is not captured.arrangement:
+            self._layout, self._arrangement = plan_slot(captured), captured.arrangement
         return self._layout
 
     def _slot_for(self, layout: SlotLayout, info: AttemptInfo) -> Slot:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 import torch
@@ -57,12 +57,17 @@ class Leaf(msgspec.Struct, frozen=True, eq=False):
 
 @dataclass(frozen=True)
 class Captured:
-    """A captured state. Each memory has one leaf; a tied tensor has an alias for each of its other names."""
+    """A captured state. Each memory has one leaf; a tied tensor has an alias for each of its other names.
+
+    `arrangement`: captures of one `Capturer` with the same object have leaves that differ only in their addresses. They agree
+    in order, FQN, dtype, shape, strides, device, part, and in whether they are optimizer-only or inference tensors.
+    """
 
     leaves: tuple[Leaf, ...]
     aliases: tuple[Alias, ...]
     tree: tree.Node | tree.FilesNode
     excluded: tuple[str, ...]
+    arrangement: object = field(default_factory=object)
 
 
 def capture(
