@@ -10,14 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 LAYOUTS = ("plain", "ddp", "zero", "fsdp2", "tp", "hsdp")
-"""`zero`: DDP with a ZeroRedundancyOptimizer. `tp`: tensor parallelism with FSDP2 over the other dimension of a 2-d mesh."""
+"""`zero`: DDP with a ZeroRedundancyOptimizer. `tp`: tensor parallelism with FSDP2 over the other dimension of a 2-d mesh. `build` has one more, for
+devices: `offload`, which is FSDP2 with its shards and the optimizer's state in host memory."""
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 VOCABULARY, WIDTH, INNER = 13, 5, 21
 
@@ -46,6 +47,8 @@ class Job:
 
     model: Any
     optimizer: torch.optim.Optimizer
+    device: torch.device = torch.device("cpu")
+    """Where the model computes."""
 
     @property
     def state(self) -> dict[str, Any]:
@@ -54,40 +57,49 @@ class Job:
     def step(self, number: int) -> None:
         generator = torch.Generator().manual_seed(1000 + number)
         tokens = torch.randint(VOCABULARY, (4, 6), generator=generator)
-        self.model(tokens).backward()
+        self.model(tokens.to(self.device)).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
 
-def build(layout: str, dtype: torch.dtype, seed: int) -> Job:
-    """A new job on all ranks of the default group (`plain`: on each for itself), the same whatever the layout."""
+def build(layout: str, dtype: torch.dtype, seed: int, device: torch.device = torch.device("cpu")) -> Job:
+    """A new job on all ranks of the default group (`plain`: on each for itself), the same whatever the layout and the device."""
     torch.manual_seed(seed)
-    model: Any = Net().to(dtype)
+    model: Any = Net().to(dtype).to(device)
     model = _WRAPPERS.get(layout, lambda whole: whole)(model)
     if layout == "zero":
-        return Job(model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01))
-    return Job(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+        return Job(model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01), device)
+    return Job(model, torch.optim.AdamW(model.parameters(), lr=0.01), device)
+
+
+def _mesh(model: nn.Module, shape: tuple[int, ...], *names: str) -> DeviceMesh:
+    kind = next(model.parameters()).device.type
+    return init_device_mesh(kind, shape, mesh_dim_names=names or None)
 
 
 def _fsdp2(model: nn.Module) -> nn.Module:
-    return _shard(model, init_device_mesh("cpu", (dist.get_world_size(),)))
+    return _shard(model, _mesh(model, (dist.get_world_size(),)))
 
 
-def _shard(model: Any, mesh: DeviceMesh) -> nn.Module:
-    fully_shard(model.large, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+def _offloaded(model: nn.Module) -> nn.Module:
+    return _shard(model, _mesh(model, (dist.get_world_size(),)), offload_policy=CPUOffloadPolicy())
+
+
+def _shard(model: Any, mesh: DeviceMesh, **options: Any) -> nn.Module:
+    fully_shard(model.large, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
 
 
 def _hybrid(model: nn.Module) -> nn.Module:
     world = dist.get_world_size()
     shape = (2, world // 2) if world % 2 == 0 else (1, world)
-    return _shard(model, init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")))
+    return _shard(model, _mesh(model, shape, "replicate", "shard"))
 
 
 def _tensor_parallel(model: Any) -> nn.Module:
     world = dist.get_world_size()
     shape = (2, world // 2) if world == 4 else (1, world)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+    mesh = _mesh(model, shape, "dp", "tp")
     plan = {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()}
     return _shard(parallelize_module(model, mesh["tp"], plan), mesh["dp"])
 
@@ -96,6 +108,7 @@ _WRAPPERS: dict[str, Callable[[Any], Any]] = {
     "ddp": DistributedDataParallel,
     "zero": DistributedDataParallel,
     "fsdp2": _fsdp2,
+    "offload": _offloaded,
     "tp": _tensor_parallel,
     "hsdp": _hybrid,
 }

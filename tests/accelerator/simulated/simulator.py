@@ -49,9 +49,22 @@ class _Module(ModuleType):
     device_count = staticmethod(lambda: DEVICES)
     current_device = staticmethod(lambda: torch.accelerator.current_device_index())
     set_device = staticmethod(lambda device: torch.accelerator.set_device_index(device))
+    Stream = staticmethod(lambda device=None, priority=0: torch.Stream(torch.device(device or "sim"), priority=priority))
+    Event = staticmethod(lambda: torch.Event(torch.device("sim")))
     current_stream = staticmethod(lambda device=None: torch.accelerator.current_stream(device))
     synchronize = staticmethod(lambda device=None: torch.accelerator.synchronize(device))
     get_amp_supported_dtype = staticmethod(lambda: [torch.bfloat16])
+
+    @staticmethod
+    @contextlib.contextmanager
+    def stream(stream: torch.Stream) -> Iterator[None]:
+        """The current stream in this block. (`with stream` does the same from torch 2.7 on.)"""
+        before = torch.accelerator.current_stream(stream.device)
+        torch.accelerator.set_stream(stream)
+        try:
+            yield
+        finally:
+            torch.accelerator.set_stream(before)
 
     @staticmethod
     def get_rng_state(device: int | str | torch.device = "sim") -> torch.Tensor:
@@ -164,6 +177,13 @@ def races() -> Iterator[list[str]]:
 def host_touches(tensor: torch.Tensor, *, writes: bool, what: str) -> None:
     """Tell the check that the host reads or writes this host tensor now: it cannot see that by itself."""
     _ops.host_touches(tensor.data_ptr(), tensor.nbytes, writes, what)
+
+
+def spare_freed_memory() -> None:
+    """From now on freed memory is filled with 0xDB when it is taken again, not when it is freed. FSDP2 needs this: it frees
+    gradients of its own stream while the optimizer's stream still reads them, and lets its stream wait before it allocates again.
+    """
+    _ops.spare_freed(True)
 
 
 # --- faults and bounds ------------------------------------------------------------------------------------------------

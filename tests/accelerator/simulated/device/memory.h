@@ -26,6 +26,7 @@ class Memory {
  public:
   int64_t limit = INT64_MAX, in_use = 0, peak = 0;
   int64_t fail_allocation = -1;  // so many allocations on, one finds no memory
+  bool spares_freed = false;     // freed memory is filled with poison when it is taken again, not when it is freed
 
   Memory() {
     int fd = memfd_create("sim", MFD_CLOEXEC);
@@ -112,10 +113,13 @@ class Memory {
   }
 
   void recycle(uintptr_t p, const Block& block) {
+    if (!spares_freed) poison(p, block.asked, block.size, block.home);
+    free_[block.home].emplace_back(p, block.size);
+  }
+
+  void poison(uintptr_t p, size_t asked, size_t size, Key home) {
     char* where = at((void*)p);
-    size_t size = block.size;
-    machine().poison(block.home, {p, p + block.asked}, [=] { memset(where, POISON, size); });
-    free_[block.home].emplace_back(p, size);
+    machine().poison(home, {p, p + asked}, [=] { memset(where, POISON, size); });
   }
 
   uintptr_t reused(size_t size, Key home) {
@@ -125,6 +129,7 @@ class Memory {
         auto [p, whole] = list[i];
         list.erase(list.begin() + i);
         if (whole > size) list.insert(list.begin(), {p + size, whole - size});
+        if (spares_freed) poison(p, size, size, home);
         return p;
       }
     return 0;

@@ -453,6 +453,10 @@ void kernel(const c10::OperatorHandle& op, Stack* stack) {
   } catch (const std::exception&) {
     known = false;
   }
+  if (known && op.schema().name() == "aten::native_layer_norm") {  // the CPU keeps mean and deviation in the type of the weights
+    auto type = (given[2].isTensor() ? given[2] : given[0]).toTensor().scalar_type();
+    for (size_t i : {1, 2}) meta[i] = meta[i].toTensor().to(type);
+  }
   if (known)  // out= may have been resized
     for (size_t i = 0; i < args.size(); ++i)
       if (given[i].isTensor() && ours(given[i].toTensor()) && shapes[i].toTensor().sizes() != given[i].toTensor().sizes())
@@ -650,6 +654,7 @@ TORCH_LIBRARY(sim, m) {
   m.def("limit", [](int64_t device_bytes, int64_t pinned_bytes) {
     locked([&] { memory().limit = device_bytes, pinned().limit = pinned_bytes; });
   });
+  m.def("spare_freed", [](bool on) { locked([&] { memory().spares_freed = on; }); });
   m.def("generator", [](int64_t d) { return default_generator(d); });
   m.def("host_register", host_register);
   m.def("host_unregister", host_unregister);
