@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,10 +13,9 @@ FILES = sorted((Path(__file__).parent / "simulated").glob("test_*.py"))
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_on_the_simulated_device(file: Path, tmp_path: Path, subtests: pytest.Subtests, pytestconfig: pytest.Config) -> None:
-    if shutil.which("c++") is None and not pytestconfig.getoption("require_compiler"):
-        pytest.skip("needs a C++ compiler, to build the simulated device")
     rounds = f"--mistake-rounds={pytestconfig.getoption('mistake_rounds')}"
     report = tmp_path / "report.xml"
     done = subprocess.run(

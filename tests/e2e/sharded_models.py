@@ -17,9 +17,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 LAYOUTS = ("plain", "ddp", "zero", "fsdp2", "tp", "hsdp")
-"""`zero`: DDP with a ZeroRedundancyOptimizer. `tp`: tensor parallelism with FSDP2 over the other dimension of a 2-d mesh. `build` has one more, for
-devices: `offload`, which is FSDP2 with its shards and the optimizer's state in host memory."""
+"""`zero`: DDP with a ZeroRedundancyOptimizer. `tp`: tensor parallelism with FSDP2 over the other dimension of a 2-d mesh.
+`build` has one more, for devices: `offload`, which is FSDP2 with its shards and the optimizer's state in host memory."""
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+HOST = torch.device("cpu")
 VOCABULARY, WIDTH, INNER = 13, 5, 21
 
 
@@ -47,7 +48,7 @@ class Job:
 
     model: Any
     optimizer: torch.optim.Optimizer
-    device: torch.device = torch.device("cpu")
+    device: torch.device = HOST
     """Where the model computes."""
 
     @property
@@ -62,8 +63,8 @@ class Job:
         self.optimizer.zero_grad()
 
 
-def build(layout: str, dtype: torch.dtype, seed: int, device: torch.device = torch.device("cpu")) -> Job:
-    """A new job on all ranks of the default group (`plain`: on each for itself), the same whatever the layout and the device."""
+def build(layout: str, dtype: torch.dtype, seed: int, device: torch.device = HOST) -> Job:
+    """A new job on all ranks of the default group (`plain`: on each for itself), the same on every device in every layout."""
     torch.manual_seed(seed)
     model: Any = Net().to(dtype).to(device)
     model = _WRAPPERS.get(layout, lambda whole: whole)(model)

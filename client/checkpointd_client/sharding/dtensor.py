@@ -15,7 +15,7 @@ import itertools
 import math
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -396,6 +396,9 @@ def sharded_like(like: object, dtype: torch.dtype, device: torch.device) -> tupl
     there = local_of(like)
     where = device if there.is_meta else there.device
     local = torch.empty_like(there, dtype=dtype, device=where, memory_format=torch.preserve_format)
-    spec = like._spec
-    made = DTensor.from_local(local, spec.mesh, spec.placements, run_check=False, shape=like.shape, stride=tuple(like.stride()))
-    return local, made
+    # As FSDP2 does it, not with from_local, which would copy `local` to the mesh's kind of device: the shards that FSDP2
+    # offloads are in host memory.
+    meta = like._spec.tensor_meta
+    assert meta is not None
+    spec = replace(like._spec, tensor_meta=meta._replace(dtype=dtype))
+    return local, DTensor(local, spec, requires_grad=False)

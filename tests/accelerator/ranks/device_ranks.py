@@ -2,8 +2,8 @@
 
     device_ranks.py FOLDER PROCESS
 
-Each rank computes on a device of its own. What it must be, bit for bit, is what gloo ranks in host memory compute. Every process
-notes what is wrong in each case: see `tests/e2e/rank_cases.py`.
+Each rank computes on a device of its own. What it must be, bit for bit, is what gloo ranks in host memory compute. Every
+process notes what is wrong in each case: see `tests/e2e/rank_cases.py`.
 """
 
 from __future__ import annotations

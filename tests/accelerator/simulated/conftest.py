@@ -7,8 +7,6 @@ from types import ModuleType
 import pytest
 import torch
 
-from checkpointd_client import devices
-
 
 def pytest_ignore_collect(config: pytest.Config) -> bool | None:
     """With the device in it, a process has an accelerator for good, which other tests must not see."""
@@ -18,9 +16,9 @@ def pytest_ignore_collect(config: pytest.Config) -> bool | None:
 @pytest.fixture(scope="session")
 def sim() -> ModuleType:
     """The module that controls the device."""
-    from tests.accelerator.simulated import simulator
+    from tests.accelerator.simulated import plugin, simulator
 
-    devices.PINNING["sim"] = devices.Pinning(simulator.host_register, simulator.host_unregister)
+    plugin.load()
     return simulator
 
 

@@ -180,8 +180,10 @@ def host_touches(tensor: torch.Tensor, *, writes: bool, what: str) -> None:
 
 
 def spare_freed_memory() -> None:
-    """From now on freed memory is filled with 0xDB when it is taken again, not when it is freed. FSDP2 needs this: it frees
-    gradients of its own stream while the optimizer's stream still reads them, and lets its stream wait before it allocates again.
+    """From now on freed memory is filled with 0xDB when it is taken again, not when it is freed.
+
+    FSDP2 needs this. It frees gradients, which belong to a stream of its own, while another stream still reads them, and lets
+    its stream wait before it allocates again.
     """
     _ops.spare_freed(True)
 

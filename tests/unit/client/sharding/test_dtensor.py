@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard, _StridedShard
 
 from checkpointd.layout.boxes import Box, boxes_of_range, tiling_fault, whole
@@ -21,8 +23,10 @@ from checkpointd_client.sharding.dtensor import (
     axes_of,
     replicated,
     rows_of,
+    sharded_like,
 )
 from checkpointd_client.sharding.write_split import SLICED_BYTES_MIN, slice_of, written_parts
+from tests.unit.client.simulated_ranks import rank_of
 
 SHAPES = [(8,), (7,), (1,), (3,), (0,), (6, 4), (5, 7), (4, 1, 3), (9, 10), (2, 0, 3)]
 MESHES = [(1,), (2,), (3,), (4,), (2, 2), (1, 3), (3, 2), (2, 3), (2, 4), (2, 2, 2)]
@@ -230,3 +234,16 @@ def test_ranks_of_fsdp_and_hybrid_sharding_write_alike(groups: int, shards: int)
     written = _bytes_written(32, [[held(shape, at) for shape in LAYER] for at in _coordinates((groups, shards))])
     assert sum(written) == 32 * sum(2 * math.prod(shape) for shape in LAYER)
     assert max(written) / (sum(written) / 8) < 1.001
+
+
+def test_a_new_tensor_lies_where_the_shard_lies_that_it_is_like() -> None:
+    """Not where the mesh is: FSDP2 can offload shards to host memory, while its mesh is one of accelerators."""
+    with rank_of(0, 2):
+        mesh = DeviceMesh("meta", [0, 1])  # in place of accelerators
+        spec = DTensor.from_local(torch.empty(2, 3, device="meta"), mesh, [Shard(0)], run_check=False)._spec
+        offloaded = DTensor(torch.ones(2, 3), spec, requires_grad=False)
+        local, made = sharded_like(offloaded, torch.bfloat16, torch.device("cpu"))
+    assert isinstance(made, DTensor)
+    assert made._local_tensor is local
+    assert (local.device.type, local.dtype, made.dtype) == ("cpu", torch.bfloat16, torch.bfloat16)
+    assert (made.shape, made.stride(), made.placements) == ((4, 3), (3, 1), (Shard(0),))
