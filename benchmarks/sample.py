@@ -25,7 +25,7 @@ from benchmarks import document, report
 from checkpointd_client.capture.dtypes import copy_bits
 from checkpointd_client.capture.state import capture
 from checkpointd_client.staging.arena import Slot
-from checkpointd_client.staging.stager import plan_slot
+from checkpointd_client.staging.slot_layout import plan_slot
 from checkpointd_client.staging.torn_check import Sample, Sampler
 
 HERE = Path(__file__).resolve().parent

@@ -31,6 +31,7 @@ class Checkpointer:
     `root`: a directory that every rank sees.
     `compression`: "auto", "none", "zstd" or "planes".
     `staging`: "lazy" copies the state beside the next forward and backward pass, "eager" inside save().
+    `device_checksums`: prove by sums, which devices add up at save(), that a snapshot has the bytes of that moment.
     `when_busy`: what a third save does while two are in flight, "wait" or "skip".
     `commit_timeout_s`: how long the ranks wait for each other before they give a save up.
     `chunk_bytes`: the most raw bytes in a chunk. `budget_bytes`: host memory for each save in flight, beside its snapshot.
@@ -61,6 +62,7 @@ class Checkpointer:
         *,
         compression: Compression = "auto",
         staging: StagingMode = "lazy",
+        device_checksums: bool = True,
         when_busy: WhenBusy = "wait",
         commit_timeout_s: float = 600.0,
         chunk_bytes: int = 4 * MIB,
@@ -85,6 +87,7 @@ class Checkpointer:
             Options(
                 compression=compression,
                 staging=staging,
+                device_checksums=device_checksums,
                 when_busy=when_busy,
                 commit_timeout_s=commit_timeout_s,
                 chunk_bytes=chunk_bytes,

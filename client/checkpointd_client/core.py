@@ -114,7 +114,7 @@ class Core:
                 ranks=self._ranks,
                 epoch=self._epoch,
                 arena=self._arena,
-                stager=Stager(options.staging),
+                stager=Stager(options.staging, device_checksums=options.device_checksums),
                 when_busy=options.when_busy,
                 sidecar=self._sidecar,
                 pickles=options.pickle_client_state,

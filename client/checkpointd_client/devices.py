@@ -2,7 +2,7 @@
 
 The device of a tensor decides. A process whose tensors are all in host memory asks no accelerator anything, so it starts none.
 `PINNING` holds the only call for which torch has no generic form. Add a kind of device there when its torch module can register
-host memory; without an entry snapshots are right all the same, but save() waits for the copies.
+host memory; without an entry snapshots are right all the same, but the next step waits for the copies.
 """
 
 from __future__ import annotations

@@ -45,7 +45,8 @@ from checkpointd_client.saves.runner import Endings, InlineRunner, PendingSave, 
 from checkpointd_client.sidecar.client import SidecarClient, SidecarRunner
 from checkpointd_client.staging.arena import Arena, Slot, SlotHold
 from checkpointd_client.staging.prewarming import expected
-from checkpointd_client.staging.stager import SlotLayout, Stager, Staging, plan_slot
+from checkpointd_client.staging.slot_layout import SlotLayout, plan_slot
+from checkpointd_client.staging.stager import Stager, Staging
 
 log = logging.getLogger("checkpointd")
 
@@ -229,16 +230,18 @@ class Saver:
     def _begin(self, job: PendingSave, captured_by: Callable[[], Captured]) -> None:
         slot: Slot | None = None
         shard: Shard | None = None
+        staging: Staging | None = None
         try:
             captured = captured_by()
             layout = self._layout_of(captured)
             slot = self._slot_for(layout, job.info)
-            shard = self._stage(job, captured, layout, slot)
+            staging = Staging(slot)
+            shard = self._stage(job, captured, layout, staging)
         except SkippedError as error:
             job.staged.set_exception(error)
         except BaseException as error:
             if slot is not None:
-                self._arena.release(slot)
+                self._release_unused(slot, staging)
             self._refuse(job, error)
             return
         if slot is not None:
@@ -247,6 +250,13 @@ class Saver:
         if self._may_be_taken_over:
             self._prewarm_another(job)
             job.announced.wait(ANNOUNCE_S)
+
+    def _release_unused(self, slot: Slot, staging: Staging | None) -> None:
+        """Give back the slot of a save that was interrupted; later, if the stager's thread still copies into it."""
+        if staging is not None and staging.is_handed_over:
+            staging.done.add_done_callback(lambda _: self._arena.release(slot))
+        else:
+            self._arena.release(slot)
 
     def _say_once(self, request: SaveRequest) -> None:
         """On rank 0, log once why retention cannot remove a checkpoint that it should: no load yet, or no metric."""
@@ -332,12 +342,12 @@ class Saver:
     def _missing(self) -> str:
         return "; ".join(save.missing() for save in self.history.live()) or "earlier snapshots are not released yet"
 
-    def _stage(self, job: PendingSave, captured: Captured, layout: SlotLayout, slot: Slot) -> Shard:
+    def _stage(self, job: PendingSave, captured: Captured, layout: SlotLayout, staging: Staging) -> Shard:
         """Begin the snapshot, and return the shard that it will be."""
         encoded = tree.encode(captured.tree)
-        staging = self._stager.begin(captured, layout, slot)
+        self._stager.begin(staging, captured, layout)
         shard = Shard(
-            buffer=slot.buffer[: layout.nbytes],
+            buffer=staging.slot.buffer[: layout.nbytes],
             tensors=layout.tensors,
             aliases=captured.aliases,
             excluded=captured.excluded,
@@ -346,6 +356,8 @@ class Saver:
 
         def taken(done: Future[None]) -> None:
             error = done.exception()
+            if job.staged.done():
+                return  # save() was interrupted
             if error is not None:
                 job.staged.set_exception(error)
             else:

@@ -28,6 +28,7 @@ class Options:
 
     compression: Compression = "auto"
     staging: StagingMode = "lazy"
+    device_checksums: bool = True
     when_busy: WhenBusy = "wait"
     commit_timeout_s: float = 600.0
     chunk_bytes: int = 4 * MIB
@@ -59,7 +60,7 @@ class Options:
         arguments.seconds("grace_s", self.grace_s, most=arguments.TIMEOUT_S_MAX, zero=True)
         arguments.seconds("absence_s", self.absence_s, most=arguments.TIMEOUT_S_MAX, zero=True)
         _ = self.graces
-        for name in ("pickle_client_state", "afresh", "take_over", "read_back"):
+        for name in ("device_checksums", "pickle_client_state", "afresh", "take_over", "read_back"):
             arguments.flag(name, getattr(self, name))
         _ = self.persist, self.commit
         check_job(self.job)

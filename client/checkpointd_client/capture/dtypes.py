@@ -21,6 +21,11 @@ NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+def carrier_of(dtype: torch.dtype) -> torch.dtype | None:
+    """The integers of the same width, as which elements are copied bit for bit; None for complex128."""
+    return _CARRIERS.get(dtype.itemsize)
+
+
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor viewed as integers of the same width. complex128 stays as it is, because torch copies it bit for bit."""
     carrier = _CARRIERS.get(tensor.itemsize)

@@ -97,7 +97,7 @@ class Slot:
         code = pinning.register(self.buffer.ctypes.data, self.capacity) if pinning else None
         if pinning is None or code != 0:
             why = f"error {code}" if pinning else f"torch offers no call for {kind} devices"
-            log.warning("the arena cannot be pinned (%s): save() waits for the copies from the device", why)
+            log.warning("the arena cannot be pinned (%s): the next step waits for the copies from the device", why)
             return
         self._pinning = pinning
 

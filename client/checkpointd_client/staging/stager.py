@@ -5,84 +5,53 @@ Invariants
       stream order (on a device). If a device tensor is too large to be cloned, save() waits for its copy.
   STAGING-2  A tensor that only `optimizer.step()` changes is copied in the background, and no step begins before the copy has
       read it. On the host, the step's pre-hook copies the rest. On a device, the compute stream waits for the copy's event.
-  STAGING-3  A snapshot is torn if torch's version counters or, on the host, the sample that save() took (`torn_check.py`) show
-      that a source changed before it was copied. A torn snapshot is thrown away with a StagingError.
+  STAGING-3  A snapshot is torn if a source changed before it was copied: torch's version counters show it, or the sample that
+      save() took on the host (`torn_check.py`), or the sums that it queued on a device (`block_sums.py`). A torn snapshot is
+      thrown away with a StagingError.
+  STAGING-4  Once the stager's thread has a snapshot, `done` resolves, and nothing is copied into the slot after that.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Literal
+from operator import attrgetter
+from typing import Any, Literal
 
+import msgspec
 import torch
 
+from checkpointd.commands import command
 from checkpointd.errors import StagingError
-from checkpointd.layout.boxes import whole
-from checkpointd.layout.dtypes import ITEM_BYTES
-from checkpointd.pipeline.pages import page_up
-from checkpointd.pipeline.shard import ShardTensor, aligned
 from checkpointd.waits import Waiting
 from checkpointd_client import devices
-from checkpointd_client.capture.dtypes import bits, copy_bits
+from checkpointd_client.capture.dtypes import copy_bits
 from checkpointd_client.capture.state import Captured, Leaf
-from checkpointd_client.sharding.dtensor import LocalBox as HeldPart
 from checkpointd_client.staging.arena import Slot
+from checkpointd_client.staging.block_sums import add_up
+from checkpointd_client.staging.device_plan import DevicePlan, plan_device, taking
+from checkpointd_client.staging.device_snapshot import DeviceSnapshot, leaf_at
+from checkpointd_client.staging.slot_layout import SlotLayout
 from checkpointd_client.staging.torn_check import Proof, Sampler
+
+log = logging.getLogger("checkpointd")
 
 StagingMode = Literal["lazy", "eager"]
 
 STUCK_S = 120.0
 """A task takes milliseconds. If one takes longer than this, the thread that began it is gone."""
-CLONED_BYTES_MAX = 512 << 20
-"""The most device memory that one save uses for clones until they are copied. Training needs the rest."""
 TASK_BYTES = 16 << 20
 """The background copy is cut into tasks of about this size, which a waiting trainer can take over."""
 
-Part = tuple[int, int, torch.dtype, tuple[int, ...]]
-Signature = tuple[tuple[str, str, tuple[int, ...], HeldPart | None], ...]
+_TENSOR, _START, _VERSION = attrgetter("tensor"), attrgetter("start"), attrgetter("_version")
 
 
-@dataclass(frozen=True, eq=False)
-class SlotLayout:
-    """The place of each tensor of a state in a slot; used again while the state keeps its `signature`."""
-
-    signature: Signature
-    tensors: tuple[ShardTensor, ...]
-    parts: list[Part]
-    nbytes: int
-
-
-def signature_of(captured: Captured) -> Signature:
-    """The FQN, dtype, shape and box of every leaf: a slot's layout depends on nothing else."""
-    return tuple((leaf.fqn, leaf.dtype, tuple(leaf.tensor.shape), leaf.part) for leaf in captured.leaves)
-
-
-def plan_slot(captured: Captured) -> SlotLayout:
-    """Lay the tensors out one after the other, at multiples of 64 bytes; `nbytes` is a whole number of pages."""
-    tensors: list[ShardTensor] = []
-    parts: list[Part] = []
-    offset = 0
-    for leaf in captured.leaves:
-        item, part = ITEM_BYTES[leaf.dtype], leaf.part
-        shape = tuple(leaf.tensor.shape)
-        nbytes = leaf.tensor.numel() * item
-        if part is None:
-            tensors.append(ShardTensor(leaf.fqn, leaf.dtype, shape, whole(shape), "rank", offset, nbytes, item))
-        else:
-            tensors.append(ShardTensor(leaf.fqn, leaf.dtype, part.shape, part.box, "global", offset, nbytes, item))
-        parts.append((offset, nbytes, leaf.tensor.dtype, shape))
-        offset += aligned(nbytes)
-    return SlotLayout(signature_of(captured), tuple(tensors), parts, page_up(max(offset, 1)))
-
-
-@dataclass(frozen=True, slots=True)
-class Copy:
+class Copy(msgspec.Struct, frozen=True, eq=False):
     """The copy of one tensor into the slot. `version` is the source's version counter at save(), or None if it has none."""
 
     fqn: str
@@ -95,6 +64,27 @@ class Copy:
 
     def changed(self) -> bool:
         return self.version is not None and self.source._version != self.version
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StagingPlan:
+    """How one arrangement of a state is copied into a slot of one layout. Positions are those of the leaves."""
+
+    layout: SlotLayout
+    fqns: list[str]
+    offsets: list[int]
+    now: list[int]
+    """Tensors on the host that save() copies itself."""
+    lazy: Callable[[Sequence[Any]], Sequence[Any]]
+    """Takes the tensors on the host that are copied in the background out of a list for all leaves."""
+    lazy_offsets: list[int]
+    tasks: list[slice]
+    """The background copies that belong together."""
+    are_counted: bool
+    """Whether torch counts the changes of all background tensors: it counts none of an inference tensor."""
+    devices: tuple[DevicePlan, ...]
+    is_whole: bool
+    """Whether each device had memory for the whole plan."""
 
 
 def _version(tensor: torch.Tensor) -> int | None:
@@ -121,12 +111,13 @@ class Staging:
     done: Future[None] = field(default_factory=Future)
     fence_s: float = 0.0
     """Seconds that optimizer steps waited for this snapshot."""
+    is_handed_over: bool = False
+    """Whether the stager's thread has the snapshot, so that `done` will resolve."""
     _fencing: threading.Lock = field(default_factory=threading.Lock)
     """Held while a step waits."""
+    _plan: StagingPlan | None = None
+    _devices: list[DeviceSnapshot] = field(default_factory=list)
     _tasks: deque[list[Copy]] = field(default_factory=deque)
-    _events: list[tuple[torch.device, torch.Event]] = field(default_factory=list)
-    _held: list[torch.Tensor] = field(default_factory=list)
-    _device_copies: list[Copy] = field(default_factory=list)
     _proofs: list[tuple[Proof, list[Copy]]] = field(default_factory=list)
     """Each proof with its copies, in the order of its positions."""
     _unfenced: bool = True
@@ -136,26 +127,27 @@ class Staging:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def fence(self) -> None:
-        """Return when the sources may change. On the host, this copies the rest. On a device it returns at once, and the
-        current stream waits.
+        """Return when the sources may change. On the host, this copies the rest. On a device, it waits until the copies are
+        queued, and the current stream waits for them.
         """
         self._check_device_sources()
-        for device, event in self._events:
-            torch.accelerator.current_stream(device).wait_event(event)
-        if self._left == 0:
+        if not self._devices and self._left == 0:
             return
         began = time.perf_counter()
         with self._fencing:
             try:
-                self.help()
-                self._copying().until(self._host_copied.wait)
+                for part in self._devices:
+                    part.fence()
+                if self._left:
+                    self.help()
+                    self._copying().until(self._host_copied.wait)
             finally:
                 self.fence_s += time.perf_counter() - began
 
     @property
     def device(self) -> torch.device | None:
         """A device that some of the snapshot is copied from; None if all of it is in host memory."""
-        return self._events[0][0] if self._events else None
+        return self._devices[0].device if self._devices else None
 
     def _copying(self) -> Waiting:
         return Waiting(lambda: "another thread has not ended a copy into the snapshot that it had begun")
@@ -187,7 +179,7 @@ class Staging:
                     self._host_copied.set()
 
     def _check_device_sources(self) -> None:
-        """Before the first step, and only then, check whether the sources on a device were changed by hand (STAGING-3).
+        """Before the first step, and only then, check whether torch counted changes of the sources on a device (STAGING-3).
 
         The step's own changes come after this check. On the device they come after the copy, since the stream waits for it.
         """
@@ -195,32 +187,44 @@ class Staging:
             if not self._unfenced:
                 return
             self._unfenced = False
-            self._spoiled = self._spoiled or _changed_since_save(self._device_copies)
+            for part in self._devices:
+                position = part.changed()
+                if position is not None and self._plan is not None:
+                    self._spoiled = self._spoiled or _torn(self._plan.fqns[position])
 
     def finish(self) -> None:
-        """On the stager's thread: copy the rest, wait for the device, then resolve `done`."""
+        """On the stager's thread: queue what is not queued, copy the rest, wait for the devices, then resolve `done`."""
+        try:
+            self._copy_everything()
+        except BaseException as error:
+            self._spoiled = self._spoiled or StagingError(f"the snapshot was not finished: {error!r}")
+            for part in self._devices:
+                part.abandon()
+            raise
+        finally:
+            for part in self._devices:
+                part.free()
+            self._proofs.clear()
+            if self._spoiled:
+                self.done.set_exception(self._spoiled)
+            else:
+                self.slot.complete()
+                self.done.set_result(None)
+
+    def _copy_everything(self) -> None:
+        for part in self._devices:
+            part.queue()
         self.help()
         if self._copying().until(self._host_copied.wait, STUCK_S):
             with self._fencing:  # wait for a step that waited for the copy: `fence_s` must be final when `done` resolves
                 pass
         else:
             self._spoiled = self._spoiled or StagingError("a copy that another thread had begun never ended")
-        for _, event in self._events:
-            try:
-                event.synchronize()
-            except Exception as error:  # this is where any failed kernel on the device shows
-                self._spoiled = self._spoiled or StagingError(f"the copy from the device failed: {devices.told(error)}")
-                self.slot.still_written |= not devices.is_over(event)
+        for part in self._devices:
+            error = part.synchronize()
+            self._spoiled = self._spoiled or error
         self._check_device_sources()
         self._spoiled = self._spoiled or self._unproved()
-        self._held.clear()
-        self._device_copies.clear()
-        self._proofs.clear()
-        if self._spoiled:
-            self.done.set_exception(self._spoiled)
-        else:
-            self.slot.complete()
-            self.done.set_result(None)
 
     def _unproved(self) -> StagingError | None:
         """The error if the full slot differs from the sources at save(), or if that cannot be checked."""
@@ -229,103 +233,162 @@ class Staging:
                 position = proof.torn()
                 if position is not None:
                     return _torn(copies[position].fqn)
+            for part in self._devices:
+                place = part.differs()
+                if place is not None and self._plan is not None:
+                    return _differs(self._plan, place, part.device)
         except Exception as error:  # such as a MemoryError: an unproved snapshot is not persisted
             return StagingError(f"the snapshot could not be compared with what save() saw: {error!r}")
         return None
 
 
-class Stager:
-    """Takes snapshots; its thread copies in the background."""
+def _differs(plan: StagingPlan, place: tuple[int, int], device: torch.device) -> StagingError:
+    """The error if the bytes at `place` in the slot, (offset, bytes), are not those that the device had at save()."""
+    offset, nbytes = place
+    first, last = leaf_at(offset, plan.offsets), leaf_at(offset + nbytes - 1, plan.offsets)
+    if first == last:
+        start = offset - plan.offsets[first]
+        where = f"{plan.fqns[first]} (its bytes {start} to {start + nbytes - 1})"
+    else:
+        where = f"one of the {last - first + 1} tensors from {plan.fqns[first]} to {plan.fqns[last]}"
+    return StagingError(
+        f"{where} differs from what it was on {device} at save(); the snapshot was thrown away. Either it was changed in a way "
+        "that torch does not count, as through .data, by a custom kernel or by the replay of a graph: call ckpt.fence() before "
+        "such a change, or use Checkpointer(..., staging='eager'). Or the copy from the device went wrong: "
+        f"{command('doctor', '--device')} tests it"
+    )
 
-    def __init__(self, mode: StagingMode) -> None:
+
+class Stager:
+    """Takes snapshots; its thread copies in the background. `device_checksums`: whether sums prove the copies from devices."""
+
+    def __init__(self, mode: StagingMode, *, device_checksums: bool = True) -> None:
         self.mode = mode
+        self._checksums = device_checksums
         self._queue: deque[Staging] = deque()
         self._wake = threading.Condition()
         self._closing = False
         self._streams: dict[torch.device, torch.Stream] = {}
+        self._sums: dict[torch.device, bool] = {}
+        self._lasts: dict[torch.device, DeviceSnapshot] = {}
+        self._arrangement: object = None
+        self._plan: StagingPlan | None = None
         self._sampler = Sampler()
         self._thread = threading.Thread(target=self._work, name="checkpointd-stager", daemon=True)
         self._thread.start()
 
-    def begin(self, captured: Captured, layout: SlotLayout, slot: Slot) -> Staging:
-        """Start the snapshot. When this returns, every tensor that may change outside a step is safe (STAGING-1)."""
-        slot.begin()
-        staging = Staging(slot)
-        targets = slot.views(layout, layout.parts)
-        lazy: list[Copy] = []
-        starts: list[int] = []
-        offsets: list[int] = []
-        now: list[Copy] = []
-        device: dict[torch.device, list[tuple[Leaf, torch.Tensor]]] = {}
-        for leaf, target, (offset, *_) in zip(captured.leaves, targets, layout.parts, strict=True):
-            if leaf.tensor.numel() == 0:
-                continue
-            if devices.has_streams(leaf.tensor.device):
-                device.setdefault(leaf.tensor.device, []).append((leaf, target))
-            else:
-                background = leaf.optimizer_only and self.mode == "lazy"
-                copies = lazy if background else now
-                copies.append(Copy(leaf.fqn, leaf.tensor, target, _version(leaf.tensor) if background else None))
-                if background:
-                    starts.append(leaf.start)
-                    offsets.append(offset)
+    def begin(self, staging: Staging, captured: Captured, layout: SlotLayout) -> None:
+        """Start the snapshot. When this returns, every tensor that may change outside a step is safe (STAGING-1).
+
+        If it raises and `staging.is_handed_over` is False, nothing is copied into the slot any more.
+        """
+        staging.slot.begin()
+        plan = staging._plan = self._plan_of(captured, layout)
+        tensors = list(map(_TENSOR, captured.leaves))
+        targets = staging.slot.views(layout, layout.parts)
         try:
-            for where, pairs in device.items():
-                slot.pin(where.type)
-                self._copy_from(where, pairs, staging)
-            with torch.no_grad():
-                for copy in now:
-                    copy.run()
-            if lazy:
-                sample = self._sampler.take(layout, [copy.source for copy in lazy], starts, offsets, slot.buffer)
-                staging._proofs.append((sample, lazy))
+            for device_plan in plan.devices:
+                self._save_device(staging, device_plan, tensors, targets)
+            self._save_host(staging, plan, captured.leaves, tensors, targets)
         except BaseException:
-            self._end_copies(device, slot)
+            for part in staging._devices:
+                part.abandon()
             raise
-        staging._tasks.extend(_tasks_of(lazy))
-        staging._left = len(staging._tasks)
-        if staging._left == 0:
-            staging._host_copied.set()
-        if self.mode == "eager" or not (lazy or device):
+        if self.mode == "eager" or not (staging._devices or staging._left):
+            staging.is_handed_over = True
             staging.finish()
         else:
             self._hand_over(staging)
-        return staging
 
-    def _copy_from(self, where: torch.device, pairs: list[tuple[Leaf, torch.Tensor]], staging: Staging) -> None:
-        """Queue the copies on a side stream, behind the queued work of the current stream."""
-        compute = torch.accelerator.current_stream(where)
-        side = self._streams.setdefault(where, torch.Stream(where))
-        still = self.mode == "eager"
-        sources, waits = unchanging([(leaf.tensor, leaf.optimizer_only or still) for leaf, _ in pairs])
-        # If these were freed before the copy is done, the allocator could give their memory to the current stream.
-        staging._held.extend(sources)
-        side.wait_stream(compute)
-        with devices.on_stream(side), torch.no_grad():
-            for source, (_, target) in zip(sources, pairs, strict=True):
-                bits(target).copy_(bits(source), non_blocking=True)
-            event = torch.Event(where)
-            event.record(side)
-        staging._events.append((where, event))
-        if waits:
-            event.synchronize()
-        staging._device_copies += [
-            Copy(leaf.fqn, leaf.tensor, target, _version(leaf.tensor))
-            for leaf, target in pairs
-            if leaf.optimizer_only and not still
-        ]
+    def _save_device(
+        self, staging: Staging, plan: DevicePlan, tensors: list[torch.Tensor], targets: list[torch.Tensor]
+    ) -> None:
+        part = DeviceSnapshot(plan, self._side(plan.device), staging.slot, targets)
+        staging._devices.append(part)
+        part.save(tensors, self._lasts.get(plan.device))
+        self._lasts[plan.device] = part
+        if part.waits:
+            part.synchronize()
 
-    def _end_copies(self, where: Iterable[torch.device], slot: Slot) -> None:
-        """Wait until no queued copy writes into `slot` any more. A slot of which that is not known is never used again."""
-        for device in where:
-            side = self._streams.get(device)
-            if side is not None:
-                with suppress(Exception):  # the error that ended the snapshot is raised
-                    side.synchronize()
-                slot.still_written |= not devices.is_over(side)
+    def _save_host(
+        self,
+        staging: Staging,
+        plan: StagingPlan,
+        leaves: tuple[Leaf, ...],
+        tensors: list[torch.Tensor],
+        targets: list[torch.Tensor],
+    ) -> None:
+        """Copy what may change, and prepare the background copies."""
+        with torch.no_grad():
+            for i in plan.now:
+                copy_bits(targets[i], tensors[i])
+        if plan.lazy_offsets:
+            # No Python code runs for a single tensor here.
+            sources = list(plan.lazy(tensors))
+            versions = map(_VERSION if plan.are_counted else _version, sources)
+            copies = list(map(Copy, plan.lazy(plan.fqns), sources, plan.lazy(targets), versions))
+            starts = list(map(_START, plan.lazy(leaves)))
+            sample = self._sampler.take(plan.layout, sources, starts, plan.lazy_offsets, staging.slot.buffer)
+            staging._proofs.append((sample, copies))
+            staging._tasks.extend(copies[some] for some in plan.tasks)
+        staging._left = len(staging._tasks)
+        if staging._left == 0:
+            staging._host_copied.set()
+
+    def _plan_of(self, captured: Captured, layout: SlotLayout) -> StagingPlan:
+        """The plan of the last save if the state is arranged as it was, and a device had memory for all of it; else a new one."""
+        known = self._plan
+        if known is not None and known.layout is layout and self._arrangement is captured.arrangement and known.is_whole:
+            return known
+        self._plan = None  # first of all, this frees its scratch memory
+        self._plan, self._arrangement = self._new_plan(captured.leaves, layout), captured.arrangement
+        return self._plan
+
+    def _new_plan(self, leaves: tuple[Leaf, ...], layout: SlotLayout) -> StagingPlan:
+        filled = [i for i, leaf in enumerate(leaves) if leaf.tensor.numel()]
+        where = {leaf.tensor.device: devices.has_streams(leaf.tensor.device) for leaf in leaves}
+        host = [i for i in filled if not where[leaves[i].tensor.device]]
+        lazy = [i for i in host if leaves[i].optimizer_only and self.mode == "lazy"]
+        background = set(lazy)
+        eager, plans, is_whole = self.mode == "eager", [], True
+        for device in dict.fromkeys(leaves[i].tensor.device for i in filled):
+            if where[device]:
+                proves = self._proves(device)
+                plans.append(plan_device(device, leaves, layout, still=eager, checksums=proves))
+                is_whole = is_whole and plans[-1].is_whole and proves is not None
+        return StagingPlan(
+            layout,
+            [leaf.fqn for leaf in leaves],
+            [offset for offset, *_ in layout.parts],
+            [i for i in host if i not in background],
+            taking(lazy),
+            [layout.parts[i][0] for i in lazy],
+            _tasks_of([layout.parts[i][1] for i in lazy]),
+            not any(leaves[i].tensor.is_inference() for i in lazy),
+            tuple(plans),
+            is_whole,
+        )
+
+    def _side(self, device: torch.device) -> torch.Stream:
+        return self._streams.setdefault(device, torch.Stream(device))
+
+    def _proves(self, device: torch.device) -> bool | None:
+        """Whether sums of `device` can prove copies from it; None if it has no memory left to find out."""
+        if self._checksums and device not in self._sums:
+            try:
+                with devices.on_stream(self._side(device)):
+                    self._sums[device] = add_up(device)
+            except RuntimeError as error:
+                if not devices.is_out_of_memory(error):
+                    raise
+                return None
+            if not self._sums[device]:
+                log.warning("%s does not add 64-bit integers exactly: snapshots from it are taken without checksums", device)
+        return self._checksums and self._sums[device]
 
     def _hand_over(self, staging: Staging) -> None:
         with self._wake:
+            staging.is_handed_over = True
             self._queue.append(staging)
             self._wake.notify()
 
@@ -346,37 +409,13 @@ class Stager:
         self._thread.join(timeout)
 
 
-def unchanging(tensors: list[tuple[torch.Tensor, bool]]) -> tuple[list[torch.Tensor], bool]:
-    """For pairs of a tensor on a device and whether it is stable: the tensors to copy, and whether save() must wait for the
-    copies.
-
-    A tensor that is not stable is cloned. Clones take at most CLONED_BYTES_MAX, and no more than the device has left. If a
-    tensor finds no room for a clone, it is copied itself, and save() must wait.
-    """
-    sources: list[torch.Tensor] = []
-    left, waits = CLONED_BYTES_MAX, False
-    for tensor, stable in tensors:
-        source = tensor
-        if not stable and tensor.nbytes <= left:
-            try:
-                source = tensor.detach().clone()
-                left -= tensor.nbytes
-            except RuntimeError as error:
-                if not devices.is_out_of_memory(error):
-                    raise
-                left = -1
-        waits = waits or (source is tensor and not stable)
-        sources.append(source)
-    return sources, waits
-
-
-def _tasks_of(copies: list[Copy]) -> list[list[Copy]]:
-    tasks: list[list[Copy]] = []
+def _tasks_of(nbytes: Sequence[int]) -> list[slice]:
+    """Cut copies of so many bytes each into tasks."""
+    starts: list[int] = []
     filled = TASK_BYTES
-    for copy in copies:
+    for i, size in enumerate(nbytes):
         if filled >= TASK_BYTES:
-            tasks.append([])
+            starts.append(i)
             filled = 0
-        tasks[-1].append(copy)
-        filled += copy.target.nbytes
-    return tasks
+        filled += size
+    return [slice(start, stop) for start, stop in zip(starts, [*starts[1:], len(nbytes)], strict=False)]

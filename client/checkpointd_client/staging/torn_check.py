@@ -83,14 +83,13 @@ class Sampler:
         `starts`: the addresses of contiguous tensors, or 0 where that is not known. For one `layout`, the dtype and shape of a
         tensor follow from its offset.
         """
-        # This runs for every tensor inside every save(), so it compares flat lists.
+        # This runs inside every save(), so it compares flat lists, and looks only at the tensors of which too little is known.
         starts = list(starts)
         strides: dict[int, tuple[int, ...]] = {}
-        for i, start in enumerate(starts):
-            if not start:
-                starts[i] = tensors[i].data_ptr()
-                if not tensors[i].is_contiguous():
-                    strides[i] = tensors[i].stride()
+        for i in [i for i, start in enumerate(starts) if not start] if 0 in starts else ():
+            starts[i] = tensors[i].data_ptr()
+            if not tensors[i].is_contiguous():
+                strides[i] = tensors[i].stride()
         where = _Where(layout, starts, list(offsets), strides)
         if self._where != where:
             self._where, self._points = where, _planned(tensors, where)

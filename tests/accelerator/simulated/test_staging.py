@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from types import ModuleType
 
@@ -10,20 +11,33 @@ import torch
 
 from checkpointd.errors import AbortedError
 from checkpointd_client import Checkpointer, devices
+from checkpointd_client.staging import device_plan
 from checkpointd_client.staging.arena import Arena, Slot
+from checkpointd_client.staging.device_snapshot import DeviceSnapshot
+from checkpointd_client.staging.stager import Stager, Staging
 from tests.accelerator.simulated.schedules import SCHEDULES, main_stream, under
 from tests.accelerator.simulated.small_nets import Net, loaded
 
 
+@pytest.fixture(params=["gathered", "direct"])
+def ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Small tensors go through the scratch memory, large ones directly. Here all of them go one way."""
+    if request.param == "direct":
+        monkeypatch.setattr(device_plan, "GATHERED_BYTES", 0)
+    return str(request.param)
+
+
+@pytest.mark.usefixtures("ways")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("index", [0, 1])
 @pytest.mark.parametrize("own_stream", [False, True])
+@pytest.mark.parametrize("checksums", [False, True])
 def test_a_snapshot_is_of_the_moment_of_save(
-    sim: ModuleType, tmp_path: Path, schedule: str, index: int, own_stream: bool
+    sim: ModuleType, tmp_path: Path, schedule: str, index: int, own_stream: bool, checksums: bool
 ) -> None:
     device = torch.device("sim", index)
     stream = torch.Stream(device) if own_stream else main_stream(device)
-    with devices.on_stream(stream), Checkpointer(tmp_path) as ckpt:
+    with devices.on_stream(stream), Checkpointer(tmp_path, device_checksums=checksums) as ckpt:
         net = Net(1.0, device)
         optimizer = torch.optim.SGD([net.weight], lr=1.0)
         net.weight.grad = torch.ones_like(net.weight)
@@ -76,47 +90,60 @@ def test_a_state_in_host_and_device_memory(sim: ModuleType, tmp_path: Path, devi
 # --- faults -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("after", range(4))
+@pytest.mark.usefixtures("ways")
+@pytest.mark.parametrize("after", range(2))
 def test_a_copy_that_raises_writes_into_no_other_snapshot(
     sim: ModuleType, tmp_path: Path, device: torch.device, after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Copies that were queued before it still run: no other save gets the slot until they have."""
-    complete = Slot.complete
-    other = {"a": torch.full((64, 64), 5.0), "b": torch.full((64, 64), 5.0)}
-    into = {"a": torch.zeros(64, 64), "b": torch.zeros(64, 64)}
+    # A tensor of the host between the others, so that they are copied by two calls.
+    first = {
+        "a": torch.full((64, 64), 66.0, device=device),
+        "b": torch.zeros(3),
+        "c": torch.full((64, 64), 66.0, device=device),
+    }
+    other = {"a": torch.full((64, 64), 5.0), "b": torch.full((3,), 5.0), "c": torch.full((64, 64), 5.0)}
+    queue, complete = DeviceSnapshot._queue_copies, Slot.complete
+
+    def fails(part: DeviceSnapshot, saved: torch.Event) -> None:
+        with sim.failing("copy", after=after):
+            queue(part, saved)
 
     def then_all_that_is_queued_runs(slot: Slot) -> None:
         complete(slot)
         torch.accelerator.synchronize(device)
 
     with Checkpointer(tmp_path) as ckpt:
+        ckpt.save(0, {"x": torch.zeros(1, device=device)}).wait()
         with sim.only(main_stream(device), patience_ms=0):
-            with sim.failing("copy", after=after):
-                failed = ckpt.save(1, {"net": Net(66.0, device)})
-            monkeypatch.setattr(Slot, "complete", then_all_that_is_queued_runs)
-            ckpt.save(2, {"net": other}).wait()
-        ckpt.load({"net": into}, tag="global_step2")
-        if after < 2:
-            failed.wait()  # there was no memory for a clone, so save() waited for the copy itself
-        else:
-            with pytest.raises(AbortedError, match="this copy fails, as asked for"):
+            monkeypatch.setattr(DeviceSnapshot, "_queue_copies", fails)
+            failed = ckpt.save(1, first)
+            with pytest.raises(AbortedError, match="the copy from sim:0 failed: sim: this copy fails, as asked for"):
                 failed.wait()
-    assert [tensor.unique().tolist() for tensor in into.values()] == [[5.0], [5.0]]
+            monkeypatch.undo()
+            monkeypatch.setattr(Slot, "complete", then_all_that_is_queued_runs)
+            ckpt.save(2, other).wait()
+        into = {name: torch.zeros_like(tensor) for name, tensor in other.items()}
+        ckpt.load(into, tag="global_step2")
+    assert [tensor.unique().tolist() for tensor in into.values()] == [[5.0]] * 3
 
 
+@pytest.mark.usefixtures("ways")
 @pytest.mark.parametrize("fault", ["half_copy", "kernel"])
 def test_a_copy_that_fails_later_spoils_the_snapshot(sim: ModuleType, tmp_path: Path, device: torch.device, fault: str) -> None:
     net = Net(3.0, device)
     optimizer = torch.optim.SGD([net.weight], lr=1.0)
     with Checkpointer(tmp_path) as ckpt:
-        with sim.only(main_stream(device), patience_ms=0), sim.failing(fault, after=1):
-            handle = ckpt.save(0, {"net": net, "optimizer": optimizer})
-        with pytest.raises(AbortedError, match=r"the copy from the device failed: sim: a kernel failed: .*, as asked for$"):
-            handle.wait()
-        ckpt.save(1, {"net": net, "optimizer": optimizer}).wait()
-    assert loaded(tmp_path, "global_step1", device).weight.unique().tolist() == [3.0]
+        ckpt.save(0, {"net": net, "optimizer": optimizer}).wait()
+        with sim.failing(fault):
+            handle = ckpt.save(1, {"net": net, "optimizer": optimizer})
+            with pytest.raises(AbortedError, match=r"the copy from sim:0 failed: sim: a kernel failed: .*, as asked for$"):
+                handle.wait()
+        ckpt.save(2, {"net": net, "optimizer": optimizer}).wait()
+    assert loaded(tmp_path, "global_step2", device).weight.unique().tolist() == [3.0]
 
 
+@pytest.mark.usefixtures("ways")
 def test_without_memory_for_clones_save_waits_for_the_copies(sim: ModuleType, tmp_path: Path, device: torch.device) -> None:
     net = Net(3.0, device)
     with Checkpointer(tmp_path) as ckpt:
@@ -136,7 +163,7 @@ def test_memory_that_cannot_be_pinned_costs_time_alone(
     net = Net(3.0, device)
     with sim.limited(pinned_bytes=sim.counts().pinned), Checkpointer(tmp_path) as ckpt:
         ckpt.save(0, {"net": net}).wait()
-    assert "the arena cannot be pinned (error 2): save() waits for the copies from the device" in caplog.text
+    assert "the arena cannot be pinned (error 2): the next step waits for the copies from the device" in caplog.text
     assert loaded(tmp_path, "global_step0", device).weight.unique().tolist() == [3.0]
 
 
@@ -152,3 +179,80 @@ def test_a_driver_that_fails_while_memory_is_made_ready_loses_no_slot(
     assert "the driver is not loaded" in caplog.text
     slots = [arena.acquire(4096, 0) for _ in range(2)]
     assert None not in slots
+
+
+# --- in the background ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("ways")
+def test_a_step_queues_the_copies_itself_if_the_stager_is_late(
+    sim: ModuleType, tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stepped, finish = threading.Event(), Staging.finish
+
+    def late(staging: Staging) -> None:
+        stepped.wait()
+        finish(staging)
+
+    net = Net(1.0, device)
+    optimizer = torch.optim.SGD([net.weight], lr=1.0)
+    net.weight.grad = torch.ones_like(net.weight)
+    with Checkpointer(tmp_path) as ckpt:
+        ckpt.save(0, {"net": net, "optimizer": optimizer}).wait()
+        monkeypatch.setattr(Staging, "finish", late)
+        with sim.races() as races, sim.only(main_stream(device)):
+            handle = ckpt.save(1, {"net": net, "optimizer": optimizer})
+            optimizer.step()
+            stepped.set()
+        handle.wait()
+    assert races == []
+    assert loaded(tmp_path, "global_step1", device).weight.unique().tolist() == [1.0]
+
+
+@pytest.mark.usefixtures("ways")
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_two_snapshots_in_flight_are_each_of_their_moment(
+    sim: ModuleType, tmp_path: Path, device: torch.device, schedule: str
+) -> None:
+    """Both go through the same scratch memory."""
+    net = Net(0.0, device)
+    with Checkpointer(tmp_path) as ckpt:
+        ckpt.save(0, {"net": net}).wait()
+        with sim.races() as races, under(sim, schedule, main_stream(device)):
+            handles = []
+            for step in (1, 2):
+                with torch.no_grad():
+                    net.weight.add_(1)
+                    net.seen.add_(1)
+                handles.append(ckpt.save(step, {"net": net}))
+        for handle in handles:
+            handle.wait()
+    assert races == []
+    for step in (1, 2):
+        found = loaded(tmp_path, f"global_step{step}", device)
+        assert (found.weight.unique().tolist(), found.seen.unique().tolist()) == ([step], [step])
+
+
+def test_an_interrupted_save_gives_its_slot_back_after_the_copies(
+    sim: ModuleType, tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C may come when the stager's thread has the snapshot already."""
+    hand_over = Stager._hand_over
+
+    def interrupted(stager: Stager, staging: Staging) -> None:
+        hand_over(stager, staging)
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    net = Net(66.0, device)
+    other = {"a": torch.full((64, 64), 5.0), "b": torch.full((64, 64), 5.0)}
+    with Checkpointer(tmp_path) as ckpt:
+        ckpt.save(0, {"net": net}).wait()
+        with sim.only(main_stream(device), patience_ms=0):
+            monkeypatch.setattr(Stager, "_hand_over", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                ckpt.save(1, {"net": net})
+            ckpt.save(2, other).wait()
+        into = {name: torch.zeros_like(tensor) for name, tensor in other.items()}
+        ckpt.load(into, tag="global_step2")
+    assert [tensor.unique().tolist() for tensor in into.values()] == [[5.0], [5.0]]

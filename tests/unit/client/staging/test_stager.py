@@ -23,9 +23,9 @@ from checkpointd.pipeline.root import catalog
 from checkpointd.store.posix.store import PosixStore
 from checkpointd_client import Checkpointer
 from checkpointd_client.capture.state import capture
-from checkpointd_client.staging import stager
 from checkpointd_client.staging.arena import Arena
-from checkpointd_client.staging.stager import Copy, Stager, Staging, plan_slot, unchanging
+from checkpointd_client.staging.slot_layout import plan_slot
+from checkpointd_client.staging.stager import Copy, Stager, Staging
 from checkpointd_client.staging.torn_check import Proof
 
 
@@ -319,7 +319,8 @@ class Swapped:
         slot = self._arena.acquire(layout.nbytes, timeout=0.0)
         assert slot is not None
         try:
-            staging = self._stager.begin(self._captured, layout, slot)
+            staging = Staging(slot)
+            self._stager.begin(staging, self._captured, layout)
             yield staging, slot.views(layout, layout.parts)
         finally:
             staging.done.exception(30)
@@ -450,41 +451,3 @@ def test_eager_staging_holds_everything_when_save_returns(run: Run, tmp_path: Pa
         assert handle.timings.staged_s is not None
         _add_one(run.net)
     _same(_loaded_net(tmp_path), expected)
-
-
-# --- what is cloned on a device, tried with tensors of the host --------------------------------------------------------
-
-
-class NoRoom(torch.Tensor):
-    """For whose clone there is no memory."""
-
-    def clone(self, *_: object, **__: object) -> torch.Tensor:
-        raise torch.OutOfMemoryError("no room")
-
-    def detach(self) -> torch.Tensor:
-        return self
-
-
-def test_what_may_change_is_cloned_and_what_is_stable_is_not() -> None:
-    stable, moving = torch.ones(3), torch.ones(4)
-    (one, two), waits = unchanging([(stable, True), (moving, False)])
-    assert one is stable
-    assert two is not moving
-    assert torch.equal(two, moving)
-    assert not waits
-
-
-def test_what_is_too_large_to_be_cloned_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stager, "CLONED_BYTES_MAX", 40)
-    tensors = [torch.ones(5), torch.ones(9), torch.ones(5), torch.ones(1)]
-    sources, waits = unchanging([(tensor, False) for tensor in tensors])
-    assert [source is tensor for source, tensor in zip(sources, tensors, strict=True)] == [False, True, False, True]
-    assert waits
-
-
-def test_where_memory_runs_out_nothing_more_is_cloned() -> None:
-    tensors = [torch.ones(2), torch.ones(2).as_subclass(NoRoom), torch.ones(2)]
-    sources, waits = unchanging([(tensor, False) for tensor in tensors])
-    assert [source is tensor for source, tensor in zip(sources, tensors, strict=True)] == [False, True, True]
-    assert waits
-    assert not unchanging([(tensors[1], True)])[1], "what is stable needs no clone"

@@ -1,0 +1,227 @@
+"""One device's part of a snapshot: work that save() queues on the compute stream, then copies on a side stream.
+
+Invariants
+  DEVICE-1  At save(), the compute stream gathers the small tensors into scratch memory, clones the large ones that may change
+      outside a step, and sums the bytes of all tensors. Later work cannot change these copies and sums.
+  DEVICE-2  The copies into the slot are queued by the stager's thread, or by whoever needs them first: a step, or the next
+      save. They wait for the event that save() recorded.
+  DEVICE-3  A step waits on the host until the copies are queued, and its stream waits for their event.
+  DEVICE-4  The scratch memory is filled again only behind the copies that read it.
+  DEVICE-5  After an error or an interruption, the slot is given back only when no queued copy writes into it (ARENA-5).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from bisect import bisect_right
+from collections.abc import Sequence
+from contextlib import suppress
+from operator import attrgetter
+
+import torch
+
+from checkpointd.errors import StagingError
+from checkpointd.waits import Waiting
+from checkpointd_client import devices
+from checkpointd_client.capture.dtypes import bits
+from checkpointd_client.staging.arena import Slot
+from checkpointd_client.staging.device_plan import DevicePlan
+
+log = logging.getLogger("checkpointd")
+
+CLONED_BYTES_MAX = 512 << 20
+"""The most device memory that one save uses for clones until they are copied. Training needs the rest."""
+_VERSION = attrgetter("_version")
+
+
+class DeviceSnapshot:
+    """The tensors of one device in one snapshot. Thread-safe after `save`. `targets`: the views of the slot, by leaf."""
+
+    def __init__(self, plan: DevicePlan, side: torch.Stream, slot: Slot, targets: Sequence[torch.Tensor]) -> None:
+        self.device = plan.device
+        self.waits = False
+        """Whether save() must wait for the copies: there was no room to clone a tensor that may change."""
+        self._plan, self._side, self._slot, self._targets = plan, side, slot, targets
+        self._sources: list[torch.Tensor] = []
+        """The direct tensors or their clones. The allocator could give their memory away if they were freed before the copy."""
+        self._counted: Sequence[torch.Tensor] = ()
+        self._versions: list[int] = []
+        self._sums: torch.Tensor | None = None
+        self._saved: torch.Event | None = None
+        self._gathered: torch.Event | None = None
+        self._copied: torch.Event | None = None
+        self._queued = False
+        self._queueing = threading.Lock()
+        self._error: StagingError | None = None
+
+    # --- on the training thread, inside save() -------------------------------------------------------------------
+
+    def save(self, tensors: Sequence[torch.Tensor], last: DeviceSnapshot | None) -> None:
+        """Queue DEVICE-1 on the current stream. `tensors`: all leaves. `last`: the snapshot of this device before this one."""
+        plan, compute = self._plan, torch.accelerator.current_stream(self.device)
+        if last is not None:
+            last.let_scratch_go(compute)
+        with torch.no_grad():
+            self._counted = [tensors[i] for i in plan.counted]
+            self._versions = list(map(_VERSION, self._counted))
+            self._sources, self.waits = unchanging([(tensors[i], stable) for i, stable in plan.direct])
+            self._sums = self._room_for_sums()
+            for batch in plan.batches:
+                batch.queue(tensors, self._sums)
+            if self._sums is not None:
+                sources = dict(zip((i for i, _ in plan.direct), self._sources, strict=True))
+                for i, row in plan.alone:
+                    row.queue(sources[i], self._sums)
+            if plan.gathered is not None:
+                plan.gathered.queue(tensors, self._sums)
+        self._saved = torch.Event(self.device)
+        self._saved.record(compute)
+
+    def _room_for_sums(self) -> torch.Tensor | None:
+        if not self._plan.sums:
+            return None
+        try:
+            return torch.empty(self._plan.sums, dtype=torch.int64, device=self.device)
+        except RuntimeError as error:
+            if not devices.is_out_of_memory(error):
+                raise
+            log.warning("%s has no memory for the checksums of a snapshot: it is taken without them", self.device)
+            return None
+
+    def abandon(self) -> None:
+        """After an error in save(): queue nothing any more, and wait for the copies that are queued already (DEVICE-5)."""
+        with self._queueing:
+            if self._queued:
+                self._end_copies()
+            self._queued = True
+
+    # --- on any thread -------------------------------------------------------------------------------------------
+
+    def queue(self) -> None:
+        """Return when the copies are queued, by this thread or another one. An error is kept for `synchronize`."""
+        Waiting(lambda: f"the copies from {self.device} are not queued yet").until(self._locked)
+        try:
+            if self._queued or self._saved is None:
+                return
+            self._queued = True
+            try:
+                self._queue_copies(self._saved)
+            except Exception as error:  # any error of torch spoils the snapshot, and training goes on
+                self._error = StagingError(f"the copy from {self.device} failed: {devices.told(error)}")
+                self._error.__cause__ = error
+                self._end_copies()
+            except BaseException:
+                self._error = StagingError(f"the copy from {self.device} was interrupted")
+                self._end_copies()
+                raise
+        finally:
+            self._queueing.release()
+
+    def _locked(self, seconds: float) -> bool:
+        return self._queueing.acquire(timeout=seconds)
+
+    def _queue_copies(self, saved: torch.Event) -> None:
+        side, memory = self._side, self._slot.memory
+        with devices.on_stream(side), torch.no_grad():
+            self._slot.pin(self.device.type)
+            side.wait_event(saved)
+            if self._plan.gathered is not None:
+                scratch = self._plan.gathered.memory
+                for run in self._plan.runs:
+                    source = scratch[run.scratch : run.scratch + run.nbytes]
+                    memory[run.slot : run.slot + run.nbytes].copy_(source, non_blocking=True)
+                gathered = torch.Event(self.device)
+                gathered.record(side)
+                self._gathered = gathered
+            for (i, _), source in zip(self._plan.direct, self._sources, strict=True):
+                bits(self._targets[i]).copy_(bits(source), non_blocking=True)
+            copied = torch.Event(self.device)
+            copied.record(side)
+            self._copied = copied
+
+    def _end_copies(self) -> None:
+        """Wait until no queued copy writes into the slot any more. A slot of which that is not known is never used again."""
+        with suppress(Exception):  # the error that spoiled the snapshot is told
+            self._side.synchronize()
+        self._slot.still_written |= not devices.is_over(self._side)
+
+    def fence(self) -> None:
+        """Let the current stream wait for the copies (DEVICE-3)."""
+        self.queue()
+        if self._copied is not None:
+            torch.accelerator.current_stream(self.device).wait_event(self._copied)
+
+    def let_scratch_go(self, compute: torch.Stream) -> None:
+        """Let `compute` wait for the copies out of the scratch memory (DEVICE-4)."""
+        self.queue()
+        if self._gathered is not None:
+            compute.wait_event(self._gathered)
+
+    def changed(self) -> int | None:
+        """The position of the first leaf that torch counted a change of since save(); None if there is none."""
+        if list(map(_VERSION, self._counted)) == self._versions:
+            return None
+        versions = zip(self._plan.counted, self._counted, self._versions, strict=True)
+        return next((i for i, tensor, version in versions if tensor._version != version), None)
+
+    # --- at the end ----------------------------------------------------------------------------------------------
+
+    def synchronize(self) -> StagingError | None:
+        """Wait until the copies are done; the error if they failed."""
+        self.queue()
+        if self._copied is not None:
+            try:
+                self._copied.synchronize()
+            except Exception as error:  # this is where any failed kernel on the device shows
+                self._slot.still_written |= not devices.is_over(self._copied)
+                return StagingError(f"the copy from {self.device} failed: {devices.told(error)}")
+        return self._error
+
+    def differs(self) -> tuple[int, int] | None:
+        """The (offset, bytes) in the slot of the first block whose sum is not the one that save() queued; None if all agree.
+
+        Call it when the copies are done.
+        """
+        if self._sums is None:
+            return None
+        with devices.on_stream(self._side):
+            expected = self._sums.cpu().numpy()
+        for row in self._plan.rows:
+            wrong = (row.of_slot(self._slot.buffer) != expected[row.at : row.at + row.count]).nonzero()[0]
+            if len(wrong):
+                return next(row.bytes_of(int(wrong[0])))
+        return None
+
+    def free(self) -> None:
+        """Forget the tensors."""
+        self._sources, self._counted, self._versions, self._sums = [], (), [], None
+
+
+def leaf_at(offset: int, starts: Sequence[int]) -> int:
+    """The position of the leaf that has the byte at `offset` of the slot; `starts` has the offsets of all leaves."""
+    return bisect_right(starts, offset) - 1
+
+
+def unchanging(tensors: Sequence[tuple[torch.Tensor, bool]]) -> tuple[list[torch.Tensor], bool]:
+    """For pairs of a tensor on a device and whether it is stable: the tensors to copy, and whether save() must wait for the
+    copies.
+
+    A tensor that is not stable is cloned. Clones take at most CLONED_BYTES_MAX, and no more than the device has left. If a
+    tensor finds no room for a clone, it is copied itself, and save() must wait.
+    """
+    sources: list[torch.Tensor] = []
+    left, waits = CLONED_BYTES_MAX, False
+    for tensor, stable in tensors:
+        source = tensor
+        if not stable and tensor.nbytes <= left:
+            try:
+                source = tensor.detach().clone()
+                left -= tensor.nbytes
+            except RuntimeError as error:
+                if not devices.is_out_of_memory(error):
+                    raise
+                left = -1
+        waits = waits or (source is tensor and not stable)
+        sources.append(source)
+    return sources, waits

@@ -1,0 +1,49 @@
+"""What is cloned on a device, tried with tensors of the host. The rest is tried on the simulated device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from checkpointd_client.staging import device_snapshot
+from checkpointd_client.staging.device_snapshot import leaf_at, unchanging
+
+
+class NoRoom(torch.Tensor):
+    """For whose clone there is no memory."""
+
+    def clone(self, *_: object, **__: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no room")
+
+    def detach(self) -> torch.Tensor:
+        return self
+
+
+def test_what_may_change_is_cloned_and_what_is_stable_is_not() -> None:
+    stable, moving = torch.ones(3), torch.ones(4)
+    (one, two), waits = unchanging([(stable, True), (moving, False)])
+    assert one is stable
+    assert two is not moving
+    assert torch.equal(two, moving)
+    assert not waits
+
+
+def test_what_is_too_large_to_be_cloned_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_snapshot, "CLONED_BYTES_MAX", 40)
+    tensors = [torch.ones(5), torch.ones(9), torch.ones(5), torch.ones(1)]
+    sources, waits = unchanging([(tensor, False) for tensor in tensors])
+    assert [source is tensor for source, tensor in zip(sources, tensors, strict=True)] == [False, True, False, True]
+    assert waits
+
+
+def test_where_memory_runs_out_nothing_more_is_cloned() -> None:
+    tensors = [torch.ones(2), torch.ones(2).as_subclass(NoRoom), torch.ones(2)]
+    sources, waits = unchanging([(tensor, False) for tensor in tensors])
+    assert [source is tensor for source, tensor in zip(sources, tensors, strict=True)] == [False, True, True]
+    assert waits
+    assert not unchanging([(tensors[1], True)])[1], "what is stable needs no clone"
+
+
+def test_a_byte_of_the_slot_is_found_in_its_leaf() -> None:
+    starts = [0, 0, 64, 128, 128]  # the first and the fourth leaf are empty
+    assert [leaf_at(offset, starts) for offset in (0, 63, 64, 127, 128, 500)] == [1, 1, 2, 2, 4, 4]
