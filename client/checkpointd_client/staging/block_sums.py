@@ -78,11 +78,12 @@ class Row:
             middle = lanes[head : head + blocks * block].reshape(blocks, block)
             tail = lanes[head + blocks * block :]
             first = -(-position // block)
+            # Slices of one sum each: numpy warns when a single number wraps, and not when an array does.
             if head:
-                sums[position // block] += lanes[:head].sum(dtype=np.int64)
+                sums[position // block : position // block + 1] += lanes[:head].sum(dtype=np.int64)
             sums[first : first + blocks] += middle.sum(axis=1, dtype=np.int64)
             if len(tail):
-                sums[first + blocks] += tail.sum(dtype=np.int64)
+                sums[first + blocks : first + blocks + 1] += tail.sum(dtype=np.int64)
             position += len(lanes)
         return sums
 

@@ -216,7 +216,7 @@ def unchanging(tensors: Sequence[tuple[torch.Tensor, bool]]) -> tuple[list[torch
         source = tensor
         if not stable and tensor.nbytes <= left:
             try:
-                source = tensor.detach().clone()
+                source = bits(tensor.detach()).clone()
                 left -= tensor.nbytes
             except RuntimeError as error:
                 if not devices.is_out_of_memory(error):

@@ -336,7 +336,7 @@ class Stager:
             staging._host_copied.set()
 
     def _plan_of(self, captured: Captured, layout: SlotLayout) -> StagingPlan:
-        """The plan of the last save if the state is arranged as it was, and a device had memory for all of it; else a new one."""
+        """The plan of the last save if the state is arranged as it was and the devices had memory for it; else a new one."""
         known = self._plan
         if known is not None and known.layout is layout and self._arrangement is captured.arrangement and known.is_whole:
             return known

@@ -11,8 +11,9 @@ from types import ModuleType
 from typing import Any
 
 from checkpointd_client.restore import sinks
-from checkpointd_client.staging import stager
+from checkpointd_client.staging import device_snapshot
 from checkpointd_client.staging.arena import Slot
+from checkpointd_client.staging.device_snapshot import DeviceSnapshot
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,18 @@ class Mistake:
     """The schedule under which it shows every time."""
     linger_s: float = 0.0
     """How long the schedule lasts after the step, for the save to end too early."""
+    gathered: bool = True
+    """Whether the tensors are gathered. Otherwise they are copied directly."""
+    steps: bool = True
+    """Whether an optimizer steps between the two snapshots."""
+    late: bool = False
+    """Whether the stager's thread begins only after the step."""
+    patience_ms: int = -1
+    """How long a wait for a stream that the schedule holds lasts; -1: until the schedule ends."""
+    mended: bool = False
+    """Whether the checksums make up for it: to read them, the stager waits for everything on the side stream."""
+    also: tuple[str, str] | None = None
+    """Another line that is changed with it, and what it becomes."""
 
     @contextmanager
     def made(self) -> Iterator[None]:
@@ -39,8 +52,10 @@ class Mistake:
 
     def _wrong(self, right: Callable[..., object]) -> object:
         source = textwrap.dedent(inspect.getsource(right))
-        assert source.count(self.line) == 1, f"{self.line!r} stands {source.count(self.line)} times in {self.name}"
-        source = "from __future__ import annotations\n" + source.replace(self.line, self.instead)
+        for line, instead in ((self.line, self.instead), *([self.also] if self.also else [])):
+            assert source.count(line) == 1, f"{line!r} stands {source.count(line)} times in {self.name}"
+            source = source.replace(line, instead)
+        source = "from __future__ import annotations\n" + source
         home = self.owner if isinstance(self.owner, ModuleType) else inspect.getmodule(self.owner)
         found: dict[str, object] = {}
         exec(compile(source, f"<{self.name} with a mistake>", "exec"), vars(home), found)
@@ -50,54 +65,64 @@ class Mistake:
 AHEAD, BEHIND = "copies ahead", "compute ahead"
 STAGING: dict[str, Mistake] = {
     "the step does not wait for the copy": Mistake(
-        stager.Staging, "fence", "torch.accelerator.current_stream(device).wait_event(event)", "pass", BEHIND
+        DeviceSnapshot,
+        "fence",
+        "torch.accelerator.current_stream(self.device).wait_event(self._copied)",
+        "pass",
+        BEHIND,
+        gathered=False,
+    ),
+    "the step does not wait until the copies are queued": Mistake(
+        DeviceSnapshot, "fence", "self.queue()", "pass", BEHIND, gathered=False, late=True
     ),
     "the copy does not wait for the computation": Mistake(
-        stager.Stager, "_copy_from", "side.wait_stream(compute)", "pass", AHEAD
+        DeviceSnapshot, "_queue_copies", "side.wait_event(saved)", "pass", AHEAD
     ),
     "the copy waits for the computation, but not for the clones": Mistake(
-        stager.Stager,
-        "_copy_from",
-        "compute = torch.accelerator.current_stream(where)\n"
-        "    side = self._streams.setdefault(where, torch.Stream(where))\n"
-        '    still = self.mode == "eager"\n'
-        "    sources, waits = unchanging([(leaf.tensor, leaf.optimizer_only or still) for leaf, _ in pairs])\n"
-        "    # If these were freed before the copy is done, the allocator could give their memory to the current stream.\n"
-        "    staging._held.extend(sources)\n"
-        "    side.wait_stream(compute)\n",
-        "compute = torch.accelerator.current_stream(where)\n"
-        "    side = self._streams.setdefault(where, torch.Stream(where))\n"
-        "    side.wait_stream(compute)\n"
-        '    still = self.mode == "eager"\n'
-        "    sources, waits = unchanging([(leaf.tensor, leaf.optimizer_only or still) for leaf, _ in pairs])\n"
-        "    staging._held.extend(sources)\n",
+        DeviceSnapshot,
+        "save",
+        "    self._saved = torch.Event(self.device)\n    self._saved.record(compute)",
+        "    self._saved = early",
         AHEAD,
+        also=(
+            "    if last is not None:",
+            "    early = torch.Event(self.device)\n    early.record(compute)\n    if last is not None:",
+        ),
     ),
     "the clones are freed before they are copied": Mistake(
-        stager.Stager, "_copy_from", "staging._held.extend(sources)", "pass", BEHIND
+        DeviceSnapshot,
+        "_queue_copies",
+        "self._copied = copied",
+        "self._copied, self._sources = copied, []",
+        BEHIND,
+        gathered=False,
     ),
-    "buffers are not cloned": Mistake(stager, "unchanging", "source = tensor.detach().clone()", "pass", BEHIND),
+    "buffers are not cloned": Mistake(
+        device_snapshot, "unchanging", "source = bits(tensor.detach()).clone()", "pass", BEHIND, gathered=False
+    ),
     "the snapshot is called whole before its copies are done": Mistake(
-        stager.Staging, "finish", "event.synchronize()", "pass", BEHIND, linger_s=5.0
-    ),
-    "the event is recorded on the stream of the computation": Mistake(
-        stager.Stager, "_copy_from", "event.record(side)", "event.record(compute)", BEHIND
+        DeviceSnapshot, "synchronize", "self._copied.synchronize()", "pass", BEHIND, linger_s=5.0, mended=True
     ),
     "the event is recorded before the copies": Mistake(
-        stager.Stager,
-        "_copy_from",
-        "        for source, (_, target) in zip(sources, pairs, strict=True):\n"
-        "            bits(target).copy_(bits(source), non_blocking=True)\n"
-        "        event = torch.Event(where)\n"
-        "        event.record(side)\n",
-        "        event = torch.Event(where)\n"
-        "        event.record(side)\n"
-        "        for source, (_, target) in zip(sources, pairs, strict=True):\n"
-        "            bits(target).copy_(bits(source), non_blocking=True)\n",
+        DeviceSnapshot,
+        "_queue_copies",
+        "        copied = torch.Event(self.device)\n        copied.record(side)",
+        "        copied = early",
         BEHIND,
+        gathered=False,
+        also=(
+            "        for (i, _), source in zip",
+            "        early = torch.Event(self.device)\n        early.record(side)\n        for (i, _), source in zip",
+        ),
+    ),
+    "the scratch memory is filled again before it is copied": Mistake(
+        DeviceSnapshot, "let_scratch_go", "compute.wait_event(self._gathered)", "pass", BEHIND, steps=False
+    ),
+    "the scratch memory is filled again before its copy is queued": Mistake(
+        DeviceSnapshot, "let_scratch_go", "self.queue()", "pass", BEHIND, late=True, steps=False
     ),
     "the arena is not pinned": Mistake(
-        Slot, "pin", "self._pinning = pinning", "pinning.unregister(self.buffer.ctypes.data)", BEHIND
+        Slot, "pin", "self._pinning = pinning", "pinning.unregister(self.buffer.ctypes.data)", BEHIND, patience_ms=100
     ),
 }
 LOADING: dict[str, Mistake] = {

@@ -10,11 +10,13 @@ import torch
 SCHEDULES = ("compute ahead", "copies ahead", *(f"chaos {seed}" for seed in range(2)))
 
 
-def under(sim: ModuleType, schedule: str, main: torch.Stream) -> AbstractContextManager[None]:
+def under(sim: ModuleType, schedule: str, main: torch.Stream, patience_ms: int = -1) -> AbstractContextManager[None]:
     """The block runs under `schedule`, if `main` is the stream that trains."""
     if schedule.startswith("chaos"):
         return sim.chaos(int(schedule.split()[1]))
-    return sim.only(main) if schedule == "compute ahead" else sim.stalled(main)
+    return (
+        sim.only(main, patience_ms=patience_ms) if schedule == "compute ahead" else sim.stalled(main, patience_ms=patience_ms)
+    )
 
 
 def main_stream(device: torch.device) -> torch.Stream:

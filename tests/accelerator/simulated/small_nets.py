@@ -20,9 +20,9 @@ class Net(torch.nn.Module):
         self.register_buffer("seen", torch.full((side, side), value, device=device))
 
 
-def loaded(root: Path, tag: str, device: torch.device) -> Net:
+def loaded(root: Path, tag: str, device: torch.device, side: int = 64) -> Net:
     """What the checkpoint holds of a Net, in host memory."""
-    found = Net(-1.0, device)
+    found = Net(-1.0, device, side)
     with Checkpointer(root) as ckpt:
         ckpt.load({"net": found}, tag=tag, strict=False)
     return found.cpu()

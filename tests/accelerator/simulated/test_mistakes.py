@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +18,8 @@ from checkpointd.errors import CheckpointdError
 from checkpointd.layout.boxes import whole
 from checkpointd_client import Checkpointer, devices
 from checkpointd_client.restore.sinks import box_sink, sink_for
+from checkpointd_client.staging import device_plan
+from checkpointd_client.staging.stager import Staging
 from tests.accelerator.simulated.mistakes import LOADING, STAGING, Mistake
 from tests.accelerator.simulated.schedules import main_stream, under
 from tests.accelerator.simulated.small_nets import Net, loaded
@@ -27,41 +30,91 @@ def rounds(pytestconfig: pytest.Config) -> int:
     return int(pytestconfig.getoption("mistake_rounds"))
 
 
-def staged(sim: ModuleType, root: Path, device: torch.device, mistake: Mistake) -> list[str]:
-    """What is wrong with a snapshot that is taken under the schedule of `mistake`; nothing where all is right."""
+class Gate:
+    """Holds the stager's thread back while it is closed."""
+
+    def __init__(self, *, closed: bool) -> None:
+        self._closed, self._go = closed, threading.Event()
+        if not closed:
+            self._go.set()
+
+    def passed(self) -> None:
+        self._go.wait()
+
+    def set(self) -> None:
+        self._go.set()
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        self._go.set()
+        yield
+        if self._closed:
+            self._go.clear()
+
+
+@contextmanager
+def conditions(mistake: Mistake) -> Iterator[Gate]:
+    """The conditions under which `mistake` shows."""
+    gate, finish = Gate(closed=mistake.late), Staging.finish
+
+    def late(staging: Staging) -> None:
+        gate.passed()
+        finish(staging)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Staging, "finish", late)
+        if not mistake.gathered:
+            patch.setattr(device_plan, "GATHERED_BYTES", 0)
+        try:
+            yield gate
+        finally:
+            gate.set()
+
+
+def staged(sim: ModuleType, root: Path, device: torch.device, mistake: Mistake, *, checksums: bool) -> list[str]:
+    """What is wrong with two snapshots that are taken under the schedule of `mistake`; nothing where all is right."""
     net = Net(1.0, device)
     optimizer = torch.optim.SGD([net.weight], lr=1.0)
     net.weight.grad = torch.ones_like(net.weight)
+    state = {"net": net, "optimizer": optimizer}
     said: list[str] = []
-    with Checkpointer(root) as ckpt:
-        ckpt.save(0, {"net": net, "optimizer": optimizer}).wait()
+    with conditions(mistake) as go, Checkpointer(root, device_checksums=checksums) as ckpt:
+        with go.open():
+            ckpt.save(0, state).wait()
         torch.accelerator.synchronize(device)
         before = sim.counts()
-        with under(sim, mistake.schedule, main_stream(device)):
+        with under(sim, mistake.schedule, main_stream(device), mistake.patience_ms):
             with torch.no_grad():
                 net.weight.mul_(5)
                 net.seen.mul_(5)
-            handle = ckpt.save(1, {"net": net, "optimizer": optimizer})
+            handles = [ckpt.save(1, state)]
             with torch.no_grad():
                 net.seen.mul_(3)
             other = [torch.full_like(net.seen, 9.0) for _ in range(3)]
+            if mistake.steps:
+                optimizer.step()
+            handles.append(ckpt.save(2, state))
             optimizer.step()
             if sim.counts().since(before).forced:
                 said.append("the training thread waited for the device")
+            go.set()
             if mistake.linger_s:
                 with suppress(CheckpointdError):
-                    handle.wait(timeout=mistake.linger_s)
-        try:
-            handle.wait()
-        except CheckpointdError as error:
-            return [*said, f"the save failed: {error}"]
+                    handles[0].wait(timeout=mistake.linger_s)
+        for handle in handles:
+            try:
+                handle.wait()
+            except CheckpointdError as error:
+                said.append(f"a save failed: {error}")
         del other
-    try:
-        found = loaded(root, "global_step1", device)
-    except CheckpointdError as error:
-        return [*said, f"the load failed: {error}"]
-    if (found.weight.unique().tolist(), found.seen.unique().tolist()) != ([5.0], [5.0]):
-        said.append("the checkpoint holds other bytes")
+    for step, expected in ((1, (5.0, 5.0)), (2, (4.0 if mistake.steps else 5.0, 15.0))):
+        try:
+            found = loaded(root, f"global_step{step}", device)
+        except CheckpointdError as error:
+            said.append(f"a load failed: {error}")
+        else:
+            if (found.weight.unique().tolist(), found.seen.unique().tolist()) != ([expected[0]], [expected[1]]):
+                said.append(f"step {step} holds other bytes")
     return said
 
 
@@ -103,15 +156,19 @@ def filled(sim: ModuleType, device: torch.device) -> list[str]:
     return said
 
 
+@pytest.mark.parametrize("checksums", [False, True])
 @pytest.mark.parametrize("name", STAGING)
 def test_a_mistake_in_staging_shows_every_time(
-    sim: ModuleType, tmp_path: Path, device: torch.device, name: str, rounds: int
+    sim: ModuleType, tmp_path: Path, device: torch.device, name: str, rounds: int, checksums: bool
 ) -> None:
     mistake = STAGING[name]
     for k in range(rounds):
         with mistake.made():
-            assert staged(sim, tmp_path / str(k), device, mistake), f"round {k} saw nothing"
-    assert staged(sim, tmp_path / "right", device, mistake) == []
+            said = staged(sim, tmp_path / str(k), device, mistake, checksums=checksums)
+        assert said or (checksums and mistake.mended), f"round {k} saw nothing"
+        if checksums:
+            assert not any("holds other bytes" in one for one in said), f"round {k} committed wrong bytes: {said}"
+    assert staged(sim, tmp_path / "right", device, mistake, checksums=checksums) == []
 
 
 @pytest.mark.parametrize("name", LOADING)
