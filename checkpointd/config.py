@@ -16,6 +16,7 @@ from checkpointd.errors import UsageError
 
 MIB = 1 << 20
 ABSENCE_S = 3.0
+PINNED_BYTES = 256 * MIB
 SOCKET_PATH_BYTES_MAX = 107
 """The longest path of a Unix socket that Linux takes."""
 
@@ -142,8 +143,11 @@ class LoadConfig:
     """How long a failed read is tried again, from the first failure on, before it raises UnreadableError."""
     absence_s: float = ABSENCE_S
     """How long a needed object must be missing before it counts as lost: longer than a file server lags."""
+    pinned_bytes: int = PINNED_BYTES
+    """The most host memory that the client pins for the copies to devices, beside `budget_bytes`."""
 
     def __post_init__(self) -> None:
+        arguments.whole("pinned_bytes", self.pinned_bytes, least=0, most=sys.maxsize)
         _positive(reads=self.reads, block_bytes=self.block_bytes, budget_bytes=self.budget_bytes)
         if not (self.retry_s >= 0 and self.absence_s >= 0):
             raise UsageError(f"retry_s is {self.retry_s!r} and absence_s {self.absence_s!r}; neither can be negative")

@@ -123,6 +123,12 @@ class PartlyLoadedError(CheckpointdError):
     exit_code = 15
 
 
+class DeviceError(CheckpointdError):
+    """A device failed while a load copied to it, or had no memory left for the copies; the message names tensor and device."""
+
+    exit_code = 17
+
+
 class AbortedError(CheckpointdError):
     """All ranks gave up a save; the message says why and names the ranks. The next save starts anew."""
 

@@ -10,7 +10,7 @@ from typing import Any, Self
 from checkpointd.codec import Compression
 from checkpointd.commit.decide import OnNoProgress
 from checkpointd.commit.retention import Retention
-from checkpointd.config import ABSENCE_S, MIB
+from checkpointd.config import ABSENCE_S, MIB, PINNED_BYTES
 from checkpointd.errors import CheckpointdError
 from checkpointd_client.core import Core
 from checkpointd_client.loader import Loaded
@@ -35,6 +35,7 @@ class Checkpointer:
     `when_busy`: what a third save does while two are in flight, "wait" or "skip".
     `commit_timeout_s`: how long the ranks wait for each other before they give a save up.
     `chunk_bytes`: the most raw bytes in a chunk. `budget_bytes`: host memory for each save in flight, beside its snapshot.
+    `pinned_bytes`: the most host memory that a load to devices pins, until it ends; 0 pins none, and each copy is waited for.
     `preempt_signals`: for `preempted`. One signal, several, or a mapping to the seconds that are left after each.
     `grace_s`: the seconds that are left after a signal, unless `preempt_signals` is a mapping.
     `sidecar`: the socket of this node's `checkpointd serve`. It persists the snapshots and outlives this process.
@@ -67,6 +68,7 @@ class Checkpointer:
         commit_timeout_s: float = 600.0,
         chunk_bytes: int = 4 * MIB,
         budget_bytes: int = 256 * MIB,
+        pinned_bytes: int = PINNED_BYTES,
         preempt_signals: PreemptSignals = None,
         grace_s: float = 25.0,
         sidecar: str | os.PathLike[str] | None = None,
@@ -92,6 +94,7 @@ class Checkpointer:
                 commit_timeout_s=commit_timeout_s,
                 chunk_bytes=chunk_bytes,
                 budget_bytes=budget_bytes,
+                pinned_bytes=pinned_bytes,
                 preempt_signals=preempt_signals,
                 grace_s=grace_s,
                 sidecar=sidecar,

@@ -8,7 +8,7 @@ host memory; without an entry snapshots are right all the same, but the next ste
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -55,14 +55,6 @@ def on_stream(stream: torch.Stream) -> Iterator[None]:
     finally:
         torch.accelerator.set_stream(before)
         torch.accelerator.set_device_index(device)
-
-
-def callers_stream(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
-    """A context for other threads, in which their work on `device` is queued on the stream that is current here and now."""
-    if not has_streams(device):
-        return nullcontext
-    stream = torch.accelerator.current_stream(device)
-    return lambda: on_stream(stream)
 
 
 def told(error: Exception) -> str:

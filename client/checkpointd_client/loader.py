@@ -382,7 +382,13 @@ class Loader:
         held = self._held.get((candidate.tag, str(candidate.attempt)))
         if held is None or self.sidecar is None:
             raise DamagedError(f"rank {self.ranks.rank} has no snapshot of {candidate.tag}", rank=self.ranks.rank)
-        return MemorySource.fetched(self.sidecar, held, self.ranks.rank, lambda work: self.writer.call(work, self.timeout_s))
+        return MemorySource.fetched(
+            self.sidecar,
+            held,
+            self.ranks.rank,
+            lambda work: self.writer.call(work, self.timeout_s),
+            pinned_bytes=self.config.pinned_bytes,
+        )
 
     def _stored_source(self, candidate: Candidate) -> StoredSource:
         # Rank 0 has just read this outcome. If this rank does not see it, its view of the storage lags: try again.

@@ -14,7 +14,7 @@ from functools import partial
 from types import TracebackType
 from typing import Self
 
-from checkpointd.config import ABSENCE_S, LoadConfig, PersistConfig
+from checkpointd.config import ABSENCE_S, PINNED_BYTES, LoadConfig, PersistConfig
 from checkpointd.pipeline.root import catalog
 from checkpointd.pipeline.root.candidates import listed
 from checkpointd.pipeline.root.catalog import Checkpoint
@@ -36,10 +36,17 @@ class Onlooker:
     """Loads as a Checkpointer does. Make it on every rank, with the same new `nonce`. `timeout_s`: as `commit_timeout_s`."""
 
     def __init__(
-        self, root: str, nonce: str, *, timeout_s: float, absence_s: float = ABSENCE_S, pickle_client_state: bool = False
+        self,
+        root: str,
+        nonce: str,
+        *,
+        timeout_s: float,
+        absence_s: float = ABSENCE_S,
+        pickle_client_state: bool = False,
+        pinned_bytes: int = PINNED_BYTES,
     ) -> None:
         self._ranks = find_ranks()
-        self._load = LoadConfig(retry_s=timeout_s, absence_s=absence_s)
+        self._load = LoadConfig(retry_s=timeout_s, absence_s=absence_s, pinned_bytes=pinned_bytes)
         self._glance = LoadConfig(retry_s=timeout_s / 2, absence_s=absence_s)
         """For reads during a meeting, where the other ranks wait no longer than `timeout_s`."""
         self._timeout_s, self._pickles = timeout_s, pickle_client_state

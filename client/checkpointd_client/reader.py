@@ -20,7 +20,7 @@ from typing import Any, Self, TypeVar
 import torch
 
 from checkpointd import arguments
-from checkpointd.config import ABSENCE_S, LoadConfig, PersistConfig, Ranks
+from checkpointd.config import ABSENCE_S, PINNED_BYTES, LoadConfig, PersistConfig, Ranks
 from checkpointd.errors import (
     CheckpointdError,
     ClosedError,
@@ -63,6 +63,7 @@ def open_checkpoint(
     timeout_s: float = TIMEOUT_S,
     absence_s: float = ABSENCE_S,
     pickle_client_state: bool = False,
+    pinned_bytes: int = PINNED_BYTES,
 ) -> OpenCheckpoint:
     """Open the newest whole checkpoint below `root`, or `tag`, for reading. A job that saves there is not disturbed.
 
@@ -74,11 +75,18 @@ def open_checkpoint(
     `timeout_s`: how long to try again if the storage does not answer or fails.
     `absence_s`: how long to look for a file that must be there before it counts as lost.
     `pickle_client_state`: load values that were stored as pickles; their code runs. Otherwise they are refused by name.
+    `pinned_bytes`: the most host memory that one load to devices pins; 0 pins none.
 
     Raises NotFoundError if there is no checkpoint, no such tag or no root, UsageError, DamagedError, StoreError.
     """
     return OpenCheckpoint(
-        root, tag, attempt=attempt, timeout_s=timeout_s, absence_s=absence_s, pickle_client_state=pickle_client_state
+        root,
+        tag,
+        attempt=attempt,
+        timeout_s=timeout_s,
+        absence_s=absence_s,
+        pickle_client_state=pickle_client_state,
+        pinned_bytes=pinned_bytes,
     )
 
 
@@ -98,6 +106,7 @@ class OpenCheckpoint:
         timeout_s: float,
         absence_s: float,
         pickle_client_state: bool,
+        pinned_bytes: int,
     ) -> None:
         arguments.path("root", root)
         arguments.seconds("timeout_s", timeout_s, most=arguments.TIMEOUT_S_MAX, zero=True)
@@ -107,7 +116,7 @@ class OpenCheckpoint:
         if not os.path.isdir(self._store.url):
             raise NotFoundError(f"there is no directory {self._store.url}: give the root that the job was given")
         check_no_tag(self._store.url)
-        self._config = LoadConfig(retry_s=timeout_s, absence_s=absence_s)
+        self._config = LoadConfig(retry_s=timeout_s, absence_s=absence_s, pinned_bytes=pinned_bytes)
         parsed = None if attempt is None else _parsed(attempt)
         self._reading = CheckpointFinder(self._store, tag, attempt=parsed, config=self._config)
         self._timeout_s, self._unpickle = timeout_s, pickle_client_state

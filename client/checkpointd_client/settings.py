@@ -12,7 +12,7 @@ from checkpointd import arguments
 from checkpointd.codec import Compression
 from checkpointd.commit.decide import OnNoProgress
 from checkpointd.commit.retention import Retention
-from checkpointd.config import ABSENCE_S, MIB, CommitConfig, LoadConfig, PersistConfig, check_job
+from checkpointd.config import ABSENCE_S, MIB, PINNED_BYTES, CommitConfig, LoadConfig, PersistConfig, check_job
 from checkpointd.errors import UsageError
 from checkpointd_client.capture.scalars import type_name
 from checkpointd_client.ranks.preemption import PreemptSignals, graces_of
@@ -33,6 +33,7 @@ class Options:
     commit_timeout_s: float = 600.0
     chunk_bytes: int = 4 * MIB
     budget_bytes: int = 256 * MIB
+    pinned_bytes: int = PINNED_BYTES
     preempt_signals: PreemptSignals = None
     grace_s: float = 25.0
     sidecar: str | os.PathLike[str] | None = None
@@ -62,7 +63,7 @@ class Options:
         _ = self.graces
         for name in ("device_checksums", "pickle_client_state", "afresh", "take_over", "read_back"):
             arguments.flag(name, getattr(self, name))
-        _ = self.persist, self.commit
+        _ = self.persist, self.commit, self.load
         check_job(self.job)
 
     @property
@@ -90,7 +91,7 @@ class Options:
     @property
     def load(self) -> LoadConfig:
         """How checkpoints are read."""
-        return LoadConfig(retry_s=self.commit_timeout_s, absence_s=self.absence_s)
+        return LoadConfig(retry_s=self.commit_timeout_s, absence_s=self.absence_s, pinned_bytes=self.pinned_bytes)
 
     @property
     def glance(self) -> LoadConfig:

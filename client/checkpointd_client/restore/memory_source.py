@@ -23,7 +23,7 @@ import numpy as np
 
 from checkpointd.codec.checksum import xxh3_128
 from checkpointd.commit.machine import FINAL
-from checkpointd.config import Ranks
+from checkpointd.config import PINNED_BYTES, Ranks
 from checkpointd.daemon.memory.layouts import shard_tensors
 from checkpointd.daemon.protocol.wire import Layout, RetainedSnapshot, Snapshot
 from checkpointd.errors import DamagedError, NotFoundError, SidecarError, UnreadableError, UsageError
@@ -38,6 +38,7 @@ from checkpointd.store.base import Store
 from checkpointd_client.restore.bind import Target
 from checkpointd_client.restore.content import RankContent
 from checkpointd_client.restore.store_source import Prints, same_bits, same_prints, scratch, stands_below, wants
+from checkpointd_client.restore.uploads import Uploads
 from checkpointd_client.sidecar.client import SidecarClient
 
 log = logging.getLogger("checkpointd")
@@ -144,10 +145,14 @@ class MemorySource:
     own: FetchedSnapshot
     others: Mapping[int, FetchedSnapshot]
     rank: int
+    pinned_bytes: int = PINNED_BYTES
+    """The most host memory that the load pins."""
     kind: Literal["store", "memory"] = "memory"
 
     @staticmethod
-    def fetched(sidecar: SidecarClient, held: RetainedSnapshot, rank: int, call: Call[Any]) -> MemorySource:
+    def fetched(
+        sidecar: SidecarClient, held: RetainedSnapshot, rank: int, call: Call[Any], *, pinned_bytes: int
+    ) -> MemorySource:
         """Fetch this rank's snapshot, and those of other ranks that are there now. DamagedError if this rank's is not."""
         try:
             snapshot, descriptor = call(sidecar.fetch(held))
@@ -155,13 +160,13 @@ class MemorySource:
         except (SidecarError, UsageError) as error:
             raise DamagedError(f"the retained snapshot cannot be fetched: {error}", rank=rank) from error
         if all(tensor.scope == "rank" for tensor in own.tensors):
-            return MemorySource(own, {}, rank)
+            return MemorySource(own, {}, rank, pinned_bytes)
         others: dict[int, FetchedSnapshot] = {}
         for beside in call(sidecar.beside(held)):
             found, descriptor = call(sidecar.fetch(beside))
             number = -1 if beside.rank is None else beside.rank
             others[number] = FetchedSnapshot(found, descriptor, number)
-        return MemorySource(own, others, rank)
+        return MemorySource(own, others, rank, pinned_bytes)
 
     @property
     def tag(self) -> str:
@@ -222,7 +227,7 @@ class MemorySource:
         touched: dict[int, tuple[FetchedSnapshot, list[ShardTensor]]] = {}
         seen: set[int] = set()
         parts = self._parts()
-        for want in wants(targets, content, fill=False):
+        for want in wants(targets, content, None):
             for snapshot, tensor in self._covering(want, parts):
                 if id(tensor) not in seen:
                     seen.add(id(tensor))
@@ -233,8 +238,8 @@ class MemorySource:
     def fill(self, targets: Sequence[Target], content: RankContent) -> None:
         """Copy the boxes that `verify` has checked."""
         parts = self._parts()
-        with ThreadPoolExecutor(_THREADS) as threads:
-            list(threads.map(lambda want: self._give(want, parts), wants(targets, content, fill=True)))
+        with Uploads(self.pinned_bytes) as uploads, ThreadPoolExecutor(_THREADS) as threads:
+            list(threads.map(lambda want: self._give(want, parts), wants(targets, content, uploads)))
 
     def _give(self, want: BoxRequest, parts: Mapping[tuple[str, bool], list[_Piece]]) -> None:
         assert want.sink is not None

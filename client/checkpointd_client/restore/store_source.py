@@ -16,7 +16,7 @@ from checkpointd.layout.manifest import Index
 from checkpointd.pipeline.read.checkpoint_view import CheckpointView, read_view
 from checkpointd.pipeline.read.index import read_index
 from checkpointd.pipeline.read.load import read_boxes, read_tensors
-from checkpointd.pipeline.read.plan import BoxRequest, Sink
+from checkpointd.pipeline.read.plan import BoxRequest, BoxSink, Sink
 from checkpointd.pipeline.root.catalog import Checkpoint
 from checkpointd.store.base import Store
 from checkpointd.store.patient import Patience, PatientStore
@@ -28,6 +28,7 @@ from checkpointd_client.restore.content import RankContent, merged_content, own_
 from checkpointd_client.restore.plan import LoadOptions, Restoration, prepare
 from checkpointd_client.restore.sinks import box_sink, sink_for
 from checkpointd_client.restore.target_chooser import TargetChooser
+from checkpointd_client.restore.uploads import Uploads
 
 T = TypeVar("T")
 
@@ -133,13 +134,13 @@ def stands_below(places: Sequence[str], content: RankContent) -> bool:
     return bool(places) and not {fqn.rpartition(".")[0] for fqn in content.entries}.isdisjoint(places)
 
 
-def wants(targets: Iterable[Target], content: RankContent, *, fill: bool) -> list[BoxRequest]:
-    """The boxes to read, with sinks if `fill` is set."""
-    return [
-        content.request(target.fqn, box, box_sink(view, box, content.entries[target.fqn][0]) if fill else None)
-        for target in targets
-        for box, view in target.boxes()
-    ]
+def wants(targets: Iterable[Target], content: RankContent, fill: Uploads | None) -> list[BoxRequest]:
+    """The boxes to read, with sinks that use the uploads of `fill`; without it, to verify."""
+
+    def sink(target: Target, box: Box, view: torch.Tensor) -> BoxSink | None:
+        return None if fill is None else box_sink(view, box, target.fqn, content.entries[target.fqn][0], fill)
+
+    return [content.request(target.fqn, box, sink(target, box, view)) for target in targets for box, view in target.boxes()]
 
 
 @dataclass(slots=True)
@@ -212,7 +213,7 @@ class StoredSource:
         if known is not None:
             return known
         both = scratch((one, two), content)
-        damage = self._read_targets(both, content, fill=True)
+        damage = self._fill(both, content)
         if damage:
             raise damage[0]
         return same_bits(both[0].tensor, both[1].tensor)
@@ -223,15 +224,19 @@ class StoredSource:
         return {entry.box: tuple((c.raw, c.digest) for c in entry.chunks) for entry in entries if entry.box.numel()}
 
     def verify(self, targets: Sequence[Target], content: RankContent) -> None:
-        damage = self._read_targets(targets, content, fill=False)
+        damage = self._read_targets(targets, content, None)
         if damage:
             raise damage[0]
 
     def fill(self, targets: Sequence[Target], content: RankContent) -> None:
         self._patience = self._new_patience()
-        damage = self._read_targets(targets, content, fill=True)
+        damage = self._fill(targets, content)
         if damage:
             raise DamagedError(f"{damage[0]}; it was whole a moment ago")
+
+    def _fill(self, targets: Sequence[Target], content: RankContent) -> list[DamagedError]:
+        with Uploads(self.config.pinned_bytes) as uploads:
+            return self._read_targets(targets, content, uploads)
 
     def _new_patience(self) -> Patience:
         return Patience(self.config.retry_s, self.config.absence_s, self.on_failure)
@@ -243,17 +248,20 @@ class StoredSource:
             self.timeout_s,
         )
 
-    def _read_targets(self, targets: Sequence[Target], content: RankContent, *, fill: bool) -> list[DamagedError]:
+    def _read_targets(self, targets: Sequence[Target], content: RankContent, fill: Uploads | None) -> list[DamagedError]:
         index = self._index
         if index is not None and all(_is_plain(target, content) for target in targets):
-            return self._read_whole(index, targets, content, fill=fill)
-        found = wants(targets, content, fill=fill)
+            return self._read_whole(index, targets, content, fill)
+        found = wants(targets, content, fill)
         return self._read(lambda store: read_boxes(store, self._world, found, self.config))
 
-    def _read_whole(self, index: Index, targets: Sequence[Target], content: RankContent, *, fill: bool) -> list[DamagedError]:
+    def _read_whole(
+        self, index: Index, targets: Sequence[Target], content: RankContent, fill: Uploads | None
+    ) -> list[DamagedError]:
         """Read whole tensors of this rank: the bytes of the chunks go straight to the tensors' memory."""
         sinks: dict[str, Sink | None] = {
-            target.fqn: sink_for(target.tensor, content.entries[target.fqn][0]) if fill else None for target in targets
+            target.fqn: None if fill is None else sink_for(target.tensor, target.fqn, content.entries[target.fqn][0], fill)
+            for target in targets
         }
         return self._read(lambda store: read_tensors(store, self.checkpoint.prefix, index, sinks, self.config))
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from checkpointd_client.restore import sinks
+from checkpointd_client.restore import uploads
+from checkpointd_client.restore.uploads import _DeviceUploads as DeviceUploads
 from checkpointd_client.staging import device_snapshot
 from checkpointd_client.staging.arena import Slot
 from checkpointd_client.staging.device_snapshot import DeviceSnapshot
@@ -126,16 +127,37 @@ STAGING: dict[str, Mistake] = {
     ),
 }
 LOADING: dict[str, Mistake] = {
-    "contiguous tensors are filled on the reader's own stream": Mistake(
-        sinks, "_into_flat", "with ordered(), torch.no_grad():", "with torch.no_grad():", ""
+    "the copies do not wait for what the caller had queued": Mistake(
+        DeviceUploads, "_grow", "self._side.wait_stream(self._caller)", "pass", AHEAD
     ),
-    "strided tensors are filled on the reader's own stream": Mistake(
-        sinks._Gathering, "__call__", "with self._ordered(), torch.no_grad():", "with torch.no_grad():", ""
+    "the copies run on the stream of the thread that reads": Mistake(
+        DeviceUploads, "_copy_piece", "with devices.on_stream(self._side), torch.no_grad():", "with torch.no_grad():", AHEAD
     ),
-    "parts of tensors are filled on the reader's own stream": Mistake(
-        sinks, "_into_view", "with ordered(), torch.no_grad():", "with torch.no_grad():", ""
+    "nothing waits for the copies": Mistake(
+        DeviceUploads,
+        "_finish",
+        "self._caller.wait_stream(self._side)\n        self._side.synchronize()",
+        "pass",
+        BEHIND,
     ),
-    "parts that are converted are filled on the reader's own stream": Mistake(
-        sinks, "_converting", "with ordered(), torch.no_grad():", "with torch.no_grad():", ""
+    "the load returns before it knows of errors": Mistake(DeviceUploads, "_finish", "self._side.synchronize()", "pass", BEHIND),
+    "a block is filled again before its copies are done": Mistake(
+        DeviceUploads, "_reuse", "event.synchronize()", "pass", BEHIND
+    ),
+    "the event of a block is recorded on the caller's stream": Mistake(
+        DeviceUploads, "_record", "event.record(self._side)", "event.record(self._caller)", BEHIND
+    ),
+    "blocks are unpinned before their copies are done": Mistake(
+        DeviceUploads, "end", "self._finish()", "[block.free() for block in self._blocks], self._finish()", BEHIND
+    ),
+    "device memory for strided tensors is made on another stream": Mistake(
+        uploads,
+        "_queue",
+        "row = empty(part.shape, part.dtype, part.device)",
+        "with devices.on_stream(torch.Stream(part.device)): row = empty(part.shape, part.dtype, part.device)",
+        BEHIND,
+    ),
+    "memory that is not pinned is copied as if it were": Mistake(
+        DeviceUploads, "_copy_piece", "non_blocking=block.is_pinned", "non_blocking=True", BEHIND
     ),
 }

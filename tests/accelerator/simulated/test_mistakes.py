@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 import torch
 
-from checkpointd.errors import CheckpointdError
+from checkpointd.errors import CheckpointdError, DeviceError
 from checkpointd.layout.boxes import whole
 from checkpointd_client import Checkpointer, devices
 from checkpointd_client.restore.sinks import box_sink, sink_for
+from checkpointd_client.restore.uploads import Uploads
 from checkpointd_client.staging import device_plan
 from checkpointd_client.staging.stager import Staging
 from tests.accelerator.simulated.mistakes import LOADING, STAGING, Mistake
@@ -121,39 +122,64 @@ def staged(sim: ModuleType, root: Path, device: torch.device, mistake: Mistake, 
 BOX = whole((64, 64))
 
 
-def sinks_of(net: Net) -> list[tuple[torch.Tensor, Callable[[], None]]]:
+def sinks_of(net: Net, load: Uploads) -> list[tuple[torch.Tensor, Callable[[], None]]]:
     """A tensor for each way to fill one on a device, and the call of its sink with threes."""
     threes = np.full((64, 64), 3.0, dtype=np.float32)
     rows, carriers = threes.reshape(-1).view(np.uint8), threes.view(np.uint32)
     plain, strided, part, converted = (torch.full_like(net.seen, 0.0) for _ in range(4))
     strided, converted = strided.t(), converted.double()
     return [
-        (plain, partial(sink_for(plain, "float32"), 0, rows)),
-        (strided, partial(sink_for(strided, "float32"), 0, rows)),
-        (part, partial(box_sink(part, BOX, "float32"), BOX, carriers)),
-        (converted, partial(box_sink(converted, BOX, "float32"), BOX, carriers)),
+        (plain, partial(sink_for(plain, "plain", "float32", load), 0, rows)),
+        (strided, partial(sink_for(strided, "strided", "float32", load), 0, rows)),
+        (part, partial(box_sink(part, BOX, "part", "float32", load), BOX, carriers)),
+        (converted, partial(box_sink(converted, BOX, "converted", "float32", load), BOX, carriers)),
     ]
 
 
-def filled(sim: ModuleType, device: torch.device) -> list[str]:
+def filled(sim: ModuleType, device: torch.device, schedule: str, pinned_bytes: int) -> list[str]:
     """What is wrong with tensors that another thread fills, if the caller's stream is not the default one."""
-    stream, default = torch.Stream(device), main_stream(device)
-    said: list[str] = []
-    for held in (stream, default):
-        with devices.on_stream(stream):
-            pairs = sinks_of(Net(-1.0, device))
-            torch.accelerator.synchronize(device)
-            with sim.stalled(held, patience_ms=10), ThreadPoolExecutor(1) as reader:
-                for tensor, _ in pairs:
-                    tensor.fill_(0.5)
-                for _, fill in pairs:
-                    reader.submit(fill).result()
+    caller, said = torch.Stream(device), list[str]()
+    torch.accelerator.synchronize(device)
+    before = sim.counts()
+    with devices.on_stream(caller), sim.races() as races:
+        with under(sim, schedule, caller, patience_ms=5), ThreadPoolExecutor(1) as reader:
+            try:
+                with Uploads(pinned_bytes) as load:
+                    pairs = sinks_of(Net(-1.0, device), load)
+                    for tensor, _ in pairs:
+                        tensor.fill_(0.5)
+                    for _, fill in pairs:
+                        reader.submit(fill).result()
                 seen = [tensor * 1 for tensor, _ in pairs]
-            torch.accelerator.synchronize(device)
-        for k, ((tensor, _), read) in enumerate(zip(pairs, seen, strict=True)):
-            if (tensor.unique().tolist(), read.unique().tolist()) != ([3.0], [3.0]):
-                said.append(f"sink {k} filled {tensor.unique().tolist()}, and the caller read {read.unique().tolist()}")
-    return said
+            except DeviceError as error:
+                return [str(error)]
+        torch.accelerator.synchronize(device)
+    for k, ((tensor, _), read) in enumerate(zip(pairs, seen, strict=True)):
+        if (tensor.unique().tolist(), read.unique().tolist()) != ([3.0], [3.0]):
+            said.append(f"sink {k} filled {tensor.unique().tolist()}, and the caller read {read.unique().tolist()}")
+    after = sim.counts().since(before)
+    if (after.pinned, after.unpinned) != (before.pinned, 0):
+        said.append(f"{after.pinned - before.pinned} bytes are still pinned, {after.unpinned} copies were of other memory")
+    return [*said, *races]
+
+
+def unheard(sim: ModuleType, device: torch.device) -> list[str]:
+    """What is wrong if a copy fails and nobody tells."""
+    with sim.only(main_stream(device), patience_ms=5), sim.failing("half_copy"):
+        try:
+            with Uploads(8192) as load:
+                sinks_of(Net(-1.0, device), load)[0][1]()
+        except DeviceError:
+            return []
+    with suppress(RuntimeError):
+        torch.accelerator.synchronize(device)
+    return ["a copy failed, and the load did not"]
+
+
+def ways_wrong(sim: ModuleType, device: torch.device, schedule: str) -> list[str]:
+    """What is wrong with loads, in little pinned memory, in none, and after a fault."""
+    said = [line for pinned_bytes in (8192, 0) for line in filled(sim, device, schedule, pinned_bytes)]
+    return said + unheard(sim, device)
 
 
 @pytest.mark.parametrize("checksums", [False, True])
@@ -173,7 +199,8 @@ def test_a_mistake_in_staging_shows_every_time(
 
 @pytest.mark.parametrize("name", LOADING)
 def test_a_mistake_in_loading_shows_every_time(sim: ModuleType, device: torch.device, name: str, rounds: int) -> None:
+    mistake = LOADING[name]
     for k in range(rounds):
-        with LOADING[name].made():
-            assert len(filled(sim, device)) >= 1, f"round {k} saw nothing"
-    assert filled(sim, device) == []
+        with mistake.made():
+            assert ways_wrong(sim, device, mistake.schedule), f"round {k} saw nothing"
+    assert ways_wrong(sim, device, mistake.schedule) == []

@@ -32,6 +32,7 @@ NO_CHOICES = ["", "other", None, True, 3, ["lazy"]]
         ("commit_timeout_s", [0, 0.0, 1e9, *NO_NUMBERS]),
         ("chunk_bytes", [0, 4096.0, 1, 1 << 31, *NO_NUMBERS]),
         ("budget_bytes", [0, 1.5, 4096, *NO_NUMBERS]),
+        ("pinned_bytes", [-1, 1.5, *NO_NUMBERS]),
         (
             "preempt_signals",
             [

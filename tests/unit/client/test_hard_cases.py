@@ -34,6 +34,7 @@ from checkpointd.pipeline.write.job import PersistJob
 from checkpointd.store.posix.store import PosixStore
 from checkpointd_client import Checkpointer
 from checkpointd_client.restore.sinks import sink_for
+from checkpointd_client.restore.uploads import Uploads
 from checkpointd_client.staging.stager import Copy
 from tests.builders import HeldPersist, plan_save, rank_arrays, save_checkpoint
 
@@ -110,7 +111,7 @@ def test_chunks_of_a_strided_tensor_may_come_on_many_threads() -> None:
         raw = source.numpy().reshape(-1).view(np.uint8)
         for _ in range(40):
             target = torch.empty_like(source).contiguous(memory_format=torch.channels_last)
-            sink = sink_for(target, "float32")
+            sink = sink_for(target, "target", "float32", Uploads(0))
             part = raw.nbytes // 8
             gate = threading.Barrier(8)
 

@@ -259,6 +259,7 @@ def test_parts_that_the_checkpoint_lacks_are_named_and_nothing_is_loaded(tied: P
     [({"root": value}, "^root is ") for value in (None, 3, b"path", "a\0b")]
     + [({"timeout_s": value}, "^timeout_s is ") for value in (None, "x", 10**400, -1, math.nan)]
     + [({"absence_s": value}, "^absence_s is ") for value in (None, "x", 10**400, -1)]
+    + [({"pinned_bytes": value}, "^pinned_bytes is ") for value in (None, "x", 1.5, -1)]
     + [({"pickle_client_state": value}, "^pickle_client_state is ") for value in (None, "x", 1)]
     + [({"tag": "global_step4", "attempt": 5}, "^5 is not an attempt")],
 )

@@ -21,6 +21,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 
+from checkpointd import arguments
+from checkpointd.config import PINNED_BYTES
 from checkpointd.errors import MismatchError
 from checkpointd.export.selection import Exported
 from checkpointd.layout.boxes import Box, whole
@@ -35,7 +37,8 @@ from checkpointd_client.integrations.dcp.content import DcpContent, content_of, 
 from checkpointd_client.integrations.dcp.session import take_up
 from checkpointd_client.integrations.dcp.tagged import Tagged
 from checkpointd_client.reader import OpenCheckpoint, open_checkpoint
-from checkpointd_client.restore.sinks import box_sink
+from checkpointd_client.restore.sinks import box_sink, host_sink
+from checkpointd_client.restore.uploads import Uploads
 
 log = logging.getLogger("checkpointd")
 
@@ -48,17 +51,26 @@ class CheckpointdReader(Tagged, StorageReader):
 
     `checkpoint_id` of dcp.load names the tag, too. `weights_only`: objects that are not plain values are loaded only if
     torch.load(weights_only=True) loads them; False passes them to DCP's planner, which runs the code that they name.
+    `pinned_bytes`: the most host memory that a load to devices pins; 0 pins none.
 
     A tensor of another dtype gets the stored elements converted, as always with DCP. dcp.load raises CheckpointException, whose
     `failures` hold the error of each rank: DamagedError with object, FQN and rank, or UnsafeObjectError. If the checkpoint
     cannot be found or its indexes cannot be read, DCP raises an AssertionError with the reason.
     """
 
-    def __init__(self, root: str | os.PathLike[str], tag: str | None = None, *, weights_only: bool = True) -> None:
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        tag: str | None = None,
+        *,
+        weights_only: bool = True,
+        pinned_bytes: int = PINNED_BYTES,
+    ) -> None:
         super().__init__()
+        arguments.whole("pinned_bytes", pinned_bytes, least=0)
         self._root = root
         self._tag = None if tag is None else _checked(tag)
-        self._weights_only = weights_only
+        self._weights_only, self._pinned_bytes = weights_only, pinned_bytes
         self._opened: tuple[OpenCheckpoint, DcpContent] | None = None
 
     @property
@@ -95,14 +107,15 @@ class CheckpointdReader(Tagged, StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
         wants, afters = [], []
-        for item in plan.items:
-            if item.type == LoadItemType.BYTE_IO:
-                planner.load_bytes(item, BytesIO(self._object(item.storage_index.fqn)))
-                continue
-            want, after = self._tensor(item, planner)
-            wants.append(want)
-            afters.append(after)
-        self.checkpoint.read(wants)
+        with Uploads(self._pinned_bytes) as uploads:
+            for item in plan.items:
+                if item.type == LoadItemType.BYTE_IO:
+                    planner.load_bytes(item, BytesIO(self._object(item.storage_index.fqn)))
+                    continue
+                want, after = self._tensor(item, planner, uploads)
+                wants.append(want)
+                afters.append(after)
+            self.checkpoint.read(wants)
         for after in afters:
             after()
         take_up(os.fspath(self._root))
@@ -128,7 +141,7 @@ class CheckpointdReader(Tagged, StorageReader):
             loaded(data, name, opt_in=OPT_IN)
         return data
 
-    def _tensor(self, item: ReadItem, planner: LoadPlanner) -> tuple[BoxRequest, After]:
+    def _tensor(self, item: ReadItem, planner: LoadPlanner, uploads: Uploads) -> tuple[BoxRequest, After]:
         """The request for `item`, and the function that finishes it."""
         tensor = self._content.tensors[item.storage_index.fqn]
         start = item.storage_index.offset or (0,) * len(item.lengths)
@@ -139,7 +152,7 @@ class CheckpointdReader(Tagged, StorageReader):
                 f"{tensor.name}: a target of shape {list(target.shape)} cannot be filled with {list(box.sizes)}"
             )
         if is_whole(tensor):
-            sink = box_sink(target, box, tensor.source.dtype)
+            sink = box_sink(target, box, tensor.name, tensor.source.dtype, uploads)
             want = BoxRequest(tensor.source.fqn, box, sink, tensor.source.rank)
             return want, lambda: planner.commit_tensor(item, target)
         return self._viewed(tensor, box, target, lambda: planner.commit_tensor(item, target))
@@ -157,7 +170,7 @@ class CheckpointdReader(Tagged, StorageReader):
                 target.copy_(shown[slices(whole(view.shape), box)])
             commit()
 
-        return BoxRequest(source.fqn, everything, box_sink(owner, everything, source.dtype), source.rank), after
+        return BoxRequest(source.fqn, everything, host_sink(owner, everything, source.dtype), source.rank), after
 
 
 def _checked(tag: str) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from checkpointd.config import ABSENCE_S
+from checkpointd.config import ABSENCE_S, PINNED_BYTES
 from checkpointd.errors import CheckpointdError, RootInUseError, UnreadableError
 from checkpointd.layout.keys import LEASES, SERVICE, epoch_key
 from checkpointd.pipeline.root.catalog import Checkpoint
@@ -90,6 +90,7 @@ def opened(
         timeout_s=timeout_s,
         absence_s=options.get("absence_s", ABSENCE_S),
         pickle_client_state=options.get("pickle_client_state", False),
+        pinned_bytes=options.get("pinned_bytes", PINNED_BYTES),
     ) as onlooker:
         yield onlooker
 

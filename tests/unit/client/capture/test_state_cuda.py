@@ -15,6 +15,7 @@ from checkpointd.layout.boxes import Box
 from checkpointd_client.capture.rng import RngState
 from checkpointd_client.capture.state import capture
 from checkpointd_client.restore.sinks import box_sink
+from checkpointd_client.restore.uploads import Uploads
 from tests.unit.client.capture_and_fill import bytes_of, same, save
 
 pytestmark = pytest.mark.gpu
@@ -68,8 +69,9 @@ def test_a_live_leaf_stays_on_its_device() -> None:
 def test_a_box_fills_a_view_on_the_device_and_converts_where_that_was_asked_for(dtype: torch.dtype) -> None:
     stored = torch.arange(60.0).reshape(6, 10)
     whole = torch.full((4, 8), -1, dtype=dtype, device="cuda")
-    sink = box_sink(whole[1:, 2:5], Box((2, 4), (3, 3)), "float32")
-    sink(Box((3, 5), (2, 2)), stored[3:5, 5:7].numpy().view(np.uint32))
+    with Uploads(1 << 20) as uploads:
+        sink = box_sink(whole[1:, 2:5], Box((2, 4), (3, 3)), "whole", "float32", uploads)
+        sink(Box((3, 5), (2, 2)), stored[3:5, 5:7].numpy().view(np.uint32))
     expected = torch.full((4, 8), -1, dtype=dtype)
     expected[2:4, 3:5] = stored[3:5, 5:7].to(dtype)
     assert same(whole.cpu(), expected)

@@ -19,7 +19,7 @@ from checkpointd_client.export.state_dict import StateDict
 from checkpointd_client.integrations.deepspeed.offline.lazy_tensor import LazyTensor, as_fp32
 from checkpointd_client.reader import open_checkpoint
 from checkpointd_client.restore.content import merged_content
-from checkpointd_client.restore.sinks import box_sink
+from checkpointd_client.restore.sinks import host_sink
 from checkpointd_client.restore.stored import Stored, by_name, tensors_by_name
 
 _MODEL, _MASTER, _ENGINE = "model", "master", "deepspeed"
@@ -54,7 +54,8 @@ class StoredLazyTensor:
 
 
 def part_requests(state: StateDict, fqn: str, start: int, target: torch.Tensor) -> list[BoxRequest] | None:
-    """The requests that fill the flat tensor `target` with the elements of a tensor from `start` on, in the dtype of `target`.
+    """The requests that fill the flat tensor `target`, in host memory, with the elements of a tensor from `start` on, in the
+    dtype of `target`.
 
     None if the tensor is only a part of a larger stored tensor.
     """
@@ -64,7 +65,7 @@ def part_requests(state: StateDict, fqn: str, start: int, target: torch.Tensor) 
     wants, at, source = [], 0, tensor.source
     for box in boxes_of_range(source.shape, start, start + target.numel()):
         part = target[at : at + box.numel()].view(box.sizes)
-        wants.append(BoxRequest(source.fqn, box, box_sink(part, box, source.dtype), source.rank))
+        wants.append(BoxRequest(source.fqn, box, host_sink(part, box, source.dtype), source.rank))
         at += box.numel()
     return wants
 

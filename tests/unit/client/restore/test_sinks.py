@@ -1,0 +1,65 @@
+"""Sinks for host memory: any strides and dtype, whole or in part, from runs of elements in any order."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from checkpointd.layout.boxes import Box
+from checkpointd_client.capture.dtypes import NAMES
+from checkpointd_client.restore.sinks import box_sink, host_sink, sink_for
+from checkpointd_client.restore.uploads import Uploads
+
+DTYPES = [torch.bool, torch.float16, torch.float32, torch.int64, torch.complex128]
+
+
+def empty_like(source: torch.Tensor, order: list[int]) -> torch.Tensor:
+    """Memory of the same shape whose dimensions lie in this order."""
+    shape = [source.shape[dim] for dim in order]
+    return torch.zeros(shape, dtype=source.dtype).permute(*np.argsort(order).tolist())
+
+
+@given(order=st.permutations(range(3)), dtype=st.sampled_from(DTYPES), cuts=st.sets(st.integers(1, 59)), seed=st.randoms())
+def test_runs_of_elements_fill_a_tensor_of_any_strides(
+    order: list[int], dtype: torch.dtype, cuts: set[int], seed: random.Random
+) -> None:
+    source = torch.arange(60).reshape(3, 4, 5).to(dtype)
+    raw = source.reshape(-1).view(torch.uint8).numpy()
+    target = empty_like(source, order)
+    with Uploads(0) as uploads:
+        sink = sink_for(target, "t", NAMES[dtype], uploads)
+        ends = [0, *sorted(cuts), 60]
+        runs = list(itertools.pairwise(ends))
+        seed.shuffle(runs)
+        for first, last in runs:
+            sink(first * source.itemsize, raw[first * source.itemsize : last * source.itemsize])
+    assert torch.equal(target, source)
+
+
+@pytest.mark.parametrize("wanted", [torch.float32, torch.bfloat16], ids=str)
+def test_a_box_fills_a_part_and_is_converted_where_that_was_asked_for(wanted: torch.dtype) -> None:
+    stored = torch.arange(60.0).reshape(6, 10)
+    target = torch.full((4, 8), -1, dtype=wanted)
+    with Uploads(0) as uploads:
+        sink = box_sink(target[1:, 2:5], Box((2, 4), (3, 3)), "t", "float32", uploads)
+    sink(Box((3, 5), (2, 2)), stored[3:5, 5:7].numpy().view(np.uint32))
+    expected = torch.full((4, 8), -1, dtype=wanted)
+    expected[2:4, 3:5] = stored[3:5, 5:7].to(wanted)
+    assert torch.equal(target, expected)
+
+
+def test_a_sink_may_fill_the_conjugate_of_memory() -> None:
+    source, memory = torch.randn(3, 4, dtype=torch.complex64), torch.zeros(3, 4, dtype=torch.complex64)
+    host_sink(memory.conj(), Box((0, 0), (3, 4)), "complex64")(Box((0, 0), (3, 4)), source.numpy().view(np.uint64))
+    assert torch.equal(memory, source.conj().resolve_conj())
+
+
+def test_a_tensor_without_elements_takes_nothing() -> None:
+    with Uploads(0) as uploads:
+        sink_for(torch.zeros(0, 3).t(), "t", "float32", uploads)(0, np.zeros(0, dtype=np.uint8))
