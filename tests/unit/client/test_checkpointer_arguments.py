@@ -64,6 +64,7 @@ NO_CHOICES = ["", "other", None, True, 3, ["lazy"]]
         ("afresh", NO_FLAGS),
         ("take_over", NO_FLAGS),
         ("read_back", NO_FLAGS),
+        ("device_checksums", NO_FLAGS),
     ],
 )
 def test_each_argument_of_a_checkpointer_is_checked_by_name(name: str, values: list[Any], tmp_path: Path) -> None:
