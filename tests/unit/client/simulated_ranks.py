@@ -6,15 +6,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch.distributed as dist
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache as forget_meshes
+from torch.distributed.tensor.debug import _clear_fast_path_sharding_prop_cache, _clear_python_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
+
+
+def forget_meshes() -> None:
+    """Forget the meshes of the ranks before: torch takes meshes of the same ranks for one, whichever rank it was."""
+    _clear_python_sharding_prop_cache()
+    _clear_fast_path_sharding_prop_cache()
 
 
 @contextmanager
 def rank_of(rank: int, world: int) -> Iterator[None]:
     """This process is rank `rank` of `world`."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
-    forget_meshes()  # torch takes meshes of the same ranks for one, whichever rank it was when it met them
+    forget_meshes()
     try:
         yield
     finally:

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 
 from checkpointd import arguments
 from checkpointd.config import PINNED_BYTES
-from checkpointd.errors import MismatchError
+from checkpointd.errors import CheckpointdError, MismatchError
 from checkpointd.export.selection import Exported
 from checkpointd.layout.boxes import Box, whole
 from checkpointd.layout.keys import LATEST, check_tag
@@ -86,7 +86,11 @@ class CheckpointdReader(Tagged, StorageReader):
             self._tag = _checked(os.fspath(checkpoint_id))
 
     def read_metadata(self, *args: Any, **_options: Any) -> Metadata:
-        content = self._content
+        try:
+            content = self._content
+        except CheckpointdError as error:
+            log.error("%s", error)  # torch before 2.12 drops this error, and raises "metadata is None"
+            raise
         if content.left_out:
             log.info("%s: DCP cannot represent %s", content.world.checkpoint.tag, listed(content.left_out))
         return content.metadata()

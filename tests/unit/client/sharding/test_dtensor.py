@@ -85,8 +85,8 @@ def test_fsdp_over_tensor_parallelism_is_split_right_to_left(size: int, mesh: tu
     full = _numbered((size, 3))
     layout = MeshLayout((size, 3), mesh, axes_of((_StridedShard(0, split_factor=mesh[1]), Shard(0))))
     for dp, tp in _coordinates(mesh):
-        mine = Shard._custom_chunk(full, mesh[1], 0)[tp]
-        _check(full, Shard._custom_chunk(mine, mesh[0], 0)[dp], layout, (dp, tp))
+        mine = Shard(0)._split_tensor(full, mesh[1], with_padding=False)[0][tp]
+        _check(full, Shard(0)._split_tensor(mine, mesh[0], with_padding=False)[0][dp], layout, (dp, tp))
 
 
 @pytest.mark.parametrize("size", range(20))

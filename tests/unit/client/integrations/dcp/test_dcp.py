@@ -325,9 +325,10 @@ def test_an_import_leaves_a_living_job_alone(tmp_path: Path) -> None:
     assert list((root / ".checkpointd" / "leases").iterdir()) == []
 
 
-def test_no_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointException, match="there is no latest"):
+def test_no_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(CheckpointException, match="metadata is None"):
         dcp.load({"x": 1}, storage_reader=CheckpointdReader(tmp_path), **ALONE)
+    assert any("there is no latest" in record.message for record in caplog.records if record.name == "checkpointd")
 
 
 def test_dcpwrite_1_dcpwrite_2_nothing_is_committed_before_finish_and_what_is_never_finished_is_aborted(tmp_path: Path) -> None:

@@ -385,20 +385,25 @@ def test_matchopt_3_the_state_of_a_parameter_that_was_not_stored_stays() -> None
 # --- tied now ----------------------------------------------------------------------------------------------------------
 
 
-class TiedModel(nn.ModuleDict):
+class TiedModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(4, 2)
+        self.head = nn.Linear(2, 4, bias=False)
+
     def forward(self, words: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self["head"](self["embedding"](words))
+        logits: torch.Tensor = self.head(self.embedding(words))
         return logits
 
 
 def tied_model(*, tied: bool, equal: bool = True) -> Any:
     torch.manual_seed(4)
-    model: Any = TiedModel({"embedding": nn.Embedding(4, 2), "head": nn.Linear(2, 4, bias=False)})
+    model: Any = TiedModel()
     if equal:
-        model["head"].weight.data.copy_(model["embedding"].weight.data)
+        model.head.weight.data.copy_(model.embedding.weight.data)
     if tied:
-        model["head"].weight = model["embedding"].weight
-        model["embedding"].weight.data.zero_()
+        model.head.weight = model.embedding.weight
+        model.embedding.weight.data.zero_()
     return model
 
 
@@ -412,8 +417,8 @@ def test_binding_3_weights_stored_apart_with_equal_values_fill_tied_ones(wrap: W
     assert (restoration.mismatched, len(restoration.targets)) == ((), 1)
     saved.fill(restoration)
     restoration.finish()
-    found, expected = target["head"].weight, source["head"].weight  # type: ignore[index]  # a ModuleDict
-    assert found is target["embedding"].weight  # type: ignore[index]
+    found, expected = target.head.weight, source.head.weight
+    assert found is target.embedding.weight
     assert same(full(found).detach(), full(expected).detach())
 
 
@@ -434,7 +439,7 @@ def test_of_two_states_for_one_parameter_that_is_tied_now_the_first_counts_and_t
     for number, parameter in enumerate(source.parameters()):
         parameter.grad = torch.full_like(parameter, number + 1.0)
     optimizers[0].step()
-    source["head"].weight.data.copy_(source["embedding"].weight.data)
+    source.head.weight.data.copy_(source.embedding.weight.data)
     saved = save({"m": source, "o": optimizers[0]})
     target_state = {"m": target, "o": optimizers[1]}
     if strict:
@@ -442,9 +447,7 @@ def test_of_two_states_for_one_parameter_that_is_tied_now_the_first_counts_and_t
             saved.load(target_state)
         return
     saved.load(target_state, strict=False)
-    assert same(
-        optimizers[1].state[target["head"].weight]["exp_avg"], optimizers[0].state[source["embedding"].weight]["exp_avg"]
-    )
+    assert same(optimizers[1].state[target.head.weight]["exp_avg"], optimizers[0].state[source.embedding.weight]["exp_avg"])
 
 
 # --- said aloud --------------------------------------------------------------------------------------------------------
