@@ -100,8 +100,8 @@ def test_metadata(built: Built) -> None:
 def test_only_the_extras_need_torch(built: Built) -> None:
     requirements = built.metadata.get_all("Requires-Dist", [])
     assert {line for line in requirements if line.startswith("torch")} == {
-        "torch>=2.6; extra == 'torch'",
-        "torch>=2.6; extra == 'deepspeed'",
+        "torch>=2.10; extra == 'torch'",
+        "torch>=2.10; extra == 'deepspeed'",
     }
 
 

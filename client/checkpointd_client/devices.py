@@ -46,7 +46,7 @@ def has_streams(device: torch.device) -> bool:
 
 @contextmanager
 def on_stream(stream: torch.Stream) -> Iterator[None]:
-    """Make `stream` the current stream of this thread. (`with stream` does the same from torch 2.7 on.)"""
+    """Make `stream` the current stream of this thread."""
     device = torch.accelerator.current_device_index()
     before = torch.accelerator.current_stream(stream.device)
     torch.accelerator.set_stream(stream)

@@ -259,7 +259,7 @@ def encode(metadata: Metadata, written: Sequence[DcpFileEntry]) -> bytes:
         assert isinstance(stored, TensorStorageMetadata)
         stored.chunks = [ChunkStorageMetadata(torch.Size(b.offsets), torch.Size(b.sizes)) for b in found]
     metadata.storage_data = dict(_places(written))
-    metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)  # torch 2.7 and later
+    metadata.version = filesystem.CURRENT_DCP_VERSION
     return pickle.dumps(metadata)
 
 

@@ -151,7 +151,7 @@ class CheckpointdWriter(Tagged, StorageWriter):
             self._set_up = session, WriterState(store=session.store, persist=self._persist, commit=self._commit)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        if not getattr(plan, "usable", True):  # torch 2.7 and later
+        if not plan.usable:
             raise UsageError("DefaultSavePlanner(enable_plan_caching=True) leaves out what this storage needs: use False")
         self._held = plan
         self._asked = PlanRequest(secrets.token_hex(8), self._tag or "")
