@@ -46,15 +46,15 @@ def has_streams(device: torch.device) -> bool:
 
 @contextmanager
 def on_stream(stream: torch.Stream) -> Iterator[None]:
-    """Make `stream` the current stream of this thread."""
-    device = torch.accelerator.current_device_index()
+    """Make `stream` the current stream of this thread, and its device the current one."""
     before = torch.accelerator.current_stream(stream.device)
-    torch.accelerator.set_stream(stream)
-    try:
-        yield
-    finally:
-        torch.accelerator.set_stream(before)
-        torch.accelerator.set_device_index(device)
+    # `set_device_index` would go back to device 0 in a new thread, and make a context there even if only others are used.
+    with torch.accelerator.device_index(stream.device.index):
+        torch.accelerator.set_stream(stream)
+        try:
+            yield
+        finally:
+            torch.accelerator.set_stream(before)
 
 
 def told(error: Exception) -> str:
