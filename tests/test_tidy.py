@@ -87,6 +87,7 @@ LAYERS = {
     "checkpointd_client.restore.store_source": 38,
     "checkpointd_client.restore.memory_source": 39,
     "checkpointd_client": 40,
+    "checkpointd_client.selftest": 41,
     "checkpointd_client.integrations.conversion": 41,
     "checkpointd_client.integrations.dcp": 42,
     "checkpointd_client.integrations.deepspeed.offline": 42,

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import click
+from msgspec.structs import replace
 
 from checkpointd.cli.arguments import as_json, maybe_root, places
-from checkpointd.cli.formatting import count
-from checkpointd.cli.render import Block, Cell, Mood, Note, Table, show_answer
+from checkpointd.cli.formatting import count, speed
+from checkpointd.cli.render import Block, Cell, Facts, Mood, Note, Table, show_answer
+from checkpointd.errors import UsageError
 from checkpointd.phrases import byte_count
 
 if TYPE_CHECKING:
-    from checkpointd.doctor.finding import Diagnosis, Finding, Level
+    from checkpointd.doctor.finding import DeviceReport, Diagnosis, Figure, Finding, Level
 
 UNFIT = 1
 MOODS: dict[Level, Mood] = {"ok": "good", "note": "quiet", "warn": "doubt", "fail": "bad"}
@@ -27,6 +30,10 @@ MOODS: dict[Level, Mood] = {"ok": "good", "note": "quiet", "warn": "doubt", "fai
 @click.option("--state-bytes", metavar="N", help="Size of the state over all ranks, as in 80GiB.  [default: newest checkpoint]")
 @click.option("--nodes", type=click.IntRange(min=1), help="Over how many machines the state is spread.")
 @click.option("--keep", type=click.IntRange(min=1), default=2, show_default=True, help="Checkpoints that must fit at once.")
+@click.option("--device", is_flag=True, help="Also test and measure the accelerator, for about a minute.")
+@click.option(
+    "--device-bytes", metavar="N", help="Device memory to use.  [default: a quarter of the free memory, at most 1GiB]"
+)
 @as_json()
 def command(
     places: tuple[str, ...],
@@ -35,13 +42,21 @@ def command(
     state_bytes: str | None,
     nodes: int | None,
     keep: int,
+    device: bool,
+    device_bytes: str | None,
     as_json: bool,
 ) -> int:
     """Check this machine, ROOT and the sidecar's socket, and say what to fix.
 
     The checks really try everything, in a directory below ROOT/.checkpointd that is removed afterwards. Run it as the user that
     trains, on each kind of node. Ends with code 1 if a check failed, otherwise 0: a warning is not a failure.
+
+    --device also tests staging and loading on the accelerator, with planted mistakes, and measures them. Attach this report
+    to an issue. Without an accelerator, it ends with code 2.
     """
+    if device_bytes is not None and not device:
+        raise UsageError("--device-bytes is for --device, which is missing")
+    tested = _device_report(None if device_bytes is None else byte_count(device_bytes, "--device-bytes")) if device else None
     found = _found(
         root=maybe_root(places),
         socket=None if socket is None else os.path.abspath(socket),
@@ -50,6 +65,8 @@ def command(
         nodes=nodes,
         copies=keep,
     )
+    if tested is not None:
+        found = _with_device(found, tested)
     show_answer(found, page, as_json=as_json)
     return 0 if found.fit else UNFIT
 
@@ -65,8 +82,35 @@ def _found(**asked: Any) -> Diagnosis:
     return examine(Question(**asked))
 
 
+def _device_report(nbytes: int | None) -> DeviceReport:
+    """What the client finds on the accelerator. UsageError without torch, or without an accelerator."""
+    try:
+        test = import_module("checkpointd_client.selftest.examine")
+    except ImportError as error:
+        raise UsageError(
+            f"--device needs torch, which cannot be imported ({error}): pip install 'checkpointd[torch]'"
+        ) from error
+    report: DeviceReport = test.examine(nbytes)
+    return report
+
+
+def _with_device(found: Diagnosis, tested: DeviceReport) -> Diagnosis:
+    return replace(
+        found,
+        fit=found.fit and all(finding.level != "fail" for finding in tested.findings),
+        findings=found.findings + tested.findings,
+        device_facts=tested.facts,
+        device_figures=tested.figures,
+    )
+
+
 def page(found: Diagnosis) -> Iterator[Block]:
     """The page for people: a line for each check, then what to do, the worst first."""
+    if found.device_facts:
+        yield Facts([(fact.name, fact.value) for fact in found.device_facts])
+        yield Table(
+            ("measured on the device", ""), [(f.name, _measured(f)) for f in found.device_figures], right=frozenset({""})
+        )
     yield Table(
         ("check", "result", "seen"),
         [(f"{f.topic}/{f.check}", Cell(f.level, MOODS[f.level]), f.seen) for f in found.findings],
@@ -77,6 +121,10 @@ def page(found: Diagnosis) -> Iterator[Block]:
             if finding.level == level and finding.fix:
                 yield Note(f"{level}: {finding.check}: {finding.fix}", MOODS[finding.level])
     yield _verdict(found.findings)
+
+
+def _measured(figure: Figure) -> str:
+    return speed(figure.value) if figure.unit == "B/s" else f"{figure.value * 1e3:.2f}ms"
 
 
 def _verdict(findings: tuple[Finding, ...]) -> Note:

@@ -1,0 +1,1 @@
+"""Tests checkpointd on the accelerator of this machine, and measures it there."""

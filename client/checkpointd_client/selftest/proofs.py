@@ -1,0 +1,124 @@
+"""Proofs that checkpointd waits where it must, and nowhere else: each with a mistake that shows if it can."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing
+from dataclasses import dataclass
+
+import torch
+
+from checkpointd.doctor.finding import Finding
+from checkpointd_client import Checkpointer, devices
+from checkpointd_client.selftest import steps
+from checkpointd_client.selftest.host_memory import registered
+from checkpointd_client.selftest.lateness import Late
+from checkpointd_client.selftest.results import REPORT, finding, ok_if_provoked
+from checkpointd_client.selftest.scenes import Loading, Product, Training
+from checkpointd_client.selftest.waiting import copy_waits, waits
+
+ROUNDS = 3
+
+Play = Callable[[steps.Mistake | None, AbstractContextManager[float]], str]
+"""Plays a scene, with a mistake or without, while some work is late. Returns what is wrong with the result."""
+
+
+@dataclass(frozen=True)
+class Proofs:
+    """Proofs on `device`, with tensors of `nbytes`. `place`: a directory for checkpoints."""
+
+    device: torch.device
+    nbytes: int
+    place: str
+    late: Late
+
+    def pinning(self) -> Iterator[Finding]:
+        """Whether memory is pinned that was registered as the arena is, and whether plain memory differs from it."""
+        with registered(self.nbytes, self.device) as host:
+            code, pinned = host.code, host.memory.is_pinned()
+        if code is None:
+            advice = "save() waits for the copies; if you know a call that registers memory for this device, open an issue"
+            yield finding("pinning", "warn", f"checkpointd knows no call that pins host memory for {self.device.type}", advice)
+        elif code:
+            advice = "allow two snapshots of locked memory (ulimit -l); until then save() waits for the copies"
+            yield finding("pinning", "warn", f"the driver refuses to pin host memory: error {code}", advice)
+        else:
+            yield self._pinned("Tensor.is_pinned() agrees" if pinned else "Tensor.is_pinned() does not see it")
+        waited = copy_waits(self.nbytes, self.late, self.device, pinned=False)
+        what = "a copy into plain memory, which waits for the device"
+        yield ok_if_provoked("plain-memory", bool(waited), what, "a copy into plain memory waits for the device")
+
+    def _pinned(self, said: str) -> Finding:
+        waited = copy_waits(self.nbytes, self.late, self.device, pinned=True)
+        if waited:
+            seen = f"a copy into registered memory waits for the device; {said}"
+            return finding("pinning", "fail", seen, f"registered memory is not pinned: {REPORT}")
+        seen = f"a copy into registered memory returns while the device is busy; {said}"
+        return ok_if_provoked("pinning", waited is False, "a copy into registered memory while the device is busy", seen)
+
+    def staging(self) -> Iterator[Finding]:
+        """Snapshots are of the moment of save(), and save() waits for nothing."""
+        training = Training(self.nbytes, self.device)
+        with closing(Product(f"{self.place}/staging", training)) as product:
+            yield self.call(product)
+            wrong = {order: self._first(lambda late: training.snapshot(product, late), order) for order in steps.ORDERS}
+
+        def play(made: steps.Mistake | None, late: AbstractContextManager[float]) -> str:
+            return training.snapshot(steps.Steps(training, self.late, made), late)
+
+        for mistake in steps.STAGING:
+            yield self._proof(mistake, wrong[mistake.late], play)
+
+    def call(self, product: Product) -> Finding:
+        """Whether save() and a fence return while the device is busy, so that the arena is really pinned."""
+
+        def save_and_fence() -> None:
+            product.take()
+            product.checkpointer.fence()
+
+        waited = waits(save_and_fence, self.late, self.device)
+        product.checkpointer.wait()
+        if waited:
+            known = self.device.type in devices.PINNING
+            advice = f"the arena is not pinned: {REPORT}" if known else "see pinning"
+            return finding("call", "fail" if known else "warn", "save() or the step behind it waits for the device", advice)
+        seen = "save() and the step behind it return while the device is busy"
+        return ok_if_provoked("call", waited is False, "save() while the device is busy", seen)
+
+    def loading(self) -> Iterator[Finding]:
+        """Loads are in order with the caller's stream."""
+        loading = Loading(self.nbytes, self.device)
+        with Checkpointer(f"{self.place}/loading", read_back=False) as checkpointer:
+            loading.save(checkpointer)
+
+            def played(late: AbstractContextManager[float]) -> str:
+                return loading.loaded(lambda: loading.load(checkpointer), late)
+
+            wrong = {order: self._first(played, order) for order in steps.ORDERS}
+
+        def play(made: steps.Mistake | None, late: AbstractContextManager[float]) -> str:
+            return loading.loaded(steps.LoadSteps(loading, made), late)
+
+        for mistake in steps.LOADING:
+            yield self._proof(mistake, wrong[mistake.late], play)
+
+    def _proof(self, mistake: steps.Mistake, product: str, play: Play) -> Finding:
+        """What the scene said of checkpointd, and whether it shows the mistake."""
+        if product:
+            return finding(
+                mistake.check, "fail", f"checkpointd: {product}", f"do not trust checkpoints of this device: {REPORT}"
+            )
+        right = self._first(lambda late: play(None, late), mistake.late)
+        if right:
+            advice = f"the device or its driver does not keep the order of torch's streams and events: {REPORT}"
+            return finding(mistake.check, "fail", f"with every step right: {right}", advice)
+        shown = sum(bool(play(mistake, self._late(mistake.late))) for _ in range(ROUNDS))
+        seen = f"checkpointd is right; {mistake.words} shows in {shown} of {ROUNDS} rounds"
+        return ok_if_provoked(mistake.check, shown > 0, mistake.words, seen)
+
+    def _first(self, play: Callable[[AbstractContextManager[float]], str], order: steps.Order) -> str:
+        """What is wrong in the first round in which anything is."""
+        return next(filter(None, (play(self._late(order)) for _ in range(ROUNDS))), "")
+
+    def _late(self, order: steps.Order) -> AbstractContextManager[float]:
+        return self.late.compute() if order == "compute" else self.late.copies()

@@ -1,0 +1,98 @@
+"""The selftest of accelerators on the simulated one: it finds nothing wrong, and it finds the mistakes that are planted."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from checkpointd.doctor.finding import Finding
+from checkpointd_client.selftest import examine, lateness, steps
+from checkpointd_client.selftest.proofs import Proofs
+from tests.accelerator.simulated.late_streams import LateByHolding
+from tests.accelerator.simulated.mistakes import LOADING, STAGING
+
+UNSEEN: dict[str, str] = {
+    "parts of tensors are filled on the reader's own stream": "one process holds no parts of tensors",
+}
+"""Mistakes that the selftest cannot see, and why."""
+NBYTES = 16 << 10
+
+
+@pytest.fixture
+def late(sim: ModuleType, device: torch.device) -> LateByHolding:
+    return LateByHolding(sim, device)
+
+
+@pytest.fixture
+def proofs(device: torch.device, late: LateByHolding, tmp_path: Path) -> Proofs:
+    return Proofs(device, NBYTES, str(tmp_path), late)
+
+
+def every(proofs: Proofs) -> Iterator[Finding]:
+    yield from proofs.pinning()
+    yield from proofs.staging()
+    yield from proofs.loading()
+
+
+def test_every_proof_works(proofs: Proofs) -> None:
+    """Nothing is wrong, and each mistake that the selftest makes by itself shows in each round."""
+    found = {finding.check: finding for finding in every(proofs)}
+    assert [finding for finding in found.values() if finding.level != "ok"] == []
+    for mistake in steps.STAGING + steps.LOADING:
+        assert found[mistake.check].seen == f"checkpointd is right; {mistake.words} shows in 3 of 3 rounds"
+
+
+@pytest.mark.parametrize("name", [name for name in {**STAGING, **LOADING} if name not in UNSEEN])
+def test_a_mistake_in_checkpointd_fails_a_proof(proofs: Proofs, name: str) -> None:
+    with {**STAGING, **LOADING}[name].made():
+        findings = proofs.staging() if name in STAGING else proofs.loading()
+        assert next((finding for finding in findings if finding.level == "fail"), None)
+
+
+def test_the_mistakes_that_are_not_seen_exist() -> None:
+    assert set(UNSEEN) <= {*STAGING, *LOADING}
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", [None, 5])
+def test_the_whole_selftest_finds_nothing_wrong(
+    sim: ModuleType, tmp_path: Path, seed: int | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setattr(lateness, "LATE_S", 0.005)  # the simulated device computes on the host
+    monkeypatch.setattr(sys, "argv", ["selftest", "--device-bytes", "1MiB", "--json"])
+    with nullcontext() if seed is None else sim.chaos(seed), pytest.raises(SystemExit) as ended:
+        runpy.run_module("checkpointd_client.selftest", run_name="__main__")
+    told = capsys.readouterr()
+    assert told.err == ""
+    answer = json.loads(told.out)
+    assert [found for found in answer["findings"] if found["level"] == "fail"] == []
+    assert ended.value.code == 0
+    checks = {found["check"]: found for found in answer["findings"] if found["topic"] == "device"}
+    assert {"dtypes", "shapes", "devices", "generators"} <= {check for check, found in checks.items() if found["level"] == "ok"}
+    assert all(figure["value"] > 0 for figure in answer["device_figures"])
+    assert answer["device_facts"][0] == {"name": "device", "value": "sim, 2 of them: a device without a name"}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_leaves_nothing_behind(sim: ModuleType, late: LateByHolding, tmp_path: Path) -> None:
+    pinned = sim.counts().pinned
+
+    class Interrupted(LateByHolding):
+        def copies(self):  # type: ignore[no-untyped-def]
+            assert list((tmp_path / "new").rglob("staging")), "a checkpoint is being written"
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        examine.examine(1 << 20, str(tmp_path / "new"), lambda work: Interrupted(sim, work.clock.device))
+    assert not (tmp_path / "new").exists()
+    assert sim.counts().pinned == pinned
