@@ -21,6 +21,8 @@ from checkpointd_client.selftest.proofs import Proofs
 from checkpointd_client.selftest.results import REPORT, each_made, finding, ok_if_same
 
 BYTES_MOST = 1 << 30
+BYTES_LEAST = 16 << 20
+"""With less, checkpointd would gather all tensors of the proofs, and copy none directly."""
 BYTES_UNKNOWN = 256 << 20
 """Device memory to use if torch cannot tell how much is free."""
 RUNS = 3
@@ -55,6 +57,8 @@ def examine(
     device = accelerator()
     torch.accelerator.set_device_index(device)
     nbytes = device_bytes or min(BYTES_MOST, (facts.free_bytes(device) or 4 * BYTES_UNKNOWN) // 4)
+    if nbytes < BYTES_LEAST:
+        raise UsageError(f"{byte_size(nbytes)} of device memory are too little for the test: it needs {byte_size(BYTES_LEAST)}")
     clock = Clock(device)
     work = Work(clock, nbytes // 8)
     directory = directory or f"{tempfile.gettempdir()}/{PLACE}-{os.getuid()}"
@@ -86,6 +90,7 @@ class _Examiner:
         for check, make in (
             ("pinning", proofs.pinning),
             ("staging", proofs.staging),
+            ("checksums", proofs.checksums),
             ("loading", proofs.loading),
             ("dtypes", self._dtypes),
             ("shapes", self._shapes),

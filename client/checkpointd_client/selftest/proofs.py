@@ -61,13 +61,29 @@ class Proofs:
         training = Training(self.nbytes, self.device)
         with closing(Product(f"{self.place}/staging", training)) as product:
             yield self.call(product)
-            wrong = {order: self._first(lambda late: training.snapshot(product, late), order) for order in steps.ORDERS}
+            wrong = {order: self._first(lambda late: training.snapshots(product, late), order) for order in steps.ORDERS}
 
         def play(made: steps.Mistake | None, late: AbstractContextManager[float]) -> str:
-            return training.snapshot(steps.Steps(training, self.late, made), late)
+            return training.snapshots(steps.Steps(training, self.late, made), late)
 
         for mistake in steps.STAGING:
             yield self._proof(mistake, wrong[mistake.late], play)
+
+    def checksums(self) -> Iterator[Finding]:
+        """Whether the device's checksums find a change that torch does not count."""
+        training = Training(self.nbytes, self.device)
+        found: list[str] = []
+        for round_ in range(ROUNDS):
+            with Checkpointer(f"{self.place}/sums{round_}", read_back=False, on_no_progress="ignore") as checkpointer:
+                found.append(training.changed_unseen(checkpointer, self._late("copies")))
+        wrong = [one for one in found if one not in ("thrown away", "right")]
+        if wrong:
+            yield finding("checksums", "fail", f"a change that torch does not count: {wrong[0]}", f"see the log; {REPORT}")
+            return
+        seen = (
+            f"a save with a change that torch does not count was thrown away in {found.count('thrown away')} of {ROUNDS} rounds"
+        )
+        yield ok_if_provoked("checksums", "thrown away" in found, "a change that torch does not count", seen)
 
     def call(self, product: Product) -> Finding:
         """Whether save() and a fence return while the device is busy, so that the arena is really pinned."""
@@ -77,7 +93,7 @@ class Proofs:
             product.checkpointer.fence()
 
         waited = waits(save_and_fence, self.late, self.device)
-        product.checkpointer.wait()
+        product.taken()
         if waited:
             known = self.device.type in devices.PINNING
             advice = f"the arena is not pinned: {REPORT}" if known else "see pinning"

@@ -14,102 +14,151 @@ from typing import Any, Protocol
 import torch
 
 from checkpointd.errors import CheckpointdError
-from checkpointd_client import Checkpointer, devices
+from checkpointd_client import Checkpointer, SaveHandle, devices
 
-Values = tuple[torch.Tensor, torch.Tensor]
+Values = dict[str, torch.Tensor]
+SMALL = 1024
+"""Elements of a tensor that checkpointd gathers with other small ones."""
 
 
 class Net(torch.nn.Module):
-    """`weight` changes in `optimizer.step()`, `seen` in the forward pass."""
+    """`weight` and `bias` change in `optimizer.step()`, `seen` and `count` in the forward pass."""
 
     seen: torch.Tensor
+    count: torch.Tensor
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         super().__init__()
-        count = max(nbytes // 4, 1)
-        self.weight = torch.nn.Parameter(torch.ones(count, device=device))
-        self.register_buffer("seen", torch.ones(count, device=device))
+        large = max(nbytes // 4, 1)
+        self.weight = torch.nn.Parameter(torch.ones(large, device=device))
+        self.bias = torch.nn.Parameter(torch.ones(SMALL, device=device))
+        self.register_buffer("seen", torch.ones(large, device=device))
+        self.register_buffer("count", torch.ones(SMALL, device=device))
 
 
-class Taker(Protocol):
-    """Takes a snapshot of a Net."""
+class SnapshotTaker(Protocol):
+    """Takes snapshots of a Net."""
 
     def take(self) -> None:
-        """Begin the snapshot; it is of this moment."""
+        """Begin a snapshot; it is of this moment."""
         ...
 
     def before_step(self) -> None:
-        """Make the current stream wait until `weight` may change."""
+        """Make the current stream wait until the parameters may change."""
         ...
 
-    def taken(self) -> Values:
-        """`weight` and `seen` as the snapshot has them, in host memory. Waits until it is whole."""
+    def taken(self) -> list[Values]:
+        """What the snapshots since the last call hold, in host memory. Waits until they are whole."""
         ...
 
 
 class Training:
-    """A Net and its optimizer on `device`, in two tensors of `nbytes` each."""
+    """A Net and its optimizer on `device`, with large tensors of `nbytes` each."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.device, self.nbytes = device, nbytes
         self.net = Net(nbytes, device)
-        self.optimizer = torch.optim.SGD([self.net.weight], lr=1.0)
-        self.net.weight.grad = torch.ones_like(self.net.weight)
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=1.0)
+        for parameter in self.net.parameters():
+            parameter.grad = torch.ones_like(parameter)
 
     @property
     def state(self) -> dict[str, Any]:
         """For `Checkpointer.save` and `load`."""
         return {"net": self.net, "optimizer": self.optimizer}
 
-    def snapshot(self, taker: Taker, late: AbstractContextManager[float]) -> str:
-        """Take a snapshot while some work is late. Returns what is wrong with it, or "" if it is of the moment of the call."""
-        net = self.net
+    def snapshots(self, taker: SnapshotTaker, late: AbstractContextManager[float]) -> str:
+        """Take two snapshots while some work is late. Returns what is wrong with them, or "" if each is of its moment."""
+        every = list(self.net.state_dict().values())
         with torch.no_grad():
-            net.weight.fill_(1)
-            net.seen.fill_(1)
-            torch.full_like(net.seen, 7.0)  # freed at once: a clone that is made too late shows these bytes
+            for tensor in every:
+                tensor.fill_(1)
+                torch.full_like(tensor, 7.0)  # freed at once: a clone that is made too late shows these bytes
         torch.accelerator.synchronize(self.device)
         with late, torch.no_grad():
-            net.weight.mul_(5)
-            net.seen.mul_(5)
+            for tensor in every:
+                tensor.mul_(5)
             taker.take()
-            net.seen.mul_(3)  # as in the next forward pass, which also allocates
-            others = [torch.full_like(net.seen, 9.0) for _ in range(3)]
+            others = self._forward()
+            taker.take()
+            others += self._forward()
             taker.before_step()
             self.optimizer.step()
             try:
-                weight, seen = taker.taken()
+                first, second = taker.taken()
             except CheckpointdError as error:
-                return f"the save failed: {error}"
+                return f"a save failed: {error}"
             finally:
                 del others
-        return _wrong("weight", weight, 5) or _wrong("seen", seen, 5)
+        wrong = [_wrong(f"{name} of the first snapshot", tensor, 5) for name, tensor in first.items()]
+        expected = {"weight": 5, "bias": 5, "seen": 15, "count": 15}
+        wrong += [_wrong(f"{name} of the second snapshot", tensor, expected[name]) for name, tensor in second.items()]
+        return next(filter(None, wrong), "")
+
+    def changed_unseen(self, checkpointer: Checkpointer, late: AbstractContextManager[float]) -> str:
+        """Save, and change a parameter before its late copy by a way that torch does not count.
+
+        Returns "thrown away" if the save failed for it, "right" if the copy came first, and otherwise what is wrong.
+        """
+        checkpointer.save(0, self.state).wait()  # the first save makes the arena
+        with torch.no_grad():
+            self.net.weight.fill_(5)
+        torch.accelerator.synchronize(self.device)
+        with late:
+            handle = checkpointer.save(1, self.state)
+            self.net.weight.data.mul_(3)
+            try:
+                handle.wait()
+            except CheckpointdError as error:
+                named = "net.weight" in str(error) and "thrown away" in str(error)
+                return "thrown away" if named else f"the save failed: {error}"
+        found = Training(self.nbytes, torch.device("cpu"))
+        checkpointer.load(found.state, tag=handle.tag)
+        return _wrong("weight", found.net.weight.detach(), 5) or "right"
+
+    def _forward(self) -> list[torch.Tensor]:
+        """Change the buffers and allocate, as a forward pass does. Returns the new memory."""
+        self.net.seen.mul_(3)
+        self.net.count.mul_(3)
+        return [torch.full_like(tensor, 9.0) for tensor in (self.net.seen, self.net.count) for _ in range(2)]
 
 
 class Product:
-    """checkpointd as the taker: it saves below `root`, and loads what it saved into host memory."""
+    """checkpointd as the taker: it saves below `root`, and loads what it saved into host memory.
+
+    It saves without checksums, so that wrong bytes come to light here and not as saves that fail.
+    """
 
     def __init__(self, root: str | os.PathLike[str], training: Training) -> None:
         self.training = training
-        self.checkpointer = Checkpointer(root, compression="none", retention=1, read_back=False, on_no_progress="ignore")
+        self.checkpointer = Checkpointer(
+            root, compression="none", retention=2, read_back=False, on_no_progress="ignore", device_checksums=False
+        )
         self._step = 0
-        self.take()  # the first save makes the arena
-        self._handle.wait()
+        self._handles: list[SaveHandle] = []
+        for _ in range(2):
+            self.take()  # the first saves make the arena
+        self.taken()
 
     def take(self) -> None:
         """Save."""
         self._step += 1
-        self._handle = self.checkpointer.save(self._step, self.training.state)
+        self._handles.append(self.checkpointer.save(self._step, self.training.state))
 
     def before_step(self) -> None:
         """Nothing: the optimizer's step calls checkpointd by itself."""
 
-    def taken(self) -> Values:
-        """The checkpoint."""
-        self._handle.wait()
+    def taken(self) -> list[Values]:
+        """The checkpoints."""
+        handles, self._handles = self._handles, []
+        for handle in handles:
+            handle.wait()
+        return [self._loaded(handle.tag) for handle in handles]
+
+    def _loaded(self, tag: str) -> Values:
         found = Training(self.training.nbytes, torch.device("cpu"))
-        self.checkpointer.load(found.state, tag=self._handle.tag)
-        return found.net.weight.detach(), found.net.seen
+        self.checkpointer.load(found.state, tag=tag)
+        return found.net.state_dict()
 
     def close(self) -> None:
         """End it. Failed saves were reported already."""

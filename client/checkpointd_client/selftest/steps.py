@@ -44,46 +44,56 @@ LOAD_READ = Mistake("load-then-read", "work behind a load that does not wait for
 LOADING = (LOAD_WAITS, LOAD_READ)
 
 
+@dataclass
+class CopiedNet:
+    """Host memory that one snapshot of a Net is copied to, the event behind the copies, and the clones that they read."""
+
+    values: Values
+    event: torch.Event
+    held: list[torch.Tensor]
+
+
 class Steps:
     """Takes snapshots of `training` by the steps of staging, one of which may be wrong."""
 
     def __init__(self, training: Training, late: Late, wrong: Mistake | None) -> None:
         self._training, self._late, self._wrong = training, late, wrong
         self._side = torch.Stream(training.device)
-        self._event = torch.Event(training.device)
-        shape = training.net.seen.shape
-        self._weight, self._seen = (torch.zeros(shape, pin_memory=True) for _ in range(2))
-        self._held: torch.Tensor | None = None
+        self._taken: list[CopiedNet] = []
 
     def take(self) -> None:
         """Queue the copies on a side stream."""
-        net, wrong = self._training.net, self._wrong
+        net, wrong, event = self._training.net, self._wrong, torch.Event(self._training.device)
         compute = torch.accelerator.current_stream(self._training.device)
+        host = {name: torch.zeros(tensor.shape, pin_memory=True) for name, tensor in net.state_dict().items()}
         if wrong is CLONE_WAITS:
             self._side.wait_stream(compute)
         self._late.delay()  # for that mistake alone: a clone takes less time than a copy
-        seen = net.seen if wrong is CLONE else net.seen.clone()
+        buffers = {name: buffer if wrong is CLONE else buffer.clone() for name, buffer in net.named_buffers()}
+        sources = {**buffers, **dict(net.named_parameters())}
         if wrong not in (COPY_WAITS, CLONE_WAITS):
             self._side.wait_stream(compute)
         if wrong is EVENT_AFTER:
-            self._event.record(self._side)
+            event.record(self._side)
         with devices.on_stream(self._side):
-            self._weight.copy_(net.weight.detach(), non_blocking=True)
-            self._seen.copy_(seen, non_blocking=True)
+            for name, source in sources.items():
+                host[name].copy_(source.detach(), non_blocking=True)
         if wrong is not EVENT_AFTER:
-            self._event.record(compute if wrong is EVENT_STREAM else self._side)
-        self._held = None if wrong is CLONE_KEPT else seen
+            event.record(compute if wrong is EVENT_STREAM else self._side)
+        self._taken.append(CopiedNet(host, event, [] if wrong is CLONE_KEPT else list(buffers.values())))
 
     def before_step(self) -> None:
         """Make the current stream wait for the copies."""
         if self._wrong is not STEP_WAITS:
-            torch.accelerator.current_stream(self._training.device).wait_event(self._event)
+            for snapshot in self._taken:
+                torch.accelerator.current_stream(self._training.device).wait_event(snapshot.event)
 
-    def taken(self) -> Values:
+    def taken(self) -> list[Values]:
         """What was copied."""
         if self._wrong is not READ_WAITS:
-            self._event.synchronize()
-        return self._weight.clone(), self._seen.clone()
+            for snapshot in self._taken:
+                snapshot.event.synchronize()
+        return [{name: tensor.clone() for name, tensor in snapshot.values.items()} for snapshot in self._taken]
 
 
 class LoadSteps:
