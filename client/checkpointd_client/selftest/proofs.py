@@ -104,7 +104,8 @@ class Proofs:
     def loading(self) -> Iterator[Finding]:
         """Loads are in order with the caller's stream."""
         loading = Loading(self.nbytes, self.device)
-        with Checkpointer(f"{self.place}/loading", read_back=False) as checkpointer:
+        pinned_bytes = self.nbytes // 4  # so that blocks of pinned memory are used again
+        with Checkpointer(f"{self.place}/loading", read_back=False, pinned_bytes=pinned_bytes) as checkpointer:
             loading.save(checkpointer)
 
             def played(late: AbstractContextManager[float]) -> str:

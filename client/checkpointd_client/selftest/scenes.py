@@ -171,7 +171,8 @@ class Loading:
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.device = device
         side = max(int((nbytes // 4) ** 0.5), 1)
-        self.stored = {name: torch.full((side, side), 3.0, device=device) for name in ("contiguous", "strided", "converted")}
+        self.values = torch.arange(side * side, dtype=torch.float32).view(side, side) + 1
+        self.stored = {name: self.values.to(device) for name in ("contiguous", "strided", "converted")}
         made = {name: torch.zeros_like(tensor) for name, tensor in self.stored.items()}
         self.targets = {**made, "strided": made["strided"].t(), "converted": made["converted"].double()}
 
@@ -199,11 +200,13 @@ class Loading:
                 load()
                 read = {name: tensor * 1 for name, tensor in self.targets.items()}
             torch.accelerator.synchronize(self.device)
-            found = [_wrong(name, tensor.cpu(), 3) for name, tensor in self.targets.items()]
-            found += [_wrong(f"what was read of {name} after the load", tensor.cpu(), 3) for name, tensor in read.items()]
+            found = [_wrong(name, tensor.cpu(), self.values) for name, tensor in self.targets.items()]
+            found += [
+                _wrong(f"what was read of {name} after the load", tensor.cpu(), self.values) for name, tensor in read.items()
+            ]
         return next(filter(None, found), "")
 
 
-def _wrong(name: str, found: torch.Tensor, value: float) -> str:
+def _wrong(name: str, found: torch.Tensor, value: float | torch.Tensor) -> str:
     count = int((found != value).sum())
     return f"{name} has {count} of {found.numel()} elements of another moment" if count else ""

@@ -102,7 +102,7 @@ class LoadSteps:
     def __init__(self, loading: Loading, wrong: Mistake | None) -> None:
         self._loading, self._wrong = loading, wrong
         self._side = torch.Stream(loading.device)
-        self._threes = {name: torch.full(t.shape, 3.0, dtype=t.dtype).pin_memory() for name, t in loading.targets.items()}
+        self._values = {name: loading.values.to(target.dtype).pin_memory() for name, target in loading.targets.items()}
 
     def __call__(self) -> None:
         """Copy from pinned memory on a side stream, behind the current one, and make the current stream wait."""
@@ -111,6 +111,6 @@ class LoadSteps:
             self._side.wait_stream(current)
         with devices.on_stream(self._side):
             for name, target in self._loading.targets.items():
-                target.copy_(self._threes[name], non_blocking=True)
+                target.copy_(self._values[name], non_blocking=True)
         if self._wrong is not LOAD_READ:
             current.wait_stream(self._side)
