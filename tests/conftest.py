@@ -32,6 +32,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--trainer-rounds", type=int, default=1, help="jobs of trainers killed in a save (default: 1 each)")
     parser.addoption("--fuzzed-files", type=int, default=40, help="roots and files that are changed and loaded (default: 40)")
     parser.addoption("--mistake-rounds", type=int, default=1, help="times that each planted mistake must show (default: 1)")
+    parser.addoption("--chaos-seeds", type=int, default=10, help="trainings on streams in random orders (default: 10)")
+    parser.addoption("--chaos-first", type=int, default=0, help="the seed of the first of them (default: 0)")
     parser.addoption("--simulated-device", action="store_true", help="collect the tests that make it this process's device")
     parser.addoption("--require-compiler", action="store_true", help="fail where the simulated device cannot be built")
     parser.addoption("--power-cuts", type=int, default=6, help="power cuts under a saving job (default: 6)")

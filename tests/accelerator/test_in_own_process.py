@@ -16,10 +16,11 @@ FILES = sorted((Path(__file__).parent / "simulated").glob("test_*.py"))
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_on_the_simulated_device(file: Path, tmp_path: Path, subtests: pytest.Subtests, pytestconfig: pytest.Config) -> None:
-    rounds = f"--mistake-rounds={pytestconfig.getoption('mistake_rounds')}"
+    passed_on = ("mistake_rounds", "chaos_seeds", "chaos_first")
+    options = [f"--{name.replace('_', '-')}={pytestconfig.getoption(name)}" for name in passed_on]
     report = tmp_path / "report.xml"
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "--simulated-device", rounds, f"--junitxml={report}", str(file)],
+        [sys.executable, "-m", "pytest", "-q", "--simulated-device", *options, f"--junitxml={report}", str(file)],
         check=False,
         capture_output=True,
         text=True,
