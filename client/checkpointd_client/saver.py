@@ -33,7 +33,7 @@ from checkpointd.pipeline.read.readback import ReadBackStatus
 from checkpointd.pipeline.shard import COORDINATOR, AttemptInfo, Shard, ShardProgress, finite
 from checkpointd.waits import Waiting
 from checkpointd_client.capture.pickled import packed
-from checkpointd_client.capture.recapture import Capturer
+from checkpointd_client.capture.recapture.capturer import Capturer
 from checkpointd_client.capture.scalars import type_name
 from checkpointd_client.capture.state import Captured
 from checkpointd_client.capture.torch_files import capture_files

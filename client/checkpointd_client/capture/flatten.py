@@ -64,6 +64,7 @@ class Flattener:
 
     `held`: by position, the local shard of a distributed tensor; `tensors` has its local memory. `sharded`: by position, the
     DTensor or FlatShard itself. `tied`: by position of a LocalShardTensor that the walk has met before, its first position.
+    `begins`: the position at which each item of the state begins, then the one at which client_state begins.
     """
 
     def __init__(self, *, exclude_frozen_parameters: bool) -> None:
@@ -72,6 +73,7 @@ class Flattener:
         self.held: dict[int, LocalShard] = {}
         self.sharded: dict[int, Any] = {}
         self.tied: dict[int, int] = {}
+        self.begins: list[int] = []
         self._met: dict[int, int] = {}
         self.optimizer_only: set[int] = set()
         self.optimizers: list[torch.optim.Optimizer] = []
@@ -86,16 +88,25 @@ class Flattener:
 
     def root(self, state: Mapping[str, object], client_state: Mapping[str, object] | None) -> tree.Node:
         """The tree of both; StateError for a value that cannot be stored."""
-        self._check_names(state)
+        self.check_names(state)
         self._modules = Modules(state)
-        stored = self._pairs(state.items(), "")
-        self._objects_allowed = False
-        client = None if client_state is None else self._plain_mapping(client_state)
+        stored: list[tuple[tree.Node, tree.Node]] = []
+        for name, value in state.items():
+            self.begins.append(len(self.tensors))
+            stored += self._pairs([(name, value)], "")
+        self.begins.append(len(self.tensors))
+        client = self.client_node(client_state)
         self._loose.settle(self.held, self.sharded.values())
-        return tree.Dict("dict", (("state", tree.Dict("dict", stored)), (CLIENT_STATE, client)))
+        return tree.Dict("dict", (("state", tree.Dict("dict", tuple(stored))), (CLIENT_STATE, client)))
+
+    def client_node(self, client_state: Mapping[str, object] | None) -> tree.Node:
+        """The node for client_state; no other object of the state may be walked after it."""
+        self._objects_allowed = False
+        return None if client_state is None else self._plain_mapping(client_state)
 
     @staticmethod
-    def _check_names(state: object) -> None:
+    def check_names(state: object) -> None:
+        """StateError if `state` does not map names to objects."""
         if not isinstance(state, Mapping):
             raise StateError(f"the state must map names to objects, not be a {type_name(state)}: pass {{'model': model, ...}}")
         for name in state:

@@ -47,11 +47,14 @@ def inner_name(module: nn.Module) -> str | None:
     """The attribute under which a wrapper keeps the user's module; None if `module` is not a wrapper."""
     if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
         return "module"
+    compiled = compiled_class()
+    return "_orig_mod" if compiled is not None and isinstance(module, compiled) else None
+
+
+def compiled_class() -> type[nn.Module] | None:
+    """The class of the modules that torch.compile returns; None if this process has compiled nothing."""
     # Do not import this: it takes more than a second. If the user has compiled a module, it is already imported.
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")
-    if dynamo is not None and isinstance(module, dynamo.OptimizedModule):
-        return "_orig_mod"
-    return None
+    return getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", None)
 
 
 def module_tensors(module: nn.Module, fqn: str) -> dict[str, Any]:

@@ -37,8 +37,9 @@ from checkpointd_client.sharding.write_split import written_parts
 __all__ = ["Captured", "Leaf", "capture"]
 
 
-class Leaf(msgspec.Struct, frozen=True, eq=False):
+class Leaf(msgspec.Struct, frozen=True, eq=False, gc=False):
     """One tensor to store. A Struct, since every save makes one for each tensor, five times as fast as a frozen dataclass.
+    Nothing that it refers to refers back to it, so Python's garbage collector need not look at it.
 
     `tensor` is a live, detached view of the user's memory (no copy): it may be non-contiguous, expanded, on any device, and
     shares the version counter of the user's tensor. `dtype` is torch's name without `torch.`. `optimizer_only` says that it
@@ -77,6 +78,30 @@ def capture(
 
     With `exclude_frozen_parameters`, parameters (not buffers) of modules that have requires_grad off are left out and listed.
     """
+    return walked(state, client_state, exclude_frozen_parameters=exclude_frozen_parameters).captured
+
+
+@dataclass(frozen=True, slots=True)
+class Walked:
+    """A capture, and what the walk has found out about the tensors by their positions. `positions`: the position of each leaf.
+
+    `optimizer_spans`: the starts and ends of all memory that only optimizer steps change. `overlapping`: FQNs of tensors that
+    share memory in a way that no alias tells.
+    """
+
+    captured: Captured
+    walk: Flattener
+    found: CheckedTensors
+    positions: list[int]
+    aliases: Aliases
+    overlapping: frozenset[str]
+    optimizer_spans: set[tuple[int, int]]
+
+
+def walked(
+    state: Mapping[str, object], client_state: Mapping[str, object] | None, *, exclude_frozen_parameters: bool
+) -> Walked:
+    """Do what `capture` does, and tell more."""
     walk = Flattener(exclude_frozen_parameters=exclude_frozen_parameters)
     try:
         refused = state_dicts.refused(state)
@@ -88,31 +113,39 @@ def capture(
     _check_unique(walk, root)
     # Without this, a mode such as torch.set_default_device would turn each small call in here into a Python call.
     with torch._C.DisableTorchFunction():
-        found = _inspect(walk)
+        found = inspected(walk)
         aliases = _share(found)
         _share_nothing(walk, found, aliases)
         overlaps = _overlaps(found, aliases)
-        optimizer_only = _optimizer_only(walk, found)
-        leaves = tuple(_leaves(found, aliases, optimizer_only))
-    return Captured(
+        spans = _optimizer_spans(walk, found)
+        positions: list[int] = []
+        leaves = tuple(leaves_of(found, aliases, spans, positions))
+    captured = Captured(
         leaves,
         tuple(alias for _, (_, alias) in sorted(aliases.items())),
         _mark(root, overlaps) if overlaps else root,
         tuple(walk.excluded),
     )
+    return Walked(captured, walk, found, positions, aliases, frozenset(overlaps), spans)
 
 
-def _leaves(found: _CheckedTensors, aliases: _Aliases, optimizer_only: set[int]) -> Iterator[Leaf]:
+def leaves_of(
+    found: CheckedTensors, aliases: Aliases, optimizer_spans: set[tuple[int, int]], positions: list[int]
+) -> Iterator[Leaf]:
+    """The leaves of tensors that are no aliases. The position of each is added to `positions`."""
     strided = {*found.strided, *found.resolved}
     for i, (fqn, tensor, dtype) in enumerate(zip(found.fqns, found.detached, found.dtypes, strict=True)):
         if i in aliases:
             continue
         held = found.held.get(i)
+        by_steps = (found.starts[i], found.ends[i]) in optimizer_spans
         if held is None:
-            yield Leaf(fqn, tensor, dtype, i in optimizer_only, None, 0 if i in strided else found.starts[i])
+            positions.append(i)
+            yield Leaf(fqn, tensor, dtype, by_steps, None, 0 if i in strided else found.starts[i])
             continue
         for part in written_parts(fqn, held, tensor.itemsize):
-            yield Leaf(fqn, part.of(tensor), dtype, i in optimizer_only, part)
+            positions.append(i)
+            yield Leaf(fqn, part.of(tensor), dtype, by_steps, part)
 
 
 def _check_unique(walk: Flattener, root: tree.Node) -> None:
@@ -145,7 +178,7 @@ def _way(path: tuple[object, ...]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _CheckedTensors:
+class CheckedTensors:
     """The checked tensors of a walk, in its order. `starts` and `ends` are addresses of the user's memory."""
 
     fqns: list[str]
@@ -164,9 +197,9 @@ class _CheckedTensors:
     """By position of a second name of a tensor, the position of the first, even if this rank holds no element of it."""
 
 
-def _inspect(walk: Flattener) -> _CheckedTensors:
+def inspected(walk: Flattener) -> CheckedTensors:
     """Check every tensor and note its addresses. One flat loop, because it runs for every tensor inside every save()."""
-    found = _CheckedTensors(walk.fqns, walk.tensors, [], [], [], [], [], [], walk.held, walk.tied)
+    found = CheckedTensors(walk.fqns, walk.tensors, [], [], [], [], [], [], walk.held, walk.tied)
     for i, tensor in enumerate(walk.tensors):
         if tensor.layout is not torch.strided or tensor.is_nested:
             _refuse(tensor, walk.fqns[i])
@@ -196,13 +229,13 @@ def _refuse(tensor: torch.Tensor, fqn: str) -> None:
         raise StateError(f"{fqn}: {why}")
 
 
-_Aliases = dict[int, tuple[int, Alias]]
+Aliases = dict[int, tuple[int, Alias]]
 """Position of an alias -> position of its owner, and the alias."""
 
 
-def _share(found: _CheckedTensors) -> _Aliases:
+def _share(found: CheckedTensors) -> Aliases:
     """Find the tensors that lie inside others."""
-    aliases: _Aliases = {}
+    aliases: Aliases = {}
     tied = {i: o for i, o in found.tied.items() if found.held[i].shape}
     for overlap in overlapping(found.starts, found.ends):
         positions = [i for i in overlap if i not in tied]
@@ -226,7 +259,7 @@ def _share(found: _CheckedTensors) -> _Aliases:
     return aliases
 
 
-def _share_nothing(walk: Flattener, found: _CheckedTensors, aliases: _Aliases) -> None:
+def _share_nothing(walk: Flattener, found: CheckedTensors, aliases: Aliases) -> None:
     """Find the aliases among sharded tensors of which this rank holds no element, as the ranks that hold some find them."""
     owners: dict[object, int] = {}
     for i, tensor in walk.sharded.items():
@@ -240,7 +273,7 @@ def _share_nothing(walk: Flattener, found: _CheckedTensors, aliases: _Aliases) -
             aliases[i] = o, Alias(found.fqns[i], found.fqns[o], shape, contiguous_stride(shape), 0)
 
 
-def _alias(found: _CheckedTensors, i: int, part: MemoryRegion, o: int, owner: MemoryRegion) -> Alias | None:
+def _alias(found: CheckedTensors, i: int, part: MemoryRegion, o: int, owner: MemoryRegion) -> Alias | None:
     """`i` as an alias of `o`, or None. For a distributed tensor, the alias has the shape of the global tensor."""
     one, two = found.held.get(i), found.held.get(o)
     if two is not None and not two.shape:
@@ -256,7 +289,7 @@ def _plain(region: MemoryRegion) -> bool:
     return region.contiguous and not any(region.lazy_bits)
 
 
-def _overlaps(found: _CheckedTensors, aliases: _Aliases) -> dict[str, tree.Overlap]:
+def _overlaps(found: CheckedTensors, aliases: Aliases) -> dict[str, tree.Overlap]:
     """By FQN, how tensors lie in shared memory, if their aliases do not tell it."""
     folded = {i for i in found.strided if i not in aliases and overlaps_itself(found.live[i])}
     groups = [group for group in overlapping(found.starts, found.ends) if _needs_telling(group, aliases, folded)]
@@ -268,21 +301,18 @@ def _overlaps(found: _CheckedTensors, aliases: _Aliases) -> dict[str, tree.Overl
     }
 
 
-def _needs_telling(group: list[int], aliases: _Aliases, folded: set[int]) -> bool:
+def _needs_telling(group: list[int], aliases: Aliases, folded: set[int]) -> bool:
     """Whether the group has two owners, which overlap, or an owner whose own elements overlap."""
     owners = {aliases[i][0] if i in aliases else i for i in group}
     return len(owners) > 1 or not folded.isdisjoint(owners)
 
 
-_NOWHERE = (-1, -1)
-
-
-def _optimizer_only(walk: Flattener, found: _CheckedTensors) -> set[int]:
-    """Positions of tensors that only optimizer steps change. They are found by memory, so a state_dict counts as its module."""
+def _optimizer_spans(walk: Flattener, found: CheckedTensors) -> set[tuple[int, int]]:
+    """The memory that only optimizer steps change, so a state_dict counts as its module."""
     if not walk.optimizers and not walk.optimizer_only:
         return set()
     spans = list(zip(found.starts, found.ends, strict=True))
-    optimizer_only = {spans[i] for i in walk.optimizer_only}
+    optimizer_spans = {spans[i] for i in walk.optimizer_only}
     known = dict(zip(map(id, found.live), spans, strict=True))
     known.update((id(tensor), spans[i]) for i, tensor in walk.sharded.items())
     for parameter in (p for o in walk.optimizers for group in o.param_groups for p in group["params"]):
@@ -290,8 +320,9 @@ def _optimizer_only(walk: Flattener, found: _CheckedTensors) -> set[int]:
         if span is None and refusal(parameter) is None:
             start = address_of(parameter)
             span = start, start + extent(parameter)
-        optimizer_only.add(span or _NOWHERE)
-    return {i for i, span in enumerate(spans) if span in optimizer_only}
+        if span is not None:
+            optimizer_spans.add(span)
+    return optimizer_spans
 
 
 def _mark(node: tree.Node, overlaps: Mapping[str, tree.Overlap]) -> tree.Node:

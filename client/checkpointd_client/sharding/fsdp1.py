@@ -24,7 +24,7 @@ from checkpointd_client.sharding.dtensor import ALONE, FlatShard, LocalBox, Loca
 _WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 
 
-def _class() -> Any:
+def wrapper_class() -> Any:
     """FullyShardedDataParallel; None if this process has not imported it."""
     found = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
     return None if found is None else getattr(found, "FullyShardedDataParallel", None)
@@ -32,13 +32,13 @@ def _class() -> Any:
 
 def is_flat(module: nn.Module) -> bool:
     """Whether a part of `module` is in FullyShardedDataParallel."""
-    wrapper = _class()
+    wrapper = wrapper_class()
     return wrapper is not None and any(isinstance(part, wrapper) for part in module.modules())
 
 
 def module_tensors(module: nn.Module, fqn: str) -> dict[str, Any]:
     """The tensors of `state_dict()`, without gathering any: FlatShards, and tensors that FSDP does not manage as they are."""
-    wrapper = _class()
+    wrapper = wrapper_class()
     found: dict[str, Any] = {}
     managed: set[tuple[int, str]] = set()
     try:
@@ -85,7 +85,7 @@ def loaded(module: nn.Module, extra: Mapping[str, Any]) -> None:
     """Finish a load after the local shards were filled: drop old gathered parameters, and give modules their extra state."""
     from torch.distributed.fsdp._runtime_utils import _reshard  # already imported, since `module` uses FSDP
 
-    wrapper = _class()
+    wrapper = wrapper_class()
     for path, part in module.named_modules(remove_duplicate=False):
         key = f"{_prefix(path)}_extra_state"
         if key in extra and not isinstance(part, wrapper):

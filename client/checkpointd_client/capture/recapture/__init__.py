@@ -1,0 +1,1 @@
+"""Captures of one state at several times."""

@@ -1,0 +1,112 @@
+"""Captures the state at each save of a Checkpointer. What is as it was at an earlier save is not walked again.
+
+Invariants
+  RECAPTURE-1  A capture equals what `state.capture` finds, whether the whole state was walked for it or not.
+  RECAPTURE-2  Two captures have the same arrangement object only if their leaves differ in nothing but their addresses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+from checkpointd_client.capture.recapture.plan import CapturePlan, Recaptured, State
+from checkpointd_client.capture.state import Captured, Leaf, Walked, walked
+
+STATES_MAX = 4
+"""So many states that a Checkpointer saves in turn are remembered."""
+
+
+class Capturer:
+    """Captures one state after another, and gives captures that are arranged alike the same `Captured.arrangement`."""
+
+    def __init__(self) -> None:
+        self._known: dict[object, _Remembered] = {}
+        self._arrangements: list[_Arrangement] = []
+
+    def capture(self, state: State, client_state: State | None, *, exclude_frozen_parameters: bool) -> Captured:
+        """Do what `state.capture` does."""
+        known = self._known_by((_names_of(state), exclude_frozen_parameters))
+        if known.plan is not None:
+            try:
+                again = known.plan.recaptured(state, client_state)
+            except Exception:  # the walk of the whole state shows and explains what is wrong
+                known.plan = None
+            else:
+                known.walks = 0
+                return self._arranged_by(known, again)
+        whole = walked(state, client_state, exclude_frozen_parameters=exclude_frozen_parameters)
+        known.plan_for(state, whole)
+        return self.arranged(whole.captured)
+
+    def arranged(self, captured: Captured) -> Captured:
+        """`captured` with the arrangement of an earlier capture, if that was arranged alike."""
+        made = _Arrangement.of(captured.leaves)
+        same = next((known for known in self._arrangements if known == made), made)
+        self._arrangements = [same, *(known for known in self._arrangements if known is not same)][:STATES_MAX]
+        return replace(captured, arrangement=same)
+
+    def _known_by(self, key: object) -> _Remembered:
+        known = self._known.pop(key, None) or _Remembered()
+        self._known = dict([*self._known.items(), (key, known)][-STATES_MAX:])
+        return known
+
+    def _arranged_by(self, known: _Remembered, again: Recaptured) -> Captured:
+        """The same as `arranged`, since only fresh leaves can differ from those of the last capture."""
+        fresh = _Arrangement.of(again.fresh), again.ends
+        if known.arrangement is None or known.fresh != fresh:
+            known.fresh, known.arrangement = fresh, self.arranged(again.captured).arrangement
+        return replace(again.captured, arrangement=known.arrangement)
+
+
+def _names_of(state: object) -> tuple[object, ...]:
+    return tuple(state) if isinstance(state, Mapping) else ()
+
+
+@dataclass(slots=True)
+class _Remembered:
+    """What is remembered of a state. `walks`: how often it was walked whole since its facts were last found equal."""
+
+    plan: CapturePlan | None = None
+    walks: int = 0
+    arrangement: object = None
+    fresh: object = None
+
+    def plan_for(self, state: State, whole: Walked) -> None:
+        self.plan = self.arrangement = None
+        # A state that is made anew for every save need not be planned at every save.
+        if self.walks & (self.walks - 1) == 0:
+            try:
+                with torch._C.DisableTorchFunction():
+                    self.plan = CapturePlan(state, whole)
+            except Exception:  # facts ask more of objects than a walk does; this state is walked at every save
+                self.plan = None
+        self.walks += 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrangement:
+    """All facts about leaves except their addresses. It refers to no tensor."""
+
+    leaves: list[Any]
+    sizes: list[Any]
+    strides: list[Any]
+    devices: list[Any]
+    are_inference: list[Any]
+
+    @classmethod
+    def of(cls, leaves: Sequence[Leaf]) -> _Arrangement:
+        # This runs in every save, so no Python code runs for a single leaf.
+        with torch._C.DisableTorchFunction():
+            tensors = list(map(attrgetter("tensor"), leaves))
+            return cls(
+                list(map(attrgetter("fqn", "dtype", "optimizer_only", "part"), leaves)),
+                list(map(torch.Tensor.size, tensors)),
+                list(map(torch.Tensor.stride, tensors)),
+                list(map(attrgetter("device"), tensors)),
+                list(map(torch.Tensor.is_inference, tensors)),
+            )
