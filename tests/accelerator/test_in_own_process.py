@@ -1,4 +1,7 @@
-"""Runs each test file of `simulated/` in a process of its own, and shows its cases as subtests."""
+"""Runs each test file of `simulated/`, and those of `tests/gpu`, in a process that has the simulated device.
+
+Their cases show as subtests.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-FILES = sorted((Path(__file__).parent / "simulated").glob("test_*.py"))
+HERE = Path(__file__).parent
+FILES = sorted([*(HERE / "simulated").glob("test_*.py"), *(HERE.parent / "gpu").glob("test_*.py")])
 
 
 @pytest.mark.timeout(600)
