@@ -195,6 +195,25 @@ class Compiled(nn.Module):
         self.block = torch.compile(nn.Linear(2, 2))
 
 
+class Wrapping(nn.Module):
+    """It looks like what torch.compile returns, but its keys keep the wrapper's name."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self._orig_mod = inner
+
+
+def test_a_block_in_another_wrapper_has_other_names() -> None:
+    """CAPTUREPLAN-1, FACTS-2."""
+    inner, capturer = nn.Linear(2, 2), Capturer()
+    names = []
+    for wrapped in (torch.compile(inner), Wrapping(inner), torch.compile(inner)):
+        state = {"model": nn.Sequential(wrapped)}
+        assert told(captured(capturer, state)) == told(capture(state, None, exclude_frozen_parameters=False))
+        names.append(captured(capturer, state).leaves[0].fqn)
+    assert names == ["model.0.weight", "model.0._orig_mod.weight", "model.0.weight"]
+
+
 MODELS: dict[str, Callable[[], Any]] = {
     "compiled": lambda: torch.compile(nn.Linear(2, 2)),
     "compiled_inside": Compiled,
