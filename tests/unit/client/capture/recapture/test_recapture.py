@@ -214,6 +214,18 @@ def test_a_block_in_another_wrapper_has_other_names() -> None:
     assert names == ["model.0.weight", "model.0._orig_mod.weight", "model.0.weight"]
 
 
+def test_a_block_that_lost_its_hook_has_other_names() -> None:
+    """CAPTUREPLAN-1, FACTS-2."""
+    state, capturer = {"model": nn.Sequential(*(checkpoint_wrapper(nn.Linear(2, 2)) for _ in range(2)))}, Capturer()
+    found = []
+    for i in (None, 0, 1):
+        if i is not None:
+            state["model"][i]._state_dict_hooks.clear()
+        assert told(captured(capturer, state)) == told(capture(state, None, exclude_frozen_parameters=False))
+        found.append(sum("_checkpoint_wrapped_module" in leaf.fqn for leaf in captured(capturer, state).leaves))
+    assert found == [0, 2, 4]
+
+
 MODELS: dict[str, Callable[[], Any]] = {
     "compiled": lambda: torch.compile(nn.Linear(2, 2)),
     "compiled_inside": Compiled,
