@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from checkpointd_client import Checkpointer
+from checkpointd_client import Checkpointer, SaveHandle
 from checkpointd_client.selftest.clock import Clock
 from checkpointd_client.selftest.host_memory import registered
 from checkpointd_client.selftest.lateness import Work
@@ -86,13 +86,17 @@ class Saving:
         self._call_s = call_s
         return SaveCost(call_s, staging_s, self._save(staging_s * OVERLAP)[1])
 
+    def save(self) -> SaveHandle:
+        """Save once more."""
+        self._step += 1
+        return self._checkpointer.save(self._step, self._state)
+
     def _save(self, work_s: float) -> tuple[float, float]:
         """The length of the call, and how long a step waits that follows after work of `work_s`."""
-        self._step += 1
         torch.accelerator.synchronize(self._clock.device)
         self._work.queue(self._call_s * CALLS + 0.01)
         began = time.perf_counter()
-        handle = self._checkpointer.save(self._step, self._state)
+        handle = self.save()
         call_s = time.perf_counter() - began
         if work_s:
             self._work.queue(work_s)
