@@ -8,7 +8,7 @@ host memory; without an entry snapshots are right all the same, but the next ste
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import torch
@@ -25,11 +25,21 @@ class Pinning:
 
 
 def _cuda_register(address: int, nbytes: int) -> int:
-    return int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
+    return _forgotten(int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)))
 
 
 def _cuda_unregister(address: int) -> int:
-    return int(torch.cuda.cudart().cudaHostUnregister(address))
+    return _forgotten(int(torch.cuda.cudart().cudaHostUnregister(address)))
+
+
+def _forgotten(code: int) -> int:
+    """`code`. If it is an error, make CUDA forget it: CUDA keeps it for the thread, and torch would raise it after the next
+    kernel, which may be one of the training's.
+    """
+    if code:
+        with suppress(RuntimeError):  # this is that kernel
+            torch.zeros(1, device="cuda").add_(1)
+    return code
 
 
 PINNING: dict[str, Pinning] = {"cuda": Pinning(_cuda_register, _cuda_unregister)}

@@ -234,6 +234,8 @@ class Saver:
         try:
             captured = captured_by()
             layout = self._layout_of(captured)
+            # Forget the snapshots that are done: they keep the memory of their slots alive, even of replaced slots.
+            self._stagings = [pair for pair in self._stagings if not pair[0].done.done()]
             slot = self._slot_for(layout, job.info)
             staging = Staging(slot)
             shard = self._stage(job, captured, layout, staging)
@@ -365,8 +367,6 @@ class Saver:
                 job.save.handle.snapshot_taken()
                 job.staged.set_result(shard)
 
-        # Forget the snapshots that are done: they keep the memory of their slots alive, even of replaced slots.
-        self._stagings = [pair for pair in self._stagings if not pair[0].done.done()]
         self._stagings.append((staging, job.save.handle))
         staging.done.add_done_callback(taken)
         return shard

@@ -64,8 +64,10 @@ class Slot:
         self.buffer: Bytes = whole[: self.capacity]
         self._mark = whole[-8:].view("<u8")
         self.token = 0
-        self.memory = torch.from_numpy(self.buffer)
+        with torch.inference_mode(False):  # threads in another mode copy into it
+            self.memory = torch.from_numpy(self.buffer)
         self._pinning: devices.Pinning | None = None
+        self._pinned_on = 0
         self._tried_pinning = False
         self._views: tuple[object, list[torch.Tensor]] | None = None
 
@@ -99,7 +101,7 @@ class Slot:
             why = f"error {code}" if pinning else f"torch offers no call for {kind} devices"
             log.warning("the arena cannot be pinned (%s): the next step waits for the copies from the device", why)
             return
-        self._pinning = pinning
+        self._pinning, self._pinned_on = pinning, torch.accelerator.current_device_index()
 
     def views(self, layout: object, parts: list[tuple[int, int, torch.dtype, tuple[int, ...]]]) -> list[torch.Tensor]:
         """A tensor over this memory for each part (offset, bytes, dtype, shape); cached while `layout` is the same object."""
@@ -114,7 +116,8 @@ class Slot:
             _UNSAFE.append(self)
             return
         if self._pinning:
-            self._pinning.unregister(self.buffer.ctypes.data)
+            with torch.accelerator.device_index(self._pinned_on):  # on device 0, it would start the driver there
+                self._pinning.unregister(self.buffer.ctypes.data)
             self._pinning = None
         self._views = None
         del self.memory, self.buffer, self._mark

@@ -1,13 +1,21 @@
-"""Checksums of device memory: one wrapping 64-bit sum for each block of 4,096 lanes.
+"""Checksums of device memory: one wrapping 64-bit sum for each block of 4,096 integers.
 
-`save()` queues the sums on the device, and the stager computes the same over the slot. A lane is an integer of 1, 2, 4 or 8
-bytes. A sum for each block shows blocks that changed places, and where a difference lies. The sums wrap in the same way on
-devices and in numpy, in whatever order the lanes are added.
+`save()` queues the sums on the device, and the stager computes the same over the slot. A sum for each block shows blocks that
+changed places, and where a difference lies. The sums wrap in the same way on devices and in numpy, in whatever order the
+integers are added.
+
+torch adds integers of less than 64 bits by way of a 64-bit copy of all of them. So contiguous bytes are added as 64-bit
+integers, whatever their dtype, and strided tensors a part at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+import os
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +26,13 @@ from numpy.typing import NDArray
 from checkpointd.pipeline.shard import Bytes
 
 LANES = 4096
-"""Lanes of one block."""
+"""Lanes of one block: the integers that are added up."""
+STRIDED_BYTES = 4 << 20
+"""A strided tensor has a sum for about this many bytes. The copy that torch makes of them takes up to 8 times as much."""
+UNALIGNED_BYTES = 64 << 20
+"""Bytes whose address is no multiple of 8 are copied to be added up, so many at a time: a whole number of blocks."""
+THREADS = 4
+"""The most threads that add up a slot: one is slower than the copy from the device."""
 _DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _LANES: dict[int, np.dtype[Any]] = {1: np.dtype("u1"), 2: np.dtype("<i2"), 4: np.dtype("<i4"), 8: np.dtype("<i8")}
 
@@ -29,14 +43,16 @@ Sums = NDArray[np.int64]
 class Row:
     """Bytes that are summed together.
 
-    `pieces`: (offset, bytes) of each in the slot, one after the other. `lane`: the bytes of a lane, which divide those of each
-    piece. `at`: the position of the row's first sum among the sums of all rows. `in_blocks`: False for a single sum.
+    `pieces`: (offset, bytes) of each in the slot, one after the other. `at`: the position of the row's first sum among the sums
+    of all rows. `lane`: the bytes of a lane; bytes at the end that fill none have a sum of their own. `block`: the lanes of one
+    sum. `dim`: the dimension along which a strided tensor is cut into blocks; None for contiguous bytes.
     """
 
     pieces: tuple[tuple[int, int], ...]
-    lane: int
-    at: int
-    in_blocks: bool = True
+    at: int = 0
+    lane: int = 8
+    block: int = LANES
+    dim: int | None = None
 
     @property
     def nbytes(self) -> int:
@@ -45,34 +61,51 @@ class Row:
     @property
     def count(self) -> int:
         """How many sums the row has."""
-        return -(-self.nbytes // (LANES * self.lane)) if self.in_blocks else 1
+        lanes, rest = divmod(self.nbytes, self.lane)
+        return -(-lanes // self.block) + bool(rest)
 
     def queue(self, data: torch.Tensor, sums: torch.Tensor) -> None:
         """Queue the sums of `data`, on a device, into the row's place in `sums`.
 
-        `data` is contiguous if the row has blocks; otherwise it may have any strides.
+        `data` is contiguous, or a tensor of the shape that `strided` was called with.
         """
-        if not self.in_blocks:
-            values = torch.view_as_real(data) if data.itemsize > 8 else data
-            integers = values.view(_DTYPES[values.itemsize])
-            everything = list(range(1, integers.dim() + 1))
-            torch.sum(integers[None], everything, dtype=torch.int64, out=sums[self.at : self.at + 1])
-            return
-        lanes = data.view(-1).view(torch.uint8).view(_DTYPES[self.lane])
-        whole, end = lanes.numel() // LANES, self.at + self.count
-        if whole:
-            blocks = lanes[: whole * LANES].view(whole, LANES)
-            torch.sum(blocks, 1, dtype=torch.int64, out=sums[self.at : self.at + whole])
-        if self.at + whole < end:
-            torch.sum(lanes[whole * LANES :][None], 1, dtype=torch.int64, out=sums[self.at + whole : end])
+        if self.dim is None:
+            self._queue_contiguous(data.view(-1).view(torch.uint8), sums)
+        else:
+            self._queue_strided(data, self.dim, sums)
+
+    def _queue_contiguous(self, data: torch.Tensor, sums: torch.Tensor) -> None:
+        at, end = self.at, len(data) // 8 * 8
+        # Devices cannot read integers across their alignment. Both are asked: the storage itself may lie anywhere.
+        is_aligned = data.data_ptr() % 8 == 0 and data.storage_offset() % 8 == 0
+        for part in data[:end].split(max(end, 1) if is_aligned else UNALIGNED_BYTES):
+            lanes = (part if is_aligned else part.clone()).view(torch.int64)
+            whole = len(lanes) // LANES
+            if whole:
+                blocks = lanes[: whole * LANES].view(whole, LANES)
+                torch.sum(blocks, 1, dtype=torch.int64, out=sums[at : at + whole])
+                at += whole
+            if len(lanes) % LANES:
+                torch.sum(lanes[whole * LANES :][None], 1, dtype=torch.int64, out=sums[at : at + 1])
+                at += 1
+        if end < len(data):
+            torch.sum(data[end:][None], 1, dtype=torch.int64, out=sums[at : at + 1])
+
+    def _queue_strided(self, data: torch.Tensor, dim: int, sums: torch.Tensor) -> None:
+        values = torch.view_as_real(data) if data.itemsize > 8 else data
+        integers = values.view(_DTYPES[self.lane])
+        everything = list(range(1, integers.dim() + 1))
+        rows = self.block * data.shape[dim] // integers.numel()
+        for at, part in enumerate(integers.split(rows, dim), self.at):
+            torch.sum(part[None], everything, dtype=torch.int64, out=sums[at : at + 1])
 
     def of_slot(self, buffer: Bytes) -> Sums:
         """The same sums of the bytes that arrived in the slot."""
-        sums = np.zeros(self.count, dtype=np.int64)
-        block = LANES if self.in_blocks else max(self.nbytes, 1)
+        sums, block = np.zeros(self.count, dtype=np.int64), self.block
         position = 0
         for offset, nbytes in self.pieces:
-            lanes = buffer[offset : offset + nbytes].view(_LANES[self.lane])
+            rest = nbytes % self.lane
+            lanes = buffer[offset : offset + nbytes - rest].view(_LANES[self.lane])
             head = min(-position % block, len(lanes))
             blocks = (len(lanes) - head) // block
             middle = lanes[head : head + blocks * block].reshape(blocks, block)
@@ -84,12 +117,15 @@ class Row:
             sums[first : first + blocks] += middle.sum(axis=1, dtype=np.int64)
             if len(tail):
                 sums[first + blocks : first + blocks + 1] += tail.sum(dtype=np.int64)
+            if rest:
+                sums[-1:] += buffer[offset + nbytes - rest : offset + nbytes].sum(dtype=np.int64)
             position += len(lanes)
         return sums
 
     def bytes_of(self, k: int) -> Iterator[tuple[int, int]]:
         """The (offset, bytes) in the slot that the row's sum number `k` covers."""
-        start, left = (k * LANES * self.lane, LANES * self.lane) if self.in_blocks else (0, self.nbytes)
+        width, end = self.block * self.lane, self.nbytes - self.nbytes % self.lane
+        start, left = (k * width, min(width, end - k * width)) if k * width < end else (end, self.nbytes - end)
         for offset, nbytes in self.pieces:
             here = min(nbytes - start, left)
             if here > 0:
@@ -98,9 +134,40 @@ class Row:
             start = max(start - nbytes, 0)
 
 
-def lane_of(*multiples: int) -> int:
-    """The bytes of the widest lane that divides all of `multiples`."""
-    return next(lane for lane in (8, 4, 2, 1) if not any(n % lane for n in multiples))
+def strided(offset: int, shape: Sequence[int], item: int) -> Row:
+    """The row of a tensor that is not contiguous and has elements of `item` bytes; in the slot it is contiguous, at `offset`.
+
+    A sum covers some indices of the first dimension that has more than one. Within it, elements may change places.
+    """
+    lane = min(item, 8)
+    dim = next(dim for dim, size in enumerate(shape) if size > 1)
+    lanes = math.prod(shape) * item // lane
+    of_index = lanes // shape[dim]
+    return Row(((offset, lanes * lane),), 0, lane, of_index * max(STRIDED_BYTES // (of_index * lane), 1), dim)
+
+
+def sums_of_slot(rows: Sequence[Row], buffer: Bytes) -> list[Sums]:
+    """The sums of each row of the slot, added up by a few threads. Large rows come first, so that all threads end together."""
+    left = deque(sorted(rows, key=lambda row: row.nbytes, reverse=True))
+    found: dict[Row, Sums] = {}
+
+    def work() -> None:
+        with suppress(IndexError):
+            while True:
+                row = left.popleft()
+                found[row] = row.of_slot(buffer)
+
+    count = min(THREADS, len(os.sched_getaffinity(0)), len(rows))
+    started: list[threading.Thread] = []
+    with suppress(RuntimeError):  # a process that ends starts no thread any more: this one adds up what is left
+        for _ in range(count - 1):
+            thread = threading.Thread(target=work, name="checkpointd-sums", daemon=True)
+            thread.start()
+            started.append(thread)
+    work()
+    for thread in started:
+        thread.join()
+    return [found[row] for row in rows]
 
 
 def add_up(device: torch.device) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import repeat
 from operator import itemgetter
 from typing import Any
@@ -19,7 +19,7 @@ from checkpointd.pipeline.shard import aligned
 from checkpointd_client import devices
 from checkpointd_client.capture.dtypes import carrier_of
 from checkpointd_client.capture.state import Leaf
-from checkpointd_client.staging.block_sums import Row, lane_of
+from checkpointd_client.staging.block_sums import Row, strided
 from checkpointd_client.staging.slot_layout import SlotLayout
 
 GATHERED_BYTES = 256 << 10
@@ -67,10 +67,13 @@ class Batch:
     memory: torch.Tensor
     row: Row | None
 
-    def queue(self, tensors: Sequence[torch.Tensor], sums: torch.Tensor | None) -> None:
-        """Queue the copies into `memory` and the sums of it on the current stream."""
+    def gather(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Queue the copies into `memory` on the current stream."""
         for gathering in self.gatherings:
             gathering.queue(tensors)
+
+    def add_up(self, sums: torch.Tensor | None) -> None:
+        """Queue the sums of `memory`."""
         if self.row is not None and sums is not None:
             self.row.queue(self.memory, sums)
 
@@ -210,7 +213,8 @@ class _Planner:
 
     def _batch(self, scratch: torch.Tensor, places: dict[int, int], pieces: tuple[tuple[int, int], ...]) -> Batch:
         nbytes = sum(n for _, n in pieces)
-        return Batch(self._gatherings(places, scratch), scratch[:nbytes], self._row(pieces, 8) if self._checksums else None)
+        row = self._placed(Row(pieces)) if self._checksums else None
+        return Batch(self._gatherings(places, scratch), scratch[:nbytes], row)
 
     def _gatherings(self, places: dict[int, int], scratch: torch.Tensor) -> tuple[Gathering, ...]:
         kinds: defaultdict[torch.dtype, list[int]] = defaultdict(list)
@@ -226,16 +230,14 @@ class _Planner:
         )
 
     def _row_of(self, i: int) -> Row:
-        offset, nbytes, dtype, _ = self._parts[i]
-        tensor = self._leaves[i].tensor
-        if tensor.is_contiguous():
-            return self._row(((offset, nbytes),), lane_of(nbytes, int(tensor.storage_offset()) * tensor.itemsize))
-        return self._row(((offset, nbytes),), min(dtype.itemsize, 8), in_blocks=False)
+        offset, nbytes, dtype, shape = self._parts[i]
+        is_contiguous = self._leaves[i].tensor.is_contiguous()
+        return self._placed(Row(((offset, nbytes),)) if is_contiguous else strided(offset, shape, dtype.itemsize))
 
-    def _row(self, pieces: tuple[tuple[int, int], ...], lane: int, in_blocks: bool = True) -> Row:
-        row = Row(pieces, lane, self._sums, in_blocks)
+    def _placed(self, row: Row) -> Row:
+        placed = replace(row, at=self._sums)
         self._sums += row.count
-        return row
+        return placed
 
 
 _AS_THEY_ARE = {torch.float32, torch.float64, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool}

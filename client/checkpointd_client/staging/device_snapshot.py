@@ -15,8 +15,8 @@ from __future__ import annotations
 import logging
 import threading
 from bisect import bisect_right
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from operator import attrgetter
 
 import torch
@@ -26,6 +26,7 @@ from checkpointd.waits import Waiting
 from checkpointd_client import devices
 from checkpointd_client.capture.dtypes import bits
 from checkpointd_client.staging.arena import Slot
+from checkpointd_client.staging.block_sums import sums_of_slot
 from checkpointd_client.staging.device_plan import DevicePlan
 
 log = logging.getLogger("checkpointd")
@@ -40,15 +41,16 @@ class DeviceSnapshot:
 
     def __init__(self, plan: DevicePlan, side: torch.Stream, slot: Slot, targets: Sequence[torch.Tensor]) -> None:
         self.device = plan.device
-        self.waits = False
-        """Whether save() must wait for the copies: there was no room to clone a tensor that may change."""
         self._plan, self._side, self._slot, self._targets = plan, side, slot, targets
         self._sources: list[torch.Tensor] = []
         """The direct tensors or their clones. The allocator could give their memory away if they were freed before the copy."""
+        self._urgent: list[bool] = []
+        """Whether save() waits for the copy of each source: it may change, and found no room for a clone."""
         self._counted: Sequence[torch.Tensor] = ()
         self._versions: list[int] = []
         self._sums: torch.Tensor | None = None
         self._saved: torch.Event | None = None
+        self._safe: torch.Event | None = None
         self._gathered: torch.Event | None = None
         self._copied: torch.Event | None = None
         self._queued = False
@@ -65,29 +67,44 @@ class DeviceSnapshot:
         with torch.no_grad():
             self._counted = [tensors[i] for i in plan.counted]
             self._versions = list(map(_VERSION, self._counted))
-            self._sources, self.waits = unchanging([(tensors[i], stable) for i, stable in plan.direct])
-            self._sums = self._room_for_sums()
-            for batch in plan.batches:
-                batch.queue(tensors, self._sums)
-            if self._sums is not None:
-                sources = dict(zip((i for i, _ in plan.direct), self._sources, strict=True))
-                for i, row in plan.alone:
-                    row.queue(sources[i], self._sums)
+            self._sources, self._urgent = unchanging([(tensors[i], stable) for i, stable in plan.direct])
+            with self._without_sums_if_full():
+                self._queue_sums(tensors)
             if plan.gathered is not None:
-                plan.gathered.queue(tensors, self._sums)
+                plan.gathered.gather(tensors)
+                with self._without_sums_if_full():
+                    plan.gathered.add_up(self._sums)
         self._saved = torch.Event(self.device)
         self._saved.record(compute)
 
-    def _room_for_sums(self) -> torch.Tensor | None:
-        if not self._plan.sums:
-            return None
+    def _queue_sums(self, tensors: Sequence[torch.Tensor]) -> None:
+        plan = self._plan
+        if not plan.sums:
+            return
+        self._sums = torch.empty(plan.sums, dtype=torch.int64, device=self.device)
+        for batch in plan.batches:
+            batch.gather(tensors)
+            batch.add_up(self._sums)
+        sources = dict(zip((i for i, _ in plan.direct), self._sources, strict=True))
+        for i, row in plan.alone:
+            row.queue(sources[i], self._sums)
+
+    @contextmanager
+    def _without_sums_if_full(self) -> Iterator[None]:
+        """Go without the sums if the device has no memory for them, or for what adding up takes."""
         try:
-            return torch.empty(self._plan.sums, dtype=torch.int64, device=self.device)
+            yield
         except RuntimeError as error:
             if not devices.is_out_of_memory(error):
                 raise
             log.warning("%s has no memory for the checksums of a snapshot: it is taken without them", self.device)
-            return None
+            self._sums = None
+
+    def wait_for_urgent(self) -> None:
+        """Return when everything that may change outside a step was read (STAGING-1). An error is kept for `synchronize`."""
+        if any(self._urgent):
+            self.queue()
+            self._wait_for(self._safe)
 
     def abandon(self) -> None:
         """After an error in save(): queue nothing any more, and wait for the copies that are queued already (DEVICE-5)."""
@@ -126,25 +143,33 @@ class DeviceSnapshot:
         with devices.on_stream(side), torch.no_grad():
             self._slot.pin(self.device.type)
             side.wait_event(saved)
+            self._copy_direct(urgent=True)
+            self._safe = self._recorded()
             if self._plan.gathered is not None:
                 scratch = self._plan.gathered.memory
                 for run in self._plan.runs:
                     source = scratch[run.scratch : run.scratch + run.nbytes]
                     memory[run.slot : run.slot + run.nbytes].copy_(source, non_blocking=True)
-                gathered = torch.Event(self.device)
-                gathered.record(side)
-                self._gathered = gathered
-            for (i, _), source in zip(self._plan.direct, self._sources, strict=True):
+                self._gathered = self._recorded()
+            self._copy_direct(urgent=False)
+            self._copied = self._recorded()
+
+    def _copy_direct(self, *, urgent: bool) -> None:
+        for (i, _), source, is_urgent in zip(self._plan.direct, self._sources, self._urgent, strict=True):
+            if is_urgent is urgent:
                 bits(self._targets[i]).copy_(bits(source), non_blocking=True)
-            copied = torch.Event(self.device)
-            copied.record(side)
-            self._copied = copied
+
+    def _recorded(self) -> torch.Event:
+        event = torch.Event(self.device)
+        event.record(self._side)
+        return event
 
     def _end_copies(self) -> None:
         """Wait until no queued copy writes into the slot any more. A slot of which that is not known is never used again."""
-        with suppress(Exception):  # the error that spoiled the snapshot is told
+        try:
             self._side.synchronize()
-        self._slot.still_written |= not devices.is_over(self._side)
+        except Exception:  # the error that spoiled the snapshot is told
+            self._slot.still_written |= not devices.is_over(self._side)
 
     def fence(self) -> None:
         """Let the current stream wait for the copies (DEVICE-3)."""
@@ -153,10 +178,11 @@ class DeviceSnapshot:
             torch.accelerator.current_stream(self.device).wait_event(self._copied)
 
     def let_scratch_go(self, compute: torch.Stream) -> None:
-        """Let `compute` wait for the copies out of the scratch memory (DEVICE-4)."""
+        """Let `compute` wait for everything that reads or fills the scratch memory (DEVICE-4)."""
         self.queue()
-        if self._gathered is not None:
-            compute.wait_event(self._gathered)
+        last = self._gathered or self._saved  # if nothing was gathered to be copied, the sums of save() used it last
+        if last is not None:
+            compute.wait_event(last)
 
     def changed(self) -> int | None:
         """The position of the first leaf that torch counted a change of since save(); None if there is none."""
@@ -170,13 +196,17 @@ class DeviceSnapshot:
     def synchronize(self) -> StagingError | None:
         """Wait until the copies are done; the error if they failed."""
         self.queue()
-        if self._copied is not None:
-            try:
-                self._copied.synchronize()
-            except Exception as error:  # this is where any failed kernel on the device shows
-                self._slot.still_written |= not devices.is_over(self._copied)
-                return StagingError(f"the copy from {self.device} failed: {devices.told(error)}")
+        self._wait_for(self._copied)
         return self._error
+
+    def _wait_for(self, event: torch.Event | None) -> None:
+        if event is None:
+            return
+        try:
+            event.synchronize()
+        except Exception as error:  # this is where any failed kernel on the device shows, and it may show only once
+            self._slot.still_written |= not devices.is_over(event)
+            self._error = self._error or StagingError(f"the copy from {self.device} failed: {devices.told(error)}")
 
     def differs(self) -> tuple[int, int] | None:
         """The (offset, bytes) in the slot of the first block whose sum is not the one that save() queued; None if all agree.
@@ -187,15 +217,16 @@ class DeviceSnapshot:
             return None
         with devices.on_stream(self._side):
             expected = self._sums.cpu().numpy()
-        for row in self._plan.rows:
-            wrong = (row.of_slot(self._slot.buffer) != expected[row.at : row.at + row.count]).nonzero()[0]
+        for row, found in zip(self._plan.rows, sums_of_slot(self._plan.rows, self._slot.buffer), strict=True):
+            wrong = (found != expected[row.at : row.at + row.count]).nonzero()[0]
             if len(wrong):
                 return next(row.bytes_of(int(wrong[0])))
         return None
 
     def free(self) -> None:
-        """Forget the tensors."""
+        """Forget the tensors, the scratch memory and the views of the slot: others keep this object for its events."""
         self._sources, self._counted, self._versions, self._sums = [], (), [], None
+        del self._plan, self._targets
 
 
 def leaf_at(offset: int, starts: Sequence[int]) -> int:
@@ -203,15 +234,16 @@ def leaf_at(offset: int, starts: Sequence[int]) -> int:
     return bisect_right(starts, offset) - 1
 
 
-def unchanging(tensors: Sequence[tuple[torch.Tensor, bool]]) -> tuple[list[torch.Tensor], bool]:
+def unchanging(tensors: Sequence[tuple[torch.Tensor, bool]]) -> tuple[list[torch.Tensor], list[bool]]:
     """For pairs of a tensor on a device and whether it is stable: the tensors to copy, and whether save() must wait for the
-    copies.
+    copy of each.
 
     A tensor that is not stable is cloned. Clones take at most CLONED_BYTES_MAX, and no more than the device has left. If a
-    tensor finds no room for a clone, it is copied itself, and save() must wait.
+    tensor finds no room for a clone, it is copied itself, and save() must wait for that.
     """
     sources: list[torch.Tensor] = []
-    left, waits = CLONED_BYTES_MAX, False
+    urgent: list[bool] = []
+    left = CLONED_BYTES_MAX
     for tensor, stable in tensors:
         source = tensor
         if not stable and tensor.nbytes <= left:
@@ -222,6 +254,6 @@ def unchanging(tensors: Sequence[tuple[torch.Tensor, bool]]) -> tuple[list[torch
                 if not devices.is_out_of_memory(error):
                     raise
                 left = -1
-        waits = waits or (source is tensor and not stable)
+        urgent.append(source is tensor and not stable)
         sources.append(source)
-    return sources, waits
+    return sources, urgent

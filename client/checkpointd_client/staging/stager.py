@@ -19,6 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, Literal
@@ -200,11 +201,15 @@ class Staging:
             self._spoiled = self._spoiled or StagingError(f"the snapshot was not finished: {error!r}")
             for part in self._devices:
                 part.abandon()
-            raise
+            if not isinstance(error, Exception):  # otherwise the stager's thread goes on to the next snapshot
+                raise
         finally:
+            with self._lock:
+                self._unfenced = False
             for part in self._devices:
                 part.free()
             self._proofs.clear()
+            self._plan = None
             if self._spoiled:
                 self.done.set_exception(self._spoiled)
             else:
@@ -283,6 +288,15 @@ class Stager:
         If it raises and `staging.is_handed_over` is False, nothing is copied into the slot any more.
         """
         staging.slot.begin()
+        with torch.inference_mode(False):  # the memory that is kept for the next save must not depend on the mode of this one
+            self._save(staging, captured, layout)
+        if self.mode == "eager" or not (staging._devices or staging._left):
+            staging.is_handed_over = True
+            staging.finish()
+        else:
+            self._hand_over(staging)
+
+    def _save(self, staging: Staging, captured: Captured, layout: SlotLayout) -> None:
         plan = staging._plan = self._plan_of(captured, layout)
         tensors = list(map(_TENSOR, captured.leaves))
         targets = staging.slot.views(layout, layout.parts)
@@ -293,12 +307,8 @@ class Stager:
         except BaseException:
             for part in staging._devices:
                 part.abandon()
+                part.free()
             raise
-        if self.mode == "eager" or not (staging._devices or staging._left):
-            staging.is_handed_over = True
-            staging.finish()
-        else:
-            self._hand_over(staging)
 
     def _save_device(
         self, staging: Staging, plan: DevicePlan, tensors: list[torch.Tensor], targets: list[torch.Tensor]
@@ -307,8 +317,7 @@ class Stager:
         staging._devices.append(part)
         part.save(tensors, self._lasts.get(plan.device))
         self._lasts[plan.device] = part
-        if part.waits:
-            part.synchronize()
+        part.wait_for_urgent()
 
     def _save_host(
         self,
@@ -340,7 +349,7 @@ class Stager:
         known = self._plan
         if known is not None and known.layout is layout and self._arrangement is captured.arrangement and known.is_whole:
             return known
-        self._plan = None  # first of all, this frees its scratch memory
+        self._plan = known = None  # first of all, this frees its scratch memory
         self._plan, self._arrangement = self._new_plan(captured.leaves, layout), captured.arrangement
         return self._plan
 
@@ -399,7 +408,12 @@ class Stager:
                 if not self._queue:
                     return
                 staging = self._queue.popleft()
+            if staging.device is not None:
+                # A thread begins with device 0. A call there would start its driver, which takes memory of another rank.
+                with suppress(RuntimeError):  # a device that fails shows when the copies are queued
+                    torch.accelerator.set_device_index(staging.device)
             staging.finish()
+            del staging  # it refers to memory
 
     def close(self, timeout: float) -> None:
         """End the thread when its queue is empty. Do not wait for more than `timeout` seconds: the thread may be stuck."""

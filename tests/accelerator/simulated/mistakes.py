@@ -93,8 +93,8 @@ STAGING: dict[str, Mistake] = {
     "the clones are freed before they are copied": Mistake(
         DeviceSnapshot,
         "_queue_copies",
-        "self._copied = copied",
-        "self._copied, self._sources = copied, []",
+        "self._copied = self._recorded()",
+        "self._copied, self._sources = self._recorded(), []",
         BEHIND,
         gathered=False,
     ),
@@ -102,28 +102,33 @@ STAGING: dict[str, Mistake] = {
         device_snapshot, "unchanging", "source = bits(tensor.detach()).clone()", "pass", BEHIND, gathered=False
     ),
     "the snapshot is called whole before its copies are done": Mistake(
-        DeviceSnapshot, "synchronize", "self._copied.synchronize()", "pass", BEHIND, linger_s=5.0, mended=True
+        DeviceSnapshot, "synchronize", "self._wait_for(self._copied)", "pass", BEHIND, linger_s=5.0, mended=True
     ),
     "the event is recorded before the copies": Mistake(
         DeviceSnapshot,
         "_queue_copies",
-        "        copied = torch.Event(self.device)\n        copied.record(side)",
-        "        copied = early",
+        "self._copied = self._recorded()",
+        "self._copied = early",
         BEHIND,
         gathered=False,
         also=(
-            "        for (i, _), source in zip",
-            "        early = torch.Event(self.device)\n        early.record(side)\n        for (i, _), source in zip",
+            "        self._copy_direct(urgent=False)",
+            "        early = self._recorded()\n        self._copy_direct(urgent=False)",
         ),
     ),
     "the scratch memory is filled again before it is copied": Mistake(
-        DeviceSnapshot, "let_scratch_go", "compute.wait_event(self._gathered)", "pass", BEHIND, steps=False
+        DeviceSnapshot, "let_scratch_go", "compute.wait_event(last)", "pass", BEHIND, steps=False
     ),
     "the scratch memory is filled again before its copy is queued": Mistake(
         DeviceSnapshot, "let_scratch_go", "self.queue()", "pass", BEHIND, late=True, steps=False
     ),
     "the arena is not pinned": Mistake(
-        Slot, "pin", "self._pinning = pinning", "pinning.unregister(self.buffer.ctypes.data)", BEHIND, patience_ms=100
+        Slot,
+        "pin",
+        "self._pinning, self._pinned_on = pinning, torch.accelerator.current_device_index()",
+        "pinning.unregister(self.buffer.ctypes.data)",
+        BEHIND,
+        patience_ms=100,
     ),
 }
 LOADING: dict[str, Mistake] = {

@@ -1,0 +1,237 @@
+"""Snapshots of devices under conditions that are rare, and happen in weeks of training."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from checkpointd.errors import AbortedError
+from checkpointd_client import Checkpointer, devices
+from checkpointd_client.staging import device_plan, device_snapshot
+from checkpointd_client.staging.arena import Slot
+from checkpointd_client.staging.block_sums import Row
+from checkpointd_client.staging.device_snapshot import DeviceSnapshot
+from checkpointd_client.staging.stager import Staging
+from tests.accelerator.simulated.small_nets import Net, loaded
+
+
+def trained(device: torch.device, side: int = 64) -> tuple[Net, dict[str, Any]]:
+    net = Net(1.0, device, side)
+    return net, {"net": net, "optimizer": torch.optim.SGD([net.weight], lr=1.0)}
+
+
+@pytest.fixture
+def slots(monkeypatch: pytest.MonkeyPatch) -> list[Slot]:
+    """The slots of all snapshots, in the order of the saves."""
+    used: list[Slot] = []
+    begin = Slot.begin
+
+    def noted(slot: Slot) -> int:
+        used.append(slot)
+        return begin(slot)
+
+    monkeypatch.setattr(Slot, "begin", noted)
+    return used
+
+
+# --- what the training does around a save -------------------------------------------------------------------------------
+
+
+def test_saves_in_inference_mode_and_outside_take_turns(sim: ModuleType, tmp_path: Path, device: torch.device) -> None:
+    """torch forbids to change a tensor outside inference mode that was made inside."""
+    _, state = trained(device)
+    with Checkpointer(tmp_path) as ckpt:
+        for step in range(4):
+            with torch.inference_mode(step % 2 == 0):
+                handle = ckpt.save(step, state)
+            handle.wait()
+
+
+def test_saves_on_streams_that_change_do_not_share_scratch_memory_out_of_order(
+    sim: ModuleType, tmp_path: Path, device: torch.device
+) -> None:
+    """Here the scratch memory serves the sums alone."""
+    streams = [torch.Stream(device) for _ in range(2)]
+    parameters = [torch.nn.Parameter(torch.full((600, 600), float(k), device=device)) for k in range(3)]
+    state = {"p": parameters, "optimizer": torch.optim.SGD(parameters, lr=1.0)}
+    with Checkpointer(tmp_path) as ckpt:
+        ckpt.save(0, state).wait()
+        torch.accelerator.synchronize(device)
+        handles = []
+        with sim.races() as races, sim.only(*streams):
+            for step, stream in enumerate(streams, 1):
+                with devices.on_stream(stream):
+                    handles.append(ckpt.save(step, state))
+        for handle in handles:
+            handle.wait()
+    assert races == []
+
+
+@pytest.mark.parametrize("count", [400_000, 399_999])
+def test_a_parameter_may_move_to_any_address(sim: ModuleType, tmp_path: Path, device: torch.device, count: int) -> None:
+    """Its arrangement, and so the plan, stays the same."""
+    flat = torch.arange(500_000, dtype=torch.int32, device=device).to(torch.bfloat16)
+    parameter = torch.nn.Parameter(flat[:count])
+    state = {"p": parameter, "optimizer": torch.optim.SGD([parameter], lr=1.0)}
+    with Checkpointer(tmp_path) as ckpt:
+        for offset in range(5):
+            parameter.data = flat[offset : offset + count]
+            ckpt.save(offset, state).wait()
+        ckpt.load(state, tag="global_step0")
+    assert torch.equal(parameter.cpu(), torch.arange(count, dtype=torch.int32).to(torch.bfloat16))
+
+
+def test_the_stagers_thread_touches_no_device_of_another_rank(
+    sim: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread begins with device 0, on which a call starts a driver: that takes hundreds of megabytes on a GPU."""
+    current: list[int] = []
+    finish = Staging.finish
+
+    def noted(staging: Staging) -> None:
+        current.append(torch.accelerator.current_device_index())
+        finish(staging)
+        current.append(torch.accelerator.current_device_index())
+
+    monkeypatch.setattr(Staging, "finish", noted)
+    _, state = trained(torch.device("sim", 1))
+    with Checkpointer(tmp_path) as ckpt:
+        ckpt.save(0, state).wait()
+    assert current == [1, 1]
+
+
+# --- memory -------------------------------------------------------------------------------------------------------------
+
+
+def test_no_snapshot_that_is_done_keeps_the_memory_of_its_slot(
+    sim: ModuleType, tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or a state that grows would take the memory of three slots."""
+    views: list[weakref.ref[torch.Tensor]] = []
+    left: list[bool] = []
+    save, begin = DeviceSnapshot.save, Slot.begin
+
+    def noted(part: DeviceSnapshot, *args: Any) -> None:
+        views.append(weakref.ref(part._targets[0]))
+        save(part, *args)
+
+    def looked(slot: Slot) -> int:
+        gc.collect()
+        left.extend(view() is not None for view in views)
+        return begin(slot)
+
+    _, state = trained(device)
+    with Checkpointer(tmp_path) as ckpt:
+        monkeypatch.setattr(DeviceSnapshot, "save", noted)
+        ckpt.save(0, state).wait()
+        monkeypatch.setattr(Slot, "begin", looked)
+        state["more"] = torch.ones(1000, 1000, device=device)
+        ckpt.save(1, state).wait()
+    assert left == [False]
+
+
+def test_a_new_plan_frees_the_old_scratch_memory_first(sim: ModuleType, tmp_path: Path, device: torch.device) -> None:
+    state = {"x": [torch.ones(1000, device=device) for _ in range(1000)]}
+    with Checkpointer(tmp_path) as ckpt:
+        ckpt.save(0, state).wait()
+        state["x"].append(torch.ones(1000, device=device))
+        torch.accelerator.synchronize(device)
+        before = sim.counts().in_use
+        with sim.limited(device_bytes=before + (100 << 10)):
+            ckpt.save(1, state).wait()
+        assert sim.counts().in_use >= before, "there was room for the new scratch memory"
+
+
+def test_save_waits_only_for_tensors_that_find_no_room_for_a_clone(
+    sim: ModuleType, tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_snapshot, "CLONED_BYTES_MAX", 0)
+    net, state = trained(device, 600)
+    done: list[tuple[bool, bool]] = []
+    wait = DeviceSnapshot.wait_for_urgent
+
+    def noted(part: DeviceSnapshot) -> None:
+        with sim.stalled(part._side):
+            wait(part)
+            assert part._safe is not None
+            assert part._copied is not None
+            done.append((part._safe.query(), part._copied.query()))
+
+    with Checkpointer(tmp_path) as ckpt:
+        ckpt.save(0, state).wait()
+        monkeypatch.setattr(DeviceSnapshot, "wait_for_urgent", noted)
+        handle = ckpt.save(1, state)
+        with torch.no_grad():
+            net.seen.zero_()
+        handle.wait()
+    assert done == [(True, False)]
+    assert loaded(tmp_path, "global_step1", device, 600).seen.unique().tolist() == [1.0]
+
+
+# --- faults -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gathered", [0, 256 << 10])
+def test_a_device_that_is_full_while_it_adds_up_goes_without_sums(
+    sim: ModuleType, tmp_path: Path, device: torch.device, gathered: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("no room for what adding up takes")
+
+    monkeypatch.setattr(device_plan, "GATHERED_BYTES", gathered)
+    net, state = trained(device)
+    with Checkpointer(tmp_path) as ckpt:
+        monkeypatch.setattr(Row, "queue", full)
+        handle = ckpt.save(0, state)
+        with torch.no_grad():
+            net.seen.zero_()
+        handle.wait()
+    assert loaded(tmp_path, "global_step0", device).seen.unique().tolist() == [1.0]
+
+
+def test_an_error_that_shows_once_while_save_waits_spoils_the_snapshot(
+    sim: ModuleType, tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_snapshot, "CLONED_BYTES_MAX", 0)
+    _, state = trained(device, 600)
+    with Checkpointer(tmp_path, device_checksums=False) as ckpt:
+        ckpt.save(0, state).wait()
+        with sim.failing("half_copy"):
+            handle = ckpt.save(1, state)
+            with pytest.raises(AbortedError, match="the copy from sim:0 failed"):
+                handle.wait()
+
+
+def test_the_stager_takes_the_next_snapshot_after_an_error(
+    sim: ModuleType, tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(_: DeviceSnapshot) -> None:
+        raise MemoryError
+
+    _, state = trained(device)
+    with Checkpointer(tmp_path, commit_timeout_s=20) as ckpt:
+        ckpt.save(0, state).wait()
+        with monkeypatch.context() as patch:
+            patch.setattr(DeviceSnapshot, "synchronize", no_memory)
+            with pytest.raises(AbortedError, match="the snapshot was not finished: MemoryError"):
+                ckpt.save(1, state).wait()
+        ckpt.save(2, state).wait()
+
+
+def test_a_slot_of_which_all_copies_have_ended_is_used_again(
+    sim: ModuleType, tmp_path: Path, device: torch.device, slots: list[Slot], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even if another snapshot has queued its copies on the same stream by then."""
+    _, state = trained(device)
+    with Checkpointer(tmp_path) as ckpt:
+        ckpt.save(0, state).wait()
+        monkeypatch.setattr(devices, "is_over", lambda _: False)
+        with sim.failing("copy"), pytest.raises(AbortedError):
+            ckpt.save(1, state).wait()
+    assert not any(slot.still_written for slot in slots)
