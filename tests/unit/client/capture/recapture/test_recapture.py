@@ -275,7 +275,10 @@ def as_it_is(model: nn.Module) -> nn.Module:
 
 def blocks(count: int, wrap: Callable[[nn.Module], nn.Module] = as_it_is, *, width: int = 2) -> dict[str, Any]:
     """A state of 16 tensors for each block: two layers, and their optimizer state."""
-    model = wrap(nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width)) for _ in range(count))))
+    layers = (nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width)) for _ in range(count))
+    bare = nn.Sequential(*layers)
+    bare.register_buffer("scale", torch.ones(2))
+    model = wrap(bare)
     optimizer = torch.optim.AdamW(model.named_parameters())
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
