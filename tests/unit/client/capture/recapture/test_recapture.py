@@ -122,13 +122,29 @@ def test_captures_one_after_the_other_find_what_each_would_find_alone(changes: l
 def test_each_change_alone_is_seen(name: str, walks: list[object]) -> None:
     """RECAPTURE-1, CAPTUREPLAN-1, FACTS-2."""
     job, capturer = Job(), Capturer()
+    arranged: list[tuple[object, list[Any]]] = []
     for _ in range(2):
         assert outcome(capturer.capture, job) == outcome(capture, job)
     assert len(walks) == 1
-    for _ in range(3):
-        CHANGES[name](job)
+    for change in ["nothing", name, name, name]:
+        CHANGES[change](job)
         for _ in range(2):
             assert outcome(capturer.capture, job) == outcome(capture, job)
+        with suppress(StateError):
+            found = capturer.capture(job.state(), job.client_state, exclude_frozen_parameters=job.excludes)
+            facts = [(leaf.fqn, leaf.dtype, leaf.part, leaf.tensor.shape, leaf.tensor.stride()) for leaf in found.leaves]
+            assert all(facts == others for arrangement, others in arranged if arrangement is found.arrangement)
+            arranged.append((found.arrangement, facts))
+
+
+def test_a_buffer_that_became_a_frozen_parameter_is_left_out() -> None:
+    """CAPTUREPLAN-1, FACTS-2."""
+    model, capturer = nn.BatchNorm1d(2), Capturer()
+    left_out = []
+    for kind in (torch.Tensor, nn.Parameter, torch.Tensor):
+        model.running_mean.__class__ = kind
+        left_out.append(captured(capturer, {"model": model}, exclude_frozen=True).excluded)
+    assert left_out == [(), ("model.running_mean",), ()]
 
 
 @pytest.mark.parametrize(
