@@ -10,6 +10,7 @@ import torch
 
 from checkpointd import __version__
 from checkpointd.doctor.finding import Fact
+from checkpointd.phrases import byte_size
 from checkpointd_client import devices
 
 DRIVERS = ("nvidia", "amdgpu", "xe", "i915", "habanalabs")
@@ -21,7 +22,7 @@ def facts(device: torch.device, clock: str) -> tuple[Fact, ...]:
     properties = _properties(device)
     found = {
         "device": f"{device.type}, {torch.accelerator.device_count()} of them: {_name(device)}",
-        "device memory": str(getattr(properties, "total_memory", "")),
+        "device memory": byte_size(total) if (total := getattr(properties, "total_memory", 0)) else "",
         "driver": getattr(properties, "driver_version", "") or ", ".join(_drivers()),
         "runtime": ", ".join(
             f"{name} {version}" for name in ("cuda", "hip", "xpu") if (version := getattr(torch.version, name, None))

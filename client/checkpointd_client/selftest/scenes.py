@@ -20,6 +20,9 @@ Values = dict[str, torch.Tensor]
 SMALL = 1024
 """Elements of a tensor that checkpointd gathers with other small ones."""
 
+SPARES = 6
+"""Blocks that a scene allocates for each buffer: a clone in each of two snapshots, and two after each."""
+
 
 class Net(torch.nn.Module):
     """`weight` and `bias` change in `optimizer.step()`, `seen` and `count` in the forward pass."""
@@ -73,7 +76,7 @@ class Training:
         with torch.no_grad():
             for tensor in every:
                 tensor.fill_(1)
-                torch.full_like(tensor, 7.0)  # freed at once: a clone that is made too late shows these bytes
+            self._spare_memory()
         torch.accelerator.synchronize(self.device)
         with late, torch.no_grad():
             for tensor in every:
@@ -94,6 +97,15 @@ class Training:
         expected = {"weight": 5, "bias": 5, "seen": 15, "count": 15}
         wrong += [_wrong(f"{name} of the second snapshot", tensor, expected[name]) for name, tensor in second.items()]
         return next(filter(None, wrong), "")
+
+    def _spare_memory(self) -> None:
+        """Leave memory in the allocator's cache: new memory from the driver could make streams wait for each other.
+
+        It holds bytes that a clone shows if it is made too late.
+        """
+        buffers = [self.net.seen, self.net.count]
+        spare = [torch.full_like(buffer, 7.0) for buffer in buffers for _ in range(SPARES)]
+        del spare
 
     def changed_unseen(self, checkpointer: Checkpointer, late: AbstractContextManager[float]) -> str:
         """Save, and change a parameter before its late copy by a way that torch does not count.
@@ -192,8 +204,10 @@ class Loading:
         The caller's stream is not the default one, since a load must follow that stream.
         """
         stream = torch.Stream(self.device)
-        torch.accelerator.synchronize(self.device)
         with devices.on_stream(stream):
+            spare = [tensor * 1 for tensor in self.targets.values()]  # leaves memory in the allocator's cache
+            del spare
+            torch.accelerator.synchronize(self.device)
             with late:
                 for tensor in self.targets.values():
                     tensor.fill_(0.5)

@@ -54,18 +54,21 @@ class CopiedNet:
 
 
 class Steps:
-    """Takes snapshots of `training` by the steps of staging, one of which may be wrong."""
+    """Takes two snapshots of `training` by the steps of staging, one of which may be wrong."""
 
     def __init__(self, training: Training, late: Late, wrong: Mistake | None) -> None:
         self._training, self._late, self._wrong = training, late, wrong
         self._side = torch.Stream(training.device)
+        state = training.net.state_dict()
+        # Made before any work is queued: to make pinned memory, drivers may wait for the device.
+        self._hosts = [{name: torch.zeros(tensor.shape, pin_memory=True) for name, tensor in state.items()} for _ in range(2)]
         self._taken: list[CopiedNet] = []
 
     def take(self) -> None:
         """Queue the copies on a side stream."""
         net, wrong, event = self._training.net, self._wrong, torch.Event(self._training.device)
         compute = torch.accelerator.current_stream(self._training.device)
-        host = {name: torch.zeros(tensor.shape, pin_memory=True) for name, tensor in net.state_dict().items()}
+        host = self._hosts[len(self._taken)]
         if wrong is CLONE_WAITS:
             self._side.wait_stream(compute)
         self._late.delay()  # for that mistake alone: a clone takes less time than a copy

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from checkpointd.cli import run
+from checkpointd.cli.commands import doctor
 from checkpointd.cli.commands.doctor import page
 from checkpointd.cli.render import console, rich_page
-from checkpointd.doctor.finding import Diagnosis, Finding
+from checkpointd.doctor.finding import DeviceReport, Diagnosis, Fact, Figure, Finding
 from tests.unit.cli.commands.test_list import RAW, many
 from tests.unit.cli.conftest import Cli, With, contents
 
@@ -153,6 +154,42 @@ def test_the_page_of_the_docs_names_every_check(root: Path, cli: Cli) -> None:
     text = (Path(__file__).parents[4] / "docs" / "DOCTOR.md").read_text()
     findings = cli("doctor", root, "--socket", root / "none.sock", "--json").json["findings"]
     assert [f["check"] for f in findings if f"`{f['topic']}/{f['check']}`" not in text] == []
+
+
+NO_TORCH = """
+import sys
+sys.modules["torch"] = None
+from checkpointd.cli import run
+sys.exit(run(sys.argv[1:]))
+"""
+
+
+def test_a_device_cannot_be_tested_without_torch() -> None:
+    done = subprocess.run([sys.executable, "-c", NO_TORCH, "doctor", "--device"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: --device needs torch, which cannot be imported (")
+    assert "pip install 'checkpointd[torch]'" in done.stderr
+
+
+def test_device_bytes_are_for_device(cli: Cli) -> None:
+    answer = cli("doctor", "--device-bytes", "1GiB", "--json")
+    assert answer.code == 2
+    assert answer.error["message"] == "--device-bytes is for --device, which is missing"
+
+
+def test_what_was_tested_on_a_device_is_part_of_the_answer(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = DeviceReport(
+        facts=(Fact("device", "cuda, 8 of them"),),
+        figures=(Figure("staging", 3 * 2.0**30, "B/s"), Figure("call of save()", 0.00125, "s")),
+        findings=(Finding("device", "clone", "fail", "a later value"),),
+    )
+    monkeypatch.setattr(doctor, "_device_report", lambda nbytes: report if nbytes == 1 << 20 else None)
+    answer = cli("doctor", "--device", "--device-bytes", "1MiB")
+    assert answer.code == 1
+    assert answer.lines[0] == "device: cuda, 8 of them"
+    assert [line.split()[-1] for line in answer.lines[2:4]] == ["3.0GiB/s", "1.25ms"]
+    assert any(line.startswith("device/clone ") and "a later value" in line for line in answer.lines)
+    assert cli("doctor", "--device", "--device-bytes", "1MiB", "--json").json["device_facts"][0]["name"] == "device"
 
 
 def test_help_names_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
