@@ -41,6 +41,8 @@ class Batches:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--root", required=True, help="directory of the checkpoints; made if missing")
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
+    parser.add_argument("--device", type=torch.device, default=found, help="default here: %(default)s")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--save-every", type=int, default=5, help="steps")
     args = parser.parse_args()
@@ -48,7 +50,7 @@ def main() -> None:
     torch.manual_seed(0)
     x = torch.randn(1000, 16)
     loader = Batches(x, x.sum(1, keepdim=True) / 4, size=32)
-    model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 1))
+    model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 1)).to(args.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=args.steps)
 
@@ -61,7 +63,7 @@ def main() -> None:
         print(f"starting at step {start}")
         batches = iter(loader)
         for step in range(start, args.steps):
-            inputs, targets = next(batches)
+            inputs, targets = (part.to(args.device) for part in next(batches))
             loss = nn.functional.mse_loss(model(inputs), targets)
             loss.backward()
             optimizer.step()

@@ -3,12 +3,14 @@
     torchrun --standalone --nproc-per-node=2 examples/sharded.py --root runs/sharded --parallel fsdp2
     torchrun --standalone --nproc-per-node=1 examples/sharded.py --root runs/sharded --parallel ddp --steps 40
 
-It runs on CPUs as it is. If torchrun restarts your workers, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.
+Each rank takes an accelerator of its own, or the CPU with `--device cpu`. If torchrun restarts your workers, set
+TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 
 import torch
 import torch.distributed as dist
@@ -26,7 +28,7 @@ def parallelize(model: nn.Sequential, kind: str) -> nn.Module:
     """The model as it is trained, and as it is saved: the wrapper says what is sharded and what is replicated."""
     if kind == "ddp":
         return DistributedDataParallel(model)  # save this object, not its .module
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
     for layer in model:
         fully_shard(layer, mesh=mesh)
     return fully_shard(model, mesh=mesh)
@@ -50,13 +52,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--root", required=True, help="directory of the checkpoints, which every rank sees")
     parser.add_argument("--parallel", choices=["ddp", "fsdp2"], default="fsdp2")
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
+    parser.add_argument("--device", type=torch.device, default=found, help="default here: %(default)s")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--save-every", type=int, default=5, help="steps")
     args = parser.parse_args()
 
-    dist.init_process_group("gloo")  # "nccl" on GPUs
+    if args.device.type != "cpu":
+        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group(dist.get_default_backend_for_device(args.device))  # nccl for cuda, gloo for cpu
     torch.manual_seed(0)  # the same weights on every rank
-    model = parallelize(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 1)), args.parallel)
+    model = parallelize(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 1)).to(args.device), args.parallel)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     state = {"model": model, "optimizer": optimizer}
 
@@ -67,7 +73,7 @@ def main() -> None:
         if dist.get_rank() == 0:
             print(f"{dist.get_world_size()} ranks, {args.parallel}: starting at step {start}", flush=True)
         for step in range(start, args.steps):
-            inputs, targets = batch_of(step)
+            inputs, targets = (part.to(args.device) for part in batch_of(step))
             loss = nn.functional.mse_loss(model(inputs), targets)
             loss.backward()
             optimizer.step()

@@ -98,7 +98,7 @@ class Demo:
         return strike
 
     def job(self, out: Path, *arguments: str, restarts: int = 0) -> Job:
-        shape = ["--layers", str(self.options.layers), "--width", str(self.options.width)]
+        shape = ["--layers", str(self.options.layers), "--width", str(self.options.width), "--device", self.options.device]
         length = ["--steps", str(self.options.steps), "--batch", "6", "--print-every", "4", "--out", str(out)]
         errors = self.folder / f"{out.name}.stderr"
         return Job(HERE / "train_gpt.py", [*shape, *length, *arguments], errors=errors, restarts=restarts)
@@ -177,6 +177,7 @@ def parse_args() -> argparse.Namespace:
         "--folder", type=Path, default=HERE.parents[1] / "build" / "demo", help="where to work; some GB are needed"
     )
     parser.add_argument("--keep", action="store_true", help="leave the folder for a closer look")
+    parser.add_argument("--device", default="cpu", help="or a kind of accelerator, if there are two of them")
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--save-every", type=int, default=4, help="steps")
     parser.add_argument("--layers", type=int, default=6)

@@ -31,13 +31,13 @@ class Parallel:
 
 def parallelize(model: GPT, kind: str) -> Parallel:
     """Spread `model`, which all ranks have initialised alike, over the ranks of the default process group."""
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank, world, device = dist.get_rank(), dist.get_world_size(), next(model.parameters()).device.type
     if kind == "ddp":
         return Parallel(DistributedDataParallel(model), rank, world)
     if kind == "fsdp2":
-        return Parallel(sharded(model, init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))), rank, world)
+        return Parallel(sharded(model, init_device_mesh(device, (world,), mesh_dim_names=("dp",))), rank, world)
     # All ranks are one tensor-parallel group, and compute the whole batch together; of several groups, each would take a part.
-    mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(device, (1, world), mesh_dim_names=("dp", "tp"))
     return Parallel(sharded(split_heads(model, mesh["tp"]), mesh["dp"]), mesh["dp"].get_local_rank(), mesh["dp"].size())
 
 

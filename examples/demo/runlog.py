@@ -91,7 +91,7 @@ def tensor_digests(state: object, name: str = "") -> Iterator[tuple[str, str]]:
     """
     tree = state.state_dict() if hasattr(state, "state_dict") else state
     if isinstance(tree, Tensor):
-        raw = whole(tree.detach()).contiguous().reshape(-1).view(torch.uint8).numpy().data
+        raw = whole(tree.detach()).cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
         yield name, f"{tree.dtype} {list(tree.shape)} {hashlib.sha256(raw).hexdigest()}"
     elif isinstance(tree, Mapping):
         for key, value in tree.items():

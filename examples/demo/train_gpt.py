@@ -1,16 +1,18 @@
-"""Train a small GPT on two or more CPU ranks, saving in the background and resuming from the newest checkpoint.
+"""Train a small GPT on two or more ranks, saving in the background and resuming from the newest checkpoint.
 
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # or a restarted rank may read a dead one's address: PyTorch issue 135712
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/demo/train_gpt.py --root runs/gpt --parallel fsdp2
 
 Kill it, or any of its processes, at any moment and start it again: it goes on as if nothing had happened. Start it on another
-number of ranks, or with another `--parallel`: it goes on from the same checkpoint. The four lines that matter are marked
+number of ranks, or with another `--parallel`: it goes on from the same checkpoint. Each rank takes an accelerator of its own,
+if torch offers any, or the CPU with `--device cpu`. The four lines that matter are marked
 with (1) to (4).
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import time
 from pathlib import Path
@@ -33,7 +35,7 @@ def train(args: argparse.Namespace) -> None:
     rank = dist.get_rank()
 
     seed_generators(args.seed)  # the same weights on every rank ...
-    gpt = GPT(layers=args.layers, width=args.width, length=args.length, dropout=args.dropout)
+    gpt = GPT(layers=args.layers, width=args.width, length=args.length, dropout=args.dropout).to(args.device)
     parallel = parallelize(gpt, args.parallel)
     seed_generators(args.seed + 1 + parallel.part)  # ... and dropout of its own for each part of a batch
     model = parallel.model
@@ -63,7 +65,7 @@ def train(args: argparse.Namespace) -> None:
 
         log = RunLog(args.out, rank=rank, start=start)
         for step in range(start, min(args.steps, args.until)):
-            inputs, targets = next(batches)
+            inputs, targets = (part.to(args.device) for part in next(batches))
             loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
             loss.backward()
             clip_gradients(model, 1.0)
@@ -99,6 +101,8 @@ def parse_args(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--root", type=Path, required=True, help="folder of the checkpoints")
     parser.add_argument("--out", type=Path, help="folder of losses, timings and digests (default: ROOT-log)")
     parser.add_argument("--parallel", choices=KINDS, default="ddp")
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
+    parser.add_argument("--device", type=torch.device, default=found, help="default here: %(default)s")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--until", type=int, default=1 << 30, help="leave before this step, as where time is up")
     parser.add_argument("--sidecar", type=Path, help="socket of `checkpointd serve`")
@@ -119,6 +123,8 @@ def parse_args(given: list[str] | None = None) -> argparse.Namespace:
 
 if __name__ == "__main__":
     arguments = parse_args()
-    dist.init_process_group("gloo")
+    if arguments.device.type != "cpu":
+        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group(dist.get_default_backend_for_device(arguments.device))
     train(arguments)
     dist.destroy_process_group()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from checkpointd_client import devices
@@ -13,6 +14,9 @@ def load() -> None:
 
     devices.PINNING["sim"] = devices.Pinning(simulator.host_register, simulator.host_unregister)
     assert process_group.BACKEND  # its import was all that is needed
+    if "SIM_CHAOS" in os.environ:  # a seed: all that this process does is in an order that it and the rank choose
+        simulator.spare_freed_memory()
+        simulator.chaos(2 * int(os.environ["SIM_CHAOS"]) + int(os.environ.get("RANK", "0"))).__enter__()
 
 
 def make_plugin(folder: Path) -> Path:

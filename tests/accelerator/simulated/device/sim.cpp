@@ -671,7 +671,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("convolution_overrideable", convolution);
   m.impl("convolution_backward_overrideable", convolution_backward);
   // Without these, torch would compute layer norms from other operators, which round otherwise.
-  for (const char* name : {"native_layer_norm", "native_layer_norm_backward"}) m.impl(name, torch::CppFunction::makeFromBoxedFunction<&kernel>());
+  // A mean squared error, too, resizes what it is to fill, which pages cannot.
+  for (const char* name : {"native_layer_norm", "native_layer_norm_backward", "mse_loss"}) m.impl(name, torch::CppFunction::makeFromBoxedFunction<&kernel>());
   // One launch for all tensors of a list, as on a GPU; without this, torch would take them one by one.
   for (const auto& op : c10::Dispatcher::singleton().getAllOpNames())
     if (op.name.rfind("aten::_foreach_", 0) == 0)
