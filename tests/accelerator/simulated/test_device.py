@@ -303,3 +303,38 @@ def test_a_copy_between_devices_is_in_the_order_of_both(sim: ModuleType) -> None
         found.add_(1)
     assert values(found.cpu()) == [7.0]
     assert races == []
+
+
+def test_losses_and_norms_have_the_types_and_bits_of_the_cpu(sim: ModuleType, device: torch.device) -> None:
+    """The CPU keeps the statistics of a bfloat16 norm in bfloat16, and its mean squared error resizes its output."""
+    bits = []
+    for where in (torch.device("cpu"), device):
+        torch.manual_seed(0)
+        norm, x = torch.nn.LayerNorm(8).to(torch.bfloat16), torch.randn(4, 8)
+        norm.to(where)
+        loss = torch.nn.functional.mse_loss(norm(x.to(where, torch.bfloat16)).float(), x.to(where))
+        loss.backward()
+        bits.append([loss.detach().cpu(), norm.weight.grad.cpu(), norm.bias.grad.cpu()])
+    assert all(map(torch.equal, *bits))
+
+
+def test_freed_memory_that_is_spared_is_filled_when_it_is_taken_again(sim: ModuleType, device: torch.device) -> None:
+    main, side, host = stream_of(device), torch.Stream(device), pinned(sim, N)
+    sim.spare_freed_memory()
+    try:
+        with side:
+            freed = torch.full((N,), 5.0, device=device)
+        main.wait_stream(side)
+        with sim.races() as races, sim.stalled(main):
+            host.copy_(freed, non_blocking=True)
+            address = freed.data_ptr()
+            del freed
+            side.synchronize()
+            side.wait_stream(main)
+            with side:
+                taken = torch.empty(N, device=device)
+        assert taken.data_ptr() == address
+        torch.accelerator.synchronize(device)
+        assert (values(host), values(taken.cpu()), races) == ([5.0], [POISON], [])
+    finally:
+        torch.ops.sim.spare_freed(False)
