@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -56,7 +57,7 @@ class Row:
 
     @property
     def nbytes(self) -> int:
-        return sum(nbytes for _, nbytes in self.pieces)
+        return sum(map(itemgetter(1), self.pieces))
 
     @property
     def count(self) -> int:

@@ -88,18 +88,25 @@ class DevicePlan:
     gathered: Batch | None
     """The small tensors: they are copied from the scratch memory."""
     runs: tuple[Run, ...]
-    direct: tuple[tuple[int, bool], ...]
-    """The other tensors, and whether each changes in optimizer steps alone."""
+    moving: tuple[int, ...]
+    """Of the other tensors, those that may change outside optimizer steps. They are cloned first."""
+    stable: tuple[int, ...]
+    """Of the other tensors, those that change in optimizer steps alone. They are copied directly."""
     batches: tuple[Batch, ...]
-    """Direct tensors that are gathered only to be summed."""
+    """Stable tensors that are gathered only to be summed."""
     alone: tuple[tuple[int, Row], ...]
-    """Direct tensors with sums of their own."""
+    """Rows of single tensors, each with the place of its tensor in `direct`."""
     sums: int
     """How many sums there are."""
     counted: tuple[int, ...]
     """Tensors whose changes torch counts, and that only optimizer steps may change."""
     is_whole: bool
     """Whether the device had the memory that the plan needs."""
+
+    @property
+    def direct(self) -> tuple[int, ...]:
+        """The tensors that are not gathered."""
+        return self.moving + self.stable
 
     @property
     def rows(self) -> list[Row]:
@@ -132,7 +139,9 @@ class _Planner:
 
     def planned(self, scratch_bytes: int) -> DevicePlan:
         small = self._small(scratch_bytes)
-        direct = [i for i in self._here if i not in small]
+        moving = [i for i in self._here if i not in small and i not in self._stable]
+        stable = [i for i in self._here if i not in small and i in self._stable]
+        direct = {i: k for k, i in enumerate([*moving, *stable])}
         together, alone = self._to_sum(direct, scratch_bytes)
         runs, places = self._runs(small)
         nbytes = max([sum(run.nbytes for run in runs), *(sum(map(self._nbytes, some)) for some in together)])
@@ -144,9 +153,10 @@ class _Planner:
             scratch,
             self._batch(scratch, places, pieces) if scratch is not None and runs else None,
             runs,
-            tuple((i, i in self._stable) for i in direct),
+            tuple(moving),
+            tuple(stable),
             tuple(self._dense(some, scratch) for some in together if scratch is not None),
-            tuple((i, self._row_of(i)) for i in alone),
+            tuple((direct[i], self._row_of(i)) for i in alone),
             self._sums,
             self._counted(),
             is_whole=bool(scratch_bytes),

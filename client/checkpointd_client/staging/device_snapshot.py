@@ -27,7 +27,7 @@ from checkpointd_client import devices
 from checkpointd_client.capture.dtypes import bits
 from checkpointd_client.staging.arena import Slot
 from checkpointd_client.staging.block_sums import sums_of_slot
-from checkpointd_client.staging.device_plan import DevicePlan
+from checkpointd_client.staging.device_plan import DevicePlan, taking
 
 log = logging.getLogger("checkpointd")
 
@@ -45,7 +45,7 @@ class DeviceSnapshot:
         self._sources: list[torch.Tensor] = []
         """The direct tensors or their clones. The allocator could give their memory away if they were freed before the copy."""
         self._urgent: list[bool] = []
-        """Whether save() waits for the copy of each source: it may change, and found no room for a clone."""
+        """By tensor that may change, whether save() waits for its copy, because there was no room for a clone."""
         self._counted: Sequence[torch.Tensor] = ()
         self._versions: list[int] = []
         self._sums: torch.Tensor | None = None
@@ -65,9 +65,11 @@ class DeviceSnapshot:
         if last is not None:
             last.let_scratch_go(compute)
         with torch.no_grad():
-            self._counted = [tensors[i] for i in plan.counted]
+            # No Python code runs for a single tensor here, except for large ones that are cloned or summed alone.
+            self._counted = taking(plan.counted)(tensors)
             self._versions = list(map(_VERSION, self._counted))
-            self._sources, self._urgent = unchanging([(tensors[i], stable) for i, stable in plan.direct])
+            clones, self._urgent = cloned(taking(plan.moving)(tensors))
+            self._sources = [*clones, *taking(plan.stable)(tensors)]
             with self._without_sums_if_full():
                 self._queue_sums(tensors)
             if plan.gathered is not None:
@@ -85,9 +87,8 @@ class DeviceSnapshot:
         for batch in plan.batches:
             batch.gather(tensors)
             batch.add_up(self._sums)
-        sources = dict(zip((i for i, _ in plan.direct), self._sources, strict=True))
-        for i, row in plan.alone:
-            row.queue(sources[i], self._sums)
+        for k, row in plan.alone:
+            row.queue(self._sources[k], self._sums)
 
     @contextmanager
     def _without_sums_if_full(self) -> Iterator[None]:
@@ -155,7 +156,8 @@ class DeviceSnapshot:
             self._copied = self._recorded()
 
     def _copy_direct(self, *, urgent: bool) -> None:
-        for (i, _), source, is_urgent in zip(self._plan.direct, self._sources, self._urgent, strict=True):
+        are_urgent = [*self._urgent, *([False] * len(self._plan.stable))]
+        for i, source, is_urgent in zip(self._plan.direct, self._sources, are_urgent, strict=True):
             if is_urgent is urgent:
                 bits(self._targets[i]).copy_(bits(source), non_blocking=True)
 
@@ -234,19 +236,17 @@ def leaf_at(offset: int, starts: Sequence[int]) -> int:
     return bisect_right(starts, offset) - 1
 
 
-def unchanging(tensors: Sequence[tuple[torch.Tensor, bool]]) -> tuple[list[torch.Tensor], list[bool]]:
-    """For pairs of a tensor on a device and whether it is stable: the tensors to copy, and whether save() must wait for the
-    copy of each.
+def cloned(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[bool]]:
+    """Clones of tensors on a device, and whether save() must wait for the copy of each.
 
-    A tensor that is not stable is cloned. Clones take at most CLONED_BYTES_MAX, and no more than the device has left. If a
-    tensor finds no room for a clone, it is copied itself, and save() must wait for that.
+    Clones take at most CLONED_BYTES_MAX, and no more than the device has left. If a tensor finds no room for a clone, it is
+    copied itself, and save() must wait for that.
     """
     sources: list[torch.Tensor] = []
-    urgent: list[bool] = []
     left = CLONED_BYTES_MAX
-    for tensor, stable in tensors:
+    for tensor in tensors:
         source = tensor
-        if not stable and tensor.nbytes <= left:
+        if tensor.nbytes <= left:
             try:
                 source = bits(tensor.detach()).clone()
                 left -= tensor.nbytes
@@ -254,6 +254,5 @@ def unchanging(tensors: Sequence[tuple[torch.Tensor, bool]]) -> tuple[list[torch
                 if not devices.is_out_of_memory(error):
                     raise
                 left = -1
-        urgent.append(source is tensor and not stable)
         sources.append(source)
-    return sources, urgent
+    return sources, [source is tensor for source, tensor in zip(sources, tensors, strict=True)]

@@ -99,7 +99,7 @@ STAGING: dict[str, Mistake] = {
         gathered=False,
     ),
     "buffers are not cloned": Mistake(
-        device_snapshot, "unchanging", "source = bits(tensor.detach()).clone()", "pass", BEHIND, gathered=False
+        device_snapshot, "cloned", "source = bits(tensor.detach()).clone()", "pass", BEHIND, gathered=False
     ),
     "the snapshot is called whole before its copies are done": Mistake(
         DeviceSnapshot, "synchronize", "self._wait_for(self._copied)", "pass", BEHIND, linger_s=5.0, mended=True

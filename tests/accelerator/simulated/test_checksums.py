@@ -246,16 +246,23 @@ def test_a_save_launches_as_much_for_10_000_tensors_as_for_1_000(sim: ModuleType
     assert launches[0] == launches[1] <= 10
 
 
-@pytest.mark.timeout(300)
-def test_large_tensors_are_read_once_and_summed_with_few_launches(
-    sim: ModuleType, tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The limits, all 64 times smaller than they are, so that this is 10,000 tensors of 1 MiB: 10 GB."""
+@pytest.fixture
+def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limits, all 64 times smaller than they are: tensors of 16 KiB go the way that tensors of 1 MiB go."""
     for name in ("GATHERED_BYTES", "SCRATCH_BYTES", "ALONE_BYTES"):
         monkeypatch.setattr(device_plan, name, getattr(device_plan, name) // 64)
-    parameters = [torch.nn.Parameter(torch.ones(4096, device=device)) for _ in range(10_000)]
-    state = {"p": parameters, "optimizer": torch.optim.SGD(parameters, lr=1.0)}
-    total = 10_000 * 4096 * 4
+
+
+def large(count: int, device: torch.device) -> dict[str, object]:
+    parameters = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(4096, device=device)) for _ in range(count)])
+    return {"model": parameters, "optimizer": torch.optim.SGD(parameters, lr=1.0)}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.usefixtures("small_limits")
+def test_large_tensors_are_read_once_and_take_few_launches(sim: ModuleType, tmp_path: Path, device: torch.device) -> None:
+    """With the limits as they are, this is 10,000 tensors of 1 MiB: 10 GB."""
+    state, total = large(10_000, device), 10_000 * 4096 * 4
     with Checkpointer(tmp_path) as ckpt:
         ckpt.save(0, state).wait()
         torch.accelerator.synchronize(device)
@@ -266,6 +273,20 @@ def test_large_tensors_are_read_once_and_summed_with_few_launches(
         read = sim.counts().since(before).read_bytes
     assert here <= 200
     assert read <= 3 * total * 1.01, "each tensor once, and the scratch memory once as the target and once for the sums"
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.usefixtures("small_limits")
+def test_a_save_of_large_tensors_runs_no_python_for_single_ones(sim: ModuleType, tmp_path: Path, device: torch.device) -> None:
+    runs = []
+    for count in (500, 2_000):
+        state = large(count, device)
+        with Checkpointer(tmp_path / str(count)) as ckpt:
+            for step in range(2):
+                ckpt.save(step, state).wait()
+            torch.accelerator.synchronize(device)
+            runs.append(sum(lines_run(lambda ckpt=ckpt, state=state: ckpt.save(2, state)).values()))
+    assert runs[1] - runs[0] < 1_500 / 2, "a batch of 128 tensors takes some lines, and single tensors none"
 
 
 @pytest.mark.timeout(300)

@@ -34,7 +34,7 @@ def test_small_neighbours_are_gathered_into_one_run() -> None:
     offsets = [offset for offset, *_ in layout.parts]
     assert [(run.slot, run.nbytes) for run in plan.runs] == [(offsets[0], 64 + 256), (offsets[3], 128)]
     assert [run.scratch for run in plan.runs] == [0, 320]
-    assert plan.direct == ((2, True),)
+    assert (plan.moving, plan.stable) == ((), (2,))
     assert plan.is_whole
 
 
@@ -42,7 +42,7 @@ def test_tensors_that_would_be_cloned_are_gathered_first() -> None:
     plan, _ = planned([torch.ones(64) for _ in range(64)], list(range(40)))
     assert plan.gathered is not None
     assert plan.gathered.memory.nbytes == 8192
-    assert {i for i, _ in plan.direct} == set(range(8, 40)), "of the stable ones the first eight find room"
+    assert (plan.moving, plan.stable) == ((), tuple(range(8, 40))), "of the stable ones the first eight find room"
 
 
 def test_what_is_summed_together_fits_the_scratch_memory() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from checkpointd_client.staging import device_snapshot
-from checkpointd_client.staging.device_snapshot import leaf_at, unchanging
+from checkpointd_client.staging.device_snapshot import cloned, leaf_at
 
 
 class NoRoom(torch.Tensor):
@@ -19,27 +19,25 @@ class NoRoom(torch.Tensor):
         return self
 
 
-def test_what_may_change_is_cloned_and_what_is_stable_is_not() -> None:
-    stable, moving = torch.ones(3), torch.ones(4)
-    (one, two), urgent = unchanging([(stable, True), (moving, False)])
-    assert one is stable
-    assert two is not moving
-    assert torch.equal(two.view(torch.float32), moving)
-    assert urgent == [False, False]
+def test_tensors_that_may_change_are_cloned() -> None:
+    moving = torch.ones(4)
+    [clone], urgent = cloned([moving])
+    assert clone is not moving
+    assert torch.equal(clone.view(torch.float32), moving)
+    assert urgent == [False]
 
 
 def test_what_is_too_large_to_be_cloned_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_snapshot, "CLONED_BYTES_MAX", 40)
     tensors = [torch.ones(5), torch.ones(9), torch.ones(5), torch.ones(1)]
-    sources, urgent = unchanging([(tensor, False) for tensor in tensors])
+    sources, urgent = cloned(tensors)
     assert [source is tensor for source, tensor in zip(sources, tensors, strict=True)] == urgent == [False, True, False, True]
 
 
 def test_where_memory_runs_out_nothing_more_is_cloned() -> None:
     tensors = [torch.ones(2), torch.ones(2).as_subclass(NoRoom), torch.ones(2)]
-    sources, urgent = unchanging([(tensor, False) for tensor in tensors])
+    sources, urgent = cloned(tensors)
     assert [source is tensor for source, tensor in zip(sources, tensors, strict=True)] == urgent == [False, True, True]
-    assert unchanging([(tensors[1], True)])[1] == [False], "what is stable needs no clone"
 
 
 def test_a_byte_of_the_slot_is_found_in_its_leaf() -> None:
