@@ -118,9 +118,11 @@ def only(*streams: torch.Stream, patience_ms: int = -1) -> contextlib.AbstractCo
     return _let(_OTHERS, [stream.stream_id for stream in streams], patience_ms)
 
 
-def chaos(seed: int) -> contextlib.AbstractContextManager[None]:
-    """Streams move at random; the same seed gives the same order if one host thread enqueues."""
-    return _let(_CHAOS, [], 0, seed)
+def chaos(seed: int, patience_ms: int = 0) -> contextlib.AbstractContextManager[None]:
+    """Streams move at random, while one of them may stand still for long. The same seed gives the same order if one host thread
+    enqueues. Another thread that waits for a stream lets this one go on for `patience_ms` before it moves streams itself.
+    """
+    return _let(_CHAOS, [], patience_ms, seed)
 
 
 # --- what happened ----------------------------------------------------------------------------------------------------

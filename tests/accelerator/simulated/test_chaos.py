@@ -116,7 +116,7 @@ def test_checkpoints_equal_the_training_on_the_cpu(
                 stream = torch.Stream(place)
                 stream.wait_stream(torch.accelerator.current_stream(place))
                 block.enter_context(devices.on_stream(stream))
-        block.enter_context(sim.chaos(seed))
+        block.enter_context(sim.chaos(seed, patience_ms=dice.choice([0, 5, 50])))
         job = Job(ckpt, training, dice)
         job.run()
         wrong = {"the training": differences(training.tensors(), training.moment)}

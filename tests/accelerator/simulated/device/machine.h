@@ -6,6 +6,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <random>
 #include <set>
 #include <stdexcept>
@@ -112,14 +113,14 @@ class Machine {
 
   void wait(std::unique_lock<std::mutex>& l, const EventPtr& e, size_t version) {  // the host waits
     auto done = [&] { return e->done >= version; };
-    while (mode_ == CHAOS && !done() && roll(1)) {
-    }
-    if (!done()) pump();
-    if (!done() && std::this_thread::get_id() != holder_) {
+    if (mode_ != CHAOS) pump();
+    if (!done() && std::this_thread::get_id() != holder_) {  // the holder's work goes on meanwhile
       if (patience_ms_ < 0)
         freed_.wait(l, done);
       else
         freed_.wait_for(l, std::chrono::milliseconds(patience_ms_), done);
+    }
+    while (mode_ == CHAOS && !done() && roll(1)) {
     }
     if (!done()) {
       ++counts.forced;
@@ -153,6 +154,8 @@ class Machine {
     was_ = mode_, were_ = std::move(named_), mode_ = mode, named_ = std::move(streams), patience_ms_ = patience_ms;
     holder_ = mode == EAGER ? std::thread::id() : std::this_thread::get_id();
     dice_.seed(seed);
+    still_for_ = 0;
+    std::erase_if(queues_, [](auto& one) { return one.second.empty(); });
     pump();
     freed_.notify_all();
   }
@@ -182,6 +185,8 @@ class Machine {
   std::thread::id holder_;
   int64_t patience_ms_ = -1, streams_ = 0;
   std::mt19937_64 dice_;
+  std::optional<Key> still_;  // under chaos, for so many steps
+  uint64_t still_for_ = 0;
 
   void order(Key k, const Touched& touched) {
     Clock& clock = advanced(k);
@@ -224,11 +229,16 @@ class Machine {
   bool roll(int64_t most) {  // up to `most` steps of streams chosen at random
     bool moved = false;
     for (; most > 0; --most) {
-      std::vector<std::deque<Op>*> can;
+      if (!still_for_--) {  // for a while, one stream stands still, or none does
+        still_for_ = dice_() % 300;
+        size_t chosen = dice_() % (queues_.size() + 1);
+        still_ = chosen < queues_.size() ? std::optional(std::next(queues_.begin(), chosen)->first) : std::nullopt;
+      }
+      std::vector<Key> can;
       for (auto& [k, q] : queues_)
-        if (!q.empty() && ready(q.front())) can.push_back(&q);
+        if (k != still_ && !q.empty() && ready(q.front())) can.push_back(k);
       if (can.empty()) break;
-      step(*can[dice_() % can.size()]);
+      step(queues_[can[dice_() % can.size()]]);
       moved = true;
     }
     return moved;
@@ -236,7 +246,7 @@ class Machine {
 
   void pump() {
     if (mode_ == CHAOS) {
-      roll(dice_() % 3);
+      if (roll(dice_() % 3)) freed_.notify_all();
       return;
     }
     auto run = [&](bool behind) {
