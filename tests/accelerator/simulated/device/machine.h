@@ -120,7 +120,10 @@ class Machine {
       else
         freed_.wait_for(l, std::chrono::milliseconds(patience_ms_), done);
     }
-    while (mode_ == CHAOS && !done() && roll(1)) {
+    while (mode_ == CHAOS && !done()) {
+      if (roll(1)) continue;
+      if (!still_) break;
+      still_.reset();
     }
     if (!done()) {
       ++counts.forced;
