@@ -159,7 +159,7 @@ class DeviceSnapshot:
         are_urgent = [*self._urgent, *([False] * len(self._plan.stable))]
         for i, source, is_urgent in zip(self._plan.direct, self._sources, are_urgent, strict=True):
             if is_urgent is urgent:
-                bits(self._targets[i]).copy_(bits(source), non_blocking=True)
+                queue_copy(bits(self._targets[i]), bits(source))
 
     def _recorded(self) -> torch.Event:
         event = torch.Event(self.device)
@@ -229,6 +229,21 @@ class DeviceSnapshot:
         """Forget the tensors, the scratch memory and the views of the slot: others keep this object for its events."""
         self._sources, self._counted, self._versions, self._sums = [], (), [], None
         del self._plan, self._targets
+
+
+def queue_copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Queue the copy of a device's tensor into contiguous memory of the host on the current stream.
+
+    The device first makes a strided source contiguous. If it has no memory for that, the copy is cut in two, again and again.
+    """
+    try:
+        target.copy_(source, non_blocking=True)
+    except RuntimeError as error:
+        if source.is_contiguous() or not devices.is_out_of_memory(error):
+            raise
+        dim = next(dim for dim, size in enumerate(source.shape) if size > 1)
+        for part, part_source in zip(target.tensor_split(2, dim), source.tensor_split(2, dim), strict=True):
+            queue_copy(part, part_source)
 
 
 def leaf_at(offset: int, starts: Sequence[int]) -> int:

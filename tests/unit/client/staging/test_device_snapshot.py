@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from checkpointd_client.staging import device_snapshot
-from checkpointd_client.staging.device_snapshot import cloned, leaf_at
+from checkpointd_client.staging.device_snapshot import cloned, leaf_at, queue_copy
 
 
 class NoRoom(torch.Tensor):
@@ -38,6 +38,25 @@ def test_where_memory_runs_out_nothing_more_is_cloned() -> None:
     tensors = [torch.ones(2), torch.ones(2).as_subclass(NoRoom), torch.ones(2)]
     sources, urgent = cloned(tensors)
     assert [source is tensor for source, tensor in zip(sources, tensors, strict=True)] == urgent == [False, True, True]
+
+
+class LittleRoom(torch.Tensor):
+    """Memory of the host into which a device copies strided tensors of at most 6 elements."""
+
+    def copy_(self, source: torch.Tensor, *_: object, **__: object) -> LittleRoom:
+        if not source.is_contiguous() and source.numel() > 6:
+            raise torch.OutOfMemoryError("no room to make it contiguous")
+        self.as_subclass(torch.Tensor).copy_(source)
+        return self
+
+
+def test_without_memory_to_make_a_tensor_contiguous_it_is_copied_in_parts() -> None:
+    source = torch.arange(60.0).view(5, 2, 6).permute(1, 2, 0)
+    target = torch.zeros(2, 6, 5).as_subclass(LittleRoom)
+    queue_copy(target, source)
+    assert torch.equal(target.as_subclass(torch.Tensor), source)
+    with pytest.raises(RuntimeError, match="must match"):
+        queue_copy(torch.zeros(3), source)
 
 
 def test_a_byte_of_the_slot_is_found_in_its_leaf() -> None:
