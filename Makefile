@@ -14,16 +14,26 @@ PIP  := $(BIN)/python -m pip install -c constraints.txt
 READY := $(VENV)/ready-$(firstword $(shell cat pyproject.toml constraints.txt | cksum))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint type bench generate docs setup clean
+.PHONY: help demo test test-torch lint type bench generate docs setup clean
 
 help: ## What can be done here
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 demo: setup ## Train a small GPT, kill a rank in mid-save and compare bit for bit; then kill all beside a sidecar
 	$(BIN)/python examples/demo/demo.py
 
 test: setup ## All tests (narrow it: make test ARGS="-k codec")
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
+
+# Another torch, over the packages of .venv. From PyPI it comes with its CUDA libraries: 3 GB to download, 6 GB on the disk.
+TORCH ?= 2.10.0
+OTHER := .venv-torch-$(TORCH)
+
+test-torch: setup ## The tests of the client and of devices with another torch: make test-torch TORCH=2.10.0
+	test -x $(OTHER)/bin/python || $(BIN)/python -m venv $(OTHER)
+	test -d $(OTHER)/lib/python3*/site-packages/torch || $(OTHER)/bin/python -m pip install -q "torch==$(TORCH)"
+	echo "import site; site.addsitedir('$(CURDIR)/$(wildcard $(VENV)/lib/python3*/site-packages)')" > "$$(echo $(OTHER)/lib/python3*/site-packages)/over.pth"
+	$(OTHER)/bin/python -m pytest -n $(WORKERS) --dist loadgroup -m "not slow" tests/unit/client tests/accelerator $(ARGS)
 
 lint: setup ## ruff: rules and formatting
 	$(BIN)/python -m ruff check .
