@@ -3,11 +3,11 @@
     python benchmarks/gpu.py --mib 4096 --json gpu.json
 
 A model of linear layers is trained by AdamW. Times are taken with events of the device where torch can time them, otherwise
-with the host's clock. Everything is measured once in each run, and ratios are taken within one run. The loop with saves and the
+with the host's clock. Each run measures everything once, and a ratio compares figures of one run. The loop with saves and the
 loop without take turns at being first.
 
-With `--simulated`, it runs on the simulated device of the tests and counts launches and bytes as well. Times mean nothing
-there.
+With `--simulated`, it runs on the simulated device of the tests, and also counts launches and bytes. Times mean nothing on
+that device.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Accelerators through torch's generic interfaces: `torch.accelerator`, `torch.Stream` and `torch.Event`.
 
-The device of a tensor decides. A process whose tensors are all in host memory asks no accelerator anything, so it starts none.
+The device of a tensor decides how it is copied. A process whose tensors are all in host memory starts no accelerator.
 `PINNING` holds the only call for which torch has no generic form. Add a kind of device there when its torch module can register
 host memory; without an entry snapshots are right all the same, but the next step waits for the copies.
 """
@@ -16,10 +16,10 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Pinning:
-    """How memory that was allocated elsewhere is pinned. Both calls return 0, or the error code of the device's driver."""
+    """Calls that pin host memory which torch did not allocate. Both return 0, or the error code of the device's driver."""
 
     register: Callable[[int, int], int]
-    """Takes the address and the bytes. Runs on a thread whose current device is the one that will copy."""
+    """Takes the address and the number of bytes. The thread's current device must be the one that will copy."""
     unregister: Callable[[int], int]
     """Takes the address."""
 
@@ -33,11 +33,11 @@ def _cuda_unregister(address: int) -> int:
 
 
 def _forgotten(code: int) -> int:
-    """`code`. If it is an error, make CUDA forget it: CUDA keeps it for the thread, and torch would raise it after the next
-    kernel, which may be one of the training's.
+    """Return `code`. If it is an error, clear it: CUDA keeps the error for this thread, and torch would raise it after the next
+    kernel, which may belong to training.
     """
     if code:
-        with suppress(RuntimeError):  # this is that kernel
+        with suppress(RuntimeError):  # torch raises the error here, which clears it
             torch.zeros(1, device="cuda").add_(1)
     return code
 
@@ -68,7 +68,7 @@ def on_stream(stream: torch.Stream) -> Iterator[None]:
 
 
 def told(error: Exception) -> str:
-    """What happened, in the one line that matters: errors of devices go on with frames and advice on debugging."""
+    """The first line of the error's message. Errors of devices go on with stack frames and advice on debugging."""
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 

@@ -1,8 +1,8 @@
 """Sinks: they put the bytes of a chunk into the memory of the tensor that is loaded.
 
 Invariants
-  SINK-1  A sink runs on any thread, and on several at once. What it fills on a device goes through the load's uploads, which
-      keep it in order with the caller's streams.
+  SINK-1  A sink runs on any thread, and on several at once. Bytes for a device go through the load's uploads, which
+      keep the copies in order with the caller's streams.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Uploads: the way of verified bytes to a device, through pinned host memory, while the next chunks are read.
+"""Uploads: copy verified bytes to a device, through pinned host memory, while the next chunks are read.
 
 A thread that has verified a chunk writes its elements into a pinned block, queues their copy on a side stream, and goes on. A
 full block is used again once its copies are done.
@@ -48,7 +48,7 @@ Runs on any thread, and does not keep the array.
 BLOCK_BYTES = 8 << 20
 """The most bytes in one block."""
 _CUT_BYTES = 256 << 10
-"""Blocks are not made smaller than this so that there are several."""
+"""Memory is not cut into blocks that are smaller than this."""
 _KEPT: list[_Block] = []
 """Blocks that are kept for UPLOAD-4."""
 
@@ -61,7 +61,7 @@ class Uploads:
         self._by_device: dict[torch.device, _DeviceUploads] = {}
 
     def into(self, target: torch.Tensor, fqn: str) -> Fill:
-        """What fills parts of `target`. Ask for all targets before any of them is filled."""
+        """A function that fills parts of `target`. Call this for all targets before any of them is filled."""
         if not devices.has_streams(target.device):
             return fill_at_once
         found = self._by_device.get(target.device)
@@ -109,7 +109,7 @@ class _Block:
         return self._pinning is not None
 
     def pin(self, kind: str) -> str | None:
-        """Pin the memory for devices of `kind`, of which one is current; returns why that does not work."""
+        """Pin the memory. A device of `kind` must be current. Returns the reason if the memory cannot be pinned, else None."""
         pinning = devices.PINNING.get(kind)
         if pinning is None:
             return f"torch offers no call for {kind} devices"
@@ -235,7 +235,7 @@ class _DeviceUploads:
         block, event = self._full.popleft()
         try:
             event.synchronize()
-        except Exception as error:  # this is where any failed kernel on the device shows
+        except Exception as error:  # any kernel that failed on the device shows here
             raise self._failed(f"the copies of {_named(block.fqns)} to {self._device} failed", error) from error
         block.empty()
         self._open = block
@@ -254,13 +254,13 @@ class _DeviceUploads:
                 self._is_refused = True
                 log.warning("host memory cannot be pinned (%s): the load waits for copies to %s", why, self._device)
         if not block.is_pinned and any(other.is_pinned for other in self._blocks):
-            return False  # those that are pinned are faster, even if they are few
+            return False  # a few pinned blocks are faster than more that are not pinned
         self._blocks.append(block)
         self._open = block
         return True
 
     def _failed(self, what: str, error: Exception) -> DeviceError:
-        """The error to raise; other threads raise the first one, too."""
+        """The error to raise. Other threads raise the first such error, too."""
         problem = DeviceError(f"{what}: {devices.told(error)}")
         with self._change:
             self.problem = self.problem or problem
@@ -300,7 +300,7 @@ class _DeviceUploads:
 def _sizes_of_blocks(share: int, wanted: int) -> tuple[int, int]:
     """The bytes of a block and the number of blocks, for `wanted` bytes of tensors if `share` bytes may be pinned.
 
-    A share of less than a page pins nothing; a few blocks are then used without that.
+    A share of less than a page pins nothing: a few blocks are then used that are not pinned.
     """
     room = min(share // PAGE * PAGE or 4 * BLOCK_BYTES, page_up(wanted))
     nbytes = max(min(room, _CUT_BYTES), min(BLOCK_BYTES, room // 4 // PAGE * PAGE))
@@ -324,7 +324,7 @@ def _queue(part: torch.Tensor, elements: torch.Tensor, *, non_blocking: bool) ->
 
 
 def _pieces(part: torch.Tensor, elements: NDArray[Any], nbytes_max: int) -> Iterator[tuple[torch.Tensor, NDArray[Any]]]:
-    """Both in pieces of at most `nbytes_max`, cut along their first dimensions, so that contiguous parts stay contiguous."""
+    """Cut both into pieces of at most `nbytes_max`, along their first dimensions, so that contiguous parts stay contiguous."""
     if elements.nbytes <= nbytes_max:
         yield part, elements
         return

@@ -1,4 +1,4 @@
-"""What there is to test: versions, the accelerator, its driver and its memory."""
+"""The facts at the head of the report: versions, the accelerator, its driver and its memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from checkpointd.phrases import byte_size
 from checkpointd_client import devices
 
 DRIVERS = ("nvidia", "amdgpu", "xe", "i915", "habanalabs")
-"""Kernel modules of accelerators; some tell a version of their own."""
+"""Kernel modules of accelerators. Some of them have a version of their own."""
 
 
 def facts(device: torch.device, clock: str) -> tuple[Fact, ...]:
@@ -38,7 +38,7 @@ def facts(device: torch.device, clock: str) -> tuple[Fact, ...]:
 
 
 def _properties(device: torch.device) -> object:
-    with contextlib.suppress(Exception):  # backends of other makers raise what they like
+    with contextlib.suppress(Exception):  # a vendor's backend may raise any error
         return torch.get_device_module(device.type).get_device_properties(device)
     return None
 

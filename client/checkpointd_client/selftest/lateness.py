@@ -15,16 +15,17 @@ from checkpointd_client.selftest.clock import Clock
 LATE_S = 0.1
 """A proof makes work late by about this time, which is long beside the call of save()."""
 OPERATION_S = 1e-3
+"""One product of matrices should take this long, or longer."""
 OPERATIONS_MAX = 800
 """Drivers hold about a thousand operations of a stream. Beyond that, the host would wait while it queues."""
 SIDES = (128, 4096)
 """The smallest and largest matrix, in rows."""
 TRAFFIC = 16
-"""Copies that are queued before others, to make these late."""
+"""This many copies are queued before others, to make the others late."""
 
 
 class Late(Protocol):
-    """Makes work late that is queued in a block. A block says by how many seconds, and ends when no work is left."""
+    """Makes work late that is queued inside a `with`. It gives the delay in seconds, and ends when no work is left."""
 
     def compute(self, factor: int = 1) -> AbstractContextManager[float]:
         """What is queued on the current stream runs late; other streams go ahead."""

@@ -1,4 +1,4 @@
-"""Proofs that checkpointd waits where it must, and nowhere else: each with a mistake that shows if it can."""
+"""Proofs that checkpointd waits where it must, and nowhere else. Each proof also makes a mistake, which should show."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class Proofs:
     late: Late
 
     def pinning(self) -> Iterator[Finding]:
-        """Whether memory is pinned that was registered as the arena is, and whether plain memory differs from it."""
+        """Whether memory that is registered as the arena is pinned, and whether plain memory behaves otherwise."""
         with registered(self.nbytes, self.device) as host:
             code, pinned = host.code, host.memory.is_pinned()
         if code is None:
-            advice = "save() waits for the copies; if you know a call that registers memory for this device, open an issue"
+            advice = "the step after a save waits for its copies; if you know a call that registers memory for this device, open an issue"
             yield finding("pinning", "warn", f"checkpointd knows no call that pins host memory for {self.device.type}", advice)
         elif code:
-            advice = "allow two snapshots of locked memory (ulimit -l); until then save() waits for the copies"
+            advice = "allow two snapshots of locked memory (ulimit -l); until then the step after a save waits for its copies"
             yield finding("pinning", "warn", f"the driver refuses to pin host memory: error {code}", advice)
         else:
             yield self._pinned("Tensor.is_pinned() agrees" if pinned else "Tensor.is_pinned() does not see it")
@@ -120,7 +120,7 @@ class Proofs:
             yield self._proof(mistake, wrong[mistake.late], play)
 
     def _proof(self, mistake: steps.Mistake, product: str, play: Play) -> Finding:
-        """What the scene said of checkpointd, and whether it shows the mistake."""
+        """The finding of one check. `product`: what is wrong with checkpointd in the scene, or ""."""
         if product:
             return finding(
                 mistake.check, "fail", f"checkpointd: {product}", f"do not trust checkpoints of this device: {REPORT}"
@@ -128,13 +128,13 @@ class Proofs:
         right = self._first(lambda late: play(None, late), mistake.late)
         if right:
             advice = f"the device or its driver does not keep the order of torch's streams and events: {REPORT}"
-            return finding(mistake.check, "fail", f"with every step right: {right}", advice)
+            return finding(mistake.check, "fail", f"the steps of this check, all of them right, give: {right}", advice)
         shown = sum(bool(play(mistake, self._late(mistake.late))) for _ in range(ROUNDS))
         seen = f"checkpointd is right; {mistake.words} shows in {shown} of {ROUNDS} rounds"
         return ok_if_provoked(mistake.check, shown > 0, mistake.words, seen)
 
     def _first(self, play: Callable[[AbstractContextManager[float]], str], order: steps.Order) -> str:
-        """What is wrong in the first round in which anything is."""
+        """What is wrong in the first round that fails; "" if all rounds are right."""
         return next(filter(None, (play(self._late(order)) for _ in range(ROUNDS))), "")
 
     def _late(self, order: steps.Order) -> AbstractContextManager[float]:

@@ -16,9 +16,9 @@ from checkpointd_client.selftest.host_memory import registered
 from checkpointd_client.selftest.lateness import Work
 
 CALLS = 3
-"""The device is kept busy for so many times the length of a call, so that the host has queued everything before the copies."""
+"""The device is kept busy for this many times the length of a call, so that the host queues everything before copies begin."""
 OVERLAP = 1.5
-"""The work between a save and the next step is longer by this factor than the copy."""
+"""The work between a save and the next step takes this many times as long as the copy."""
 
 
 def median_s(measured: Callable[[], float], runs: int) -> float:

@@ -14,7 +14,7 @@ finding = partial(Finding, "device")
 
 
 def ok_if_provoked(check: str, provoked: bool, what: str, seen: str) -> Finding:
-    """`seen`, unless the device was too fast for `what`: then the check proves nothing."""
+    """ok with `seen` if `what` could be provoked. If the device was too fast for it, a note: the check proves nothing."""
     if provoked:
         return finding(check, "ok", seen)
     return finding(check, "note", f"could not be provoked here, so this check proves nothing: {what}")

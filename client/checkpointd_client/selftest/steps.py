@@ -1,8 +1,8 @@
 """The steps of staging and loading, each of which can be done wrong.
 
-They are the same steps as in `staging/` and `restore/`, from torch's streams alone. On real hardware nobody can change one line
-of the product to see whether a scene would show it. A scene in which these steps are right, and wrong as soon as one of them is
-left out, shows such a mistake.
+They are the same steps as in `staging/` and `restore/`, made of torch's streams alone. The selftest never changes checkpointd.
+It plays a scene with all of these steps right, and again with one of them wrong. If the mistake shows, the scene would also show
+it in checkpointd.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Steps:
         host = self._hosts[len(self._taken)]
         if wrong is CLONE_WAITS:
             self._side.wait_stream(compute)
-        self._late.delay()  # for that mistake alone: a clone takes less time than a copy
+        self._late.delay()  # only CLONE_WAITS needs this: a clone takes less time than a copy
         buffers = {name: buffer if wrong is CLONE else buffer.clone() for name, buffer in net.named_buffers()}
         sources = {**buffers, **dict(net.named_parameters())}
         if wrong not in (COPY_WAITS, CLONE_WAITS):

@@ -4,8 +4,8 @@
 changed places, and where a difference lies. The sums wrap in the same way on devices and in numpy, in whatever order the
 integers are added.
 
-torch adds integers of less than 64 bits by way of a 64-bit copy of all of them. So contiguous bytes are added as 64-bit
-integers, whatever their dtype, and strided tensors a part at a time.
+To add integers of less than 64 bits, torch first makes a 64-bit copy of all of them. So contiguous bytes are added as 64-bit
+integers, whatever their dtype, and strided tensors one part after another.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from numpy.typing import NDArray
 from checkpointd.pipeline.shard import Bytes
 
 LANES = 4096
-"""Lanes of one block: the integers that are added up."""
+"""Lanes of one block. A lane is one of the integers that are added up."""
 STRIDED_BYTES = 4 << 20
-"""A strided tensor has a sum for about this many bytes. The copy that torch makes of them takes up to 8 times as much."""
+"""Each sum of a strided tensor covers about this many bytes. torch's 64-bit copy of them takes up to 8 times as much."""
 UNALIGNED_BYTES = 64 << 20
-"""Bytes whose address is no multiple of 8 are copied to be added up, so many at a time: a whole number of blocks."""
+"""Bytes whose address is no multiple of 8 are copied first, this many at a time. It is a whole number of blocks."""
 THREADS = 4
-"""The most threads that add up a slot: one is slower than the copy from the device."""
+"""The most threads that add up a slot: one thread may be slower than the copy from the device."""
 _DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _LANES: dict[int, np.dtype[Any]] = {1: np.dtype("u1"), 2: np.dtype("<i2"), 4: np.dtype("<i4"), 8: np.dtype("<i8")}
 
@@ -77,7 +77,7 @@ class Row:
 
     def _queue_contiguous(self, data: torch.Tensor, sums: torch.Tensor) -> None:
         at, end = self.at, len(data) // 8 * 8
-        # Devices cannot read integers across their alignment. Both are asked: the storage itself may lie anywhere.
+        # A device reads an integer of 8 bytes only at a multiple of 8. Check both: the storage itself may begin at any address.
         is_aligned = data.data_ptr() % 8 == 0 and data.storage_offset() % 8 == 0
         for part in data[:end].split(max(end, 1) if is_aligned else UNALIGNED_BYTES):
             lanes = (part if is_aligned else part.clone()).view(torch.int64)

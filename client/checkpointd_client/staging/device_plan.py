@@ -36,7 +36,7 @@ ALIGNMENT = 64
 class Gathering:
     """Tensors of one dtype that one call copies into the scratch memory.
 
-    `sources`: takes them out of all tensors. `carrier`: the integers as which they are copied; None to copy them as they are.
+    `sources`: takes them out of all tensors. `carrier`: the dtype of integers in which they are copied; None: their own dtype.
     """
 
     sources: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
@@ -170,7 +170,7 @@ class _Planner:
         return self._parts[i][1]
 
     def _small(self, scratch_bytes: int) -> set[int]:
-        """The tensors to gather: the ones that would have to be cloned before the others, small ones before large ones."""
+        """The tensors to gather. Those that would have to be cloned come first, and small ones before large ones."""
         fits = [i for i in self._here if self._nbytes(i) <= GATHERED_BYTES and self._leaves[i].tensor.is_contiguous()]
         small: set[int] = set()
         for i in sorted(fits, key=lambda i: (i in self._stable, self._nbytes(i))):
@@ -254,8 +254,9 @@ _AS_THEY_ARE = {torch.float32, torch.float64, torch.int8, torch.uint8, torch.int
 
 
 def _gathered_as(dtype: torch.dtype) -> torch.dtype:
-    """The dtype as which one call copies many tensors bit for bit. It copies 16-bit floats through 32 bits, which changes NaNs,
-    and does not know every dtype."""
+    """The dtype in which one call copies many tensors bit for bit. It would copy 16-bit floats through 32 bits, which changes
+    NaNs, and does not know every dtype.
+    """
     return dtype if dtype in _AS_THEY_ARE else carrier_of(dtype) or dtype
 
 

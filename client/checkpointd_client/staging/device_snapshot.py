@@ -45,7 +45,7 @@ class DeviceSnapshot:
         self._sources: list[torch.Tensor] = []
         """The direct tensors or their clones. The allocator could give their memory away if they were freed before the copy."""
         self._urgent: list[bool] = []
-        """By tensor that may change, whether save() waits for its copy, because there was no room for a clone."""
+        """For each tensor that may change: whether save() waits for its copy, because there was no room for a clone."""
         self._counted: Sequence[torch.Tensor] = ()
         self._versions: list[int] = []
         self._sums: torch.Tensor | None = None
@@ -98,11 +98,14 @@ class DeviceSnapshot:
         except RuntimeError as error:
             if not devices.is_out_of_memory(error):
                 raise
-            log.warning("%s has no memory for the checksums of a snapshot: it is taken without them", self.device)
+            log.warning("%s has no memory for the checksums of a snapshot, which is taken without them", self.device)
             self._sums = None
 
     def wait_for_urgent(self) -> None:
-        """Return when everything that may change outside a step was read (STAGING-1). An error is kept for `synchronize`."""
+        """Wait for the copies of tensors that may change outside a step and have no clone (STAGING-1).
+
+        `synchronize` returns the error if they fail.
+        """
         if any(self._urgent):
             self.queue()
             self._wait_for(self._safe)
@@ -117,7 +120,7 @@ class DeviceSnapshot:
     # --- on any thread -------------------------------------------------------------------------------------------
 
     def queue(self) -> None:
-        """Return when the copies are queued, by this thread or another one. An error is kept for `synchronize`."""
+        """Return when the copies are queued, by this thread or another one. `synchronize` returns the error if that fails."""
         Waiting(lambda: f"the copies from {self.device} are not queued yet").until(self._locked)
         try:
             if self._queued or self._saved is None:
@@ -167,10 +170,10 @@ class DeviceSnapshot:
         return event
 
     def _end_copies(self) -> None:
-        """Wait until no queued copy writes into the slot any more. A slot of which that is not known is never used again."""
+        """Wait until no queued copy writes into the slot any more. If that cannot be known, the slot is never used again."""
         try:
             self._side.synchronize()
-        except Exception:  # the error that spoiled the snapshot is told
+        except Exception:  # the snapshot has the error that spoiled it already
             self._slot.still_written |= not devices.is_over(self._side)
 
     def fence(self) -> None:
@@ -187,7 +190,7 @@ class DeviceSnapshot:
             compute.wait_event(last)
 
     def changed(self) -> int | None:
-        """The position of the first leaf that torch counted a change of since save(); None if there is none."""
+        """The position of the first leaf of which torch has counted a change since save(); None if there is none."""
         if list(map(_VERSION, self._counted)) == self._versions:
             return None
         versions = zip(self._plan.counted, self._counted, self._versions, strict=True)
@@ -206,7 +209,7 @@ class DeviceSnapshot:
             return
         try:
             event.synchronize()
-        except Exception as error:  # this is where any failed kernel on the device shows, and it may show only once
+        except Exception as error:  # any kernel that failed on the device shows here, perhaps only once
             self._slot.still_written |= not devices.is_over(event)
             self._error = self._error or StagingError(f"the copy from {self.device} failed: {devices.told(error)}")
 
@@ -254,8 +257,8 @@ def leaf_at(offset: int, starts: Sequence[int]) -> int:
 def cloned(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[bool]]:
     """Clones of tensors on a device, and whether save() must wait for the copy of each.
 
-    Clones take at most CLONED_BYTES_MAX, and no more than the device has left. If a tensor finds no room for a clone, it is
-    copied itself, and save() must wait for that.
+    Clones take at most CLONED_BYTES_MAX, and no more than the device has left. A tensor without a clone is
+    copied itself, and save() must wait for that copy.
     """
     sources: list[torch.Tensor] = []
     left = CLONED_BYTES_MAX

@@ -2,7 +2,7 @@
 
 Invariants
   STAGING-1  Before save() returns, each tensor that may change outside `optimizer.step()` is copied (on the host) or cloned in
-      stream order (on a device). If a device tensor is too large to be cloned, save() waits for its copy.
+      stream order (on a device). If a device has no room for a clone, save() waits for the tensor's copy.
   STAGING-2  A tensor that only `optimizer.step()` changes is copied in the background, and no step begins before the copy has
       read it. On the host, the step's pre-hook copies the rest. On a device, the compute stream waits for the copy's event.
   STAGING-3  A snapshot is torn if a source changed before it was copied: torch's version counters show it, or the sample that
@@ -260,7 +260,7 @@ def _differs(plan: StagingPlan, place: tuple[int, int], device: torch.device) ->
         f"{where} differs from what it was on {device} at save(); the snapshot was thrown away. Either it was changed in a way "
         "that torch does not count, as through .data, by a custom kernel or by the replay of a graph: call ckpt.fence() before "
         "such a change, or use Checkpointer(..., staging='eager'). Or the copy from the device went wrong: "
-        f"{command('doctor', '--device')} tests it"
+        f"{command('doctor', '--device')} tests such copies"
     )
 
 
@@ -349,7 +349,7 @@ class Stager:
         known = self._plan
         if known is not None and known.layout is layout and self._arrangement is captured.arrangement and known.is_whole:
             return known
-        self._plan = known = None  # first of all, this frees its scratch memory
+        self._plan = known = None  # this frees the old scratch memory before the new plan allocates its own
         self._plan, self._arrangement = self._new_plan(captured.leaves, layout), captured.arrangement
         return self._plan
 

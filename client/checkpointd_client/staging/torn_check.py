@@ -38,7 +38,7 @@ Places = NDArray[np.int64]
 
 
 class Proof(Protocol):
-    """A check that a slot holds the bytes that the sources had at save(). Other devices bring their own."""
+    """A check that a slot holds the bytes that sources in host memory had at save(). Devices have sums (`block_sums.py`)."""
 
     def torn(self) -> int | None:
         """The position of the first tensor whose bytes in the slot differ from those at save(); None if no difference is known.

@@ -1,4 +1,4 @@
-"""Captures the state at each save of a Checkpointer. What is as it was at an earlier save is not walked again.
+"""Captures the state at each save of a Checkpointer. Modules and optimizers that are as they were are not walked again.
 
 Invariants
   RECAPTURE-1  A capture equals what `state.capture` finds, whether the whole state was walked for it or not.
@@ -18,7 +18,7 @@ from checkpointd_client.capture.recapture.plan import CapturePlan, Recaptured, S
 from checkpointd_client.capture.state import Captured, Leaf, Walked, walked
 
 STATES_MAX = 4
-"""So many states that a Checkpointer saves in turn are remembered."""
+"""The most states that are remembered, for a Checkpointer that saves several in turn."""
 
 
 class Capturer:
@@ -56,7 +56,7 @@ class Capturer:
         return known
 
     def _arranged_by(self, known: _Remembered, again: Recaptured) -> Captured:
-        """The same as `arranged`, since only fresh leaves can differ from those of the last capture."""
+        """Do what `arranged` does, but compare only the fresh leaves: the others cannot differ from those of the last capture."""
         fresh = _Arrangement.of(again.fresh), again.ends
         if known.arrangement is None or known.fresh != fresh:
             known.fresh, known.arrangement = fresh, self.arranged(again.captured).arrangement
@@ -69,7 +69,7 @@ def _names_of(state: object) -> tuple[object, ...]:
 
 @dataclass(slots=True)
 class _Remembered:
-    """What is remembered of a state. `walks`: how often it was walked whole since its facts were last found equal."""
+    """A remembered state. `walks`: how often it was walked whole since its facts were last found equal."""
 
     plan: CapturePlan | None = None
     walks: int = 0
@@ -78,12 +78,12 @@ class _Remembered:
 
     def plan_for(self, state: State, whole: Walked) -> None:
         self.plan = self.arrangement = None
-        # A state that is made anew for every save need not be planned at every save.
+        # A state that is made anew for every save is planned ever more rarely: after 0, 1, 2, 4, 8 walks.
         if self.walks & (self.walks - 1) == 0:
             try:
                 with torch._C.DisableTorchFunction():
                     self.plan = CapturePlan(state, whole)
-            except Exception:  # facts ask more of objects than a walk does; this state is walked at every save
+            except Exception:  # an object that a walk can read may have no facts; such a state is walked at every save
                 self.plan = None
         self.walks += 1
 

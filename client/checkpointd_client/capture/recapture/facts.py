@@ -2,8 +2,8 @@
 
 Invariants
   FACTS-1  Facts hold no tensor, storage, module, optimizer or dict of the user, so the user can free them between two saves.
-  FACTS-2  If the facts of two states are equal, a capture finds the same in both, except for the tensors themselves. An object
-      of which this is not known raises Unfit.
+  FACTS-2  If the facts of two states are equal, a capture finds the same in both, except for the tensors themselves. If this
+      is not known of an object, its facts raise Unfit.
   FACTS-3  No Python code runs for a single module or tensor. It runs for each level of a module and for each param group.
 """
 
@@ -36,12 +36,12 @@ _OF_MODULES: dict[str, object] = {
 _OF_OPTIMIZERS = torch.optim.Optimizer.state_dict
 _HARMLESS_HOOKS = frozenset(
     {
-        # It does nothing while the module's parameters are the sharded ones, and other parameters are other facts.
+        # This hook does nothing while the module's parameters are the sharded ones. Other parameters would be other facts.
         (
             "torch.distributed.fsdp._fully_shard._fsdp_param_group",
             "FSDPParamGroup._register_state_dict_hooks.<locals>.to_sharded_hook",
         ),
-        # It takes a wrapper's name out of the keys, and does nothing else.
+        # This hook only takes a wrapper's name out of the keys.
         ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "ActivationWrapper._post_state_dict_hook"),
     }
 )
@@ -53,7 +53,7 @@ class Unfit(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What lies in a module or an optimizer: its `facts`, and the live `values`, whose order the facts determine."""
+    """The `facts` of a module or an optimizer, and its live `values`. The facts determine the order of the values."""
 
     facts: list[Any] = field(default_factory=list)
     values: list[Any] = field(default_factory=list)
@@ -261,7 +261,7 @@ class ValueFacts:
         self._rest = self._rest_of(values, memory)
 
     def memory(self, values: Sequence[Any]) -> Sequence[torch.Tensor]:
-        """The memory of each tensor among `values`, once. Unfit if one of the facts is another now."""
+        """The memory of each tensor among `values`, once. Unfit if one of the facts has changed."""
         if list(map(id, self._noted(values))) != self._ids:
             raise Unfit
         memory, dtensors = self._memory(values), self._sharded(values)

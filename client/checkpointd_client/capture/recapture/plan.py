@@ -1,7 +1,7 @@
 """How to capture a state again while its modules and optimizers are as they were.
 
 Invariants
-  CAPTUREPLAN-1  A capture by a plan equals what `state.capture` finds. If it is not known to, it raises Unfit.
+  CAPTUREPLAN-1  A capture by a plan equals what `state.capture` finds. If that is not certain, the plan raises Unfit.
   CAPTUREPLAN-2  A plan keeps no tensor, module, optimizer or dict of the user alive.
   CAPTUREPLAN-3  No Python code runs for a single tensor of a module or of an optimizer's state. Only the rest is walked: other
       objects, and what param_groups hold beside parameters.
@@ -53,8 +53,8 @@ class _Item:
 
 @dataclass(frozen=True, slots=True)
 class Recaptured:
-    """A capture by a plan. `fresh`: the leaves of what was walked. `ends`: the number of them before each item, and after the
-    last one.
+    """A capture by a plan. `fresh`: the leaves of the items that were walked. `ends`: the number of fresh leaves before each
+    item, and after the last one.
     """
 
     captured: Captured
@@ -145,7 +145,7 @@ class CapturePlan:
         return Recaptured(Captured(leaves, self._aliases, root, self._excluded), fresh, cuts)
 
     def _fresh(self, walk: Flattener) -> list[Leaf]:
-        """The leaves of what was walked. Unfit if it has to do with anything else in the state."""
+        """The leaves of the items that were walked. Unfit if they share names or memory with the rest of the state."""
         fqns = walk.fqns
         if walk.held or len(set(fqns)) != len(fqns) or not self._names.isdisjoint(fqns):
             raise Unfit
@@ -202,7 +202,7 @@ def _note_groups(item: _Item, node: tree.Node, optimizer: torch.optim.Optimizer)
 
 
 def _check_apart(fresh: set[int], whole: Walked) -> None:
-    """Unfit if what is walked at every save shares memory with other tensors, or is sharded."""
+    """Unfit if a tensor that is walked at every save shares memory with others, or is sharded."""
     owners = {owner for owner, _ in whole.aliases.values()}
     if not fresh.isdisjoint({*whole.found.held, *whole.walk.optimizer_only, *whole.aliases, *owners}):
         raise Unfit
