@@ -37,7 +37,7 @@ class Proofs:
         with registered(self.nbytes, self.device) as host:
             code, pinned = host.code, host.memory.is_pinned()
         if code is None:
-            advice = "the step after a save waits for its copies; if you know a call that registers memory for this device, open an issue"
+            advice = "the step after a save waits for its copies; if you know a call that pins memory here, open an issue"
             yield finding("pinning", "warn", f"checkpointd knows no call that pins host memory for {self.device.type}", advice)
         elif code:
             advice = "allow two snapshots of locked memory (ulimit -l); until then the step after a save waits for its copies"

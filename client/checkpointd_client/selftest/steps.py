@@ -1,8 +1,8 @@
 """The steps of staging and loading, each of which can be done wrong.
 
 They are the same steps as in `staging/` and `restore/`, made of torch's streams alone. The selftest never changes checkpointd.
-It plays a scene with all of these steps right, and again with one of them wrong. If the mistake shows, the scene would also show
-it in checkpointd.
+It plays a scene with all of these steps right, and again with one of them wrong. If the mistake shows, the scene would
+also show it in checkpointd.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class Capturer:
         return known
 
     def _arranged_by(self, known: _Remembered, again: Recaptured) -> Captured:
-        """Do what `arranged` does, but compare only the fresh leaves: the others cannot differ from those of the last capture."""
+        """Do what `arranged` does, but compare only fresh leaves: the others cannot differ from those of the last capture."""
         fresh = _Arrangement.of(again.fresh), again.ends
         if known.arrangement is None or known.fresh != fresh:
             known.fresh, known.arrangement = fresh, self.arranged(again.captured).arrangement
