@@ -33,7 +33,7 @@ class Proofs:
     late: Late
 
     def pinning(self) -> Iterator[Finding]:
-        """Whether memory that is registered as the arena is pinned, and whether plain memory behaves otherwise."""
+        """Whether copies into registered memory return at once, and whether copies into plain memory wait."""
         with registered(self.nbytes, self.device) as host:
             code, pinned = host.code, host.memory.is_pinned()
         if code is None:
