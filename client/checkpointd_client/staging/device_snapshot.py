@@ -55,6 +55,8 @@ class DeviceSnapshot:
         self._copied: torch.Event | None = None
         self._queued = False
         self._queueing = threading.Lock()
+        self._tried = threading.Event()
+        """Whether a thread has queued the copies or failed to."""
         self._error: StagingError | None = None
 
     # --- on the training thread, inside save() -------------------------------------------------------------------
@@ -116,31 +118,32 @@ class DeviceSnapshot:
             if self._queued:
                 self._end_copies()
             self._queued = True
+            self._tried.set()
 
     # --- on any thread -------------------------------------------------------------------------------------------
 
     def queue(self) -> None:
         """Return when the copies are queued, by this thread or another one. `synchronize` returns the error if that fails."""
-        Waiting(lambda: f"the copies from {self.device} are not queued yet").until(self._locked)
-        try:
+        if self._queueing.locked():
+            Waiting(lambda: f"the copies from {self.device} are not queued yet").until(self._are_tried)
+        with self._queueing:  # an interruption between an acquire() and a `try` would leave the lock held
             if self._queued or self._saved is None:
                 return
+            self._error = StagingError(f"the copy from {self.device} was interrupted")  # until it is done
             self._queued = True
             try:
                 self._queue_copies(self._saved)
+                self._error = None
             except Exception as error:  # any error of torch spoils the snapshot, and training goes on
                 self._error = StagingError(f"the copy from {self.device} failed: {devices.told(error)}")
                 self._error.__cause__ = error
-                self._end_copies()
-            except BaseException:
-                self._error = StagingError(f"the copy from {self.device} was interrupted")
-                self._end_copies()
-                raise
-        finally:
-            self._queueing.release()
+            finally:
+                if self._error is not None:
+                    self._end_copies()
+                self._tried.set()
 
-    def _locked(self, seconds: float) -> bool:
-        return self._queueing.acquire(timeout=seconds)
+    def _are_tried(self, seconds: float) -> bool:
+        return self._tried.wait(seconds) or not self._queueing.locked()
 
     def _queue_copies(self, saved: torch.Event) -> None:
         side, memory = self._side, self._slot.memory

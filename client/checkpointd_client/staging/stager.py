@@ -278,6 +278,8 @@ class Stager:
         self._lasts: dict[torch.device, DeviceSnapshot] = {}
         self._arrangement: object = None
         self._plan: StagingPlan | None = None
+        self._reuses = 0
+        """How many saves in a row had the arrangement of the one before."""
         self._sampler = Sampler()
         self._thread = threading.Thread(target=self._work, name="checkpointd-stager", daemon=True)
         self._thread.start()
@@ -345,10 +347,15 @@ class Stager:
             staging._host_copied.set()
 
     def _plan_of(self, captured: Captured, layout: SlotLayout) -> StagingPlan:
-        """The plan of the last save if the state is arranged as it was and the devices had memory for it; else a new one."""
+        """The plan of the last save if the state is arranged as it was, else a new one."""
         known = self._plan
-        if known is not None and known.layout is layout and self._arrangement is captured.arrangement and known.is_whole:
-            return known
+        if known is not None and known.layout is layout and self._arrangement is captured.arrangement:
+            self._reuses += 1
+            # While a device is full, a new plan is tried less and less often, since each try makes its allocator search.
+            if known.is_whole or self._reuses & (self._reuses - 1):
+                return known
+        else:
+            self._reuses = 0
         self._plan = known = None  # this frees the old scratch memory before the new plan allocates its own
         self._plan, self._arrangement = self._new_plan(captured.leaves, layout), captured.arrangement
         return self._plan
