@@ -22,6 +22,7 @@ _BY_CODE = {
     "RootGoneError": "Mount the file system of the root again on the machine of {who}; the next save goes on by itself.",
     "RootNotSharedError": "Mount the same file system at this root on every machine of the job.",
     "StateError": "Change the state that {who} passes to save(): the message names the part that cannot be stored.",
+    "DeviceError": "Free device memory on {who}, or mend the device that the message names.",
     "StagingError": "See the log of {who} for the snapshot that failed.",
     "UnsafeObjectError": "Remove the object that the message names from the state of {who}, or make the Checkpointer with "
     "pickle_client_state=True if you trust the root.",
