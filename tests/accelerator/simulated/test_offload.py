@@ -124,7 +124,7 @@ def test_an_optimizer_in_host_memory(
     job = kind(1.0, device)
     before = sim.counts()
     with Checkpointer(tmp_path) as ckpt:
-        with sim.races() as races, under(sim, schedule, main):
+        with sim.races() as races, under(sim, schedule, main, patience_ms=100):
             handles = []
             for number in range(3):
                 job.step(number)
