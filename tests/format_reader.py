@@ -1,4 +1,4 @@
-"""A reader of format version 1 made from docs/FORMAT.md and docs/format/CODECS.md alone: it shows that they are enough.
+"""A reader of format version 2 made from docs/FORMAT.md and docs/format/CODECS.md alone: it shows that they are enough.
 
 It imports nothing of checkpointd and checks every digest on the way. What it finds is given as `tests/golden/describe.py`
 describes values.
@@ -50,7 +50,7 @@ def small_object(path: Path, kind: str) -> dict[str, Any]:
     assert match is not None
     check(digest(data[: match.start(1)] + b"0" * 32 + data[match.end(1) :]) == match[1].decode(), f"{path}: checksum")
     found: dict[str, Any] = json.loads(data)
-    check((next(iter(found)), found["format"], found["version"]) == ("format", f"checkpointd.{kind}", 1), f"{path}: format")
+    check((next(iter(found)), found["format"], found["version"]) == ("format", f"checkpointd.{kind}", 2), f"{path}: format")
     return found
 
 
@@ -95,7 +95,7 @@ def read_index(folder: Path, vote: dict[str, Any]) -> dict[str, Any]:
     data = (folder / ref["name"]).read_bytes()
     check((digest(data), len(data)) == (ref["digest"], ref["size"]), ref["name"])
     index: dict[str, Any] = msgspec.msgpack.decode(data)
-    check((index["format"], index["version"]) == ("checkpointd.index", 1), ref["name"])
+    check((index["format"], index["version"]) == ("checkpointd.index", 2), ref["name"])
     for name in ("tag", "attempt", "rank", "world_size", "step"):
         check(index[name] == vote[name], f"{ref['name']}: {name}")
     check(len(index["tensors"]) == vote["tensors"], "number of tensors")

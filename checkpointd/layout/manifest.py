@@ -22,7 +22,7 @@ from checkpointd.layout.boxes import Box
 from checkpointd.layout.keys import WORLD_SIZE_MAX, index_rank
 from checkpointd.layout.save_timings import Cost, PhaseSeconds
 
-VERSION = 1
+VERSION = 2
 
 CHUNK_BYTES_MAX = (1 << 30) + (1 << 23)
 """The largest chunk, raw or stored: 1 GiB and the bytes that a codec may add."""

@@ -1,4 +1,4 @@
-"""The roots in tests/golden/format-1: read by this release, and by a reader that knows nothing but docs/FORMAT.md."""
+"""The roots in tests/golden/format-2: read by this release, and by a reader that knows nothing but docs/FORMAT.md."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from tests import format_reader
 from tests.golden.describe import describe
 
 ROOT = Path(__file__).parents[2]
-GOLDEN = ROOT / "tests" / "golden" / "format-1"
+GOLDEN = ROOT / "tests" / "golden" / "format-2"
 SOLO = ["solo-none", "solo-zstd", "solo-planes"]
 FILES = "files/.checkpointd"
 SHARDS = [

@@ -153,7 +153,7 @@ def test_what_is_encoded_is_decoded(obj: SmallObject) -> None:
 def test_format_stands_first_and_the_checksum_last_on_a_line_of_its_own(obj: SmallObject) -> None:
     lines = encode(obj).decode().split("\n")
     assert re.fullmatch(r'  "format": "checkpointd\.[a-z-]+",', lines[1])
-    assert lines[2] == '  "version": 1,'
+    assert lines[2] == '  "version": 2,'
     assert re.fullmatch(r'  "checksum": "[0-9a-f]{32}"', lines[-3])
     assert lines[-2:] == ["}", ""]
 
@@ -202,9 +202,9 @@ def test_an_object_of_another_kind_is_refused_by_name() -> None:
         decode(encode(VOTE), Outcome, KEY)
 
 
-@pytest.mark.parametrize("version", [0, 2, 1 << 70])
+@pytest.mark.parametrize("version", [0, 1, 3, 1 << 70])
 def test_an_unknown_version_is_refused_with_what_to_do(version: int) -> None:
-    with pytest.raises(FormatError, match=f"has format version {version}, and this release reads version 1: read it with"):
+    with pytest.raises(FormatError, match=f"has format version {version}, and this release reads version 2: read it with"):
         decode(edited(encode(VOTE), version=version), Vote, KEY)
 
 
