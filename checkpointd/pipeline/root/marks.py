@@ -8,6 +8,8 @@ Invariants
       mark condemns them.
   MARK-4  Before a collector treats the references of a removed or aborted attempt as gone, it makes the mark or the outcome
       durable. Otherwise a power cut could bring back a checkpoint whose chunks are gone.
+  MARK-5  The marks of an attempt are numbered without a gap. Mark n+1 is put only beside mark n. They are the last objects of
+      the attempt to go, the greatest first. So the mark that counts is found by its name, without a listing.
 """
 
 from __future__ import annotations
@@ -56,6 +58,20 @@ async def standing_mark(store: Store, prefix: str, names: Iterable[str]) -> Dele
         return None
     key = f"{prefix}/{mark_name(last)}"
     return decode(await store.get(key), Deleted, key)
+
+
+async def greatest_mark(store: Store, prefix: str) -> Deleted | None:
+    """The same, found by a few looks at names (MARK-5), however many objects the attempt has."""
+    if await store.stat(f"{prefix}/{DELETED}") is None:
+        return None
+    there, absent = 0, 1
+    while await store.stat(f"{prefix}/{mark_name(absent)}") is not None:
+        there, absent = absent, 2 * absent
+    while absent - there > 1:
+        middle = (there + absent) // 2
+        found = await store.stat(f"{prefix}/{mark_name(middle)}") is not None
+        there, absent = (middle, absent) if found else (there, middle)
+    return await standing_mark(store, prefix, [mark_name(there)])
 
 
 def _last_mark(names: Iterable[str]) -> int | None:

@@ -25,13 +25,13 @@ from checkpointd.commit.facts import Order
 from checkpointd.config import LoadConfig
 from checkpointd.errors import CheckpointdError, DamagedError, FormatError, NotFoundError
 from checkpointd.layout import tree
-from checkpointd.layout.keys import DAMAGED, OUTCOME, mark_number
+from checkpointd.layout.keys import DAMAGED, OUTCOME
 from checkpointd.layout.manifest import Chunk, Index, ObjectRef, PlanTensor, TensorEntry, Trained
 from checkpointd.pipeline.read.chunks import read_chunks
 from checkpointd.pipeline.read.index import chunk_starts, read_index
 from checkpointd.pipeline.read.plan import ChunkRead
 from checkpointd.pipeline.root import catalog
-from checkpointd.pipeline.root.marks import standing_mark
+from checkpointd.pipeline.root.marks import greatest_mark
 from checkpointd.pipeline.shard import AttemptInfo, ShardTensor
 from checkpointd.pipeline.workers import aside
 from checkpointd.store.base import Store
@@ -162,17 +162,17 @@ async def damaged(store: Store, prefix: str, index: Index, config: LoadConfig, o
 
 
 async def _fault(store: Store, prefix: str, refs: Iterable[ObjectRef]) -> str | None:
-    sizes = {entry.name: entry.size for entry in await store.list(prefix)}
-    if OUTCOME not in sizes:
+    """Why `refs`, objects of the attempt `prefix`, may not be referred to. Looks at them alone, whatever the number of ranks.
+
+    The marks come first: if they are gone, they went last (MARK-5), so the objects are seen to be gone, too.
+    """
+    mark = await greatest_mark(store, prefix)
+    if await store.stat(f"{prefix}/{OUTCOME}") is None:
         return f"{prefix} has no outcome any more"
-    kept: frozenset[str] | None = None
-    if any(mark_number(name) is not None for name in sizes):
-        mark = await standing_mark(store, prefix, sizes)
-        kept = frozenset(mark.kept if mark is not None else ())
     for ref in refs:
-        if sizes.get(ref.name) != ref.size:
+        if await store.stat(ref.key("")) != ref.size:
             return f"{ref.key('')} is gone"
-        if kept is not None and ref.name not in kept:
+        if mark is not None and ref.name not in mark.kept:
             return f"{ref.key('')} is being removed"
     return None
 

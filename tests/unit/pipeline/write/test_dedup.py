@@ -24,7 +24,7 @@ from checkpointd.pipeline.root.marks import condemn
 from checkpointd.pipeline.shard import AttemptInfo
 from checkpointd.pipeline.write import dedup, persist, write_objects
 from checkpointd.pipeline.write.encode import Encoded
-from checkpointd.store.base import Store
+from checkpointd.store.base import Entry, Store
 from checkpointd.store.memory import MemoryStore
 from checkpointd.store.posix.store import PosixStore
 from tests.builders import Arrays, load_arrays, objects, phases, save_checkpoint
@@ -215,6 +215,70 @@ async def test_dedup_3_what_is_condemned_is_written_anew(
     assert "writes everything anew" in caplog.text
     assert not any(ref.held_by for ref in (await index_at(store, 2)).objects)
     assert await load_arrays(store, "global_step2", 0) == as_bytes(frozen(2))
+
+
+class CountingStore(MemoryStore):
+    """Counts the objects whose size was asked for, by name or in a listing."""
+
+    looks = 0
+
+    async def stat(self, key: str) -> int | None:
+        self.looks += 1
+        return await super().stat(key)
+
+    async def list(self, prefix: str) -> list[Entry]:
+        entries = await super().list(prefix)
+        self.looks += len(entries)
+        return entries
+
+
+async def looks_at_references(world_size: int) -> int:
+    store = CountingStore()
+    for step in (1, 2):
+        attempts = await save_checkpoint(
+            store, tag=f"global_step{step}", world_size=world_size, tensors=lambda _: frozen(1), dedup=True
+        )
+        assert phases(attempts) == [Phase.COMMITTED] * world_size
+    index = await index_at(store, 2)
+    assert len([ref for ref in index.objects if ref.held_by]) == 1
+    store.looks = 0
+    assert await dedup.lost(store, index) is None
+    return store.looks
+
+
+async def test_dedup_3_the_look_at_references_costs_a_rank_the_same_whatever_the_number_of_ranks() -> None:
+    assert await looks_at_references(2) == await looks_at_references(64) == 3  # the mark, the outcome, the object
+
+
+@pytest.mark.parametrize("gone", ["outcome", "object", "size"])
+async def test_dedup_3_what_is_gone_or_has_another_size_is_not_referred_to(gone: str) -> None:
+    store = MemoryStore()
+    for step in (1, 2):
+        await saved(store, step, frozen(1))
+    index = await index_at(store, 2)
+    [key] = dedup.referred(index)
+    if gone == "size":
+        await store.put(key, b"other")
+    else:
+        await store.delete(key if gone == "object" else "global_step1/00000001-0/outcome")
+    assert "global_step1/00000001-0" in (await dedup.lost(store, index) or "")
+
+
+@pytest.mark.parametrize("later", [0, 1, 2, 3, 4, 7, 8])
+async def test_dedup_3_the_greatest_mark_counts(later: int) -> None:
+    """Each mark keeps an object less; the one that is referred to goes with the last mark."""
+    store, prefix = MemoryStore(), "global_step1/00000001-0"
+    for step in (1, 2):
+        await saved(store, step, frozen(1))
+    index = await index_at(store, 2)
+    [referred] = dedup.referred(index)
+    others = [f"{prefix}/{rank:05d}-0.chunks" for rank in range(1, later + 1)]
+    for key in others:
+        await store.put(key, b"another rank's")
+    for number in range(later + 1):
+        assert await dedup.lost(store, index) is None
+        await condemn(store, prefix, "the test", frozenset([*others[number:], *([referred] if number < later else [])]))
+    assert await dedup.lost(store, index) == f"{referred} is being removed"
 
 
 async def test_a_damaged_chunk_is_found_in_every_checkpoint_that_refers_to_it(tmp_path: Path) -> None:
