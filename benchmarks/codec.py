@@ -1,23 +1,28 @@
-"""Ratio and speed of each codec on one core, on weights that were really trained and on made-up ones.
+"""Ratio and speed of the codecs on one core, beside zstd and zipnn, on weights that were really trained and on made-up ones.
 
-    python benchmarks/codec.py [--steps 150] [--repeat 7] [--chunk-mib 4]
+    python benchmarks/codec.py [--steps 150] [--repeat 7] [--chunk-mib 4] [--made-up]
 
 Trains a small byte-level language model on the standard library's own sources with AdamW, then encodes and decodes its weights
-and moments chunk by chunk, each line the median of the repeats. Speeds are raw GB (1e9 bytes) per second. Needs torch.
+and moments chunk by chunk. All systems take turns in one run, in a new order for each repeat, and each figure is the median of
+the repeats. Speeds are raw GB (1e9 bytes) per second of processor time, so other load and a peer's threads do not count. Needs
+torch. zipnn is measured if it is installed; the environment of `compare.py` has it.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import statistics
 import sysconfig
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+import zstandard
 from numpy.typing import NDArray
 from torch import nn
 
@@ -26,6 +31,25 @@ from checkpointd.codec.checksum import xxh3_64, xxh3_128
 
 Bytes = NDArray[np.uint8]
 CONTEXT, WIDTH, BATCH = 32, 384, 64
+GOALS = {"trained weights bf16": 1.50, "trained weights fp32": 1.19}
+"""Raw size over stored size, at ENCODE_GOAL."""
+ENCODE_GOAL = 1.0
+"""GB/s of one core."""
+SAME = 1.005
+"""Stored sizes that differ by no more count as the same. checkpointd is then ahead if it is faster."""
+
+
+# --- states -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class State:
+    """The bytes of a state, all its tensors back to back."""
+
+    name: str
+    raw: Bytes
+    element: ElementType
+    dtype: str
 
 
 class Model(nn.Module):
@@ -47,113 +71,230 @@ class Model(nn.Module):
         return logits
 
 
-def train(steps: int) -> tuple[Model, torch.optim.AdamW]:
-    """A model and its optimizer after `steps` steps; says how the loss went."""
-    torch.manual_seed(0)
-    sources = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-    text = torch.frombuffer(bytearray(b"".join(path.read_bytes() for path in sources)), dtype=torch.uint8).long()
-    model = Model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    losses = []
-    for _ in range(steps):
-        starts = torch.randint(len(text) - CONTEXT - 1, (BATCH,))
-        batch = torch.stack([text[start : start + CONTEXT + 1] for start in starts])
-        loss = nn.functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    print(f"trained {sum(p.numel() for p in model.parameters()):,} parameters for {steps} steps: "
-          f"loss {losses[0]:.2f} -> {statistics.mean(losses[-10:]):.2f}")  # fmt: skip
-    return model, optimizer
+class Training:
+    """A model in training on the standard library's sources."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        torch.set_num_threads(1)  # threads that wait for a busy core cost more than they give
+        sources = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+        self._text = torch.frombuffer(bytearray(b"".join(path.read_bytes() for path in sources)), dtype=torch.uint8).long()
+        self.model = Model()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+
+    def run(self, steps: int) -> None:
+        """Take `steps` steps, and say how the loss went."""
+        losses = []
+        for _ in range(steps):
+            starts = torch.randint(len(self._text) - CONTEXT - 1, (BATCH,))
+            batch = torch.stack([self._text[start : start + CONTEXT + 1] for start in starts])
+            loss = nn.functional.cross_entropy(self.model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+            losses.append(loss.item())
+        print(f"trained {self.weights().numel():,} parameters for {steps} steps: "
+              f"loss {losses[0]:.2f} -> {statistics.mean(losses[-10:]):.2f}", flush=True)  # fmt: skip
+
+    def weights(self) -> torch.Tensor:
+        """All weights, float32."""
+        return torch.cat([parameter.detach().flatten() for parameter in self.model.parameters()])
+
+    def moment(self, name: str) -> torch.Tensor:
+        """The optimizer's `exp_avg` or `exp_avg_sq` of all weights."""
+        return torch.cat([state[name].flatten() for state in self.optimizer.state.values()])
 
 
-def trained_states(steps: int) -> Iterator[tuple[str, Bytes, ElementType]]:
-    """Name, bytes, element of each part of a mixed-precision state, all its tensors back to back."""
-    model, optimizer = train(steps)
-    weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-    yield "trained weights bf16", as_bytes(weights.bfloat16()), ElementType(2, "float")
-    yield "trained weights fp16", as_bytes(weights.half()), ElementType(2, "float")
-    yield "trained weights fp32", as_bytes(weights), ElementType(4, "float")
+def trained_states(training: Training) -> Iterator[State]:
+    """The parts of a mixed-precision state."""
+    weights = training.weights()
+    yield state("trained weights bf16", weights.bfloat16())
+    yield state("trained weights fp16", weights.half())
+    yield state("trained weights fp32", weights)
     for moment in ("exp_avg", "exp_avg_sq"):
-        values = torch.cat([state[moment].flatten() for state in optimizer.state.values()])
-        yield f"trained {moment} fp32", as_bytes(values), ElementType(4, "float")
-    yield "fp32 made from bf16", as_bytes(weights.bfloat16().float()), ElementType(4, "float")
+        yield state(f"trained {moment} fp32", training.moment(moment))
 
 
-def made_up_states() -> Iterator[tuple[str, Bytes, ElementType]]:
-    """The same for values that need no training."""
+def made_up_states() -> Iterator[State]:
+    """Values that need no training."""
     normal = torch.randn(8 << 20, generator=torch.Generator().manual_seed(1)) * 0.02
-    yield "normal bf16", as_bytes(normal.bfloat16()), ElementType(2, "float")
-    yield "normal fp32", as_bytes(normal), ElementType(4, "float")
-    double = torch.randn(2 << 20, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    yield "normal fp64", as_bytes(double), ElementType(8, "float")
-    yield "token ids int64", as_bytes(torch.randint(50_000, (2 << 20,))), ElementType(8, "other")
-    yield "zeros fp32", as_bytes(torch.zeros(8 << 20)), ElementType(4, "float")
-    yield "noise", as_bytes(torch.randint(256, (32 << 20,), dtype=torch.uint8)), ElementType(4, "float")
+    yield state("normal bf16", normal.bfloat16())
+    yield state("normal fp32", normal)
+    yield state("fp32 made from bf16", normal.bfloat16().float())
+    yield state("normal fp64", torch.randn(2 << 20, generator=torch.Generator().manual_seed(1), dtype=torch.float64))
+    yield state("token ids int64", torch.randint(50_000, (2 << 20,)))
+    yield state("zeros fp32", torch.zeros(8 << 20))
+    yield state("noise fp32", torch.randint(256, (32 << 20,), dtype=torch.uint8).view(torch.float32))
 
 
-def as_bytes(tensor: torch.Tensor) -> Bytes:
-    """The tensor's bytes, as an array that shares its memory."""
-    array: Bytes = tensor.contiguous().view(torch.uint8).numpy()
-    return array
+def state(name: str, tensor: torch.Tensor) -> State:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    raw: Bytes = tensor.contiguous().view(torch.uint8).numpy()
+    return State(name, raw, ElementType.of_dtype(dtype), dtype)
 
 
-def seconds(work: Callable[[], Any], repeat: int) -> float:
-    """The median of `repeat` runs after one to warm up."""
-    work()
-    runs = []
-    for _ in range(repeat):
-        start = time.perf_counter()
-        work()
-        runs.append(time.perf_counter() - start)
-    return statistics.median(runs)
+# --- systems ------------------------------------------------------------------------------------------------------
 
 
-def measure(name: str, raw: Bytes, element: ElementType, codec: str, chunk_size: int, repeat: int) -> str:
-    """One line of the table; checks that every byte comes back."""
-    chunks = [raw[start : start + chunk_size] for start in range(0, raw.size, chunk_size)]
-    slots = [np.zeros(stored_size_max(chunk.size), dtype=np.uint8) for chunk in chunks]
-    back = np.zeros_like(raw)
-    backs = [back[start : start + chunk_size] for start in range(0, raw.size, chunk_size)]
+class System(Protocol):
+    """A way to encode and decode one chunk. Each call of `encode` gets a chunk of its own, which it may change."""
 
-    def encode_all() -> list[memoryview]:
-        return [
-            encode(chunk, codec=codec, itemsize=element.itemsize, kind=element.kind, out=slot)
-            for chunk, slot in zip(chunks, slots, strict=True)
-        ]
+    name: str
 
-    stored = encode_all()
+    def encode(self, chunk: bytearray) -> Any: ...
 
-    def decode_all() -> None:
-        for part, out in zip(stored, backs, strict=True):
-            decode(part, codec=codec, raw_size=out.size, out=out)
+    def decode(self, stored: Any, raw_size: int) -> Any: ...
 
-    encode_s, decode_s = seconds(encode_all, repeat), seconds(decode_all, repeat)
-    if not np.array_equal(back, raw):
-        raise SystemExit(f"{name}: {codec} did not give back what it was given")
-    ratio = sum(part.nbytes for part in stored) / raw.size
-    estimate = {"zstd": "zstd", "planes": "planes"}.get(codec)
-    sampled = getattr(sample(raw, element), estimate) if estimate else 1.0
-    speeds = f"{raw.size / encode_s / 1e9:>7.2f} {raw.size / decode_s / 1e9:>7.2f}"
-    return f"{name:<24} {raw.size / 2**20:>6.1f} {codec:<7} {ratio:>7.4f} {sampled:>8.4f} {speeds}"
+
+class Ours:
+    """checkpointd's codec `planes`."""
+
+    name = "planes"
+
+    def __init__(self, chosen: State, chunk_size: int) -> None:
+        self._element = chosen.element
+        self._out = np.zeros(chunk_size, np.uint8)
+        self._room = np.zeros(stored_size_max(chunk_size), np.uint8)
+
+    def encode(self, chunk: bytearray) -> bytes:
+        element = self._element
+        stored = encode(chunk, codec="planes", itemsize=element.itemsize, kind=element.kind, out=self._room)
+        return bytes(stored)
+
+    def decode(self, stored: bytes, raw_size: int) -> Bytes:
+        decode(stored, codec="planes", raw_size=raw_size, out=self._out)
+        return self._out[:raw_size]
+
+
+class Zstd:
+    """Plain zstd at a level."""
+
+    def __init__(self, level: int) -> None:
+        self.name, self._level = f"zstd {level}", level
+
+    def encode(self, chunk: bytearray) -> bytes:
+        return zstandard.ZstdCompressor(level=self._level).compress(chunk)
+
+    def decode(self, stored: bytes, raw_size: int) -> bytes:
+        return zstandard.ZstdDecompressor().decompress(stored, max_output_size=raw_size)
+
+
+class ZipNN:
+    """zipnn with one thread."""
+
+    name = "zipnn"
+    DTYPES = ("bfloat16", "float16", "float32")
+
+    def __init__(self, dtype: str) -> None:
+        from zipnn import ZipNN as Compressor
+
+        self._compressor = Compressor(input_format="byte", bytearray_dtype=dtype, threads=1)
+
+    def encode(self, chunk: bytearray) -> bytes:
+        return bytes(self._compressor.compress(chunk))
+
+    def decode(self, stored: bytes, raw_size: int) -> bytearray:
+        found: bytearray = self._compressor.decompress(stored)
+        return found
+
+
+def systems(chosen: State, chunk_size: int) -> list[System]:
+    found: list[System] = [Ours(chosen, chunk_size), Zstd(1), Zstd(3)]
+    if chosen.dtype in ZipNN.DTYPES:
+        try:
+            found.append(ZipNN(chosen.dtype))
+        except ImportError:
+            print("zipnn is not installed, so it is left out")
+    return found
+
+
+# --- measuring ----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Figures:
+    """What one system gave on one state."""
+
+    stored: int = 0
+    encode_s: list[float] = field(default_factory=list)
+    decode_s: list[float] = field(default_factory=list)
+
+
+def measure(chosen: State, chunk_size: int, repeat: int) -> dict[str, Figures]:
+    """All systems on one state, in turns. Checks that every byte comes back."""
+    chunks = [chosen.raw[start : start + chunk_size] for start in range(0, chosen.raw.size, chunk_size)]
+    entered = systems(chosen, chunk_size)
+    figures = {system.name: Figures() for system in entered}
+    for number in range(repeat + 1):  # the first is to warm up
+        for system in random.sample(entered, len(entered)):
+            found = figures[system.name]
+            took, stored = timed(lambda chunk, system=system: system.encode(chunk), [bytearray(c) for c in chunks])
+            back_took, backs = timed(lambda pair, system=system: bytes(system.decode(*pair)), [
+                (one, chunk.size) for one, chunk in zip(stored, chunks, strict=True)
+            ])  # fmt: skip
+            if b"".join(backs) != chosen.raw.tobytes():
+                raise SystemExit(f"{chosen.name}: {system.name} did not give back what it was given")
+            found.stored = sum(len(one) for one in stored)
+            if number:
+                found.encode_s.append(took)
+                found.decode_s.append(back_took)
+    return figures
+
+
+def timed(work: Callable[[Any], Any], items: list[Any]) -> tuple[float, list[Any]]:
+    """Processor seconds of `work` on each of `items`, and its results."""
+    began = time.process_time()
+    results = [work(item) for item in items]
+    return time.process_time() - began, results
+
+
+def line(chosen: State, name: str, found: Figures) -> str:
+    size, ratio = chosen.raw.size, chosen.raw.size / found.stored
+    sampled = f"{1 / sample(chosen.raw, chosen.element).planes:.3f}" if name == "planes" else ""
+    speeds = (size / statistics.median(seconds) / 1e9 for seconds in (found.encode_s, found.decode_s))
+    shown = " ".join(f"{speed:>7.2f}" for speed in speeds)
+    return f"{chosen.name:<24} {size / 2**20:>6.1f} {name:<7} {found.stored / size:>7.4f} {ratio:>8.3f} {sampled:>8} {shown}"
+
+
+def verdict(chosen: State, figures: dict[str, Figures]) -> str:
+    """Whether the goal of `chosen` is met, in one line."""
+    size, ours = chosen.raw.size, figures["planes"]
+    ratio, speed = size / ours.stored, size / statistics.median(ours.encode_s) / 1e9
+    ahead = all(
+        ours.stored <= SAME * peer.stored and statistics.median(ours.encode_s) <= statistics.median(peer.encode_s)
+        for name, peer in figures.items()
+        if name != "planes"
+    )
+    met = ratio >= GOALS[chosen.name] and speed >= ENCODE_GOAL and ahead
+    return (
+        f"{'met' if met else 'MISSED'}: {chosen.name}: ratio {ratio:.2f} (goal {GOALS[chosen.name]:.2f}) at {speed:.2f} GB/s "
+        f"(goal {ENCODE_GOAL:.1f}), {'ahead of' if ahead else 'not ahead of'} {', '.join(n for n in figures if n != 'planes')}"
+    )
 
 
 def main() -> None:
-    """Print the table."""
+    """Print the table and the verdicts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=150, help="training steps (default 150)")
     parser.add_argument("--repeat", type=int, default=7, help="runs of which the median counts (default 7)")
     parser.add_argument("--chunk-mib", type=int, default=4, help="size of a chunk (default 4)")
+    parser.add_argument("--made-up", action="store_true", help="measure made-up values, too")
     options = parser.parse_args()
-    states = [*trained_states(options.steps), *made_up_states()]
-    print(f"{'state':<24} {'MiB':>6} {'codec':<7} {'ratio':>7} {'sampled':>8} {'enc':>7} {'dec':>7}  GB/s, one core")
-    for name, raw, element in states:
-        for codec in ("raw", "zstd", "planes"):
-            print(measure(name, raw, element, codec, options.chunk_mib << 20, options.repeat), flush=True)
-    chunk = states[0][1][: options.chunk_mib << 20]
-    for digest in (xxh3_64, xxh3_128):
-        print(f"{digest.__name__:<24} {chunk.size / seconds(lambda: digest(chunk), options.repeat) / 1e9:.1f} GB/s")  # noqa: B023
+    chunk_size, verdicts = options.chunk_mib << 20, []
+    training = Training()
+    training.run(options.steps)
+    states = [*trained_states(training), *(made_up_states() if options.made_up else ())]
+    print(f"{'state':<24} {'MiB':>6} {'system':<7} {'stored':>7} {'ratio':>8} {'sampled':>8} {'enc':>7} {'dec':>7}  (GB/s)")
+    for chosen in states:
+        figures = measure(chosen, chunk_size, options.repeat)
+        for name, found in figures.items():
+            print(line(chosen, name, found), flush=True)
+        if chosen.name in GOALS:
+            verdicts.append(verdict(chosen, figures))
+    for name, digest in (("xxh3_64", xxh3_64), ("xxh3_128", xxh3_128)):
+        took = statistics.median(timed(digest, [states[0].raw])[0] for _ in range(options.repeat))
+        print(f"{name:<24} {states[0].raw.size / took / 1e9:.1f} GB/s")
+    print(*verdicts, sep="\n")
 
 
 if __name__ == "__main__":

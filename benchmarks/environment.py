@@ -39,7 +39,7 @@ def prepare() -> None:
 
 def _install_peers() -> None:
     _pip("torch==2.13.0")  # alone and first: nothing that comes later may choose another
-    _pip("-c", str(_PINS), "torch-checkpointing", "safetensors", "hatchling")
+    _pip("-c", str(_PINS), "torch-checkpointing", "safetensors", "hatchling", "zipnn")
 
 
 def _install_project() -> None:

@@ -106,7 +106,7 @@ PURE_MODULES = {
     *("__future__", "abc", "array", "base64", "binascii", "bisect", "collections", "copy", "dataclasses", "enum"),
     *("contextlib", "fractions", "functools", "graphlib", "hashlib", "heapq", "itertools", "json", "math", "numbers"),
     *("operator", "re", "string", "struct", "sys", "textwrap", "types", "typing", "unicodedata", "zlib"),
-    *("msgspec", "numpy", "typing_extensions", "xxhash", "zstandard"),
+    *("backports", "compression", "msgspec", "numpy", "typing_extensions", "xxhash", "zstandard"),
 }
 ENVIRONMENT_READERS = {
     "checkpointd/config.py",

@@ -27,7 +27,7 @@ GAIN_MIN = 0.10
 
 ASSUMED_PLANES_BPS = 1.0e9
 """Raw bytes per second that one thread encodes by `planes`, until a save has measured it (`benchmarks/codec.py`)."""
-ZSTD_SPEED = 0.4
+ZSTD_SPEED = 0.25
 """A lower bound for the speed of `zstd` over the speed of `planes` on one machine."""
 
 

@@ -45,7 +45,7 @@ def encode(data: Buffer, *, codec: str, itemsize: int, kind: str, out: memoryvie
     if codec == "raw" or (raw.size == 0 and codec in CODECS):
         return _placed(raw, target)
     if codec == "zstd":
-        return _placed(np.frombuffer(zstd.compress(raw, zstd.GENERAL), dtype=np.uint8), target)
+        return _placed(np.frombuffer(zstd.general(raw), dtype=np.uint8), target)
     if codec == "planes":
         target = np.empty(stored_size_max(raw.size), dtype=np.uint8) if target is None else target
         return target[: encode_frame(raw, element, target)].data

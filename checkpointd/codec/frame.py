@@ -9,6 +9,7 @@ All integers are little-endian; `docs/format/CODECS.md` has the table. Invariant
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +17,7 @@ import numpy as np
 from checkpointd.codec import zstd
 from checkpointd.codec.buffers import Bytes
 from checkpointd.codec.element import WIDTHS, ElementType
-from checkpointd.codec.planes import merge_planes, split_plane
+from checkpointd.codec.planes import has_sign, merge_planes, split_plane
 from checkpointd.errors import CodecError
 
 VERSION = 1
@@ -29,8 +30,10 @@ _PLANE = struct.Struct("<BQ")
 SAMPLE_RUNS, SAMPLE_BYTES = 3, 16 << 10
 """A plane is sampled in this many runs of this many bytes to learn whether zstd is worth its time."""
 SAMPLE_RATIO_MAX = 0.95
-"""A plane is stored raw, at the cost of a copy, if zstd saves less than a twentieth of its sample. The lowest plane of Adam's
-exp_avg_sq, whose sign bit is always 0, is just worth it: it saves an eighth."""
+"""A plane is stored raw, at the cost of a copy, if Huffman coding saves less than a twentieth of its sample."""
+REPEATS_RATIO_MAX = 0.2
+"""Huffman codes have at least one bit, an eighth of a byte. Only where a sample comes near that can a search for repeats save
+more."""
 
 
 def header_size(itemsize: int) -> int:
@@ -43,9 +46,10 @@ def encode_frame(raw: Bytes, element: ElementType, out: Bytes) -> int:
 
     Each plane is split in place in `out`; if zstd shrinks it, its compressed form replaces it there.
     """
-    width, rotation = element.itemsize, element.rotation
+    width = element.itemsize
     count = raw.size // width
     elements = raw[: count * width]
+    rotation = element.rotation if has_sign(elements, itemsize=width) else 0
     position = header_size(width)
     table: list[tuple[int, int]] = []
     for index in reversed(range(width)):
@@ -62,21 +66,31 @@ def encode_frame(raw: Bytes, element: ElementType, out: Bytes) -> int:
 
 def _pack(plane: Bytes) -> tuple[int, int]:
     """Compress `plane` in place if that is worth it. Returns its method and stored length."""
-    if plane.size and _is_compressible(plane):
-        packed = zstd.compress(plane, zstd.ENTROPY)
-        if len(packed) < plane.size:
-            plane[: len(packed)] = np.frombuffer(packed, dtype=np.uint8)
-            return ZSTD, len(packed)
-    return RAW, plane.size
+    compress = _compressor(_sample(plane)) if plane.size else None
+    packed = compress(plane) if compress else b""
+    if compress is None or len(packed) >= plane.size:
+        return RAW, plane.size
+    plane[: len(packed)] = np.frombuffer(packed, dtype=np.uint8)
+    return ZSTD, len(packed)
 
 
-def _is_compressible(plane: Bytes) -> bool:
+def _compressor(taken: Bytes) -> Callable[[Bytes], bytes] | None:
+    """How to compress the plane from which the sample was `taken`; None: not at all."""
+    packed = len(zstd.huffman(taken))
+    if packed > SAMPLE_RATIO_MAX * taken.size:
+        return None
+    if packed <= REPEATS_RATIO_MAX * taken.size and len(zstd.general(taken)) < packed:
+        return zstd.general
+    return zstd.huffman
+
+
+def _sample(plane: Bytes) -> Bytes:
+    """Some runs of `plane`, spread evenly; all of it if it is not larger than those."""
     stride = plane.size // SAMPLE_RUNS
     if stride <= SAMPLE_BYTES:
-        return True  # as small as its sample: trying costs no more
+        return plane
     runs = plane[: SAMPLE_RUNS * stride].reshape(SAMPLE_RUNS, stride)[:, :SAMPLE_BYTES]
-    taken = np.frombuffer(runs.tobytes(), dtype=np.uint8)
-    return len(zstd.compress(taken, zstd.ENTROPY)) <= SAMPLE_RATIO_MAX * taken.size
+    return np.frombuffer(runs.tobytes(), dtype=np.uint8)
 
 
 @dataclass(frozen=True, slots=True)

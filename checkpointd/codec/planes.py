@@ -1,8 +1,11 @@
 """Elements <-> byte planes: plane i holds byte i of every element, 0 the least significant, after a rotation.
 
 For floats, rotating left by one bit moves the sign to the end, so the exponent begins at the top byte. The top plane then has
-few different values, which zstd compresses well. The numpy calls take whole arrays on purpose: each call gives up the GIL once
-and may wait up to 5 ms to get it back from a trainer that computes in Python, so a loop over small blocks would be far slower.
+few different values, which zstd compresses well. Floats without a negative one among them, such as Adam's exp_avg_sq, are not
+rotated: then only the top plane is compressible, and not a second one whose last bit is always 0.
+
+The numpy calls take whole arrays on purpose: each call gives up the GIL once and may wait up to 5 ms to get it back from a
+trainer that computes in Python, so a loop over small blocks would be far slower.
 """
 
 from __future__ import annotations
@@ -17,6 +20,12 @@ from checkpointd.codec.buffers import Bytes
 
 # Elements merged at once. This bounds the temporary array to 1 MiB without loss of speed.
 _MERGE_ELEMENTS = 1 << 17
+
+
+def has_sign(elements: Bytes, *, itemsize: int) -> bool:
+    """Whether the top bit of any of `elements` (n * itemsize bytes) is set."""
+    words = elements.view(f"<i{itemsize}")
+    return bool(words.size and words.min() < 0)
 
 
 def split_plane(elements: Bytes, *, itemsize: int, index: int, rotation: int, out: Bytes) -> None:

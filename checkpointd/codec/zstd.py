@@ -1,9 +1,13 @@
 """One zstd frame <-> bytes of a known size, in bounded memory.
 
-Compressor objects are not thread-safe and take only 8 microseconds to make, so each call makes its own.
+Compressor objects are not thread-safe and take only microseconds to make, so each call makes its own. Two bindings of one
+library are in use, because each lacks something. `zstandard` decompresses into memory of exactly the content's size. Only
+Python's own binding (`backports.zstd` before Python 3.14) sets the parameter that `huffman` needs.
 """
 
 from __future__ import annotations
+
+import sys
 
 import numpy as np
 import zstandard
@@ -11,14 +15,25 @@ import zstandard
 from checkpointd.codec.buffers import Bytes
 from checkpointd.errors import CodecError
 
-GENERAL = zstandard.ZstdCompressionParameters.from_level(1)
-"""For any bytes: it looks for repeats."""
+if sys.version_info >= (3, 14):
+    from compression.zstd import CompressionParameter, ZstdCompressor
+else:
+    from backports.zstd import CompressionParameter, ZstdCompressor
 
-ENTROPY = zstandard.ZstdCompressionParameters.from_level(
-    1, strategy=zstandard.STRATEGY_FAST, min_match=7, hash_log=6, chain_log=6, window_log=17
-)
-"""For byte planes. With such small tables zstd finds hardly any matches, and Huffman coding does the work. On exponents it is
-2.5 times as fast as GENERAL and gives smaller results, because short matches disturb the statistics of the literals."""
+_LITERAL_COMPRESSION_MODE, _ENABLED = 1002, 1
+"""ZSTD_c_literalCompressionMode of zstd.h, by its number, since the binding has no name for it."""
+
+_GENERAL = zstandard.ZstdCompressionParameters.from_level(1)
+_HUFFMAN: dict[int, int] = {
+    CompressionParameter.compression_level: -400,
+    CompressionParameter.min_match: 7,
+    CompressionParameter.window_log: 17,
+    CompressionParameter.hash_log: 6,
+    CompressionParameter.chain_log: 6,
+    _LITERAL_COMPRESSION_MODE: _ENABLED,
+}
+"""A very negative level hardly looks for matches. By itself it would also leave out Huffman coding, which does the work here.
+The small window and tables keep a compressor's memory in the processor's cache."""
 
 WINDOW_MAX = 8 << 20
 """The largest window in bytes that a reader must accept. This reader accepts no larger one (RFC 8878 recommends the same)."""
@@ -26,9 +41,20 @@ WINDOW_MAX = 8 << 20
 _MAGIC = b"\x28\xb5\x2f\xfd"
 
 
-def compress(data: Bytes, params: zstandard.ZstdCompressionParameters) -> bytes:
-    """`data`, at least one byte, as one frame that carries its content size and no checksum."""
-    return zstandard.ZstdCompressor(compression_params=params).compress(data.data)
+def general(data: Bytes) -> bytes:
+    """`data`, at least one byte, as one frame that carries its content size and no checksum. It looks for repeats."""
+    return zstandard.ZstdCompressor(compression_params=_GENERAL).compress(data.data)
+
+
+def huffman(data: Bytes) -> bytes:
+    """The same for byte planes: Huffman coding alone, but for long repeats.
+
+    On exponents it is three times as fast as `general`, and its frames are smaller, because short matches disturb the
+    statistics of the literals.
+    """
+    compressor = ZstdCompressor(options=_HUFFMAN)
+    compressor.set_pledged_input_size(data.size)
+    return compressor.compress(data.data, ZstdCompressor.FLUSH_FRAME)
 
 
 def decompress(frame: Bytes, raw_size: int) -> Bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import re
+import sys
 from functools import partial
 from importlib import metadata
 from typing import Final
@@ -12,7 +13,8 @@ from typing import Final
 from checkpointd import __version__
 from checkpointd.doctor.finding import Diagnosis, Finding
 
-LIBRARIES: Final = ("click", "msgspec", "numpy", "rich", "uvloop", "xxhash", "zstandard")
+_ZSTD: Final = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
+LIBRARIES: Final = (_ZSTD, "click", "msgspec", "numpy", "rich", "uvloop", "xxhash", "zstandard")
 SERVE: Final = ("aiohttp", "prometheus_client", "psutil")
 TORCH_LEAST: Final = (2, 6)
 _XXH3_64_OF_NOTHING: Final = 0x2D06800538D394C2

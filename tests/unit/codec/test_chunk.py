@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from checkpointd.codec import CODECS, decode, encode, stored_size_max
 from checkpointd.codec.buffers import Buffer, byte_view
 from checkpointd.codec.checksum import xxh3_64, xxh3_128
-from checkpointd.codec.zstd import GENERAL, compress, decompress
+from checkpointd.codec.zstd import decompress, general, huffman
 from checkpointd.errors import CodecError
 
 ELEMENTS = [(width, kind) for width in (1, 2, 4, 8) for kind in ("float", "other")]
@@ -91,6 +91,27 @@ def test_mantissa_planes_of_zeros_are_compressed_too() -> None:
     from_bfloat16 = weights(1 << 18).view("<u4") & 0xFFFF0000
     stored = encode(from_bfloat16, codec="planes", itemsize=4, kind="float")
     assert stored.nbytes < 0.4 * from_bfloat16.nbytes
+
+
+def plane_methods(stored: memoryview, width: int) -> list[int]:
+    """How each plane of the frame is stored, the most significant first."""
+    return list(bytes(stored)[12 : 12 + 9 * width : 9])
+
+
+def test_floats_without_a_negative_one_have_one_compressible_plane_and_lose_nothing() -> None:
+    values = weights(1 << 18)
+    stored = encode(values, codec="planes", itemsize=4, kind="float")
+    positive = encode(np.abs(values), codec="planes", itemsize=4, kind="float")
+    assert (stored[2], plane_methods(stored, 4)) == (1, [1, 0, 0, 0])
+    assert (positive[2], plane_methods(positive, 4)) == (0, [1, 0, 0, 0])
+    assert positive.nbytes < stored.nbytes - 0.02 * values.nbytes  # nearly a bit for each sign
+    assert round_trip(np.abs(values), "planes", 4, "float") == np.abs(values).tobytes()
+
+
+def test_planes_full_of_repeats_are_searched_for_them() -> None:
+    mostly_zero = np.where(np.random.default_rng(1).random(1 << 18) < 0.01, 7, 0).astype(np.uint8)
+    stored = encode(mostly_zero, codec="planes", itemsize=1, kind="other")
+    assert stored.nbytes < mostly_zero.nbytes / 16 < len(huffman(mostly_zero))
 
 
 def test_incompressible_bytes_grow_by_the_header_alone() -> None:
@@ -170,11 +191,12 @@ def test_threads_do_not_disturb_each_other(codec: str) -> None:
 
 
 WORK = weights(1 << 20)
-FRAME = np.frombuffer(compress(WORK.view(np.uint8), GENERAL), dtype=np.uint8)
+FRAME = np.frombuffer(general(WORK.view(np.uint8)), dtype=np.uint8)
 ROOM = np.empty(stored_size_max(WORK.nbytes), dtype=np.uint8)
 PLANES = bytes(encode(WORK, codec="planes", itemsize=4, kind="float"))
 HEAVY: dict[str, Callable[[], object]] = {
-    "zstd.compress": lambda: compress(WORK.view(np.uint8), GENERAL),
+    "zstd.general": lambda: general(WORK.view(np.uint8)),
+    "zstd.huffman": lambda: huffman(WORK.view(np.uint8)),
     "zstd.decompress": lambda: decompress(FRAME, WORK.nbytes),
     "encode": lambda: encode(WORK, codec="planes", itemsize=4, kind="float", out=ROOM),
     "decode": lambda: decode(PLANES, codec="planes", raw_size=WORK.nbytes, out=ROOM),

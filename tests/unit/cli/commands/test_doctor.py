@@ -139,7 +139,7 @@ def test_torch_is_not_imported(root: Path) -> None:
     assert json.loads(done.stdout)["fit"] is True
 
 
-@pytest.mark.parametrize("name", ["zstandard", "xxhash", "numpy", "uvloop"])
+@pytest.mark.parametrize("name", ["backports.zstd", "zstandard", "xxhash", "numpy", "uvloop"])
 def test_a_library_that_cannot_be_loaded_is_named(root: Path, name: str) -> None:
     """Even one without which nothing else can be examined."""
     program = f"import sys; sys.modules['{name}'] = None; from checkpointd.cli import run; sys.exit(run(sys.argv[1:]))"
