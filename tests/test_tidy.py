@@ -262,7 +262,8 @@ def dependencies_are_declared(source: Source) -> Iterator[str]:
         return
     own = {"checkpointd"} if source.part is not None else {"checkpointd", "checkpointd_client", "torch"}
     extra = "deepspeed" if source.path.startswith(DEEPSPEED) else EXTRAS.get(source.part or "")
-    allowed = declared(extra) | own | sys.stdlib_module_names
+    # `compression` is in the standard library since Python 3.14.
+    allowed = declared(extra) | own | sys.stdlib_module_names | {"compression"}
     for line, name in source.imports:
         if outside(name) not in allowed:
             yield f"{line}: {name} is not a dependency; instead: declare it in pyproject.toml, or use what is there"
