@@ -179,6 +179,8 @@ class Save:
         attempts = {rank: self._attempt(rank, partial(on_phase, rank)) for rank in present}
         works = [attempt.run(self._staged(rank, voted)) for rank, attempt in attempts.items()]
         await asyncio.gather(self._expire(list(attempts.values()), voted), *works)
+        for attempt in attempts.values():
+            await attempt._state.tidier.rest()
         return list(attempts.values())
 
     def _attempt(self, rank: int, on_phase: Callable[[Phase], None] = lambda _: None) -> Attempt:

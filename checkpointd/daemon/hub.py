@@ -24,6 +24,7 @@ from checkpointd.daemon.status.model import CheckpointStatus, PastSave, SaveStat
 from checkpointd.daemon.status.tally import Tally, took
 from checkpointd.errors import CheckpointdError
 from checkpointd.layout.manifest import ErrorReport
+from checkpointd.pipeline.gc.tidying import Tidier
 from checkpointd.pipeline.read.readback import BackgroundReadBack
 from checkpointd.store.posix.users import User
 
@@ -136,6 +137,8 @@ class Hub:
         )
         """The background readers that read back checkpoints, by root, rank and user. A reader goes on after its trainer has
         left, until all is read, and serves the next trainer, whose saves pause it."""
+        self.tidiers: weakref.WeakSet[Tidier] = weakref.WeakSet()
+        """Those that remove what saves have replaced. A removal goes on after its saves have ended."""
         self.tallies: dict[str, Tally] = {}
         """By root: counts of all ranks that this daemon knew there, including forgotten ranks."""
         self._ranks: dict[tuple[str, int], RankRecord] = {}

@@ -124,6 +124,7 @@ class Service:
                 await _ended(self._deaths)
                 await _ended(self._beside)
                 await asyncio.gather(*(reader.close() for reader in self.hub.readers.values()))
+                await asyncio.gather(*(tidier.close() for tidier in self.hub.tidiers))
         await self.hub.roots.close()
         workers.shutdown(wait=False, cancel_futures=True)
 
@@ -141,6 +142,14 @@ class Service:
         self._told_to_leave.set()
 
     async def _finish(self) -> None:
+        """End the saves in flight, and then the removals that they ask for, all within `grace_s`."""
+        until = asyncio.get_running_loop().time() + self.config.grace_s
+        await self._finish_saves()
+        with contextlib.suppress(TimeoutError):  # the next save at the root removes the rest
+            async with asyncio.timeout_at(until):
+                await asyncio.gather(*(tidier.rest() for tidier in self.hub.tidiers))
+
+    async def _finish_saves(self) -> None:
         waiting = self.hub.jobs.all()
         if not waiting:
             return

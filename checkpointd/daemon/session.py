@@ -278,6 +278,7 @@ class RankSession:
         known = {record.begun} if kept is None else {record.begun, (kept.order[0], kept.nonce)}
         state, removed = await beginning.begun(message, store, self._hub.config, known, say)
         state.take_reader(self._hub.readers.setdefault((record.root, record.rank, self._user), state.reader))
+        self._hub.tidiers.add(state.tidier)
         self._state, self._epoch, self._nonce = state, message.epoch, message.nonce
         # Otherwise a newer job has the rank, and this is an older one whose attempts survive.
         if record.begun[0] <= message.epoch or record.begun[1] in removed:

@@ -166,7 +166,7 @@ class Attempt:
             self._state.reader.committed(checkpoint_of(self.outcome), self.info.rank)
 
     async def _run_tidily(self, staged: Awaitable[Shard]) -> None:
-        """Run the attempt, and then remove dead attempts (COLLECT-5)."""
+        """Run the attempt, and then have dead attempts removed (COLLECT-5), which this does not wait for (TIDY-1)."""
         tidier, showing = self._state.tidier, self._state.showing
         tidier.expect(self.info)
         showing.expect(self.info)
@@ -175,8 +175,9 @@ class Attempt:
         finally:
             showing.end(self.info)
             tidier.end(self.info)
-        if self.info.rank == COORDINATOR and self.outcome is not None:
-            await tidier.tidy(self.info)
+        is_decided = self.info.rank == COORDINATOR and self.outcome is not None
+        if is_decided and not (self.phase is Phase.COMMITTED and tidier.committed_alone(self.info)):
+            tidier.ask(self.info)
 
     async def _run(self, staged: Awaitable[Shard]) -> None:
         work = asyncio.ensure_future(self._work(staged))
@@ -226,7 +227,7 @@ class Attempt:
             return
         await unless(self._over, self._check_root())
         tidier = self._state.tidier
-        await unless(self._over, tidier.room_for(self.info, self._deadline))
+        await unless(self._over, tidier.room_for(self.info, self._deadline, shard.nbytes))
         self._fire(Event.PERSIST_STARTED)
         freed = tidier.freed
         try:

@@ -193,6 +193,7 @@ class Rank:
                 if plan.absent != self.rank:
                     await free.acquire()
                     attempts.create_task(self._save(plan, self._next_attempt(plan), free.release))
+        await state.tidier.rest()
         if self._lease is not None:
             self.ledger.job_ends(self.name)
             await self._lease.release()

@@ -437,9 +437,13 @@ class Saver:
         if self._prewarming is not None:
             self._prewarming.join(left_s())
         began = time.monotonic()
-        # Handles end at the outcome. After it, the writer may still move `latest` and tidy up.
+        # Handles end at the outcome. After it, the writer may still end the attempt, and remove what may go.
         while self._running and time.monotonic() - began < left_s():
             wait(set(self._running), min(SLICE_S, left_s()))
+        try:
+            self._writer.call(self._state.tidier.rest(), left_s(), lambda: "what retention lets go is being removed")
+        except CheckpointdError:
+            log.warning("what retention lets go was not all removed; the next save at this root removes it")
         try:
             self._writer.call(self._runner.close(ends_well=ends_well), left_s())
         except CheckpointdError as error:

@@ -4,11 +4,14 @@ An attempt is *on the disk* while it has chunks, files or an index of any rank. 
 remove another: with retention rules, all attempts at the root; without rules, the attempts of one tag.
 
 Invariants
-  TIDY-1  Removals never queue up: one further removal serves all requests that come while a removal runs.
-  TIDY-2  Beside the checkpoints that stay, at most SPARE alike attempts are on the disk. The coordinator counts the attempts
-      that it has begun, until a removal that started after their end is over; the attempts that a removal found undecided; and
-      the checkpoints that stay only because no newer one was verified. It begins another attempt if these, the new attempt and
-      the attempt by which other ranks may lead are at most SPARE.
+  TIDY-1  At most one removal runs and at most one is due, however many saves have ended: the next removal serves all of them.
+      No save waits for a removal in order to end, and nothing is kept for a save that has ended except that its tag is due, at
+      most TAGS_MAX tags. Unless somebody waits for them, removals take at most SHARE of the time.
+  TIDY-2  Beside the checkpoints that stay, at most SPARE alike attempts are on the disk, or at most SMALL_MAX ones that take
+      at most SMALL_BYTES together. The coordinator counts the attempts that it has begun, until a removal that started after
+      their end is over; the attempts that a look found undecided or dead; and the checkpoints that stay only because no newer
+      one was verified. It begins another attempt if these, the new attempt and the attempt by which other ranks may lead are
+      within this limit. It begins the first one after a look, which removes nothing.
   TIDY-3  Another rank begins an attempt when a yes vote shows that the coordinator has begun the attempt before it. So it leads
       by at most one attempt.
   TIDY-4  A save waits for room at most half of the time until its deadline. A rank that never votes, or a storage that removes
@@ -22,15 +25,17 @@ vote, and the next coordinator removes the rest before it writes.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from checkpointd.commit.garbage import spent_records
+from checkpointd.commit.facts import AttemptFacts
+from checkpointd.commit.garbage import dead_weight, spent_records
 from checkpointd.config import CommitConfig
 from checkpointd.errors import CheckpointdError, NotFoundError
 from checkpointd.layout.keys import vote_name
-from checkpointd.pipeline.gc.retire import Retired, retire
+from checkpointd.pipeline.gc.retire import Retired, chosen_by, retire
 from checkpointd.pipeline.read.readback import read_back
 from checkpointd.pipeline.root import catalog, epochs
 from checkpointd.pipeline.root.catalog import AttemptView
@@ -43,8 +48,17 @@ log = logging.getLogger("checkpointd")
 
 SPARE = 3
 """The number of alike attempts that may be on the disk beside the checkpoints that stay."""
+SMALL_MAX = 64
+SMALL_BYTES = 256 << 20
+"""So many attempts may be on the disk instead of SPARE if they take so few bytes together. Small saves then do not wait until a
+removal has looked at a long history."""
+TAGS_MAX = 64
+"""The tags that are noted for the next removal. If there are more, it looks at all tags."""
 FULL_S = 10.0
 PROVE_S = 10.0
+SHARE = 0.2
+PAUSE_S_MAX = 10.0
+"""After a removal that took t seconds, the next one begins t * (1 / SHARE - 1) seconds later, at most so many."""
 LOOK_S = 1.0
 """How often to look again, while a save waits for attempts that others work at."""
 EVERYTHING = ""
@@ -53,10 +67,17 @@ EVERYTHING = ""
 
 @dataclass(frozen=True, slots=True)
 class _Left:
-    """What a look left: the epochs of undecided attempts by prefix, and how many checkpoints stay beyond the rules."""
+    """What a look found beside the checkpoints that stay.
+
+    `undecided`: the epochs of undecided attempts by prefix. `surplus`: how many checkpoints stay beyond the rules. `dead`: how
+    many attempts can go. `nbytes`: the bytes of all of these. `is_bare`: whether the tag held no attempt at all.
+    """
 
     undecided: Mapping[str, int] = field(default_factory=dict)
     surplus: int = 0
+    dead: int = 0
+    nbytes: int = 0
+    is_bare: bool = False
 
 
 class Tidier:
@@ -73,14 +94,19 @@ class Tidier:
         self._sees_all = not commit.retention.keeps_all or plain_files_of(store) is not None
         self._waiting: dict[str, AttemptInfo] = {}
         self._begun: dict[str, AttemptInfo] = {}
+        self._nbytes: dict[str, int] = {}
+        """The bytes of each attempt of `_begun`, of all ranks together, by this rank's share."""
         self._ended: set[str] = set()
         """The attempts of `_begun` that are decided but may not be removed yet."""
         self._left: dict[str, _Left] = {}
-        """The result of the last look, by scope."""
+        """The result of the last look, by scope: of all tags, or of the tags at which saves are in flight."""
         self._spent: dict[str, AttemptView] = {}
         """Removed and aborted attempts with nothing left but records, which do not change."""
         self._changed = asyncio.Event()
         self._asked = self._served = 0
+        self._pause_until = 0.0
+        self._awaited = asyncio.Event()
+        """Set while somebody waits for the next removal, which then begins at once."""
         self._look_again_at = 0.0
         self._stands: tuple[tuple[int, tuple[str, ...]], float] = (-1, ()), 0.0
         """The freed bytes and the begun attempts, and the time since which they have not changed."""
@@ -99,25 +125,28 @@ class Tidier:
         """Note that the attempt is over on this rank. Unless it committed, nothing of it is on the disk."""
         self._waiting.pop(info.prefix, None)
         if info.rank != COORDINATOR:
-            self._begun.pop(info.prefix, None)
+            self._drop(info.prefix)
         elif info.prefix in self._begun:
             self._ended.add(info.prefix)
         self._changed.set()
 
     # --- room ----------------------------------------------------------------------------------------------------
 
-    async def room_for(self, info: AttemptInfo, deadline: float) -> None:
-        """Return when the attempt may be written (TIDY-2, TIDY-3), at the latest halfway to its `deadline` (TIDY-4)."""
+    async def room_for(self, info: AttemptInfo, deadline: float, nbytes: int) -> None:
+        """Return when the attempt may be written (TIDY-2, TIDY-3), at the latest halfway to its `deadline` (TIDY-4). `nbytes`:
+        the size of this rank's shard.
+        """
+        own = nbytes * info.world_size
         loop, pause_s = asyncio.get_running_loop(), self._commit.poll_min_s
         try:
             async with asyncio.timeout_at((loop.time() + deadline) / 2):
-                while not await self._has_room(info):
+                while not await self._has_room(info, own):
                     await self._change(pause_s)
                     pause_s = min(pause_s * 1.5, self._commit.poll_max_s)
         except TimeoutError:
             log.warning("%s is written although other saves and their leftovers take more room than they should", info.prefix)
         self._waiting.pop(info.prefix, None)
-        self._begun[info.prefix] = info
+        self._begun[info.prefix], self._nbytes[info.prefix] = info, own
         self._changed.set()
 
     async def more_room_for(self, info: AttemptInfo, deadline: float, freed: int) -> bool:
@@ -137,7 +166,7 @@ class Tidier:
 
     async def _prove_newest(self, info: AttemptInfo) -> None:
         """If a checkpoint stays only because no newer one was verified, read back the newest checkpoint and remove again."""
-        if not self._left[self._scope(info)].surplus:
+        if not self._left_of(info).surplus:
             return
         try:
             newest = next(iter(await catalog.checkpoints(self._store)), None)
@@ -154,17 +183,32 @@ class Tidier:
         except TimeoutError:
             return
 
-    async def _has_room(self, info: AttemptInfo) -> bool:
+    async def _has_room(self, info: AttemptInfo, own: int) -> bool:
         if any(other.n < info.n for other in self._alike(info, self._waiting)):
             return False
         if info.rank != COORDINATOR:
             return await self._is_led(info)
+        if self._scope(info) not in self._left:
+            await self._survey(info)
         is_due = self._ended or asyncio.get_running_loop().time() >= self._look_again_at
-        if self._scope(info) not in self._left or (is_due and not self._fits(info)):
+        if is_due and not self._fits(info, own):
             await self.tidy(info)
-        if not self._fits(info) and self._is_stuck():
+        if not self._fits(info, own) and self._is_stuck():
             await self._prove_newest(info)
-        return self._fits(info)
+        return self._fits(info, own)
+
+    async def _survey(self, info: AttemptInfo) -> None:
+        """Look at the scope of `info` for the first time, without removing anything."""
+        scope = self._scope(info)
+        try:
+            views = [view for view in await self._views(scope) if view.prefix != info.prefix]
+            choice = await chosen_by(self._store, views, self._commit.retention, keeps_before=self.keeps_before)
+            undecided = [view.facts for view in views if view.state == "in-doubt" and view.facts.bulk]
+            dead = [facts for facts, _ in (*choice.going, *dead_weight(view.facts for view in views))]
+            self._left[scope] = _left(views, undecided, choice.surplus, dead)
+        except CheckpointdError as error:
+            log.warning("%s: what else is on the disk cannot be seen: %s", info.prefix, error)
+            self._left[scope] = _Left()
 
     def _is_stuck(self) -> bool:
         """Whether no attempt was begun and nothing was removed for PROVE_S."""
@@ -173,14 +217,19 @@ class Tidier:
             self._stands = stands, now
         return now - self._stands[1] >= PROVE_S
 
-    def _fits(self, info: AttemptInfo) -> bool:
-        """Whether TIDY-2 allows the attempt, by the last look."""
-        left = self._left[self._scope(info)]
+    def _fits(self, info: AttemptInfo, own: int) -> bool:
+        """Whether TIDY-2 allows the attempt of `own` bytes, by the last look."""
+        left, begun = self._left_of(info), self._alike(info, self._begun)
         others = [epoch for prefix, epoch in left.undecided.items() if prefix != info.prefix and prefix not in self._begun]
         # Attempts of this epoch belong to ranks that lead, or to a lost coordinator that this one has replaced.
         led = others.count(info.attempt.epoch)
         lead = max(led, 1 if info.world_size > 1 else 0)
-        return left.surplus + len(others) - led + lead + len(self._alike(info, self._begun)) + 1 <= SPARE
+        count = left.surplus + left.dead + len(others) - led + lead + len(begun) + 1
+        nbytes = left.nbytes + sum(self._nbytes[other.prefix] for other in begun) + (lead + 1) * own
+        return count <= SPARE or (count <= SMALL_MAX and nbytes <= SMALL_BYTES)
+
+    def _left_of(self, info: AttemptInfo) -> _Left:
+        return self._left.get(self._scope(info), _Left())
 
     async def _is_led(self, info: AttemptInfo) -> bool:
         """Whether TIDY-3 allows the attempt."""
@@ -206,23 +255,67 @@ class Tidier:
 
     # --- removing ------------------------------------------------------------------------------------------------
 
-    async def tidy(self, info: AttemptInfo) -> None:
-        """Remove dead attempts, for the coordinator's attempt `info`. Returns when a look that began after this call has ended,
-        even if it failed (TIDY-1). Cancelling this call does not cancel the look.
-        """
-        self._asked += 1
-        mine = self._asked
-        self._tags.add(info.tag)
+    def ask(self, info: AttemptInfo) -> None:
+        """Have dead attempts removed soon, since the coordinator's attempt `info` is decided (TIDY-1)."""
+        if not self._sees_all:
+            self._tags.add(info.tag)
         self._epoch = max(self._epoch, info.attempt.epoch)
+        self._asked += 1
+        self._begin_look()
+
+    def committed_alone(self, info: AttemptInfo) -> bool:
+        """Whether the attempt, which has committed, is all that there is at its tag, so that nothing can be removed there. Then
+        it is over, and needs no `ask`.
+        """
+        is_alone = not self._sees_all and self._left_of(info).is_bare and not info.may_be_taken_over
+        if is_alone:
+            self._drop(info.prefix)
+            self._left.pop(self._scope(info), None)  # the next save of this tag replaces this one
+            self._changed.set()
+        return is_alone
+
+    async def tidy(self, info: AttemptInfo) -> None:
+        """`ask`, and return when a look that began after this call has ended, even if it failed. Cancelling this call does not
+        cancel the look.
+        """
+        self.ask(info)
+        await self.rest()
+
+    async def rest(self) -> None:
+        """Return when the removals that have been asked for are over."""
+        mine = self._asked
         while self._served < mine:
-            if self._look is None or self._look.done():
-                self._look = asyncio.get_running_loop().create_task(self._look_around())
+            self._awaited.set()
+            self._begin_look()
+            assert self._look is not None
             await asyncio.wait({self._look})
+
+    async def close(self) -> None:
+        """Stop removing. The next save at the root removes the rest."""
+        if self._look is not None:
+            self._look.cancel()
+            await asyncio.gather(self._look, return_exceptions=True)
+
+    def _begin_look(self) -> None:
+        if self._look is None or self._look.done():
+            self._look = asyncio.get_running_loop().create_task(self._look_on())
+
+    async def _look_on(self) -> None:
+        """Look until every request is served."""
+        loop = asyncio.get_running_loop()
+        while self._served < self._asked:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(self._pause_until):
+                    await self._awaited.wait()
+            self._awaited.clear()
+            began = loop.time()
+            await self._look_around()
+            self._pause_until = loop.time() + min((loop.time() - began) * (1 / SHARE - 1), PAUSE_S_MAX)
 
     async def _look_around(self) -> None:
         asked, tags, ended = self._asked, self._tags, frozenset(self._ended)
         self._tags = set()
-        scopes = [EVERYTHING] if self._sees_all else sorted(tags)
+        scopes = [EVERYTHING] if self._sees_all or len(tags) > TAGS_MAX else sorted(tags)
         try:
             for scope in scopes:
                 await self._remove(scope)
@@ -232,25 +325,36 @@ class Tidier:
             log.exception("removing leftovers at %s failed in an unforeseen way; please report it", self._store.url)
         finally:
             for prefix in ended:
-                self._begun.pop(prefix, None)
-            self._ended -= ended
-            for scope in scopes:
-                self._left.setdefault(scope, _Left())
+                self._drop(prefix)
+            used = {self._scope(info) for info in (*self._waiting.values(), *self._begun.values())}
+            # A storage that removes nothing costs space and no save (TIDY-4), so what could not go counts no longer.
+            self._left = {scope: replace(left, dead=0) for scope, left in self._left.items() if scope in {EVERYTHING, *used}}
             self._look_again_at = asyncio.get_running_loop().time() + LOOK_S
             self._served = asked
             self._changed.set()
+
+    def _drop(self, prefix: str) -> None:
+        """Count the attempt no longer."""
+        self._begun.pop(prefix, None)
+        self._nbytes.pop(prefix, None)
+        self._ended.discard(prefix)
+
+    async def _views(self, scope: str) -> list[AttemptView]:
+        if scope:
+            return await catalog.attempts_of(self._store, scope, self._spent)
+        return await catalog.scan(self._store, self._spent)
 
     async def _remove(self, scope: str) -> None:
         """Remove dead attempts in `scope`, unless a newer epoch has begun (COLLECT-5)."""
         if await epochs.newest(self._store) > self._epoch:
             return
-        views = await (
-            catalog.attempts_of(self._store, scope, self._spent) if scope else catalog.scan(self._store, self._spent)
-        )
+        views = await self._views(scope)
         self._remember(views)
         done = await retire(self._store, views, self._commit.retention, keeps_before=self.keeps_before)
-        undecided = {facts.prefix: facts.attempt.epoch for facts in done.undecided}
-        self._left[scope] = _Left(undecided, len(done.choice.surplus))
+        for looked in [scope] if self._sees_all or scope else list(self._left):
+            self._left[looked] = _left(
+                [view for view in views if not looked or view.tag == looked], done.undecided, done.choice.surplus, ()
+            )
         self._say(done)
 
     def _remember(self, views: Sequence[AttemptView]) -> None:
@@ -275,3 +379,18 @@ class Tidier:
                 complaint,
             )
         self._complaint = complaint
+
+
+def _left(
+    views: Iterable[AttemptView],
+    undecided: Sequence[AttemptFacts],
+    surplus: Sequence[AttemptFacts],
+    dead: Sequence[AttemptFacts],
+) -> _Left:
+    """What `undecided`, `surplus` and `dead` attempts among `views` take."""
+    sizes = {view.prefix: sum(view.sizes.values()) for view in views}
+    epochs_of = {facts.prefix: facts.attempt.epoch for facts in undecided if facts.prefix in sizes}
+    extra = [facts.prefix for facts in surplus if facts.prefix in sizes]
+    going = [facts.prefix for facts in dead if facts.prefix in sizes]
+    nbytes = sum(sizes[prefix] for prefix in (*epochs_of, *extra, *going))
+    return _Left(epochs_of, len(extra), len(going), nbytes, not sizes)

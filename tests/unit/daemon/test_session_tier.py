@@ -70,7 +70,7 @@ async def test_a_save_that_is_decided_is_not_in_flight_while_left_overs_are_remo
 
     client = await daemon.client()
     await client.ready(root, SHARD)
-    monkeypatch.setattr(Tidier, "tidy", slow)
+    monkeypatch.setattr(Tidier, "_remove", slow)
     monkeypatch.setattr(Tidier, "room_for", noted)
     await client.whole_save(3, SHARD)
     await client.outcome(3)

@@ -163,6 +163,7 @@ class _Import:
         deadline = loop.time() + self._state.commit.timeout_s
         attempt = Attempt(self._state, self._info(0), deadline=deadline, progress=progress)
         await attempt.run(staged)
+        await self._state.tidier.rest()
         if attempt.error is not None and isinstance(first, Shard):
             raise attempt.error
 

@@ -22,10 +22,12 @@ class DcpAttempt:
         self._may_commit = threading.Event()
         self._voted = threading.Event()
         self._decided = threading.Event()
-        """Set before the checkpoint that it replaces is removed: other ranks would wait for that in a collective call."""
+        """Set at the outcome, before the rest of the run: other ranks would wait for that in a collective call."""
         self._attempt: Attempt | None = None
         self._ended: Future[None] = session.writer.submit(self._run(state, staged))
-        session.follow(self._ended, lambda: self.give_up("the process that led it ended before DCP had finished it"))
+        session.follow(
+            self._ended, lambda: self.give_up("the process that led it ended before DCP had finished it"), state.tidier
+        )
 
     async def _run(self, state: WriterState, staged: Future[Shard]) -> None:
         self._attempt = Attempt(

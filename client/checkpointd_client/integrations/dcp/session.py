@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, wait
@@ -21,6 +22,7 @@ from dataclasses import replace
 from checkpointd.config import PersistConfig
 from checkpointd.errors import CheckpointdError, DamagedError, FencedError, NotFoundError
 from checkpointd.layout.keys import AttemptId
+from checkpointd.pipeline.gc.tidying import Tidier
 from checkpointd.pipeline.root import catalog, epochs
 from checkpointd.pipeline.root.leases import Beginner
 from checkpointd.store import open_store
@@ -83,6 +85,7 @@ class DcpSession:
         self._saves: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._running: dict[Future[None], Callable[[], None]] = {}
+        self._tidiers: weakref.WeakSet[Tidier] = weakref.WeakSet()
         at_exit(self.leave)
 
     def next_attempt(self, tag: str, beginner: Beginner) -> tuple[Begun, AttemptId, int]:
@@ -136,10 +139,11 @@ class DcpSession:
             return False
         return True
 
-    def follow(self, running: Future[None], leave: Callable[[], None]) -> None:
-        """Remember a running attempt until it ends; call `leave` if the process ends first."""
+    def follow(self, running: Future[None], leave: Callable[[], None], tidier: Tidier) -> None:
+        """Remember a running attempt until it ends; call `leave` if the process ends first. `tidier` removes older attempts."""
         with self._lock:
             self._running[running] = leave
+            self._tidiers.add(tidier)
         running.add_done_callback(lambda done: self._running.pop(done, None))
 
     def leave(self) -> None:
@@ -148,6 +152,11 @@ class DcpSession:
         for leave in running.values():
             leave()
         wait(running, LEAVE_S)
+        try:
+            for tidier in list(self._tidiers):
+                self.writer.call(tidier.rest(), LEAVE_S)
+        except CheckpointdError:
+            log.warning("what was replaced at %s was not all removed; the next save there removes it", self.store.url)
         end(self.writer, self._started)
         try:
             self.writer.call(self.store.close(), LEAVE_S)

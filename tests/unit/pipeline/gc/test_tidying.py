@@ -7,7 +7,7 @@ import logging
 import random
 from collections import Counter
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import numpy as np
@@ -84,6 +84,7 @@ class Job:
     rules: Retention = field(default_factory=Retention)
     keeps_before: int = 0
     timeout_s: float = TIMEOUT_S
+    read_back: bool = True
     slowness: dict[int, float] = field(default_factory=dict)
     """By rank: how long it takes until a snapshot is whole."""
     absent: Callable[[int, int], bool] = lambda _rank, _n: False
@@ -94,7 +95,9 @@ class Job:
     states: dict[int, WriterState] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        commit = CommitConfig(timeout_s=self.timeout_s, poll_min_s=0.02, poll_max_s=0.5, retention=self.rules)
+        commit = CommitConfig(
+            timeout_s=self.timeout_s, poll_min_s=0.02, poll_max_s=0.5, retention=self.rules, read_back=self.read_back
+        )
         for rank in range(self.world_size):
             self.states[rank] = WriterState(store=self.disk, persist=PERSIST, commit=commit)
             if self.keeps_before:
@@ -103,6 +106,7 @@ class Job:
     async def run(self, count: int, *, tag: str | None = None, first: int = 0) -> None:
         """`count` saves by every rank, to their ends."""
         await asyncio.gather(*(self._rank(rank, range(first, first + count), tag) for rank in range(self.world_size)))
+        await self.states[0].tidier.rest()
 
     async def _rank(self, rank: int, saves: range, tag: str | None) -> None:
         free = asyncio.Semaphore(2)
@@ -148,6 +152,11 @@ def run(seed: int, main: Callable[[random.Random], Coroutine[Any, Any, None]]) -
 @pytest.fixture(params=range(2))
 def seed(request: pytest.FixtureRequest) -> int:
     return int(request.param)
+
+
+@pytest.fixture(autouse=True)
+def every_save_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tidying, "SMALL_BYTES", 0)
 
 
 @pytest.mark.parametrize("kept", [1, 3])
@@ -213,7 +222,8 @@ def test_tidy_2_aborted_saves_count_too(seed: int) -> None:
 def test_tidy_2_a_verified_checkpoint_that_is_older_than_the_rules_keep_counts(seed: int) -> None:
     async def main(rng: random.Random) -> None:
         disk = Disk(rng)
-        job = Job(disk, rng, (await epochs.take(disk, 2)).epoch, world_size=2, rules=Retention(keep_last=2))
+        rules = Retention(keep_last=2)
+        job = Job(disk, rng, (await epochs.take(disk, 2)).epoch, world_size=2, rules=rules, read_back=False)
         await job.run(3)
         [verified] = [view.tag for view in await catalog.scan(disk) if VERIFIED in view.sizes]
         await job.run(30, first=3)
@@ -296,6 +306,111 @@ def test_tidy_4_a_removal_that_does_not_end_costs_space_and_no_save(monkeypatch:
         monkeypatch.setattr(tidying, "retire", endless)
         await job.run(2)
         assert job.phases() == {Phase.COMMITTED: 2}
+
+    run(0, main)
+
+
+@pytest.mark.parametrize("tag", [None, "best"])
+@pytest.mark.parametrize("rules", [Retention(), Retention(keep_last=2)])
+def test_tidy_1_saves_end_while_a_removal_hangs_and_leave_nothing_behind(
+    tag: str | None, rules: Retention, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 60 saves, each has ended for its caller, one removal runs, and one is due that serves all of them."""
+    monkeypatch.setattr(tidying, "SMALL_BYTES", 1 << 30)
+
+    async def main(rng: random.Random) -> None:
+        disk = Disk(rng)
+        job = Job(disk, rng, (await epochs.take(disk, 1)).epoch, rules=rules)
+        tidier, looks, go_on = job.states[0].tidier, [0], asyncio.Event()
+        remove = tidier._remove
+
+        async def slow(scope: str) -> None:
+            looks[0] += 1
+            await go_on.wait()
+            await remove(scope)
+
+        monkeypatch.setattr(tidier, "_remove", slow)
+        await job._rank(0, range(60), tag)
+        assert job.phases() == {Phase.COMMITTED: 60}
+        assert asyncio.get_running_loop().time() < TIMEOUT_S / 2
+        assert looks[0] <= 1
+        assert len(asyncio.all_tasks()) <= 2 + bool(tidier._look) + 1  # this one, the reader, the removal, and its wait
+        go_on.set()
+        await tidier.rest()
+        assert looks[0] <= 2
+        assert not tidier._begun
+        assert not tidier._nbytes
+        assert not tidier._waiting
+        assert tidier._left.keys() <= {tidying.EVERYTHING}
+        kept = {None: 60 if rules.keeps_all else 3, "best": 2}[tag]
+        assert len(disk.occupied) <= kept
+
+    run(0, main)
+
+
+def test_tidy_1_many_tags_are_due_as_one_look_at_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tidying, "TAGS_MAX", 4)
+
+    async def main(rng: random.Random) -> None:
+        disk = Disk(rng)
+        job = Job(disk, rng, (await epochs.take(disk, 1)).epoch)
+        for n in range(10):
+            await job.run(2, tag=f"best{n}", first=2 * n)
+        tidier, scopes, go_on = job.states[0].tidier, list[str](), asyncio.Event()
+        remove = tidier._remove
+
+        async def noted(scope: str) -> None:
+            scopes.append(scope)
+            await go_on.wait()
+            await remove(scope)
+
+        monkeypatch.setattr(tidier, "_remove", noted)
+        for n in range(10):
+            await job._rank(0, range(100 + n, 101 + n), f"best{n}")
+        go_on.set()
+        await tidier.rest()
+        assert tidying.EVERYTHING in scopes
+        assert len(scopes) <= 1 + tidying.TAGS_MAX
+        assert len(disk.occupied) <= 20
+
+    run(0, main)
+
+
+@pytest.mark.parametrize(("nbytes", "most"), [(0, 3), (20 * 8192, 20), (1 << 30, 40)])
+def test_tidy_2_small_saves_wait_for_no_removal_until_they_are_many(
+    nbytes: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tidying, "SMALL_BYTES", nbytes)
+    monkeypatch.setattr(tidying, "SMALL_MAX", 40)
+
+    async def main(rng: random.Random) -> None:
+        disk = Disk(rng)
+        job = Job(disk, rng, (await epochs.take(disk, 1)).epoch, rules=Retention(keep_last=1))
+        tidier, looking = job.states[0].tidier, asyncio.Event()
+        monkeypatch.setattr(tidier, "_remove", lambda _: looking.wait())
+        saving = asyncio.create_task(job._rank(0, range(100), None))
+        await asyncio.sleep(TIMEOUT_S / 4)  # longer than a save takes, and shorter than it waits for room
+        assert len(disk.occupied) == most
+        saving.cancel()
+
+    run(0, main)
+
+
+def test_a_look_before_the_first_save_removes_nothing_and_counts_what_may_go() -> None:
+    async def main(rng: random.Random) -> None:
+        disk = Disk(rng)
+        rules = Retention(keep_last=1)
+        job = Job(disk, rng, (await epochs.take(disk, 1)).epoch, rules=rules)
+        disk.fails = True
+        await job.run(3)
+        disk.fails = False
+        left = set(disk.occupied)
+        assert len(left) == 3
+        tidier = Job(disk, rng, job.epoch, rules=rules).states[0].tidier
+        await tidier._survey(replace(job.attempts[0].info, tag=default_tag(3)))
+        assert disk.occupied == left
+        assert tidier._left[tidying.EVERYTHING].dead == 2
+        assert tidier._left[tidying.EVERYTHING].nbytes > 2 * 8192
 
     run(0, main)
 

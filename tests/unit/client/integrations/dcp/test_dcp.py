@@ -160,7 +160,7 @@ def test_a_save_returns_once_it_is_committed_whatever_is_removed_then(root: Path
     async def room(*_: object) -> None:
         return None
 
-    monkeypatch.setattr(Tidier, "tidy", slow)
+    monkeypatch.setattr(Tidier, "_remove", slow)
     monkeypatch.setattr(Tidier, "room_for", room)
 
     def save() -> None:
@@ -427,6 +427,8 @@ def test_a_process_that_has_not_loaded_removes_nothing_of_an_earlier_job(
     def save(step: int, **options: Any) -> set[str]:
         writer = CheckpointdWriter(tmp_path, step=step, retention=Retention(keep_last=1), **options)
         dcp.save({"w": torch.full((5,), float(step))}, storage_writer=writer, **ALONE)
+        session, state = writer._ready()
+        session.writer.call(state.tidier.rest(), 30)
         return {attempt.tag for attempt in attempts(tmp_path) if attempt.state == "committed"}
 
     assert save(10) >= {"global_step1", "global_step2", "global_step10"}
