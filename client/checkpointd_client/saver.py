@@ -2,7 +2,8 @@
 
 Invariants
   SAVE-1  Once `save` has begun, this rank votes on the attempt, whatever happens. So no other rank waits for it in vain.
-  SAVE-2  Every slot that is acquired is released once: by its attempt, or here if the snapshot failed.
+  SAVE-2  Every slot that is acquired is released: by its attempt, or here if the snapshot failed. Ctrl-C at any point of a save
+      loses no slot.
   SAVE-3  Each rank numbers the attempts of a tag by its own calls of save(), without asking other ranks.
 """
 
@@ -43,7 +44,7 @@ from checkpointd_client.saves.handle import SaveHandle
 from checkpointd_client.saves.history import SaveHistory, SaveRecord
 from checkpointd_client.saves.runner import Endings, InlineRunner, PendingSave, Runner
 from checkpointd_client.sidecar.client import SidecarClient, SidecarRunner
-from checkpointd_client.staging.arena import Arena, Slot, SlotHold
+from checkpointd_client.staging.arena import Arena, SlotHold
 from checkpointd_client.staging.prewarming import expected
 from checkpointd_client.staging.slot_layout import SlotLayout, plan_slot
 from checkpointd_client.staging.stager import Stager, Staging
@@ -219,46 +220,46 @@ class Saver:
 
     def _save(self, request: SaveRequest, captured_by: Callable[[], Captured]) -> SaveHandle:
         began = time.perf_counter()
+        hold = SlotHold(self._arena)
         job = self._new_job(request)
         try:
-            self._begin(job, captured_by)
+            self._begin(job, captured_by, hold)
         finally:
             job.save.handle.held(call_s=time.perf_counter() - began)
             job.returned.set_result(None)
         return job.save.handle
 
-    def _begin(self, job: PendingSave, captured_by: Callable[[], Captured]) -> None:
-        slot: Slot | None = None
-        shard: Shard | None = None
-        staging: Staging | None = None
+    def _begin(
+        self, job: PendingSave, captured_by: Callable[[], Captured], hold: SlotHold, staging: Staging | None = None
+    ) -> None:
         try:
             captured = captured_by()
             layout = self._layout_of(captured)
             # Forget the snapshots that are done: they keep the memory of their slots alive, even of replaced slots.
             self._stagings = [pair for pair in self._stagings if not pair[0].done.done()]
-            slot = self._slot_for(layout, job.info)
-            staging = Staging(slot)
-            shard = self._stage(job, captured, layout, staging)
-        except SkippedError as error:
-            job.staged.set_exception(error)
+            self._take_slot(hold, layout, job.info)
+            staging = Staging(hold.slot)
+            job = replace(job, lease=hold, shard=self._stage(job, captured, layout, staging))
+            self._submit(job)
         except BaseException as error:
-            if slot is not None:
-                self._release_unused(slot, staging)
-            self._refuse(job, error)
+            if not job.begun.acquire(blocking=False):
+                raise  # the writer has the save already, and goes on with it
+            try:
+                self._let_go(hold, staging)
+            finally:
+                self._refuse(job, error)
             return
-        if slot is not None:
-            job = replace(job, lease=SlotHold(slot, self._arena), shard=shard)
-        self._submit(job)
         if self._may_be_taken_over:
             self._prewarm_another(job)
             job.announced.wait(ANNOUNCE_S)
 
-    def _release_unused(self, slot: Slot, staging: Staging | None) -> None:
-        """Give back the slot of a save that was interrupted; later, if the stager's thread still copies into it."""
-        if staging is not None and staging.is_handed_over:
-            staging.done.add_done_callback(lambda _: self._arena.release(slot))
-        else:
-            self._arena.release(slot)
+    def _let_go(self, hold: SlotHold, staging: Staging | None) -> None:
+        """Release the hold of a save that was interrupted; later, if the stager's thread still copies into the slot."""
+        if staging is None:
+            hold.release()
+            return
+        staging.done.add_done_callback(lambda _: hold.release())
+        staging.give_up()
 
     def _say_once(self, request: SaveRequest) -> None:
         """On rank 0, log once why retention cannot remove a checkpoint that it should: no load yet, or no metric."""
@@ -303,14 +304,17 @@ class Saver:
     def _refuse(self, job: PendingSave, error: BaseException) -> None:
         """Vote no with `error` (SAVE-1). Raise it if the caller must act: a state that cannot be stored, or an interruption.
 
-        Other errors, such as a lack of memory, only end the handle, and training goes on.
+        Other errors, such as a lack of memory or of a free slot, only end the handle, and training goes on.
         """
         told = error
         if not isinstance(error, CheckpointdError):
             told = StagingError(f"the snapshot of {job.info.tag} failed: {error!r}")
             told.__cause__ = error
-        job.staged.set_exception(told)
-        self._submit(job)
+        refused: Future[Shard] = Future()  # that of the job may have the snapshot already
+        refused.set_exception(told)
+        self._submit(replace(job, staged=refused, begun=threading.Lock(), lease=None, shard=None))
+        if isinstance(error, SkippedError):
+            return
         if isinstance(error, CheckpointdError) or not isinstance(error, Exception):
             job.save.handle.observed = True  # the caller gets it here
             raise error
@@ -321,25 +325,18 @@ class Saver:
             self._layout, self._arrangement = plan_slot(captured), captured.arrangement
         return self._layout
 
-    def _slot_for(self, layout: SlotLayout, info: AttemptInfo) -> Slot:
+    def _take_slot(self, hold: SlotHold, layout: SlotLayout, info: AttemptInfo) -> None:
+        """Acquire a slot for `hold`; SkippedError if none becomes free in time."""
         if self._prewarming is not None:
             thread = self._prewarming
             Waiting(lambda: "the memory for snapshots is not allocated yet").until(lambda seconds: _joined(thread, seconds))
             self._prewarming = None
         patience_s = 0.0 if self._when_busy == "skip" else self._state.commit.timeout_s
-        found: list[Slot] = []
-
-        def acquired(seconds: float) -> bool:
-            slot = self._arena.acquire(layout.nbytes, timeout=seconds)
-            found.extend([slot] if slot is not None else [])
-            return slot is not None
-
         waiting = Waiting(lambda: f"{info.tag} finds no free memory for its snapshot: {self._missing()}")
-        if not waiting.until(acquired, patience_s):
+        if not waiting.until(partial(self._arena.acquire, hold, layout.nbytes), patience_s):
             still = f"still in flight after {patience_s:g} s; look at the storage" if patience_s else "still in flight"
             message = f"{info.tag} was skipped on rank {info.rank}: two saves are {still}"
             raise SkippedError(message, ranks=(info.rank,))
-        return found[0]
 
     def _missing(self) -> str:
         return "; ".join(save.missing() for save in self.history.live()) or "earlier snapshots are not released yet"
@@ -358,8 +355,6 @@ class Saver:
 
         def taken(done: Future[None]) -> None:
             error = done.exception()
-            if job.staged.done():
-                return  # save() was interrupted
             if error is not None:
                 job.staged.set_exception(error)
             else:
@@ -382,9 +377,13 @@ class Saver:
     # --- on the writer -----------------------------------------------------------------------------------------
 
     def _submit(self, job: PendingSave) -> None:
-        running = self._writer.submit(self._runner.run(job))
+        running = self._writer.submit(self._run(job))
         self._running.add(running)
         running.add_done_callback(self._running.discard)
+
+    async def _run(self, job: PendingSave) -> None:
+        if job.begun.acquire(blocking=False):  # otherwise save() was interrupted, and has refused the job
+            await self._runner.run(job)
 
     # --- around ------------------------------------------------------------------------------------------------
 

@@ -43,6 +43,8 @@ class PendingSave:
     """The result of `staged`, known before the copy ends."""
     announced: threading.Event = field(default_factory=threading.Event)
     """Set when the sidecar knows of the snapshot, which then outlives this process, or when no sidecar takes it."""
+    begun: threading.Lock = field(default_factory=threading.Lock)
+    """Taken for good by the first of two: the writer, which then runs the job, or a save() that was interrupted."""
     returned: Future[None] = field(default_factory=Future)
     """Resolved when save() returns. After that and the end of the snapshot, the save delays training no more."""
 

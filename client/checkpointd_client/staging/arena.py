@@ -7,6 +7,7 @@ Invariants
   ARENA-3  A slot is allocated when a save first needs it, or by `prewarm`, and replaced only while it is free.
   ARENA-4  A slot that a lost sidecar may still read is never used again: its bytes must not change while the sidecar reads.
   ARENA-5  A slot into which a device may still copy is never used again, and keeps its memory until the process ends.
+  ARENA-6  Ctrl-C at any point of `acquire` or `release` loses no slot, if the caller then releases the hold.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class Slot:
 
     def __init__(self, capacity: int) -> None:
         self.number = next(_NUMBERS)
+        self.is_released = False
         self.lost = False
         """Whether the connection to a sidecar that may still read the slot is lost (ARENA-4)."""
         self.still_written = False
@@ -111,7 +113,13 @@ class Slot:
         return self._views[1]
 
     def release(self) -> None:
-        """Give the memory back. A view that is still in use keeps the mapping alive until the view is gone."""
+        """Give the memory back. A view that is still in use keeps the mapping alive until the view is gone.
+
+        A second call does nothing.
+        """
+        if self.is_released:
+            return
+        self.is_released = True
         if self.still_written:
             _UNSAFE.append(self)
             return
@@ -135,82 +143,98 @@ def _read_only(writable: int) -> int:
 
 
 class SlotHold:
-    """One snapshot's hold on a slot; releasing it twice does nothing."""
+    """One snapshot's hold on a slot. It is made before the slot is acquired, so an interruption cannot lose the slot."""
 
-    def __init__(self, slot: Slot, arena: Arena) -> None:
-        self.slot, self._arena = slot, arena
-        self._held = True
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        self.held: Slot | None = None
+        """The slot, once there is one. The arena sets it."""
         self.wanted = True
         """Whether the snapshot in the slot may still be read."""
 
+    @property
+    def slot(self) -> Slot:
+        """The slot of a hold that has acquired one."""
+        assert self.held is not None
+        return self.held
+
     def release(self) -> None:
-        """Give the slot back: nobody reads or writes it for this snapshot any more."""
+        """Give the slot back: nobody reads or writes it for this snapshot any more. A second call does nothing."""
         self.wanted = False
-        if self._held:
-            self._held = False
-            self._arena.release(self.slot)
+        self._arena.release(self)
 
 
 class Arena:
-    """Two slots; see the invariants above. Thread-safe. `on_gone` is called with the number of each slot that is replaced."""
+    """Two slots; see the invariants above. Thread-safe. `on_gone` is called with the number of each slot that is replaced.
+
+    All state is in two lists: the slots, and the holds that were not released yet. A slot that no hold has is free.
+    """
 
     def __init__(self, slots: int = 2, on_gone: Callable[[int], None] = lambda _: None) -> None:
         self._on_gone = on_gone
-        self._free: list[Slot] = []
-        self._unmade = slots
-        self._busy = 0
-        self._change = threading.Condition()
+        self._count = slots
+        self._slots: list[Slot] = []
+        self._holds: list[SlotHold] = []
+        self._lock = threading.RLock()
+        """Taken by `with` directly: a Condition takes it in Python code, where Ctrl-C could leave it locked."""
+        self._change = threading.Condition(self._lock)
         self._closed = False
 
-    def acquire(self, nbytes: int, timeout: float | None) -> Slot | None:
-        """A free slot of at least `nbytes`; None if none becomes free within `timeout` seconds (0: do not wait)."""
-        with self._change:
-            free = self._change.wait_for(lambda: self._free or self._unmade or self._closed, timeout)
+    @property
+    def _free(self) -> list[Slot]:
+        """The slots that no hold has."""
+        held = [hold.held for hold in self._holds]
+        return [slot for slot in self._slots if slot not in held]
+
+    def acquire(self, hold: SlotHold, nbytes: int, timeout: float | None) -> bool:
+        """Give `hold` a free slot of at least `nbytes`; False if none becomes free within `timeout` seconds (0: do not wait).
+
+        If this raises, release the hold.
+        """
+        with self._lock:
+            free = self._change.wait_for(lambda: self._closed or len(self._holds) < self._count, timeout)
             if not free or self._closed:
-                return None
-            slot = self._take(nbytes)
-            self._busy += 1
-        if slot is not None and slot.capacity >= nbytes:
-            return slot
-        try:
+                return False
+            self._holds.append(hold)
+            hold.held = self._best(nbytes)
+        slot = hold.held
+        if slot is None or slot.capacity < nbytes:
             if slot is not None:
                 self._discard(slot)
-            return Slot(nbytes)
-        except BaseException:
-            self._not_made()
-            raise
+            self._make(hold, nbytes)
+        return True
 
-    def _take(self, nbytes: int) -> Slot | None:
-        if self._free:
-            fits = [slot for slot in self._free if slot.capacity >= nbytes]
-            slot = min(fits or self._free, key=lambda s: s.capacity)
-            self._free.remove(slot)
-            return slot
-        self._unmade -= 1
-        return None
+    def _best(self, nbytes: int) -> Slot | None:
+        """The smallest free slot that fits, else one that is too small and will be replaced, else None."""
+        free = self._free
+        return min([slot for slot in free if slot.capacity >= nbytes] or free, key=lambda slot: slot.capacity, default=None)
+
+    def _make(self, hold: SlotHold, nbytes: int) -> Slot:
+        slot = hold.held = Slot(nbytes)  # in one line: from here on `release` finds it
+        with self._lock:
+            self._slots.append(slot)
+        return slot
 
     def _discard(self, slot: Slot) -> None:
+        """Forget `slot`. If this is interrupted, `release` does it again."""
         slot.release()
         self._on_gone(slot.number)
+        with self._lock:
+            self._slots = [other for other in self._slots if other is not slot]
 
-    def _not_made(self) -> None:
-        """Take back that a slot was going to be made."""
-        with self._change:
-            self._busy -= 1
-            self._unmade += 1
-            self._change.notify()
-
-    def release(self, slot: Slot) -> None:
-        """Put `slot` back: nobody reads it any more."""
-        with self._change:
-            self._busy -= 1
-            if self._closed:
+    def release(self, hold: SlotHold) -> None:
+        """Take the slot of `hold` back: nobody reads it any more. This does nothing if the hold has none."""
+        with self._lock:
+            if hold not in self._holds:
+                return
+            slot = hold.held
+            if slot is not None and self._closed:
                 slot.release()
-            elif slot.lost or slot.still_written:
+            elif slot is not None and (slot.lost or slot.still_written or slot.is_released):
                 self._discard(slot)
-                self._unmade += 1
-            else:
-                self._free.append(slot)
+            elif slot is not None and slot not in self._slots:
+                self._slots.append(slot)
+            self._holds.remove(hold)
             self._change.notify()
 
     def prewarm(self, nbytes: int, *, device: torch.device | None, slots: int = 1) -> None:
@@ -218,31 +242,29 @@ class Arena:
 
         `device`: pin the memory for that device. None: do not pin it.
         """
-        with self._change:
-            if self._closed or not self._unmade or len(self._free) + self._busy >= slots:
+        hold = SlotHold(self)
+        with self._lock:
+            there = len(self._free) + len(self._holds)
+            if self._closed or there >= min(slots, self._count):
                 return
-            self._unmade -= 1
-            self._busy += 1
-        slot: Slot | None = None
+            self._holds.append(hold)
         try:
-            slot = Slot(nbytes)
+            slot = self._make(hold, nbytes)
             slot.populate(nbytes)
             if device is not None:
                 torch.accelerator.set_device_index(device)  # for this thread: elsewhere, pinning would create a context
                 slot.pin(device.type)
         except Exception as error:  # of the system or of the device's driver
             log.warning("the arena cannot be prewarmed with %d bytes: %s; the save that needs it allocates it", nbytes, error)
-            if slot is not None:
-                slot.release()
-            self._not_made()
-            return
-        self.release(slot)
+            if hold.held is not None:
+                self._discard(hold.held)
+        finally:
+            self.release(hold)
 
     def close(self) -> None:
         """Give the memory of all free slots back. A busy slot follows when it is released."""
-        with self._change:
+        with self._lock:
             self._closed = True
             for slot in self._free:
                 slot.release()
-            self._free.clear()
             self._change.notify_all()

@@ -112,8 +112,8 @@ class Staging:
     done: Future[None] = field(default_factory=Future)
     fence_s: float = 0.0
     """Seconds that optimizer steps waited for this snapshot."""
-    is_handed_over: bool = False
-    """Whether the stager's thread has the snapshot, so that `done` will resolve."""
+    _finisher: int | None = None
+    """The thread that finishes the snapshot, so that `done` will resolve."""
     _fencing: threading.Lock = field(default_factory=threading.Lock)
     """Held while a step waits."""
     _plan: StagingPlan | None = None
@@ -194,7 +194,31 @@ class Staging:
                     self._spoiled = self._spoiled or _torn(self._plan.fqns[position])
 
     def finish(self) -> None:
-        """On the stager's thread: queue what is not queued, copy the rest, wait for the devices, then resolve `done`."""
+        """Queue what is not queued, copy the rest, wait for the devices, then resolve `done`. Only the first call does this."""
+        if self._claimed():
+            self._finish()
+
+    def _claimed(self) -> bool:
+        """Whether this is the first thread that wants to finish the snapshot."""
+        with self._lock:
+            if self._finisher is None:
+                self._finisher = threading.get_ident()
+                return True
+            return False
+
+    def give_up(self) -> None:
+        """End the snapshot of a save() that was interrupted. `done` resolves, at once unless the stager's thread has begun."""
+        if self._claimed():
+            self._spoiled = StagingError("save() was interrupted")
+            for part in self._devices:
+                part.abandon()
+            if self._left == 0:
+                self._host_copied.set()
+            self._finish()
+        elif self._finisher == threading.get_ident() and not self.done.done():
+            self.done.set_exception(StagingError("the end of the snapshot was interrupted"))
+
+    def _finish(self) -> None:
         try:
             self._copy_everything()
         except BaseException as error:
@@ -287,13 +311,12 @@ class Stager:
     def begin(self, staging: Staging, captured: Captured, layout: SlotLayout) -> None:
         """Start the snapshot. When this returns, every tensor that may change outside a step is safe (STAGING-1).
 
-        If it raises and `staging.is_handed_over` is False, nothing is copied into the slot any more.
+        If it raises, call `staging.give_up()`, and keep the slot until `staging.done` has resolved.
         """
         staging.slot.begin()
         with torch.inference_mode(False):  # the memory that is kept for the next save must not depend on the mode of this one
             self._save(staging, captured, layout)
         if self.mode == "eager" or not (staging._devices or staging._left):
-            staging.is_handed_over = True
             staging.finish()
         else:
             self._hand_over(staging)
@@ -302,15 +325,9 @@ class Stager:
         plan = staging._plan = self._plan_of(captured, layout)
         tensors = list(map(_TENSOR, captured.leaves))
         targets = staging.slot.views(layout, layout.parts)
-        try:
-            for device_plan in plan.devices:
-                self._save_device(staging, device_plan, tensors, targets)
-            self._save_host(staging, plan, captured.leaves, tensors, targets)
-        except BaseException:
-            for part in staging._devices:
-                part.abandon()
-                part.free()
-            raise
+        for device_plan in plan.devices:
+            self._save_device(staging, device_plan, tensors, targets)
+        self._save_host(staging, plan, captured.leaves, tensors, targets)
 
     def _save_device(
         self, staging: Staging, plan: DevicePlan, tensors: list[torch.Tensor], targets: list[torch.Tensor]
@@ -404,7 +421,6 @@ class Stager:
 
     def _hand_over(self, staging: Staging) -> None:
         with self._wake:
-            staging.is_handed_over = True
             self._queue.append(staging)
             self._wake.notify()
 

@@ -12,7 +12,7 @@ import torch
 from checkpointd.errors import AbortedError
 from checkpointd_client import Checkpointer, devices
 from checkpointd_client.staging import device_plan
-from checkpointd_client.staging.arena import Arena, Slot
+from checkpointd_client.staging.arena import Arena, Slot, SlotHold
 from checkpointd_client.staging.device_snapshot import DeviceSnapshot
 from checkpointd_client.staging.stager import Stager, Staging
 from tests.accelerator.simulated.schedules import SCHEDULES, main_stream, under
@@ -177,8 +177,7 @@ def test_a_driver_that_fails_while_memory_is_made_ready_loses_no_slot(
     arena = Arena()
     arena.prewarm(4096, device=device)
     assert "the driver is not loaded" in caplog.text
-    slots = [arena.acquire(4096, 0) for _ in range(2)]
-    assert None not in slots
+    assert [arena.acquire(SlotHold(arena), 4096, 0) for _ in range(2)] == [True, True]
 
 
 # --- in the background ------------------------------------------------------------------------------------------------

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import gc
 import itertools
-import linecache
-import sys
 import threading
 import weakref
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from types import CodeType, FrameType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -25,6 +22,7 @@ from checkpointd_client.staging.block_sums import Row
 from checkpointd_client.staging.device_snapshot import DeviceSnapshot
 from checkpointd_client.staging.stager import Staging
 from tests.accelerator.simulated.small_nets import Net, loaded
+from tests.interruptions import Interruption
 
 
 def trained(device: torch.device, side: int = 64) -> tuple[Net, dict[str, Any]]:
@@ -255,26 +253,6 @@ def test_a_slot_of_which_all_copies_have_ended_is_used_again(
 # --- Ctrl-C -------------------------------------------------------------------------------------------------------------
 
 
-def interrupted_at(code: CodeType, number: int) -> Callable[[FrameType, str, object], Any]:
-    """A trace that raises KeyboardInterrupt at the so-many-th line of `code`, each counted at its first visit.
-
-    Not at a `try:` alone: there Python looks for no signals, and its own `with` would not see the exception.
-    """
-    seen: set[int] = set()
-
-    def trace(frame: FrameType, event: str, arg: object) -> Any:
-        if frame.f_code is not code:
-            return None
-        is_try = linecache.getline(code.co_filename, frame.f_lineno).strip() == "try:"
-        if event == "line" and frame.f_lineno not in seen and not is_try:
-            seen.add(frame.f_lineno)
-            if len(seen) == number:
-                raise KeyboardInterrupt
-        return trace
-
-    return trace
-
-
 @pytest.mark.parametrize("checksums", [False, True])
 def test_ctrl_c_while_a_step_queues_the_copies_commits_nothing_wrong_and_holds_nothing_up(
     sim: ModuleType, tmp_path: Path, device: torch.device, checksums: bool, monkeypatch: pytest.MonkeyPatch
@@ -293,15 +271,8 @@ def test_ctrl_c_while_a_step_queues_the_copies_commits_nothing_wrong_and_holds_n
         with Checkpointer(root, device_checksums=checksums) as ckpt:
             go.clear()
             handle = ckpt.save(0, state)
-            sys.settrace(interrupted_at(DeviceSnapshot.queue.__code__, number))
-            try:
+            with Interruption(number, DeviceSnapshot.queue.__code__.__eq__) as interruption:
                 ckpt.fence()
-            except KeyboardInterrupt:
-                was_interrupted = True
-            else:
-                was_interrupted = False
-            finally:
-                sys.settrace(None)
             go.set()
             with suppress(AbortedError):
                 handle.wait()
@@ -312,6 +283,6 @@ def test_ctrl_c_while_a_step_queues_the_copies_commits_nothing_wrong_and_holds_n
         assert "global_step1" in tags
         for tag, expected in (("global_step0", 1.0), ("global_step1", 0.0)):
             assert tag not in tags or loaded(root, tag, device).weight.unique().tolist() == [expected], number
-        if not was_interrupted:
+        if not interruption.happened:
             break
     assert number > 5

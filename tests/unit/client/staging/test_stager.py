@@ -23,7 +23,7 @@ from checkpointd.pipeline.root import catalog
 from checkpointd.store.posix.store import PosixStore
 from checkpointd_client import Checkpointer
 from checkpointd_client.capture.state import capture
-from checkpointd_client.staging.arena import Arena
+from checkpointd_client.staging.arena import Arena, SlotHold
 from checkpointd_client.staging.slot_layout import plan_slot
 from checkpointd_client.staging.stager import Copy, Stager, Staging
 from checkpointd_client.staging.torn_check import Proof
@@ -316,15 +316,15 @@ class Swapped:
     def staged(self) -> Iterator[tuple[Staging, list[torch.Tensor]]]:
         """The snapshot, begun, and what will lie in the slot."""
         layout = plan_slot(self._captured)
-        slot = self._arena.acquire(layout.nbytes, timeout=0.0)
-        assert slot is not None
+        hold = SlotHold(self._arena)
+        assert self._arena.acquire(hold, layout.nbytes, timeout=0.0)
         try:
-            staging = Staging(slot)
+            staging = Staging(hold.slot)
             self._stager.begin(staging, self._captured, layout)
-            yield staging, slot.views(layout, layout.parts)
+            yield staging, hold.slot.views(layout, layout.parts)
         finally:
             staging.done.exception(30)
-            self._arena.release(slot)
+            hold.release()
 
     def holds_the_moment_of_save(self, found: list[torch.Tensor]) -> bool:
         return all(torch.equal(one, two) for one, two in zip(found, self.before, strict=True))

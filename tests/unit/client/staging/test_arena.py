@@ -1,0 +1,131 @@
+"""ARENA-1, ARENA-3 and ARENA-6 of arena.py: who has which slot, and that Ctrl-C loses none."""
+
+from __future__ import annotations
+
+import itertools
+from types import CodeType
+
+import pytest
+
+from checkpointd_client.staging import arena as arena_module
+from checkpointd_client.staging.arena import Arena, SlotHold
+from tests.interruptions import Interruption
+
+PAGE = 4096
+
+
+def held(arena: Arena, nbytes: int = PAGE) -> SlotHold | None:
+    """A hold on a free slot; None if there is none."""
+    hold = SlotHold(arena)
+    return hold if arena.acquire(hold, nbytes, 0) else None
+
+
+def of_the_arena(code: CodeType) -> bool:
+    return code.co_filename == arena_module.__file__
+
+
+def test_two_slots_are_used_in_turn_and_a_third_hold_gets_none() -> None:
+    arena = Arena()
+    first, second = held(arena), held(arena)
+    assert first is not None
+    assert second is not None
+    assert first.slot is not second.slot
+    assert held(arena) is None
+    first.release()
+    third = held(arena)
+    assert third is not None
+    assert third.slot is first.slot
+    first.release()  # a second time: the slot is another hold's now
+    assert held(arena) is None
+
+
+def test_a_slot_that_is_too_small_is_replaced_while_it_is_free() -> None:
+    gone: list[int] = []
+    arena = Arena(on_gone=gone.append)
+    small = held(arena)
+    assert small is not None
+    small.release()
+    large = held(arena, 3 * PAGE)
+    assert large is not None
+    assert gone == [small.slot.number]
+    assert small.slot.is_released
+    assert large.slot.capacity == 3 * PAGE
+    large.release()
+    fitting = held(arena)
+    assert fitting is not None
+    assert fitting.slot is large.slot
+    assert held(arena) is not None
+    assert held(arena) is None
+
+
+def test_a_slot_that_may_still_be_read_is_never_used_again() -> None:
+    arena = Arena()
+    lost = held(arena)
+    assert lost is not None
+    lost.slot.lost = True
+    lost.release()
+    found = [held(arena), held(arena)]
+    assert all(hold is not None and hold.slot is not lost.slot for hold in found)
+
+
+def test_a_slot_that_cannot_be_made_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    arena = Arena()
+    hold = SlotHold(arena)
+    with monkeypatch.context() as patch:
+        patch.setattr(arena_module, "page_up", lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            arena.acquire(hold, PAGE, 0)
+    hold.release()
+    assert [held(arena), held(arena)].count(None) == 0
+
+
+def test_a_closed_arena_gives_its_memory_back_when_it_is_free() -> None:
+    arena = Arena()
+    busy, free = held(arena), held(arena)
+    assert busy is not None
+    assert free is not None
+    free.release()
+    arena.close()
+    assert free.slot.is_released
+    assert not busy.slot.is_released
+    busy.release()
+    assert busy.slot.is_released
+    assert held(arena) is None
+
+
+@pytest.mark.parametrize("grows", [False, True])
+def test_ctrl_c_at_any_line_loses_no_slot(grows: bool) -> None:
+    """Also where a slot is replaced by a larger one."""
+    arena = Arena()
+    for number in itertools.count(1):
+        hold = SlotHold(arena)
+        with Interruption(number, of_the_arena) as interruption:
+            arena.acquire(hold, PAGE * (number if grows else 1), 0)
+        hold.release()
+        holds = [held(arena), held(arena), held(arena)]
+        assert [one is None for one in holds] == [False, False, True], interruption.place
+        for one in holds[:2]:
+            assert one is not None
+            assert not one.slot.is_released, interruption.place
+            one.release()
+        if not interruption.happened:
+            break
+    assert number > 10
+
+
+def test_a_release_that_was_interrupted_can_be_called_again() -> None:
+    arena = Arena()
+    for number in itertools.count(1):
+        hold = held(arena)
+        assert hold is not None
+        with Interruption(number, of_the_arena) as interruption:
+            hold.release()
+        hold.release()
+        holds = [held(arena), held(arena), held(arena)]
+        assert [one is None for one in holds] == [False, False, True], interruption.place
+        for one in holds[:2]:
+            assert one is not None
+            one.release()
+        if not interruption.happened:
+            break
+    assert number > 5
