@@ -8,6 +8,8 @@ SERVICE = ".checkpointd"
 TEMPORARY = f"{SERVICE}/tmp"
 UNFINISHED = f"{SERVICE}/unfinished"
 LOCK = f"{SERVICE}/lock"
+SHOWN = f"{SERVICE}/shown"
+"""Below it lies a directory for each directory of plain files, which goes with its record."""
 
 
 def check_key(key: str) -> str:

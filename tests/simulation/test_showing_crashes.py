@@ -358,6 +358,7 @@ async def removing(crash: Crash) -> bool:
         await world.started()
         assert await world.contents("checkpoint-8") == {"mine.txt": b"mine"}
         assert [await world.contents(f"checkpoint-8/{name}") for name in ("step8", "deep")] == [None, None]
+        assert await world.contents(".checkpointd/.checkpointd/shown/checkpoint-8") is None  # TAGDIR-8
     return struck
 
 

@@ -2,7 +2,8 @@
 
 Invariants
   MONITOR-1  A root that fails or does not answer neither delays another root nor ends the monitor.
-  MONITOR-2  A look takes at most `look_s`. An error is kept in `hub.root_scans[root].problem`, beside the last good scan.
+  MONITOR-2  A look goes on while the storage answers: it ends if no answer has come for `look_s`, and after `look_most_s`. So a
+      long history is looked at to its end. An error is kept in `hub.root_scans[root].problem`, beside the last good scan.
 """
 
 from __future__ import annotations
@@ -10,7 +11,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TypeVar
 
 from checkpointd.daemon import inline_saves
 from checkpointd.daemon.hub import Hub, RootScan
@@ -19,8 +23,11 @@ from checkpointd.daemon.roots.in_doubt import InDoubtAttempts
 from checkpointd.daemon.roots.root_scan import RootScanner
 from checkpointd.errors import CheckpointdError, StoreError
 from checkpointd.layout.manifest import ErrorReport
+from checkpointd.store.base import SMALL_BYTES_MAX, Entry, Store
+from checkpointd.store.passing import PassingStore
 
 log = logging.getLogger("checkpointd")
+T = TypeVar("T")
 
 ROOTS_MAX = 64
 """Roots that the daemon looks after: first those in use, then those that clients joined last, then those on disk."""
@@ -34,9 +41,36 @@ class MonitorPace:
     """Between two looks while a save is in flight or an attempt in doubt."""
     idle_s: float = 60.0
     look_s: float = 30.0
+    look_most_s: float = 600.0
     patience_s: float = 5.0
     grace_s: float = 600.0
     """How long an attempt of a dead job must be unchanged before it is aborted, unless its ranks had more time."""
+
+
+class _Answering(PassingStore):
+    """`store`. Calls `on_answer` after each answer to a question."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__(store)
+        self.on_answer: Callable[[], None] = lambda: None
+
+    def shows(self, store: Store) -> bool:
+        return self._store is store
+
+    async def get(self, key: str, *, size_max: int = SMALL_BYTES_MAX) -> bytes:
+        return await self._answer(self._store.get(key, size_max=size_max))
+
+    async def list(self, prefix: str) -> list[Entry]:
+        return await self._answer(self._store.list(prefix))
+
+    async def stat(self, key: str) -> int | None:
+        return await self._answer(self._store.stat(key))
+
+    async def _answer(self, question: Awaitable[T]) -> T:
+        try:
+            return await question
+        finally:
+            self.on_answer()
 
 
 @dataclass(slots=True)
@@ -46,6 +80,7 @@ class _MonitoredRoot:
     doubts: InDoubtAttempts
     task: asyncio.Task[None] | None = None
     scanner: RootScanner = field(default_factory=RootScanner)
+    store: _Answering | None = None
     soon: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -89,11 +124,12 @@ class RootMonitor:
         known = self._roots.setdefault(root, self._new_root())
         before = self._hub.root_scans.get(root, RootScan())
         self._hub.looking_at.add(root)
+        began = asyncio.get_running_loop().time()
         try:
-            async with asyncio.timeout(self._pace.look_s):
-                await self._attend(root, known)
+            async with asyncio.timeout(self._pace.look_s) as limit:
+                await self._attend(root, known, partial(self._extend, limit, began))
         except TimeoutError:
-            self._problem(root, before, StoreError(f"{root} has not answered for {self._pace.look_s:g} s"))
+            self._problem(root, before, StoreError(self._why_given_up(root, began)))
         except CheckpointdError as error:
             self._problem(root, before, error)
         except Exception as error:  # MONITOR-1: a defect must not end the monitor
@@ -102,8 +138,24 @@ class RootMonitor:
         finally:
             self._hub.looking_at.discard(root)
 
-    async def _attend(self, root: str, known: _MonitoredRoot) -> None:
-        store = await self._hub.roots.looked_after(root, self._hub.users_at(root))
+    def _extend(self, limit: asyncio.Timeout, began: float) -> None:
+        """The storage has answered, so the look may go on (MONITOR-2)."""
+        if not limit.expired():
+            now = asyncio.get_running_loop().time()
+            limit.reschedule(min(now + self._pace.look_s, began + self._pace.look_most_s))
+
+    def _why_given_up(self, root: str, began: float) -> str:
+        if asyncio.get_running_loop().time() - began >= self._pace.look_most_s:
+            return f"looking at {root} took longer than {self._pace.look_most_s:g} s; is its storage slow?"
+        return f"{root} has not answered for {self._pace.look_s:g} s"
+
+    async def _attend(self, root: str, known: _MonitoredRoot, on_answer: Callable[[], None]) -> None:
+        found = await self._hub.roots.looked_after(root, self._hub.users_at(root))
+        if known.store is None or not known.store.shows(found):
+            known.store = _Answering(found)
+        store = known.store
+        store.on_answer = on_answer
+        on_answer()
         look, in_doubt = await known.scanner.look(store, await self._hub.roots.room(root))
         self._show(root, look)
         await inline_saves.find(self._hub, root, store, known.scanner.fresh)

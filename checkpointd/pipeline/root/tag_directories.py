@@ -16,6 +16,8 @@ Invariants
       and the directory is complete. If the save aborts, the directory goes; after a crash, the next start removes it.
   TAGDIR-7  Files of other programs go only with the checkpoint with which they appeared, only if they are unchanged, and only
       if this project removes the checkpoint. If a user has removed the checkpoint's own files (TAGDIR-4), they stay.
+  TAGDIR-8  The record of a shown directory goes with the checkpoint, and the record's own directory with it; a start removes an
+      empty one that a crash has left. So records take space for the checkpoints that are shown, not for all that ever were.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ from checkpointd.phrases import listed
 from checkpointd.pipeline.root import catalog
 from checkpointd.pipeline.root.catalog import AttemptView
 from checkpointd.pipeline.shard import AttemptInfo
-from checkpointd.store.base import Store
+from checkpointd.store.base import Entry, Store
 from checkpointd.store.patient import Patience
 from checkpointd.store.posix.plain import PlainFiles
 from checkpointd.store.posix.unfinished import GOING
@@ -384,6 +386,9 @@ async def mend(store: Store, before: int = 0) -> None:
             log.error("%s is committed, and cannot be shown: %s", checkpoint.prefix, error)
     # Only attempts with a mark are hidden (TAGDIR-4), not those that cannot be read now or have committed meanwhile.
     await hide(store, {view.prefix for view in views if view.state == "deleted"})
+    for folder, entries in await _record_folders(store):
+        if not entries:  # a crash came between the removal of the record and that of its directory
+            await store.delete(shown_key(folder))
     await _drop_unfinished(store, plain, views, before)
 
 
@@ -445,14 +450,20 @@ async def _is_of(store: Store, outcome: Outcome) -> bool:
 async def _records(store: Store) -> list[tuple[str, Shown]]:
     """Every directory that shows a commit, with its record."""
     found: list[tuple[str, Shown]] = []
-    level = [""]
+    for folder, entries in await _record_folders(store):
+        record = await _record(store, folder) if any(not entry.is_prefix for entry in entries) else None
+        if record is not None:
+            found.append((folder, record))
+    return found
+
+
+async def _record_folders(store: Store) -> list[tuple[str, list[Entry]]]:
+    """The directories below `shown`, with what is in them."""
+    found, level = list[tuple[str, list[Entry]]](), [""]
     while level:
         folders = [(folder, await store.list(f"{SHOWN}/{folder}".rstrip("/"))) for folder in level]
         level = [os.path.join(folder, entry.name) for folder, entries in folders for entry in entries if entry.is_prefix]
-        for folder, entries in folders:
-            record = await _record(store, folder) if folder and any(not entry.is_prefix for entry in entries) else None
-            if record is not None:
-                found.append((folder, record))
+        found += [(folder, entries) for folder, entries in folders if folder]
     return found
 
 

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import TypeVar
 
-from checkpointd.store.names import SERVICE
+from checkpointd.store.names import SERVICE, SHOWN
 from checkpointd.store.posix.disk import Disk
 
 T = TypeVar("T")
@@ -67,7 +67,8 @@ class Directories:
                 directory = os.path.dirname(directory)
 
     def _stays(self, directory: str) -> bool:
-        return directory == self._service or directory.startswith(f"{self._service}/")
+        is_service = directory == self._service or directory.startswith(f"{self._service}/")
+        return is_service and not directory.startswith(f"{self._root}/{SHOWN}/")
 
     async def _sync_name(self, directory: str) -> None:
         """Make the name of `directory` durable; once, if no store removes it."""

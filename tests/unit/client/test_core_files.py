@@ -166,6 +166,7 @@ def test_what_is_deleted_is_shown_no_more_and_latest_names_what_is_left(ckpt: Ch
     assert (first.parent / "latest").read_text() == "global_step1"
     delete(ckpt, "global_step1")
     assert os.listdir(first.parent) == [".checkpointd"]
+    assert os.listdir(first.parent / ".checkpointd/.checkpointd/shown") == []  # TAGDIR-8
 
 
 def test_what_else_lies_in_a_deleted_directory_stays(ckpt: Checkpointer) -> None:

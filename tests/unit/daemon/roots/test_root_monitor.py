@@ -33,8 +33,10 @@ from checkpointd.pipeline.read.verify import verify
 from checkpointd.pipeline.root import catalog, epochs
 from checkpointd.pipeline.root.identity import writer
 from checkpointd.store import writers
-from checkpointd.store.base import Store
+from checkpointd.store.base import Entry, Store
+from checkpointd.store.memory import MemoryStore
 from checkpointd.store.posix.store import PosixStore
+from checkpointd.testing import simloop
 from tests.builders import Save, begin_epoch, leave_in_doubt, save_checkpoint
 from tests.job_elsewhere import ELSEWHERE
 from tests.unit.daemon.conftest import until
@@ -144,6 +146,52 @@ async def test_an_outcome_is_read_once_and_one_that_was_removed_is_noticed(store
     found, _ = await looker.look(store)
     assert newest.tag not in {c.tag for c in found.checkpoints}
     assert len(found.checkpoints) == CHECKPOINTS_MAX
+
+
+@pytest.mark.parametrize(
+    ("answer_s", "problem"), [(0.2, None), (3.0, "took longer than 600 s"), (31.0, "has not answered for 30 s")]
+)
+def test_monitor_2_a_look_goes_on_while_the_storage_answers(
+    answer_s: float, problem: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A look at a long history, on a loop of virtual time: each answer takes `answer_s` seconds."""
+
+    class Slow(MemoryStore):
+        answer_s = 0.0
+
+        async def list(self, prefix: str) -> list[Entry]:
+            await asyncio.sleep(self.answer_s)
+            return await super().list(prefix)
+
+    async def main() -> None:
+        store = Slow()
+        for step in range(200):
+            await leave_in_doubt(store, tag=f"global_step{step}", world_size=1)
+        store.answer_s = answer_s
+
+        async def given(*_: object) -> Store:
+            return store
+
+        async def none(*_: object) -> None:
+            return None
+
+        monkeypatch.setattr(monitor_module.inline_saves, "find", none)
+        hub = SimpleNamespace(
+            roots=SimpleNamespace(looked_after=given, room=none),
+            users_at=lambda _: [],
+            root_scans={},
+            looking_at=set(),
+            leaving=True,
+        )
+        monitor = RootMonitor(hub)  # type: ignore[arg-type]  # all that a look needs of a hub
+        began = asyncio.get_running_loop().time()
+        await monitor.look("/root")
+        found, took_s = hub.root_scans["/root"].problem, asyncio.get_running_loop().time() - began
+        assert took_s > 31 or problem == "has not answered for 30 s"
+        assert took_s <= 600.0
+        assert (found is None) if problem is None else (found is not None and problem in found.message)
+
+    simloop.run(0, main())
 
 
 async def test_a_pointer_that_is_damaged_is_the_looks_problem(hub: Hub, root: Path, store: Store) -> None:
