@@ -77,7 +77,13 @@ class Forger:
 
     def put_vote(self, data: bytes) -> None:
         (self.folder / "00000.vote").write_bytes(data)
-        self.edit_outcome(votes={"0": {"digest": digest(data), "size": len(data)}})
+        self.put_ballot([(data, len(data))], data)
+
+    def put_ballot(self, votes: list[tuple[bytes, int]], tail: bytes) -> None:
+        """A ballot whose table says that there are `votes` of these sizes, and then the bytes `tail`."""
+        table = b"".join(xxhash.xxh3_128_digest(data) + size.to_bytes(8, "little") for data, size in votes)
+        (self.folder / "ballot").write_bytes(table + tail)
+        self.edit_outcome(ballot={"digest": digest(table), "size": len(table) + len(tail)})
 
     def edit_vote(self, **changes: Any) -> None:
         self.put_vote(edited((self.folder / "00000.vote").read_bytes(), **changes))

@@ -44,7 +44,10 @@ def digest(data: bytes) -> str:
 
 
 def small_object(path: Path, kind: str) -> dict[str, Any]:
-    data = path.read_bytes()
+    return small_object_in(path.read_bytes(), kind, path)
+
+
+def small_object_in(data: bytes, kind: str, path: object) -> dict[str, Any]:
     match = re.search(rb'\n  "checksum": "([0-9a-f]{32})"\n}\n\Z', data)
     check(match is not None, f"{path}: no checksum")
     assert match is not None
@@ -79,14 +82,25 @@ def checkpoint(root: Path, tag: str) -> tuple[Path, dict[str, Any]]:
 
 def index_of(root: Path, tag: str, rank: int) -> tuple[Path, dict[str, Any]]:
     folder, outcome = checkpoint(root, tag)
-    check(set(outcome["votes"]) == {str(r) for r in range(outcome["world_size"])}, "votes")
-    path, ref = folder / f"{rank:05d}.vote", outcome["votes"][str(rank)]
-    data = path.read_bytes()
-    check((digest(data), len(data)) == (ref["digest"], ref["size"]), path)
-    vote = small_object(path, "vote")
-    check((vote["tag"], vote["attempt"], vote["rank"], vote["vote"]) == (tag, folder.name, rank, "yes"), path)
+    vote = vote_of(folder, outcome, rank)
+    check((vote["tag"], vote["attempt"], vote["rank"], vote["vote"]) == (tag, folder.name, rank, "yes"), folder)
     check_plan(root, vote)
     return folder, read_index(folder, vote)
+
+
+def vote_of(folder: Path, outcome: dict[str, Any], rank: int) -> dict[str, Any]:
+    """The vote of `rank` in the ballot; only the table and this vote are read."""
+    with open(folder / "ballot", "rb") as file:
+        table = file.read(24 * outcome["world_size"])
+        check(digest(table) == outcome["ballot"]["digest"], "ballot")
+        rows = list(struct.iter_unpack("<16sQ", table))
+        check(
+            len(rows) == outcome["world_size"] and len(table) + sum(n for _, n in rows) == outcome["ballot"]["size"], "ballot"
+        )
+        file.seek(len(table) + sum(n for _, n in rows[:rank]))
+        data = file.read(rows[rank][1])
+    check(xxhash.xxh3_128_digest(data) == rows[rank][0], f"vote of rank {rank}")
+    return small_object_in(data, "vote", f"vote of rank {rank}")
 
 
 def read_index(folder: Path, vote: dict[str, Any]) -> dict[str, Any]:
@@ -185,7 +199,7 @@ def files(root: Path, tag: str) -> dict[str, bytes]:
     found: dict[str, bytes] = {}
     for rank in range(checkpoint(root, tag)[1]["world_size"]):
         folder, index = index_of(root, tag, rank)
-        vote = small_object(folder / f"{rank:05d}.vote", "vote")
+        vote = vote_of(folder, checkpoint(root, tag)[1], rank)
         kind, at, described_files = msgspec.msgpack.decode(index["tree"])
         check((kind, at, [file[0] for file in described_files]) == ("F", vote["shown_at"], vote["files"]), "files")
         tensors = {fqn: data for fqn, (_, _, data) in tensors_of(folder, index).items()}

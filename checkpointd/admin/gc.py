@@ -82,16 +82,9 @@ async def deletion(store: Store, tag: str, *, force: bool, dry_run: bool) -> Col
     own_views = [view for view in views if view.tag == tag]
     report = await reserve.on_full_disk(store, lambda: _done(store, own_views, deleted=deleted, dry_run=dry_run))
     moved = None if dry_run else await reserve.on_full_disk(store, lambda: move_latest_away(store, tag))
-    own = {f"{view.prefix}/" for view in own_views}
-    needed_by = tuple(
-        c.tag for c in checkpoints if c.tag != tag and any(_attempt_of(key) in own for key in c.outcome.refers or ())
-    )
+    own = {view.prefix for view in own_views}
+    needed_by = tuple(c.tag for c in checkpoints if c.tag != tag and not own.isdisjoint(c.outcome.holders))
     return msgspec.structs.replace(report, latest_moved_to=moved, needed_by=needed_by)
-
-
-def _attempt_of(key: str) -> str:
-    """The part `<tag>/<attempt>/` of an object's key."""
-    return key[: key.rindex("/") + 1]
 
 
 async def delete_once(store: Store, tag: str, *, force: bool) -> None:

@@ -110,7 +110,9 @@ async def preview(store: Store, *, take_over: bool = False) -> RecoveryReport:
         leases.attempts_at_work(store, beginner.sight), leases.living_job(store, beginner.job, beginner.sight)
     )
     attempts = await catalog.scan(store)
-    outcomes = {a.prefix: await judge(store, a) for a in attempts if a.state == "in-doubt" and a.prefix not in surviving}
+    outcomes = {
+        a.prefix: (await judge(store, a)).outcome for a in attempts if a.state == "in-doubt" and a.prefix not in surviving
+    }
     after = [_as_decided(a, outcomes.get(a.prefix)) for a in attempts]
     due = next((c.tag for c in catalog.checkpoints_of(after) if c.outcome.save_latest), None)
     problem = (await pointer(store, catalog.checkpoints_of(after))).problem

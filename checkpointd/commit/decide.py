@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from checkpointd.commit.facts import Order
-from checkpointd.layout.manifest import ErrorReport, Vote
+from checkpointd.layout.manifest import RANKS_AT_FAULT_MAX, ErrorReport, Vote
 from checkpointd.phrases import listed, rank_runs
 
 OnNoProgress = Literal["warn", "abort", "ignore"]
@@ -28,7 +28,7 @@ REASON_MAX = 4000
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A commit if `error` is None, else an abort for that reason; `ranks` are the ranks at fault."""
+    """A commit if `error` is None, else an abort for that reason; `ranks`: the first RANKS_AT_FAULT_MAX at fault."""
 
     error: ErrorReport | None = None
     ranks: tuple[int, ...] = field(default=())
@@ -47,7 +47,7 @@ def decide(votes: Mapping[int, Vote | None], *, tag: str, attempt: str, world_si
     if bad:
         vote = votes[bad[0]]
         why = "cannot be read" if vote is None else vote_fault(vote, bad[0], tag, attempt, world_size)
-        return abort("AbortedError", f"the vote of rank {bad[0]} {why}", bad)
+        return abort("AbortedError", f"the vote of rank {bad[0]} {why}{_and_more(bad)}", bad)
     no = sorted(r for r, v in votes.items() if v is not None and v.vote == "no")
     if no:
         return refused({rank: vote.error for rank in no if (vote := votes[rank]) is not None})
@@ -91,10 +91,16 @@ def _other_step(steps: Mapping[int, int]) -> Decision:
     first = min(steps)
     others = sorted(rank for rank, step in steps.items() if step != steps[first])
     message = (
-        f"rank {first} saved step {steps[first]} and rank {others[0]} step {steps[others[0]]} under one tag: they called "
-        "save() for this tag a different number of times. Call save() on every rank each time, or give each step its own tag"
+        f"rank {first} saved step {steps[first]} and rank {others[0]} step {steps[others[0]]}{_and_more(others)} under one "
+        "tag: they called save() for this tag a different number of times. Call save() on every rank each time, or give each "
+        "step its own tag"
     )
     return abort("AbortedError", message, others)
+
+
+def _and_more(ranks: Sequence[int]) -> str:
+    """The number of ranks at fault beside the one that a message names."""
+    return f" (and {len(ranks) - 1} more ranks)" if len(ranks) > 1 else ""
 
 
 def refused(no: Mapping[int, ErrorReport | None]) -> Decision:
@@ -177,7 +183,7 @@ def recover(votes: Mapping[int, Vote | None], *, tag: str, attempt: str) -> Deci
 
 def abort(code: str, message: str, ranks: Sequence[int] = (), *, phase: str = "vote") -> Decision:
     """An abort for the error class named `code`, which struck in `phase`."""
-    return Decision(ErrorReport(code=code, message=message, phase=phase), tuple(ranks))
+    return Decision(ErrorReport(code=code, message=message, phase=phase), tuple(ranks)[:RANKS_AT_FAULT_MAX])
 
 
 def moves_latest(current: Order | None, candidate: Order) -> bool:

@@ -13,9 +13,10 @@ from checkpointd.daemon.protocol.wire import Inlined
 from checkpointd.daemon.status.model import SaveStatus
 from checkpointd.daemon.status.tally import RESULTS
 from checkpointd.errors import ERRORS, CheckpointdError, DamagedError, NotFoundError, UnreadableError, UsageError
-from checkpointd.layout.keys import AttemptId, check_tag, vote_name
+from checkpointd.layout.keys import AttemptId, check_tag
 from checkpointd.layout.manifest import ErrorReport, Inline, Outcome, Vote
-from checkpointd.pipeline.root.catalog import AttemptView, read_vote
+from checkpointd.pipeline.root.ballots import vote_of
+from checkpointd.pipeline.root.catalog import AttemptView
 from checkpointd.pipeline.root.identity import seconds_of
 from checkpointd.store.base import Store
 
@@ -69,13 +70,12 @@ async def find(hub: Hub, root: str, store: Store, fresh: Iterable[AttemptView]) 
             continue
         for record in hub.ranks_at(root)[:VOTES_MAX]:
             epoch, nonce = record.begun
-            ref = outcome.votes.get(str(record.rank))
             uid = os.geteuid() if record.user is None else record.user.uid
             key: JobKey = (root, nonce, uid, view.tag, str(view.attempt), record.rank)
-            if epoch != view.attempt.epoch or ref is None or hub.is_counted(key):
+            if epoch != view.attempt.epoch or record.rank >= outcome.world_size or hub.is_counted(key):
                 continue
             try:
-                vote = await read_vote(store, f"{view.prefix}/{vote_name(record.rank)}", ref.digest)
+                vote = await vote_of(store, outcome, record.rank)
             except (DamagedError, NotFoundError, UnreadableError):
                 continue
             if vote.inline is not None and not hub.is_counted(key):  # its trainer may have reported it meanwhile

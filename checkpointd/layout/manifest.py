@@ -1,7 +1,8 @@
 """The objects of a checkpoint as types, and their bytes. `docs/FORMAT.md` describes the same for other languages.
 
-The chain of digests: outcome -> votes -> indexes -> chunks, and votes -> plans. Small objects are JSON; an index is msgpack
-(measured against JSON in `benchmarks/index.py`). Each object begins with its format and version; unknown ones are refused.
+The chain of digests: outcome -> ballot -> votes -> indexes -> chunks, and votes -> plans. Small objects are JSON; an index is
+msgpack (measured against JSON in `benchmarks/index.py`). Each of them begins with its format and version; unknown ones are
+refused.
 
 Types with millions of instances opt out of garbage collection (`gc=False`). They cannot be part of a cycle, and the search for
 cycles would take longer than decoding them.
@@ -32,6 +33,15 @@ LEASE_S_MAX = 600.0
 
 LISTING_BYTES_MAX = 1 << 28
 """The largest index or plan, since a reader holds it in memory. It has room for about 4 million chunks, or 700,000 tensors."""
+
+VOTE_BYTES_MAX = 4 << 20
+"""The size limit of a vote, which names objects, files and metrics."""
+
+BALLOT_BYTES_MAX = 1 << 30
+"""The size limit of a ballot: room for the votes of 2^18 ranks, each of 4 KiB."""
+
+RANKS_AT_FAULT_MAX = 64
+"""The most ranks that an abort lists."""
 
 Scope = Literal["rank", "global"]
 """`rank`: a tensor of this rank alone. `global`: a part of a tensor that the ranks hold together."""
@@ -289,13 +299,18 @@ class Vote(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpoi
         return f"{self.tag}/{self.attempt}"
 
 
-class VoteRef(_Object, frozen=True, kw_only=True):
+class BallotRef(_Object, frozen=True, kw_only=True):
+    """The ballot of a commit (`ballot.py`): the digest of its table, and the size of all of it."""
+
     digest: str
     size: int
 
 
 class Outcome(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpointd.outcome"):
-    """The one object that decides an attempt. Commit: the digest of every rank's vote. Abort: why, and which ranks."""
+    """The one object that decides an attempt. Commit: where all votes are. Abort: why, and which ranks.
+
+    Its size does not grow with the number of ranks.
+    """
 
     version: int = VERSION
     tag: str
@@ -305,10 +320,10 @@ class Outcome(_Object, frozen=True, kw_only=True, tag_field="format", tag="check
     outcome: Literal["commit", "abort"]
     order: tuple[int, int]
     save_latest: bool
-    votes: dict[str, VoteRef] = {}
-    refers: tuple[str, ...] | None = None
-    """Keys of all objects of older attempts that the checkpoint needs. None: an older release wrote it; the votes have the
-    keys."""
+    ballot: BallotRef | None = None
+    """Set in a commit."""
+    holders: tuple[str, ...] = ()
+    """The older attempts (`<tag>/<attempt>`) that hold objects of the checkpoint, sorted. The votes name the objects."""
     metrics: dict[str, float] = {}
     """The metrics that the user passed to save() on rank 0, which retention uses."""
     no_progress: bool = False
@@ -322,6 +337,7 @@ class Outcome(_Object, frozen=True, kw_only=True, tag_field="format", tag="check
     beside: tuple[BesideFile, ...] = ()
     error: ErrorReport | None = None
     ranks: tuple[int, ...] = ()
+    """The ranks at fault in an abort, at most RANKS_AT_FAULT_MAX."""
     decided_by: int
     """The rank that put the outcome; -1 for recovery at a start or by the command line."""
     writer: WriterIdentity
@@ -429,7 +445,10 @@ def encode(obj: SmallObject) -> bytes:
     return head + digest(data).encode() + tail
 
 
-_LATER = (
+_OPTIONAL = (
+    "refers",
+    "ballot",
+    "holders",
     "surviving",
     "commit_timeout_s",
     "job",
@@ -450,19 +469,17 @@ _LATER = (
     "inline",
     "user",
 )
-"""Keys that later releases added. They are left out if they are empty."""
+"""Keys that are left out if they are empty."""
 
 
 def _plain(obj: SmallObject) -> bytes:
-    """JSON without empty later keys, so objects that do not use them have the bytes that the first release wrote."""
+    """JSON without empty optional keys."""
     fields = msgspec.to_builtins(obj)
-    for name in _LATER:
+    for name in _OPTIONAL:
         if name in fields and not fields[name]:
             del fields[name]
     if fields.get("files") in (None, 0):
         fields.pop("files", None)  # an empty list stays in a vote: this rank has no files, but other ranks may
-    if "refers" in fields and not (fields["refers"] or (isinstance(obj, Outcome) and obj.refers is not None)):
-        del fields["refers"]  # an empty list stays in an outcome: the checkpoint needs no older attempt
     return msgspec.json.encode(fields)
 
 
@@ -513,8 +530,8 @@ def _vote_fault(vote: Vote) -> str | None:
 def _outcome_fault(outcome: Outcome) -> str | None:
     if not 0 <= outcome.world_size <= WORLD_SIZE_MAX:
         return f"speaks of {outcome.world_size} ranks, which cannot be"
-    if outcome.outcome == "commit" and outcome.votes.keys() != {str(rank) for rank in range(outcome.world_size)}:
-        return f"is a commit of {outcome.world_size} ranks, and does not have the vote of each"
+    if outcome.outcome == "commit" and (outcome.ballot is None or not 0 < outcome.ballot.size <= BALLOT_BYTES_MAX):
+        return f"is a commit of {outcome.world_size} ranks, and does not name a ballot that can have the vote of each"
     return None
 
 

@@ -41,7 +41,7 @@ from checkpointd.layout.keys import OUTCOME, vote_name
 from checkpointd.layout.manifest import NO_REASON, ErrorReport, Index, Outcome
 from checkpointd.pipeline.awaited import Awaited
 from checkpointd.pipeline.gc.tidying import Tidier
-from checkpointd.pipeline.outcome.publish import Ballot, PlanCheck, missing_ranks, outcome_of, put_outcome
+from checkpointd.pipeline.outcome.publish import Ballot, PlanCheck, draft_of, missing_ranks, put_outcome
 from checkpointd.pipeline.read.readback import BackgroundReadBack, checkpoint_of
 from checkpointd.pipeline.root import catalog, epochs
 from checkpointd.pipeline.root.latest import move_latest
@@ -449,9 +449,9 @@ class Attempt:
 
     async def _put(self, decision: Decision) -> Outcome:
         await self._check_root()
-        ballot, took_s = self._ballot, asyncio.get_running_loop().time() - self._began
-        outcome = outcome_of(self.info, decision, ballot.refs, decided_by=self.info.rank, votes=ballot.votes, took_s=took_s)
-        return await put_outcome(self._store, outcome)
+        took_s = asyncio.get_running_loop().time() - self._began
+        draft = draft_of(self.info, decision, self._ballot, decided_by=self.info.rank, took_s=took_s)
+        return await put_outcome(self._store, draft)
 
     # --- the end ---------------------------------------------------------------------------------------------
 

@@ -197,7 +197,7 @@ async def _deleted(store: Store, attempt: AttemptView) -> str:
 async def _in_doubt(store: Store, attempt: AttemptView, words: RankWords, newest: Holder | None) -> tuple[str, str]:
     from checkpointd.pipeline.outcome.recover import judge  # brings in numpy, which no other question here needs
 
-    expected = await judge(store, attempt)
+    expected = (await judge(store, attempt)).outcome
     missing = words.missing()
     if words.world_size is None:
         why = "there is no outcome, and no vote that gives the number of ranks"

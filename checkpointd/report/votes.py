@@ -10,9 +10,9 @@ import msgspec
 
 from checkpointd.errors import DamagedError, NotFoundError, UnreadableError
 from checkpointd.layout.keys import object_rank, vote_name
-from checkpointd.layout.manifest import ErrorReport, Inline, Vote, WriterIdentity
+from checkpointd.layout.manifest import RANKS_AT_FAULT_MAX, ErrorReport, Inline, Outcome, Vote, WriterIdentity
 from checkpointd.layout.save_timings import PhaseSeconds
-from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root import ballots, catalog
 from checkpointd.pipeline.root.catalog import AttemptView
 from checkpointd.pipeline.root.identity import seconds_of
 from checkpointd.pipeline.workers import run_workers
@@ -73,14 +73,24 @@ async def rank_words(store: Store, attempt: AttemptView, world_size: int | None 
 
 
 async def votes_of(store: Store, attempt: AttemptView) -> dict[int, Vote | str]:
-    """The votes of `attempt` by rank; in place of an unreadable vote, the reason."""
+    """The votes of `attempt` by rank; in place of an unreadable vote, the reason. Of a commit, the votes that it counted."""
+    if attempt.outcome is not None and attempt.state == "committed":
+        return await _counted(store, attempt.outcome)
     votes: dict[int, Vote | str] = {}
 
     async def read(rank: int) -> None:
-        votes[rank] = await _vote(store, attempt, rank)
+        votes[rank] = await _vote(store, f"{attempt.prefix}/{vote_name(rank)}")
 
     await run_workers([partial(read, rank) for rank in attempt.vote_ranks], READS)
     return votes
+
+
+async def _counted(store: Store, commit: Outcome) -> dict[int, Vote | str]:
+    try:
+        votes = await ballots.votes_of(store, commit)
+    except (DamagedError, NotFoundError, UnreadableError) as error:
+        return dict.fromkeys(range(commit.world_size), str(error))
+    return {rank: str(vote) if isinstance(vote, DamagedError) else vote for rank, vote in votes.items()}
 
 
 def words_of(attempt: AttemptView, votes: Mapping[int, Vote | str], world_size: int | None = None) -> RankWords:
@@ -97,10 +107,9 @@ def words_of(attempt: AttemptView, votes: Mapping[int, Vote | str], world_size: 
     )
 
 
-async def _vote(store: Store, attempt: AttemptView, rank: int) -> Vote | str:
-    ref = attempt.outcome.votes.get(str(rank)) if attempt.outcome else None
+async def _vote(store: Store, key: str) -> Vote | str:
     try:
-        return await catalog.read_vote(store, f"{attempt.prefix}/{vote_name(rank)}", ref.digest if ref else None)
+        return await catalog.read_vote(store, key)
     except (DamagedError, NotFoundError, UnreadableError) as error:
         return str(error)
 
@@ -108,8 +117,9 @@ async def _vote(store: Store, attempt: AttemptView, rank: int) -> Vote | str:
 def _no_vote(attempt: AttemptView, rank: int) -> str:
     """Why a rank without a vote has none: after an abort because of other ranks, it stops before it votes."""
     outcome = attempt.outcome
-    cut_short = outcome is not None and outcome.outcome == "abort" and outcome.ranks and rank not in outcome.ranks
-    return "the abort came before its vote" if cut_short else ""
+    if outcome is None or outcome.outcome != "abort" or not 0 < len(outcome.ranks) < RANKS_AT_FAULT_MAX:
+        return ""
+    return "" if rank in outcome.ranks else "the abort came before its vote"
 
 
 def _writers(attempt: AttemptView) -> set[int]:

@@ -14,10 +14,11 @@ import msgspec
 
 from checkpointd.commands import at_tag, command
 from checkpointd.errors import StoreError
-from checkpointd.layout.keys import AttemptId, index_name, index_rank, vote_name
+from checkpointd.layout.keys import BALLOT, AttemptId, holds_bytes, index_name, index_rank
 from checkpointd.layout.manifest import Vote
 from checkpointd.phrases import listed
 from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root.ballots import ballot_ref
 from checkpointd.pipeline.root.catalog import AttemptView
 from checkpointd.store.base import Store
 
@@ -52,7 +53,8 @@ class Wholeness:
     async def lost(self, attempt: AttemptView, votes: Votes = NO_VOTES) -> tuple[Lost, ...]:
         """The missing objects of `attempt`, which is committed; empty if none is missing or the storage cannot be read now.
 
-        `votes` name the index and the chunks objects of their ranks. Without a rank's vote, only a missing index is noticed.
+        `votes` name the index and the chunks objects of their ranks. Without a rank's vote, only a missing index is noticed,
+        and an older attempt of which no chunks object is left.
         """
         try:
             return await self._looked(attempt, votes)
@@ -74,6 +76,7 @@ class Wholeness:
         left = self._again[prefix].get(name)
         if left is not None:
             return Lost(key=key, removed="", bytes_left=left)
+        key = key.rstrip("/")
         if self._again[prefix]:
             return Lost(key=key, removed=key)
         tag = prefix.rpartition("/")[0]
@@ -87,16 +90,21 @@ def _prefix(key: str) -> str:
 
 def _is_there(listed: Mapping[str, Mapping[str, int]], key: str, size: int | None) -> bool:
     prefix, _, name = key.rpartition("/")
-    found = listed.get(prefix, {}).get(name)
+    there = listed.get(prefix, {})
+    if not name:
+        return any(map(holds_bytes, there))
+    found = there.get(name)
     return found is not None and size in (None, found)
 
 
 def _needed(attempt: AttemptView, votes: Votes) -> dict[str, int | None]:
-    """The keys that `attempt` needs, with their sizes in bytes where these are known."""
+    """The keys that `attempt` needs, with their sizes in bytes where these are known. `<tag>/<attempt>/` stands for any chunks
+    object of another attempt.
+    """
     outcome = attempt.outcome
     assert outcome is not None
-    needed: dict[str, int | None] = {f"{attempt.prefix}/{vote_name(int(r))}": ref.size for r, ref in outcome.votes.items()}
-    referred = set(outcome.refers or ())
+    needed: dict[str, int | None] = {f"{attempt.prefix}/{BALLOT}": ballot_ref(outcome).size}
+    referred: set[str] = set()
     known = {rank: vote for rank, vote in votes.items() if isinstance(vote, Vote)}
     for vote in known.values():
         if vote.index is not None:
@@ -107,6 +115,8 @@ def _needed(attempt: AttemptView, votes: Votes) -> dict[str, int | None]:
     for rank in range(outcome.world_size):
         if rank not in known and rank not in indexed:
             needed[f"{attempt.prefix}/{index_name(rank)}"] = None
+    if len(known) < outcome.world_size:
+        referred |= {f"{holder}/" for holder in outcome.holders}
     return needed | dict.fromkeys(referred)
 
 

@@ -40,7 +40,7 @@ NEWEST = "global_step2/00000001-1"
 VERIFIED_OBJECTS = {
     "chunks": f"{NEWEST}/00000-*.chunks",
     "index": f"{NEWEST}/00000.index",
-    "vote": f"{NEWEST}/00000.vote",
+    "ballot": f"{NEWEST}/ballot",
 }
 """What loading reads: damage there costs the checkpoint, and nothing else."""
 OUTCOME = f"{NEWEST}/outcome"
@@ -48,6 +48,7 @@ UNREAD_OBJECTS = {
     "plan": ".checkpointd/plans/*",
     "epoch": ".checkpointd/epochs/00000001",
     "deleted": "global_step2/00000001-0/deleted",
+    "vote that was counted": f"{NEWEST}/00000.vote",
     "vote of a replaced attempt": "global_step2/00000001-0/00000.vote",
     "outcome of a replaced attempt": "global_step2/00000001-0/outcome",
 }

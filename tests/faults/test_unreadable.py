@@ -32,7 +32,7 @@ SOON_S = 0.5
 
 KINDS = {
     "outcome": rf"{NEWEST}/outcome$",
-    "vote": rf"{NEWEST}/00000\.vote$",
+    "ballot": rf"{NEWEST}/ballot$",
     "index": rf"{NEWEST}/00000\.index$",
     "chunks": rf"{NEWEST}/00000-\d\.chunks$",
     "latest": r"root/latest$",
@@ -154,7 +154,7 @@ def test_an_older_outcome_that_cannot_be_read_keeps_nobody_waiting(root: Path, f
         assert must_load(ckpt, 3) == ()
 
 
-@pytest.mark.parametrize("kind", ["vote", "index", "chunks"])
+@pytest.mark.parametrize("kind", ["ballot", "index", "chunks"])
 def test_an_absence_that_lasts_is_damage_and_what_was_passed_over_says_so(root: Path, kind: str) -> None:
     for path in [path for path in root.rglob("*") if re.search(KINDS[kind], path.as_posix())]:
         break_file(path, "remove")

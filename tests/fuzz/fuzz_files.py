@@ -33,6 +33,7 @@ import torch
 
 from checkpointd.cli import program
 from checkpointd.errors import CheckpointdError, PartlyLoadedError
+from checkpointd.layout.ballot import encode_ballot
 from checkpointd.layout.manifest import digest
 from checkpointd_client import Checkpointer
 from checkpointd_client.checkpointer import core_of
@@ -189,8 +190,9 @@ def forge(source: random.Random, root: Path) -> None:
     [attempt] = (root / source.choice(("global_step3", "global_step3", "global_step1"))).iterdir()
     name = source.choice(("index", "index", "tree", "vote", "outcome"))
     outcome = opened((attempt / "outcome").read_bytes())
-    rank = source.choice(sorted(outcome["votes"]))
-    index_at, vote_at = attempt / f"{rank:0>5}.index", attempt / f"{rank:0>5}.vote"
+    votes = [path.read_bytes() for path in sorted(attempt.glob("*.vote"))]
+    rank = source.randrange(len(votes))
+    index_at, vote_at = attempt / f"{rank:05d}.index", attempt / f"{rank:05d}.vote"
     vote = opened(vote_at.read_bytes())
     if name == "outcome":
         outcome = other(source, outcome)
@@ -208,7 +210,10 @@ def forge(source: random.Random, root: Path) -> None:
             vote["index"] = {**vote["index"], "size": len(data), "digest": digest(data)}
         text = sealed(vote)
         vote_at.write_bytes(text)
-        outcome["votes"][rank] = {"digest": digest(text), "size": len(text)}
+        votes[rank] = text
+        ref, ballot = encode_ballot(votes)
+        (attempt / "ballot").write_bytes(ballot)
+        outcome["ballot"] = {"digest": ref.digest, "size": ref.size}
     (attempt / "outcome").write_bytes(sealed(outcome))
 
 
@@ -306,7 +311,7 @@ def verified(root: Path, original: Path) -> str:
         return "damage found"
     for path in (original / ".checkpointd").glob("global_step*/*/*"):
         now = root / path.relative_to(original)
-        if path.suffix in (".chunks", ".file", ".vote", ".index") and now.is_file():
+        if (path.suffix in (".chunks", ".file", ".index") or path.name == "ballot") and now.is_file():
             assert now.read_bytes() == path.read_bytes(), f"{path.name} is another one, and verify says nothing"
     return outcome
 

@@ -325,9 +325,9 @@ def looked_before_marking(patch: Patch) -> None:
     """Who needs what is looked at once, before the marks."""
     references, seen = collect.references, list[frozenset[str]]()
 
-    async def once(store: Store, without: Collection[str] = ()) -> frozenset[str]:
+    async def once(store: Store, holders: Collection[str], without: Collection[str] = ()) -> frozenset[str]:
         if without or not seen:
-            seen[:] = [await references(store, without)]
+            seen[:] = [await references(store, holders, without)]
         return seen[0]
 
     patch.setattr(collect, "references", once)
@@ -368,7 +368,7 @@ def references_not_looked_at(patch: Patch) -> None:
 def references_ignored(patch: Patch) -> None:
     """Collection removes whole attempts, whoever refers to them."""
 
-    async def none(store: Store, without: Collection[str] = ()) -> frozenset[str]:
+    async def none(store: Store, holders: Collection[str], without: Collection[str] = ()) -> frozenset[str]:
         return frozenset()
 
     patch.setattr(collect, "references", none)

@@ -27,8 +27,8 @@ from checkpointd.commit.machine import Event
 from checkpointd.commit.retention import CheckpointFacts, RemovalChoice
 from checkpointd.errors import FencedError, NotFoundError, StoreError
 from checkpointd.layout import keys
-from checkpointd.layout.keys import OUTCOME, AttemptId, attempt_prefix, vote_name
-from checkpointd.layout.manifest import Epoch, ErrorReport, Lease, Outcome, Vote, VoteRef, decode, digest, encode
+from checkpointd.layout.keys import BALLOT, OUTCOME, AttemptId, attempt_prefix
+from checkpointd.layout.manifest import Epoch, ErrorReport, Lease, Outcome, Vote, encode
 from checkpointd.pipeline import attempt
 from checkpointd.pipeline.attempt import Attempt
 from checkpointd.pipeline.gc import collect, retire
@@ -100,10 +100,12 @@ class Mutation:
 def outcome_before_all_votes(patch: Patch) -> None:
     """The coordinator commits on its own vote."""
 
-    def hasty(votes: Mapping[int, Vote | None], **_: object) -> Decision | None:
-        return Decision() if 0 in votes else None
+    def hasty(self: publish.Ballot, world_size: int) -> Decision | None:
+        for rank in range(world_size):
+            self.data.setdefault(rank, b"")
+        return Decision() if 0 in self.votes else None
 
-    patch.setattr(publish, "decide", hasty)
+    patch.setattr(publish.Ballot, "decide", hasty)
 
 
 def vote_before_index(patch: Patch) -> None:
@@ -144,25 +146,42 @@ def uncertain_vote_taken_back(patch: Patch) -> None:
     patch.setattr(Attempt, "_doubt", fail)
 
 
-def votes_not_settled(patch: Patch) -> None:
-    """A vote counts as soon as it is visible, durable or not."""
-
-    async def read(self: publish.Ballot, rank: int) -> None:
-        key = f"{self.prefix}/{vote_name(rank)}"
-        data = await self.store.get(key)
-        self.refs[rank] = VoteRef(digest=digest(data), size=len(data))
-        self.votes[rank] = decode(data, Vote, key)
-
-    patch.setattr(publish.Ballot, "_read", read)
-
-
 # --- the outcome --------------------------------------------------------------------------------------------------
+
+
+def outcome_before_ballot(patch: Patch) -> None:
+    """A commit is put before the ballot that it names."""
+    put_ballot, put_outcome, late = publish.put_ballot, publish.put_outcome, dict[str, bytes]()
+
+    async def keep(store: Store, prefix: str, data: bytes) -> None:
+        late[prefix] = data
+
+    async def put(store: Store, draft: publish.Draft) -> Outcome:
+        stands = await put_outcome(store, draft)
+        if draft.ballot:
+            await put_ballot(store, stands.prefix, draft.ballot)
+        return stands
+
+    patch.setattr(publish, "put_ballot", keep)
+    patch.setattr(attempt, "put_outcome", put)
+
+
+def ballot_not_durable(patch: Patch) -> None:
+    """The ballot is visible before the outcome, and not durable."""
+
+    async def put(store: Store, prefix: str, data: bytes) -> None:
+        await (await store.open_writer(f"{prefix}/{BALLOT}")).write_at(0, data)
+
+    patch.setattr(publish, "put_ballot", put)
 
 
 def outcome_overwritten(patch: Patch) -> None:
     """Who puts an outcome replaces the one that is there."""
 
-    async def put(store: Store, outcome: Outcome) -> Outcome:
+    async def put(store: Store, draft: publish.Draft) -> Outcome:
+        outcome = draft.outcome
+        if draft.ballot:
+            await publish.put_ballot(store, outcome.prefix, draft.ballot)
         parsed = AttemptId.parse(outcome.attempt)
         assert parsed is not None
         await store.put(f"{attempt_prefix(outcome.tag, parsed)}/{OUTCOME}", encode(outcome))
@@ -175,9 +194,9 @@ def own_outcome_believed(patch: Patch) -> None:
     """Who put an outcome too late believes in its own all the same."""
     put_outcome = publish.put_outcome
 
-    async def put(store: Store, outcome: Outcome) -> Outcome:
-        await put_outcome(store, outcome)
-        return outcome
+    async def put(store: Store, draft: publish.Draft) -> Outcome:
+        await put_outcome(store, draft)
+        return draft.outcome
 
     patch.setattr(attempt, "put_outcome", put)
 
@@ -259,10 +278,10 @@ def latest_before_outcome(patch: Patch) -> None:
     """`latest` moves when the votes are in, before the outcome is put."""
     put_outcome = publish.put_outcome
 
-    async def put(store: Store, outcome: Outcome) -> Outcome:
-        if outcome.outcome == "commit":
-            await store.put("latest", f"{outcome.tag}\n".encode())
-        return await put_outcome(store, outcome)
+    async def put(store: Store, draft: publish.Draft) -> Outcome:
+        if draft.outcome.outcome == "commit":
+            await store.put("latest", f"{draft.outcome.tag}\n".encode())
+        return await put_outcome(store, draft)
 
     patch.setattr(attempt, "put_outcome", put)
 
@@ -294,7 +313,15 @@ def recovery_commits_what_is_incomplete(patch: Patch) -> None:
     def rash(votes: Mapping[int, Vote | None], **_: object) -> Decision:
         return Decision() if votes else Decision(ErrorReport(code="AbortedError", message="no rank had voted"))
 
+    draft_of = recover.draft_of
+
+    def filled(info: AttemptInfo, decision: Decision, votes: publish.Ballot, *, decided_by: int) -> publish.Draft:
+        for rank in range(info.world_size):
+            votes.data.setdefault(rank, b"")
+        return draft_of(info, decision, votes, decided_by=decided_by)
+
     patch.setattr(decisions, "recover", rash)
+    patch.setattr(recover, "draft_of", filled)
 
 
 def removed_without_a_mark(patch: Patch) -> None:
@@ -482,10 +509,11 @@ MUTATIONS = {
         ("latest-whole", "always-ends", "nothing-lost"),
         lambda seed: ((Moment("link", ".vote", 1 + seed % 3), Refuse(ACTOR, errno.EIO, 1, "sync-dir")),),
     ),
-    "votes counted before they are durable": Mutation(
-        votes_not_settled,
-        ("latest-whole", "nothing-lost"),
-        always((Moment("link", ".vote", 3), Pause(ACTOR, 30.0)), (Moment("link", "/outcome", 1), PowerCut())),
+    "the outcome before the ballot": Mutation(
+        outcome_before_ballot, ("latest-whole", "nothing-lost", "ranks-agree"), always((Moment("link", "/outcome", 1), Kill(0)))
+    ),
+    "a ballot that is not durable": Mutation(
+        ballot_not_durable, ("latest-whole", "nothing-lost"), always((Moment("link", "/latest", 1), PowerCut()))
     ),
     "an outcome overwritten": Mutation(
         outcome_overwritten,

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from checkpointd.layout.keys import DELETED, OUTCOME, AttemptId, attempt_prefix, file_name, index_name, vote_name
-from checkpointd.layout.manifest import BesideFile, Deleted, IndexRef, Outcome, Shown, Vote, VoteRef, digest, encode
+from checkpointd.layout.ballot import encode_ballot
+from checkpointd.layout.keys import BALLOT, DELETED, OUTCOME, AttemptId, attempt_prefix, file_name, index_name, vote_name
+from checkpointd.layout.manifest import BesideFile, Deleted, IndexRef, Outcome, Shown, Vote, digest, encode
 from checkpointd.pipeline.root import tag_directories
 from checkpointd.pipeline.root.identity import writer
 from checkpointd.pipeline.root.tag_directories import Queue
@@ -198,12 +199,14 @@ async def _commit(
         )
     )
     await store.put_if_absent(f"{prefix}/{vote_name(0)}", vote)
+    ref, ballot = encode_ballot([vote])
+    await store.put_if_absent(f"{prefix}/{BALLOT}", ballot)
     outcome = Outcome(
         **said,  # type: ignore[arg-type]
         outcome="commit",
         order=(epoch, 0),
         save_latest=True,
-        votes={"0": VoteRef(digest=digest(vote), size=len(vote))},
+        ballot=ref,
         files=len(files),
         shown_at=at or tag,
         unfinished=unfinished,

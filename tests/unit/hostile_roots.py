@@ -227,14 +227,24 @@ VOTES = {
     "a vote of another version": Case("format version 3", vote(version=3)),
     "a no in a commit": Case("names no index", vote(vote="no", index=None)),
     "a vote nested 100,000 deep": Case("recursion", deep_json("00000.vote", 100_000)),
-    "a vote of 1 GiB": Case("larger than", lambda f: f.sparse("00000.vote", GIB)),
+}
+
+BALLOTS = {
+    "a vote that declares 1 GiB": Case("its votes do not take", lambda f: f.put_ballot([(b"", GIB)], b"")),
+    "a vote that declares 2**63 bytes": Case("its votes do not take", lambda f: f.put_ballot([(b"", 1 << 63)], b"")),
+    "votes that end elsewhere than the ballot": Case("its votes do not take", lambda f: f.put_ballot([(b"x", 9)], b"x")),
+    "a ballot that is cut": Case("ends before byte", lambda f: f.sparse("ballot", 23)),
+    "a ballot of nothing but zeros": Case("its table is not the one", lambda f: f.sparse("ballot", 1000)),
+    "the vote of another attempt": Case("has the vote of rank 0 of global_step1/", vote(tag="global_step1")),
 }
 
 OUTCOMES = {
     "an outcome of 2**60 ranks": Case("speaks of 1152921504606846976 ranks", outcome(world_size=1 << 60)),
     "an outcome of -1 ranks": Case("speaks of -1 ranks", outcome(world_size=-1)),
-    "a commit without votes": Case("does not have the vote of each", outcome(votes={})),
-    "votes of ranks that are paths": Case("not have the vote", outcome(votes={"../../x": {"digest": "0" * 32, "size": 1}})),
+    "a commit without a ballot": Case("does not name a ballot", outcome(ballot=None)),
+    "a ballot of nothing": Case("does not name a ballot", outcome(ballot={"digest": "0" * 32, "size": 0})),
+    "a ballot of 1 TiB": Case("does not name a ballot", outcome(ballot={"digest": "0" * 32, "size": 1 << 40})),
+    "a ballot of more ranks": Case("its table is not the one that the outcome names|ends before", outcome(world_size=5)),
     "an outcome of another version": Case("format version 3", outcome(version=3)),
     "an outcome of another tag": Case("somebody moved it", outcome(tag="global_step1")),
     "an outcome of a path": Case("somebody moved it", outcome(attempt="../../global_step1")),
@@ -256,6 +266,7 @@ DECIDED = {
     **TREES,
     **{name: Case(case.words, case.forge, verify=False) for name, case in RESTORED.items()},
     **VOTES,
+    **BALLOTS,
     **OUTCOMES,
 }
 """Every case of a checkpoint that has its outcome."""

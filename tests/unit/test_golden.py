@@ -172,7 +172,7 @@ async def test_references_are_among_them_and_what_they_need_is_there() -> None:
             "global_step3/00000001-0": "committed",
         }
         outcome = (await catalog.find(store, "global_step3")).outcome
-        assert outcome.refers == ("global_step1/00000001-0/00000-0.chunks",)
+        assert outcome.holders == ("global_step1/00000001-0",)
         assert outcome.metrics == {"loss": 1 / 3}
 
 
@@ -272,7 +272,7 @@ def test_a_reader_made_from_the_page_finds_the_way() -> None:
         format_reader.read(root, "global_step2", 0)
 
 
-@pytest.mark.parametrize("suffix", ["outcome", ".vote", ".index", ".chunks", "plans/*"])
+@pytest.mark.parametrize("suffix", ["outcome", "ballot", ".index", ".chunks", "plans/*"])
 def test_a_reader_made_from_the_page_notices_damage(suffix: str, tmp_path: Path) -> None:
     root = copy("solo-zstd", tmp_path)
     [path, *_] = root.rglob(suffix if "/" in suffix else f"*{suffix}")

@@ -20,7 +20,7 @@ from checkpointd.errors import DamagedError, NotFoundError
 from checkpointd.layout.keys import LEASE
 from checkpointd.layout.manifest import Epoch, Outcome
 from checkpointd.pipeline.gc.retire import retire_tag
-from checkpointd.pipeline.outcome.publish import put_outcome
+from checkpointd.pipeline.outcome.publish import Draft, put_outcome
 from checkpointd.pipeline.outcome.recover import judge
 from checkpointd.pipeline.root import epochs, leases
 from checkpointd.pipeline.root.catalog import AttemptView
@@ -94,11 +94,11 @@ class InDoubtAttempts:
             doubt.renewed = lease.count, now
         quiet_s = now - doubt.since
         if not view.vote_ranks or quiet_s < self.patience_s:
-            outcome = None
+            draft = None
         else:
-            outcome = await judge(store, view)
-            if outcome.outcome == "commit":
-                return await _decide(store, outcome)
+            draft = await judge(store, view)
+            if draft.outcome.outcome == "commit":
+                return await _decide(store, draft)
         holder, why = await _holder(store, view)
         # A lease of this process is a leftover, because the attempts of its jobs are `busy`.
         if lease is not None and writers.is_alive(lease.process) and not writers.is_this_process(lease.process):
@@ -106,7 +106,7 @@ class InDoubtAttempts:
         grace_s = max(self.grace_s, holder.commit_timeout_s if holder else 0.0)
         idle_s = min(quiet_s, now - doubt.renewed[1]) if doubt.renewed is not None else quiet_s
         if why is None and idle_s >= grace_s:
-            return await _decide(store, outcome or await judge(store, view))
+            return await _decide(store, draft or await judge(store, view))
         doubt.say(view.prefix, why or f"its job has ended; it is decided when nothing in it has changed for {grace_s:g} s")
         return None
 
@@ -142,9 +142,9 @@ def _why_wait(holder: Epoch) -> str | None:
     return None
 
 
-async def _decide(store: Store, outcome: Outcome) -> Outcome:
-    """Put `outcome` unless there is one, then act on the outcome that counts."""
-    stands = await put_outcome(store, outcome)
+async def _decide(store: Store, draft: Draft) -> Outcome:
+    """Put the outcome of `draft` unless there is one, then act on the outcome that counts."""
+    stands = await put_outcome(store, draft)
     why = f": {stands.error.message}" if stands.error else ": every rank had voted yes"
     log.warning("%s/%s was left in doubt; %s%s", stands.tag, stands.attempt, _DONE[stands.outcome], why)
     await show(store, stands)

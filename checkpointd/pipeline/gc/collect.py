@@ -6,8 +6,8 @@ Invariants
   COLLECT-1  Before an object of a committed attempt goes, a mark that condemns the object is durable.
   COLLECT-2  The outcome and the votes of an aborted attempt stay, so no late vote can revive it.
   COLLECT-3  The `deleted` mark is the last object of an attempt to go.
-  COLLECT-4  No object of a checkpoint goes that the index of a vote names. If the chain of outcome, vote and index of a rank
-      cannot be verified, all objects of the rank stay.
+  COLLECT-4  No object of a checkpoint goes that the index of a vote names. If the chain of outcome, ballot, vote and index of a
+      rank cannot be verified, all objects of the rank stay.
   COLLECT-5  The writers of an attempt tidy up its tag, and apply retention, only while no newer epoch has begun. A job that
       starts later sees their commit and never loads the checkpoint that it replaced. A job that had started before may be
       loading that checkpoint.
@@ -29,10 +29,11 @@ import msgspec
 from checkpointd.commit.facts import AttemptFacts, Dead
 from checkpointd.commit.garbage import dead_weight, spent_records, with_spare_objects
 from checkpointd.errors import DamagedError, NotFoundError
-from checkpointd.layout.keys import holds_bytes, is_bulk, mark_number, object_rank, object_takeover, vote_name
+from checkpointd.layout.keys import holds_bytes, is_bulk, mark_number, object_rank, object_takeover
 from checkpointd.layout.manifest import Deleted
 from checkpointd.pipeline.read.readback import recorded, survivor
 from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root.ballots import vote_of
 from checkpointd.pipeline.root.catalog import Checkpoint
 from checkpointd.pipeline.root.marks import condemn, references
 from checkpointd.pipeline.root.tag_directories import hide
@@ -85,7 +86,7 @@ async def collect(
 async def survey(store: Store, attempts: Iterable[AttemptFacts], going: Sequence[Dead] = ()) -> list[Removal]:
     """The objects that `collect` would remove now. Writes nothing."""
     dead = [*dead_weight(attempts), *going]
-    needed = await references(store, _prefixes(dead))
+    needed = await references(store, _prefixes(dead), _prefixes(dead))
     # Marks do not matter here: `collect` condemns unneeded objects before it checks.
     found = [_removal(facts, reason, await store.list(facts.prefix), _needed_of(facts, needed)) for facts, reason in dead]
     return [removal for removal in found if removal.objects]
@@ -116,9 +117,9 @@ async def _remove(store: Store, dead: Sequence[Dead]) -> list[Removal]:
     if not dead:
         return []
     try:
-        needed = await references(store, _prefixes(dead))
+        needed = await references(store, _prefixes(dead), _prefixes(dead))
         marks = [await condemn(store, facts.prefix, reason, needed) for facts, reason in dead]
-        needed = await references(store)
+        needed = await references(store, _prefixes(dead))
     except DamagedError as error:
         log.error(
             "no object of %d replaced or removed checkpoints is removed: it is not known which are still needed (%s)",
@@ -176,9 +177,9 @@ async def _drop_unnamed(store: Store, facts: AttemptFacts) -> None:
     for rank in facts.contested:
         try:
             outcome = await catalog.read_outcome(store, facts.tag, facts.attempt)
-            vote = await catalog.read_vote(store, f"{prefix}/{vote_name(rank)}", outcome.votes[str(rank)].digest)
+            vote = await vote_of(store, outcome, rank)
             index = await catalog.index_named_by(store, prefix, vote)
-        except (DamagedError, NotFoundError, KeyError) as error:
+        except (DamagedError, NotFoundError) as error:
             log.error("%s: unused objects of rank %d stay, since its used ones cannot be read: %s", prefix, rank, error)
             continue
         assert vote.index is not None

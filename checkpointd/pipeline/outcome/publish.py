@@ -5,6 +5,8 @@ Invariants
   COMMIT-2  Only the coordinator of the newest epoch or of a surviving attempt, or recovery, puts a commit, and only after it
       has read every vote and found it valid.
   COMMIT-3  `latest` moves only after the outcome is durable.
+  COMMIT-4  Before a commit is put, its ballot is durable, with the bytes of every vote that was counted. So the commit does not
+      need the files of the votes, and they need not be durable.
 """
 
 from __future__ import annotations
@@ -16,12 +18,14 @@ from functools import partial
 
 from checkpointd.commit.decide import Decision, decide, has_no_progress, unshared
 from checkpointd.errors import DamagedError, NotFoundError
+from checkpointd.layout.ballot import encode_ballot
 from checkpointd.layout.keys import OUTCOME, AttemptId, attempt_prefix, is_bulk, object_rank, vote_name, vote_rank
-from checkpointd.layout.manifest import Index, Outcome, Vote, VoteRef, decode, digest, encode
+from checkpointd.layout.manifest import BALLOT_BYTES_MAX, VOTE_BYTES_MAX, Index, Outcome, Vote, decode, encode
 from checkpointd.layout.plan import Doubled, NumberedPlan, TensorNumbers, compared
 from checkpointd.layout.save_timings import Cost
 from checkpointd.pipeline.read.duplicate_boxes import unequal
 from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root.ballots import put_ballot
 from checkpointd.pipeline.root.identity import writer
 from checkpointd.pipeline.shard import AttemptInfo
 from checkpointd.pipeline.workers import aside, run_workers
@@ -46,7 +50,8 @@ class Ballot:
     tag: str
     attempt: AttemptId
     votes: dict[int, Vote | None] = field(default_factory=dict)
-    refs: dict[int, VoteRef] = field(default_factory=dict)
+    data: dict[int, bytes] = field(default_factory=dict)
+    """The bytes of the votes."""
 
     @property
     def prefix(self) -> str:
@@ -60,11 +65,9 @@ class Ballot:
     async def _read(self, rank: int) -> None:
         key = f"{self.prefix}/{vote_name(rank)}"
         try:
-            # The voter may not have made the vote durable yet, and the outcome must not outlive a vote (STORE-4).
-            await self.store.settle(key)
-            data = await self.store.get(key, size_max=catalog.VOTE_BYTES_MAX)
-            self.refs[rank] = VoteRef(digest=digest(data), size=len(data))
-            self.votes[rank] = decode(data, Vote, key)
+            data = await self.store.get(key, size_max=VOTE_BYTES_MAX)
+            vote = decode(data, Vote, key)
+            self.data[rank], self.votes[rank] = data, vote
         except DamagedError:
             self.votes[rank] = None
 
@@ -126,8 +129,19 @@ class PlanCheck:
                 found[name] = await aside(len(plan.tensors), NumberedPlan.of, plan, self._names)
 
 
-async def put_outcome(store: Store, outcome: Outcome) -> Outcome:
-    """Put `outcome` if the attempt has none. Returns the outcome that counts, which is durable."""
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """An outcome that is not put yet. A commit has the bytes of its ballot."""
+
+    outcome: Outcome
+    ballot: bytes = b""
+
+
+async def put_outcome(store: Store, draft: Draft) -> Outcome:
+    """Put the outcome of `draft` if the attempt has none. Returns the outcome that counts, which is durable."""
+    outcome = draft.outcome
+    if outcome.outcome == "commit":
+        await put_ballot(store, outcome.prefix, draft.ballot)  # COMMIT-4
     if await store.put_if_absent(f"{outcome.prefix}/{OUTCOME}", encode(outcome)):
         return outcome
     attempt = AttemptId.parse(outcome.attempt)
@@ -135,21 +149,16 @@ async def put_outcome(store: Store, outcome: Outcome) -> Outcome:
     return await catalog.read_outcome(store, outcome.tag, attempt)
 
 
-def outcome_of(
-    info: AttemptInfo,
-    decision: Decision,
-    refs: Mapping[int, VoteRef],
-    *,
-    decided_by: int,
-    votes: Mapping[int, Vote | None] | None = None,
-    took_s: float = 0.0,
-) -> Outcome:
-    """The outcome object for `decision`, put `took_s` after save(). A commit sums up its `votes`: references, metrics, cost and
-    files.
-    """
-    counted = votes if decision.commit else None
+def draft_of(info: AttemptInfo, decision: Decision, votes: Ballot, *, decided_by: int, took_s: float = 0.0) -> Draft:
+    """The outcome for `decision`, put `took_s` after save(). A commit sums up its `votes`: holders, metrics, cost and files."""
+    ref, data = None, b""
+    if decision.commit:
+        ref, data = encode_ballot(votes.data[rank] for rank in range(info.world_size))
+        if ref.size > BALLOT_BYTES_MAX:
+            decision = unshared(f"their votes have {ref.size} bytes together, more than {BALLOT_BYTES_MAX}")
+    counted = votes.votes if decision.commit else None
     first = (counted or {}).get(0)
-    return Outcome(
+    outcome = Outcome(
         tag=info.tag,
         attempt=str(info.attempt),
         step=info.step,
@@ -157,8 +166,8 @@ def outcome_of(
         outcome="commit" if decision.commit else "abort",
         order=(info.attempt.epoch, info.n),
         save_latest=info.save_latest,
-        votes={str(rank): ref for rank, ref in sorted(refs.items())},
-        refers=None if counted is None else _refers(counted),
+        ballot=None if counted is None else ref,
+        holders=() if counted is None else _holders(counted),
         metrics={} if first is None else first.metrics,
         no_progress=counted is not None and has_no_progress(counted),
         cost=None if counted is None else _cost(counted, took_s),
@@ -172,6 +181,7 @@ def outcome_of(
         decided_by=decided_by,
         writer=writer(),
     )
+    return Draft(outcome, data)
 
 
 def _cost(votes: Mapping[int, Vote | None], took_s: float) -> Cost:
@@ -185,8 +195,8 @@ def _cost(votes: Mapping[int, Vote | None], took_s: float) -> Cost:
     )
 
 
-def _refers(votes: Mapping[int, Vote | None]) -> tuple[str, ...]:
-    return tuple(sorted({key for vote in votes.values() if vote is not None for key in vote.refers}))
+def _holders(votes: Mapping[int, Vote | None]) -> tuple[str, ...]:
+    return tuple(sorted({key.rpartition("/")[0] for vote in votes.values() if vote is not None for key in vote.refers}))
 
 
 def missing_ranks(entries: list[Entry], world_size: int) -> dict[int, str]:

@@ -32,7 +32,7 @@ from checkpointd.layout.keys import OUTCOME, AttemptId, attempt_lease_key, vote_
 from checkpointd.layout.manifest import Outcome, Vote
 from checkpointd.layout.plan import cover_fault
 from checkpointd.pipeline.gc.collect import collect
-from checkpointd.pipeline.outcome.publish import RECOVERY, Ballot, PlanCheck, outcome_of, put_outcome
+from checkpointd.pipeline.outcome.publish import RECOVERY, Ballot, Draft, PlanCheck, draft_of, put_outcome
 from checkpointd.pipeline.root import catalog
 from checkpointd.pipeline.root.candidates import lost_newest
 from checkpointd.pipeline.root.catalog import AttemptView, Checkpoint
@@ -139,7 +139,7 @@ async def resolve(store: Store, attempt: AttemptView) -> Outcome:
     return await put_outcome(store, await judge(store, attempt))
 
 
-async def judge(store: Store, attempt: AttemptView) -> Outcome:
+async def judge(store: Store, attempt: AttemptView) -> Draft:
     """The outcome that `resolve` would put. Writes nothing. Raises UnreadableError if votes or indexes cannot be read now."""
     # An abort cannot be taken back, so several looks must agree that an object is missing.
     store = PatientStore(store, Patience(ABSENCE_S, ABSENCE_S))
@@ -149,7 +149,7 @@ async def judge(store: Store, attempt: AttemptView) -> Outcome:
     if decision.commit:
         decision = await PlanCheck(store).fault(ballot.votes) or await _storage_fault(store, attempt, ballot) or decision
     info = _info(attempt.tag, attempt.attempt, ballot)
-    return outcome_of(info, decision, ballot.refs, decided_by=RECOVERY, votes=ballot.votes)
+    return draft_of(info, decision, ballot, decided_by=RECOVERY)
 
 
 def _info(tag: str, attempt: AttemptId, ballot: Ballot) -> AttemptInfo:

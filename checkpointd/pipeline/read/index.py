@@ -6,24 +6,24 @@ from collections.abc import Iterator
 
 from checkpointd.errors import DamagedError, FormatError, NotFoundError, WorldSizeError
 from checkpointd.layout.boxes import whole
-from checkpointd.layout.keys import vote_name
+from checkpointd.layout.keys import BALLOT
 from checkpointd.layout.manifest import Chunk, Index, TensorEntry
-from checkpointd.pipeline.root.catalog import Checkpoint, index_named_by, read_vote
+from checkpointd.pipeline.root.ballots import vote_of
+from checkpointd.pipeline.root.catalog import Checkpoint, index_named_by
 from checkpointd.store.base import Store
 
 
 async def read_index(store: Store, checkpoint: Checkpoint, rank: int) -> Index:
-    """The index of `rank`, verified along outcome and vote. Raises WorldSizeError if the rank did not exist."""
+    """The index of `rank`, verified along outcome, ballot and vote. Raises WorldSizeError if the rank did not exist."""
     outcome = checkpoint.outcome
-    ref = outcome.votes.get(str(rank))
-    if ref is None:
+    if not 0 <= rank < outcome.world_size:
         raise WorldSizeError(
             f"{checkpoint.tag} was saved by {outcome.world_size} ranks, so there is nothing for rank {rank}: "
             "start the job with as many ranks as saved it"
         )
-    key = f"{checkpoint.prefix}/{vote_name(rank)}"
+    key = f"{checkpoint.prefix}/{BALLOT}"
     try:
-        vote = await read_vote(store, key, ref.digest)
+        vote = await vote_of(store, outcome, rank)
         key = f"{checkpoint.prefix}/{vote.index.name}" if vote.index else key
         index = await index_named_by(store, checkpoint.prefix, vote)
         if index.step != outcome.step:

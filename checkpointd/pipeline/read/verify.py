@@ -14,13 +14,14 @@ from checkpointd.config import LoadConfig
 from checkpointd.errors import CheckpointdError, DamagedError, FormatError, NotFoundError, StoreError, UnreadableError
 from checkpointd.layout import tree
 from checkpointd.layout.files import check_files, pieces_of
-from checkpointd.layout.keys import DAMAGED, OUTCOME, VERIFIED, plan_key, vote_name
+from checkpointd.layout.keys import DAMAGED, OUTCOME, VERIFIED, plan_key
 from checkpointd.layout.manifest import Damaged, Index, Plan, Verified, Vote, encode
 from checkpointd.layout.plan import NumberedPlan, TensorNumbers, compared, cover_fault
 from checkpointd.pipeline.read.duplicate_boxes import unequal
 from checkpointd.pipeline.read.index import read_index
 from checkpointd.pipeline.read.load import read_tensors
-from checkpointd.pipeline.root.catalog import Checkpoint, read_plan, read_vote, view
+from checkpointd.pipeline.root.ballots import vote_of
+from checkpointd.pipeline.root.catalog import Checkpoint, read_plan, view
 from checkpointd.pipeline.root.identity import writer
 from checkpointd.store.base import Store
 from checkpointd.store.patient import Patience, PatientStore
@@ -205,7 +206,7 @@ async def checked_index(store: Store, checkpoint: Checkpoint, rank: int) -> Inde
 
 
 async def _check_described(store: Store, checkpoint: Checkpoint, index: Index) -> None:
-    vote = await read_vote(store, f"{checkpoint.prefix}/{vote_name(index.rank)}")
+    vote = await vote_of(store, checkpoint.outcome, index.rank)
     _check_tree(index, f"{checkpoint.prefix}/{vote.index.name if vote.index else ''}")
     await _check_plan(store, checkpoint, vote, index)
 

@@ -29,13 +29,11 @@ from checkpointd.layout.keys import (
     vote_name,
     vote_rank,
 )
-from checkpointd.layout.manifest import LISTING_BYTES_MAX, Index, Outcome, Plan, Vote, decode, digest
+from checkpointd.layout.manifest import LISTING_BYTES_MAX, VOTE_BYTES_MAX, Index, Outcome, Plan, Vote, decode, digest
 from checkpointd.phrases import listed
 from checkpointd.store.base import Store
 
 LATEST_BYTES_MAX = 4096
-VOTE_BYTES_MAX = 4 << 20
-"""The size limit of a vote, which names objects, files and metrics. No release of checkpointd puts a longer one."""
 _LOOKS = 3
 """How many times to look at an attempt whose outcome disappears between listing and reading, as when records are removed."""
 
@@ -164,12 +162,9 @@ async def read_outcome(store: Store, tag: str, attempt: AttemptId) -> Outcome:
     return outcome
 
 
-async def read_vote(store: Store, key: str, expected_digest: str | None = None) -> Vote:
-    """The vote at `key`. Raises DamagedError if its digest is not `expected_digest`, which the outcome names."""
-    data = await store.get(key, size_max=VOTE_BYTES_MAX)
-    if expected_digest is not None and digest(data) != expected_digest:
-        raise DamagedError(f"{key} is not the vote that the outcome names: its bytes changed since the commit", key=key)
-    return decode(data, Vote, key)
+async def read_vote(store: Store, key: str) -> Vote:
+    """The vote at `key`, of an attempt that is not committed. A commit counts the votes in its ballot (`ballots.py`)."""
+    return decode(await store.get(key, size_max=VOTE_BYTES_MAX), Vote, key)
 
 
 async def index_named_by(store: Store, prefix: str, vote: Vote) -> Index:

@@ -19,9 +19,10 @@ from collections.abc import Collection, Iterable
 
 from checkpointd.errors import DamagedError, NotFoundError
 from checkpointd.layout.indexes import decode_index
-from checkpointd.layout.keys import DELETED, OUTCOME, holds_bytes, mark_name, mark_number, vote_name
-from checkpointd.layout.manifest import LISTING_BYTES_MAX, Deleted, decode, encode
+from checkpointd.layout.keys import DELETED, OUTCOME, holds_bytes, mark_name, mark_number
+from checkpointd.layout.manifest import LISTING_BYTES_MAX, Deleted, Outcome, decode, encode
 from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root.ballots import votes_of
 from checkpointd.pipeline.root.catalog import AttemptView
 from checkpointd.pipeline.root.identity import user, writer
 from checkpointd.store.base import Store
@@ -117,23 +118,24 @@ async def _durable_mark(store: Store, prefix: str, number: int) -> Deleted | Non
     return await standing_mark(store, prefix, [mark_name(number)])
 
 
-async def references(store: Store, without: Collection[str] = ()) -> frozenset[str]:
-    """The keys of all objects that an attempt other than their own refers to: a checkpoint, or an undecided attempt.
+async def references(store: Store, holders: Collection[str], without: Collection[str] = ()) -> frozenset[str]:
+    """The keys of all objects of `holders` (`<tag>/<attempt>`) that another attempt refers to: a checkpoint, or an undecided
+    attempt.
 
-    `without`: attempts (`<tag>/<attempt>`) that are about to be removed. Raises DamagedError if references cannot be read.
+    `without`: attempts that are about to be removed. Raises DamagedError if references cannot be read.
     """
     needed: set[str] = set()
     for view in await catalog.scan(store):
         if view.prefix not in without:
-            needed |= await _needed_by(store, view)
-    return frozenset(needed)
+            needed |= await _needed_by(store, view, holders)
+    return frozenset(key for key in needed if key.rpartition("/")[0] in holders)
 
 
-async def _needed_by(store: Store, view: AttemptView) -> set[str]:
+async def _needed_by(store: Store, view: AttemptView, holders: Collection[str]) -> set[str]:
     why: Exception | None = None
     for _ in range(LOOKS_MAX):
         try:
-            return await _refers(store, view)
+            return await _refers(store, view, holders)
         except NotFoundError as error:
             # The attempt was aborted, removed or rewritten between the listing and the read.
             why = error
@@ -141,10 +143,10 @@ async def _needed_by(store: Store, view: AttemptView) -> set[str]:
     raise DamagedError(f"the references of {view.prefix} cannot be read: {why}", key=view.prefix)
 
 
-async def _refers(store: Store, view: AttemptView) -> set[str]:
+async def _refers(store: Store, view: AttemptView, holders: Collection[str]) -> set[str]:
     match view.state:
         case "deleted":
-            if view.outcome is None or view.outcome.refers != ():
+            if view.outcome is None or view.outcome.holders:
                 await store.settle(f"{view.prefix}/{DELETED}")
             return set()
         case "aborted":
@@ -152,18 +154,21 @@ async def _refers(store: Store, view: AttemptView) -> set[str]:
                 await store.settle(f"{view.prefix}/{OUTCOME}")
             return set()
         case "committed":
-            return await _committed_refers(store, view)
+            assert view.outcome is not None
+            return await _committed_refers(store, view.outcome, holders)
         case _:
             return await _indexed(store, view)
 
 
-async def _committed_refers(store: Store, view: AttemptView) -> set[str]:
-    outcome = view.outcome
-    assert outcome is not None
-    if outcome.refers is not None:
-        return set(outcome.refers)
-    votes = [await catalog.read_vote(store, f"{view.prefix}/{vote_name(int(rank))}") for rank in outcome.votes]
-    return {key for vote in votes for key in vote.refers}
+async def _committed_refers(store: Store, outcome: Outcome, holders: Collection[str]) -> set[str]:
+    if not any(holder in holders for holder in outcome.holders):
+        return set()
+    found: set[str] = set()
+    for vote in (await votes_of(store, outcome)).values():
+        if isinstance(vote, DamagedError):
+            raise vote
+        found.update(vote.refers)
+    return found
 
 
 async def _indexed(store: Store, view: AttemptView) -> set[str]:

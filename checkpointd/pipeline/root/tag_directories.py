@@ -42,11 +42,11 @@ from checkpointd.layout.keys import (
     file_name,
     object_takeover,
     shown_key,
-    vote_name,
 )
 from checkpointd.layout.manifest import Outcome, Shown, decode, encode
 from checkpointd.phrases import listed
 from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root.ballots import votes_of
 from checkpointd.pipeline.root.catalog import AttemptView
 from checkpointd.pipeline.shard import AttemptInfo
 from checkpointd.store.base import Entry, Store
@@ -229,11 +229,12 @@ def _outcome_key(outcome: Outcome) -> str:
 async def files_of(store: Store, outcome: Outcome) -> dict[str, str]:
     """The keys of a commit's files, by the names under which they are shown."""
     found: dict[str, str] = {}
-    for rank, ref in outcome.votes.items():
-        vote = await catalog.read_vote(store, f"{outcome.prefix}/{vote_name(int(rank))}", ref.digest)
+    for rank, vote in (await votes_of(store, outcome)).items():
+        if isinstance(vote, DamagedError):
+            raise vote
         takeover = object_takeover(vote.index.name) if vote.index is not None else None
         for number, name in enumerate(vote.files or ()):
-            found[name] = f"{outcome.prefix}/{file_name(int(rank), number, takeover or 0)}"
+            found[name] = f"{outcome.prefix}/{file_name(rank, number, takeover or 0)}"
     return found
 
 

@@ -78,7 +78,7 @@ def test_every_other_command_says_so_as_well(cli: Cli, three: Path) -> None:
     assert cli("explain", three, "global_step3", "--json").json["attempts"][0]["state"] == "incomplete"
 
 
-@pytest.mark.parametrize("suffix", [".vote", ".index", ".chunks"])
+@pytest.mark.parametrize("suffix", ["ballot", ".index", ".chunks"])
 def test_an_object_of_its_own_was_removed(cli: Cli, three: Path, suffix: str) -> None:
     [lost] = objects(three / "global_step2", suffix)
     lost.unlink()
@@ -202,4 +202,4 @@ def test_nothing_is_read_of_a_whole_root_but_outcomes_votes_and_latest(
 
     monkeypatch.setattr(PosixStore, "get", noted)
     cli("list", three)
-    assert read == {"outcome", "00000.vote", "latest"}
+    assert read == {"outcome", "ballot", "latest"}

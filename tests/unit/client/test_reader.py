@@ -300,7 +300,7 @@ def test_what_was_asked_for_must_be_there(tied: Path, tmp_path: Path) -> None:
 # --- damage -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("suffix", [".index", ".vote", "outcome"])
+@pytest.mark.parametrize("suffix", [".index", "ballot", "outcome"])
 def test_a_damaged_newest_one_is_passed_over_loudly_and_a_named_one_raises(
     root: Path, suffix: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -14,8 +14,10 @@ from checkpointd.errors import FormatError
 from checkpointd.layout.boxes import whole
 from checkpointd.layout.keys import WORLD_SIZE_MAX, index_name
 from checkpointd.layout.manifest import (
+    BALLOT_BYTES_MAX,
     LEASE_S_MAX,
     LISTING_BYTES_MAX,
+    BallotRef,
     Damaged,
     Deleted,
     Epoch,
@@ -31,7 +33,6 @@ from checkpointd.layout.manifest import (
     SmallObject,
     Verified,
     Vote,
-    VoteRef,
     WriterIdentity,
     decode,
     digest,
@@ -78,17 +79,17 @@ def votes(draw: st.DrawFn) -> Vote:
 
 @st.composite
 def outcomes(draw: st.DrawFn) -> Outcome:
-    world_size = draw(st.integers(0, 5))
-    ref = st.builds(VoteRef, digest=digests, size=sizes)
+    world_size, kind = draw(st.integers(0, 5)), draw(st.sampled_from(["commit", "abort"]))
     return Outcome(
         tag=draw(texts),
         attempt=draw(texts),
         step=draw(sizes),
         world_size=world_size,
-        outcome=draw(st.sampled_from(["commit", "abort"])),
+        outcome=kind,
         order=draw(st.tuples(sizes, sizes)),
         save_latest=draw(st.booleans()),
-        votes={str(rank): draw(ref) for rank in range(world_size)},
+        ballot=draw(st.builds(BallotRef, digest=digests, size=st.integers(1, BALLOT_BYTES_MAX))) if kind == "commit" else None,
+        holders=tuple(draw(st.lists(texts, max_size=3))),
         error=draw(errors),
         ranks=tuple(draw(st.lists(sizes, max_size=3))),
         decided_by=draw(st.integers(-1, 100)),
@@ -136,7 +137,7 @@ OUTCOME = Outcome(
     outcome="commit",
     order=(1, 0),
     save_latest=True,
-    votes={str(rank): VoteRef(digest=digest(b"%d" % rank), size=500) for rank in range(2)},
+    ballot=BallotRef(digest=digest(b"table"), size=1048),
     decided_by=0,
     writer=WRITER,
 )
@@ -260,12 +261,11 @@ def test_a_vote_may_name_the_index_of_any_hand_of_its_rank(name: str) -> None:
     assert found.index.name == name
 
 
-@pytest.mark.parametrize("ranks", [[], ["0"], ["0", "1", "2"], ["0", "2"], ["0", "01"], ["0", "one"]])
-def test_a_commit_has_the_vote_of_every_rank(ranks: list[str]) -> None:
-    refs = {rank: {"digest": digest(b""), "size": 1} for rank in ranks}
-    with pytest.raises(FormatError, match="does not have the vote of each"):
-        decode(edited(encode(OUTCOME), votes=refs), Outcome, KEY)
-    assert decode(edited(encode(OUTCOME), votes=refs, outcome="abort"), Outcome, KEY).outcome == "abort"
+@pytest.mark.parametrize("ballot", [None, {"digest": digest(b""), "size": 0}, {"digest": digest(b""), "size": (1 << 30) + 1}])
+def test_a_commit_names_a_ballot(ballot: dict[str, object] | None) -> None:
+    with pytest.raises(FormatError, match="does not name a ballot that can have the vote of each"):
+        decode(edited(encode(OUTCOME), ballot=ballot), Outcome, KEY)
+    assert decode(edited(encode(OUTCOME), ballot=ballot, outcome="abort"), Outcome, KEY).outcome == "abort"
 
 
 @pytest.mark.parametrize("world_size", [-1, WORLD_SIZE_MAX + 1, 1 << 62, 1 << 70])

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from checkpointd.commit.machine import Phase
 from checkpointd.store.posix.disk import WritableFile
 from checkpointd.store.posix.osdisk import OsDisk
 from checkpointd.store.posix.store import PosixStore
-from tests.builders import save_checkpoint
+from tests.builders import leave_in_doubt, save_checkpoint
 
 
 class RecordingFile:
@@ -73,11 +74,11 @@ async def test_files_and_directories_are_synced_before_anything_refers_to_them(
         _at(log, "link", "00000.index"),
         _at(log, "link", "00000.vote"),
     )
-    outcome = _at(log, "link", "outcome")
+    ballot, outcome = _at(log, "link", "ballot"), _at(log, "link", "outcome")
     attempt = log[vote][1].rsplit("/", 1)[0]
     synced = [i for i, (kind, path) in enumerate(log) if kind == "sync directory" and path == attempt]
-    assert chunks_synced < index < vote < outcome
-    for before, after in ((chunks_synced, index), (index, vote), (vote, outcome)):
+    assert chunks_synced < index < vote < ballot < outcome
+    for before, after in ((chunks_synced, index), (index, vote), (vote, ballot), (ballot, outcome)):
         assert any(before < i < after for i in synced), log[before : after + 1]
     for parent in (attempt.rsplit("/", 1)[0], attempt.rsplit("/", 2)[0]):
         assert any(i < vote for i, entry in enumerate(log) if entry == ("sync directory", parent)), parent
@@ -94,3 +95,15 @@ async def test_latest_moves_after_the_outcome_is_durable_and_in_one_piece(
     attempt = log[outcome][1].rsplit("/", 1)[0]
     assert any(outcome < i < latest for i, entry in enumerate(log) if entry == ("sync directory", attempt))
     assert ("create", log[latest][1]) not in log  # never written in place
+
+
+async def test_commit_4_what_the_coordinator_syncs_does_not_grow_with_the_ranks(tmp_path: Path) -> None:
+    counts = []
+    for world_size in (2, 5):
+        disk = RecordingDisk()
+        store = PosixStore(tmp_path / f"root{world_size}", disk)
+        save = await leave_in_doubt(store, voting=tuple(range(1, world_size)), world_size=world_size)
+        disk.log.clear()
+        assert (await save.run(0)).phase is Phase.COMMITTED
+        counts.append(sum(kind.startswith("sync") for kind, _ in disk.log))
+    assert counts[0] == counts[1] > 0

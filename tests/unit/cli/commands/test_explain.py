@@ -203,7 +203,10 @@ def test_a_damaged_outcome_is_explained_not_raised(root: Path, at: With, cli: Cl
 
 def test_a_vote_that_changed_since_the_commit_is_unreadable(root: Path, at: With, cli: Cli) -> None:
     at(save_checkpoint)
-    break_file(root / "global_step1/00000001-0/00001.vote", "flip")
+    ballot = root / "global_step1/00000001-0/ballot"
+    data = bytearray(ballot.read_bytes())
+    data[-1] ^= 1
+    ballot.write_bytes(data)
     attempt = only_attempt(cli, root, "global_step1")
     assert [r["vote"] for r in attempt["ranks"]] == ["yes", "unreadable"]
     assert "the vote of rank 1 is gone or changed since: it does not load" in attempt["why"]

@@ -123,9 +123,9 @@ def test_an_outcome_that_cannot_be_read_is_shown_as_that(root: Path, at: With, c
     assert cli("status", root, "--json").json["unreadable"] == ["global_step3/00000001-0"]
 
 
-def test_sizes_are_unknown_where_a_vote_is_gone(root: Path, at: With, cli: Cli) -> None:
+def test_sizes_are_unknown_where_the_votes_are_gone(root: Path, at: With, cli: Cli) -> None:
     at(save_checkpoint)
-    break_file(objects(root, "00001.vote")[0], "remove")
+    break_file(objects(root, "ballot")[0], "remove")
     [row] = cli("list", root, "--json").json["rows"]
     assert (row["raw_bytes"], row["stored_bytes"], row["world_size"]) == (None, None, 2)
 
@@ -187,7 +187,7 @@ def test_a_limit_shows_the_newest_and_reads_no_vote_of_others(
     monkeypatch.setattr(PosixStore, "get", noted)
     found = cli("list", root, "--limit", "2", "--json").json
     assert ([row["tag"] for row in found["rows"]], found["left_out"]) == (["aside", "global_step3"], 1)
-    assert {key.split("/")[0] for key in read if key.endswith(".vote")} == {"aside", "global_step3"}
+    assert {key.split("/")[0] for key in read if key.endswith("ballot")} == {"aside", "global_step3"}
     assert len(cli("list", root, "--all", "--limit", "1").lines) == 2
     assert cli("list", root, "--limit", "9", "--json").json["left_out"] == 0
     assert cli("list", root, "--limit", "0").code == 2

@@ -69,7 +69,7 @@ def test_one_tag_alone(root: Path, at: With, cli: Cli) -> None:
     assert "rank 0" in answer.out
 
 
-@pytest.mark.parametrize("suffix", ["00001.vote", "00001.index", "00001-0.chunks", "outcome"])
+@pytest.mark.parametrize("suffix", ["ballot", "00001.index", "00001-0.chunks", "outcome"])
 @pytest.mark.parametrize("fault", ["flip", "truncate", "remove"])
 def test_damage_to_any_object_is_found(root: Path, at: With, cli: Cli, suffix: str, fault: str) -> None:
     at(three)
@@ -79,7 +79,7 @@ def test_damage_to_any_object_is_found(root: Path, at: With, cli: Cli, suffix: s
     assert suffix in answer.out or (suffix, fault) == ("outcome", "remove")
 
 
-OBJECTS = ["00001.vote", "00001.index", "00001-0.chunks", "outcome", "latest", ".checkpointd/plans/"]
+OBJECTS = ["ballot", "00001.index", "00001-0.chunks", "outcome", "latest", ".checkpointd/plans/"]
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EIO], ids=errno.errorcode.get)

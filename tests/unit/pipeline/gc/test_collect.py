@@ -14,7 +14,7 @@ from checkpointd.admin.gc import collection, deletion
 from checkpointd.commit.machine import Phase
 from checkpointd.commit.retention import Retention
 from checkpointd.config import CommitConfig, LoadConfig
-from checkpointd.errors import NotFoundError, UnreadableError, UsageError
+from checkpointd.errors import DamagedError, NotFoundError, UnreadableError, UsageError
 from checkpointd.layout.keys import VERIFIED, mark_name
 from checkpointd.layout.manifest import Deleted, decode
 from checkpointd.pipeline.gc import collect as collecting
@@ -81,7 +81,7 @@ async def test_what_a_newer_checkpoint_refers_to_stays_and_goes_with_it() -> Non
     await saved(store, 1, 2)
     report = await collection(store, Retention(keep_last=1), dry_run=False)
     assert report.retired == ("global_step1",)
-    assert report.removed[0].objects == ("00000.index",)
+    assert report.removed[0].objects == ("00000.index", "ballot")
     assert await tags(store) == ["global_step2"]
     assert "00000-0.chunks" in await names(store, FIRST)
     await loads(store, 2)
@@ -100,7 +100,7 @@ async def test_new_saves_go_on_to_refer_to_what_a_removed_checkpoint_keeps() -> 
     for step in range(1, 6):
         await saved(store, step)
         await collection(store, Retention(keep_last=1), dry_run=False)
-    assert await references(store) == {f"{FIRST}/00000-0.chunks"}
+    assert await references(store, {FIRST}) == {f"{FIRST}/00000-0.chunks"}
     await loads(store, 5)
 
 
@@ -110,7 +110,7 @@ async def test_a_tag_that_is_saved_again_refers_to_its_own_older_attempt() -> No
         await saved(store, step, tag="best", k=step - 1)
     await read_back(store, await catalog.find(store, "best"))  # else the one before it stays, which was
     await retire_tag(store, "best", 1)
-    assert await references(store) == {"best/00000001-0/00000-0.chunks"}
+    assert await references(store, {"best/00000001-0"}) == {"best/00000001-0/00000-0.chunks"}
     assert (await verify(store, await catalog.find(store, "best"), LoadConfig())).whole
     assert await names(store, "best/00000001-1") == ["00000.vote", "deleted", "outcome"]
 
@@ -171,8 +171,8 @@ async def test_collect_7_a_mark_put_after_the_look_removes_nothing(monkeypatch: 
     async def superseded(bases: Bases, info: AttemptInfo) -> Base:
         return base
 
-    async def look(store: Store, without: Collection[str] = ()) -> frozenset[str]:
-        looks.append(await references(store, without))
+    async def look(store: Store, holders: Collection[str], without: Collection[str] = ()) -> frozenset[str]:
+        looks.append(await references(store, holders, without))
         if len(looks) == 1:
             await condemn(store, "global_step2/00000001-0", "the other collector", ())
         else:
@@ -185,7 +185,7 @@ async def test_collect_7_a_mark_put_after_the_look_removes_nothing(monkeypatch: 
     first = next(view.facts for view in await catalog.scan(store) if view.prefix == FIRST)
     await collect(store, [first])
     assert [key in found for found in looks] == [True, False]
-    assert key in await references(store)
+    assert key in await references(store, {FIRST})
     assert "00000-0.chunks" in await names(store, FIRST)
 
 
@@ -198,20 +198,36 @@ async def test_mark_3_a_mark_that_cannot_be_read_frees_nothing_and_is_followed_b
     assert mark.kept == ()
 
 
-async def test_an_outcome_of_an_older_release_lets_its_votes_tell() -> None:
-    """Where `refers` is missing in a commit, nothing may be taken for unneeded."""
-    from msgspec.structs import replace
+async def test_only_ballots_of_checkpoints_that_refer_to_an_attempt_which_loses_objects_are_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store, read = MemoryStore(), list[str]()
+    await saved(store, 1, 2, 3)
+    await saved(store, 4, frozen=9)  # which refers to nothing
+    get = store.get
 
-    from checkpointd.layout.manifest import encode
+    async def noted(key: str, **options: int) -> bytes:
+        read.append(key)
+        return await get(key, **options)
 
+    monkeypatch.setattr(store, "get", noted)
+    outcomes = {tag: (await catalog.find(store, tag)).outcome for tag in ("global_step1", "global_step2", "global_step4")}
+    assert [outcome.holders for outcome in outcomes.values()] == [(), (FIRST,), ()]
+    read.clear()
+    assert await references(store, {FIRST}) == {f"{FIRST}/00000-0.chunks"}
+    assert [key for key in read if key.endswith("ballot")] == [f"global_step{n}/00000001-0/ballot" for n in (2, 3)]
+    assert await references(store, {FIRST}, {f"global_step{n}/00000001-0" for n in (2, 3)}) == frozenset()
+    read.clear()
+    assert await references(store, {"global_step4/00000001-0"}) == frozenset()
+    assert not [key for key in read if key.endswith("ballot")]
+
+
+async def test_collect_6_a_ballot_that_cannot_be_verified_frees_nothing() -> None:
     store = MemoryStore()
     await saved(store, 1, 2)
-    key = "global_step2/00000001-0/outcome"
-    outcome = (await catalog.find(store, "global_step2")).outcome
-    assert outcome.refers == (f"{FIRST}/00000-0.chunks",)
-    await store.put(key, encode(replace(outcome, refers=None)))
-    assert (await catalog.find(store, "global_step2")).outcome.refers is None
-    assert await references(store) == {f"{FIRST}/00000-0.chunks"}
+    await store.put("global_step2/00000001-0/ballot", b"scribble")
+    with pytest.raises(DamagedError, match=r"global_step2/00000001-0/ballot"):
+        await references(store, {FIRST})
 
 
 # --- retention ----------------------------------------------------------------------------------------------------

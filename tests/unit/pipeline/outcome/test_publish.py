@@ -16,7 +16,7 @@ from checkpointd.errors import AbortedError, DamagedError, FencedError, NotFound
 from checkpointd.layout.boxes import Box
 from checkpointd.layout.keys import AttemptId, plan_key
 from checkpointd.layout.manifest import Plan, Vote, decode, digest, encode
-from checkpointd.pipeline.outcome.publish import Ballot, PlanCheck, missing_ranks, outcome_of, put_outcome
+from checkpointd.pipeline.outcome.publish import Ballot, PlanCheck, draft_of, missing_ranks, put_outcome
 from checkpointd.pipeline.read.verify import verify
 from checkpointd.pipeline.root import catalog, epochs
 from checkpointd.pipeline.shard import Shard
@@ -67,8 +67,8 @@ async def test_commit_1_of_many_who_put_an_outcome_one_decides_and_all_read_that
     store = MemoryStore()
     save = await leave_in_doubt(store)
     info = save.info(0)
-    wanted = [outcome_of(info, decision, {}, decided_by=n) for n, decision in enumerate([ABORT] * 4)]
-    found = await asyncio.gather(*(put_outcome(store, outcome) for outcome in wanted))
+    wanted = [draft_of(info, ABORT, Ballot(store, TAG, ATTEMPT), decided_by=n) for n in range(4)]
+    found = await asyncio.gather(*(put_outcome(store, draft) for draft in wanted))
     assert len({outcome.decided_by for outcome in found}) == 1
     assert await catalog.read_outcome(store, TAG, ATTEMPT) == found[0]
 
@@ -79,11 +79,11 @@ async def test_commit_1_an_outcome_that_stands_is_returned_to_who_wanted_another
     info = (await leave_in_doubt(store)).info(0)
     ballot = Ballot(store, TAG, ATTEMPT)
     await ballot.gather(await store.list(PREFIX))
-    commit = outcome_of(info, Decision(), ballot.refs, decided_by=0)
-    abort = outcome_of(info, ABORT, ballot.refs, decided_by=1)
+    commit = draft_of(info, Decision(), ballot, decided_by=0)
+    abort = draft_of(info, ABORT, ballot, decided_by=1)
     early, late = (commit, abort) if first == "commit" else (abort, commit)
-    assert await put_outcome(store, early) == early
-    assert await put_outcome(store, late) == early
+    assert await put_outcome(store, early) == early.outcome
+    assert await put_outcome(store, late) == early.outcome
 
 
 async def test_commit_1_two_coordinators_of_one_attempt_agree_and_so_do_all_ranks() -> None:

@@ -123,7 +123,7 @@ async def test_judging_says_what_would_be_and_writes_nothing() -> None:
     store = MemoryStore()
     await leave_in_doubt(store)
     [view] = await catalog.attempts_of(store, TAG)
-    assert (await judge(store, view)).outcome == "commit"
+    assert (await judge(store, view)).outcome.outcome == "commit"
     assert (await catalog.attempts_of(store, TAG))[0] == view
 
 

@@ -114,21 +114,29 @@ async def test_damage_to_an_index_is_found_at_once(tmp_path: Path) -> None:
     assert "00001.index" in reader.passed_over[0]
 
 
-@pytest.mark.parametrize("name", ["outcome", "00000.vote", "00001.index"])
+@pytest.mark.parametrize("name", ["outcome", "ballot", "00001.index"])
 async def test_what_cannot_be_read_now_is_read_again_and_no_older_one_is_taken(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await committed(tmp_path, 1, 2)
-    get, failing = PosixStore.get, 2
+    get, get_range, failing = PosixStore.get, PosixStore.get_range, 2
 
-    async def flaky(self: PosixStore, key: str, **options: int) -> bytes:
+    def look(key: str) -> None:
         nonlocal failing
         if key.startswith("global_step2/") and key.endswith(name) and failing:
             failing -= 1
             raise UnreadableError("the file server is failing over")
+
+    async def flaky(self: PosixStore, key: str, **options: int) -> bytes:
+        look(key)
         return await get(self, key, **options)
 
+    async def flaky_range(self: PosixStore, key: str, offset: int, out: memoryview) -> None:
+        look(key)
+        await get_range(self, key, offset, out)
+
     monkeypatch.setattr(PosixStore, "get", flaky)
+    monkeypatch.setattr(PosixStore, "get_range", flaky_range)
     store = PosixStore(tmp_path, read_only=True)
     assert (await CheckpointFinder(store, None).begin()).checkpoint.tag == "global_step2"
     assert failing == 0

@@ -216,7 +216,7 @@ async def test_readback_2_a_storage_that_fails_proves_nothing(monkeypatch: pytes
     assert await survivor(store, [found]) == found
 
 
-@pytest.mark.parametrize("what", [".chunks", ".index", "vote"])
+@pytest.mark.parametrize("what", [".chunks", ".index", "ballot"])
 @pytest.mark.parametrize("by", ["all", "rank"])
 async def test_readback_2_a_bit_that_flips_on_its_way_here_proves_nothing(
     monkeypatch: pytest.MonkeyPatch, what: str, by: str
@@ -475,7 +475,7 @@ async def test_damage_is_recorded_and_the_next_save_does_not_refer_to_it(
         frozen = make_shard(state(1))
         assert frozen.nbytes
         await ranks.save(2)
-        assert (await catalog.find(store, "global_step2")).outcome.refers == ()
+        assert (await catalog.find(store, "global_step2")).outcome.holders == ()
         await ranks.close()
 
 

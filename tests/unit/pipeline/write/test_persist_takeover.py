@@ -278,7 +278,7 @@ async def test_collect_4_what_a_dead_hand_left_beside_a_checkpoint_goes_and_noth
     await check_whole(save)
 
 
-@pytest.mark.parametrize("broken", ["00001.vote", index_name(1, 1)])
+@pytest.mark.parametrize("broken", ["ballot", index_name(1, 1)])
 async def test_collect_4_where_it_cannot_be_told_what_is_needed_nothing_goes(broken: str) -> None:
     store = MemoryStore()
     save = await plan_save(store)
