@@ -14,10 +14,10 @@ PIP  := $(BIN)/python -m pip install -c constraints.txt
 READY := $(VENV)/ready-$(firstword $(shell cat pyproject.toml constraints.txt | cksum))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-torch lint type bench generate docs setup clean
+.PHONY: help demo test test-torch lint type bench bench-quick generate docs setup clean
 
 help: ## What can be done here
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 demo: setup ## Train a small GPT, kill a rank in mid-save and compare bit for bit; then kill all beside a sidecar
 	$(BIN)/python examples/demo/demo.py
@@ -42,8 +42,11 @@ lint: setup ## ruff: rules and formatting
 type: setup ## mypy, strict: both packages, and user code in tests/typing
 	$(BIN)/python -m mypy checkpointd client/checkpointd_client $(wildcard tests/typing)
 
-bench: setup ## Measure against the peers, which get an environment of their own (an hour, 8 GiB of disk)
-	$(BIN)/python benchmarks/compare.py
+bench: setup ## Measure every goal, beside the peers, and write benchmarks/RESULTS.md (hours, 32 GiB of disk)
+	$(BIN)/python benchmarks/compare.py --write
+
+bench-quick: setup ## The same at small sizes, in three minutes: a line for every goal that this measures
+	$(BIN)/python benchmarks/compare.py --quick
 
 generate: setup ## Write the generated parts of the documentation again
 	$(BIN)/python docs/generate.py

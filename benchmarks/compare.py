@@ -1,6 +1,6 @@
-"""Measure checkpointd beside its peers, and end in one table of ratios. `make bench` runs this.
+"""Measure checkpointd beside its peers, its costs by size, and end in one verdict for every goal. `make bench` runs this.
 
-See benchmarks/README.md for what is measured and how.
+See benchmarks/README.md for what is measured and how, and benchmarks/goals.py for the goals.
 """
 
 from __future__ import annotations
@@ -23,15 +23,23 @@ if __name__ == "__main__":
     sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import environment, picture
-from benchmarks.report import OURS, PEERS
+from benchmarks.report import BIG, OURS, PEERS
 
 if TYPE_CHECKING:
+    from benchmarks.costs import Cost
     from benchmarks.document import Run
+    from benchmarks.figures import Figures
     from benchmarks.launch import Setting
     from benchmarks.limits import Limits
     from benchmarks.measures import Trial
 
 _GIB = 1 << 30
+_HERE = Path(__file__).resolve().parent
+_SCRIPTS = ("sharded", "zero", "calls", "codec")
+"""Scripts that give figures with --figures; one that cannot leaves its goals unmeasured."""
+_PARTS = ("peers", "big", "history", "ranks", *_SCRIPTS)
+_QUICK = ("peers", "history", "ranks")
+_QUICK_SYSTEMS = ("torch.save", "dcp-thread", "torch-checkpointing-prewarmed", "checkpointd", "checkpointd-sidecar")
 _RESULTS = environment.ROOT / "benchmarks" / "RESULTS.md"
 
 
@@ -39,20 +47,25 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--gib", type=float, default=1.0, help="size of the state over all ranks")
-    parser.add_argument("--runs", type=int, default=5, help="times that every system is measured")
+    parser.add_argument("--big-gib", type=float, default=4.0, help="size of the state for first saves and first loads")
+    parser.add_argument("--parts", help=f"what is measured, with commas (all: {','.join(_PARTS)})")
+    parser.add_argument("--runs", type=int, default=7, help="times that every system is measured")
     parser.add_argument("--ranks", default="1,2", help="numbers of ranks, with commas")
-    parser.add_argument("--systems", default=",".join((*PEERS, *OURS)), help="with commas")
+    parser.add_argument("--systems", help=f"with commas (all: {','.join((*PEERS, *OURS))})")
     parser.add_argument("--warm", type=int, default=2, help="quiet warm saves in each process")
     parser.add_argument("--gate", type=float, default=0.2, help="seconds of training between optimizer steps")
+    parser.add_argument("--quiet", type=float, default=1.0, help="seconds of undisturbed steps before and after a save")
     parser.add_argument("--seed", type=int, default=1, help="of the order and of the state")
     parser.add_argument("--dir", type=Path, default=Path("/var/tmp"), help="where checkpoints go: a real disk")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write every measurement there")
     parser.add_argument("--render", type=Path, metavar="IN", help="measure nothing: tables of an earlier --json")
     parser.add_argument("--write", action="store_true", help=f"write {_RESULTS.relative_to(environment.ROOT)} and speed.svg")
-    parser.add_argument("--quick", action="store_true", help="a smoke test: 0.1 GiB, one run")
+    parser.add_argument("--quick", action="store_true", help="three minutes: 0.1 GiB, one run, few systems, small sizes")
     options = parser.parse_args(given)
     if options.quick:
-        options.gib, options.runs = 0.1, 1
+        options.gib, options.runs, options.warm, options.ranks, options.quiet = 0.1, 1, 1, "1", 0.5
+    options.systems = options.systems or ",".join(_QUICK_SYSTEMS if options.quick else (*PEERS, *OURS))
+    options.parts = options.parts or ",".join(_QUICK if options.quick else _PARTS)
     return options
 
 
@@ -60,58 +73,110 @@ def main() -> int:
     """Run the benchmark; 1 where a system failed or loaded wrong bytes."""
     options = arguments()
     environment.enter()
-    from benchmarks import document  # torch exists from here on
+    from benchmarks import document, goals  # torch exists from here on
 
     run = document.read(options.render) if options.render else measure(options)
     if options.json:
         document.write(run, options.json)
     text = document.text(run)
     print("\n" + text)
+    print("\n".join(goals.lines(goals.verdicts(document.figures_of(run)))))
     if options.write:
         _RESULTS.write_text(text)
         picture.write(text)
+        for name, drawn in document.pictures(run).items():
+            (_HERE / name).write_text(drawn)
     return 1 if document.flaws(run) else 0
 
 
 def measure(options: argparse.Namespace) -> Run:
-    """All runs: the limits, then every system with every number of ranks in a new order."""
+    """All runs: the limits, then every system with every number of ranks in a new order; then the costs by size."""
     from benchmarks import document
+    from benchmarks.systems import is_available
 
-    systems = _known(options.systems.split(","))
-    ranks = [int(count) for count in options.ranks.split(",")]
+    parts = options.parts.split(",")
+    if unknown := sorted(set(parts) - set(_PARTS)):
+        raise SystemExit(f"no such part: {', '.join(unknown)}; there are {', '.join(_PARTS)}")
+    counts = [int(count) for count in options.ranks.split(",")]
+    cases = [(system, count, options.gib) for system in _known(options.systems.split(",")) for count in counts]
+    cases = cases if "peers" in parts else []
+    if "big" in parts:
+        cases += [(system, 1, options.big_gib) for system in _known(list(BIG)) if is_available(system)]
+    largest = max((gib for _, _, gib in cases), default=0.0)
     free = shutil.disk_usage(options.dir).free
-    if free < 8 * options.gib * _GIB:
-        raise SystemExit(f"{options.dir} has {free / _GIB:.1f} GiB free; this needs {8 * options.gib:.1f}")
+    if free < 8 * largest * _GIB:
+        raise SystemExit(f"{options.dir} has {free / _GIB:.1f} GiB free; this needs {8 * largest:.1f}")
     limits: list[Limits] = []
-    trials: list[Trial] = []
+    trials: list[tuple[float, Trial]] = []
     with tempfile.TemporaryDirectory(prefix="checkpointd-bench-", dir=options.dir) as directory:
-        setting = _setting(options, Path(directory))
-        for run in range(options.runs):
-            limits.append(_limits(setting))
-            order = [(system, count) for system in systems for count in ranks]
-            random.Random(options.seed * 1000 + run).shuffle(order)
-            for place, (system, count) in enumerate(order):
-                trials.append(_trial(setting, options, run, place, system, count))
+        for run in range(options.runs if cases else 0):
+            limits.append(_limits(_setting(options, Path(directory), options.gib)))
+            order = random.Random(options.seed * 1000 + run).sample(cases, len(cases))
+            for place, (system, count, gib) in enumerate(order):
+                setting = _setting(options, Path(directory), gib)
+                trials.append((gib, _trial(setting, options, run, place, system, count)))
+        found, others = _scripts(options, Path(directory), parts)
     return document.Run(
         command=shlex.join(["benchmarks/compare.py", *sys.argv[1:]]),
         machine=document.machine(options.dir),
         gib=options.gib,
         gate_s=options.gate,
         limits=limits,
-        trials=trials,
+        trials=[trial for gib, trial in trials if gib == options.gib],
+        big_gib=options.big_gib,
+        big=[trial for gib, trial in trials if gib != options.gib],
+        costs=found,
+        others=others,
     )
 
 
-def _setting(options: argparse.Namespace, directory: Path) -> Setting:
+def _scripts(options: argparse.Namespace, directory: Path, parts: list[str]) -> tuple[dict[str, list[Cost]], Figures]:
+    """The costs of `history` and `ranks`, and the figures of the other scripts, each in a process of its own."""
+    from benchmarks import document, figures
+
+    found: dict[str, list[Cost]] = {}
+    others: Figures = {}
+    out = directory / "out.json"
+    for part in ("history", "ranks"):
+        size = "--quick" if options.quick else "--full"
+        if part in parts and _ran(part, "--json", str(out), size, "--dir", str(options.dir)):
+            named = document.costs_of(json.loads(out.read_text()))
+            found |= {document.PARTS[name][0]: one for name, one in named.items()}
+            others |= {f"{part}/{name}": {0: one} for name, one in _numbers(out).items()}
+    for part in _SCRIPTS:
+        if part in parts and _ran(part, "--figures", str(out)):
+            others |= figures.read(out)
+    return found, others
+
+
+def _numbers(out: Path) -> dict[str, float]:
+    """The single numbers in what a script wrote."""
+    return {name: float(value) for name, value in json.loads(out.read_text()).items() if isinstance(value, int | float)}
+
+
+def _ran(part: str, option: str, *arguments: str) -> bool:
+    """Whether the script of `part` ran to its end. DeepSpeed's runs where the project's own environment has DeepSpeed."""
+    script = _HERE / f"{part}.py"
+    if not script.exists() or f'"{option}"' not in script.read_text():
+        print(f"{part} is not measured: benchmarks/{part}.py has no {option}", file=sys.stderr)
+        return False
+    python = sys.executable if part != "zero" else str(environment.ROOT / ".venv" / "bin" / "python")
+    ended = subprocess.run([python, str(script), option, *arguments], check=False)
+    if ended.returncode:
+        print(f"{part} is not measured: benchmarks/{part}.py ended with {ended.returncode}", file=sys.stderr)
+    return ended.returncode == 0
+
+
+def _setting(options: argparse.Namespace, directory: Path, gib: float) -> Setting:
     from benchmarks.launch import Setting
 
     return Setting(
         directory=directory,
-        target_bytes=int(options.gib * _GIB),
+        target_bytes=int(gib * _GIB),
         warm_saves=options.warm,
         gate_s=options.gate,
-        quiet_s=1.0,
-        timeout_s=300 + 120 * options.gib,
+        quiet_s=options.quiet,
+        timeout_s=300 + 120 * gib,
     )
 
 
@@ -123,7 +188,7 @@ def _known(systems: list[str]) -> list[str]:
         raise SystemExit(f"no such system: {', '.join(unknown)}; there are {', '.join(SYSTEMS)}")
     if not installed():
         print("checkpointd_client is not installed here: measuring the peers alone", file=sys.stderr)
-        return [system for system in systems if system not in OURS]
+        return [system for system in systems if system in PEERS]
     return systems
 
 

@@ -6,11 +6,14 @@ import json
 import os
 import platform
 import time
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from benchmarks import report
+from benchmarks import costs, curves, figures, goals, report
+from benchmarks.costs import Cost
+from benchmarks.figures import Figures
 from benchmarks.limits import Limits
 from benchmarks.measures import Trial, trial
 from benchmarks.report import Results
@@ -26,6 +29,13 @@ class Run:
     gate_s: float
     limits: list[Limits]
     trials: list[Trial]
+    big_gib: float = 0.0
+    big: list[Trial] = field(default_factory=list)
+    """Trials with a state of `big_gib` GiB: the first save and the first load of a process."""
+    costs: dict[str, list[Cost]] = field(default_factory=dict)
+    """What `history.py` and `ranks.py` measured, by the part of the page."""
+    others: dict[str, dict[int, float]] = field(default_factory=dict)
+    """The figures of other scripts."""
 
 
 def write(run: Run, path: Path) -> None:
@@ -38,7 +48,23 @@ def read(path: Path) -> Run:
     data: dict[str, Any] = json.loads(path.read_text())
     data["limits"] = [Limits(**limits) for limits in data["limits"]]
     data["trials"] = [trial(one) for one in data["trials"]]
+    data["big"] = [trial(one) for one in data.get("big", ())]
+    data["costs"] = costs_of(data.get("costs", {}))
+    data["others"] = {name: {int(run): value for run, value in one.items()} for name, one in data.get("others", {}).items()}
     return Run(**data)
+
+
+def costs_of(data: Mapping[str, Any]) -> dict[str, list[Cost]]:
+    """The lists of costs in what `history.py` or `ranks.py` wrote with --json."""
+    return {part: [Cost(**one) for one in found] for part, found in data.items() if isinstance(found, list)}
+
+
+def figures_of(run: Run) -> Figures:
+    """All that was measured, by name and run."""
+    sizes = {goals.GIB: {0: run.gib}, goals.BIG_GIB: {0: run.big_gib}}
+    parts = [figures.of_costs(part, found) for part, found in run.costs.items()]
+    trials = [figures.of_trials(run.trials), figures.of_trials(run.big, goals.OF_BIG)]
+    return figures.joined([sizes, figures.of_limits(run.limits), *trials, *parts, run.others])
 
 
 def machine(directory: Path) -> dict[str, str]:
@@ -67,8 +93,12 @@ def _file_system(directory: Path) -> str:
 
 def flaws(run: Run) -> list[str]:
     """One line for each trial that failed or gave back other bytes than it saved."""
-    lines = [f"{one.system}, {one.ranks} rank(s), run {one.run + 1} failed: {one.error}" for one in run.trials if one.error]
-    for results in _by_ranks(run):
+    lines = [
+        f"{one.system}, {one.ranks} rank(s), run {one.run + 1} failed: {one.error}"
+        for one in (*run.trials, *run.big)
+        if one.error
+    ]
+    for results in (*_by_ranks(run), report.results(run.big, 1)):
         for system in results.systems:
             lines += _wrong_bytes(results, system)
     return lines
@@ -88,7 +118,17 @@ def text(run: Run) -> str:
     all_results = _by_ranks(run)
     tables = [_tables(results) for results in all_results]
     ratios = ["## Ratios", _RATIO_WORDS, report.ratio_table(all_results)]
-    parts = [_opening(run), _limits(run), *tables, *ratios, _notes(run)]
+    parts = [
+        _opening(run),
+        *_goals(run),
+        *_pictures(run),
+        _limits(run),
+        *tables,
+        *_big(run),
+        *ratios,
+        *_costs(run),
+        _notes(run),
+    ]
     return "\n\n".join(parts) + "\n"
 
 
@@ -108,6 +148,79 @@ State: {run.gib:g} GiB over all ranks in {tensors} tensors: bf16 weights, fp32 m
 `exp_avg_sq` and AdamW's step, moved on by a real optimizer step between any two saves. {runs} run(s), systems
 interleaved in shuffled order, each in fresh processes. Seconds, unless a heading says otherwise: the median, and
 in brackets the smallest and the largest."""
+
+
+def _goals(run: Run) -> list[str]:
+    found = goals.verdicts(figures_of(run))
+    words = (
+        "Each goal is computed within every run, as a ratio where it compares; the table shows the median, and in brackets the"
+        "\nsmallest and the largest. *x*: times what the goal compares with."
+    )
+    return ["## Goals", words, goals.table(found), f"{goals.summary(found)}."]
+
+
+PICTURES = {
+    "speed.svg": "time that one save takes from training, time until it is durable, and time of a load",
+    "history.svg": "seconds of one operation against the number of checkpoints at a root",
+    "ranks.svg": "processor seconds of one rank against the number of ranks",
+}
+PARTS = {
+    "tags": ("history", "Operations at a root, by the number of checkpoints there", "tags"),
+    "wide": ("wide", "Operations at a root whose checkpoints have many ranks", "tags"),
+    "coordinator": ("coordinator", "The coordinator's commit, by the number of ranks", "ranks"),
+    "load": ("load", "A rank loads its part of what many ranks saved", "ranks"),
+    "dedup": ("dedup", "Dedup's look at the checkpoint before, by the number of ranks", "ranks"),
+}
+"""The lists in what `history.py` and `ranks.py` write: how figures of them begin, what they are, and what the sizes are."""
+
+
+def pictures(run: Run) -> dict[str, str]:
+    """The drawings of costs, by file."""
+    drawn = {}
+    if "history" in run.costs:
+        points = {name: costs.points(run.costs["history"], name, "seconds") for name in costs.names(run.costs["history"])}
+        drawn["history.svg"] = curves.drawing("seconds of one operation", "checkpoints at the root", points)
+    ranks = {part: run.costs[part] for part in ("coordinator", "load", "dedup") if part in run.costs}
+    if ranks:
+        points = {
+            f"{part}: {name}": costs.points(found, name, "cpu_s")
+            for part, found in ranks.items()
+            for name in costs.names(found)
+        }
+        drawn["ranks.svg"] = curves.drawing("processor seconds of one rank", "ranks", points)
+    return drawn
+
+
+def _pictures(run: Run) -> list[str]:
+    shown = ["speed.svg", *pictures(run)]
+    return [f"![{PICTURES[name]}]({name})" for name in shown]
+
+
+def _costs(run: Run) -> list[str]:
+    lines = []
+    for part, words, sizes in PARTS.values():
+        if part in run.costs:
+            lines += [f"## {words}", costs.exponents(run.costs[part]), costs.table(run.costs[part], sizes)]
+    if lines:
+        lines.insert(1, _COST_WORDS)
+    return lines
+
+
+_COST_WORDS = """The first table of each part has the exponents that fit: 0 if the cost does not depend on the size, 1 if it
+grows in proportion. Calls are counted by the disk; *stats* counts the names of listings, too. [README.md](README.md) says how
+roots and ranks are made."""
+
+
+def _big(run: Run) -> list[str]:
+    results = report.results(run.big, 1)
+    if not results.trials:
+        return []
+    exact = report.exactness(results)
+    return [
+        f"## {run.big_gib:g} GiB on one rank",
+        "The first save and the first load of a process.",
+        report.metric_table(results, (report.COLD_CALL, report.CALL, *report.LOADS), exact, "bit-exact"),
+    ]
 
 
 def _limits(run: Run) -> str:
@@ -132,7 +245,8 @@ def _tables(results: Results) -> str:
             "Training while a warm save runs: what it lost, and the steps of that time in milliseconds. The last two"
             "\nfigures are of a loop of pure Python, which holds the interpreter lock all the time.",
             report.metric_table(results, report.TRAINING, exact, "bit-exact"),
-            "Loading the last save into the existing tensors.",
+            "Loading the last save into the existing tensors, in fresh processes: later loads, then the first one of a process."
+            "\nThe last column of memory leaves out what processes share, such as the snapshot buffer.",
             report.metric_table(results, report.LOADS, exact, "bit-exact"),
         ]
     )
@@ -169,7 +283,8 @@ def _notes(run: Run) -> str:
         f"The training loop holds an optimizer step every {run.gate_s:g} s, which waits until the state is safe; then"
         " every tensor is overwritten, so that bit-exact also means not torn.",
         "Peak memory counts private pages of all ranks and their children, and shared pages once; page cache is not"
-        " in it. checkpointd's load peak holds its snapshot buffer, which a load prepares for the next save.",
+        " in it. checkpointd's load peak holds its snapshot buffer, which a load prepares for the next save. The sidecar's"
+        " daemon is a new one when its trainers load, so they load from the store.",
         f"Other work on the machine during the trials, kernel threads included: {others} cores. Of dropped files at"
         f" most {resident:.1%} stayed in the page cache.",
         *flaws(run),

@@ -131,10 +131,12 @@ async def removes(root: Root, store: Store, meter: Meter) -> None:
     less = meter.reading
     await proved(store, newest + 1)
     await removing.coordinate(state, newest + 2, 0.0)  # removes two: there are as many as before
+    await state.tidier.rest()
     await roots.removed(root.path, default_tag(oldest + 1))
     await proved(store, newest + 2)
     with meter:
         await removing.coordinate(state, newest + 3, 0.0)
+        await state.tidier.rest()
         await roots.removed(root.path, default_tag(oldest + 2))
     meter.reading = meter.reading.less(less)
 
@@ -200,17 +202,23 @@ class History:
     tags: list[Cost]
     wide_ranks: int
     wide: list[Cost]
+    saves: int
+    pending: int
+    """Of `saves` saves back to back, the most attempts that had committed and still waited for retention."""
 
 
 def measure(directory: Path, tags: tuple[int, ...], wide: tuple[int, int], runs: int) -> History:
     """Build the roots below `directory`, one after the other, and measure each."""
     found: list[Cost] = []
+    pending, saves = 0, min(100, tags[0])
     for count in tags:
         with built(directory, count, 1) as root:
             found += said(measured(root, tuple(OPERATIONS), runs), "tags")
+            if count == tags[-2]:
+                pending = asyncio.run(roots.most_pending(root.path, count, saves))
     with built(directory, *wide) as root:
         of_wide = said(measured(root, ON_WIDE, runs), f"tags x {wide[1]:,} ranks")
-    return History(tags=found, wide_ranks=wide[1], wide=of_wide)
+    return History(tags=found, wide_ranks=wide[1], wide=of_wide, saves=saves, pending=pending)
 
 
 @contextmanager
@@ -263,6 +271,8 @@ The same for a root whose checkpoints have {found.wide_ranks:,} ranks each:
 
 *one removal*: a save whose retention removes the oldest checkpoint, less a save that removes nothing, until the checkpoint is
 gone. *list, command*: the whole command, with the start of Python.
+
+Of {found.saves} saves back to back, at most {found.pending} had committed and still waited for retention.
 """
 
 

@@ -16,13 +16,14 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import IO, Any, ClassVar, Protocol
+from typing import IO, Any, ClassVar, Literal, Protocol
 
 from torch._C._distributed_c10d import TCPStore  # torch.distributed passes it on, but untyped
 
 from benchmarks import processes
-from benchmarks.measures import RankReport, Trial, rank_report
+from benchmarks.measures import LoadTimes, RankReport, Trial, TwoLoads, rank_report
 from benchmarks.rank import Job
 
 _SAMPLE_S = 0.02
@@ -64,6 +65,7 @@ def run_trial(setting: Setting, *, system: str, ranks: int, run: int, order: int
         reports=reports,
         save_peak_bytes=peaks.get("save", 0),
         load_peak_bytes=peaks.get("load", 0),
+        load_private_bytes=peaks.get("load, private", 0),
         error=error,
     )
 
@@ -73,14 +75,43 @@ def others_seconds() -> float:
 
 
 def _run_ranks(setting: Setting, root: Path, system: str, ranks: int, seed: int) -> tuple[list[RankReport], dict[str, int]]:
-    data = root / "data"
-    data.mkdir()
+    """The reports of all ranks, and the most memory of all together by phase."""
+    (root / "data").mkdir()
+    run = partial(_run_phase, setting, root, system, ranks, seed)
+    saved, peaks = run("save")
+    dropped, dropped_peaks = run("load dropped")
+    cached, _ = run("load cached")
+    base = sum(one["base_private_bytes"] for one in dropped)
+    loads = [_loads(TwoLoads(**one), TwoLoads(**other)) for one, other in zip(dropped, cached, strict=True)]
+    reports = [
+        rank_report({**report, "load": asdict(load), "load_base_bytes": one["base_bytes"]})
+        for report, load, one in zip(saved, loads, dropped, strict=True)
+    ]
+    private = max(0, dropped_peaks.get("load, private", 0) - base)
+    return reports, {"save": peaks.get("save", 0), "load": dropped_peaks.get("load", 0), "load, private": private}
+
+
+def _loads(dropped: TwoLoads, cached: TwoLoads) -> LoadTimes:
+    """The loads of one rank, by the two processes that loaded."""
+    return LoadTimes(
+        cold_s=cached.later_s,
+        cached_s=dropped.later_s,
+        first_s=cached.first_s,
+        first_cold_s=dropped.first_s,
+        resident=max(dropped.resident, cached.resident),
+        wrong=sorted({*dropped.wrong, *cached.wrong}),
+    )
+
+
+def _run_phase(
+    setting: Setting, root: Path, system: str, ranks: int, seed: int, phase: Literal["save", "load dropped", "load cached"]
+) -> tuple[list[dict[str, Any]], dict[str, int]]:
     # As torchrun does it: the store lives outside the ranks, and the system picks its port.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     jobs = [
         Job(
             system=system,
-            root=str(data),
+            root=str(root / "data"),
             result=str(root / f"report{rank}.json"),
             rank=rank,
             ranks=ranks,
@@ -89,12 +120,14 @@ def _run_ranks(setting: Setting, root: Path, system: str, ranks: int, seed: int)
             gate_s=setting.gate_s,
             quiet_s=setting.quiet_s,
             seed=seed,
+            phase=phase,
+            digests=str(root / f"digests{rank}.json"),
         )
         for rank in range(ranks)
     ]
     with Ranks(jobs, root, store.port) as running:
         peaks = running.watch(setting.timeout_s)
-    return [rank_report(json.loads(Path(job.result).read_text())) for job in jobs], peaks
+    return [json.loads(Path(job.result).read_text()) for job in jobs], peaks
 
 
 class RankJob(Protocol):
@@ -145,6 +178,8 @@ class Ranks:
                 trees = [processes.tree(process.pid) for process in self._started]
             phase = self._phase
             peaks[phase] = max(peaks[phase], sum(processes.memory(tree) for tree in trees))
+            private = f"{phase}, private"
+            peaks[private] = max(peaks[private], sum(processes.private(tree) for tree in trees))
             self._raise_if_failed()
             if time.monotonic() > end:
                 raise RuntimeError(f"not done after {timeout_s:.0f} s: {self._last_words(0)}")

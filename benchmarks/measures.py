@@ -52,13 +52,31 @@ class LoadTimes:
     """Loads of the last save into the existing tensors."""
 
     cold_s: float
-    """With the page cache dropped; the first load of its process."""
+    """With the page cache dropped."""
     cached_s: float
     """With every file read once just before."""
+    first_s: float | None = None
+    """As `cached_s`, but the first load of its process, where that was measured by itself."""
+    first_cold_s: float | None = None
+    """As `cold_s`, but the first load of its process, where that was measured by itself."""
     resident: float
     """Share of the files' pages still in memory after they were dropped, 0 to 1."""
     wrong: list[str]
     """Names of tensors whose bytes differ from the saved ones, after either load."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TwoLoads:
+    """What one rank measured in a process that only loads: its first load, and a later one."""
+
+    first_s: float
+    later_s: float
+    resident: float
+    wrong: list[str]
+    base_bytes: int
+    """Memory of this rank and its children, with the system open, before the first load."""
+    base_private_bytes: int
+    """The part of it that no process shares."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +152,8 @@ class Trial:
     save_peak_bytes: int
     """Largest memory seen of all ranks and their children together, from set-up to the last save."""
     load_peak_bytes: int
+    load_private_bytes: int = 0
+    """The most memory while loading that no process shares, beyond what was held before: without the snapshot buffer."""
     error: str = ""
 
 

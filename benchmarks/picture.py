@@ -1,11 +1,17 @@
-"""The picture of the README: what one save costs training and when it is durable, from the tables of RESULTS.md.
+"""The picture of the README: what one save costs training, when it is durable, and what a load takes, from RESULTS.md.
 
 python benchmarks/picture.py    # writes speed.svg; `compare.py --write` writes it with RESULTS.md
 """
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from benchmarks import curves
 
 HERE = Path(__file__).resolve().parent
 
@@ -17,10 +23,14 @@ SYSTEMS = {
     "checkpointd-sidecar": "checkpointd, sidecar",
 }
 """Rows of RESULTS.md, and what the picture calls them."""
-PANELS = {"lost, s": "time that one save takes from training", "durable, s": "time until the checkpoint is durable"}
+PANELS = {
+    "lost, s": "training that one save costs",
+    "durable, s": "until the checkpoint is durable",
+    "load, cache dropped, s": "load from the disk",
+}
 """Columns of RESULTS.md, and what the picture calls them."""
 
-ROW, BAR, LABELS, WIDTH, GAP = 26, 16, 150, 250, 60
+ROW, BAR, LABELS, WIDTH, GAP = 26, 16, 150, 190, 60
 STYLE = """
   .page { fill: #ffffff; }
   text { font: 13px Helvetica, Arial, sans-serif; fill: #0f172a; }
@@ -76,11 +86,7 @@ def picture(page: str) -> str:
         left = LABELS + number * (WIDTH + GAP)
         drawn += panel(title, {system: values[system] for system in SYSTEMS if system in values}, left, names=number == 0)
     width, height = LABELS + len(PANELS) * (WIDTH + GAP), 36 + len(SYSTEMS) * ROW
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}">'
-    background = (
-        f'<rect class="page" width="{width}" height="{height}"/>'  # a page may be dark where the reader's system is not
-    )
-    return "\n".join([head, f"<style>{STYLE}</style>", background, *drawn, "</svg>", ""])
+    return curves.svg(width, height, drawn, STYLE)
 
 
 def write(page: str) -> None:

@@ -41,6 +41,11 @@ def memory(pids: list[int]) -> int:
     return private + shared
 
 
+def private(pids: list[int]) -> int:
+    """Bytes of these processes that no other process shares."""
+    return sum(_resident(pid)[0] for pid in pids)
+
+
 def _resident(pid: int) -> tuple[int, int]:
     fields = {"RssAnon": 0, "RssShmem": 0}
     try:

@@ -1,8 +1,8 @@
 """One rank of one trial, in a process of its own.
 
-Order of events: build the state; set the system up and let it come to rest; one cold save, and rest again; warm saves; one
-warm save under the training loop, whose bytes are the ones checked; then a load with the page cache dropped, and one with it
-filled.
+A process that saves: build the state; set the system up and let it come to rest; one cold save, and rest again; warm saves; one
+warm save under the training loop, whose bytes are the ones checked. Two more processes load what that save has stored, as a job
+does that starts again, twice each: the first one with the page cache dropped, then filled; the second one the other way round.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import time
 import traceback
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from benchmarks import disk, processes
-from benchmarks.measures import LoadTimes, LoopTimes, RankReport, SaveTimes
+from benchmarks.measures import LoadTimes, LoopTimes, SaveTimes, TwoLoads
 from benchmarks.state import State
 from benchmarks.systems import SYSTEMS, Saving, System
 from benchmarks.training import PythonLoop, TrainingLoop, loop_times
@@ -42,6 +42,15 @@ class Job:
     gate_s: float
     quiet_s: float
     seed: int
+    phase: Literal["save", "load dropped", "load cached"]
+    """What this process does. The loading ones differ in how the files of the first load lie: out of the cache, or in it."""
+    digests: str
+    """The file with the digests of what was saved last."""
+
+    @property
+    def last(self) -> int:
+        """The step of the save that is loaded."""
+        return self.warm_saves + 2
 
 
 class Clock:
@@ -132,23 +141,31 @@ def save_under_load(system: System, state: State, step: int, loop: TrainingLoop,
 
 
 def load_and_check(system: System, state: State, step: int, expected: dict[str, str]) -> LoadTimes:
-    """Both loads, each into a cleared state that must afterwards equal the saved one bit for bit."""
-    resident = disk.drop(system.path(step)) if system.rank == 0 else 0.0
-    cold_s, wrong = _load(system, state, step, expected)
-    disk.warm(system.path(step))
-    cached_s, wrong_cached = _load(system, state, step, expected)
+    """Two loads, the first one with the page cache dropped."""
+    cold_s, resident, wrong = load_once(system, state, step, expected, dropped=True)
+    cached_s, _, wrong_cached = load_once(system, state, step, expected, dropped=False)
     return LoadTimes(cold_s=cold_s, cached_s=cached_s, resident=resident, wrong=sorted({*wrong, *wrong_cached}))
 
 
-def _load(system: System, state: State, step: int, expected: dict[str, str]) -> tuple[float, list[str]]:
+def load_once(
+    system: System, state: State, step: int, expected: dict[str, str], *, dropped: bool
+) -> tuple[float, float, list[str]]:
+    """A load into a cleared state that must afterwards equal the saved one bit for bit: seconds, the share of the files that
+    was in the cache although it was `dropped`, and the tensors that differ.
+    """
     state.clear()
+    resident = 0.0
+    if not dropped:
+        disk.warm(system.path(step))
+    elif system.rank == 0:
+        resident = disk.drop(system.path(step))
     dist.barrier()
     start = time.perf_counter()
     system.load(step)
     seconds = time.perf_counter() - start
     found = state.digests()
     dist.barrier()
-    return seconds, [path for path, digest in expected.items() if found[path] != digest]
+    return seconds, resident, [path for path, digest in expected.items() if found[path] != digest]
 
 
 def settle() -> None:
@@ -171,8 +188,8 @@ def announce(phase: str) -> None:
     print(f"phase {phase}", flush=True)
 
 
-def measure(job: Job) -> RankReport:
-    """All of one rank's trial."""
+def saves(job: Job) -> dict[str, Any]:
+    """The saves of one rank: a `RankReport` without its loads."""
     state = State(target_bytes=job.target_bytes, ranks=job.ranks, rank=job.rank, seed=job.seed)
     loop, python = TrainingLoop(gate_s=job.gate_s), PythonLoop(gate_s=job.gate_s)
     base_bytes = own_memory()
@@ -186,32 +203,48 @@ def measure(job: Job) -> RankReport:
     warm = [quiet_save(system, state, step) for step in range(1, job.warm_saves + 1)]
     python_times = save_under_load(system, state, job.warm_saves + 1, python, job.quiet_s)
     state.advance()
-    last = job.warm_saves + 2
-    expected = state.digests()
-    times = save_under_load(system, state, last, loop, job.quiet_s)
-    system.close()
-    system.open()
-    settle()
-    load_base_bytes = own_memory()
-    announce("load")
-    load = load_and_check(system, state, last, expected)
+    Path(job.digests).write_text(json.dumps(state.digests()))
+    times = save_under_load(system, state, job.last, loop, job.quiet_s)
     announce("end")
     system.close()
     system.finish()
     tensors = [tensor for _, tensor in state.tensors()]
-    return RankReport(
-        rank=job.rank,
-        tensors=len(tensors),
-        state_bytes=sum(tensor.nbytes for tensor in tensors),
-        setup_s=setup_s,
-        cold=cold,
-        warm=warm,
-        loop=times,
-        python=python_times,
-        load=load,
+    return {
+        "rank": job.rank,
+        "tensors": len(tensors),
+        "state_bytes": sum(tensor.nbytes for tensor in tensors),
+        "setup_s": setup_s,
+        "cold": asdict(cold),
+        "warm": [asdict(one) for one in warm],
+        "loop": asdict(times),
+        "python": asdict(python_times),
+        "base_bytes": base_bytes,
+    }
+
+
+def loads(job: Job) -> dict[str, Any]:
+    """Two loads of one rank in a process that has not saved."""
+    state = State(target_bytes=job.target_bytes, ranks=job.ranks, rank=job.rank, seed=job.seed)
+    expected: dict[str, str] = json.loads(Path(job.digests).read_text())
+    system = SYSTEMS[job.system](Path(job.root), state, job.rank, job.ranks, fresh=False)
+    settle()
+    base_bytes, base_private_bytes = own_memory(), processes.private(processes.tree(os.getpid()))
+    announce("load")
+    dropped = job.phase == "load dropped"
+    first_s, resident, wrong = load_once(system, state, job.last, expected, dropped=dropped)
+    later_s, later_resident, later_wrong = load_once(system, state, job.last, expected, dropped=not dropped)
+    announce("end")
+    system.close()
+    system.finish()
+    found = TwoLoads(
+        first_s=first_s,
+        later_s=later_s,
+        resident=max(resident, later_resident),
+        wrong=sorted({*wrong, *later_wrong}),
         base_bytes=base_bytes,
-        load_base_bytes=load_base_bytes,
+        base_private_bytes=base_private_bytes,
     )
+    return asdict(found)
 
 
 def own_memory() -> int:
@@ -227,7 +260,7 @@ def main(job: Job) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     try:
-        report: dict[str, Any] = asdict(measure(job))
+        report = saves(job) if job.phase == "save" else loads(job)
     except BaseException:
         traceback.print_exc()
         os._exit(1)  # threads and processes of the failed system cannot hold this one back

@@ -33,6 +33,7 @@ from benchmarks.roots import Saver
 from checkpointd.config import LoadConfig, Ranks
 from checkpointd.layout.keys import default_tag
 from checkpointd.pipeline.root import catalog, epochs
+from checkpointd.store.posix.store import PosixStore
 from checkpointd_client.ranks.writer import WriterThread
 from checkpointd_client.restore.bind import Target
 from checkpointd_client.restore.store_source import StoredSource
@@ -114,7 +115,7 @@ def loading(path: Path, saver: Saver, rank: int, *, whole: bool) -> Reading:
     writer = WriterThread(2)
     try:
         disk = roots.CountingDisk(str(path))
-        store = roots.PosixStore(path, disk)
+        store = PosixStore(path, disk)
         checkpoint = writer.call(catalog.find(store, default_tag(1)), 60.0)
         before = resident(reset=True)
         with Meter(disk.work) as meter:

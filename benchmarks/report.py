@@ -7,6 +7,7 @@ same run and only then made a median, so that a slow moment of the machine touch
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ PEERS = (
     "torch-checkpointing-prewarmed",
 )
 OURS = ("checkpointd", "checkpointd-raw", "checkpointd-sidecar")
+BIG = ("torch.save", "checkpointd", "checkpointd-eager", "checkpointd-prepared")
+"""The systems that are measured with a state of several GiB, for the first save and the first load of a process."""
 BLOCKING = ("torch.save",)
 """Their call ends when the file is written: no training step runs beside it."""
 
@@ -123,7 +126,10 @@ MAX = Metric("step max", "ms", _worst(lambda report: report.loop.max_ms), of_ste
 QUIET_P99 = Metric("undisturbed p99", "ms", _worst(lambda report: report.loop.undisturbed_p99_ms))
 LOAD_COLD = Metric("load, cache dropped", "s", _worst(lambda report: report.load.cold_s))
 LOAD_CACHED = Metric("load, cached", "s", _worst(lambda report: report.load.cached_s))
+LOAD_FIRST = Metric("first load, cached", "s", _worst(lambda report: report.load.first_s or math.nan))
+LOAD_FIRST_COLD = Metric("first load, cache dropped", "s", _worst(lambda report: report.load.first_cold_s or math.nan))
 LOAD_MEMORY = Metric("load peak over base", "MiB", _load_memory)
+LOAD_PRIVATE = Metric("load peak, private", "MiB", lambda trial: trial.load_private_bytes / MIB)
 
 
 def _slowdown(report: RankReport) -> float:
@@ -133,8 +139,12 @@ def _slowdown(report: RankReport) -> float:
 SAVES = (CALL, SAFE, DONE, DURABLE, CPU, MEMORY, STORED)
 COLD = (SETUP, COLD_CALL, COLD_SAFE, COLD_DURABLE)
 TRAINING = (LOST, SLOWDOWN, P50, P99, MAX, QUIET_P99, LOST_PYTHON, PYTHON_P99)
-LOADS = (LOAD_COLD, LOAD_CACHED, LOAD_MEMORY)
-RATIOS = (CALL, SAFE, DURABLE, LOST, LOST_PYTHON, P99, COLD_SAFE, COLD_DURABLE, CPU, MEMORY, LOAD_COLD, LOAD_CACHED)
+LOADS = (LOAD_COLD, LOAD_CACHED, LOAD_FIRST_COLD, LOAD_FIRST, LOAD_MEMORY, LOAD_PRIVATE)
+METRICS = (*SAVES, *COLD, *TRAINING, *LOADS)
+RATIOS = (
+    *(CALL, SAFE, DURABLE, LOST, LOST_PYTHON, P99, COLD_SAFE, COLD_DURABLE, CPU, MEMORY),
+    *(LOAD_COLD, LOAD_CACHED, LOAD_FIRST_COLD, LOAD_FIRST),
+)
 
 
 # --- over the runs -----------------------------------------------------------------------------------------
@@ -158,8 +168,8 @@ class Results:
 
     def best_peer(self, metric: Metric) -> str | None:
         """The peer with the smallest median; None where no peer was measured."""
-        unfit = (*OURS, *BLOCKING) if metric.of_steps else OURS
-        peers = [system for system in self.systems if system not in unfit]
+        unfit = BLOCKING if metric.of_steps else ()
+        peers = [system for system in self.systems if system in PEERS and system not in unfit]
         return min(peers, key=lambda system: self.spread(system, metric).median, default=None)
 
     def ratio(self, system: str, other: str, metric: Metric) -> Spread | None:
@@ -175,7 +185,7 @@ def results(trials: Sequence[Trial], ranks: int) -> Results:
     """The trials with `ranks` ranks that did not fail."""
     good = tuple(trial for trial in trials if trial.ranks == ranks and not trial.error)
     measured = {trial.system for trial in good}
-    return Results(ranks, tuple(system for system in (*PEERS, *OURS) if system in measured), good)
+    return Results(ranks, tuple(system for system in dict.fromkeys((*PEERS, *OURS, *BIG)) if system in measured), good)
 
 
 def wrong(results: Results, system: str) -> list[str]:

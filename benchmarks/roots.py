@@ -7,7 +7,7 @@ No object is made here. So a benchmark that uses these roots goes on working whe
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,6 +16,7 @@ import numpy as np
 from typing_extensions import Buffer
 
 from benchmarks.costs import Work
+from checkpointd.commit.machine import FINAL, Phase
 from checkpointd.commit.retention import Retention
 from checkpointd.config import CommitConfig, PersistConfig
 from checkpointd.errors import NotFoundError
@@ -223,10 +224,12 @@ class Saver:
         for rank in range(1, self.world_size):
             await self.vote(number, rank, value)
 
-    async def coordinate(self, state: WriterState, number: int, value: float) -> None:
+    async def coordinate(
+        self, state: WriterState, number: int, value: float, on_phase: Callable[[Phase], None] = lambda _: None
+    ) -> None:
         """The whole attempt of rank 0, which commits what the others have voted for."""
         deadline = asyncio.get_running_loop().time() + DEADLINE_S
-        attempt = Attempt(state, self.info(number), deadline=deadline)
+        attempt = Attempt(state, self.info(number), deadline=deadline, on_phase=on_phase)
         await attempt.run(_ready(self.shard(0, value)))
         if attempt.error is not None:
             raise attempt.error
@@ -250,6 +253,25 @@ async def history(path: Path, tags: int, ranks: int = 1) -> None:
         for number in range(tags):
             await saver.save(state, number)
         await read_back(store, (await catalog.checkpoints(store))[0])
+
+
+async def most_pending(path: Path, keep: int, saves: int) -> int:
+    """The most attempts that had committed and were not over, of `saves` saves back to back whose retention keeps `keep`."""
+    async with counted(path) as (store, _):
+        epoch = (await epochs.take(store, 1)).epoch
+        saver = Saver(store=store, epoch=epoch, retention=Retention(keep_last=keep)).as_job(store)
+        state, most, running = saver.writer(), 0, set[asyncio.Task[None]]()
+        first = (await catalog.checkpoints(store))[0].outcome.step + 1
+        for number in range(first, first + saves):
+            decided = asyncio.Event()
+            work = saver.coordinate(state, number, float(number), lambda phase, d=decided: d.set() if phase in FINAL else None)  # type: ignore[misc]
+            running.add(asyncio.create_task(work))
+            await decided.wait()
+            running = {task for task in running if not task.done()}
+            most = max(most, len(running))
+        await asyncio.gather(*running)
+        await state.tidier.close()
+    return most
 
 
 async def removed(path: Path, tag: str) -> None:

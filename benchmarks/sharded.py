@@ -49,6 +49,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1, help="of the order and of the state (default: %(default)s)")
     parser.add_argument("--dir", type=Path, default=Path("/var/tmp"), help="where checkpoints go: a real disk")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write every measurement there")
+    parser.add_argument("--figures", type=Path, metavar="OUT", help="write what the goals need there")
     parser.add_argument("--render", type=Path, metavar="IN", help="measure nothing: the page of an earlier --json")
     parser.add_argument("--write", action="store_true", help="write benchmarks/SHARDED.md")
     parser.add_argument("--quick", action="store_true", help="a smoke test: 0.05 GiB, one run")
@@ -62,11 +63,13 @@ def main() -> int:
     """Run the benchmark; 1 where a system failed or loaded wrong bytes."""
     options = arguments()
     environment.enter()
-    from benchmarks import sharded_page  # torch exists from here on
+    from benchmarks import figures, sharded_page  # torch exists from here on
 
     run = sharded_page.read(options.render) if options.render else measure(options)
     if options.json:
         options.json.write_text(json.dumps(asdict(run), indent=1) + "\n")
+    if options.figures:
+        figures.write(options.figures, figures.of_shards(run.trials))
     text = sharded_page.text(run)
     print("\n" + text)
     if options.write:

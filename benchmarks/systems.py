@@ -297,6 +297,21 @@ class CheckpointdRaw(Checkpointd):
     compression = "none"
 
 
+class CheckpointdEager(Checkpointd):
+    """checkpointd that copies everything in the call."""
+
+    options = MappingProxyType({"staging": "eager"})
+
+
+class CheckpointdPrepared(CheckpointdEager):
+    """The same after `prepare`, which takes the allocation out of the first save."""
+
+    def open(self) -> None:
+        """Make the Checkpointer, and the arena before the first save."""
+        super().open()
+        self._checkpointer.prepare(self._objects())
+
+
 class CheckpointdSidecar(Checkpointd):
     """checkpointd with a sidecar: rank 0 starts one daemon for all ranks, as a service manager would have before them."""
 
@@ -335,9 +350,19 @@ _ADAPTERS: tuple[type[System], ...] = (
     CheckpointdRaw,
     CheckpointdSidecar,
 )
-SYSTEMS: dict[str, type[System]] = dict(zip((*PEERS, *OURS), _ADAPTERS, strict=True))
+SYSTEMS: dict[str, type[System]] = {
+    **dict(zip((*PEERS, *OURS), _ADAPTERS, strict=True)),
+    "checkpointd-eager": CheckpointdEager,
+    "checkpointd-prepared": CheckpointdPrepared,
+}
 
 
 def installed() -> bool:
     """Whether checkpointd can be measured here."""
     return importlib.util.find_spec("checkpointd_client") is not None
+
+
+def is_available(system: str) -> bool:
+    """Whether this release of checkpointd has what `system` uses."""
+    prepares = issubclass(SYSTEMS[system], CheckpointdPrepared)
+    return not prepares or hasattr(importlib.import_module("checkpointd_client").Checkpointer, "prepare")

@@ -27,7 +27,7 @@ HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parent
 sys.path[0] = str(REPOSITORY)
 
-from benchmarks import disk, document, recovery, report  # noqa: E402
+from benchmarks import disk, document, figures, recovery, report  # noqa: E402
 
 WAYS: dict[str, dict[str, Any] | None] = {
     "stock": None,
@@ -66,6 +66,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--stages", default="1,3", help="(default: %(default)s)")
     parser.add_argument("--dir", type=Path, default=Path("/var/tmp"), help="where checkpoints go: a real disk")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--figures", type=Path, metavar="OUT", help="write what the goals need there")
     parser.add_argument("--write", action="store_true", help="write benchmarks/DEEPSPEED.md")
     parser.add_argument("--rank-of", nargs=3, metavar=("OPTIONS", "STAGE", "FOLDER"), help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -86,11 +87,21 @@ def main() -> int:
         for way, stage in shuffled.sample(cases, len(cases)):
             found.append(trial(options, way, stage, run))
             print(json.dumps(asdict(found[-1])), flush=True)
+    if options.figures:
+        figures.write(options.figures, figures_of(found))
     text = page(options, found)
     print(text)
     if options.write:
         (HERE / "DEEPSPEED.md").write_text(text)
     return 0 if all(one.equal for one in found) else 1
+
+
+def figures_of(found: list[Trial]) -> figures.Figures:
+    """The seconds of every load: `deepspeed/<stage>/<way>/load`."""
+    named: figures.Figures = {}
+    for one in found:
+        named.setdefault(f"deepspeed/{one.stage}/{one.way}/load", {})[one.run] = one.load_s
+    return named
 
 
 def layers_of(gib: float) -> int:

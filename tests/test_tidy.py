@@ -526,6 +526,7 @@ TESTS_OF_MORE = {
     "doctor/test_judging.py": "every check that judges figures",
     "pipeline/test_roundtrip.py": "save, commit, load and verify, through the whole pipeline",
     "test_benchmark_costs.py": "benchmarks/costs.py and benchmarks/curves.py",
+    "test_benchmark_goals.py": "benchmarks/goals.py, benchmarks/figures.py and benchmarks/document.py",
     "test_benchmark_history.py": "benchmarks/history.py, at its smallest size",
     "test_benchmark_neighbour.py": "benchmarks/neighbour_page.py",
     "test_benchmark_ranks.py": "benchmarks/ranks.py, at its smallest size",

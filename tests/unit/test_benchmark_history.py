@@ -18,6 +18,8 @@ def test_every_operation_is_measured_at_every_size(tmp_path: Path) -> None:
     }
     assert [(cost.name, cost.size) for cost in found.wide] == [(name, 2) for name in history.ON_WIDE]
     assert found.wide_ranks == 3
+    assert found.saves == 3
+    assert 0 <= found.pending <= 3
     counts = {cost.name: cost for cost in found.tags if cost.size == 6}
     assert counts["start"].fsyncs > 0
     assert counts["list"].read_bytes > 0
