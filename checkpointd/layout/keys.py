@@ -15,6 +15,7 @@ LATEST = "latest"
 SERVICE = ".checkpointd"
 OUTCOME = "outcome"
 BALLOT = "ballot"
+JOINT_PLAN = "plan"
 DELETED = "deleted"
 VERIFIED = "verified"
 PASSED_OVER = "passed-over"
@@ -32,7 +33,7 @@ _INDEX = re.compile(rf"{_RANK}(?:-({_HAND}))?\.index\Z", re.ASCII)
 _FILE = re.compile(rf"{_RANK}-(0|{_HAND})-(0|[1-9]\d{{0,3}})\.file\Z", re.ASCII)
 _OBJECT = re.compile(
     rf"(?:{_RANK}(?:-(?:0|[1-9]\d{{0,3}})\.chunks|-(?:0|{_HAND})-(?:0|[1-9]\d{{0,3}})\.file|(?:-{_HAND})?\.index|\.vote|\.readback)"
-    r"|outcome|ballot|verified|damaged|passed-over|deleted(?:-[1-9]\d{0,8})?)\Z",
+    r"|outcome|ballot|plan|verified|damaged|passed-over|deleted(?:-[1-9]\d{0,8})?)\Z",
     re.ASCII,
 )
 _MARK = re.compile(r"deleted(?:-([1-9]\d{0,8}))?\Z", re.ASCII)
@@ -130,7 +131,7 @@ def holds_bytes(name: str) -> bool:
 def is_bulk(name: str) -> bool:
     """Whether the object `name` goes with the bytes of its attempt: it holds or describes them, or says who read or wrote
     them. The ballot goes, too, since the files of the votes stay."""
-    by_name = name in (BALLOT, VERIFIED, DAMAGED, LEASE) or name.endswith(".index")
+    by_name = name in (BALLOT, JOINT_PLAN, VERIFIED, DAMAGED, LEASE) or name.endswith(".index")
     return by_name or holds_bytes(name) or read_back_rank(name) is not None
 
 

@@ -306,6 +306,13 @@ class BallotRef(_Object, frozen=True, kw_only=True):
     size: int
 
 
+class JointPlanRef(_Object, frozen=True, kw_only=True):
+    """The joint plan of a commit (`joint_plan.py`)."""
+
+    digest: str
+    size: int
+
+
 class Outcome(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpointd.outcome"):
     """The one object that decides an attempt. Commit: where all votes are. Abort: why, and which ranks.
 
@@ -322,6 +329,8 @@ class Outcome(_Object, frozen=True, kw_only=True, tag_field="format", tag="check
     save_latest: bool
     ballot: BallotRef | None = None
     """Set in a commit."""
+    plan: JointPlanRef | None = None
+    """In a commit of ranks that hold tensors together."""
     holders: tuple[str, ...] = ()
     """The older attempts (`<tag>/<attempt>`) that hold objects of the checkpoint, sorted. The votes name the objects."""
     metrics: dict[str, float] = {}
@@ -448,6 +457,7 @@ def encode(obj: SmallObject) -> bytes:
 _OPTIONAL = (
     "refers",
     "ballot",
+    "plan",
     "holders",
     "surviving",
     "commit_timeout_s",

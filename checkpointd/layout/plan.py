@@ -168,6 +168,17 @@ def _by_tensor(listings: Mapping[int, NumberedPlan], names: TensorNumbers) -> di
     return found
 
 
+def rows_by_tensor(listings: Mapping[int, NumberedPlan], names: TensorNumbers) -> dict[int, tuple[Numbers, Numbers]]:
+    """The ranks and the places of all boxes of each tensor, by the tensor's number, sorted."""
+    found: dict[int, tuple[Numbers, Numbers]] = {}
+    for number, several in _by_tensor(listings, names).items():
+        ranks = np.concatenate([parts.ranks for parts in several])
+        places = np.concatenate([parts.places for parts in several])
+        order = np.lexsort((*places.T[::-1], ranks))
+        found[number] = ranks[order], places[order]
+    return found
+
+
 def _other_tensor(parts: Mapping[int, Sequence[_Parts]], names: TensorNumbers) -> str | None:
     """The fault that ranks give one FQN different dtypes or shapes; None if they do not."""
     numbers: dict[str, list[int]] = defaultdict(list)

@@ -450,7 +450,8 @@ class Attempt:
     async def _put(self, decision: Decision) -> Outcome:
         await self._check_root()
         took_s = asyncio.get_running_loop().time() - self._began
-        draft = draft_of(self.info, decision, self._ballot, decided_by=self.info.rank, took_s=took_s)
+        plan = self._state.plans.joint(self._ballot.votes) if decision.commit else b""
+        draft = draft_of(self.info, decision, self._ballot, decided_by=self.info.rank, plan=plan, took_s=took_s)
         return await put_outcome(self._store, draft)
 
     # --- the end ---------------------------------------------------------------------------------------------

@@ -151,28 +151,28 @@ def uncertain_vote_taken_back(patch: Patch) -> None:
 
 def outcome_before_ballot(patch: Patch) -> None:
     """A commit is put before the ballot that it names."""
-    put_ballot, put_outcome, late = publish.put_ballot, publish.put_outcome, dict[str, bytes]()
+    put_for_commit, put_outcome = publish.put_for_commit, publish.put_outcome
 
-    async def keep(store: Store, prefix: str, data: bytes) -> None:
-        late[prefix] = data
+    async def keep(store: Store, prefix: str, name: str, data: bytes) -> None:
+        pass
 
     async def put(store: Store, draft: publish.Draft) -> Outcome:
         stands = await put_outcome(store, draft)
         if draft.ballot:
-            await put_ballot(store, stands.prefix, draft.ballot)
+            await put_for_commit(store, stands.prefix, BALLOT, draft.ballot)
         return stands
 
-    patch.setattr(publish, "put_ballot", keep)
+    patch.setattr(publish, "put_for_commit", keep)
     patch.setattr(attempt, "put_outcome", put)
 
 
 def ballot_not_durable(patch: Patch) -> None:
     """The ballot is visible before the outcome, and not durable."""
 
-    async def put(store: Store, prefix: str, data: bytes) -> None:
-        await (await store.open_writer(f"{prefix}/{BALLOT}")).write_at(0, data)
+    async def put(store: Store, prefix: str, name: str, data: bytes) -> None:
+        await (await store.open_writer(f"{prefix}/{name}")).write_at(0, data)
 
-    patch.setattr(publish, "put_ballot", put)
+    patch.setattr(publish, "put_for_commit", put)
 
 
 def outcome_overwritten(patch: Patch) -> None:

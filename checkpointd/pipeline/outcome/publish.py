@@ -6,7 +6,7 @@ Invariants
       has read every vote and found it valid.
   COMMIT-3  `latest` moves only after the outcome is durable.
   COMMIT-4  Before a commit is put, its ballot is durable, with the bytes of every vote that was counted. So the commit does not
-      need the files of the votes, and they need not be durable.
+      need the files of the votes, and they need not be durable. So is the joint plan that the commit names.
 """
 
 from __future__ import annotations
@@ -19,13 +19,24 @@ from functools import partial
 from checkpointd.commit.decide import Decision, decide, has_no_progress, unshared
 from checkpointd.errors import DamagedError, NotFoundError
 from checkpointd.layout.ballot import encode_ballot
-from checkpointd.layout.keys import OUTCOME, AttemptId, attempt_prefix, is_bulk, object_rank, vote_name, vote_rank
+from checkpointd.layout.joint_plan import encode_joint_plan, joint_plan_ref
+from checkpointd.layout.keys import (
+    BALLOT,
+    JOINT_PLAN,
+    OUTCOME,
+    AttemptId,
+    attempt_prefix,
+    is_bulk,
+    object_rank,
+    vote_name,
+    vote_rank,
+)
 from checkpointd.layout.manifest import BALLOT_BYTES_MAX, VOTE_BYTES_MAX, Index, Outcome, Vote, decode, encode
 from checkpointd.layout.plan import Doubled, NumberedPlan, TensorNumbers, compared
 from checkpointd.layout.save_timings import Cost
 from checkpointd.pipeline.read.duplicate_boxes import unequal
 from checkpointd.pipeline.root import catalog
-from checkpointd.pipeline.root.ballots import put_ballot
+from checkpointd.pipeline.root.ballots import put_for_commit
 from checkpointd.pipeline.root.identity import writer
 from checkpointd.pipeline.shard import AttemptInfo
 from checkpointd.pipeline.workers import aside, run_workers
@@ -38,6 +49,8 @@ OVERLAP_REMEDY = (
     "together, or give each tensor a name of its own"
 )
 SAME_STATE_REMEDY = "pass the same objects to save() on every rank"
+KNOWN_MAX = 2
+"""The number of combinations of plans that are remembered: two attempts may be decided at once."""
 READS = 16
 """The number of votes or plans read at once, since thousands of reads from a distant store would take long one by one."""
 
@@ -75,6 +88,14 @@ class Ballot:
         return decide(self.votes, tag=self.tag, attempt=str(self.attempt), world_size=world_size)
 
 
+@dataclass(frozen=True, slots=True)
+class _Checked:
+    """Plans that are whole together: the tensors whose boxes must be compared at every attempt, and the joint plan."""
+
+    doubled: tuple[Doubled, ...]
+    joint: bytes
+
+
 @dataclass(slots=True)
 class PlanCheck:
     """Checks that the plans named by the votes together cover every tensor once. It remembers the result for the same plans.
@@ -86,29 +107,37 @@ class PlanCheck:
     _names: TensorNumbers = field(default_factory=TensorNumbers)
     _naming: asyncio.Lock = field(default_factory=asyncio.Lock)
     _listings: dict[str, NumberedPlan] = field(default_factory=dict)
-    _whole: dict[tuple[str, ...], tuple[Doubled, ...]] = field(default_factory=dict)
+    _known: dict[tuple[str, ...], _Checked] = field(default_factory=dict)
+    """The results for the last KNOWN_MAX combinations of plans, by their digests."""
 
     async def fault(self, votes: Mapping[int, Vote | None]) -> Decision | None:
         """The abort that the plans call for, or None."""
-        ranks = sorted(votes)
-        digests = tuple((vote.plan or "") if (vote := votes[rank]) else "" for rank in ranks)
-        doubled = self._whole.get(digests)
-        if doubled is None:
+        digests = _digests(votes)
+        known = self._known.get(digests)
+        if known is None:
             found = dict(self._listings)
             try:
                 await run_workers([partial(self._take, name, found) for name in dict.fromkeys(digests)], READS)
             except (NotFoundError, DamagedError) as error:
                 return unshared(str(error))
-            listings = {rank: found[name] for rank, name in zip(ranks, digests, strict=True)}
-            comparison = await aside(sum(vote.tensors for vote in votes.values() if vote), compared, listings, self._names)
+            listings = {rank: found[name] for rank, name in zip(sorted(votes), digests, strict=True)}
+            tensors = sum(vote.tensors for vote in votes.values() if vote)
+            comparison = await aside(tensors, compared, listings, self._names)
             if comparison.fault:
                 remedy = OVERLAP_REMEDY if comparison.fault.endswith(" overlap") else SAME_STATE_REMEDY
                 return unshared(f"{comparison.fault}: {remedy}")
+            shares = len(listings) > 1 and any(len(listing.tensors) for listing in listings.values())
+            joint = await aside(tensors, encode_joint_plan, listings, self._names) if shares else b""
+            known = _Checked(comparison.doubled, joint)
             # Two attempts may be checked at once: each works on its own `found`, so replacing these fields is safe.
-            doubled = comparison.doubled
-            self._whole = {digests: doubled}
+            self._known = dict([*self._known.items(), (digests, known)][-KNOWN_MAX:])
             self._listings = {name: found[name] for name in digests}
-        return await self._unequal(votes, doubled) if doubled else None
+        return await self._unequal(votes, known.doubled) if known.doubled else None
+
+    def joint(self, votes: Mapping[int, Vote | None]) -> bytes:
+        """The joint plan of `votes`, which `fault` has just checked. Empty if the ranks hold no tensor together."""
+        known = self._known.get(_digests(votes))
+        return b"" if known is None else known.joint
 
     async def _unequal(self, votes: Mapping[int, Vote | None], doubled: tuple[Doubled, ...]) -> Decision | None:
         async def read(rank: int) -> Index:
@@ -129,19 +158,27 @@ class PlanCheck:
                 found[name] = await aside(len(plan.tensors), NumberedPlan.of, plan, self._names)
 
 
+def _digests(votes: Mapping[int, Vote | None]) -> tuple[str, ...]:
+    """The digests of the plans, in the order of the ranks."""
+    return tuple((vote.plan or "") if (vote := votes[rank]) else "" for rank in sorted(votes))
+
+
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """An outcome that is not put yet. A commit has the bytes of its ballot."""
+    """An outcome that is not put yet. A commit has the bytes of its ballot, and of its joint plan if it has one."""
 
     outcome: Outcome
     ballot: bytes = b""
+    plan: bytes = b""
 
 
 async def put_outcome(store: Store, draft: Draft) -> Outcome:
     """Put the outcome of `draft` if the attempt has none. Returns the outcome that counts, which is durable."""
     outcome = draft.outcome
     if outcome.outcome == "commit":
-        await put_ballot(store, outcome.prefix, draft.ballot)  # COMMIT-4
+        named = {BALLOT: draft.ballot, JOINT_PLAN: draft.plan}
+        puts = (put_for_commit(store, outcome.prefix, name, data) for name, data in named.items() if data)
+        await asyncio.gather(*puts)  # COMMIT-4
     if await store.put_if_absent(f"{outcome.prefix}/{OUTCOME}", encode(outcome)):
         return outcome
     attempt = AttemptId.parse(outcome.attempt)
@@ -149,8 +186,12 @@ async def put_outcome(store: Store, draft: Draft) -> Outcome:
     return await catalog.read_outcome(store, outcome.tag, attempt)
 
 
-def draft_of(info: AttemptInfo, decision: Decision, votes: Ballot, *, decided_by: int, took_s: float = 0.0) -> Draft:
-    """The outcome for `decision`, put `took_s` after save(). A commit sums up its `votes`: holders, metrics, cost and files."""
+def draft_of(
+    info: AttemptInfo, decision: Decision, votes: Ballot, *, decided_by: int, plan: bytes = b"", took_s: float = 0.0
+) -> Draft:
+    """The outcome for `decision`, put `took_s` after save(). A commit sums up its `votes`: holders, metrics, cost and files.
+    `plan`: the joint plan of a commit.
+    """
     ref, data = None, b""
     if decision.commit:
         ref, data = encode_ballot(votes.data[rank] for rank in range(info.world_size))
@@ -167,6 +208,7 @@ def draft_of(info: AttemptInfo, decision: Decision, votes: Ballot, *, decided_by
         order=(info.attempt.epoch, info.n),
         save_latest=info.save_latest,
         ballot=None if counted is None else ref,
+        plan=joint_plan_ref(plan) if plan and counted is not None else None,
         holders=() if counted is None else _holders(counted),
         metrics={} if first is None else first.metrics,
         no_progress=counted is not None and has_no_progress(counted),
@@ -181,7 +223,7 @@ def draft_of(info: AttemptInfo, decision: Decision, votes: Ballot, *, decided_by
         decided_by=decided_by,
         writer=writer(),
     )
-    return Draft(outcome, data)
+    return Draft(outcome, data, plan if outcome.plan is not None else b"")
 
 
 def _cost(votes: Mapping[int, Vote | None], took_s: float) -> Cost:

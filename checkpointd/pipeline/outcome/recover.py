@@ -146,10 +146,11 @@ async def judge(store: Store, attempt: AttemptView) -> Draft:
     ballot = Ballot(store, attempt.tag, attempt.attempt)
     await ballot.gather(await store.list(attempt.prefix))
     decision = decisions.recover(ballot.votes, tag=attempt.tag, attempt=str(attempt.attempt))
+    plans = PlanCheck(store)
     if decision.commit:
-        decision = await PlanCheck(store).fault(ballot.votes) or await _storage_fault(store, attempt, ballot) or decision
+        decision = await plans.fault(ballot.votes) or await _storage_fault(store, attempt, ballot) or decision
     info = _info(attempt.tag, attempt.attempt, ballot)
-    return draft_of(info, decision, ballot, decided_by=RECOVERY)
+    return draft_of(info, decision, ballot, decided_by=RECOVERY, plan=plans.joint(ballot.votes))
 
 
 def _info(tag: str, attempt: AttemptId, ballot: Ballot) -> AttemptInfo:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -40,10 +40,15 @@ class GlobalTensor:
 
 @dataclass(frozen=True)
 class CheckpointView:
-    """All indexes of a checkpoint by rank."""
+    """The indexes of a checkpoint by rank: of all ranks, or of those from which a load needs something."""
 
     checkpoint: Checkpoint
     indexes: Mapping[int, Index]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has the indexes of all ranks."""
+        return len(self.indexes) == self.checkpoint.outcome.world_size
 
     @cached_property
     def tensors(self) -> Mapping[str, GlobalTensor]:
@@ -68,14 +73,18 @@ async def read_view(store: Store, checkpoint: Checkpoint, config: LoadConfig) ->
 
     Raises DamagedError if one does not agree with its digest, or if ranks disagree on a tensor.
     """
-    found: dict[int, Index] = {}
+    return await widened(store, CheckpointView(checkpoint, {}), range(checkpoint.outcome.world_size), config)
+
+
+async def widened(store: Store, view: CheckpointView, ranks: Iterable[int], config: LoadConfig) -> CheckpointView:
+    """`view` with the indexes of `ranks`, too. Reads those that it lacks, as `read_view` does."""
+    found = dict(view.indexes)
 
     async def read(rank: int) -> None:
-        found[rank] = await read_index(store, checkpoint, rank)
+        found[rank] = await read_index(store, view.checkpoint, rank)
 
-    ranks = range(checkpoint.outcome.world_size)
-    await run_workers([partial(read, rank) for rank in ranks], config.reads)
-    world = CheckpointView(checkpoint, {rank: found[rank] for rank in ranks})
+    await run_workers([partial(read, rank) for rank in sorted(set(ranks) - found.keys())], config.reads)
+    world = CheckpointView(view.checkpoint, dict(sorted(found.items())))
     _ = world.tensors
     return world
 

@@ -82,6 +82,19 @@ def gaps(world: CheckpointView, wants: Iterable[BoxRequest]) -> list[DamagedErro
     return [gap for want in wants if (gap := _gap(want, _parts(world, want)))]
 
 
+def unheld(view: CheckpointView, wants: Iterable[BoxRequest]) -> list[BoxRequest]:
+    """The wanted boxes of global tensors that the indexes of `view` do not hold whole."""
+    return [want for want in wants if want.rank is None and not _is_held(view, want)]
+
+
+def _is_held(view: CheckpointView, want: BoxRequest) -> bool:
+    tensor = view.tensors.get(want.fqn)
+    if tensor is None:
+        return False
+    boxes = [part.entry.box for part in tensor.parts]
+    return want.box in boxes or _gap(want, _parts(view, want)) is None
+
+
 def _parts(world: CheckpointView, want: BoxRequest) -> list[StoredBox]:
     """The parts that have elements of the wanted box."""
     found: Sequence[StoredBox]

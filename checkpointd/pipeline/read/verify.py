@@ -14,15 +14,18 @@ from checkpointd.config import LoadConfig
 from checkpointd.errors import CheckpointdError, DamagedError, FormatError, NotFoundError, StoreError, UnreadableError
 from checkpointd.layout import tree
 from checkpointd.layout.files import check_files, pieces_of
-from checkpointd.layout.keys import DAMAGED, OUTCOME, VERIFIED, plan_key
+from checkpointd.layout.joint_plan import encode_joint_plan, joint_plan_ref
+from checkpointd.layout.keys import DAMAGED, JOINT_PLAN, OUTCOME, VERIFIED, plan_key
 from checkpointd.layout.manifest import Damaged, Index, Plan, Verified, Vote, encode
 from checkpointd.layout.plan import NumberedPlan, TensorNumbers, compared, cover_fault
 from checkpointd.pipeline.read.duplicate_boxes import unequal
 from checkpointd.pipeline.read.index import read_index
+from checkpointd.pipeline.read.joint_plan import checked_joint_plan
 from checkpointd.pipeline.read.load import read_tensors
 from checkpointd.pipeline.root.ballots import vote_of
 from checkpointd.pipeline.root.catalog import Checkpoint, read_plan, view
 from checkpointd.pipeline.root.identity import writer
+from checkpointd.pipeline.shard import COORDINATOR
 from checkpointd.store.base import Store
 from checkpointd.store.patient import Patience, PatientStore
 
@@ -100,7 +103,20 @@ async def verify(
             with suppress(DamagedError, NotFoundError, StoreError):  # `_read_again` has noted them
                 fault = await unequal(partial(_read_again, store, checkpoint, verdict), comparison.doubled, config.reads)
                 verdict.damage.extend(_union_damage(checkpoint, fault))
+        if checkpoint.outcome.plan is not None and not comparison.fault:
+            await _check_joint_plan(store, checkpoint, encode_joint_plan(stored, names), verdict)
     return verdict
+
+
+async def _check_joint_plan(store: Store, checkpoint: Checkpoint, expected: bytes, verdict: CheckpointVerdict) -> None:
+    """Note it if the joint plan is damaged, or is not `expected`, which the indexes make."""
+    key = f"{checkpoint.prefix}/{JOINT_PLAN}"
+    try:
+        await checked_joint_plan(store, checkpoint)
+        if checkpoint.outcome.plan != joint_plan_ref(expected):
+            raise DamagedError(f"{key} does not list the boxes that the ranks stored", key=key)
+    except (DamagedError, NotFoundError, StoreError) as error:
+        verdict.note(error, COORDINATOR)
 
 
 async def _read_again(store: Store, checkpoint: Checkpoint, verdict: CheckpointVerdict, rank: int) -> Index:

@@ -16,13 +16,13 @@ from checkpointd.store.base import Store
 log = logging.getLogger("checkpointd")
 
 
-async def put_ballot(store: Store, prefix: str, data: bytes) -> None:
-    """Make the ballot `data` of the attempt `prefix` durable, for the outcome that will name it.
+async def put_for_commit(store: Store, prefix: str, name: str, data: bytes) -> None:
+    """Make the object `name` (the ballot or the joint plan) of the attempt `prefix` durable, for the outcome that will name it.
 
-    All processes that decide an attempt make the same ballot. So other bytes at its key are damaged, and are replaced unless
+    All processes that decide an attempt make the same bytes. So other bytes at its key are damaged, and are replaced unless
     the attempt has an outcome, which then decides.
     """
-    key = f"{prefix}/{BALLOT}"
+    key = f"{prefix}/{name}"
     if await store.put_if_absent(key, data) or await _holds(store, key, data):
         return
     if await store.stat(f"{prefix}/{OUTCOME}") is None:

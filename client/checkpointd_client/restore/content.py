@@ -14,6 +14,7 @@ import msgspec
 from checkpointd.errors import FormatError
 from checkpointd.layout import tree
 from checkpointd.layout.boxes import Box
+from checkpointd.layout.joint_plan import JointPlan
 from checkpointd.layout.manifest import Alias, TensorEntry
 from checkpointd.layout.strides import contiguous_stride
 from checkpointd.pipeline.read.checkpoint_view import CheckpointView
@@ -49,10 +50,11 @@ class RankContent:
         return BoxRequest(self.stored_as.get(fqn, fqn), box, sink, self.owners.get(fqn))
 
 
-def own_content(world: CheckpointView, rank: int) -> RankContent:
-    """The content that `rank` itself saved."""
+def own_content(world: CheckpointView, rank: int, plan: JointPlan | None = None) -> RankContent:
+    """The content that `rank` itself saved. `plan` names the tensors of all ranks; without it, `world` is whole."""
     index, own = world.indexes[rank], world.own(rank)
-    shared = {fqn: (tensor.dtype, tensor.shape) for fqn, tensor in world.tensors.items()}
+    tensors = world.tensors if plan is None else plan.tensors
+    shared = {fqn: (tensor.dtype, tensor.shape) for fqn, tensor in tensors.items()}
     return RankContent(
         root=tree.decode(index.tree),
         entries=shared | _described(own.values()),

@@ -12,11 +12,12 @@ import torch
 from checkpointd.config import LoadConfig, Ranks
 from checkpointd.errors import DamagedError, MismatchError
 from checkpointd.layout.boxes import Box
+from checkpointd.layout.joint_plan import JointPlan
 from checkpointd.layout.manifest import Index
-from checkpointd.pipeline.read.checkpoint_view import CheckpointView, read_view
-from checkpointd.pipeline.read.index import read_index
+from checkpointd.pipeline.read.checkpoint_view import CheckpointView, widened
+from checkpointd.pipeline.read.joint_plan import ranks_with, read_joint_plan
 from checkpointd.pipeline.read.load import read_boxes, read_tensors
-from checkpointd.pipeline.read.plan import BoxRequest, BoxSink, Sink
+from checkpointd.pipeline.read.plan import BoxRequest, BoxSink, Sink, unheld
 from checkpointd.pipeline.root.catalog import Checkpoint
 from checkpointd.store.base import Store
 from checkpointd.store.patient import Patience, PatientStore
@@ -164,8 +165,11 @@ class StoredSource:
     known: CheckpointView | None = None
     """All its indexes, if they were read before."""
     _index: Index | None = None
-    """This rank's index, if it shares no tensor with other ranks: then no other index is needed."""
+    """This rank's index, if it shares no tensor with other ranks."""
+    _plan: JointPlan | None = None
+    """Tells which indexes this rank needs, so that it need not read all."""
     _world: CheckpointView = field(init=False)
+    """The indexes that this rank needs."""
     _patience: Patience = field(init=False)
 
     def __post_init__(self) -> None:
@@ -173,12 +177,18 @@ class StoredSource:
         if self.known is not None:
             self._world = self.known
             return
-        if self._same_world:
-            index = self._read(lambda store: read_index(store, self.checkpoint, self.ranks.rank))
-            if all(entry.scope == "rank" for entry in index.tensors):
-                self._index, self._world = index, CheckpointView(self.checkpoint, {self.ranks.rank: index})
-                return
-        self._world = self._read(lambda store: read_view(store, self.checkpoint, self.config))
+        self._world = CheckpointView(self.checkpoint, {})
+        if not self._same_world:
+            self._widen(range(self.checkpoint.outcome.world_size))
+            return
+        rank = self.ranks.rank
+        self._widen([rank])
+        if all(entry.scope == "rank" for entry in self._world.indexes[rank].tensors):
+            self._index = self._world.indexes[rank]
+        elif not self._world.is_whole:
+            self._plan = self._read(lambda store: read_joint_plan(store, self.checkpoint))
+            if self._plan is None:
+                self._whole_world()
 
     @property
     def tag(self) -> str:
@@ -194,21 +204,31 @@ class StoredSource:
 
     def content(self) -> RankContent:
         if self._same_world:
-            return own_content(self._world, self.ranks.rank)
+            return own_content(self._world, self.ranks.rank, self._plan)
         return merged_content(self._world, keep=None, alone=self.ranks.world_size == 1)
 
     def more(self) -> RankContent | None:
         if not self._same_world or self.ranks.world_size == 1:
             return None
-        if self._index is not None:  # layers of a rank that shares nothing with this one may have moved here
-            self._index = None
-            self._world = self._read(lambda store: read_view(store, self.checkpoint, self.config))
-        return merged_content(self._world, keep=self.ranks.rank, alone=False)
+        self._index = None  # layers of another rank may have moved here
+        return merged_content(self._whole_world(), keep=self.ranks.rank, alone=False)
+
+    def _whole_world(self) -> CheckpointView:
+        """The view with the indexes of all ranks."""
+        self._widen(range(self.checkpoint.outcome.world_size))
+        return self._world
+
+    def _widen(self, ranks: Iterable[int]) -> None:
+        """Read the indexes of `ranks` that were not read before."""
+        if missing := set(ranks) - self._world.indexes.keys():
+            self._world = self._read(lambda store: widened(store, self._world, missing, self.config))
 
     def has_elsewhere(self, places: Sequence[str], content: RankContent) -> bool:
         return stands_below(places, content)
 
     def equal(self, one: str, two: str, content: RankContent) -> bool:
+        if not {one, two} <= content.owners.keys():
+            self._whole_world()  # ranks that compared only the parts that they know might decide differently
         known = same_prints(self._prints(one, content), self._prints(two, content))
         if known is not None:
             return known
@@ -253,6 +273,8 @@ class StoredSource:
         if index is not None and all(_is_plain(target, content) for target in targets):
             return self._read_whole(index, targets, content, fill)
         found = wants(targets, content, fill)
+        if self._plan is not None:
+            self._widen(ranks_with(self._plan, unheld(self._world, found)))
         return self._read(lambda store: read_boxes(store, self._world, found, self.config))
 
     def _read_whole(

@@ -15,6 +15,9 @@ from checkpointd_client.sharding.dtensor import LocalBox, LocalShard
 
 SLICED_BYTES_MIN = 64 << 10
 """Replicas divide a box of at least this many bytes. One of them writes a smaller box whole."""
+TINY_BYTES_MAX = 4 << 10
+"""The first replica writes all boxes of at most this many bytes, such as the step counts of an optimizer: then a rank that
+loads finds them in one index."""
 HALVED_BYTES_MIN = 4 << 20
 """A box of whole rows is written as two halves from this size on. A smaller box is not worth a second entry in the index."""
 HALVED_ROW_BYTES_MIN = 4096
@@ -43,7 +46,8 @@ def _slices(fqn: str, held: LocalShard, itemsize: int) -> Iterable[LocalBox]:
     if held.replicas == 1:
         yield from held.parts
         return
-    chosen = 0 if held.first_writes else xxhash.xxh3_64_intdigest(fqn.encode()) % held.replicas
+    is_tiny = sum(part.box.numel() for part in held.parts) * itemsize <= TINY_BYTES_MAX
+    chosen = 0 if held.first_writes or is_tiny else xxhash.xxh3_64_intdigest(fqn.encode()) % held.replicas
     for part in held.parts:
         if held.first_writes or part.box.numel() * itemsize < SLICED_BYTES_MIN:
             if chosen == held.replica:

@@ -92,7 +92,7 @@ async def test_latest_never_goes_back(tmp_path: Path) -> None:
         assert await catalog.latest(store) == "global_step5"
 
 
-@pytest.mark.parametrize("suffix", ["chunks", "index", "vote", "outcome"])
+@pytest.mark.parametrize("suffix", ["chunks", "index", "ballot", "outcome"])
 @pytest.mark.parametrize("fault", ["flip", "truncate", "remove"])
 async def test_no_damage_to_any_object_loads(tmp_path: Path, suffix: str, fault: str) -> None:
     async with PosixStore(tmp_path) as store:

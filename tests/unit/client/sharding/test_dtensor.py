@@ -155,9 +155,17 @@ def test_other_boxes_stay_whole(shape: tuple[int, ...], box: Box) -> None:
 
 def test_small_boxes_go_to_one_rank_each_and_to_all_of_them_in_the_end() -> None:
     writers = {
-        r for i in range(100) for r in range(4) for part in written_parts(f"b{i}", _held((8,), r, 4), 4) if part.box.numel()
+        r for i in range(100) for r in range(4) for part in written_parts(f"b{i}", _held((2048,), r, 4), 4) if part.box.numel()
     }
     assert writers == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("shape", [(), (8,), (1024,)])
+def test_tiny_boxes_all_go_to_the_first_rank(shape: tuple[int, ...]) -> None:
+    found = {
+        (i, r) for i in range(50) for r in range(4) for p in written_parts(f"t{i}", _held(shape, r, 4), 4) if p.box.numel()
+    }
+    assert found == {(i, 0) for i in range(50)}
 
 
 def test_a_rank_that_writes_nothing_still_says_what_it_takes_the_tensor_for() -> None:

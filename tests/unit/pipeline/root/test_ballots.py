@@ -10,7 +10,7 @@ from checkpointd.errors import DamagedError, NotFoundError
 from checkpointd.layout.keys import BALLOT, OUTCOME, vote_name
 from checkpointd.layout.manifest import Vote, decode
 from checkpointd.pipeline.root import catalog
-from checkpointd.pipeline.root.ballots import put_ballot, vote_of, votes_of
+from checkpointd.pipeline.root.ballots import put_for_commit, vote_of, votes_of
 from checkpointd.store.memory import MemoryStore
 from tests.builders import save_checkpoint
 
@@ -69,12 +69,12 @@ async def test_damage_to_one_vote_leaves_the_others_readable() -> None:
 async def test_a_damaged_ballot_is_written_again_unless_there_is_an_outcome(caplog: pytest.LogCaptureFixture) -> None:
     store = MemoryStore()
     await store.put(KEY, b"torn")
-    await put_ballot(store, PREFIX, b"whole")
+    await put_for_commit(store, PREFIX, BALLOT, b"whole")
     assert await store.get(KEY) == b"whole"
     assert f"{KEY} is damaged" in caplog.text
     caplog.clear()
     with caplog.at_level(logging.ERROR):
-        await put_ballot(store, PREFIX, b"whole")
+        await put_for_commit(store, PREFIX, BALLOT, b"whole")
         await store.put(f"{PREFIX}/{OUTCOME}", b"decided")
-        await put_ballot(store, PREFIX, b"another")
+        await put_for_commit(store, PREFIX, BALLOT, b"another")
     assert (await store.get(KEY), caplog.text) == (b"whole", "")

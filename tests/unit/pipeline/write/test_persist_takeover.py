@@ -53,13 +53,13 @@ class Hand:
 
     def __init__(self, save: Save, rank: int, takeover: int, *, error: Exception | None = None) -> None:
         commit = CommitConfig(timeout_s=save.timeout_s, poll_min_s=0.001, poll_max_s=0.01)
-        state = WriterState(store=save.store, persist=save.persist, commit=commit)
+        self._state = WriterState(store=save.store, persist=save.persist, commit=commit)
         deadline = asyncio.get_running_loop().time() + save.timeout_s
         self.staged = asyncio.Event()
         self.seen: list[Phase] = []
         self.freed = 0
         self.info = takeover_of(save, rank, takeover)
-        self.attempt = Attempt(state, self.info, deadline=deadline, on_phase=self.seen.append, on_free=self._free)
+        self.attempt = Attempt(self._state, self.info, deadline=deadline, on_phase=self.seen.append, on_free=self._free)
         self._save, self._error = save, error
 
     def _free(self) -> None:
@@ -67,6 +67,7 @@ class Hand:
 
     async def run(self) -> Attempt:
         await self.attempt.run(self._snapshot())
+        await self._state.tidier.rest()
         return self.attempt
 
     async def _snapshot(self) -> Shard:

@@ -1,0 +1,105 @@
+"""The joint plan of a commit: when there is one, what it says, and what verify says of a damaged one."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+
+from checkpointd.config import LoadConfig
+from checkpointd.errors import DamagedError
+from checkpointd.layout.boxes import Box
+from checkpointd.layout.joint_plan import decode_joint_plan
+from checkpointd.layout.keys import JOINT_PLAN, OUTCOME
+from checkpointd.layout.manifest import Outcome, decode, encode
+from checkpointd.pipeline.outcome.recover import recover
+from checkpointd.pipeline.read.joint_plan import checked_joint_plan, read_joint_plan
+from checkpointd.pipeline.read.verify import verify
+from checkpointd.pipeline.root import catalog, epochs
+from checkpointd.store.memory import MemoryStore
+from tests.builders import Piece, leave_in_doubt, save_checkpoint
+
+WEIGHT = np.arange(64, dtype=np.float32).reshape(8, 8)
+PREFIX = "global_step1/00000001-0"
+KEY = f"{PREFIX}/{JOINT_PLAN}"
+
+
+def halves(rank: int) -> list[Piece]:
+    """Two boxes of a rank: its left and its right half, the right one first."""
+    return [Piece.part("w", WEIGHT, Box((4 * rank, column), (4, 4))) for column in (4, 0)]
+
+
+async def saved(store: MemoryStore, **options: object) -> None:
+    await save_checkpoint(store, **{"tensors": lambda _: {}, "pieces": halves, **options})
+
+
+async def test_it_says_which_rank_stored_which_box() -> None:
+    store = MemoryStore()
+    await saved(store)
+    plan = await checked_joint_plan(store, await catalog.find(store, "global_step1"))
+    assert plan.ranks_of("w", Box((0, 0), (4, 8))) == (0,)
+    assert plan.ranks_of("w", Box((3, 6), (2, 1))) == (0, 1)
+
+
+async def test_every_save_of_one_layout_has_the_same() -> None:
+    store = MemoryStore()
+    await saved(store)
+    await saved(store, tag="again", step=2)
+    found = [(await catalog.find(store, tag)).outcome.plan for tag in ("global_step1", "again")]
+    assert found[0] is not None
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("options", [{"world_size": 1, "pieces": lambda _: [Piece.own("w", WEIGHT)]}, {"pieces": lambda _: []}])
+async def test_ranks_that_hold_nothing_together_have_none(options: dict[str, object]) -> None:
+    store = MemoryStore()
+    await saved(store, **options)
+    checkpoint = await catalog.find(store, "global_step1")
+    assert checkpoint.outcome.plan is None
+    assert await read_joint_plan(store, checkpoint) is None
+    assert await store.stat(KEY) is None
+
+
+async def test_a_commit_of_recovery_has_the_same() -> None:
+    store, other = MemoryStore(), MemoryStore()
+    await saved(store)
+    await leave_in_doubt(other, tensors=lambda _: {}, pieces=halves)
+    await recover(other, (await epochs.take(other, 0)).epoch)
+    assert (await catalog.find(other, "global_step1")).outcome.plan == (await catalog.find(store, "global_step1")).outcome.plan
+    assert await other.get(KEY) == await store.get(KEY)
+
+
+async def test_verify_finds_a_damaged_one() -> None:
+    store = MemoryStore()
+    await saved(store)
+    checkpoint = await catalog.find(store, "global_step1")
+    assert (await verify(store, checkpoint, LoadConfig())).whole
+    data = await store.get(KEY)
+    await store.put(KEY, data[:-1] + bytes([data[-1] ^ 1]))
+    verdict = await verify(store, checkpoint, LoadConfig())
+    assert [damage.key for damage in verdict.damage] == [KEY]
+    await store.delete(KEY)
+    assert not (await verify(store, checkpoint, LoadConfig(absence_s=0.01))).whole
+
+
+async def test_verify_finds_one_of_another_checkpoint() -> None:
+    """Whole by its digest, since the outcome was forged as well."""
+    store, other = MemoryStore(), MemoryStore()
+    await saved(store)
+    await saved(other, pieces=lambda rank: [Piece.part("w", WEIGHT, Box((4 * rank, 0), (4, 8)))])
+    forged = decode(await store.get(f"{PREFIX}/{OUTCOME}"), Outcome, "outcome")
+    plan = (await catalog.find(other, "global_step1")).outcome.plan
+    await store.put(f"{PREFIX}/{OUTCOME}", encode(msgspec.structs.replace(forged, plan=plan)))
+    await store.put(KEY, await other.get(KEY))
+    verdict = await verify(store, await catalog.find(store, "global_step1"), LoadConfig())
+    assert "does not list the boxes that the ranks stored" in verdict.damage[0].message
+
+
+async def test_one_of_another_number_of_ranks_is_damaged() -> None:
+    store = MemoryStore()
+    await saved(store)
+    checkpoint = await catalog.find(store, "global_step1")
+    assert decode_joint_plan(await store.get(KEY), KEY).world_size == 2
+    lying = msgspec.structs.replace(checkpoint.outcome, world_size=3)
+    with pytest.raises(DamagedError, match="is of 2 ranks, not 3"):
+        await checked_joint_plan(store, catalog.Checkpoint(checkpoint.tag, checkpoint.attempt, lying))
