@@ -83,7 +83,8 @@ def main() -> int:
     print("\n".join(goals.lines(goals.verdicts(document.figures_of(run)))))
     if options.write:
         _RESULTS.write_text(text)
-        picture.write(text)
+        if run.trials:
+            picture.write(text)
         for name, drawn in document.pictures(run).items():
             (_HERE / name).write_text(drawn)
     return 1 if document.flaws(run) else 0
@@ -144,7 +145,8 @@ def _scripts(options: argparse.Namespace, directory: Path, parts: list[str]) -> 
             found |= {document.PARTS[name][0]: one for name, one in named.items()}
             others |= {f"{part}/{name}": {0: one} for name, one in _numbers(out).items()}
     for part in _SCRIPTS:
-        if part in parts and _ran(part, "--figures", str(out)):
+        runs = ("--runs", str(options.runs)) if part in ("sharded", "zero") else ()
+        if part in parts and _ran(part, "--figures", str(out), *runs):
             others |= figures.read(out)
     return found, others
 

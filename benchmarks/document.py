@@ -117,7 +117,7 @@ def text(run: Run) -> str:
     """The page."""
     all_results = _by_ranks(run)
     tables = [_tables(results) for results in all_results]
-    ratios = ["## Ratios", _RATIO_WORDS, report.ratio_table(all_results)]
+    ratios = ["## Ratios", _RATIO_WORDS, report.ratio_table(all_results)] if all_results else []
     parts = [
         _opening(run),
         *_goals(run),
@@ -134,9 +134,9 @@ def text(run: Run) -> str:
 
 def _opening(run: Run) -> str:
     facts = ", ".join(f"{name} {value}" for name, value in run.machine.items())
-    first = next((one.reports[0] for one in run.trials if one.reports), None)
+    first = next((one.reports[0] for one in (*run.trials, *run.big) if one.reports), None)
     tensors = first.tensors if first else 0
-    runs = len({one.run for one in run.trials})
+    runs = len({one.run for one in (*run.trials, *run.big)})
     return f"""# Results
 
 This page compares checkpointd with `torch.save`, PyTorch's DCP and torch-checkpointing: saving, training meanwhile, and
@@ -263,8 +263,9 @@ Ratios are taken within one run; `-` where a figure is not above zero, or where 
 
 
 def _notes(run: Run) -> str:
-    others = report.spread(one.other_cores for one in run.trials)
-    resident = max((r.load.resident for one in run.trials for r in one.reports), default=0.0)
+    trials = [*run.trials, *run.big]
+    others = report.spread(one.other_cores for one in trials) if trials else "unknown"
+    resident = max((r.load.resident for one in trials for r in one.reports), default=0.0)
     lines = [
         "*durable* of torch.save and torch-checkpointing includes an fsync of files and directories by the benchmark, since"
         " they do not sync; that of DCP includes an fsync of the directory. checkpointd needs none, and its *done* is the"

@@ -186,6 +186,14 @@ def test_the_page_has_the_verdicts_the_pictures_and_the_costs() -> None:
     assert "GiB on one rank" not in alone
 
 
+@pytest.mark.parametrize("left", ["trials", "big", "costs", "others"])
+def test_the_page_can_be_of_one_part_alone(left: str) -> None:
+    parts = {"trials": [], "big": [], "costs": {}, "others": {}, "limits": []}
+    text = document.text(replace(one_run(), **{name: none for name, none in parts.items() if name != left}))
+    assert "## Goals" in text
+    assert "## Notes" in text
+
+
 def test_figures_of_a_script_are_read_by_run_or_as_a_list(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     figures.write(path, {"a": {0: 1.0, 2: 3.0}})
