@@ -566,7 +566,6 @@ ROOMS_TESTED_ELSEWHERE = {
         "tests/simulation/test_simloop.py",
         "tests/simulation/test_job_mutations.py",
     ),
-    "client/checkpointd_client/saves": ("tests/unit/client/test_checkpointer.py", "tests/unit/client/test_hard_cases.py"),
 }
 """Rooms without a test at their path, and the tests that cover them."""
 

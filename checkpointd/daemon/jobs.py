@@ -329,6 +329,8 @@ class SaveJob:
             advice=self.advice,
             no_progress=self.progress.no_progress,
             seconds=self.progress.seconds,
+            pace=self.progress.pace.share,
+            rested_s=self.progress.pace.rested_s,
             began_at=self.times.began,
             staged_at=self.times.staged,
             persisting_at=self.times.persisting,

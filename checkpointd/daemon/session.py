@@ -172,6 +172,7 @@ class RankSession:
             votes_missing=job.attempt.votes_missing,
             no_progress=job.progress.no_progress,
             seconds=job.progress.seconds if job.has_voted else None,
+            rested_s=job.progress.pace.rested_s,
         )
         self._post(told)
 
@@ -208,6 +209,8 @@ class RankSession:
                     self._announced(message)
                 case wire.Staged():
                     self._staged(message)
+                case wire.Paced():
+                    self._paced(message)
                 case wire.Spoiled():
                     self._spoiled(message)
                 case wire.Inlined():
@@ -441,6 +444,10 @@ class RankSession:
             job = self._of(message.save)
             self._hub.held_up(self._joined(), job.held(message.held_s))
             job.staged()
+
+    def _paced(self, message: wire.Paced) -> None:
+        if message.save not in self._over:
+            self._of(message.save).progress.pace.follow(message.share, message.left_s)
 
     def _spoiled(self, message: wire.Spoiled) -> None:
         if message.save in self._over:

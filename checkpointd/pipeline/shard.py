@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -16,6 +17,7 @@ from checkpointd.layout.keys import TAKEOVERS_MAX, AttemptId, attempt_prefix
 from checkpointd.layout.manifest import Alias, Inline, Plan, PlanTensor, Scope
 from checkpointd.layout.save_timings import PhaseSeconds
 from checkpointd.pipeline.meter import SaveMeter
+from checkpointd.pipeline.pace import Pace
 
 Bytes = NDArray[np.uint8]
 
@@ -136,6 +138,8 @@ class ShardProgress:
     """The times so far, if this process persists the shard."""
     told: PhaseSeconds | None = None
     """The times that another process has reported, if it persists the shard."""
+    pace: Pace = field(default_factory=Pace)
+    """How fast the shard may be written."""
     on_change: Callable[[], None] | None = field(default=None, repr=False)
     clock: Callable[[], float] = field(default=time.monotonic, repr=False)
     _since: float | None = None
@@ -160,6 +164,13 @@ class ShardProgress:
         if self.on_change:
             self.on_change()
 
+    async def rest(self, busy_s: float) -> None:
+        """Rest after a piece of work that took `busy_s` seconds, as the pace says."""
+        seconds = self.pace.rest_after(busy_s, self.eta_s)
+        if seconds:
+            await asyncio.sleep(seconds)
+            self.pace.rested_s += seconds
+
     def end(self) -> None:
         """Stop the clock: the vote is durable."""
         self._until = self._until or self.clock()
@@ -178,8 +189,10 @@ class ShardProgress:
         stored: int,
         writing_s: float | None,
         seconds: PhaseSeconds | None = None,
+        rested_s: float = 0.0,
     ) -> None:
         """Take over the numbers of another process, which has written for `writing_s` seconds."""
+        self.pace.rested_s = rested_s
         self.told = seconds
         self.raw_total, self.raw_done, self.raw_kept, self.stored = raw_total, raw_done, raw_kept, stored
         now = self.clock() if self._until is None else self._until

@@ -51,6 +51,8 @@ class Checkpointer:
     `job`: the job's name. A start with the same name takes the root over. None: from CHECKPOINTD_JOB, torchrun or Slurm.
     `take_over`: begin even if another job is alive at the root; every save of that job then fails with FencedError.
     `read_back`: read new checkpoints back while no save is in flight. Else only before an older one is removed, if none was.
+    `max_overhead`: how much longer steps may take while a save is in flight, as a part of a step. Saves then work slower, as
+    long as each ends before the next one and before its deadline, and nobody waits for it. None: always at full speed.
 
     Raises UsageError (bad arguments, a root that is a file, a second Checkpointer at the root in this process), RootInUseError
     (another job is alive at the root), RootNotSharedError, DeadlineError (ranks that did not come), StoreError, SidecarError
@@ -83,6 +85,7 @@ class Checkpointer:
         job: str | None = None,
         take_over: bool = False,
         read_back: bool = True,
+        max_overhead: float | None = 0.03,
     ) -> None:
         self._core = Core(
             root,
@@ -109,6 +112,7 @@ class Checkpointer:
                 job=job,
                 take_over=take_over,
                 read_back=read_back,
+                max_overhead=max_overhead,
             ),
         )
 

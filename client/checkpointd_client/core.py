@@ -119,6 +119,7 @@ class Core:
                 sidecar=self._sidecar,
                 pickles=options.pickle_client_state,
                 afresh=options.afresh,
+                max_overhead=options.max_overhead,
             )
             undo.pop_all()
         self._process = os.getpid()
@@ -127,7 +128,7 @@ class Core:
         self._load_rounds = LoadRounds(
             self._board, self._ranks, commit.timeout_s, options.load.retry_s + options.load.absence_s
         )
-        self._step_hook = register_optimizer_step_pre_hook(lambda *_: self._saver.fence())
+        self._step_hook = register_optimizer_step_pre_hook(lambda optimizer, *_: self._saver.step_begins(optimizer))
         self._closed = False
         at_exit(self._leave)
 
@@ -277,6 +278,8 @@ class Core:
             sidecar=self._sidecar.path if self._sidecar is not None else None,
             sidecar_connected=self._sidecar is not None and self._sidecar.connected,
             read_back=self._saver.read_back,
+            overhead=self._saver.governor.overhead,
+            pace=self._saver.governor.share,
         )
 
     def latest(self) -> str | None:

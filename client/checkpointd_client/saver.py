@@ -40,6 +40,7 @@ from checkpointd_client.capture.state import Captured
 from checkpointd_client.capture.torch_files import capture_files
 from checkpointd_client.ranks.startup import Begun, say_unknown
 from checkpointd_client.ranks.writer import WriterThread
+from checkpointd_client.saves.governor import Governor
 from checkpointd_client.saves.handle import SaveHandle
 from checkpointd_client.saves.history import SaveHistory, SaveRecord
 from checkpointd_client.saves.runner import Endings, InlineRunner, PendingSave, Runner
@@ -143,8 +144,10 @@ class Saver:
         sidecar: SidecarClient | None = None,
         pickles: bool = False,
         afresh: bool = False,
+        max_overhead: float | None = None,
     ) -> None:
         self.history = SaveHistory()
+        self.governor = Governor(max_overhead, lambda: [handle.pace for handle in self.history.in_flight()])
         self.is_recorded = True
         """Whether every checkpoint that load() passed over has a record of that."""
         self._writer, self._state, self._ranks, self._epoch = writer, state, ranks, epoch
@@ -225,7 +228,9 @@ class Saver:
         try:
             self._begin(job, captured_by, hold)
         finally:
-            job.save.handle.held(call_s=time.perf_counter() - began)
+            call_s = time.perf_counter() - began
+            job.save.handle.held(call_s=call_s)
+            self.governor.exclude(call_s)
             job.returned.set_result(None)
         return job.save.handle
 
@@ -296,10 +301,14 @@ class Saver:
         )
         self._saves_of_tag[request.tag] += 1
         self._saves += 1
-        progress = ShardProgress()
+        progress = ShardProgress(pace=self.governor.begin(self._state.commit.timeout_s))
         save = SaveRecord(SaveHandle(info.tag, str(info.attempt), info.step, progress))
+        save.handle.when_done(lambda: self._measured(save.handle))
         self.history.add(save)
         return PendingSave(info, save, progress, Future())
+
+    def _measured(self, handle: SaveHandle) -> None:
+        handle.timings.overhead = self.governor.overhead
 
     def _refuse(self, job: PendingSave, error: BaseException) -> None:
         """Vote no with `error` (SAVE-1). Raise it if the caller must act: a state that cannot be stored, or an interruption.
@@ -373,6 +382,13 @@ class Saver:
             staging.fence()
             handle.held(fence_s=staging.fence_s)
         self._stagings = alive
+
+    def step_begins(self, optimizer: object) -> None:
+        """An optimizer's step begins: wait as `fence`, and measure the step before."""
+        began = time.perf_counter()
+        self.fence()
+        self.governor.exclude(time.perf_counter() - began)
+        self.governor.stepped(optimizer)
 
     # --- on the writer -----------------------------------------------------------------------------------------
 

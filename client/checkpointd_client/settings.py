@@ -21,6 +21,8 @@ from checkpointd_client.saver import WhenBusy
 from checkpointd_client.sidecar.client import OnSidecarLoss
 from checkpointd_client.staging.stager import StagingMode
 
+OVERHEAD_MAX = 10.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
@@ -48,6 +50,7 @@ class Options:
     job: str | None = None
     take_over: bool = False
     read_back: bool = True
+    max_overhead: float | None = 0.03
 
     def __post_init__(self) -> None:
         if self.sidecar is not None:
@@ -60,6 +63,8 @@ class Options:
         arguments.seconds("commit_timeout_s", self.commit_timeout_s, most=arguments.TIMEOUT_S_MAX)
         arguments.seconds("grace_s", self.grace_s, most=arguments.TIMEOUT_S_MAX, zero=True)
         arguments.seconds("absence_s", self.absence_s, most=arguments.TIMEOUT_S_MAX, zero=True)
+        if self.max_overhead is not None:
+            _check_overhead(self.max_overhead)
         _ = self.graces
         for name in ("device_checksums", "pickle_client_state", "afresh", "take_over", "read_back"):
             arguments.flag(name, getattr(self, name))
@@ -97,6 +102,14 @@ class Options:
     def glance(self) -> LoadConfig:
         """How checkpoints are read while the other ranks wait in a meeting."""
         return LoadConfig(retry_s=self.commit_timeout_s / 2, absence_s=self.absence_s)
+
+
+def _check_overhead(value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= OVERHEAD_MAX:
+        raise UsageError(
+            f"max_overhead is {value!r:.80}; it must be greater than 0 and at most {OVERHEAD_MAX:g}, as 0.03 for 3 % of the "
+            "training time, or None to save at full speed"
+        )
 
 
 def check_load(state: object, *, strict: object, fallback: object, cast: object) -> None:

@@ -288,6 +288,11 @@ def _counts(labels: tuple[str, ...], tallies: Tallies) -> Iterator[Metric]:
         lambda tally: tally.stall_s,
     )
     yield single(
+        "checkpointd_rested_seconds",
+        "Time for which the workers of saves rested so that training kept its speed, added up; counted when a save ends.",
+        lambda tally: tally.rested_s,
+    )
+    yield single(
         "checkpointd_persist_bytes",
         "Bytes of tensors that were made durable, before compression; counted with the vote.",
         lambda tally: tally.bytes_persisted,

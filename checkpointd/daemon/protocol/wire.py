@@ -231,6 +231,14 @@ class Staged(_Message, frozen=True, kw_only=True, tag="staged"):
     """How long the save has held training, in all."""
 
 
+class Paced(_Message, frozen=True, kw_only=True, tag="paced"):
+    """The save works for `share` of the time from now on, as long as it then ends within `left_s` seconds; 1 is full speed."""
+
+    save: _Id
+    share: Annotated[float, Meta(gt=0, le=1)]
+    left_s: _Seconds
+
+
 class Spoiled(_Message, frozen=True, kw_only=True, tag="spoiled"):
     """There will be no snapshot: the daemon votes no with `error`."""
 
@@ -340,6 +348,8 @@ class Progress(_Message, frozen=True, kw_only=True, tag="progress"):
     """It was committed, although no trained tensor had changed since the checkpoint before."""
     seconds: PhaseSeconds | None = None
     """How long the parts of the save took; None before the rank has voted."""
+    rested_s: _Seconds = 0.0
+    """How long the workers have rested at the client's wish, added up."""
 
 
 class Free(_Message, frozen=True, kw_only=True, tag="free"):
@@ -393,6 +403,7 @@ Message = (
     | Contents
     | Announced
     | Staged
+    | Paced
     | Spoiled
     | Inlined
     | Fetch

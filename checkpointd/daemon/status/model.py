@@ -54,6 +54,10 @@ class SaveStatus(msgspec.Struct, frozen=True, kw_only=True):
     no_progress: bool = False
     """It was committed, although no trained tensor had changed since the checkpoint before."""
     seconds: PhaseSeconds = PhaseSeconds()
+    pace: float = 1.0
+    """The part of the time in which it works, at its trainer's wish; 1 is full speed."""
+    rested_s: float = 0.0
+    """How long its workers have rested for that, added up."""
     """How long its parts took: staging, persisting (hash, codec and disk are parts of that), waiting for the outcome."""
     inline: Inline | None = None
     """Why its trainer persisted it inline; None if this daemon persisted it."""

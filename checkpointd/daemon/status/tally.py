@@ -63,6 +63,8 @@ class Tally:
     bytes_stored: int = 0
     stall_s: float = 0.0
     """How long saves held training; at a root, for the rank that was held longest."""
+    rested_s: float = 0.0
+    """How long the workers of saves have rested at the trainers' wish, added up."""
     spent: dict[str, TimeTally] = field(default_factory=lambda: {part: TimeTally() for part in PARTS})
     commits: Durations = field(default_factory=Durations)
     """From save() to the commit, of the coordinator's saves."""
@@ -84,6 +86,7 @@ class Tally:
     def ended(self, save: SaveStatus) -> None:
         """Count a save that has ended."""
         self.results[save.phase] += 1
+        self.rested_s += save.rested_s
         for part, spent in self.spent.items():
             seconds = getattr(save.seconds, part)
             if seconds is not None:

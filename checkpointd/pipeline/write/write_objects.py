@@ -84,13 +84,17 @@ async def _write_raw(
     share = Share(job.progress, sum(span.nbytes for span in places.spans), places.nbytes)
 
     async def write(block: PageRun) -> None:
+        began = loop.time()
         with job.spent.disk.busy(block.stop - block.start):
             await target.write_at(block.base, buffer[block.start : block.stop].data)
         share.written(block.stop - block.start)
+        await job.progress.rest(loop.time() - began)
 
     async def hashed(group: list[Span]) -> None:
+        began = loop.time()
         with job.spent.hash.busy():
             written.chunks.update(await loop.run_in_executor(None, _hash_group, group, buffer, digests, places, number))
+        await job.progress.rest(loop.time() - began)
 
     writes = [partial(write, block) for run in places.runs for block in _blocks(run, job.config.block_bytes)]
     groups = await aside(len(places.spans), grouped, places.spans, job.config.block_bytes)
@@ -135,6 +139,7 @@ async def _write_encoded(
             done = await loop.run_in_executor(None, Encoded.of, span.of(buffer), codec, element, digests.get(span.key))
         seconds.append(done.seconds)
         written.chunks[span.key] = done.at(number, await packer.add(done.stored, span.nbytes))
+        await job.progress.rest(done.seconds)
 
     try:
         await run_workers([partial(pack, span) for span in spans], _encoders(job.config), job.check_stop)

@@ -16,6 +16,7 @@ from checkpointd import arguments
 from checkpointd.commit.machine import FINAL, ORDER, Phase, reached, shown
 from checkpointd.errors import CheckpointdError, ClosedError, UsageError, WaitTimeoutError
 from checkpointd.layout.save_timings import PhaseSeconds
+from checkpointd.pipeline.pace import Pace
 from checkpointd.pipeline.shard import ShardProgress
 from checkpointd.waits import Waiting
 
@@ -27,7 +28,8 @@ class Timings(msgspec.Struct):
 
     `call_s`: save() returned. `safe_s`: the tensors were free to change again. `staged_s`: the snapshot was whole. `durable_s`:
     this rank's shard and vote were durable. `committed_s`: the outcome was durable. `fence_s` is a duration: how long optimizer
-    steps waited for the snapshot.
+    steps waited for the snapshot. `rested_s`: how long the workers rested so that training kept its speed, added up.
+    `overhead`: how much longer the steps took while it was in flight, as a part of a step; None if too few steps say it.
     """
 
     call_s: float | None = None
@@ -36,6 +38,8 @@ class Timings(msgspec.Struct):
     staged_s: float | None = None
     durable_s: float | None = None
     committed_s: float | None = None
+    rested_s: float = 0.0
+    overhead: float | None = None
 
     @property
     def held_s(self) -> float:
@@ -74,6 +78,11 @@ class SaveHandle:
         self.timings.call_s = self.timings.call_s if call_s is None else call_s
         self.timings.fence_s = self.timings.fence_s if fence_s is None else fence_s
         self._bytes.held_s = self.timings.held_s
+
+    @property
+    def pace(self) -> Pace:
+        """How fast this rank's shard may be written."""
+        return self._bytes.pace
 
     @property
     def phase(self) -> str:
@@ -150,6 +159,8 @@ class SaveHandle:
                 "saved"
             )
         goal = Phase(until)
+        if goal is not Phase.STAGED:
+            self.pace.lift("awaited")
         if not self._wait(lambda: reached(self._phase, goal) or self.done(), timeout):
             raise WaitTimeoutError(f"{self.tag} is still {self.phase} after {timeout:g} s; it goes on in the background")
         if not reached(self._phase, goal):
@@ -162,6 +173,7 @@ class SaveHandle:
         return self._awaited().__await__()
 
     async def _awaited(self) -> SaveHandle:
+        self.pace.lift("awaited")
         try:
             # Shielded: cancelling this wait, as a time-out does, must not cancel the save for all who wait.
             return await asyncio.shield(asyncio.wrap_future(self._future))
@@ -171,6 +183,7 @@ class SaveHandle:
 
     def ended_within(self, timeout: float | None) -> bool:
         """Wait until the save has ended. close() still raises its error."""
+        self.pace.lift("awaited")
         return self._wait(self.done, timeout)
 
     def _wait(self, there: Callable[[], bool], timeout: float | None) -> bool:
@@ -203,7 +216,7 @@ class SaveHandle:
             self._phase = phase
             self._error = error or self._error
             if phase is Phase.PREPARED:
-                self.timings.durable_s = now
+                self.timings.durable_s, self.timings.rested_s = now, self.pace.rested_s
                 self._bytes.end()
             if phase is Phase.COMMITTED:
                 self.timings.committed_s = now

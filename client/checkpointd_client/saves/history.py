@@ -71,6 +71,9 @@ class SaveRecord:
             error=None if error is None else ErrorReport.of(error, handle.phase),
             no_progress=handle.no_progress,
             seconds=handle.seconds,
+            pace=handle.pace.share,
+            rested_s=handle.pace.rested_s,
+            full_speed=handle.pace.reason,
         )
 
 

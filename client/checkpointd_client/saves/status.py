@@ -8,6 +8,7 @@ import msgspec
 
 from checkpointd.layout.manifest import ErrorReport
 from checkpointd.layout.save_timings import PhaseSeconds
+from checkpointd.pipeline.pace import PaceReason
 from checkpointd.pipeline.read.readback import ReadBackStatus
 from checkpointd.pipeline.root.catalog import Checkpoint
 
@@ -66,6 +67,12 @@ class AttemptStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Whether it was committed although no trained tensor had changed since the checkpoint before, while the step moved on."""
     seconds: PhaseSeconds = PhaseSeconds()
     """The seconds that each phase took. A sidecar reports them with the vote."""
+    pace: float = 1.0
+    """The part of the time in which it works, for `max_overhead`."""
+    rested_s: float = 0.0
+    """How long its workers have rested for that, added up."""
+    full_speed: PaceReason = ""
+    """Why it works at full speed although `pace` is lower: it would be "late", or somebody waits for it ("awaited")."""
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,6 +92,10 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     sidecar_connected: bool = False
     read_back: ReadBackStatus
     """The checkpoints that this process has read back. A sidecar reports its own in its status."""
+    overhead: float | None = None
+    """How much longer steps take while a save is in flight, as a part of a step; None while too few steps are known."""
+    pace: float = 1.0
+    """The part of the time in which saves work, so that steps stay below `max_overhead`; 1 is full speed."""
 
     def to_json(self) -> str:
         """The same as JSON."""

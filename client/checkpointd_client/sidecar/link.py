@@ -97,6 +97,7 @@ class Track:
             stored=message.stored,
             writing_s=message.writing_s,
             seconds=message.seconds,
+            rested_s=message.rested_s,
         )
         progress.no_progress = message.no_progress
         self.votes_missing = message.votes_missing
@@ -404,6 +405,7 @@ class Link:
         try:
             await self._send(_save(number, job, takeover, left_s, keeps_before))
             await self._announce(number, job)
+            self._follow_pace(number, job)
             await self._follow_staging(number, track)
             await track.ended
         except BaseException:
@@ -411,7 +413,25 @@ class Link:
             raise
         finally:
             job.save.voting = None
+            job.progress.pace.on_change = None
             del self._saves[number]
+
+    def _follow_pace(self, number: int, job: PendingSave) -> None:
+        """Tell the daemon the pace now, unless it is full speed, and at each change."""
+        loop, pace = asyncio.get_running_loop(), job.progress.pace
+
+        def tell() -> None:
+            share, left_s = pace.asked
+            if number in self._saves:
+                self._spawn(self._tell(wire.Paced(save=number, share=share, left_s=left_s)))
+
+        def changed() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody persists any more
+                loop.call_soon_threadsafe(tell)
+
+        pace.on_change = changed
+        if pace.share < 1.0:
+            tell()
 
     async def _follow_staging(self, number: int, track: Track) -> None:
         """Tell the daemon how the snapshot ended, unless the attempt ends first."""

@@ -371,6 +371,8 @@ def test_saving_a_tag_again_replaces_it_and_bounds_what_is_left(tmp_path: Path) 
     with Checkpointer(tmp_path) as ckpt:
         for step in range(24):
             ckpt.save(step, _state(float(step)), tag="last").wait()
+            if step >= 22:  # the records of what one removal removes go with the next one
+                ckpt._core._writer.call(ckpt._core._saver._state.tidier.rest(), 60)
         target = _state(0.0)
         assert ckpt.load(target).step == 23
     assert torch.equal(target["w"], torch.full((64, 64), 23.0))

@@ -65,6 +65,7 @@ NO_CHOICES = ["", "other", None, True, 3, ["lazy"]]
         ("take_over", NO_FLAGS),
         ("read_back", NO_FLAGS),
         ("device_checksums", NO_FLAGS),
+        ("max_overhead", [0, 0.0, 11, *[value for value in NO_NUMBERS if value is not None]]),
     ],
 )
 def test_each_argument_of_a_checkpointer_is_checked_by_name(name: str, values: list[Any], tmp_path: Path) -> None:

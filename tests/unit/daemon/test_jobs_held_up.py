@@ -13,6 +13,7 @@ from checkpointd.layout.manifest import ErrorReport
 from checkpointd.pipeline.root import catalog
 from checkpointd.store.posix.store import PosixStore
 from checkpointd_client import Checkpointer
+from checkpointd_client.checkpointer import core_of
 from checkpointd_client.staging.stager import StagingMode
 from tests.unit.daemon.conftest import Daemon, serving, shard_of, until
 
@@ -66,3 +67,34 @@ async def test_a_save_that_is_spoiled_and_one_that_is_told_again_count_once(daem
         await client.send(wire.Spoiled(save=2, error=error, held_s=3.0))
     await client.outcome(2)
     assert stall_s(daemon.hub, root) == 5.0
+
+
+async def test_a_client_sets_the_pace_of_a_save(daemon: Daemon, root: Path) -> None:
+    client = await daemon.client()
+    await client.ready(root, shard_of())
+    await client.save(1)
+    await client.send(wire.Paced(save=1, share=0.25, left_s=30.0))
+    await until(daemon.hub.jobs.all)
+    [job] = daemon.hub.jobs.all()
+    await until(lambda: job.progress.pace.share == 0.25)
+    assert job.status().pace == 0.25
+    assert job.progress.pace.rest_after(0.01, None) == pytest.approx(0.03)
+    job.progress.pace.rested_s = 2.0
+    await client.send(wire.Spoiled(save=1, error=ErrorReport(code="SkippedError", message="it is skipped")))
+    await client.outcome(1)
+    assert daemon.hub.tallies[str(root)].rested_s == 2.0
+    await client.send(wire.Paced(save=1, share=0.5, left_s=30.0))  # a save that is over has no pace
+
+
+async def test_the_sidecar_follows_the_pace_of_the_trainer(root: Path) -> None:
+    def train(socket: str) -> float:
+        with Checkpointer(root, sidecar=socket, compression="none") as ckpt:
+            core_of(ckpt)._saver.governor.share = 0.5
+            handle = ckpt.save(1, {"w": torch.ones(1 << 16)})
+            handle._wait(handle.done, 60)  # not wait(), which lifts the pace
+            return handle.timings.rested_s
+
+    async with serving(root.parent) as daemon:
+        rested_s = await asyncio.to_thread(train, daemon.path)
+        assert rested_s > 0
+        assert daemon.hub.tallies[str(root)].rested_s == pytest.approx(rested_s)

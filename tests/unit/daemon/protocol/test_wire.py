@@ -36,6 +36,7 @@ EVERY: tuple[wire.Message, ...] = (
     wire.Contents(save=1, aliases=(Alias("a", "w", (2, 3), (3, 1), 0),), excluded=("x",), tree=b"{}"),
     wire.Announced(save=1, slot=0, layout=1, mark=3),
     wire.Staged(save=1, held_s=0.5),
+    wire.Paced(save=1, share=0.5, left_s=30.0),
     wire.Spoiled(save=1, error=ERROR, held_s=0.5),
     wire.Inlined(
         tag="t",
