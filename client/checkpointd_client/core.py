@@ -14,7 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Collection, Coroutine, Iterable, Mapping, MutableMapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -25,7 +25,7 @@ from checkpointd import arguments
 from checkpointd.admin.gc import delete_once
 from checkpointd.commands import start_sidecar
 from checkpointd.config import CommitConfig, PersistConfig, check_job
-from checkpointd.errors import CheckpointdError, ClosedError, FormatError, StoreError, UsageError, WaitTimeoutError
+from checkpointd.errors import CheckpointdError, ClosedError, FormatError, StateError, StoreError, UsageError, WaitTimeoutError
 from checkpointd.layout.files import check_leftovers, check_names, check_place
 from checkpointd.layout.keys import SERVICE, AttemptId, check_tag
 from checkpointd.pipeline.attempt import WriterState
@@ -186,6 +186,11 @@ class Core:
         request = asked(step, tag, save_latest, metrics, exclude_frozen_parameters=exclude_frozen_parameters)
         return self._saver.save(request, state, client_state)
 
+    def prepare(self, state: Mapping[str, object]) -> None:
+        """Allocate the memory for the first save in the background. Raises as Checkpointer.prepare()."""
+        self._check_open("prepare")
+        self._saver.prepare(state)
+
     def refuse(
         self, step: int, error: CheckpointdError, *, tag: str, save_latest: bool = True, unfinished: str = ""
     ) -> SaveHandle:
@@ -244,7 +249,8 @@ class Core:
         self._saver.is_recorded &= loader.is_recorded
         self.take_up()
         if not isinstance(state, TargetChooser):
-            self._saver.prewarm(state)
+            with suppress(StateError):  # save() will raise it
+                self._saver.prepare(state)
         return loaded
 
     def take_up(self) -> None:

@@ -403,11 +403,15 @@ class Saver:
 
     # --- around ------------------------------------------------------------------------------------------------
 
-    def prewarm(self, state: Mapping[str, object]) -> None:
-        """Allocate the arena's first slot in the background, with the size that the first save will probably need."""
+    def prepare(self, state: Mapping[str, object]) -> None:
+        """Walk `state` as the first save will, and allocate a slot in the background, with the size that this save probably
+        needs. Raises StateError if the state cannot be stored.
+        """
         if self._saves or self._prewarming is not None:
             return
-        nbytes, device = expected(state)
+        captured = self._capturer.capture(state, None, exclude_frozen_parameters=False)
+        self._layout_of(captured)
+        nbytes, device = expected(state, captured)
         if nbytes:
             self._begin_prewarming(nbytes, slots=1, device=device)
 

@@ -6,27 +6,22 @@ from collections.abc import Mapping
 
 import torch
 
-from checkpointd.errors import StateError
 from checkpointd.pipeline.shard import PAGE
 from checkpointd_client import devices
-from checkpointd_client.capture.state import capture
+from checkpointd_client.capture.state import Captured
 from checkpointd_client.sharding.dtensor import is_dtensor, local_of
 
 MOMENTS = 2
 """The tensors per parameter that an optimizer is assumed to make at its first step: Adam makes two."""
 
 
-def expected(state: Mapping[str, object]) -> tuple[int, torch.device | None]:
-    """Estimate the bytes that this rank writes of `state`, with the tensors that its optimizers make at their first step, and
-    name a device that holds some of them. 0 and None mean unknown.
+def expected(state: Mapping[str, object], captured: Captured) -> tuple[int, torch.device | None]:
+    """Estimate the bytes that this rank writes of the captured `state`, with the tensors that its optimizers make at their
+    first step. Also name a device that holds some of them, if there is one.
 
     A low estimate costs the first save some page faults. A high one costs memory until the slot is replaced. The save is right
     in both cases.
     """
-    try:
-        captured = capture(state, None, exclude_frozen_parameters=False)
-    except StateError:
-        return 0, None  # save() will raise it
     device = next((leaf.tensor.device for leaf in captured.leaves if devices.has_streams(leaf.tensor.device)), None)
     present = sum(leaf.tensor.nbytes + PAGE // 64 for leaf in captured.leaves)
     optimizers = [item for item in state.values() if isinstance(item, torch.optim.Optimizer)]

@@ -241,6 +241,8 @@ class Staging:
                 self.done.set_result(None)
 
     def _copy_everything(self) -> None:
+        if self._plan is not None and self._spoiled is None:
+            self.slot.populate(self._plan.layout.nbytes)  # a step that waits meanwhile copies without this
         for part in self._devices:
             part.queue()
         self.help()
@@ -314,6 +316,8 @@ class Stager:
         If it raises, call `staging.give_up()`, and keep the slot until `staging.done` has resolved.
         """
         staging.slot.begin()
+        if self.mode == "eager":
+            staging.slot.populate(layout.nbytes)
         with torch.inference_mode(False):  # the memory that is kept for the next save must not depend on the mode of this one
             self._save(staging, captured, layout)
         if self.mode == "eager" or not (staging._devices or staging._left):

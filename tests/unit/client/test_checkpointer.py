@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import subprocess
 import sys
 import threading
@@ -32,8 +33,10 @@ from checkpointd.pipeline import attempt as attempt_module
 from checkpointd.pipeline.shard import ShardProgress
 from checkpointd.pipeline.write.job import PersistJob
 from checkpointd_client import Checkpointer, RngState, SaveHandle, Status, open_checkpoint
+from checkpointd_client.capture.recapture import capturer
 from checkpointd_client.restore import store_source
 from checkpointd_client.saves.history import SaveHistory, SaveRecord
+from checkpointd_client.staging.arena import Slot
 from tests.builders import HeldPersist
 from tests.job_elsewhere import live_job
 
@@ -488,6 +491,47 @@ def test_the_first_slot_is_made_ready_while_load_returns(tmp_path: Path) -> None
         optimizer.step()
         ckpt.save(1, {"model": model, "optimizer": optimizer}).wait()
         assert sum(slot.capacity for slot in ckpt._core._arena._free) == ready
+
+
+def test_the_first_save_finds_what_prepare_made_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory with room for the optimizer's moments, and a plan of the state."""
+    model = torch.nn.Linear(256, 256)
+    state = {"model": model, "optimizer": torch.optim.Adam(model.parameters())}
+    with Checkpointer(tmp_path, staging="eager") as ckpt:
+        ckpt.prepare(state)
+        ckpt._core._saver._prewarming.join()
+        [slot] = ckpt._core._arena._free
+        blocks = os.fstat(slot.fd).st_blocks
+        assert blocks * 512 >= 3 * 256 * 256 * 4
+        with monkeypatch.context() as patch:
+            patch.setattr(capturer, "walked", None)
+            ckpt.save(0, state).wait()
+        model(torch.ones(1, 256)).sum().backward()
+        state["optimizer"].step()
+        ckpt.save(1, state).wait()
+        ckpt.prepare(state)  # too late: it does nothing
+        assert os.fstat(slot.fd).st_blocks <= blocks + 8  # the page of the completion marker
+        assert ckpt._core._arena._slots == [slot]
+
+
+def test_a_state_that_cannot_be_stored_is_refused_before_the_first_save(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as ckpt, pytest.raises(StateError, match="when"):
+        ckpt.prepare({"when": object()})
+
+
+def test_an_eager_save_allocates_its_memory_before_it_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One madvise for many pages, in place of a page fault for each."""
+    blocks = list[int]()
+    populate = Slot.populate
+
+    def noted(slot: Slot, nbytes: int) -> None:
+        populate(slot, nbytes)
+        blocks.append(os.fstat(slot.fd).st_blocks * 512)
+
+    monkeypatch.setattr(Slot, "populate", noted)
+    with Checkpointer(tmp_path, staging="eager") as ckpt:
+        ckpt.save(1, {"w": torch.zeros(1 << 16)}).wait()
+    assert blocks[0] >= 4 << 16
 
 
 def test_nobody_is_preempted_until_the_signal_comes(tmp_path: Path) -> None:

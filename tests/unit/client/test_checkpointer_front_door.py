@@ -15,7 +15,7 @@ from checkpointd_client import Checkpointer
 from checkpointd_client.settings import Options
 
 CALLS = {
-    *("save", "load", "latest", "latest_step", "list", "delete"),
+    *("save", "prepare", "load", "latest", "latest_step", "list", "delete"),
     *("status", "wait", "fence", "close", "preempted", "preempting"),
 }
 

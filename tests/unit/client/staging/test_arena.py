@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+from collections.abc import Iterator
 from types import CodeType
 
 import pytest
@@ -91,6 +93,29 @@ def test_a_closed_arena_gives_its_memory_back_when_it_is_free() -> None:
     busy.release()
     assert busy.slot.is_released
     assert held(arena) is None
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_populating_allocates_every_page_once(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The threads share the pieces, and a second call has nothing to do."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(threads))
+    monkeypatch.setattr(arena_module, "_PIECE", 4 * PAGE)
+    populate, pieces = arena_module._populate, list[int]()
+
+    def noted(address: int, some: Iterator[int], end: int) -> None:
+        populate(address, (pieces.append(start) or start for start in some), end)
+
+    monkeypatch.setattr(arena_module, "_populate", noted)
+    hold = held(Arena(), 103 * PAGE)
+    assert hold is not None
+    before = os.fstat(hold.slot.fd).st_blocks
+    hold.slot.populate(50 * PAGE)
+    hold.slot.populate(102 * PAGE)
+    hold.slot.populate(102 * PAGE)
+    assert sorted(pieces) == [*range(0, 50 * PAGE, 4 * PAGE), *range(50 * PAGE, 102 * PAGE, 4 * PAGE)]
+    assert before == 0
+    assert os.fstat(hold.slot.fd).st_blocks * 512 == 102 * PAGE
+    hold.release()
 
 
 @pytest.mark.parametrize("grows", [False, True])
