@@ -2,7 +2,8 @@
 
     python benchmarks/calls.py --tensors 400 --gib 1 --mode eager --prepare
 
-Each later call follows a step that changes every tensor. `background` is the CPU time of each thread of checkpointd after the
+Each later call follows a step that changes every tensor. Wall times mean little on a busy machine. The CPU times are those of
+the training thread. `background` is the CPU time of each thread of checkpointd after the
 call, in seconds per save.
 """
 
@@ -34,10 +35,11 @@ def state_of(tensors: int, nbytes: int) -> tuple[dict[str, object], list[torch.T
     return {"net": net, "optimizer": torch.optim.SGD(parameters, lr=0.1)}, parameters
 
 
-def seconds(work: Callable[[], object]) -> float:
-    began = time.perf_counter()
+def seconds(work: Callable[[], object]) -> tuple[float, float]:
+    """How long `work` takes, and the CPU time of this thread."""
+    began, cpu = time.perf_counter(), time.thread_time()
     work()
-    return time.perf_counter() - began
+    return time.perf_counter() - began, time.thread_time() - cpu
 
 
 def cpu_s() -> dict[str, float]:
@@ -65,7 +67,7 @@ def measure(tensors: int, gib: float, mode: StagingMode, *, runs: int, prepare: 
             torch._foreach_add_(parameters, 1.0)
 
     root = tempfile.mkdtemp(prefix="calls-", dir=".")
-    loops, calls, background = [], [], list[dict[str, float]]()
+    loops, calls, background = list[tuple[float, float]](), list[tuple[float, float]](), list[dict[str, float]]()
     try:
         with Checkpointer(root, staging=mode, compression="none", retention=2, read_back=False) as ckpt:
             if prepare:
@@ -84,10 +86,13 @@ def measure(tensors: int, gib: float, mode: StagingMode, *, runs: int, prepare: 
                 background.append({name: used - before.get(name, 0.0) for name, used in cpu_s().items()})
     finally:
         shutil.rmtree(root)
-    loop, call = statistics.median(loops[1:]), statistics.median(calls[1:])
-    print(f"{tensors} tensors, {gib:g} GiB, {mode}: copies in a loop {loop:.4f} s")
-    print(f"  first call {first:.3f} s, {first / call:.2f} x later{' (prepared)' if prepare else ''}")
-    print(f"  later calls {call:.4f} s, {call / loop:.2f} x the loop (calls {min(calls[1:]):.4f} to {max(calls[1:]):.4f})")
+    print(f"{tensors} tensors, {gib:g} GiB, {mode}{', prepared' if prepare else ''}")
+    for i, kind in enumerate(("wall", "CPU")):
+        loop, call = (statistics.median(one[i] for one in some[1:]) for some in (loops, calls))
+        print(
+            f"  {kind:4}: copies in a loop {loop:.4f} s; first call {first[i]:.4f} s, {first[i] / call:.2f} x later; "
+            f"later calls {call:.4f} s, {call / loop:.2f} x the loop"
+        )
     shares = {name: statistics.median(one.get(name, 0.0) for one in background[1:]) for name in background[-1]}
     print("  background " + ", ".join(f"{name} {used:.3f}" for name, used in sorted(shares.items())))
 

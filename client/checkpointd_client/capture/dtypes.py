@@ -19,6 +19,10 @@ DTYPES: dict[str, torch.dtype] = {name: ALL[name] for name in ITEM_BYTES if name
 NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_COPIED_TOGETHER = {
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8),
+}
 
 
 def carrier_of(dtype: torch.dtype) -> torch.dtype | None:
@@ -61,6 +65,11 @@ def copy_bits(target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
     else:
         bits(target).copy_(bits(source))
+
+
+def can_be_copied_together(tensor: torch.Tensor) -> bool:
+    """Whether torch copies the bits of `tensor` as they are, together with other tensors, into memory of the same dtype."""
+    return tensor.dtype in _COPIED_TOGETHER and tensor.is_contiguous()
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:

@@ -31,7 +31,7 @@ from checkpointd.commands import command
 from checkpointd.errors import StagingError
 from checkpointd.waits import Waiting
 from checkpointd_client import devices
-from checkpointd_client.capture.dtypes import copy_bits
+from checkpointd_client.capture.dtypes import can_be_copied_together, copy_bits
 from checkpointd_client.capture.state import Captured, Leaf
 from checkpointd_client.staging.arena import Slot
 from checkpointd_client.staging.block_sums import add_up
@@ -74,8 +74,10 @@ class StagingPlan:
     layout: SlotLayout
     fqns: list[str]
     offsets: list[int]
-    now: list[int]
-    """Tensors on the host that save() copies itself."""
+    together: Callable[[Sequence[Any]], Sequence[Any]]
+    """Takes the tensors on the host that save() copies itself, in one call, out of a list for all leaves."""
+    alone: list[int]
+    """The other tensors on the host that save() copies itself."""
     lazy: Callable[[Sequence[Any]], Sequence[Any]]
     """Takes the tensors on the host that are copied in the background out of a list for all leaves."""
     lazy_offsets: list[int]
@@ -352,7 +354,10 @@ class Stager:
     ) -> None:
         """Copy what may change, and prepare the background copies."""
         with torch.no_grad():
-            for i in plan.now:
+            sources = list(plan.together(tensors))
+            if sources:  # no Python code runs for a single one of these
+                torch._foreach_copy_(list(plan.together(targets)), sources)
+            for i in plan.alone:
                 copy_bits(targets[i], tensors[i])
         if plan.lazy_offsets:
             # No Python code runs for a single tensor here.
@@ -387,6 +392,9 @@ class Stager:
         host = [i for i in filled if not where[leaves[i].tensor.device]]
         lazy = [i for i in host if leaves[i].optimizer_only and self.mode == "lazy"]
         background = set(lazy)
+        now = [i for i in host if i not in background]
+        together = [i for i in now if can_be_copied_together(leaves[i].tensor)]
+        alone = sorted(set(now).difference(together))
         eager, plans, is_whole = self.mode == "eager", [], True
         for device in dict.fromkeys(leaves[i].tensor.device for i in filled):
             if where[device]:
@@ -397,7 +405,8 @@ class Stager:
             layout,
             [leaf.fqn for leaf in leaves],
             [offset for offset, *_ in layout.parts],
-            [i for i in host if i not in background],
+            taking(together),
+            alone,
             taking(lazy),
             [layout.parts[i][0] for i in lazy],
             _tasks_of([layout.parts[i][1] for i in lazy]),

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import copy
 import random
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Literal
+from types import FrameType, SimpleNamespace
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -22,7 +23,10 @@ from checkpointd.errors import AbortedError, StagingError
 from checkpointd.pipeline.root import catalog
 from checkpointd.store.posix.store import PosixStore
 from checkpointd_client import Checkpointer
+from checkpointd_client.capture import state as state_module
 from checkpointd_client.capture.state import capture
+from checkpointd_client.staging import arena as arena_module
+from checkpointd_client.staging import stager as stager_module
 from checkpointd_client.staging.arena import Arena, SlotHold
 from checkpointd_client.staging.slot_layout import plan_slot
 from checkpointd_client.staging.stager import Copy, Stager, Staging
@@ -408,6 +412,54 @@ def test_eager_staging_takes_no_sample(eager: Stage, monkeypatch: pytest.MonkeyP
     with case.staged() as (staging, found):
         staging.done.result(30)
         assert case.holds_the_moment_of_save(found)
+
+
+def lines_run(work: Callable[[], object]) -> int:
+    """The lines of our capture and staging that `work` runs on this thread. Others depend on how the save before ends."""
+    count = 0
+    rooms = tuple(str(Path(module.__file__).parent) for module in (stager_module, state_module))
+
+    def trace(frame: FrameType, event: str, arg: object) -> Any:
+        nonlocal count
+        if not frame.f_code.co_filename.startswith(rooms) or frame.f_code.co_filename == arena_module.__file__:
+            return None
+        count += event == "line"
+        return trace
+
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(None)
+    return count
+
+
+def test_more_tensors_run_no_more_python_in_an_eager_save(tmp_path: Path) -> None:
+    counts = []
+    for tensors in (50, 500):
+        state = {"net": torch.nn.ParameterList(torch.zeros(3) for _ in range(tensors))}
+        with Checkpointer(tmp_path / str(tensors), staging="eager", on_no_progress="ignore") as ckpt:
+            for step in range(2):
+                ckpt.save(step, state).wait()
+            counts.append(lines_run(lambda ckpt=ckpt, state=state: ckpt.save(2, state)))
+    assert counts[0] == counts[1] > 50
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_tensors_that_are_copied_together_keep_their_bits(eager: Stage, dtype: torch.dtype) -> None:
+    """Also those of signalling NaNs, which arithmetic would make quiet."""
+    integers = torch.int32 if dtype.itemsize == 4 else torch.int16
+    bits = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32) * (1 << 16 if dtype.itemsize == 4 else 1) + 1
+    arena, stager = eager
+    tensors = [bits.to(integers)[:-1].view(dtype), bits.to(integers)[1::2].view(dtype)]
+    captured = capture({"t": tensors}, None, exclude_frozen_parameters=False)
+    layout, hold = plan_slot(captured), SlotHold(arena)
+    assert arena.acquire(hold, layout.nbytes, timeout=0.0)
+    staging = Staging(hold.slot)
+    stager.begin(staging, captured, layout)
+    for target, source in zip(hold.slot.views(layout, layout.parts), tensors, strict=True):
+        assert torch.equal(target.view(integers), source.view(integers))
+    hold.release()
 
 
 def test_gradient_accumulation_leaves_the_snapshot_alone(run: Run) -> None:
