@@ -106,7 +106,7 @@ def vote_of(folder: Path, outcome: dict[str, Any], rank: int) -> dict[str, Any]:
 def read_index(folder: Path, vote: dict[str, Any]) -> dict[str, Any]:
     ref = vote["index"]
     check(re.fullmatch(rf"{vote['rank']:05d}(-[1-9]\d*)?\.index", ref["name"]) is not None, ref["name"])
-    data = (folder / ref["name"]).read_bytes()
+    data = (folder / group(ref["name"]) / ref["name"]).read_bytes()
     check((digest(data), len(data)) == (ref["digest"], ref["size"]), ref["name"])
     index: dict[str, Any] = msgspec.msgpack.decode(data)
     check((index["format"], index["version"]) == ("checkpointd.index", 2), ref["name"])
@@ -127,9 +127,15 @@ def read_index(folder: Path, vote: dict[str, Any]) -> dict[str, Any]:
 def object_path(folder: Path, item: dict[str, Any]) -> Path:
     """Of an object of this attempt, or of the older one that holds it."""
     if "held_by" not in item:
-        return Path(folder / item["name"])
+        return Path(folder / group(item["name"]) / item["name"])
     check(re.fullmatch(r"[^/.\\][^/\\]*/\d{8,}-\d+", item["held_by"]) is not None, item["held_by"])
-    return Path(folder.parents[1] / item["held_by"] / item["name"])
+    return Path(folder.parents[1] / item["held_by"] / group(item["name"]) / item["name"])
+
+
+def group(name: str) -> str:
+    """The directory in an attempt that holds the objects of the rank in `name`."""
+    number = int(name.split("-")[0].split(".")[0]) // 256
+    return str(number) if number else ""
 
 
 def check_plan(root: Path, vote: dict[str, Any]) -> None:

@@ -38,6 +38,7 @@ _OBJECT = re.compile(
 )
 _MARK = re.compile(r"deleted(?:-([1-9]\d{0,8}))?\Z", re.ASCII)
 _EPOCH = re.compile(r"(?:\d{8}|[1-9]\d{8,11})\Z", re.ASCII)
+_GROUP = re.compile(r"[1-9]\d{0,3}\Z", re.ASCII)
 _DIGEST = re.compile(r"[0-9a-f]{32}\Z")
 
 EPOCH_MAX = 10**12 - 1
@@ -45,6 +46,8 @@ STEP_MAX = 2**64 - 1
 """The largest step that the objects of a checkpoint can hold."""
 WORLD_SIZE_MAX = 1 << 18
 """The most ranks of a job. An object that declares more is damaged, and nothing is allocated for them."""
+RANKS_PER_GROUP = 256
+"""The ranks whose objects share a directory of an attempt, so that no directory grows with the ranks."""
 TAKEOVERS_MAX = 5000
 """The most writers that may take one shard over from each other; each writes objects under its own names."""
 PARTS_PER_TAKEOVER = 2
@@ -110,6 +113,32 @@ def default_tag(step: int) -> str:
 
 
 def attempt_prefix(tag: str, attempt: AttemptId) -> str:
+    return f"{tag}/{attempt}"
+
+
+def group_prefix(prefix: str, group: int) -> str:
+    """Where the objects of the ranks of `group` lie in the attempt `prefix` (`<tag>/<attempt>`)."""
+    return f"{prefix}/{group}" if group else prefix
+
+
+def group_of(name: str) -> int:
+    """The group of the object `name` of an attempt: that of its rank. Records of the whole attempt are in group 0."""
+    return (object_rank(name) or 0) // RANKS_PER_GROUP
+
+
+def object_key(prefix: str, name: str) -> str:
+    """The key of the object `name` of the attempt `prefix`."""
+    return f"{group_prefix(prefix, group_of(name))}/{name}"
+
+
+def is_group(name: str) -> bool:
+    """Whether the directory `name` in an attempt holds the objects of a group of ranks."""
+    return _GROUP.match(name) is not None
+
+
+def holder_of(key: str) -> str:
+    """The attempt `<tag>/<attempt>` that holds the object with this key."""
+    tag, attempt, *_ = key.split("/")
     return f"{tag}/{attempt}"
 
 

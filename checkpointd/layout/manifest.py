@@ -20,7 +20,7 @@ from typing_extensions import Buffer
 
 from checkpointd.errors import ERRORS, AbortedError, CheckpointdError, FormatError, StagingError
 from checkpointd.layout.boxes import Box
-from checkpointd.layout.keys import WORLD_SIZE_MAX, index_rank
+from checkpointd.layout.keys import WORLD_SIZE_MAX, index_rank, object_key
 from checkpointd.layout.save_timings import Cost, PhaseSeconds
 
 VERSION = 2
@@ -133,7 +133,7 @@ class ObjectRef(_Object, frozen=True, kw_only=True, omit_defaults=True):
 
     def key(self, prefix: str) -> str:
         """The key of the object, for an index of the attempt `prefix` (`<tag>/<attempt>`)."""
-        return f"{self.held_by or prefix}/{self.name}"
+        return object_key(self.held_by or prefix, self.name)
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -386,7 +386,7 @@ class Attempt:
         return outcome
 
     async def _coordinate(self) -> Outcome | None:
-        entries = await self._store.list(self.info.prefix)
+        entries = await catalog.objects_of(self._store, self.info.prefix)
         if any(entry.name == OUTCOME for entry in entries):
             return await self._seen()
         await self._ballot.gather(entries)
@@ -441,7 +441,7 @@ class Attempt:
             return decisions.abort("FencedError", str(self._fenced), (self.info.rank,))
         if self._given_up is not None:
             return self._given_up
-        entries = await self._store.list(self.info.prefix)
+        entries = await catalog.objects_of(self._store, self.info.prefix)
         missing = missing_ranks(entries, self.info.world_size)
         if not missing:
             missing = {COORDINATOR: "coordinator: all ranks have voted, but it put no outcome"}

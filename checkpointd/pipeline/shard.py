@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from checkpointd.errors import UsageError
 from checkpointd.layout.boxes import Box
-from checkpointd.layout.keys import TAKEOVERS_MAX, AttemptId, attempt_prefix
+from checkpointd.layout.keys import TAKEOVERS_MAX, AttemptId, attempt_prefix, object_key
 from checkpointd.layout.manifest import Alias, Inline, Plan, PlanTensor, Scope
 from checkpointd.layout.save_timings import PhaseSeconds
 from checkpointd.pipeline.meter import SaveMeter
@@ -75,7 +75,7 @@ class AttemptInfo:
         return attempt_prefix(self.tag, self.attempt)
 
     def key(self, name: str) -> str:
-        return f"{self.prefix}/{name}"
+        return object_key(self.prefix, name)
 
 
 @dataclass(frozen=True, slots=True)

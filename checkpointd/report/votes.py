@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from checkpointd.errors import DamagedError, NotFoundError, UnreadableError
-from checkpointd.layout.keys import object_rank, vote_name
+from checkpointd.layout.keys import object_key, object_rank, vote_name
 from checkpointd.layout.manifest import RANKS_AT_FAULT_MAX, ErrorReport, Inline, Outcome, Vote, WriterIdentity
 from checkpointd.layout.save_timings import PhaseSeconds
 from checkpointd.pipeline.root import ballots, catalog
@@ -79,7 +79,7 @@ async def votes_of(store: Store, attempt: AttemptView) -> dict[int, Vote | str]:
     votes: dict[int, Vote | str] = {}
 
     async def read(rank: int) -> None:
-        votes[rank] = await _vote(store, f"{attempt.prefix}/{vote_name(rank)}")
+        votes[rank] = await _vote(store, object_key(attempt.prefix, vote_name(rank)))
 
     await run_workers([partial(read, rank) for rank in attempt.vote_ranks], READS)
     return votes

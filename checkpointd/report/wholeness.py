@@ -14,7 +14,7 @@ import msgspec
 
 from checkpointd.commands import at_tag, command
 from checkpointd.errors import StoreError
-from checkpointd.layout.keys import BALLOT, AttemptId, holds_bytes, index_name, index_rank
+from checkpointd.layout.keys import BALLOT, AttemptId, holder_of, holds_bytes, index_name, index_rank, object_key
 from checkpointd.layout.manifest import Vote
 from checkpointd.phrases import listed
 from checkpointd.pipeline.root import catalog
@@ -64,15 +64,15 @@ class Wholeness:
 
     async def _looked(self, attempt: AttemptView, votes: Votes) -> tuple[Lost, ...]:
         doubtful = {key: size for key, size in _needed(attempt, votes).items() if not _is_there(self._listed, key, size)}
-        for prefix in {_prefix(key) for key in doubtful} - self._again.keys():
-            self._again[prefix] = {entry.name: entry.size for entry in await self._store.list(prefix)}
+        for prefix in {holder_of(key) for key in doubtful} - self._again.keys():
+            self._again[prefix] = {entry.name: entry.size for entry in await catalog.objects_of(self._store, prefix)}
         gone = [key for key, size in doubtful.items() if not _is_there(self._again, key, size)]
         if not gone or (await catalog.view(self._store, attempt.tag, attempt.attempt)).state != "committed":
             return ()
         return tuple([await self._lost(key) for key in sorted(gone)])
 
     async def _lost(self, key: str) -> Lost:
-        prefix, _, name = key.rpartition("/")
+        prefix, name = holder_of(key), key.rpartition("/")[2]
         left = self._again[prefix].get(name)
         if left is not None:
             return Lost(key=key, removed="", bytes_left=left)
@@ -84,13 +84,9 @@ class Wholeness:
         return Lost(key=key, removed=prefix if attempts else tag)
 
 
-def _prefix(key: str) -> str:
-    return key.rpartition("/")[0]
-
-
 def _is_there(listed: Mapping[str, Mapping[str, int]], key: str, size: int | None) -> bool:
-    prefix, _, name = key.rpartition("/")
-    there = listed.get(prefix, {})
+    name = key.rpartition("/")[2]
+    there = listed.get(holder_of(key), {})
     if not name:
         return any(map(holds_bytes, there))
     found = there.get(name)
@@ -108,13 +104,13 @@ def _needed(attempt: AttemptView, votes: Votes) -> dict[str, int | None]:
     known = {rank: vote for rank, vote in votes.items() if isinstance(vote, Vote)}
     for vote in known.values():
         if vote.index is not None:
-            needed[f"{attempt.prefix}/{vote.index.name}"] = vote.index.size
-        needed |= {f"{attempt.prefix}/{ref.name}": ref.size for ref in vote.objects}
+            needed[object_key(attempt.prefix, vote.index.name)] = vote.index.size
+        needed |= {object_key(attempt.prefix, ref.name): ref.size for ref in vote.objects}
         referred |= set(vote.refers)
     indexed = {index_rank(name) for name in attempt.sizes}
     for rank in range(outcome.world_size):
         if rank not in known and rank not in indexed:
-            needed[f"{attempt.prefix}/{index_name(rank)}"] = None
+            needed[object_key(attempt.prefix, index_name(rank))] = None
     if len(known) < outcome.world_size:
         referred |= {f"{holder}/" for holder in outcome.holders}
     return needed | dict.fromkeys(referred)

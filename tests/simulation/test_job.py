@@ -15,6 +15,7 @@ from typing import Literal
 
 import pytest
 
+from checkpointd.layout import keys
 from checkpointd.testing import simloop
 from checkpointd.testing.simjob import SimJob, run_schedule
 from checkpointd.testing.simrank import JobConfig
@@ -49,6 +50,12 @@ def test_without_faults_every_save_commits() -> None:
         report = run_schedule(Schedule(job=JobConfig(seed=seed, steps=3)))
         assert (report.incarnations, report.aborted) == (2, 0)
         assert report.committed == 4
+
+
+def test_ranks_whose_objects_lie_in_directories_of_their_own_keep_the_invariants(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The random schedules, as if there were so many ranks that each of these is in another group."""
+    monkeypatch.setattr(keys, "RANKS_PER_GROUP", 1)
+    assert sum(run_schedule(random_schedule(seed)).committed for seed in range(40)) > 20
 
 
 @pytest.mark.parametrize("steps", [1, 2])

@@ -29,7 +29,7 @@ import msgspec
 from checkpointd.commit.facts import AttemptFacts, Dead
 from checkpointd.commit.garbage import dead_weight, spent_records, with_spare_objects
 from checkpointd.errors import DamagedError, NotFoundError
-from checkpointd.layout.keys import holds_bytes, is_bulk, mark_number, object_rank, object_takeover
+from checkpointd.layout.keys import holder_of, holds_bytes, is_bulk, mark_number, object_key, object_rank, object_takeover
 from checkpointd.layout.manifest import Deleted
 from checkpointd.pipeline.read.readback import recorded, survivor
 from checkpointd.pipeline.root import catalog
@@ -88,7 +88,8 @@ async def survey(store: Store, attempts: Iterable[AttemptFacts], going: Sequence
     dead = [*dead_weight(attempts), *going]
     needed = await references(store, _prefixes(dead), _prefixes(dead))
     # Marks do not matter here: `collect` condemns unneeded objects before it checks.
-    found = [_removal(facts, reason, await store.list(facts.prefix), _needed_of(facts, needed)) for facts, reason in dead]
+    listed = [(facts, reason, await catalog.objects_of(store, facts.prefix)) for facts, reason in dead]
+    found = [_removal(facts, reason, entries, _needed_of(facts, needed)) for facts, reason, entries in listed]
     return [removal for removal in found if removal.objects]
 
 
@@ -142,15 +143,15 @@ async def _sweep(
     (COLLECT-7).
     """
     kept = _needed_of(facts, needed) | set(mark.kept if mark is not None else ())
-    removal = _removal(facts, reason, await store.list(facts.prefix), kept)
+    removal = _removal(facts, reason, await catalog.objects_of(store, facts.prefix), kept)
     for name in removal.objects:
-        await store.delete(f"{facts.prefix}/{name}")
+        await store.delete(object_key(facts.prefix, name))
     return removal
 
 
 def _needed_of(facts: AttemptFacts, needed: Collection[str]) -> set[str]:
     """The names of the attempt's objects among the keys `needed`."""
-    return {key.removeprefix(f"{facts.prefix}/") for key in needed if key.startswith(f"{facts.prefix}/")}
+    return {key.rpartition("/")[2] for key in needed if holder_of(key) == facts.prefix}
 
 
 def _removal(facts: AttemptFacts, reason: str, entries: Iterable[Entry], kept: Collection[str]) -> Removal:
@@ -173,7 +174,7 @@ async def _drop_unnamed(store: Store, facts: AttemptFacts) -> None:
     """Remove the objects of writers whose index no vote names. A writer that is still at work drops its later objects
     itself."""
     prefix = facts.prefix
-    names = [entry.name for entry in await store.list(prefix)]
+    names = [entry.name for entry in await catalog.objects_of(store, prefix)]
     for rank in facts.contested:
         try:
             outcome = await catalog.read_outcome(store, facts.tag, facts.attempt)
@@ -187,11 +188,11 @@ async def _drop_unnamed(store: Store, facts: AttemptFacts) -> None:
         named = {vote.index.name, *(ref.name for ref in index.objects if not ref.held_by)}
         for name in names:
             if object_rank(name) == rank and object_takeover(name) is not None and name not in named:
-                await store.delete(f"{prefix}/{name}")
+                await store.delete(object_key(prefix, name))
 
 
 async def _forget(store: Store, prefix: str) -> None:
-    names = [entry.name for entry in await store.list(prefix)]
+    names = [entry.name for entry in await catalog.objects_of(store, prefix)]
     marks = sorted((name for name in names if mark_number(name) is not None), key=lambda name: -(mark_number(name) or 0))
     for name in [*(name for name in names if mark_number(name) is None), *marks]:
-        await store.delete(f"{prefix}/{name}")
+        await store.delete(object_key(prefix, name))

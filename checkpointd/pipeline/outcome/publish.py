@@ -26,7 +26,9 @@ from checkpointd.layout.keys import (
     OUTCOME,
     AttemptId,
     attempt_prefix,
+    holder_of,
     is_bulk,
+    object_key,
     object_rank,
     vote_name,
     vote_rank,
@@ -76,7 +78,7 @@ class Ballot:
         await run_workers([partial(self._read, rank) for rank in sorted(ranks)], READS)
 
     async def _read(self, rank: int) -> None:
-        key = f"{self.prefix}/{vote_name(rank)}"
+        key = object_key(self.prefix, vote_name(rank))
         try:
             data = await self.store.get(key, size_max=VOTE_BYTES_MAX)
             vote = decode(data, Vote, key)
@@ -238,7 +240,7 @@ def _cost(votes: Mapping[int, Vote | None], took_s: float) -> Cost:
 
 
 def _holders(votes: Mapping[int, Vote | None]) -> tuple[str, ...]:
-    return tuple(sorted({key.rpartition("/")[0] for vote in votes.values() if vote is not None for key in vote.refers}))
+    return tuple(sorted({holder_of(key) for vote in votes.values() if vote is not None for key in vote.refers}))
 
 
 def missing_ranks(entries: list[Entry], world_size: int) -> dict[int, str]:

@@ -144,7 +144,7 @@ async def judge(store: Store, attempt: AttemptView) -> Draft:
     # An abort cannot be taken back, so several looks must agree that an object is missing.
     store = PatientStore(store, Patience(ABSENCE_S, ABSENCE_S))
     ballot = Ballot(store, attempt.tag, attempt.attempt)
-    await ballot.gather(await store.list(attempt.prefix))
+    await ballot.gather(await catalog.objects_of(store, attempt.prefix))
     decision = decisions.recover(ballot.votes, tag=attempt.tag, attempt=str(attempt.attempt))
     plans = PlanCheck(store)
     if decision.commit:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from checkpointd.errors import DamagedError, FormatError, NotFoundError, WorldSizeError
 from checkpointd.layout.boxes import whole
-from checkpointd.layout.keys import BALLOT
+from checkpointd.layout.keys import BALLOT, object_key
 from checkpointd.layout.manifest import Chunk, Index, TensorEntry
 from checkpointd.pipeline.root.ballots import vote_of
 from checkpointd.pipeline.root.catalog import Checkpoint, index_named_by
@@ -24,7 +24,7 @@ async def read_index(store: Store, checkpoint: Checkpoint, rank: int) -> Index:
     key = f"{checkpoint.prefix}/{BALLOT}"
     try:
         vote = await vote_of(store, outcome, rank)
-        key = f"{checkpoint.prefix}/{vote.index.name}" if vote.index else key
+        key = object_key(checkpoint.prefix, vote.index.name) if vote.index else key
         index = await index_named_by(store, checkpoint.prefix, vote)
         if index.step != outcome.step:
             raise DamagedError(f"{key} is of step {index.step}, the outcome of step {outcome.step}")

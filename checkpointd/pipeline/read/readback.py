@@ -27,7 +27,7 @@ import msgspec
 
 from checkpointd.config import LoadConfig
 from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError
-from checkpointd.layout.keys import VERIFIED, AttemptId, read_back_name, read_back_rank
+from checkpointd.layout.keys import VERIFIED, AttemptId, object_key, read_back_name, read_back_rank
 from checkpointd.layout.manifest import Index, Outcome, ReadBack, Verified, decode, encode
 from checkpointd.pipeline.read.chunks import group_chunks, read_chunks
 from checkpointd.pipeline.read.plan import rank_reads
@@ -237,9 +237,9 @@ async def _index(store: Store, checkpoint: Checkpoint, rank: int) -> Index:
 async def _record_shard(store: Store, checkpoint: Checkpoint, rank: int, nbytes: int) -> None:
     """Record that the shard of `rank` is whole. If all shards are, record that the checkpoint is verified (READBACK-1)."""
     record = encode(ReadBack(rank=rank, nbytes=nbytes, writer=writer()))
-    await store.put_if_absent(f"{checkpoint.prefix}/{read_back_name(rank)}", record)
+    await store.put_if_absent(object_key(checkpoint.prefix, read_back_name(rank)), record)
     view = await catalog.view(store, checkpoint.tag, checkpoint.attempt)
-    records = [f"{checkpoint.prefix}/{name}" for name in view.sizes if read_back_rank(name) is not None]
+    records = [object_key(checkpoint.prefix, name) for name in view.sizes if read_back_rank(name) is not None]
     if view.state != "committed" or len(records) < checkpoint.outcome.world_size:
         return
     if view.read_back == "no":

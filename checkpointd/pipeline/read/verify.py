@@ -15,7 +15,7 @@ from checkpointd.errors import CheckpointdError, DamagedError, FormatError, NotF
 from checkpointd.layout import tree
 from checkpointd.layout.files import check_files, pieces_of
 from checkpointd.layout.joint_plan import encode_joint_plan, joint_plan_ref
-from checkpointd.layout.keys import DAMAGED, JOINT_PLAN, OUTCOME, VERIFIED, plan_key
+from checkpointd.layout.keys import DAMAGED, JOINT_PLAN, OUTCOME, VERIFIED, object_key, plan_key
 from checkpointd.layout.manifest import Damaged, Index, Plan, Verified, Vote, encode
 from checkpointd.layout.plan import NumberedPlan, TensorNumbers, compared, cover_fault
 from checkpointd.pipeline.read.duplicate_boxes import unequal
@@ -223,7 +223,7 @@ async def checked_index(store: Store, checkpoint: Checkpoint, rank: int) -> Inde
 
 async def _check_described(store: Store, checkpoint: Checkpoint, index: Index) -> None:
     vote = await vote_of(store, checkpoint.outcome, index.rank)
-    _check_tree(index, f"{checkpoint.prefix}/{vote.index.name if vote.index else ''}")
+    _check_tree(index, object_key(checkpoint.prefix, vote.index.name if vote.index else ""))
     await _check_plan(store, checkpoint, vote, index)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Literal, TypeAlias
 
@@ -21,8 +22,12 @@ from checkpointd.layout.keys import (
     AttemptId,
     attempt_prefix,
     check_tag,
+    group_of,
+    group_prefix,
     is_bulk,
+    is_group,
     is_tag,
+    object_key,
     object_rank,
     object_takeover,
     plan_key,
@@ -31,9 +36,12 @@ from checkpointd.layout.keys import (
 )
 from checkpointd.layout.manifest import LISTING_BYTES_MAX, VOTE_BYTES_MAX, Index, Outcome, Plan, Vote, decode, digest
 from checkpointd.phrases import listed
-from checkpointd.store.base import Store
+from checkpointd.pipeline.workers import run_workers
+from checkpointd.store.base import Entry, Store
 
 LATEST_BYTES_MAX = 4096
+LISTINGS = 16
+"""The number of directories of an attempt that are listed at once."""
 _LOOKS = 3
 """How many times to look at an attempt whose outcome disappears between listing and reading, as when records are removed."""
 
@@ -133,12 +141,27 @@ async def attempts_of(store: Store, tag: str, known: Mapping[str, AttemptView] =
     return [known.get(attempt_prefix(tag, attempt)) or await view(store, tag, attempt) for attempt in sorted(found)]
 
 
+async def objects_of(store: Store, prefix: str) -> list[Entry]:
+    """The objects of the attempt `prefix` (`<tag>/<attempt>`), of all groups of ranks, sorted by name."""
+    found: list[Entry] = []
+
+    async def look(group: int) -> None:
+        entries = await store.list(group_prefix(prefix, group))
+        found.extend(entry for entry in entries if not entry.is_prefix and group_of(entry.name) == group)
+
+    top = await store.list(prefix)
+    found.extend(entry for entry in top if not entry.is_prefix and not group_of(entry.name))
+    groups = [int(entry.name) for entry in top if entry.is_prefix and is_group(entry.name)]
+    await run_workers([partial(look, group) for group in groups], LISTINGS)
+    return sorted(found, key=lambda entry: entry.name)
+
+
 async def view(store: Store, tag: str, attempt: AttemptId) -> AttemptView:
     """One attempt as the store shows it now."""
     prefix, why = attempt_prefix(tag, attempt), ""
     sizes: dict[str, int] = {}
     for _ in range(_LOOKS):
-        sizes = {entry.name: entry.size for entry in await store.list(prefix) if not entry.is_prefix}
+        sizes = {entry.name: entry.size for entry in await objects_of(store, prefix)}
         if OUTCOME not in sizes:
             return AttemptView(tag, attempt, sizes, None)
         # An unreadable sector under one outcome must not hide all other checkpoints.
@@ -172,7 +195,7 @@ async def index_named_by(store: Store, prefix: str, vote: Vote) -> Index:
     ref = vote.index
     if ref is None:
         raise DamagedError(f"{prefix}/{vote_name(vote.rank)} names no index")
-    key = f"{prefix}/{ref.name}"
+    key = object_key(prefix, ref.name)
     data = await store.get(key, size_max=ref.size)
     if len(data) != ref.size or digest(data) != ref.digest:
         raise DamagedError(f"{key} is damaged: its bytes are not those that its vote names", key=key)

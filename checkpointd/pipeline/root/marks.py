@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterable
 
 from checkpointd.errors import DamagedError, NotFoundError
 from checkpointd.layout.indexes import decode_index
-from checkpointd.layout.keys import DELETED, OUTCOME, holds_bytes, mark_name, mark_number
+from checkpointd.layout.keys import DELETED, OUTCOME, holder_of, holds_bytes, mark_name, mark_number, object_key
 from checkpointd.layout.manifest import LISTING_BYTES_MAX, Deleted, Outcome, decode, encode
 from checkpointd.pipeline.root import catalog
 from checkpointd.pipeline.root.ballots import votes_of
@@ -85,9 +85,9 @@ async def condemn(store: Store, prefix: str, reason: str, needed: Collection[str
     If it has a mark already, a further mark condemns the objects that are not needed any more (MARK-2). Returns the mark that
     counts from now on; None if it cannot be read (MARK-3).
     """
-    names = [entry.name for entry in await store.list(prefix)]
+    names = [entry.name for entry in await catalog.objects_of(store, prefix)]
     chunks = {name for name in names if holds_bytes(name)}
-    kept = {name for name in chunks if f"{prefix}/{name}" in needed}
+    kept = {name for name in chunks if object_key(prefix, name) in needed}
     first = Deleted(reason=reason, kept=tuple(sorted(kept)), user=user(), writer=writer())
     if await store.put_if_absent(f"{prefix}/{DELETED}", encode(first)):
         return first
@@ -128,7 +128,7 @@ async def references(store: Store, holders: Collection[str], without: Collection
     for view in await catalog.scan(store):
         if view.prefix not in without:
             needed |= await _needed_by(store, view, holders)
-    return frozenset(key for key in needed if key.rpartition("/")[0] in holders)
+    return frozenset(key for key in needed if holder_of(key) in holders)
 
 
 async def _needed_by(store: Store, view: AttemptView, holders: Collection[str]) -> set[str]:
@@ -176,7 +176,7 @@ async def _indexed(store: Store, view: AttemptView) -> set[str]:
     found: set[str] = set()
     for name in view.sizes:
         if name.endswith(".index"):
-            key = f"{view.prefix}/{name}"
+            key = object_key(view.prefix, name)
             index = decode_index(await store.get(key, size_max=LISTING_BYTES_MAX), key)
             found |= {ref.key("") for ref in index.objects if ref.held_by}
     return found

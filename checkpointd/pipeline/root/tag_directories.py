@@ -40,6 +40,7 @@ from checkpointd.layout.keys import (
     SHOWN,
     AttemptId,
     file_name,
+    object_key,
     object_takeover,
     shown_key,
 )
@@ -234,7 +235,7 @@ async def files_of(store: Store, outcome: Outcome) -> dict[str, str]:
             raise vote
         takeover = object_takeover(vote.index.name) if vote.index is not None else None
         for number, name in enumerate(vote.files or ()):
-            found[name] = f"{outcome.prefix}/{file_name(rank, number, takeover or 0)}"
+            found[name] = object_key(outcome.prefix, file_name(rank, number, takeover or 0))
     return found
 
 

@@ -114,6 +114,21 @@ def test_every_object_of_a_rank_is_known_as_its_own(rank: int, part: int) -> Non
     assert keys.check_chunks_ref(keys.chunks_name(rank, part), rank)
 
 
+@pytest.mark.parametrize(("rank", "group"), [(0, 0), (255, 0), (256, 1), (300, 1), (16_383, 63), ((1 << 18) - 1, 1023)])
+def test_the_objects_of_256_ranks_share_a_directory(rank: int, group: int) -> None:
+    for name in (keys.index_name(rank, 3), keys.vote_name(rank), keys.read_back_name(rank), keys.file_name(rank, 2)):
+        folder = f"tag/00000001-0/{group}" if group else "tag/00000001-0"
+        assert keys.object_key("tag/00000001-0", name) == f"{folder}/{name}"
+        assert keys.holder_of(keys.object_key("tag/00000001-0", name)) == "tag/00000001-0"
+    assert keys.is_group(str(group)) == (group > 0)
+    assert keys.object_key("tag/00000001-0", keys.OUTCOME) == "tag/00000001-0/outcome"
+
+
+@pytest.mark.parametrize("name", ["0", "01", "-1", "1 ", "1\n", "\u0661", "10000", "outcome", ""])
+def test_no_other_spelling_names_a_group(name: str) -> None:
+    assert not keys.is_group(name)
+
+
 takeovers = st.integers(0, keys.TAKEOVERS_MAX - 1)
 
 

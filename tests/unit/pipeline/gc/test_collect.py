@@ -15,7 +15,8 @@ from checkpointd.commit.machine import Phase
 from checkpointd.commit.retention import Retention
 from checkpointd.config import CommitConfig, LoadConfig
 from checkpointd.errors import DamagedError, NotFoundError, UnreadableError, UsageError
-from checkpointd.layout.keys import VERIFIED, mark_name
+from checkpointd.layout import keys
+from checkpointd.layout.keys import VERIFIED, AttemptId, mark_name
 from checkpointd.layout.manifest import Deleted, decode
 from checkpointd.pipeline.gc import collect as collecting
 from checkpointd.pipeline.gc.collect import collect
@@ -28,6 +29,8 @@ from checkpointd.pipeline.root import catalog, epochs
 from checkpointd.pipeline.root.marks import condemn, references, standing_mark
 from checkpointd.pipeline.shard import AttemptInfo
 from checkpointd.pipeline.write.dedup import Base, Bases
+from checkpointd.report.votes import votes_of
+from checkpointd.report.wholeness import Wholeness
 from checkpointd.store.base import Store
 from checkpointd.store.memory import MemoryStore
 from checkpointd.store.posix.store import PosixStore
@@ -228,6 +231,39 @@ async def test_collect_6_a_ballot_that_cannot_be_verified_frees_nothing() -> Non
     await store.put("global_step2/00000001-0/ballot", b"scribble")
     with pytest.raises(DamagedError, match=r"global_step2/00000001-0/ballot"):
         await references(store, {FIRST})
+
+
+async def test_the_objects_of_each_group_of_ranks_lie_in_a_directory_of_their_own_and_go_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keys, "RANKS_PER_GROUP", 2)
+    store, attempt = PosixStore(tmp_path), tmp_path / FIRST
+    await saved(store, 1, 2, world_size=5)
+    assert {path.name: sorted(one.name for one in path.iterdir()) for path in attempt.iterdir() if path.is_dir()} == {
+        "1": ["00002-0.chunks", "00002.index", "00002.vote", "00003-0.chunks", "00003.index", "00003.vote"],
+        "2": ["00004-0.chunks", "00004.index", "00004.vote"],
+    }
+    assert (await verify(store, await catalog.find(store, "global_step2"), LoadConfig())).whole
+    (attempt / "2" / "00001.vote").write_bytes(b"of a rank of another group")
+    view = await catalog.view(store, "global_step1", AttemptId(1, 0))
+    assert view.sizes["00001.vote"] == (attempt / "00001.vote").stat().st_size
+    (attempt / "2" / "00001.vote").unlink()
+    needed = {f"{FIRST}/00000-0.chunks", f"{FIRST}/00001-0.chunks", f"{FIRST}/2/00004-0.chunks"}
+    assert await references(store, {FIRST}) == needed | {f"{FIRST}/1/0000{rank}-0.chunks" for rank in (2, 3)}
+    await collection(store, Retention(keep_last=1), dry_run=False)
+    assert sorted(one.name for one in (attempt / "2").iterdir()) == ["00004-0.chunks", "00004.vote"]
+    assert (await verify(store, await catalog.find(store, "global_step2"), LoadConfig())).whole
+    whole = Wholeness(store, await catalog.scan(store))
+    second = await catalog.view(store, "global_step2", AttemptId(1, 0))
+    assert await whole.lost(second, await votes_of(store, second)) == ()
+    (attempt / "2" / "00004-0.chunks").unlink()
+    whole = Wholeness(store, await catalog.scan(store))
+    assert [one.key for one in await whole.lost(second, await votes_of(store, second))] == [f"{FIRST}/2/00004-0.chunks"]
+    await saved(store, 3, frozen=9, world_size=5)
+    await read_back(store, await catalog.find(store, "global_step3"))
+    await collection(store, Retention(keep_last=1), dry_run=False)
+    left = {str(path.relative_to(tmp_path)) for path in (tmp_path / "global_step2").rglob("*.index")}
+    assert not left
 
 
 # --- retention ----------------------------------------------------------------------------------------------------
