@@ -123,7 +123,12 @@ def group_prefix(prefix: str, group: int) -> str:
 
 def group_of(name: str) -> int:
     """The group of the object `name` of an attempt: that of its rank. Records of the whole attempt are in group 0."""
-    return (object_rank(name) or 0) // RANKS_PER_GROUP
+    return rank_group(object_rank(name) or 0)
+
+
+def rank_group(rank: int) -> int:
+    """The group of `rank`."""
+    return rank // RANKS_PER_GROUP
 
 
 def object_key(prefix: str, name: str) -> str:

@@ -386,10 +386,10 @@ class Attempt:
         return outcome
 
     async def _coordinate(self) -> Outcome | None:
-        entries = await catalog.objects_of(self._store, self.info.prefix)
-        if any(entry.name == OUTCOME for entry in entries):
-            return await self._seen()
-        await self._ballot.gather(entries)
+        outcome = await self._seen()
+        if outcome is not None:
+            return outcome
+        await self._ballot.look(self.info.world_size)
         decision = self._ballot.decide(self.info.world_size)
         if decision is None or (decision.commit and not self._may_commit()):
             return None

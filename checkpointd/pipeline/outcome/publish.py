@@ -30,6 +30,7 @@ from checkpointd.layout.keys import (
     is_bulk,
     object_key,
     object_rank,
+    rank_group,
     vote_name,
     vote_rank,
 )
@@ -71,6 +72,11 @@ class Ballot:
     @property
     def prefix(self) -> str:
         return attempt_prefix(self.tag, self.attempt)
+
+    async def look(self, world_size: int) -> None:
+        """Read the votes that have come since the last look. Lists only the groups of ranks that still miss votes."""
+        missing = {rank_group(rank) for rank in range(world_size) if rank not in self.votes}
+        await self.gather(await catalog.objects_of_groups(self.store, self.prefix, sorted(missing)))
 
     async def gather(self, entries: list[Entry]) -> None:
         """Read the votes among `entries` that were not read before."""

@@ -143,17 +143,24 @@ async def attempts_of(store: Store, tag: str, known: Mapping[str, AttemptView] =
 
 async def objects_of(store: Store, prefix: str) -> list[Entry]:
     """The objects of the attempt `prefix` (`<tag>/<attempt>`), of all groups of ranks, sorted by name."""
+    top = await store.list(prefix)
+    groups = [int(entry.name) for entry in top if entry.is_prefix and is_group(entry.name)]
+    return sorted([*_of_group(top, 0), *await objects_of_groups(store, prefix, groups)], key=lambda entry: entry.name)
+
+
+async def objects_of_groups(store: Store, prefix: str, groups: Iterable[int]) -> list[Entry]:
+    """The objects of these groups of ranks in the attempt `prefix`; group 0 has the records of the whole attempt, too."""
     found: list[Entry] = []
 
     async def look(group: int) -> None:
-        entries = await store.list(group_prefix(prefix, group))
-        found.extend(entry for entry in entries if not entry.is_prefix and group_of(entry.name) == group)
+        found.extend(_of_group(await store.list(group_prefix(prefix, group)), group))
 
-    top = await store.list(prefix)
-    found.extend(entry for entry in top if not entry.is_prefix and not group_of(entry.name))
-    groups = [int(entry.name) for entry in top if entry.is_prefix and is_group(entry.name)]
     await run_workers([partial(look, group) for group in groups], LISTINGS)
-    return sorted(found, key=lambda entry: entry.name)
+    return found
+
+
+def _of_group(entries: Iterable[Entry], group: int) -> list[Entry]:
+    return [entry for entry in entries if not entry.is_prefix and group_of(entry.name) == group]
 
 
 async def view(store: Store, tag: str, attempt: AttemptId) -> AttemptView:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from checkpointd.errors import AbortedError, CheckpointdError, DamagedError, NotFoundError, StoreError
-from checkpointd.layout.keys import chunks_name, group_of, group_prefix, index_name, object_rank, object_takeover, vote_name
+from checkpointd.layout.keys import chunks_name, group_prefix, index_name, object_rank, object_takeover, rank_group, vote_name
 from checkpointd.layout.manifest import NO_REASON, BesideFile, ErrorReport, Index, IndexRef, Vote, encode
 from checkpointd.layout.tree import files_of
 from checkpointd.pipeline.root.catalog import read_vote
@@ -166,7 +166,7 @@ async def vote_no(store: Store, info: AttemptInfo, error: ErrorReport) -> bool:
 async def drop_shard(store: Store, info: AttemptInfo) -> None:
     """Delete the chunks, files and index that this writer wrote for an attempt that does not commit with them."""
     parts = [chunks_name(info.rank, part, info.takeover) for part in (RAW_OBJECT, ENCODED_OBJECT)]
-    entries = await store.list(group_prefix(info.prefix, group_of(vote_name(info.rank))))
+    entries = await store.list(group_prefix(info.prefix, rank_group(info.rank)))
     files = [entry.name for entry in entries if entry.name.endswith(".file")]
     own = [name for name in files if (object_rank(name), object_takeover(name)) == (info.rank, info.takeover)]
     for name in (index_name(info.rank, info.takeover), *parts, *own):

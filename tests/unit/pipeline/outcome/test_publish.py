@@ -13,6 +13,7 @@ from checkpointd.commit.decide import Decision, unshared
 from checkpointd.commit.machine import FINAL, Phase
 from checkpointd.config import LoadConfig
 from checkpointd.errors import AbortedError, DamagedError, FencedError, NotFoundError, ProtocolError, StagingError, StoreError
+from checkpointd.layout import keys
 from checkpointd.layout.boxes import Box
 from checkpointd.layout.keys import AttemptId, plan_key
 from checkpointd.layout.manifest import Plan, Vote, decode, digest, encode
@@ -251,6 +252,39 @@ async def test_a_vote_is_read_once_and_one_that_cannot_be_read_stands_as_invalid
     await store.delete(f"{PREFIX}/00000.vote")
     await ballot.gather(entries)
     assert isinstance(ballot.votes[0], Vote)
+
+
+async def test_a_look_lists_only_the_groups_of_ranks_that_miss_votes_and_reads_each_vote_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(keys, "RANKS_PER_GROUP", 2)
+    store, calls = MemoryStore(), list[str]()
+    save = await leave_in_doubt(store, voting=(0, 1, 2, 4, 5), world_size=6)
+    whole_list, get = store.list, store.get
+
+    async def listed(prefix: str) -> list[Entry]:
+        calls.append(prefix)
+        return await whole_list(prefix)
+
+    async def read(key: str, **options: int) -> bytes:
+        calls.append(key)
+        return await get(key, **options)
+
+    monkeypatch.setattr(store, "list", listed)
+    monkeypatch.setattr(store, "get", read)
+    ballot = Ballot(store, TAG, ATTEMPT)
+    await ballot.look(6)
+    assert sorted(ballot.votes) == [0, 1, 2, 4, 5]
+    calls.clear()
+    await ballot.look(6)
+    assert calls == [f"{PREFIX}/1"]
+    await save.vote(3)
+    calls.clear()
+    await ballot.look(6)
+    assert calls == [f"{PREFIX}/1", f"{PREFIX}/1/00003.vote"]
+    calls.clear()
+    await ballot.look(6)
+    assert (calls, ballot.decide(6)) == ([], Decision())
 
 
 async def test_a_vote_too_large_to_be_one_aborts_instead_of_stopping_the_coordinator() -> None:
