@@ -115,7 +115,7 @@ class RootGoneError(StoreError):
 
 
 class PartlyLoadedError(CheckpointdError):
-    """load() failed after it had begun to fill the objects: they hold a mix of old and new values, on every rank.
+    """load() failed after it had begun to fill the objects: they hold a mixture of old and new values.
 
     Make new objects and load again, or start the processes again. Do not train with these objects or save them.
     """

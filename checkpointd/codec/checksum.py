@@ -21,6 +21,11 @@ def xxh3_128(data: Buffer) -> bytes:
     return xxhash.xxh3_128_digest(byte_view(data).data)
 
 
+def xxh3_128_hasher() -> xxhash.xxh3_128:
+    """A hasher that takes bytes piece by piece, as bytes or C-contiguous memoryviews; its `digest()` is that of `xxh3_128`."""
+    return xxhash.xxh3_128()
+
+
 def xxh3_128_hex(data: Buffer) -> str:
     """XXH3-128 of the bytes of `data`, seed 0: the canonical form as 32 lower-case hexadecimal digits."""
     return xxhash.xxh3_128_hexdigest(byte_view(data).data)

@@ -161,6 +161,7 @@ class Checkpointer:
         strict: bool = True,
         fallback: bool = True,
         cast: bool = False,
+        verify_first: bool = False,
     ) -> Loaded | None:
         """Load the newest checkpoint, or `tag`, into the objects of `state`, in place; None if there is no checkpoint.
 
@@ -168,14 +169,17 @@ class Checkpointer:
         equal on all ranks is then left alone and listed in `Loaded.per_rank_left`. `cast`: convert between floating dtypes.
 
         If the newest checkpoint is damaged, the log says so and all ranks load the newest whole one; `fallback=False` or a
-        named `tag` raises DamagedError instead. Nothing is touched before every rank has verified what it will read.
+        named `tag` raises an error instead. Bytes are read straight into the tensors and verified there. If they are damaged
+        and no older checkpoint can be loaded over them, the error is a PartlyLoadedError: make the objects anew before you go
+        on. `verify_first`: read and verify everything first, and again to load it. Damage then leaves the objects as they are,
+        and is a DamagedError. `afresh=True` does the same.
 
         Raises MismatchError listing every difference (`strict=False` loads what fits and lists the rest, and raises if nothing
         fits), StateError for the state_dict() of an optimizer or scheduler in place of the object, NotFoundError for a named
         tag, DeadlineError naming ranks that did not take part, UnreadableError if the storage could not be read until
         `commit_timeout_s` had passed, PartlyLoadedError if it failed after it had begun to fill the objects.
         """
-        return self._core.load(state, tag, strict=strict, fallback=fallback, cast=cast)
+        return self._core.load(state, tag, strict=strict, fallback=fallback, cast=cast, verify_first=verify_first)
 
     def latest(self) -> str | None:
         """The tag that `latest` names in the store now, or None."""

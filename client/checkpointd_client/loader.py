@@ -1,8 +1,8 @@
-"""Loading: the ranks agree on one checkpoint, verify it, and only then touch the user's objects.
+"""Loading: the ranks agree on one checkpoint, and read it into the user's objects; each byte is read once, and verified there.
 
 Invariants
-  LOAD-1  No object of the user is touched before every rank has verified all bytes that it will read, along the chain of
-      digests.
+  LOAD-1  No object of the user is touched before every rank has verified the indexes that it reads, along the chain of digests,
+      and has found a place for each value. With `verify_first` all other bytes that it will read are verified by then as well.
   LOAD-2  All ranks load the same attempt, or no rank loads.
   LOAD-3  Damage is never silent. With `fallback` it is logged as an error, and an older checkpoint is tried. Otherwise it is
       raised.
@@ -10,7 +10,10 @@ Invariants
       deadline; then the error is raised on every rank.
   LOAD-5  A checkpoint that was passed over gets a record of that, so only a user ever removes it. If the record cannot be put,
       this job removes no checkpoint of earlier starts: retention would count the damaged checkpoint as whole.
-  LOAD-6  After LOAD-1, an error on one rank becomes a PartlyLoadedError on every rank.
+  LOAD-6  If a load ends with an error after it has begun to fill the objects, this is a PartlyLoadedError on every rank.
+  LOAD-7  load() returns only when every byte in the objects was verified. If bytes prove damaged when they are in the objects
+      already, an older checkpoint must fill all memory that was filled so far, on every rank.
+  LOAD-8  Before every rank has verified all its bytes, a load changes nothing but the elements of tensors.
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ from collections.abc import Callable, Coroutine, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
+import torch
+
 from checkpointd.commands import at_tag, command
 from checkpointd.commit.machine import Phase
 from checkpointd.config import LoadConfig, Ranks
@@ -29,6 +34,7 @@ from checkpointd.daemon.protocol.wire import InFlight, RetainedSnapshot
 from checkpointd.errors import (
     CheckpointdError,
     DamagedError,
+    MismatchError,
     NotFoundError,
     PartlyLoadedError,
     RootGoneError,
@@ -45,6 +51,7 @@ from checkpointd.store.base import Store
 from checkpointd.store.patient import Patience, PatientStore
 from checkpointd.waits import Waiting
 from checkpointd_client.capture import state_dicts
+from checkpointd_client.capture.aliasing import MemoryRegion
 from checkpointd_client.ranks.load_messages import CandidateChoice, Holding, Problem
 from checkpointd_client.ranks.load_rounds import LoadRound
 from checkpointd_client.ranks.writer import ASKED, WriterThread
@@ -144,9 +151,21 @@ class Loader:
     _skipped: list[tuple[str, str]] = field(default_factory=list)
     """On rank 0: attempts that are too damaged to be candidates, each with the damage in words."""
     _answers: HandedOutStates = field(default_factory=HandedOutStates)
+    _touched: list[tuple[str, tuple[torch.Tensor, ...]]] = field(default_factory=list)
+    """The checkpoints that this load has begun to read into the objects: tags, each with the memory that it fills."""
 
     def load(self, tag: str | None, *, fallback: bool) -> Loaded | None:
-        """Agree, verify, load. None if `tag` is None and there is no checkpoint."""
+        """Agree on a checkpoint, and load it. None if `tag` is None and there is no checkpoint."""
+        try:
+            return self._loaded(tag, fallback=fallback)
+        except PartlyLoadedError:
+            raise
+        except CheckpointdError as error:
+            if not self._touched:
+                raise
+            raise self._in_part(str(error)) from error  # LOAD-6
+
+    def _loaded(self, tag: str | None, *, fallback: bool) -> Loaded | None:
         if tag is None:
             self._offer_held()
         for number in range(1 << 30):
@@ -161,7 +180,9 @@ class Loader:
                 assert found is not None
                 if self.ranks.world_size > 1:
                     found.restoration.unexpected = nowhere
-                return self._fill(found)
+                verdict = self._fill(number, candidate, found)
+                if verdict is None:
+                    return self._finish(found)
             if candidate.in_memory and isinstance(verdict, SidecarError | StoreError):
                 log.info("%s is loaded from the store: %s", candidate.tag, verdict)
                 continue
@@ -186,7 +207,7 @@ class Loader:
                 f"no whole checkpoint is left at {self.store.url}; every one is damaged: {'; '.join(self._failures)}. To begin "
                 "without one, make the job's Checkpointer with afresh=True"
             )
-            if not self.afresh:
+            if self._touched or not self.afresh:
                 raise error
             log.error("%s. It was, so nothing is loaded", error)
 
@@ -309,8 +330,13 @@ class Loader:
 
     # --- looking before touching -----------------------------------------------------------------------------
 
+    @property
+    def _verifies_first(self) -> bool:
+        # A job that may go on without a checkpoint needs objects that still have the values they began with.
+        return self.options.verify_first or self.afresh
+
     def _examined(self, number: int, candidate: Candidate) -> tuple[Examined | None, CheckpointdError | None]:
-        """Verify `candidate` on this rank and find the places of its tensors, or return the problem. Touches nothing.
+        """Find the places of the tensors of `candidate` on this rank, or return the problem. Touches nothing.
 
         Problems of this rank are returned, not raised, because the other ranks wait for its verdict. This raises only if the
         other ranks do not answer.
@@ -360,8 +386,9 @@ class Loader:
 
     def _unreadable(self, candidate: Candidate, error: StoreError) -> UnreadableError:
         looks = command("verify", *at_tag(self.store.url, candidate.tag))
+        nothing = "No" if self._touched else "Nothing was loaded, and no"
         return UnreadableError(
-            f"{candidate.tag} cannot be read now on rank {self.ranks.rank}: {error}. Nothing was loaded, and no older "
+            f"{candidate.tag} cannot be read now on rank {self.ranks.rank}: {error}. {nothing} older "
             "checkpoint was taken instead, since this one may be whole. Mend the storage and load again; "
             f"{looks} shows what can be read. To load an older checkpoint nevertheless, name it: load(state, tag=...)"
         )
@@ -374,8 +401,20 @@ class Loader:
     def _examine(self, seen: Seen, answers: HandedOutStates) -> Examined:
         source = seen.source
         content, restoration = prepared(source, self.state, seen.content, self.options, answers=answers)
-        source.verify(restoration.targets, content)
+        self._check_overwrites(source.tag, restoration)
+        source.locate(restoration.targets, content)
+        if self._verifies_first:
+            source.verify(restoration.targets, content)
         return Examined(source, restoration, content)
+
+    def _check_overwrites(self, tag: str, restoration: Restoration) -> None:
+        """Raise MismatchError if `restoration` leaves memory alone that a damaged checkpoint has filled (LOAD-7)."""
+        if not self._touched:
+            return
+        filled = set(map(MemoryRegion.of, restoration.live))
+        for other, memory in self._touched:
+            if not filled.issuperset(map(MemoryRegion.of, memory)):
+                raise MismatchError(f"{tag} does not have all values that {other} had, which is damaged and was loaded in part")
 
     def _held_source(self, candidate: Candidate) -> MemorySource:
         """Fetch the snapshot. Any problem with it counts as damage, so the ranks load from the store instead."""
@@ -402,32 +441,35 @@ class Loader:
 
     # --- touching --------------------------------------------------------------------------------------------
 
-    def _in_part(self, found: Examined, why: str) -> PartlyLoadedError:
+    def _in_part(self, why: str) -> PartlyLoadedError:
         return PartlyLoadedError(
-            f"loading {found.source.tag} failed after it had begun to fill the objects, which now hold a mix of old and new "
-            f"values: {why}. On every rank, neither train with them nor save them: make them anew and load again, or start the "
-            "job again"
+            f"loading {self._touched[-1][0]} failed after it had begun to fill the objects, which now hold a mixture of old "
+            f"and new values: {why}. On every rank, neither train with them nor save them: make them anew and load again, or "
+            "start the job again"
         )
 
-    def _fill(self, found: Examined) -> Loaded:
+    def _fill(self, number: int, candidate: Candidate, found: Examined) -> CheckpointdError | None:
+        """Read the tensors into their places. Returns the error if that failed on any rank."""
+        self._touched.append((found.source.tag, found.restoration.live))
+        _, problem = self._tried_on(candidate, lambda: found.source.fill(found.restoration.targets, found.content))
+        return self.load_round.agree(f"{number}/filled", problem)
+
+    def _finish(self, found: Examined) -> Loaded:
+        """Change all that is no tensor, once every rank has verified its tensors (LOAD-8)."""
         problem: CheckpointdError | None = None
         client_state: dict[str, object] = {}
         restoration = found.restoration
         try:
-            found.source.fill(restoration.targets, found.content)
             client_state = restoration.finish()
         except Exception as error:  # any error: the other ranks wait for this one's verdict
             if not isinstance(error, CheckpointdError):
                 log.exception("loading %s", found.source.tag)
             words = str(error) if isinstance(error, CheckpointdError) else repr(error)
-            problem = self._in_part(found, f"{words} (rank {self.ranks.rank})")
+            problem = self._in_part(f"{words} (rank {self.ranks.rank})")
             problem.__cause__ = error
-        try:
-            verdict = self.load_round.agree("filled", problem, warning=restoration.left_out(found.source.tag))
-        except CheckpointdError as error:  # a rank is gone, so the job cannot go on with the loaded objects
-            verdict = error
+        verdict = self.load_round.agree("finished", problem, warning=restoration.left_out(found.source.tag))
         if verdict is not None:
-            raise verdict if isinstance(verdict, PartlyLoadedError) else self._in_part(found, str(verdict)) from verdict
+            raise verdict
         if restoration.per_rank_left and self.ranks.rank == 0:  # logged once; the result of each rank has its own list
             left = ", ".join(restoration.per_rank_left)
             log.warning(

@@ -3,7 +3,7 @@
 Invariants
   OPEN-1  A reader writes, locks and announces nothing at the root, talks to no process, and waits for no rank. It needs only
       permission to read, works on a read-only mount, and never disturbs a job at the root.
-  OPEN-2  All values from one reader come from one attempt, and every byte is verified before the user gets it.
+  OPEN-2  All values from one reader come from one attempt, and every byte is verified before a call returns it.
 """
 
 from __future__ import annotations
@@ -251,6 +251,7 @@ class OpenCheckpoint:
         only: str | Collection[str] | None = None,
         strict: bool = True,
         cast: bool = False,
+        verify_first: bool = False,
     ) -> Loaded:
         """Load it into the objects of `into`, in place, as Checkpointer.load does. Other ranks need not call it.
 
@@ -259,17 +260,18 @@ class OpenCheckpoint:
         In a process group, stored values that this rank has no place for may be another rank's, and are not an error. If a
         Checkpointer of this process saves these objects, call its `fence()` first.
 
-        Nothing is touched before all was verified. Raises MismatchError listing every difference (`strict=False` loads what
-        fits), UsageError if `into` is no dict or lacks a part that `only` names, DamagedError, NotFoundError if the checkpoint
-        was removed or lacks such a part, StoreError; PartlyLoadedError if any of these happens after it has begun to fill the
-        objects.
+        Bytes are read straight into the tensors and verified there. `verify_first`: read and verify everything first, and again
+        to load it, so that damage leaves the objects as they are. Raises MismatchError listing every difference
+        (`strict=False` loads what fits), UsageError if `into` is no dict or lacks a part that `only` names, DamagedError,
+        NotFoundError if the checkpoint was removed or lacks such a part, StoreError; PartlyLoadedError if any of these happens
+        after it has begun to fill the objects.
         """
-        check_load(into, strict=strict, fallback=True, cast=cast)
+        check_load(into, strict=strict, fallback=True, cast=cast, verify_first=verify_first)
         names = None if only is None else _names(only)
         state = into if names is None else _chosen(into, names)
         restoration, client_state = self._filled(
             state,
-            LoadOptions(strict, cast, self._unpickle),
+            LoadOptions(strict, cast, self._unpickle, verify_first),
             lambda content: content if names is None else part_of(content, names, client_state=False),
         )
         if names is not None and not into:
@@ -293,11 +295,13 @@ class OpenCheckpoint:
             own = part(source.content())
             content, restoration = prepared(source, state, own, options, part=part, answers=answers)
             self._check_named(restoration)
-            source.verify(restoration.targets, content)
+            if options.verify_first:
+                source.verify(restoration.targets, content)
             fqns = frozenset(target.fqn for target in restoration.targets)
             if not touched <= fqns:
                 raise MismatchError(f"{source.tag} lacks {min(touched - fqns)}, which was read from the checkpoint before it")
-            touched = fqns
+            if restoration.live:
+                touched = fqns
             source.fill(restoration.targets, content)
             return restoration
 
@@ -308,8 +312,8 @@ class OpenCheckpoint:
             if not touched:
                 raise
             raise PartlyLoadedError(
-                f"loading {self._world.checkpoint.tag} failed after it had begun to fill the objects, which now hold a mix of "
-                f"old and new values: {error}. Do not use them: make them anew, and load again"
+                f"loading {self._world.checkpoint.tag} failed after it had begun to fill the objects, which now hold a "
+                f"mixture of old and new values: {error}. Do not use them: make them anew, and load again"
             ) from error
 
     def _check_there(self, names: Sequence[str], made: Mapping[str, Any]) -> None:

@@ -10,6 +10,7 @@ import asyncio
 import json
 import logging
 import random
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ import pytest
 
 from checkpointd.cli import program
 from checkpointd.config import LoadConfig
-from checkpointd.errors import DamagedError, LinkError, NotFoundError
+from checkpointd.errors import DamagedError, LinkError, NotFoundError, PartlyLoadedError
 from checkpointd.pipeline.root import catalog
 from checkpointd.report.latest import pointer
 from checkpointd.report.verification import Verification, tasks, verified
@@ -154,8 +155,11 @@ def test_damage_to_what_is_read(root: Path, kind: str, fault: str, caplog: pytes
         assert f"global_step2 cannot be loaded: {loaded.fell_back_from[0]}" in errors(caplog)
         for options in ({"tag": "global_step2"}, {"fallback": False}):
             training = new_training()
-            with pytest.raises(DamagedError, match=r"rank 0") as caught:
+            with pytest.raises(PartlyLoadedError if kind == "chunks" else DamagedError, match=re.escape(key)):
                 ckpt.load(training.state, **options)
+            training = new_training()
+            with pytest.raises(DamagedError, match=r"rank 0") as caught:
+                ckpt.load(training.state, **options, verify_first=True)
             assert (caught.value.key, caught.value.rank) == (key, 0)
             assert bool(caught.value.fqn) is (kind == "chunks")
             assert caught.value.fqn in str(caught.value)
@@ -170,10 +174,15 @@ def test_damage_to_every_checkpoint_raises(root: Path, kind: str) -> None:
     for key in (newest, oldest):
         break_file(root / key, "flip")
     with Checkpointer(root, absence_s=ABSENCE_S) as ckpt:
-        with pytest.raises(DamagedError, match="no whole checkpoint is left") as caught:
-            ckpt.load(new_training().state)
-        assert newest in str(caught.value)
-        assert oldest in str(caught.value)
+        touched = PartlyLoadedError if kind == "chunks" else DamagedError
+        for verify_first, error in ((True, DamagedError), (False, touched)):
+            training = new_training()
+            with pytest.raises(error, match="no whole checkpoint is left") as caught:
+                ckpt.load(training.state, verify_first=verify_first)
+            assert newest in str(caught.value)
+            assert oldest in str(caught.value)
+            assert ("mixture" in str(caught.value)) is (error is PartlyLoadedError)
+            assert error is PartlyLoadedError or training.wrong(99) == []
         must_save_and_load(ckpt, 3)
 
 

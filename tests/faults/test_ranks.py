@@ -381,5 +381,8 @@ def test_damage_that_one_rank_finds_sends_all_ranks_to_the_checkpoint_before(pai
         assert f"{chunks.relative_to(root)} is damaged" in rank.logged("ERROR")
     for options in ({"tag": "global_step2"}, {"fallback": False}):
         for error in pair.errors_of("load", **options):
+            assert error.code == "PartlyLoadedError"
+            assert f"(rank {damaged}, model." in error.message
+        for error in pair.errors_of("load", **options, verify_first=True):
             assert error.code == "DamagedError"
             assert f"(rank {damaged}, model." in error.message

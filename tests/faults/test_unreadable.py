@@ -125,7 +125,7 @@ def test_a_lasting_error_is_raised_at_the_deadline_and_nothing_falls_back(
         training = new_training()
         for options in ({}, {"tag": "global_step3"}) if "root" not in kind and kind != "latest" else ({},):
             with pytest.raises(UnreadableError) as caught:
-                ckpt.load(training.state, **options)  # type: ignore[arg-type]  # options of load(), named by the test
+                ckpt.load(training.state, **options, verify_first=True)  # type: ignore[arg-type]  # options of load(), named by the test
             assert (caught.value.exit_code, caught.value.retryable) == (6, True)
         assert fault.failed > 1
         assert training.wrong(99) == []
@@ -165,7 +165,7 @@ def test_an_absence_that_lasts_is_damage_and_what_was_passed_over_says_so(root: 
         assert record.why == why
         assert must_load(ckpt, 2) == (why,)
         with pytest.raises(DamagedError):
-            ckpt.load(new_training().state, fallback=False)
+            ckpt.load(new_training().state, fallback=False, verify_first=True)
     assert decode((root / key).read_bytes(), PassedOver, key) == record
 
 
@@ -222,17 +222,16 @@ def test_a_stale_name_does_not_let_retention_take_the_newest(root: Path, failing
 
 
 def chunk_reads(ckpt: Checkpointer, failing_reads: FailingReads) -> int:
-    """How many reads of chunks a load makes: half of them verify, half of them fill."""
+    """How many reads of chunks a load makes."""
     count = failing_reads.add(Fault(r"\.chunks$", 0, fails=0, calls=("read_at",)))
     must_load(ckpt, 3)
-    assert count.seen >= 2
-    assert count.seen % 2 == 0
+    assert count.seen
     return count.seen
 
 
 def test_an_error_while_filling_is_tried_again(root: Path, failing_reads: FailingReads) -> None:
     with Checkpointer(root) as ckpt:
-        half = chunk_reads(ckpt, failing_reads) // 2
+        half = chunk_reads(ckpt, failing_reads) // 2  # 0 if one read is enough
         fault = failing_reads.add(Fault(r"\.chunks$", errno.EIO, works=half, fails=3, calls=("read_at",)))
         assert must_load(ckpt, 3) == ()
         assert fault.failed == 3
@@ -240,10 +239,10 @@ def test_an_error_while_filling_is_tried_again(root: Path, failing_reads: Failin
 
 def test_an_error_that_lasts_while_filling_says_that_objects_were_touched(root: Path, failing_reads: FailingReads) -> None:
     with Checkpointer(root, commit_timeout_s=SOON_S) as ckpt:
-        half = chunk_reads(ckpt, failing_reads) // 2
+        half = chunk_reads(ckpt, failing_reads) // 2  # 0 if one read is enough
         failing_reads.add(Fault(r"\.chunks$", errno.EIO, works=half, fails=FOR_EVER, calls=("read_at",)))
         with pytest.raises(
-            PartlyLoadedError, match=r"global_step3 .* mix of old and new values.*\[EIO\].*load again"
+            PartlyLoadedError, match=r"global_step3 .* mixture of old and new values.*\[EIO\].*load again"
         ) as caught:
             ckpt.load(new_training().state)
         assert not caught.value.retryable

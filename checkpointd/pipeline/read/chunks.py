@@ -1,17 +1,24 @@
-"""Stage 4 of a load: read neighbouring chunks together; each is verified before its bytes reach a sink.
+"""Stage 4 of a load: read chunks, each once, into the memory of their tensors or into buffers, and verify them there.
+
+A chunk that is stored raw, and whose place is known, is read straight into that place. All other chunks are read into buffers,
+neighbours together.
 
 Invariants
-  READ-1  No byte of a chunk reaches a sink before its stored checksum, its codec and its raw digest were checked.
+  READ-1  A byte of a chunk reaches a sink only after its codec and its digest were checked. A place is filled before the check;
+      if it holds wrong bytes, the chunk is among the damage.
   READ-2  Reads never exceed the sizes in the index, which was verified by its digest.
-  READ-3  Memory stays below `budget_bytes`, or below the need of the largest chunk, for shards of any size.
+  READ-3  Memory stays below `budget_bytes`, or below the need of the largest chunk, for shards of any size. Buffers are used
+      again, and chunks that are read into their places take none.
+  READ-4  A call reads a byte of a chunk once, and computes one digest of it. If it was encoded, it also computes a checksum of
+      what was stored.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -19,56 +26,70 @@ import numpy as np
 from checkpointd.config import LoadConfig
 from checkpointd.errors import CodecError, DamagedError, NotFoundError
 from checkpointd.pipeline.read.decode import decoded
-from checkpointd.pipeline.read.plan import ChunkRead
+from checkpointd.pipeline.read.plan import ChunkRead, Place
 from checkpointd.pipeline.shard import Bytes
 from checkpointd.pipeline.workers import run_workers
 from checkpointd.store.base import Store
 
 GAP_BYTES_MAX = 64 << 10
 """Chunks at most this far apart are read together."""
+IN_PLACE_BYTES_MIN = 256 << 10
+"""Smaller runs of chunks are read with their neighbours and copied, which is faster than a read of their own."""
 
 
 @dataclass(slots=True)
 class ReadGroup:
-    """Chunks of one object that are read together."""
+    """Chunks of one object that are read together: into their `place` if they have one, otherwise into a buffer."""
 
     key: str
     start: int
     stop: int
-    wanted: list[ChunkRead] = field(default_factory=list)
+    wanted: list[ChunkRead]
+    place: Place | None = None
+
+    @property
+    def buffered(self) -> int:
+        """The bytes of the buffer that the group is read into."""
+        return self.stop - self.start if self.place is None else 0
 
     @property
     def nbytes(self) -> int:
-        """The memory that reading the group takes: its stored bytes, and two copies of a chunk while it is decoded."""
-        decoded_max = max(w.chunk.raw if w.chunk.codec != "raw" else 0 for w in self.wanted)
-        return self.stop - self.start + 2 * decoded_max
+        """The memory that reading the group takes: its buffer, and two copies of a chunk while it is decoded."""
+        return self.buffered + 2 * max(w.chunk.raw if w.chunk.codec != "raw" else 0 for w in self.wanted)
 
 
 async def read_chunks(
     store: Store, wanted: Iterable[ChunkRead], config: LoadConfig, on_bytes: Callable[[int], None] = lambda _: None
 ) -> list[DamagedError]:
-    """Read and verify `wanted`, and pass whole chunks to their sinks. `on_bytes` is called with the bytes of each read.
+    """Read and verify `wanted`, and fill their places and sinks. `on_bytes` is called with the bytes of each read.
 
-    Returns all damage, in the order of the objects. Whole chunks reach their sinks even if others are damaged, so a caller that
-    must fill all or nothing verifies first. Raises UnreadableError if the storage fails. A missing object counts as damage, so
-    use a store that raises NotFoundError only if that is proved (`store/patient.py`).
+    Returns all damage, in the order of the objects. Whole chunks reach their places and sinks even if others are damaged, and
+    a damaged chunk may be left in its place, so a caller that must fill all or nothing verifies first. Raises UnreadableError
+    if the storage fails. A missing object counts as damage, so use a store that raises NotFoundError only if that is proved
+    (`store/patient.py`).
     """
-    loop, budget = asyncio.get_running_loop(), Budget(config.budget_bytes)
+    loop, budget, buffers = asyncio.get_running_loop(), Budget(config.budget_bytes), _Buffers(config.block_bytes)
     groups = group_chunks(wanted, config.block_bytes)
     damage: list[list[DamagedError]] = [[] for _ in groups]
 
     async def read(group: ReadGroup, found: list[DamagedError]) -> None:
         async with budget.hold(group.nbytes):
-            found += await read_now(group)
+            if group.place is not None:
+                found += await read_into(group, group.place.data)
+                return
+            buffer = buffers.take(group.buffered)
+            try:
+                found += await read_into(group, buffer)
+            finally:
+                buffers.give_back(buffer)
 
-    async def read_now(group: ReadGroup) -> list[DamagedError]:
-        buffer = np.empty(group.stop - group.start, dtype=np.uint8)
+    async def read_into(group: ReadGroup, memory: Bytes) -> list[DamagedError]:
         try:
-            await store.get_range(group.key, group.start, buffer.data)
+            await store.get_range(group.key, group.start, memory.data)
         except (NotFoundError, DamagedError) as error:
             return [_lost(group, error)]
-        found = await loop.run_in_executor(None, _deliver, group, buffer)
-        on_bytes(buffer.nbytes)
+        found = await loop.run_in_executor(None, _deliver, group, memory)
+        on_bytes(memory.nbytes)
         return found
 
     works = [partial(read, group, found) for group, found in zip(groups, damage, strict=True)]
@@ -77,18 +98,57 @@ async def read_chunks(
 
 
 def group_chunks(wanted: Iterable[ChunkRead], block_bytes: int) -> list[ReadGroup]:
-    """Neighbouring chunks in reads of at most `block_bytes`. A larger chunk is read alone."""
+    """Chunks that are read together, at most `block_bytes`; a larger chunk is read alone.
+
+    Chunks that follow each other in the object and in memory are read in place if they are large enough. All others are read
+    with their neighbours.
+    """
     groups: list[ReadGroup] = []
-    for item in sorted(wanted, key=lambda w: (w.key, w.chunk.offset)):
-        start, stop = item.chunk.offset, item.chunk.offset + item.chunk.stored
-        last = groups[-1] if groups else None
-        near = last is not None and last.key == item.key and start - last.stop <= GAP_BYTES_MAX
-        if last is None or not near or stop - last.start > block_bytes:
-            last = ReadGroup(item.key, start, stop)
-            groups.append(last)
-        last.stop = max(last.stop, stop)
-        last.wanted.append(item)
+    for run in _runs(sorted(wanted, key=lambda w: (w.key, w.chunk.offset))):
+        in_place = _fits_in_place(run[0]) and sum(item.chunk.raw for item in run) >= IN_PLACE_BYTES_MIN
+        first = len(groups)
+        for item in run:
+            start, stop = item.chunk.offset, item.chunk.offset + item.chunk.stored
+            last = groups[-1] if groups else None
+            together = last is not None and (len(groups) > first if in_place else _is_near(last, item))
+            if last is None or not together or stop - last.start > block_bytes:
+                last = ReadGroup(item.key, start, stop, [], item.place if in_place else None)
+                groups.append(last)
+            last.stop = max(last.stop, stop)
+            last.wanted.append(item)
+            if in_place:
+                assert last.place is not None
+                last.place = replace(last.place, nbytes=last.stop - last.start)
     return groups
+
+
+def _runs(wanted: Iterable[ChunkRead]) -> Iterator[list[ChunkRead]]:
+    """`wanted` in runs of chunks that follow each other in the object and in memory."""
+    run: list[ChunkRead] = []
+    for item in wanted:
+        if run and not _follows(run[-1], item):
+            yield run
+            run = []
+        run.append(item)
+    if run:
+        yield run
+
+
+def _fits_in_place(item: ChunkRead) -> bool:
+    """Whether the stored bytes may be read straight into the place of the chunk."""
+    return item.place is not None and item.chunk.codec == "raw" and item.chunk.stored == item.chunk.raw
+
+
+def _follows(one: ChunkRead, two: ChunkRead) -> bool:
+    """Whether both fit in place, and the bytes of `two` follow those of `one` in the object and in memory."""
+    if one.place is None or two.place is None or not (_fits_in_place(one) and _fits_in_place(two)):
+        return False
+    is_next = (one.key, one.chunk.offset + one.chunk.stored) == (two.key, two.chunk.offset)
+    return is_next and one.place.memory is two.place.memory and one.place.at + one.place.nbytes == two.place.at
+
+
+def _is_near(last: ReadGroup, item: ChunkRead) -> bool:
+    return last.place is None and last.key == item.key and item.chunk.offset - last.stop <= GAP_BYTES_MAX
 
 
 def _lost(group: ReadGroup, error: NotFoundError | DamagedError) -> DamagedError:
@@ -97,13 +157,15 @@ def _lost(group: ReadGroup, error: NotFoundError | DamagedError) -> DamagedError
     return DamagedError(f"{error} (rank {rank}, {fqn})", key=group.key, fqn=fqn, rank=rank)
 
 
-def _deliver(group: ReadGroup, buffer: Bytes) -> list[DamagedError]:
-    """Verify each chunk of `group`, and pass whole ones to their sinks."""
+def _deliver(group: ReadGroup, memory: Bytes) -> list[DamagedError]:
+    """Verify each chunk of `group`, which was read into `memory`, and pass whole ones to their places and sinks."""
     damage = []
     for item in group.wanted:
         at = item.chunk.offset - group.start
+        stored = memory[at : at + item.chunk.stored]
+        out = stored if group.place is not None else item.place.data if item.place is not None else None
         try:
-            raw = decoded(item.chunk, buffer[at : at + item.chunk.stored])
+            raw = decoded(item.chunk, stored, out)
         except CodecError as error:
             fqn, rank = item.entry.fqn, item.rank
             message = f"{group.key} is damaged at byte {item.chunk.offset}: {error} (rank {rank}, {fqn})"
@@ -112,6 +174,26 @@ def _deliver(group: ReadGroup, buffer: Bytes) -> list[DamagedError]:
         for sink in item.sinks:
             sink(item.start, raw)
     return damage
+
+
+class _Buffers:
+    """Buffers of `nbytes`, which are used again: new memory costs as much time as the read. A larger one is made each time."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self._free: list[Bytes] = []
+
+    def take(self, nbytes: int) -> Bytes:
+        """A buffer of `nbytes`."""
+        if nbytes > self._nbytes:
+            return np.empty(nbytes, dtype=np.uint8)
+        buffer = self._free.pop() if self._free else np.empty(self._nbytes, dtype=np.uint8)
+        return buffer[:nbytes]
+
+    def give_back(self, buffer: Bytes) -> None:
+        """Let `buffer` be used again. Nothing may read or write it any more."""
+        if isinstance(buffer.base, np.ndarray):
+            self._free.append(buffer.base)
 
 
 class Budget:

@@ -8,7 +8,7 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,24 +18,66 @@ from checkpointd.errors import DamagedError, FormatError, NotFoundError
 from checkpointd.layout.boxes import Box, intersect, tiling_fault
 from checkpointd.layout.dtypes import ITEM_BYTES
 from checkpointd.layout.manifest import Chunk, Index, TensorEntry
-from checkpointd.layout.regions import regions, relative, span, touches
+from checkpointd.layout.regions import regions, relative, slices, span, touches
 from checkpointd.pipeline.read.checkpoint_view import CheckpointView, StoredBox
 from checkpointd.pipeline.read.index import chunk_starts
 from checkpointd.pipeline.shard import Bytes
 
 Sink = Callable[[int, Bytes], None]
-"""Takes the raw bytes of one chunk at a byte offset of its box. Runs on a thread, and must not keep the array."""
+"""Takes the raw bytes of one chunk at a byte offset of its box. Runs on a thread, and must not keep the array.
+
+If the box is contiguous host memory, pass a `ByteMemory`: chunks are then read straight into it.
+"""
 
 BoxSink = Callable[[Box, NDArray[Any]], None]
 """Takes a box inside the wanted one, in the tensor's coordinates, and its elements: an n-d array of the box's sizes.
 
 The array may be a strided view; its dtype is an unsigned integer (or void) of the element's size. Runs on a thread, and must
-not keep the array.
+not keep the array. If the wanted box is contiguous host memory, pass a `BoxMemory`: chunks are then read straight into it.
 """
 
 CARRIERS: dict[int, np.dtype[Any]] = {size: np.dtype(name) for size, name in ((1, "u1"), (2, "u2"), (4, "u4"), (8, "u8"))}
 CARRIERS[16] = np.dtype("V16")
 """Bytes per element -> the numpy dtype that carries elements of this size, of any dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class ByteMemory:
+    """A sink that is host memory: `data` has the raw bytes of the box, in the order in which they are stored."""
+
+    data: Bytes
+
+    def __call__(self, start: int, raw: Bytes) -> None:
+        np.copyto(self.data[start : start + raw.nbytes], raw)
+
+
+@dataclass(frozen=True, slots=True)
+class BoxMemory:
+    """A sink of boxes that is host memory: `elements` is a contiguous array of carriers with the elements of `box`."""
+
+    box: Box
+    elements: NDArray[Any]
+
+    def __call__(self, inside: Box, elements: NDArray[Any]) -> None:
+        self.elements[slices(self.box, inside)] = elements
+
+    @property
+    def data(self) -> Bytes:
+        """The same memory as bytes."""
+        return self.elements.reshape(-1).view(np.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The place of a chunk's raw bytes in the memory of a sink: `nbytes` from the byte `at` of `memory`."""
+
+    memory: Bytes
+    at: int
+    nbytes: int
+
+    @property
+    def data(self) -> Bytes:
+        return self.memory[self.at : self.at + self.nbytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +92,10 @@ class BoxRequest:
 
 @dataclass(frozen=True, slots=True)
 class ChunkRead:
-    """One chunk to read: its object and rank, its tensor, its first byte in the box, and its sinks (none: only verify it)."""
+    """One chunk to read: its object and rank, its tensor, its first byte in the box, and what gets its raw bytes.
+
+    `place`: memory that the raw bytes are to lie in. `sinks` get them besides. Without both, the chunk is only verified.
+    """
 
     key: str
     rank: int
@@ -58,6 +103,7 @@ class ChunkRead:
     chunk: Chunk
     start: int
     sinks: tuple[Sink, ...] = ()
+    place: Place | None = None
 
 
 def plan_reads(world: CheckpointView, wants: Iterable[BoxRequest]) -> tuple[list[DamagedError], Iterable[ChunkRead]]:
@@ -122,25 +168,70 @@ def _gap(want: BoxRequest, parts: Sequence[StoredBox]) -> DamagedError | None:
     return FormatError(message, fqn=want.fqn, rank=ranks[0] if len(ranks) == 1 else None)
 
 
+@dataclass(slots=True)
+class _Found:
+    """A chunk that some box wants, its part, and what gets it."""
+
+    part: StoredBox
+    chunk: Chunk
+    sinks: list[Sink] = field(default_factory=list)
+    place: Place | None = None
+
+
 class _ChunkReads:
     """The chunks to read, each once, with all its sinks."""
 
     def __init__(self, world: CheckpointView) -> None:
         self._world = world
-        self._found: dict[tuple[int, int], tuple[StoredBox, Chunk, list[Sink]]] = {}
+        self._found: dict[tuple[int, int], _Found] = {}
 
     def add(self, want: BoxRequest, parts: Iterable[StoredBox]) -> None:
         for part in parts:
+            memory = SharedRun.of(part.entry.box, want, ITEM_BYTES[part.entry.dtype])
             for start, chunk in _touched(part.entry, want.box):
-                _, _, sinks = self._found.setdefault((id(part.entry), start), (part, chunk, []))
-                if want.sink is not None:
-                    sinks.append(_Cut(part.entry, want.box, want.sink))
+                found = self._found.setdefault((id(part.entry), start), _Found(part, chunk))
+                place = None if memory is None or found.place is not None else memory.place(start, chunk.raw)
+                if place is not None:
+                    found.place = place
+                elif want.sink is not None:
+                    found.sinks.append(_Cut(part.entry, want.box, want.sink))
 
     def __iter__(self) -> Iterator[ChunkRead]:
         prefix = self._world.checkpoint.prefix
-        for (_, start), (part, chunk, sinks) in self._found.items():
+        for (_, start), found in self._found.items():
+            part, chunk = found.part, found.chunk
             key = self._world.indexes[part.rank].objects[chunk.object].key(prefix)
-            yield ChunkRead(key, part.rank, part.entry, chunk, start, tuple(sinks))
+            yield ChunkRead(key, part.rank, part.entry, chunk, start, tuple(found.sinks), found.place)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedRun:
+    """Bytes that lie in one run both in a stored box and in the memory of a wanted one.
+
+    They are the bytes `[start, stop)` of the stored box, and begin at the byte `at` of `memory`.
+    """
+
+    memory: Bytes
+    start: int
+    stop: int
+    at: int
+
+    @staticmethod
+    def of(box: Box, want: BoxRequest, itemsize: int) -> SharedRun | None:
+        """The run that the stored `box` and `want` share; None if they share no element, or not in one run."""
+        shared = intersect(box, want.box)
+        if not isinstance(want.sink, BoxMemory) or want.sink.box != want.box or shared is None:
+            return None
+        there, here = span(box, want.box), span(want.box, box)
+        if not len(there) == len(here) == shared.numel():
+            return None
+        return SharedRun(want.sink.data, there.start * itemsize, there.stop * itemsize, here.start * itemsize)
+
+    def place(self, start: int, nbytes: int) -> Place | None:
+        """The place of `nbytes` from the byte `start` of the stored box on; None if the run does not hold all of them."""
+        if start < self.start or start + nbytes > self.stop:
+            return None
+        return Place(self.memory, self.at + start - self.start, nbytes)
 
 
 def _touched(entry: TensorEntry, wanted: Box) -> Iterator[tuple[int, Chunk]]:
@@ -172,9 +263,15 @@ def rank_reads(prefix: str, index: Index, sinks: Mapping[str, Sink | None] | Non
     verify."""
     keys = [ref.key(prefix) for ref in index.objects]
     return [
-        ChunkRead(keys[chunk.object], index.rank, entry, chunk, start, (sink,) if sink else ())
+        _read_for(keys[chunk.object], index.rank, entry, chunk, start, sink)
         for entry in index.tensors
         if sinks is None or entry.fqn in sinks
         for sink in (None if sinks is None else sinks[entry.fqn],)
         for start, chunk in chunk_starts(entry)
     ]
+
+
+def _read_for(key: str, rank: int, entry: TensorEntry, chunk: Chunk, start: int, sink: Sink | None) -> ChunkRead:
+    if isinstance(sink, ByteMemory):
+        return ChunkRead(key, rank, entry, chunk, start, (), Place(sink.data, start, chunk.raw))
+    return ChunkRead(key, rank, entry, chunk, start, (sink,) if sink else ())

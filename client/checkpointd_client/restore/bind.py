@@ -127,6 +127,10 @@ class Bindings:
         yield from self.by_fqn.values()
         yield from (binding for binding in self._again if binding.fqn in self.by_fqn)
 
+    def live(self) -> tuple[torch.Tensor, ...]:
+        """The existing memory of all bindings."""
+        return tuple(binding.live for binding in self._all() if binding.live is not None)
+
     def _live(self) -> list[tuple[Binding, MemoryRegion]]:
         return [(binding, MemoryRegion.of(binding.live)) for binding in self._all() if binding.live is not None]
 

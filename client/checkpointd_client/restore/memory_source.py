@@ -2,7 +2,8 @@
 
 Invariants
   RETAINED-1  A retained snapshot is loaded only by all ranks together: the same attempt, held whole for each of them.
-  RETAINED-2  Every byte that is copied belongs to a box whose digest, taken when the snapshot was complete, was checked here.
+  RETAINED-2  Every byte that is copied belongs to a box whose digest, taken when the snapshot was complete, is checked here. A
+      box that lies in one run in its target is checked there, and so it is read once.
   RETAINED-3  A snapshot of an earlier root at the same path is never loaded: its epoch's nonce must be the one in the store.
       Its attempt must be committed, or its sidecar must still work at it: no aborted or removed attempt is loaded.
   RETAINED-4  Tensors that ranks hold together are assembled from the snapshots of one attempt in this node's sidecar, if these
@@ -14,6 +15,7 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+import weakref
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,7 +23,7 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from checkpointd.codec.checksum import xxh3_128
+from checkpointd.codec.checksum import xxh3_128, xxh3_128_hasher
 from checkpointd.commit.machine import FINAL
 from checkpointd.config import PINNED_BYTES, Ranks
 from checkpointd.daemon.memory.layouts import shard_tensors
@@ -31,7 +33,7 @@ from checkpointd.layout import tree
 from checkpointd.layout.boxes import Box, intersect, tiling_fault, whole
 from checkpointd.layout.keys import AttemptId, is_tag
 from checkpointd.layout.regions import relative, slices
-from checkpointd.pipeline.read.plan import CARRIERS, BoxRequest, BoxSink
+from checkpointd.pipeline.read.plan import CARRIERS, BoxRequest, BoxSink, SharedRun
 from checkpointd.pipeline.root import catalog, epochs
 from checkpointd.pipeline.shard import Bytes, ShardTensor
 from checkpointd.store.base import Store
@@ -47,6 +49,8 @@ Call = Callable[[Coroutine[Any, Any, T]], T]
 """Runs a coroutine on the writer's thread and waits for it."""
 
 _THREADS = 4
+_PIECE_BYTES = 256 << 10
+"""Bytes that are read and then checked: few enough that the check finds them in the processor's cache."""
 
 
 def common(holdings: Mapping[int, tuple[RetainedSnapshot, ...]], ranks: Ranks) -> RetainedSnapshot | None:
@@ -89,26 +93,32 @@ class FetchedSnapshot:
     """A snapshot that was fetched: its tensors' bytes, mapped read-only. DamagedError if it contradicts its layout."""
 
     def __init__(self, snapshot: Snapshot, descriptor: int, rank: int) -> None:
+        self.snapshot, self._rank, self._descriptor = snapshot, rank, descriptor
+        close = weakref.finalize(self, os.close, descriptor)
         try:
-            size = os.fstat(descriptor).st_size
-            if size < snapshot.nbytes:
-                raise DamagedError(f"the retained snapshot has {size} bytes, and its layout {snapshot.nbytes}", rank=rank)
-            mapped = mmap.mmap(descriptor, size, mmap.MAP_SHARED, mmap.PROT_READ)
-        except (OSError, ValueError) as error:  # ValueError: of no bytes at all
-            raise DamagedError(f"the retained snapshot cannot be mapped: {error}", rank=rank) from error
-        finally:
-            os.close(descriptor)
-        self.snapshot, self._rank = snapshot, rank
-        self._buffer: Bytes = np.frombuffer(mapped, dtype=np.uint8)
-        try:
+            self._buffer = self._mapped()
             self.tensors = shard_tensors(Layout(layout=0, nbytes=snapshot.nbytes, tensors=snapshot.tensors))
+            if len(snapshot.digests) != len(self.tensors):
+                words = f"the retained snapshot has {len(snapshot.digests)} digests, {len(self.tensors)} tensors"
+                raise DamagedError(words, rank=rank)
         except UsageError as error:
+            close()
             raise DamagedError(f"the retained snapshot cannot be read: {error}", rank=rank) from error
-        if len(snapshot.digests) != len(self.tensors):
-            raise DamagedError(
-                f"the retained snapshot has {len(snapshot.digests)} digests, {len(self.tensors)} tensors", rank=rank
-            )
+        except DamagedError:
+            close()
+            raise
         self._digests = dict(zip(map(id, self.tensors), snapshot.digests, strict=True))
+
+    def _mapped(self) -> Bytes:
+        nbytes = self.snapshot.nbytes
+        try:
+            size = os.fstat(self._descriptor).st_size
+            if size < nbytes:
+                raise DamagedError(f"the retained snapshot has {size} bytes, and its layout {nbytes}", rank=self._rank)
+            mapped = mmap.mmap(self._descriptor, size, mmap.MAP_SHARED, mmap.PROT_READ)
+        except (OSError, ValueError) as error:  # ValueError: of no bytes at all
+            raise DamagedError(f"the retained snapshot cannot be mapped: {error}", rank=self._rank) from error
+        return np.frombuffer(mapped, dtype=np.uint8)
 
     def digest_of(self, tensor: ShardTensor) -> bytes:
         """The digest of this box of this snapshot, taken when the snapshot was complete."""
@@ -121,10 +131,24 @@ class FetchedSnapshot:
             good = list(threads.map(lambda tensor: xxh3_128(self._bytes(tensor)) == self.digest_of(tensor), boxes))
         for tensor, same in zip(boxes, good, strict=True):
             if not same:
-                message = (
-                    f"{tensor.fqn} of the retained snapshot {self.snapshot.held.tag} changed in memory (rank {self._rank})"
-                )
-                raise DamagedError(message, fqn=tensor.fqn, rank=self._rank)
+                raise self._changed(tensor)
+
+    def read(self, tensor: ShardTensor, memory: Bytes) -> None:
+        """Read the box into `memory`, and check it there (RETAINED-2). Raises DamagedError if its bytes have changed."""
+        digest, at = xxh3_128_hasher(), 0
+        while at < memory.nbytes:
+            # Read and not copied from the mapping, which would have to be made page by page.
+            count = os.preadv(self._descriptor, [memory[at : at + _PIECE_BYTES].data], tensor.offset + at)
+            if not count:
+                break  # it is shorter now
+            digest.update(memory[at : at + count].data)
+            at += count
+        if digest.digest() != self.digest_of(tensor):
+            raise self._changed(tensor)
+
+    def _changed(self, tensor: ShardTensor) -> DamagedError:
+        message = f"{tensor.fqn} of the retained snapshot {self.snapshot.held.tag} changed in memory (rank {self._rank})"
+        return DamagedError(message, fqn=tensor.fqn, rank=self._rank)
 
     def give(self, tensor: ShardTensor, box: Box, sink: BoxSink) -> None:
         """Pass `box`, which lies inside the box of `tensor`, to `sink`."""
@@ -136,6 +160,14 @@ class FetchedSnapshot:
 
 
 _Piece = tuple[FetchedSnapshot, ShardTensor]
+
+
+def _by_snapshot(pieces: Iterable[_Piece]) -> list[tuple[FetchedSnapshot, list[ShardTensor]]]:
+    """The boxes of each snapshot, each box once."""
+    found: dict[int, tuple[FetchedSnapshot, dict[int, ShardTensor]]] = {}
+    for snapshot, tensor in pieces:
+        found.setdefault(id(snapshot), (snapshot, {}))[1][id(tensor)] = tensor
+    return [(snapshot, list(tensors.values())) for snapshot, tensors in found.values()]
 
 
 @dataclass(slots=True)
@@ -214,7 +246,6 @@ class MemorySource:
         if known is not None:
             return known
         both = scratch((one, two), content)
-        self.verify(both, content)
         self.fill(both, content)
         return same_bits(both[0].tensor, both[1].tensor)
 
@@ -222,31 +253,48 @@ class MemorySource:
     def _prints(pieces: Iterable[_Piece]) -> Prints:
         return {tensor.box: ((tensor.nbytes, snapshot.digest_of(tensor)),) for snapshot, tensor in pieces}
 
-    def verify(self, targets: Sequence[Target], content: RankContent) -> None:
-        """SidecarError if not all of it is on this node, DamagedError if it changed."""
-        touched: dict[int, tuple[FetchedSnapshot, list[ShardTensor]]] = {}
-        seen: set[int] = set()
+    def locate(self, targets: Sequence[Target], content: RankContent) -> None:
+        """SidecarError if not all of it is on this node."""
         parts = self._parts()
         for want in wants(targets, content, None):
-            for snapshot, tensor in self._covering(want, parts):
-                if id(tensor) not in seen:
-                    seen.add(id(tensor))
-                    touched.setdefault(id(snapshot), (snapshot, []))[1].append(tensor)
-        for snapshot, tensors in touched.values():
+            self._covering(want, parts)
+
+    def verify(self, targets: Sequence[Target], content: RankContent) -> None:
+        """SidecarError if not all of it is on this node, DamagedError if it changed."""
+        parts = self._parts()
+        found = (piece for want in wants(targets, content, None) for piece in self._covering(want, parts))
+        for snapshot, tensors in _by_snapshot(found):
             snapshot.check(tensors)
 
     def fill(self, targets: Sequence[Target], content: RankContent) -> None:
-        """Copy the boxes that `verify` has checked."""
+        """Copy the boxes, and verify them: in the targets, or where they are if only parts of them are copied."""
         parts = self._parts()
-        with Uploads(self.pinned_bytes) as uploads, ThreadPoolExecutor(_THREADS) as threads:
-            list(threads.map(lambda want: self._give(want, parts), wants(targets, content, uploads)))
+        with Uploads(self.pinned_bytes) as uploads:
+            whole, cut = self._by_run(wants(targets, content, uploads), parts)
+            for snapshot, tensors in _by_snapshot((snapshot, tensor) for snapshot, tensor, _, _ in cut):
+                snapshot.check(tensors)
+            with ThreadPoolExecutor(_THREADS) as threads:
+                list(threads.map(lambda item: item[0].read(item[1], item[2]), whole))
+                list(threads.map(lambda item: item[0].give(*item[1:]), cut))
 
-    def _give(self, want: BoxRequest, parts: Mapping[tuple[str, bool], list[_Piece]]) -> None:
-        assert want.sink is not None
-        for snapshot, tensor in self._covering(want, parts):
-            box = intersect(tensor.box, want.box)
-            assert box is not None
-            snapshot.give(tensor, box, want.sink)
+    def _by_run(
+        self, found: Iterable[BoxRequest], parts: Mapping[tuple[str, bool], list[_Piece]]
+    ) -> tuple[list[tuple[FetchedSnapshot, ShardTensor, Bytes]], list[tuple[FetchedSnapshot, ShardTensor, Box, BoxSink]]]:
+        """The boxes that lie in one run in their targets, each with its place there, and the parts of all others."""
+        whole: list[tuple[FetchedSnapshot, ShardTensor, Bytes]] = []
+        cut: list[tuple[FetchedSnapshot, ShardTensor, Box, BoxSink]] = []
+        for want in found:
+            assert want.sink is not None
+            for snapshot, tensor in self._covering(want, parts):
+                run = SharedRun.of(tensor.box, want, tensor.itemsize)
+                place = None if run is None else run.place(0, tensor.nbytes)
+                box = intersect(tensor.box, want.box)
+                assert box is not None
+                if place is not None:
+                    whole.append((snapshot, tensor, place.data))
+                else:
+                    cut.append((snapshot, tensor, box, want.sink))
+        return whole, cut
 
     def _shared(self) -> Iterable[_Piece]:
         snapshots = (self.own, *self.others.values())

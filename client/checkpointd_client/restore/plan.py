@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
+import torch
+
 from checkpointd.errors import FormatError, MismatchError
 from checkpointd.layout import tree
 from checkpointd_client.capture import state_dicts
@@ -60,6 +62,8 @@ class Restoration:
     _copies: list[Callable[[], None]] = field(repr=False)
     _steps: list[tuple[Callable[[Any], object], Any]] = field(repr=False)
     _client_state: dict[str, object] = field(repr=False)
+    live: tuple[torch.Tensor, ...] = field(repr=False)
+    """The memory of the user's objects that is filled. New memory, which the objects get in `finish`, is left out."""
 
     @property
     def differences(self) -> tuple[str, ...]:
@@ -90,12 +94,14 @@ class LoadOptions:
     """How a checkpoint is matched against the user's objects.
 
     `strict`: every difference is an error; otherwise all that fits is loaded. `cast`: floating-point tensors may have another
-    floating dtype, and are converted. `unpickle`: pickled objects in client_state may run their code.
+    floating dtype, and are converted. `unpickle`: pickled objects in client_state may run their code. `verify_first`: all bytes
+    are read and verified before any object is touched, and then read again to fill them.
     """
 
     strict: bool = True
     cast: bool = False
     unpickle: bool = False
+    verify_first: bool = False
 
 
 def _unknown(_one: str, _two: str) -> bool:
@@ -178,6 +184,7 @@ def _prepare(
         match.unexpected = []
     if options.strict and (found := _differences(match, state)):
         raise mismatches.error(found)
+    live = match.bindings.live()
     targets, copies = match.bindings.bind(stored.entries)
     steps = [(step.apply, step.build()) for step in sorted(match.steps, key=attrgetter("turn"))]
     return Restoration(
@@ -196,6 +203,7 @@ def _prepare(
         _copies=copies,
         _steps=steps,
         _client_state=unpacked(client(), allowed=options.unpickle),
+        live=live,
     )
 
 

@@ -1,4 +1,4 @@
-"""Sinks: they put the bytes of a chunk into the memory of the tensor that is loaded.
+"""Sinks: they put the bytes of a chunk into the memory of the tensor that is loaded, or are that memory.
 
 Invariants
   SINK-1  A sink runs on any thread, and on several at once. Bytes for a device go through the load's uploads, which
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from checkpointd.layout.boxes import Box, whole
 from checkpointd.layout.dtypes import ITEM_BYTES
 from checkpointd.layout.regions import regions, slices
-from checkpointd.pipeline.read.plan import CARRIERS, BoxSink, Sink
+from checkpointd.pipeline.read.plan import CARRIERS, BoxMemory, BoxSink, ByteMemory, Sink
 from checkpointd.pipeline.shard import Bytes
 from checkpointd_client.capture.dtypes import DTYPES, bits
 from checkpointd_client.restore.uploads import Uploads, fill_at_once
@@ -28,20 +28,11 @@ def sink_for(target: torch.Tensor, fqn: str, dtype: str, uploads: Uploads) -> Si
     if not live.numel():
         return lambda _start, _data: None  # the strides of an empty view may be any
     if live.device.type == "cpu" and live.is_contiguous() and not live.is_conj() and not live.is_neg():
-        return _into_bytes(live)
+        return ByteMemory(live.reshape(-1).view(torch.uint8).numpy())
     if live.is_contiguous():
         live = live.view(-1)  # each chunk is one box of it
     frame = whole(tuple(live.shape))
     return _in_boxes(frame, ITEM_BYTES[dtype], box_sink(live, frame, fqn, dtype, uploads))
-
-
-def _into_bytes(live: torch.Tensor) -> Sink:
-    memory = live.reshape(-1).view(torch.uint8).numpy()
-
-    def sink(start: int, data: Bytes) -> None:
-        memory[start : start + data.nbytes] = data
-
-    return sink
 
 
 def _in_boxes(frame: Box, item: int, fill: BoxSink) -> Sink:
@@ -81,6 +72,8 @@ def host_sink(target: torch.Tensor, box: Box, dtype: str) -> BoxSink:
 def _into_array(live: torch.Tensor, box: Box) -> BoxSink:
     memory: NDArray[Any] = bits(live).numpy()
     memory = memory.view(CARRIERS[live.itemsize])
+    if memory.flags.c_contiguous:
+        return BoxMemory(box, memory)
 
     def sink(inside: Box, data: NDArray[Any]) -> None:
         memory[slices(box, inside)] = data

@@ -62,12 +62,18 @@ class CandidateSource(Protocol):
         """Whether these two tensors, of one dtype and shape, are the same bit for bit; the same answer on every rank."""
         ...
 
+    def locate(self, targets: Sequence[Target], content: RankContent) -> None:
+        """Raise an error if parts of `targets` are known not to be there. Reads no tensor, and changes nothing."""
+        ...
+
     def verify(self, targets: Sequence[Target], content: RankContent) -> None:
-        """Raise an error if the stored bytes of `targets` are wrong; change nothing."""
+        """Raise an error if the stored bytes of `targets` are wrong. Reads all of them, and changes nothing."""
         ...
 
     def fill(self, targets: Sequence[Target], content: RankContent) -> None:
-        """Read `targets` in. DamagedError if the bytes changed since `verify`, UnreadableError if reading fails."""
+        """Read `targets` in and verify them. DamagedError if bytes are wrong, which then may be in the targets; UnreadableError
+        if reading fails.
+        """
         ...
 
 
@@ -243,6 +249,9 @@ class StoredSource:
         entries = [p.entry for p in self._world.tensors[fqn].parts] if rank is None else [self._world.own(rank)[stored]]
         return {entry.box: tuple((c.raw, c.digest) for c in entry.chunks) for entry in entries if entry.box.numel()}
 
+    def locate(self, targets: Sequence[Target], content: RankContent) -> None:
+        """Raise nothing: `verify` and `fill` name what is not there."""
+
     def verify(self, targets: Sequence[Target], content: RankContent) -> None:
         damage = self._read_targets(targets, content, None)
         if damage:
@@ -252,7 +261,7 @@ class StoredSource:
         self._patience = self._new_patience()
         damage = self._fill(targets, content)
         if damage:
-            raise DamagedError(f"{damage[0]}; it was whole a moment ago")
+            raise damage[0]
 
     def _fill(self, targets: Sequence[Target], content: RankContent) -> list[DamagedError]:
         with Uploads(self.config.pinned_bytes) as uploads:

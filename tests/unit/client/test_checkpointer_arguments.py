@@ -126,7 +126,7 @@ def test_each_argument_of_save_is_checked_by_name(arguments: dict[str, Any], wor
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [({name: value}, f"{name} is ") for name in ("strict", "fallback", "cast") for value in NO_FLAGS]
+    [({name: value}, f"{name} is ") for name in ("strict", "fallback", "cast", "verify_first") for value in NO_FLAGS]
     + [({"tag": value}, "tag") for value in ("", "a/b", 3)]
     + [({"state": value}, "the state to load into must map names") for value in (None, 3, [1], torch.nn.Linear(1, 1))],
 )

@@ -18,12 +18,20 @@ import torch
 
 from checkpointd import waits
 from checkpointd.admin.gc import deletion
-from checkpointd.errors import ClosedError, DamagedError, MismatchError, NotFoundError, UnreadableError, UsageError
+from checkpointd.errors import (
+    ClosedError,
+    DamagedError,
+    MismatchError,
+    NotFoundError,
+    PartlyLoadedError,
+    UnreadableError,
+    UsageError,
+)
 from checkpointd.store import open_store
 from checkpointd.store.base import Entry
 from checkpointd.store.posix.store import PosixStore
 from checkpointd_client import Checkpointer, RngState, open_checkpoint
-from checkpointd_client.errors import PartlyLoadedError, UnsafeObjectError
+from checkpointd_client.errors import UnsafeObjectError
 from checkpointd_client.restore.store_source import StoredSource
 from tests.builders import break_file, objects
 from tests.unit.client.tied_model import TiedModel, same
@@ -314,23 +322,27 @@ def test_a_damaged_newest_one_is_passed_over_loudly_and_a_named_one_raises(
         open_checkpoint(root, "global_step4")
 
 
-def test_damage_that_a_load_finds_is_passed_over_before_anything_is_touched(
-    root: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("verify_first", [True, False])
+def test_damage_that_a_load_finds_is_passed_over_and_overwritten(
+    root: Path, caplog: pytest.LogCaptureFixture, verify_first: bool
 ) -> None:
     for path in objects(root / "global_step4", ".chunks"):
         if path.stat().st_size:
             break_file(path, "flip")
     fresh = state(8)
     with caplog.at_level(logging.ERROR), open_checkpoint(root) as opened:
-        loaded = opened.load(fresh)
+        loaded = opened.load(fresh, verify_first=verify_first)
         assert (loaded.tag, opened.step) == ("global_step3", 3)
     assert "global_step4" in loaded.fell_back_from[0]
     assert same(dict(fresh["model"].state_dict()), state(3)["model"])
     with open_checkpoint(root) as opened:
         assert opened.step == 4
-        with pytest.raises(DamagedError):  # it has told of that one
-            opened.load(fresh)
-    assert same(dict(fresh["model"].state_dict()), state(3)["model"])
+        # It has told of that one.
+        with pytest.raises(DamagedError if verify_first else PartlyLoadedError, match="damaged at byte"):
+            opened.load(fresh, verify_first=verify_first)
+        with pytest.raises(DamagedError):  # none of the user's memory was touched
+            opened.load({})
+    assert not verify_first or same(dict(fresh["model"].state_dict()), state(3)["model"])
 
 
 def test_where_every_one_is_damaged_that_is_said(root: Path) -> None:

@@ -4,7 +4,7 @@ Invariants
   DCPREAD-1  Nothing here unpickles: DCP's metadata is made from the indexes. The bytes that DCP's planner unpickles are made
       here from plain values, or pass torch.load(weights_only=True) first.
   DCPREAD-2  All ranks read one checkpoint, even if another one is committed meanwhile.
-  DCPREAD-3  Each chunk is verified before its bytes reach a tensor. Other tensors may be filled by then, as always with DCP.
+  DCPREAD-3  Each chunk is verified, and damage raises an error. Tensors may be filled by then, as always with DCP.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,10 +20,11 @@ from checkpointd.errors import DamagedError, FormatError, NotFoundError
 from checkpointd.layout.boxes import Box, intersect, whole
 from checkpointd.layout.dtypes import ITEM_BYTES
 from checkpointd.layout.regions import slices, sub_boxes
+from checkpointd.pipeline.read import chunks
 from checkpointd.pipeline.read.checkpoint_view import CheckpointView, global_tensors, read_view
 from checkpointd.pipeline.read.index import chunk_starts
 from checkpointd.pipeline.read.load import read_boxes
-from checkpointd.pipeline.read.plan import CARRIERS, BoxRequest, BoxSink
+from checkpointd.pipeline.read.plan import CARRIERS, BoxMemory, BoxRequest, BoxSink
 from checkpointd.pipeline.root import catalog
 from checkpointd.store.memory import MemoryStore
 from tests.box_strategies import Shape, shapes, tilings_of
@@ -130,6 +132,14 @@ async def _check_any_layout(
     for found in filled:
         assert found.array.tobytes() == tensor[slices(whole(shape), found.box)].tobytes()
         assert bool((found.times == 1).all())
+    _check_each_chunk_was_read_once(store)
+    store.reads.clear()
+    memories = [BoxMemory(box, np.zeros(box.sizes, CARRIERS[ITEM_BYTES[dtype]])) for box in wanted]
+    with mock.patch.object(chunks, "IN_PLACE_BYTES_MIN", 1):
+        into = [BoxRequest("t", memory.box, memory) for memory in memories]
+        assert await read_boxes(store, world, into, LoadConfig(block_bytes=block_bytes)) == []
+    for memory in memories:
+        assert memory.elements.tobytes() == tensor[slices(whole(shape), memory.box)].tobytes()
     _check_each_chunk_was_read_once(store)
 
 

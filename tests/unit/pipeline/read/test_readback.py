@@ -260,7 +260,7 @@ async def test_readback_2_a_later_whole_verdict_takes_the_damage_back() -> None:
     await store.put(f"{found.prefix}/00000-0.chunks", bytes(len(data)))
     assert not (await read_back(store, found)).whole
     faults = decode(await store.get(f"{found.prefix}/{DAMAGED}"), Damaged, "").faults
-    assert "checksum" in faults[0]
+    assert "digest" in faults[0]
     await store.put(f"{found.prefix}/00000-0.chunks", data)
     assert await survivor(store, [found]) is None  # until somebody verifies it again
     assert (await read_back(store, found)).whole

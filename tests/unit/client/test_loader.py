@@ -1,0 +1,195 @@
+"""A load reads each byte once, into the tensor's own memory, and leaves nothing of a damaged checkpoint behind."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from checkpointd.errors import DamagedError, PartlyLoadedError
+from checkpointd.pipeline.read import decode
+from checkpointd.store.posix.store import PosixStore
+from checkpointd_client import Checkpointer
+from tests.builders import objects
+
+MIB = 1 << 20
+NAMES = ("a", "b", "c")
+
+
+class Counted:
+    """Loads itself, and counts how often."""
+
+    def __init__(self, value: int) -> None:
+        self.value, self.loads = value, 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.value, self.loads = state["value"], self.loads + 1
+
+
+def state_of(step: int) -> dict[str, Any]:
+    """Three tensors of a MiB, a strided one, a small one, a module's optimizer with its moments, and an object of its own."""
+    generator = torch.Generator().manual_seed(step)
+    tensors = {name: torch.randn(MIB // 4, generator=generator) for name in NAMES}
+    model = torch.nn.Linear(8, 8)
+    torch.nn.init.constant_(model.weight, float(step))
+    torch.nn.init.constant_(model.bias, float(step))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.full((1, 8), float(step))).sum().backward()
+    optimizer.step()
+    return {
+        "tensors": tensors,
+        "strided": torch.randn(300, 400, generator=generator).t(),
+        "small": torch.full((5,), float(step)),
+        "model": model,
+        "optimizer": optimizer,
+        "counted": Counted(step),
+    }
+
+
+def bits_of(state: dict[str, Any]) -> dict[str, bytes]:
+    """Every value of a state but its own object, as bytes."""
+    found = dict(state["tensors"]) | {"strided": state["strided"], "small": state["small"]} | state["model"].state_dict()
+    for number, values in state["optimizer"].state_dict()["state"].items():
+        found |= {f"{number}.{name}": value for name, value in values.items()}
+    return {name: value.contiguous().numpy().tobytes() for name, value in found.items()}
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A root with the checkpoints 1 and 2, stored raw, in chunks of 256 KiB."""
+    with Checkpointer(tmp_path / "root", compression="none", chunk_bytes=MIB // 4, dedup=False) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, state_of(step)).wait()
+    return tmp_path / "root"
+
+
+def chunks_of(root: Path, step: int) -> Path:
+    [path] = [path for path in objects(root / f"global_step{step}", "-0.chunks") if path.stat().st_size]
+    return path
+
+
+def damage(path: Path, place: float) -> None:
+    """Flip a bit of a tensor: in the first chunk, in the middle, or in the last one. Between tensors are a few free bytes."""
+    data = bytearray(path.read_bytes())
+    used = np.flatnonzero(np.frombuffer(bytes(data), np.uint8))
+    data[int(used[int(place * (len(used) - 1))])] ^= 1
+    path.write_bytes(data)
+
+
+class Reads:
+    """What a load reads of chunks, and which digests it computes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ranges: Counter[tuple[str, int]] = Counter()
+        self.into: list[tuple[int, int]] = []
+        self.digested: list[int] = []
+        self.checksums = 0
+        get_range, digest, checksum = PosixStore.get_range, decode.xxh3_128, decode.xxh3_64
+
+        async def counted(store: PosixStore, key: str, offset: int, out: memoryview) -> None:
+            if key.endswith(".chunks"):
+                self.ranges.update((key, at) for at in range(offset, offset + out.nbytes, 64))
+                address = np.frombuffer(out, np.uint8).ctypes.data
+                self.into.append((address, address + out.nbytes))
+            await get_range(store, key, offset, out)
+
+        def digested(data: Any) -> bytes:
+            self.digested.append(data.nbytes)
+            return digest(data)
+
+        def summed(data: Any) -> int:
+            self.checksums += 1
+            return checksum(data)
+
+        monkeypatch.setattr(PosixStore, "get_range", counted)
+        monkeypatch.setattr(decode, "xxh3_128", digested)
+        monkeypatch.setattr(decode, "xxh3_64", summed)
+
+
+def test_load_1_each_byte_is_read_once_into_its_tensor_and_digested_once(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = state_of(9)
+    with Checkpointer(root) as ckpt:
+        reads = Reads(monkeypatch)
+        assert ckpt.load(target)
+    assert bits_of(target) == bits_of(state_of(2))
+    assert set(reads.ranges.values()) == {1}
+    nbytes = sum(len(data) for data in bits_of(target).values())
+    assert (sum(reads.digested), reads.checksums) == (nbytes, 0)
+    for name in NAMES:  # no copy beside the target: the store itself wrote all of it there
+        first = target["tensors"][name].data_ptr()
+        assert sum(stop - start for start, stop in reads.into if first <= start and stop <= first + MIB) == MIB
+    beside = sum(stop - start for start, stop in reads.into) - len(NAMES) * MIB
+    assert beside < 600_000, "only what is strided or small is read into a buffer"
+
+
+def test_verify_first_reads_everything_twice(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = state_of(9)
+    with Checkpointer(root) as ckpt:
+        reads = Reads(monkeypatch)
+        assert ckpt.load(target, verify_first=True)
+    assert bits_of(target) == bits_of(state_of(2))
+    assert set(reads.ranges.values()) == {2}
+
+
+@pytest.mark.parametrize("place", [0.0, 0.5, 1.0])
+def test_load_7_load_8_after_damage_anywhere_the_older_checkpoint_overwrites_everything(
+    root: Path, place: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    damage(chunks_of(root, 2), place)
+    target = state_of(9)
+    with Checkpointer(root) as ckpt, caplog.at_level(logging.ERROR):
+        loaded = ckpt.load(target)
+    assert loaded is not None
+    assert (loaded.step, len(loaded.fell_back_from)) == (1, 1)
+    assert bits_of(target) == bits_of(state_of(1))
+    assert (target["counted"].value, target["counted"].loads) == (1, 1), "it never saw the damaged checkpoint"
+    assert "global_step2 cannot be loaded" in caplog.text
+
+
+@pytest.mark.parametrize("place", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("options", [{"tag": "global_step2"}, {"fallback": False}])
+def test_load_6_without_an_older_one_the_error_says_that_the_objects_hold_a_mixture(
+    root: Path, place: float, options: dict[str, Any]
+) -> None:
+    damage(chunks_of(root, 2), place)
+    target, untouched = state_of(9), state_of(9)
+    with Checkpointer(root) as ckpt:
+        with pytest.raises(DamagedError):
+            ckpt.load(target, **options, verify_first=True)
+        assert bits_of(target) == bits_of(untouched)
+        with pytest.raises(PartlyLoadedError, match=r"hold a mixture of old and new values.*neither train with them nor save"):
+            ckpt.load(target, **options)
+        assert target["counted"].loads == 0
+
+
+def test_load_7_an_older_checkpoint_that_lacks_a_value_does_not_hide_the_damage(tmp_path: Path) -> None:
+    one, two = state_of(1), state_of(2)
+    del one["strided"]
+    with Checkpointer(tmp_path, compression="none", dedup=False) as ckpt:
+        ckpt.save(1, one).wait()
+        ckpt.save(2, two).wait()
+        damage(chunks_of(tmp_path, 2), 0.0)
+        with pytest.raises(PartlyLoadedError, match="global_step1 does not have all values that global_step2 had"):
+            ckpt.load(state_of(9), strict=False)
+        target = state_of(9)
+        loaded = ckpt.load(target, strict=False, verify_first=True)
+    assert loaded is not None
+    assert (loaded.step, loaded.missing) == (1, ("strided",))
+    assert torch.equal(target["strided"], state_of(9)["strided"])
+
+
+def test_afresh_verifies_first_so_that_a_job_may_go_on_with_its_own_values(root: Path) -> None:
+    for step in (1, 2):
+        damage(chunks_of(root, step), 0.5)
+    target = state_of(9)
+    with Checkpointer(root, afresh=True) as ckpt:
+        assert ckpt.load(target) is None
+    assert bits_of(target) == bits_of(state_of(9))
