@@ -241,7 +241,7 @@ def test_an_unreadable_newest_checkpoint_is_raised_and_nothing_older_is_taken(
     monkeypatch.setattr(PosixStore, "get_range", bad_sector)
     target = _state(0.0)
     with Checkpointer(tmp_path, commit_timeout_s=1.0) as ckpt, pytest.raises(UnreadableError, match="Input/output error"):
-        ckpt.load(target)
+        ckpt.load(target, verify_first=True)
     assert bool((target["w"] == 0.0).all())
 
 
