@@ -63,7 +63,7 @@ class CandidateSource(Protocol):
         ...
 
     def locate(self, targets: Sequence[Target], content: RankContent) -> None:
-        """Raise an error if parts of `targets` are known not to be there. Reads no tensor, and changes nothing."""
+        """Find out where `targets` are without reading them. Raise an error if they are known not to be there."""
         ...
 
     def verify(self, targets: Sequence[Target], content: RankContent) -> None:
@@ -229,6 +229,11 @@ class StoredSource:
         if missing := set(ranks) - self._world.indexes.keys():
             self._world = self._read(lambda store: widened(store, self._world, missing, self.config))
 
+    def _widen_for(self, found: list[BoxRequest]) -> None:
+        """Read the indexes of the ranks that stored parts of `found`."""
+        if self._plan is not None:
+            self._widen(ranks_with(self._plan, unheld(self._world, found)))
+
     def has_elsewhere(self, places: Sequence[str], content: RankContent) -> bool:
         return stands_below(places, content)
 
@@ -250,7 +255,8 @@ class StoredSource:
         return {entry.box: tuple((c.raw, c.digest) for c in entry.chunks) for entry in entries if entry.box.numel()}
 
     def locate(self, targets: Sequence[Target], content: RankContent) -> None:
-        """Raise nothing: `verify` and `fill` name what is not there."""
+        """Read the indexes of the ranks that stored `targets`. What these do not name, `verify` and `fill` do."""
+        self._widen_for(wants(targets, content, None))
 
     def verify(self, targets: Sequence[Target], content: RankContent) -> None:
         damage = self._read_targets(targets, content, None)
@@ -282,8 +288,7 @@ class StoredSource:
         if index is not None and all(_is_plain(target, content) for target in targets):
             return self._read_whole(index, targets, content, fill)
         found = wants(targets, content, fill)
-        if self._plan is not None:
-            self._widen(ranks_with(self._plan, unheld(self._world, found)))
+        self._widen_for(found)
         return self._read(lambda store: read_boxes(store, self._world, found, self.config))
 
     def _read_whole(
