@@ -36,7 +36,7 @@ def exponent(points: Points) -> float | None:
     if not spread:
         return None
     level = sum(y for _, y in logs) / len(logs)
-    return sum((x - middle) * (y - level) for x, y in logs) / spread
+    return round(sum((x - middle) * (y - level) for x, y in logs) / spread, 6) + 0.0  # without the noise of floats, and no -0
 
 
 def exponent_words(points: Points) -> str:
