@@ -1,11 +1,12 @@
 """Ratio and speed of the codecs on one core, beside zstd and zipnn, on weights that were really trained and on made-up ones.
 
-    python benchmarks/codec.py [--steps 150] [--repeat 7] [--chunk-mib 4] [--made-up]
+    python benchmarks/codec.py [--steps 150] [--repeat 7] [--chunk-mib 4] [--made-up] [--no-deltas]
 
 Trains a small byte-level language model on the standard library's own sources with AdamW, then encodes and decodes its weights
 and moments chunk by chunk. All systems take turns in one run, in a new order for each repeat, and each figure is the median of
-the repeats. Speeds are raw GB (1e9 bytes) per second of processor time, so other load and a peer's threads do not count. Needs
-torch. zipnn is measured if it is installed; the environment of `compare.py` has it.
+the repeats. Then it trains on at falling learning rates, and stores each part of the state as its delta from 10 steps before;
+beside it stands the exclusive or of the two. Speeds are raw GB (1e9 bytes) per second of processor time, so other load and a
+peer's threads do not count. Needs torch. zipnn is measured if it is installed; the environment of `compare.py` has it.
 """
 
 from __future__ import annotations
@@ -33,13 +34,17 @@ if __name__ == "__main__":
     sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import figures, goals
-from checkpointd.codec import ElementType, decode, encode, sample, stored_size_max
+from checkpointd.codec import ElementType, decode, decode_delta, difference, encode, sample, stored_size_max
 from checkpointd.codec.checksum import xxh3_64, xxh3_128
 
 Bytes = NDArray[np.uint8]
 CONTEXT, WIDTH, BATCH = 32, 384, 64
 WITH_GOALS = {"trained weights bf16": "bf16", "trained weights fp32": "fp32"}
 """The states that `goals.py` has goals for, and what their figures are called."""
+DELTA_STEPS, DELTA_RATES = 10, (1e-3, 3e-4, 1e-4)
+"""A delta is taken from this many steps before, at each of these learning rates."""
+DELTA_GOAL_RATE = 3e-4
+"""The learning rate at which `goals.py` looks at the delta of bf16 weights."""
 
 
 # --- states -------------------------------------------------------------------------------------------------------
@@ -269,6 +274,51 @@ def figures_of(chosen: State, measured: dict[str, Measured], called: str) -> fig
     return named
 
 
+def measure_deltas(training: Training, chunk_size: int, repeat: int) -> figures.Figures:
+    """Print a line for each part of the state at each learning rate. Gives the figure of bf16 weights at DELTA_GOAL_RATE."""
+    named: figures.Figures = {}
+    for rate in DELTA_RATES:
+        for group in training.optimizer.param_groups:
+            group["lr"] = rate
+        training.run(2 * DELTA_STEPS)
+        before = list(trained_states(training))
+        training.run(DELTA_STEPS)
+        for old, new in zip(before, trained_states(training), strict=True):
+            size, shares, speeds = new.raw.size, *_delta(old, new, chunk_size, repeat)
+            shown = f"{shares['delta']:>7.4f} {shares['xor']:>7.4f} {shares['full']:>7.4f} {speeds[0]:>7.2f} {speeds[1]:>7.2f}"
+            print(f"{new.name:<24} {size / 2**20:>6.1f} {rate:>7.0e} {shown}", flush=True)
+            if new.dtype == "bfloat16" and rate == DELTA_GOAL_RATE:
+                named["codec/bf16/delta"] = {0: shares["delta"]}
+    return named
+
+
+def _delta(old: State, new: State, chunk_size: int, repeat: int) -> tuple[dict[str, float], tuple[float, float]]:
+    """Stored shares of `new` as a delta, as an exclusive or and in full; GB/s of encoding and decoding the delta."""
+    width, starts = new.element.itemsize, range(0, new.raw.size, chunk_size)
+    pairs = [(new.raw[start : start + chunk_size], old.raw[start : start + chunk_size]) for start in starts]
+
+    def packed(data: Bytes, kind: str = "other") -> bytes:
+        return bytes(encode(data, codec="planes", itemsize=width, kind=kind))
+
+    def unpacked(item: tuple[bytes, tuple[Bytes, Bytes]]) -> bytes:
+        out = np.empty_like(item[1][0])
+        decode_delta(item[0], item[1][1], out=out)
+        return out.tobytes()
+
+    encoding, decoding = [], []
+    for _ in range(repeat):
+        took, stored = timed(lambda pair: packed(difference(*pair, itemsize=width)), pairs)
+        encoding.append(took)
+        took, backs = timed(unpacked, list(zip(stored, pairs, strict=True)))
+        decoding.append(took)
+        if b"".join(backs) != new.raw.tobytes():
+            raise SystemExit(f"{new.name}: the delta did not give back what it was given")
+    every = {"delta": stored, "xor": [packed(x ^ b) for x, b in pairs], "full": [packed(x, "float") for x, _ in pairs]}
+    shares = {name: sum(map(len, parts)) / new.raw.size for name, parts in every.items()}
+    encode_s, decode_s = statistics.median(encoding), statistics.median(decoding)
+    return shares, (new.raw.size / encode_s / 1e9, new.raw.size / decode_s / 1e9)
+
+
 def main() -> None:
     """Print the table and the verdicts, and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -277,6 +327,7 @@ def main() -> None:
     parser.add_argument("--chunk-mib", type=int, default=4, help="size of a chunk (default 4)")
     parser.add_argument("--made-up", action="store_true", help="measure made-up values, too")
     parser.add_argument("--figures", type=Path, metavar="OUT", help="write what the goals need there")
+    parser.add_argument("--no-deltas", action="store_true", help="leave deltas out")
     options = parser.parse_args()
     chunk_size, named = options.chunk_mib << 20, figures.Figures()
     training = Training()
@@ -292,6 +343,9 @@ def main() -> None:
     for name, digest in (("xxh3_64", xxh3_64), ("xxh3_128", xxh3_128)):
         took = statistics.median(timed(digest, [states[0].raw])[0] for _ in range(options.repeat))
         print(f"{name:<24} {states[0].raw.size / took / 1e9:.1f} GB/s")
+    if not options.no_deltas:
+        print(f"{'delta':<24} {'MiB':>6} {'rate':>7} {'delta':>7} {'xor':>7} {'full':>7} {'enc':>7} {'dec':>7}  (GB/s)")
+        named |= measure_deltas(training, chunk_size, options.repeat)
     print(*goals.lines(goals.verdicts(named, goals.CODEC_GOALS)), sep="\n")
     if options.figures:
         figures.write(options.figures, named)

@@ -434,7 +434,7 @@ CODEC_GOALS = (
     ),
     Goal(
         name="codec-delta",
-        words="delta of bf16 weights after 10 steps: stored over raw",
+        words="delta of bf16 weights after 10 steps at a learning rate of 3e-4: stored over raw",
         limit=35.0,
         unit=" %",
         of=value("codec/bf16/delta", 100.0),

@@ -44,12 +44,21 @@ class PersistConfig:
     """The most host memory beside the snapshot, for a state of any size."""
     dedup: bool = True
     """Whether to store references in place of chunks that have not changed since the newest checkpoint."""
+    full_every: int | None = None
+    """Every so many checkpoints, one is stored in full. The chunks of those between may be stored as differences from it. None:
+    there are no differences."""
 
     def __post_init__(self) -> None:
         for name in ("chunk_bytes", "block_bytes", "writes", "encoders", "budget_bytes"):
             arguments.whole(name, getattr(self, name), most=sys.maxsize)
         arguments.choice("compression", self.compression, get_args(Compression))
         arguments.flag("dedup", self.dedup)
+        if self.full_every is not None:
+            arguments.whole("full_every", self.full_every, least=2, most=sys.maxsize)
+            if self.compression == "none":
+                raise UsageError(
+                    f'full_every={self.full_every} stores differences, which are compressed; choose compression="auto" with it'
+                )
         if self.chunk_bytes < 4096 or self.chunk_bytes > 1 << 30:
             raise UsageError(f"chunk_bytes is {self.chunk_bytes}; choose 4 KiB to 1 GiB (4 MiB is a good size)")
         if self.block_bytes % 4096:

@@ -125,6 +125,7 @@ class Save:
     compression: Compression = "none"
     chunk_bytes: int = 4096
     dedup: bool = False
+    full_every: int | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     retention: Retention = field(default_factory=Retention)
     on_no_progress: OnNoProgress = "warn"
@@ -142,6 +143,7 @@ class Save:
             block_bytes=8192,
             budget_bytes=budget,
             dedup=self.dedup,
+            full_every=self.full_every,
         )
 
     def info(self, rank: int) -> AttemptInfo:

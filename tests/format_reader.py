@@ -169,17 +169,41 @@ def unpacked(stored: bytes, codec: str, raw_size: int) -> bytes:
     return b"".join(word.to_bytes(width, "little") for word in turned) + stored[position:]
 
 
+def undelta(stored: bytes, raw_size: int, base: bytes) -> bytes:
+    made, width = unpacked(stored, "planes", raw_size), stored[1]
+    count, top = raw_size // width, 1 << 8 * width
+    out = []
+    for k in range(count):
+        z = int.from_bytes(made[k * width : (k + 1) * width], "little")
+        before = int.from_bytes(base[k * width : (k + 1) * width], "little")
+        out.append(((before - (z + 1) // 2 if z % 2 else before + z // 2) % top).to_bytes(width, "little"))
+    return b"".join(out) + made[count * width :]
+
+
+def chunk_bytes(folder: Path, index: dict[str, Any], chunk: list[Any], fqn: str, base: bytes = b"") -> bytes:
+    number, offset, stored, raw, codec, checksum, raw_digest = chunk[:7]
+    with open(object_path(folder, index["objects"][number]), "rb") as file:
+        file.seek(offset)
+        data = file.read(stored)
+    check(xxhash.xxh3_64_intdigest(data) == checksum, f"{fqn}: checksum")
+    found = undelta(data, raw, base) if codec == "delta" else unpacked(data, codec, raw)
+    check(xxhash.xxh3_128_digest(found) == raw_digest, f"{fqn}: digest")
+    return found
+
+
 def tensor_bytes(folder: Path, index: dict[str, Any], entry: list[Any]) -> bytes:
     fqn, dtype, shape, (offsets, sizes), scope, chunks = entry
     check((sizes, set(offsets) <= {0}, scope in ("rank", "global")) == (shape, True, True), f"{fqn} is not whole")
     parts = []
-    for number, offset, stored, raw, codec, checksum, raw_digest in chunks:
-        with open(object_path(folder, index["objects"][number]), "rb") as file:
-            file.seek(offset)
-            data = file.read(stored)
-        check(xxhash.xxh3_64_intdigest(data) == checksum, f"{fqn}: checksum")
-        parts.append(unpacked(data, codec, raw))
-        check(xxhash.xxh3_128_digest(parts[-1]) == raw_digest, f"{fqn}: digest")
+    for chunk in chunks:
+        raw, codec, base = chunk[3], chunk[4], chunk[7] if len(chunk) > 7 else None
+        check((codec == "delta") == (base is not None), f"{fqn}: base")
+        before = b""
+        if base is not None:
+            number, offset, stored, base_codec, checksum, base_digest = base
+            check(base_codec != "delta" and "held_by" in index["objects"][number], f"{fqn}: base")
+            before = chunk_bytes(folder, index, [number, offset, stored, raw, base_codec, checksum, base_digest], fqn)
+        parts.append(chunk_bytes(folder, index, chunk, fqn, before))
     whole = b"".join(parts)
     check(len(whole) == int(np.prod(shape)) * ITEM_BYTES[dtype], f"{fqn}: size")
     return whole

@@ -7,8 +7,9 @@ Every function depends on its arguments alone, keeps nothing between calls, and 
 from __future__ import annotations
 
 from checkpointd.codec.buffers import Buffer
-from checkpointd.codec.choose import Compression, Estimate, choose, sample
+from checkpointd.codec.choose import Compression, Estimate, choose, planes_ratio, sample
 from checkpointd.codec.chunk import CODECS, Codec, decode, encode, stored_size_max
+from checkpointd.codec.delta import decode_delta, difference
 from checkpointd.codec.element import ElementType, Kind
 
 __all__ = [
@@ -21,7 +22,10 @@ __all__ = [
     "Kind",
     "choose",
     "decode",
+    "decode_delta",
+    "difference",
     "encode",
+    "planes_ratio",
     "sample",
     "stored_size_max",
 ]

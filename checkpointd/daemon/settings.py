@@ -19,6 +19,7 @@ def persist_config(asked: wire.Begin, ours: ServeConfig) -> PersistConfig:
         budget_bytes=min(asked.budget_bytes, ours.budget_bytes or 0) if bounded else max(asked.budget_bytes, 1),
         encoders=ours.encoders,
         dedup=asked.dedup,
+        full_every=asked.full_every,
     )
 
 

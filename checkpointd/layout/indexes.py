@@ -10,7 +10,7 @@ from checkpointd.errors import FormatError
 from checkpointd.layout.boxes import Box
 from checkpointd.layout.dtypes import ITEM_BYTES
 from checkpointd.layout.keys import check_chunks_ref, check_holder
-from checkpointd.layout.manifest import CHUNK_BYTES_MAX, Chunk, Header, Index, ObjectRef, TensorEntry, check_header
+from checkpointd.layout.manifest import CHUNK_BYTES_MAX, DELTA, Chunk, Header, Index, ObjectRef, TensorEntry, check_header
 
 
 def encode_index(index: Index) -> bytes:
@@ -77,12 +77,23 @@ def _chunk_fault(chunk: Chunk, index: Index, item: int) -> str | None:
         return f"holds {chunk.raw} bytes, which is not a whole number of elements of {item} bytes"
     if len(chunk.digest) != 16:
         return f"has a digest of {len(chunk.digest)} bytes"
-    return None
+    if (chunk.codec == DELTA) != (chunk.base is not None):
+        return "is a delta without a base, or has a base and is no delta"
+    if chunk.base is None:
+        return None
+    if chunk.base.codec == DELTA:
+        return "is a delta of a delta"
+    fault = _chunk_fault(chunk.full, index, item)
+    if fault is None and not index.objects[chunk.base.object].held_by:
+        fault = "lies in an object of the same attempt"
+    return None if fault is None else f"has a base that {fault}"
 
 
 def _check_apart(index: Index, key: str) -> None:
     """Check that two chunks lie either at the same bytes or at disjoint ones."""
-    placed = sorted((c.object, c.offset, c.offset + c.stored) for entry in index.tensors for c in entry.chunks)
+    chunks = [chunk for entry in index.tensors for chunk in entry.chunks]
+    chunks += [chunk.full for chunk in chunks if chunk.base is not None]
+    placed = sorted((c.object, c.offset, c.offset + c.stored) for c in chunks)
     for one, two in pairwise(placed):
         if one[0] == two[0] and two[1] < one[2] and one != two:
             name = index.objects[one[0]].name

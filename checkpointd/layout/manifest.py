@@ -28,6 +28,9 @@ VERSION = 2
 CHUNK_BYTES_MAX = (1 << 30) + (1 << 23)
 """The largest chunk, raw or stored: 1 GiB and the bytes that a codec may add."""
 
+DELTA = "delta"
+"""The codec of a chunk that is stored as its difference from another one."""
+
 LEASE_S_MAX = 600.0
 """The longest lease, so nobody waits longer for a job that has died."""
 
@@ -136,6 +139,18 @@ class ObjectRef(_Object, frozen=True, kw_only=True, omit_defaults=True):
         return object_key(self.held_by or prefix, self.name)
 
 
+class BaseChunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The chunk of an older attempt from which a delta was taken. It is never a delta itself, and has as many raw bytes."""
+
+    object: int
+    """Position in the index's `objects`, of an object that an older attempt holds."""
+    offset: int
+    stored: int
+    codec: str
+    checksum: int
+    digest: bytes
+
+
 class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A run of whole elements of one box, row-major. Sizes and offsets in bytes."""
 
@@ -149,6 +164,20 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """xxh3-64 of the stored bytes."""
     digest: bytes
     """xxh3-128 of the raw bytes, 16 bytes, big-endian."""
+    base: BaseChunk | None = None
+    """Set if the codec is `delta`: the stored bytes are the difference from this chunk."""
+
+    @property
+    def full(self) -> Chunk:
+        """The chunk that is stored in full: the base of a delta, else this chunk."""
+        base = self.base
+        if base is None:
+            return self
+        return Chunk(base.object, base.offset, base.stored, self.raw, base.codec, base.checksum, base.digest)
+
+    def as_base(self, number: int) -> BaseChunk:
+        """This chunk as the base of a delta, in the index's object `number`."""
+        return BaseChunk(number, self.offset, self.stored, self.codec, self.checksum, self.digest)
 
 
 class TensorEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -191,6 +220,8 @@ class Index(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpo
     aliases: tuple[Alias, ...]
     excluded: tuple[str, ...]
     """FQNs of frozen parameters that were left out on purpose."""
+    since_full: int = 0
+    """How many checkpoints in a row, up to this one, have deltas on this rank; 0: this one has none."""
     tree: bytes
     """The state tree (`tree.py`), msgpack."""
 

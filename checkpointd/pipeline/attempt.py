@@ -261,7 +261,7 @@ class Attempt:
 
     async def _job(self, shard: Shard) -> PersistJob:
         state = self._state
-        compares = state.persist.dedup or state.commit.on_no_progress != "ignore"
+        compares = state.persist.dedup or state.persist.full_every is not None or state.commit.on_no_progress != "ignore"
         return PersistJob(
             store=self._store,
             info=self.info,

@@ -42,6 +42,8 @@ class Checkpointer:
     `sidecar_uid`: the user that the sidecar runs as, if not you. Only you, root and that user get snapshots.
     `on_sidecar_loss`: "inline" persists here until it is back, "wait" waits until the save's deadline, "raise" fails the save.
     `dedup`: do not write unchanged data again; a checkpoint then refers to objects of older ones, which stay while needed.
+    `full_every`: store only one in so many checkpoints in full, and those between as differences from it, which is smaller.
+    They need its objects, which stay; if one of those is damaged, so are they. None: store every checkpoint in full.
     `retention`: which checkpoints stay, applied after each commit. A number keeps that many, None keeps all.
     `afresh`: this job may begin without a checkpoint, and remove those of earlier starts. Otherwise they all stay until load(),
     which raises if every one is damaged.
@@ -77,6 +79,7 @@ class Checkpointer:
         sidecar_uid: int | None = None,
         on_sidecar_loss: OnSidecarLoss = "inline",
         dedup: bool = True,
+        full_every: int | None = None,
         retention: Retention | int | None = None,
         afresh: bool = False,
         on_no_progress: OnNoProgress = "warn",
@@ -104,6 +107,7 @@ class Checkpointer:
                 sidecar_uid=sidecar_uid,
                 on_sidecar_loss=on_sidecar_loss,
                 dedup=dedup,
+                full_every=full_every,
                 retention=retention,
                 afresh=afresh,
                 on_no_progress=on_no_progress,

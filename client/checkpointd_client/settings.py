@@ -42,6 +42,7 @@ class Options:
     sidecar_uid: int | None = None
     on_sidecar_loss: OnSidecarLoss = "inline"
     dedup: bool = True
+    full_every: int | None = None
     retention: Retention | int | None = None
     afresh: bool = False
     on_no_progress: OnNoProgress = "warn"
@@ -80,7 +81,11 @@ class Options:
     def persist(self) -> PersistConfig:
         """How shards are written."""
         return PersistConfig(
-            compression=self.compression, chunk_bytes=self.chunk_bytes, budget_bytes=self.budget_bytes, dedup=self.dedup
+            compression=self.compression,
+            chunk_bytes=self.chunk_bytes,
+            budget_bytes=self.budget_bytes,
+            dedup=self.dedup,
+            full_every=self.full_every,
         )
 
     @property

@@ -134,6 +134,8 @@ class Begin(_Message, frozen=True, kw_only=True, tag="begin"):
 
     dedup: bool = True
     """Whether unchanged chunks become references."""
+    full_every: _Count | None = None
+    """Every so many checkpoints, one is stored in full; None: all of them."""
     on_no_progress: OnNoProgress = "warn"
     retention: Rules | None = None
     """Which checkpoints stay; None: all of them."""

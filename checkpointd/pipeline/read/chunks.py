@@ -16,7 +16,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,6 +25,7 @@ import numpy as np
 
 from checkpointd.config import LoadConfig
 from checkpointd.errors import CodecError, DamagedError, NotFoundError
+from checkpointd.pipeline.read.bases import read_bases
 from checkpointd.pipeline.read.decode import decoded
 from checkpointd.pipeline.read.plan import ChunkRead, Place
 from checkpointd.pipeline.shard import Bytes
@@ -54,8 +55,9 @@ class ReadGroup:
 
     @property
     def nbytes(self) -> int:
-        """The memory that reading the group takes: its buffer, and two copies of a chunk while it is decoded."""
-        return self.buffered + 2 * max(w.chunk.raw if w.chunk.codec != "raw" else 0 for w in self.wanted)
+        """The memory that reading the group takes: its buffer, the bases, and two copies of a chunk while it is decoded."""
+        decoded_max = max(w.chunk.raw if w.chunk.codec != "raw" else 0 for w in self.wanted)
+        return self.buffered + 2 * decoded_max + sum(w.chunk.raw for w in self.wanted if w.chunk.base is not None)
 
 
 async def read_chunks(
@@ -88,9 +90,10 @@ async def read_chunks(
             await store.get_range(group.key, group.start, memory.data)
         except (NotFoundError, DamagedError) as error:
             return [_lost(group, error)]
-        found = await loop.run_in_executor(None, _deliver, group, memory)
+        bases, lost = await read_bases(store, group.wanted, on_bytes)
+        found = await loop.run_in_executor(None, _deliver, group, memory, bases)
         on_bytes(memory.nbytes)
-        return found
+        return lost + found
 
     works = [partial(read, group, found) for group, found in zip(groups, damage, strict=True)]
     await run_workers(works, config.reads)
@@ -157,15 +160,20 @@ def _lost(group: ReadGroup, error: NotFoundError | DamagedError) -> DamagedError
     return DamagedError(f"{error} (rank {rank}, {fqn})", key=group.key, fqn=fqn, rank=rank)
 
 
-def _deliver(group: ReadGroup, memory: Bytes) -> list[DamagedError]:
-    """Verify each chunk of `group`, which was read into `memory`, and pass whole ones to their places and sinks."""
+def _deliver(group: ReadGroup, memory: Bytes, bases: Mapping[int, Bytes]) -> list[DamagedError]:
+    """Verify each chunk of `group`, which was read into `memory`, and pass whole ones to their places and sinks.
+
+    Deltas without a base are left out.
+    """
     damage = []
-    for item in group.wanted:
+    for number, item in enumerate(group.wanted):
+        if item.chunk.base is not None and number not in bases:
+            continue
         at = item.chunk.offset - group.start
         stored = memory[at : at + item.chunk.stored]
         out = stored if group.place is not None else item.place.data if item.place is not None else None
         try:
-            raw = decoded(item.chunk, stored, out)
+            raw = decoded(item.chunk, stored, out, base=bases.get(number))
         except CodecError as error:
             fqn, rank = item.entry.fqn, item.rank
             message = f"{group.key} is damaged at byte {item.chunk.offset}: {error} (rank {rank}, {fqn})"

@@ -104,6 +104,22 @@ class ChunkRead:
     start: int
     sinks: tuple[Sink, ...] = ()
     place: Place | None = None
+    base_key: str = ""
+    """The object of the base, if the chunk is a delta."""
+
+
+def chunk_read(
+    prefix: str,
+    index: Index,
+    entry: TensorEntry,
+    chunk: Chunk,
+    start: int,
+    sinks: tuple[Sink, ...] = (),
+    place: Place | None = None,
+) -> ChunkRead:
+    """The read of `chunk`, which begins at the byte `start` of `entry` in `index`, of the attempt `prefix`."""
+    base_key = index.objects[chunk.base.object].key(prefix) if chunk.base is not None else ""
+    return ChunkRead(index.objects[chunk.object].key(prefix), index.rank, entry, chunk, start, sinks, place, base_key)
 
 
 def plan_reads(world: CheckpointView, wants: Iterable[BoxRequest]) -> tuple[list[DamagedError], Iterable[ChunkRead]]:
@@ -200,8 +216,8 @@ class _ChunkReads:
         prefix = self._world.checkpoint.prefix
         for (_, start), found in self._found.items():
             part, chunk = found.part, found.chunk
-            key = self._world.indexes[part.rank].objects[chunk.object].key(prefix)
-            yield ChunkRead(key, part.rank, part.entry, chunk, start, tuple(found.sinks), found.place)
+            index = self._world.indexes[part.rank]
+            yield chunk_read(prefix, index, part.entry, chunk, start, tuple(found.sinks), found.place)
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,9 +277,8 @@ class _Cut:
 def rank_reads(prefix: str, index: Index, sinks: Mapping[str, Sink | None] | None = None) -> list[ChunkRead]:
     """The chunks of one rank's tensors named in `sinks`; a sink of None only verifies. Without `sinks`: all chunks, to
     verify."""
-    keys = [ref.key(prefix) for ref in index.objects]
     return [
-        _read_for(keys[chunk.object], index.rank, entry, chunk, start, sink)
+        _read_for(prefix, index, entry, chunk, start, sink)
         for entry in index.tensors
         if sinks is None or entry.fqn in sinks
         for sink in (None if sinks is None else sinks[entry.fqn],)
@@ -271,7 +286,7 @@ def rank_reads(prefix: str, index: Index, sinks: Mapping[str, Sink | None] | Non
     ]
 
 
-def _read_for(key: str, rank: int, entry: TensorEntry, chunk: Chunk, start: int, sink: Sink | None) -> ChunkRead:
+def _read_for(prefix: str, index: Index, entry: TensorEntry, chunk: Chunk, start: int, sink: Sink | None) -> ChunkRead:
     if isinstance(sink, ByteMemory):
-        return ChunkRead(key, rank, entry, chunk, start, (), Place(sink.data, start, chunk.raw))
-    return ChunkRead(key, rank, entry, chunk, start, (sink,) if sink else ())
+        return chunk_read(prefix, index, entry, chunk, start, (), Place(sink.data, start, chunk.raw))
+    return chunk_read(prefix, index, entry, chunk, start, (sink,) if sink else ())

@@ -16,16 +16,24 @@ from checkpointd.pipeline.write.write_objects import WrittenObjects
 
 def build_index(job: PersistJob, comparison: ChunkComparison, written: WrittenObjects) -> Index:
     """The index of a shard whose chunks were `written`, or are unchanged."""
-    older = sorted({ref for ref, _ in comparison.unchanged.values()}, key=lambda ref: (ref.held_by, ref.name))
+    bases = dict(written.bases)
+    for key, (_, chunk) in comparison.unchanged.items():
+        if chunk.base is not None and job.base is not None:
+            bases[key] = job.base.full(chunk)
+    held = (*comparison.unchanged.values(), *bases.values())
+    older = sorted({ref for ref, _ in held}, key=lambda ref: (ref.held_by, ref.name))
     positions = {ref: len(written.objects) + number for number, ref in enumerate(older)}
     chunks: dict[ChunkKey, Chunk] = dict(written.chunks)
     for key, (ref, chunk) in comparison.unchanged.items():
         chunks[key] = replace(chunk, object=positions[ref])
+    for key, (ref, base) in bases.items():
+        chunks[key] = replace(chunks[key], base=base.as_base(positions[ref]))
 
     def chunks_of(tensor: ShardTensor) -> tuple[Chunk, ...]:
         return tuple(chunks[span.key] for span in split([tensor], job.config.chunk_bytes))
 
-    return index_of(job, (*written.objects, *older), chunks_of, aliases=job.shard.aliases, excluded=job.shard.excluded)
+    index = index_of(job, (*written.objects, *older), chunks_of, aliases=job.shard.aliases, excluded=job.shard.excluded)
+    return replace(index, since_full=job.base.since_full + 1) if bases and job.base is not None else index
 
 
 def index_of(

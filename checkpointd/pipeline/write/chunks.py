@@ -11,7 +11,7 @@ from __future__ import annotations
 from checkpointd.layout.manifest import Index
 from checkpointd.pipeline.workers import aside
 from checkpointd.pipeline.write.build_index import build_index
-from checkpointd.pipeline.write.choose_codec import choose_codecs
+from checkpointd.pipeline.write.choose_codec import choose_codecs, choose_deltas
 from checkpointd.pipeline.write.compare import compare
 from checkpointd.pipeline.write.job import PersistJob
 from checkpointd.pipeline.write.place import place
@@ -27,6 +27,8 @@ async def write_chunks(job: PersistJob) -> Index:
     comparison = await compare(job, spans)
     job.progress.keep(sum(span.nbytes for span in spans if span.key in comparison.unchanged))
     codecs = await choose_codecs(job)
-    placement = await aside(tensors, place, spans, comparison, codecs)
-    written = await write_objects(job, placement, codecs, comparison.digests)  # encodes each chunk just before it is written
+    deltas = await aside(tensors, choose_deltas, job, spans, comparison)
+    placement = await aside(tensors, place, spans, comparison, codecs, deltas)
+    # Encodes each chunk just before it is written.
+    written = await write_objects(job, placement, codecs, comparison.digests, deltas)
     return await aside(tensors, build_index, job, comparison, written)

@@ -66,7 +66,7 @@ async def compare(job: PersistJob, spans: list[Span]) -> ChunkComparison:
 
     async def look(group: list[Span]) -> None:
         with job.spent.hash.busy():
-            found = await loop.run_in_executor(None, _compared, base, job.shard.buffer, group)
+            found = await loop.run_in_executor(None, _compared, base, job.shard.buffer, group, job.makes_deltas)
         comparison.unchanged.update(found.unchanged)
         comparison.digests.update(found.digests)
 
@@ -76,11 +76,11 @@ async def compare(job: PersistJob, spans: list[Span]) -> ChunkComparison:
     return comparison
 
 
-def _compared(base: Base, buffer: Bytes, group: list[Span]) -> ChunkComparison:
+def _compared(base: Base, buffer: Bytes, group: list[Span], refers_to_deltas: bool) -> ChunkComparison:
     found = ChunkComparison()
     for span in group:
         held = base.held(span.tensor, span.start, span.nbytes)
-        if held is None:
+        if held is None or (held[1].base is not None and not refers_to_deltas):
             continue
         digest = xxh3_128(span.of(buffer))
         if digest == held[1].digest:

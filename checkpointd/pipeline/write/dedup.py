@@ -29,7 +29,7 @@ from checkpointd.layout.keys import DAMAGED, OUTCOME
 from checkpointd.layout.manifest import Chunk, Index, ObjectRef, PlanTensor, TensorEntry, Trained
 from checkpointd.pipeline.read.chunks import read_chunks
 from checkpointd.pipeline.read.index import chunk_starts, read_index
-from checkpointd.pipeline.read.plan import ChunkRead
+from checkpointd.pipeline.read.plan import chunk_read
 from checkpointd.pipeline.root import catalog
 from checkpointd.pipeline.root.marks import greatest_mark
 from checkpointd.pipeline.shard import AttemptInfo, ShardTensor
@@ -52,6 +52,8 @@ class Base:
     objects: tuple[ObjectRef, ...]
     chunks: Mapping[PlanTensor, Mapping[int, Chunk]]
     """The chunks of each part by their first byte."""
+    since_full: int = 0
+    """How many checkpoints in a row, up to this one, have deltas."""
     is_read: bool = True
     """Whether this process has written or verified the chunks (DEDUP-4)."""
 
@@ -62,7 +64,7 @@ class Base:
             ref if ref.held_by else ObjectRef(name=ref.name, size=ref.size, held_by=index.prefix) for ref in index.objects
         )
         chunks = {entry.part: dict(chunk_starts(entry)) for entry in index.tensors}
-        return Base(index.prefix, order, index.step, objects, chunks, is_read)
+        return Base(index.prefix, order, index.step, objects, chunks, index.since_full, is_read)
 
     def held(self, tensor: ShardTensor, start: int, nbytes: int) -> Held | None:
         """The chunk at the place of the `nbytes` bytes of `tensor` from `start` on; None if there is none of this length."""
@@ -70,6 +72,10 @@ class Base:
         if chunk is None or chunk.raw != nbytes:
             return None
         return self.objects[chunk.object], chunk
+
+    def full(self, chunk: Chunk) -> Held:
+        """What `chunk`, one of this base, is stored in full as: its own base if it is a delta, else itself."""
+        return self.objects[chunk.full.object], chunk.full
 
 
 @dataclass(slots=True)
@@ -152,7 +158,7 @@ async def lost(store: Store, index: Index) -> str | None:
 async def damaged(store: Store, prefix: str, index: Index, config: LoadConfig, on_bytes: Callable[[int], None]) -> str | None:
     """Why a rank must not vote for `index`, of the attempt `prefix`: a chunk of an older attempt is damaged (DEDUP-4)."""
     wanted = [
-        ChunkRead(index.objects[chunk.object].key(prefix), index.rank, entry, chunk, start)
+        chunk_read(prefix, index, entry, chunk, start)
         for entry in index.tensors
         for start, chunk in chunk_starts(entry)
         if index.objects[chunk.object].held_by

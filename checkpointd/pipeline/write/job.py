@@ -31,7 +31,7 @@ class PersistJob:
     progress: ShardProgress
     stopped: Callable[[], bool]
     base: Base | None = None
-    """The checkpoint before, to compare with, and for references if `config.dedup` is set. None if there is none."""
+    """The checkpoint before: to compare with, for references, and for deltas, as `config` says. None if there is none."""
     before_vote: Callable[[], Awaitable[None]] = _nothing
     """Awaited just before the vote is put. If it raises, this rank does not vote yes."""
     on_stored: Callable[[Index], None] = lambda _: None
@@ -42,6 +42,12 @@ class PersistJob:
     @property
     def spent(self) -> SaveMeter:
         return self.progress.spent
+
+    @property
+    def makes_deltas(self) -> bool:
+        """Whether chunks of this shard may be deltas, or refer to some (DELTA-4 in `encode.py`)."""
+        every = self.config.full_every
+        return every is not None and self.base is not None and self.base.since_full + 1 < every
 
     def check_stop(self) -> None:
         """Raise Stopped if the attempt was decided meanwhile."""
@@ -56,5 +62,5 @@ class PersistJob:
         return replace(self, config=replace(self.config, block_bytes=piece_bytes))
 
     def in_full(self) -> PersistJob:
-        """This job without references: it writes every chunk."""
-        return replace(self, config=replace(self.config, dedup=False))
+        """This job without references and deltas: it writes every chunk in full."""
+        return replace(self, config=replace(self.config, dedup=False, full_every=None))

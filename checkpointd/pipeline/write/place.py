@@ -6,12 +6,13 @@ copy. The other holds the encoded chunks back to back, in the order in which the
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from checkpointd.codec import Codec
 from checkpointd.pipeline.pages import PageRun, locate, runs_of
 from checkpointd.pipeline.write.compare import ChunkComparison
-from checkpointd.pipeline.write.split import Span
+from checkpointd.pipeline.write.split import ChunkKey, Span
 
 RAW_OBJECT, ENCODED_OBJECT = 0, 1
 
@@ -41,13 +42,16 @@ class Placement:
     encoded: list[Span]
 
 
-def place(spans: list[Span], comparison: ChunkComparison, codecs: dict[str, Codec]) -> Placement:
-    """Place those of `spans` that must be written.
+def place(
+    spans: list[Span], comparison: ChunkComparison, codecs: dict[str, Codec], deltas: Collection[ChunkKey] = ()
+) -> Placement:
+    """Place those of `spans` that must be written. Those in `deltas` may become deltas, so they are encoded.
 
     Unchanged spans that are written again go to the object that the changing spans of their codec do not use. The object then
     holds mostly unchanged bytes, so that later saves can refer to it.
     """
     changed = comparison.changed(spans)
-    raw = [span for span in changed if (codecs[span.tensor.fqn] == "raw") != (span.key in comparison.settled)]
+    others = [span for span in changed if span.key not in deltas]
+    raw = [span for span in others if (codecs[span.tensor.fqn] == "raw") != (span.key in comparison.settled)]
     chosen = {span.key for span in raw}
     return Placement(RawPlaces(raw, runs_of(raw)), [span for span in changed if span.key not in chosen])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from checkpointd.codec import ElementType, Estimate, sample
@@ -33,6 +34,7 @@ class Rates:
     plan: KnownPlan | None = None
     _estimates: dict[tuple[str, int], Estimate] = field(default_factory=dict)
     _saves: int = 0
+    _left_out: dict[str, int] = field(default_factory=dict)
 
     def measured_disk(self, nbytes: int, seconds: float) -> None:
         if nbytes >= DISK_SAMPLE_BYTES_MIN and seconds > 0:
@@ -41,6 +43,18 @@ class Rates:
     def measured_encode(self, nbytes: int, seconds: float) -> None:
         if nbytes >= ENCODE_SAMPLE_BYTES_MIN and seconds > 0:
             self.encode_bps = _smooth(self.encode_bps, nbytes / seconds)
+
+    @property
+    def left_out(self) -> Collection[str]:
+        """The tensors, by FQN, of which no deltas are made for now, so that their bases need not be read."""
+        return self._left_out.keys()
+
+    def leave_out(self, fqn: str, saves: int) -> None:
+        """Make no deltas of the tensor until `pass_save` was called so often."""
+        self._left_out[fqn] = saves
+
+    def pass_save(self) -> None:
+        self._left_out = {fqn: left - 1 for fqn, left in self._left_out.items() if left > 1}
 
     def estimates(self, shard: Shard) -> dict[str, Estimate]:
         """Ratios by FQN, sampled if they are unknown or too old. Call it on a thread: it takes up to a millisecond a tensor."""

@@ -15,11 +15,12 @@ from itertools import zip_longest
 from checkpointd.codec import Codec, ElementType
 from checkpointd.config import PersistConfig
 from checkpointd.layout.keys import chunks_name
-from checkpointd.layout.manifest import Chunk, ObjectRef
+from checkpointd.layout.manifest import DELTA, Chunk, ObjectRef
 from checkpointd.pipeline.pages import PageRun
 from checkpointd.pipeline.shard import Bytes, Share
 from checkpointd.pipeline.workers import aside, run_workers
-from checkpointd.pipeline.write.encode import Encoded
+from checkpointd.pipeline.write.dedup import Held
+from checkpointd.pipeline.write.encode import Encoded, read_base
 from checkpointd.pipeline.write.job import PersistJob
 from checkpointd.pipeline.write.packer import Packer
 from checkpointd.pipeline.write.place import ENCODED_OBJECT, RAW_OBJECT, Placement, RawPlaces
@@ -33,6 +34,8 @@ class WrittenObjects:
 
     objects: list[ObjectRef] = field(default_factory=list)
     chunks: dict[ChunkKey, Chunk] = field(default_factory=dict)
+    bases: dict[ChunkKey, Held] = field(default_factory=dict)
+    """The bases of the chunks that became deltas."""
 
 
 @asynccontextmanager
@@ -48,9 +51,15 @@ async def discarded_on_error() -> AsyncIterator[list[ObjectWriter]]:
 
 
 async def write_objects(
-    job: PersistJob, placement: Placement, codecs: Mapping[str, Codec], digests: Mapping[ChunkKey, bytes]
+    job: PersistJob,
+    placement: Placement,
+    codecs: Mapping[str, Codec],
+    digests: Mapping[ChunkKey, bytes],
+    deltas: Mapping[ChunkKey, Held],
 ) -> WrittenObjects:
-    """Write the spans of `placement`. `digests` has the digests of spans that were hashed before."""
+    """Write the spans of `placement`. `digests` has the digests of spans that were hashed before, `deltas` the chunks of which
+    spans may become deltas.
+    """
     job, written = job.in_small_writes(), WrittenObjects()
     async with discarded_on_error() as opened:
         if placement.raw.spans:
@@ -58,7 +67,7 @@ async def write_objects(
             await _write_raw(job, placement.raw, digests, opened[-1], written)
         if placement.encoded:
             opened.append(await _open(job, ENCODED_OBJECT, 0))
-            await _write_encoded(job, placement.encoded, codecs, digests, opened[-1], written)
+            await _write_encoded(job, placement.encoded, codecs, digests, deltas, opened[-1], written)
     job.rates.measured_disk(job.spent.disk.nbytes, job.spent.disk.seconds)
     return written
 
@@ -125,6 +134,7 @@ async def _write_encoded(
     spans: list[Span],
     codecs: Mapping[str, Codec],
     digests: Mapping[ChunkKey, bytes],
+    deltas: Mapping[ChunkKey, Held],
     target: ObjectWriter,
     written: WrittenObjects,
 ) -> None:
@@ -132,25 +142,37 @@ async def _write_encoded(
     loop, buffer, number = asyncio.get_running_loop(), job.shard.buffer, len(written.objects)
     packer = Packer(target, job.config, job.spent.disk, job.progress.add)
     seconds: list[float] = []
+    useless: set[str] = set()
 
     async def pack(span: Span) -> None:
         codec, element = codecs[span.tensor.fqn], ElementType.of_dtype(span.tensor.dtype)
+        held = deltas.get(span.key)
+        base = await read_base(job, span, held) if held is not None else None
         with job.spent.codec.busy():
-            done = await loop.run_in_executor(None, Encoded.of, span.of(buffer), codec, element, digests.get(span.key))
+            done = await loop.run_in_executor(None, Encoded.of, span.of(buffer), codec, element, digests.get(span.key), base)
+        if held is not None and done.codec == DELTA:
+            written.bases[span.key] = held
+        elif base is not None:
+            useless.add(span.tensor.fqn)
         seconds.append(done.seconds)
         written.chunks[span.key] = done.at(number, await packer.add(done.stored, span.nbytes))
         await job.progress.rest(done.seconds)
 
     try:
-        await run_workers([partial(pack, span) for span in spans], _encoders(job.config), job.check_stop)
+        await run_workers([partial(pack, span) for span in spans], _encoders(job.config, bool(deltas)), job.check_stop)
         size = await packer.flush()
     finally:
         await packer.drain()
     await _finish(job, ENCODED_OBJECT, target, size, written)
+    for fqn in useless - {fqn for fqn, _, _ in written.bases}:
+        job.rates.leave_out(fqn, job.config.full_every or 1)  # until the deltas have another base
     job.rates.measured_encode(sum(span.nbytes for span in spans), sum(seconds))
 
 
-def _encoders(config: PersistConfig) -> int:
-    """The number of encoders that the budget allows beside the packer's buffers. Each holds about three chunks."""
+def _encoders(config: PersistConfig, deltas: bool) -> int:
+    """The number of encoders that the budget allows beside the packer's buffers.
+
+    Each holds about three chunks; for a delta also the base, stored and raw, and the difference.
+    """
     left = config.budget_bytes - 2 * config.block_bytes
-    return max(1, min(config.encoders, left // (4 * config.chunk_bytes)))
+    return max(1, min(config.encoders, left // ((7 if deltas else 4) * config.chunk_bytes)))

@@ -194,6 +194,7 @@ class SidecarClient:
             budget_bytes=persist.budget_bytes,
             commit_timeout_s=commit.timeout_s,
             dedup=persist.dedup,
+            full_every=persist.full_every,
             on_no_progress=commit.on_no_progress,
             read_back=commit.read_back,
             retention=wire.Rules.of(commit.retention),

@@ -56,6 +56,7 @@ NO_CHOICES = ["", "other", None, True, 3, ["lazy"]]
         ("sidecar_uid", [-1, 1.0, "1000", True]),
         ("on_sidecar_loss", NO_CHOICES),
         ("dedup", NO_FLAGS),
+        ("full_every", [1, 0, -3, True, 2.5, "3"]),
         ("retention", [0, -1, True, 2.5, "3", {"keep_last": 3}]),
         ("on_no_progress", NO_CHOICES),
         ("pickle_client_state", NO_FLAGS),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import threading
@@ -18,9 +19,11 @@ from checkpointd.errors import NoProgressError, StoreFullError, UsageError
 from checkpointd.pipeline.read import readback
 from checkpointd.pipeline.read.readback import BackgroundReadBack
 from checkpointd.pipeline.root.catalog import Checkpoint
+from checkpointd.report.inspection import inspection
 from checkpointd.store.base import Store
 from checkpointd.store.posix.osfile import OsFile
-from checkpointd_client import Checkpointer, Retention
+from checkpointd.store.posix.store import PosixStore
+from checkpointd_client import Checkpointer, Retention, consolidate
 from checkpointd_client.checkpointer import core_of
 from tests.unit.client.scripted_sidecar import LIMIT_S, ScriptedSidecar
 
@@ -138,6 +141,32 @@ def test_without_dedup_every_checkpoint_stands_alone(tmp_path: Path) -> None:
         for step in (1, 2):
             ckpt.save(step, state(1.0)).wait()
     assert len(list(tmp_path.glob("global_step2/*/*.chunks"))) == 1
+
+
+def nearly_equal(step: int) -> dict[str, torch.Tensor]:
+    """bf16 weights that move a little with each step."""
+    before = torch.randn(200_000, generator=torch.Generator().manual_seed(0)) * 0.02
+    return {"w": (before + step * 1e-5 * torch.randn(200_000, generator=torch.Generator().manual_seed(1))).bfloat16()}
+
+
+@pytest.mark.parametrize("retention", [None, 1])
+def test_between_two_checkpoints_in_full_differences_are_stored_across_a_restart(tmp_path: Path, retention: int | None) -> None:
+    for steps in ((1, 2), (3, 4)):
+        with Checkpointer(tmp_path, full_every=3, retention=retention, compression="planes") as ckpt:
+            ckpt.load(nearly_equal(0))
+            for step in steps:
+                ckpt.save(step, nearly_equal(step)).wait()
+    root = PosixStore(tmp_path)
+    reports = {step: asyncio.run(inspection(root, f"global_step{step}")) for step in ([4] if retention else [1, 2, 3, 4])}
+    stored = {step: {total.codec for total in report.codecs} for step, report in reports.items()}
+    assert stored == ({4: {"planes"}} if retention else {1: {"planes"}, 2: {"delta"}, 3: {"delta"}, 4: {"planes"}})
+    with Checkpointer(tmp_path) as ckpt:
+        for step in reports:
+            target = {"w": torch.zeros_like(nearly_equal(0)["w"])}
+            assert ckpt.load(target, f"global_step{step}") is not None
+            assert torch.equal(target["w"], nearly_equal(step)["w"])
+            consolidate(tmp_path, tmp_path.parent / f"{step}.pt", tag=f"global_step{step}", format="torch", force=True)
+            assert torch.equal(torch.load(tmp_path.parent / f"{step}.pt", weights_only=True)["w"], nearly_equal(step)["w"])
 
 
 def test_a_save_without_progress_shows_in_handle_and_status(tmp_path: Path) -> None:

@@ -114,6 +114,17 @@ async def test_without_dedup_nothing_is_referred_to(daemon: Daemon, store: Posix
     assert await holders(store, "global_step2") == set()
 
 
+async def test_full_every_reaches_the_writer(daemon: Daemon, store: PosixStore, root: Path) -> None:
+    client = await daemon.client()
+    await client.join(root)
+    await client.begin(1, full_every=2, compression="planes", chunk_bytes=1 << 20)
+    for step in (1, 2, 3):
+        weights = (np.random.default_rng(0).standard_normal(50_000) * 0.02 + step * 1e-9).astype(np.float32)
+        await save(client, step, make_shard({"weights": weights}))
+    indexes = [await read_index(store, await catalog.find(store, f"global_step{step}"), 0) for step in (1, 2, 3)]
+    assert [[chunk.codec for chunk in index.tensors[0].chunks] for index in indexes] == [["planes"], ["delta"], ["planes"]]
+
+
 async def test_retention_and_metrics_reach_the_coordinator(daemon: Daemon, store: PosixStore, root: Path) -> None:
     client = await daemon.client()
     await client.join(root)

@@ -18,6 +18,7 @@ from checkpointd.layout.keys import AttemptId, chunks_name, is_tag
 from checkpointd.layout.manifest import (
     CHUNK_BYTES_MAX,
     Alias,
+    BaseChunk,
     Chunk,
     Index,
     ObjectRef,
@@ -166,6 +167,51 @@ def test_a_chunk_that_cannot_be_is_refused(fault: str) -> None:
         decode_index(encode_index(with_chunks(bad, filler)), KEY)
     assert caught.value.fqn == "model.weight"
     assert caught.value.key == KEY
+
+
+BASE = BaseChunk(1, 0, 30, "planes", 8, bytes(16))
+DELTA_FAULTS: dict[str, tuple[dict[str, Any], str]] = {
+    "no base": ({"base": None}, "is a delta without a base"),
+    "no delta": ({"codec": "planes"}, "has a base and is no delta"),
+    "of a delta": ({"base": msgspec.structs.replace(BASE, codec="delta")}, "is a delta of a delta"),
+    "of the same attempt": (
+        {"base": msgspec.structs.replace(BASE, object=0)},
+        "base that lies in an object of the same attempt",
+    ),
+    "outside: object": ({"base": msgspec.structs.replace(BASE, object=2)}, "base that lies outside the objects"),
+    "outside: end": ({"base": msgspec.structs.replace(BASE, offset=4090)}, "base that lies outside the objects"),
+    "base digest": ({"base": msgspec.structs.replace(BASE, digest=bytes(3))}, "base that has a digest of 3 bytes"),
+}
+
+
+def with_delta(**changes: Any) -> Index:
+    older = ObjectRef(name="00003-1.chunks", size=4096, held_by="global_step0/00000001-0")
+    delta = msgspec.structs.replace(CHUNK, codec="delta", base=BASE)
+    index = with_chunks(msgspec.structs.replace(delta, **changes), msgspec.structs.replace(CHUNK, offset=96))
+    return msgspec.structs.replace(index, objects=(*index.objects[:1], older), since_full=1)
+
+
+def test_a_delta_names_its_base() -> None:
+    assert decode_index(encode_index(with_delta()), KEY) == with_delta()
+
+
+@pytest.mark.parametrize("fault", DELTA_FAULTS)
+def test_a_delta_that_cannot_be_is_refused(fault: str) -> None:
+    changes, words = DELTA_FAULTS[fault]
+    with pytest.raises(FormatError, match=words) as caught:
+        decode_index(encode_index(with_delta(**changes)), KEY)
+    assert caught.value.fqn == "model.weight"
+
+
+def test_bases_that_overlap_other_chunks_are_refused() -> None:
+    index, older = with_delta(), Chunk(1, 20, 40, 48, "raw", 8, bytes(16))
+    [entry] = [entry for entry in index.tensors if entry.chunks]
+    index = msgspec.structs.replace(
+        index,
+        tensors=tuple(msgspec.structs.replace(e, chunks=(e.chunks[0], older)) if e is entry else e for e in index.tensors),
+    )
+    with pytest.raises(FormatError, match=r"chunks overlap at byte 20 of 00003-1.chunks"):
+        decode_index(encode_index(index), KEY)
 
 
 @pytest.mark.parametrize(("offset", "stored"), [(0, 44), (4, 48), (47, 48), (0, 100)])
