@@ -548,7 +548,9 @@ MUTATIONS = {
         lambda seed: ((Moment("link", ".vote", 1 + seed % 2), Kill(2)),),
     ),
     "removed without a mark": Mutation(removed_without_a_mark, ("nothing-lost",), steps=3, deviations=True),
-    "the newest removed": Mutation(newest_removed, ("latest-whole", "latest-forward", "nothing-lost")),
+    "the newest removed": Mutation(
+        newest_removed, ("latest-whole", "latest-forward", "nothing-lost"), steps=3, deviations=True
+    ),
     "writers that share names": Mutation(
         hands_share_names,
         ("latest-whole", "nothing-lost"),
