@@ -13,13 +13,21 @@ import argparse
 import logging
 import shutil
 import statistics
+import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
+if __name__ == "__main__":
+    # Behind the installed packages: what is measured is what is installed. In .venv that is the tree.
+    sys.path[0:1] = []
+    sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import figures
 from checkpointd_client import Checkpointer
 from checkpointd_client.checkpointer import core_of
 from checkpointd_client.staging.stager import StagingMode
@@ -53,7 +61,8 @@ def cpu_s() -> dict[str, float]:
     return used
 
 
-def measure(tensors: int, gib: float, mode: StagingMode, *, runs: int, prepare: bool) -> None:
+def measure(tensors: int, gib: float, mode: StagingMode, *, runs: int, prepare: bool) -> tuple[list[float], list[float]]:
+    """Print the costs; returns seconds of each later call, and of the copies in a loop before it."""
     state, parameters = state_of(tensors, int(gib * (1 << 30)))
     copies = [torch.zeros_like(p) for p in parameters]
 
@@ -95,6 +104,17 @@ def measure(tensors: int, gib: float, mode: StagingMode, *, runs: int, prepare: 
         )
     shares = {name: statistics.median(one.get(name, 0.0) for one in background[1:]) for name in background[-1]}
     print("  background " + ", ".join(f"{name} {used:.3f}" for name, used in sorted(shares.items())))
+    return [wall for wall, _ in calls[1:]], [wall for wall, _ in loops[1:]]
+
+
+def figures_of(gib: float, runs: int) -> figures.Figures:
+    """What the goals for calls of 10,000 tensors need."""
+    eager, loops = measure(10_000, gib, "eager", runs=runs, prepare=True)
+    lazy, _ = measure(10_000, gib, "lazy", runs=runs, prepare=True)
+    return {
+        "calls/10000/eager over memcpy": {run: call / loop for run, (call, loop) in enumerate(zip(eager, loops, strict=True))},
+        "calls/10000/lazy, ms": {run: call * 1e3 for run, call in enumerate(lazy)},
+    }
 
 
 def main() -> None:
@@ -103,10 +123,14 @@ def main() -> None:
     parser.add_argument("--gib", type=float, default=1.0)
     parser.add_argument("--mode", choices=["eager", "lazy"], default="eager")
     parser.add_argument("--prepare", action="store_true")
+    parser.add_argument("--figures", type=Path, metavar="OUT", help="measure what the goals need, and write it there")
     parser.add_argument("--runs", type=int, default=7)
     arguments = parser.parse_args()
     logging.disable(logging.ERROR)
-    measure(arguments.tensors, arguments.gib, arguments.mode, runs=arguments.runs, prepare=arguments.prepare)
+    if arguments.figures:
+        figures.write(arguments.figures, figures_of(arguments.gib, arguments.runs))
+    else:
+        measure(arguments.tensors, arguments.gib, arguments.mode, runs=arguments.runs, prepare=arguments.prepare)
 
 
 if __name__ == "__main__":
