@@ -9,6 +9,7 @@ Invariants
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
 import threading
@@ -18,7 +19,7 @@ from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 
@@ -52,6 +53,7 @@ from checkpointd_client.staging.stager import Stager, Staging
 
 log = logging.getLogger("checkpointd")
 
+T = TypeVar("T")
 WhenBusy = Literal["wait", "skip"]
 TIDY_TIMEOUT_S = 10.0
 METRIC_NAME_MAX = 200
@@ -126,6 +128,19 @@ def _is_encodable(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def uncollected(work: Callable[[], T]) -> T:
+    """The result of `work`, during which Python's garbage collector does not run.
+
+    A save makes a few objects for each tensor at once and keeps them, so the collector would look at them again and again.
+    """
+    restore = gc.enable if gc.isenabled() else gc.disable
+    try:
+        gc.disable()
+        return work()
+    finally:
+        restore()
 
 
 class Saver:
@@ -238,13 +253,13 @@ class Saver:
         self, job: PendingSave, captured_by: Callable[[], Captured], hold: SlotHold, staging: Staging | None = None
     ) -> None:
         try:
-            captured = captured_by()
+            captured = uncollected(captured_by)
             layout = self._layout_of(captured)
             # Forget the snapshots that are done: they keep the memory of their slots alive, even of replaced slots.
             self._stagings = [pair for pair in self._stagings if not pair[0].done.done()]
             self._take_slot(hold, layout, job.info)
             staging = Staging(hold.slot)
-            job = replace(job, lease=hold, shard=self._stage(job, captured, layout, staging))
+            job = replace(job, lease=hold, shard=uncollected(partial(self._stage, job, captured, layout, staging)))
             self._submit(job)
         except BaseException as error:
             if not job.begun.acquire(blocking=False):

@@ -52,8 +52,11 @@ TASK_BYTES = 16 << 20
 _TENSOR, _START, _VERSION = attrgetter("tensor"), attrgetter("start"), attrgetter("_version")
 
 
-class Copy(msgspec.Struct, frozen=True, eq=False):
-    """The copy of one tensor into the slot. `version` is the source's version counter at save(), or None if it has none."""
+class Copy(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """The copy of one tensor into the slot. `version` is the source's version counter at save(), or None if it has none.
+
+    Nothing that it refers to refers back to it, so Python's garbage collector need not look at it.
+    """
 
     fqn: str
     source: torch.Tensor

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import threading
 from types import CodeType
 
 import pytest
@@ -16,8 +18,10 @@ from checkpointd_client.staging.stager import StagingMode
 from tests.interruptions import Interruption
 
 FILES = {module.__file__ for module in (arena, saver, stager)}
-BEFORE = {"Saver.save", "Saver._save", "Saver._new_job", "Saver._say_once", "Saver._refuse", "asked"}
-"""What runs before the save has begun, or after it was refused."""
+BEFORE = {"Saver.save", "Saver._save", "Saver._new_job", "Saver._say_once", "Saver._refuse", "asked", "uncollected"}
+"""What runs before the save has begun, or after it was refused. In `uncollected`, Python looks for signals only after a call,
+when the `finally` is still to come.
+"""
 
 
 def of_a_save(code: CodeType) -> bool:
@@ -49,6 +53,40 @@ def test_ctrl_c_at_any_line_of_a_save_loses_no_slot(mode: StagingMode) -> None:
                 ckpt.save(number, state | {"more": torch.zeros(number << 10)})  # no slot fits: it is replaced
             assert has_ended(ckpt), interruption.place
             assert free_slots(ckpt) == 2, interruption.place
+            assert gc.isenabled(), interruption.place
             if not interruption.happened:
                 break
     assert number > 60
+
+
+def collections_of(ckpt: Checkpointer, step: int, state: dict[str, object]) -> int:
+    """How often Python's garbage collector runs during a save."""
+    begun: list[str] = []
+
+    def note(phase: str, info: object) -> None:
+        begun.extend([phase] if phase == "start" and threading.current_thread() is threading.main_thread() else [])
+
+    gc.callbacks.append(note)
+    try:
+        ckpt.save(step, state)
+    finally:
+        gc.callbacks.remove(note)
+    return len(begun)
+
+
+@pytest.mark.parametrize("mode", ["lazy", "eager"])
+def test_many_tensors_do_not_keep_the_garbage_collector_busy(mode: StagingMode) -> None:
+    state: dict[str, object] = {"net": torch.nn.ParameterList(torch.zeros(1) for _ in range(10_000))}
+    with Checkpointer(f"memory://collected-{mode}", staging=mode, on_no_progress="ignore") as ckpt:
+        ckpt.save(1, state).wait()
+        assert collections_of(ckpt, 2, state) < 10
+
+
+def test_a_garbage_collector_that_is_off_stays_off() -> None:
+    with Checkpointer("memory://uncollected") as ckpt:
+        gc.disable()
+        try:
+            ckpt.save(1, {"w": torch.zeros(1)}).wait()
+            assert not gc.isenabled()
+        finally:
+            gc.enable()
