@@ -11,11 +11,13 @@ import itertools
 import os
 import subprocess
 import sys
-from typing import Literal
+from dataclasses import replace
+from typing import Any, Literal
 
 import pytest
 
 from checkpointd.layout import keys
+from checkpointd.pipeline.write import choose_codec, encode
 from checkpointd.testing import simloop
 from checkpointd.testing.simjob import SimJob, run_schedule
 from checkpointd.testing.simrank import JobConfig
@@ -56,6 +58,26 @@ def test_ranks_whose_objects_lie_in_directories_of_their_own_keep_the_invariants
     """The random schedules, as if there were so many ranks that each of these is in another group."""
     monkeypatch.setattr(keys, "RANKS_PER_GROUP", 1)
     assert sum(run_schedule(random_schedule(seed)).committed for seed in range(40)) > 20
+
+
+def test_deltas_keep_the_invariants(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Deltas in place of references: what is frozen differs by nothing from the checkpoint in full, which collectors remove."""
+    persist, made, stored = JobConfig.persist.fget, encode._delta, []
+
+    def noted(*arguments: Any) -> memoryview | None:
+        found = made(*arguments)
+        stored.append(found is not None)
+        return found
+
+    monkeypatch.setattr(
+        JobConfig, "persist", property(lambda job: replace(persist(job), compression="planes", dedup=False, full_every=3))
+    )
+    monkeypatch.setattr(choose_codec, "DELTA_BYTES_MIN", 1)
+    monkeypatch.setattr(encode, "_delta", noted)
+    schedules = [random_schedule(seed) for seed in range(150)]
+    frozen = [schedule for schedule in schedules if schedule.job.frozen]
+    assert sum(run_schedule(schedule).committed for schedule in frozen) > len(frozen)
+    assert any(stored)
 
 
 @pytest.mark.parametrize("steps", [1, 2])
