@@ -20,12 +20,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import msgspec
+
 from benchmarks import document, report
 from benchmarks.amplification import Ranks, Tensor, model
 from checkpointd.layout.dtypes import ITEM_BYTES
 from checkpointd.layout.keys import plan_key
-from checkpointd.layout.manifest import Plan, PlanTensor, Vote, WriterIdentity, digest, encode
+from checkpointd.layout.manifest import Plan, PlanTensor, Vote, WriterIdentity, digest
 from checkpointd.pipeline.outcome.publish import PlanCheck
+from checkpointd.pipeline.root.plans import encode_plan
 from checkpointd.store.memory import MemoryStore
 from checkpointd_client.sharding.write_split import written_parts
 
@@ -63,7 +66,7 @@ def plan_of(tensors: Iterable[Tensor], ranks: Ranks, rank: int) -> Plan:
         for tensor in tensors
         for part in written_parts(tensor.fqn, ranks.held(tensor, rank), ITEM_BYTES[tensor.dtype])
     ]
-    return Plan(rank=rank, world_size=ranks.count, tensors=tuple(parts))
+    return Plan(tag="t", attempt="00000001-0", rank=rank, takeover=0, world_size=ranks.count, tensors=tuple(parts))
 
 
 async def measure(tensors: list[Tensor], count: int) -> Cost:
@@ -71,10 +74,10 @@ async def measure(tensors: list[Tensor], count: int) -> Cost:
     ranks, store, votes, times, nbytes = Ranks("tp", count, TP), MemoryStore(), {}, [], 0
     for rank in range(count):
         began = time.process_time()
-        data = encode(plan_of(tensors, ranks, rank))
+        data = encode_plan(plan_of(tensors, ranks, rank))
         name = digest(data)
         times.append(time.process_time() - began)
-        await store.put(plan_key(name), data)
+        await store.put(plan_key(1, rank, name), data)
         votes[rank], nbytes = _vote(rank, count, name), nbytes + len(data)
     check = PlanCheck(store)
     read_s = await _seconds(check, votes)
@@ -95,8 +98,8 @@ async def _seconds(check: PlanCheck, votes: dict[int, Vote]) -> float:
 async def _changed(store: MemoryStore, tensors: list[Tensor], ranks: Ranks) -> Vote:
     """Rank 1 lists its tensors in another order."""
     plan = plan_of(tensors, ranks, 1)
-    data = encode(Plan(rank=1, world_size=ranks.count, tensors=plan.tensors[::-1]))
-    await store.put(plan_key(digest(data)), data)
+    data = encode_plan(msgspec.structs.replace(plan, tensors=plan.tensors[::-1]))
+    await store.put(plan_key(1, 1, digest(data)), data)
     return _vote(1, ranks.count, digest(data))
 
 

@@ -139,9 +139,17 @@ def group(name: str) -> str:
 
 
 def check_plan(root: Path, vote: dict[str, Any]) -> None:
-    path = root / ".checkpointd" / "plans" / vote["plan"]
-    check(digest(path.read_bytes()) == vote["plan"], path)
-    plan = small_object(path, "plan")
+    """A plan may be gone once the attempt has an outcome. If it is there, it must be right."""
+    path = root / ".checkpointd" / "plans" / vote["attempt"].split("-")[0] / str(vote["rank"] // 256) / vote["plan"]
+    if not path.exists():
+        return
+    data = path.read_bytes()
+    check(digest(data) == vote["plan"], path)
+    magic, size = struct.unpack_from("<8sQ", data)
+    check(magic == b"ckptpack" and size <= 1 << 28, path)
+    check(zstandard.get_frame_parameters(data[16:]).content_size == size, path)
+    plan = msgspec.msgpack.decode(zstandard.ZstdDecompressor(max_window_size=8 << 20).decompress(data[16:]))
+    check((plan["format"], plan["version"]) == ("checkpointd.plan", 2), path)
     check((plan["rank"], plan["world_size"], len(plan["tensors"])) == (vote["rank"], vote["world_size"], vote["tensors"]), path)
 
 

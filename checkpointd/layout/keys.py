@@ -282,7 +282,13 @@ def shown_key(at: str) -> str:
     return f"{SHOWN}/{at}/{_RECORD}"
 
 
-def plan_key(digest: str) -> str:
+PLANS = f"{SERVICE}/plans"
+PLAN_RANKS = 256
+"""So many neighbouring ranks keep their plans in one directory."""
+
+
+def plan_key(epoch: int, rank: int, digest: str) -> str:
+    """The key of a plan of `rank` for attempts of `epoch`. Raises FormatError if `digest` is not one."""
     if not _DIGEST.match(digest):
         raise FormatError(f"{digest!r} is not a plan digest (32 hexadecimal digits)")
-    return f"{SERVICE}/plans/{digest}"
+    return f"{PLANS}/{epoch:08d}/{rank // PLAN_RANKS}/{digest}"

@@ -1,8 +1,8 @@
 """The objects of a checkpoint as types, and their bytes. `docs/FORMAT.md` describes the same for other languages.
 
-The chain of digests: outcome -> ballot -> votes -> indexes -> chunks, and votes -> plans. Small objects are JSON; an index is
-msgpack (measured against JSON in `benchmarks/index.py`). Each of them begins with its format and version; unknown ones are
-refused.
+The chain of digests: outcome -> ballot -> votes -> indexes -> chunks, and votes -> plans. Small objects are JSON; an index and
+a plan are msgpack (measured against JSON in `benchmarks/index.py`). Each of them begins with its format and version; unknown
+ones are refused.
 
 Types with millions of instances opt out of garbage collection (`gc=False`). They cannot be part of a cycle, and the search for
 cycles would take longer than decoding them.
@@ -117,10 +117,15 @@ class PlanTensor(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Plan(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpointd.plan"):
-    """The boxes that one rank writes."""
+    """The boxes that one rank writes. `tag`, `attempt` and `takeover` say for what it was put first; later attempts use it,
+    too (PLAN-1).
+    """
 
     version: int = VERSION
+    tag: str
+    attempt: str
     rank: int
+    takeover: int
     world_size: int
     tensors: tuple[PlanTensor, ...]
 
@@ -454,8 +459,8 @@ class Shown(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpo
         return f"{self.tag}/{self.attempt}"
 
 
-SmallObject = Epoch | Lease | Plan | Vote | Outcome | Deleted | Verified | ReadBack | Damaged | PassedOver | Shown
-_T = TypeVar("_T", Epoch, Lease, Plan, Vote, Outcome, Deleted, Verified, ReadBack, Damaged, PassedOver, Shown)
+SmallObject = Epoch | Lease | Vote | Outcome | Deleted | Verified | ReadBack | Damaged | PassedOver | Shown
+_T = TypeVar("_T", Epoch, Lease, Vote, Outcome, Deleted, Verified, ReadBack, Damaged, PassedOver, Shown)
 
 
 class Header(msgspec.Struct):

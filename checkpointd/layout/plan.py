@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from checkpointd.layout.boxes import NDIM_MAX, Box, tiling_fault
-from checkpointd.layout.manifest import Index, Plan, PlanTensor
+from checkpointd.layout.manifest import Index, Plan, PlanTensor, TensorEntry
 
 Numbers = NDArray[np.int64]
 Named = tuple[str, str, tuple[int, ...]]
@@ -55,11 +55,11 @@ class NumberedPlan:
     fault: tuple[str, str] | None = None
 
     @staticmethod
-    def of(plan: Plan, names: TensorNumbers) -> NumberedPlan:
-        """The numbers of `plan`; its new tensors are added to `names`."""
+    def of(plan: Plan | Index, names: TensorNumbers) -> NumberedPlan:
+        """The numbers of `plan`, or of an index, whose boxes are a plan as well. New tensors are added to `names`."""
         numbers: list[int] = []
         places: list[int] = []
-        own: dict[str, list[PlanTensor]] = defaultdict(list)
+        own: dict[str, list[PlanTensor | TensorEntry]] = defaultdict(list)
         for part in plan.tensors:
             if part.scope == "rank":
                 own[part.fqn].append(part)
@@ -84,7 +84,7 @@ def _faulty(fqn: str, words: str) -> NumberedPlan:
     return NumberedPlan(nothing, nothing, (fqn, words))
 
 
-def _own_fault(parts: Sequence[PlanTensor]) -> str | None:
+def _own_fault(parts: Sequence[PlanTensor | TensorEntry]) -> str | None:
     first = parts[0]
     for part in parts:
         if (part.dtype, part.shape) != (first.dtype, first.shape):
@@ -92,7 +92,7 @@ def _own_fault(parts: Sequence[PlanTensor]) -> str | None:
     return tiling_fault(first.shape, [part.box for part in parts])
 
 
-def _beyond(plan: Plan) -> tuple[str, str]:
+def _beyond(plan: Plan | Index) -> tuple[str, str]:
     """The FQN of the part with a number that no tensor has, and the reason in words."""
     limits = np.iinfo(np.int64)
     for part in plan.tensors:

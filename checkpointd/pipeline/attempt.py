@@ -46,6 +46,7 @@ from checkpointd.pipeline.read.readback import BackgroundReadBack, checkpoint_of
 from checkpointd.pipeline.root import catalog, epochs
 from checkpointd.pipeline.root.latest import move_latest
 from checkpointd.pipeline.root.own_root import OwnRoot
+from checkpointd.pipeline.root.plans import OwnPlans
 from checkpointd.pipeline.root.tag_directories import Queue
 from checkpointd.pipeline.shard import COORDINATOR, AttemptInfo, Shard, ShardProgress
 from checkpointd.pipeline.workers import Stopped, answered, unless
@@ -83,6 +84,7 @@ class WriterState:
     showing: Queue = field(init=False)
     reader: BackgroundReadBack = field(init=False)
     own_root: OwnRoot = field(init=False)
+    own_plans: OwnPlans = field(default_factory=OwnPlans)
 
     def __post_init__(self) -> None:
         self.tidier = Tidier(self.store, self.commit)
@@ -198,6 +200,7 @@ class Attempt:
             await self._point(outcome)
         self._conclude(outcome)
         await work
+        await self._state.own_plans.decided(self._store, self.info.prefix)
         if outcome.outcome == "abort":
             await self._drop(drop_shard)
             if self.info.rank == COORDINATOR:
@@ -268,6 +271,7 @@ class Attempt:
             shard=shard,
             config=state.persist,
             rates=state.rates,
+            plans=state.own_plans,
             progress=self.progress,
             stopped=lambda: self.outcome is not None,
             base=await unless(self._over, state.bases.newest(self.info)) if compares else None,
@@ -393,8 +397,10 @@ class Attempt:
         decision = self._ballot.decide(self.info.world_size)
         if decision is None or (decision.commit and not self._may_commit()):
             return None
-        if decision.commit:
-            decision = await self._state.plans.fault(self._ballot.votes) or decision
+        if decision.commit and (fault := await self._state.plans.fault(self._ballot.votes)) is not None:
+            if await self._is_fenced():  # a start of a newer epoch removes plans (PLAN-3)
+                return None
+            decision = fault
         if decision.commit and self._state.commit.on_no_progress == "abort" and decisions.has_no_progress(self._ballot.votes):
             decision = decisions.no_progress(self.info.step)
         if decision.commit and await self._is_fenced():

@@ -111,7 +111,15 @@ class Shard:
         return sum(t.nbytes for t in self.tensors)
 
     def plan(self, info: AttemptInfo) -> Plan:
-        return Plan(rank=info.rank, world_size=info.world_size, tensors=tuple(t.part for t in self.tensors))
+        """The plan of this shard, put first for the attempt `info`."""
+        return Plan(
+            tag=info.tag,
+            attempt=str(info.attempt),
+            rank=info.rank,
+            takeover=info.takeover,
+            world_size=info.world_size,
+            tensors=tuple(t.part for t in self.tensors),
+        )
 
 
 NEARLY_DONE = 0.99

@@ -8,8 +8,11 @@ SERVICE = ".checkpointd"
 TEMPORARY = f"{SERVICE}/tmp"
 UNFINISHED = f"{SERVICE}/unfinished"
 LOCK = f"{SERVICE}/lock"
+PLANS = f"{SERVICE}/plans"
 SHOWN = f"{SERVICE}/shown"
 """Below it lies a directory for each directory of plain files, which goes with its record."""
+PASSING = (PLANS, SHOWN)
+"""Below these, directories come and go with their objects."""
 
 
 def check_key(key: str) -> str:

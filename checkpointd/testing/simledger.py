@@ -10,6 +10,7 @@
                        epoch, or it survives in a newer one.
   surviving            A recovery neither decides a surviving attempt nor removes any of its objects, and then removes no
                        temporary file of a living process.
+  plan-stands          A vote that is still to be decided names a plan that is there, unless a newer epoch fences the attempt.
   outlived             No recovery aborts an attempt whose lease a living process held when that start began.
   left-alone           A start fences a living job with another name, or without one, only if it was told to take over.
   always-starts        A start waits at most the length of one lease for another job.
@@ -27,9 +28,10 @@ from typing import TypeAlias
 
 from checkpointd.commit.machine import Phase
 from checkpointd.errors import FormatError
-from checkpointd.layout.keys import LATEST, LEASE, OUTCOME, SERVICE, AttemptId
-from checkpointd.layout.manifest import Epoch, Outcome, decode
+from checkpointd.layout.keys import LATEST, LEASE, OUTCOME, PLANS, SERVICE, AttemptId
+from checkpointd.layout.manifest import Epoch, Outcome, Vote, decode
 from checkpointd.pipeline.outcome.publish import RECOVERY
+from checkpointd.pipeline.root.plans import key_named_by
 from checkpointd.store.names import TEMPORARY
 from checkpointd.testing.simdisk import Effect, SimDisk
 from checkpointd.testing.simfs import SimDirectory, SimFile
@@ -83,6 +85,8 @@ class Ledger:
     """Checkpoints that readers read completely."""
     _survives_in: dict[str, int] = field(default_factory=dict)
     """The newest epoch in which each attempt survives."""
+    _named: dict[str, set[str]] = field(default_factory=dict)
+    """The paths of the plans that the votes of each attempt name."""
     _recovering: dict[str, frozenset[str]] = field(default_factory=dict)
     """Processes that recover now, and the surviving attempts of their epochs."""
     _starting: dict[str, tuple[float, bool]] = field(default_factory=dict)
@@ -184,6 +188,10 @@ class Ledger:
             raise InvariantError("reads-only", f"{effect.process} did {effect.kind} on {effect.path}")
         target = effect.path.rpartition(" -> ")[2]
         self._recovery_acts(effect, target)
+        if target.startswith(f"{self.root}/{PLANS}/") and effect.kind == "unlink":
+            self._plan_removed(target, effect.process)
+        elif target.endswith(".vote") and effect.kind == "link":
+            self._vote_put(target, effect.process)
         if target.endswith(f"/{OUTCOME}"):
             self._outcome_touched(effect, target)
         elif target.startswith(f"{self.root}/{SERVICE}/epochs/") and effect.kind == "link":
@@ -207,6 +215,37 @@ class Ledger:
             if self._survives_in.get(f"{outcome.tag}/{outcome.attempt}", 0) < self.recovered:
                 raise InvariantError("fenced", f"{effect.process} committed {path} after epoch {self.recovered} had recovered")
             self.surviving_commits += 1
+
+    def _plan_removed(self, path: str, process: str) -> None:
+        for attempt, votes in self._named.items():
+            if path in votes and self._may_commit(attempt):
+                raise InvariantError("plan-stands", f"{process} removed {path}, which a vote of {attempt} names")
+
+    def _vote_put(self, path: str, process: str) -> None:
+        try:
+            vote = decode(bytes(self.disk.fs.file(path).data), Vote, path)
+        except FormatError:
+            return
+        if vote.vote != "yes":
+            return
+        plan = f"{self.root}/{key_named_by(vote)}"
+        self._named.setdefault(vote.prefix, set()).add(plan)
+        if self._may_commit(vote.prefix) and not self._is_there(plan):
+            raise InvariantError("plan-stands", f"{process} voted for {vote.prefix} with the plan {plan}, which is gone")
+
+    def _may_commit(self, attempt: str) -> bool:
+        """Whether the coordinator of `attempt` may still commit it: it has no outcome, and no newer epoch fences it."""
+        parsed = AttemptId.parse(attempt.rpartition("/")[2])
+        runs = parsed is not None and parsed.epoch >= self._newest_epoch
+        runs = runs or self._survives_in.get(attempt, 0) >= self._newest_epoch
+        return runs and not self._is_there(f"{self.root}/{attempt}/{OUTCOME}")
+
+    def _is_there(self, path: str) -> bool:
+        try:
+            self.disk.fs.file(path)
+        except FileNotFoundError:
+            return False
+        return True
 
     def _lease_touched(self, effect: Effect, path: str) -> None:
         prefix = path.removeprefix(f"{self.root}/").removesuffix(f"/{LEASE}")

@@ -33,8 +33,8 @@ from checkpointd.pipeline import attempt
 from checkpointd.pipeline.attempt import Attempt
 from checkpointd.pipeline.gc import collect, retire
 from checkpointd.pipeline.outcome import publish, recover
-from checkpointd.pipeline.root import catalog, epochs, latest, leases
-from checkpointd.pipeline.shard import AttemptInfo
+from checkpointd.pipeline.root import catalog, epochs, latest, leases, plans
+from checkpointd.pipeline.shard import AttemptInfo, Shard
 from checkpointd.pipeline.write import persist, vote, write_objects
 from checkpointd.store.base import Store
 from checkpointd.testing import simrank
@@ -315,10 +315,10 @@ def recovery_commits_what_is_incomplete(patch: Patch) -> None:
 
     draft_of = recover.draft_of
 
-    def filled(info: AttemptInfo, decision: Decision, votes: publish.Ballot, *, decided_by: int) -> publish.Draft:
+    def filled(info: AttemptInfo, decision: Decision, votes: publish.Ballot, *, decided_by: int, plan: bytes) -> publish.Draft:
         for rank in range(info.world_size):
             votes.data.setdefault(rank, b"")
-        return draft_of(info, decision, votes, decided_by=decided_by)
+        return draft_of(info, decision, votes, decided_by=decided_by, plan=plan)
 
     patch.setattr(decisions, "recover", rash)
     patch.setattr(recover, "draft_of", filled)
@@ -477,6 +477,28 @@ def surviving_outcome_not_settled(patch: Patch) -> None:
     patch.setattr(recover, "_settled", lax)
 
 
+def plan_removed_too_early(patch: Patch) -> None:
+    """A writer removes its older plan as soon as it uses a newer one."""
+    use = plans.OwnPlans.use
+
+    async def hasty(self: plans.OwnPlans, store: Store, info: AttemptInfo, shard: Shard) -> plans.OwnPlan:
+        known = await use(self, store, info, shard)
+        for key in self._undecided.keys() - {known.key}:
+            await store.delete(key)
+        return known
+
+    patch.setattr(plans.OwnPlans, "use", hasty)
+
+
+def plans_of_surviving_removed(patch: Patch) -> None:
+    """A start removes the plans of all older epochs."""
+
+    async def all_older(store: Store, epoch: int, surviving: Sequence[str] = ()) -> int:
+        return await plans.remove_plans(store, epoch)
+
+    patch.setattr(recover, "remove_plans", all_older)
+
+
 def cut_off(name: str, kind: str) -> Callable[[int], Faults]:
     """The connection to one sidecar breaks at one of its effects of that kind; rank and effect differ from seed to seed."""
 
@@ -603,6 +625,10 @@ MUTATIONS = {
         lambda seed: ((60 + seed, Kill(0)),),
         sidecars=True,
         asks_sidecar=False,
+    ),
+    "a plan removed too early": Mutation(plan_removed_too_early, ("plan-stands",), steps=4, deviations=True),
+    "the plans of surviving attempts removed": Mutation(
+        plans_of_surviving_removed, ("plan-stands",), lambda seed: ((60 + seed, Kill(0)),), sidecars=True
     ),
     "what is in doubt removed": Mutation(in_doubt_removed, ("latest-whole", "nothing-lost"), steps=3, deviations=True),
 }

@@ -18,11 +18,12 @@ import torch
 
 from checkpointd.config import LoadConfig
 from checkpointd.errors import DamagedError, FormatError, PartlyLoadedError
-from checkpointd.layout.keys import plan_key
+from checkpointd.layout.keys import object_key
 from checkpointd.pipeline.outcome import recover as recovering
 from checkpointd.pipeline.outcome.recover import recover
 from checkpointd.pipeline.read.verify import verify
 from checkpointd.pipeline.root import catalog, epochs
+from checkpointd.pipeline.root.plans import key_named_by, read_plan
 from checkpointd.report.explanation import explanation
 from checkpointd.report.inspection import inspection
 from checkpointd.report.listing import listing
@@ -189,21 +190,17 @@ async def test_an_attempt_that_is_a_link_is_not_followed(root: Path, tmp_path: P
 async def test_a_plan_that_is_a_path_is_refused(digest: str, root: Path) -> None:
     Forger(root, BAD).edit_vote(plan=digest)
     async with PosixStore(root) as store:
-        verdict = await verify(store, await catalog.find(store, BAD), LoadConfig())
-        assert [damage.message for damage in verdict.damage] == [
-            f"{digest!r} is not a plan digest (32 hexadecimal digits) (rank 0)"
-        ]
-        (Forger(root, BAD).folder / "outcome").unlink()
-        assert [found.outcome for found in (await recover(store, 2)).decided] == ["abort"]
+        vote = await catalog.read_vote(store, object_key(f"{BAD}/00000001-0", "00000.vote"))
+        with pytest.raises(FormatError, match="is not a plan digest"):
+            await read_plan(store, vote)
 
 
 async def test_a_plan_of_1_gib_is_refused(root: Path) -> None:
     async with PosixStore(root) as store:
-        vote = await catalog.read_vote(store, f"{BAD}/00000001-0/00000.vote")
-        os.truncate(root / plan_key(vote.plan or ""), GIB)
-        verdict = await verify(store, await catalog.find(store, BAD), LoadConfig())
-        assert len(verdict.damage) == 1
-        assert "larger than" in verdict.damage[0].message
+        vote = await catalog.read_vote(store, object_key(f"{BAD}/00000001-0", "00000.vote"))
+        os.truncate(root / key_named_by(vote), GIB)
+        with pytest.raises(DamagedError, match="larger than"):
+            await read_plan(store, vote)
 
 
 async def test_an_epoch_of_1_gib_fences_all_the_same_and_the_next_job_starts(root: Path) -> None:

@@ -41,6 +41,7 @@ from checkpointd.pipeline.read.duplicate_boxes import unequal
 from checkpointd.pipeline.root import catalog
 from checkpointd.pipeline.root.ballots import put_for_commit
 from checkpointd.pipeline.root.identity import writer
+from checkpointd.pipeline.root.plans import read_plan
 from checkpointd.pipeline.shard import AttemptInfo
 from checkpointd.pipeline.workers import aside, run_workers
 from checkpointd.store.base import Entry, Store
@@ -97,7 +98,7 @@ class Ballot:
 
 
 @dataclass(frozen=True, slots=True)
-class _Checked:
+class Checked:
     """Plans that are whole together: the tensors whose boxes must be compared at every attempt, and the joint plan."""
 
     doubled: tuple[Doubled, ...]
@@ -115,53 +116,39 @@ class PlanCheck:
     _names: TensorNumbers = field(default_factory=TensorNumbers)
     _naming: asyncio.Lock = field(default_factory=asyncio.Lock)
     _listings: dict[str, NumberedPlan] = field(default_factory=dict)
-    _known: dict[tuple[str, ...], _Checked] = field(default_factory=dict)
+    _known: dict[tuple[str, ...], Checked] = field(default_factory=dict)
     """The results for the last KNOWN_MAX combinations of plans, by their digests."""
 
     async def fault(self, votes: Mapping[int, Vote | None]) -> Decision | None:
         """The abort that the plans call for, or None."""
+        cast = {rank: vote for rank, vote in sorted(votes.items()) if vote is not None}
         digests = _digests(votes)
         known = self._known.get(digests)
         if known is None:
             found = dict(self._listings)
             try:
-                await run_workers([partial(self._take, name, found) for name in dict.fromkeys(digests)], READS)
+                await run_workers([partial(self._take, vote, found) for vote in cast.values()], READS)
             except (NotFoundError, DamagedError) as error:
                 return unshared(str(error))
-            listings = {rank: found[name] for rank, name in zip(sorted(votes), digests, strict=True)}
-            tensors = sum(vote.tensors for vote in votes.values() if vote)
-            comparison = await aside(tensors, compared, listings, self._names)
-            if comparison.fault:
-                remedy = OVERLAP_REMEDY if comparison.fault.endswith(" overlap") else SAME_STATE_REMEDY
-                return unshared(f"{comparison.fault}: {remedy}")
-            shares = len(listings) > 1 and any(len(listing.tensors) for listing in listings.values())
-            joint = await aside(tensors, encode_joint_plan, listings, self._names) if shares else b""
-            known = _Checked(comparison.doubled, joint)
+            listings = {rank: found[vote.plan or ""] for rank, vote in cast.items()}
+            checked = await check_together(listings, self._names, sum(vote.tensors for vote in cast.values()))
+            if isinstance(checked, Decision):
+                return checked
+            known = checked
             # Two attempts may be checked at once: each works on its own `found`, so replacing these fields is safe.
             self._known = dict([*self._known.items(), (digests, known)][-KNOWN_MAX:])
             self._listings = {name: found[name] for name in digests}
-        return await self._unequal(votes, known.doubled) if known.doubled else None
+        return await unequal_boxes(self.store, cast, known.doubled)
 
     def joint(self, votes: Mapping[int, Vote | None]) -> bytes:
         """The joint plan of `votes`, which `fault` has just checked. Empty if the ranks hold no tensor together."""
         known = self._known.get(_digests(votes))
         return b"" if known is None else known.joint
 
-    async def _unequal(self, votes: Mapping[int, Vote | None], doubled: tuple[Doubled, ...]) -> Decision | None:
-        async def read(rank: int) -> Index:
-            vote = votes[rank]
-            assert vote is not None  # its plan was read
-            return await catalog.index_named_by(self.store, vote.prefix, vote)
-
-        try:
-            fault = await unequal(read, doubled, READS)
-        except (NotFoundError, DamagedError) as error:
-            return unshared(str(error))
-        return unshared(fault) if fault else None
-
-    async def _take(self, name: str, found: dict[str, NumberedPlan]) -> None:
+    async def _take(self, vote: Vote, found: dict[str, NumberedPlan]) -> None:
+        name = vote.plan or ""
         if name not in found:
-            plan = await catalog.read_plan(self.store, name)
+            plan = await read_plan(self.store, vote)
             async with self._naming:
                 found[name] = await aside(len(plan.tensors), NumberedPlan.of, plan, self._names)
 
@@ -169,6 +156,30 @@ class PlanCheck:
 def _digests(votes: Mapping[int, Vote | None]) -> tuple[str, ...]:
     """The digests of the plans, in the order of the ranks."""
     return tuple((vote.plan or "") if (vote := votes[rank]) else "" for rank in sorted(votes))
+
+
+async def check_together(listings: Mapping[int, NumberedPlan], names: TensorNumbers, tensors: int) -> Checked | Decision:
+    """The result for the plans of all ranks, of this many `tensors`; the abort if they are not one whole state together."""
+    comparison = await aside(tensors, compared, listings, names)
+    if comparison.fault:
+        remedy = OVERLAP_REMEDY if comparison.fault.endswith(" overlap") else SAME_STATE_REMEDY
+        return unshared(f"{comparison.fault}: {remedy}")
+    shares = len(listings) > 1 and any(len(listing.tensors) for listing in listings.values())
+    return Checked(comparison.doubled, await aside(tensors, encode_joint_plan, listings, names) if shares else b"")
+
+
+async def unequal_boxes(store: Store, votes: Mapping[int, Vote], doubled: tuple[Doubled, ...]) -> Decision | None:
+    """The abort if ranks stored other bytes for a box that they all list; None if they did not."""
+
+    async def read(rank: int) -> Index:
+        vote = votes[rank]
+        return await catalog.index_named_by(store, vote.prefix, vote)
+
+    try:
+        fault = await unequal(read, doubled, READS) if doubled else None
+    except (NotFoundError, DamagedError) as error:
+        return unshared(str(error))
+    return unshared(fault) if fault else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,17 +29,19 @@ from checkpointd.commit.decide import Decision
 from checkpointd.config import ABSENCE_S
 from checkpointd.errors import DamagedError, NotFoundError, StoreError
 from checkpointd.layout.keys import OUTCOME, AttemptId, attempt_lease_key, vote_name
-from checkpointd.layout.manifest import Outcome, Vote
-from checkpointd.layout.plan import cover_fault
+from checkpointd.layout.manifest import Index, Outcome, Vote
+from checkpointd.layout.plan import NumberedPlan, TensorNumbers
 from checkpointd.pipeline.gc.collect import collect
-from checkpointd.pipeline.outcome.publish import RECOVERY, Ballot, Draft, PlanCheck, draft_of, put_outcome
+from checkpointd.pipeline.outcome.publish import RECOVERY, Ballot, Draft, check_together, draft_of, put_outcome, unequal_boxes
 from checkpointd.pipeline.root import catalog
 from checkpointd.pipeline.root.candidates import lost_newest
 from checkpointd.pipeline.root.catalog import AttemptView, Checkpoint
 from checkpointd.pipeline.root.latest import move_latest, move_latest_away
 from checkpointd.pipeline.root.leases import Sight, Watch
+from checkpointd.pipeline.root.plans import remove_plans
 from checkpointd.pipeline.root.tag_directories import mend
 from checkpointd.pipeline.shard import AttemptInfo
+from checkpointd.pipeline.workers import aside
 from checkpointd.store.base import Store
 from checkpointd.store.patient import Patience, PatientStore
 
@@ -88,6 +90,7 @@ async def recover(store: Store, epoch: int, surviving: Collection[str] = (), *, 
             done.latest_removed = await _remove_latest(store, done)
         facts = [view.facts for view in views if view.prefix not in surviving]
         done.swept = len(await collect(store, facts))
+        await remove_plans(store, epoch, surviving)
         if not surviving:
             done.strays = await store.sweep()
         await mend(store, 0 if surviving else epoch)
@@ -146,11 +149,12 @@ async def judge(store: Store, attempt: AttemptView) -> Draft:
     ballot = Ballot(store, attempt.tag, attempt.attempt)
     await ballot.gather(await catalog.objects_of(store, attempt.prefix))
     decision = decisions.recover(ballot.votes, tag=attempt.tag, attempt=str(attempt.attempt))
-    plans = PlanCheck(store)
+    joint = b""
     if decision.commit:
-        decision = await plans.fault(ballot.votes) or await _storage_fault(store, attempt, ballot) or decision
+        found = await _checked_storage(store, attempt, ballot)
+        decision, joint = (found, b"") if isinstance(found, Decision) else (decision, found)
     info = _info(attempt.tag, attempt.attempt, ballot)
-    return draft_of(info, decision, ballot, decided_by=RECOVERY, plan=plans.joint(ballot.votes))
+    return draft_of(info, decision, ballot, decided_by=RECOVERY, plan=joint)
 
 
 def _info(tag: str, attempt: AttemptId, ballot: Ballot) -> AttemptInfo:
@@ -168,28 +172,33 @@ def _info(tag: str, attempt: AttemptId, ballot: Ballot) -> AttemptInfo:
     )
 
 
-async def _storage_fault(store: Store, attempt: AttemptView, ballot: Ballot) -> Decision | None:
-    """The abort if an object that a yes vote names is missing or has another size; None if all are there."""
-    for rank, vote in sorted(ballot.votes.items()):
+async def _checked_storage(store: Store, attempt: AttemptView, ballot: Ballot) -> Decision | bytes:
+    """The joint plan; the abort if an object that a yes vote names is missing or has another size, or if the ranks' indexes
+    together are not a whole state. The indexes say their boxes themselves, so no plan is needed.
+    """
+    votes = {rank: vote for rank, vote in sorted(ballot.votes.items()) if vote is not None}
+    names, stored = TensorNumbers(), dict[int, NumberedPlan]()
+    for rank, vote in votes.items():
         try:
-            await _check_named(store, attempt.prefix, vote)
+            index = await _checked_index(store, attempt.prefix, vote)
         except (NotFoundError, DamagedError) as error:
             return decisions.unshared(f"rank {rank} voted yes, but {error}")
-    return None
+        stored[rank] = await aside(len(index.tensors), NumberedPlan.of, index, names)
+    checked = await check_together(stored, names, sum(vote.tensors for vote in votes.values()))
+    if isinstance(checked, Decision):
+        return checked
+    return await unequal_boxes(store, votes, checked.doubled) or checked.joint
 
 
-async def _check_named(store: Store, prefix: str, vote: Vote | None) -> None:
-    """Make the same checks as a load, except that only the sizes of chunks objects are compared."""
-    assert vote is not None
+async def _checked_index(store: Store, prefix: str, vote: Vote) -> Index:
+    """The index that `vote` names, after the checks of a load. Of chunks objects only the sizes are compared."""
     index = await catalog.index_named_by(store, prefix, vote)
-    fault = cover_fault(await catalog.read_plan(store, vote.plan or ""), index)
-    if fault:
-        raise DamagedError(f"its index does not match its plan: {fault}")
     for named in index.objects:
         key = named.key(prefix)
         size = await store.stat(key)
         if size != named.size:
             raise DamagedError(f"{key} has {size} bytes, not {named.size}", key=key)
+    return index
 
 
 VOTES_S = 15.0

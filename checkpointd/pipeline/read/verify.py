@@ -15,17 +15,18 @@ from checkpointd.errors import CheckpointdError, DamagedError, FormatError, NotF
 from checkpointd.layout import tree
 from checkpointd.layout.files import check_files, pieces_of
 from checkpointd.layout.joint_plan import encode_joint_plan, joint_plan_ref
-from checkpointd.layout.keys import DAMAGED, JOINT_PLAN, OUTCOME, VERIFIED, object_key, plan_key
-from checkpointd.layout.manifest import Damaged, Index, Plan, Verified, Vote, encode
-from checkpointd.layout.plan import NumberedPlan, TensorNumbers, compared, cover_fault
+from checkpointd.layout.keys import DAMAGED, JOINT_PLAN, OUTCOME, VERIFIED, object_key
+from checkpointd.layout.manifest import Damaged, Index, Verified, encode
+from checkpointd.layout.plan import NumberedPlan, TensorNumbers, compared
 from checkpointd.pipeline.read.duplicate_boxes import unequal
 from checkpointd.pipeline.read.index import read_index
 from checkpointd.pipeline.read.joint_plan import checked_joint_plan
 from checkpointd.pipeline.read.load import read_tensors
 from checkpointd.pipeline.root.ballots import vote_of
-from checkpointd.pipeline.root.catalog import Checkpoint, read_plan, view
+from checkpointd.pipeline.root.catalog import Checkpoint, view
 from checkpointd.pipeline.root.identity import writer
 from checkpointd.pipeline.shard import COORDINATOR
+from checkpointd.pipeline.workers import aside
 from checkpointd.store.base import Store
 from checkpointd.store.patient import Patience, PatientStore
 
@@ -77,7 +78,7 @@ class CheckpointVerdict:
 async def verify(
     store: Store, checkpoint: Checkpoint, config: LoadConfig, on_bytes: Callable[[int], None] = lambda _: None
 ) -> CheckpointVerdict:
-    """Verify the outcome, the votes, plans, indexes and chunks of all ranks, and that the ranks together stored a whole state.
+    """Verify the outcome, the votes, indexes and chunks of all ranks, and that the ranks together stored a whole state.
 
     A read that fails is tried again as `config` says; then the object counts as unreadable. An object counts as missing, which
     is damage, if looks spread over `config.absence_s` agree.
@@ -92,8 +93,8 @@ async def verify(
     names, stored = TensorNumbers(), dict[int, NumberedPlan]()
     for rank in range(checkpoint.outcome.world_size):
         try:
-            plan = await _verify_rank(store, checkpoint, rank, config, count, verdict)
-            stored[rank] = NumberedPlan.of(plan, names)
+            index = await _verify_rank(store, checkpoint, rank, config, count, verdict)
+            stored[rank] = await aside(len(index.tensors), NumberedPlan.of, index, names)
         except (DamagedError, NotFoundError, StoreError) as error:
             verdict.note(error, rank)
     if len(stored) == checkpoint.outcome.world_size:
@@ -190,8 +191,8 @@ async def _verify_rank(
     count: Callable[[int], None],
     verdict: CheckpointVerdict,
     left: Callable[[Index], Container[str]] = lambda _: (),
-) -> Plan:
-    """Verify the shard of one rank. Returns the plan that its index amounts to."""
+) -> Index:
+    """Verify the shard of one rank. Returns its index."""
     index = await read_index(store, checkpoint, rank)
     try:
         await _check_described(store, checkpoint, index)
@@ -202,7 +203,7 @@ async def _verify_rank(
     wanted = {t.fqn: None for t in index.tensors if t.fqn not in others}
     found = await read_tensors(store, checkpoint.prefix, index, wanted, config, count)
     verdict.damage.extend(Damage.of(error, rank) for error in found)
-    return Plan(rank=rank, world_size=index.world_size, tensors=tuple(entry.part for entry in index.tensors))
+    return index
 
 
 async def _wrong_sizes(store: Store, checkpoint: Checkpoint, index: Index) -> AsyncIterator[DamagedError]:
@@ -215,7 +216,7 @@ async def _wrong_sizes(store: Store, checkpoint: Checkpoint, index: Index) -> As
 
 
 async def checked_index(store: Store, checkpoint: Checkpoint, rank: int) -> Index:
-    """The index of `rank`, verified along outcome and vote, and against its plan. Raises DamagedError if it does not agree."""
+    """The index of `rank`, verified along outcome and vote, with its tree. Raises DamagedError if it does not agree."""
     index = await read_index(store, checkpoint, rank)
     await _check_described(store, checkpoint, index)
     return index
@@ -224,7 +225,6 @@ async def checked_index(store: Store, checkpoint: Checkpoint, rank: int) -> Inde
 async def _check_described(store: Store, checkpoint: Checkpoint, index: Index) -> None:
     vote = await vote_of(store, checkpoint.outcome, index.rank)
     _check_tree(index, object_key(checkpoint.prefix, vote.index.name if vote.index else ""))
-    await _check_plan(store, checkpoint, vote, index)
 
 
 def _check_tree(index: Index, key: str) -> None:
@@ -244,15 +244,3 @@ def _union_damage(checkpoint: Checkpoint, fault: str | None) -> Iterator[Damage]
     if fault is not None:
         message = f"the ranks of {checkpoint.tag} did not store one whole state: {fault}"
         yield Damage.of(FormatError(message, key=f"{checkpoint.prefix}/{OUTCOME}"))
-
-
-async def _check_plan(store: Store, checkpoint: Checkpoint, vote: Vote, index: Index) -> None:
-    rank = vote.rank
-    key = plan_key(vote.plan or "")
-    try:
-        plan = await read_plan(store, vote.plan or "")
-    except NotFoundError as error:
-        raise DamagedError(f"{error}, which the vote of rank {rank} names", key=key, rank=rank) from error
-    fault = cover_fault(plan, index)
-    if fault:
-        raise DamagedError(f"the index of {checkpoint.tag} does not match its plan: {fault}", key=key, rank=rank)

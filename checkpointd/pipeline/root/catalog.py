@@ -30,11 +30,10 @@ from checkpointd.layout.keys import (
     object_key,
     object_rank,
     object_takeover,
-    plan_key,
     vote_name,
     vote_rank,
 )
-from checkpointd.layout.manifest import LISTING_BYTES_MAX, VOTE_BYTES_MAX, Index, Outcome, Plan, Vote, decode, digest
+from checkpointd.layout.manifest import VOTE_BYTES_MAX, Index, Outcome, Vote, decode, digest
 from checkpointd.phrases import listed
 from checkpointd.pipeline.workers import run_workers
 from checkpointd.store.base import Entry, Store
@@ -210,15 +209,6 @@ async def index_named_by(store: Store, prefix: str, vote: Vote) -> Index:
     if (index.tag, index.attempt, index.rank, index.step) != (vote.tag, vote.attempt, vote.rank, vote.step):
         raise DamagedError(f"{key} belongs to rank {index.rank} of {index.tag}/{index.attempt}, step {index.step}", key=key)
     return index
-
-
-async def read_plan(store: Store, name: str) -> Plan:
-    """The plan whose digest is `name`. Raises FormatError if `name` is not a digest, DamagedError if the bytes have another."""
-    key = plan_key(name)
-    data = await store.get(key, size_max=LISTING_BYTES_MAX)
-    if digest(data) != name:
-        raise DamagedError(f"{key} is damaged: its digest is {digest(data)}", key=key)
-    return decode(data, Plan, key)
 
 
 async def scan(store: Store, known: Mapping[str, AttemptView] = MappingProxyType({})) -> list[AttemptView]:

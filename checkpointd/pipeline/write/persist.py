@@ -17,20 +17,19 @@ import os
 from msgspec import structs
 
 from checkpointd.config import LoadConfig
-from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, StoreError, StoreFullError, UsageError
+from checkpointd.errors import CheckpointdError, StoreError, StoreFullError, UsageError
 from checkpointd.layout.indexes import encode_index
-from checkpointd.layout.keys import index_name, plan_key
-from checkpointd.layout.manifest import LISTING_BYTES_MAX, BesideFile, Index, IndexRef, Vote, digest, encode
+from checkpointd.layout.keys import index_name
+from checkpointd.layout.manifest import LISTING_BYTES_MAX, BesideFile, Index, IndexRef, Vote, digest
 from checkpointd.layout.plan import cover_fault
 from checkpointd.layout.tree import files_of
+from checkpointd.pipeline.root.plans import OwnPlan
 from checkpointd.pipeline.workers import aside
 from checkpointd.pipeline.write.chunks import write_chunks
 from checkpointd.pipeline.write.dedup import damaged, lost
 from checkpointd.pipeline.write.files import write_files
 from checkpointd.pipeline.write.job import PersistJob
-from checkpointd.pipeline.write.rates import KnownPlan
 from checkpointd.pipeline.write.vote import StoredShard, as_own, drop_shard, put_new, standing_vote, vote_yes
-from checkpointd.store.base import Store
 from checkpointd.store.showing import plain_files_of
 
 log = logging.getLogger("checkpointd")
@@ -46,7 +45,7 @@ async def persist(job: PersistJob) -> Vote:
         if standing is not None:
             return as_own(job.info, standing)
     try:
-        plan = await _stored_plan(job)
+        plan = await job.plans.use(job.store, job.info, job.shard)
         stored = await _stored(job, plan)
     except StoreFullError as error:
         progress, rank = job.progress, job.info.rank
@@ -59,7 +58,7 @@ async def persist(job: PersistJob) -> Vote:
     return await vote_yes(job, stored, plan.digest)
 
 
-async def _stored(job: PersistJob, plan: KnownPlan) -> StoredShard:
+async def _stored(job: PersistJob, plan: OwnPlan) -> StoredShard:
     """Write the shard, durably, with references that stay valid until the attempt has an outcome (DEDUP-3 in `dedup.py`)."""
     stored = await _written(job, plan)
     why = await lost(job.store, stored.index) or await _damaged(job, stored.index)
@@ -81,7 +80,7 @@ async def _damaged(job: PersistJob, index: Index) -> str | None:
         return f"unchanged chunks cannot be read: {error}"
 
 
-async def _written(job: PersistJob, plan: KnownPlan) -> StoredShard:
+async def _written(job: PersistJob, plan: OwnPlan) -> StoredShard:
     info, files = job.info, files_of(job.shard.tree)
     index = await (write_chunks(job) if files is None else write_files(job, files))
     beside: tuple[BesideFile, ...] = ()
@@ -101,39 +100,13 @@ async def _written(job: PersistJob, plan: KnownPlan) -> StoredShard:
     return StoredShard(index, IndexRef(name=name, size=len(data), digest=digest(data)), beside)
 
 
-def _encoded(plan: KnownPlan, index: Index) -> bytes:
+def _encoded(plan: OwnPlan, index: Index) -> bytes:
     fault = cover_fault(plan.plan, index)
     if fault:
         raise CheckpointdError(f"the index of rank {index.rank} is wrong: {fault}; this is a defect, please report it")
     data = encode_index(index)
-    _check_listing(f"index of {index.tag}", data)
-    return data
-
-
-async def _stored_plan(job: PersistJob) -> KnownPlan:
-    """The plan of this shard, durable in the store. It is put again only if the layout changes."""
-    known = job.rates.plan
-    if known is not None and known.tensors is job.shard.tensors:
-        return known
-    plan = await aside(len(job.shard.tensors), job.shard.plan, job.info)
-    data = await aside(len(job.shard.tensors), encode, plan)
-    _check_listing(f"plan of {job.info.tag}", data)
-    known = KnownPlan(job.shard.tensors, plan, digest(data))
-    key = plan_key(known.digest)
-    if not await job.store.put_if_absent(key, data) and not await _holds(job.store, key, data):
-        log.error("%s is damaged and is written again, since its name gives the digest of the right bytes", key)
-        await job.store.put(key, data)
-    job.rates.plan = known
-    return known
-
-
-async def _holds(store: Store, key: str, data: bytes) -> bool:
-    try:
-        return await store.get(key, size_max=len(data)) == data
-    except (DamagedError, NotFoundError):
-        return False
-
-
-def _check_listing(what: str, data: bytes) -> None:
     if len(data) > LISTING_BYTES_MAX:
-        raise UsageError(f"the {what} has {len(data)} bytes, more than {LISTING_BYTES_MAX}: use larger chunks or fewer tensors")
+        raise UsageError(
+            f"the index of {index.tag} has {len(data)} bytes, more than {LISTING_BYTES_MAX}: use larger chunks or fewer tensors"
+        )
+    return data

@@ -2,36 +2,32 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from checkpointd.codec import ElementType, Estimate, sample
-from checkpointd.layout.manifest import Plan
 from checkpointd.pipeline.shard import Shard, ShardTensor
 
 DISK_SAMPLE_BYTES_MIN = 32 << 20
 """Smaller writes measure caches and fsync more than the store."""
 ENCODE_SAMPLE_BYTES_MIN = 1 << 20
+SMALL_BYTES = 64 << 10
+"""Tensors of at most this size may share an estimate."""
+ALIKE_MIN = 64
+"""More tensors than this of one dtype and one small size share an estimate, from about so many of them."""
 ESTIMATES_LAST_SAVES = 16
 """A tensor is sampled again after this many saves, since weights change slowly."""
 
 
-@dataclass(frozen=True, slots=True)
-class KnownPlan:
-    """A plan that is durable in the store under `digest`. It belongs to shards with this very tuple `tensors`."""
-
-    tensors: tuple[ShardTensor, ...]
-    plan: Plan
-    digest: str
-
-
 @dataclass(slots=True)
 class Rates:
-    """The measurements that one rank's saves share: speeds (None until measured), each tensor's estimate, the plan in use."""
+    """The measurements that one rank's saves share: speeds (None until measured), and each tensor's estimate."""
 
     disk_bps: float | None = None
     encode_bps: float | None = None
-    plan: KnownPlan | None = None
     _estimates: dict[tuple[str, int], Estimate] = field(default_factory=dict)
     _saves: int = 0
     _left_out: dict[str, int] = field(default_factory=dict)
@@ -61,7 +57,23 @@ class Rates:
         if self._saves % ESTIMATES_LAST_SAVES == 0:
             self._estimates.clear()
         self._saves += 1
+        self._sample_alike(shard)
         return {tensor.fqn: self._estimate(shard, tensor) for tensor in shard.tensors}
+
+    def _sample_alike(self, shard: Shard) -> None:
+        """Give many small tensors of one dtype and size one estimate, from some of them: a sample takes longer than to encode
+        one.
+        """
+        alike: dict[tuple[str, int], list[ShardTensor]] = defaultdict(list)
+        for tensor in shard.tensors:
+            if 0 < tensor.nbytes <= SMALL_BYTES and (tensor.fqn, tensor.nbytes) not in self._estimates:
+                alike[tensor.dtype, tensor.nbytes].append(tensor)
+        for (dtype, _), tensors in alike.items():
+            if len(tensors) > ALIKE_MIN:
+                some = tensors[:: len(tensors) // ALIKE_MIN]
+                data = np.concatenate([shard.buffer[one.offset : one.offset + one.nbytes] for one in some])
+                estimate = sample(data, ElementType.of_dtype(dtype))
+                self._estimates.update({(one.fqn, one.nbytes): estimate for one in tensors})
 
     def _estimate(self, shard: Shard, tensor: ShardTensor) -> Estimate:
         key = (tensor.fqn, tensor.nbytes)

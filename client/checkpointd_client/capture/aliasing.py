@@ -117,11 +117,12 @@ def overlapping(starts: Sequence[int], ends: Sequence[int]) -> list[list[int]]:
 
 def overlapping_pairs(regions: Sequence[MemoryRegion]) -> Iterator[tuple[int, int]]:
     """Positions of every two regions that share memory."""
-    active: list[int] = []
-    for i in sorted((i for i, r in enumerate(regions) if r.start < r.end), key=lambda i: regions[i].start):
-        active = [j for j in active if regions[j].end > regions[i].start]
-        yield from ((j, i) for j in active if regions[j].shares_with(regions[i]))
-        active.append(i)
+    for group in overlapping([region.start for region in regions], [region.end for region in regions]):
+        active: list[int] = []
+        for i in group:
+            active = [j for j in active if regions[j].end > regions[i].start]
+            yield from ((j, i) for j in active if regions[j].shares_with(regions[i]))
+            active.append(i)
 
 
 def alias_of(fqn: str, part: MemoryRegion, owner_fqn: str, owner: MemoryRegion) -> Alias | None:

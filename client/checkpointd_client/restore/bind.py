@@ -94,6 +94,10 @@ class Binding:
         self.live = self.value = None
 
 
+Live = list[tuple[Binding, MemoryRegion]]
+"""Bindings with existing memory, and that memory."""
+
+
 class Bindings:
     """All bindings of one load. Each FQN has one binding, and may have more with existing memory (`again`)."""
 
@@ -117,7 +121,8 @@ class Bindings:
     def conflicts(self, equal: Equal) -> Iterator[str]:
         """The reasons why live memory cannot hold the stored tensors, as sentences; drops the bindings concerned."""
         dropped: set[str] = set()
-        for fqn, words in [*self._self_overlaps(), *self._shared(equal)]:
+        live = [(binding, MemoryRegion.of(binding.live)) for binding in self._all() if binding.live is not None]
+        for fqn, words in [*self._self_overlaps(live), *self._shared(live, equal)]:
             dropped.add(fqn)
             yield words
         for fqn in dropped:
@@ -131,13 +136,10 @@ class Bindings:
         """The existing memory of all bindings."""
         return tuple(binding.live for binding in self._all() if binding.live is not None)
 
-    def _live(self) -> list[tuple[Binding, MemoryRegion]]:
-        return [(binding, MemoryRegion.of(binding.live)) for binding in self._all() if binding.live is not None]
-
-    def _self_overlaps(self) -> Iterator[tuple[str, str]]:
-        for binding, region in self._live():
+    def _self_overlaps(self, live: Live) -> Iterator[tuple[str, str]]:
+        for binding, region in live:
             assert binding.live is not None
-            if not overlaps_itself(binding.live) or _same_overlap(binding, region):
+            if region.contiguous or not overlaps_itself(binding.live) or _same_overlap(binding, region):
                 continue
             if binding.replaceable:
                 binding.vacate()
@@ -147,8 +149,8 @@ class Bindings:
                     f"{binding.fqn}: its elements share memory now (it is expanded), and did not when it was saved",
                 )
 
-    def _shared(self, equal: Equal) -> Iterator[tuple[str, str]]:
-        live = self._live()
+    def _shared(self, found: Live, equal: Equal) -> Iterator[tuple[str, str]]:
+        live = [(binding, region) for binding, region in found if binding.live is not None]  # others were vacated since
         for i, j in overlapping_pairs([region for _, region in live]):
             (one, one_region), (two, two_region) = live[i], live[j]
             if one.live is None or two.live is None or _consistent(one, one_region, two, two_region):
@@ -368,6 +370,8 @@ def _value(binding: Binding) -> object:
 def _tied(binding: Binding, filled: torch.Tensor) -> bool:
     """Whether filling `filled` fills the binding's live memory as well."""
     assert binding.live is not None
+    if binding.live is filled and binding.place.whole:
+        return True
     region, base = MemoryRegion.of(binding.live), MemoryRegion.of(filled)
     if binding.place.whole and region.equals(base):
         return True

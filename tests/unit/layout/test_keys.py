@@ -200,8 +200,9 @@ def test_an_index_may_refer_to_chunks_of_its_own_rank_alone(name: str) -> None:
 @pytest.mark.parametrize("digest", ["", "0" * 31, "0" * 33, "A" * 32, "../" + "0" * 29, "0" * 32 + "\n", "\u0660" * 32])
 def test_a_plan_is_named_by_a_digest_and_nothing_else(digest: str) -> None:
     with pytest.raises(FormatError, match="not a plan digest"):
-        keys.plan_key(digest)
-    assert keys.plan_key("0123456789abcdef" * 2) == ".checkpointd/plans/" + "0123456789abcdef" * 2
+        keys.plan_key(1, 0, digest)
+    assert keys.plan_key(12, 255, "0123456789abcdef" * 2) == ".checkpointd/plans/00000012/0/" + "0123456789abcdef" * 2
+    assert keys.plan_key(12, 256, "0123456789abcdef" * 2) == ".checkpointd/plans/00000012/1/" + "0123456789abcdef" * 2
 
 
 @given(st.integers(0, 10**12 - 1))

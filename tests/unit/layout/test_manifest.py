@@ -165,7 +165,6 @@ def every_object() -> list[SmallObject]:
         msgspec.structs.replace(OUTCOME, error=ErrorReport(code="AbortedError", message="é")),
         Epoch(epoch=12, nonce="ab" * 16, world_size=2, writer=WRITER),
         Lease(process="p", job="j", count=3, length_s=30.0, writer=WRITER),
-        Plan(rank=0, world_size=2, tensors=(PlanTensor("w", "float32", (2,), whole((2,))),)),
         Deleted(reason="the tag was saved again since", kept=("00000-0.chunks",), writer=WRITER),
         Verified(nbytes=5, uncached=True, writer=WRITER),
         PassedOver(why="its index is damaged", writer=WRITER),

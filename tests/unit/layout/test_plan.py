@@ -28,7 +28,7 @@ from tests.box_strategies import boxes_in, shapes, tilings_of
 
 
 def plan(rank: int, *tensors: PlanTensor, world_size: int = 2) -> Plan:
-    return Plan(rank=rank, world_size=world_size, tensors=tensors)
+    return Plan(tag="t", attempt="00000001-0", rank=rank, takeover=0, world_size=world_size, tensors=tensors)
 
 
 def part(fqn: str, offsets: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...] = (4, 4)) -> PlanTensor:

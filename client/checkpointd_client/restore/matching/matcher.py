@@ -112,14 +112,15 @@ class Matcher(Context):
         return None
 
     def _fits(self, fqn: str, stored: tuple[str, tuple[int, ...]], live: tuple[str, tuple[int, ...]]) -> bool:
+        if stored == live:
+            return True
         wrong = [
             f"{what} {was} is stored, and {now} is there now"
             for what, was, now in zip(("dtype", "shape"), stored, live, strict=True)
             if was != now
         ]
-        if wrong:
-            self.mismatched.append(f"{fqn}: {'; '.join(wrong)}")
-        return not wrong
+        self.mismatched.append(f"{fqn}: {'; '.join(wrong)}")
+        return False
 
     # --- what is not there yet -----------------------------------------------------------------------------------
 

@@ -32,6 +32,21 @@ def test_tied_weights_stay_tied() -> None:
     assert target["head"].weight is target["embedding"].weight
 
 
+def test_the_memory_of_a_tensor_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[torch.Tensor] = []
+    of = MemoryRegion.of
+
+    def counted(tensor: torch.Tensor) -> MemoryRegion:
+        looked.append(tensor)
+        return of(tensor)
+
+    state = {"m": {f"layers.{n}": torch.full((3,), float(n)) for n in range(100)}}
+    saved = save(state)
+    monkeypatch.setattr(MemoryRegion, "of", counted)
+    assert len(saved.prepare({"m": {fqn: torch.zeros(3) for fqn in state["m"]}}).targets) == 100
+    assert len(looked) == 100
+
+
 def test_tied_when_saved_and_apart_now_fills_both() -> None:
     source, target = tied_model(tied=True), tied_model(tied=False)
     save({"m": source}).load({"m": target})

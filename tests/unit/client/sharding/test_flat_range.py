@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from checkpointd.errors import MismatchError
 from checkpointd.layout.boxes import Box, tiling_fault, whole
-from checkpointd.layout.manifest import Plan, PlanTensor
+from checkpointd.layout.manifest import PlanTensor
 from checkpointd_client.capture.state import Captured, capture
 from checkpointd_client.restore.content import RankContent
 from checkpointd_client.restore.plan import LoadOptions, Restoration, prepare
@@ -20,7 +20,7 @@ from checkpointd_client.restore.target_chooser import Described, LoadTargets, St
 from checkpointd_client.sharding.dtensor import ReplicaGroup
 from checkpointd_client.sharding.flat_range import LocalShardTensor, MultiTarget, flat, same
 from tests.unit.client import capture_and_fill
-from tests.unit.layout.test_plan import union_fault
+from tests.unit.layout.test_plan import plan, union_fault
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 
@@ -49,7 +49,7 @@ def fault_of(ranks: list[Captured]) -> str | None:
         for leaf in one.leaves:
             shape, box = (leaf.part.shape, leaf.part.box) if leaf.part else (tuple(leaf.tensor.shape), None)
             parts.append(PlanTensor(leaf.fqn, leaf.dtype, shape, box or whole(shape), "global" if leaf.part else "rank"))
-        plans[rank] = Plan(rank=rank, world_size=len(ranks), tensors=tuple(parts))
+        plans[rank] = plan(rank, *parts, world_size=len(ranks))
     return union_fault(plans)
 
 

@@ -12,12 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from checkpointd.layout.boxes import whole
-from checkpointd.layout.manifest import Plan, PlanTensor
+from checkpointd.layout.manifest import PlanTensor
 from checkpointd.layout.plan import NumberedPlan, PlanComparison, TensorNumbers, compared
 from checkpointd_client.capture.state import capture
 from checkpointd_client.sharding.dtensor import ReplicaGroup
 from checkpointd_client.sharding.meshes import beyond
 from tests.unit.client.simulated_ranks import rank_of
+from tests.unit.layout.test_plan import plan
 
 
 def placed(full: torch.Tensor, mesh: DeviceMesh, *placements: Any) -> DTensor:
@@ -43,7 +44,7 @@ def planned(world: int, state: Callable[[], dict[str, Any]]) -> PlanComparison:
             else PlanTensor(leaf.fqn, leaf.dtype, tuple(leaf.tensor.shape), whole(tuple(leaf.tensor.shape)), "rank")
             for leaf in leaves
         ]
-        listings[rank] = NumberedPlan.of(Plan(rank=rank, world_size=world, tensors=tuple(tensors)), names)
+        listings[rank] = NumberedPlan.of(plan(rank, *tensors, world_size=world), names)
     return compared(listings, names)
 
 

@@ -16,10 +16,11 @@ from checkpointd.errors import AbortedError, DamagedError, FencedError, NotFound
 from checkpointd.layout import keys
 from checkpointd.layout.boxes import Box
 from checkpointd.layout.keys import AttemptId, plan_key
-from checkpointd.layout.manifest import Plan, Vote, decode, digest, encode
+from checkpointd.layout.manifest import Vote, digest
 from checkpointd.pipeline.outcome.publish import Ballot, PlanCheck, draft_of, missing_ranks, put_outcome
 from checkpointd.pipeline.read.verify import verify
 from checkpointd.pipeline.root import catalog, epochs
+from checkpointd.pipeline.root.plans import encode_plan, key_named_by, read_plan, remove_plans
 from checkpointd.pipeline.shard import Shard
 from checkpointd.store.base import Entry, Store
 from checkpointd.store.memory import MemoryStore
@@ -42,17 +43,17 @@ async def put_plan(store: MemoryStore, ballot: Ballot, rank: int, **changes: obj
     """Give `rank` a plan that differs from its own in `changes` of its first tensor."""
     vote = ballot.votes[rank]
     assert vote is not None
-    plan = decode(await store.get(plan_key(vote.plan or "")), Plan, "plan")
+    plan = await read_plan(store, vote)
     tensors = (msgspec.structs.replace(plan.tensors[0], **changes), *plan.tensors[1:])
-    data = encode(msgspec.structs.replace(plan, tensors=tensors))
-    await store.put(plan_key(digest(data)), data)
+    data = encode_plan(msgspec.structs.replace(plan, tensors=tensors))
+    await store.put(plan_key(ATTEMPT.epoch, rank, digest(data)), data)
     ballot.votes[rank] = msgspec.structs.replace(vote, plan=digest(data))
 
 
-def _plan_of(ballot: Ballot, rank: int) -> str:
+def _key_of(ballot: Ballot, rank: int) -> str:
     vote = ballot.votes[rank]
     assert vote is not None
-    return vote.plan or ""
+    return key_named_by(vote)
 
 
 def words(decision: Decision | None) -> str:
@@ -326,8 +327,7 @@ async def test_commit_2_plans_that_are_whole_together_have_no_fault_and_are_read
     ballot = await voted(store, world_size=3)
     check = PlanCheck(store)
     assert await check.fault(ballot.votes) is None
-    for entry in await store.list(".checkpointd/plans"):
-        await store.delete(f".checkpointd/plans/{entry.name}")
+    assert await remove_plans(store, ATTEMPT.epoch + 1) == len(ballot.votes)
     assert await check.fault(ballot.votes) is None
 
 
@@ -337,7 +337,7 @@ async def test_commit_2_where_one_rank_changed_its_plan_that_one_alone_is_read_a
     check = PlanCheck(store)
     assert await check.fault(ballot.votes) is None
     for rank in (0, 2):
-        await store.delete(plan_key(_plan_of(ballot, rank)))
+        await store.delete(_key_of(ballot, rank))
     await put_plan(store, ballot, 1, fqn="model.other")
     assert await check.fault(ballot.votes) is None
     await put_plan(store, ballot, 1, scope="global", box=Box((0, 0), (32, 48)))
@@ -347,18 +347,17 @@ async def test_commit_2_where_one_rank_changed_its_plan_that_one_alone_is_read_a
 async def test_commit_2_a_plan_that_is_not_there_aborts() -> None:
     store = MemoryStore()
     ballot = await voted(store)
-    for entry in await store.list(".checkpointd/plans"):
-        await store.delete(f".checkpointd/plans/{entry.name}")
+    assert await remove_plans(store, ATTEMPT.epoch + 1) == len(ballot.votes)
     assert "there is no object '.checkpointd/plans/" in words(await PlanCheck(store).fault(ballot.votes))
 
 
 async def test_commit_2_a_plan_whose_bytes_changed_aborts() -> None:
     store = MemoryStore()
     ballot = await voted(store)
-    vote = ballot.votes[1]
-    assert vote is not None
-    key = plan_key(vote.plan or "")
-    await store.put(key, (await store.get(key)).replace(b"rank", b"knar", 1))
+    key = _key_of(ballot, 1)
+    data = bytearray(await store.get(key))
+    data[-1] ^= 1
+    await store.put(key, bytes(data))
     assert f"{key} is damaged: its digest is" in words(await PlanCheck(store).fault(ballot.votes))
 
 

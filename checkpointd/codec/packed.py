@@ -1,0 +1,36 @@
+"""A packed object: a small frame around one zstd frame, which declares how large its content is.
+
+16 bytes: the magic `ckptpack`, and the size of the content in bytes, 64 bits, little-endian. One zstd frame of exactly that
+content follows.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+
+from checkpointd.codec import zstd
+from checkpointd.errors import CodecError
+
+_MAGIC = b"ckptpack"
+_HEAD = struct.Struct("<8sQ")
+
+
+def pack(content: bytes) -> bytes:
+    """`content`, at least one byte, as a packed object."""
+    return _HEAD.pack(_MAGIC, len(content)) + zstd.general(np.frombuffer(content, np.uint8))
+
+
+def unpack(data: bytes, size_max: int) -> memoryview:
+    """The content of a packed object. Raises CodecError if `data` is anything else, or declares more than `size_max` bytes,
+    of which nothing is then allocated.
+    """
+    if len(data) < _HEAD.size:
+        raise CodecError(f"{len(data)} bytes are too few for a packed object")
+    magic, size = _HEAD.unpack_from(data)
+    if magic != _MAGIC:
+        raise CodecError("no packed object begins here")
+    if not 0 < size <= size_max:
+        raise CodecError(f"it declares {size} bytes of content, and at most {size_max} are allowed")
+    return zstd.decompress(np.frombuffer(data, np.uint8)[_HEAD.size :], size).data
