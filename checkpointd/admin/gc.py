@@ -50,7 +50,7 @@ async def _collected(store: Store, rules: Retention, *, dry_run: bool) -> Collec
 
 async def deletion(store: Store, tag: str, *, force: bool, dry_run: bool) -> CollectionReport:
     """Remove the checkpoint `tag`. NotFoundError if there is none; UsageError if it is the newest and not `force`."""
-    views = await catalog.scan(store)
+    views = [view for view in await catalog.scan(store) if view.tag != tag] + await catalog.attempts_of(store, tag)
     checkpoints = catalog.checkpoints_of(views)
     found = next((c for c in checkpoints if c.tag == tag), None)
     if found is None:

@@ -21,10 +21,10 @@ from checkpointd.errors import CheckpointdError
 
 COMMANDS = (
     *("list", "inspect", "verify", "status", "explain", "recover", "gc", "delete", "serve", "doctor"),
-    *("consolidate", "import", "export", "completion"),
+    *("consolidate", "import", "export", "rebuild-catalog", "completion"),
 )
-MODULES = {"import": "importing", "export": "exporting"}
-"""Commands whose module has another name: `import` is a keyword of Python, and `export` follows it."""
+MODULES = {"import": "importing", "export": "exporting", "rebuild-catalog": "admin.rebuild_catalog"}
+"""Commands whose module has another name: `import` is a keyword of Python, `export` follows it, and names have no hyphen."""
 
 PROGRAM = "checkpointd"
 COMPLETE_VARIABLE = "_CHECKPOINTD_COMPLETE"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 
 from checkpointd.errors import FormatError, UsageError
 
@@ -66,6 +67,7 @@ class AttemptId:
         return f"{self.epoch:08d}-{self.k}"
 
     @staticmethod
+    @lru_cache(maxsize=4096)
     def parse(text: str) -> AttemptId | None:
         """The attempt that `text` names, or None if it names none."""
         match = _ATTEMPT.match(text)

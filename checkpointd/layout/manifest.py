@@ -11,7 +11,7 @@ cycles would take longer than decoding them.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, TypeVar
 
 import msgspec
@@ -461,11 +461,10 @@ class Shown(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpo
 
 SmallObject = Epoch | Lease | Vote | Outcome | Deleted | Verified | ReadBack | Damaged | PassedOver | Shown
 _T = TypeVar("_T", Epoch, Lease, Vote, Outcome, Deleted, Verified, ReadBack, Damaged, PassedOver, Shown)
+_S = TypeVar("_S", bound=msgspec.Struct)
 
 
-class Header(msgspec.Struct):
-    """The beginning of every object."""
-
+class Header(msgspec.Struct):  # the beginning of every object
     format: str = ""
     version: int = 0
 
@@ -484,10 +483,13 @@ def encode(obj: SmallObject) -> bytes:
 
     The checksum is the digest of the object's bytes with 32 zeros in place of the checksum.
     """
-    body = msgspec.json.format(_plain(obj), indent=2)
+    return sealed(msgspec.json.format(_plain(obj), indent=2))
+
+
+def sealed(body: bytes) -> bytes:
+    """A JSON object whose closing brace stands on a line of its own, with the checksum as its last key."""
     data = body[: body.rindex(b"\n}")] + b',\n  "checksum": "' + _NO_CHECKSUM + b'"\n}\n'
-    head, tail = data.rsplit(_NO_CHECKSUM, 1)
-    return head + digest(data).encode() + tail
+    return digest(data).encode().join(data.rsplit(_NO_CHECKSUM, 1))
 
 
 _OPTIONAL = (
@@ -530,7 +532,7 @@ def _plain(obj: SmallObject) -> bytes:
 
 
 def _check_seal(data: bytes, key: str) -> None:
-    match = _CHECKSUM.search(data)
+    match = _CHECKSUM.search(data, max(0, len(data) - 64))
     if match is None:
         raise FormatError(f"{key} is damaged: it does not end in its checksum", key=key)
     blank = data[: match.start(1)] + _NO_CHECKSUM + data[match.end(1) :]
@@ -540,6 +542,11 @@ def _check_seal(data: bytes, key: str) -> None:
 
 def decode(data: bytes, kind: type[_T], key: str) -> _T:
     """The object of type `kind` in `data`. Raises FormatError, which names `key` and the fault."""
+    return decode_sealed(data, kind, key, _fault)
+
+
+def decode_sealed(data: bytes, kind: type[_S], key: str, fault_of: Callable[[_S], str | None]) -> _S:
+    """As `decode`, for any object with a checksum of itself. `fault_of`: what no writer puts there, in words."""
     try:
         header = msgspec.json.decode(data, type=Header)
         check_header(header, kind, key)
@@ -547,8 +554,7 @@ def decode(data: bytes, kind: type[_T], key: str) -> _T:
         found = msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise FormatError(f"{key} is damaged: {error}", key=key) from error
-    fault = _fault(found)
-    if fault:
+    if fault := fault_of(found):
         raise FormatError(f"{key} {fault}", key=key)
     return found
 
@@ -558,7 +564,7 @@ def _fault(obj: SmallObject) -> str | None:
     if isinstance(obj, Vote):
         return _vote_fault(obj)
     if isinstance(obj, Outcome):
-        return _outcome_fault(obj)
+        return outcome_fault(obj)
     if isinstance(obj, Lease) and not 0 < obj.length_s <= LEASE_S_MAX:
         return f"is a lease of {obj.length_s:g} seconds, which cannot be"
     return None
@@ -573,7 +579,7 @@ def _vote_fault(vote: Vote) -> str | None:
     return None
 
 
-def _outcome_fault(outcome: Outcome) -> str | None:
+def outcome_fault(outcome: Outcome) -> str | None:
     if not 0 <= outcome.world_size <= WORLD_SIZE_MAX:
         return f"speaks of {outcome.world_size} ranks, which cannot be"
     if outcome.outcome == "commit" and (outcome.ballot is None or not 0 < outcome.ballot.size <= BALLOT_BYTES_MAX):

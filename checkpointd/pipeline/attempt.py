@@ -12,6 +12,9 @@ Invariants
   ATTEMPT-6  If a rank finds a newer epoch in which the attempt does not survive, it writes nothing of its shard and puts the
       abort at once.
   ATTEMPT-7  A rank puts no vote and no outcome if the root is not the one in which the job began (OWNROOT-1 in `own_root.py`).
+  ATTEMPT-8  A rank puts the first object of an attempt only after a record announces the attempt (CATALOG-1 in
+      `catalog_log.py`). The coordinator announces it while the snapshot is taken. Another rank does so if it sees no
+      announcement for some time.
 """
 
 from __future__ import annotations
@@ -44,6 +47,7 @@ from checkpointd.pipeline.gc.tidying import Tidier
 from checkpointd.pipeline.outcome.publish import Ballot, PlanCheck, draft_of, missing_ranks, put_outcome
 from checkpointd.pipeline.read.readback import BackgroundReadBack, checkpoint_of
 from checkpointd.pipeline.root import catalog, epochs
+from checkpointd.pipeline.root.catalog_log import AnnouncementWatch, record_of
 from checkpointd.pipeline.root.latest import move_latest
 from checkpointd.pipeline.root.own_root import OwnRoot
 from checkpointd.pipeline.root.plans import OwnPlans
@@ -66,6 +70,8 @@ SHOW_S = 5.0
 """How long other ranks wait for the coordinator to show the files of a commit."""
 NO_S = 10.0
 """How long a rank that has voted no leaves the abort to the coordinator."""
+ANNOUNCED_S = 1.0
+"""How long rank 1 waits for the coordinator to announce an attempt. Rank 20 waits twice as long."""
 ANSWER_S = 10.0
 """How long a store may take once the deadline has passed."""
 
@@ -85,6 +91,7 @@ class WriterState:
     reader: BackgroundReadBack = field(init=False)
     own_root: OwnRoot = field(init=False)
     own_plans: OwnPlans = field(default_factory=OwnPlans)
+    announcements: AnnouncementWatch = field(init=False)
 
     def __post_init__(self) -> None:
         self.tidier = Tidier(self.store, self.commit)
@@ -93,6 +100,7 @@ class WriterState:
         self.bases = Bases(self.store)
         self.reader = BackgroundReadBack(self.store, self.bases.forget)
         self.own_root = OwnRoot(self.store)
+        self.announcements = AnnouncementWatch(self.store)
 
     def take_reader(self, reader: BackgroundReadBack) -> None:
         """Use the reader of an earlier writer of this rank."""
@@ -144,6 +152,8 @@ class Attempt:
         self._missing = Awaited(info, self.progress)
         self._over = asyncio.Event()
         """Set when nothing more needs to be written."""
+        self._is_announced = False
+        self._announcing = asyncio.Lock()
 
     @property
     def votes_missing(self) -> tuple[int, ...] | None:
@@ -178,6 +188,8 @@ class Attempt:
             showing.end(self.info)
             tidier.end(self.info)
         is_decided = self.info.rank == COORDINATOR and self.outcome is not None
+        if self.info.rank == COORDINATOR and self.outcome is not None:
+            await tidier.known.decided(self.outcome)
         if is_decided and not (self.phase is Phase.COMMITTED and tidier.committed_alone(self.info)):
             tidier.ask(self.info)
 
@@ -211,6 +223,7 @@ class Attempt:
     # --- this rank's shard -----------------------------------------------------------------------------------
 
     async def _work(self, staged: Awaitable[Shard]) -> None:
+        early = asyncio.ensure_future(self._announce_early())
         try:
             shard = await staged
             if self.outcome is None:
@@ -223,7 +236,43 @@ class Attempt:
         except Exception as error:  # ATTEMPT-1: an unforeseen error becomes this rank's no, too
             await self._fail(error, self._event_of(error))
         finally:
+            early.cancel()
             self._on_free()
+
+    async def _announce_early(self) -> None:
+        """On the coordinator, announce the attempt while the snapshot is taken, so that no rank waits for it later."""
+        if self.info.rank != COORDINATOR:
+            return
+        try:
+            await self._announce()
+        except Exception as error:  # ATTEMPT-1; it is tried again before the first object is put
+            log.info("%s: it is not announced yet: %s", self.info.prefix, error)
+
+    async def _announce(self) -> None:
+        """Announce the attempt, unless this process has done so, or has seen that another one has (ATTEMPT-8)."""
+        async with self._announcing:
+            if not self._is_announced:
+                await self._check_root()
+                info = self.info
+                await self._state.tidier.known.append(record_of("intent", info.tag, info.attempt, n=info.n, step=info.step))
+                self._is_announced = True
+
+    async def _announced(self) -> None:
+        """Return when the attempt is announced. A rank that is not the coordinator waits first, longer the greater its rank, so
+        that not all ranks announce it at once.
+        """
+        loop = asyncio.get_running_loop()
+        until = min((loop.time() + self._deadline) / 2, loop.time() + ANNOUNCED_S + self.info.rank * ANNOUNCED_S / 20)
+        delay_s = self._state.commit.poll_min_s
+        while self.info.rank != COORDINATOR and not self._is_announced and loop.time() < until:
+            try:
+                self._is_announced = await self._state.announcements.has_announced(self.info.prefix)
+            except CheckpointdError as error:
+                log.warning("%s: whether it is announced cannot be told: %s", self.info.prefix, error)
+            if not self._is_announced:
+                await asyncio.sleep(delay_s)
+                delay_s = min(delay_s * 1.5, self._state.commit.poll_max_s)
+        await self._announce()
 
     async def _persist(self, shard: Shard) -> None:
         if await unless(self._over, self._ends_fenced()):
@@ -234,6 +283,7 @@ class Attempt:
         self._fire(Event.PERSIST_STARTED)
         freed = tidier.freed
         try:
+            await unless(self._over, self._announced())
             vote = await persist(await self._job(shard))
         except StoreFullError as error:
             await drop_shard(self._store, self.info)
@@ -241,6 +291,7 @@ class Attempt:
                 raise
             log.warning("%s: rank %d writes it once more, as space has come free: %s", self.info.prefix, self.info.rank, error)
             self.progress.raw_done = self.progress.stored = 0
+            await unless(self._over, self._announced())
             vote = await persist(await self._job(shard))
         self._own_vote_stands = is_own(self.info, vote)
         self._fire(Event.VOTED_YES if self._own_vote_stands else Event.OTHER_WRITER_VOTED)
@@ -300,6 +351,7 @@ class Attempt:
             log.info("%s: rank %d failed while %s: %s", self.info.prefix, self.info.rank, phase, error)
         try:
             await self._check_root()
+            await self._announce()
             if await vote_no(self._store, self.info, report):
                 self._no = decisions.refused({self.info.rank: report}), asyncio.get_running_loop().time() + NO_S
             else:
@@ -455,6 +507,7 @@ class Attempt:
 
     async def _put(self, decision: Decision) -> Outcome:
         await self._check_root()
+        await self._announce()
         took_s = asyncio.get_running_loop().time() - self._began
         plan = self._state.plans.joint(self._ballot.votes) if decision.commit else b""
         draft = draft_of(self.info, decision, self._ballot, decided_by=self.info.rank, plan=plan, took_s=took_s)

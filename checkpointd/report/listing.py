@@ -12,6 +12,7 @@ from checkpointd.commit.facts import State
 from checkpointd.errors import DamagedError, NotFoundError, UnreadableError
 from checkpointd.layout.keys import DELETED, PASSED_OVER
 from checkpointd.layout.manifest import Deleted, Outcome, PassedOver, decode
+from checkpointd.layout.save_timings import Cost
 from checkpointd.phrases import rank_runs
 from checkpointd.pipeline.root import catalog
 from checkpointd.pipeline.root.catalog import AttemptView, ReadBackState
@@ -41,6 +42,7 @@ class AttemptRow(msgspec.Struct, frozen=True, kw_only=True):
     raw_bytes: int | None
     stored_bytes: int | None
     object_bytes: int
+    """For an attempt that only the catalog told of: of the chunks objects that it wrote."""
     time: str | None
     """When it was decided, by the clock of the machine that decided."""
     read_back: ReadBackState = "no"
@@ -68,9 +70,10 @@ class Listing(msgspec.Struct, frozen=True, kw_only=True):
 async def listing(store: Store, *, everything: bool = False, limit: int | None = None) -> Listing:
     """The checkpoints of `store`, and attempts whose outcome is damaged or unreadable; with `everything` all others as well.
 
-    With `limit`, only the newest `limit` rows; votes of older attempts are not read.
+    With `limit`, only the newest `limit` rows. Objects and votes are looked at only for the newest attempts, and for those that
+    are not decided (`catalog.scan`); the catalog tells the rest.
     """
-    attempts = [attempt for attempt in await catalog.scan(store) if attempt.sizes]
+    attempts = [attempt for attempt in await catalog.scan(store) if attempt.has_objects]
     checkpoints = catalog.checkpoints_of(attempts)
     current = {(c.tag, c.attempt) for c in checkpoints}
     wholeness = Wholeness(store, attempts)
@@ -81,13 +84,11 @@ async def listing(store: Store, *, everything: bool = False, limit: int | None =
 
     async def add(attempt: AttemptView) -> None:
         is_current = (attempt.tag, attempt.attempt) in current
-        votes = await votes_of(store, attempt)
+        votes = await votes_of(store, attempt) if attempt.entry is None else {}
         lost = await wholeness.lost(attempt, votes) if is_current else ()
         row = _row(attempt, votes, lost, is_current, is_current and attempt.tag == named.tag)
         if attempt.state == "deleted":
-            mark = await removal(store, attempt)
-            why = f"removed; the reason cannot be read: {mark}" if isinstance(mark, str) else mark.reason
-            row = msgspec.structs.replace(row, why=why)
+            row = msgspec.structs.replace(row, why=await _removed_because(store, attempt))
         rows[attempt.prefix] = msgspec.structs.replace(row, passed_over=await passed_over(store, attempt))
 
     await run_workers([partial(add, attempt) for attempt in shown], ROWS)
@@ -114,9 +115,9 @@ def _row(attempt: AttemptView, votes: Votes, lost: tuple[Lost, ...], is_current:
         latest=is_latest,
         step=words.step,
         world_size=words.world_size,
-        raw_bytes=words.raw_bytes(),
-        stored_bytes=words.stored_bytes(),
-        object_bytes=sum(attempt.sizes.values()),
+        raw_bytes=words.raw_bytes() if attempt.entry is None else _cost(attempt).raw_bytes or None,
+        stored_bytes=words.stored_bytes() if attempt.entry is None else _cost(attempt).stored_bytes or None,
+        object_bytes=attempt.nbytes,
         time=attempt.outcome.writer.time if attempt.outcome else None,
         read_back=attempt.read_back,
         why=lost_text(lost) or _why(attempt, state, words.missing()),
@@ -126,9 +127,20 @@ def _row(attempt: AttemptView, votes: Votes, lost: tuple[Lost, ...], is_current:
     )
 
 
+def _cost(attempt: AttemptView) -> Cost:
+    return (attempt.outcome.cost if attempt.outcome is not None else None) or Cost()
+
+
+async def _removed_because(store: Store, attempt: AttemptView) -> str:
+    if attempt.entry is not None:
+        return attempt.entry.removed
+    mark = await removal(store, attempt)
+    return f"removed; the reason cannot be read: {mark}" if isinstance(mark, str) else mark.reason
+
+
 async def passed_over(store: Store, attempt: AttemptView) -> str:
     """Why a load took an older checkpoint, by the record that the load left; empty if there is no record."""
-    if PASSED_OVER not in attempt.sizes:
+    if not attempt.passed_over:
         return ""
     key = f"{attempt.prefix}/{PASSED_OVER}"
     try:

@@ -85,7 +85,7 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
 
 async def standing(store: Store) -> Standing:
     """The status of `store` now."""
-    attempts = [attempt for attempt in await catalog.scan(store) if attempt.sizes]
+    attempts = [attempt for attempt in await catalog.scan(store) if attempt.has_objects]
     checkpoints = catalog.checkpoints_of(attempts)
     wholeness = Wholeness(store, attempts)
     named = await pointer(store, checkpoints, wholeness)

@@ -86,7 +86,7 @@ class Task:
 async def tasks(store: Store, tag: str | None) -> list[Task]:
     """The checkpoints to verify, newest first: all, or only that of `tag`. NotFoundError if `tag` has none."""
     if tag is None:
-        attempts = await catalog.scan(store)
+        attempts = await catalog.look_everywhere(store)
     else:
         attempts = await catalog.attempts_of(store, tag)
         if not any(map(catalog.fault_of, attempts)):

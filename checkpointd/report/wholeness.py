@@ -47,14 +47,17 @@ class Wholeness:
 
     def __init__(self, store: Store, attempts: Iterable[AttemptView]) -> None:
         self._store = store
-        self._listed: dict[str, Mapping[str, int]] = {attempt.prefix: attempt.sizes for attempt in attempts}
+        known = list(attempts)
+        self._listed: dict[str, Mapping[str, int]] = {a.prefix: a.sizes for a in known if a.entry is None}
+        self._recorded = {a.prefix for a in known if a.entry is not None}
         self._again: dict[str, Mapping[str, int]] = {}
 
     async def lost(self, attempt: AttemptView, votes: Votes = NO_VOTES) -> tuple[Lost, ...]:
         """The missing objects of `attempt`, which is committed; empty if none is missing or the storage cannot be read now.
 
         `votes` name the index and the chunks objects of their ranks. Without a rank's vote, only a missing index is noticed,
-        and an older attempt of which no chunks object is left.
+        and an older attempt of which no chunks object is left. If nobody has looked at the objects of `attempt`, only an older
+        attempt that is gone is noticed.
         """
         try:
             return await self._looked(attempt, votes)
@@ -63,13 +66,19 @@ class Wholeness:
             return ()
 
     async def _looked(self, attempt: AttemptView, votes: Votes) -> tuple[Lost, ...]:
-        doubtful = {key: size for key, size in _needed(attempt, votes).items() if not _is_there(self._listed, key, size)}
+        needed = _needed(attempt, votes) if attempt.entry is None else self._of_unknown(attempt)
+        doubtful = {key: size for key, size in needed.items() if not _is_there(self._listed, key, size)}
         for prefix in {holder_of(key) for key in doubtful} - self._again.keys():
             self._again[prefix] = {entry.name: entry.size for entry in await catalog.objects_of(self._store, prefix)}
         gone = [key for key, size in doubtful.items() if not _is_there(self._again, key, size)]
         if not gone or (await catalog.view(self._store, attempt.tag, attempt.attempt)).state != "committed":
             return ()
         return tuple([await self._lost(key) for key in sorted(gone)])
+
+    def _of_unknown(self, attempt: AttemptView) -> dict[str, int | None]:
+        """The objects to which it refers, of attempts that are not at the root."""
+        holders = attempt.outcome.holders if attempt.outcome is not None else ()
+        return {f"{one}/": None for one in holders if one not in self._recorded and one not in self._listed}
 
     async def _lost(self, key: str) -> Lost:
         prefix, name = holder_of(key), key.rpartition("/")[2]

@@ -41,7 +41,7 @@ def _is_internal(key: str) -> bool:
 
 def is_text(name: str) -> bool:
     """Whether UTF-8 can encode `name`. Python decodes other bytes of a file name to surrogates."""
-    return not any("\ud800" <= letter <= "\udfff" for letter in name)
+    return name.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in name)
 
 
 def _fault(key: str) -> str | None:

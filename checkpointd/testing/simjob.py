@@ -23,7 +23,8 @@ from checkpointd.errors import CheckpointdError, RootInUseError
 from checkpointd.layout.manifest import Outcome
 from checkpointd.pipeline.attempt import WriterState
 from checkpointd.pipeline.root import catalog
-from checkpointd.pipeline.root.catalog import Checkpoint
+from checkpointd.pipeline.root.catalog import AttemptView, Checkpoint
+from checkpointd.pipeline.root.catalog_log import CatalogLog
 from checkpointd.pipeline.root.leases import Sight
 from checkpointd.store.posix.store import PosixStore
 from checkpointd.store.writers import Life
@@ -287,7 +288,8 @@ class SimJob:
 
     async def _check(self, store: PosixStore) -> None:
         """Everything that was ever seen committed is still there, and every checkpoint loads whole."""
-        views = await catalog.scan(store)
+        views = await catalog.look_everywhere(store)
+        await self._check_catalog(store, views)
         now: dict[Key, Outcome | None] = {(v.tag, str(v.attempt)): v.outcome for v in views}
         self.ledger.check_kept(now, {(v.tag, str(v.attempt)) for v in views if v.state == "deleted"})
         for attempt in views:
@@ -298,6 +300,21 @@ class SimJob:
         states = [attempt.state for attempt in views]
         self.report.read_back = sum(view.read_back == "whole" for view in views if view.state == "committed")
         self.report.committed, self.report.aborted = states.count("committed"), states.count("aborted")
+
+    async def _check_catalog(self, store: PosixStore, views: list[AttemptView]) -> None:
+        """The catalog names every attempt that has objects, and no close differs from its outcome."""
+        log = CatalogLog(store)
+        await log.refresh()
+        if log.fault:
+            raise InvariantError("catalog-tells", log.fault)
+        for view in views:
+            entry = log.state.entries.get(view.prefix)
+            if entry is None:
+                raise InvariantError("catalog-tells", f"{view.prefix} has objects, and the catalog does not name it")
+            if entry.digest and view.outcome != entry.decoded() and view.state != "deleted":
+                raise InvariantError("catalog-tells", f"the close of {view.prefix} is not of its outcome")
+            if entry.removed and view.state == "committed":
+                raise InvariantError("catalog-tells", f"{view.prefix} is a checkpoint, and removed in the catalog")
 
     async def _check_whole(self, store: PosixStore, checkpoint: Checkpoint) -> None:
         for rank in range(self.schedule.job.world_size):

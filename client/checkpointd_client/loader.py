@@ -253,7 +253,7 @@ class Loader:
     async def _chosen(self, tag: str | None, patience: Patience) -> tuple[Checkpoint | None, tuple[DamagedError, ...]]:
         if tag is not None:
             return await choices.find(self.store, tag, patience), ()
-        found = await choices.candidates(self.store, patience)
+        found = await choices.candidates(self.store, patience, self._tried)
         # By name, not by position: new checkpoints may have come since the last look.
         chosen = next((c for c in found.checkpoints if c.prefix not in self._tried), None)
         if self._looked:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from checkpointd.pipeline.root import catalog, catalog_log
+
 SCHEDULES_IN_CI = 100
 FIRST_IN_CI = 60
 """Those before it are run for what they reach."""
@@ -31,3 +33,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     last = first + metafunc.config.getoption("--sim-schedules", default=SCHEDULES_IN_CI)
     parts = [range(at, min(at + SEEDS_PER_TEST, last)) for at in range(first, last, SEEDS_PER_TEST)]
     metafunc.parametrize("seeds", parts, ids=lambda part: f"{part.start}-{part.stop - 1}")
+
+
+@pytest.fixture(autouse=True)
+def _log_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulated roots have few attempts: look at the objects of the newest alone, as roots with many attempts do."""
+    monkeypatch.setattr(catalog, "NEWEST_LOOKED", 2)
+    monkeypatch.setattr(catalog_log, "SUMMARY_EVERY", 8)

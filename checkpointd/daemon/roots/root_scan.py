@@ -11,6 +11,7 @@ from checkpointd.errors import DamagedError
 from checkpointd.layout.manifest import ErrorReport
 from checkpointd.pipeline.root import catalog
 from checkpointd.pipeline.root.catalog import AttemptView, Checkpoint, ReadBackState
+from checkpointd.pipeline.root.catalog_log import CatalogLog
 from checkpointd.pipeline.root.identity import seconds_of
 from checkpointd.store.base import Store
 
@@ -21,9 +22,10 @@ HISTORY_TOLD = 64
 
 @dataclass(slots=True)
 class RootScanner:
-    """Scans one root again and again. Reads each outcome once, since it never changes; lists shown checkpoints each time."""
+    """Scans one root again and again, and reads only what is new in its catalog."""
 
-    _decided: dict[str, AttemptView] = field(default_factory=dict)
+    _decided: set[str] = field(default_factory=set)
+    _known: CatalogLog | None = None
     _history: RootHistory = field(default_factory=RootHistory)
     fresh: list[AttemptView] = field(default_factory=list)
     """Attempts seen decided for the first time, until the caller clears the list."""
@@ -33,28 +35,18 @@ class RootScanner:
 
         `room`: the free space of its file system now, if known.
         """
-        attempts = await catalog.scan(store, self._decided)
+        if self._known is None or self._known.store is not store:
+            self._known = CatalogLog(store, *(() if self._known is None else (self._known.state,)))
+        attempts = await catalog.scan(store, self._known)
         fresh = [view for view in attempts if view.outcome is not None and view.prefix not in self._decided]
         self.fresh += fresh
         self._history.decided((view.prefix, view.outcome) for view in fresh if view.outcome is not None)
         if room is not None:
             self._history.measured(room)
-        self._decided.clear()
-        for view in attempts:
-            self._keep(view)
-        newest = catalog.checkpoints_of(attempts)[:CHECKPOINTS_MAX]
-        for checkpoint in newest:  # it may have been removed or read back since its outcome was read
-            self._keep(await catalog.view(store, checkpoint.tag, checkpoint.attempt))
-        found = catalog.checkpoints_of(list(self._decided.values()))[:CHECKPOINTS_MAX]
-        shown = [(checkpoint, self._decided[checkpoint.prefix].read_back) for checkpoint in found]
+        self._decided = {view.prefix for view in attempts if view.state in ("committed", "aborted", "deleted")}
+        shown = [(checkpoint, checkpoint.read_back) for checkpoint in catalog.checkpoints_of(attempts)[:CHECKPOINTS_MAX]]
         look = replace(await _look(store, shown), history=self._history.saves(HISTORY_TOLD), space=self._history.space())
         return look, [a for a in attempts if a.state == "in-doubt" and a.sizes]
-
-    def _keep(self, view: AttemptView) -> None:
-        """Remember the attempt if it is decided."""
-        self._decided.pop(view.prefix, None)
-        if view.state in ("committed", "aborted", "deleted"):
-            self._decided[view.prefix] = view
 
 
 async def _look(store: Store, newest: list[tuple[Checkpoint, ReadBackState]]) -> RootScan:

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 
 import msgspec
 
@@ -35,6 +36,7 @@ from checkpointd.pipeline.read.readback import recorded, survivor
 from checkpointd.pipeline.root import catalog
 from checkpointd.pipeline.root.ballots import vote_of
 from checkpointd.pipeline.root.catalog import Checkpoint
+from checkpointd.pipeline.root.catalog_log import CatalogLog, note, record_of
 from checkpointd.pipeline.root.marks import condemn, references
 from checkpointd.pipeline.root.tag_directories import hide
 from checkpointd.store.base import Entry, Store
@@ -61,6 +63,8 @@ async def collect(
     *,
     deleted: Sequence[Dead] = (),
     staying: Sequence[Checkpoint] = (),
+    known: CatalogLog | None = None,
+    thorough: bool = True,
 ) -> list[Removal]:
     """Remove dead objects, and return a Removal for each attempt that lost any.
 
@@ -68,18 +72,31 @@ async def collect(
     are checkpoints that were replaced or that no rule keeps (see `retire.py`); `deleted` are checkpoints that a user removed.
 
     None of `going` goes unless a checkpoint that stays was read back whole (READBACK-3 in `readback.py`). If none was, one is
-    read back now. `staying`: checkpoints that are known to stay, newest first, which are checked before all others.
+    read back now. `staying`: checkpoints that are known to stay, newest first, which are checked before all others. `known`:
+    the catalog as this process has read it. If not `thorough`, a removed attempt of which objects are still needed is left
+    alone, unless an attempt that refers to it goes now.
     """
-    known = list(attempts)
-    dead = [*dead_weight(known), *await _proved(store, going, deleted, staying), *deleted]
+    known = CatalogLog(store) if known is None else known
+    found = list(attempts)
+    dead = [*dead_weight(found), *await _proved(store, going, deleted, staying, known), *deleted]
+    released = {holder for facts, _ in dead if not facts.kept for holder in facts.holders}
+    dead = [one for one in dead if thorough or not one[0].kept or one[0].prefix in released]
     removed = [await _sweep(store, facts, reason) for facts, reason in dead if facts.state == "aborted"]
-    removed += await _remove(store, [(facts, reason) for facts, reason in dead if facts.state != "aborted"])
+    removed += await _remove(store, [(facts, reason) for facts, reason in dead if facts.state != "aborted"], known)
     gone = _prefixes(dead)
-    for facts in with_spare_objects(known):
+    for facts in with_spare_objects(found):
         if facts.prefix not in gone:
             await _drop_unnamed(store, facts)
-    for facts in spent_records(known):
+    swept = {f"{one.tag}/{one.attempt}" for one in removed if not one.kept}
+    # What has just been removed counts, too: the next look at this tag may be far.
+    spent = spent_records(
+        replace(facts, state="deleted", bulk=False) if facts.prefix in swept and facts.state != "aborted" else facts
+        for facts in found
+    )
+    for facts in spent:
         await _forget(store, facts.prefix)
+    records = [record_of("removed", one.tag, one.attempt, reason=one.reason, kept=one.kept) for one in removed]
+    await note(store, *records, *(record_of("forgotten", facts.tag, facts.attempt) for facts in spent))
     return [removal for removal in removed if removal.objects]
 
 
@@ -97,12 +114,14 @@ def _prefixes(dead: Iterable[Dead]) -> frozenset[str]:
     return frozenset(facts.prefix for facts, _ in dead)
 
 
-async def _proved(store: Store, going: Sequence[Dead], deleted: Sequence[Dead], known: Sequence[Checkpoint]) -> Sequence[Dead]:
-    """`going`, or nothing if no checkpoint that stays is known to be whole (READBACK-3)."""
-    if not going or await recorded(store, known) is not None:
+async def _proved(
+    store: Store, going: Sequence[Dead], deleted: Sequence[Dead], newest: Sequence[Checkpoint], known: CatalogLog
+) -> Sequence[Dead]:
+    """`going`, or nothing if no checkpoint that stays is known to be whole (READBACK-3). `newest`: those to check first."""
+    if not going or await recorded(store, newest) is not None:
         return going
     gone = _prefixes([*going, *deleted])
-    staying = [c for c in catalog.commits_of(await catalog.scan(store)) if c.prefix not in gone]
+    staying = [c for c in catalog.commits_of(await catalog.scan(store, known)) if c.prefix not in gone]
     if await recorded(store, staying) is not None:
         return going
     found = await survivor(store, staying)
@@ -113,14 +132,18 @@ async def _proved(store: Store, going: Sequence[Dead], deleted: Sequence[Dead], 
     return going if found is staying[0] else ()
 
 
-async def _remove(store: Store, dead: Sequence[Dead]) -> list[Removal]:
+async def _remove(store: Store, dead: Sequence[Dead], known: CatalogLog) -> list[Removal]:
     """Condemn the unneeded objects of attempts that were checkpoints, check again which are needed, and sweep (COLLECT-6)."""
     if not dead:
         return []
     try:
-        needed = await references(store, _prefixes(dead), _prefixes(dead))
+        needed = await references(store, _prefixes(dead), _prefixes(dead), known=known)
+        dead = [(facts, reason) for facts, reason in dead if not facts.kept or not needed.issuperset(facts.kept)]
+        if not dead:
+            return []
+        await note(store, *(record_of("removing", facts.tag, facts.attempt) for facts, _ in dead))
         marks = [await condemn(store, facts.prefix, reason, needed) for facts, reason in dead]
-        needed = await references(store, _prefixes(dead))
+        needed = await references(store, _prefixes(dead), known=known)
     except DamagedError as error:
         log.error(
             "no object of %d replaced or removed checkpoints is removed: it is not known which are still needed (%s)",

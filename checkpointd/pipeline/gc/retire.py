@@ -12,11 +12,11 @@ from datetime import UTC, datetime
 
 from checkpointd.commit.facts import AttemptFacts
 from checkpointd.commit.retention import CheckpointFacts, RemovalChoice, Retention, choose
-from checkpointd.layout.keys import DAMAGED, VERIFIED
 from checkpointd.layout.manifest import Outcome
 from checkpointd.pipeline.gc.collect import Removal, collect
 from checkpointd.pipeline.root import catalog, epochs
 from checkpointd.pipeline.root.catalog import AttemptView
+from checkpointd.pipeline.root.catalog_log import CatalogLog
 from checkpointd.pipeline.root.latest import move_latest_away
 from checkpointd.pipeline.root.marks import DIRECTORY_REMOVED
 from checkpointd.pipeline.root.tag_directories import abandoned
@@ -32,15 +32,27 @@ class Retired:
     undecided: Sequence[AttemptFacts]
 
 
-async def retire(store: Store, views: Sequence[AttemptView], rules: Retention, *, keeps_before: int = 0) -> Retired:
-    """Remove dead attempts among `views`. Checkpoints of epochs before `keeps_before` stay (RETENTION-6)."""
+async def retire(
+    store: Store,
+    views: Sequence[AttemptView],
+    rules: Retention,
+    *,
+    keeps_before: int = 0,
+    known: CatalogLog | None = None,
+    thorough: bool = True,
+) -> Retired:
+    """Remove dead attempts among `views`. Checkpoints of epochs before `keeps_before` stay (RETENTION-6). `known`: the catalog
+    as this process has read it. `thorough`: see `collect`.
+    """
     choice = await chosen_by(store, views, rules, keeps_before=keeps_before)
     gone = await abandoned(store)
     deleted = [(v.facts, DIRECTORY_REMOVED) for v in views if v.prefix in gone and v.state == "committed"]
     going = [dead for dead in choice.going if dead[0].prefix not in gone]
     lost = {facts for facts, _ in [*going, *deleted]}
     staying = catalog.commits_of(view for view in views if view.facts not in lost)
-    removed = await collect(store, [view.facts for view in views], going, deleted=deleted, staying=staying)
+    removed = await collect(
+        store, [view.facts for view in views], going, deleted=deleted, staying=staying, known=known, thorough=thorough
+    )
     for facts, _ in deleted:
         await move_latest_away(store, facts.tag)
     return Retired(removed, choice, [v.facts for v in views if v.state == "in-doubt" and v.facts.bulk])
@@ -71,8 +83,8 @@ async def facts_of(store: Store, views: Sequence[AttemptView]) -> list[Checkpoin
             step=view.outcome.step,
             save_latest=view.outcome.save_latest,
             is_latest=view.tag == pointer and view.attempt == newest[view.tag],
-            verified=VERIFIED in view.sizes,
-            damaged=DAMAGED in view.sizes,
+            verified=view.is_verified,
+            damaged=view.read_back == "damaged",
             passed_over=view.passed_over,
             age_s=_age_s(view.outcome),
             metrics=view.outcome.metrics,

@@ -31,7 +31,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from checkpointd.commit.facts import AttemptFacts
-from checkpointd.commit.garbage import dead_weight, spent_records
+from checkpointd.commit.garbage import dead_weight
 from checkpointd.config import CommitConfig
 from checkpointd.errors import CheckpointdError, NotFoundError
 from checkpointd.layout.keys import vote_name
@@ -39,6 +39,7 @@ from checkpointd.pipeline.gc.retire import Retired, chosen_by, retire
 from checkpointd.pipeline.read.readback import read_back
 from checkpointd.pipeline.root import catalog, epochs
 from checkpointd.pipeline.root.catalog import AttemptView
+from checkpointd.pipeline.root.catalog_log import CatalogLog
 from checkpointd.pipeline.root.identity import user
 from checkpointd.pipeline.shard import COORDINATOR, AttemptInfo
 from checkpointd.store.base import Store
@@ -100,8 +101,8 @@ class Tidier:
         """The attempts of `_begun` that are decided but may not be removed yet."""
         self._left: dict[str, _Left] = {}
         """The result of the last look, by scope: of all tags, or of the tags at which saves are in flight."""
-        self._spent: dict[str, AttemptView] = {}
-        """Removed and aborted attempts with nothing left but records, which do not change."""
+        self.known = CatalogLog(store)
+        """The catalog of the root, as this writer has read it."""
         self._changed = asyncio.Event()
         self._asked = self._served = 0
         self._pause_until = 0.0
@@ -341,29 +342,21 @@ class Tidier:
 
     async def _views(self, scope: str) -> list[AttemptView]:
         if scope:
-            return await catalog.attempts_of(self._store, scope, self._spent)
-        return await catalog.scan(self._store, self._spent)
+            return await catalog.attempts_of(self._store, scope)
+        return await catalog.scan(self._store, self.known)
 
     async def _remove(self, scope: str) -> None:
         """Remove dead attempts in `scope`, unless a newer epoch has begun (COLLECT-5)."""
         if await epochs.newest(self._store) > self._epoch:
             return
         views = await self._views(scope)
-        self._remember(views)
-        done = await retire(self._store, views, self._commit.retention, keeps_before=self.keeps_before)
+        rules, known = self._commit.retention, self.known
+        done = await retire(self._store, views, rules, keeps_before=self.keeps_before, known=known, thorough=False)
         for looked in [scope] if self._sees_all or scope else list(self._left):
             self._left[looked] = _left(
                 [view for view in views if not looked or view.tag == looked], done.undecided, done.choice.surplus, ()
             )
         self._say(done)
-
-    def _remember(self, views: Sequence[AttemptView]) -> None:
-        """Remember those of `views` that have nothing left but records, so that no look reads them again."""
-        forgotten = set(spent_records(view.facts for view in views))
-        for view in views:
-            self._spent.pop(view.prefix, None)
-            if view.state in ("aborted", "deleted") and not view.facts.bulk and view.facts not in forgotten:
-                self._spent[view.prefix] = view
 
     def _say(self, done: Retired) -> None:
         for removal in done.removed:
@@ -388,7 +381,7 @@ def _left(
     dead: Sequence[AttemptFacts],
 ) -> _Left:
     """What `undecided`, `surplus` and `dead` attempts among `views` take."""
-    sizes = {view.prefix: sum(view.sizes.values()) for view in views}
+    sizes = {view.prefix: view.nbytes for view in views}
     epochs_of = {facts.prefix: facts.attempt.epoch for facts in undecided if facts.prefix in sizes}
     extra = [facts.prefix for facts in surplus if facts.prefix in sizes]
     going = [facts.prefix for facts in dead if facts.prefix in sizes]

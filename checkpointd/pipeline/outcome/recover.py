@@ -36,6 +36,8 @@ from checkpointd.pipeline.outcome.publish import RECOVERY, Ballot, Draft, check_
 from checkpointd.pipeline.root import catalog
 from checkpointd.pipeline.root.candidates import lost_newest
 from checkpointd.pipeline.root.catalog import AttemptView, Checkpoint
+from checkpointd.pipeline.root.catalog_log import CatalogLog, note_outcome
+from checkpointd.pipeline.root.catalog_mending import mend as mend_catalog
 from checkpointd.pipeline.root.latest import move_latest, move_latest_away
 from checkpointd.pipeline.root.leases import Sight, Watch
 from checkpointd.pipeline.root.plans import remove_plans
@@ -46,6 +48,9 @@ from checkpointd.store.base import Store
 from checkpointd.store.patient import Patience, PatientStore
 
 log = logging.getLogger("checkpointd")
+
+COMPACT_EVERY = 64
+"""A start puts a summary of the catalog after this many records, since the processes of its job read the rest next."""
 
 
 @dataclass(slots=True)
@@ -69,9 +74,10 @@ async def recover(store: Store, epoch: int, surviving: Collection[str] = (), *, 
     twice. `accepts_loss`: `latest` moves even if the newest checkpoint is gone, and goes if no other is left. Errors of the
     storage, and damaged records, are logged and left to the next start, so that the job can still load whole checkpoints.
     """
-    done, surviving = Recovery(), frozenset(surviving)
-    seen = await catalog.scan(store)
+    done, surviving, known = Recovery(), frozenset(surviving), CatalogLog(store)
+    seen = await catalog.scan(store, known)
     views = [await _settled(store, view, epoch, done, survives=view.prefix in surviving) for view in seen]
+    views = await catalog.with_newest_looked(store, views)
     checkpoints = catalog.checkpoints_of(views)
     done.checkpoints = len(checkpoints)
     newest = next((c for c in checkpoints if c.outcome.save_latest), None)
@@ -89,8 +95,11 @@ async def recover(store: Store, epoch: int, surviving: Collection[str] = (), *, 
         elif loss is not None and accepts_loss:
             done.latest_removed = await _remove_latest(store, done)
         facts = [view.facts for view in views if view.prefix not in surviving]
-        done.swept = len(await collect(store, facts))
+        await mend_catalog(store, known, [view for view in views if view.attempt.epoch < epoch])
+        done.swept = len(await collect(store, facts, known=known))
         await remove_plans(store, epoch, surviving)
+        await known.refresh()
+        await known.compact(every=COMPACT_EVERY)
         if not surviving:
             done.strays = await store.sweep()
         await mend(store, 0 if surviving else epoch)
@@ -129,7 +138,7 @@ async def _settled(store: Store, attempt: AttemptView, epoch: int, done: Recover
                 return attempt
             done.decided.append(await resolve(store, attempt))
             return await catalog.view(store, attempt.tag, attempt.attempt)
-        if OUTCOME in attempt.sizes:
+        if OUTCOME in attempt.sizes:  # of others, a record tells the outcome, and came later (CATALOG-2)
             # The writer may have died before the outcome was durable, and `latest` depends on it from now on.
             await store.settle(f"{attempt.prefix}/{OUTCOME}")
     except (StoreError, NotFoundError, DamagedError) as error:
@@ -139,7 +148,9 @@ async def _settled(store: Store, attempt: AttemptView, epoch: int, done: Recover
 
 async def resolve(store: Store, attempt: AttemptView) -> Outcome:
     """Decide an attempt that gets no more votes."""
-    return await put_outcome(store, await judge(store, attempt))
+    outcome = await put_outcome(store, await judge(store, attempt))
+    await note_outcome(store, outcome)
+    return outcome
 
 
 async def judge(store: Store, attempt: AttemptView) -> Draft:

@@ -138,7 +138,7 @@ class CheckpointFinder:
         return Checkpoint(tag, attempt, found.outcome)
 
     async def _newest(self) -> Checkpoint:
-        found = await candidates(self.store, self._patience())
+        found = await candidates(self.store, self._patience(), self._damaged)
         for passed in found.passed_over:
             self._pass_over(str(passed.error))
         chosen = next((c for c in found.checkpoints if c.prefix not in self._damaged), None)

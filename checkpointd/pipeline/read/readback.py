@@ -34,6 +34,7 @@ from checkpointd.pipeline.read.plan import rank_reads
 from checkpointd.pipeline.read.verify import CheckpointVerdict, Damage, checked_index, record_verdict, verify_proved
 from checkpointd.pipeline.root import catalog
 from checkpointd.pipeline.root.catalog import Checkpoint
+from checkpointd.pipeline.root.catalog_log import note, record_of
 from checkpointd.pipeline.root.identity import writer
 from checkpointd.store.base import Store
 from checkpointd.store.patient import Patience, PatientStore
@@ -249,6 +250,7 @@ async def _record_shard(store: Store, checkpoint: Checkpoint, rank: int, nbytes:
             return  # another rank saw all records, too, and has removed them
         verified = Verified(nbytes=total, uncached=True, writer=writer())
         await store.put_if_absent(f"{checkpoint.prefix}/{VERIFIED}", encode(verified))
+        await note(store, record_of("verified", checkpoint.tag, checkpoint.attempt))
     for key in records:
         await store.delete(key)
 

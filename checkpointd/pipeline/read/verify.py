@@ -24,6 +24,7 @@ from checkpointd.pipeline.read.joint_plan import checked_joint_plan
 from checkpointd.pipeline.read.load import read_tensors
 from checkpointd.pipeline.root.ballots import vote_of
 from checkpointd.pipeline.root.catalog import Checkpoint, view
+from checkpointd.pipeline.root.catalog_log import note, record_of
 from checkpointd.pipeline.root.identity import writer
 from checkpointd.pipeline.shard import COORDINATOR
 from checkpointd.pipeline.workers import aside
@@ -173,10 +174,12 @@ async def record_verdict(store: Store, checkpoint: Checkpoint, verdict: Checkpoi
         if verdict.whole:
             await store.put(whole, encode(Verified(nbytes=verdict.bytes_read, uncached=True, writer=writer())))
             await store.delete(damaged)
+            await note(store, record_of("verified", checkpoint.tag, checkpoint.attempt))
         elif verdict.damage:
             faults = tuple(damage.message for damage in verdict.damage[:FAULTS_MAX])
             await store.put(damaged, encode(Damaged(faults=faults, writer=writer())))
             await store.delete(whole)
+            await note(store, record_of("damaged", checkpoint.tag, checkpoint.attempt))
     except StoreError as error:
         log.warning("%s: the result of reading it cannot be recorded: %s", checkpoint.prefix, error)
         return error

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from checkpointd.commands import command
@@ -22,6 +22,7 @@ from checkpointd.layout.keys import LATEST, OUTCOME, PASSED_OVER, vote_name
 from checkpointd.layout.manifest import PassedOver, encode
 from checkpointd.pipeline.root import catalog
 from checkpointd.pipeline.root.catalog import AttemptView, Checkpoint
+from checkpointd.pipeline.root.catalog_log import note, record_of
 from checkpointd.pipeline.root.identity import writer
 from checkpointd.pipeline.root.marks import removed_by_hand
 from checkpointd.store.base import Store
@@ -61,14 +62,14 @@ class _CatalogLook:
     """The same as an error, unless somebody removed the checkpoint on purpose."""
 
 
-async def candidates(store: Store, patience: Patience) -> Candidates:
+async def candidates(store: Store, patience: Patience, tried: Collection[str] = ()) -> Candidates:
     """The checkpoints at `store` for a load that names no tag. Raises UnreadableError if the storage does not tell, LinkError
-    if a link lies at the tag that `latest` names.
+    if a link lies at the tag that `latest` names. `tried`: attempts (`<tag>/<attempt>`) that this load does not take.
     """
     with patience.looks() as looks:
         while True:
             try:
-                look = await _look(store)
+                look = await _look(store, tried)
                 if not look.absent or await looks.is_lost(look.absent):
                     return look.found
             except UnreadableError as error:
@@ -105,17 +106,18 @@ async def find(store: Store, tag: str, patience: Patience) -> Checkpoint:
                     raise
 
 
-async def _look(store: Store) -> _CatalogLook:
+async def _look(store: Store, tried: Collection[str] = ()) -> _CatalogLook:
     # `latest` is read first: the checkpoint that it names was committed before, so the scan must find it.
     pointer = await catalog.readable_latest(store)
-    attempts = await catalog.scan(store)
-    known = catalog.checkpoints_of(attempts)
+    attempts = await catalog.with_newest_looked(store, await catalog.scan(store), tried)
+    commits = catalog.commits_of(attempts)
+    known = catalog.newest_of_tags(commits)
     # The checkpoint that `latest` names counts even if its tag was saved again without asking for `latest`. An older commit of
     # a tag, which stays while it alone is verified, comes after the commit that replaced it.
-    found = tuple(c for c in catalog.commits_of(attempts) if c.outcome.save_latest or (c.tag == pointer and c in known))
+    found = tuple(c for c in commits if c.outcome.save_latest or (c.tag == pointer and c in known))
     over: list[Passed] = []
     other: list[DamagedError | UnreadableError] = []
-    for attempt in attempts:
+    for attempt in [one for one in attempts if one.entry is None]:
         fault = catalog.fault_of(attempt)
         if fault is None:
             continue
@@ -128,7 +130,7 @@ async def _look(store: Store) -> _CatalogLook:
             raise fault
     lost = None if pointer is None or pointer in {c.tag for c in known} else await _missing(store, pointer, attempts)
     if lost is not None and await catalog.readable_latest(store) != pointer:
-        return await _look(store)  # `latest` has moved on, and the checkpoint that it named was removed since
+        return await _look(store, tried)  # `latest` has moved on, and the checkpoint that it named was removed since
     is_removed = lost is not None and await removed_by_hand(store, [a for a in attempts if a.tag == pointer])
     if lost is not None and is_removed:
         other.append(lost)
@@ -174,6 +176,7 @@ async def note_passed_over(store: Store, prefix: str, why: str) -> None:
     """
     if any(entry.name == OUTCOME for entry in await store.list(prefix)):
         await store.put_if_absent(f"{prefix}/{PASSED_OVER}", encode(PassedOver(why=why, writer=writer())))
+        await note(store, record_of("passed-over", *prefix.rsplit("/", 1)))
 
 
 async def note_tag_passed_over(store: Store, tag: str, why: str) -> None:

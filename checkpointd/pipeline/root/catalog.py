@@ -1,16 +1,22 @@
-"""The catalog of a root: its attempts and checkpoints, from a listing and the outcomes."""
+"""The catalog of a root: its attempts and checkpoints, as the catalog's log and the attempts' own objects tell them.
+
+The log (`catalog_log.py`) names the attempts. A look reads the objects of the attempts that may still change, and of the newest
+ones; it believes the log about the others (CATALOG-5).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import logging
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from types import MappingProxyType
+from itertools import islice
 from typing import Literal, TypeAlias
 
 from checkpointd.commands import at_tag, command
 from checkpointd.commit.facts import AttemptFacts, Order, State
 from checkpointd.errors import DamagedError, LinkError, NotFoundError, UnreadableError
+from checkpointd.layout.catalog_records import CatalogEntry
 from checkpointd.layout.indexes import decode_index
 from checkpointd.layout.keys import (
     DAMAGED,
@@ -35,14 +41,22 @@ from checkpointd.layout.keys import (
 )
 from checkpointd.layout.manifest import VOTE_BYTES_MAX, Index, Outcome, Vote, decode, digest
 from checkpointd.phrases import listed
+from checkpointd.pipeline.root.catalog_log import CatalogLog
 from checkpointd.pipeline.workers import run_workers
 from checkpointd.store.base import Entry, Store
+
+logger = logging.getLogger("checkpointd")
 
 LATEST_BYTES_MAX = 4096
 LISTINGS = 16
 """The number of directories of an attempt that are listed at once."""
 _LOOKS = 3
 """How many times to look at an attempt whose outcome disappears between listing and reading, as when records are removed."""
+
+NEWEST_LOOKED = 20
+"""A look at a root reads the objects of this many of the newest attempts, in case they have changed since the last record."""
+RANKS_LOOKED = 256
+"""It looks at fewer attempts, but at one, if these have more ranks in all."""
 
 ReadBackState: TypeAlias = Literal["no", "whole", "damaged"]
 
@@ -51,7 +65,8 @@ ReadBackState: TypeAlias = Literal["no", "whole", "damaged"]
 class AttemptView:
     """One attempt: its objects with their sizes in bytes, and its outcome.
 
-    `damage` says what is wrong with the bytes of the outcome, `unreadable` why they cannot be read now.
+    `damage` says what is wrong with the bytes of the outcome, `unreadable` why they cannot be read now. `entry`: what the log
+    says, if nobody looked at the objects; then `sizes` is empty.
     """
 
     tag: str
@@ -60,15 +75,30 @@ class AttemptView:
     outcome: Outcome | None
     damage: str | None = None
     unreadable: str | None = None
+    entry: CatalogEntry | None = None
+
+    @property
+    def has_objects(self) -> bool:
+        """Whether it has any objects, or had when they were recorded."""
+        return bool(self.sizes) or self.entry is not None
 
     @property
     def prefix(self) -> str:
         return attempt_prefix(self.tag, self.attempt)
 
     @property
+    def nbytes(self) -> int:
+        """The bytes of its objects; of its own chunks alone, if nobody looked at the objects."""
+        if self.entry is None or self.outcome is None or self.outcome.cost is None:
+            return sum(self.sizes.values())
+        return self.outcome.cost.written_bytes
+
+    @property
     def state(self) -> State:
         if DELETED in self.sizes:
             return "deleted"
+        if self.entry is not None and self.entry.removed and (self.outcome is None or self.outcome.outcome == "commit"):
+            return "deleted"  # what was a checkpoint has a mark, and what was aborted stays so
         if self.damage:
             return "damaged"
         if self.unreadable:
@@ -80,12 +110,19 @@ class AttemptView:
     @property
     def read_back(self) -> ReadBackState:
         """Whether it was read back since it was written, and the result."""
+        if self.entry is not None:
+            return "damaged" if self.entry.damaged else "whole" if self.entry.verified else "no"
         return "damaged" if DAMAGED in self.sizes else "whole" if VERIFIED in self.sizes else "no"
+
+    @property
+    def is_verified(self) -> bool:
+        """Whether a record says that it was read back whole, even if another record says that it is damaged."""
+        return VERIFIED in self.sizes or (self.entry is not None and self.entry.verified)
 
     @property
     def passed_over(self) -> bool:
         """Whether a load found it damaged and passed over it."""
-        return PASSED_OVER in self.sizes
+        return PASSED_OVER in self.sizes or (self.entry is not None and self.entry.passed_over)
 
     @property
     def order(self) -> Order | None:
@@ -93,9 +130,11 @@ class AttemptView:
 
     @property
     def facts(self) -> AttemptFacts:
-        bulk = any(map(is_bulk, self.sizes))
+        bulk = any(map(is_bulk, self.sizes)) or (self.entry is not None and _has_bulk(self.entry))
         order = self.outcome.order if self.outcome and self.state == "deleted" else self.order
-        return AttemptFacts(self.tag, self.attempt, self.state, order, bulk, self._contested)
+        kept = () if self.entry is None else tuple(object_key(self.prefix, name) for name in self.entry.kept)
+        holders = self.outcome.holders if self.outcome is not None else ()
+        return AttemptFacts(self.tag, self.attempt, self.state, order, bulk, self._contested, kept, holders)
 
     @property
     def _contested(self) -> tuple[int, ...]:
@@ -126,18 +165,20 @@ class Checkpoint:
         return attempt_prefix(self.tag, self.attempt)
 
 
-async def tags(store: Store) -> list[str]:
-    return [entry.name for entry in await store.list("") if entry.is_prefix and is_tag(entry.name)]
+async def tags(store: Store, known: Collection[str] = ()) -> list[str]:
+    """The tags at the root. `known`: names of which it is known that they can be tags."""
+    entries = await store.list("")
+    return [entry.name for entry in entries if entry.is_prefix and (entry.name in known or is_tag(entry.name))]
 
 
-async def attempts_of(store: Store, tag: str, known: Mapping[str, AttemptView] = MappingProxyType({})) -> list[AttemptView]:
-    """The attempts at `tag`, oldest first. A damaged or unreadable outcome is noted in the view and not raised. The `known`
-    views, by prefix, are returned without a look at the store.
-    """
-    found = [
-        attempt for entry in await store.list(check_tag(tag)) if entry.is_prefix and (attempt := AttemptId.parse(entry.name))
-    ]
-    return [known.get(attempt_prefix(tag, attempt)) or await view(store, tag, attempt) for attempt in sorted(found)]
+async def attempts_of(store: Store, tag: str) -> list[AttemptView]:
+    """The attempts at `tag`, oldest first. A damaged or unreadable outcome is noted in the view and not raised."""
+    return [await view(store, tag, attempt) for attempt in await _names(store, tag)]
+
+
+async def _names(store: Store, tag: str) -> list[AttemptId]:
+    entries = await store.list(check_tag(tag))
+    return sorted(found for entry in entries if entry.is_prefix and (found := AttemptId.parse(entry.name)))
 
 
 async def objects_of(store: Store, prefix: str) -> list[Entry]:
@@ -211,9 +252,104 @@ async def index_named_by(store: Store, prefix: str, vote: Vote) -> Index:
     return index
 
 
-async def scan(store: Store, known: Mapping[str, AttemptView] = MappingProxyType({})) -> list[AttemptView]:
-    """Every attempt at the root; `known` as in `attempts_of`."""
-    return [attempt for tag in await tags(store) for attempt in await attempts_of(store, tag, known)]
+async def look_everywhere(store: Store) -> list[AttemptView]:
+    """Every attempt at the root, from its own objects. This takes time for each attempt that the root has ever had."""
+    return [attempt for tag in await tags(store) for attempt in await attempts_of(store, tag)]
+
+
+async def scan(store: Store, known: CatalogLog | None = None) -> list[AttemptView]:
+    """Every attempt at the root. `known`: the catalog's log as this process has read it already.
+
+    Looks at the objects of tags that the log does not know or that have an undecided attempt, and of the newest attempts. If
+    the log cannot be used, it looks everywhere (CATALOG-6).
+    """
+    log = CatalogLog(store) if known is None else known
+    # First the log: an attempt that is announced after this look at it may have a directory already, but not the other way.
+    await log.refresh()
+    if not log.fault:
+        try:
+            return await _scanned(store, log)
+        except DamagedError as error:
+            logger.error("%s; all directories are read", error)
+    return await look_everywhere(store)
+
+
+async def _scanned(store: Store, log: CatalogLog) -> list[AttemptView]:
+    entries, named = log.state.entries, log.state.prefixes_by_tag()
+    there = await tags(store, named)
+    looked = {tag for tag in there if tag not in named} | _undecided(entries.values())
+    looked |= _newest(reversed(entries.values()))  # the log has them in the order of their announcements
+    found: list[AttemptView] = []
+    for tag in there:
+        if tag in looked:
+            found += await attempts_of(store, tag)
+        else:
+            found += [_as_recorded(entries[prefix]) for prefix in named[tag]]
+    # What was announced may have no objects yet. A decided attempt without its directory was removed by hand.
+    seen = {attempt.prefix for attempt in found if attempt.tag in looked}
+    announced = [entry for entry in entries.values() if entry.is_open and entry.prefix not in seen]
+    return found + [AttemptView(entry.tag, _attempt(entry), {}, None) for entry in announced]
+
+
+async def may_be_undecided(store: Store) -> tuple[list[tuple[str, AttemptId]], int]:
+    """The attempts whose outcome the log does not tell, and the newest epoch in the name of any attempt, 0 if there is none."""
+    log = CatalogLog(store)
+    await log.refresh()
+    entries = {} if log.fault else log.state.entries
+    named = {entry.tag for entry in entries.values()}
+    found = [(entry.tag, _attempt(entry)) for entry in entries.values() if entry.is_open]
+    for tag in await tags(store, named):
+        if tag not in named:
+            found += [(tag, attempt) for attempt in await _names(store, tag)]
+    epochs = {_attempt(entry).epoch for entry in entries.values()} | {attempt.epoch for _, attempt in found}
+    return found, max(epochs, default=0)
+
+
+def _undecided(entries: Iterable[CatalogEntry]) -> set[str]:
+    return {entry.tag for entry in entries if entry.is_open}
+
+
+def _newest(newest_first: Iterable[CatalogEntry]) -> set[str]:
+    """The tags of the newest attempts."""
+    left, found = RANKS_LOOKED, set[str]()
+    for entry in islice(newest_first, NEWEST_LOOKED):
+        outcome = entry.decoded()
+        left -= outcome.world_size if outcome is not None else 1
+        if left >= 0 or not found:
+            found.add(entry.tag)
+    return found
+
+
+def _as_recorded(entry: CatalogEntry) -> AttemptView:
+    return AttemptView(entry.tag, _attempt(entry), {}, entry.decoded(), entry=entry)
+
+
+def _attempt(entry: CatalogEntry) -> AttemptId:
+    found = AttemptId.parse(entry.attempt)
+    assert found is not None  # CatalogState takes no other
+    return found
+
+
+def _has_bulk(entry: CatalogEntry) -> bool:
+    """Whether chunks or indexes may be left."""
+    return not entry.removed or bool(entry.kept)
+
+
+async def with_newest_looked(store: Store, attempts: list[AttemptView], tried: Collection[str] = ()) -> list[AttemptView]:
+    """`attempts`, of which the newest checkpoint that asked for `latest` has been looked at, for those who take it (CATALOG-5).
+
+    `tried`: attempts (`<tag>/<attempt>`) that nobody takes.
+    """
+    left = [c for c in commits_of(attempts) if c.outcome.save_latest and c.prefix not in tried]
+    for newest in left:
+        place = next(n for n, one in enumerate(attempts) if (one.tag, one.attempt) == (newest.tag, newest.attempt))
+        if attempts[place].entry is None:
+            break
+        found = await view(store, newest.tag, newest.attempt)
+        attempts = [*attempts[:place], found, *attempts[place + 1 :]]
+        if found.state == "committed":
+            break
+    return attempts
 
 
 def commits_of(attempts: Iterable[AttemptView]) -> list[Checkpoint]:
@@ -228,8 +364,13 @@ def commits_of(attempts: Iterable[AttemptView]) -> list[Checkpoint]:
 
 def checkpoints_of(attempts: Iterable[AttemptView]) -> list[Checkpoint]:
     """The checkpoints among `attempts`, newest first: the newest commit of each tag."""
+    return newest_of_tags(commits_of(attempts))
+
+
+def newest_of_tags(newest_first: Iterable[Checkpoint]) -> list[Checkpoint]:
+    """The first checkpoint of each tag."""
     newest: dict[str, Checkpoint] = {}
-    for commit in commits_of(attempts):
+    for commit in newest_first:
         newest.setdefault(commit.tag, commit)
     return list(newest.values())
 

@@ -41,7 +41,9 @@ async def take(store: Store, world_size: int, surviving: Sequence[str] = (), *, 
 
 async def following(store: Store) -> int:
     """The first number that no epoch has used."""
-    return max(await newest(store), await _newest_named(store)) + 1
+    # An epoch's record may be lost. A start that took the same number again would write into existing attempts.
+    _, named = await catalog.may_be_undecided(store)
+    return max(await newest(store), named) + 1
 
 
 async def begin(
@@ -66,15 +68,6 @@ async def begin(
         writer=writer(),
     )
     return epoch if await store.put_if_absent(epoch_key(number), encode(epoch)) else None
-
-
-async def _newest_named(store: Store) -> int:
-    """The newest epoch in the name of an attempt; 0 if there is none.
-
-    An epoch's record may be lost. A start that took the same number again would write into existing attempts.
-    """
-    names = [entry.name for tag in await catalog.tags(store) for entry in await store.list(tag)]
-    return max((attempt.epoch for name in names if (attempt := AttemptId.parse(name))), default=0)
 
 
 async def read(store: Store, number: int) -> Epoch:

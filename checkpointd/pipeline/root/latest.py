@@ -54,7 +54,8 @@ async def move_latest_away(store: Store, tag: str) -> str | None:
 
 
 async def _newest(store: Store) -> Checkpoint | None:
-    return next((c for c in await catalog.checkpoints(store) if c.outcome.save_latest), None)
+    attempts = await catalog.with_newest_looked(store, await catalog.scan(store))
+    return next((c for c in catalog.checkpoints_of(attempts) if c.outcome.save_latest), None)
 
 
 async def _move(store: Store, tag: str, order: Order, *, is_start: bool) -> bool:

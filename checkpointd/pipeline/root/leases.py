@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, RootGoneError, RootInUseError, StoreError
-from checkpointd.layout.keys import LEASE, LEASES, OUTCOME, AttemptId, attempt_lease_key, epoch_of, job_lease_key
+from checkpointd.layout.keys import LEASE, LEASES, OUTCOME, attempt_lease_key, attempt_prefix, epoch_of, job_lease_key
 from checkpointd.layout.manifest import Epoch, Lease, decode, encode
 from checkpointd.pipeline.root import catalog, epochs
 from checkpointd.pipeline.root.identity import writer
@@ -257,12 +257,11 @@ async def _works_at(store: Store, prefix: str, sight: Sight) -> bool:
 async def _leased(store: Store) -> list[str]:
     """The undecided attempts with a lease, whether its holder lives or not."""
     found: list[str] = []
-    for tag in await catalog.tags(store):
-        for entry in await store.list(tag):
-            if entry.is_prefix and AttemptId.parse(entry.name) is not None:
-                names = {one.name for one in await store.list(f"{tag}/{entry.name}")}
-                if LEASE in names and OUTCOME not in names:
-                    found.append(f"{tag}/{entry.name}")
+    for tag, attempt in (await catalog.may_be_undecided(store))[0]:
+        prefix = attempt_prefix(tag, attempt)
+        names = {one.name for one in await store.list(prefix)}
+        if LEASE in names and OUTCOME not in names:
+            found.append(prefix)
     return found
 
 

@@ -24,6 +24,7 @@ from checkpointd.layout.manifest import LISTING_BYTES_MAX, Deleted, Outcome, dec
 from checkpointd.pipeline.root import catalog
 from checkpointd.pipeline.root.ballots import votes_of
 from checkpointd.pipeline.root.catalog import AttemptView
+from checkpointd.pipeline.root.catalog_log import CatalogLog
 from checkpointd.pipeline.root.identity import user, writer
 from checkpointd.store.base import Store
 
@@ -118,14 +119,17 @@ async def _durable_mark(store: Store, prefix: str, number: int) -> Deleted | Non
     return await standing_mark(store, prefix, [mark_name(number)])
 
 
-async def references(store: Store, holders: Collection[str], without: Collection[str] = ()) -> frozenset[str]:
+async def references(
+    store: Store, holders: Collection[str], without: Collection[str] = (), *, known: CatalogLog | None = None
+) -> frozenset[str]:
     """The keys of all objects of `holders` (`<tag>/<attempt>`) that another attempt refers to: a checkpoint, or an undecided
     attempt.
 
-    `without`: attempts that are about to be removed. Raises DamagedError if references cannot be read.
+    `without`: attempts that are about to be removed. `known`: the catalog as this process has read it. Raises DamagedError if
+    references cannot be read.
     """
     needed: set[str] = set()
-    for view in await catalog.scan(store):
+    for view in await catalog.scan(store, known):
         if view.prefix not in without:
             needed |= await _needed_by(store, view, holders)
     return frozenset(key for key in needed if holder_of(key) in holders)
@@ -146,7 +150,7 @@ async def _needed_by(store: Store, view: AttemptView, holders: Collection[str]) 
 async def _refers(store: Store, view: AttemptView, holders: Collection[str]) -> set[str]:
     match view.state:
         case "deleted":
-            if view.outcome is None or view.outcome.holders:
+            if view.entry is None and (view.outcome is None or view.outcome.holders):
                 await store.settle(f"{view.prefix}/{DELETED}")
             return set()
         case "aborted":

@@ -174,7 +174,7 @@ async def test_collect_7_a_mark_put_after_the_look_removes_nothing(monkeypatch: 
     async def superseded(bases: Bases, info: AttemptInfo) -> Base:
         return base
 
-    async def look(store: Store, holders: Collection[str], without: Collection[str] = ()) -> frozenset[str]:
+    async def look(store: Store, holders: Collection[str], without: Collection[str] = (), **_: object) -> frozenset[str]:
         looks.append(await references(store, holders, without))
         if len(looks) == 1:
             await condemn(store, "global_step2/00000001-0", "the other collector", ())

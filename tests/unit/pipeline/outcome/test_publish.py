@@ -102,7 +102,7 @@ async def test_commit_1_two_coordinators_of_one_attempt_agree_and_so_do_all_rank
 async def test_a_rank_that_runs_twice_takes_nothing_of_the_other_away() -> None:
     store = MemoryStore()
     save = await leave_in_doubt(store, voting=(0, 1))
-    with pytest.raises(ProtocolError, match="commit seen while failing"):
+    with pytest.raises(ProtocolError, match="commit seen while"):
         await save.run(0)
     assert (await verify(store, await catalog.find(store, TAG), LoadConfig())).whole
 

@@ -1,0 +1,247 @@
+"""The catalog's objects: records of what was decided at a root, summaries of the state after them, and how one follows from the
+other. `docs/FORMAT.md` describes the same for other languages.
+
+Everything here can be made again from the attempts' own objects. So a reader that finds one damaged reads those instead.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+import msgspec
+
+from checkpointd.errors import FormatError
+from checkpointd.layout.keys import SERVICE, AttemptId
+from checkpointd.layout.manifest import (
+    VERSION,
+    Outcome,
+    WriterIdentity,
+    decode_sealed,
+    digest,
+    encode,
+    outcome_fault,
+    sealed,
+)
+
+CATALOG = f"{SERVICE}/catalog"
+SUMMARY_BYTES_MAX = 1 << 30
+"""The largest summary: a few hundred bytes for each attempt, so millions of attempts."""
+_NAME = re.compile(r"(\d{12})\.(record|summary)\Z", re.ASCII)
+
+Kind = Literal["intent", "close", "removing", "removed", "verified", "damaged", "passed-over", "forgotten", "rebuilt"]
+
+
+class CatalogRecord(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="format", tag="checkpointd.record"
+):
+    """One thing that happened to an attempt. `docs/FORMAT.md` says what each kind means."""
+
+    version: int
+    number: int = 0
+    kind: Kind
+    tag: str = ""
+    attempt: str = ""
+    n: int = 0
+    step: int = -1
+    digest: str = ""
+    """Of a close: the digest of the outcome's bytes."""
+    size: int = 0
+    outcome: msgspec.Raw = msgspec.Raw()
+    """Of a close: the outcome, without keys that have their default."""
+    reason: str = ""
+    kept: tuple[str, ...] = ()
+    """Of a removal: the chunks objects that newer checkpoints still need."""
+    writer: WriterIdentity
+
+    @property
+    def prefix(self) -> str:
+        return f"{self.tag}/{self.attempt}"
+
+
+class CatalogEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One attempt as the records describe it. It is open until its outcome is recorded."""
+
+    tag: str
+    attempt: str
+    n: int = 0
+    """The number of the save in its epoch."""
+    step: int = -1
+    digest: str = ""
+    size: int = 0
+    outcome: msgspec.Raw = msgspec.Raw()
+    removed: str = ""
+    """Why its chunks and indexes were removed; empty if they were not."""
+    kept: tuple[str, ...] = ()
+    removing: bool = False
+    """Whether somebody has begun to remove it, and may have died before the mark or before the record."""
+    verified: bool = False
+    damaged: bool = False
+    passed_over: bool = False
+
+    @property
+    def prefix(self) -> str:
+        return f"{self.tag}/{self.attempt}"
+
+    @property
+    def is_open(self) -> bool:
+        """Whether neither an outcome nor a removal is recorded, so that only its objects tell what became of it."""
+        return self.removing or not (self.digest or self.removed)
+
+    def decoded(self) -> Outcome | None:
+        """The outcome; None if none is recorded. Raises FormatError if no writer puts such an outcome."""
+        if not self.digest:
+            return None
+        try:
+            outcome = msgspec.json.decode(self.outcome, type=Outcome)
+        except msgspec.DecodeError as error:
+            raise FormatError(f"the catalog has an outcome of {self.prefix} that cannot be: {error}") from error
+        fault = outcome_fault(outcome)
+        if fault:
+            raise FormatError(f"the catalog has an outcome of {self.prefix} that {fault}")
+        return outcome
+
+
+class CatalogSummary(msgspec.Struct, frozen=True, kw_only=True, tag_field="format", tag="checkpointd.summary"):
+    """The state after all records up to `number`."""
+
+    version: int
+    number: int
+    entries: tuple[CatalogEntry, ...]
+
+
+@dataclass(slots=True)
+class CatalogState:
+    """The attempts by prefix (`<tag>/<attempt>`), after all records up to `number`."""
+
+    number: int = 0
+    entries: dict[str, CatalogEntry] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, summary: CatalogSummary) -> CatalogState:
+        return cls(summary.number, {entry.prefix: entry for entry in summary.entries})
+
+    def apply(self, record: CatalogRecord) -> None:
+        """Add the next record. A record that came before, or twice, changes nothing; the first outcome counts."""
+        self.number = record.number
+        prefix = record.prefix
+        if record.kind == "forgotten":
+            self.entries.pop(prefix, None)
+            return
+        if record.kind != "rebuilt":
+            entry = self.entries.get(prefix)
+            if entry is None:
+                entry = CatalogEntry(tag=record.tag, attempt=record.attempt, n=record.n, step=record.step)
+            self.entries[prefix] = _after(entry, record)
+
+    def prefixes_by_tag(self) -> dict[str, list[str]]:
+        found: dict[str, list[str]] = {}
+        for prefix, entry in self.entries.items():
+            found.setdefault(entry.tag, []).append(prefix)
+        return found
+
+
+def _after(entry: CatalogEntry, record: CatalogRecord) -> CatalogEntry:
+    match record.kind:
+        case "close" if entry.digest:
+            return msgspec.structs.replace(entry, removing=False)
+        case "close":
+            return msgspec.structs.replace(
+                entry, n=record.n, step=record.step, digest=record.digest, size=record.size, outcome=record.outcome
+            )
+        case "removing":
+            return msgspec.structs.replace(entry, removing=True)
+        case "removed":
+            return msgspec.structs.replace(entry, removed=record.reason or "removed", kept=record.kept, removing=False)
+        case "verified":
+            return msgspec.structs.replace(entry, verified=True, damaged=False)
+        case "damaged":
+            return msgspec.structs.replace(entry, verified=False, damaged=True)
+        case "passed-over":
+            return msgspec.structs.replace(entry, passed_over=True)
+        case _:
+            return entry
+
+
+def close_of(outcome: Outcome, writer: WriterIdentity) -> CatalogRecord:
+    """The record that `outcome` is durable."""
+    data = encode(outcome)
+    return CatalogRecord(
+        version=VERSION,
+        kind="close",
+        tag=outcome.tag,
+        attempt=outcome.attempt,
+        n=outcome.order[1],
+        step=outcome.step,
+        digest=digest(data),
+        size=len(data),
+        outcome=msgspec.Raw(compact(outcome)),
+        writer=writer,
+    )
+
+
+_OPTIONAL = {
+    one.encode_name: msgspec.to_builtins(one.default if one.default is not msgspec.NODEFAULT else one.default_factory())
+    for one in msgspec.structs.fields(Outcome)
+    if not one.required
+}
+
+
+def compact(outcome: Outcome) -> bytes:
+    """`outcome` as JSON without its format, its version, and keys that have their default."""
+    fields = msgspec.to_builtins(outcome)
+    del fields["format"]
+    return msgspec.json.encode({k: v for k, v in fields.items() if k not in _OPTIONAL or v != _OPTIONAL[k]})
+
+
+# --- names and bytes ------------------------------------------------------------------------------------------------
+
+
+def record_key(number: int) -> str:
+    return f"{CATALOG}/{number:012d}.record"
+
+
+def summary_key(number: int) -> str:
+    return f"{CATALOG}/{number:012d}.summary"
+
+
+def numbers(names: Iterable[str]) -> tuple[list[int], list[int]]:
+    """The numbers of the summaries and of the records among the objects `names` of the catalog, in order."""
+    found: dict[str, list[int]] = {"summary": [], "record": []}
+    for match in map(_NAME.match, names):
+        if match:
+            found[match[2]].append(int(match[1]))
+    return sorted(found["summary"]), sorted(found["record"])
+
+
+def encode_record(record: CatalogRecord) -> bytes:
+    return sealed(msgspec.json.format(msgspec.json.encode(record), indent=2))
+
+
+def decode_record(data: bytes, number: int) -> CatalogRecord:
+    """The record with this number. Raises FormatError if the bytes are damaged, or of another number."""
+    return decode_sealed(data, CatalogRecord, record_key(number), lambda found: _fault(found, number, (found,)))
+
+
+def encode_summary(state: CatalogState) -> bytes:
+    """The summary of `state`, one line for each attempt."""
+    head = f'{{"format": "checkpointd.summary", "version": {VERSION}, "number": {state.number}, "entries": [\n'
+    return sealed(head.encode() + b",\n".join(map(msgspec.json.encode, state.entries.values())) + b"]\n}\n")
+
+
+def decode_summary(data: bytes, number: int) -> CatalogSummary:
+    """The summary with this number. Raises FormatError if the bytes are damaged, or of another number."""
+    return decode_sealed(data, CatalogSummary, summary_key(number), lambda found: _fault(found, number, found.entries))
+
+
+def _fault(found: CatalogRecord | CatalogSummary, number: int, named: Iterable[CatalogRecord | CatalogEntry]) -> str | None:
+    if found.number != number:
+        return f"has the number {found.number}; somebody moved it"
+    for one in named:
+        is_rebuilt = isinstance(one, CatalogRecord) and one.kind == "rebuilt"
+        # A tag is compared with the names of directories, or checked as a key, before anything is read there.
+        if not is_rebuilt and (AttemptId.parse(one.attempt) is None or "/" in one.tag or one.tag.startswith(".")):
+            return f"names an attempt {one.tag!r}/{one.attempt!r}, which cannot be"
+    return None

@@ -1,0 +1,267 @@
+"""The catalog's log at a root: reads its newest summary and the records after it, adds records, and puts summaries.
+
+Invariants
+  CATALOG-1  A writer puts no object into an attempt before a durable record announces the attempt. So the catalog names every
+      attempt that has objects.
+  CATALOG-2  The close of an attempt is put only after its outcome is durable.
+  CATALOG-3  A record is put if absent at the next number, so of two writers one takes the number after it. A writer that finds
+      a summary of its record's number or a later one puts the record again, since that summary may have been made without it.
+  CATALOG-4  A summary has the state after all records up to its number. What a summary covers is removed only when a later
+      summary is durable.
+  CATALOG-5  The outcome and the marks of an attempt are the truth, and may be newer than the catalog. Whoever loads an attempt,
+      removes it, or removes another one because of it, looks at its own objects first.
+  CATALOG-6  A record or summary that is damaged or missing hides nothing: the attempts' directories are read instead, and the
+      next start makes the catalog again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+
+import msgspec
+
+from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, StoreError, UnreadableError
+from checkpointd.layout.catalog_records import (
+    CATALOG,
+    SUMMARY_BYTES_MAX,
+    CatalogEntry,
+    CatalogRecord,
+    CatalogState,
+    Kind,
+    close_of,
+    decode_record,
+    decode_summary,
+    encode_record,
+    encode_summary,
+    numbers,
+    record_key,
+    summary_key,
+)
+from checkpointd.layout.keys import AttemptId
+from checkpointd.layout.manifest import VERSION, Outcome
+from checkpointd.pipeline.root.identity import writer
+from checkpointd.pipeline.workers import run_workers
+from checkpointd.store.base import Store
+
+log = logging.getLogger("checkpointd")
+
+SUMMARY_EVERY = 256
+"""A summary follows this many records."""
+COMPACT_EVERY = 4
+"""A writer looks after this many of its closes whether a summary is due, and removes what is covered."""
+REMOVED_MAX = 32
+"""A process removes at most this many objects at once, since each removal takes a sync."""
+LOOKS = 3
+"""How many times to look for a record that is missing: a summary may have covered it between the listing and the read."""
+READS = 16
+RACES_MAX = 10_000
+WATCHED_MAX = 64
+"""The number of newest records in which a rank looks for the announcement of its attempt."""
+
+
+@dataclass(slots=True, eq=False)
+class CatalogLog:
+    """The catalog of `store` as one process knows it. It reads what is new only."""
+
+    store: Store
+    state: CatalogState = field(default_factory=CatalogState)
+    fault: str = ""
+    """Why the catalog cannot be relied on; empty if it can (CATALOG-6)."""
+    _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _closed: int = 0
+    """The closes that this process has added."""
+
+    async def refresh(self) -> None:
+        """Read what came since the last call. What is wrong goes into `fault`; nothing is raised for it."""
+        async with self._turn:
+            for _ in range(LOOKS):
+                try:
+                    self.fault = await self._look()
+                except CheckpointdError as error:
+                    self.fault = str(error)
+                if not self.fault:
+                    return
+        log.error("the catalog of %s cannot be used, so all directories are read: %s", self.store.url, self.fault)
+
+    async def _look(self) -> str:
+        summaries, records = await _listed(self.store)
+        newest = max([*summaries[-1:], *records[-1:]], default=0)
+        if newest < self.state.number:
+            self.state = CatalogState()  # somebody has removed the catalog, or put another one in its place
+        if summaries and summaries[-1] > self.state.number:
+            self.state = await self._summary(summaries)
+        wanted = range(self.state.number + 1, newest + 1)
+        found: dict[int, CatalogRecord] = {}
+        await run_workers([partial(self._read, number, found) for number in wanted], READS)
+        for number in wanted:
+            if found[number].kind == "rebuilt":
+                return f"it was being made again, and that was not finished; see {record_key(number)}"
+            self.state.apply(found[number])
+        return ""
+
+    async def _summary(self, summaries: list[int]) -> CatalogState:
+        """The newest summary that is whole. Before the first one, the state is empty."""
+        for number in reversed(summaries):
+            key = summary_key(number)
+            try:
+                return CatalogState.of(decode_summary(await self.store.get(key, size_max=SUMMARY_BYTES_MAX), number))
+            except DamagedError as error:
+                log.error("%s; the summary before it and the records after that one are read", error)
+        return CatalogState()
+
+    async def _read(self, number: int, found: dict[int, CatalogRecord]) -> None:
+        try:
+            found[number] = decode_record(await self.store.get(record_key(number)), number)
+        except NotFoundError as error:
+            raise UnreadableError(f"{record_key(number)} is missing, although the catalog goes on after it") from error
+
+    async def append(self, *records: CatalogRecord) -> None:
+        """Add `records`, durably (CATALOG-3)."""
+        if records:
+            first = await self._put(records)
+            while (await _listed(self.store))[0][-1:] >= [first]:
+                first = await self._put(records)
+
+    async def _put(self, records: Iterable[CatalogRecord]) -> int:
+        """Put `records` at the next free numbers. Returns the first number."""
+        summaries, taken = await _listed(self.store)
+        number = max([*summaries[-1:], *taken[-1:]], default=0)
+        first = 0
+        for record in records:
+            for _ in range(RACES_MAX):
+                number += 1
+                numbered = msgspec.structs.replace(record, number=number)
+                if await self.store.put_if_absent(record_key(number), encode_record(numbered)):
+                    break
+            first = first or number
+        return first
+
+    async def compact(self, *, every: int | None = None) -> None:
+        """If `every` records came since the last summary, put one of the state that this process knows. Remove some of what the
+        summary before it covers (CATALOG-4).
+        """
+        summaries, records = await _listed(self.store)
+        covered, number = max(summaries, default=0), self.state.number
+        if self.fault:
+            return
+        if number - covered >= (SUMMARY_EVERY if every is None else every):
+            await self.store.put_if_absent(summary_key(number), encode_summary(self.state))
+        elif len(summaries) > 1:
+            covered = summaries[-2]
+        else:
+            return
+        old = [record_key(n) for n in records if n <= covered] + [summary_key(n) for n in summaries if n < covered]
+        for key in old[:REMOVED_MAX]:
+            await self.store.delete(key)
+
+    async def decided(self, outcome: Outcome) -> None:
+        """Add the close of an attempt, as `note_outcome`, and now and then keep the catalog small. Raises no StoreError."""
+        try:
+            await self.append(close_of(outcome, writer()))
+            self._closed += 1
+            if self._closed % COMPACT_EVERY == 1:
+                await self.refresh()
+                await self.compact()
+        except StoreError as error:
+            log.warning("the catalog of %s cannot be continued: %s; the next start mends it", self.store.url, error)
+
+    async def begin_again(self) -> int:
+        """Put the record that all records before it, as far as they can be read, are about to be replaced by a summary of its
+        number (see `end_again`). Returns that number.
+        """
+        return await self._put([record_of("rebuilt")])
+
+    async def end_again(self, number: int, entries: Mapping[str, CatalogEntry]) -> None:
+        """Put the summary `number`, after `begin_again`."""
+        state = CatalogState(number, dict(entries))
+        if not await self.store.put_if_absent(summary_key(number), encode_summary(state)):
+            raise StoreError(f"{summary_key(number)} at {self.store.url} is there already: another process makes the catalog")
+        self.state, self.fault = state, ""
+
+
+async def _listed(store: Store) -> tuple[list[int], list[int]]:
+    return numbers(entry.name for entry in await store.list(CATALOG) if not entry.is_prefix)
+
+
+# --- records --------------------------------------------------------------------------------------------------------
+
+
+def record_of(
+    kind: Kind,
+    tag: str = "",
+    attempt: AttemptId | str = "",
+    *,
+    n: int = 0,
+    step: int = -1,
+    reason: str = "",
+    kept: Iterable[str] = (),
+) -> CatalogRecord:
+    """A record by this process, without its number."""
+    return CatalogRecord(
+        version=VERSION,
+        kind=kind,
+        tag=tag,
+        attempt=str(attempt),
+        n=n,
+        step=step,
+        reason=reason,
+        kept=tuple(kept),
+        writer=writer(),
+    )
+
+
+async def note(store: Store, *records: CatalogRecord) -> None:
+    """Add `records` of what is durable already. A failure is logged only, since whoever comes next finds out by itself
+    (CATALOG-5).
+    """
+    try:
+        await CatalogLog(store).append(*records)
+    except StoreError as error:
+        log.warning("the catalog of %s cannot be continued: %s; the next start mends it", store.url, error)
+
+
+async def note_outcome(store: Store, outcome: Outcome) -> None:
+    """Add the close of an attempt whose `outcome` is durable (CATALOG-2)."""
+    await note(store, close_of(outcome, writer()))
+
+
+@dataclass(slots=True, eq=False)
+class AnnouncementWatch:
+    """Looks for the announcements of attempts at the end of the catalog, one open file a look."""
+
+    store: Store
+    _next: int | None = None
+    _seen: set[str] = field(default_factory=set)
+    _misses: int = 0
+
+    async def has_announced(self, prefix: str) -> bool:
+        """Whether a durable record announces the attempt `prefix` (`<tag>/<attempt>`), as far as this look shows."""
+        if prefix not in self._seen:
+            await self._look(prefix)
+        return prefix in self._seen
+
+    async def _look(self, prefix: str) -> None:
+        # A summary may cover the next record before this process sees it, so now and then it lists the names.
+        if self._next is None or self._misses >= READS:
+            _, records = await _listed(self.store)
+            newest = records[-1] if records else 0
+            wanted = max(self._next or 1, newest - WATCHED_MAX)
+            self._next = next((number for number in records if number >= wanted), newest + 1)
+            self._misses = 0
+        while prefix not in self._seen:
+            try:
+                record = decode_record(await self.store.get(record_key(self._next)), self._next)
+            except NotFoundError:
+                self._misses += 1
+                return
+            except DamagedError:
+                self._next += 1
+                continue
+            if record.prefix == prefix:
+                await self.store.settle(record_key(self._next))  # its writer may die before it is durable
+                self._seen = {prefix}
+            self._next += 1

@@ -1,0 +1,102 @@
+"""Mends the catalog's log after a crash, and makes it again from the attempts' own objects."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+import msgspec
+
+from checkpointd.errors import DamagedError, NotFoundError
+from checkpointd.layout.catalog_records import CatalogEntry, CatalogRecord, close_of
+from checkpointd.layout.keys import holds_bytes
+from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root.catalog import AttemptView
+from checkpointd.pipeline.root.catalog_log import CatalogLog, record_of
+from checkpointd.pipeline.root.identity import writer
+from checkpointd.pipeline.root.marks import standing_mark
+from checkpointd.store.base import Store
+
+log = logging.getLogger("checkpointd")
+
+ADDED_MAX = 64
+"""If more records are missing, the whole catalog is made again, which takes one object."""
+
+
+async def mend(store: Store, known: CatalogLog, views: Iterable[AttemptView]) -> None:
+    """Add to the log what `views`, of a look at the root, show beyond it. Everything that they show must be durable."""
+    if not known.fault:
+        looked = [view for view in views if view.entry is None and view.has_objects]
+        missing = [one for view in looked for one in await _missing(store, view, known.state.entries.get(view.prefix))]
+        if len(missing) <= ADDED_MAX:
+            await known.append(*missing)
+            return
+    await rebuild(store, known)
+
+
+async def rebuild(store: Store, known: CatalogLog | None = None) -> int:
+    """Make the catalog again from the attempts' own objects. Returns the number of attempts in it."""
+    known = CatalogLog(store) if known is None else known
+    await known.refresh()
+    number = await known.begin_again()
+    # An attempt that was announced may have no objects yet.
+    entries = {prefix: entry for prefix, entry in known.state.entries.items() if entry.is_open}
+    for view in sorted(await catalog.look_everywhere(store), key=_order):
+        entries.pop(view.prefix, None)
+        entries[view.prefix] = await _entry(store, view)
+    await known.end_again(number, entries)
+    log.info("the catalog of %s was made again: %d attempts", store.url, len(entries))
+    return len(entries)
+
+
+def _order(view: AttemptView) -> tuple[int, int, int]:
+    n = view.outcome.order[1] if view.outcome is not None else 0
+    return view.attempt.epoch, n, view.attempt.k
+
+
+async def _entry(store: Store, view: AttemptView) -> CatalogEntry:
+    entry = CatalogEntry(tag=view.tag, attempt=str(view.attempt))
+    if view.outcome is not None:
+        close = close_of(view.outcome, writer())
+        entry = msgspec.structs.replace(
+            entry, n=close.n, step=close.step, digest=close.digest, size=close.size, outcome=close.outcome
+        )
+    if view.state == "deleted":
+        entry = msgspec.structs.replace(entry, removed=await _reason(store, view), kept=_left(view))
+    is_damaged = view.read_back == "damaged"
+    return msgspec.structs.replace(
+        entry, verified=view.is_verified and not is_damaged, damaged=is_damaged, passed_over=view.passed_over
+    )
+
+
+async def _missing(store: Store, view: AttemptView, entry: CatalogEntry | None) -> list[CatalogRecord]:
+    """The records that make `entry` agree with `view`."""
+    truth, tag, attempt = await _entry(store, view), view.tag, view.attempt
+    found: list[CatalogRecord] = []
+    if entry is None:
+        found.append(record_of("intent", tag, attempt))
+        entry = CatalogEntry(tag=tag, attempt=str(attempt))
+    if view.outcome is not None and (not entry.digest or (entry.removing and not truth.removed)):
+        found.append(close_of(view.outcome, writer()))
+    if truth.removed and (not entry.removed or entry.removing):
+        found.append(record_of("removed", tag, attempt, reason=truth.removed, kept=truth.kept))
+    if truth.damaged and not entry.damaged:
+        found.append(record_of("damaged", tag, attempt))
+    if truth.verified and not entry.verified:
+        found.append(record_of("verified", tag, attempt))
+    if truth.passed_over and not entry.passed_over:
+        found.append(record_of("passed-over", tag, attempt))
+    return found
+
+
+async def _reason(store: Store, view: AttemptView) -> str:
+    try:
+        mark = await standing_mark(store, view.prefix, view.sizes)
+    except (DamagedError, NotFoundError) as error:
+        return f"its mark cannot be read: {error}"
+    return (mark.reason if mark is not None else "") or "removed"
+
+
+def _left(view: AttemptView) -> tuple[str, ...]:
+    """The chunks objects of a removed attempt that are there."""
+    return tuple(sorted(name for name in view.sizes if holds_bytes(name)))

@@ -1,0 +1,106 @@
+"""Records, summaries, and the state that follows from them."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from checkpointd.errors import DamagedError
+from checkpointd.layout import catalog_records
+from checkpointd.layout.catalog_records import CatalogRecord, CatalogState, Kind, close_of, decode_record, encode_record
+from checkpointd.layout.manifest import VERSION, BallotRef, ErrorReport, Outcome, WriterIdentity, digest, encode
+
+WRITER = WriterIdentity(host="node1", pid=7, time="2026-11-23T10:00:00.000+00:00")
+COMMIT = Outcome(
+    tag="global_step5",
+    attempt="00000001-0",
+    step=5,
+    world_size=1,
+    outcome="commit",
+    order=(1, 3),
+    save_latest=True,
+    ballot=BallotRef(digest="0" * 32, size=100),
+    holders=("global_step1/00000001-0",),
+    metrics={"loss": 0.5},
+    decided_by=0,
+    writer=WRITER,
+)
+ABORT = msgspec.structs.replace(
+    COMMIT,
+    outcome="abort",
+    ballot=None,
+    holders=(),
+    metrics={},
+    error=ErrorReport(code="AbortedError", message="no"),
+    ranks=(2,),
+)
+PREFIX = "global_step5/00000001-0"
+
+
+def record(kind: Kind, number: int = 1, **keys: object) -> CatalogRecord:
+    made = CatalogRecord(version=VERSION, kind=kind, number=number, tag="global_step5", attempt="00000001-0", writer=WRITER)
+    return msgspec.structs.replace(made, **keys)
+
+
+def after(*records: CatalogRecord) -> CatalogState:
+    state = CatalogState()
+    for number, one in enumerate(records, 1):
+        state.apply(msgspec.structs.replace(one, number=number))
+    return state
+
+
+@pytest.mark.parametrize("outcome", [COMMIT, ABORT], ids=["commit", "abort"])
+def test_a_close_has_the_outcome_whole(outcome: Outcome) -> None:
+    entry = after(record("intent", n=3, step=5), close_of(outcome, WRITER)).entries[PREFIX]
+    assert entry.decoded() == outcome
+    assert (entry.digest, entry.size) == (digest(encode(outcome)), len(encode(outcome)))
+    assert (entry.n, entry.step, entry.is_open) == (3, 5, False)
+
+
+def test_the_first_close_counts() -> None:
+    entry = after(close_of(COMMIT, WRITER), record("intent"), close_of(ABORT, WRITER)).entries[PREFIX]
+    assert entry.decoded() == COMMIT
+
+
+def test_an_attempt_is_open_until_it_is_decided_or_removed() -> None:
+    assert after(record("intent")).entries[PREFIX].is_open
+    assert not after(record("intent"), record("removed")).entries[PREFIX].is_open
+    assert PREFIX not in after(record("intent"), record("forgotten")).entries
+
+
+@pytest.mark.parametrize(
+    ("kinds", "verified", "damaged"),
+    [(("verified",), True, False), (("verified", "damaged"), False, True), (("damaged", "verified"), True, False)],
+)
+def test_the_last_reading_counts(kinds: tuple[Kind, ...], verified: bool, damaged: bool) -> None:
+    entry = after(*map(record, kinds)).entries[PREFIX]
+    assert (entry.verified, entry.damaged, entry.passed_over) == (verified, damaged, False)
+
+
+def test_a_summary_gives_the_same_state_as_the_records() -> None:
+    state = after(record("intent"), close_of(COMMIT, WRITER), record("removed", reason="old", kept=("00000-0.chunks",)))
+    data = catalog_records.encode_summary(state)
+    assert CatalogState.of(catalog_records.decode_summary(data, 3)) == state
+    assert state.entries[PREFIX].kept == ("00000-0.chunks",)
+    empty = catalog_records.encode_summary(CatalogState())
+    assert CatalogState.of(catalog_records.decode_summary(empty, 0)) == CatalogState()
+
+
+def test_names_have_one_spelling() -> None:
+    names = [catalog_records.record_key(3), catalog_records.summary_key(12), catalog_records.record_key(1)]
+    short = [name.rpartition("/")[2] for name in names]
+    assert catalog_records.numbers([*short, "1.record", "000000000004.record~", "latest"]) == ([12], [1, 3])
+
+
+@pytest.mark.parametrize(
+    "change", [{"number": 2}, {"attempt": "1-0"}, {"tag": "../elsewhere"}, {"tag": ".checkpointd"}], ids=lambda c: next(iter(c))
+)
+def test_what_no_writer_puts_is_damage(change: dict[str, object]) -> None:
+    with pytest.raises(DamagedError):
+        decode_record(encode_record(record("intent", **change)), 1)
+
+
+def test_a_changed_byte_is_damage() -> None:
+    data = encode_record(record("intent"))
+    with pytest.raises(DamagedError, match="checksum"):
+        decode_record(data.replace(b"global_step5", b"global_step6"), 1)

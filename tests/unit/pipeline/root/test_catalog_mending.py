@@ -1,0 +1,139 @@
+"""The catalog is mended by a start, and made again from the attempts."""
+
+from __future__ import annotations
+
+import pytest
+
+from checkpointd.layout.catalog_records import CATALOG, CatalogState
+from checkpointd.layout.keys import DELETED
+from checkpointd.layout.manifest import Deleted, encode
+from checkpointd.pipeline.outcome.recover import recover
+from checkpointd.pipeline.root import catalog, catalog_mending, epochs
+from checkpointd.pipeline.root.catalog_log import CatalogLog, note, record_of
+from checkpointd.pipeline.root.identity import writer
+from checkpointd.store.base import Store
+from checkpointd.store.memory import MemoryStore
+from tests.builders import leave_in_doubt, save_checkpoint
+
+
+async def started(store: Store) -> CatalogState:
+    """What the catalog tells after a start."""
+    epoch = await epochs.take(store, 2)
+    await recover(store, epoch.epoch)
+    log = CatalogLog(store)
+    await log.refresh()
+    assert log.fault == ""
+    return log.state
+
+
+async def several() -> MemoryStore:
+    store = MemoryStore()
+    for step in (1, 2, 3):
+        await save_checkpoint(store, tag=f"global_step{step}", step=step)
+    return store
+
+
+async def views(store: Store) -> list[tuple[str, str]]:
+    return [(view.prefix, view.state) for view in await catalog.look_everywhere(store)]
+
+
+async def drop(store: Store) -> None:
+    for entry in await store.list(CATALOG):
+        await store.delete(f"{CATALOG}/{entry.name}")
+
+
+async def test_a_start_adds_the_close_that_a_crash_left_out() -> None:
+    store = await several()
+    await leave_in_doubt(store, tag="global_step4", voting=(0,))
+    await note(store, record_of("intent", "global_step4", "00000001-0"))
+    state = await started(store)
+    outcomes = {prefix: entry.decoded() for prefix, entry in state.entries.items()}
+    aborted = outcomes["global_step4/00000001-0"]
+    assert aborted is not None
+    assert aborted.outcome == "abort"
+    assert outcomes == {view.prefix: view.outcome for view in await catalog.look_everywhere(store)}
+
+
+async def test_a_start_decides_what_was_announced_and_never_written() -> None:
+    """A writer that goes on after all finds the abort."""
+    store = await several()
+    await note(store, record_of("intent", "global_step9", "00000001-0"))
+    state = await started(store)
+    assert not any(entry.is_open for entry in state.entries.values())
+    assert ("global_step9/00000001-0", "aborted") in await views(store)
+
+
+@pytest.mark.parametrize("added_max", [0, 100])
+async def test_a_start_finds_what_was_there_before_the_catalog(monkeypatch: pytest.MonkeyPatch, added_max: int) -> None:
+    monkeypatch.setattr(catalog_mending, "ADDED_MAX", added_max)
+    store = await several()
+    before = await views(store)
+    await drop(store)
+    assert await catalog.scan(store) == await catalog.look_everywhere(store)
+    state = await started(store)
+    assert [(prefix, "committed") for prefix in state.entries] == before
+    assert ("000000000001.summary" in [entry.name for entry in await store.list(CATALOG)]) == (added_max == 0)
+
+
+async def test_catalog_6_a_damaged_catalog_hides_nothing_and_is_made_again() -> None:
+    store = await several()
+    before = await views(store)
+    records = [entry.name for entry in await store.list(CATALOG)]
+    await store.put(f"{CATALOG}/{records[1]}", b"{}")
+    assert [(view.prefix, view.state) for view in await catalog.scan(store)] == before
+    state = await started(store)
+    assert [(prefix, "committed") for prefix in state.entries] == before
+
+
+async def test_catalog_5_the_newest_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = await several()
+    mark = encode(Deleted(reason="by hand", writer=writer()))
+    await store.put(f"global_step3/00000001-0/{DELETED}", mark)
+    await store.put(f"global_step1/00000001-0/{DELETED}", mark)
+    monkeypatch.setattr(catalog, "NEWEST_LOOKED", 1)
+    found = await catalog.scan(store)
+    assert {view.tag: (view.state, view.entry is None) for view in found} == {
+        "global_step1": ("committed", False),
+        "global_step2": ("committed", False),
+        "global_step3": ("deleted", True),
+    }
+    monkeypatch.setattr(catalog, "NEWEST_LOOKED", 0)
+    found = await catalog.with_newest_looked(store, await catalog.scan(store))
+    assert [c.tag for c in catalog.checkpoints_of(found)] == ["global_step2", "global_step1"]
+    rebuilt = await catalog_mending.rebuild(store)
+    assert rebuilt == 3
+    assert {view.tag: view.state for view in await catalog.scan(store)} == {view.tag: view.state for view in found} | {
+        "global_step1": "deleted",
+        "global_step3": "deleted",
+    }
+
+
+async def test_a_look_costs_the_same_however_many_attempts_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of attempts that are decided and not among the newest, no directory is listed and no object read."""
+    monkeypatch.setattr(catalog, "NEWEST_LOOKED", 2)
+    store = Counting()
+    for step in range(1, 4):
+        await save_checkpoint(store, tag=f"global_step{step}", step=step)
+    few = await store.counted()
+    for step in range(4, 12):
+        await save_checkpoint(store, tag=f"global_step{step}", step=step)
+    assert await store.counted() == few
+
+
+class Counting(MemoryStore):
+    """Counts the looks at attempts."""
+
+    looks = 0
+
+    async def counted(self) -> int:
+        self.looks = 0
+        await catalog.scan(self)
+        return self.looks
+
+    async def list(self, prefix: str):  # type: ignore[no-untyped-def]
+        self.looks += prefix.startswith("global_step")
+        return await super().list(prefix)
+
+    async def get(self, key: str, **options: int) -> bytes:
+        self.looks += key.startswith("global_step")
+        return await super().get(key, **options)
