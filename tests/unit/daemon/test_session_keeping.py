@@ -98,8 +98,9 @@ async def test_a_flipped_bit_and_keep_last_1_with_a_sidecar(
         patch.setattr(OsFile, "_write", flipped)
         assert (await save(client, 2, shard(2, weight=2.0))).phase == "committed"
         async with asyncio.timeout(60):
-            while daemon.service.hub.jobs.all():  # the job ends when its leftovers are removed
+            while daemon.service.hub.jobs.all():
                 await asyncio.sleep(0.01)
+            await asyncio.gather(*(tidier.rest() for tidier in daemon.service.hub.tidiers))
     assert [c.tag for c in await catalog.checkpoints(store)] == ["global_step2", "global_step1"]
     assert (await catalog.attempts_of(store, "global_step2"))[0].read_back == "damaged"
     assert (await load_arrays(store, "global_step1", 0))["moving"] == np.full(1000, 1, dtype=np.float32).tobytes()

@@ -79,7 +79,7 @@ def test_damage_to_any_object_is_found(root: Path, at: With, cli: Cli, suffix: s
     assert suffix in answer.out or (suffix, fault) == ("outcome", "remove")
 
 
-OBJECTS = ["ballot", "00001.index", "00001-0.chunks", "outcome", "latest", ".checkpointd/plans/"]
+OBJECTS = ["ballot", "00001.index", "00001-0.chunks", "outcome", "latest"]
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EIO], ids=errno.errorcode.get)
@@ -92,13 +92,13 @@ def test_what_cannot_be_read_is_unreadable_and_no_damage(
     monkeypatch.setattr(verification, "PATIENCE", LoadConfig(retry_s=0.2))
     failing_reads = FailingReads()
     failing_reads.install(monkeypatch.setattr)
-    like = name if "/" in name or name == "latest" else f"global_step3/.*/{name}$"
+    like = name if name == "latest" else f"global_step3/.*/{name}$"
     failing_reads.add(Fault(like, number, fails=FOR_EVER, calls=("read", "read_at")))
     answer = cli("verify", root, "--record", "--json")
     assert answer.code == 6
     found = {v["tag"]: v for v in answer.json["checkpoints"]}
     assert all(v["damage"] == [] for v in found.values())
-    hit = set(found) if name.endswith("plans/") else set() if name == "latest" else {"global_step3"}
+    hit = set() if name == "latest" else {"global_step3"}
     assert {tag for tag, v in found.items() if v["state"] == "unreadable"} == hit
     assert {tag for tag, v in found.items() if v["state"] == "whole"} == set(found) - hit
     for tag in hit:
@@ -149,16 +149,13 @@ def test_damage_beside_what_cannot_be_read_ends_with_the_code_of_damage(
     assert (verdict["state"], len(verdict["damage"]), len(verdict["unreadable"])) == ("damaged", 1, 1)
 
 
-def test_a_damaged_plan_is_found_on_every_rank_that_has_it(root: Path, at: With, cli: Cli) -> None:
+def test_a_checkpoint_does_not_need_the_plans_of_its_ranks(root: Path, at: With, cli: Cli) -> None:
     at(three)
-    plans = objects(root / ".checkpointd/plans", "")
+    plans = [path for path in (root / ".checkpointd/plans").rglob("*") if path.is_file()]
+    assert plans
     for plan in plans:
         break_file(plan, "flip")
-    answer = cli("verify", root, "global_step1", "--json")
-    assert answer.code == 5
-    [verdict] = answer.json["checkpoints"]
-    assert [(d["rank"], d["key"].startswith(".checkpointd/plans/")) for d in verdict["damage"]] == [(0, True), (1, True)]
-    assert all(f"(rank {d['rank']})" in d["message"] for d in verdict["damage"])
+    assert cli("verify", root).code == 0
 
 
 def test_latest_that_names_no_checkpoint_is_damage_and_one_that_lags_is_not(root: Path, at: With, cli: Cli) -> None:
