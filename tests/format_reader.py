@@ -71,6 +71,40 @@ def attempts(root: Path, tag: str) -> dict[str, dict[str, Any] | None]:
     return {p.name: None if (p / "deleted").exists() else small_object(p / "outcome", "outcome") for p in found}
 
 
+def catalog(root: Path) -> dict[str, str]:
+    """What the catalog says of every attempt: open, commit, abort or removed."""
+    names = sorted(path.name for path in (root / ".checkpointd/catalog").iterdir())
+    summaries = [name for name in names if name.endswith(".summary")]
+    covered, entries = 0, dict[str, dict[str, Any]]()
+    if summaries:
+        summary = small_object(root / ".checkpointd/catalog" / summaries[-1], "summary")
+        covered = summary["number"]
+        entries = {f"{entry['tag']}/{entry['attempt']}": entry for entry in summary["entries"]}
+    records = [name for name in names if name.endswith(".record") and int(name[:12]) > covered]
+    check([int(name[:12]) for name in records] == list(range(covered + 1, covered + 1 + len(records))), "a record is missing")
+    for name in records:
+        record = small_object(root / ".checkpointd/catalog" / name, "record")
+        check(record["number"] == int(name[:12]) and record["kind"] != "rebuilt", name)
+        entry = entries.setdefault(f"{record['tag']}/{record['attempt']}", {})
+        if record["kind"] == "close" and "digest" not in entry:
+            entry.update(digest=record["digest"], outcome=record["outcome"])
+        if record["kind"] in ("close", "removing", "removed"):
+            entry["removing"] = record["kind"] == "removing"
+        if record["kind"] == "removed":
+            entry["removed"] = record["reason"]
+    return {prefix: _said(root / prefix, entry) for prefix, entry in entries.items()}
+
+
+def _said(folder: Path, entry: dict[str, Any]) -> str:
+    if entry.get("removing") or not (entry.get("digest") or entry.get("removed")):
+        return "open"
+    if entry.get("digest"):
+        check(digest((folder / "outcome").read_bytes()) == entry["digest"], folder)
+        if entry["outcome"]["outcome"] == "abort":
+            return "abort"
+    return "removed" if entry.get("removed") else "commit"
+
+
 def checkpoint(root: Path, tag: str) -> tuple[Path, dict[str, Any]]:
     """Directory and outcome of the newest commit of `tag`."""
     commits = {name: o for name, o in attempts(root, tag).items() if o is not None and o["outcome"] == "commit"}

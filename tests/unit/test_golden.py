@@ -17,6 +17,7 @@ import torch
 from checkpointd.config import LoadConfig
 from checkpointd.errors import NotFoundError
 from checkpointd.layout import tree
+from checkpointd.layout.catalog_records import decode_record, encode_record
 from checkpointd.layout.indexes import decode_index, encode_index
 from checkpointd.layout.manifest import (
     Damaged,
@@ -138,6 +139,22 @@ def test_this_release_still_writes_the_same_indexes_and_trees(path: Path) -> Non
     assert tree.encode(tree.files_of(index.tree) or tree.decode(index.tree)) == index.tree
 
 
+def records() -> list[Path]:
+    return sorted(GOLDEN.rglob("catalog/*.record"))
+
+
+@pytest.mark.parametrize("path", records(), ids=lambda path: f"{path.parents[2].name}-{path.name}")
+def test_this_release_still_writes_the_same_records(path: Path) -> None:
+    record = decode_record(path.read_bytes(), int(path.stem))
+    assert encode_record(record) == path.read_bytes()
+    assert (record.writer.host, record.writer.pid) == ("node7", 4711)
+
+
+def test_records_of_every_usual_kind_are_among_them() -> None:
+    found = {decode_record(path.read_bytes(), int(path.stem)).kind for path in records()}
+    assert found == {"intent", "close", "removing", "removed", "verified", "passed-over"}
+
+
 # --- by this release ---------------------------------------------------------------------------------------------------
 
 
@@ -242,6 +259,14 @@ def test_two_ranks_load_what_each_of_them_saved(tmp_path: Path) -> None:
 
 
 # --- by a reader made from the page ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("root", [*SOLO, "two-ranks", "references", "placed", FILES])
+async def test_a_reader_made_from_the_page_finds_the_same_attempts_in_the_catalog(root: str) -> None:
+    words = {"in-doubt": "open", "committed": "commit", "aborted": "abort", "deleted": "removed"}
+    async with PosixStore(GOLDEN / root) as store:
+        there = {view.prefix: words[view.state] for view in await catalog.look_everywhere(store)}
+    assert format_reader.catalog(GOLDEN / root) == there
 
 
 def test_the_reader_knows_nothing_of_checkpointd() -> None:
