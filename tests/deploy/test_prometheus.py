@@ -229,6 +229,8 @@ NOT_SHOWN = {
     # What others imply: the ranks that are connected, the bytes that are held.
     "checkpointd_ranks",
     "checkpointd_held_snapshots",
+    # Of the pace that a trainer asks for: the status of the save says more.
+    "checkpointd_rested_seconds_total",
     # Of a histogram, its buckets are shown.
     "checkpointd_commit_seconds_count",
     "checkpointd_commit_seconds_sum",

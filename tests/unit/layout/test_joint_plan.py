@@ -24,7 +24,8 @@ def encoded(parts: Parts, order: list[int] | None = None) -> bytes:
     """The joint plan of ranks that list `parts`, whose plans are read in `order`."""
     names, listings = TensorNumbers(), {}
     for rank in order or sorted(parts):
-        listings[rank] = NumberedPlan.of(Plan(rank=rank, world_size=len(parts), tensors=tuple(parts[rank])), names)
+        head = {"tag": "tag", "attempt": "00000001-0", "rank": rank, "takeover": 0, "world_size": len(parts)}
+        listings[rank] = NumberedPlan.of(Plan(**head, tensors=tuple(parts[rank])), names)
     return encode_joint_plan(listings, names)
 
 
