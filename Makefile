@@ -45,7 +45,7 @@ type: setup ## mypy, strict: both packages, and user code in tests/typing
 bench: setup ## Measure every goal, beside the peers, and write benchmarks/RESULTS.md (hours, 32 GiB of disk)
 	$(BIN)/python benchmarks/compare.py --write
 
-bench-quick: setup ## The same at small sizes, in three minutes: a line for every goal that this measures
+bench-quick: setup ## The same at small sizes, in a few minutes: a line for every goal that this measures
 	$(BIN)/python benchmarks/compare.py --quick
 
 generate: setup ## Write the generated parts of the documentation again

@@ -60,7 +60,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="OUT", help="write every measurement there")
     parser.add_argument("--render", type=Path, metavar="IN", help="measure nothing: tables of an earlier --json")
     parser.add_argument("--write", action="store_true", help=f"write {_RESULTS.relative_to(environment.ROOT)} and speed.svg")
-    parser.add_argument("--quick", action="store_true", help="three minutes: 0.1 GiB, one run, few systems, small sizes")
+    parser.add_argument("--quick", action="store_true", help="a few minutes: 0.1 GiB, one run, few systems, small sizes")
     options = parser.parse_args(given)
     if options.quick:
         options.gib, options.runs, options.warm, options.ranks, options.quiet = 0.1, 1, 1, "1", 0.5
