@@ -37,6 +37,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(autouse=True)
 def _log_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    believe_the_log(monkeypatch)
+
+
+def believe_the_log(patch: pytest.MonkeyPatch) -> None:
     """Simulated roots have few attempts: look at the objects of the newest alone, as roots with many attempts do."""
-    monkeypatch.setattr(catalog, "NEWEST_LOOKED", 2)
-    monkeypatch.setattr(catalog_log, "SUMMARY_EVERY", 8)
+    patch.setattr(catalog, "NEWEST_LOOKED", 2)
+    patch.setattr(catalog_log, "SUMMARY_EVERY", 8)

@@ -184,7 +184,11 @@ def test_a_seed_replays() -> None:
 
 
 def test_a_seed_replays_in_another_process() -> None:
-    code = "import sys; sys.path.insert(0, sys.argv[1]); from test_job import story; print(story(11))"
+    # No fixture of pytest reaches the other process.
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import pytest; from conftest import believe_the_log; "
+        "from test_job import story; believe_the_log(pytest.MonkeyPatch()); print(story(11))"
+    )
     told = [
         subprocess.run(
             [sys.executable, "-c", code, os.path.dirname(__file__)],

@@ -27,7 +27,7 @@ from checkpointd.commit.machine import Event
 from checkpointd.commit.retention import CheckpointFacts, RemovalChoice
 from checkpointd.errors import FencedError, NotFoundError, StoreError
 from checkpointd.layout import keys
-from checkpointd.layout.keys import BALLOT, OUTCOME, AttemptId, attempt_prefix
+from checkpointd.layout.keys import BALLOT, JOINT_PLAN, OUTCOME, AttemptId, attempt_prefix
 from checkpointd.layout.manifest import Epoch, ErrorReport, Lease, Outcome, Vote, encode
 from checkpointd.pipeline import attempt
 from checkpointd.pipeline.attempt import Attempt
@@ -180,8 +180,9 @@ def outcome_overwritten(patch: Patch) -> None:
 
     async def put(store: Store, draft: publish.Draft) -> Outcome:
         outcome = draft.outcome
-        if draft.ballot:
-            await publish.put_ballot(store, outcome.prefix, draft.ballot)
+        for name, data in ((BALLOT, draft.ballot), (JOINT_PLAN, draft.plan)):
+            if data:
+                await publish.put_for_commit(store, outcome.prefix, name, data)
         parsed = AttemptId.parse(outcome.attempt)
         assert parsed is not None
         await store.put(f"{attempt_prefix(outcome.tag, parsed)}/{OUTCOME}", encode(outcome))
