@@ -1,4 +1,4 @@
-"""A load from objects that were damaged, or that hold another program's data, changes nothing and runs nothing."""
+"""Objects that were damaged, or that hold another program's data, run nothing. A load that verifies first changes nothing."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from checkpointd.errors import (
     CheckpointdError,
     DamagedError,
     MismatchError,
+    PartlyLoadedError,
 )
 from checkpointd.layout import tree
 from checkpointd.store.posix.store import PosixStore
@@ -28,19 +29,36 @@ def store(tmp_path: Path) -> PosixStore:
     return PosixStore(tmp_path / "root")
 
 
-def test_overwritten_bytes_are_found_before_they_reach_a_tensor(tmp_path: Path) -> None:
+@pytest.fixture
+def overwritten(tmp_path: Path) -> Path:
+    """A root whose newer checkpoint has other bytes in the middle of its tensor."""
     with Checkpointer(tmp_path) as ckpt:
         ckpt.save(1, uniform_weights(1.0)).wait()
         ckpt.save(2, uniform_weights(2.0)).wait()
     with next(tmp_path.glob("global_step2/*/*.chunks")).open("r+b") as file:
         file.seek(8192)
         file.write(b"\x00" * 4096)
+    return tmp_path
+
+
+def test_overwritten_bytes_are_found_before_they_reach_a_tensor(overwritten: Path) -> None:
     target = uniform_weights(-1.0)
-    with Checkpointer(tmp_path) as ckpt:
+    with Checkpointer(overwritten) as ckpt:
         with pytest.raises(DamagedError, match=r"00000-0\.chunks.*rank 0, w"):
-            ckpt.load(target, tag="global_step2")
+            ckpt.load(target, tag="global_step2", verify_first=True)
         assert bool((target["w"] == -1.0).all())
-    assert load_uniform_weights(tmp_path) == (1, 1.0)
+    assert load_uniform_weights(overwritten) == (1, 1.0)
+
+
+def test_overwritten_bytes_that_reached_a_tensor_are_told_as_a_mixture_or_overwritten(overwritten: Path) -> None:
+    with Checkpointer(overwritten) as ckpt:
+        target = uniform_weights(-1.0)
+        with pytest.raises(PartlyLoadedError, match=r"00000-0\.chunks.*rank 0, w"):
+            ckpt.load(target, tag="global_step2")
+        loaded = ckpt.load(target)
+        assert loaded is not None
+        assert loaded.tag == "global_step1"
+        assert bool((target["w"] == 1.0).all())
 
 
 async def test_per_rank_values_of_two_ranks_are_not_half_loaded_by_one(store: PosixStore, tmp_path: Path) -> None:

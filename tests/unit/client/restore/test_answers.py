@@ -76,11 +76,15 @@ class Kept:
     def equal(self, one: str, two: str, content: RankContent) -> bool:
         raise AssertionError("nothing is tied")
 
+    def locate(self, targets: Sequence[Target], content: RankContent) -> None:
+        pass
+
     def verify(self, targets: Sequence[Target], content: RankContent) -> None:
         if self.damaged:
             raise DamagedError("torn", rank=1)
 
     def fill(self, targets: Sequence[Target], content: RankContent) -> None:
+        self.verify(targets, content)
         for target in targets:
             dtype, shape = self.saved.entries[target.fqn]
             copy_bits(target.tensor, tensor_of(self.saved.data[target.fqn], dtype, shape))
@@ -113,7 +117,9 @@ def writer() -> Iterator[WriterThread]:
     writer.close()
 
 
-def load(states: Sequence[State | Chooser], writer: WriterThread, sources: Callable[[int], list[Kept]]) -> list[Outcome]:
+def load(
+    states: Sequence[State | Chooser], writer: WriterThread, sources: Callable[[int], list[Kept]], *, verify_first: bool = False
+) -> list[Outcome]:
     """What load(strict=False) gives on each rank."""
     store = dist.HashStore()
 
@@ -121,9 +127,8 @@ def load(states: Sequence[State | Chooser], writer: WriterThread, sources: Calla
         ranks = Ranks(rank=rank, world_size=WORLD)
         turn = LoadRounds(StoreBoard(store, ranks), ranks, 30.0, 30.0).begin()
         config, memory = LoadConfig(), MemoryStore()
-        loader = Simulated(
-            memory, writer, ranks, config, turn, 30.0, states[rank], LoadOptions(strict=False), sources=sources(rank)
-        )
+        options = LoadOptions(strict=False, verify_first=verify_first)
+        loader = Simulated(memory, writer, ranks, config, turn, 30.0, states[rank], options, sources=sources(rank))
         try:
             return loader.load(None, fallback=True)
         except CheckpointdError as error:
@@ -185,7 +190,10 @@ def test_a_rank_whose_object_fails_asks_the_next_one_all_the_same(writer: Writer
     assert asked == [["app", "ema"]] * WORLD
 
 
-def test_an_object_is_not_asked_again_for_the_checkpoint_before_a_damaged_one(writer: WriterThread) -> None:
+@pytest.mark.parametrize("verify_first", [True, False])
+def test_an_object_is_not_asked_again_for_the_checkpoint_before_a_damaged_one(
+    writer: WriterThread, *, verify_first: bool
+) -> None:
     asked: list[list[str]] = [[], []]
 
     def two(rank: int) -> list[Kept]:
@@ -193,7 +201,7 @@ def test_an_object_is_not_asked_again_for_the_checkpoint_before_a_damaged_one(wr
         newer.damaged = rank == 1
         return [newer, older]
 
-    for outcome in load(states(asked), writer, two):
+    for outcome in load(states(asked), writer, two, verify_first=verify_first):
         assert isinstance(outcome, Loaded)
         assert outcome.fell_back_from
     assert asked == [["app", "ema"]] * WORLD
