@@ -11,7 +11,8 @@ Invariants
       committed.
   ATTEMPT-6  If a rank finds a newer epoch in which the attempt does not survive, it writes nothing of its shard and puts the
       abort at once.
-  ATTEMPT-7  A rank puts no vote and no outcome if the root is not the one in which the job began (OWNROOT-1 in `own_root.py`).
+  ATTEMPT-7  A rank puts no vote, no outcome and no record of the catalog if the root is not the one in which the job began
+      (OWNROOT-1 in `own_root.py`).
   ATTEMPT-8  A rank puts the first object of an attempt only after a record announces the attempt (CATALOG-1 in
       `catalog_log.py`). The coordinator announces it while the snapshot is taken. Another rank does so if it sees no
       announcement for some time.
@@ -187,11 +188,10 @@ class Attempt:
         finally:
             showing.end(self.info)
             tidier.end(self.info)
-        is_decided = self.info.rank == COORDINATOR and self.outcome is not None
         if self.info.rank == COORDINATOR and self.outcome is not None:
-            await tidier.known.decided(self.outcome)
-        if is_decided and not (self.phase is Phase.COMMITTED and tidier.committed_alone(self.info)):
-            tidier.ask(self.info)
+            await tidier.known.decided(self.outcome, self._check_root)
+            if not (self.phase is Phase.COMMITTED and tidier.committed_alone(self.info)):
+                tidier.ask(self.info)
 
     async def _run(self, staged: Awaitable[Shard]) -> None:
         work = asyncio.ensure_future(self._work(staged))

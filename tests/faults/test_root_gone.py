@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from checkpointd.layout.catalog_records import CATALOG, decode_record
 from checkpointd.pipeline.root import own_root
 from checkpointd_client import Checkpointer
 from checkpointd_client.errors import RootGoneError
@@ -40,12 +41,20 @@ def _below(root: Path) -> set[str]:
     return {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
 
 
+def _is_recorded(root: Path, tag: str) -> bool:
+    """Whether the catalog has the outcome of `tag`, which the coordinator adds after the save is reported as committed."""
+    records = [decode_record(path.read_bytes(), int(path.stem)) for path in (root / CATALOG).glob("*.record")]
+    is_closed = any((record.kind, record.tag) == ("close", tag) for record in records)
+    return is_closed and not any((root / ".checkpointd/tmp").iterdir())
+
+
 def _goes_and_comes_back(
     root: Path, leave: Callable[[], None], come_back: Callable[[], None], sidecar: str | None = None
 ) -> None:
     state = {"model": torch.nn.Linear(4, 4)}
     with Checkpointer(root, sidecar=sidecar, compression="none", commit_timeout_s=60) as checkpointer:
         checkpointer.save(1, state).wait()
+        wait_until(lambda: _is_recorded(root, "global_step1"), "the save is in the catalog")
         leave()
         before = _below(root)
         with pytest.raises(RootGoneError, match=r"no longer the directory in which this job began.*unmounted"):
@@ -131,6 +140,11 @@ def test_a_lease_goes_on_when_the_root_is_back(tmp_path: Path) -> None:
         assert checkpointer._core._writer.call(lease._counts(), 10)
 
 
+def _is_numbered_anew(merged: Path, root: Path, before: int) -> bool:
+    remount(merged, "rw")  # drops the cached directory entries of this file system alone, but for those in use
+    return root.stat().st_ino != before
+
+
 @pytest.mark.root
 @pytest.mark.xdist_group("mounts")
 def test_an_overlay_that_numbers_its_directories_anew(tmp_path: Path) -> None:
@@ -142,8 +156,7 @@ def test_an_overlay_that_numbers_its_directories_anew(tmp_path: Path) -> None:
         with Checkpointer(root, compression="none", commit_timeout_s=60) as checkpointer:
             checkpointer.save(1, state).wait()
             before = root.stat().st_ino
-            remount(merged, "rw")  # drops the cached directory entries of this file system alone
-            assert root.stat().st_ino != before
+            wait_until(lambda: _is_numbered_anew(merged, root, before), "the directory has another number")
             checkpointer.save(2, state).wait()
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -158,15 +158,18 @@ class CatalogLog:
         for key in old[:REMOVED_MAX]:
             await self.store.delete(key)
 
-    async def decided(self, outcome: Outcome) -> None:
-        """Add the close of an attempt, as `note_outcome`, and now and then keep the catalog small. Raises no StoreError."""
+    async def decided(self, outcome: Outcome, check_root: Callable[[], Awaitable[None]]) -> None:
+        """Add the close of an attempt, as `note_outcome`, and now and then keep the catalog small. Does nothing if `check_root`
+        raises: the root may have gone since the outcome was put (OWNROOT-1). Raises no CheckpointdError.
+        """
         try:
+            await check_root()
             await self.append(close_of(outcome, writer()))
             self._closed += 1
             if self._closed % COMPACT_EVERY == 1:
                 await self.refresh()
                 await self.compact()
-        except StoreError as error:
+        except CheckpointdError as error:
             log.warning("the catalog of %s cannot be continued: %s; the next start mends it", self.store.url, error)
 
     async def begin_again(self) -> int:

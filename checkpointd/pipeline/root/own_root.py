@@ -1,8 +1,8 @@
 """Checks that the root's path still leads to the directory in which this job began.
 
 Invariant
-  OWNROOT-1  A writer that knows its job's epoch puts a vote or an outcome only if it has just seen the record of that epoch,
-      with the job's nonce, in the same directory in which it saw the record first.
+  OWNROOT-1  A writer that knows its job's epoch puts a vote, an outcome, or an attempt's intent or close only if it has just
+      seen the record of that epoch, with the job's nonce, in the same directory in which it saw the record first.
 """
 
 from __future__ import annotations

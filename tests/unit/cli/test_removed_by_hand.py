@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from checkpointd.errors import StoreError
+from checkpointd.layout.catalog_records import CATALOG
 from checkpointd.report.listing import listing
 from checkpointd.store.base import Entry, Store
 from checkpointd.store.posix.store import PosixStore
@@ -190,16 +191,16 @@ def test_a_directory_that_cannot_be_listed_again_proves_nothing(cli: Cli, three:
     assert set(states(cli, three).values()) == {"committed"}
 
 
-def test_nothing_is_read_of_a_whole_root_but_outcomes_votes_and_latest(
+def test_nothing_is_read_of_a_whole_root_but_the_catalog_outcomes_ballots_and_latest(
     cli: Cli, three: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: set[str] = set()
     get = PosixStore.get
 
     async def noted(self: PosixStore, key: str, **options: int) -> bytes:
-        read.add(key.rpartition("/")[2])
+        read.add(CATALOG if key.startswith(f"{CATALOG}/") else key.rpartition("/")[2])
         return await get(self, key, **options)
 
     monkeypatch.setattr(PosixStore, "get", noted)
     cli("list", three)
-    assert read == {"outcome", "ballot", "latest"}
+    assert read == {CATALOG, "outcome", "ballot", "latest"}

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from checkpointd.commit.machine import Phase
 from checkpointd.errors import LinkError, NotFoundError, RootGoneError, StoreError, UnreadableError
 from checkpointd.layout.keys import epoch_key
 from checkpointd.pipeline.root import epochs, own_root
 from checkpointd.pipeline.root.own_root import OwnRoot
+from checkpointd.pipeline.shard import COORDINATOR
 from checkpointd.store.base import SMALL_BYTES_MAX, Entry
 from checkpointd.store.identity import Identity
 from checkpointd.store.memory import MemoryStore
@@ -21,6 +23,7 @@ from checkpointd.store.patient import LOOKS_MIN
 from checkpointd.store.posix.failures import store_error
 from checkpointd.store.posix.osdisk import OsDisk
 from checkpointd.store.posix.store import PosixStore
+from tests.builders import plan_save
 
 HERE = Identity(device=1, number=2, object_touched_ns=4)
 
@@ -202,3 +205,23 @@ async def test_a_look_that_told_nothing_proves_no_absence(monkeypatch: pytest.Mo
     monkeypatch.setattr(own_root, "ABSENCE_S", 60.0)
     await root.check(1)
     assert store.unseen == 0
+
+
+async def test_ownroot_1_a_root_that_goes_after_the_commit_costs_its_successor_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The coordinator tells the catalog of the outcome after the save is reported as committed."""
+    root = tmp_path / "root"
+
+    def replace_root(phase: Phase) -> None:
+        if phase is Phase.COMMITTED:
+            root.rename(tmp_path / "away")
+            root.mkdir()
+
+    async with PosixStore(root) as store:
+        save = await plan_save(store, world_size=1)
+        attempt = save._attempt(COORDINATOR, replace_root)
+        await attempt.run(save._staged(COORDINATOR))
+    assert attempt.phase is Phase.COMMITTED
+    assert [path for path in root.rglob("*") if path.is_file()] == []
+    assert "no longer the directory in which this job began" in caplog.text
