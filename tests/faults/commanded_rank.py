@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from checkpointd import waits
 from checkpointd.errors import AbortedError, CheckpointdError
+from checkpointd.pipeline.gc import tidying
 from checkpointd.pipeline.root import leases
 from checkpointd.store.posix import osfile
 from checkpointd.store.posix.osdisk import OsDisk
@@ -158,8 +159,12 @@ class Rank:
         """Train and save every step after `after`; the end of every save is noted in `journal`. Does not return."""
         save_endlessly(self._ckpt, self._training, Journal(Path(journal)), after=after, every=1)
 
-    def save_over_and_over(self, root: str, tag: str | None, sidecar: str | None) -> None:
-        """Save as fast as it can what changes wholly between saves, all under `tag` if it has one. Does not return."""
+    def save_over_and_over(self, root: str, tag: str | None, sidecar: str | None, small_max: int) -> None:
+        """Save as fast as it can what changes wholly between saves, all under `tag` if it has one. Does not return.
+
+        `small_max`: how many small attempts may lie beside the checkpoints that stay (TIDY-2).
+        """
+        tidying.SMALL_MAX = small_max
         weights = torch.zeros(64 * 1024)
         state = {"weights": weights}
         ckpt = Checkpointer(root, retention=None if tag else Retention(keep_last=3), sidecar=sidecar)

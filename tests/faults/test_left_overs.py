@@ -1,7 +1,8 @@
-"""A job that saves all the time and is killed now and then leaves at most three attempts beside the kept checkpoints."""
+"""A job that saves all the time and is killed now and then: beside the kept checkpoints, it leaves what TIDY-2 allows."""
 
 from __future__ import annotations
 
+import sys
 import threading
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,6 +17,13 @@ from tests.faults.jobs import Job, wait_until
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
 SPARE, LIVES, SAVES = 3, 3, 10
+SERVING = """
+import runpy, sys
+from checkpointd.pipeline.gc import tidying
+tidying.SMALL_MAX, sys.argv = int(sys.argv[1]), sys.argv[4:]
+runpy.run_module("checkpointd", run_name="__main__", alter_sys=True)
+"""
+"""A sidecar with another SMALL_MAX. Its arguments: the number, and the command line of a sidecar."""
 
 
 class Counter:
@@ -60,19 +68,22 @@ def listed(folder: Path) -> list[Path]:
 
 @pytest.mark.parametrize("tag", [None, "best"])
 @pytest.mark.parametrize("has_sidecar", [False, True])
-async def test_a_job_that_is_killed_now_and_then_never_leaves_more_than_three(
-    tmp_path: Path, tag: str | None, has_sidecar: bool
+@pytest.mark.parametrize("small_max", [0, 8])
+async def test_tidy_2_a_job_that_is_killed_now_and_then(
+    tmp_path: Path, tag: str | None, has_sidecar: bool, small_max: int
 ) -> None:
+    """Its saves are small, so the bound is `small_max` where that is more than SPARE."""
     root = tmp_path / "root"
     root.mkdir()
     with ExitStack() as stack:
-        socket = str(stack.enter_context(Daemon(tmp_path)).socket) if has_sidecar else None
+        serving = [sys.executable, "-c", SERVING, str(small_max)]
+        socket = str(stack.enter_context(Daemon(tmp_path, within=serving)).socket) if has_sidecar else None
         counter = Counter(root)
         stack.callback(counter.stop)
         for _ in range(LIVES):
             with Job(folder=tmp_path, world_size=1) as job:
-                job.tell("save_over_and_over", root=str(root), tag=tag, sidecar=socket)
+                job.tell("save_over_and_over", root=str(root), tag=tag, sidecar=socket, small_max=small_max)
                 counter.wait_for(SAVES)
-    assert counter.most <= (1 if tag else 3) + SPARE
+    assert counter.most <= (1 if tag else 3) + max(SPARE, small_max)
     async with open_store(root) as store:
         assert await catalog.checkpoints(store)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from concurrent.futures import wait
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -428,6 +429,7 @@ def test_a_process_that_has_not_loaded_removes_nothing_of_an_earlier_job(
         writer = CheckpointdWriter(tmp_path, step=step, retention=Retention(keep_last=1), **options)
         dcp.save({"w": torch.full((5,), float(step))}, storage_writer=writer, **ALONE)
         session, state = writer._ready()
+        wait(set(session._running), 30)  # the coordinator asks for the removal after the outcome, when dcp.save() may be over
         session.writer.call(state.tidier.rest(), 30)
         return {attempt.tag for attempt in attempts(tmp_path) if attempt.state == "committed"}
 
