@@ -297,6 +297,8 @@ class OpenCheckpoint:
             self._check_named(restoration)
             if options.verify_first:
                 source.verify(restoration.targets, content)
+            elif restoration.live:  # one that was removed before must not count as loaded in part
+                self._call(self._reading.check_there(source.checkpoint, patiently=True))
             fqns = frozenset(target.fqn for target in restoration.targets)
             if not touched <= fqns:
                 raise MismatchError(f"{source.tag} lacks {min(touched - fqns)}, which was read from the checkpoint before it")

@@ -80,9 +80,13 @@ class CheckpointFinder:
         """A store that reads objects of `checkpoint` again if they cannot be read now, unless the checkpoint was removed."""
         return PatientStore(self.store, self._patience(), on_answer, partial(self.check_there, checkpoint))
 
-    async def check_there(self, checkpoint: Checkpoint) -> None:
-        """Raise NotFoundError if `checkpoint` was removed: it has a mark, or its outcome is gone."""
-        found = await catalog.view(self.store, checkpoint.tag, checkpoint.attempt)
+    async def check_there(self, checkpoint: Checkpoint, *, patiently: bool = False) -> None:
+        """Raise NotFoundError if `checkpoint` was removed: it has a mark, or its outcome is gone.
+
+        `patiently`: look again if that cannot be read now. Without it, the caller does.
+        """
+        store = PatientStore(self.store, self._patience()) if patiently else self.store
+        found = await catalog.view(store, checkpoint.tag, checkpoint.attempt)
         if found.state == "deleted" or OUTCOME not in found.sizes:
             raise NotFoundError(
                 f"{checkpoint.prefix} was removed from {self.store.url} after it was opened here: open the newest, or another "

@@ -359,54 +359,77 @@ def before(step: str, patch: pytest.MonkeyPatch, act: Callable[[], None]) -> Ite
     """Do `act` once, just before the next `step` of a load."""
     original = getattr(StoredSource, step)
 
-    def hooked(self: StoredSource, *arguments: Any) -> None:
+    def hooked(self: StoredSource, *arguments: Any) -> Any:
         patch.setattr(StoredSource, step, original)
         act()
-        original(self, *arguments)
+        return original(self, *arguments)
 
     patch.setattr(StoredSource, step, hooked)
     yield
 
 
-@pytest.mark.parametrize("step", ["verify", "fill"])
+@pytest.mark.parametrize(("step", "verify_first"), [("verify", True), ("fill", True), ("content", False), ("fill", False)])
 def test_removed_while_it_is_loaded_the_next_one_is_taken(
-    root: Path, step: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    root: Path, step: str, verify_first: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     fresh = state(8)
     with open_checkpoint(root) as opened:
         next(before(step, monkeypatch, lambda: delete(root, "global_step4")))
-        loaded = opened.load(fresh)
+        loaded = opened.load(fresh, verify_first=verify_first)
         assert (loaded.tag, opened.step, loaded.fell_back_from) == ("global_step3", 3, ())
     assert same(dict(fresh["model"].state_dict()), state(3)["model"])
     assert "global_step4/00000002-0 was removed while it was being read" in caplog.text
 
 
-@pytest.mark.parametrize(("step", "kind"), [("verify", NotFoundError), ("fill", PartlyLoadedError)])
+@pytest.mark.parametrize(
+    ("step", "verify_first", "kind"),
+    [("verify", True, NotFoundError), ("content", False, NotFoundError), ("fill", False, PartlyLoadedError)],
+)
 def test_open_2_what_has_told_of_one_gives_of_no_other(
-    root: Path, step: str, kind: type[Exception], monkeypatch: pytest.MonkeyPatch
+    root: Path, step: str, verify_first: bool, kind: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with open_checkpoint(root) as opened:
         assert opened.step == 4
         next(before(step, monkeypatch, lambda: delete(root, "global_step4")))
         with pytest.raises(kind, match="global_step4/00000002-0 was removed"):
-            opened.load(state(8))
+            opened.load(state(8), verify_first=verify_first)
         with pytest.raises(NotFoundError, match="global_step4/00000002-0 was removed"):
             opened.tensor("extra.w")
 
 
-def test_a_named_one_that_was_removed_is_not_found(root: Path) -> None:
+@pytest.mark.parametrize("verify_first", [True, False])
+def test_a_named_one_that_was_removed_is_not_found(root: Path, verify_first: bool) -> None:
+    fresh = state(8)
     with open_checkpoint(root, "global_step3") as opened:
         delete(root, "global_step3")
         with pytest.raises(NotFoundError, match="global_step3"):
-            opened.load(state(8))
+            opened.load(fresh, verify_first=verify_first)
+    assert same(dict(fresh["model"].state_dict()), state(8)["model"])
 
 
-def test_a_tag_that_was_saved_anew_is_read_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_look_whether_it_is_still_there_is_repeated(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listing, failures = PosixStore.list, [UnreadableError("the network is gone")]
+
+    async def fails_once(self: PosixStore, prefix: str) -> list[Entry]:
+        if failures:
+            raise failures.pop()
+        return await listing(self, prefix)
+
+    with open_checkpoint(root) as opened:
+        monkeypatch.setattr(PosixStore, "list", fails_once)
+        assert opened.load(state(8)).step == 4
+    assert not failures
+
+
+@pytest.mark.parametrize(("step", "verify_first"), [("verify", True), ("content", False), ("fill", False)])
+def test_a_tag_that_was_saved_anew_is_read_anew(
+    tmp_path: Path, step: str, verify_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save(tmp_path, 3, tag="best")
     fresh = state(8)
     with open_checkpoint(tmp_path, "best") as opened:
-        next(before("verify", monkeypatch, lambda: save(tmp_path, 5, tag="best") and None))
-        assert opened.load(fresh).step == 5
+        next(before(step, monkeypatch, lambda: save(tmp_path, 5, tag="best") and None))
+        assert opened.load(fresh, verify_first=verify_first).step == 5
     assert same(dict(fresh["model"].state_dict()), state(5)["model"])
 
 
