@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable, Container, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Container, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,14 +15,14 @@ from checkpointd.errors import CheckpointdError, DamagedError, FormatError, NotF
 from checkpointd.layout import tree
 from checkpointd.layout.files import check_files, pieces_of
 from checkpointd.layout.joint_plan import encode_joint_plan, joint_plan_ref
-from checkpointd.layout.keys import DAMAGED, JOINT_PLAN, OUTCOME, VERIFIED, object_key
+from checkpointd.layout.keys import BALLOT, DAMAGED, JOINT_PLAN, OUTCOME, VERIFIED, object_key
 from checkpointd.layout.manifest import Damaged, Index, Verified, encode
 from checkpointd.layout.plan import NumberedPlan, TensorNumbers, compared
 from checkpointd.pipeline.read.duplicate_boxes import unequal
 from checkpointd.pipeline.read.index import read_index
 from checkpointd.pipeline.read.joint_plan import checked_joint_plan
 from checkpointd.pipeline.read.load import read_tensors
-from checkpointd.pipeline.root.ballots import vote_of
+from checkpointd.pipeline.root.ballots import ballot_ref, vote_of
 from checkpointd.pipeline.root.catalog import Checkpoint, view
 from checkpointd.pipeline.root.catalog_log import note, record_of
 from checkpointd.pipeline.root.identity import writer
@@ -94,6 +94,9 @@ async def verify(
     names, stored = TensorNumbers(), dict[int, NumberedPlan]()
     for rank in range(checkpoint.outcome.world_size):
         try:
+            if rank == COORDINATOR:
+                ballot = {f"{checkpoint.prefix}/{BALLOT}": ballot_ref(checkpoint.outcome).size}
+                verdict.damage.extend([Damage.of(error, rank) async for error in _too_long(store, ballot)])
             index = await _verify_rank(store, checkpoint, rank, config, count, verdict)
             stored[rank] = await aside(len(index.tensors), NumberedPlan.of, index, names)
         except (DamagedError, NotFoundError, StoreError) as error:
@@ -201,7 +204,8 @@ async def _verify_rank(
         await _check_described(store, checkpoint, index)
     except CheckpointdError as error:
         verdict.note(error, rank)
-    verdict.damage.extend([Damage.of(error, rank) async for error in _wrong_sizes(store, checkpoint, index)])
+    sizes = {ref.key(checkpoint.prefix): ref.size for ref in index.objects}
+    verdict.damage.extend([Damage.of(error, rank) async for error in _too_long(store, sizes)])
     others = left(index)
     wanted = {t.fqn: None for t in index.tensors if t.fqn not in others}
     found = await read_tensors(store, checkpoint.prefix, index, wanted, config, count)
@@ -209,13 +213,12 @@ async def _verify_rank(
     return index
 
 
-async def _wrong_sizes(store: Store, checkpoint: Checkpoint, index: Index) -> AsyncIterator[DamagedError]:
-    """The objects that are longer than they were written. The chunks do not show it, but such a file has changed."""
-    for ref in index.objects:
-        key = ref.key(checkpoint.prefix)
+async def _too_long(store: Store, sizes: Mapping[str, int]) -> AsyncIterator[DamagedError]:
+    """The objects of `sizes` that are longer than they were written. The reads do not show that such a file has changed."""
+    for key, written in sizes.items():
         size = await store.stat(key)
-        if size is not None and size > ref.size:
-            yield DamagedError(f"{key!r} in {store.url} has {size} bytes, and was written with {ref.size}", key=key)
+        if size is not None and size > written:
+            yield DamagedError(f"{key!r} in {store.url} has {size} bytes, and was written with {written}", key=key)
 
 
 async def checked_index(store: Store, checkpoint: Checkpoint, rank: int) -> Index:

@@ -90,7 +90,7 @@ def test_an_object_of_its_own_was_removed(cli: Cli, three: Path, suffix: str) ->
     assert key in cli("verify", three, "global_step2").out
 
 
-@pytest.mark.parametrize("suffix", [".chunks", ".file"])
+@pytest.mark.parametrize("suffix", [".chunks", ".file", "ballot"])
 def test_bytes_behind_the_end_of_an_object_are_damage_to_verify_as_well(
     cli: Cli, three: Path, tmp_path: Path, suffix: str
 ) -> None:
