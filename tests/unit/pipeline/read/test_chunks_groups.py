@@ -203,8 +203,9 @@ def test_read_1_a_chunk_whose_parts_disagree_is_refused(codec: str, change: str)
     }
     data = bytearray(part)
     data[-1] ^= change == "stored byte"
-    if (codec, change) == ("raw", "checksum"):
-        pytest.skip("a chunk that is stored raw is checked by its digest alone")
+    if (codec, change) == ("raw", "checksum"):  # a chunk that is stored raw is checked by its digest alone
+        assert decoded(msgspec.structs.replace(chunk, **changes[change]), np.frombuffer(part, np.uint8)).tobytes() == part
+        return
     with pytest.raises(CodecError):
         decoded(msgspec.structs.replace(chunk, **changes[change]), np.frombuffer(bytes(data), np.uint8))
 
