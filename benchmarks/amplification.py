@@ -22,8 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import report
 from checkpointd.config import LoadConfig, PersistConfig
 from checkpointd.layout.dtypes import ITEM_BYTES
+from checkpointd.layout.indexes import Chunk, Index, TensorEntry
 from checkpointd.layout.keys import AttemptId, chunks_name
-from checkpointd.layout.manifest import Chunk, Index, ObjectRef, Outcome, TensorEntry, WriterIdentity
+from checkpointd.layout.manifest import ObjectRef, Outcome, WriterIdentity
 from checkpointd.pipeline.read.checkpoint_view import CheckpointView
 from checkpointd.pipeline.read.chunks import group_chunks
 from checkpointd.pipeline.read.plan import BoxRequest, plan_reads

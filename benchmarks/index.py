@@ -18,8 +18,8 @@ from functools import partial
 import msgspec
 
 from checkpointd.layout.boxes import whole
-from checkpointd.layout.indexes import decode_index, encode_index
-from checkpointd.layout.manifest import Chunk, Index, ObjectRef, TensorEntry
+from checkpointd.layout.indexes import Chunk, Index, TensorEntry, decode_index, encode_index
+from checkpointd.layout.manifest import ObjectRef
 
 CHUNK_BYTES = 4 << 20
 PARTS = ("attn.qkv.weight", "attn.out.weight", "mlp.up.weight", "mlp.down.weight", "norm.weight")

@@ -25,8 +25,9 @@ import msgspec
 from benchmarks import document, report
 from benchmarks.amplification import Ranks, Tensor, model
 from checkpointd.layout.dtypes import ITEM_BYTES
+from checkpointd.layout.indexes import Plan, PlanTensor
 from checkpointd.layout.keys import plan_key
-from checkpointd.layout.manifest import Plan, PlanTensor, Vote, WriterIdentity, digest
+from checkpointd.layout.manifest import Vote, WriterIdentity, digest
 from checkpointd.pipeline.outcome.publish import PlanCheck
 from checkpointd.pipeline.root.plans import encode_plan
 from checkpointd.store.memory import MemoryStore

@@ -22,8 +22,9 @@ from checkpointd.commit.retention import Retention
 from checkpointd.config import CommitConfig, LoadConfig, PersistConfig
 from checkpointd.layout import tree
 from checkpointd.layout.boxes import Box, whole
+from checkpointd.layout.indexes import Alias, Scope
 from checkpointd.layout.keys import AttemptId
-from checkpointd.layout.manifest import Alias, ErrorReport, Inline, Scope
+from checkpointd.layout.manifest import ErrorReport, Inline
 from checkpointd.layout.regions import slices
 from checkpointd.pipeline import attempt as attempt_module
 from checkpointd.pipeline.attempt import Attempt, WriterState

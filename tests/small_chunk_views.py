@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 from checkpointd.codec import encode
 from checkpointd.codec.checksum import xxh3_64, xxh3_128
 from checkpointd.layout.boxes import Box, whole
+from checkpointd.layout.indexes import Chunk, Index, TensorEntry
 from checkpointd.layout.keys import AttemptId, chunks_name
-from checkpointd.layout.manifest import Chunk, Index, ObjectRef, Outcome, TensorEntry, WriterIdentity
+from checkpointd.layout.manifest import ObjectRef, Outcome, WriterIdentity
 from checkpointd.layout.regions import slices
 from checkpointd.pipeline.read.checkpoint_view import CheckpointView
 from checkpointd.pipeline.root.catalog import Checkpoint

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from checkpointd.errors import FormatError, NotFoundError, UsageError
 from checkpointd.layout.boxes import whole
-from checkpointd.layout.manifest import Alias, Index, TensorEntry
+from checkpointd.layout.indexes import Alias, Index, TensorEntry
 from checkpointd.layout.strides import check_alias, contiguous_stride, end_of
 from checkpointd.phrases import listed
 from checkpointd.pipeline.read.checkpoint_view import CheckpointView

@@ -15,16 +15,7 @@ import msgspec
 
 from checkpointd.errors import FormatError
 from checkpointd.layout.keys import SERVICE, AttemptId
-from checkpointd.layout.manifest import (
-    VERSION,
-    Outcome,
-    WriterIdentity,
-    decode_sealed,
-    digest,
-    encode,
-    outcome_fault,
-    sealed,
-)
+from checkpointd.layout.manifest import VERSION, Outcome, WriterIdentity, decode_sealed, digest, encode, outcome_fault, sealed
 
 CATALOG = f"{SERVICE}/catalog"
 SUMMARY_BYTES_MAX = 1 << 30

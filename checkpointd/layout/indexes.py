@@ -1,8 +1,14 @@
-"""The bytes of an index, and its self-checks: references stay inside its attempt, sizes add up, chunks share no byte."""
+"""The index and the plan of a rank as types; the bytes of an index, and its self-checks: references stay inside its attempt,
+sizes add up, chunks share no byte.
+
+Both are msgpack (measured against JSON in `benchmarks/index.py`). Types with millions of instances opt out of garbage
+collection (`gc=False`). They cannot be part of a cycle, and the search for cycles would take longer than decoding them.
+"""
 
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Literal
 
 import msgspec
 
@@ -10,7 +16,131 @@ from checkpointd.errors import FormatError
 from checkpointd.layout.boxes import Box
 from checkpointd.layout.dtypes import ITEM_BYTES
 from checkpointd.layout.keys import check_chunks_ref, check_holder
-from checkpointd.layout.manifest import CHUNK_BYTES_MAX, DELTA, Chunk, Header, Index, ObjectRef, TensorEntry, check_header
+from checkpointd.layout.manifest import VERSION, Header, ObjectRef, check_header
+
+CHUNK_BYTES_MAX = (1 << 30) + (1 << 23)
+"""The largest chunk, raw or stored: 1 GiB and the bytes that a codec may add."""
+
+DELTA = "delta"
+"""The codec of a chunk that is stored as its difference from another one."""
+
+Scope = Literal["rank", "global"]
+"""`rank`: a tensor of this rank alone. `global`: a part of a tensor that the ranks hold together."""
+
+
+class PlanTensor(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One part of one tensor that a rank writes."""
+
+    fqn: str
+    dtype: str
+    shape: tuple[int, ...]
+    box: Box
+    scope: Scope = "rank"
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True, tag_field="format", tag="checkpointd.plan"):
+    """The boxes that one rank writes. `tag`, `attempt` and `takeover` say for what it was put first; later attempts use it,
+    too (PLAN-1).
+    """
+
+    version: int = VERSION
+    tag: str
+    attempt: str
+    rank: int
+    takeover: int
+    world_size: int
+    tensors: tuple[PlanTensor, ...]
+
+
+class BaseChunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The chunk of an older attempt from which a delta was taken. It is never a delta itself, and has as many raw bytes."""
+
+    object: int
+    """Position in the index's `objects`, of an object that an older attempt holds."""
+    offset: int
+    stored: int
+    codec: str
+    checksum: int
+    digest: bytes
+
+
+class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A run of whole elements of one box, row-major. Sizes and offsets in bytes."""
+
+    object: int
+    """Position in the index's `objects`."""
+    offset: int
+    stored: int
+    raw: int
+    codec: str
+    checksum: int
+    """xxh3-64 of the stored bytes."""
+    digest: bytes
+    """xxh3-128 of the raw bytes, 16 bytes, big-endian."""
+    base: BaseChunk | None = None
+    """Set if the codec is `delta`: the stored bytes are the difference from this chunk."""
+
+    @property
+    def full(self) -> Chunk:
+        """The chunk that is stored in full: the base of a delta, else this chunk."""
+        base = self.base
+        if base is None:
+            return self
+        return Chunk(base.object, base.offset, base.stored, self.raw, base.codec, base.checksum, base.digest)
+
+    def as_base(self, number: int) -> BaseChunk:
+        """This chunk as the base of a delta, in the index's object `number`."""
+        return BaseChunk(number, self.offset, self.stored, self.codec, self.checksum, self.digest)
+
+
+class TensorEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The chunks that hold one box of one tensor, in row-major order."""
+
+    fqn: str
+    dtype: str
+    shape: tuple[int, ...]
+    box: Box
+    scope: Scope
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def part(self) -> PlanTensor:
+        return PlanTensor(self.fqn, self.dtype, self.shape, self.box, self.scope)
+
+
+class Alias(msgspec.Struct, frozen=True, array_like=True):
+    """A tensor that shares the memory of `owner`: element strides and offset into the owner's contiguous elements."""
+
+    fqn: str
+    owner: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+class Index(msgspec.Struct, frozen=True, kw_only=True, tag_field="format", tag="checkpointd.index"):
+    """Everything that one rank stored in one attempt."""
+
+    version: int = VERSION
+    tag: str
+    attempt: str
+    rank: int
+    world_size: int
+    step: int
+    objects: tuple[ObjectRef, ...]
+    """The objects of this attempt, and objects of older attempts that hold unchanged chunks."""
+    tensors: tuple[TensorEntry, ...]
+    aliases: tuple[Alias, ...]
+    excluded: tuple[str, ...]
+    """FQNs of frozen parameters that were left out on purpose."""
+    since_full: int = 0
+    """How many checkpoints in a row, up to this one, have deltas on this rank; 0: this one has none."""
+    tree: bytes
+    """The state tree (`tree.py`), msgpack."""
+
+    @property
+    def prefix(self) -> str:
+        return f"{self.tag}/{self.attempt}"
 
 
 def encode_index(index: Index) -> bytes:

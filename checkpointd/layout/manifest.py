@@ -1,11 +1,7 @@
-"""The objects of a checkpoint as types, and their bytes. `docs/FORMAT.md` describes the same for other languages.
+"""The small objects of a root as types, and their bytes. `docs/FORMAT.md` describes the same for other languages.
 
 The chain of digests: outcome -> ballot -> votes -> indexes -> chunks, and votes -> plans. Small objects are JSON; an index and
-a plan are msgpack (measured against JSON in `benchmarks/index.py`). Each of them begins with its format and version; unknown
-ones are refused.
-
-Types with millions of instances opt out of garbage collection (`gc=False`). They cannot be part of a cycle, and the search for
-cycles would take longer than decoding them.
+a plan are msgpack (`indexes.py`). Each of them begins with its format and version; unknown ones are refused.
 """
 
 from __future__ import annotations
@@ -19,17 +15,10 @@ import xxhash
 from typing_extensions import Buffer
 
 from checkpointd.errors import ERRORS, AbortedError, CheckpointdError, FormatError, StagingError
-from checkpointd.layout.boxes import Box
 from checkpointd.layout.keys import WORLD_SIZE_MAX, index_rank, object_key
 from checkpointd.layout.save_timings import Cost, PhaseSeconds
 
 VERSION = 2
-
-CHUNK_BYTES_MAX = (1 << 30) + (1 << 23)
-"""The largest chunk, raw or stored: 1 GiB and the bytes that a codec may add."""
-
-DELTA = "delta"
-"""The codec of a chunk that is stored as its difference from another one."""
 
 LEASE_S_MAX = 600.0
 """The longest lease, so nobody waits longer for a job that has died."""
@@ -45,9 +34,6 @@ BALLOT_BYTES_MAX = 1 << 30
 
 RANKS_AT_FAULT_MAX = 64
 """The most ranks that an abort lists."""
-
-Scope = Literal["rank", "global"]
-"""`rank`: a tensor of this rank alone. `global`: a part of a tensor that the ranks hold together."""
 
 Trained = Literal["", "moved", "still"]
 """`moved`: a tensor that requires grad differs from the checkpoint before. `still`: none does. Empty: nothing to compare
@@ -106,30 +92,6 @@ class Lease(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpo
     """The holder when it began; renewals do not change it."""
 
 
-class PlanTensor(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One part of one tensor that a rank writes."""
-
-    fqn: str
-    dtype: str
-    shape: tuple[int, ...]
-    box: Box
-    scope: Scope = "rank"
-
-
-class Plan(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpointd.plan"):
-    """The boxes that one rank writes. `tag`, `attempt` and `takeover` say for what it was put first; later attempts use it,
-    too (PLAN-1).
-    """
-
-    version: int = VERSION
-    tag: str
-    attempt: str
-    rank: int
-    takeover: int
-    world_size: int
-    tensors: tuple[PlanTensor, ...]
-
-
 class ObjectRef(_Object, frozen=True, kw_only=True, omit_defaults=True):
     """A chunks object: its name inside the attempt that holds it, and its size in bytes."""
 
@@ -142,97 +104,6 @@ class ObjectRef(_Object, frozen=True, kw_only=True, omit_defaults=True):
     def key(self, prefix: str) -> str:
         """The key of the object, for an index of the attempt `prefix` (`<tag>/<attempt>`)."""
         return object_key(self.held_by or prefix, self.name)
-
-
-class BaseChunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The chunk of an older attempt from which a delta was taken. It is never a delta itself, and has as many raw bytes."""
-
-    object: int
-    """Position in the index's `objects`, of an object that an older attempt holds."""
-    offset: int
-    stored: int
-    codec: str
-    checksum: int
-    digest: bytes
-
-
-class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A run of whole elements of one box, row-major. Sizes and offsets in bytes."""
-
-    object: int
-    """Position in the index's `objects`."""
-    offset: int
-    stored: int
-    raw: int
-    codec: str
-    checksum: int
-    """xxh3-64 of the stored bytes."""
-    digest: bytes
-    """xxh3-128 of the raw bytes, 16 bytes, big-endian."""
-    base: BaseChunk | None = None
-    """Set if the codec is `delta`: the stored bytes are the difference from this chunk."""
-
-    @property
-    def full(self) -> Chunk:
-        """The chunk that is stored in full: the base of a delta, else this chunk."""
-        base = self.base
-        if base is None:
-            return self
-        return Chunk(base.object, base.offset, base.stored, self.raw, base.codec, base.checksum, base.digest)
-
-    def as_base(self, number: int) -> BaseChunk:
-        """This chunk as the base of a delta, in the index's object `number`."""
-        return BaseChunk(number, self.offset, self.stored, self.codec, self.checksum, self.digest)
-
-
-class TensorEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The chunks that hold one box of one tensor, in row-major order."""
-
-    fqn: str
-    dtype: str
-    shape: tuple[int, ...]
-    box: Box
-    scope: Scope
-    chunks: tuple[Chunk, ...]
-
-    @property
-    def part(self) -> PlanTensor:
-        return PlanTensor(self.fqn, self.dtype, self.shape, self.box, self.scope)
-
-
-class Alias(msgspec.Struct, frozen=True, array_like=True):
-    """A tensor that shares the memory of `owner`: element strides and offset into the owner's contiguous elements."""
-
-    fqn: str
-    owner: str
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-
-class Index(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpointd.index"):
-    """Everything that one rank stored in one attempt."""
-
-    version: int = VERSION
-    tag: str
-    attempt: str
-    rank: int
-    world_size: int
-    step: int
-    objects: tuple[ObjectRef, ...]
-    """The objects of this attempt, and objects of older attempts that hold unchanged chunks."""
-    tensors: tuple[TensorEntry, ...]
-    aliases: tuple[Alias, ...]
-    excluded: tuple[str, ...]
-    """FQNs of frozen parameters that were left out on purpose."""
-    since_full: int = 0
-    """How many checkpoints in a row, up to this one, have deltas on this rank; 0: this one has none."""
-    tree: bytes
-    """The state tree (`tree.py`), msgpack."""
-
-    @property
-    def prefix(self) -> str:
-        return f"{self.tag}/{self.attempt}"
 
 
 class ErrorReport(_Object, frozen=True, kw_only=True):

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from checkpointd.layout.boxes import NDIM_MAX, Box, tiling_fault
-from checkpointd.layout.manifest import Index, Plan, PlanTensor, TensorEntry
+from checkpointd.layout.indexes import Index, Plan, PlanTensor, TensorEntry
 
 Numbers = NDArray[np.int64]
 Named = tuple[str, str, tuple[int, ...]]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from checkpointd.errors import FormatError
-from checkpointd.layout.manifest import Alias
+from checkpointd.layout.indexes import Alias
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:

@@ -41,8 +41,9 @@ from checkpointd.errors import (
     StoreError,
     StoreFullError,
 )
+from checkpointd.layout.indexes import Index
 from checkpointd.layout.keys import OUTCOME, vote_name
-from checkpointd.layout.manifest import NO_REASON, ErrorReport, Index, Outcome
+from checkpointd.layout.manifest import NO_REASON, ErrorReport, Outcome
 from checkpointd.pipeline.awaited import Awaited
 from checkpointd.pipeline.gc.tidying import Tidier
 from checkpointd.pipeline.outcome.publish import Ballot, PlanCheck, draft_of, missing_ranks, put_outcome

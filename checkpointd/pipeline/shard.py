@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 
 from checkpointd.errors import UsageError
 from checkpointd.layout.boxes import Box
+from checkpointd.layout.indexes import Alias, Plan, PlanTensor, Scope
 from checkpointd.layout.keys import TAKEOVERS_MAX, AttemptId, attempt_prefix, object_key
-from checkpointd.layout.manifest import Alias, Inline, Plan, PlanTensor, Scope
+from checkpointd.layout.manifest import Inline
 from checkpointd.layout.save_timings import PhaseSeconds
 from checkpointd.pipeline.meter import SaveMeter
 from checkpointd.pipeline.pace import Pace

@@ -12,19 +12,9 @@ import msgspec
 from checkpointd.errors import DamagedError, NotFoundError, UsageError
 from checkpointd.layout import tree
 from checkpointd.layout.boxes import Box, whole
+from checkpointd.layout.indexes import Alias, Chunk, Index, Scope, TensorEntry
 from checkpointd.layout.keys import DAMAGED, VERIFIED
-from checkpointd.layout.manifest import (
-    Alias,
-    Chunk,
-    Damaged,
-    Index,
-    ObjectRef,
-    Scope,
-    TensorEntry,
-    Verified,
-    WriterIdentity,
-    decode,
-)
+from checkpointd.layout.manifest import Damaged, ObjectRef, Verified, WriterIdentity, decode
 from checkpointd.pipeline.read.index import read_index
 from checkpointd.pipeline.read.verify import Damage
 from checkpointd.pipeline.root import catalog

@@ -12,7 +12,8 @@ from typing import Any, Protocol
 
 from checkpointd.config import LoadConfig
 from checkpointd.errors import DamagedError
-from checkpointd.layout.manifest import Index, Outcome
+from checkpointd.layout.indexes import Index
+from checkpointd.layout.manifest import Outcome
 from checkpointd.pipeline.read.stored_files import FileChunkRun, StoredFile, read_runs, stored_files
 from checkpointd.pipeline.read.verify import checked_index, verify_ranks
 from checkpointd.pipeline.root.catalog import Checkpoint

@@ -13,7 +13,8 @@ from checkpointd.daemon.protocol import wire
 from checkpointd.daemon.protocol.wire import HEAD, encode
 from checkpointd.errors import WireError
 from checkpointd.layout.boxes import Box
-from checkpointd.layout.manifest import Alias, ErrorReport
+from checkpointd.layout.indexes import Alias
+from checkpointd.layout.manifest import ErrorReport
 from checkpointd.pipeline.shard import PAGE
 from tests.builders import make_shard, rank_arrays
 from tests.unit.daemon.protocol.test_wire import EVERY

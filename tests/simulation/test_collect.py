@@ -19,8 +19,9 @@ from checkpointd.commit.machine import Phase
 from checkpointd.commit.retention import Retention
 from checkpointd.config import CommitConfig, PersistConfig
 from checkpointd.errors import DamagedError, NotFoundError
+from checkpointd.layout.indexes import Index
 from checkpointd.layout.keys import AttemptId, attempt_prefix
-from checkpointd.layout.manifest import Deleted, Index
+from checkpointd.layout.manifest import Deleted
 from checkpointd.pipeline.attempt import Attempt, WriterState
 from checkpointd.pipeline.gc import collect
 from checkpointd.pipeline.outcome.recover import recover

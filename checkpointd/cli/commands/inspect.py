@@ -13,7 +13,7 @@ from checkpointd.cli.attempts import process_text, read_back_cell
 from checkpointd.cli.formatting import ABSENT, count, metrics, moment, ratio, runs, shape, shortened, size
 from checkpointd.cli.render import Block, Cell, Facts, Heading, Note, Table, show_answer
 from checkpointd.errors import DamagedError
-from checkpointd.layout.manifest import Alias
+from checkpointd.layout.indexes import Alias
 from checkpointd.report.inspection import GlobalReport, Inspection, RankReport, ReadBackReport, TensorReport, Totals, inspection
 from checkpointd.report.wholeness import lost_advice, lost_text
 

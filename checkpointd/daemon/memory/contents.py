@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from checkpointd.daemon.accounts import Charge
 from checkpointd.daemon.protocol import wire
 from checkpointd.errors import UsageError
-from checkpointd.layout.manifest import Alias
+from checkpointd.layout.indexes import Alias
 
 TEXT_COST = 80
 """Bytes that a string takes in addition to its characters."""

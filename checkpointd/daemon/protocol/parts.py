@@ -8,7 +8,7 @@ from typing import TypeVar
 import msgspec
 
 from checkpointd.daemon.protocol.wire import Contents, Layout, Report, Snapshot, WireTensor
-from checkpointd.layout.manifest import Alias
+from checkpointd.layout.indexes import Alias
 
 PART_BYTES = 24 << 10
 """The size of one part, about."""

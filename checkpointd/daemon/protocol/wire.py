@@ -24,7 +24,8 @@ from checkpointd.commit.retention import Mode, Retention
 from checkpointd.errors import WireError
 from checkpointd.layout.boxes import Box
 from checkpointd.layout.files import LEFTOVERS_MAX
-from checkpointd.layout.manifest import Alias, ErrorReport, Inline, Scope
+from checkpointd.layout.indexes import Alias, Scope
+from checkpointd.layout.manifest import ErrorReport, Inline
 from checkpointd.layout.save_timings import PhaseSeconds
 
 PROTOCOLS = (1, 1)

@@ -19,6 +19,7 @@ from functools import partial
 from checkpointd.commit.decide import Decision, decide, has_no_progress, unshared
 from checkpointd.errors import DamagedError, NotFoundError
 from checkpointd.layout.ballot import encode_ballot
+from checkpointd.layout.indexes import Index
 from checkpointd.layout.joint_plan import encode_joint_plan, joint_plan_ref
 from checkpointd.layout.keys import (
     BALLOT,
@@ -34,7 +35,7 @@ from checkpointd.layout.keys import (
     vote_name,
     vote_rank,
 )
-from checkpointd.layout.manifest import BALLOT_BYTES_MAX, VOTE_BYTES_MAX, Index, Outcome, Vote, decode, encode
+from checkpointd.layout.manifest import BALLOT_BYTES_MAX, VOTE_BYTES_MAX, Outcome, Vote, decode, encode
 from checkpointd.layout.plan import Doubled, NumberedPlan, TensorNumbers, compared
 from checkpointd.layout.save_timings import Cost
 from checkpointd.pipeline.read.duplicate_boxes import unequal

@@ -28,8 +28,9 @@ from checkpointd.commit import decide as decisions
 from checkpointd.commit.decide import Decision
 from checkpointd.config import ABSENCE_S
 from checkpointd.errors import DamagedError, NotFoundError, StoreError
+from checkpointd.layout.indexes import Index
 from checkpointd.layout.keys import OUTCOME, AttemptId, attempt_lease_key, vote_name
-from checkpointd.layout.manifest import Index, Outcome, Vote
+from checkpointd.layout.manifest import Outcome, Vote
 from checkpointd.layout.plan import NumberedPlan, TensorNumbers
 from checkpointd.pipeline.gc.collect import collect
 from checkpointd.pipeline.outcome.publish import RECOVERY, Ballot, Draft, check_together, draft_of, put_outcome, unequal_boxes

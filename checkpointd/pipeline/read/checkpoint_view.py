@@ -10,7 +10,7 @@ import msgspec
 
 from checkpointd.config import LoadConfig
 from checkpointd.errors import FormatError
-from checkpointd.layout.manifest import Index, TensorEntry
+from checkpointd.layout.indexes import Index, TensorEntry
 from checkpointd.pipeline.read.index import entries_by_fqn, read_index
 from checkpointd.pipeline.root.catalog import Checkpoint
 from checkpointd.pipeline.workers import run_workers

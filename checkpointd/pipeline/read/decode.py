@@ -8,7 +8,7 @@ from checkpointd.codec import decode as decode_chunk
 from checkpointd.codec import decode_delta
 from checkpointd.codec.checksum import xxh3_64, xxh3_128
 from checkpointd.errors import CodecError
-from checkpointd.layout.manifest import Chunk
+from checkpointd.layout.indexes import Chunk
 from checkpointd.pipeline.shard import Bytes
 
 

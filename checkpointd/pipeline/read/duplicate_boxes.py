@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 
 from checkpointd.layout.boxes import Box
-from checkpointd.layout.manifest import Index, TensorEntry
+from checkpointd.layout.indexes import Index, TensorEntry
 from checkpointd.layout.plan import Doubled
 from checkpointd.pipeline.workers import run_workers
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from checkpointd.errors import DamagedError, FormatError, NotFoundError, WorldSizeError
 from checkpointd.layout.boxes import whole
+from checkpointd.layout.indexes import Chunk, Index, TensorEntry
 from checkpointd.layout.keys import BALLOT, object_key
-from checkpointd.layout.manifest import Chunk, Index, TensorEntry
 from checkpointd.pipeline.root.ballots import vote_of
 from checkpointd.pipeline.root.catalog import Checkpoint, index_named_by
 from checkpointd.store.base import Store

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from checkpointd.config import LoadConfig
 from checkpointd.errors import DamagedError
-from checkpointd.layout.manifest import Index
+from checkpointd.layout.indexes import Index
 from checkpointd.pipeline.read.checkpoint_view import CheckpointView
 from checkpointd.pipeline.read.chunks import read_chunks
 from checkpointd.pipeline.read.plan import BoxRequest, Sink, plan_reads, rank_reads

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from checkpointd.errors import DamagedError, FormatError, NotFoundError
 from checkpointd.layout.boxes import Box, intersect, tiling_fault
 from checkpointd.layout.dtypes import ITEM_BYTES
-from checkpointd.layout.manifest import Chunk, Index, TensorEntry
+from checkpointd.layout.indexes import Chunk, Index, TensorEntry
 from checkpointd.layout.regions import regions, relative, slices, span, touches
 from checkpointd.pipeline.read.checkpoint_view import CheckpointView, StoredBox
 from checkpointd.pipeline.read.index import chunk_starts

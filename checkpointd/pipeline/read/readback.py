@@ -27,8 +27,9 @@ import msgspec
 
 from checkpointd.config import LoadConfig
 from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError
+from checkpointd.layout.indexes import Index
 from checkpointd.layout.keys import VERIFIED, AttemptId, object_key, read_back_name, read_back_rank
-from checkpointd.layout.manifest import Index, Outcome, ReadBack, Verified, decode, encode
+from checkpointd.layout.manifest import Outcome, ReadBack, Verified, decode, encode
 from checkpointd.pipeline.read.chunks import group_chunks, read_chunks
 from checkpointd.pipeline.read.plan import rank_reads
 from checkpointd.pipeline.read.verify import CheckpointVerdict, Damage, checked_index, record_verdict, verify_proved

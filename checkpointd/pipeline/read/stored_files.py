@@ -19,7 +19,7 @@ from checkpointd.codec.checksum import xxh3_128
 from checkpointd.config import LoadConfig
 from checkpointd.errors import DamagedError, NotFoundError
 from checkpointd.layout import tree
-from checkpointd.layout.manifest import Chunk, Index
+from checkpointd.layout.indexes import Chunk, Index
 from checkpointd.pipeline.workers import run_workers
 from checkpointd.store.base import Store
 

@@ -14,9 +14,10 @@ from checkpointd.config import LoadConfig
 from checkpointd.errors import CheckpointdError, DamagedError, FormatError, NotFoundError, StoreError, UnreadableError
 from checkpointd.layout import tree
 from checkpointd.layout.files import check_files, pieces_of
+from checkpointd.layout.indexes import Index
 from checkpointd.layout.joint_plan import encode_joint_plan, joint_plan_ref
 from checkpointd.layout.keys import BALLOT, DAMAGED, JOINT_PLAN, OUTCOME, VERIFIED, object_key
-from checkpointd.layout.manifest import Damaged, Index, Verified, encode
+from checkpointd.layout.manifest import Damaged, Verified, encode
 from checkpointd.layout.plan import NumberedPlan, TensorNumbers, compared
 from checkpointd.pipeline.read.duplicate_boxes import unequal
 from checkpointd.pipeline.read.index import read_index

@@ -17,7 +17,7 @@ from checkpointd.commands import at_tag, command
 from checkpointd.commit.facts import AttemptFacts, Order, State
 from checkpointd.errors import DamagedError, LinkError, NotFoundError, UnreadableError
 from checkpointd.layout.catalog_records import CatalogEntry
-from checkpointd.layout.indexes import decode_index
+from checkpointd.layout.indexes import Index, decode_index
 from checkpointd.layout.keys import (
     DAMAGED,
     DELETED,
@@ -39,7 +39,7 @@ from checkpointd.layout.keys import (
     vote_name,
     vote_rank,
 )
-from checkpointd.layout.manifest import VOTE_BYTES_MAX, Index, Outcome, Vote, decode, digest
+from checkpointd.layout.manifest import VOTE_BYTES_MAX, Outcome, Vote, decode, digest
 from checkpointd.phrases import listed
 from checkpointd.pipeline.root.catalog_log import CatalogLog
 from checkpointd.pipeline.workers import run_workers

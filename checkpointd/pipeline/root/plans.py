@@ -23,8 +23,9 @@ import msgspec
 
 from checkpointd.codec.packed import pack, unpack
 from checkpointd.errors import CheckpointdError, CodecError, DamagedError, FormatError, NotFoundError, UsageError
+from checkpointd.layout.indexes import Plan
 from checkpointd.layout.keys import PLANS, AttemptId, epoch_of, plan_key
-from checkpointd.layout.manifest import LISTING_BYTES_MAX, Header, Plan, Vote, check_header, digest
+from checkpointd.layout.manifest import LISTING_BYTES_MAX, Header, Vote, check_header, digest
 from checkpointd.pipeline.shard import AttemptInfo, Shard, ShardTensor
 from checkpointd.pipeline.workers import aside, run_workers
 from checkpointd.store.base import Store

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 
 from msgspec.structs import replace
 
-from checkpointd.layout.manifest import Alias, Chunk, Index, ObjectRef, TensorEntry
+from checkpointd.layout.indexes import Alias, Chunk, Index, TensorEntry
+from checkpointd.layout.manifest import ObjectRef
 from checkpointd.pipeline.shard import ShardTensor
 from checkpointd.pipeline.write.compare import ChunkComparison
 from checkpointd.pipeline.write.job import PersistJob

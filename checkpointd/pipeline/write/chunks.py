@@ -8,7 +8,7 @@ Invariants
 
 from __future__ import annotations
 
-from checkpointd.layout.manifest import Index
+from checkpointd.layout.indexes import Index
 from checkpointd.pipeline.workers import aside
 from checkpointd.pipeline.write.build_index import build_index
 from checkpointd.pipeline.write.choose_codec import choose_codecs, choose_deltas

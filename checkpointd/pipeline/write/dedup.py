@@ -25,8 +25,9 @@ from checkpointd.commit.facts import Order
 from checkpointd.config import LoadConfig
 from checkpointd.errors import CheckpointdError, DamagedError, FormatError, NotFoundError
 from checkpointd.layout import tree
+from checkpointd.layout.indexes import Chunk, Index, PlanTensor, TensorEntry
 from checkpointd.layout.keys import DAMAGED, OUTCOME
-from checkpointd.layout.manifest import Chunk, Index, ObjectRef, PlanTensor, TensorEntry, Trained
+from checkpointd.layout.manifest import ObjectRef, Trained
 from checkpointd.pipeline.read.chunks import read_chunks
 from checkpointd.pipeline.read.index import chunk_starts, read_index
 from checkpointd.pipeline.read.plan import chunk_read

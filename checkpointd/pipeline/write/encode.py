@@ -25,7 +25,7 @@ from checkpointd.codec import Codec, ElementType, difference, planes_ratio
 from checkpointd.codec import encode as encode_chunk
 from checkpointd.codec.checksum import xxh3_64, xxh3_128
 from checkpointd.errors import CheckpointdError
-from checkpointd.layout.manifest import DELTA, Chunk
+from checkpointd.layout.indexes import DELTA, Chunk
 from checkpointd.pipeline.read.decode import decoded
 from checkpointd.pipeline.shard import Bytes
 from checkpointd.pipeline.write.dedup import Held

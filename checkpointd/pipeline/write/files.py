@@ -23,8 +23,9 @@ from zlib_ng import zlib_ng
 
 from checkpointd.errors import FormatError
 from checkpointd.layout.files import SUM_BYTES, FilePiece, check_files, pieces_of
+from checkpointd.layout.indexes import Chunk, Index
 from checkpointd.layout.keys import file_name
-from checkpointd.layout.manifest import Chunk, Index, ObjectRef
+from checkpointd.layout.manifest import ObjectRef
 from checkpointd.layout.tree import FilesNode, StoredFileNode
 from checkpointd.pipeline.pages import page_buffer, page_up
 from checkpointd.pipeline.shard import Bytes, Share

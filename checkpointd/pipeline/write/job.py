@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 
 from checkpointd.config import PersistConfig
-from checkpointd.layout.manifest import Index
+from checkpointd.layout.indexes import Index
 from checkpointd.pipeline.meter import SaveMeter
 from checkpointd.pipeline.root.plans import OwnPlans
 from checkpointd.pipeline.shard import AttemptInfo, Shard, ShardProgress

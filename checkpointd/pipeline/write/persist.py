@@ -18,9 +18,9 @@ from msgspec import structs
 
 from checkpointd.config import LoadConfig
 from checkpointd.errors import CheckpointdError, StoreError, StoreFullError, UsageError
-from checkpointd.layout.indexes import encode_index
+from checkpointd.layout.indexes import Index, encode_index
 from checkpointd.layout.keys import index_name
-from checkpointd.layout.manifest import LISTING_BYTES_MAX, BesideFile, Index, IndexRef, Vote, digest
+from checkpointd.layout.manifest import LISTING_BYTES_MAX, BesideFile, IndexRef, Vote, digest
 from checkpointd.layout.plan import cover_fault
 from checkpointd.layout.tree import files_of
 from checkpointd.pipeline.root.plans import OwnPlan

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from checkpointd.errors import AbortedError, CheckpointdError, DamagedError, NotFoundError, StoreError
+from checkpointd.layout.indexes import Index
 from checkpointd.layout.keys import chunks_name, group_prefix, index_name, object_rank, object_takeover, rank_group, vote_name
-from checkpointd.layout.manifest import NO_REASON, BesideFile, ErrorReport, Index, IndexRef, Vote, encode
+from checkpointd.layout.manifest import NO_REASON, BesideFile, ErrorReport, IndexRef, Vote, encode
 from checkpointd.layout.tree import files_of
 from checkpointd.pipeline.root.catalog import read_vote
 from checkpointd.pipeline.root.identity import writer

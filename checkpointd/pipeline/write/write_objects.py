@@ -14,8 +14,9 @@ from itertools import zip_longest
 
 from checkpointd.codec import Codec, ElementType
 from checkpointd.config import PersistConfig
+from checkpointd.layout.indexes import DELTA, Chunk
 from checkpointd.layout.keys import chunks_name
-from checkpointd.layout.manifest import DELTA, Chunk, ObjectRef
+from checkpointd.layout.manifest import ObjectRef
 from checkpointd.pipeline.pages import PageRun
 from checkpointd.pipeline.shard import Bytes, Share
 from checkpointd.pipeline.workers import aside, run_workers

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from checkpointd.layout.manifest import Alias
+from checkpointd.layout.indexes import Alias
 from checkpointd.layout.strides import contiguous_stride
 from checkpointd.layout.tree import Overlap
 

@@ -23,7 +23,7 @@ import torch
 
 from checkpointd.errors import StateError
 from checkpointd.layout import tree
-from checkpointd.layout.manifest import Alias
+from checkpointd.layout.indexes import Alias
 from checkpointd.layout.strides import contiguous_stride
 from checkpointd_client.capture import state_dicts
 from checkpointd_client.capture.aliasing import MemoryRegion, address_of, alias_of, extent, overlap_of, overlapping

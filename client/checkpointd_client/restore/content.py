@@ -14,8 +14,8 @@ import msgspec
 from checkpointd.errors import FormatError
 from checkpointd.layout import tree
 from checkpointd.layout.boxes import Box
+from checkpointd.layout.indexes import Alias, TensorEntry
 from checkpointd.layout.joint_plan import JointPlan
-from checkpointd.layout.manifest import Alias, TensorEntry
 from checkpointd.layout.strides import contiguous_stride
 from checkpointd.pipeline.read.checkpoint_view import CheckpointView
 from checkpointd.pipeline.read.plan import BoxRequest, BoxSink

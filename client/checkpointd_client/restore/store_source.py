@@ -12,8 +12,8 @@ import torch
 from checkpointd.config import LoadConfig, Ranks
 from checkpointd.errors import DamagedError, MismatchError
 from checkpointd.layout.boxes import Box
+from checkpointd.layout.indexes import Index
 from checkpointd.layout.joint_plan import JointPlan
-from checkpointd.layout.manifest import Index
 from checkpointd.pipeline.read.checkpoint_view import CheckpointView, widened
 from checkpointd.pipeline.read.joint_plan import ranks_with, read_joint_plan
 from checkpointd.pipeline.read.load import read_boxes, read_tensors

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from checkpointd.errors import FormatError
 from checkpointd.layout import tree
-from checkpointd.layout.manifest import Alias
+from checkpointd.layout.indexes import Alias
 from checkpointd.layout.strides import check_alias, contiguous_stride
 from checkpointd_client.capture.dtypes import ALL, DTYPES
 from checkpointd_client.capture.scalars import decode_key

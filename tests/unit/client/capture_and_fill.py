@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from checkpointd.layout import manifest, tree
+from checkpointd.layout import indexes, tree
 from checkpointd_client.capture.dtypes import DTYPES, copy_bits, overlaps_itself
 from checkpointd_client.capture.state import Captured, capture
 from checkpointd_client.restore.content import RankContent
@@ -24,7 +24,7 @@ class Saved:
 
     data: dict[str, bytes]
     entries: dict[str, tuple[str, tuple[int, ...]]]
-    aliases: tuple[manifest.Alias, ...]
+    aliases: tuple[indexes.Alias, ...]
     tree: tree.Node
     excluded: tuple[str, ...]
 

@@ -32,7 +32,8 @@ from checkpointd.daemon.service import ConnectionLimit
 from checkpointd.daemon.status.model import JSON_BYTES_MAX, DaemonStatus
 from checkpointd.errors import SidecarFullError, StagingError, UsageError, WireError
 from checkpointd.layout.boxes import Box
-from checkpointd.layout.manifest import Alias, ErrorReport, Index, Vote, WriterIdentity, encode
+from checkpointd.layout.indexes import Alias, Index
+from checkpointd.layout.manifest import ErrorReport, Vote, WriterIdentity, encode
 from checkpointd.store.posix.store import PosixStore
 from tests.unit.daemon.conftest import (
     ADD_SEALS,

@@ -20,7 +20,7 @@ from checkpointd.errors import DamagedError, NotFoundError, StoreError, StoreFul
 from checkpointd.export import stream as streaming
 from checkpointd.export.consolidate import MEMORY_BYTES_MIN, Consolidation, ExportRequest, Safetensors, consolidate
 from checkpointd.layout.boxes import Box
-from checkpointd.layout.manifest import Alias
+from checkpointd.layout.indexes import Alias
 from checkpointd.store.posix.store import PosixStore
 from checkpointd_client import Checkpointer
 from tests.builders import Piece, objects, save_checkpoint

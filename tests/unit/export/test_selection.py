@@ -12,7 +12,7 @@ from checkpointd.config import LoadConfig
 from checkpointd.errors import FormatError, NotFoundError, UsageError
 from checkpointd.export.selection import Selection, View, select
 from checkpointd.layout.boxes import Box
-from checkpointd.layout.manifest import Alias
+from checkpointd.layout.indexes import Alias
 from checkpointd.pipeline.read.checkpoint_view import CheckpointView, read_view
 from checkpointd.pipeline.root import catalog
 from checkpointd.store.memory import MemoryStore

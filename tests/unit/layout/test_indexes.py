@@ -13,18 +13,19 @@ from hypothesis import strategies as st
 from checkpointd.errors import FormatError
 from checkpointd.layout.boxes import NDIM_MAX, Box, whole
 from checkpointd.layout.dtypes import ITEM_BYTES
-from checkpointd.layout.indexes import decode_index, encode_index
-from checkpointd.layout.keys import AttemptId, chunks_name, is_tag
-from checkpointd.layout.manifest import (
+from checkpointd.layout.indexes import (
     CHUNK_BYTES_MAX,
     Alias,
     BaseChunk,
     Chunk,
     Index,
-    ObjectRef,
     Scope,
     TensorEntry,
+    decode_index,
+    encode_index,
 )
+from checkpointd.layout.keys import AttemptId, chunks_name, is_tag
+from checkpointd.layout.manifest import ObjectRef
 
 KEY = "tag/00000001-0/00003.index"
 texts = st.text(st.characters(codec="utf-8"), max_size=20)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from checkpointd.errors import FormatError
 from checkpointd.layout.boxes import Box, intersect, whole
+from checkpointd.layout.indexes import Plan, PlanTensor
 from checkpointd.layout.joint_plan import BLOCK_BYTES, Block, JointPlan, JointTensor, decode_joint_plan, encode_joint_plan
-from checkpointd.layout.manifest import Plan, PlanTensor
 from checkpointd.layout.plan import NumberedPlan, TensorNumbers
 from tests.box_strategies import shapes, tilings_of
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from checkpointd.errors import FormatError
 from checkpointd.layout.boxes import whole
+from checkpointd.layout.indexes import Plan, PlanTensor
 from checkpointd.layout.keys import WORLD_SIZE_MAX, index_name
 from checkpointd.layout.manifest import (
     BALLOT_BYTES_MAX,
@@ -26,8 +27,6 @@ from checkpointd.layout.manifest import (
     Lease,
     Outcome,
     PassedOver,
-    Plan,
-    PlanTensor,
     ReadBack,
     Shown,
     SmallObject,

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpointd.layout.boxes import Box, boxes_of_range, tiling_fault, whole
-from checkpointd.layout.manifest import Chunk, Index, ObjectRef, Plan, PlanTensor, TensorEntry
+from checkpointd.layout.indexes import Chunk, Index, Plan, PlanTensor, TensorEntry
+from checkpointd.layout.manifest import ObjectRef
 from checkpointd.layout.plan import (
     Doubled,
     NumberedPlan,

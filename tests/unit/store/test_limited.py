@@ -14,7 +14,7 @@ from typing_extensions import Buffer
 
 from checkpointd.config import PersistConfig
 from checkpointd.errors import UsageError
-from checkpointd.layout.manifest import Index
+from checkpointd.layout.indexes import Index
 from checkpointd.pipeline.shard import AttemptInfo, Shard, ShardProgress
 from checkpointd.pipeline.write.chunks import write_chunks
 from checkpointd.pipeline.write.job import PersistJob

@@ -22,8 +22,8 @@ from checkpointd.errors import CheckpointdError, StagingError, UsageError
 from checkpointd.layout import tree
 from checkpointd.layout.boxes import Box, boxes_of_range
 from checkpointd.layout.dtypes import ITEM_BYTES
+from checkpointd.layout.indexes import Alias
 from checkpointd.layout.keys import STEP_MAX, AttemptId
-from checkpointd.layout.manifest import Alias
 from checkpointd.pipeline.attempt import Attempt, WriterState
 from checkpointd.pipeline.root import catalog
 from checkpointd.pipeline.root.leases import Beginner

@@ -8,7 +8,7 @@ import pytest
 
 from checkpointd.layout import tree
 from checkpointd.layout.boxes import Box
-from checkpointd.layout.manifest import Alias
+from checkpointd.layout.indexes import Alias
 from checkpointd.pipeline.shard import Shard, ShardTensor
 from checkpointd.report.values import values_of
 from checkpointd.store.base import Store

@@ -11,7 +11,7 @@ import torch
 from checkpointd.codec.checksum import xxh3_128
 from checkpointd.layout import tree
 from checkpointd.layout.boxes import whole
-from checkpointd.layout.manifest import Chunk, Index, TensorEntry
+from checkpointd.layout.indexes import Chunk, Index, TensorEntry
 from checkpointd.pipeline.read.checkpoint_view import CheckpointView
 from checkpointd_client.restore.content import RankContent, merged_content
 from checkpointd_client.restore.plan import LoadOptions, Target, prepare

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from checkpointd.errors import FormatError, MismatchError, StateError
-from checkpointd.layout import manifest, tree
+from checkpointd.layout import indexes, tree
 from checkpointd_client.restore.content import RankContent
 from checkpointd_client.restore.plan import LoadOptions, Restoration
 from checkpointd_client.restore.plan import prepare as prepare_content
@@ -19,7 +19,7 @@ from checkpointd_client.restore.stored import Entries
 from tests.unit.client.capture_and_fill import Saved, bytes_of, same, save
 
 
-def prepare(target: dict[str, Any], root: tree.Node, entries: Entries, aliases: tuple[manifest.Alias, ...] = ()) -> Restoration:
+def prepare(target: dict[str, Any], root: tree.Node, entries: Entries, aliases: tuple[indexes.Alias, ...] = ()) -> Restoration:
     """What a checkpoint of one rank with this tree and these tensors would load into `target`."""
     content = RankContent(root=root, entries=entries, owners={}, aliases=aliases, excluded=())
     return prepare_content(target, content, LoadOptions())
@@ -199,7 +199,7 @@ def test_a_tree_that_contradicts_itself_is_refused(root: tree.Node) -> None:
     ],
 )
 def test_an_alias_outside_its_owner_is_refused(shape: Any, stride: Any, offset: int) -> None:
-    alias = manifest.Alias("x", "owner", shape, stride, offset)
+    alias = indexes.Alias("x", "owner", shape, stride, offset)
     with pytest.raises(FormatError, match="shares memory outside owner"):
         prepare({"x": None}, stored(tree.Tensor("x")), {"owner": ("float32", (2,))}, (alias,))
 

@@ -15,7 +15,7 @@ import torch
 
 from checkpointd.codec.checksum import xxh3_64, xxh3_128
 from checkpointd.errors import DamagedError, UnreadableError
-from checkpointd.layout.manifest import Chunk
+from checkpointd.layout.indexes import Chunk
 from checkpointd.pipeline.read.stored_files import FileChunk, FileChunkRun, StoredFile
 from checkpointd_client.capture.torch_files import placeholders_of
 from checkpointd_client.restore.verified import VerifiedFile

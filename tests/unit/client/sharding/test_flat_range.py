@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from checkpointd.errors import MismatchError
 from checkpointd.layout.boxes import Box, tiling_fault, whole
-from checkpointd.layout.manifest import PlanTensor
+from checkpointd.layout.indexes import PlanTensor
 from checkpointd_client.capture.state import Captured, capture
 from checkpointd_client.restore.content import RankContent
 from checkpointd_client.restore.plan import LoadOptions, Restoration, prepare

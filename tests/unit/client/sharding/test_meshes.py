@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from checkpointd.layout.boxes import whole
-from checkpointd.layout.manifest import PlanTensor
+from checkpointd.layout.indexes import PlanTensor
 from checkpointd.layout.plan import NumberedPlan, PlanComparison, TensorNumbers, compared
 from checkpointd_client.capture.state import capture
 from checkpointd_client.sharding.dtensor import ReplicaGroup

@@ -14,7 +14,8 @@ from checkpointd.daemon.protocol.decoder import Decoder
 from checkpointd.daemon.protocol.wire import HEAD, HELLO_BYTES_MAX, MAGIC, encode
 from checkpointd.errors import WireError
 from checkpointd.layout.boxes import whole
-from checkpointd.layout.manifest import Alias, ErrorReport, Inline
+from checkpointd.layout.indexes import Alias
+from checkpointd.layout.manifest import ErrorReport, Inline
 from checkpointd.layout.save_timings import PhaseSeconds
 
 HELD = wire.RetainedSnapshot(

@@ -17,7 +17,8 @@ from checkpointd.codec.checksum import xxh3_64, xxh3_128
 from checkpointd.config import LoadConfig
 from checkpointd.errors import CodecError, FormatError
 from checkpointd.layout.boxes import Box, whole
-from checkpointd.layout.manifest import Chunk, Index, ObjectRef, TensorEntry
+from checkpointd.layout.indexes import Chunk, Index, TensorEntry
+from checkpointd.layout.manifest import ObjectRef
 from checkpointd.pipeline.read.chunks import GAP_BYTES_MAX, Budget, group_chunks
 from checkpointd.pipeline.read.decode import decoded
 from checkpointd.pipeline.read.index import entries_by_fqn

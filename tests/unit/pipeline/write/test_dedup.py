@@ -15,8 +15,8 @@ from checkpointd.codec import Compression
 from checkpointd.commit.machine import Phase
 from checkpointd.config import LoadConfig
 from checkpointd.errors import DamagedError, StoreError
+from checkpointd.layout.indexes import Index
 from checkpointd.layout.keys import AttemptId
-from checkpointd.layout.manifest import Index
 from checkpointd.pipeline.read.index import read_index
 from checkpointd.pipeline.read.verify import verify
 from checkpointd.pipeline.root import catalog

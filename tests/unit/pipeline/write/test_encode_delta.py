@@ -12,7 +12,7 @@ from checkpointd.admin.gc import collection, deletion
 from checkpointd.commit.retention import Retention
 from checkpointd.config import LoadConfig, PersistConfig
 from checkpointd.errors import DamagedError, UsageError
-from checkpointd.layout.manifest import Index
+from checkpointd.layout.indexes import Index
 from checkpointd.pipeline.attempt import Attempt
 from checkpointd.pipeline.read.index import read_index
 from checkpointd.pipeline.read.readback import read_back

@@ -20,8 +20,8 @@ from checkpointd.export.consolidate import memory_of
 from checkpointd.layout import tree
 from checkpointd.layout.boxes import Box, whole
 from checkpointd.layout.dtypes import ITEM_BYTES
+from checkpointd.layout.indexes import Alias
 from checkpointd.layout.keys import check_tag
-from checkpointd.layout.manifest import Alias
 from checkpointd.layout.strides import contiguous_stride
 from checkpointd.pipeline.shard import Bytes
 from checkpointd_client.capture.dtypes import DTYPES, NAMES
