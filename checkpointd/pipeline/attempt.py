@@ -96,12 +96,12 @@ class WriterState:
     announcements: AnnouncementWatch = field(init=False)
 
     def __post_init__(self) -> None:
-        self.tidier = Tidier(self.store, self.commit)
+        self.own_root = OwnRoot(self.store)
+        self.tidier = Tidier(self.store, self.commit, self.own_root.check)
         self.showing = Queue(self.store)
         self.plans = PlanCheck(self.store)
         self.bases = Bases(self.store)
         self.reader = BackgroundReadBack(self.store, self.bases.forget)
-        self.own_root = OwnRoot(self.store)
         self.announcements = AnnouncementWatch(self.store)
 
     def take_reader(self, reader: BackgroundReadBack) -> None:

@@ -17,6 +17,8 @@ Invariants
   TIDY-4  A save waits for room at most half of the time until its deadline. A rank that never votes, or a storage that removes
       nothing, costs space but not the save. If nothing changes for PROVE_S and a checkpoint stays only because no newer one was
       verified, the newest checkpoint is read back, so that the older one can go.
+  TIDY-5  A removal looks at the root and removes there only if the root is the job's own, before the look and after it
+      (OWNROOT-1 in `own_root.py`). Otherwise it would remove checkpoints of another job, or of a copy.
 
 A kill leaves at most what TIDY-2 allows. Recovery removes the attempt by which a rank led, since it lacks the coordinator's
 vote, and the next coordinator removes the rest before it writes.
@@ -27,7 +29,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from checkpointd.commit.facts import AttemptFacts
@@ -81,17 +83,24 @@ class _Left:
     is_bare: bool = False
 
 
+async def trusts_the_root(epoch: int) -> None:
+    """Do not check whether the root is that of `epoch`."""
+
+
 class Tidier:
     """The tidier of one rank's writer, on its loop. Only the coordinator's tidier removes.
 
-    `keeps_before`: checkpoints of epochs before this one stay, since the job does not know them (RETENTION-6).
+    `keeps_before`: checkpoints of epochs before this one stay, since the job does not know them (RETENTION-6). `check_root`
+    raises if the root is not the one in which an epoch began (TIDY-5).
     """
 
-    def __init__(self, store: Store, commit: CommitConfig) -> None:
+    def __init__(
+        self, store: Store, commit: CommitConfig, check_root: Callable[[int], Awaitable[None]] = trusts_the_root
+    ) -> None:
         self.keeps_before = 0
         self.freed = 0
         """The number of bytes removed so far."""
-        self._store, self._commit = store, commit
+        self._store, self._commit, self._check_root = store, commit, check_root
         self._sees_all = not commit.retention.keeps_all or plain_files_of(store) is not None
         self._waiting: dict[str, AttemptInfo] = {}
         self._begun: dict[str, AttemptInfo] = {}
@@ -346,10 +355,12 @@ class Tidier:
         return await catalog.scan(self._store, self.known)
 
     async def _remove(self, scope: str) -> None:
-        """Remove dead attempts in `scope`, unless a newer epoch has begun (COLLECT-5)."""
+        """Remove dead attempts in `scope`, unless a newer epoch has begun (COLLECT-5), or the root is another one (TIDY-5)."""
         if await epochs.newest(self._store) > self._epoch:
             return
+        await self._check_root(self._epoch)
         views = await self._views(scope)
+        await self._check_root(self._epoch)
         rules, known = self._commit.retention, self.known
         done = await retire(self._store, views, rules, keeps_before=self.keeps_before, known=known, thorough=False)
         for looked in [scope] if self._sees_all or scope else list(self._left):

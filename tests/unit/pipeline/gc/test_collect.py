@@ -4,6 +4,7 @@ pipeline/gc/collect.py; crashes are simulated.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from checkpointd.pipeline.read.readback import read_back
 from checkpointd.pipeline.read.verify import CheckpointVerdict, Damage, record_verdict, verify
 from checkpointd.pipeline.root import catalog, epochs
 from checkpointd.pipeline.root.marks import condemn, references, standing_mark
+from checkpointd.pipeline.root.own_root import OwnRoot
 from checkpointd.pipeline.shard import AttemptInfo
 from checkpointd.pipeline.write.dedup import Base, Bases
 from checkpointd.report.votes import votes_of
@@ -324,6 +326,24 @@ async def test_collect_5_an_older_epochs_coordinator_removes_nothing() -> None:
     await Tidier(store, CommitConfig(retention=Retention(keep_last=1))).tidy(save.info(0))
     await retire_tag(store, "global_step2", 1)
     assert await tags(store) == ["global_step2", "global_step1"]
+
+
+async def test_tidy_5_nothing_is_removed_from_a_copy_in_the_roots_place(tmp_path: Path) -> None:
+    root, away = tmp_path / "root", tmp_path / "away"
+    root.mkdir()
+    async with PosixStore(root) as store:
+        await saved(store, 1, 2)
+        save, own = await plan_save(store, tag="global_step2"), OwnRoot(store)
+        await own.begun(1, (await epochs.read(store, 1)).nonce)
+        tidier = Tidier(store, CommitConfig(retention=Retention(keep_last=1)), own.check)
+        root.rename(away)
+        shutil.copytree(away, root)
+        await tidier.tidy(save.info(0))
+        assert await tags(store) == ["global_step2", "global_step1"]
+        shutil.rmtree(root)
+        away.rename(root)
+        await tidier.tidy(save.info(0))
+        assert await tags(store) == ["global_step2"]
 
 
 async def test_records_of_removed_checkpoints_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
