@@ -42,8 +42,8 @@ lint: setup ## ruff: rules and formatting
 type: setup ## mypy, strict: both packages, and user code in tests/typing
 	$(BIN)/python -m mypy checkpointd client/checkpointd_client $(wildcard tests/typing)
 
-bench: setup ## Measure every goal, beside the peers, and write benchmarks/RESULTS.md (hours, 32 GiB of disk)
-	$(BIN)/python benchmarks/compare.py --write
+bench: setup ## Measure every goal, beside the peers, and write benchmarks/RESULTS.md (hours, 32 GiB of disk); goes on where it was stopped
+	$(BIN)/python benchmarks/compare.py --json build/bench.json --write
 
 bench-quick: setup ## The same at small sizes, in a few minutes: a line for every goal that this measures
 	$(BIN)/python benchmarks/compare.py --quick

@@ -26,9 +26,7 @@ from benchmarks import environment, picture
 from benchmarks.report import BIG, OURS, PEERS
 
 if TYPE_CHECKING:
-    from benchmarks.costs import Cost
     from benchmarks.document import Run
-    from benchmarks.figures import Figures
     from benchmarks.launch import Setting
     from benchmarks.limits import Limits
     from benchmarks.measures import Trial
@@ -38,6 +36,9 @@ _HERE = Path(__file__).resolve().parent
 _SCRIPTS = ("sharded", "zero", "calls", "codec")
 """Scripts that give figures with --figures; one that cannot leaves its goals unmeasured."""
 _PARTS = ("peers", "big", "history", "ranks", *_SCRIPTS)
+_REPEATED = ("sharded", "zero")
+_WITH_PAGES = ("sharded", "zero")
+"""Scripts that repeat as often as the systems are measured, and scripts that write a page of their own with --write."""
 _QUICK = ("peers", "history", "ranks")
 _QUICK_SYSTEMS = ("torch.save", "dcp-thread", "torch-checkpointing-prewarmed", "checkpointd", "checkpointd-sidecar")
 _RESULTS = environment.ROOT / "benchmarks" / "RESULTS.md"
@@ -57,7 +58,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--quiet", type=float, default=1.0, help="seconds of undisturbed steps before and after a save")
     parser.add_argument("--seed", type=int, default=1, help="of the order and of the state")
     parser.add_argument("--dir", type=Path, default=Path("/var/tmp"), help="where checkpoints go: a real disk")
-    parser.add_argument("--json", type=Path, metavar="OUT", help="write every measurement there")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="keep every measurement there; go on if it has some already")
     parser.add_argument("--render", type=Path, metavar="IN", help="measure nothing: tables of an earlier --json")
     parser.add_argument("--write", action="store_true", help=f"write {_RESULTS.relative_to(environment.ROOT)} and speed.svg")
     parser.add_argument("--quick", action="store_true", help="a few minutes: 0.1 GiB, one run, few systems, small sizes")
@@ -76,8 +77,6 @@ def main() -> int:
     from benchmarks import document, goals  # torch exists from here on
 
     run = document.read(options.render) if options.render else measure(options)
-    if options.json:
-        document.write(run, options.json)
     text = document.text(run)
     print("\n" + text)
     print("\n".join(goals.lines(goals.verdicts(document.figures_of(run)))))
@@ -91,8 +90,10 @@ def main() -> int:
 
 
 def measure(options: argparse.Namespace) -> Run:
-    """All runs: the limits, then every system with every number of ranks in a new order; then the costs by size."""
-    from benchmarks import document
+    """All runs: the limits, then every system with every number of ranks in a new order; then the costs by size.
+
+    Keeps what was measured after each trial, and leaves out what was kept.
+    """
     from benchmarks.systems import is_available
 
     parts = options.parts.split(",")
@@ -107,48 +108,72 @@ def measure(options: argparse.Namespace) -> Run:
     free = shutil.disk_usage(options.dir).free
     if free < 8 * largest * _GIB:
         raise SystemExit(f"{options.dir} has {free / _GIB:.1f} GiB free; this needs {8 * largest:.1f}")
-    limits: list[Limits] = []
-    trials: list[tuple[float, Trial]] = []
+    run = _begun(options)
     with tempfile.TemporaryDirectory(prefix="checkpointd-bench-", dir=options.dir) as directory:
-        for run in range(options.runs if cases else 0):
-            limits.append(_limits(_setting(options, Path(directory), options.gib)))
-            order = random.Random(options.seed * 1000 + run).sample(cases, len(cases))
+        for number in range(options.runs if cases else 0):
+            if len(run.limits) == number:
+                run.limits.append(_limits(_setting(options, Path(directory), options.gib)))
+            order = random.Random(options.seed * 1000 + number).sample(cases, len(cases))
             for place, (system, count, gib) in enumerate(order):
-                setting = _setting(options, Path(directory), gib)
-                trials.append((gib, _trial(setting, options, run, place, system, count)))
-        found, others = _scripts(options, Path(directory), parts)
-    return document.Run(
+                trials = run.trials if gib == options.gib else run.big
+                if not any((one.run, one.system, one.ranks) == (number, system, count) for one in trials):
+                    trials.append(_trial(_setting(options, Path(directory), gib), options, number, place, system, count))
+                    _keep(run, options.json)
+        for part in ("history", "ranks", *_SCRIPTS):
+            if part in parts and part not in run.parts and _script(options, Path(directory) / "out.json", part, run):
+                run.parts.append(part)
+                _keep(run, options.json)
+    return run
+
+
+def _begun(options: argparse.Namespace) -> Run:
+    """The run that `--json` keeps, or a new one."""
+    from benchmarks import document
+
+    begun = document.Run(
         command=shlex.join(["benchmarks/compare.py", *sys.argv[1:]]),
+        code=environment.code(),
         machine=document.machine(options.dir),
         gib=options.gib,
         gate_s=options.gate,
-        limits=limits,
-        trials=[trial for gib, trial in trials if gib == options.gib],
         big_gib=options.big_gib,
-        big=[trial for gib, trial in trials if gib != options.gib],
-        costs=found,
-        others=others,
     )
+    if options.json is None or not options.json.exists():
+        return begun
+    kept = document.read(options.json)
+    if (kept.code, kept.gib, kept.gate_s, kept.big_gib) != (begun.code, begun.gib, begun.gate_s, begun.big_gib):
+        raise SystemExit(
+            f"{options.json} keeps measurements of other code or of other sizes, which are no run with new ones. Move the file "
+            f"away to begin anew, or print its page: --render {options.json}"
+        )
+    return kept
 
 
-def _scripts(options: argparse.Namespace, directory: Path, parts: list[str]) -> tuple[dict[str, list[Cost]], Figures]:
-    """The costs of `history` and `ranks`, and the figures of the other scripts, each in a process of its own."""
+def _keep(run: Run, path: Path | None) -> None:
+    from benchmarks import document
+
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        document.write(run, path)
+
+
+def _script(options: argparse.Namespace, out: Path, part: str, run: Run) -> bool:
+    """Add the costs of `history` or `ranks`, or the figures of another script, which each run in a process of their own."""
     from benchmarks import document, figures
 
-    found: dict[str, list[Cost]] = {}
-    others: Figures = {}
-    out = directory / "out.json"
-    for part in ("history", "ranks"):
-        size = "--quick" if options.quick else "--full"
-        if part in parts and _ran(part, "--json", str(out), size, "--dir", str(options.dir)):
-            named = document.costs_of(json.loads(out.read_text()))
-            found |= {document.PARTS[name][0]: one for name, one in named.items()}
-            others |= {f"{part}/{name}": {0: one} for name, one in _numbers(out).items()}
-    for part in _SCRIPTS:
-        runs = ("--runs", str(options.runs)) if part in ("sharded", "zero") else ()
-        if part in parts and _ran(part, "--figures", str(out), *runs):
-            others |= figures.read(out)
-    return found, others
+    if part not in _SCRIPTS:
+        if not _ran(part, "--json", str(out), "--quick" if options.quick else "--full", "--dir", str(options.dir)):
+            return False
+        named = document.costs_of(json.loads(out.read_text()))
+        run.costs.update({document.PARTS[name][0]: one for name, one in named.items()})
+        run.others.update({f"{part}/{name}": {0: one} for name, one in _numbers(out).items()})
+        return True
+    runs = ("--runs", str(options.runs)) if part in _REPEATED else ()
+    write = ("--write",) if options.write and part in _WITH_PAGES else ()
+    if not _ran(part, "--figures", str(out), *runs, *write):
+        return False
+    run.others.update(figures.read(out))
+    return True
 
 
 def _numbers(out: Path) -> dict[str, float]:
@@ -175,9 +200,9 @@ def _setting(options: argparse.Namespace, directory: Path, gib: float) -> Settin
     return Setting(
         directory=directory,
         target_bytes=int(gib * _GIB),
-        warm_saves=options.warm,
+        warm_saves=options.warm if gib == options.gib else 1,
         gate_s=options.gate,
-        quiet_s=options.quiet,
+        quiet_s=options.quiet if gib == options.gib else 0.2,
         timeout_s=300 + 120 * gib,
     )
 

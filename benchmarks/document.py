@@ -27,8 +27,10 @@ class Run:
     machine: dict[str, str]
     gib: float
     gate_s: float
-    limits: list[Limits]
-    trials: list[Trial]
+    code: str = ""
+    """The digest of the code that was measured."""
+    limits: list[Limits] = field(default_factory=list)
+    trials: list[Trial] = field(default_factory=list)
     big_gib: float = 0.0
     big: list[Trial] = field(default_factory=list)
     """Trials with a state of `big_gib` GiB: the first save and the first load of a process."""
@@ -36,11 +38,15 @@ class Run:
     """What `history.py` and `ranks.py` measured, by the part of the page."""
     others: dict[str, dict[int, float]] = field(default_factory=dict)
     """The figures of other scripts."""
+    parts: list[str] = field(default_factory=list)
+    """The scripts that have ended."""
 
 
 def write(run: Run, path: Path) -> None:
-    """Keep a run as JSON."""
-    path.write_text(json.dumps(asdict(run), indent=1) + "\n")
+    """Keep a run as JSON; `path` always holds a whole one."""
+    beside = path.with_name(f"{path.name}.new")
+    beside.write_text(json.dumps(asdict(run), indent=1) + "\n")
+    beside.replace(path)
 
 
 def read(path: Path) -> Run:

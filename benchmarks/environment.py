@@ -34,7 +34,7 @@ def prepare() -> None:
         _run(sys.executable, "-m", "venv", str(HOME))
     _once("peers", _digest([_PINS]), _install_peers)
     if (ROOT / "pyproject.toml").exists():
-        _once("project", _digest(_sources()), _install_project)
+        _once("project", code(), _install_project)
 
 
 def _install_peers() -> None:
@@ -53,6 +53,11 @@ def _sources() -> list[Path]:
     folders = [ROOT / "checkpointd", ROOT / "client"]
     sources = [path for folder in folders for path in sorted(folder.rglob("*")) if path.suffix != ".pyc"]
     return [ROOT / "pyproject.toml", ROOT / "constraints.txt", *sources]
+
+
+def code() -> str:
+    """The digest of the code that is measured."""
+    return _digest(_sources())
 
 
 def _digest(paths: list[Path]) -> str:

@@ -224,7 +224,7 @@ def saves(job: Job) -> dict[str, Any]:
 
 def loads(job: Job) -> dict[str, Any]:
     """Two loads of one rank in a process that has not saved."""
-    state = State(target_bytes=job.target_bytes, ranks=job.ranks, rank=job.rank, seed=job.seed)
+    state = State(target_bytes=job.target_bytes, ranks=job.ranks, rank=job.rank, seed=job.seed, trained=False)
     expected: dict[str, str] = json.loads(Path(job.digests).read_text())
     system = SYSTEMS[job.system](Path(job.root), state, job.rank, job.ranks, fresh=False)
     settle()

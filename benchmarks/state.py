@@ -68,20 +68,24 @@ class _Shard(nn.Module):
 
 
 class State:
-    """One rank's modules and optimizer; the same tensors from the first save to the last."""
+    """One rank's modules and optimizer; the same tensors from the first save to the last. Without `trained` they are zeros."""
 
-    def __init__(self, *, target_bytes: int, ranks: int, rank: int, seed: int) -> None:
+    def __init__(self, *, target_bytes: int, ranks: int, rank: int, seed: int, trained: bool = True) -> None:
         generator = torch.Generator().manual_seed(seed * 1000 + rank)
         with torch.device("meta"):
             shard = _Shard(shape_for(target_bytes), ranks)
         self.model = copy.deepcopy(shard).to(torch.bfloat16).to_empty(device="cpu").requires_grad_(False)
         self.master = shard.to_empty(device="cpu")
         for master in self.master.parameters():
-            initialise(master, generator)
             # Kept between steps, as accumulating trainers do: no step allocates, so memory peaks are the saver's.
-            master.grad = torch.empty_like(master).normal_(0.0, 1e-2, generator=generator)
+            master.grad = torch.zeros_like(master)
+            if trained:
+                initialise(master, generator)
+                master.grad.normal_(0.0, 1e-2, generator=generator)
+            else:
+                nn.init.zeros_(master)
         self.optimizer = torch.optim.AdamW(self.master.parameters(), lr=1e-3, fused=True)
-        for _ in range(_STEPS_BEFORE_START):
+        for _ in range(_STEPS_BEFORE_START if trained else 1):
             self.advance()
         self.tree = self._tree()
         """Nested dictionaries of all tensors, the same objects for every save."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from typing import Final
+
 from checkpointd.errors import UsageError
 
 SERVICE = ".checkpointd"
@@ -13,6 +16,10 @@ SHOWN = f"{SERVICE}/shown"
 """Below it lies a directory for each directory of plain files, which goes with its record."""
 PASSING = (PLANS, SHOWN)
 """Below these, directories come and go with their objects."""
+_OWN: Final = (TEMPORARY, UNFINISHED, LOCK)
+_BELOW_OWN: Final = tuple(f"{name}/" for name in _OWN)
+_PLAIN: Final = re.compile(r"(?:[\w-][\w.-]*/)*[\w-][\w.-]*", re.ASCII)
+"""Nearly all keys: ASCII, and no part begins with a dot, so none belongs to the store. They are looked up by the thousand."""
 
 
 def check_key(key: str) -> str:
@@ -35,8 +42,7 @@ def is_key(text: str) -> bool:
 
 def _is_internal(key: str) -> bool:
     """Whether `key` belongs to the store: a temporary file, the lock, or something in an unfinished directory."""
-    own = (TEMPORARY, UNFINISHED, LOCK)
-    return key in own or key.startswith(tuple(f"{name}/" for name in own))
+    return key in _OWN or key.startswith(_BELOW_OWN)
 
 
 def is_text(name: str) -> bool:
@@ -45,6 +51,8 @@ def is_text(name: str) -> bool:
 
 
 def _fault(key: str) -> str | None:
+    if _PLAIN.fullmatch(key):
+        return None
     if not key:
         return "it is empty"
     if "\0" in key:

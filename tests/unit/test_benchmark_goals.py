@@ -88,6 +88,64 @@ def test_a_verdict_says_by_how_much(measured: float | None, at_least: bool, met:
     assert lines[1] == f"{int(met is True)} of 1 goals met, {int(met is False)} missed, {int(met is None)} not measured"
 
 
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[int, str]]:
+    """The trials and the scripts that `compare.measure` starts, with their runs; the fourth trial is cut off."""
+    from benchmarks import compare
+
+    started: list[tuple[int, str]] = []
+    cut_off = [4]
+
+    def of_trial(_setting: object, _options: object, run: int, _place: int, system: str, _ranks: int) -> Trial:
+        started.append((run, system))
+        if [len(started)] == cut_off:
+            cut_off.clear()
+            raise RuntimeError("the machine was needed for something else")
+        return trial(system, 1.0, load_s=1.0, run=run)
+
+    def of_script(_options: object, _out: Path, part: str, run: document.Run) -> bool:
+        started.append((0, part))
+        run.others[part] = {0: 1.0}
+        return True
+
+    limits = one_run().limits[0]
+    monkeypatch.setattr(compare, "_trial", of_trial)
+    monkeypatch.setattr(compare, "_script", of_script)
+    monkeypatch.setattr(compare, "_limits", lambda _: limits)
+    monkeypatch.setattr(compare, "_known", lambda systems: systems)
+    monkeypatch.setattr(compare.environment, "code", lambda: "this code")
+    return started
+
+
+def test_a_run_that_was_stopped_goes_on(measured: list[tuple[int, str]], tmp_path: Path) -> None:
+    from benchmarks import compare
+
+    kept = tmp_path / "deeper" / "bench.json"
+    given = ["--parts", "peers,calls", "--systems", "checkpointd,dcp-thread", "--ranks", "1", "--runs", "3", "--gib", "0.01"]
+    options = compare.arguments([*given, "--json", str(kept), "--dir", str(tmp_path)])
+    with pytest.raises(RuntimeError):
+        compare.measure(options)
+    lost = measured.pop()
+    run = compare.measure(options)
+    assert len(measured) == len(set(measured)) == 7
+    assert lost in measured
+    assert {(one.run, one.system) for one in run.trials} == {(n, s) for n in range(3) for s in ("checkpointd", "dcp-thread")}
+    assert (len(run.limits), run.others, run.parts) == (3, {"calls": {0: 1.0}}, ["calls"])
+    assert document.read(kept) == run
+    compare.measure(options)
+    assert len(measured) == 7
+
+
+def test_measurements_of_other_code_are_no_run_with_new_ones(measured: list[tuple[int, str]], tmp_path: Path) -> None:
+    from benchmarks import compare
+
+    kept = tmp_path / "bench.json"
+    document.write(replace(one_run(), code="older code"), kept)
+    with pytest.raises(SystemExit, match=r"keeps measurements of other code or of other sizes.*--render"):
+        compare.measure(compare.arguments(["--json", str(kept), "--dir", str(tmp_path), "--gib", "0.01", "--big-gib", "0.01"]))
+    assert not measured
+
+
 def test_every_goal_has_a_name_of_its_own_and_can_go_unmeasured() -> None:
     assert len({goal.name for goal in goals.GOALS}) == len(goals.GOALS)
     found = goals.verdicts({})
