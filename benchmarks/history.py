@@ -11,7 +11,6 @@ runs the code of the command or of the job, on the real file system through a di
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import re
@@ -28,6 +27,8 @@ if __name__ == "__main__":
     # Behind the installed packages: what is measured is what is installed. In .venv that is the tree.
     sys.path[0:1] = []
     sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+import uvloop
 
 from benchmarks import costs, curves, document, roots
 from benchmarks.costs import Cost, Meter, Reading, Work
@@ -184,7 +185,7 @@ def command(root: Root) -> Reading:
 def measured(root: Root, wanted: tuple[str, ...], runs: int) -> list[Cost]:
     """The cost of the operations `wanted` at `root`."""
     found = [
-        costs.gathered(name, root.tags, lambda n=name: asyncio.run(reading(OPERATIONS[n], root)), runs, BUDGET_S)  # type: ignore[misc]
+        costs.gathered(name, root.tags, lambda n=name: uvloop.run(reading(OPERATIONS[n], root)), runs, BUDGET_S)  # type: ignore[misc]
         for name in wanted
     ]
     if root.ranks == 1:
@@ -215,7 +216,7 @@ def measure(directory: Path, tags: tuple[int, ...], wide: tuple[int, int], runs:
         with built(directory, count, 1) as root:
             found += said(measured(root, tuple(OPERATIONS), runs), "tags")
             if count == tags[-2]:
-                pending = asyncio.run(roots.most_pending(root.path, count, saves))
+                pending = uvloop.run(roots.most_pending(root.path, count, saves))
     with built(directory, *wide) as root:
         of_wide = said(measured(root, ON_WIDE, runs), f"tags x {wide[1]:,} ranks")
     return History(tags=found, wide_ranks=wide[1], wide=of_wide, saves=saves, pending=pending)
@@ -226,7 +227,7 @@ def built(directory: Path, tags: int, ranks: int) -> Iterator[Root]:
     """A root in a folder of its own, which goes at the end."""
     with tempfile.TemporaryDirectory(prefix="checkpointd-history-", dir=directory) as folder:
         root = Root(Path(folder) / "root", tags, ranks)
-        asyncio.run(roots.history(root.path, tags, ranks))
+        uvloop.run(roots.history(root.path, tags, ranks))
         os.sync()
         yield root
 
@@ -310,7 +311,7 @@ def cross_check(directory: Path, tags: int) -> None:
         for name, operation in OPERATIONS.items():
             idle = traced(root, "")
             extra = {call: count - idle.get(call, 0) for call, count in traced(root, name).items()}
-            work = asyncio.run(reading(operation, root)).work
+            work = uvloop.run(reading(operation, root)).work
             shown = ", ".join(f"{call} {count}" for call, count in sorted(extra.items()) if count)
             print(f"{name}: counted {work}\n  strace: {shown}", flush=True)
 
@@ -335,7 +336,7 @@ def main() -> int:
     if options.once:
         name, path, tags, ranks = options.once
         if name:
-            asyncio.run(reading(OPERATIONS[name], Root(Path(path), int(tags), int(ranks))))
+            uvloop.run(reading(OPERATIONS[name], Root(Path(path), int(tags), int(ranks))))
         return 0
     if options.strace:
         cross_check(options.dir, options.strace)

@@ -10,7 +10,6 @@ that leaves out fsync. Then the real code of one rank runs, on the real file sys
 from __future__ import annotations
 
 import argparse
-import asyncio
 import ctypes
 import gc
 import json
@@ -26,6 +25,7 @@ if __name__ == "__main__":
     sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 import torch
+import uvloop
 
 from benchmarks import costs, curves, document, roots
 from benchmarks.costs import Cost, Meter, Reading
@@ -83,7 +83,7 @@ async def coordinating(path: Path, ranks: int) -> tuple[Reading, Reading]:
 def coordinator(directory: Path, ranks: int) -> list[Cost]:
     """The costs of both commits."""
     with tempfile.TemporaryDirectory(prefix="checkpointd-ranks-", dir=directory) as folder:
-        found = asyncio.run(coordinating(Path(folder) / "root", ranks))
+        found = uvloop.run(coordinating(Path(folder) / "root", ranks))
     return [costs.summed_up(name, ranks, [one]) for name, one in zip((FIRST, KNOWN), found, strict=True)]
 
 
@@ -102,7 +102,7 @@ def loads(directory: Path, ranks: int, tensors: int, runs: int) -> list[Cost]:
     """What one rank reads to load its part: before the tensors' bytes, and with them (a few KiB)."""
     with tempfile.TemporaryDirectory(prefix="checkpointd-ranks-", dir=directory) as folder:
         path = Path(folder) / "root"
-        saver = asyncio.run(saved(path, ranks, tensors))
+        saver = uvloop.run(saved(path, ranks, tensors))
         os.sync()
         return [
             costs.gathered(name, ranks, lambda w=whole: loading(path, saver, ranks // 2, whole=w), runs, BUDGET_S)  # type: ignore[misc]
@@ -167,9 +167,9 @@ def dedup(directory: Path, ranks: int, runs: int) -> Cost:
     """What one rank's look at the checkpoint before costs."""
     with tempfile.TemporaryDirectory(prefix="checkpointd-ranks-", dir=directory) as folder:
         path, numbers = Path(folder) / "root", iter(range(2, 1 << 20, 2))
-        saver = asyncio.run(saved(path, ranks, 4))
+        saver = uvloop.run(saved(path, ranks, 4))
         os.sync()
-        return costs.gathered(LOOK, ranks, lambda: asyncio.run(looking(path, saver, ranks // 2, next(numbers))), runs, BUDGET_S)
+        return costs.gathered(LOOK, ranks, lambda: uvloop.run(looking(path, saver, ranks // 2, next(numbers))), runs, BUDGET_S)
 
 
 # --- the whole run -------------------------------------------------------------------------------------------

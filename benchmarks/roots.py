@@ -27,6 +27,7 @@ from checkpointd.pipeline.attempt import Attempt, WriterState
 from checkpointd.pipeline.pages import page_buffer, page_up
 from checkpointd.pipeline.read.readback import read_back
 from checkpointd.pipeline.root import catalog, epochs
+from checkpointd.pipeline.root.plans import OwnPlans
 from checkpointd.pipeline.shard import AttemptInfo, Shard, ShardProgress, ShardTensor, aligned
 from checkpointd.pipeline.write.dedup import Bases
 from checkpointd.pipeline.write.job import PersistJob
@@ -147,6 +148,8 @@ class Saver:
     dedup: bool = False
     poll_s: tuple[float, float] = (0.001, 0.01)
     """How long the coordinator pauses between its looks, first and later: much shorter than in a job, to build quickly."""
+    layouts: dict[int, tuple[tuple[ShardTensor, ...], OwnPlans]] = field(default_factory=dict)
+    """The tensors and the plans of each rank, which its saves share."""
 
     def as_job(self, store: Store) -> Saver:
         """The same on `store`, with the pauses that a job makes."""
@@ -193,16 +196,22 @@ class Saver:
 
     def shard(self, rank: int, value: float) -> Shard:
         """The snapshot of one rank."""
-        shape, size = (self.world_size, self.row), aligned(self.row * ITEM)
-        scope, box = ("rank", whole(shape)) if self.world_size == 1 else ("global", self.box(rank))
-        buffer = page_buffer(page_up(size * self.tensors))
+        buffer = page_buffer(page_up(aligned(self.row * ITEM) * self.tensors))
         buffer.view(np.float32)[:] = value
-        tensors = tuple(
-            ShardTensor(name, "float32", shape, box, scope, number * size, self.row * ITEM, ITEM)  # type: ignore[arg-type]
-            for number, name in enumerate(self.names)
-        )
         root = tree.Dict("dict", (("model", tree.Dict("dict", tuple((name, tree.Tensor(name)) for name in self.names))),))
-        return Shard(buffer=buffer, tensors=tensors, tree=tree.encode(root))
+        return Shard(buffer=buffer, tensors=self.layout(rank)[0], tree=tree.encode(root))
+
+    def layout(self, rank: int) -> tuple[tuple[ShardTensor, ...], OwnPlans]:
+        """The same tensors for each save of a rank, so that its plan stays the same, too."""
+        if rank not in self.layouts:
+            shape, size = (self.world_size, self.row), aligned(self.row * ITEM)
+            scope, box = ("rank", whole(shape)) if self.world_size == 1 else ("global", self.box(rank))
+            tensors = tuple(
+                ShardTensor(name, "float32", shape, box, scope, number * size, self.row * ITEM, ITEM)  # type: ignore[arg-type]
+                for number, name in enumerate(self.names)
+            )
+            self.layouts[rank] = tensors, OwnPlans()
+        return self.layouts[rank]
 
     async def vote(self, number: int, rank: int, value: float) -> None:
         """Everything that a rank writes before there is an outcome."""
@@ -215,6 +224,7 @@ class Saver:
             rates=Rates(),
             progress=ShardProgress(),
             stopped=lambda: False,
+            plans=self.layout(rank)[1],
             base=await Bases(self.store).newest(info) if self.dedup else None,
         )
         await persist(job)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from typing import Literal, TypeAlias
@@ -50,6 +50,7 @@ logger = logging.getLogger("checkpointd")
 LATEST_BYTES_MAX = 4096
 LISTINGS = 16
 """The number of directories of an attempt that are listed at once."""
+_RECORDS = (DELETED, VERIFIED, DAMAGED, PASSED_OVER)
 _LOOKS = 3
 """How many times to look at an attempt whose outcome disappears between listing and reading, as when records are removed."""
 
@@ -205,22 +206,41 @@ def _of_group(entries: Iterable[Entry], group: int) -> list[Entry]:
 
 async def view(store: Store, tag: str, attempt: AttemptId) -> AttemptView:
     """One attempt as the store shows it now."""
-    prefix, why = attempt_prefix(tag, attempt), ""
-    sizes: dict[str, int] = {}
+    prefix = attempt_prefix(tag, attempt)
+    seen = AttemptView(tag, attempt, {}, None)
     for _ in range(_LOOKS):
         sizes = {entry.name: entry.size for entry in await objects_of(store, prefix)}
         if OUTCOME not in sizes:
-            return AttemptView(tag, attempt, sizes, None)
-        # An unreadable sector under one outcome must not hide all other checkpoints.
-        try:
-            return AttemptView(tag, attempt, sizes, await read_outcome(store, tag, attempt))
-        except DamagedError as error:
-            return AttemptView(tag, attempt, sizes, None, damage=str(error))
-        except UnreadableError as error:
-            return AttemptView(tag, attempt, sizes, None, unreadable=str(error))
-        except NotFoundError as error:
-            why = f"{error}, although it is listed"
-    return AttemptView(tag, attempt, sizes, None, unreadable=why)
+            return replace(seen, sizes=sizes, unreadable=None)
+        seen = replace(await _decided(store, tag, attempt), sizes=sizes)
+        if seen.state != "in-doubt":
+            return seen
+        seen = replace(seen, unreadable=f"{prefix}/{OUTCOME} is listed and is not there")
+    return seen
+
+
+async def view_of_records(store: Store, tag: str, attempt: AttemptId) -> AttemptView:
+    """The same from the records of the whole attempt alone, a few looks at names, however many objects the ranks have."""
+    prefix = attempt_prefix(tag, attempt)
+    while True:
+        seen = await _decided(store, tag, attempt)
+        found = {name: await store.stat(f"{prefix}/{name}") for name in (*_RECORDS, OUTCOME)}
+        # The marks of a removed attempt go last (MARK-5): none was there if the outcome still is.
+        if seen.outcome is None or found[OUTCOME] is not None:
+            return replace(seen, sizes={name: size for name, size in found.items() if size is not None})
+
+
+async def _decided(store: Store, tag: str, attempt: AttemptId) -> AttemptView:
+    """The attempt with its outcome, or with what is wrong with it: an unreadable one must not hide all other checkpoints."""
+    seen = AttemptView(tag, attempt, {}, None)
+    try:
+        return replace(seen, outcome=await read_outcome(store, tag, attempt))
+    except NotFoundError:
+        return seen
+    except DamagedError as error:
+        return replace(seen, damage=str(error))
+    except UnreadableError as error:
+        return replace(seen, unreadable=str(error))
 
 
 async def read_outcome(store: Store, tag: str, attempt: AttemptId) -> Outcome:
@@ -384,7 +404,7 @@ async def find(store: Store, tag: str) -> Checkpoint:
     """The checkpoint of `tag`. Raises NotFoundError, which says what is there instead, if there is none; DamagedError or
     UnreadableError if the outcome of a later attempt is damaged, or cannot be read now.
     """
-    attempts = await attempts_of(store, tag)
+    attempts = [await view_of_records(store, tag, attempt) for attempt in await _names(store, tag)]
     found = checkpoints_of(attempts)
     later = [a for a in attempts if not found or a.attempt > found[0].attempt]
     fault = next(filter(None, map(fault_of, reversed(later))), None)

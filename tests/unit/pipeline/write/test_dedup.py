@@ -252,6 +252,21 @@ async def test_dedup_3_the_look_at_references_costs_a_rank_the_same_whatever_the
     assert await looks_at_references(2) == await looks_at_references(64) == 3  # the mark, the outcome, the object
 
 
+async def looks_for_the_base(world_size: int) -> int:
+    store = CountingStore()
+    await save_checkpoint(store, world_size=world_size, tensors=lambda _: frozen(1))
+    store.looks = 0
+    info = AttemptInfo(tag="global_step2", attempt=AttemptId(1, 0), rank=1, world_size=world_size, step=2, n=2)
+    base = await dedup.Bases(store).newest(info)
+    assert base is not None
+    assert base.step == 1
+    return store.looks
+
+
+async def test_a_started_rank_finds_its_base_with_as_many_looks_whatever_the_number_of_ranks() -> None:
+    assert await looks_for_the_base(2) == await looks_for_the_base(300)
+
+
 @pytest.mark.parametrize("gone", ["outcome", "object", "size"])
 async def test_dedup_3_what_is_gone_or_has_another_size_is_not_referred_to(gone: str) -> None:
     store = MemoryStore()

@@ -1,0 +1,53 @@
+"""Attempts as the catalog shows them: by all their objects, and by the records of the whole attempt."""
+
+from __future__ import annotations
+
+import pytest
+
+from checkpointd.errors import NotFoundError
+from checkpointd.layout.keys import DAMAGED, DELETED, OUTCOME, PASSED_OVER, VERIFIED, AttemptId
+from checkpointd.pipeline.root import catalog
+from checkpointd.store.memory import MemoryStore
+from tests.builders import save_checkpoint
+
+TAG, ATTEMPT = "global_step1", AttemptId(1, 0)
+PREFIX = f"{TAG}/{ATTEMPT}"
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+@pytest.mark.parametrize("records", [(), (DELETED,), (VERIFIED,), (DAMAGED,), (PASSED_OVER, DAMAGED), (OUTCOME,)])
+async def test_the_records_tell_the_state_as_all_objects_do(records: tuple[str, ...], damaged: bool) -> None:
+    store = MemoryStore()
+    await save_checkpoint(store, tag=TAG, world_size=3)
+    for name in records:
+        await (store.delete(f"{PREFIX}/{name}") if name == OUTCOME else store.put(f"{PREFIX}/{name}", b""))
+    if damaged and OUTCOME not in records:
+        await store.put(f"{PREFIX}/{OUTCOME}", b"{")
+    whole, few = await catalog.view(store, TAG, ATTEMPT), await catalog.view_of_records(store, TAG, ATTEMPT)
+    assert few.state == whole.state
+    assert (few.outcome, few.damage, few.read_back, few.passed_over) == (
+        whole.outcome, whole.damage, whole.read_back, whole.passed_over
+    )  # fmt: skip
+    assert few.sizes == {name: size for name, size in whole.sizes.items() if name in {OUTCOME, *records}}
+
+
+class RemovedMeanwhile(MemoryStore):
+    """Once the outcome was read, somebody removes the whole attempt, its marks last (MARK-5), before anything else is seen."""
+
+    is_removed = False
+
+    async def stat(self, key: str) -> int | None:
+        if not self.is_removed:
+            self.is_removed = True
+            for entry in await self.list(PREFIX):
+                await self.delete(f"{PREFIX}/{entry.name}")
+        return await super().stat(key)
+
+
+async def test_mark_5_what_is_removed_while_its_records_are_read_is_not_a_checkpoint() -> None:
+    store = RemovedMeanwhile()
+    await save_checkpoint(store, tag=TAG)
+    store.is_removed = False
+    assert (await catalog.view_of_records(store, TAG, ATTEMPT)).state == "in-doubt"
+    with pytest.raises(NotFoundError, match="there is no tag"):
+        await catalog.find(store, TAG)
