@@ -151,7 +151,7 @@ class NoProgressError(AbortedError):
 
 
 class SkippedError(AbortedError):
-    """The save was skipped because earlier ones were still in flight (`when_busy="skip"`)."""
+    """The save was skipped: earlier ones were in flight (`when_busy="skip"`), or it came too soon (`when_busy="space"`)."""
 
     exit_code = 8
 

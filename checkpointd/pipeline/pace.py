@@ -1,9 +1,11 @@
-"""The pace of one save's persisting: how long to rest after each piece of work, so that training keeps its speed.
+"""The pace of one save: how long its copy and its writer rest after each piece of work, so that training keeps its speed.
 
 Invariants
   PACE-1  A save rests only while its bytes, at the speed so far, are written before its limit. So pacing never makes a save
       end late: the next save, the deadline and everybody who waits for the save come first.
   PACE-2  A rest takes at most REST_S_MAX, so a save that somebody begins to wait for goes on at full speed at once.
+  PACE-3  The background copy rests only while it ends, at the speed so far, before `copy_until`. Without that limit it never
+      rests.
 """
 
 from __future__ import annotations
@@ -34,14 +36,18 @@ def rest_s(busy_s: float, share: float, *, needed_s: float | None, left_s: float
 
 @dataclass(slots=True)
 class Pace:
-    """The pace of one save. Any thread may set `share` and call `lift`; only the writer rests."""
+    """The pace of one save. Any thread may set `share` and call `lift`; only the stager and the writer rest."""
 
     share: float = 1.0
     """The part of the time in which the save works: 1 is full speed."""
     until: float | None = None
     """When the save should have ended, by time.monotonic(); None if nothing is due."""
+    copy_until: float | None = None
+    """When the background copy should have ended, by time.monotonic(); None if it must not rest."""
     rested_s: float = 0.0
     """How long the workers have rested, added up."""
+    copy_rested_s: float = 0.0
+    """How long the background copy has rested."""
     reason: PaceReason = ""
     """Why the save goes at full speed although `share` is lower: it would be "late", or it is "awaited"."""
     on_change: Callable[[], None] | None = field(default=None, repr=False)
@@ -82,3 +88,13 @@ class Pace:
         seconds = rest_s(busy_s, self.share, needed_s=needed_s, left_s=left_s)
         self.reason = "" if seconds else "late"
         return seconds
+
+    def copy_rest_after(self, busy_s: float, needed_s: float) -> float:
+        """The seconds for which the background copy rests now; the rest of it takes `needed_s` at the speed so far (PACE-3)."""
+        if self._is_lifted or self.copy_until is None:
+            return 0.0
+        return rest_s(busy_s, self.share, needed_s=needed_s, left_s=self.copy_until - time.monotonic())
+
+    def hurry_copy(self) -> None:
+        """Let the background copy rest no more: somebody waits for the snapshot."""
+        self.copy_until = None

@@ -15,7 +15,7 @@ AFRESH = "The next save starts afresh; nothing needs to be removed by hand."
 _BY_CODE = {
     "DeadlineError": "Look at the log of {who}: it did not call save() for this step and tag, or was stopped, stuck or killed "
     "before its vote.",
-    "SkippedError": "{Who} was still busy with earlier saves: save less often, or use when_busy='wait'.",
+    "SkippedError": "{Who} was busy with earlier saves, or spaced them: save less often, or use when_busy='wait'.",
     "StoreFullError": "Free some space, or raise the quota, where {who} writes.",
     "UnreadableError": "Check the file system of the root on the machine of {who}: mounts, permissions, the kernel's log.",
     "StoreError": "Check the file system of the root on the machine of {who}: mounts, permissions, the kernel's log.",

@@ -32,7 +32,8 @@ class Checkpointer:
     `compression`: "auto", "none", "zstd" or "planes".
     `staging`: "lazy" copies the state beside the next forward and backward pass, "eager" inside save().
     `device_checksums`: prove by sums, which devices add up at save(), that a snapshot has the bytes of that moment.
-    `when_busy`: what a third save does while two are in flight, "wait" or "skip".
+    `when_busy`: what saves do that come too fast. "wait": a third one waits while two are in flight. "skip": it is skipped.
+    "space": a save is skipped if it comes so soon after the last one that saves would take over `max_overhead` of the time.
     `commit_timeout_s`: how long the ranks wait for each other before they give a save up.
     `chunk_bytes`: the most raw bytes in a chunk. `budget_bytes`: host memory for each save in flight, beside its snapshot.
     `pinned_bytes`: the most host memory that a load to devices pins, until it ends; 0 pins none, and each copy is waited for.
@@ -130,13 +131,15 @@ class Checkpointer:
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
         metrics: Mapping[str, float] | None = None,
+        required: bool = False,
     ) -> SaveHandle:
         """Snapshot `state` and return; it is persisted and committed in the background. Call it on every rank.
 
         `state` maps names to modules, optimizers, schedulers, anything with state_dict and load_state_dict, and nested dicts
         and lists of tensors and plain values. `metrics` are kept with the checkpoint, for `Retention(best=...)` to choose by;
-        those of rank 0 count. Raises UsageError for a bad tag, step or metric, StateError for an object that cannot be stored
-        (all ranks then abort the save at once), ClosedError after close().
+        those of rank 0 count. `required`: do not skip it, whatever `when_busy` says, as for the last save of a run. A save
+        after a preemption signal is never skipped. Raises UsageError for a bad tag, step or metric, StateError for an object
+        that cannot be stored (all ranks then abort the save at once), ClosedError after close().
         """
         return self._core.save(
             step,
@@ -146,6 +149,7 @@ class Checkpointer:
             save_latest=save_latest,
             exclude_frozen_parameters=exclude_frozen_parameters,
             metrics=metrics,
+            required=required,
         )
 
     def prepare(self, state: Mapping[str, object]) -> None:

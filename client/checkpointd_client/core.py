@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Collection, Coroutine, Iterable, Mapping, MutableMapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -48,7 +48,7 @@ from checkpointd_client.ranks.startup import START_TIMEOUT_S, Started, begin_epo
 from checkpointd_client.ranks.writer import WriterThread
 from checkpointd_client.restore.plan import LoadOptions
 from checkpointd_client.restore.target_chooser import TargetChooser
-from checkpointd_client.saver import SLICE_S, TIDY_TIMEOUT_S, Saver, asked
+from checkpointd_client.saver import SLICE_S, TIDY_TIMEOUT_S, Saver, SaveRequest, asked
 from checkpointd_client.saves.handle import SaveHandle
 from checkpointd_client.saves.status import Status
 from checkpointd_client.settings import Options, check_load
@@ -180,11 +180,17 @@ class Core:
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
         metrics: Mapping[str, float] | None = None,
+        required: bool = False,
     ) -> SaveHandle:
         """Snapshot `state` and return; it is persisted and committed in the background. Raises as Checkpointer.save()."""
         self._check_open("save")
-        request = asked(step, tag, save_latest, metrics, exclude_frozen_parameters=exclude_frozen_parameters)
-        return self._saver.save(request, state, client_state)
+        request = asked(step, tag, save_latest, metrics, exclude_frozen_parameters=exclude_frozen_parameters, required=required)
+        return self._saver.save(self._preempted(request), state, client_state)
+
+    def _preempted(self, request: SaveRequest) -> SaveRequest:
+        """`request`, which must not be skipped if the job is about to leave."""
+        may_skip = self._options.when_busy != "wait" and not request.required
+        return replace(request, required=True) if may_skip and self.preempting else request
 
     def prepare(self, state: Mapping[str, object]) -> None:
         """Allocate the memory for the first save in the background. Raises as Checkpointer.prepare()."""
@@ -474,7 +480,7 @@ class Core:
             check_leftovers(leftovers)
         except FormatError as error:
             raise UsageError(str(error)) from error
-        return self._saver.save_files(request, at, files, optimizer_only)
+        return self._saver.save_files(self._preempted(request), at, files, optimizer_only)
 
     def fill(self, folder: str) -> Unfinished:
         """Make an unfinished directory for the next save. Call it on every rank before the save; every rank fills it. When the

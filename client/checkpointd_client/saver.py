@@ -31,6 +31,7 @@ from checkpointd.errors import CheckpointdError, SkippedError, StagingError, Sto
 from checkpointd.layout import tree
 from checkpointd.layout.keys import STEP_MAX, AttemptId, check_tag, default_tag
 from checkpointd.pipeline.attempt import WriterState
+from checkpointd.pipeline.pace import Pace
 from checkpointd.pipeline.read.readback import ReadBackStatus
 from checkpointd.pipeline.shard import COORDINATOR, AttemptInfo, Shard, ShardProgress, finite
 from checkpointd.waits import Waiting
@@ -54,7 +55,7 @@ from checkpointd_client.staging.stager import Stager, Staging
 log = logging.getLogger("checkpointd")
 
 T = TypeVar("T")
-WhenBusy = Literal["wait", "skip"]
+WhenBusy = Literal["wait", "skip", "space"]
 TIDY_TIMEOUT_S = 10.0
 METRIC_NAME_MAX = 200
 SLICE_S = 0.25
@@ -77,6 +78,8 @@ class SaveRequest:
     metrics: tuple[tuple[str, float], ...] = ()
     unfinished: str = ""
     leftovers: tuple[str, ...] = ()
+    required: bool = False
+    """Whether it must not be skipped."""
 
 
 def asked(
@@ -88,13 +91,16 @@ def asked(
     exclude_frozen_parameters: bool = False,
     unfinished: str = "",
     leftovers: tuple[str, ...] = (),
+    required: bool = False,
 ) -> SaveRequest:
     """Check the arguments of a save. UsageError names a bad one. `tag`: None means global_step<step>."""
     arguments.whole("step", step, least=0, most=STEP_MAX)
     tag = check_tag(default_tag(step) if tag is None else tag)
     arguments.flag("save_latest", save_latest)
     arguments.flag("exclude_frozen_parameters", exclude_frozen_parameters)
-    return SaveRequest(tag, step, save_latest, exclude_frozen_parameters, check_metrics(metrics), unfinished, leftovers)
+    arguments.flag("required", required)
+    numbers = check_metrics(metrics)
+    return SaveRequest(tag, step, save_latest, exclude_frozen_parameters, numbers, unfinished, leftovers, required)
 
 
 def check_metrics(metrics: Mapping[str, float] | None) -> tuple[tuple[str, float], ...]:
@@ -230,7 +236,7 @@ class Saver:
 
     def refuse(self, request: SaveRequest, error: CheckpointdError) -> SaveHandle:
         """Vote no with `error`, without a snapshot."""
-        job = self._new_job(request)
+        job = self._new_job(request, Pace())
         job.staged.set_exception(error)
         self._submit(job)
         job.returned.set_result(None)
@@ -238,10 +244,13 @@ class Saver:
 
     def _save(self, request: SaveRequest, captured_by: Callable[[], Captured]) -> SaveHandle:
         began = time.perf_counter()
+        too_soon = self._too_soon(request)
+        if too_soon is not None:
+            return self.refuse(request, too_soon)
         hold = SlotHold(self._arena)
-        job = self._new_job(request)
+        job = self._new_job(request, self.governor.begin(self._state.commit.timeout_s))
         try:
-            self._begin(job, captured_by, hold)
+            self._begin(job, captured_by, hold, self._patience_s(request))
         finally:
             call_s = time.perf_counter() - began
             job.save.handle.held(call_s=call_s)
@@ -249,16 +258,15 @@ class Saver:
             job.returned.set_result(None)
         return job.save.handle
 
-    def _begin(
-        self, job: PendingSave, captured_by: Callable[[], Captured], hold: SlotHold, staging: Staging | None = None
-    ) -> None:
+    def _begin(self, job: PendingSave, captured_by: Callable[[], Captured], hold: SlotHold, patience_s: float) -> None:
+        staging: Staging | None = None
         try:
             captured = uncollected(captured_by)
             layout = self._layout_of(captured)
             # Forget the snapshots that are done: they keep the memory of their slots alive, even of replaced slots.
             self._stagings = [pair for pair in self._stagings if not pair[0].done.done()]
-            self._take_slot(hold, layout, job.info)
-            staging = Staging(hold.slot)
+            self._take_slot(hold, layout, job.info, patience_s)
+            staging = Staging(hold.slot, job.progress.pace)
             job = replace(job, lease=hold, shard=uncollected(partial(self._stage, job, captured, layout, staging)))
             self._submit(job)
         except BaseException as error:
@@ -299,7 +307,21 @@ class Saver:
                 metric,
             )
 
-    def _new_job(self, request: SaveRequest) -> PendingSave:
+    def _too_soon(self, request: SaveRequest) -> SkippedError | None:
+        """The error of a save that comes sooner after the save before than `when_busy="space"` allows."""
+        before = self.history.newest_kept()
+        if self._when_busy != "space" or request.required or before is None:
+            return None
+        since, least = time.monotonic() - before, self.governor.spacing_s
+        if since >= least:
+            return None
+        return SkippedError(
+            f"{request.tag} was skipped on rank {self._ranks.rank}: it came {since:.1f} s after the save before, and saves are "
+            f"spaced at least {least:.1f} s apart, so they take at most {self.governor.overhead_max:.0%} of the training time",
+            ranks=(self._ranks.rank,),
+        )
+
+    def _new_job(self, request: SaveRequest, pace: Pace) -> PendingSave:
         self._say_once(request)
         info = AttemptInfo(
             tag=request.tag,
@@ -316,7 +338,7 @@ class Saver:
         )
         self._saves_of_tag[request.tag] += 1
         self._saves += 1
-        progress = ShardProgress(pace=self.governor.begin(self._state.commit.timeout_s))
+        progress = ShardProgress(pace=pace)
         save = SaveRecord(SaveHandle(info.tag, str(info.attempt), info.step, progress))
         save.handle.when_done(lambda: self._measured(save.handle))
         self.history.add(save)
@@ -324,6 +346,8 @@ class Saver:
 
     def _measured(self, handle: SaveHandle) -> None:
         handle.timings.overhead = self.governor.overhead
+        if handle.phase == Phase.COMMITTED.value and handle.timings.durable_s is not None:
+            self.governor.saved(held_s=handle.timings.held_s, lasted_s=handle.timings.durable_s)
 
     def _refuse(self, job: PendingSave, error: BaseException) -> None:
         """Vote no with `error` (SAVE-1). Raise it if the caller must act: a state that cannot be stored, or an interruption.
@@ -349,13 +373,16 @@ class Saver:
             self._layout, self._arrangement = plan_slot(captured), captured.arrangement
         return self._layout
 
-    def _take_slot(self, hold: SlotHold, layout: SlotLayout, info: AttemptInfo) -> None:
+    def _patience_s(self, request: SaveRequest) -> float:
+        """How long a save waits for a free slot."""
+        return 0.0 if self._when_busy == "skip" and not request.required else self._state.commit.timeout_s
+
+    def _take_slot(self, hold: SlotHold, layout: SlotLayout, info: AttemptInfo, patience_s: float) -> None:
         """Acquire a slot for `hold`; SkippedError if none becomes free in time."""
         if self._prewarming is not None:
             thread = self._prewarming
             Waiting(lambda: "the memory for snapshots is not allocated yet").until(lambda seconds: _joined(thread, seconds))
             self._prewarming = None
-        patience_s = 0.0 if self._when_busy == "skip" else self._state.commit.timeout_s
         waiting = Waiting(lambda: f"{info.tag} finds no free memory for its snapshot: {self._missing()}")
         if not waiting.until(partial(self._arena.acquire, hold, layout.nbytes), patience_s):
             still = f"still in flight after {patience_s:g} s; look at the storage" if patience_s else "still in flight"

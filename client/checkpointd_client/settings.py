@@ -66,6 +66,8 @@ class Options:
         arguments.seconds("absence_s", self.absence_s, most=arguments.TIMEOUT_S_MAX, zero=True)
         if self.max_overhead is not None:
             _check_overhead(self.max_overhead)
+        elif self.when_busy == "space":
+            raise UsageError("when_busy='space' spaces saves by max_overhead, which is None: give it, as in max_overhead=0.03")
         _ = self.graces
         for name in ("device_checksums", "pickle_client_state", "afresh", "take_over", "read_back"):
             arguments.flag(name, getattr(self, name))

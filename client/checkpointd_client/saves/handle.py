@@ -29,7 +29,8 @@ class Timings(msgspec.Struct):
     `call_s`: save() returned. `safe_s`: the tensors were free to change again. `staged_s`: the snapshot was whole. `durable_s`:
     this rank's shard and vote were durable. `committed_s`: the outcome was durable. `fence_s` is a duration: how long optimizer
     steps waited for the snapshot. `rested_s`: how long the workers rested so that training kept its speed, added up.
-    `overhead`: how much longer the steps took while it was in flight, as a part of a step; None if too few steps say it.
+    `copy_rested_s`: how long the background copy rested for that. `overhead`: how much longer the steps took while it was in
+    flight, as a part of a step; None if too few steps say it.
     """
 
     call_s: float | None = None
@@ -39,6 +40,7 @@ class Timings(msgspec.Struct):
     durable_s: float | None = None
     committed_s: float | None = None
     rested_s: float = 0.0
+    copy_rested_s: float = 0.0
     overhead: float | None = None
 
     @property
@@ -159,7 +161,9 @@ class SaveHandle:
                 "saved"
             )
         goal = Phase(until)
-        if goal is not Phase.STAGED:
+        if goal is Phase.STAGED:
+            self.pace.hurry_copy()
+        else:
             self.pace.lift("awaited")
         if not self._wait(lambda: reached(self._phase, goal) or self.done(), timeout):
             raise WaitTimeoutError(f"{self.tag} is still {self.phase} after {timeout:g} s; it goes on in the background")
@@ -229,3 +233,4 @@ class SaveHandle:
     def snapshot_taken(self) -> None:
         """The snapshot is whole: from here on the tensors may change."""
         self.timings.safe_s = self.timings.staged_s = self.elapsed()
+        self.timings.copy_rested_s = self.pace.copy_rested_s

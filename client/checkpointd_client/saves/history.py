@@ -89,6 +89,8 @@ class SaveHistory:
         self.last_failed: SaveHandle | None = None
         """The newest save that ended, if it failed. Saves may end in another order than they began."""
         self._newest_began = 0.0
+        self._newest_committed: float | None = None
+        """When the newest save began that has committed."""
 
     def add(self, save: SaveRecord) -> None:
         with self._lock:
@@ -104,10 +106,17 @@ class SaveHistory:
             self._ended.append(save)
             self.committed += phase is Phase.COMMITTED
             self.failed += phase is not Phase.COMMITTED
+            if phase is Phase.COMMITTED:
+                self._newest_committed = max(save.began, self._newest_committed or save.began)
             if save.began >= self._newest_began:
                 self._newest_began = save.began
                 self.last_failed = None if phase is Phase.COMMITTED else save.handle
             return True
+
+    def newest_kept(self) -> float | None:
+        """When the newest save began that is in flight or has committed, by time.monotonic(); None if there is none."""
+        with self._lock:
+            return max([save.began for save in self._live], default=self._newest_committed)
 
     def live(self) -> list[SaveRecord]:
         with self._lock:

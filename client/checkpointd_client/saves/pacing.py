@@ -48,6 +48,15 @@ def _error(steps: Sequence[float]) -> float:
     return sum((seconds - mean) ** 2 for seconds in steps) / (len(steps) * max(1, len(steps) - 1))
 
 
+def spacing_s(*, held_s: float, lasted_s: float, overhead: float | None, overhead_max: float) -> float:
+    """The least seconds between two saves so that saves take at most `overhead_max` of the training time.
+
+    The last one held training for `held_s`, and was durable after `lasted_s`, in which steps took `overhead` longer.
+    """
+    cost_s = held_s + (overhead or 0.0) * lasted_s
+    return max(lasted_s, cost_s / overhead_max)
+
+
 def next_share(share: float, overhead: float | None, overhead_max: float) -> float:
     """The part of the time in which a save may work from now on, after it worked for `share` of the time."""
     if overhead is None:

@@ -9,6 +9,8 @@ Invariants
       save() took on the host (`torn_check.py`), or the sums that it queued on a device (`block_sums.py`). A torn snapshot is
       thrown away with a StagingError.
   STAGING-4  Once the stager's thread has a snapshot, `done` resolves, and nothing is copied into the slot after that.
+  STAGING-5  A background copy that rests (`max_overhead`) holds no task, and a step that waits takes all tasks that are left at
+      once. So no step waits for a rest.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ import torch
 
 from checkpointd.commands import command
 from checkpointd.errors import StagingError
+from checkpointd.pipeline.pace import Pace
 from checkpointd.waits import Waiting
 from checkpointd_client import devices
 from checkpointd_client.capture.dtypes import can_be_copied_together, copy_bits
@@ -86,6 +89,8 @@ class StagingPlan:
     lazy_offsets: list[int]
     tasks: list[slice]
     """The background copies that belong together."""
+    task_bytes: list[int]
+    """The bytes of each task."""
     are_counted: bool
     """Whether torch counts the changes of all background tensors: it counts none of an inference tensor."""
     devices: tuple[DevicePlan, ...]
@@ -114,6 +119,8 @@ class Staging:
     """One snapshot being taken. `done` resolves when the slot holds all of it, or with the StagingError that spoiled it."""
 
     slot: Slot
+    pace: Pace = field(default_factory=Pace)
+    """How fast the background copy may go."""
     done: Future[None] = field(default_factory=Future)
     fence_s: float = 0.0
     """Seconds that optimizer steps waited for this snapshot."""
@@ -129,6 +136,8 @@ class Staging:
     _unfenced: bool = True
     _left: int = 0
     _host_copied: threading.Event = field(default_factory=threading.Event)
+    _hurried: threading.Event = field(default_factory=threading.Event)
+    """Set when a step waits, which ends the rest of the background copy."""
     _spoiled: StagingError | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -145,6 +154,7 @@ class Staging:
                 for part in self._devices:
                     part.fence()
                 if self._left:
+                    self._hurried.set()
                     self.help()
                     self._copying().until(self._host_copied.wait)
             finally:
@@ -166,6 +176,26 @@ class Staging:
             except IndexError:
                 return
             self._run(task)
+
+    def _copy_gently(self) -> None:
+        """The same, with rests as the pace says, unless a step waits."""
+        began, sizes = time.monotonic(), self._plan.task_bytes if self._plan is not None else []
+        while not self._hurried.is_set():
+            try:
+                task = self._tasks.popleft()
+            except IndexError:
+                return
+            started = time.monotonic()
+            self._run(task)
+            left = sum(sizes[len(sizes) - len(self._tasks) :])
+            if not left or self.pace.share >= 1.0:
+                continue
+            now = time.monotonic()
+            seconds = self.pace.copy_rest_after(now - started, (now - began) * left / max(1, sum(sizes) - left))
+            if seconds:
+                self._hurried.wait(seconds)
+                self.pace.copy_rested_s += time.monotonic() - now
+        self.help()
 
     def _run(self, task: list[Copy]) -> None:
         spoiled: StagingError | None = StagingError(f"the copy of {task[0].fqn} and others was interrupted")
@@ -250,7 +280,7 @@ class Staging:
             self.slot.populate(self._plan.layout.nbytes)  # a step that waits meanwhile copies without this
         for part in self._devices:
             part.queue()
-        self.help()
+        self._copy_gently()
         if self._copying().until(self._host_copied.wait, STUCK_S):
             with self._fencing:  # wait for a step that waited for the copy: `fence_s` must be final when `done` resolves
                 pass
@@ -404,6 +434,8 @@ class Stager:
                 proves = self._proves(device)
                 plans.append(plan_device(device, leaves, layout, still=eager, checksums=proves))
                 is_whole = is_whole and plans[-1].is_whole and proves is not None
+        sizes = [layout.parts[i][1] for i in lazy]
+        tasks = _tasks_of(sizes)
         return StagingPlan(
             layout,
             [leaf.fqn for leaf in leaves],
@@ -412,7 +444,8 @@ class Stager:
             alone,
             taking(lazy),
             [layout.parts[i][0] for i in lazy],
-            _tasks_of([layout.parts[i][1] for i in lazy]),
+            tasks,
+            [sum(sizes[some]) for some in tasks],
             not any(leaves[i].tensor.is_inference() for i in lazy),
             tuple(plans),
             is_whole,

@@ -1,4 +1,4 @@
-"""PACE-1 and PACE-2 of pace.py: when a save rests, and for how long."""
+"""PACE-1 to PACE-3 of pace.py: when a save rests, and for how long."""
 
 from __future__ import annotations
 
@@ -39,6 +39,17 @@ def test_pace_1_why_a_save_goes_at_full_speed_is_said() -> None:
     pace.lift("awaited")
     assert pace.rest_after(0.01, 1.0) == 0.0
     assert pace.reason == "awaited"
+
+
+def test_pace_3_the_background_copy_rests_only_while_it_ends_in_time() -> None:
+    pace = Pace(share=0.5, copy_until=time.monotonic() + 1000)
+    assert pace.copy_rest_after(0.01, 1.0) == pytest.approx(0.01)
+    assert pace.copy_rest_after(0.01, 900.0) == 0.0
+    assert Pace(share=1.0, copy_until=time.monotonic() + 1000).copy_rest_after(0.01, 1.0) == 0.0
+    assert Pace(share=0.5).copy_rest_after(0.01, 1.0) == 0.0
+    pace.hurry_copy()
+    assert pace.copy_rest_after(0.01, 1.0) == 0.0
+    assert pace.rest_after(0.01, None) > 0.0
 
 
 def test_rests_are_added_up_and_full_speed_rests_never() -> None:

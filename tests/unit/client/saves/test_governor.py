@@ -1,4 +1,4 @@
-"""GOVERNOR-1 and GOVERNOR-2 of governor.py, on a clock of the test's own."""
+"""GOVERNOR-1 to GOVERNOR-3 of governor.py, on a clock of the test's own."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from checkpointd.pipeline.pace import Pace
-from checkpointd_client.saves.governor import PART, Governor
+from checkpointd_client.saves.governor import COPY_PART, PART, Governor
+from checkpointd_client.saves.pacing import spacing_s
 
 
 class Optimizer:
@@ -85,6 +86,24 @@ def test_governor_2_only_steps_of_one_optimizer_count() -> None:
         training.governor.stepped(other)
     assert training.governor.overhead == 0.0
     assert len(training.governor._undisturbed) + len(training.governor._disturbed) == 39
+
+
+def test_governor_3_the_copy_ends_in_the_first_part_of_the_shortest_step() -> None:
+    training = Training()
+    assert training.save().copy_until is None
+    training.in_flight.clear()
+    training.step(0.1, 4)
+    training.step(0.08)
+    training.step(0.1, 4)
+    assert training.save().copy_until == pytest.approx(training.now + COPY_PART * 0.08)
+
+
+def test_saves_are_spaced_by_what_the_last_one_cost() -> None:
+    assert spacing_s(held_s=0.03, lasted_s=0.7, overhead=0.2, overhead_max=0.03) == pytest.approx((0.03 + 0.14) / 0.03)
+    assert spacing_s(held_s=0.03, lasted_s=9.0, overhead=None, overhead_max=0.03) == 9.0
+    training = Training(overhead_max=None)
+    training.governor.saved(held_s=1.0, lasted_s=1.0)
+    assert training.governor.spacing_s == 0.0
 
 
 def test_an_optimizer_that_is_gone_makes_room_for_the_next() -> None:

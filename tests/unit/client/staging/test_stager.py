@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from checkpointd.errors import AbortedError, StagingError
+from checkpointd.pipeline.pace import Pace
 from checkpointd.pipeline.root import catalog
 from checkpointd.store.posix.store import PosixStore
 from checkpointd_client import Checkpointer
@@ -459,6 +460,38 @@ def test_tensors_that_are_copied_together_keep_their_bits(eager: Stage, dtype: t
     stager.begin(staging, captured, layout)
     for target, source in zip(hold.slot.views(layout, layout.parts), tensors, strict=True):
         assert torch.equal(target.view(integers), source.view(integers))
+    hold.release()
+
+
+class Resting(Pace):
+    """A pace whose background copy rests for longer than any test after its first task."""
+
+    def copy_rest_after(self, busy_s: float, needed_s: float) -> float:
+        resting.set()
+        return 600.0
+
+
+resting = threading.Event()
+
+
+def test_staging_5_a_step_takes_over_what_a_resting_copy_has_left(lazy: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy rests by its pace until a step waits; then nothing of the rest is waited for."""
+    monkeypatch.setattr(stager_module, "TASK_BYTES", 1024)
+    arena, stager = lazy
+    params = [torch.nn.Parameter(torch.full((512,), float(i))) for i in range(8)]
+    captured = capture({"p": params, "o": torch.optim.SGD(params, lr=0.1)}, None, exclude_frozen_parameters=False)
+    layout, hold = plan_slot(captured), SlotHold(arena)
+    assert arena.acquire(hold, layout.nbytes, timeout=0.0)
+    resting.clear()
+    staging = Staging(hold.slot, Resting(share=0.5))
+    stager.begin(staging, captured, layout)
+    assert resting.wait(30)
+    assert not staging.done.done()
+    staging.fence()
+    staging.done.result(30)
+    assert staging.pace.copy_rested_s > 0
+    for target, source in zip(hold.slot.views(layout, layout.parts), params, strict=True):
+        assert torch.equal(target, source)
     hold.release()
 
 
