@@ -36,9 +36,8 @@ _HERE = Path(__file__).resolve().parent
 _SCRIPTS = ("sharded", "zero", "calls", "codec")
 """Scripts that give figures with --figures; one that cannot leaves its goals unmeasured."""
 _PARTS = ("peers", "big", "history", "ranks", *_SCRIPTS)
-_REPEATED = ("sharded", "zero")
-_WITH_PAGES = ("sharded", "zero")
-"""Scripts that repeat as often as the systems are measured, and scripts that write a page of their own with --write."""
+_REPEATED = {"sharded": ("--systems", "dcp-thread,checkpointd"), "zero": ("--ways", "stock;checkpointd, DeepSpeed's files")}
+"""Scripts that repeat as often as the systems are measured, with what the goals compare. Their pages take more."""
 _QUICK = ("peers", "history", "ranks")
 _QUICK_SYSTEMS = ("torch.save", "dcp-thread", "torch-checkpointing-prewarmed", "checkpointd", "checkpointd-sidecar")
 _RESULTS = environment.ROOT / "benchmarks" / "RESULTS.md"
@@ -84,8 +83,6 @@ def main() -> int:
         _RESULTS.write_text(text)
         if run.trials:
             picture.write(text)
-        for name, drawn in document.pictures(run).items():
-            (_HERE / name).write_text(drawn)
     return 1 if document.flaws(run) else 0
 
 
@@ -162,15 +159,15 @@ def _script(options: argparse.Namespace, out: Path, part: str, run: Run) -> bool
     from benchmarks import document, figures
 
     if part not in _SCRIPTS:
-        if not _ran(part, "--json", str(out), "--quick" if options.quick else "--full", "--dir", str(options.dir)):
+        write = ("--write",) if options.write else ()
+        if not _ran(part, "--json", str(out), "--quick" if options.quick else "--full", "--dir", str(options.dir), *write):
             return False
         named = document.costs_of(json.loads(out.read_text()))
-        run.costs.update({document.PARTS[name][0]: one for name, one in named.items()})
+        run.costs.update({document.PARTS[name]: one for name, one in named.items()})
         run.others.update({f"{part}/{name}": {0: one} for name, one in _numbers(out).items()})
         return True
-    runs = ("--runs", str(options.runs)) if part in _REPEATED else ()
-    write = ("--write",) if options.write and part in _WITH_PAGES else ()
-    if not _ran(part, "--figures", str(out), *runs, *write):
+    repeated = ("--runs", str(options.runs), *_REPEATED[part]) if part in _REPEATED else ()
+    if not _ran(part, "--figures", str(out), *repeated):
         return False
     run.others.update(figures.read(out))
     return True

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from benchmarks import costs, curves, figures, goals, report
+from benchmarks import figures, goals, report
 from benchmarks.costs import Cost
 from benchmarks.figures import Figures
 from benchmarks.limits import Limits
@@ -132,7 +132,6 @@ def text(run: Run) -> str:
         *tables,
         *_big(run),
         *ratios,
-        *_costs(run),
         _notes(run),
     ]
     return "\n\n".join(parts) + "\n"
@@ -165,56 +164,27 @@ def _goals(run: Run) -> list[str]:
     return ["## Goals", words, goals.table(found), f"{goals.summary(found)}."]
 
 
-PICTURES = {
-    "speed.svg": "time that one save takes from training, time until it is durable, and time of a load",
-    "history.svg": "seconds of one operation against the number of checkpoints at a root",
-    "ranks.svg": "processor seconds of one rank against the number of ranks",
-}
 PARTS = {
-    "tags": ("history", "Operations at a root, by the number of checkpoints there", "tags"),
-    "wide": ("wide", "Operations at a root whose checkpoints have many ranks", "tags"),
-    "coordinator": ("coordinator", "The coordinator's commit, by the number of ranks", "ranks"),
-    "load": ("load", "A rank loads its part of what many ranks saved", "ranks"),
-    "dedup": ("dedup", "Dedup's look at the checkpoint before, by the number of ranks", "ranks"),
+    "tags": "history",
+    "wide": "wide",
+    "coordinator": "coordinator",
+    "load": "load",
+    "dedup": "dedup",
 }
-"""The lists in what `history.py` and `ranks.py` write: how figures of them begin, what they are, and what the sizes are."""
-
-
-def pictures(run: Run) -> dict[str, str]:
-    """The drawings of costs, by file."""
-    drawn = {}
-    if "history" in run.costs:
-        points = {name: costs.points(run.costs["history"], name, "seconds") for name in costs.names(run.costs["history"])}
-        drawn["history.svg"] = curves.drawing("seconds of one operation", "checkpoints at the root", points)
-    ranks = {part: run.costs[part] for part in ("coordinator", "load", "dedup") if part in run.costs}
-    if ranks:
-        points = {
-            f"{part}: {name}": costs.points(found, name, "cpu_s")
-            for part, found in ranks.items()
-            for name in costs.names(found)
-        }
-        drawn["ranks.svg"] = curves.drawing("processor seconds of one rank", "ranks", points)
-    return drawn
+"""The lists in what `history.py` and `ranks.py` write, and how the names of their figures begin."""
+PAGES = {
+    "HISTORY": ("history", "history.svg", "seconds of one operation against the number of checkpoints at a root"),
+    "RANKS": ("coordinator", "ranks.svg", "processor seconds of one rank against the number of ranks"),
+}
+"""The pages of these scripts: a part that they measure, their picture, and what it shows."""
 
 
 def _pictures(run: Run) -> list[str]:
-    shown = ["speed.svg", *pictures(run)]
-    return [f"![{PICTURES[name]}]({name})" for name in shown]
-
-
-def _costs(run: Run) -> list[str]:
-    lines = []
-    for part, words, sizes in PARTS.values():
+    shown = ["![time that one save takes from training, time until it is durable, and time of a load](speed.svg)"]
+    for page, (part, picture, words) in PAGES.items():
         if part in run.costs:
-            lines += [f"## {words}", costs.exponents(run.costs[part]), costs.table(run.costs[part], sizes)]
-    if lines:
-        lines.insert(1, _COST_WORDS)
-    return lines
-
-
-_COST_WORDS = """The first table of each part has the exponents that fit: 0 if the cost does not depend on the size, 1 if it
-grows in proportion. Calls are counted by the disk; *stats* counts the names of listings, too. [README.md](README.md) says how
-roots and ranks are made."""
+            shown.append(f"![{words}]({picture})\n\n[{page}]({page}.md) has the measurements of this picture.")
+    return shown
 
 
 def _big(run: Run) -> list[str]:
