@@ -238,7 +238,7 @@ def test_the_page_has_the_verdicts_and_the_pictures() -> None:
     assert "(history.svg)" in text
     assert "[HISTORY](HISTORY.md)" in text
     assert "## 4 GiB on one rank" in text
-    assert text.index("## Goals") < text.index("(speed.svg)") < text.index("(ranks.svg)") < text.index("## Limits")
+    assert text.index("## Goals") < text.index("(speed.svg)") < text.index("(history.svg)") < text.index("## Limits")
     alone = document.text(replace(one_run(), costs={}, big=[], others={}))
     assert "history.svg" not in alone
     assert "GiB on one rank" not in alone
