@@ -1,13 +1,19 @@
 """Epochs: which start of the job runs at a root, and how older starts learn that they are fenced.
 
-Invariant
+Invariants
   EPOCH-1  A coordinator of an older epoch may commit an attempt only if the record of the newest epoch lists it as surviving.
+  EPOCH-2  The record of the newest epoch stays, so that the next number is greater. Who begins an epoch removes the records of
+      epochs that are KEPT and more starts older, except those in which an attempt runs that survives.
+  EPOCH-3  No number is begun twice. A process that was stopped between its choice of a number and its put may find that the
+      number was used and its record removed. So it looks after the put. If the newest epoch is so far ahead, the put does not
+      count.
 """
 
 from __future__ import annotations
 
+import logging
 import secrets
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from checkpointd.errors import DamagedError, FencedError, NotFoundError, StoreError
 from checkpointd.layout.keys import SERVICE, AttemptId, epoch_key, epoch_of
@@ -18,11 +24,22 @@ from checkpointd.store.base import Store
 from checkpointd.store.patient import Patience, PatientStore
 from checkpointd.store.writers import new_writer
 
+log = logging.getLogger("checkpointd")
+
+KEPT = 16
+"""The number of newest epochs whose records stay, for people and for ranks and daemons of ended starts."""
+REMOVED_MAX = 64
+"""A start removes at most this many records, since each removal takes a sync."""
+
 
 async def newest(store: Store) -> int:
     """The number of the newest epoch; 0 if no job ever ran here."""
+    return max(await _numbers(store), default=0)
+
+
+async def _numbers(store: Store) -> list[int]:
     entries = await store.list(f"{SERVICE}/epochs")
-    return max((number for entry in entries if (number := epoch_of(entry.name)) is not None), default=0)
+    return sorted(number for entry in entries if (number := epoch_of(entry.name)) is not None)
 
 
 async def take(store: Store, world_size: int, surviving: Sequence[str] = (), *, commit_timeout_s: float = 0.0) -> Epoch:
@@ -36,7 +53,7 @@ async def take(store: Store, world_size: int, surviving: Sequence[str] = (), *, 
         epoch = await begin(store, number, world_size, surviving, commit_timeout_s=commit_timeout_s)
         if epoch is not None:
             return epoch
-        number += 1
+        number = max(number, await newest(store)) + 1
 
 
 async def following(store: Store) -> int:
@@ -56,7 +73,9 @@ async def begin(
     job: str = "",
     process: str | None = None,
 ) -> Epoch | None:
-    """Begin epoch `number`, as `take` does; None if it exists already. `process`: the holder, by default this process."""
+    """Begin epoch `number`, as `take` does; None if it exists or did exist (EPOCH-3). `process`: the holder, by default this
+    process.
+    """
     epoch = Epoch(
         epoch=number,
         nonce=secrets.token_hex(16),
@@ -67,7 +86,30 @@ async def begin(
         job=job,
         writer=writer(),
     )
-    return epoch if await store.put_if_absent(epoch_key(number), encode(epoch)) else None
+    if not await store.put_if_absent(epoch_key(number), encode(epoch)):
+        return None
+    if is_over(number, await newest(store)):
+        return None
+    try:
+        await remove_older(store, number, surviving)
+    except StoreError as error:
+        log.warning("records of old epochs at %s cannot be removed: %s; the next start tries again", store.url, error)
+    return epoch
+
+
+def is_over(number: int, current: int) -> bool:
+    """Whether the record of epoch `number` may have been removed, when `current` is the newest epoch (EPOCH-2)."""
+    return number <= current - KEPT
+
+
+async def remove_older(store: Store, number: int, surviving: Collection[str] = (), *, most: int = REMOVED_MAX) -> None:
+    """Remove at most `most` records that nobody needs beside that of epoch `number`, in which the attempts `surviving` survive
+    (EPOCH-2).
+    """
+    staying = {attempt.epoch for one in surviving if (attempt := AttemptId.parse(one.rpartition("/")[2])) is not None}
+    over = [old for old in await _numbers(store) if is_over(old, number) and old not in staying]
+    for old in over[:most]:
+        await store.delete(epoch_key(old))
 
 
 async def read(store: Store, number: int) -> Epoch:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from checkpointd.config import ABSENCE_S
-from checkpointd.errors import CheckpointdError, DamagedError, LinkError, NotFoundError, RootGoneError, StoreError
+from checkpointd.errors import CheckpointdError, DamagedError, FencedError, LinkError, NotFoundError, RootGoneError, StoreError
 from checkpointd.layout.keys import epoch_key
 from checkpointd.pipeline.root import epochs
 from checkpointd.pipeline.workers import answered
@@ -74,7 +74,8 @@ class OwnRoot:
         return None
 
     async def check(self, epoch: int) -> None:
-        """Raise RootGoneError if the path leads to another directory (OWNROOT-1), StoreError if the storage cannot tell.
+        """Raise RootGoneError if the path leads to another directory (OWNROOT-1), StoreError if the storage cannot tell, and
+        FencedError if the record of the epoch is gone because many newer ones have begun.
 
         If the writer was not told of the epoch, it trusts the record that it finds. An epoch without a record is not checked.
         """
@@ -100,6 +101,8 @@ class OwnRoot:
         try:
             found = (await epochs.read(patient, epoch)).nonce
         except NotFoundError:
+            if epochs.is_over(epoch, current := await epochs.newest(self._store)):  # a start may have removed it (EPOCH-2)
+                raise FencedError(await epochs.fence_message(self._store, epoch, current)) from None
             known.is_gone = True
             raise _Elsewhere(f"{key}, which says that it began there, is not there") from None
         except DamagedError:
