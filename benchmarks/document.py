@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks import figures, goals, report
 from benchmarks.costs import Cost
-from benchmarks.figures import Figures
+from benchmarks.figures import OVERHEAD, Figures
 from benchmarks.limits import Limits
 from benchmarks.measures import Trial, trial
 from benchmarks.report import Results
@@ -132,6 +132,7 @@ def text(run: Run) -> str:
         *tables,
         *_big(run),
         *ratios,
+        *_overhead(run),
         _notes(run),
     ]
     return "\n\n".join(parts) + "\n"
@@ -197,6 +198,25 @@ def _big(run: Run) -> list[str]:
         "The first save and the first load of a process.",
         report.metric_table(results, (report.COLD_CALL, report.CALL, *report.LOADS), exact, "bit-exact"),
     ]
+
+
+def _overhead(run: Run) -> list[str]:
+    """What `overhead.py` measured: a column for each way to save."""
+    found = {name.removeprefix(OVERHEAD): values for name, values in run.others.items() if name.startswith(OVERHEAD)}
+    ways = sorted({name.partition("/")[0] for name in found})
+    if not ways:
+        return []
+    rows = []
+    for measured in dict.fromkeys(name.partition("/")[2] for name in found):
+        of_ways = [found.get(f"{way}/{measured}", {}) for way in ways]
+        rows.append([measured, *(str(report.spread(values.values())) if values else "-" for values in of_ways)])
+    return ["## What a save costs training while it runs", _OVERHEAD_WORDS, report.table(["one save", *ways], rows)]
+
+
+_OVERHEAD_WORDS = """Steps beside a save that has time, with `max_overhead=0.03` (*governed*) and without. The rows from *waits for
+the lock* on are of a save beside a loop of pure Python: how long that loop waited for the interpreter lock, and
+for each kind of our threads the processor time in Python, where it holds the lock, and how often it gave up its
+core by itself."""
 
 
 def _limits(run: Run) -> str:

@@ -20,6 +20,8 @@ Figures = dict[str, dict[int, float]]
 
 MEMCPY, DISK = "limit/memcpy", "limit/disk"
 """Seconds per GiB: a copy into memory in use, and the faster way to read files that are not cached."""
+OVERHEAD = "overhead/"
+"""How figures of `overhead.py` begin: then the way to save, a slash, and what was measured."""
 COUNTS = ("seconds", "cpu_s", "fsyncs", "stats", "listings", "opened", "read_bytes", "peak_bytes")
 
 

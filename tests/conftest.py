@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import importlib.util
 import os
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -36,6 +38,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--chaos-first", type=int, default=0, help="the seed of the first of them (default: 0)")
     parser.addoption("--simulated-device", action="store_true", help="collect the tests that make it this process's device")
     parser.addoption("--require-compiler", action="store_true", help="fail where the simulated device cannot be built")
+    parser.addoption("--damage-stride", type=int, default=17, help="each so manieth damage to an object (default: 17)")
     parser.addoption("--power-cuts", type=int, default=6, help="power cuts under a saving job (default: 6)")
 
 
@@ -75,6 +78,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    timeout = item.get_closest_marker("timeout")
+    if timeout and timeout.args and timeout.args[0] > float(item.config.getini("faulthandler_timeout")):
+        # The net of pyproject.toml, which ends the process, must come after the test's own timeout.
+        faulthandler.dump_traceback_later(timeout.args[0] + 60, exit=True, file=sys.__stderr__)
     if item.get_closest_marker("root") and os.geteuid() != 0:
         pytest.skip(f"needs root; this is user id {os.geteuid()}")
     if item.get_closest_marker("gpu"):

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from checkpointd.cli import program
+from checkpointd.codec import Compression
 from checkpointd.config import LoadConfig
 from checkpointd.errors import DamagedError, LinkError, NotFoundError, PartlyLoadedError
 from checkpointd.pipeline.root import catalog
@@ -29,6 +30,8 @@ from checkpointd_client import Checkpointer
 from checkpointd_client.loader import Loaded
 from tests.builders import break_file
 from tests.faults.predictable_training import KIB, Training
+
+pytestmark = pytest.mark.usefixtures("short_looks")
 
 SEED = 3
 NBYTES = 160 * KIB
@@ -62,22 +65,30 @@ def new_training() -> Training:
     return training
 
 
-@pytest.fixture(scope="module", params=["none", "planes"])
-def whole(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
-    """A root with two checkpoints, of step 1 and, saved twice, of step 2; stored raw or encoded."""
-    root = tmp_path_factory.mktemp(request.param) / "root"
+def saved(root: Path, compression: Compression) -> Path:
+    """A root with two checkpoints, of step 1 and, saved twice, of step 2."""
     training = Training(seed=SEED, rank=0, nbytes=NBYTES)
-    with Checkpointer(root, compression=request.param, chunk_bytes=8 * KIB, dedup=False) as ckpt:
+    with Checkpointer(root, compression=compression, chunk_bytes=8 * KIB, dedup=False) as ckpt:
         for step in (1, 2, 2):
             training.advance(step)
             ckpt.save(step, training.state, client_state=training.client_state).wait()
     return root
 
 
+@pytest.fixture(scope="module")
+def raw(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved(tmp_path_factory.mktemp("raw") / "root", "none")
+
+
+@pytest.fixture(scope="module")
+def encoded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved(tmp_path_factory.mktemp("encoded") / "root", "planes")
+
+
 @pytest.fixture
-def root(whole: Path, tmp_path: Path) -> Path:
+def root(raw: Path, tmp_path: Path) -> Path:
     """A copy that a test may damage."""
-    return Path(shutil.copytree(whole, tmp_path / "root"))
+    return Path(shutil.copytree(raw, tmp_path / "root"))
 
 
 def only(root: Path, pattern: str) -> str:
@@ -141,6 +152,15 @@ def test_without_damage_everything_is_found_whole(root: Path) -> None:
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("kind", VERIFIED_OBJECTS)
 def test_damage_to_what_is_read(root: Path, kind: str, fault: str, caplog: pytest.LogCaptureFixture) -> None:
+    damage_what_is_read(root, kind, fault, caplog)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_damage_to_encoded_chunks(encoded: Path, tmp_path: Path, fault: str, caplog: pytest.LogCaptureFixture) -> None:
+    damage_what_is_read(Path(shutil.copytree(encoded, tmp_path / "root")), "chunks", fault, caplog)
+
+
+def damage_what_is_read(root: Path, kind: str, fault: str, caplog: pytest.LogCaptureFixture) -> None:
     key = only(root, VERIFIED_OBJECTS[kind])
     break_file(root / key, fault)
 
@@ -334,9 +354,11 @@ def flips(root: Path, seed: int, count: int) -> Iterator[Flip]:
         yield Flip(key, chance.randrange((root / key).stat().st_size), chance.randrange(8))
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_random_flips_never_give_a_wrong_bit(whole: Path, tmp_path: Path, seed: int, caplog: pytest.LogCaptureFixture) -> None:
-    fell_back = 0
+@pytest.mark.parametrize(("seed", "compression"), [(0, "raw"), (1, "encoded")])
+def test_random_flips_never_give_a_wrong_bit(
+    request: pytest.FixtureRequest, tmp_path: Path, seed: int, compression: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    fell_back, whole = 0, request.getfixturevalue(compression)
     for number, flip in enumerate(flips(whole, seed, 60)):
         root = Path(shutil.copytree(whole, tmp_path / str(number)))
         flip.do(root)

@@ -9,39 +9,22 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from checkpointd_client import Checkpointer
 from checkpointd_client.checkpointer import core_of
+from tests import every_object
 from tests.e2e.forked_ranks import forked
+from tests.every_object import RANKS, client_state, cut, values
 
 STEPS = (1, 2, 3)
-RANKS = 2
 STAGES = (2, 3)
 LIMIT_S = 200.0
-
-
-def values(step: int) -> dict[str, torch.Tensor]:
-    """What is saved as `step`."""
-    moving, still = torch.Generator().manual_seed(step), torch.Generator().manual_seed(7)
-    return {
-        "w": torch.randn(48, 32, generator=moving),
-        "b": torch.randn(64, generator=moving).bfloat16(),
-        "still": torch.randn(64, 32, generator=still),
-        "ids": torch.arange(step, step + 501),
-        "flags": torch.rand(77, generator=moving) < 0.5,
-        "scalar": torch.tensor(float(step)),
-        "empty": torch.zeros(0, 4),
-    }
-
-
-def client_state(step: int) -> dict[str, Any]:
-    return {"step": step, "list": [1, 2.5, None, b"\0\xff"], "nested": {"a": {"b": (1, 2)}}, "big": 10**30}
 
 
 def make(folder: Path) -> None:
@@ -59,6 +42,9 @@ def make(folder: Path) -> None:
         {"module": values(1), "optimizer": optimizer.state_dict(), "args": argparse.Namespace(a=1)}, folder / "pickle" / "a.pt"
     )
     _make_by_ranks(folder)
+    (folder / "every" / "root").rename(folder / "every object")
+    shutil.rmtree(folder / "every")
+    every_object.with_records(folder / "every object")
 
 
 def _make_by_ranks(folder: Path) -> None:
@@ -79,35 +65,17 @@ def _make_by_ranks(folder: Path) -> None:
 
 
 def run(folder: Path, rank: int) -> None:
-    import torch.distributed as dist
-
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS)
+    every_object.begin(folder, rank)
     _save_sharded(folder / "ranks")
     for stage in STAGES:
         _save_engine(folder, stage)
-    dist.barrier()
+    every_object.save(folder / "every", rank)
 
 
 def _save_sharded(root: Path) -> None:
-    """Each tensor is cut over the ranks, along its longest dimension."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-    mesh = init_device_mesh("cpu", (RANKS,))
     with Checkpointer(root, compression="none", chunk_bytes=4096) as ckpt:
         for step in STEPS:
-            placements = {
-                name: Shard(value.shape.index(max(value.shape))) if value.numel() > 1 else Replicate()
-                for name, value in values(step).items()
-            }
-            # Every rank has the whole: nothing is sent.
-            model = {
-                name: distribute_tensor(value, mesh, [placements[name]], src_data_rank=None)
-                for name, value in values(step).items()
-            }
-            ckpt.save(step, {"model": model}, client_state=client_state(step)).wait()
+            ckpt.save(step, {"model": cut(step)}, client_state=client_state(step)).wait()
 
 
 def _save_engine(folder: Path, stage: int) -> None:

@@ -23,7 +23,7 @@ import tempfile
 import traceback
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -40,8 +40,10 @@ from checkpointd_client.checkpointer import core_of
 from checkpointd_client.integrations.deepspeed.offline import safe_unpickle
 from checkpointd_client.integrations.deepspeed.offline.fp32 import get_fp32_state_dict_from_zero_checkpoint
 from checkpointd_client.integrations.deepspeed.offline.importing import import_deepspeed
+from tests import every_object
+from tests.every_object import client_state, values
 from tests.forged_roots import opened, sealed
-from tests.fuzz.corpus import STAGES, STEPS, client_state, make, values
+from tests.fuzz.corpus import STAGES, STEPS, make
 
 OUTCOMES = ("newest", "older, and said", "refused", "forged", "whole", "damage found", "read")
 HANG_S = 120
@@ -51,7 +53,9 @@ RETRY_S = 2.0
 MEMORY_BYTES = 2 << 30
 ROOTS = ("planes", "zstd", "none", "ranks")
 ZEROS = tuple(f"zero{stage}" for stage in STAGES)
-KINDS = (*ROOTS, "forged", "forged", "files", *(f"shown{stage}" for stage in STAGES), "pickle", *ZEROS)
+EVERY = "every object"
+"""The root that has every kind of object."""
+KINDS = (*ROOTS, EVERY, EVERY, "forged", "forged", "files", *(f"shown{stage}" for stage in STAGES), "pickle", *ZEROS)
 """In the corpus: roots of tensors, roots that show DeepSpeed's files, and files that DeepSpeed saved by itself."""
 SPARSE_BYTES = (1 << 28, 1 << 40)
 Mutation = Callable[[random.Random, Path], None]
@@ -71,8 +75,14 @@ def _objects(root: Path) -> list[Path]:
 def _one(source: random.Random, root: Path) -> Path:
     """An object, twice in three times one of the newest checkpoint."""
     found = _objects(root)
-    newest = [path for path in found if f"global_step{STEPS[-1]}" in str(path)]
+    newest = [path for path in found if f"global_step{steps_of(root)[-1]}" in str(path)]
     return source.choice(newest if newest and source.random() < 2 / 3 else found)
+
+
+def steps_of(root: Path) -> list[int]:
+    """The steps of its checkpoints, oldest first."""
+    is_every = (root / "best").is_dir()
+    return sorted(every_object.STEPS.values()) if is_every else list(STEPS)
 
 
 def flip(source: random.Random, root: Path) -> None:
@@ -256,8 +266,11 @@ class Said(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def loaded(root: Path, *, is_forged: bool) -> str:
-    """The outcome of a start and a load, and of what the log says; `verify` after it finds why a load was refused."""
+def loaded(root: Path, steps: Sequence[int], *, is_forged: bool) -> str:
+    """The outcome of a start and a load, and of what the log says; `verify` after it finds why a load was refused.
+
+    `steps`: those of the root's checkpoints.
+    """
     said, model, refused = Said(), blank(), ""
     log = logging.getLogger("checkpointd")
     log.handlers[:], log.propagate = [said], False
@@ -277,11 +290,11 @@ def loaded(root: Path, *, is_forged: bool) -> str:
     if found is None:
         assert is_forged, "nothing was loaded in silence"
         return "forged"
-    right = found.step in STEPS and same(model, values(found.step)) and found.client_state == client_state(found.step)
+    right = found.step in steps and same(model, values(found.step)) and found.client_state == client_state(found.step)
     if not right:
         assert is_forged, f"wrong values of step {found.step}"
         return "forged"
-    if found.step == STEPS[-1]:
+    if found.step == steps[-1]:
         return "newest"
     assert is_forged or found.fell_back_from or said.lines, f"step {found.step} in silence"
     return "older, and said"
@@ -362,7 +375,7 @@ def one(seed: int, corpus: Path, scratch: Path) -> tuple[str, str]:
         return kind, imported(root, original, mutation)
     if (original / ".checkpointd" / "latest").is_file():
         return kind, verified(root, original)
-    return kind, loaded(root, is_forged=mutation is forge)
+    return kind, loaded(root, steps_of(original), is_forged=mutation is forge)
 
 
 # --- running ------------------------------------------------------------------------------------------------------------

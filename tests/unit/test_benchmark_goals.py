@@ -230,6 +230,25 @@ def test_a_run_survives_json(tmp_path: Path) -> None:
     assert document.read(tmp_path / "run.json") == one_run()
 
 
+def test_the_page_has_the_overhead_of_each_way_to_save() -> None:
+    ways = ("checkpointd, full speed", "checkpointd, governed", "checkpointd-sidecar, governed")
+    ratios = {f"overhead/{way}/step over undisturbed": {0: 1.01 + n / 10} for n, way in enumerate(ways)}
+    run = replace(one_run(), others={**ratios, "overhead/checkpointd, governed/worker: wake-ups": {0: 83.0}})
+    text = document.text(run)
+    rows = {
+        line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]]
+        for line in text.splitlines()
+        if "|" in line
+    }
+    assert rows["one save"] == list(ways)
+    assert rows["worker: wake-ups"] == ["-", "83.0", "-"]
+    found = {verdict.goal.name: verdict for verdict in goals.verdicts(document.figures_of(run))}["overhead-governed"]
+    assert found.measured is not None
+    assert found.measured.median == pytest.approx(1.21)
+    assert found.met is False
+    assert "training while it runs" not in document.text(one_run())
+
+
 def test_the_page_has_the_verdicts_and_the_pictures() -> None:
     text = document.text(one_run())
     assert "| load-first " in text
