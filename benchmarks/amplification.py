@@ -133,7 +133,7 @@ def _written(tensors: Iterable[Tensor], ranks: Ranks, rank: int) -> Iterator[Sha
 
 def _index(tensors: list[ShardTensor], rank: int, world_size: int, chunk_bytes: int) -> Index:
     def chunks(tensor: ShardTensor) -> tuple[Chunk, ...]:
-        return tuple(Chunk(0, s.offset, s.nbytes, s.nbytes, "raw", 0, bytes(16)) for s in split([tensor], chunk_bytes))
+        return tuple(Chunk(0, s.offset, s.nbytes, s.nbytes, "raw", None, bytes(16)) for s in split([tensor], chunk_bytes))
 
     return Index(
         tag="tag",

@@ -155,6 +155,12 @@ def _big(system: str, metric: Metric) -> str:
     return f"{OF_BIG}1/{system}/{metric.title}"
 
 
+def _resharded(count: str, scale: float) -> Of:
+    """The larger cost of loading on half and on twice as many ranks as saved."""
+    parts = ("half", "twice")
+    return largest(*(value(f"load/whole load on {part} as many ranks/{LOADING}/{count}", scale) for part in parts))
+
+
 def _shards(ranks: int) -> Of:
     return ratio(f"fsdp2/{ranks}/checkpointd/load, dropped", f"fsdp2/{ranks}/dcp-thread/load, dropped")
 
@@ -401,6 +407,20 @@ RANK_GOALS = (
         limit=10.0,
         unit=" MiB",
         of=largest(*(value(f"load/whole load/{LOADING}/{count}", MIB) for count in ("read_bytes", "peak_bytes"))),
+    ),
+    Goal(
+        name="resharded-load-time",
+        words="800 ranks x 300 tensors: processor time of a rank that loads its part on 400 or 1,600 ranks, the longer",
+        limit=50.0,
+        unit=" ms",
+        of=_resharded("cpu_s", 1e3),
+    ),
+    Goal(
+        name="resharded-load-bytes",
+        words="800 ranks x 300 tensors: bytes that a rank of 400 or 1,600 reads",
+        limit=10.0,
+        unit=" MiB",
+        of=_resharded("read_bytes", MIB),
     ),
 )
 SAME = 0.995

@@ -34,7 +34,7 @@ def made(tensors: int, chunks: int) -> Index:
         name = KINDS[number % len(KINDS)].format(f"layers.{number // 20}.{PARTS[number % len(PARTS)]}")
         found = []
         for _ in range(chunks):
-            found.append(Chunk(0, offset, CHUNK_BYTES, CHUNK_BYTES, "raw", rng.getrandbits(64), rng.randbytes(16)))
+            found.append(Chunk(0, offset, CHUNK_BYTES, CHUNK_BYTES, "raw", None, rng.randbytes(16)))
             offset += CHUNK_BYTES
         entries.append(TensorEntry(f"{name}.{number}", "float32", shape, whole(shape), "rank", tuple(found)))
     return Index(

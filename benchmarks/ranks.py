@@ -31,6 +31,7 @@ from benchmarks import costs, curves, document, roots
 from benchmarks.costs import Cost, Meter, Reading
 from benchmarks.roots import Saver
 from checkpointd.config import LoadConfig, Ranks
+from checkpointd.layout.boxes import Box
 from checkpointd.layout.keys import default_tag
 from checkpointd.pipeline.root import catalog, epochs
 from checkpointd.store.posix.store import PosixStore
@@ -46,6 +47,7 @@ TENSORS, TENSORS_QUICK = 300, 30
 """Of every rank, in a sharded load."""
 DEDUP, DEDUP_FULL, DEDUP_QUICK = (64, 256, 1024), (64, 256, 1024, 4096), (16, 64, 256)
 FIRST, KNOWN, METADATA, LOAD, LOOK = "first commit", "later commit", "metadata", "whole load", "look at the checkpoint before"
+HALF, TWICE = "whole load on half as many ranks", "whole load on twice as many ranks"
 BUDGET_S = 20.0
 
 
@@ -99,19 +101,24 @@ async def saved(path: Path, ranks: int, tensors: int) -> Saver:
 
 
 def loads(directory: Path, ranks: int, tensors: int, runs: int) -> list[Cost]:
-    """What one rank reads to load its part: before the tensors' bytes, and with them (a few KiB)."""
+    """What one rank reads to load its part: before the tensors' bytes, and with them (a few KiB); on as many ranks as saved,
+    and on half and twice as many.
+    """
     with tempfile.TemporaryDirectory(prefix="checkpointd-ranks-", dir=directory) as folder:
         path = Path(folder) / "root"
         saver = uvloop.run(saved(path, ranks, tensors))
         os.sync()
+        cases = ((METADATA, ranks, False), (LOAD, ranks, True), (HALF, ranks // 2, True), (TWICE, 2 * ranks, True))
         return [
-            costs.gathered(name, ranks, lambda w=whole: loading(path, saver, ranks // 2, whole=w), runs, BUDGET_S)  # type: ignore[misc]
-            for name, whole in ((METADATA, False), (LOAD, True))
+            costs.gathered(name, ranks, lambda m=many, w=whole: loading(path, saver, m, whole=w), runs, BUDGET_S)  # type: ignore[misc]
+            for name, many, whole in cases
         ]
 
 
-def loading(path: Path, saver: Saver, rank: int, *, whole: bool) -> Reading:
-    """One load of `rank` by a process that knows nothing of the checkpoint; with `whole`, up to the filled tensors."""
+def loading(path: Path, saver: Saver, ranks: int, *, whole: bool) -> Reading:
+    """One load of the middle one of `ranks` ranks by a process that knows nothing of the checkpoint; with `whole`, up to the
+    filled tensors.
+    """
     writer = WriterThread(2)
     try:
         disk = roots.CountingDisk(str(path))
@@ -119,10 +126,10 @@ def loading(path: Path, saver: Saver, rank: int, *, whole: bool) -> Reading:
         checkpoint = writer.call(catalog.find(store, default_tag(1)), 60.0)
         before = resident(reset=True)
         with Meter(disk.work) as meter:
-            source = StoredSource(store, writer, LoadConfig(), 600.0, Ranks(rank=rank, world_size=saver.world_size), checkpoint)
+            source = StoredSource(store, writer, LoadConfig(), 600.0, Ranks(rank=ranks // 2, world_size=ranks), checkpoint)
             content = source.content()
             if whole:
-                source.fill(targets(saver, rank), content)
+                source.fill(targets(saver, ranks), content)
         peak = resident(peak=True) - before
         writer.call(disk.close(), 60.0)
     finally:
@@ -130,11 +137,13 @@ def loading(path: Path, saver: Saver, rank: int, *, whole: bool) -> Reading:
     return replace(meter.reading, peak_bytes=max(0, peak))
 
 
-def targets(saver: Saver, rank: int) -> list[Target]:
-    """The tensors that `rank` fills: its rows, as FSDP2 holds them."""
-    part = LocalBox((saver.world_size, saver.row), saver.box(rank), (0, 0))
-    held = LocalShard((saver.world_size, saver.row), (part,))
-    return [Target(name, torch.zeros(1, saver.row), held) for name in saver.names]
+def targets(saver: Saver, ranks: int) -> list[Target]:
+    """The tensors that the middle one of `ranks` ranks fills: its rows, as FSDP2 holds them, or its part of a row."""
+    rows, parts, rank = max(1, saver.world_size // ranks), max(1, ranks // saver.world_size), ranks // 2
+    width = saver.row // parts
+    box = Box((rank // parts * rows, rank % parts * width), (rows, width))
+    held = LocalShard((saver.world_size, saver.row), (LocalBox((saver.world_size, saver.row), box, (0, 0)),))
+    return [Target(f"model.{name}", torch.zeros(rows, width), held) for name in saver.names]
 
 
 def resident(*, reset: bool = False, peak: bool = False) -> int:
@@ -227,7 +236,7 @@ ranks' plans yet. *{KNOWN}*: they are those of the save before.
 ## A sharded load
 
 One rank loads its rows of {found.load_tensors} tensors that all ranks hold together, each a few bytes. *{METADATA}*: until it
-knows what is stored. *{LOAD}*: until its tensors are filled.
+knows what is stored. *{LOAD}*: until its tensors are filled. Each rank has a seed of its own beside the tensors.
 
 {costs.table(found.load, "ranks")}
 

@@ -7,6 +7,7 @@ No object is made here. So a benchmark that uses these roots goes on working whe
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -187,7 +188,7 @@ class Saver:
 
     @property
     def names(self) -> list[str]:
-        """The FQNs of the tensors."""
+        """The names of the tensors in the model."""
         return [f"layer.{number}.weight" for number in range(self.tensors)]
 
     def box(self, rank: int) -> Box:
@@ -198,7 +199,9 @@ class Saver:
         """The snapshot of one rank."""
         buffer = page_buffer(page_up(aligned(self.row * ITEM) * self.tensors))
         buffer.view(np.float32)[:] = value
-        root = tree.Dict("dict", (("model", tree.Dict("dict", tuple((name, tree.Tensor(name)) for name in self.names))),))
+        model = tree.Dict("dict", tuple((name, tree.Tensor(f"model.{name}")) for name in self.names))
+        seed = tree.Bytes(random.Random(rank).randbytes(32))  # as each rank has its own random-number generators
+        root = tree.Dict("dict", (("state", tree.Dict("dict", (("model", model), ("seed", seed)))), ("client_state", None)))
         return Shard(buffer=buffer, tensors=self.layout(rank)[0], tree=tree.encode(root))
 
     def layout(self, rank: int) -> tuple[tuple[ShardTensor, ...], OwnPlans]:
@@ -207,7 +210,7 @@ class Saver:
             shape, size = (self.world_size, self.row), aligned(self.row * ITEM)
             scope, box = ("rank", whole(shape)) if self.world_size == 1 else ("global", self.box(rank))
             tensors = tuple(
-                ShardTensor(name, "float32", shape, box, scope, number * size, self.row * ITEM, ITEM)  # type: ignore[arg-type]
+                ShardTensor(f"model.{name}", "float32", shape, box, scope, number * size, self.row * ITEM, ITEM)  # type: ignore[arg-type]
                 for number, name in enumerate(self.names)
             )
             self.layouts[rank] = tensors, OwnPlans()

@@ -37,7 +37,8 @@ def edited(data: bytes, **changes: Any) -> bytes:
 def chunk_of(stored: bytes, raw: bytes, /, *, offset: int = 0, codec: str = "raw", **changes: Any) -> list[Any]:
     """A chunk of an index, whose digests fit its bytes, with fields changed by name."""
     names = ("object", "offset", "stored", "raw", "codec", "checksum", "digest")
-    fitting = (0, offset, len(stored), len(raw), codec, xxhash.xxh3_64_intdigest(stored), xxhash.xxh3_128_digest(raw))
+    checksum = None if codec == "raw" else xxhash.xxh3_64_intdigest(stored)
+    fitting = (0, offset, len(stored), len(raw), codec, checksum, xxhash.xxh3_128_digest(raw))
     return [changes.get(name, value) for name, value in zip(names, fitting, strict=True)]
 
 

@@ -51,7 +51,9 @@ def _entry(data: bytearray, fqn: str, tensor: NDArray[Any], dtype: str, box: Box
     for start in range(0, len(raw), step):
         part = raw[start : start + step]
         stored = bytes(encode(part, codec=codec, itemsize=1, kind="other"))
-        chunks.append(Chunk(0, len(data), len(stored), len(part), codec, xxh3_64(stored), xxh3_128(part)))
+        chunks.append(
+            Chunk(0, len(data), len(stored), len(part), codec, None if codec == "raw" else xxh3_64(stored), xxh3_128(part))
+        )
         data += stored
     return TensorEntry(fqn, dtype, tensor.shape, box, "global", tuple(chunks))
 

@@ -1,7 +1,7 @@
 """The hash functions: XXH3-64 for checksums of stored bytes, XXH3-128 for digests of raw bytes. Neither prevents forgery.
 
-`pipeline/write/encode.py` gives each chunk both; `pipeline/read/decode.py` checks them. The functions release the GIL and copy
-nothing. A buffer that is not C-contiguous raises ValueError.
+`pipeline/write/encode.py` gives each chunk a digest, and each encoded one a checksum; `pipeline/read/decode.py` checks them.
+The functions release the GIL and copy nothing. A buffer that is not C-contiguous raises ValueError.
 """
 
 from __future__ import annotations

@@ -21,6 +21,9 @@ from checkpointd.layout.manifest import VERSION, Header, ObjectRef, check_header
 CHUNK_BYTES_MAX = (1 << 30) + (1 << 23)
 """The largest chunk, raw or stored: 1 GiB and the bytes that a codec may add."""
 
+RAW = "raw"
+"""The codec of a chunk whose stored bytes are its raw bytes."""
+
 DELTA = "delta"
 """The codec of a chunk that is stored as its difference from another one."""
 
@@ -60,7 +63,7 @@ class BaseChunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
     offset: int
     stored: int
     codec: str
-    checksum: int
+    checksum: int | None
     digest: bytes
 
 
@@ -73,8 +76,8 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
     stored: int
     raw: int
     codec: str
-    checksum: int
-    """xxh3-64 of the stored bytes."""
+    checksum: int | None
+    """xxh3-64 of the stored bytes; None if the codec is `raw`, since the digest is of the same bytes."""
     digest: bytes
     """xxh3-128 of the raw bytes, 16 bytes, big-endian."""
     base: BaseChunk | None = None
@@ -207,6 +210,10 @@ def _chunk_fault(chunk: Chunk, index: Index, item: int) -> str | None:
         return f"holds {chunk.raw} bytes, which is not a whole number of elements of {item} bytes"
     if len(chunk.digest) != 16:
         return f"has a digest of {len(chunk.digest)} bytes"
+    if (chunk.codec == RAW) != (chunk.checksum is None):
+        return "is stored raw and has a checksum, or is encoded and has none"
+    if chunk.codec == RAW and chunk.raw != chunk.stored:
+        return f"is stored raw, and holds {chunk.raw} bytes in {chunk.stored}"
     if (chunk.codec == DELTA) != (chunk.base is not None):
         return "is a delta without a base, or has a base and is no delta"
     if chunk.base is None:

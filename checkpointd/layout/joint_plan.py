@@ -1,4 +1,5 @@
-"""The joint plan: which rank stored which box of each global tensor, for ranks that load only what they need.
+"""The joint plan: which rank stored which box of each global tensor, and which ranks are twins, for ranks that load only what
+they need.
 
 The coordinator writes it with a commit of several ranks, from the plans that it has compared anyway. A rank that loads reads
 it, and then only the indexes of the ranks that stored a box it wants. docs/FORMAT.md describes its bytes.
@@ -9,7 +10,7 @@ is decoded only when one of its tensors is asked for.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -19,7 +20,7 @@ import zstandard
 from checkpointd.errors import FormatError
 from checkpointd.layout.boxes import NDIM_MAX, Box
 from checkpointd.layout.keys import WORLD_SIZE_MAX
-from checkpointd.layout.manifest import LISTING_BYTES_MAX, VERSION, Header, JointPlanRef, check_header, digest
+from checkpointd.layout.manifest import LISTING_BYTES_MAX, VERSION, Header, JointPlanRef, StoredContent, check_header, digest
 from checkpointd.layout.plan import NumberedPlan, Numbers, TensorNumbers, rows_by_tensor
 
 BLOCK_BYTES = 1 << 20
@@ -47,17 +48,48 @@ class Block(msgspec.Struct, frozen=True, array_like=True, gc=False):
     data: bytes
 
 
-class _Stored(msgspec.Struct, frozen=True, kw_only=True, tag_field="format", tag="checkpointd.joint-plan"):
+def twins_of(contents: Iterable[StoredContent | None]) -> tuple[list[int], list[str]]:
+    """For each rank the first rank that is its twin, and the FQNs of own values that differ between ranks.
+
+    Twins have one frame, and own values of the same names. A rank whose content is unknown is nobody's twin.
+    """
+    firsts: dict[tuple[str, frozenset[str]], int] = {}
+    values: dict[str, set[str]] = {}
+    twins = []
+    for rank, content in enumerate(contents):
+        if content is None:
+            twins.append(rank)
+            continue
+        twins.append(firsts.setdefault((content.frame, frozenset(content.own_values)), rank))
+        for fqn, value in content.own_values.items():
+            values.setdefault(fqn, set()).add(value)
+    return twins, sorted(fqn for fqn, found in values.items() if len(found) > 1)
+
+
+class StoredJointPlan(msgspec.Struct, frozen=True, kw_only=True, tag_field="format", tag="checkpointd.joint-plan"):
+    """The joint plan as it is stored."""
+
     version: int = VERSION
     world_size: int
     names: bytes
     """The msgpack array of all JointTensors, sorted by FQN, compressed."""
     names_nbytes: int
     blocks: tuple[Block, ...]
+    twins: bytes = b""
+    """For each rank the first rank that is its twin, as a column, compressed."""
+    differing: tuple[str, ...] = ()
+    """The FQNs of own values that are not the same on all ranks that have them, sorted."""
+
+    def encode(self, contents: Iterable[StoredContent | None]) -> bytes:
+        """The bytes of the joint plan of ranks that stored these `contents` beside their boxes."""
+        twins, differing = twins_of(contents)
+        column = np.diff(np.array(twins, np.int64), prepend=0).astype(_NUMBER).tobytes()
+        packed = zstandard.ZstdCompressor(level=_LEVEL).compress(column)
+        return msgspec.msgpack.encode(msgspec.structs.replace(self, twins=packed, differing=tuple(differing)))
 
 
-def encode_joint_plan(listings: Mapping[int, NumberedPlan], names: TensorNumbers) -> bytes:
-    """The joint plan of all ranks, whose plans were compared. The same plans give the same bytes."""
+def joint_plan(listings: Mapping[int, NumberedPlan], names: TensorNumbers) -> StoredJointPlan:
+    """The joint plan of all ranks, whose plans were compared, without twins. The same plans give the same one."""
     rows = rows_by_tensor(listings, names)
     packer = zstandard.ZstdCompressor(level=_LEVEL)
     tensors: list[JointTensor] = []
@@ -76,13 +108,8 @@ def encode_joint_plan(listings: Mapping[int, NumberedPlan], names: TensorNumbers
     if columns:
         blocks.append(_block(len(tensors) - first, columns, packer))
     listed = msgspec.msgpack.encode(tensors)
-    return msgspec.msgpack.encode(
-        _Stored(
-            world_size=len(listings),
-            names=packer.compress(listed),
-            names_nbytes=len(listed),
-            blocks=tuple(blocks),
-        )
+    return StoredJointPlan(
+        world_size=len(listings), names=packer.compress(listed), names_nbytes=len(listed), blocks=tuple(blocks)
     )
 
 
@@ -107,6 +134,10 @@ class JointPlan:
     _blocks: tuple[Block, ...]
     _at: Mapping[str, tuple[int, int]]
     """The block of each tensor, and the first of its numbers there."""
+    twins: Sequence[int] = ()
+    """For each rank the first rank that is its twin (`twins_of`)."""
+    differing: frozenset[str] = frozenset()
+    """The FQNs of own values that are not the same on all ranks that have them."""
     _decoded: dict[int, Numbers] = field(default_factory=dict)
 
     def ranks_of(self, fqn: str, box: Box) -> tuple[int, ...]:
@@ -147,8 +178,8 @@ class JointPlan:
 def decode_joint_plan(data: bytes, key: str) -> JointPlan:
     """The joint plan in `data`. Raises FormatError if its parts do not fit together, or are too large."""
     try:
-        check_header(msgspec.msgpack.decode(data, type=Header), _Stored, key)
-        stored = msgspec.msgpack.decode(data, type=_Stored)
+        check_header(msgspec.msgpack.decode(data, type=Header), StoredJointPlan, key)
+        stored = msgspec.msgpack.decode(data, type=StoredJointPlan)
         if not 0 < stored.world_size <= WORLD_SIZE_MAX or not 0 <= stored.names_nbytes <= LISTING_BYTES_MAX:
             raise FormatError(f"{key} declares {stored.world_size} ranks and {stored.names_nbytes} bytes of names", key=key)
         listed = _unpacked(stored.names, stored.names_nbytes, key)
@@ -158,7 +189,17 @@ def decode_joint_plan(data: bytes, key: str) -> JointPlan:
     by_fqn = {tensor.fqn: tensor for tensor in tensors}
     if len(by_fqn) != len(tensors):
         raise FormatError(f"{key} lists a tensor twice", key=key)
-    return JointPlan(key, stored.world_size, by_fqn, stored.blocks, _places(tensors, stored.blocks, key))
+    places, twins = _places(tensors, stored.blocks, key), _twins(stored, key)
+    return JointPlan(key, stored.world_size, by_fqn, stored.blocks, places, twins, frozenset(stored.differing))
+
+
+def _twins(stored: StoredJointPlan, key: str) -> list[int]:
+    column = np.frombuffer(_unpacked(stored.twins, stored.world_size * _NUMBER.itemsize, key), _NUMBER)
+    twins = np.cumsum(column)
+    inside = (twins >= 0) & (twins <= np.arange(stored.world_size))
+    if not inside.all() or not (twins[twins] == twins).all():
+        raise FormatError(f"{key} calls ranks twins of later ranks, or of ranks with another twin", key=key)
+    return [int(twin) for twin in twins]
 
 
 def _places(tensors: list[JointTensor], blocks: tuple[Block, ...], key: str) -> dict[str, tuple[int, int]]:

@@ -158,6 +158,17 @@ class Inline(_Object, frozen=True, kw_only=True):
     why: str
 
 
+class StoredContent(_Object, frozen=True, kw_only=True):
+    """The digests of what a rank stored beside the elements of global tensors.
+
+    `own_values`: the digest of each own value by its FQN: a value of a part of the state in which there is no global tensor.
+    `frame`: the digest of all else. Ranks with equal digests stored the same.
+    """
+
+    frame: str
+    own_values: dict[str, str] = {}
+
+
 class Vote(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpointd.vote"):
     """A rank's vote: its shard is durable (yes), or it failed (no)."""
 
@@ -198,6 +209,8 @@ class Vote(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpoi
     """How long the parts of this rank's save took, up to its yes."""
     inline: Inline | None = None
     """Set if this was an inline save."""
+    content: StoredContent | None = None
+    """Set in a yes vote of one of several ranks that store a state."""
     error: ErrorReport | None = None
     writer: WriterIdentity
 
@@ -386,6 +399,7 @@ _OPTIONAL = (
     "cost",
     "seconds",
     "inline",
+    "content",
     "user",
 )
 """Keys that are left out if they are empty."""

@@ -147,6 +147,8 @@ INDEX = {
     "a chunk of half an element": Case(
         "not a whole number of elements", stored(RAW, chunk_of(RAW[:2], RAW[:2]), chunk_of(RAW[2:], RAW[2:], offset=2))
     ),
+    "raw bytes of another size": Case("is stored raw, and holds", stored(RAW[:-4], chunk_of(RAW[:-4], RAW))),
+    "raw bytes with a checksum": Case("is stored raw and has a checksum", stored(RAW, chunk_of(RAW, RAW, checksum=7))),
     "2**32 tensors": Case("is damaged", raw_index(b"\xdd\xff\xff\xff\xff", "tensors")),
     "2**32 keys": Case("is damaged", lambda f: f.put_index(b"\xdf\xff\xff\xff\xff")),
     "a string of 4 GiB": Case("is damaged", raw_index(b"\xdb\xff\xff\xff\xff", "tag")),
@@ -173,7 +175,7 @@ CHUNKS = {
         "ends before byte",
         lambda f: f.put_chunks(
             RAW,
-            [weight(chunk_of(RAW, RAW, stored=GIB))],
+            [weight(chunk_of(RAW, RAW, codec="zstd", stored=GIB))],
             objects=[{"name": "00000-0.chunks", "size": GIB}],
         ),
     ),
@@ -186,7 +188,6 @@ CHUNKS = {
         "declares 268435456 bytes, not 3072", stored(PLANES_BOMB, chunk_of(PLANES_BOMB, RAW, codec="planes"))
     ),
     "an unknown codec": Case("codec 'lzma' is unknown", stored(RAW, chunk_of(RAW, RAW, codec="lzma"))),
-    "raw bytes of another size": Case("are stored, not", stored(RAW[:-4], chunk_of(RAW[:-4], RAW))),
 }
 CHUNKS = {
     name: Case(case.words, case.forge, undecided="abort" if "ends before" in case.words else "commit")

@@ -17,7 +17,7 @@ def test_every_cost_is_measured_at_every_number_of_ranks(tmp_path: Path) -> None
         (name, count) for count in (2, 4) for name in (ranks.FIRST, ranks.KNOWN)
     ]
     assert [(cost.name, cost.size) for cost in found.load] == [
-        (name, count) for count in (2, 3) for name in (ranks.METADATA, ranks.LOAD)
+        (name, count) for count in (2, 3) for name in (ranks.METADATA, ranks.LOAD, ranks.HALF, ranks.TWICE)
     ]
     assert [cost.size for cost in found.dedup] == [2, 3]
     assert all(cost.fsyncs > 0 for cost in found.coordinator)

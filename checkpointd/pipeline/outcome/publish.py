@@ -20,7 +20,7 @@ from checkpointd.commit.decide import Decision, decide, has_no_progress, unshare
 from checkpointd.errors import DamagedError, NotFoundError
 from checkpointd.layout.ballot import encode_ballot
 from checkpointd.layout.indexes import Index
-from checkpointd.layout.joint_plan import encode_joint_plan, joint_plan_ref
+from checkpointd.layout.joint_plan import StoredJointPlan, joint_plan, joint_plan_ref
 from checkpointd.layout.keys import (
     BALLOT,
     JOINT_PLAN,
@@ -103,7 +103,13 @@ class Checked:
     """Plans that are whole together: the tensors whose boxes must be compared at every attempt, and the joint plan."""
 
     doubled: tuple[Doubled, ...]
-    joint: bytes
+    joint: StoredJointPlan | None
+    """None if the ranks hold no tensor together."""
+
+    def joint_plan(self, votes: Mapping[int, Vote | None]) -> bytes:
+        """The bytes of the joint plan of ranks that cast `votes`; empty if there is none."""
+        cast = (votes[rank] for rank in sorted(votes))
+        return b"" if self.joint is None else self.joint.encode(None if vote is None else vote.content for vote in cast)
 
 
 @dataclass(slots=True)
@@ -144,7 +150,7 @@ class PlanCheck:
     def joint(self, votes: Mapping[int, Vote | None]) -> bytes:
         """The joint plan of `votes`, which `fault` has just checked. Empty if the ranks hold no tensor together."""
         known = self._known.get(_digests(votes))
-        return b"" if known is None else known.joint
+        return b"" if known is None else known.joint_plan(votes)
 
     async def _take(self, vote: Vote, found: dict[str, NumberedPlan]) -> None:
         name = vote.plan or ""
@@ -166,7 +172,7 @@ async def check_together(listings: Mapping[int, NumberedPlan], names: TensorNumb
         remedy = OVERLAP_REMEDY if comparison.fault.endswith(" overlap") else SAME_STATE_REMEDY
         return unshared(f"{comparison.fault}: {remedy}")
     shares = len(listings) > 1 and any(len(listing.tensors) for listing in listings.values())
-    return Checked(comparison.doubled, await aside(tensors, encode_joint_plan, listings, names) if shares else b"")
+    return Checked(comparison.doubled, await aside(tensors, joint_plan, listings, names) if shares else None)
 
 
 async def unequal_boxes(store: Store, votes: Mapping[int, Vote], doubled: tuple[Doubled, ...]) -> Decision | None:

@@ -199,7 +199,7 @@ async def _checked_storage(store: Store, attempt: AttemptView, ballot: Ballot) -
     checked = await check_together(stored, names, sum(vote.tensors for vote in votes.values()))
     if isinstance(checked, Decision):
         return checked
-    return await unequal_boxes(store, votes, checked.doubled) or checked.joint
+    return await unequal_boxes(store, votes, checked.doubled) or checked.joint_plan(ballot.votes)
 
 
 async def _checked_index(store: Store, prefix: str, vote: Vote) -> Index:

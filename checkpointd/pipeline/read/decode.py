@@ -24,7 +24,7 @@ def decoded(chunk: Chunk, stored: Bytes, out: Bytes | None = None, *, base: Byte
             raw = out
             np.copyto(raw, stored)
     else:
-        if xxh3_64(stored) != chunk.checksum:
+        if chunk.checksum is None or xxh3_64(stored) != chunk.checksum:
             raise CodecError(f"the checksum of {chunk.stored} stored bytes does not match")
         raw = np.empty(chunk.raw, dtype=np.uint8) if out is None else out
         if base is None:

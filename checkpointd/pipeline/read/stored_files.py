@@ -125,7 +125,6 @@ async def read_runs(
 def _faults(file: StoredFile, run: FileChunkRun) -> Iterator[DamagedError]:
     first = run.parts[0].start
     for part in run.parts:
-        # The digest of a raw chunk covers its stored bytes, so the checksum would add nothing.
         if xxh3_128(run.into[part.start - first : part.stop - first]) != part.chunk.digest:
             yield DamagedError(
                 f"{file.key} is damaged at byte {part.start}: the digest of {part.nbytes} bytes does not match "

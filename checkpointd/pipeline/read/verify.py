@@ -15,10 +15,11 @@ from checkpointd.errors import CheckpointdError, DamagedError, FormatError, NotF
 from checkpointd.layout import tree
 from checkpointd.layout.files import check_files, pieces_of
 from checkpointd.layout.indexes import Index
-from checkpointd.layout.joint_plan import encode_joint_plan, joint_plan_ref
+from checkpointd.layout.joint_plan import joint_plan, joint_plan_ref
 from checkpointd.layout.keys import BALLOT, DAMAGED, JOINT_PLAN, OUTCOME, VERIFIED, object_key
-from checkpointd.layout.manifest import Damaged, Verified, encode
+from checkpointd.layout.manifest import Damaged, StoredContent, Verified, encode
 from checkpointd.layout.plan import NumberedPlan, TensorNumbers, compared
+from checkpointd.pipeline.read.contents import content_of
 from checkpointd.pipeline.read.duplicate_boxes import unequal
 from checkpointd.pipeline.read.index import read_index
 from checkpointd.pipeline.read.joint_plan import checked_joint_plan
@@ -92,7 +93,7 @@ async def verify(
         verdict.bytes_read += nbytes
         on_bytes(nbytes)
 
-    names, stored = TensorNumbers(), dict[int, NumberedPlan]()
+    names, stored, contents = TensorNumbers(), dict[int, NumberedPlan](), list[StoredContent]()
     for rank in range(checkpoint.outcome.world_size):
         try:
             if rank == COORDINATOR:
@@ -100,6 +101,8 @@ async def verify(
                 verdict.damage.extend([Damage.of(error, rank) async for error in _too_long(store, ballot)])
             index = await _verify_rank(store, checkpoint, rank, config, count, verdict)
             stored[rank] = await aside(len(index.tensors), NumberedPlan.of, index, names)
+            if checkpoint.outcome.plan is not None:
+                contents.append(await aside(len(index.tensors), content_of, index))
         except (DamagedError, NotFoundError, StoreError) as error:
             verdict.note(error, rank)
     if len(stored) == checkpoint.outcome.world_size:
@@ -110,7 +113,7 @@ async def verify(
                 fault = await unequal(partial(_read_again, store, checkpoint, verdict), comparison.doubled, config.reads)
                 verdict.damage.extend(_union_damage(checkpoint, fault))
         if checkpoint.outcome.plan is not None and not comparison.fault:
-            await _check_joint_plan(store, checkpoint, encode_joint_plan(stored, names), verdict)
+            await _check_joint_plan(store, checkpoint, joint_plan(stored, names).encode(contents), verdict)
     return verdict
 
 
@@ -120,7 +123,7 @@ async def _check_joint_plan(store: Store, checkpoint: Checkpoint, expected: byte
     try:
         await checked_joint_plan(store, checkpoint)
         if checkpoint.outcome.plan != joint_plan_ref(expected):
-            raise DamagedError(f"{key} does not list the boxes that the ranks stored", key=key)
+            raise DamagedError(f"{key} does not say what the ranks stored", key=key)
     except (DamagedError, NotFoundError, StoreError) as error:
         verdict.note(error, COORDINATOR)
 

@@ -1,4 +1,5 @@
-"""Stage 4 of a save: encode one chunk, and give it the checksum of its stored bytes and the digest of its raw bytes.
+"""Stage 4 of a save: encode one chunk, and give it the digest of its raw bytes. If it is encoded, it also gets the checksum of
+its stored bytes.
 
 A chunk may be stored as its difference from the base, the chunk that was stored in full at its place (`full_every`).
 
@@ -45,7 +46,7 @@ class Encoded:
     codec: str
     stored: memoryview
     raw: int
-    checksum: int
+    checksum: int | None
     digest: bytes
     seconds: float
 
@@ -61,14 +62,14 @@ class Encoded:
         name: str = codec if delta is None else DELTA
         stored = encode_chunk(data, codec=codec, itemsize=element.itemsize, kind=element.kind) if delta is None else delta
         if len(stored) >= data.nbytes:
-            name, stored = "raw", data.data
+            return Encoded.raw_of(data, digest, time.perf_counter() - began)
         seconds = time.perf_counter() - began
         return Encoded(name, stored, data.nbytes, xxh3_64(stored), digest or xxh3_128(data), seconds)
 
     @staticmethod
-    def raw_of(data: Bytes, digest: bytes | None = None) -> Encoded:
-        """`data` stored raw, with its checksum and digest."""
-        return Encoded("raw", data.data, data.nbytes, xxh3_64(data), digest or xxh3_128(data), 0.0)
+    def raw_of(data: Bytes, digest: bytes | None = None, seconds: float = 0.0) -> Encoded:
+        """`data` stored raw: it has a digest alone."""
+        return Encoded("raw", data.data, data.nbytes, None, digest or xxh3_128(data), seconds)
 
     def at(self, number: int, offset: int) -> Chunk:
         """The index entry of this chunk at byte `offset` of the index's object `number`."""

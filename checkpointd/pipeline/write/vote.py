@@ -17,6 +17,7 @@ from checkpointd.layout.indexes import Index
 from checkpointd.layout.keys import chunks_name, group_prefix, index_name, object_rank, object_takeover, rank_group, vote_name
 from checkpointd.layout.manifest import NO_REASON, BesideFile, ErrorReport, IndexRef, Vote, encode
 from checkpointd.layout.tree import files_of
+from checkpointd.pipeline.read.contents import content_of
 from checkpointd.pipeline.root.catalog import read_vote
 from checkpointd.pipeline.root.identity import writer
 from checkpointd.pipeline.shard import AttemptInfo
@@ -95,6 +96,7 @@ def _yes(job: PersistJob, stored: StoredShard, plan_digest: str) -> Vote:
         beside=stored.beside,
         held_s=round(job.progress.held_s, 6),
         seconds=job.spent.seconds(),
+        content=content_of(index) if files is None and info.world_size > 1 else None,
     )
 
 

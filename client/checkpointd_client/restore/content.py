@@ -16,8 +16,8 @@ from checkpointd.layout import tree
 from checkpointd.layout.boxes import Box
 from checkpointd.layout.indexes import Alias, TensorEntry
 from checkpointd.layout.joint_plan import JointPlan
-from checkpointd.layout.strides import contiguous_stride
 from checkpointd.pipeline.read.checkpoint_view import CheckpointView
+from checkpointd.pipeline.read.contents import identity
 from checkpointd.pipeline.read.plan import BoxRequest, BoxSink
 from checkpointd_client.capture.flatten import CLIENT_STATE
 from checkpointd_client.restore.merging import Merging
@@ -64,15 +64,25 @@ def own_content(world: CheckpointView, rank: int, plan: JointPlan | None = None)
     )
 
 
-def merged_content(world: CheckpointView, *, keep: int | None, alone: bool) -> RankContent:
+def merged_content(world: CheckpointView, *, keep: int | None, alone: bool, plan: JointPlan | None = None) -> RankContent:
     """The content that all ranks saved. Where values differ, those of rank `keep` are taken, if it has any.
 
-    `alone`: only one rank loads it, so a value that has no place there has no place anywhere.
+    `alone`: only one rank loads it, so a value that has no place there has no place anywhere. `plan`: tells which ranks are
+    twins, so that `world` needs the index of one of them only, and that of `keep`. Without it, `world` is whole.
     """
-    aliases = {rank: {alias.fqn: alias for alias in index.aliases} for rank, index in world.indexes.items()}
-    merging = Merging(lambda rank, fqn: _identity(world, aliases, rank, fqn), keep)
-    root = merging.merged(_grouped(world, keep))
-    entries = {fqn: (tensor.dtype, tensor.shape) for fqn, tensor in world.tensors.items()}
+    tensors = world.tensors if plan is None else plan.tensors
+    ranks = world.indexes.keys() if plan is None else {*plan.twins} | ({keep} if keep is not None else set())
+    aliases = {rank: {alias.fqn: alias for alias in world.indexes[rank].aliases} for rank in ranks}
+
+    def identity_of(rank: int, fqn: str) -> object:
+        try:
+            return identity(fqn, world.own(rank), aliases[rank], tensors)
+        except KeyError:
+            raise FormatError(f"rank {rank} names {fqn}, which no rank stored", fqn=fqn, rank=rank) from None
+
+    merging = Merging(identity_of, keep, frozenset() if plan is None else plan.differing)
+    root = merging.merged(_grouped(world, ranks, keep))
+    entries = {fqn: (tensor.dtype, tensor.shape) for fqn, tensor in tensors.items()}
     owners: dict[str, int] = {}
     stored_as: dict[str, str] = {}
     found: dict[str, Alias] = {}
@@ -84,7 +94,7 @@ def merged_content(world: CheckpointView, *, keep: int | None, alone: bool) -> R
         entry = world.own(rank).get(owner)
         if entry is not None:
             free = owner if owner not in entries else f"{owner} of rank {rank}"
-            name = names.setdefault((owner, _identity(world, aliases, rank, owner)), free)
+            name = names.setdefault((owner, identity_of(rank, owner)), free)
             if name not in entries:
                 entries[name], owners[name] = (entry.dtype, entry.shape), rank
                 if name != owner:
@@ -97,7 +107,7 @@ def merged_content(world: CheckpointView, *, keep: int | None, alone: bool) -> R
         owners=owners,
         stored_as=stored_as,
         aliases=tuple(found.values()),
-        excluded=tuple(sorted({fqn for index in world.indexes.values() for fqn in index.excluded})),
+        excluded=tuple(sorted({fqn for rank in ranks for fqn in world.indexes[rank].excluded})),
         left=frozenset(merging.left),
         elsewhere=frozenset() if alone else frozenset(merging.partial),
         among_many=not alone,
@@ -130,24 +140,9 @@ def _described(entries: Iterable[TensorEntry]) -> dict[str, tuple[str, tuple[int
     return {entry.fqn: (entry.dtype, entry.shape) for entry in entries}
 
 
-def _grouped(world: CheckpointView, keep: int | None) -> list[tuple[tuple[int, ...], tree.Node]]:
-    """The different trees, each with the ranks that have it; that of rank `keep` first."""
-    ranks: dict[bytes, list[int]] = {}
-    order = sorted(world.indexes, key=lambda rank: (rank != keep, rank))
-    for rank in order:
-        ranks.setdefault(world.indexes[rank].tree, []).append(rank)
-    return [(tuple(found), tree.decode(data)) for data, found in ranks.items()]
-
-
-def _identity(world: CheckpointView, aliases: Mapping[int, Mapping[str, Alias]], rank: int, fqn: str) -> object:
-    """A value for the content of the tensor `fqn` of `rank`: equal for two ranks if and only if every bit of it is."""
-    alias = aliases[rank].get(fqn)
-    owner, view = (fqn, None) if alias is None else (alias.owner, (alias.shape, alias.stride, alias.offset))
-    if owner in world.tensors:
-        return owner, view
-    entry = world.own(rank).get(owner)
-    if entry is None:
-        raise FormatError(f"rank {rank} names {fqn}, which no rank stored", fqn=fqn, rank=rank)
-    if view == (entry.shape, contiguous_stride(entry.shape), 0):
-        view = None  # all of it, as if it were stored itself
-    return entry.dtype, entry.shape, tuple((chunk.raw, chunk.digest) for chunk in entry.chunks), view
+def _grouped(world: CheckpointView, ranks: Iterable[int], keep: int | None) -> list[tuple[tuple[int, ...], tree.Node]]:
+    """The different trees, each with those of `ranks` that have it; that of rank `keep` first."""
+    having: dict[bytes, list[int]] = {}
+    for rank in sorted(ranks, key=lambda rank: (rank != keep, rank)):
+        having.setdefault(world.indexes[rank].tree, []).append(rank)
+    return [(tuple(found), tree.decode(data)) for data, found in having.items()]

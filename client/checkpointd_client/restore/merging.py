@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from checkpointd.errors import FormatError
@@ -30,12 +30,14 @@ class Merging:
     """One merge.
 
     `identity`: for a rank and an FQN, a value that is equal for equal tensors. `keep`: where values differ, those of this rank
-    are taken; with None they are left out. `chosen`: for the FQN of each tensor in the tree, a rank that has it. `left`: places
-    where values differ. `partial`: places that not all ranks have.
+    are taken; with None they are left out. `differing`: places at which ranks that are not looked at have other values.
+    `chosen`: for the FQN of each tensor in the tree, a rank that has it. `left`: places where values differ. `partial`: places
+    that not all ranks have.
     """
 
     identity: Callable[[int, str], object]
     keep: int | None = None
+    differing: Container[str] = ()
     chosen: dict[str, int] = field(default_factory=dict)
     left: list[str] = field(default_factory=list)
     partial: set[str] = field(default_factory=set)
@@ -55,7 +57,9 @@ class Merging:
         nodes = [node for _, node in having]
         first = nodes[0]
         made: tree.Node | _Different = _DIFFERENT
-        if isinstance(first, tree.Dict) and all(isinstance(n, tree.Dict) and n.kind == first.kind for n in nodes):
+        if fqn in self.differing:
+            pass
+        elif isinstance(first, tree.Dict) and all(isinstance(n, tree.Dict) and n.kind == first.kind for n in nodes):
             made = self._dict(first, having, fqn)
         elif isinstance(first, tree.Sequence) and all(isinstance(n, tree.Sequence) and n.kind == first.kind for n in nodes):
             made = self._sequence(first, having, fqn)

@@ -185,16 +185,20 @@ class StoredSource:
             return
         self._world = CheckpointView(self.checkpoint, {})
         if not self._same_world:
-            self._widen(range(self.checkpoint.outcome.world_size))
+            self._read_plan()
             return
         rank = self.ranks.rank
         self._widen([rank])
         if all(entry.scope == "rank" for entry in self._world.indexes[rank].tensors):
             self._index = self._world.indexes[rank]
         elif not self._world.is_whole:
-            self._plan = self._read(lambda store: read_joint_plan(store, self.checkpoint))
-            if self._plan is None:
-                self._whole_world()
+            self._read_plan()
+
+    def _read_plan(self) -> None:
+        """Read the joint plan, or all indexes if there is none."""
+        self._plan = self._read(lambda store: read_joint_plan(store, self.checkpoint))
+        if self._plan is None:
+            self._whole_world()
 
     @property
     def tag(self) -> str:
@@ -211,13 +215,20 @@ class StoredSource:
     def content(self) -> RankContent:
         if self._same_world:
             return own_content(self._world, self.ranks.rank, self._plan)
-        return merged_content(self._world, keep=None, alone=self.ranks.world_size == 1)
+        return self._merged(keep=None, alone=self.ranks.world_size == 1)
 
     def more(self) -> RankContent | None:
         if not self._same_world or self.ranks.world_size == 1:
             return None
         self._index = None  # layers of another rank may have moved here
-        return merged_content(self._whole_world(), keep=self.ranks.rank, alone=False)
+        return self._merged(keep=self.ranks.rank, alone=False)
+
+    def _merged(self, *, keep: int | None, alone: bool) -> RankContent:
+        """The content of all ranks, from the index of one of each set of twins."""
+        if self._plan is None:
+            return merged_content(self._whole_world(), keep=keep, alone=alone)
+        self._widen(self._plan.twins)
+        return merged_content(self._world, keep=keep, alone=alone, plan=self._plan)
 
     def _whole_world(self) -> CheckpointView:
         """The view with the indexes of all ranks."""

@@ -32,7 +32,7 @@ texts = st.text(st.characters(codec="utf-8"), max_size=20)
 sizes = st.integers(0, 2**63 - 1)
 scopes: st.SearchStrategy[Scope] = st.sampled_from(["rank", "global"])
 
-CHUNK = Chunk(0, 0, 48, 48, "raw", 7, bytes(16))
+CHUNK = Chunk(0, 0, 48, 48, "raw", None, bytes(16))
 ENTRY = TensorEntry("model.weight", "float32", (3, 4), whole((3, 4)), "rank", (CHUNK,))
 INDEX = Index(
     tag="global_step1",
@@ -73,7 +73,9 @@ def indexes(draw: st.DrawFn) -> Index:
             raw = min(left, item * draw(st.integers(1, 50)))
             stored = draw(st.integers(1, 100))
             codec = draw(st.sampled_from(["raw", "zstd", "planes"]))
-            checksum, raw_digest = draw(st.integers(0, 2**64 - 1)), draw(st.binary(min_size=16, max_size=16))
+            stored = raw if codec == "raw" else stored
+            checksum = None if codec == "raw" else draw(st.integers(0, 2**64 - 1))
+            raw_digest = draw(st.binary(min_size=16, max_size=16))
             chunks.append(Chunk(0, offset, stored, raw, codec, checksum, raw_digest))
             left, offset = left - raw, offset + stored
         entries.append(TensorEntry(f"t{number}", dtype, shape, whole(shape), draw(scopes), tuple(chunks)))
@@ -156,6 +158,9 @@ CHUNK_FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "negative": ({"stored": -48}, "stored as -48"),
     "half an element": ({"raw": 46}, "not a whole number of elements of 4"),
     "digest": ({"digest": bytes(15)}, "digest of 15 bytes"),
+    "raw with a checksum": ({"checksum": 7}, "is stored raw and has a checksum"),
+    "encoded without a checksum": ({"codec": "zstd"}, "is encoded and has none"),
+    "raw of two sizes": ({"stored": 44}, "holds 48 bytes in 44"),
 }
 
 
@@ -163,7 +168,7 @@ CHUNK_FAULTS: dict[str, tuple[dict[str, Any], str]] = {
 def test_a_chunk_that_cannot_be_is_refused(fault: str) -> None:
     changes, words = CHUNK_FAULTS[fault]
     bad = msgspec.structs.replace(CHUNK, **changes)
-    filler = Chunk(0, 96, 50, 52 - bad.raw % 4, "raw", 7, bytes(16))
+    filler = Chunk(0, 96, 50, 52 - bad.raw % 4, "zstd", 7, bytes(16))
     with pytest.raises(FormatError, match=words) as caught:
         decode_index(encode_index(with_chunks(bad, filler)), KEY)
     assert caught.value.fqn == "model.weight"
@@ -187,7 +192,7 @@ DELTA_FAULTS: dict[str, tuple[dict[str, Any], str]] = {
 
 def with_delta(**changes: Any) -> Index:
     older = ObjectRef(name="00003-1.chunks", size=4096, held_by="global_step0/00000001-0")
-    delta = msgspec.structs.replace(CHUNK, codec="delta", base=BASE)
+    delta = msgspec.structs.replace(CHUNK, codec="delta", checksum=7, base=BASE)
     index = with_chunks(msgspec.structs.replace(delta, **changes), msgspec.structs.replace(CHUNK, offset=96))
     return msgspec.structs.replace(index, objects=(*index.objects[:1], older), since_full=1)
 
@@ -205,7 +210,7 @@ def test_a_delta_that_cannot_be_is_refused(fault: str) -> None:
 
 
 def test_bases_that_overlap_other_chunks_are_refused() -> None:
-    index, older = with_delta(), Chunk(1, 20, 40, 48, "raw", 8, bytes(16))
+    index, older = with_delta(), Chunk(1, 20, 40, 48, "zstd", 8, bytes(16))
     [entry] = [entry for entry in index.tensors if entry.chunks]
     index = msgspec.structs.replace(
         index,

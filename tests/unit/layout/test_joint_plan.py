@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from checkpointd.errors import FormatError
 from checkpointd.layout.boxes import Box, intersect, whole
 from checkpointd.layout.indexes import Plan, PlanTensor
-from checkpointd.layout.joint_plan import BLOCK_BYTES, Block, JointPlan, JointTensor, decode_joint_plan, encode_joint_plan
+from checkpointd.layout.joint_plan import BLOCK_BYTES, Block, JointPlan, JointTensor, decode_joint_plan, joint_plan, twins_of
+from checkpointd.layout.manifest import StoredContent
 from checkpointd.layout.plan import NumberedPlan, TensorNumbers
 from tests.box_strategies import shapes, tilings_of
 
@@ -21,12 +22,12 @@ Parts = dict[int, list[PlanTensor]]
 
 
 def encoded(parts: Parts, order: list[int] | None = None) -> bytes:
-    """The joint plan of ranks that list `parts`, whose plans are read in `order`."""
+    """The joint plan of ranks that list `parts` and are all twins, whose plans are read in `order`."""
     names, listings = TensorNumbers(), {}
     for rank in order or sorted(parts):
         head = {"tag": "tag", "attempt": "00000001-0", "rank": rank, "takeover": 0, "world_size": len(parts)}
         listings[rank] = NumberedPlan.of(Plan(**head, tensors=tuple(parts[rank])), names)
-    return encode_joint_plan(listings, names)
+    return joint_plan(listings, names).encode([StoredContent(frame="f")] * len(parts))
 
 
 def joint(parts: Parts) -> JointPlan:
@@ -106,6 +107,26 @@ def test_several_blocks_are_decoded_one_by_one() -> None:
     assert list(plan._decoded) == [1]
 
 
+# --- twins ---
+
+
+def content(frame: str, **values: str) -> StoredContent:
+    return StoredContent(frame=frame, own_values=values)
+
+
+def test_twins_have_one_frame_and_own_values_of_the_same_names() -> None:
+    found = [content("f", a="1"), content("f", a="2"), content("g", a="1"), content("f"), content("g", a="1"), content("f")]
+    assert twins_of(found) == ([0, 0, 2, 3, 2, 3], ["a"])
+
+
+def test_a_value_that_is_equal_on_all_ranks_that_have_it_does_not_differ() -> None:
+    assert twins_of([content("f", a="1", b="1"), content("f", a="1"), content("f", b="2")])[1] == ["b"]
+
+
+def test_a_rank_of_unknown_content_is_nobodys_twin() -> None:
+    assert twins_of([None, content("f"), None, content("f")]) == ([0, 1, 2, 1], [])
+
+
 # --- damage ---
 
 
@@ -122,6 +143,10 @@ def packed(value: object) -> dict[str, object]:
 def block(values: list[int], tensors: int = 1, nbytes: int | None = None) -> Block:
     data = np.array(values, "<i8").tobytes()
     return Block(tensors, len(data) if nbytes is None else nbytes, zstandard.compress(data))
+
+
+def column(*twins: int) -> bytes:
+    return zstandard.compress(np.diff(np.array(twins), prepend=0).astype("<i8").tobytes())
 
 
 ONE = ["w", "float32", [8], 1]
@@ -145,6 +170,10 @@ ONE = ["w", "float32", [8], 1]
         (edited(**packed([ONE]), blocks=[block([0, 0])]), "has 16 bytes for 3 numbers"),
         (edited(**packed([ONE]), blocks=[block([0, 0, 8], tensors=2)]), "blocks for 2 of 1 tensors"),
         (edited(**packed([ONE]), blocks=[block([0, 0, 8], tensors=0)]), "a block of 0 tensors"),
+        (edited(twins=column(0, 0, 0)), "does not have the 32 bytes"),
+        (edited(twins=column(0, 1, 3, 3)), "twins of later ranks"),
+        (edited(twins=column(0, 0, 1, 0)), "ranks with another twin"),
+        (edited(twins=column(0, -1, 0, 0)), "twins of later ranks"),
         (edited(**packed([ONE]), blocks=[block([0, 0, 8], nbytes=1 << 40)]), "a block of 1 tensors and 1099511627776 bytes"),
     ],
 )

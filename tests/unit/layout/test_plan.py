@@ -232,7 +232,7 @@ def test_numbers_that_no_tensor_has_are_a_fault_and_no_surprise(changes: dict[st
 
 def entry(planned: PlanTensor) -> TensorEntry:
     nbytes = planned.box.numel() * 4
-    chunk = Chunk(0, 0, nbytes, nbytes, "raw", 0, bytes(16))
+    chunk = Chunk(0, 0, nbytes, nbytes, "raw", None, bytes(16))
     return TensorEntry(planned.fqn, planned.dtype, planned.shape, planned.box, planned.scope, (chunk,))
 
 

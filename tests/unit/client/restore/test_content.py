@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,9 @@ from checkpointd.codec.checksum import xxh3_128
 from checkpointd.layout import tree
 from checkpointd.layout.boxes import whole
 from checkpointd.layout.indexes import Chunk, Index, TensorEntry
+from checkpointd.layout.joint_plan import JointPlan, twins_of
 from checkpointd.pipeline.read.checkpoint_view import CheckpointView
+from checkpointd.pipeline.read.contents import content_of
 from checkpointd_client.restore.content import RankContent, merged_content
 from checkpointd_client.restore.plan import LoadOptions, Target, prepare
 from checkpointd_client.restore.store_source import wants
@@ -23,7 +26,7 @@ def index_of(saved: Saved, rank: int, world_size: int) -> Index:
     def entry(fqn: str) -> TensorEntry:
         dtype, shape = saved.entries[fqn]
         data = saved.data[fqn]
-        chunk = Chunk(0, 0, len(data), len(data), "raw", 0, xxh3_128(data))
+        chunk = Chunk(0, 0, len(data), len(data), "raw", None, xxh3_128(data))
         return TensorEntry(fqn, dtype, shape, whole(shape), "rank", (chunk,))
 
     return Index(
@@ -80,3 +83,32 @@ def test_names_that_are_tied_on_each_rank_stay_tied() -> None:
     job = Job(rank_state(1.0, "first"), rank_state(1.0, "second"))
     content = merged_content(job.world, keep=None, alone=True)
     assert {alias.owner for alias in content.aliases} == {"own"} == content.owners.keys()
+
+
+def states(seed: int, ranks: int) -> list[dict[str, Any]]:
+    """States of a few ranks: equal parts, own values that differ or are missing somewhere, lists, dicts, views."""
+    rng = random.Random(seed)
+    weight = torch.arange(4.0)
+
+    def own() -> Any:
+        value = float(rng.randrange(2))
+        return rng.choice([value, torch.full((2,), value), [value, torch.full((2,), value)], {"deep": value}, [{"a": value}]])
+
+    def state() -> dict[str, Any]:
+        names = [name for name in ("seed", "count", "rng") if rng.random() < 0.8]
+        shared = {"weight": weight, "view": weight[: rng.choice([2, 2, 3])]}
+        return {"model": shared, **{name: own() for name in names}, "nested": {name: own() for name in names}}
+
+    return [state() for _ in range(ranks)]
+
+
+@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("kept", [False, True])
+def test_the_index_of_one_of_several_twins_gives_the_same_content(seed: int, kept: bool) -> None:
+    job = Job(*states(seed, 5))
+    twins, differing = twins_of(content_of(index) for index in job.world.indexes.values())
+    plan = JointPlan("plan", 5, {}, (), {}, twins, frozenset(differing))
+    keep = seed % 5 if kept else None
+    needed = {rank: index for rank, index in job.world.indexes.items() if rank in twins or rank == keep}
+    few = CheckpointView(job.world.checkpoint, needed)
+    assert merged_content(few, keep=keep, alone=False, plan=plan) == merged_content(job.world, keep=keep, alone=False)

@@ -106,10 +106,14 @@ def test_a_box_of_other_ranks_takes_the_indexes_of_those_ranks(writer: WriterThr
     assert store.indexes == RANKS
 
 
-def test_a_job_of_another_size_reads_all_indexes(writer: WriterThread) -> None:
+def test_a_job_of_another_size_reads_the_index_of_one_twin_and_those_of_its_boxes(writer: WriterThread) -> None:
     store = saved()
-    source_of(store, writer, 1, ranks=2)
-    assert store.indexes == RANKS
+    source = source_of(store, writer, 1, ranks=8)
+    content = source.content()
+    assert store.indexes == 3  # one of the first, one of the last, and one of the ranks between, which are twins
+    assert content.entries.keys() == {"model.weight", "optimizer.step", "other.lone"}
+    assert torch.equal(filled(source, rows_target(1, ranks=8)), torch.from_numpy(WEIGHT[8:16]))
+    assert store.indexes == 3 + 2
 
 
 def test_what_only_another_rank_has_is_seen(writer: WriterThread) -> None:

@@ -291,11 +291,11 @@ async def test_a_look_lists_only_the_groups_of_ranks_that_miss_votes_and_reads_e
 async def test_a_vote_too_large_to_be_one_aborts_instead_of_stopping_the_coordinator() -> None:
     class Store(MemoryStore):
         async def get(self, key: str, *, size_max: int = 1 << 20) -> bytes:
-            return await super().get(key, size_max=1 << 10)
+            return await super().get(key, size_max=1 << 12)
 
     store = Store()
     await leave_in_doubt(store, voting=(0,))
-    await store.put(f"{PREFIX}/00001.vote", bytes(2 << 10))
+    await store.put(f"{PREFIX}/00001.vote", bytes(2 << 12))
     ballot = Ballot(store, TAG, ATTEMPT)
     await ballot.gather(await store.list(PREFIX))
     assert ballot.votes[1] is None

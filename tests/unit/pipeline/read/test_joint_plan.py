@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 import numpy as np
 import pytest
@@ -16,7 +18,10 @@ from checkpointd.pipeline.outcome.recover import recover
 from checkpointd.pipeline.read.joint_plan import checked_joint_plan, read_joint_plan
 from checkpointd.pipeline.read.verify import verify
 from checkpointd.pipeline.root import catalog, epochs
+from checkpointd.store.base import Store
 from checkpointd.store.memory import MemoryStore
+from checkpointd.store.posix.store import PosixStore
+from tests import format_reader
 from tests.builders import Piece, leave_in_doubt, save_checkpoint
 
 WEIGHT = np.arange(64, dtype=np.float32).reshape(8, 8)
@@ -29,7 +34,7 @@ def halves(rank: int) -> list[Piece]:
     return [Piece.part("w", WEIGHT, Box((4 * rank, column), (4, 4))) for column in (4, 0)]
 
 
-async def saved(store: MemoryStore, **options: object) -> None:
+async def saved(store: Store, **options: object) -> None:
     await save_checkpoint(store, **{"tensors": lambda _: {}, "pieces": halves, **options})
 
 
@@ -39,6 +44,17 @@ async def test_it_says_which_rank_stored_which_box() -> None:
     plan = await checked_joint_plan(store, await catalog.find(store, "global_step1"))
     assert plan.ranks_of("w", Box((0, 0), (4, 8))) == (0,)
     assert plan.ranks_of("w", Box((3, 6), (2, 1))) == (0, 1)
+
+
+async def test_a_reader_made_from_the_page_reads_it(tmp_path: Path) -> None:
+    def pieces(rank: int) -> list[Piece]:
+        return [*halves(rank), Piece.own("seed", WEIGHT + rank), Piece.own("same", WEIGHT)]
+
+    async with PosixStore(tmp_path) as store:
+        await saved(store, pieces=pieces)
+    boxes, twins, differing = format_reader.joint_plan(tmp_path, "global_step1")
+    assert boxes == {"w": [[rank, 4 * rank, column, 4, 4] for rank in (0, 1) for column in (0, 4)]}
+    assert (twins, differing) == ([0, 0], ["seed"])
 
 
 async def test_every_save_of_one_layout_has_the_same() -> None:
@@ -92,7 +108,7 @@ async def test_verify_finds_one_of_another_checkpoint() -> None:
     await store.put(f"{PREFIX}/{OUTCOME}", encode(msgspec.structs.replace(forged, plan=plan)))
     await store.put(KEY, await other.get(KEY))
     verdict = await verify(store, await catalog.find(store, "global_step1"), LoadConfig())
-    assert "does not list the boxes that the ranks stored" in verdict.damage[0].message
+    assert "does not say what the ranks stored" in verdict.damage[0].message
 
 
 async def test_one_of_another_number_of_ranks_is_damaged() -> None:

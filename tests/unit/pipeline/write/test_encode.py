@@ -18,7 +18,7 @@ def test_a_chunk_is_encoded_only_where_that_makes_it_smaller(codec: str, data: b
     shrinks = codec != "raw" and not raw.any()
     assert encoded.codec == (codec if shrinks else "raw")
     assert (len(encoded.stored) < raw.nbytes) == shrinks
-    assert (encoded.checksum, encoded.digest) == (xxh3_64(encoded.stored), xxh3_128(raw))
+    assert (encoded.checksum, encoded.digest) == (xxh3_64(encoded.stored) if shrinks else None, xxh3_128(raw))
     out = np.empty_like(raw)
     decode(encoded.stored, codec=encoded.codec, raw_size=raw.nbytes, out=out)
     assert out.tobytes() == data
